@@ -1,0 +1,73 @@
+"""`Group`: the ranks that speak together, and how they reach each other.
+
+A group is a value handed down to the layers that need it; nothing looks one up from a global. How bytes travel is a
+`Transport`: torch.distributed in real runs (`transport.py`), plain threads in tests, nothing at all for a group of one.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from .traffic import Traffic
+
+
+class Work(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> Any: ...
+
+
+class Done:
+    """The work of a collective that had nothing to do."""
+
+    def wait(self) -> None:
+        return None
+
+
+DONE = Done()
+
+
+class Transport(Protocol):
+    """Moves tensors among the ranks of one group. Positions are indices into the group, never global ranks.
+
+    Each method is collective over the group, except `isend` and `irecv`. Tensors are contiguous; results are written in
+    place. `op` is one of "sum", "max", "min". All return a `Work`.
+    """
+
+    def all_reduce(self, tensor, op: str) -> Work: ...
+    def all_gather(self, out, tensor) -> Work: ...            # out: [n * numel], tensor: [numel], both flat
+    def reduce_scatter(self, out, tensor, op: str) -> Work: ...  # out: [numel / n], tensor: [numel], both flat
+    def all_to_all(self, out, tensor) -> Work: ...            # both flat, n equal pieces
+    def broadcast(self, tensor, source: int) -> Work: ...
+    def isend(self, tensor, destination: int, tag: int) -> Work: ...
+    def irecv(self, tensor, source: int, tag: int) -> Work: ...
+    def all_gather_object(self, obj) -> list: ...
+    def barrier(self) -> None: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Ranks that speak together, seen from one of them.
+
+    axes       which mesh axes the group spans, joined by "-" ("tp", "dp-cp"); names the group in errors and traffic
+    ranks      their global ranks, in group order
+    rank       the position of this process in `ranks`
+    transport  None exactly when the group has one rank
+    """
+
+    axes: str
+    ranks: tuple[int, ...]
+    rank: int
+    transport: Transport | None = None
+    traffic: Traffic = field(default_factory=Traffic)
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def __repr__(self) -> str:
+        return f"Group({self.axes}, rank {self.rank} of {self.size}, ranks {list(self.ranks)})"
+
+
+def solo(axes: str = "solo", rank: int = 0) -> Group:
+    """A group of one: its collectives return their input."""
+    return Group(axes, (rank,), 0)

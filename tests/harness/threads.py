@@ -1,0 +1,145 @@
+"""Ranks as threads of one process: collectives in microseconds, no ports, a debugger that sees all ranks.
+
+    results = run_ranks(4, lambda rank, world: my_test(rank, world.group("tp", (0, 1, 2, 3), rank)))
+
+Every rank runs the function in a thread of its own with a `Transport` that meets the other threads at barriers. The first
+exception of any rank is raised in the test; the others are woken up and end. Never touches torch.distributed.
+"""
+
+import queue
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+
+import torch
+
+from megatron_ds.mpu.group import DONE, Group
+from megatron_ds.mpu.traffic import Traffic
+
+TIMEOUT_SECONDS = 60
+
+
+class ThreadWorld:
+    """Meeting places of all groups, shared by the threads."""
+
+    def __init__(self, size: int):
+        self.size = size
+        self._lock = threading.Lock()
+        self._rooms: dict[tuple, _Room] = {}
+        self.traffic = [Traffic() for _ in range(size)]
+
+    def group(self, axes: str, ranks: tuple[int, ...], rank: int) -> Group:
+        """The group of `ranks`, seen from global rank `rank`, which must be one of them."""
+        ranks = tuple(ranks)
+        transport = self.connect(axes, [ranks], rank)
+        return Group(axes, ranks, ranks.index(rank), transport, self.traffic[rank])
+
+    def connect(self, axes: str, groups: list[tuple[int, ...]], rank: int) -> "ThreadTransport | None":
+        """What `Mesh` asks for: the transport of the group among `groups` that holds `rank`; None for a group of one."""
+        ranks = next(tuple(g) for g in groups if rank in g)
+        if len(ranks) == 1:
+            return None
+        with self._lock:
+            room = self._rooms.setdefault((axes, ranks), _Room(len(ranks)))
+        return ThreadTransport(room, ranks.index(rank))
+
+    def abort(self) -> None:
+        with self._lock:
+            for room in self._rooms.values():
+                room.barrier.abort()
+
+
+class _Room:
+    def __init__(self, size: int):
+        self.size = size
+        self.barrier = threading.Barrier(size)
+        self.table: list = [None] * size
+        self.mail: dict[tuple[int, int, int], queue.Queue] = defaultdict(queue.Queue)
+
+
+class ThreadTransport:
+    """`megatron_ds.mpu.group.Transport` among threads. Everything is synchronous; sums are in rank order on every rank."""
+
+    def __init__(self, room: _Room, rank: int):
+        self.room, self.rank, self.size = room, rank, room.size
+
+    def _exchange(self, thing) -> list:
+        self.room.table[self.rank] = thing
+        self.room.barrier.wait(TIMEOUT_SECONDS)
+        everything = list(self.room.table)
+        self.room.barrier.wait(TIMEOUT_SECONDS)
+        return everything
+
+    def _reduced(self, tensor, op):
+        stack = self._exchange(tensor.detach().clone())
+        total = stack[0].clone()
+        combine = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[op]
+        for t in stack[1:]:
+            total = combine(total, t)
+        return total
+
+    def all_reduce(self, tensor, op):
+        tensor.detach().copy_(self._reduced(tensor, op))
+        return DONE
+
+    def all_gather(self, out, tensor):
+        out.detach().copy_(torch.cat([t.reshape(-1) for t in self._exchange(tensor.detach().clone())]))
+        return DONE
+
+    def reduce_scatter(self, out, tensor, op):
+        out.detach().copy_(self._reduced(tensor, op).chunk(self.size)[self.rank])
+        return DONE
+
+    def all_to_all(self, out, tensor):
+        out.detach().copy_(torch.cat([t.chunk(self.size)[self.rank] for t in self._exchange(tensor.detach().clone())]))
+        return DONE
+
+    def broadcast(self, tensor, source):
+        tensor.detach().copy_(self._exchange(tensor.detach().clone() if self.rank == source else None)[source])
+        return DONE
+
+    def isend(self, tensor, destination, tag):
+        self.room.mail[self.rank, destination, tag].put(tensor.detach().clone())
+        return DONE
+
+    def irecv(self, tensor, source, tag):
+        return _Receive(tensor, self.room.mail[source, self.rank, tag])
+
+    def all_gather_object(self, obj):
+        return self._exchange(obj)
+
+    def barrier(self):
+        self._exchange(None)
+
+
+class _Receive:
+    def __init__(self, tensor, mailbox):
+        self.tensor, self.mailbox = tensor, mailbox
+
+    def wait(self):
+        message = self.mailbox.get(timeout=TIMEOUT_SECONDS)
+        assert message.shape == self.tensor.shape and message.dtype == self.tensor.dtype, (
+            f"received {list(message.shape)} {message.dtype}, expected {list(self.tensor.shape)} {self.tensor.dtype}")
+        self.tensor.detach().copy_(message)
+
+
+def run_ranks(size: int, function: Callable[[int, ThreadWorld], object]) -> list:
+    """Run `function(rank, world)` on `size` threads; the results in rank order. Raises the first error of any rank."""
+    world, results, errors = ThreadWorld(size), [None] * size, []
+
+    def main(rank: int) -> None:
+        try:
+            results[rank] = function(rank, world)
+        except BaseException as error:  # noqa: BLE001  the test must see whatever it was
+            errors.append((isinstance(error, threading.BrokenBarrierError | queue.Empty), rank, error))
+            world.abort()
+
+    threads = [threading.Thread(target=main, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT_SECONDS * 2)
+    if errors:
+        raise min(errors, key=lambda e: (e[0], e[1]))[2]
+    assert not any(thread.is_alive() for thread in threads), "a rank hangs"
+    return results
