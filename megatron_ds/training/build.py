@@ -1,0 +1,155 @@
+"""From a config to running objects: the only file that sees the whole `RunConfig` and every room at once.
+
+Pure decisions first (`plan_run`: how layers are cut, which program each pipeline rank runs), then the objects
+(`build_engine`). Layers receive numbers and groups, never the config's root.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache, partial
+
+import torch
+from torch import nn
+
+from ..config import RunConfig
+from ..models import MODELS
+from ..models.losses import Loss, gpt_loss
+from ..models.stage_modules import build_stage
+from ..mpu.channels import Channels
+from ..mpu.mesh import Mesh
+from ..optim import OPTIMIZERS
+from ..pipeline import passes
+from ..pipeline.executor import Executor
+from ..pipeline.instruction import Op, Schedule
+from ..pipeline.partition import explicit_bounds, partition
+from ..pipeline.schedules import SCHEDULES
+from ..pipeline.stage import Stage
+from ..tensor_parallel.init import initialize
+from ..zero.optimizer import DataGroups, ZeroOptimizer
+from ..zero.policy import STAGES
+from ..zero.scaler import make_scaler
+from .flops import layer_flops
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What follows from the config alone, before any tensor exists.
+
+    layer_names  of the whole model, in order
+    bounds       stage i holds layers [bounds[i], bounds[i + 1])
+    costs        FLOPs of each layer for one sequence, forward and backward
+    """
+
+    layer_names: tuple[str, ...]
+    bounds: tuple[int, ...]
+    costs: tuple[float, ...]
+
+    def stage_names(self, stage: int) -> tuple[str, ...]:
+        return self.layer_names[self.bounds[stage]:self.bounds[stage + 1]]
+
+    def stage_cost_shares(self) -> tuple[float, ...]:
+        total = sum(self.costs) or 1.0
+        return tuple(sum(self.costs[a:b]) / total for a, b in zip(self.bounds, self.bounds[1:]))
+
+
+def describe_layers(config: RunConfig, mesh: Mesh) -> list:
+    """The model as a list of named layers, none of them built yet."""
+    dtype = DTYPES[config.optimizer.params_dtype]
+    return MODELS[config.model.model](
+        config.model, tp=mesh.group("tp"), sequence_parallel=config.parallel.sequence_parallel, dtype=dtype,
+        device=mesh.device, seed=config.train.seed, recompute_granularity=config.train.recompute_granularity,
+        recompute_num_layers=config.train.recompute_num_layers)
+
+
+def plan_run(config: RunConfig, layers: list) -> RunPlan:
+    """Cut the model into pipeline stages: as the user says, else so that the costliest stage is cheapest."""
+    model, stages = config.model, config.parallel.pipeline_model_parallel_size
+    vocab = model.padded_vocab_size(config.parallel.tensor_model_parallel_size)
+    kinds = [layer.kind for layer in layers]
+    costs = tuple(layer_flops(model, kind, model.seq_length, vocab) for kind in kinds)
+    if config.parallel.pipeline_layout:
+        bounds = explicit_bounds(config.parallel.pipeline_layout, kinds, stages)
+    else:
+        bounds = partition(costs, stages)
+    return RunPlan(tuple(layer.name for layer in layers), tuple(bounds), costs)
+
+
+def plan_schedule(config: RunConfig, num_microbatches: int) -> Schedule:
+    """The programs of all pipeline ranks for one step of `num_microbatches`."""
+    stages = config.parallel.pipeline_model_parallel_size
+    schedule = SCHEDULES[config.parallel.pipeline_schedule](stages, num_microbatches)
+    schedule = passes.add_zero(schedule, gather=False, reduce_each=False)
+    tied = () if config.model.untie_embeddings_and_output_weights or stages == 1 else (0, stages - 1)
+    schedule = passes.add_ties(schedule, tied)
+    return passes.add_transfers(schedule, num_stages=stages)
+
+
+@dataclass
+class Engine:
+    """The running objects of one rank. `executor(m)` runs a step of m micro-batches."""
+
+    config: RunConfig
+    mesh: Mesh
+    plan: RunPlan
+    stage: Stage
+    modules: nn.Module
+    parameters: list[nn.Parameter]
+    optimizer: ZeroOptimizer
+    executor: Callable[[int], Executor]
+
+
+def build_engine(config: RunConfig, mesh: Mesh) -> Engine:
+    """Build this rank's stage and optimizer. Collective: the optimizer may gather its first parameters."""
+    layers = describe_layers(config, mesh)
+    plan = plan_run(config, layers)
+    pp_rank = mesh.coordinate("pp")
+    modules = build_stage(layers[plan.bounds[pp_rank]:plan.bounds[pp_rank + 1]])
+    uses = Counter(p for _, p in modules.named_parameters(remove_duplicate=False))
+    parameters = list(uses)
+    tp = mesh.group("tp")
+    initialize(parameters, config.train.seed, tp.rank, tp.size)
+    optimizer = _build_optimizer(config, mesh, parameters, uses)
+    stage = Stage(pp_rank, list(modules), is_first=mesh.is_first_stage, is_last=mesh.is_last_stage,
+                  loss=_loss_function(config, tp) if mesh.is_last_stage else None)
+    return Engine(config, mesh, plan, stage, modules, parameters, optimizer,
+                  _executors(config, mesh, stage, optimizer))
+
+
+def _build_optimizer(config: RunConfig, mesh: Mesh, parameters: list[nn.Parameter], uses: Counter) -> ZeroOptimizer:
+    o, zero = config.optimizer, config.zero
+    groups = DataGroups(data=mesh.group("dp", "cp"), expert=mesh.group("edp"), tp=mesh.group("tp"),
+                        model=mesh.group("tp", "pp"), tied=mesh.group("embd"))
+    return ZeroOptimizer(
+        parameters, uses=uses, groups=groups, policy=STAGES[zero.stage],
+        make_optimizer=partial(OPTIMIZERS[o.optimizer], settings=o), scaler=make_scaler(o),
+        clip_grad=o.clip_grad, bucket_elements=zero.reduce_bucket_size, overlap=zero.overlap_comm is not False)
+
+
+def _executors(config: RunConfig, mesh: Mesh, stage: Stage, optimizer: ZeroOptimizer) -> Callable[[int], Executor]:
+    channels = Channels(mesh.group("pp"))
+    split = mesh.size("tp") if config.parallel.sequence_parallel else 1
+    hooks = {Op.REDUCE: optimizer.arm, Op.TIE: optimizer.reduce_tied}
+
+    @lru_cache(maxsize=None)
+    def executor(num_microbatches: int) -> Executor:
+        program = plan_schedule(config, num_microbatches)[mesh.coordinate("pp")]
+        return Executor(
+            program, {stage.index: stage}, channels, stage_rank=lambda index: index,
+            activation_shape=lambda batch: (batch.seq_length // split, batch.size, config.model.hidden_size),
+            dtype=DTYPES[config.optimizer.params_dtype], device=mesh.device, hooks=hooks)
+
+    return executor
+
+
+def _loss_function(config: RunConfig, tp) -> Callable:
+    loss = partial(gpt_loss, tp=tp, vocab_size=config.model.vocab_size, label_smoothing=config.train.label_smoothing)
+    return partial(_sum_over_tokens, loss) if config.train.calculate_per_token_loss else loss
+
+
+def _sum_over_tokens(loss: Callable, logits: torch.Tensor, batch) -> Loss:
+    """Objective = sum over tokens instead of mean; the optimizer divides by the step's tokens."""
+    result = loss(logits, batch)
+    return Loss(result.objective * result.tokens.clamp(min=1), result.total, result.tokens)

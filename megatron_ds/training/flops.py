@@ -1,0 +1,66 @@
+"""Model FLOPs by Megatron's formula, and what share of the machine's peak they are (MFU).
+
+Counted are the matrix multiplications of forward and backward (backward costs twice the forward), causal attention at half
+its full matrix, nothing for recomputation: the FLOPs of the *model*, whatever the implementation does.
+"""
+
+import time
+
+import torch
+
+# Dense peak of one device, FLOP/s, from the vendors' data sheets; (16-bit, fp32 as torch runs it without TF32).
+DEVICE_PEAKS = {
+    "V100": (125e12, 15.7e12), "A100": (312e12, 19.5e12), "A800": (312e12, 19.5e12), "L40S": (362e12, 91.6e12),
+    "H100 PCIe": (756e12, 51e12), "H100 NVL": (835e12, 60e12), "H100": (989e12, 67e12), "H800": (989e12, 67e12),
+    "H200": (989e12, 67e12), "H20": (148e12, 44e12), "B200": (2250e12, 75e12), "B100": (1750e12, 60e12),
+}
+
+
+def layer_flops(model, kind: str, seq_length: int, vocab_size: int) -> float:
+    """FLOPs of one sequence through one layer, forward and backward.
+
+    model: a ModelConfig.  kind: "embedding", "block", "norm" or "head", as `models.Layer.kind` has it.
+    """
+    s, h = seq_length, model.hidden_size
+    if kind == "block":
+        queries = model.num_attention_heads * model.head_dim
+        keys_values = 2 * model.query_groups * model.head_dim
+        fc = 3 if model.activation == "swiglu" else 2
+        projections = 6 * (h * (queries + keys_values) + queries * h)
+        return s * (projections + 6 * h * model.ffn_size * fc) + 6 * s * s * queries
+    if kind == "head":
+        return 6.0 * s * h * vocab_size
+    return 0.0
+
+
+def model_flops(model, samples: int, seq_length: int, vocab_size: int) -> float:
+    """FLOPs of one optimizer step over `samples` sequences. vocab_size: the padded vocabulary."""
+    per_sample = model.num_layers * layer_flops(model, "block", seq_length, vocab_size)
+    return samples * (per_sample + layer_flops(model, "head", seq_length, vocab_size))
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
+    """(FLOP/s, where the figure comes from) of this rank's device: its data sheet, or a short measurement.
+
+    On a CPU a 0.2-second matrix multiplication on this rank's threads tells; all ranks of a host measure at once, so
+    each sees its share of the machine.
+    """
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        for model in sorted(DEVICE_PEAKS, key=len, reverse=True):
+            if all(word in name for word in model.split()):
+                return DEVICE_PEAKS[model][0 if dtype != torch.float32 else 1], f"data sheet of {model}"
+    return _measured_peak(device, dtype), "measured matrix multiplication"
+
+
+def _measured_peak(device: torch.device, dtype: torch.dtype, n: int = 768, seconds: float = 0.2) -> float:
+    a = torch.ones(n, n, dtype=dtype, device=device)
+    torch.mm(a, a)
+    best, end = float("inf"), time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        start = time.perf_counter()
+        torch.mm(a, a)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - start)
+    return 2 * n**3 / best

@@ -1,0 +1,191 @@
+"""What a run says: one line a step in Megatron's fields and order, and the same record to metric sinks.
+
+A *sink* takes records; `SINKS` holds TensorBoard (Megatron's tags) and metrics.jsonl. Only rank 0 logs.
+"""
+
+import json
+import logging
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Protocol
+
+from ..registry import Registry
+
+logger = logging.getLogger(__name__)
+SINKS: Registry = Registry("metric sink")
+
+
+@dataclass(frozen=True)
+class TrainRecord:
+    """One logged interval; means over its steps. Times in seconds, rates per second over all ranks."""
+
+    step: int
+    steps: int
+    samples: int
+    tokens: int
+    step_seconds: float
+    learning_rate: float
+    weight_decay: float
+    global_batch_size: int
+    loss: float
+    loss_scale: float
+    grad_norm: float
+    skipped_steps: int
+    nan_steps: int
+    tokens_per_second: float
+    tflops_per_rank: float
+    mfu: float
+    eta_seconds: float
+    memory_gib: float
+    data_seconds: float
+
+    def line(self) -> str:
+        """Megatron-LM's fields in its order, then tokens/s, MFU, memory and the time that is left."""
+        fields = [
+            f" [{datetime.now():%Y-%m-%d %H:%M:%S.%f}] iteration {self.step:8d}/{self.steps:8d}",
+            f"consumed samples: {self.samples:12d}",
+            f"elapsed time per iteration (ms): {self.step_seconds * 1000:.1f}",
+            f"throughput per GPU (TFLOP/s/GPU): {self.tflops_per_rank:.{1 if self.tflops_per_rank >= 1 else 3}f}",
+            f"learning rate: {self.learning_rate:.6E}",
+            f"global batch size: {self.global_batch_size:5d}",
+            f"lm loss: {self.loss:.6E}",
+            f"loss scale: {self.loss_scale:.1f}",
+            f"grad norm: {self.grad_norm:.3f}",
+            f"number of skipped iterations: {self.skipped_steps:3d}",
+            f"number of nan iterations: {self.nan_steps:3d}",
+            f"tokens per second: {self.tokens_per_second:.1f}",
+            f"MFU: {self.mfu:.1%}",
+            f"memory (GiB): {self.memory_gib:.2f}",
+            f"ETA: {timedelta(seconds=round(self.eta_seconds))}",
+        ]
+        return " | ".join(fields) + " |"
+
+
+@dataclass(frozen=True)
+class EvalRecord:
+    """A finished evaluation. split: "validation" or "test"."""
+
+    step: int
+    samples: int
+    split: str
+    loss: float
+    eval_seconds: float
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(min(20.0, self.loss))
+
+    def line(self) -> str:
+        text = (f" {self.split} loss at iteration {self.step} | lm loss value: {self.loss:.6E} | "
+                f"lm loss PPL: {self.perplexity:.6E} | ")
+        return "\n".join(("-" * len(text), text, "-" * len(text)))
+
+
+class Sink(Protocol):
+    """Takes the records of a run. Built with (RunConfig); returns None from `open` when not asked for."""
+
+    def train(self, record: TrainRecord) -> None: ...
+    def evaluation(self, record: EvalRecord) -> None: ...
+    def close(self) -> None: ...
+
+
+class Log:
+    """The console and every sink that the config asks for."""
+
+    def __init__(self, sinks: Iterable[Sink]):
+        self.sinks = list(sinks)
+
+    def train(self, record: TrainRecord) -> None:
+        logger.info("%s", record.line())
+        for sink in self.sinks:
+            sink.train(record)
+
+    def evaluation(self, record: EvalRecord) -> None:
+        logger.info("%s", record.line())
+        for sink in self.sinks:
+            sink.evaluation(record)
+
+    def close(self) -> None:
+        for sink in self.sinks:
+            sink.close()
+
+
+def open_log(logging_config, steps_done: int) -> Log:
+    """The log of rank 0. steps_done: what a resumed run already has; later lines of an earlier try are superseded."""
+    opened = (SINKS[name].open(logging_config, steps_done) for name in SINKS)
+    return Log(sink for sink in opened if sink is not None)
+
+
+@SINKS.register("jsonl")
+class JsonLines:
+    """metrics.jsonl: one JSON object a record, `kind` "train" or "validation"; not-a-number is written as null."""
+
+    def __init__(self, path: Path, steps_done: int):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kept = [line for line in path.read_text().splitlines() if _step_of(line) <= steps_done] if path.exists() else []
+        beside = path.with_name(path.name + ".tmp")
+        beside.write_text("".join(line + "\n" for line in kept))
+        beside.replace(path)
+        self.file = path.open("a", buffering=1)
+
+    @classmethod
+    def open(cls, config, steps_done: int):
+        return cls(Path(config.metrics_path), steps_done) if config.metrics_path else None
+
+    def train(self, record: TrainRecord) -> None:
+        self._write("train", asdict(record))
+
+    def evaluation(self, record: EvalRecord) -> None:
+        self._write(record.split, {**asdict(record), "perplexity": record.perplexity})
+
+    def _write(self, kind: str, fields: dict) -> None:
+        clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()}
+        self.file.write(json.dumps({"kind": kind, **clean}) + "\n")
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def _step_of(line: str) -> float:
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return math.inf       # a line cut short by a crash
+
+
+@SINKS.register("tensorboard")
+class TensorBoard:
+    """Scalars under Megatron-LM's tags, against steps and (" vs samples") against samples."""
+
+    TRAIN_TAGS = {"learning-rate": "learning_rate", "batch-size": "global_batch_size", "lm loss": "loss",
+                  "loss-scale": "loss_scale", "grad-norm": "grad_norm", "iteration-time": "step_seconds",
+                  "throughput": "tflops_per_rank"}
+
+    def __init__(self, directory: str, steps_done: int):
+        from torch.utils.tensorboard import SummaryWriter
+        self.writer = SummaryWriter(directory, purge_step=steps_done + 1 if steps_done else None)
+
+    @classmethod
+    def open(cls, config, steps_done: int):
+        return cls(config.tensorboard_dir, steps_done) if config.tensorboard_dir else None
+
+    def train(self, record: TrainRecord) -> None:
+        for tag, field in self.TRAIN_TAGS.items():
+            self._scalar(tag, getattr(record, field), record)
+        self.writer.add_scalar("tokens-per-second", record.tokens_per_second, record.step)
+        self.writer.add_scalar("mfu", record.mfu, record.step)
+
+    def evaluation(self, record: EvalRecord) -> None:
+        suffix = record.split
+        self._scalar(f"lm loss {suffix}", record.loss, record)
+        self._scalar(f"lm loss {suffix} ppl", record.perplexity, record)
+
+    def _scalar(self, tag: str, value: float, record) -> None:
+        self.writer.add_scalar(tag, value, record.step)
+        self.writer.add_scalar(f"{tag} vs samples", value, record.samples)
+
+    def close(self) -> None:
+        self.writer.close()

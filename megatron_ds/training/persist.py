@@ -1,0 +1,84 @@
+"""A run on disk: what is saved beside the tensors, what must agree when it is loaded again.
+
+    iter_0000123/run.json    config (re-runs the job), progress, identity of model, tokenizer and data, scaler state
+"""
+
+import logging
+from dataclasses import fields
+from pathlib import Path
+
+from .. import __version__
+from ..checkpoint.load import check_same_model, latest, load, read_run
+from ..checkpoint.save import save
+from ..config import RunConfig
+from ..config.dump import to_dict
+from ..errors import CheckpointError
+from ..progress import Progress
+from .build import Engine
+
+logger = logging.getLogger(__name__)
+
+# Fields of the model that decide shapes or meaning of the weights; a checkpoint is refused when one differs.
+MODEL_FIELDS = (
+    "model", "num_layers", "hidden_size", "ffn_size", "num_attention_heads", "query_groups", "head_dim", "activation",
+    "normalization", "norm_epsilon", "position_embedding_type", "positions", "rotary_base", "rotary_percent",
+    "add_bias_linear", "untie_embeddings_and_output_weights", "vocab_size",
+)
+# What decides the order of samples: a resumed run must agree, --finetune starts its own order.
+DATA_FIELDS = ("data_path", "split", "train_data_path", "valid_data_path", "test_data_path", "dataloader_type", "mock_data")
+
+
+def run_identity(config: RunConfig, tokenizer) -> dict:
+    """What a checkpoint is a checkpoint *of*: {"model": …, "tokenizer": …, "data": …}, plain values."""
+    model = {name: getattr(config.model, name) for name in MODEL_FIELDS}
+    data = {name: getattr(config.data, name) for name in DATA_FIELDS}
+    data |= {"seq_length": config.model.seq_length, "seed": config.train.seed}
+    return {"model": model, "tokenizer": {"fingerprint": tokenizer.fingerprint}, "data": _plain(data)}
+
+
+def save_run(engine: Engine, progress: Progress, identity: dict) -> None:
+    """Write a checkpoint under `config.checkpoint.save`. Collective over the world."""
+    config, mesh = engine.config, engine.mesh
+    run = {"version": __version__, "config": to_dict(config), "progress": progress.to_dict(), "identity": identity,
+           "optimizer": engine.optimizer.extra_state(), "world_size": mesh.grid.world_size}
+    pieces = [p for p in engine.optimizer.pieces() if p.kind == "weight" or not config.checkpoint.no_save_optim]
+    save(Path(config.checkpoint.save), progress.step, pieces, tp=mesh.group("tp"), world=mesh.group("world"),
+         run=run, limit=config.checkpoint.save_total_limit)
+
+
+def load_run(engine: Engine, identity: dict) -> Progress:
+    """Fill weights and optimizer from `config.checkpoint.load`; where training stands then. Collective over the world."""
+    checkpoint, mesh = engine.config.checkpoint, engine.mesh
+    if not checkpoint.load:
+        return Progress()
+    directory = Path(checkpoint.load)
+    step = latest(directory)
+    if step is None:
+        if checkpoint.exit_on_missing_checkpoint:
+            raise CheckpointError(f"--load {directory}: no complete checkpoint there, and "
+                                  "--exit-on-missing-checkpoint is given. Check the path, or drop the flag to start afresh.")
+        if mesh.rank == 0:
+            logger.warning("no checkpoint in %s yet: starting from the initial weights", directory)
+        return Progress()
+    run = read_run(directory, step)
+    parts = ("model", "tokenizer") if checkpoint.finetune else ("model", "tokenizer", "data")
+    check_same_model({p: run["identity"][p] for p in parts}, {p: identity[p] for p in parts})
+    with_optimizer = not (checkpoint.finetune or checkpoint.no_load_optim)
+    load(directory, step, list(engine.optimizer.pieces()), tp=mesh.group("tp"), world=mesh.group("world"),
+         kinds=None if with_optimizer else ("weight",))
+    if with_optimizer:
+        engine.optimizer.load_extra_state(run["optimizer"])
+    engine.optimizer.after_load()
+    progress = Progress() if checkpoint.finetune else Progress(**_known(run["progress"]))
+    if mesh.rank == 0:
+        logger.info("loaded %s, iteration %d%s", directory, step, " (weights only)" if not with_optimizer else "")
+    return progress
+
+
+def _known(progress: dict) -> dict:
+    names = {f.name for f in fields(Progress)}
+    return {k: v for k, v in progress.items() if k in names}
+
+
+def _plain(values: dict) -> dict:
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}

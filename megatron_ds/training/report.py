@@ -1,0 +1,46 @@
+"""What the ranks tell each other after a step: losses of the last stage, and wishes to stop. One small all-reduce."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..mpu.collectives import all_reduce_
+from ..mpu.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """loss: mean over micro-batches and data-parallel ranks; tokens: counted in the loss; the same on every rank."""
+
+    loss: float
+    tokens: float
+    stop: bool
+
+    @property
+    def is_finite(self) -> bool:
+        return math.isfinite(self.loss)
+
+
+def share(losses: Sequence, mesh: Mesh, stop: bool = False, per_token: bool = False) -> StepReport:
+    """Collective over the world: an all-reduce of four float64.
+
+    losses: of the local micro-batches; empty on ranks that do not hold the last stage. Sums are in float64, so that the
+    reported loss does not depend on how samples are spread over ranks beyond the last bit.
+    per_token: average over all tokens of the step instead of over micro-batches.
+    """
+    speaks = mesh.coordinate("tp") == 0 and bool(losses)
+    row = torch.zeros(4, dtype=torch.float64)
+    if speaks:
+        totals = torch.stack([loss.total.double() for loss in losses]).cpu()
+        tokens = torch.stack([loss.tokens.double() for loss in losses]).cpu()
+        means = totals / tokens.clamp(min=1)
+        row[0] = (totals if per_token else means).sum()
+        row[1] = tokens.sum() if per_token else len(losses)
+        row[2] = tokens.sum()
+    row[3] = float(stop)
+    row = row.to(mesh.device)
+    all_reduce_(row, mesh.group("world"))
+    total, count, tokens, stop_votes = row.tolist()
+    return StepReport(total / max(count, 1), tokens, stop_votes > 0)

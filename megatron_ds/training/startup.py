@@ -1,0 +1,46 @@
+"""What a run says before its first step: grid, stages, schedule, kernels, and every value that is not default."""
+
+from ..config import RunConfig
+from ..config.dump import report_non_default
+from ..mpu.mesh import Mesh
+from ..pipeline.simulate import draw, simulate
+from .build import Engine, RunPlan, plan_schedule
+
+
+def describe(engine: Engine, launch_source: str) -> str:
+    """The whole start-up text of rank 0."""
+    config, mesh = engine.config, engine.mesh
+    return "\n".join((
+        _grid(mesh, launch_source), "", _stages(engine.plan), "", _schedule(config), "",
+        f"optimizer: {config.optimizer.optimizer}, ZeRO stage {config.zero.stage}, {config.optimizer.params_dtype} weights, "
+        "fp32 gradients and optimizer state", "",
+        report_non_default(config)))
+
+
+def _grid(mesh: Mesh, launch_source: str) -> str:
+    g = mesh.grid
+    sizes = " × ".join(f"{axis} {getattr(g, axis)}" for axis in ("tp", "cp", "ep", "pp", "dp"))
+    return f"grid: {g.world_size} rank(s) = {sizes}, order {g.order}, launched by {launch_source}, device {mesh.device.type}"
+
+
+def _stages(plan: RunPlan) -> str:
+    rows = ["pipeline stages (share of the FLOPs):"]
+    for stage, share in enumerate(plan.stage_cost_shares()):
+        names = plan.stage_names(stage)
+        what = f"{names[0]} … {names[-1]}" if len(names) > 1 else "".join(names)
+        rows.append(f"  stage {stage}: {len(names):3d} layers, {share:5.1%}   {what}")
+    return "\n".join(rows)
+
+
+def _schedule(config: RunConfig, widest: int = 16) -> str:
+    stages = config.parallel.pipeline_model_parallel_size
+    dp_batch = config.train.global_batch_size // config.data_parallel_size
+    microbatches = max(1, dp_batch // config.train.micro_batch_size)
+    title = f"schedule: {config.parallel.pipeline_schedule}, {microbatches} micro-batch(es) a step"
+    if stages == 1:
+        return title
+    result = simulate(plan_schedule(config, microbatches))
+    shown = min(microbatches, widest)
+    picture = draw(plan_schedule(config, shown))
+    note = "" if shown == microbatches else f"\n(drawn for {shown} micro-batches)"
+    return f"{title}, bubble {result.bubble:.1%}\n{picture}{note}"

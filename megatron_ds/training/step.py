@@ -1,0 +1,71 @@
+"""One optimizer step: forward and backward of all micro-batches, what the ranks agree on, update."""
+
+import logging
+import time
+from dataclasses import dataclass
+
+from ..errors import MegatronDSError
+from ..progress import Progress
+from .build import Engine
+from .locate import locate_nonfinite
+from .report import StepReport, share
+
+logger = logging.getLogger(__name__)
+
+
+class NonFiniteLossError(MegatronDSError):
+    """The loss is NaN or infinite, and training was told to stop in that case."""
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What one step did. grad_norm: before clipping, of the unscaled gradient; NaN where it is not finite."""
+
+    loss: float
+    tokens: float
+    grad_norm: float
+    loss_scale: float
+    learning_rate: float
+    weight_decay: float
+    skipped: bool
+    stop: bool
+    seconds: float
+
+
+def train_step(engine: Engine, batch, progress: Progress, *, learning_rate: float, weight_decay: float,
+               stop: bool = False) -> StepOutcome:
+    """Train on `batch`, this rank's share of the global batch. Collective over the world.
+
+    stop: this rank's wish to end the run after this step; the outcome tells whether anybody wished it.
+    Raises NonFiniteLossError, on all ranks, when the loss is not finite and `check_for_nan` is "stop".
+    """
+    start = time.perf_counter()
+    config, optimizer = engine.config, engine.optimizer
+    microbatches = batch.split(config.train.micro_batch_size)
+    executor = engine.executor(len(microbatches))
+    per_token = config.train.calculate_per_token_loss
+    loss_scale = optimizer.loss_scale
+
+    optimizer.begin_step()
+    losses = executor.run(microbatches, loss_scale if per_token else loss_scale / len(microbatches))
+    report = share(losses, engine.mesh, stop, per_token)
+    if not report.is_finite:
+        _tell_nonfinite(engine, executor, microbatches, report, progress)
+    # Gradients come averaged over the data group; per-token loss wants their sum over the step's tokens instead.
+    divisor = max(report.tokens, 1) / engine.mesh.group("dp", "cp").size if per_token else 1.0
+    result = optimizer.step(learning_rate, weight_decay, divisor)
+    return StepOutcome(report.loss, report.tokens, result.grad_norm, loss_scale, learning_rate, weight_decay,
+                       result.skipped, report.stop, time.perf_counter() - start)
+
+
+def _tell_nonfinite(engine: Engine, executor, microbatches, report: StepReport, progress: Progress) -> None:
+    if engine.optimizer.loss_scale != 1.0 and engine.config.optimizer.loss_scale is None:
+        return       # dynamic loss scaling: an overflow is part of finding the scale, the optimizer skips the step
+    where = locate_nonfinite(engine.modules, lambda: executor.forward(microbatches), engine.mesh)
+    message = f"loss is {report.loss} at iteration {progress.step + 1}, {where}"
+    if engine.config.train.check_for_nan == "stop":
+        raise NonFiniteLossError(
+            f"{message}. Nothing of this step was applied; the last checkpoint is unharmed. Lower the learning rate or "
+            "check the data; to skip such steps and train on: --check-for-nan continue.")
+    if engine.mesh.rank == 0:
+        logger.warning("%s. The step is skipped (--check-for-nan continue).", message)

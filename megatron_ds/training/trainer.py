@@ -1,0 +1,183 @@
+"""The training loop: step, log, evaluate, save, and know when to leave.
+
+`Trainer.progress` is the only thing that moves; learning rate, batch size and data position are functions of it.
+"""
+
+import logging
+import math
+import statistics
+import time
+from dataclasses import dataclass
+
+import torch
+
+from ..progress import Progress
+from ..ramps import make_batch_size, make_learning_rate, make_weight_decay
+from .build import Engine
+from .evaluate import evaluate
+from .flops import model_flops, peak_flops
+from .log import EvalRecord, Log, TrainRecord
+from .persist import save_run
+from .signals import StopRequest
+from .step import StepOutcome, train_step
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Loaders:
+    """Train, validation and test data of a run; the last two may be None."""
+
+    train: object
+    valid: object | None = None
+    test: object | None = None
+
+
+class Trainer:
+    """Trains `engine` on `loaders` until the config says enough, or somebody asks to stop."""
+
+    def __init__(self, engine: Engine, loaders: Loaders, log: Log, progress: Progress, identity: dict,
+                 started: float | None = None):
+        self.engine, self.loaders, self.log, self.progress, self.identity = engine, loaders, log, progress, identity
+        config = engine.config
+        self.config = config
+        self.learning_rate = make_learning_rate(config)
+        self.weight_decay = make_weight_decay(config)
+        self.batch_size = make_batch_size(config)
+        self.started = started or time.monotonic()
+        self.stop = StopRequest()
+        self.history: list[StepOutcome] = []       # of every step of this process
+        self.saved_step = progress.step if config.checkpoint.load else -1
+        self._window: list[tuple[StepOutcome, float, int]] = []
+        self._vocab = config.model.padded_vocab_size(config.parallel.tensor_model_parallel_size)
+        self._peak = peak_flops(engine.mesh.device, _compute_dtype(engine))[0]
+
+    # ------------------------------------------------------------------ the loop
+    def run(self) -> str:
+        """Train to the end; returns why it ended. Saves before leaving when there is something unsaved."""
+        with self.stop:
+            reason = self._loop()
+            if self.config.checkpoint.save and self.saved_step != self.progress.step:
+                self.save()
+            if reason == "finished":
+                self._evaluate_everything()
+        self.log.close()
+        return reason
+
+    def _loop(self) -> str:
+        while not self._is_finished():
+            outcome = self._step()
+            if outcome.stop:
+                return self._stop_reason()
+            train, step = self.config.train, self.progress.step
+            if train.eval_interval and train.eval_iters and step % train.eval_interval == 0 and self.loaders.valid:
+                if self.evaluate("validation"):
+                    return self._stop_reason()
+            if self.config.checkpoint.save and _due(self.config.checkpoint.save_interval, step):
+                self.save()
+            if _due(train.exit_interval, step):
+                return f"exit interval {train.exit_interval}"
+        return "finished"
+
+    def _is_finished(self) -> bool:
+        train = self.config.train
+        if train.train_samples:
+            return self.progress.samples >= train.train_samples
+        return self.progress.step >= train.train_iters
+
+    def _wants_to_stop(self) -> bool:
+        minutes = self.config.train.exit_duration_in_mins
+        return bool(self.stop.received) or (minutes is not None and time.monotonic() - self.started > minutes * 60)
+
+    def _stop_reason(self) -> str:
+        return f"signal {self.stop.received}" if self.stop.received else "asked to stop (time limit, or another rank)"
+
+    # ------------------------------------------------------------------ one step
+    def _step(self) -> StepOutcome:
+        begin = time.perf_counter()
+        mesh, before = self.engine.mesh, self.progress
+        data = mesh.group("dp", "cp")
+        size = self.batch_size(before)
+        batch = self.loaders.train.batch(before.samples, size, data.rank, data.size).to(mesh.device)
+        data_seconds = time.perf_counter() - begin
+        outcome = train_step(self.engine, batch, before, learning_rate=self.learning_rate(before),
+                             weight_decay=self.weight_decay(before), stop=self._wants_to_stop())
+        self.progress = before.after(size, size * batch.seq_length, skipped=outcome.skipped,
+                                     nan=not math.isfinite(outcome.loss))
+        self.history.append(outcome)
+        self._window.append((outcome, data_seconds, size))
+        if mesh.rank == 0 and (_due(self.config.logging.log_interval, self.progress.step) or outcome.stop
+                               or self._is_finished()):
+            self.log.train(self._record(size, batch.seq_length))
+        if _due(self.config.logging.log_interval, self.progress.step):
+            self._window.clear()
+        return outcome
+
+    def _record(self, size: int, seq_length: int) -> TrainRecord:
+        outcomes = [outcome for outcome, _, _ in self._window]
+        last, p = outcomes[-1], self.progress
+        seconds = statistics.fmean(o.seconds + d for o, d, _ in self._window)
+        samples_a_second = sum(n for _, _, n in self._window) / (seconds * len(self._window))
+        flops = model_flops(self.config.model, 1, seq_length, self._vocab) * samples_a_second / self._world
+        return TrainRecord(
+            step=p.step, steps=self._total_steps(size), samples=p.samples, tokens=p.tokens, step_seconds=seconds,
+            learning_rate=last.learning_rate, weight_decay=last.weight_decay, global_batch_size=size,
+            loss=statistics.fmean(o.loss for o in outcomes), loss_scale=last.loss_scale, grad_norm=last.grad_norm,
+            skipped_steps=p.skipped_steps, nan_steps=p.nan_steps, tokens_per_second=samples_a_second * seq_length,
+            tflops_per_rank=flops / 1e12, mfu=flops / self._peak,
+            eta_seconds=(self._total_steps(size) - p.step) * seconds, memory_gib=peak_memory_gib(self.engine.mesh.device),
+            data_seconds=statistics.fmean(d for _, d, _ in self._window))
+
+    @property
+    def _world(self) -> int:
+        return self.engine.mesh.grid.world_size
+
+    def _total_steps(self, size: int) -> int:
+        train, p = self.config.train, self.progress
+        return train.train_iters or p.step + math.ceil(max(0, train.train_samples - p.samples) / size)
+
+    # ------------------------------------------------------------------ evaluation and checkpoints
+    def evaluate(self, split: str) -> bool:
+        """Evaluate on "validation" or "test" and log it; whether a rank wished to stop meanwhile."""
+        train = self.config.train
+        size = train.global_batch_size
+        validation = split == "validation"
+        # The position in the validation stream is a function of the step, as in Megatron.
+        rounds = self.progress.step // train.eval_interval - 1 if validation and train.eval_interval else 0
+        loss, seconds, stop = evaluate(
+            self.engine, self.loaders.valid if validation else self.loaders.test,
+            first_sample=max(0, rounds) * train.eval_iters * size, iterations=train.eval_iters, global_batch_size=size,
+            should_stop=self._wants_to_stop)
+        if self.engine.mesh.rank == 0:
+            self.log.evaluation(EvalRecord(self.progress.step, self.progress.samples, split, loss, seconds))
+        return stop
+
+    def _evaluate_everything(self) -> None:
+        train = self.config.train
+        if not train.eval_iters:
+            return
+        if self.loaders.valid and not _due(train.eval_interval, self.progress.step):
+            self.evaluate("validation")
+        if self.loaders.test:
+            self.evaluate("test")
+
+    def save(self) -> None:
+        """Write a checkpoint of this moment. Collective over the world."""
+        save_run(self.engine, self.progress, self.identity)
+        self.saved_step = self.progress.step
+
+
+def _due(interval: int | None, step: int) -> bool:
+    return bool(interval) and step % interval == 0
+
+
+def _compute_dtype(engine: Engine) -> torch.dtype:
+    return engine.parameters[0].dtype if engine.parameters else torch.float32
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Most memory this rank ever held: allocated on its GPU, or resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    import resource
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
