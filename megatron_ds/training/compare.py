@@ -1,0 +1,155 @@
+"""Train one tiny model under several layouts and measure how far each strays from one process.
+
+`train_layout` runs on one rank of any transport (processes in tools/compare_layouts.py, threads in the tests) and returns a
+`Trace`: losses, gradient norms, and the rank's boxes of the final logical weights. `merge` puts the ranks' boxes together,
+checking that each element is there; `difference` compares two merged traces.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..checkpoint.logical import piece_boxes
+from ..config import RunConfig
+from ..errors import ConfigError, LayoutError
+from ..mpu.mesh import Mesh
+from ..progress import Progress
+from ..ramps import make_learning_rate, make_weight_decay
+from ..registry import did_you_mean
+from .build import build_engine
+from .step import train_step
+
+# Shorthand of a layout → the flag it stands for. A value of "" takes the flag without a value when the number is 1.
+LAYOUT_KEYS = {
+    "tp": "--tensor-model-parallel-size", "pp": "--pipeline-model-parallel-size", "dp": None,
+    "sp": "--sequence-parallel", "schedule": "--pipeline-schedule", "zero": "--zero-stage",
+    "recompute": "--recompute-granularity", "layout": "--pipeline-layout", "mbs": "--micro-batch-size",
+}
+SWITCHES = {"sp"}
+
+
+@dataclass(frozen=True)
+class LayoutRequest:
+    """A layout as the user wrote it ("tp=2,pp=2,dp=1,sp=1"), its world size, and the flags it means."""
+
+    text: str
+    world_size: int
+    flags: tuple[str, ...]
+
+
+def parse_layout(text: str) -> LayoutRequest:
+    """Raises ConfigError naming the nearest known key."""
+    values = {}
+    for item in filter(None, text.split(",")):
+        key, _, value = item.partition("=")
+        if key not in LAYOUT_KEYS or not value:
+            raise ConfigError(f"layout {text!r}: cannot read {item!r}{did_you_mean(key, list(LAYOUT_KEYS))}. "
+                              f"Write key=value pairs with keys {', '.join(LAYOUT_KEYS)}.")
+        values[key] = value
+    world = 1
+    for axis in ("tp", "pp", "dp"):
+        if not values.get(axis, "1").isdigit():
+            raise ConfigError(f"layout {text!r}: {axis}={values[axis]} is not a positive number.")
+        world *= int(values.get(axis, "1"))
+    flags: list[str] = []
+    for key, value in values.items():
+        if key in SWITCHES:
+            flags += [LAYOUT_KEYS[key]] if value == "1" else []
+        elif LAYOUT_KEYS[key] and value != "none":
+            flags += [LAYOUT_KEYS[key], value]
+    return LayoutRequest(text, world, tuple(flags))
+
+
+@dataclass
+class Trace:
+    """What training left behind on one rank; after `merge`, of the whole run.
+
+    losses, grad_norms  one number a step, the same on every rank
+    boxes               (name, logical shape, logical offset, values) of this rank's final weights
+    """
+
+    losses: list[float]
+    grad_norms: list[float]
+    boxes: list[tuple[str, tuple[int, ...], tuple[int, ...], torch.Tensor]]
+
+
+def random_samples(count: int, seq_length: int, vocab_size: int, seed: int) -> torch.Tensor:
+    """int64 [count, seq_length + 1], the same on every rank."""
+    return torch.randint(vocab_size, (count, seq_length + 1), generator=torch.Generator().manual_seed(seed))
+
+
+def train_layout(config: RunConfig, mesh: Mesh, steps: int, samples: torch.Tensor) -> Trace:
+    """Train `steps` steps on `samples` (global batches in turn, wrapping around). Collective over the world."""
+    engine = build_engine(config, mesh)
+    learning_rate, weight_decay = make_learning_rate(config), make_weight_decay(config)
+    progress, losses, norms = Progress(), [], []
+    size = config.train.global_batch_size
+    for _ in range(steps):
+        batch = global_batch_share(samples, progress.samples, size, config, mesh)
+        outcome = train_step(engine, batch, progress, learning_rate=learning_rate(progress),
+                             weight_decay=weight_decay(progress))
+        progress = progress.after(size, size * config.model.seq_length, skipped=outcome.skipped)
+        losses.append(outcome.loss)
+        norms.append(outcome.grad_norm)
+    return Trace(losses, norms, list(_weight_boxes(engine)))
+
+
+def global_batch_share(samples: torch.Tensor, first: int, size: int, config: RunConfig, mesh: Mesh):
+    """This rank's `Batch` of the global batch that starts at stream position `first`, in Megatron's sampling order."""
+    from ..data.batch import Batch
+    from ..data.sampler import local_positions
+    data = mesh.group("dp", "cp")
+    ids = local_positions(first, size, config.train.micro_batch_size, data.rank, data.size)
+    rows = samples[torch.tensor(ids) % len(samples)]
+    tokens, labels = rows[:, :-1], rows[:, 1:]
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    mask = torch.ones(tokens.shape, dtype=torch.float32)
+    return Batch(tokens, labels, mask, positions, tuple(ids)).to(mesh.device)
+
+
+def _weight_boxes(engine):
+    tp = engine.mesh.group("tp")
+    for piece in engine.optimizer.pieces():
+        if piece.kind != "weight" or piece.spec.tied_copy or piece.replica or (piece.spec.split_dim is None and tp.rank):
+            continue
+        for box in piece_boxes(piece.spec, tp.rank, tp.size, piece.start, piece.stop):
+            values = piece.tensor[box.start:box.start + box.numel].detach().cpu().clone().view(box.sizes)
+            yield piece.spec.name, piece.spec.shape, box.logical, values
+
+
+def merge(traces: Sequence[Trace]) -> tuple[Trace, dict[str, torch.Tensor]]:
+    """The run's losses and norms, and its whole logical weights. Raises LayoutError where an element is missing or double."""
+    weights, seen = {}, {}
+    for name, shape, offset, values in itertools.chain.from_iterable(t.boxes for t in traces):
+        target = weights.setdefault(name, torch.empty(shape))
+        count = seen.setdefault(name, torch.zeros(shape, dtype=torch.int8))
+        where = tuple(slice(o, o + n) for o, n in zip(offset, values.shape))
+        target[where] = values
+        count[where] += 1
+    for name, count in seen.items():
+        if not (count == 1).all():
+            raise LayoutError(f"{name}: {int((count == 0).sum())} elements on no rank, {int((count > 1).sum())} on several.")
+    return traces[0], weights
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Largest relative differences: of any step's loss, any step's gradient norm; of final weights (see `difference`)."""
+
+    loss: float
+    grad_norm: float
+    weights: float
+
+
+def difference(run: tuple[Trace, dict], reference: tuple[Trace, dict]) -> Difference:
+    """weights: largest over tensors of ‖w − w₀‖ / ‖w₀‖ (Frobenius)."""
+    (trace, weights), (trace0, weights0) = run, reference
+    if weights.keys() != weights0.keys():
+        raise LayoutError(f"different parameters: {sorted(weights.keys() ^ weights0.keys())}")
+    relative = lambda a, b: max((abs(x - y) / abs(y) for x, y in zip(a, b, strict=True)), default=0.0)
+    tensors = ((weights[n].double() - w0.double()).norm() / w0.double().norm().clamp(min=1e-30)
+               for n, w0 in weights0.items())
+    return Difference(relative(trace.losses, trace0.losses), relative(trace.grad_norms, trace0.grad_norms),
+                      max(float(t) for t in tensors))

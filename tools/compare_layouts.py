@@ -1,0 +1,130 @@
+"""Train the same tiny model under several layouts, each on real gloo ranks, and show how far each strays from one process.
+
+    python tools/compare_layouts.py --layouts "tp=2,pp=2,dp=1,sp=1,schedule=1f1b" "tp=1,pp=1,dp=2,zero=1" --steps 20
+
+A layout is a list of key=value: tp, pp, dp (sizes), sp (0 or 1), schedule, zero, recompute (none, selective, full),
+layout (explicit pipeline cut), mbs (micro-batch size). The reference is always one process. Exit code 1 when a layout strays
+further than the tolerance.
+"""
+
+import argparse
+import multiprocessing
+import os
+import socket
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+
+from tqdm import tqdm
+
+from megatron_ds.errors import CommunicationError, MegatronDSError
+from megatron_ds.training.compare import Difference, LayoutRequest, difference, merge, parse_layout, random_samples, train_layout
+
+STYLES = {
+    "gpt2": ["--position-embedding-type", "learned_absolute", "--normalization", "LayerNorm"],
+    "llama": ["--position-embedding-type", "rope", "--normalization", "RMSNorm", "--swiglu", "--disable-bias-linear",
+              "--group-query-attention", "--num-query-groups", "2"],
+}
+DTYPES = {"fp32": [], "bf16": ["--bf16"], "fp16": ["--fp16"]}
+# Largest relative difference allowed of (loss, final weights). fp32: another order of summation only. In 16 bits each
+# order rounds differently, and twenty Adam steps carry it on; the figures are what rounding alone may do, with room.
+TOLERANCE = {"fp32": (1e-6, 1e-5), "bf16": (2e-2, 5e-2), "fp16": (5e-3, 2e-2)}
+VOCAB, SEQ_LENGTH = 131, 24
+
+
+def tiny_job(style: str, dtype: str, untie: bool, dropout: float, layers: int, global_batch_size: int, steps: int) -> list[str]:
+    """Flags of the model that every layout trains."""
+    return [
+        "--num-layers", str(layers), "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", str(SEQ_LENGTH),
+        "--max-position-embeddings", str(SEQ_LENGTH), "--vocab-size", str(VOCAB), "--make-vocab-size-divisible-by", "8",
+        "--global-batch-size", str(global_batch_size), "--train-iters", str(steps), "--lr", "1e-3", "--min-lr", "1e-4",
+        "--lr-decay-style", "cosine", "--lr-warmup-iters", "2", "--weight-decay", "0.1", "--clip-grad", "1.0",
+        "--hidden-dropout", str(dropout), "--attention-dropout", str(dropout), "--mock-data", "--tokenizer-type",
+        "NullTokenizer", *(["--untie-embeddings-and-output-weights"] if untie else []), *STYLES[style], *DTYPES[dtype]]
+
+
+def run_rank(flags: list[str], rank: int, world_size: int, port: int, steps: int):
+    """One rank of one layout, in a worker process."""
+    import torch
+
+    from megatron_ds.config import parse
+    from megatron_ds.mpu import launch as launching
+    from megatron_ds.training.pretrain import make_mesh
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    launch = launching.read_launch({
+        "RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0" if not torch.cuda.is_available() else str(rank),
+        "LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+    config = parse(flags, world_size=world_size, defaults={"model": "gpt"})
+    connect = launching.start(launch, timeout_minutes=5)
+    try:
+        samples = random_samples(4 * config.train.global_batch_size, SEQ_LENGTH, VOCAB, seed=1)
+        return train_layout(config, make_mesh(config, launch, connect), steps, samples)
+    finally:
+        launching.stop()
+
+
+def run_layout(pool: ProcessPoolExecutor, layout: LayoutRequest, flags: list[str], steps: int):
+    """Every rank of a layout in the pool; the merged run."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    ranks = [pool.submit(run_rank, flags, rank, layout.world_size, port, steps) for rank in range(layout.world_size)]
+    try:
+        return merge([rank.result() for rank in ranks])
+    except BrokenProcessPool:
+        raise CommunicationError(f"layout {layout.text}: a rank died without a word. Memory, or a crash in native code? "
+                                 "Run this layout alone to see.") from None
+
+
+def parse_arguments(argv=None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layouts", nargs="+", required=True, metavar="KEY=VALUE,…", help="layouts to compare with one process")
+    parser.add_argument("--steps", type=int, default=20, help="optimizer steps (default 20)")
+    parser.add_argument("--style", choices=STYLES, default="gpt2", help="architecture (default gpt2)")
+    parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="precision (default fp32)")
+    parser.add_argument("--untie", action="store_true", help="separate input and output embeddings")
+    parser.add_argument("--dropout", type=float, default=0.0, help="hidden and attention dropout (default 0)")
+    parser.add_argument("--num-layers", type=int, default=4)
+    parser.add_argument("--global-batch-size", type=int, default=8)
+    return parser.parse_args(argv)
+
+
+def main(argv=None) -> int:
+    args = parse_arguments(argv)
+    job = tiny_job(args.style, args.dtype, args.untie, args.dropout, args.num_layers, args.global_batch_size, args.steps)
+    try:
+        layouts = [parse_layout(text) for text in args.layouts]
+        reference_layout = parse_layout("tp=1,pp=1,dp=1")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["megatron_ds.training.pretrain"])
+        widest = max(layout.world_size for layout in layouts)
+        rows: list[tuple[str, Difference]] = []
+        with ProcessPoolExecutor(widest, mp_context=context) as pool:
+            with_mbs = lambda layout: [*job, *([] if "--micro-batch-size" in layout.flags else ["--micro-batch-size", "1"])]
+            reference = run_layout(pool, reference_layout, with_mbs(reference_layout), args.steps)
+            for layout in tqdm(layouts, desc="layouts", leave=False, disable=not sys.stderr.isatty()):
+                run = run_layout(pool, layout, [*with_mbs(layout), *layout.flags], args.steps)
+                rows.append((layout.text, difference(run, reference)))
+    except MegatronDSError as error:
+        print(f"compare_layouts: {error}", file=sys.stderr)
+        return 2
+    return show(rows, args)
+
+
+def show(rows: list[tuple[str, Difference]], args: argparse.Namespace) -> int:
+    loss_limit, weight_limit = TOLERANCE[args.dtype]
+    width = max(len(text) for text, _ in rows)
+    print(f"{args.style}, {args.dtype}, {'un' if args.untie else ''}tied, {args.steps} steps; "
+          f"largest relative difference to one process (allowed: loss {loss_limit:g}, weights {weight_limit:g})\n")
+    print(f"{'layout':{width}}  {'loss':>9}  {'grad norm':>9}  {'weights':>9}")
+    failures = 0
+    for text, d in rows:
+        ok = d.loss <= loss_limit and d.weights <= weight_limit
+        failures += not ok
+        print(f"{text:{width}}  {d.loss:9.2e}  {d.grad_norm:9.2e}  {d.weights:9.2e}  {'ok' if ok else 'STRAYS'}")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
