@@ -1,0 +1,159 @@
+"""Passes: pure functions Schedule → Schedule that add what follows from the order of the computations.
+
+    add_transfers   SEND and RECV wherever neighbouring stages live on different ranks
+    add_ties        TIE, the sum of gradients of parameters that live on several stages
+    add_zero        REDUCE, when gradients may be reduced over data-parallel ranks
+    forward_only    the evaluation half of a schedule
+    lower           the first three, in their order
+
+A transfer is named after the stage that executes it: SEND_ACT@s carries the output of stage s, RECV_ACT@s the input of
+stage s, SEND_GRAD@s the gradient of its input, RECV_GRAD@s the gradient of its output.
+
+Note: why receives are posted early. RECV only *posts* a receive (a buffer into which bytes may land); the computation
+that needs the tensor waits for it. A send never waits. With receives posted one computation ahead, the transfer runs
+behind that computation, at the price of one waiting activation per direction; and the order stays free of deadlock even
+on a transport whose sends block until the peer has posted its receive, because each rank has posted what its neighbours
+will send next before it sends anything itself:
+
+    posted right before use   rank r    F3 SA3 | RG0 B0     r cannot pass SA3 until r+1 posts RA3,
+                              rank r+1  B0 SG0 | RA3 F3     which it does after SG0, which needs RG0 of r: deadlock
+    posted one ahead          rank r    RG0 F3 SA3 B0
+                              rank r+1  RA3 B0 SG0 F3       both posts come first
+"""
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+from ..errors import ScheduleError
+from .instruction import Instruction, Op, Program, Schedule
+
+COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W})
+BACKWARD = frozenset({Op.B, Op.I, Op.W})
+SENDS = frozenset({Op.SEND_ACT, Op.SEND_GRAD})
+RECEIVES = frozenset({Op.RECV_ACT, Op.RECV_GRAD})
+CONSUMED_BY = {Op.F: Op.RECV_ACT, Op.B: Op.RECV_GRAD, Op.I: Op.RECV_GRAD}     # computation ← what it waits for
+PRODUCED_BY = {Op.F: Op.SEND_ACT, Op.B: Op.SEND_GRAD, Op.I: Op.SEND_GRAD}     # computation → what carries its result
+
+
+def stage_ranks(schedule: Schedule) -> dict[int, int]:
+    """Global stage → pipeline rank that computes it. Raises ScheduleError for a stage on two ranks."""
+    ranks: dict[int, int] = {}
+    for rank, program in enumerate(schedule):
+        for i in program:
+            if i.op in COMPUTE and ranks.setdefault(i.stage, rank) != rank:
+                raise ScheduleError(f"{i} is on pipeline rank {rank}, but stage {i.stage} lives on rank {ranks[i.stage]}: "
+                                    f"the activations of a stage stay on its rank. Move it to rank {ranks[i.stage]}.")
+    return ranks
+
+
+def lower(schedule: Schedule, num_stages: int, *, tied: Iterable[int] = (), gather: bool = False,
+          reduce_each: bool = False) -> Schedule:
+    """A schedule ready to be executed: transfers, ties and reductions added."""
+    return add_zero(add_ties(add_transfers(schedule, num_stages), tied), gather=gather, reduce_each=reduce_each)
+
+
+def add_transfers(schedule: Schedule, num_stages: int, lookahead: int = 1) -> Schedule:
+    """Add SEND right after the computation that makes a tensor, and RECV `lookahead` computations before its use.
+
+    Stages that are neighbours on one rank exchange nothing. Receives of one channel (source, destination, kind) are posted
+    in the order in which the peer sends, so in-order channels never mix up messages, whatever the schedule.
+    """
+    home = stage_ranks(schedule)
+    if sorted(home) != list(range(num_stages)):
+        raise ScheduleError(f"the schedule computes stages {sorted(home)}, not the {num_stages} stages 0 to "
+                            f"{num_stages - 1}: each stage feeds the next. Pass num_stages={len(home)}, or complete it.")
+    sends: list[dict[Instruction, Instruction]] = [{} for _ in schedule]
+    channels: list[dict[tuple[int, Op], list[Instruction]]] = [defaultdict(list) for _ in schedule]
+    for rank, program in enumerate(schedule):
+        for i in program:
+            peer = i.stage + 1 if i.op is Op.F else i.stage - 1
+            if i.op in PRODUCED_BY and 0 <= peer < num_stages and home[peer] != rank:
+                send = PRODUCED_BY[i.op]
+                sends[rank][i] = replace(i, op=send)
+                receive = Op.RECV_ACT if send is Op.SEND_ACT else Op.RECV_GRAD
+                channels[home[peer]][rank, receive].append(Instruction(receive, peer, i.microbatch))
+    return tuple(_place(program, channels[rank].values(), sends[rank], lookahead) for rank, program in enumerate(schedule))
+
+
+def add_ties(schedule: Schedule, stages: Iterable[int]) -> Schedule:
+    """Add TIE for each of `stages`, the stages that hold a copy of a tied parameter, at the end of their programs.
+
+    At the very end, not right after the stage's own last backward: TIE waits for the other holders, and with several
+    chunks per rank those may wait for a backward that this rank has not done yet.
+    """
+    stages, home = sorted(set(stages)), stage_ranks(schedule)
+    trained = {i.stage for program in schedule for i in program if i.op in BACKWARD}
+    for stage in stages:
+        if stage not in trained:
+            raise ScheduleError(f"stage {stage} was named as holder of a tied parameter, but the schedule computes no "
+                                f"backward of it. Stages with a backward: {sorted(trained) or 'none (forward only)'}.")
+    return tuple(program + tuple(Instruction(Op.TIE, s) for s in stages if home[s] == rank)
+                 for rank, program in enumerate(schedule))
+
+
+def add_zero(schedule: Schedule, *, gather: bool = False, reduce_each: bool = False) -> Schedule:
+    """Add REDUCE right before the last B or W of each stage: "the next one completes the gradients of this stage".
+
+    reduce_each  REDUCE before every B or W: gradients live only as shards, so each micro-batch is reduced by itself
+    gather       reserved for GATHER and RELEASE around the computations of a stage (ZeRO stage 3)
+    """
+    if gather:
+        raise ScheduleError("gather=True asks for GATHER and RELEASE, which no executor serves yet: parameters are whole "
+                            "on each rank. Legal: gather=False (ZeRO stages 0 to 2).")
+    return tuple(_with_reduces(program, reduce_each) for program in schedule)
+
+
+def forward_only(schedule: Schedule) -> Schedule:
+    """The forwards of a schedule and, where it has been lowered, their transfers, receives posted early again."""
+    return tuple(_forward_program(program) for program in schedule)
+
+
+def _forward_program(program: Program) -> Program:
+    forward = tuple(i for i in program if i.op is Op.F)
+    receives = [i for i in program if i.op is Op.RECV_ACT]
+    sends = {replace(i, op=Op.F): i for i in program if i.op is Op.SEND_ACT}
+    return _place(forward, [receives], sends, lookahead=1)
+
+
+def _place(program: Program, channels: Collection[Sequence[Instruction]], sends: Mapping[Instruction, Instruction],
+           lookahead: int) -> Program:
+    """`program` with `sends` after their computations, and with the receives of each channel posted in channel order."""
+    computations = [i for i in program if i.op in COMPUTE]
+    use = {Instruction(CONSUMED_BY[i.op], i.stage, i.microbatch): at
+           for at, i in enumerate(computations) if i.op in CONSUMED_BY}
+    posts: dict[int, list[Instruction]] = defaultdict(list)             # number of the computation → posted before it
+    for receives in channels:
+        _check_used(receives, use)
+        # A message is posted no later than any message behind it in the channel: a running minimum from the back.
+        latest = [*accumulate((use[r] for r in reversed(receives)), min)][::-1]
+        for receive, at in zip(receives, latest):
+            posts[max(0, at - lookahead)].append(receive)
+    placed: list[Instruction] = []
+    at = 0
+    for i in program:
+        if i.op in COMPUTE:
+            placed += posts[at]
+            at += 1
+        placed.append(i)
+        if i in sends:
+            placed.append(sends[i])
+    return tuple(placed)
+
+
+def _check_used(receives: Sequence[Instruction], use: Mapping[Instruction, int]) -> None:
+    for r in receives:
+        if r not in use:
+            consumers = "F" if r.op is Op.RECV_ACT else "B or I"
+            raise ScheduleError(f"{r} would arrive on a rank that never computes {consumers} of micro-batch {r.microbatch} "
+                                f"at stage {r.stage}: each micro-batch passes every stage once. Complete the schedule.")
+
+
+def _with_reduces(program: Program, reduce_each: bool) -> Program:
+    completing = [at for at, i in enumerate(program) if i.op in (Op.B, Op.W)]
+    if not reduce_each:
+        completing = {program[at].stage: at for at in completing}.values()        # the last of each stage wins
+    reduce_before = set(completing)
+    return tuple(j for at, i in enumerate(program)
+                 for j in ((Instruction(Op.REDUCE, i.stage), i) if at in reduce_before else (i,)))

@@ -1,0 +1,17 @@
+"""GPipe: all forwards, then all backwards. Huang et al. 2019 (arXiv:1811.06965), figure 2c.
+
+    rank 0   F0 F1 F2 .. .. B0   B1   B2          bubble (p - 1) / (m + p - 1), all m micro-batches alive at once
+    rank 1   .. F0 F1 F2 B0   B1   B2
+
+The paper runs the backwards in reverse order. Here they run in the order of the micro-batches, so that gradients are
+summed in the same order as in one process (and under every other schedule); span and peak memory are the same.
+"""
+
+from ..instruction import Instruction, Op, Schedule
+from .shape import check_shape
+
+
+def gpipe(pipeline_size: int, num_microbatches: int, chunks: int = 1) -> Schedule:
+    check_shape("gpipe", pipeline_size, num_microbatches, chunks, legal_chunks=(1,))
+    return tuple(tuple(Instruction(op, rank, k) for op in (Op.F, Op.B) for k in range(num_microbatches))
+                 for rank in range(pipeline_size))
