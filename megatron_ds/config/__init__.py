@@ -1,0 +1,15 @@
+"""Configuration: flags, YAML and DeepSpeed JSON → one frozen `RunConfig` that knows where each value came from.
+
+    config = parse(sys.argv[1:], world_size=8)      # raises ConfigError with everything that is wrong
+"""
+
+from .data import DataConfig
+from .model import ModelConfig
+from .optimizer import OptimizerConfig
+from .parallel import ParallelConfig, ZeroConfig
+from .parse import parse
+from .run import RunConfig, Source
+from .train import CheckpointConfig, LoggingConfig, TrainConfig
+
+__all__ = ["CheckpointConfig", "DataConfig", "LoggingConfig", "ModelConfig", "OptimizerConfig", "ParallelConfig", "RunConfig",
+           "Source", "TrainConfig", "ZeroConfig", "parse"]

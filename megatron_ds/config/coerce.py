@@ -1,0 +1,73 @@
+"""Words and file values → values of an option's type.
+
+YAML 1.1 reads `1e-4` as a text and JSON writes 5e8 for a count, so the option's type decides, not the file's.
+"""
+
+import math
+import re
+from typing import Any
+
+from ..errors import ConfigError
+from ..registry import did_you_mean
+from .option import Option
+
+
+def coerce(option: Option, raw: Any, where: str) -> Any:
+    """The value of `option` meant by `raw`. Raises ConfigError that begins with `where`."""
+    if not option.is_list:
+        return _one(option, raw, where)
+    items = tuple(raw) if isinstance(raw, list | tuple) else tuple(str(raw).split())
+    if option.count is not None and len(items) != option.count:
+        raise ConfigError(f"{where} needs {option.noun}, not {len(items)}.")
+    return tuple(_one(option, item, where) for item in items)
+
+
+def _one(option: Option, raw: Any, where: str) -> Any:
+    value = _CONVERT[option.kind](raw)
+    if value is None:
+        raise ConfigError(f"{where}: {shown(raw)} is not {option.noun}.")
+    value = option.values.get(value, value)
+    if option.choices and value not in option.choices:
+        near = did_you_mean(str(value), [*map(str, option.choices), *option.values])
+        raise ConfigError(f"{where}: {shown(raw)} is not {option.noun}{near.replace(';', ':')}" + ("" if near else "."))
+    return value
+
+
+def shown(raw: Any) -> str:
+    """A value as its writer would know it again."""
+    if isinstance(raw, bool):
+        return str(raw).lower()
+    return "an empty value" if raw is None or raw == "" else repr(raw)
+
+
+def _int(raw: Any) -> int | None:
+    if isinstance(raw, bool):
+        return None
+    if isinstance(raw, str) and re.fullmatch(r"[+-]?[\d_]+", raw):
+        return int(raw.replace("_", "")) if raw.strip("+-_") else None
+    number = _float(raw)
+    return int(number) if number is not None and number.is_integer() else None      # 5e8, 1e6
+
+
+def _float(raw: Any) -> float | None:
+    if isinstance(raw, bool) or not isinstance(raw, int | float | str):
+        return None
+    try:
+        number = float(raw)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _bool(raw: Any) -> bool | None:
+    words = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+    return raw if isinstance(raw, bool) else words.get(raw.lower()) if isinstance(raw, str) else None
+
+
+def _str(raw: Any) -> str | None:
+    if isinstance(raw, bool) or raw is None or raw == "" or isinstance(raw, list | tuple | dict):
+        return None
+    return str(raw)
+
+
+_CONVERT = {int: _int, float: _float, bool: _bool, str: _str}

@@ -1,0 +1,42 @@
+"""`DataConfig`: the corpus, its tokenizer, and the order in which it is read."""
+
+from dataclasses import dataclass
+
+from .option import option
+
+DEFAULT_SPLIT = "969, 30, 1"
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """One of: mock data; --data-path, split by --split; or one path for each split."""
+
+    data_path: tuple[str, ...] = option(
+        (), help="Prefix of the .bin/.idx pair, or several of them, each preceded by its weight or none.")
+    split: str | None = option(None, help=f"Parts for training, validation and test of --data-path. Default: {DEFAULT_SPLIT}.")
+    train_data_path: tuple[str, ...] = option((), help="Like --data-path, for training only.")
+    valid_data_path: tuple[str, ...] = option((), help="Like --data-path, for validation only.")
+    test_data_path: tuple[str, ...] = option((), help="Like --data-path, for the test only.")
+    mock_data: bool = option(False, help="Made-up tokens, to try a layout without a corpus.",
+                             avoid="Its loss says nothing about the model.")
+    data_cache_path: str | None = option(None, help="Directory for the index maps. Default: beside the data.",
+                                         avoid="Needed when the data lie on a read-only disk.")
+    tokenizer_type: str | None = option(None, values={"HFTokenizer": "HuggingFaceTokenizer"},
+                                        help="Name of a registered tokenizer, the one the corpus was made with.")
+    vocab_file: str | None = option(None, help="vocab.json of GPT2BPETokenizer.")
+    merge_file: str | None = option(None, flags=["--merges-file"], help="merges.txt of GPT2BPETokenizer.")
+    tokenizer_model: str | None = option(None, help="File or directory of HuggingFaceTokenizer or SentencePieceTokenizer.")
+    eod_mask_loss: bool = option(False, help="Leave the end-of-document token out of the loss.")
+    reset_position_ids: bool = option(False, help="Count positions from each document's start. Not available yet.")
+    reset_attention_mask: bool = option(False, help="Let no token look into another document. Not available yet.")
+    dataloader_type: str = option("single", choices=("single", "cyclic"),
+                                  help="single: the stream of samples once; cyclic: over and over, shuffled anew.")
+    num_workers: int = option(2, at_least=0, help="Threads that prepare batches ahead; 0 for none.")
+
+    @property
+    def splits(self) -> str:
+        return self.split or DEFAULT_SPLIT
+
+    @property
+    def has_split_paths(self) -> bool:
+        return bool(self.train_data_path or self.valid_data_path or self.test_data_path)

@@ -1,0 +1,165 @@
+"""The command line → settings.
+
+A scanner of our own over the table of options, not argparse: it reports every wrong word at once, remembers the spelling
+that was used, and explains flags of Megatron that have no meaning here.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from ..errors import ConfigError
+from ..registry import did_you_mean
+from .coerce import coerce
+from .option import Option
+from .refused import REFUSED_FLAGS
+from .run import Source, all_options
+
+CONFIG_FLAG, DEEPSPEED_FLAG = "--config", "--deepspeed-config"
+HELP_FLAGS = ("--help", "-h")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One value given by somebody."""
+
+    path: str
+    value: Any
+    source: Source
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """What the command line says, before any file is read."""
+
+    settings: tuple[Setting, ...]
+    yaml_files: tuple[str, ...] = ()
+    deepspeed_files: tuple[str, ...] = ()
+    wants_help: bool = False
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """One way to write an option as a flag; a switch sets `value`, any other takes the following word."""
+
+    option: Option
+    is_switch: bool = False
+    value: Any = None
+
+
+@cache
+def spellings() -> Mapping[str, Spelling]:
+    """flag → what it does."""
+    table: dict[str, Spelling] = {}
+
+    def add(flag: str, spelling: Spelling) -> None:
+        assert flag not in table, f"{flag} is declared by {table[flag].option.path} and {spelling.option.path}"
+        table[flag] = spelling
+
+    for option in all_options().values():
+        if option.kind is bool:
+            add(option.flag, Spelling(option, True, True))
+            add(option.negative, Spelling(option, True, False))
+        else:
+            for flag in (option.flag, *option.flags):
+                add(flag, Spelling(option))
+        for flag, value in option.switches.items():
+            add(flag, Spelling(option, True, value))
+    return table
+
+
+def read_flags(argv: Sequence[str]) -> CommandLine:
+    """Raises one ConfigError with everything that is wrong. The same flag twice: the later wins."""
+    settings: list[Setting] = []
+    files: dict[str, list[str]] = {CONFIG_FLAG: [], DEEPSPEED_FLAG: []}
+    wrong: list[str] = []
+    wants_help = False
+    for flag, words in _flags_with_words(argv, wrong):
+        try:
+            if flag in HELP_FLAGS:
+                wants_help = True
+            elif flag in files:
+                files[flag].extend(_file_names(flag, words))
+            else:
+                settings.append(_setting(flag, words))
+        except ConfigError as error:
+            wrong.append(str(error))
+    wrong += _contradictions(settings)
+    if wrong and not wants_help:
+        raise ConfigError("\n".join(wrong))
+    return CommandLine(tuple(settings), tuple(files[CONFIG_FLAG]), tuple(files[DEEPSPEED_FLAG]), wants_help)
+
+
+def canonical(flag: str) -> str:
+    """`--hidden_size` is `--hidden-size`."""
+    return flag.replace("_", "-")
+
+
+def _flags_with_words(argv: Sequence[str], wrong: list[str]) -> Iterator[tuple[str, list[str]]]:
+    """(flag, the words after it): `--lr 1 --bf16 --x=2` → ("--lr", ["1"]), ("--bf16", []), ("--x", ["2"])."""
+    flag, words = None, []
+    for word in argv:
+        if word.startswith("--") and len(word) > 2 or word == "-h":
+            if flag:
+                yield flag, words
+            name, equals, value = word.partition("=")
+            flag, words = canonical(name), [value] if equals else []
+        elif flag is None:
+            wrong.append(f"{word!r} stands before any flag; everything here is said with flags, such as --num-layers 12.")
+        else:
+            words.append(word)
+    if flag:
+        yield flag, words
+
+
+def _setting(flag: str, words: list[str]) -> Setting:
+    spelling = spellings().get(flag)
+    if spelling is None:
+        raise ConfigError(_unknown(flag))
+    option, source = spelling.option, Source("flag", flag)
+    if spelling.is_switch:
+        if words:
+            raise ConfigError(f"{flag} takes no value, but {' '.join(words)!r} follows it{_other_way(option, spelling)}.")
+        return Setting(option.path, spelling.value, source)
+    if not words:
+        raise ConfigError(f"{flag} needs {option.noun} after it.")
+    if option.is_list:
+        return Setting(option.path, coerce(option, words, flag), source)
+    if len(words) > 1:
+        raise ConfigError(f"{flag} takes one value, but {len(words)} words follow it: {' '.join(words)!r}. Put quotes around "
+                          "a value with blanks in it.")
+    return Setting(option.path, coerce(option, words[0], flag), source)
+
+
+def _other_way(option: Option, spelling: Spelling) -> str:
+    if option.kind is not bool:
+        return f"; {option.flag} takes one"
+    return f"; to say the contrary, write {option.flag if spelling.value is False else option.negative}"
+
+
+def _file_names(flag: str, words: list[str]) -> list[str]:
+    if not words:
+        raise ConfigError(f"{flag} needs the name of a file after it.")
+    return words
+
+
+def _unknown(flag: str) -> str:
+    if flag in REFUSED_FLAGS:
+        return f"{flag} is a flag of Megatron that would change nothing here: {REFUSED_FLAGS[flag]}"
+    known = [*spellings(), CONFIG_FLAG, DEEPSPEED_FLAG, "--help"]
+    return f"unknown flag {flag}{did_you_mean(flag, known)}" + " All flags: --help."
+
+
+def _contradictions(settings: Sequence[Setting]) -> list[str]:
+    """Two flags that set one option to different values, unless they are `--x` and its own `--no-x`: then the later wins."""
+    wrong, last = [], {}
+    for setting in settings:
+        option, before = all_options()[setting.path], last.get(setting.path)
+        pair = {option.flag, option.negative, *option.flags}
+        if before and before.value != setting.value and before.source != setting.source and not (
+                {before.source.name, setting.source.name} <= pair):
+            wrong.append(f"{before.source} and {setting.source} contradict each other: the first makes {option.name} "
+                         f"{before.value!r}, the second {setting.value!r}. Keep one.")
+        last[setting.path] = setting
+    return wrong

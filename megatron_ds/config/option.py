@@ -1,0 +1,97 @@
+"""`option(...)`: the one declaration of a field, from which its flag, its file keys, its help and its documentation follow.
+
+    field      hidden_dropout: float = option(0.1, help="…", json="…")
+    flag       --hidden-dropout 0.2               (and every spelling in `flags`, and every switch in `switches`)
+    YAML       hidden_dropout: 0.2                (bare, or inside its section `model:`)
+    JSON       the DeepSpeed key in `json`
+    docs       a row of docs/flags.md
+
+Terms: a *section* is one dataclass (`model`, `train`, …); a *path* is `section.field`; a *switch* is a flag without a value,
+which sets its field to one fixed value (`--swiglu` sets model.activation to "swiglu").
+"""
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+NOUNS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+
+
+@dataclass(frozen=True)
+class Option:
+    """A declared field. `section`, `name`, `kind` and `is_list` are filled in by `options_of`.
+
+    kind       int, float, bool or str: what one value is;  is_list: a tuple of those
+    flag       the main spelling, `--name-with-hyphens` unless it differs
+    flags      more spellings that take a value
+    switches   spellings that take none → the value each sets
+    values     other spellings of a value → the value
+    avoid      when *not* to use it
+    at_least, above, at_most, below   the range of legal values
+    """
+
+    default: Any
+    help: str
+    avoid: str = ""
+    flag: str = ""
+    flags: tuple[str, ...] = ()
+    switches: Mapping[str, Any] = field(default_factory=dict)
+    values: Mapping[str, Any] = field(default_factory=dict)
+    choices: tuple = ()
+    json: str = ""
+    unit: str = ""
+    required: bool = False
+    count: int | None = None
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+    section: str = ""
+    name: str = ""
+    kind: type = str
+    is_list: bool = False
+
+    @property
+    def path(self) -> str:
+        return f"{self.section}.{self.name}"
+
+    @property
+    def noun(self) -> str:
+        """What a value looks like, for messages: "a whole number", "3 whole numbers", "one of a, b"."""
+        if self.choices:
+            return f"one of {', '.join(map(str, self.choices))}"
+        if self.is_list:
+            many = {int: "whole numbers", float: "numbers", str: "words"}[self.kind]
+            return f"{self.count} {many}" if self.count else f"one or more {many}"
+        return NOUNS[self.kind]
+
+    @property
+    def negative(self) -> str:
+        """The switch that turns a yes/no field off: `--no-x` for `--x`, and `--x` for `--no-x`."""
+        return "--" + self.flag[5:] if self.flag.startswith("--no-") else "--no-" + self.flag[2:]
+
+
+def option(default: Any = None, *, help: str, **more: Any) -> Any:
+    """A dataclass field. A required field has no default: it is None until somebody gives it."""
+    more["flags"] = tuple(more.get("flags", ()))
+    return field(default=default, metadata={"option": Option(default=default, help=help, **more)})
+
+
+def options_of(section: str, cls: type) -> tuple[Option, ...]:
+    """The options of one section, in the order of declaration."""
+    hints = typing.get_type_hints(cls)
+    return tuple(_bind(f.metadata["option"], section, f.name, hints[f.name])
+                 for f in dataclasses.fields(cls) if "option" in f.metadata)
+
+
+def _bind(declared: Option, section: str, name: str, hint: Any) -> Option:
+    if isinstance(hint, types.UnionType):                             # `int | None` → int
+        hint = next(t for t in typing.get_args(hint) if t is not types.NoneType)
+    is_list = typing.get_origin(hint) is tuple
+    kind = typing.get_args(hint)[0] if is_list else hint
+    assert kind in NOUNS, f"{section}.{name}: a field may be int, float, bool, str or a tuple of them, not {hint}"
+    return dataclasses.replace(declared, section=section, name=name, kind=kind, is_list=is_list,
+                               flag=declared.flag or "--" + name.replace("_", "-"))

@@ -1,0 +1,59 @@
+"""`ParallelConfig` and `ZeroConfig`: how the ranks share the model, and how data-parallel ranks share the training state."""
+
+from dataclasses import dataclass
+
+from .option import option
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Sizes of the mesh axes. The data-parallel size is what the others leave over."""
+
+    tensor_model_parallel_size: int = option(
+        1, at_least=1, flags=["--model-parallel-size"], help="Ranks that split every layer between them.",
+        avoid="Beyond one node the all-reduces of each layer become the bottleneck.")
+    pipeline_model_parallel_size: int = option(
+        1, at_least=1, help="Ranks that each hold some of the layers.",
+        avoid="With fewer micro-batches than about four times this many, ranks wait for one another.")
+    context_parallel_size: int = option(1, at_least=1, help="Ranks that split the sequence. Only 1 for now.")
+    expert_model_parallel_size: int = option(1, at_least=1, flags=["--moe-expert-parallel-size"],
+                                             help="Ranks that share the experts between them. Only 1 for now.")
+    sequence_parallel: bool = option(
+        False, help="Split norms and dropout along the sequence inside a tensor-parallel group: saves activation memory.",
+        avoid="The sequence length must be a multiple of the tensor-parallel size.")
+    pipeline_schedule: str = option("1f1b", help="Name of a registered pipeline schedule: 1f1b, gpipe.",
+                                    avoid="gpipe keeps the activations of all micro-batches alive.")
+    pipeline_layout: str | None = option(
+        None, help="Decoder layers of each pipeline stage, such as 3,2,3. Default: cut so that the slowest stage is fastest.")
+    rank_order: str = option(
+        "tp-cp-ep-dp-pp", switches={"--use-tp-pp-dp-mapping": "tp-cp-ep-pp-dp"},
+        help="Mesh axes from the fastest to the slowest varying with the rank.",
+        avoid="The default keeps tensor-parallel ranks on one node.")
+    distributed_timeout_minutes: int = option(10, at_least=1, unit="minutes",
+                                              help="Longest wait for another rank before it counts as lost.")
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that hold one copy of the model: the world is a multiple of it."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
+
+@dataclass(frozen=True)
+class ZeroConfig:
+    """What data-parallel ranks split between them instead of each holding all of it."""
+
+    stage: int = option(
+        0, choices=(0, 1, 2, 3), flag="--zero-stage", switches={"--use-distributed-optimizer": 1},
+        json="zero_optimization.stage", help="0: nothing is split; 1: optimizer state; 2: also gradients; 3: also weights. "
+        "0 and 1 for now.", avoid="At data-parallel size 1 there is nothing to split.")
+    reduce_bucket_size: int = option(
+        40_000_000, at_least=1, flags=["--ddp-bucket-size"], json="zero_optimization.reduce_bucket_size", unit="elements",
+        help="Gradients are reduced in buckets of about this many elements.",
+        avoid="Smaller overlaps more with backward but each reduction costs a latency.")
+    allgather_bucket_size: int | None = option(
+        None, at_least=1, json="zero_optimization.allgather_bucket_size", unit="elements",
+        help="Updated weights are gathered in pieces of at most this many elements. Default: as reduced.")
+    overlap_comm: bool | None = option(
+        None, switches={"--overlap-grad-reduce": True, "--no-overlap-grad-reduce": False},
+        json="zero_optimization.overlap_comm", help="Reduce a bucket while backward still runs. Default: when there is "
+        "anybody to reduce with.", avoid="Off is only for finding faults.")

@@ -1,0 +1,89 @@
+"""`RunConfig`: the whole configuration of one run, frozen, with the origin of every value.
+
+Only `training/build.py` sees it whole; everything below receives numbers.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from types import MappingProxyType
+from typing import Any
+
+from .data import DataConfig
+from .model import ModelConfig
+from .optimizer import OptimizerConfig
+from .option import Option, options_of
+from .parallel import ParallelConfig, ZeroConfig
+from .train import CheckpointConfig, LoggingConfig, TrainConfig
+
+SECTIONS: Mapping[str, type] = MappingProxyType({
+    "model": ModelConfig, "parallel": ParallelConfig, "zero": ZeroConfig, "optimizer": OptimizerConfig,
+    "train": TrainConfig, "data": DataConfig, "checkpoint": CheckpointConfig, "logging": LoggingConfig})
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a value came from. kind: "flag", "file" or "derived"; a value with no source is the default."""
+
+    kind: str
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """`sources` maps the path of each value that somebody gave ("train.seed") to its `Source`."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    zero: ZeroConfig = field(default_factory=ZeroConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    world_size: int = 1
+    sources: Mapping[str, Source] = field(default_factory=dict, compare=False)
+
+    @property
+    def data_parallel_size(self) -> int:
+        return self.world_size // self.parallel.model_parallel_size
+
+    @property
+    def num_microbatches(self) -> int:
+        """Micro-batches of one step at the full global batch."""
+        return self.microbatches(self.train.global_batch_size)
+
+    def microbatches(self, global_batch_size: int) -> int:
+        return global_batch_size // (self.train.micro_batch_size * self.data_parallel_size)
+
+    def get(self, path: str) -> Any:
+        section, name = path.split(".")
+        return getattr(getattr(self, section), name)
+
+    def source(self, path: str) -> str:
+        """Words for messages: `--lr`, `gpt.yaml:12`, or `default`."""
+        return str(self.sources.get(path, "default"))
+
+    def with_values(self, values: Mapping[str, Any], source: Source) -> "RunConfig":
+        """A copy with some values replaced, {path: value}, all of one source."""
+        sections = {section: replace(getattr(self, section), **{
+            path.split(".")[1]: value for path, value in values.items() if path.startswith(section + ".")})
+            for section in SECTIONS}
+        return replace(self, **sections, sources={**self.sources, **dict.fromkeys(values, source)})
+
+
+@cache
+def all_options() -> Mapping[str, Option]:
+    """path → option, in the order of declaration."""
+    return MappingProxyType({o.path: o for section, cls in SECTIONS.items() for o in options_of(section, cls)})
+
+
+def non_default(config: RunConfig) -> Iterator[tuple[Option, Any]]:
+    """The options whose value is not the default."""
+    for path, option in all_options().items():
+        value = config.get(path)
+        if value != option.default:
+            yield option, value

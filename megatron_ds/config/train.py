@@ -1,0 +1,88 @@
+"""`TrainConfig`, `CheckpointConfig` and `LoggingConfig`: the run itself, what it leaves behind and what it says."""
+
+from dataclasses import dataclass
+
+from .option import option
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Batch, length, evaluation, ways to end, recomputation.
+
+    After parsing, micro_batch_size and global_batch_size are numbers, and gradient_accumulation_steps is None: it is only
+    another way to say the global batch, which stays what it is when the run goes on with more ranks or fewer.
+    """
+
+    micro_batch_size: int = option(required=True, at_least=1, flags=["--batch-size"], json="train_micro_batch_size_per_gpu",
+                                   unit="samples", help="Samples of one forward and backward on one data-parallel rank.")
+    global_batch_size: int | None = option(
+        None, at_least=1, json="train_batch_size", unit="samples",
+        help="Samples of one optimizer step over all ranks. Default: micro-batch × data-parallel size.")
+    gradient_accumulation_steps: int | None = option(
+        None, at_least=1, json="gradient_accumulation_steps", unit="micro-batches",
+        help="Micro-batches of one step, instead of --global-batch-size.",
+        avoid="Give --global-batch-size, which means the same on any number of ranks.")
+    rampup_batch_size: tuple[int, ...] | None = option(
+        None, count=3, at_least=0, help="START INCREMENT SAMPLES: the global batch begins at START and grows by INCREMENT "
+        "until, after SAMPLES samples, it is the global batch size. With --train-samples only.")
+    train_iters: int | None = option(None, at_least=1, unit="iterations", help="Length of training; this or --train-samples.")
+    train_samples: int | None = option(None, at_least=1, unit="samples", help="Length of training; this or --train-iters.")
+    eval_iters: int = option(100, at_least=0, unit="iterations", help="Batches of one evaluation; 0 for none.")
+    eval_interval: int = option(1000, at_least=1, unit="iterations", help="Steps between evaluations.")
+    exit_interval: int | None = option(None, at_least=1, unit="iterations",
+                                       help="Save and exit at the next step that is a multiple of this.")
+    exit_duration_in_mins: float | None = option(None, above=0, unit="minutes", help="Save and exit after so long.")
+    exit_signals: tuple[str, ...] = option(
+        ("SIGTERM", "SIGUSR1", "SIGINT"), flags=["--exit-signal"],
+        help="Signals on which the run saves and exits with code 0.",
+        avoid="torchrun kills workers 30 seconds after SIGTERM, unless its --shutdown-timeout is raised.")
+    seed: int = option(1234, at_least=0, help="Seed of initial weights, data order and dropout.")
+    recompute_granularity: str | None = option(
+        None, choices=("full", "selective"),
+        switches={"--recompute-activations": "selective", "--checkpoint-activations": "full"},
+        help="Compute activations again in backward instead of keeping them: of whole layers, or only core attention.",
+        avoid="full costs about a third more time; take it only when memory runs out.")
+    recompute_method: str | None = option(
+        None, choices=("uniform", "block"), help="Which layers are recomputed in full: all (uniform) or the first "
+        "--recompute-num-layers of each stage (block). Default: block if that number is given.")
+    recompute_num_layers: int | None = option(None, at_least=1, help="Layers of each stage that are recomputed. Default: all.")
+    label_smoothing: float = option(0.0, at_least=0, below=1, help="Part of the target spread evenly over the vocabulary.")
+    check_for_nan: str = option(
+        "stop", choices=("stop", "continue"), flag="--check-for-nan",
+        switches={"--check-for-nan-in-loss-and-grad": "stop", "--no-check-for-nan-in-loss-and-grad": "continue",
+                  "--no-check-for-nan-in-loss": "continue"},
+        help="What to do when the loss is not finite. It is printed, counted and located in any case.",
+        avoid="A run that continues rarely recovers by itself.")
+    calculate_per_token_loss: bool = option(
+        False, help="Weigh all tokens of a global batch alike, instead of all its micro-batches.",
+        avoid="It makes a difference only when micro-batches have different numbers of unmasked tokens.")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """A checkpoint loads at any layout; only the model must be the same."""
+
+    save: str | None = option(None, help="Directory for checkpoints. Default: none are written.")
+    load: str | None = option(None, help="Directory to resume from; with none in it, training starts anew.")
+    save_interval: int | None = option(None, at_least=1, unit="iterations",
+                                       help="Steps between checkpoints. Default: only at the end.")
+    save_total_limit: int | None = option(None, at_least=1, help="Keep the newest so many checkpoints. Default: all.")
+    no_save_optim: bool = option(False, help="Write weights only.", avoid="Training cannot resume from such a checkpoint.")
+    no_load_optim: bool = option(False, help="Load weights only, and start the optimizer anew.")
+    finetune: bool = option(False, help="Load weights only, and start at step 0 of the data.")
+    exit_on_missing_checkpoint: bool = option(False, help="An error if --load holds no checkpoint.",
+                                              avoid="A script that starts and resumes with one command needs it off.")
+
+
+@dataclass(frozen=True)
+class LoggingConfig:
+    """Rank 0 speaks."""
+
+    log_interval: int = option(100, at_least=1, json="steps_per_print", unit="iterations", help="Steps between log lines.")
+    log_throughput: bool = option(True, help="Tokens per second, TFLOP/s and time left in the log line.")
+    log_level: str = option("info", choices=("debug", "info", "warning", "error"), flag="--log-level",
+                            help="Least important message that is shown.")
+    tensorboard_dir: str | None = option(None, help="Directory for TensorBoard events. Default: none are written.")
+    metrics_path: str | None = option(None, flags=["--metrics-jsonl"],
+                                      help="File to which the record of each log line is appended as JSON. Default: "
+                                      "metrics.jsonl in the --save directory, if there is one.")
