@@ -1,0 +1,156 @@
+"""One training step of each contestant on a workload: a function from the step's number to the step's loss.
+
+`ours` runs this package's engine; `eager` is plain PyTorch in one process and `ddp` the same model under
+DistributedDataParallel, both with fused AdamW, foreach clipping and SDPA attention.
+"""
+
+import os
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from workloads import BETAS, CLIP, EPS, LEARNING_RATE, NUM_BATCHES, WEIGHT_DECAY, Workload, initial_weights, token_batches
+
+Step = Callable[[int], float]
+
+
+# ---------------------------------------------------------------------------------------------------- plain PyTorch
+class PlainBlock(nn.Module):
+    def __init__(self, h: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.ln1, self.ln2 = nn.LayerNorm(h), nn.LayerNorm(h)
+        self.qkv, self.proj = nn.Linear(h, 3 * h), nn.Linear(h, h)
+        self.fc1, self.fc2 = nn.Linear(h, 4 * h), nn.Linear(4 * h, h)
+
+    def forward(self, x):
+        b, s, h = x.shape
+        q, k, v = self.qkv(self.ln1(x)).view(b, s, 3, self.heads, h // self.heads).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)      # [b, n, s, d]
+        x = x + self.proj(attended.transpose(1, 2).reshape(b, s, h))
+        return x + self.fc2(F.gelu(self.fc1(self.ln2(x)), approximate="tanh"))
+
+
+class PlainGPT(nn.Module):
+    """The reference model; its parameter names are the short names of `initial_weights`."""
+
+    def __init__(self, w: Workload):
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(w.vocab, w.hidden), nn.Embedding(w.seq, w.hidden)
+        self.blocks = nn.ModuleList(PlainBlock(w.hidden, w.heads) for _ in range(w.layers))
+        self.lnf = nn.LayerNorm(w.hidden)
+        values = initial_weights(w)
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                key = name.removeprefix("blocks.")
+                key = key[:3] if key[:3] in ("wte", "wpe") else key.replace("weight", "w").replace("bias", "b")
+                parameter.copy_(torch.from_numpy(values[key]))
+
+    def forward(self, tokens, labels):
+        x = self.wte(tokens) + self.wpe.weight[:tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        logits = F.linear(self.lnf(x), self.wte.weight)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def plain_adamw(model: nn.Module) -> torch.optim.Optimizer:
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    return torch.optim.AdamW([dict(params=matrices, weight_decay=WEIGHT_DECAY), dict(params=vectors, weight_decay=0.0)],
+                             lr=LEARNING_RATE, betas=BETAS, eps=EPS, fused=True)
+
+
+def plain(w: Workload, rank: int, world: int, distributed: bool) -> Step:
+    model = PlainGPT(w)
+    net = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True) if distributed else model
+    optimizer = plain_adamw(model)
+    data = torch.from_numpy(token_batches(w))
+    share = w.global_batch // world
+
+    def step(i: int) -> float:
+        mine = data[i % NUM_BATCHES][rank * share:(rank + 1) * share].split(w.micro_batch)
+        total = torch.zeros(())
+        for j, rows in enumerate(mine):
+            last = j == len(mine) - 1
+            with nullcontext() if last or not distributed else net.no_sync():
+                loss = net(rows[:, :-1], rows[:, 1:]) / len(mine)
+                loss.backward()
+            total += loss.detach() / world
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=not distributed)
+        if distributed:
+            dist.all_reduce(total)
+        return total.item()
+
+    return step
+
+
+# ---------------------------------------------------------------------------------------------------- this package
+def our_flags(w: Workload, layout: tuple[str, ...]) -> list[str]:
+    return [
+        "--num-layers", str(w.layers), "--hidden-size", str(w.hidden), "--num-attention-heads", str(w.heads),
+        "--seq-length", str(w.seq), "--max-position-embeddings", str(w.seq), "--vocab-size", str(w.vocab),
+        "--hidden-dropout", "0", "--attention-dropout", "0", "--micro-batch-size", str(w.micro_batch),
+        "--global-batch-size", str(w.global_batch), "--train-iters", "1000", "--lr", str(LEARNING_RATE),
+        "--lr-decay-style", "constant", "--weight-decay", str(WEIGHT_DECAY), "--adam-beta1", str(BETAS[0]),
+        "--adam-beta2", str(BETAS[1]), "--adam-eps", str(EPS), "--clip-grad", str(CLIP), "--mock-data",
+        "--tokenizer-type", "NullTokenizer", *layout]
+
+
+def ours(w: Workload, rank: int, world: int, layout: tuple[str, ...]) -> Step:
+    from megatron_ds.config import parse
+    from megatron_ds.mpu import launch as launching
+    from megatron_ds.progress import Progress
+    from megatron_ds.training.build import build_engine
+    from megatron_ds.training.compare import global_batch_share
+    from megatron_ds.training.pretrain import make_mesh
+    from megatron_ds.training.step import train_step
+    config = parse(our_flags(w, layout), world_size=world, defaults={"model": "gpt"})
+    launch = launching.read_launch(os.environ)
+    engine = build_engine(config, make_mesh(config, launch, launching.start(launch, timeout_minutes=10)))
+    _load(engine, initial_weights(w), w)
+    samples = torch.from_numpy(token_batches(w)).flatten(0, 1)
+
+    def step(i: int) -> float:
+        progress = Progress(step=i, samples=i * w.global_batch)
+        batch = global_batch_share(samples, progress.samples, w.global_batch, config, engine.mesh)
+        return train_step(engine, batch, progress, learning_rate=LEARNING_RATE, weight_decay=WEIGHT_DECAY).loss
+
+    return step
+
+
+SHORT_NAMES = {"input_layernorm": "ln1", "self_attention.linear_qkv": "qkv", "self_attention.linear_proj": "proj",
+               "pre_mlp_layernorm": "ln2", "mlp.linear_fc1": "fc1", "mlp.linear_fc2": "fc2"}
+
+
+def logical_value(name: str, values: dict[str, np.ndarray], w: Workload) -> np.ndarray:
+    """The initial value of our parameter `name`, as a logical tensor."""
+    if name.startswith("embedding."):
+        return values["wte" if "word" in name else "wpe"]
+    if name.startswith("decoder.final_layernorm"):
+        return values["lnf." + name.rsplit(".", 1)[1][0]]
+    _, _, layer, rest = name.split(".", 3)
+    module, leaf = rest.rsplit(".", 1)
+    value = values[f"{layer}.{SHORT_NAMES[module]}.{leaf[0]}"]
+    if SHORT_NAMES[module] == "qkv":       # [q; k; v] → per head [q, k, v]
+        d = w.hidden // w.heads
+        value = np.swapaxes(value.reshape(3, w.heads, d, -1), 0, 1).reshape(value.shape)
+    return np.ascontiguousarray(value)
+
+
+def _load(engine, values: dict[str, np.ndarray], w: Workload) -> None:
+    from megatron_ds.checkpoint.logical import piece_boxes
+    tp = engine.mesh.group("tp")
+    for piece in engine.optimizer.pieces():
+        if piece.kind == "weight":
+            whole = torch.from_numpy(logical_value(piece.spec.name, values, w))
+            for box in piece_boxes(piece.spec, tp.rank, tp.size, piece.start, piece.stop):
+                where = tuple(slice(o, o + n) for o, n in zip(box.logical, box.sizes))
+                piece.tensor[box.start:box.start + box.numel].copy_(whole[where].reshape(-1))
+    engine.optimizer.after_load()
