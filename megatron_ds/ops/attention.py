@@ -1,0 +1,71 @@
+"""Core attention: softmax(q kᵀ / sqrt(d)) v, causal or masked, with grouped keys and values.
+
+Shapes: s positions, b samples, n query heads, g key-value heads (g divides n; query head i reads key-value head i // (n/g)),
+d channels. Queries may be fewer than keys: they are then the last ones (generation with a key-value cache).
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from .dropout import apply_mask
+
+
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True,
+              mask: torch.Tensor | None = None, dropout: float = 0.0, keep: torch.Tensor | None = None,
+              scale: float | None = None) -> torch.Tensor:
+    """q [sq, b, n, d], k and v [sk, b, g, d] → [sq, b, n * d].
+
+    mask     bool [b or 1, n or 1, sq, sk], True = may not attend; joined with the causal mask when `causal`
+    keep     with `dropout` > 0: bool [b, n, sq, sk] from `ops.dropout.attention_keep_mask`. Keeps the probabilities
+             for backward, so memory grows with sq * sk; without it torch's fused attention is used
+    scale    of the scores, 1 / sqrt(d) unless given
+    """
+    assert (dropout > 0) == (keep is not None), "attention dropout needs its mask, and the mask a probability"
+    if keep is not None:
+        return reference_attention(q, k, v, causal=causal, mask=mask, dropout=dropout, keep=keep, scale=scale)
+    sq, sk = q.shape[0], k.shape[0]
+    queries, keys, values = (t.permute(1, 2, 0, 3) for t in (q, k, v))          # [b, n or g, s, d], views
+    plain_causal = causal and mask is None and sq == sk
+    allowed = None
+    if not plain_causal:
+        forbidden = _forbidden(sq, sk, causal, mask, q.device)
+        allowed = None if forbidden is None else ~forbidden
+    out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=allowed, is_causal=plain_causal, scale=scale,
+                                         enable_gqa=queries.shape[1] != keys.shape[1])        # [b, n, sq, d]
+    return _merge_heads(out)
+
+
+def reference_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True,
+                        mask: torch.Tensor | None = None, dropout: float = 0.0, keep: torch.Tensor | None = None,
+                        scale: float | None = None) -> torch.Tensor:
+    """The same, written out; the softmax in fp32."""
+    (sq, b, n, d), (sk, _, g, _) = q.shape, k.shape
+    queries = q.permute(1, 2, 0, 3).reshape(b, g, n // g, sq, d)
+    keys, values = (t.permute(1, 2, 0, 3).unsqueeze(2) for t in (k, v))         # [b, g, 1, sk, d]
+    scores = (queries * (scale or 1 / math.sqrt(d))) @ keys.transpose(-1, -2)   # [b, g, n/g, sq, sk]
+    scores = scores.reshape(b, n, sq, sk)
+    forbidden = _forbidden(sq, sk, causal, mask, q.device)
+    if forbidden is not None:
+        scores = scores.masked_fill(forbidden, -math.inf)
+    p = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
+    if forbidden is not None and mask is not None:
+        p = p.masked_fill(forbidden.all(-1, keepdim=True), 0.0)                 # a query that may attend to nothing: 0
+    if keep is not None:
+        p = apply_mask(p, keep, dropout)
+    out = p.reshape(b, g, n // g, sq, sk) @ values
+    return _merge_heads(out.reshape(b, n, sq, d))
+
+
+def _forbidden(sq: int, sk: int, causal: bool, mask: torch.Tensor | None, device) -> torch.Tensor | None:
+    """bool, True = may not attend; None when everything may (a single causal query sees all keys)."""
+    if not causal or sq == 1:
+        return mask
+    future = torch.ones(sq, sk, dtype=torch.bool, device=device).triu(1 + sk - sq)
+    return future if mask is None else future | mask
+
+
+def _merge_heads(out: torch.Tensor) -> torch.Tensor:
+    """[b, n, s, d] → [s, b, n * d]; no copy on CPU, where fused attention keeps the memory order of the queries."""
+    return out.permute(2, 0, 1, 3).flatten(2)

@@ -1,0 +1,56 @@
+"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864, section 3.4.2), in Megatron's arrangement.
+
+The first r = percent * d channels of a head are rotated, channel i together with channel i + r/2 ("rotate half"); the rest
+pass unchanged. Pair i turns by position * base^(-2i / r).
+"""
+
+import torch
+
+
+def rotary_channels(head_dim: int, percent: float = 1.0) -> int:
+    """How many channels of a head are rotated: an even number."""
+    channels = int(head_dim * percent)
+    return channels - channels % 2
+
+
+def rotary_tables(positions: torch.Tensor, channels: int, base: float = 10000.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin, fp32 [s, 1, 1, r/2] for `positions` [s], or [s, b, 1, r/2] for [b, s]; shared by all layers."""
+    exponents = torch.arange(0, channels, 2, dtype=torch.float32, device=positions.device) / channels
+    where = positions.float()[:, None] if positions.dim() == 1 else positions.t().float()        # [s, 1] or [s, b]
+    angles = where[:, :, None, None] * base ** -exponents
+    return angles.cos(), angles.sin()
+
+
+def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate x [s, b, n, d] by the tables of its positions. Computed in fp32."""
+    return _Rotate.apply(x, cos, sin)
+
+
+def reference_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    half = cos.shape[-1]
+    first, second, rest = x.float().split([half, half, x.shape[-1] - 2 * half], dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1).to(x.dtype)
+
+
+class _Rotate(torch.autograd.Function):
+    # Turning back is turning by the opposite angle, so nothing of x is kept for backward.
+
+    @staticmethod
+    def forward(ctx, x, cos, sin):
+        ctx.save_for_backward(cos, sin)
+        return _rotate(x, cos, sin, 1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _rotate(grad, *ctx.saved_tensors, -1), None, None
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, direction: int) -> torch.Tensor:
+    half = cos.shape[-1]
+    out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
+    out_first, out_second, out_rest = out.split([half, half, rest.shape[-1]], dim=-1)
+    torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-direction)
+    torch.mul(second, cos, out=out_second).addcmul_(first, sin, value=direction)
+    out_rest.copy_(rest)
+    return out.to(x.dtype)

@@ -1,0 +1,74 @@
+"""Initial weights that are the same bits for every layout.
+
+The logical tensor is drawn in blocks of BLOCK elements, row-major, each from a generator of its own keyed by (seed, name,
+block). A rank draws the blocks that meet its shard, a few at a time, and copies its boxes out of them; padding is zero. So
+the values depend on nothing but the seed and the parameter's name and true shape.
+
+    logical   |--- block 0 ---|--- block 1 ---|--- block 2 ---|- 3 -|
+    rank 1                 |---- its rows ----|                          draws blocks 0 and 1
+"""
+
+import math
+from collections.abc import Iterable
+
+import torch
+
+from ..mpu.param_spec import Box, ParamSpec
+from ..ops.random import generator_of
+
+BLOCK = 1 << 16
+
+
+@torch.no_grad()
+def initialize(parameters: Iterable[torch.nn.Parameter], seed: int, rank: int, size: int) -> None:
+    """Fill each parameter's shard, that of tensor-parallel rank `rank` of `size`, as its `.spec` says."""
+    for parameter in parameters:
+        spec = parameter.spec
+        if spec.init.kind == "normal":
+            parameter.zero_()
+            for box in spec.boxes(rank, size):
+                _fill_normal(parameter, spec, box, seed)
+        else:
+            parameter.zero_()
+            for box in spec.boxes(rank, size):
+                _slice(parameter, box.local, box.sizes).fill_({"zeros": 0.0, "ones": 1.0}[spec.init.kind])
+
+
+def _fill_normal(parameter: torch.Tensor, spec: ParamSpec, box: Box, seed: int) -> None:
+    """Rows of the logical tensor in runs of about a block, each cut to the box's rectangle."""
+    row = math.prod(spec.shape[1:])                                   # elements of one index of dimension 0
+    rows_at_once = max(1, BLOCK // row)
+    blocks = _Blocks(spec, seed)
+    target = _slice(parameter, box.local, box.sizes)
+    for start in range(0, box.sizes[0], rows_at_once):
+        rows = min(rows_at_once, box.sizes[0] - start)
+        first = box.logical[0] + start
+        drawn = blocks.interval(first * row, (first + rows) * row).view(rows, *spec.shape[1:])
+        inner = _slice(drawn, (0, *box.logical[1:]), (rows, *box.sizes[1:]))
+        target[start:start + rows].copy_(inner)
+
+
+class _Blocks:
+    """Intervals of the flattened logical tensor; keeps the last block drawn, for the next interval begins in it."""
+
+    def __init__(self, spec: ParamSpec, seed: int):
+        self.spec, self.seed = spec, seed
+        self.last = (-1, None)
+
+    def interval(self, start: int, stop: int) -> torch.Tensor:
+        pieces = []
+        for index in range(start // BLOCK, (stop - 1) // BLOCK + 1):
+            base = index * BLOCK
+            pieces.append(self._block(index)[max(start - base, 0):stop - base])
+        return torch.cat(pieces)
+
+    def _block(self, index: int) -> torch.Tensor:
+        if self.last[0] != index:
+            numel = min(BLOCK, self.spec.numel - index * BLOCK)
+            generator = generator_of(self.seed, self.spec.name, index)
+            self.last = (index, torch.empty(numel).normal_(std=self.spec.init.std, generator=generator))
+        return self.last[1]
+
+
+def _slice(tensor: torch.Tensor, start: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
+    return tensor[tuple(slice(a, a + n) for a, n in zip(start, sizes))]

@@ -1,0 +1,170 @@
+"""Linear layers split over the tensor-parallel group, and the autograd functions they share.
+
+    column   W = [W_1; ..; W_t] by output rows     x whole → each rank its slice of y
+    row      W = [W_1 | .. | W_t] by input columns  each rank's slice of x → partial y, summed over the ranks
+
+Shoeybi et al. 2019 (arXiv:1909.08053), section 3; with sequence parallelism Korthikanti et al. 2022 (arXiv:2205.05198),
+section 4.2.2: the activations outside the pair are slices of the sequence, all-reduces become all-gather and reduce-scatter,
+and the column layer keeps its slice of x, gathering it again in backward.
+
+                 forward                       backward
+    column       nothing      / gather x       all-reduce dx  / reduce-scatter dx, overlapping dW
+    row          all-reduce y / reduce-scatter y      nothing / gather dy
+
+Shapes: s positions, b samples, t ranks; x [s, b, in], with sequence parallelism [s/t, b, in].
+"""
+
+import torch
+from torch import nn
+
+from ..mpu import collectives
+from ..mpu.group import DONE, Group, Work
+from ..mpu.param_spec import Init, ParamSpec
+from ..ops.parameter import new_parameter
+from .weight_grad import linear_gradient
+
+
+class ColumnParallelLinear(nn.Module):
+    """y = x Wᵀ + b, the output split over the group: [s(/t), b, in] → [s, b, out/t]."""
+
+    def __init__(self, in_features: int, out_features: int, *, group: Group, name: str, init_std: float, bias: bool = True,
+                 parts: int = 1, padded: int | None = None, sequence_parallel: bool = False, gather_output: bool = False,
+                 dtype: torch.dtype = torch.float32, device=None):
+        """`parts`: pieces packed in the output, each split by itself (2 for [gate; up]). `padded`: output rows that the
+        ranks hold together, when more than out_features. `gather_output`: return the whole [s, b, out] on every rank."""
+        super().__init__()
+        self.group, self.sequence_parallel, self.gather_output = group, sequence_parallel, gather_output
+        assert not (gather_output and parts > 1), "gathered parts would interleave: [gate_1; up_1; gate_2; up_2]"
+        weight = ParamSpec(f"{name}.weight", (out_features, in_features), Init("normal", init_std), split_dim=0,
+                           parts=parts, padded=padded)
+        self.weight = new_parameter(weight, size=group.size, dtype=dtype, device=device)
+        self.bias = None
+        if bias:
+            spec = ParamSpec(f"{name}.bias", (out_features,), Init("zeros"), split_dim=0, parts=parts, padded=padded,
+                             decay=False)
+            self.bias = new_parameter(spec, size=group.size, dtype=dtype, device=device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = column_linear(x, self.weight, self.bias, self.group, self.sequence_parallel)
+        return _GatherLast.apply(y, self.group) if self.gather_output else y
+
+
+class RowParallelLinear(nn.Module):
+    """y = x Wᵀ + b, the input split over the group: [s, b, in/t] → [s(/t), b, out]. The bias is added once, to the sum."""
+
+    def __init__(self, in_features: int, out_features: int, *, group: Group, name: str, init_std: float, bias: bool = True,
+                 sequence_parallel: bool = False, dtype: torch.dtype = torch.float32, device=None):
+        super().__init__()
+        self.group, self.sequence_parallel = group, sequence_parallel
+        weight = ParamSpec(f"{name}.weight", (out_features, in_features), Init("normal", init_std), split_dim=1)
+        self.weight = new_parameter(weight, size=group.size, dtype=dtype, device=device)
+        self.bias = None
+        if bias:
+            spec = ParamSpec(f"{name}.bias", (out_features,), Init("zeros"), partial_grad=sequence_parallel, decay=False)
+            self.bias = new_parameter(spec, dtype=dtype, device=device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return row_linear(x, self.weight, self.bias, self.group, self.sequence_parallel)
+
+
+def column_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: Group,
+                  sequence_parallel: bool = False) -> torch.Tensor:
+    """x [s(/t), b, in], weight [out/t, in], bias [out/t] or None → [s, b, out/t]."""
+    return _ColumnLinear.apply(x, weight, bias, group, sequence_parallel and group.size > 1)
+
+
+def row_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: Group,
+               sequence_parallel: bool = False) -> torch.Tensor:
+    """x [s, b, in/t], weight [out, in/t], bias [out] or None → [s(/t), b, out]."""
+    return _RowLinear.apply(x, weight, bias, group, sequence_parallel and group.size > 1)
+
+
+class _ColumnLinear(torch.autograd.Function):
+    # Note: why the weight is kept on ctx and not with save_for_backward. Under non-reentrant recomputation saved tensors
+    # come back as other tensor objects, without `main_grad`. The group is on ctx because backward runs in another thread.
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, group, sequence_parallel):
+        x = x.contiguous()
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.group, ctx.sequence_parallel = weight, group, sequence_parallel
+        return _affine(collectives.all_gather(x, group) if sequence_parallel else x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x,), weight, group = ctx.saved_tensors, ctx.weight, ctx.group
+        needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
+        shape, gathered = x.shape, DONE
+        if ctx.sequence_parallel and needs_dw:
+            x, gathered = _start_all_gather(x, group)
+        dy = dy.reshape(-1, dy.shape[-1])                                        # [s b, out/t]
+        dx, reduced = None, DONE
+        if needs_dx:
+            dx, reduced = _start_reduce(dy.mm(weight), ctx.sequence_parallel, group)
+        gathered.wait()
+        dw = linear_gradient(weight, x.view(-1, x.shape[-1]), dy) if needs_dw else None
+        db = dy.sum(0) if needs_db else None
+        reduced.wait()
+        return None if dx is None else dx.view(shape), dw, db, None, None
+
+
+class _RowLinear(torch.autograd.Function):
+    # See the note at _ColumnLinear.
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, group, sequence_parallel):
+        x = x.contiguous()
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.group, ctx.sequence_parallel = weight, group, sequence_parallel
+        if group.size == 1:
+            return _affine(x, weight, bias)              # the bias inside the matrix product is the only difference
+        y = _affine(x, weight, None)
+        if sequence_parallel:
+            y = collectives.reduce_scatter(y, group)                             # [s/t, b, out]
+        else:
+            collectives.all_reduce_(y, group)
+        return y if bias is None else y.add_(bias)
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x,), weight, group = ctx.saved_tensors, ctx.weight, ctx.group
+        needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
+        db = dy.reshape(-1, dy.shape[-1]).sum(0) if needs_db else None           # of this rank's slice, if it holds one
+        if ctx.sequence_parallel:
+            dy = collectives.all_gather(dy, group)
+        dy = dy.reshape(-1, dy.shape[-1])                                        # [s b, out]
+        dx = dy.mm(weight).view(x.shape) if needs_dx else None
+        dw = linear_gradient(weight, x.view(-1, x.shape[-1]), dy) if needs_dw else None
+        return dx, dw, db, None, None
+
+
+class _GatherLast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y, group):
+        ctx.group = group
+        return collectives.all_gather(y, group, dim=-1)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return collectives.shard(dy, ctx.group, dim=-1), None
+
+
+def _affine(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    # Autograd forbids writing in place to a view that a Function returns; _unsafe_view makes none.
+    flat = x.view(-1, x.shape[-1])
+    y = flat.mm(weight.t()) if bias is None else torch.addmm(bias, flat, weight.t())
+    return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], weight.shape[0]))
+
+
+def _start_all_gather(x: torch.Tensor, group: Group) -> tuple[torch.Tensor, Work]:
+    """[s/t, b, in] → [s, b, in], valid after the wait."""
+    whole = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
+    return whole, collectives.all_gather_into_(whole.view(-1), x.view(-1), group, async_op=True)
+
+
+def _start_reduce(dx: torch.Tensor, scatter: bool, group: Group) -> tuple[torch.Tensor, Work]:
+    """dx [s b, in], a partial sum on each rank: its sum, or this rank's slice [s b/t, in] of it; valid after the wait."""
+    if not scatter:
+        return dx, collectives.all_reduce_(dx, group, async_op=True)
+    mine = dx.new_empty((dx.shape[0] // group.size, dx.shape[1]))
+    return mine, collectives.reduce_scatter_into_(mine.view(-1), dx.view(-1), group, async_op=True)

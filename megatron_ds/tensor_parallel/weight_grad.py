@@ -1,0 +1,45 @@
+"""Where the gradient of a weight goes once a backward has its two factors.
+
+    dW = dyᵀ x        x [N, in], dy [N, out]
+
+A parameter managed by ZeRO carries `main_grad`, an fp32 view into a flat buffer, and `grad_ready`, called once per
+contribution. Then the product is added there directly: no gradient tensor is allocated, and nothing is added twice. Otherwise
+the gradient is returned to autograd, as in any module.
+
+A backward whose weight half runs later (zero-bubble schedules) keeps (weight, x, dy) and calls `linear_gradient` then.
+"""
+
+import torch
+
+
+def linear_gradient(weight: torch.Tensor, x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor | None:
+    """Add dyᵀ x to the weight's `main_grad` and return None; or return it, when there is no `main_grad`."""
+    main_grad = getattr(weight, "main_grad", None)
+    if main_grad is None:
+        return dy.t().mm(x)
+    if main_grad.dtype == x.dtype:
+        main_grad.addmm_(dy.t(), x)
+    else:
+        main_grad.add_(dy.t().mm(x))
+    weight.grad_ready()
+    return None
+
+
+def embedding_gradient(weight: torch.Tensor, rows: torch.Tensor, dy: torch.Tensor) -> torch.Tensor | None:
+    """Add dy [N, h] to `rows` [N] of the weight's gradient; the same two ways out as `linear_gradient`."""
+    main_grad = getattr(weight, "main_grad", None)
+    if main_grad is None:
+        gradient = torch.zeros_like(weight, memory_format=torch.contiguous_format)
+        _add_rows(gradient, rows, dy)
+        return gradient
+    _add_rows(main_grad, rows, dy.to(main_grad.dtype))
+    weight.grad_ready()
+    return None
+
+
+def _add_rows(out: torch.Tensor, rows: torch.Tensor, dy: torch.Tensor) -> None:
+    if out.device.type == "cpu":
+        out.index_add_(0, rows, dy)
+    else:
+        # index_add_ adds in any order on GPUs; index_put_ sorts first, so that two runs agree bit for bit.
+        out.index_put_((rows,), dy, accumulate=True)
