@@ -1,0 +1,87 @@
+"""Text from a model: one token at a time with a key-value cache, greedy or sampled.
+
+Every tensor-parallel rank gathers the same logits and draws with its own generator of the same seed, so all agree on the
+next token without a message.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ..data.batch import Batch
+from ..errors import ConfigError
+from ..mpu.collectives import all_gather
+from ..mpu.group import Group
+from .kv_cache import make_caches
+from .layer import run_layers
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen.
+
+    temperature  divides the logits; 0 means greedy: always the likeliest token
+    top_k        only the k likeliest tokens; 0 for no such limit
+    top_p        only the likeliest tokens that together hold this probability (nucleus; Holtzman et al. 2020,
+                 arXiv:1904.09751, section 3.1); 1 for no such limit
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self):
+        if self.temperature < 0:
+            raise ConfigError(f"temperature={self.temperature} is negative. Use 0 for greedy, around 0.7 to 1 to sample.")
+        if self.top_k < 0:
+            raise ConfigError(f"top_k={self.top_k} is negative. Use 0 for no limit, or a number of tokens to choose among.")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p={self.top_p} is not a share of probability. Use a number in (0, 1]; 1 for no limit.")
+
+
+def next_token(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    """Choose from `logits` [V] (true vocabulary, on the CPU)."""
+    if sampling.temperature == 0:
+        return int(logits.argmax())
+    scores = logits.double() / sampling.temperature
+    if 0 < sampling.top_k < len(scores):
+        scores[scores < scores.topk(sampling.top_k).values[-1]] = -torch.inf
+    probabilities = scores.softmax(dim=0)
+    if sampling.top_p < 1:
+        ordered, order = probabilities.sort(descending=True)
+        before = ordered.cumsum(0) - ordered               # what the likelier tokens hold already
+        probabilities[order[before >= sampling.top_p]] = 0.0
+    return int(torch.multinomial(probabilities, 1, generator=generator))
+
+
+def generate(modules: Sequence[nn.Module], prompt: Sequence[int], *, max_new_tokens: int, sampling: Sampling, tp: Group,
+             vocab_size: int, stop: Callable[[int], bool] = lambda token: False) -> Iterator[int]:
+    """Yield the tokens that follow `prompt`, at most `max_new_tokens`, ending after one for which `stop` is true.
+
+    modules: the whole model (all layers, in order).  Collective over tp: an all-gather of [V/t] logits a token.
+    """
+    if not prompt:
+        raise ConfigError("the prompt holds no token, and a model continues something. Give a prompt of at least one.")
+    caches = make_caches(modules, 1, len(prompt) + max_new_tokens)
+    generator = torch.Generator().manual_seed(sampling.seed)
+    device = next(modules[0].parameters()).device
+    tokens, position = list(prompt), 0
+    with torch.inference_mode():
+        for _ in range(max_new_tokens):
+            logits = run_layers(modules, None, _batch(tokens, position, device), caches)[-1:, 0]     # [1, Vp/t]
+            position = len(tokens) if not position else position + 1
+            whole = all_gather(logits.float(), tp, dim=-1)[0, :vocab_size]
+            token = next_token(whole.cpu(), sampling, generator)
+            yield token
+            if stop(token):
+                return
+            tokens = [token]
+
+
+def _batch(tokens: Sequence[int], position: int, device: torch.device) -> Batch:
+    ids = torch.tensor([tokens], device=device)
+    positions = torch.arange(position, position + len(tokens), device=device)[None]
+    return Batch(ids, ids, torch.ones(ids.shape, device=device), positions, sample_ids=(0,), training=False)

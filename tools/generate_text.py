@@ -1,0 +1,100 @@
+"""Continue a text with a trained model, from a checkpoint of any layout.
+
+    python tools/generate_text.py --load quickstart/checkpoints --prompt "Return the" --max-new-tokens 60
+    torchrun --nproc-per-node 2 tools/generate_text.py --load … --prompt … --tensor-model-parallel-size 2
+"""
+
+import argparse
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from megatron_ds.checkpoint.load import latest, load_weights, read_run
+from megatron_ds.config.dump import from_dict
+from megatron_ds.config.guard import main_guard
+from megatron_ds.data.tokenizers import build_tokenizer
+from megatron_ds.errors import CheckpointError, ConfigError
+from megatron_ds.models import MODELS, build_stage
+from megatron_ds.models.generation import Sampling, generate
+from megatron_ds.mpu import launch as launching
+from megatron_ds.mpu.grid import Grid
+from megatron_ds.mpu.mesh import Mesh
+from megatron_ds.training.build import DTYPES
+from megatron_ds.training.pretrain import local_device
+
+
+def parse_arguments(argv=None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--load", type=Path, required=True, help="checkpoint folder of a run (what was its --save)")
+    add("--prompt", action="append", required=True, help="text to continue; may be given several times")
+    add("--iteration", type=int, help="which checkpoint of the folder (default: the latest)")
+    add("--max-new-tokens", type=int, default=64, help="at most this many (default 64)")
+    add("--temperature", type=float, default=1.0, help="0 = greedy; lower is safer, higher is wilder (default 1)")
+    add("--greedy", action="store_true", help="always the likeliest token; the same as --temperature 0")
+    add("--top-k", type=int, default=0, help="only the k likeliest tokens (default 0: no limit)")
+    add("--top-p", type=float, default=1.0, help="only tokens that together hold this probability (default 1: no limit)")
+    add("--seed", type=int, default=0, help="the same seed draws the same text at every tensor-parallel size (default 0)")
+    add("--tokenizer-model", help="where the tokenizer lies now, when it moved since training")
+    add("--ignore-eod", action="store_true", help="go on after the end-of-document token")
+    add("--tensor-model-parallel-size", type=int, default=None, help="default: the number of processes")
+    return parser.parse_args(argv)
+
+
+def main(args: argparse.Namespace, launch) -> int:
+    if args.max_new_tokens < 1:
+        raise ConfigError(f"--max-new-tokens {args.max_new_tokens}: nothing to generate. Use a positive number.")
+    tp_size = args.tensor_model_parallel_size or launch.world_size
+    if tp_size != launch.world_size:
+        raise ConfigError(f"--tensor-model-parallel-size {tp_size} with {launch.world_size} process(es): generation splits "
+                          f"the model over all processes. Start {tp_size} with torchrun --nproc-per-node {tp_size}.")
+    sampling = Sampling(0.0 if args.greedy else args.temperature, args.top_k, args.top_p, args.seed)
+    step = args.iteration if args.iteration is not None else latest(args.load)
+    if step is None:
+        raise CheckpointError(f"--load {args.load}: no complete checkpoint there. Give the folder that training had as --save.")
+    config = from_dict(read_run(args.load, step)["config"])
+    if args.tokenizer_model:
+        config = replace(config, data=replace(config.data, tokenizer_model=args.tokenizer_model))
+    tokenizer = build_tokenizer(config.data, config.model)
+    connect = launching.start(launch)
+    try:
+        mesh = Mesh(Grid(tp=tp_size), launch.rank, connect, device=local_device(launch.local_rank))
+        modules = load_model(config, mesh, args.load, step)
+        for prompt in args.prompt:
+            show(prompt, tokenizer, modules, config, mesh, sampling, args)
+    finally:
+        launching.stop()
+    return 0
+
+
+def load_model(config, mesh: Mesh, directory: Path, step: int) -> torch.nn.ModuleList:
+    """The whole model on this tensor-parallel rank, weights filled from the checkpoint."""
+    layers = MODELS[config.model.model](config.model, tp=mesh.group("tp"), dtype=DTYPES[config.optimizer.params_dtype],
+                                        device=mesh.device, seed=config.train.seed)
+    modules = build_stage(layers)
+    load_weights(directory, step, list(modules.parameters()), tp=mesh.group("tp"))
+    return modules
+
+
+def show(prompt: str, tokenizer, modules, config, mesh: Mesh, sampling: Sampling, args: argparse.Namespace) -> None:
+    ids = tokenizer.encode(prompt)
+    room = config.model.positions - len(ids)
+    if room < 1:
+        raise ConfigError(f"--prompt of {len(ids)} tokens fills all {config.model.positions} positions of the model. Shorten it.")
+    stop = (lambda token: False) if args.ignore_eod else (lambda token: token == tokenizer.eod)
+    tokens = list(generate(modules, ids, max_new_tokens=min(args.max_new_tokens, room), sampling=sampling,
+                           tp=mesh.group("tp"), vocab_size=config.model.vocab_size, stop=stop))
+    if mesh.rank == 0:
+        if tokens and stop(tokens[-1]):
+            tokens.pop()
+        print(tokenizer.decode(ids + tokens), flush=True)
+        if len(args.prompt) > 1:
+            print("-" * 80, flush=True)
+
+
+if __name__ == "__main__":
+    arguments, launched = parse_arguments(), launching.read_launch(os.environ)
+    sys.exit(main_guard(lambda: main(arguments, launched), rank=launched.rank))
