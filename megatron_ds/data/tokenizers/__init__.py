@@ -1,0 +1,19 @@
+"""Tokenizers: text ↔ ids, made from the tokenizer flags by `make_tokenizer`.
+
+To add one: a file here with a class that has the members of `Tokenizer` and a `from_options`, registered in TOKENIZERS.
+"""
+
+from . import gpt2_bpe, huggingface, null, sentence_piece  # noqa: F401  each registers itself
+from .base import TOKENIZERS, Tokenizer, TokenizerOptions
+
+__all__ = ["TOKENIZERS", "Tokenizer", "TokenizerOptions", "make_tokenizer"]
+
+
+def make_tokenizer(tokenizer_type: str, *, vocab_file: str | None = None, merge_file: str | None = None,
+                   tokenizer_model: str | None = None, vocab_size: int | None = None) -> Tokenizer:
+    """Raises ConfigError for an unknown type or a missing flag or file, DataError for a file that is not what it should be.
+
+    vocab_size: only `NullTokenizer` reads it.
+    """
+    options = TokenizerOptions(vocab_file, merge_file, tokenizer_model, vocab_size)
+    return TOKENIZERS[tokenizer_type].from_options(options)

@@ -1,0 +1,59 @@
+"""What every tokenizer is, and the table of them."""
+
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ...errors import ConfigError
+from ...registry import Registry
+
+
+class Tokenizer(Protocol):
+    """Text ↔ ids.
+
+    vocab_size   ids are in [0, vocab_size), special ones included; not padded
+    eod          id that ends a document
+    fingerprint  the same for two tokenizers exactly when they are of the same kind with the same vocabulary
+    """
+
+    vocab_size: int
+    eod: int
+    fingerprint: str
+
+    def encode(self, text: str) -> list[int]: ...
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]: ...
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+@dataclass(frozen=True)
+class TokenizerOptions:
+    """The values of the tokenizer flags; a tokenizer says which of them it needs."""
+
+    vocab_file: str | None = None
+    merge_file: str | None = None
+    tokenizer_model: str | None = None
+    vocab_size: int | None = None
+
+
+TOKENIZERS: Registry[type[Tokenizer]] = Registry("tokenizer")       # each has a `from_options(TokenizerOptions)`
+
+
+def required_file(options: TokenizerOptions, field: str, kind: str, *, folder_ok: bool = False) -> str:
+    """The path in `options.field`. Raises ConfigError naming the flag when it is not given or not there."""
+    path, flag = getattr(options, field), "--" + field.replace("_", "-")
+    if not path:
+        raise ConfigError(f"{kind} needs {flag}. tools/train_tokenizer.py makes the files from text of your own.")
+    if not (os.path.isfile(path) or folder_ok and os.path.isdir(path)):
+        what = "file or folder" if folder_ok else "file"
+        raise ConfigError(f"{flag} {path}: there is no such {what}, and {kind} needs it.")
+    return path
+
+
+def fingerprint_of(kind: str, *parts: bytes) -> str:
+    """`kind:hash` of the bytes that define a vocabulary."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return f"{kind}:{digest.hexdigest()[:16]}"
