@@ -11,9 +11,10 @@ from .traffic import Traffic
 
 
 class Work(Protocol):
-    """A collective under way."""
+    """A collective, or a message, under way."""
 
     def wait(self) -> Any: ...
+    def is_completed(self) -> bool: ...      # asked of sends only: may the tensor be let go?
 
 
 class Done:
@@ -21,6 +22,9 @@ class Done:
 
     def wait(self) -> None:
         return None
+
+    def is_completed(self) -> bool:
+        return True
 
 
 DONE = Done()

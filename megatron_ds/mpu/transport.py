@@ -2,10 +2,17 @@
 
 torch.distributed speaks in global ranks and raises RuntimeError with the address of a socket; a group speaks in positions,
 and an error must say who waited for what. This file is the translation.
+
+Note: lanes. nccl has no tags: between two ranks, messages of one communicator arrive in the order in which both sides call.
+Activations and gradients, up and down the pipeline, are four streams without an order among them, so on nccl a pipeline
+group has a communicator for each (kind, direction). On gloo tags do it.
 """
 
+import queue
+import threading
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from ..errors import CommunicationError
@@ -24,22 +31,28 @@ def connect_torch(axes: str, groups: list[tuple[int, ...]], rank: int,
     Collective over the whole world, members or not: torch names groups by counting them, so every rank must count alike.
     """
     mine = None
+    num_lanes = 4 if axes == "pp" and "nccl" in dist.get_backend_config() else 0
     for ranks in groups:
-        if len(ranks) == 1:
-            continue
-        process_group = dist.new_group(list(ranks), timeout=timeout, group_desc=axes)
-        if rank in ranks:
-            mine = TorchTransport(process_group, axes)
+        if len(ranks) > 1:
+            made = [dist.new_group(list(ranks), timeout=timeout, group_desc=axes) for _ in range(1 + num_lanes)]
+            if rank in ranks:
+                mine = TorchTransport(made[0], axes, made[1:])
     return mine
+
+
+def lone_process_group(rank: int) -> dist.ProcessGroup | None:
+    """A process group of this rank alone, None where torch.distributed was not started. Only this rank calls."""
+    return dist.new_group([rank], use_local_synchronization=True) if dist.is_initialized() else None
 
 
 class TorchTransport:
     """`group.Transport` over one torch ProcessGroup. Failures and timeouts raise CommunicationError."""
 
-    def __init__(self, process_group: dist.ProcessGroup, axes: str = ""):
-        self.process_group, self.axes = process_group, axes
+    def __init__(self, process_group: dist.ProcessGroup, axes: str = "", lanes: list[dist.ProcessGroup] | None = None):
+        self.process_group, self.axes, self.lanes = process_group, axes, lanes or []
         self.ranks = tuple(dist.get_process_group_ranks(process_group))
         self.rank, self.size = dist.get_rank(process_group), len(self.ranks)
+        self._outbox = _Outbox()
 
     def all_reduce(self, tensor, op):
         return self._start("all-reduce", dist.all_reduce, tensor.detach(), _OPS[op])
@@ -57,12 +70,13 @@ class TorchTransport:
         return self._start("broadcast", dist.broadcast, tensor.detach(), self.ranks[source])
 
     def isend(self, tensor, destination, tag):
-        what = f"send to rank {self.ranks[destination]}"
-        return self._guard(what, lambda: dist.isend(tensor.detach(), self.ranks[destination], self.process_group, tag))
+        what, lane = f"send to rank {self.ranks[destination]}", self._lane(self.rank, destination, tag)
+        work = self._guard(what, lambda: dist.isend(tensor.detach(), self.ranks[destination], lane, tag))
+        return work if tensor.is_cuda else self._outbox.put(work)
 
     def irecv(self, tensor, source, tag):
-        what = f"receive from rank {self.ranks[source]}"
-        return self._guard(what, lambda: dist.irecv(tensor.detach(), self.ranks[source], self.process_group, tag))
+        what, lane = f"receive from rank {self.ranks[source]}", self._lane(source, self.rank, tag)
+        return self._guard(what, lambda: dist.irecv(tensor.detach(), self.ranks[source], lane, tag))
 
     def all_gather_object(self, obj):
         objects = [None] * self.size
@@ -75,8 +89,13 @@ class TorchTransport:
             dist.barrier(self.process_group)
 
     def close(self) -> None:
-        """Give the process group back to torch."""
-        dist.destroy_process_group(self.process_group)
+        """Give the process groups back to torch."""
+        self._outbox.close()
+        for process_group in (*self.lanes, self.process_group):
+            dist.destroy_process_group(process_group)
+
+    def _lane(self, source: int, destination: int, tag: int) -> dist.ProcessGroup:
+        return self.lanes[2 * (tag % 2) + (source < destination)] if self.lanes else self.process_group
 
     def _start(self, what, function, *arguments):
         return self._guard(what, lambda: function(*arguments, group=self.process_group, async_op=True))
@@ -98,6 +117,61 @@ class _Work:
         with _Translated(self._transport, self._what):
             self._work.wait()
 
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+
+class _Outbox:
+    """Waits for gloo's sends in a thread of its own.
+
+    A send of gloo is over when the receiver has taken it, and only `wait` tells: its `is_completed` stays False before, and a
+    `wait` that times out breaks the connection. Without somebody waiting, each message of a step would stay in memory until
+    the step ends.
+    """
+
+    def __init__(self):
+        self._sends = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def put(self, work: _Work) -> "_Sent":
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name="sends", daemon=True)
+            self._thread.start()
+        sent = _Sent()
+        self._sends.put((work, sent))
+        return sent
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._sends.put(None)
+
+    def _serve(self) -> None:
+        while (entry := self._sends.get()) is not None:
+            work, sent = entry
+            try:
+                work.wait()
+            except CommunicationError as error:
+                sent.error = error
+            sent.over.set()
+            del entry, work, sent               # they would keep the message until the next one
+
+
+class _Sent:
+    """A send that the outbox waits for."""
+
+    __slots__ = ("over", "error")
+
+    def __init__(self):
+        self.over, self.error = threading.Event(), None
+
+    def wait(self) -> None:
+        self.over.wait()
+        if self.error is not None:
+            raise self.error
+
+    def is_completed(self) -> bool:
+        return self.over.is_set() and self.error is None
+
 
 class _Translated:
     """Context that turns what torch raises into a CommunicationError. A class, as it is entered at every collective."""
@@ -111,12 +185,12 @@ class _Translated:
         return self
 
     def __exit__(self, kind, error, traceback):
-        if isinstance(error, RuntimeError):
+        if isinstance(error, RuntimeError) and not isinstance(error, torch.cuda.OutOfMemoryError):
             raise CommunicationError(_story(self.transport, self.what, error)) from error
 
 
 def _story(transport: TorchTransport, what: str, error: RuntimeError) -> str:
     me, peers = transport.ranks[transport.rank], list(transport.ranks)
-    return (f"rank {me}: {what} failed in the {transport.axes or 'unnamed'} group of ranks {peers}. Either a peer ended, "
-            f"look for the first error among those ranks, or it never came, look for a rank that is busy or took another "
+    return (f"rank {me}: {what} failed in the {transport.axes or 'unnamed'} group of ranks {peers}. Either a peer ended: "
+            f"look for the first error among those ranks. Or it never came: look for a rank that is busy or took another "
             f"path (--distributed-timeout-minutes is how long to wait). The backend said: {error}")

@@ -1,0 +1,185 @@
+"""Who am I, of how many? Reads what a launcher left in the environment, and starts and stops torch.distributed.
+
+Known launchers: torchrun (and whatever sets its variables), Slurm's srun, Open MPI's mpirun, or none, which is one rank. A
+world of one rank opens no socket and makes no process group.
+"""
+
+import os
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+
+from ..errors import CommunicationError, ConfigError
+
+DEFAULT_PORT = 29500
+DEFAULT_TIMEOUT = timedelta(minutes=10)
+_LOCAL = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """This process among all: global and per-machine rank, where rank 0 listens, and which launcher said so."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    address: str = "127.0.0.1"
+    port: int = DEFAULT_PORT
+    source: str = "none"
+
+
+def read_launch(env: Mapping[str, str] | None = None) -> Launch:
+    """The launch that `env` (default: os.environ) describes. Raises ConfigError naming the variable that is wrong."""
+    env = os.environ if env is None else env
+    for is_there, read in ((("RANK", "WORLD_SIZE"), _torchrun), (("SLURM_PROCID", "SLURM_NTASKS"), _slurm),
+                           (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), _open_mpi)):
+        if all(env.get(name) for name in is_there):
+            return _checked(read(env))
+    if env.get("RANK"):
+        raise ConfigError("RANK is set but WORLD_SIZE is not: a launcher sets both. Start with torchrun, or unset RANK.")
+    return Launch()
+
+
+def start(launch: Launch, timeout: timedelta = DEFAULT_TIMEOUT) -> torch.device:
+    """Join the world, unless it is this process alone; returns the device of this rank. Collective over all ranks.
+
+    Tensors on CUDA travel by nccl, those on the CPU by gloo. Raises CommunicationError when the others do not come.
+    """
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = _own_device(launch)
+        torch.cuda.set_device(device)
+    if launch.world_size > 1:
+        _join(launch, "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout)
+    return device
+
+
+def stop() -> None:
+    """Leave the world; does nothing where none was joined."""
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def expand_nodelist(text: str) -> list[str]:
+    """Slurm's short writing of host names: "gpu[003-005,9],login" → gpu003 gpu004 gpu005 gpu9 login."""
+    names = []
+    for item in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
+        expanded = [""]
+        for literal, ranges in re.findall(r"([^\[]+)|\[([^\]]*)\]", item):
+            pieces = [literal] if literal else [n for part in ranges.split(",") for n in _numbers(part)]
+            expanded = [name + piece for name in expanded for piece in pieces]
+        names += expanded
+    return names
+
+
+def _numbers(part: str) -> list[str]:
+    first, _, last = part.strip().partition("-")
+    width = len(first)
+    return [str(i).zfill(width) for i in range(int(first), int(last or first) + 1)]
+
+
+def _torchrun(env) -> Launch:
+    address = env.get("MASTER_ADDR", "")
+    world_size = _int(env, "WORLD_SIZE")
+    if not address and world_size > 1:
+        raise ConfigError(f"WORLD_SIZE={world_size} but MASTER_ADDR is not set: the ranks cannot find rank 0. "
+                          "torchrun sets it; without torchrun, set it to the host of rank 0.")
+    rank = _int(env, "RANK")
+    if not env.get("LOCAL_RANK") and world_size > 1 and address not in _LOCAL:
+        raise ConfigError("LOCAL_RANK is not set: a rank must know its place on its machine to pick a GPU. torchrun sets it; "
+                          "without torchrun, number the processes of each machine from 0.")
+    local_rank = _int(env, "LOCAL_RANK", rank)
+    local_size = _int(env, "LOCAL_WORLD_SIZE", world_size if address in _LOCAL else local_rank + 1)
+    return Launch(rank, world_size, local_rank, local_size, address or "127.0.0.1",
+                  _int(env, "MASTER_PORT", DEFAULT_PORT), "torchrun")
+
+
+def _slurm(env) -> Launch:
+    """The variables of the job *step* come first: `srun -n 2` in an allocation of eight tasks makes two ranks."""
+    size = _int(env, "SLURM_STEP_NUM_TASKS" if env.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS")
+    rank, local_rank = _int(env, "SLURM_PROCID"), _int(env, "SLURM_LOCALID", 0)
+    hosts = expand_nodelist(_first(env, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"))
+    address = env.get("MASTER_ADDR") or (hosts[0] if hosts else "")
+    if not address:
+        raise ConfigError(f"Slurm started rank {rank} of {size}, but neither SLURM_NODELIST nor MASTER_ADDR tells where "
+                          "rank 0 is. Set MASTER_ADDR to its host.")
+    local_size = _tasks_on_node(env, _int(env, "SLURM_NODEID", 0)) or -(-size // max(1, len(hosts)))
+    job = _first(env, "SLURM_JOB_ID", "SLURM_JOBID") + "." + env.get("SLURM_STEP_ID", "")
+    return Launch(rank, size, local_rank, local_size, address, _int(env, "MASTER_PORT", _port_of(job)), "Slurm")
+
+
+def _open_mpi(env) -> Launch:
+    rank, size = _int(env, "OMPI_COMM_WORLD_RANK"), _int(env, "OMPI_COMM_WORLD_SIZE")
+    local_rank = _int(env, "OMPI_COMM_WORLD_LOCAL_RANK", rank)
+    local_size = _int(env, "OMPI_COMM_WORLD_LOCAL_SIZE", size)
+    address = env.get("MASTER_ADDR") or ("127.0.0.1" if local_size == size else "")
+    if not address:
+        raise ConfigError(f"Open MPI started {size} ranks on several machines, {local_size} of them here, and does not tell "
+                          "where rank 0 is. Run mpirun with -x MASTER_ADDR=<host of rank 0>.")
+    job = _first(env, "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_hnp_uri")
+    return Launch(rank, size, local_rank, local_size, address, _int(env, "MASTER_PORT", _port_of(job)), "Open MPI")
+
+
+def _tasks_on_node(env, node: int) -> int:
+    """SLURM_STEP_TASKS_PER_NODE is written "4(x2),3": two nodes with four tasks, then one with three. 0 if not told."""
+    counts = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", _first(env, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")):
+        counts += [int(count)] * int(times or 1)
+    return counts[node] if node < len(counts) else 0
+
+
+def _port_of(job: str) -> int:
+    """The same port for all ranks of a job, another for another job on the same machine; below the ephemeral range."""
+    return 20000 + zlib.crc32(job.encode()) % 12000 if job.strip(".") else DEFAULT_PORT
+
+
+def _first(env, *names: str) -> str:
+    return next((env[name] for name in names if env.get(name)), "")
+
+
+def _int(env, name: str, default: int | None = None) -> int:
+    text = env.get(name)
+    if not text and default is not None:
+        return default
+    try:
+        return int(text)
+    except (TypeError, ValueError):
+        raise ConfigError(f"environment variable {name}={text!r} is not a whole number; the launcher should set it.") from None
+
+
+def _checked(launch: Launch) -> Launch:
+    if not (0 <= launch.rank < launch.world_size and 0 <= launch.local_rank < launch.local_world_size):
+        raise ConfigError(f"{launch.source} says rank {launch.rank} of {launch.world_size}, local rank {launch.local_rank} of "
+                          f"{launch.local_world_size}: a rank counts from 0 and stays below its total.")
+    return launch
+
+
+def _own_device(launch: Launch) -> torch.device:
+    """Launchers that bind one GPU to each task leave a single visible device, which then is the rank's."""
+    count = torch.cuda.device_count()
+    if count > 1 and launch.local_rank >= count:
+        raise ConfigError(f"rank {launch.rank} is local rank {launch.local_rank} of {launch.local_world_size}, but this "
+                          f"machine shows {count} GPUs: each rank needs its own. Start {count} ranks on it at most.")
+    return torch.device("cuda", launch.local_rank if count > 1 else 0)
+
+
+def _join(launch: Launch, backend: str, timeout: timedelta) -> None:
+    import torch.distributed as dist
+
+    try:
+        dist.init_process_group(backend, init_method=f"tcp://{launch.address}:{launch.port}", rank=launch.rank,
+                                world_size=launch.world_size, timeout=timeout)
+    except (RuntimeError, ValueError) as error:
+        hint = "srun, not plain python, starts the ranks of a Slurm job" if launch.source == "Slurm" else \
+            "start all of them, with the same address and port"
+        raise CommunicationError(
+            f"rank {launch.rank} of {launch.world_size} (from {launch.source}) could not meet the others at "
+            f"{launch.address}:{launch.port} within {timeout.total_seconds():.0f} s: {hint}; MASTER_PORT chooses "
+            f"another port if this one is taken. The backend said: {error}") from error
