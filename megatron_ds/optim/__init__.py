@@ -1,0 +1,5 @@
+"""Inner optimizers by name."""
+
+from .optimizers import OPTIMIZERS
+
+__all__ = ["OPTIMIZERS"]

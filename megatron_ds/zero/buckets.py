@@ -1,0 +1,155 @@
+"""`GradBuckets`: fp32 gradients in one flat buffer, reduced over the data-parallel ranks bucket by bucket as they fill.
+
+Each parameter gets `main_grad`, its view of the buffer, and `grad_ready()`, called once per contribution and backward.
+Layers that compute their weight gradient themselves add to main_grad and call grad_ready; for the other parameters a hook
+moves what autograd accumulated. Micro-batches add up. Before the last one the buckets are *armed*: from then on contributions
+are counted, and a bucket all of whose parameters are complete starts its reduction while backward goes on.
+
+    backward of the last micro-batch     ..w4..w3..|..w2..|..w1..b1..|  finish
+    reduction                                      |bucket 0 |bucket 1  |bucket 2, wait
+
+Note: in order. Buckets start strictly in the order of the layout, a complete one waits for those before it: every rank then
+issues the same collectives in the same order, even where one of them sends nothing to some expert.
+
+Note: mean. The reduction sums; the buffer is divided by the number of data-parallel ranks before it (as Megatron averages),
+so `main_grad` afterwards holds the mean. Experts' buffers are divided by the same number, although fewer ranks hold a copy:
+each copy has already seen the tokens of all ranks of its expert-parallel group.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+
+from ..errors import MegatronDSError
+from ..mpu.collectives import all_reduce_, reduce_scatter_into_
+from ..mpu.group import Group, Work
+from .layout import Layout, SlotPiece
+
+UNARMED = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A parameter as the buckets see it.
+
+    uses   contributions of one backward, the tied reduction included where there is one
+    stage  the pipeline stage it belongs to, None when the rank has just one
+    """
+
+    parameter: nn.Parameter
+    uses: int = 1
+    stage: int | None = None
+
+
+class GradBuckets:
+    """The gradients of one set of parameters.
+
+    holders  in the order of layout.slots
+    group    the ranks that hold the same parameters and sum their gradients
+    tp       the ranks over which `partial_grad` parameters are summed
+    mean_of  divide the sum by this
+    sharded  reduce-scatter instead of all-reduce: only this rank's shard is valid afterwards
+    overlap  start reductions during backward; False: all of them in `finish`
+    """
+
+    def __init__(self, holders: Sequence[Holder], layout: Layout, *, group: Group, tp: Group, mean_of: int, sharded: bool,
+                 overlap: bool):
+        self.holders, self.layout, self.group = holders, layout, group
+        self.mean_of, self.sharded, self.overlap = mean_of, sharded, overlap
+        self.flat = torch.zeros(layout.numel, dtype=torch.float32, device=holders[0].parameter.device)
+        self.pieces = layout.slot_intersections(group.rank) if sharded else layout.whole_slots()
+        self._tp = tp
+        self._partial = [self.grad_of(p) for p in self.pieces if holders[p.slot].parameter.spec.partial_grad]
+        self._shard_pieces = layout.shard_pieces(group.rank)
+        self._missing = [UNARMED] * len(holders)      # contributions still to come, per parameter
+        self._open = [0] * len(layout.buckets)        # incomplete parameters, per bucket
+        self._next = 0                                # the first bucket whose reduction has not begun
+        self._works: list[Work] = []
+        for i, holder in enumerate(holders):
+            self._install(i, holder.parameter)
+        self.begin()
+
+    def begin(self) -> None:
+        """Zero all gradients and start counting anew."""
+        assert not self._works, "begin() while reductions are under way: finish() comes first"
+        self.flat.zero_()
+        self._next = 0
+        self._missing = [UNARMED] * len(self.holders)
+        self._open = [bucket.last_slot - bucket.first_slot for bucket in self.layout.buckets]
+
+    def arm(self, stage: int | None = None) -> None:
+        """The next backward of `stage` (None: of all) completes its gradients: count from now on."""
+        for i, holder in enumerate(self.holders):
+            if self._missing[i] == UNARMED and (stage is None or holder.stage is None or holder.stage == stage):
+                self._missing[i] = holder.uses
+
+    def finish(self) -> None:
+        """Reduce what is not reduced yet, wait for everything, then sum partial gradients over tp. Collective."""
+        self._launch_up_to(len(self.layout.buckets))
+        for work in self._works:
+            work.wait()
+        self._works.clear()
+        _sum_coalesced(self._partial, self._tp)
+
+    def grad_of(self, piece: SlotPiece) -> torch.Tensor:
+        """The gradient of a piece, padding included: a view."""
+        return self.flat[piece.flat:piece.flat + piece.padded_numel]
+
+    def _install(self, i: int, parameter: nn.Parameter) -> None:
+        slot = self.layout.slots[i]
+        parameter.main_grad = self.flat[slot.start:slot.stop].view(parameter.shape)
+        parameter.grad_ready = partial(self._contributed, i)
+        parameter.register_post_accumulate_grad_hook(_move_to_main_grad)
+
+    def _contributed(self, i: int) -> None:
+        missing = self._missing[i]
+        if missing == UNARMED:
+            return
+        if missing == 0:
+            raise MegatronDSError(
+                f"{self.holders[i].parameter.spec.name} received more than the {self.holders[i].uses} gradient "
+                "contribution(s) announced for one backward: its bucket may be reduced already and the rest would be lost. "
+                "Give the true number in `uses`.")
+        self._missing[i] = missing - 1
+        if missing == 1:
+            bucket = self.layout.slots[i].bucket
+            self._open[bucket] -= 1
+            if self.overlap and bucket == self._next and not self._open[bucket]:
+                self._launch_up_to(self._first_open())
+
+    def _first_open(self) -> int:
+        return next((b for b in range(self._next, len(self._open)) if self._open[b]), len(self._open))
+
+    def _launch_up_to(self, stop: int) -> None:
+        for b in range(self._next, stop):
+            bucket, piece = self.layout.buckets[b], self._shard_pieces[b]
+            whole = self.flat[bucket.start:bucket.stop]
+            if self.mean_of > 1:
+                whole.mul_(1 / self.mean_of)
+            if self.sharded:
+                work = reduce_scatter_into_(self.flat[piece.start:piece.stop], whole, self.group, async_op=True)
+            else:
+                work = all_reduce_(whole, self.group, async_op=True)
+            self._works.append(work)
+        self._next = max(self._next, stop)
+
+
+def _sum_coalesced(views: list[torch.Tensor], group: Group) -> None:
+    """Sum small tensors over the group in one message.
+
+    Sums commute, so this comes after the data-parallel reduction: once a step, and of the shard only where there is one.
+    """
+    if group.size == 1 or not views:
+        return
+    joined = torch.cat(views)
+    all_reduce_(joined, group)
+    torch._foreach_copy_(views, list(joined.split([view.numel() for view in views])))
+
+
+def _move_to_main_grad(parameter: nn.Parameter) -> None:
+    parameter.main_grad.add_(parameter.grad)
+    parameter.grad = None
+    parameter.grad_ready()

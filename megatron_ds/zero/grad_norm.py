@@ -1,0 +1,62 @@
+"""The global gradient norm, each logical element counted once, in one pass over this rank's shard of the gradients.
+
+After the reduction every data-parallel rank of the same shard holds the same gradient, so rank r looks at shard r only, also
+where the gradients are whole everywhere (ZeRO 0); the partial sums are then added over the data group (all shards, all
+experts) and over the model-parallel group (all tensor-parallel parts, all stages). Not counted: padding (it is zero),
+parameters that every tensor-parallel rank holds, except on the first, and second copies of tied parameters.
+
+Note: rows. torch sums a flat fp32 norm in a handful of fp32 accumulators, 2e-4 off at 8 M elements. Norms of rows of 1024,
+squared and summed in float64, are as fast and good to 1e-9. The total is finite exactly when every gradient is (short of
+elements beyond 1e19, whose squares overflow fp32 and which count as infinite).
+"""
+
+from collections.abc import Iterable
+
+import torch
+
+from ..mpu.collectives import all_reduce_
+from ..mpu.group import Group
+from ..mpu.param_spec import ParamSpec
+from .layout import SlotPiece
+
+ROW = 1024
+
+
+def is_counted(spec: ParamSpec, tp_rank: int) -> bool:
+    """Whether this rank's gradient of the parameter counts in the norm."""
+    return not spec.tied_copy and (spec.split_dim is not None or tp_rank == 0)
+
+
+def norm_views(flat: torch.Tensor, pieces: Iterable[SlotPiece]) -> list[torch.Tensor]:
+    """The pieces' gradients as few 2-D views: neighbours are joined, each run cut into whole rows and a short one."""
+    runs: list[list[int]] = []
+    for piece in pieces:
+        if runs and runs[-1][1] == piece.flat:
+            runs[-1][1] += piece.padded_numel
+        else:
+            runs.append([piece.flat, piece.flat + piece.padded_numel])
+    views = []
+    for start, stop in runs:
+        middle = stop - (stop - start) % ROW
+        views += [flat[start:middle].view(-1, ROW), flat[middle:stop].view(1, -1)]
+    return [view for view in views if view.numel()]
+
+
+def squared_norm(views: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Sum of squares of all elements, a float64 scalar."""
+    if not views:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return torch.cat([torch.linalg.vector_norm(view, dim=1) for view in views]).double().square().sum()
+
+
+def num_zeros(flat: torch.Tensor, pieces: Iterable[SlotPiece]) -> torch.Tensor:
+    """How many elements of the pieces are zero, padding not counted; a float64 scalar."""
+    counts = [torch.count_nonzero(flat[p.flat:p.flat + p.stop - p.start] == 0) for p in pieces]
+    return torch.stack([torch.zeros((), dtype=torch.int64, device=flat.device), *counts]).sum().double()
+
+
+def sum_over_ranks(local: torch.Tensor, data: Group, model: Group) -> list[float]:
+    """Add up what each rank alone counted; the same floats on every rank. Collective over both groups."""
+    all_reduce_(local, data)
+    all_reduce_(local, model)
+    return local.tolist()

@@ -1,0 +1,36 @@
+"""Which state a ZeRO stage splits over the data-parallel ranks: one row of a table per stage.
+
+Rajbhandari et al. 2020 (arXiv:1910.02054), section 5: P_os, P_os+g, P_os+g+p.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ..errors import ConfigError
+
+Axis = Literal["dp"]
+
+
+@dataclass(frozen=True)
+class ShardPolicy:
+    """The axis over which a kind of state is split; None = every rank holds the whole."""
+
+    optimizer: Axis | None
+    gradient: Axis | None
+    parameter: Axis | None
+
+
+STAGES = {
+    0: ShardPolicy(None, None, None),
+    1: ShardPolicy("dp", None, None),
+    2: ShardPolicy("dp", "dp", None),
+    3: ShardPolicy("dp", "dp", "dp"),
+}
+
+
+def check_available(policy: ShardPolicy) -> None:
+    """Raise ConfigError for the rows that nothing executes yet."""
+    if policy.gradient or policy.parameter:
+        stage = next((s for s, row in STAGES.items() if row == policy), "?")
+        raise ConfigError(f"ZeRO stage {stage} is not yet available: gradients and parameters are whole on every "
+                          "data-parallel rank so far. Use --zero-stage 1 (optimizer state split) or 0 (nothing split).")
