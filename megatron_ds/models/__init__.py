@@ -1,0 +1,9 @@
+"""Models as lists of named layers. `MODELS[name](config, tp=…)` gives the list; `build_stage` builds a slice of it."""
+
+from .gpt import gpt_layers
+from .kv_cache import KVCache, make_caches
+from .layer import MODELS, Layer, Placement, build_stage, count_uses, run_layers
+from .losses import Loss, gpt_loss
+
+__all__ = ["MODELS", "KVCache", "Layer", "Loss", "Placement", "build_stage", "count_uses", "gpt_layers", "gpt_loss",
+           "make_caches", "run_layers"]

@@ -1,0 +1,62 @@
+"""Tokens [b, s] become hidden states [s(/t), b, h]: the one place where the order of the dimensions changes."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ..data.batch import Batch
+from ..errors import ConfigError
+from ..mpu.param_spec import Init, ParamSpec
+from ..ops.parameter import new_parameter
+from ..tensor_parallel.embedding import VocabParallelEmbedding
+from .hidden_dropout import HiddenDropout
+from .layer import Placement
+
+WORD_EMBEDDINGS = "embedding.word_embeddings"
+
+
+class GPTEmbedding(nn.Module):
+    """Word embedding, plus learned positions where the model has them, then dropout."""
+
+    def __init__(self, config, placement: Placement, *, tied: str | None):
+        super().__init__()
+        to = dict(dtype=placement.dtype, device=placement.device)
+        self.placement = placement
+        self.word_embeddings = VocabParallelEmbedding(
+            config.vocab_size, config.hidden_size, group=placement.tp, name=WORD_EMBEDDINGS, init_std=config.init_method_std,
+            padded_vocab=config.padded_vocab_size(placement.tp.size), sequence_parallel=placement.sequence_parallel,
+            tied=tied, **to)
+        learned = config.position_embedding_type == "learned_absolute"
+        self.position_embeddings = PositionEmbedding(config, placement) if learned else None
+        self.dropout = HiddenDropout(config.hidden_dropout, "embedding", placement)
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """What a tied head shares."""
+        return self.word_embeddings.weight
+
+    def forward(self, x: None, batch: Batch, cache=None) -> torch.Tensor:
+        x = self.word_embeddings(batch.tokens)                                  # [s(/t), b, h]
+        if self.position_embeddings is not None:
+            x = x + self.position_embeddings(batch.position_ids, self.placement.rows(x))
+        return self.dropout(x, batch)
+
+
+class PositionEmbedding(nn.Module):
+    """A learned vector per position. With sequence parallelism each rank looks up its own slice of the sequence."""
+
+    def __init__(self, config, placement: Placement):
+        super().__init__()
+        spec = ParamSpec("embedding.position_embeddings.weight", (config.positions, config.hidden_size),
+                         Init("normal", config.init_method_std), partial_grad=placement.sequence_parallel)
+        self.weight = new_parameter(spec, dtype=placement.dtype, device=placement.device)
+
+    def forward(self, position_ids: torch.Tensor, rows: range) -> torch.Tensor:
+        """The vectors of `rows` of position_ids [b, s]: [s(/t), b, h], or [s(/t), 1, h] when all samples count alike."""
+        length = position_ids.shape[1]
+        if length > len(self.weight):        # the ids themselves are not read: that would wait for the device
+            raise ConfigError(f"a sequence of {length} tokens does not fit {len(self.weight)} learned positions. "
+                              "Use shorter sequences, or train with a larger max_position_embeddings.")
+        if position_ids.stride(0) == 0:                   # one row expanded over the batch: look it up once
+            position_ids = position_ids[:1]
+        return F.embedding(position_ids[:, rows.start:rows.stop].t(), self.weight)

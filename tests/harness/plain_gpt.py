@@ -1,0 +1,179 @@
+"""A GPT as the papers write it: whole tensors, one sample, one head at a time, no parallelism. What ours is compared with.
+
+Works on a dictionary of logical tensors {name: tensor} in any precision; hidden states are [b, s, h] here. `load_logical`
+and `gather_logical` move tensors between that dictionary and the shards of the ranks by their `ParamSpec` boxes.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+PADDING = 5.0      # what `load_logical` leaves in padded vocabulary rows: any use of them shows
+
+
+@dataclass(frozen=True)
+class TinyConfig:
+    """The fields and derived sizes of the model section of the configuration, with odd sizes. GPT-2 style by default."""
+
+    num_layers: int = 3
+    hidden_size: int = 24
+    num_attention_heads: int = 4
+    query_groups: int = 4
+    head_dim: int = 6
+    ffn_size: int = 22
+    positions: int = 17
+    vocab_size: int = 37
+    position_embedding_type: str = "learned_absolute"
+    rotary_base: float = 100.0
+    rotary_percent: float = 1.0
+    normalization: str = "LayerNorm"
+    norm_epsilon: float = 1e-5
+    activation: str = "gelu"
+    add_bias_linear: bool = True
+    untie_embeddings_and_output_weights: bool = False
+    init_method_std: float = 0.02
+    hidden_dropout: float = 0.0
+    attention_dropout: float = 0.0
+
+    def padded_vocab_size(self, tp: int) -> int:
+        return -(-self.vocab_size // (4 * tp)) * 4 * tp
+
+
+LLAMA = dict(query_groups=2, head_dim=8, position_embedding_type="rope", normalization="RMSNorm", activation="swiglu",
+             add_bias_linear=False, untie_embeddings_and_output_weights=True)
+STYLES = {"gpt2": TinyConfig(), "llama": TinyConfig(**LLAMA)}
+
+
+def logical_shapes(config: TinyConfig) -> dict[str, tuple[int, ...]]:
+    """Names and true shapes of every parameter, written out by hand from the naming rules."""
+    h, d, n, g, f = config.hidden_size, config.head_dim, config.num_attention_heads, config.query_groups, config.ffn_size
+    gated = 2 if config.activation == "swiglu" else 1
+    linear = {"self_attention.linear_qkv": ((n + 2 * g) * d, h), "self_attention.linear_proj": (h, n * d),
+              "mlp.linear_fc1": (gated * f, h), "mlp.linear_fc2": (h, f)}
+    shapes = {"embedding.word_embeddings.weight": (config.vocab_size, h)}
+    if config.position_embedding_type == "learned_absolute":
+        shapes["embedding.position_embeddings.weight"] = (config.positions, h)
+    norms = ["decoder.final_layernorm"]
+    for i in range(config.num_layers):
+        layer = f"decoder.layers.{i}"
+        norms += [f"{layer}.input_layernorm", f"{layer}.pre_mlp_layernorm"]
+        for name, (rows, columns) in linear.items():
+            shapes[f"{layer}.{name}.weight"] = (rows, columns)
+            if config.add_bias_linear:
+                shapes[f"{layer}.{name}.bias"] = (rows,)
+    for name in norms:
+        shapes[f"{name}.weight"] = (h,)
+        if config.normalization == "LayerNorm":
+            shapes[f"{name}.bias"] = (h,)
+    if config.untie_embeddings_and_output_weights:
+        shapes["output_layer.weight"] = (config.vocab_size, h)
+    return shapes
+
+
+def logical_weights(config: TinyConfig, seed: int) -> dict[str, torch.Tensor]:
+    """Weights large enough that every term matters: nothing is near 0, norms are not near 1. float64."""
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda shape: torch.randn(shape, generator=generator, dtype=torch.float64) / math.sqrt(shape[-1])
+    return {name: draw(shape) * 1.5 + (0.7 if "norm.weight" in name else 0.0)
+            for name, shape in logical_shapes(config).items()}
+
+
+def plain_gpt(w: dict[str, torch.Tensor], config: TinyConfig, tokens, position_ids, *, attention_mask=None,
+              drop=lambda site, x: x, drop_scores=lambda site, p: p) -> torch.Tensor:
+    """Logits [b, s, v]. `drop(site, x [b, s, h])` and `drop_scores(site, p [b, n, s, s])` are where dropout goes."""
+    x = w["embedding.word_embeddings.weight"][tokens]
+    if "embedding.position_embeddings.weight" in w:
+        x = x + w["embedding.position_embeddings.weight"][position_ids]
+    x = drop("embedding", x)
+    hidden = torch.ones(tokens.shape[1], tokens.shape[1]).triu(1).bool() if attention_mask is None else attention_mask[:, 0]
+    hidden = hidden.expand(len(tokens), -1, -1)
+    for i in range(config.num_layers):
+        layer = f"decoder.layers.{i}"
+        y = _norm(w, f"{layer}.input_layernorm", x, config)
+        y = _attention(w, f"{layer}.self_attention", y, position_ids, hidden, config, drop_scores)
+        x = x + drop(f"{layer}.self_attention", y)
+        y = _linear(w, f"{layer}.mlp.linear_fc1", _norm(w, f"{layer}.pre_mlp_layernorm", x, config))
+        x = x + drop(f"{layer}.mlp", _linear(w, f"{layer}.mlp.linear_fc2", _activation(y, config)))
+    x = _norm(w, "decoder.final_layernorm", x, config)
+    return x @ w.get("output_layer.weight", w["embedding.word_embeddings.weight"]).T
+
+
+def plain_loss(logits, labels, loss_mask):
+    """Masked mean of -log softmax at the label."""
+    losses = torch.logsumexp(logits, -1) - logits.gather(-1, labels[..., None])[..., 0]
+    return (losses * loss_mask).sum() / loss_mask.sum()
+
+
+def _linear(w, name, x):
+    y = x @ w[f"{name}.weight"].T
+    return y + w[f"{name}.bias"] if f"{name}.bias" in w else y
+
+
+def _norm(w, name, x, config):
+    if config.normalization == "LayerNorm":
+        x = x - x.mean(-1, keepdim=True)
+    x = x / (x.square().mean(-1, keepdim=True) + config.norm_epsilon).sqrt() * w[f"{name}.weight"]
+    return x + w[f"{name}.bias"] if config.normalization == "LayerNorm" else x
+
+
+def _activation(x, config):
+    if config.activation == "swiglu":
+        gate, up = x[..., :config.ffn_size], x[..., config.ffn_size:]
+        return gate / (1 + (-gate).exp()) * up
+    assert config.activation == "gelu"
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x ** 3)))
+
+
+def _attention(w, name, x, position_ids, hidden, config, drop_scores):
+    n, g, d = config.num_attention_heads, config.query_groups, config.head_dim
+    rows = _linear(w, f"{name}.linear_qkv", x).split(d, dim=-1)             # (n + 2g) slabs of [b, s, d]
+    per_group, scores, values = n // g + 2, [], []
+    for head in range(n):
+        group, place = divmod(head, n // g)
+        q, k, v = rows[group * per_group + place], rows[(group + 1) * per_group - 2], rows[(group + 1) * per_group - 1]
+        if config.position_embedding_type == "rope":
+            q, k = _rotate(q, position_ids, config), _rotate(k, position_ids, config)
+        scores.append((q @ k.transpose(1, 2) / math.sqrt(d)).masked_fill(hidden, -math.inf).softmax(-1))
+        values.append(v)
+    p = drop_scores(f"{name}.core_attention", torch.stack(scores, dim=1))   # [b, n, s, s]
+    return _linear(w, f"{name}.linear_proj", torch.cat([p[:, i] @ values[i] for i in range(n)], dim=-1))
+
+
+def _rotate(x, position_ids, config):
+    """Su et al. 2021 (arXiv:2104.09864), pairs (i, i + d/2): a complex number turned by position / base^(2i/d)."""
+    turned = int(x.shape[-1] * config.rotary_percent)
+    half = turned // 2
+    angles = position_ids[..., None] * config.rotary_base ** (-torch.arange(half, dtype=x.dtype) / half)
+    z = torch.complex(x[..., :half], x[..., half:turned]) * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat([z.real, z.imag, x[..., turned:]], dim=-1)
+
+
+def load_logical(parameters, weights: dict[str, torch.Tensor], tp) -> None:
+    """Fill each parameter's shard from the logical tensors; padding becomes `PADDING`."""
+    with torch.no_grad():
+        for p in parameters:
+            p.fill_(PADDING)
+            for box in p.spec.boxes(tp.rank, tp.size):
+                p[_slices(box.local, box.sizes)] = weights[p.spec.name][_slices(box.logical, box.sizes)].to(p.dtype)
+
+
+def gather_logical(per_rank: list[list[tuple]]) -> dict[str, torch.Tensor]:
+    """Logical tensors of what each rank holds as (spec, gradient); partial ones are summed, replicas must be equal."""
+    result, size = {}, len(per_rank)
+    for rank, held in enumerate(per_rank):
+        for spec, tensor in held:
+            whole = result.setdefault(spec.name, torch.zeros(spec.shape, dtype=tensor.dtype))
+            if spec.split_dim is None and not spec.partial_grad and rank > 0:
+                torch.testing.assert_close(whole, tensor, rtol=1e-5, atol=1e-6, msg=lambda m, n=spec.name: f"{n}: {m}")
+                continue
+            rest = tensor.clone()
+            for box in spec.boxes(rank, size):
+                whole[_slices(box.logical, box.sizes)] += tensor[_slices(box.local, box.sizes)]
+                rest[_slices(box.local, box.sizes)] = 0
+            assert not rest.any(), f"{spec.name}: padding received a gradient"
+    return result
+
+
+def _slices(start, sizes):
+    return tuple(slice(a, a + n) for a, n in zip(start, sizes))

@@ -1,0 +1,84 @@
+"""The list of layers: names, passports, what is built when, what is refused."""
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_ds.errors import ConfigError
+from megatron_ds.models import MODELS, build_stage
+from megatron_ds.mpu.group import Group, solo
+from tests.harness.plain_gpt import STYLES, logical_shapes
+
+
+def tp_of(size, rank=0):
+    return Group("tp", tuple(range(size)), rank, transport=None)        # building communicates nothing
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("style", STYLES)
+def test_each_parameter_has_its_name_its_logical_shape_and_its_share(style, tp_size):
+    config = STYLES[style]
+    model = build_stage(MODELS["gpt"](config, tp=tp_of(tp_size)))
+    specs = {p.spec.name: p.spec for p in model.parameters()}
+    assert {name: spec.shape for name, spec in specs.items()} == logical_shapes(config)
+    assert len(specs) == len(list(model.parameters()))
+    for p in model.parameters():
+        assert tuple(p.shape) == p.spec.local_shape(tp_size), p.spec.name
+
+
+def test_names_do_not_depend_on_the_cut():
+    layers = MODELS["gpt"](STYLES["llama"], tp=solo())
+    assert [layer.name for layer in layers] == ["embedding", *(f"decoder.layers.{i}" for i in range(3)),
+                                                "decoder.final_layernorm", "output_layer"]
+    assert [layer.kind for layer in layers] == ["embedding", "block", "block", "block", "norm", "head"]
+    names = [p.spec.name for stage in (layers[:2], layers[2:3], layers[3:]) for p in build_stage(stage).parameters()]
+    assert names == [p.spec.name for p in build_stage(layers).parameters()]
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_gradients_are_partial_exactly_where_a_parameter_sees_a_slice_of_the_sequence(sequence_parallel):
+    model = build_stage(MODELS["gpt"](STYLES["gpt2"], tp=tp_of(2), sequence_parallel=sequence_parallel))
+    sees_slice = ("layernorm.weight", "layernorm.bias", "linear_proj.bias", "linear_fc2.bias", "position_embeddings.weight")
+    for p in model.parameters():
+        assert p.spec.partial_grad == (sequence_parallel and p.spec.name.endswith(sees_slice)), p.spec.name
+
+
+def test_initial_values_and_decay_follow_the_kind_of_parameter():
+    config = replace(STYLES["gpt2"], init_method_std=0.5, num_layers=8)
+    for p in build_stage(MODELS["gpt"](config, tp=solo())).parameters():
+        name, init = p.spec.name, p.spec.init
+        assert p.spec.decay == (len(p.spec.shape) > 1), name
+        if name.endswith("bias"):
+            assert init.kind == "zeros", name
+        elif "norm" in name:
+            assert init.kind == "ones", name
+        else:
+            assert init.kind == "normal", name
+            assert init.std == (0.125 if "proj" in name or "fc2" in name else 0.5), name     # 0.5 / sqrt(2 * 8)
+
+
+def test_only_the_first_blocks_of_a_stage_recompute_when_a_number_is_given():
+    layers = MODELS["gpt"](STYLES["gpt2"], tp=solo(), recompute="full")
+    of = lambda stage: [m.granularity for m in stage if hasattr(m, "granularity")]
+    assert of(build_stage(layers)) == ["full"] * 3
+    assert of(build_stage(layers, recompute_num_layers=1)) == ["full", None, None]
+    assert of(build_stage(layers[2:], recompute_num_layers=1)) == ["full", None]
+    assert of(build_stage(layers, recompute_num_layers=0)) == [None] * 3
+
+
+@pytest.mark.parametrize("change, words", [
+    (dict(num_attention_heads=3, query_groups=3), "num_attention_heads=3 .*=2.*whole heads"),
+    (dict(query_groups=1), r"num_query_groups=1 .*size in \(1\)"),
+    (dict(ffn_size=21), r"ffn_hidden_size=21 .*size in \(1, 3, 7, 21\)"),
+    (dict(normalization="LayrNorm"), "did you mean 'LayerNorm'"),
+    (dict(activation="gelo"), "did you mean 'gelu'"),
+], ids=str)
+def test_what_cannot_be_built_says_what_could(change, words):
+    layers = MODELS["gpt"](replace(STYLES["gpt2"], **change), tp=tp_of(2))      # the list itself builds nothing
+    with pytest.raises(ConfigError, match=words):
+        layers[1].make()
+
+
+def test_an_unknown_granularity_is_refused():
+    with pytest.raises(ConfigError, match="'fully'"):
+        MODELS["gpt"](STYLES["gpt2"], tp=solo(), recompute="fully")

@@ -1,0 +1,82 @@
+"""Forward and backward of the GPT equal a plain one, whatever the layout."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.harness.gpt_runs import make_batch, run_gpt
+from tests.harness.plain_gpt import LLAMA, STYLES, TinyConfig, logical_weights, plain_gpt, plain_loss
+
+MIXTURES = {
+    **STYLES,
+    "half-turned rope, biases, tied": TinyConfig(**{**LLAMA, "rotary_percent": 0.5, "add_bias_linear": True,
+                                                    "untie_embeddings_and_output_weights": False}),
+    "no positions, rms": TinyConfig(position_embedding_type="none", normalization="RMSNorm"),
+}
+LAYOUTS = [dict(tp_size=1), dict(tp_size=2), dict(tp_size=2, sequence_parallel=True)]
+
+
+def oracle(config, weights, batch, **drops):
+    weights = {name: w.clone().requires_grad_() for name, w in weights.items()}
+    logits = plain_gpt(weights, config, batch.tokens, batch.position_ids, attention_mask=batch.attention_mask, **drops)
+    loss = plain_loss(logits, batch.labels, batch.loss_mask)
+    loss.backward()
+    return loss.item(), logits.detach(), {name: w.grad for name, w in weights.items()}
+
+
+def assert_equal_runs(ours, reference):
+    (loss, logits, grads), (true_loss, true_logits, true_grads) = ours, reference
+    # fp32 against fp64; a gradient's error is measured against its largest element
+    assert loss.objective.item() == pytest.approx(true_loss, rel=1e-6)
+    torch.testing.assert_close(logits.double(), true_logits, rtol=1e-5, atol=1e-5)
+    assert set(grads) == set(true_grads)
+    for name, grad in grads.items():
+        scale = true_grads[name].abs().max()
+        assert scale > 0
+        torch.testing.assert_close(grad.double() / scale, true_grads[name] / scale, rtol=0, atol=1e-5,
+                                   msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("style", MIXTURES)
+def test_gpt_equals_plain_gpt_forward_and_backward(style, layout):
+    config = MIXTURES[style]
+    weights, batch = logical_weights(config, seed=1), make_batch(config)
+    assert_equal_runs(run_gpt(config, weights, batch, **layout), oracle(config, weights, batch))
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_an_explicit_mask_and_restarting_positions_equal_the_plain_gpt(style):
+    config = STYLES[style]
+    s = 10
+    positions = torch.tensor([[*range(4), *range(6)], [*range(9), 0], [*range(10)]])
+    document = (positions == 0).cumsum(1)
+    mask = (document[:, None, :, None] != document[:, None, None, :]) | torch.ones(s, s).triu(1).bool()
+    weights, batch = logical_weights(config, seed=2), make_batch(config, position_ids=positions, attention_mask=mask)
+    reference = oracle(config, weights, batch)
+    assert reference[0] != pytest.approx(oracle(config, weights, make_batch(config))[0])
+    assert_equal_runs(run_gpt(config, weights, batch, tp_size=2, sequence_parallel=True), reference)
+
+
+@pytest.mark.parametrize("granularity", ["full", "selective"])
+@pytest.mark.parametrize("style", STYLES)
+def test_recomputation_changes_no_bit(style, granularity):
+    config = replace(STYLES[style], hidden_dropout=0.2, attention_dropout=0.1)
+    weights, batch = logical_weights(config, seed=3), make_batch(config)
+    layout = dict(tp_size=2, sequence_parallel=True, seed=7)
+    plain = run_gpt(config, weights, batch, **layout)
+    again = run_gpt(config, weights, batch, recompute=granularity, **layout)
+    assert torch.equal(plain[1], again[1])
+    for name in plain[2]:
+        assert torch.equal(plain[2][name], again[2][name]), name
+
+
+def test_bf16_follows_fp32():
+    config = STYLES["llama"]
+    weights, batch = logical_weights(config, seed=4), make_batch(config)
+    loss, logits, _ = run_gpt(config, weights, batch, tp_size=2, dtype=torch.bfloat16)
+    true_loss, true_logits, _ = oracle(config, weights, batch)
+    assert logits.dtype == torch.bfloat16
+    assert loss.objective.item() == pytest.approx(true_loss, rel=2e-2)       # bf16 keeps 8 bits
+    assert (logits.double() - true_logits).norm() / true_logits.norm() < 3e-2
