@@ -1,0 +1,262 @@
+"""Tensors to and from one checkpoint directory: planners, a writer and a reader on torch.distributed.checkpoint ("DCP").
+
+The files are a plain DCP checkpoint: `.metadata`, the index of chunks (boxes of logical tensors), and one
+`__{rank}_0.distcp` for each rank that wrote something. DCP's own tools read them. Chunks are compared with their checksums and read with
+`weights_only=True`.
+
+Note: why DCP's parts and not `dcp.save` / `dcp.load`. Those speak torch.distributed by themselves. Driven through `Group`,
+the same planners serve one process without a process group, gloo, nccl, and ranks that are threads.
+"""
+
+import io
+import itertools
+import math
+import pickle
+import zipfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from ..errors import CheckpointError
+from ..mpu.group import Group
+from .index import read_index
+from .pieces import WEIGHT, Piece, View, key, views
+
+LISTED = 20       # how many tensors an error message names
+
+
+# ---- Saving: each rank writes its chunks, rank 0 then writes the index of all of them.
+
+def write_pieces(path: Path, pieces: Iterable[Piece], tp: Group, rank: int) -> tuple[SavePlan, list[WriteResult]]:
+    """Write and sync this rank's file; its part of the index, for `write_index`. Does not communicate."""
+    planner, writer = PieceSavePlanner(pieces, tp), Writer(path)
+    writer.set_up_storage_writer(is_coordinator=False, rank=rank, use_collectives=False)
+    plan = writer.prepare_local_plan(planner.create_local_plan())
+    return plan, writer.write_data(plan, planner).wait() if plan.items else []
+
+
+def write_index(path: Path, parts: Sequence[tuple[SavePlan, list[WriteResult]]]) -> None:
+    """Write the index of what all ranks wrote. Raises CheckpointError unless that is everything, once, and readable here."""
+    Writer(path).finish(merge_plans([plan for plan, _ in parts]), [results for _, results in parts])
+    read_index(path)
+
+
+class PieceSavePlanner(SavePlanner):
+    """Writes pieces as chunks of logical tensors. Which rank writes what is decided before (`pieces.written_here`)."""
+
+    def __init__(self, pieces: Iterable[Piece], tp: Group):
+        self._tensors: dict[dcp.MetadataIndex, torch.Tensor] = {}
+        self._items: list[WriteItem] = []
+        for piece in pieces:
+            for view in views(piece, tp):
+                self._add(piece, view)
+
+    def _add(self, piece: Piece, view: View) -> None:
+        index = dcp.MetadataIndex(key(piece), view.offset)
+        assert index not in self._tensors, f"{index.fqn} is written twice at {list(view.offset)}"
+        self._tensors[index] = view.tensor
+        self._items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=TensorWriteData(
+            _chunk(view), dcp.TensorProperties(dtype=view.tensor.dtype), torch.Size(piece.spec.shape))))
+
+    def set_up_planner(self, state_dict, storage_meta=None, is_coordinator=False) -> None:
+        pass
+
+    def create_local_plan(self) -> SavePlan:
+        return SavePlan(self._items)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], dcp.Metadata]:
+        return all_plans, merge_plans(all_plans)
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
+        return self._tensors[write_item.index]
+
+
+class Writer(FileSystemWriter):
+    """DCP's writer: one synced file per rank. Leaves the temporary path out of the index."""
+
+    def storage_meta(self) -> dcp.StorageMeta:
+        return dcp.StorageMeta()
+
+
+def merge_plans(plans: Sequence[SavePlan]) -> dcp.Metadata:
+    """The index of all ranks' chunks. Raises CheckpointError when together they are not each logical element once."""
+    seen: dict[str, tuple] = {}
+    for item in itertools.chain.from_iterable(plan.items for plan in plans):
+        this = (list(item.tensor_data.size), item.tensor_data.properties.dtype)
+        if seen.setdefault(item.index.fqn, this) != this:
+            raise CheckpointError(f"ranks disagree on {item.index.fqn}: {seen[item.index.fqn]} and {this}")
+    _, index = create_default_global_save_plan(plans)
+    counts = {name: (_elements(t.chunks), math.prod(t.size)) for name, t in index.state_dict_metadata.items()}
+    wrong = [f"{name} has {held} of {total}" for name, (held, total) in counts.items() if held != total]
+    if wrong:
+        raise CheckpointError(f"the ranks together do not hold each element of a tensor once: {_listing(wrong)}")
+    return index
+
+
+# ---- Loading: each rank reads the index and, of the chunks that meet its pieces, what it wants.
+
+def plan_reading(path: Path, pieces: Iterable[Piece], tp: Group, exact: bool) -> "Reading":
+    """What will be read, checked. Raises CheckpointError listing every tensor that is missing or has another shape.
+
+    exact   the stored dtype must be that of the piece; otherwise values are converted
+    """
+    reader, planner = Reader(path), PieceLoadPlanner(pieces, tp, exact)
+    index = reader.read_metadata()
+    planner.set_up_planner({}, index)
+    reader.set_up_storage_reader(index, is_coordinator=False)
+    return Reading(reader, planner, planner.create_local_plan())
+
+
+class Reading:
+    """A checked plan to fill pieces; nothing has been written into them yet."""
+
+    def __init__(self, reader: "Reader", planner: "PieceLoadPlanner", plan: LoadPlan):
+        self._reader, self._planner, self._plan = reader, planner, plan
+
+    def run(self) -> None:
+        """Fill the pieces: each element is the saved one; padding, which is not saved, becomes zero."""
+        self._planner.clear_padding()
+        self._reader.read_data(self._plan, self._planner).wait()
+
+
+class PieceLoadPlanner(LoadPlanner):
+    """Reads into pieces whatever stored chunks meet them."""
+
+    def __init__(self, pieces: Iterable[Piece], tp: Group, exact: bool):
+        self._pieces, self._exact = list(pieces), exact
+        self._views: dict[str, list[View]] = {}
+        self._padded: list[torch.Tensor] = []
+        for piece in self._pieces:
+            found = views(piece, tp)
+            self._views.setdefault(key(piece), []).extend(found)
+            if sum(view.tensor.numel() for view in found) < piece.tensor.numel():
+                self._padded.append(piece.tensor.detach())
+
+    def set_up_planner(self, state_dict, metadata: dcp.Metadata | None = None, is_coordinator: bool = False) -> None:
+        self._stored = metadata.state_dict_metadata
+
+    def create_local_plan(self) -> LoadPlan:
+        """Raises CheckpointError that lists every tensor which is missing or has another shape."""
+        problems = {problem for piece in self._pieces if (problem := self._problem(piece))}
+        problems = sorted(problems, key=lambda text: (not text.startswith(WEIGHT), text))
+        if problems:
+            raise CheckpointError(_listing(problems) + self._hint())
+        return LoadPlan([item for name in self._views for item in self._read_items(name)])
+
+    def _problem(self, piece: Piece) -> str | None:
+        stored = self._stored.get(key(piece))
+        if stored is None:
+            return f"{key(piece)} is missing"
+        if tuple(stored.size) != tuple(piece.spec.shape):
+            return f"{key(piece)} has shape {list(stored.size)} there and {list(piece.spec.shape)} here"
+        if self._exact and stored.properties.dtype != piece.tensor.dtype:
+            return f"{key(piece)} is {stored.properties.dtype} there and {piece.tensor.dtype} here"
+        return None
+
+    def _hint(self) -> str:
+        without_optimizer = all(name.startswith(f"{WEIGHT}/") for name in self._stored)
+        return ". It was saved without optimizer state: give --no-load-optim or --finetune" if without_optimizer else ""
+
+    def _read_items(self, name: str) -> list[ReadItem]:
+        wanted = [_chunk(view) for view in self._views[name]]
+        items = create_read_items_for_chunk_list(name, self._stored[name], wanted)
+        found, needed = sum(math.prod(item.lengths) for item in items), _elements(wanted)
+        if found != needed:
+            raise CheckpointError(f"{name}: the stored chunks hold {found} of the {needed} elements wanted")
+        return items
+
+    def clear_padding(self) -> None:
+        for tensor in self._padded:
+            tensor.zero_()
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        raise CheckpointError(f"{read_item.storage_index.fqn} is no tensor")
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        target = self._views[read_item.dest_index.fqn][read_item.dest_index.index].tensor
+        return _narrow(target, read_item.dest_offsets, read_item.lengths)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        pass
+
+
+class Reader(FileSystemReader):
+    """DCP's reader with a guarded index (`index.py`), reading each chunk once.
+
+    DCP's own loads a chunk anew for every rectangle wanted from it: up to 2n - 1 times for a slice of a flat buffer.
+    """
+
+    def read_metadata(self, *args, **kwargs) -> dcp.Metadata:
+        return read_index(Path(self.path))
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future:
+        place = lambda item: (self.storage_data[item.storage_index].relative_path,
+                              self.storage_data[item.storage_index].offset)
+        for _, wanted in itertools.groupby(sorted(plan.items, key=place), key=place):
+            wanted = list(wanted)
+            chunk = self._read_chunk(wanted[0].storage_index)
+            for item in wanted:
+                target = planner.resolve_tensor(item)
+                target.copy_(_narrow(chunk, item.storage_offsets, item.lengths))
+                planner.commit_tensor(item, target)
+        done: Future = Future()
+        done.set_result(None)
+        return done
+
+    def _read_chunk(self, index: dcp.MetadataIndex) -> torch.Tensor:
+        place = self.storage_data[index]
+        path = Path(self.path) / place.relative_path
+        try:
+            with open(path, "rb") as file:
+                file.seek(place.offset)
+                chunk = io.BytesIO(file.read(place.length))
+            if record := zipfile.ZipFile(chunk).testzip():       # torch.load does not compare checksums
+                raise ValueError(f"{record} has another checksum than when it was written")
+            return torch.load(chunk, map_location="cpu", weights_only=True)
+        except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
+            raise CheckpointError(f"{path} is damaged: {index.fqn} at byte {place.offset}: {error}") from error
+
+
+def _chunk(view: View) -> dcp.ChunkStorageMetadata:
+    return dcp.ChunkStorageMetadata(torch.Size(view.offset), view.tensor.size())
+
+
+def _elements(chunks: Iterable[dcp.ChunkStorageMetadata]) -> int:
+    return sum(math.prod(chunk.sizes) for chunk in chunks)
+
+
+def _narrow(tensor: torch.Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+    for dim, (offset, length) in enumerate(zip(offsets, lengths)):
+        tensor = tensor.narrow(dim, offset, length)
+    return tensor
+
+
+def _listing(problems: list[str]) -> str:
+    more = f"; and {len(problems) - LISTED} more" if len(problems) > LISTED else ""
+    return "; ".join(problems[:LISTED]) + more
