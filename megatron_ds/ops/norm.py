@@ -38,10 +38,45 @@ class RMSNorm(nn.Module):
         self.weight = new_parameter(spec, dtype=dtype, device=device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
 
 NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """torch's, which is one kernel on GPUs; on CPU it is a dozen operations, and ours takes a third of the time."""
+    if x.device.type == "cpu":
+        return _RMSNorm.apply(x, weight, eps)
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+class _RMSNorm(torch.autograd.Function):
+    # With n = x r, r = 1 / sqrt(mean(x²) + eps):   y = n w,   dw = Σ dy n,   dx = r (dy w - n mean(dy w n)).
+
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        r = _inverse_rms(x, eps)
+        ctx.save_for_backward(x, weight, r)
+        return (x * r).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight, r = ctx.saved_tensors
+        n = x * r
+        dyn = dy * n
+        dw = dyn.reshape(-1, dyn.shape[-1]).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        dx = None
+        if ctx.needs_input_grad[0]:
+            mean = dyn.matmul(weight.to(dyn.dtype)).div_(-x.shape[-1]).unsqueeze(-1)
+            dx = n.mul_(mean).addcmul_(dy, weight).mul_(r).to(x.dtype)
+        return dx, dw, None
+
+
+def _inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """fp32 [.., 1]."""
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+    return norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
 
 
 def reference_layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:

@@ -1,0 +1,82 @@
+import pytest
+import torch
+
+from megatron_ds.mpu.param_spec import Init, ParamSpec
+from megatron_ds.ops.parameter import new_parameter
+from megatron_ds.tensor_parallel import init
+from megatron_ds.tensor_parallel.init import initialize
+from tests.harness.shards import assemble, cut
+
+NORMAL = Init("normal", 0.5)
+
+
+def draw(spec, rank=0, size=1, seed=7, dtype=torch.float32):
+    parameter = new_parameter(spec, size=size, dtype=dtype)
+    parameter.data.fill_(torch.nan)
+    initialize([parameter], seed, rank, size)
+    return parameter.detach()
+
+
+SPECS = [
+    ParamSpec("rows", (12, 7), NORMAL, split_dim=0),
+    ParamSpec("columns", (7, 12), NORMAL, split_dim=1),
+    ParamSpec("gated", (24, 5), NORMAL, split_dim=0, parts=2),
+    ParamSpec("vocabulary", (19, 5), NORMAL, split_dim=0, padded=24),
+    ParamSpec("replicated", (9, 5), NORMAL),
+    ParamSpec("vector", (36,), NORMAL, split_dim=0),
+    ParamSpec("cube", (3, 12, 5), NORMAL, split_dim=1),
+]
+
+
+@pytest.mark.parametrize("block", [4, 16, 1 << 16])
+@pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
+def test_shards_of_any_layout_are_cut_from_the_same_tensor(spec, block, monkeypatch):
+    monkeypatch.setattr(init, "BLOCK", block)               # blocks that end inside rows, and rows longer than blocks
+    whole = assemble([draw(spec)], spec)
+    for size in (2, 3, 4):
+        shards = [draw(spec, rank, size) for rank in range(size)]
+        for rank, shard in enumerate(shards):
+            assert torch.equal(shard, cut(whole, spec, rank, size))
+
+
+def test_the_values_are_those_of_the_blocks_in_order(monkeypatch):
+    monkeypatch.setattr(init, "BLOCK", 16)
+    spec = ParamSpec("w", (5, 9), NORMAL, split_dim=0)
+    expected = torch.cat([torch.empty(n).normal_(std=0.5, generator=init.generator_of(7, "w", i))
+                          for i, n in enumerate((16, 16, 13))])
+    assert torch.equal(draw(spec).flatten(), expected)
+
+
+def test_mean_and_deviation_are_as_asked():
+    values = draw(ParamSpec("w", (700, 300), Init("normal", 0.02)))
+    assert abs(values.mean().item()) < 5 * 0.02 / 210_000 ** 0.5
+    assert abs(values.std().item() / 0.02 - 1) < 0.01
+
+
+def test_name_and_seed_change_the_values_and_nothing_else_does():
+    one = draw(ParamSpec("a", (6, 8), NORMAL))
+    assert not torch.equal(one, draw(ParamSpec("b", (6, 8), NORMAL)))
+    assert not torch.equal(one, draw(ParamSpec("a", (6, 8), NORMAL), seed=8))
+    torch.manual_seed(99)
+    tied = ParamSpec("a", (6, 8), NORMAL, split_dim=1, tied="embedding", tied_copy=True)
+    assert torch.equal(one, draw(tied))
+
+
+def test_low_precision_weights_are_the_rounded_ones():
+    spec = ParamSpec("w", (12, 7), NORMAL, split_dim=0)
+    assert torch.equal(draw(spec, 1, 2, dtype=torch.bfloat16), draw(spec, 1, 2).bfloat16())
+
+
+def test_zeros_and_ones_leave_padding_zero():
+    ones = draw(ParamSpec("bias", (5,), Init("ones"), split_dim=0, padded=8), 1, 2)
+    assert ones.tolist() == [1, 0, 0, 0]
+    assert draw(ParamSpec("bias", (5,), Init("zeros"))).tolist() == [0] * 5
+
+
+def test_a_rank_draws_only_the_blocks_of_its_rows(monkeypatch):
+    monkeypatch.setattr(init, "BLOCK", 16)
+    drawn = []
+    original = init.generator_of
+    monkeypatch.setattr(init, "generator_of", lambda *key: (drawn.append(key[-1]), original(*key))[1])
+    draw(ParamSpec("w", (16, 8), NORMAL, split_dim=0), rank=2, size=4)
+    assert drawn == [4, 5]                                   # elements 64 .. 96 of 128

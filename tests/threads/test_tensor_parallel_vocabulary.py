@@ -1,0 +1,163 @@
+"""Embedding, logits and cross entropy split over the vocabulary, against torch's on the whole one."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from megatron_ds.mpu.group import solo
+from megatron_ds.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron_ds.tensor_parallel.embedding import VocabParallelEmbedding, parallel_logits
+from tests.harness.shards import assemble, cut
+from tests.harness.threads import run_ranks
+
+S, B, H, V = 6, 3, 5, 19
+LAYOUTS = [(1, 19), (1, 24), (2, 20), (2, 40), (3, 24), (4, 24)]      # (2, 40): the last rank holds padding only
+
+
+def randn(*shape, seed):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+TOKENS = torch.randint(0, V, (B, S), generator=torch.Generator().manual_seed(0))
+LABELS = torch.randint(0, V, (S, B), generator=torch.Generator().manual_seed(1))
+TABLE, DX = randn(V, H, seed=2), randn(S, B, H, seed=3)
+
+
+def make_embedding(group, padded, **options):
+    layer = VocabParallelEmbedding(V, H, group=group, name="embedding.word_embeddings", init_std=0.02, padded_vocab=padded,
+                                   **options)
+    layer.weight.data.copy_(cut(TABLE, layer.weight.spec, group.rank, group.size))
+    return layer
+
+
+@pytest.mark.parametrize("main_grad", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("t, padded", [layout for layout in LAYOUTS if S % layout[0] == 0])
+def test_embedding_equals_torch(t, padded, sequence_parallel, main_grad):
+    def rank_main(rank, world):
+        group = world.group("tp", tuple(range(t)), rank)
+        layer = make_embedding(group, padded, sequence_parallel=sequence_parallel)
+        ready = []
+        if main_grad:
+            layer.weight.main_grad = torch.ones_like(layer.weight)
+            layer.weight.grad_ready = lambda: ready.append(1)
+        x = layer(TOKENS)
+        x.backward(DX.chunk(t)[rank] if sequence_parallel else DX)
+        assert ready == [1] * main_grad and (layer.weight.grad is None) == main_grad
+        gradient = layer.weight.main_grad - 1 if main_grad else layer.weight.grad
+        return x.detach(), gradient, layer.weight.spec
+
+    xs, gradients, specs = zip(*run_ranks(t, rank_main))
+    table = TABLE.clone().requires_grad_()
+    plain = F.embedding(TOKENS, table).transpose(0, 1)
+    plain.backward(DX)
+    assert torch.equal(torch.cat(xs) if sequence_parallel else xs[0], plain)
+    torch.testing.assert_close(assemble(list(gradients), specs[0]), table.grad)
+    assert sum(g.count_nonzero() for g in gradients) == table.grad.count_nonzero()          # none on padding
+
+
+def test_bf16_embedding_gradients_add_up_in_fp32():
+    layer = make_embedding(solo("tp"), 24, dtype=torch.bfloat16)
+    layer.weight.main_grad, layer.weight.grad_ready = torch.zeros(24, H), lambda: None
+    dy = randn(300, 1, H, seed=4).bfloat16()
+    layer(torch.zeros(1, 300, dtype=torch.int64)).backward(dy)
+    torch.testing.assert_close(layer.weight.main_grad[0], dy.float().sum((0, 1)))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("t, sequence_parallel", [(1, False), (2, False), (2, True), (3, True)])
+def test_tied_embedding_and_logits_add_to_one_main_grad(t, sequence_parallel, recompute):
+    def rank_main(rank, world):
+        group = world.group("tp", tuple(range(t)), rank)
+        layer = make_embedding(group, 24, sequence_parallel=sequence_parallel)
+        ready = []
+        layer.weight.main_grad, layer.weight.grad_ready = torch.zeros_like(layer.weight), lambda: ready.append(1)
+
+        def run(tokens):
+            logits = parallel_logits(layer(tokens).tanh(), layer.weight, group, sequence_parallel)
+            return vocab_parallel_cross_entropy(logits, LABELS, group, V)
+
+        loss = checkpoint(run, TOKENS, use_reentrant=False, preserve_rng_state=False) if recompute else run(TOKENS)
+        loss.backward(torch.ones_like(loss))
+        assert len(ready) == 2
+        return loss.detach(), layer.weight.main_grad, layer.weight.spec
+
+    losses, gradients, specs = zip(*run_ranks(t, rank_main))
+    table = TABLE.clone().requires_grad_()
+    logits = F.embedding(TOKENS, table).transpose(0, 1).tanh() @ table.t()
+    plain = F.cross_entropy(logits.flatten(0, 1), LABELS.flatten(), reduction="none").view(S, B)
+    plain.backward(torch.ones_like(plain))
+    for loss in losses:
+        torch.testing.assert_close(loss, plain.detach())
+    torch.testing.assert_close(assemble(list(gradients), specs[0]), table.grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [1.0, 100.0])               # 100: most probabilities underflow
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("t, padded", LAYOUTS)
+def test_cross_entropy_equals_torch_on_the_true_vocabulary(t, padded, smoothing, scale):
+    whole = torch.full((S, B, padded), 1e4)                   # padded columns hold rubbish, larger than any logit
+    whole[..., :V] = scale * randn(S, B, V, seed=5)
+    dloss = randn(S, B, seed=6)
+
+    def rank_main(rank, world):
+        group = world.group("tp", tuple(range(t)), rank)
+        logits = whole.chunk(t, dim=-1)[rank].clone().requires_grad_()
+        loss = vocab_parallel_cross_entropy(logits, LABELS, group, V, smoothing)
+        loss.backward(dloss)
+        return loss.detach(), logits.grad
+
+    losses, gradients = zip(*run_ranks(t, rank_main))
+    logits = whole[..., :V].clone().requires_grad_()
+    plain = F.cross_entropy(logits.flatten(0, 1), LABELS.flatten(), reduction="none",
+                            label_smoothing=smoothing * V / (V - 1)).view(S, B)        # torch's definition of smoothing
+    plain.backward(dloss)
+    for loss in losses:
+        assert torch.equal(loss, losses[0])
+        torch.testing.assert_close(loss, plain.detach(), rtol=1e-5, atol=1e-5 * scale)
+    gradient = torch.cat(gradients, dim=-1)
+    torch.testing.assert_close(gradient[..., :V], logits.grad, rtol=1e-5, atol=1e-6)
+    assert gradient[..., V:].count_nonzero() == 0
+
+
+def test_cross_entropy_of_bf16_logits_is_computed_in_fp32():
+    logits = randn(S, B, V, seed=5).bfloat16().requires_grad_()
+    loss = vocab_parallel_cross_entropy(logits, LABELS, solo("tp"), V)
+    plain = F.cross_entropy(logits.float().flatten(0, 1), LABELS.flatten(), reduction="none").view(S, B)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, plain)
+    (ours,), (theirs,) = torch.autograd.grad(loss.sum(), logits), torch.autograd.grad(plain.sum(), logits)
+    assert ours.dtype == torch.bfloat16
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_cross_entropy_talks_once_and_little():
+    def rank_main(rank, world):
+        group = world.group("tp", (0, 1), rank)
+        logits = randn(S, B, 10, seed=rank).requires_grad_()
+        vocab_parallel_cross_entropy(logits, LABELS, group, V).sum().backward()
+        return dict(world.traffic[rank].calls), dict(world.traffic[rank].bytes)
+
+    calls, count = run_ranks(2, rank_main)[0]
+    assert calls == {("all_gather", "tp", 2): 1}
+    assert count == {("all_gather", "tp", 2): 2 * 2 * S * B * 4}          # two ranks, two numbers a token
+
+
+def test_cross_entropy_keeps_one_buffer_of_the_size_of_the_logits():
+    logits = randn(S, B, V, seed=5).requires_grad_()
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t.numel()), t)[1], lambda t: t):
+        loss = vocab_parallel_cross_entropy(logits, LABELS, solo("tp"), V)
+    assert max(kept) == S * B                                              # besides it, numbers per token
+    (gradient,) = torch.autograd.grad(loss.sum(), logits, retain_graph=True)
+    assert gradient.numel() == S * B * V
+    with pytest.raises(AssertionError, match="run the forward again"):
+        torch.autograd.grad(loss.sum(), logits)
+
+
+def test_a_certain_prediction_costs_nothing_and_a_wrong_one_its_logit():
+    logits = torch.zeros(1, 2, V)
+    logits[..., 4] = 500.0
+    loss = vocab_parallel_cross_entropy(logits, torch.tensor([[4, 7]]), solo("tp"), V)
+    assert loss.tolist() == [[0.0, 500.0]]
