@@ -2,8 +2,9 @@
 
 from .gpt import gpt_layers
 from .kv_cache import KVCache, make_caches
-from .layer import MODELS, Layer, Placement, build_stage, count_uses, run_layers
+from .layer import MODELS, Layer, Placement
 from .losses import Loss, gpt_loss
+from .stage_modules import build_stage, count_uses, run_layers
 
 __all__ = ["MODELS", "KVCache", "Layer", "Loss", "Placement", "build_stage", "count_uses", "gpt_layers", "gpt_loss",
            "make_caches", "run_layers"]

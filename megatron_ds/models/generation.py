@@ -15,7 +15,7 @@ from ..errors import ConfigError
 from ..mpu.collectives import all_gather
 from ..mpu.group import Group
 from .kv_cache import make_caches
-from .layer import run_layers
+from .stage_modules import run_layers
 
 
 @dataclass(frozen=True)

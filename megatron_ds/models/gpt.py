@@ -20,21 +20,25 @@ from .rotary import Rotary
 
 @MODELS.register("gpt")
 def gpt_layers(config, *, tp: Group, sequence_parallel: bool = False, dtype: torch.dtype = torch.float32,
-               device: torch.device | str = "cpu", seed: int = 0, recompute: str | None = None) -> list[Layer]:
+               device: torch.device | str = "cpu", seed: int = 0, recompute_granularity: str | None = None,
+               recompute_num_layers: int | None = None) -> list[Layer]:
     """The layers of a GPT in forward order; nothing is allocated before a layer's `make()`.
 
-    config     the model section of the configuration
-    seed       of dropout; the weights are drawn later, by `tensor_parallel.init.initialize`
-    recompute  None, "selective" (core attention) or "full" (whole blocks)
+    config                 the model section of the configuration
+    seed                   of dropout; the weights are drawn later, by `tensor_parallel.init.initialize`
+    recompute_granularity  None, "selective" (core attention) or "full" (whole blocks)
+    recompute_num_layers   how many blocks of each pipeline stage recompute, from its first; None for all
     """
     placement = Placement(tp, sequence_parallel, dtype, device, seed)
-    check_granularity(recompute)
+    check_granularity(recompute_granularity)
     rope = config.position_embedding_type == "rope"
     rotary = Rotary(config.head_dim, config.rotary_percent, config.rotary_base) if rope else None
     tied = None if config.untie_embeddings_and_output_weights else WORD_EMBEDDINGS
     return [
         Layer("embedding", partial(GPTEmbedding, config, placement, tied=tied), "embedding"),
-        *(Layer(f"decoder.layers.{i}", partial(Block, config, i, placement, rotary=rotary, granularity=recompute), "block")
+        *(Layer(f"decoder.layers.{i}",
+                partial(Block, config, i, placement, rotary=rotary, granularity=recompute_granularity), "block",
+                recompute_num_layers=recompute_num_layers)
           for i in range(config.num_layers)),
         Layer("decoder.final_layernorm", partial(FinalNorm, config, placement), "norm"),
         Layer("output_layer", lambda weight=None: LanguageModelHead(config, placement, tied=tied, weight=weight), "head",

@@ -1,4 +1,4 @@
-"""A model is an ordered list of *named layers*: how they are named, where they are placed, how some of them are built.
+"""A model is an ordered list of *named layers*: how they are named, and where their tensors are placed.
 
 A layer's name is global ("decoder.layers.3"), so cutting the list into pipeline stages never renames a parameter, and
 nothing is allocated before a stage builds its own slice. Every built layer is a module with one signature:
@@ -8,8 +8,8 @@ nothing is allocated before a stage builds its own slice. Every built layer is a
 where the embedding ignores x (None) and reads `batch.tokens`, and a head returns logits [s, b, Vp / t].
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -18,7 +18,8 @@ from ..errors import ConfigError
 from ..mpu.group import Group
 from ..registry import Registry, did_you_mean
 
-#: name → function(model config, *, tp, sequence_parallel, dtype, device, seed, recompute) -> list[Layer]
+#: name → function(model config, *, tp, sequence_parallel, dtype, device, seed, recompute_granularity,
+#: recompute_num_layers) -> list[Layer]
 MODELS: Registry[Callable[..., list["Layer"]]] = Registry("model")
 
 
@@ -50,51 +51,14 @@ class Layer:
     make  builds the module. A layer that is `tied_to` another takes that layer's weight as its argument when both are on
           one stage; called without, it builds a copy of its own (`spec.tied_copy`), equal because its name is.
     kind  "embedding", "block", "norm" or "head": what it costs, and what recomputation applies to
+    recompute_num_layers  of the blocks on one stage only the first so many recompute; None for all
     """
 
     name: str
     make: Callable[..., nn.Module]
     kind: str
     tied_to: str | None = None
-
-
-def build_stage(layers: Sequence[Layer], recompute_num_layers: int | None = None) -> nn.ModuleList:
-    """Build the layers of one pipeline stage; each module gets `layer_name`.
-
-    Layers tied to each other share one parameter when they meet here, and then it is tied to no other stage.
-    recompute_num_layers: how many blocks of this stage recompute their activations, counted from its first
-    (as Megatron's block method); None for all.
-    """
-    built: dict[str, nn.Module] = {}
-    for layer in layers:
-        source = built.get(layer.tied_to)
-        if source is not None:
-            source.weight.spec = replace(source.weight.spec, tied=None)
-        built[layer.name] = layer.make() if source is None else layer.make(source.weight)
-        built[layer.name].layer_name = layer.name
-    blocks = [built[layer.name] for layer in layers if layer.kind == "block"]
-    for block in blocks[len(blocks) if recompute_num_layers is None else recompute_num_layers:]:
-        block.set_recompute(None)
-    return nn.ModuleList(built.values())
-
-
-def run_layers(modules: Iterable[nn.Module], x: torch.Tensor | None, batch,
-               caches: Mapping[str, object] | None = None) -> torch.Tensor:
-    """Pass x through the modules of a stage, each with its cache (`caches` is keyed by layer name)."""
-    for module in modules:
-        x = module(x, batch, caches.get(module.layer_name) if caches else None)
-    return x
-
-
-def count_uses(modules: Iterable[nn.Module]) -> dict[nn.Parameter, int]:
-    """How many gradient contributions each parameter receives per backward of the stage, in forward order."""
-    uses: dict[nn.Parameter, int] = {}
-    for module in modules:
-        for part in module.modules():
-            for parameter in part._parameters.values():
-                if parameter is not None:
-                    uses[parameter] = uses.get(parameter, 0) + 1
-    return uses
+    recompute_num_layers: int | None = None
 
 
 def check_divides(what: str, number: int, tp: Group, reason: str) -> int:

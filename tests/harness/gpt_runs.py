@@ -19,9 +19,9 @@ def make_batch(config, b: int = 3, s: int = 10, seed: int = 0, **changes) -> Bat
                            position_ids=torch.arange(s).expand(b, s), sample_ids=tuple(range(100, 100 + b))), **changes})
 
 
-def make_model(config, tp, weights, *, recompute_num_layers=None, **options):
+def make_model(config, tp, weights, **options):
     """The whole model as one stage, holding this rank's shards of the logical `weights`."""
-    model = build_stage(MODELS["gpt"](config, tp=tp, **options), recompute_num_layers)
+    model = build_stage(MODELS["gpt"](config, tp=tp, **options))
     load_logical(model.parameters(), weights, tp)
     return model
 

@@ -58,12 +58,14 @@ def test_initial_values_and_decay_follow_the_kind_of_parameter():
 
 
 def test_only_the_first_blocks_of_a_stage_recompute_when_a_number_is_given():
-    layers = MODELS["gpt"](STYLES["gpt2"], tp=solo(), recompute="full")
-    of = lambda stage: [m.granularity for m in stage if hasattr(m, "granularity")]
-    assert of(build_stage(layers)) == ["full"] * 3
-    assert of(build_stage(layers, recompute_num_layers=1)) == ["full", None, None]
-    assert of(build_stage(layers[2:], recompute_num_layers=1)) == ["full", None]
-    assert of(build_stage(layers, recompute_num_layers=0)) == [None] * 3
+    def granularities(count, start=0):
+        layers = MODELS["gpt"](STYLES["gpt2"], tp=solo(), recompute_granularity="full", recompute_num_layers=count)
+        return [m.granularity for m in build_stage(layers[start:]) if hasattr(m, "granularity")]
+
+    assert granularities(None) == ["full"] * 3
+    assert granularities(1) == ["full", None, None]
+    assert granularities(1, start=2) == ["full", None]
+    assert granularities(0) == [None] * 3
 
 
 @pytest.mark.parametrize("change, words", [
@@ -81,4 +83,4 @@ def test_what_cannot_be_built_says_what_could(change, words):
 
 def test_an_unknown_granularity_is_refused():
     with pytest.raises(ConfigError, match="'fully'"):
-        MODELS["gpt"](STYLES["gpt2"], tp=solo(), recompute="fully")
+        MODELS["gpt"](STYLES["gpt2"], tp=solo(), recompute_granularity="fully")

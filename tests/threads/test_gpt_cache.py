@@ -28,7 +28,7 @@ def test_a_prompt_then_pieces_then_single_tokens_equal_one_forward(style, tp_siz
     def main(rank, world):
         with torch.no_grad():
             tp = world.group("tp", tuple(range(tp_size)), rank)
-            model = make_model(config, tp, weights, recompute="full")
+            model = make_model(config, tp, weights, recompute_granularity="full")
             caches = make_caches(model, batch_size=2, max_length=11)
             bounds = (0, 5, 8, 9, 10, 11)
             parts = [run_layers(model, None, piece(batch, a, b), caches) for a, b in zip(bounds, bounds[1:])]

@@ -66,7 +66,7 @@ def test_recomputation_changes_no_bit(style, granularity):
     weights, batch = logical_weights(config, seed=3), make_batch(config)
     layout = dict(tp_size=2, sequence_parallel=True, seed=7)
     plain = run_gpt(config, weights, batch, **layout)
-    again = run_gpt(config, weights, batch, recompute=granularity, **layout)
+    again = run_gpt(config, weights, batch, recompute_granularity=granularity, **layout)
     assert torch.equal(plain[1], again[1])
     for name in plain[2]:
         assert torch.equal(plain[2][name], again[2][name]), name

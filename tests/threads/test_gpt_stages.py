@@ -49,7 +49,7 @@ def test_gradients_reach_main_grad_as_often_as_count_uses_says(style, recompute)
     config = STYLES[style]
     weights, batch = logical_weights(config, seed=1), make_batch(config)
     _, _, grads = run_gpt(config, weights, batch)
-    model = make_model(config, solo("tp"), weights, recompute=recompute)
+    model = make_model(config, solo("tp"), weights, recompute_granularity=recompute)
     ready = {p: 0 for p in model.parameters()}
 
     def accumulate(p):                                  # what the gradient buckets do for parameters autograd serves
