@@ -1,0 +1,75 @@
+"""The mesh with a pretended connection: which groups it makes, in which order, for which rank."""
+
+import pytest
+
+from megatron_ds.errors import NotInitializedError
+from megatron_ds.mpu import getters, state
+from megatron_ds.mpu.grid import Grid
+from megatron_ds.mpu.mesh import AXIS_SETS, Mesh
+
+
+def recorded_mesh(grid, rank):
+    calls = []
+
+    def connect(axes, groups, rank):
+        calls.append((axes, tuple(groups)))
+        return None if [rank] in map(list, groups) else f"transport of {axes}"
+
+    return Mesh(grid, rank, connect), calls
+
+
+@pytest.mark.parametrize("grid", [Grid(tp=2, dp=3, pp=2), Grid(dp=2, pp=3, ep=2), Grid(cp=2, ep=4, dp=2)], ids=str)
+def test_all_ranks_connect_the_same_groups_in_the_same_order(grid):
+    orders = [recorded_mesh(grid, rank)[1] for rank in range(grid.world_size)]
+    assert all(order == orders[0] for order in orders)
+    assert len({groups for _, groups in orders[0]}) == len(orders[0])
+
+
+def test_equal_groups_share_a_transport_and_groups_of_one_have_none():
+    mesh, calls = recorded_mesh(Grid(dp=2, pp=2, tp=1), 3)
+    assert [axes for axes, _ in calls] == ["dp", "pp", "tp-cp-dp-pp"]
+    assert mesh.group("tp").transport is None and mesh.group("tp").size == 1
+    assert mesh.group("dp", "cp").transport == mesh.group("edp").transport == "transport of dp"
+    assert mesh.group("embd").transport == mesh.group("tp", "pp").transport == "transport of pp"
+
+
+def test_groups_are_those_of_the_grid_seen_from_the_rank():
+    grid = Grid(tp=2, cp=3, dp=2, pp=2, ep=2)
+    for rank in range(grid.world_size):
+        mesh, _ = recorded_mesh(grid, rank)
+        for name in AXIS_SETS[:-1]:
+            group = mesh.group(*name.split("-"))
+            assert group.ranks == grid.group_of(rank, *name.split("-")) and group.ranks[group.rank] == rank
+        assert mesh.group("cp", "dp") is mesh.group("dp", "cp")
+        assert mesh.group("world").ranks == tuple(range(24))
+        assert mesh.is_first_stage == (rank < 12) and mesh.is_last_stage == (rank >= 12)
+
+
+def test_middle_stages_are_alone_in_the_embedding_group():
+    meshes = [recorded_mesh(Grid(pp=3), rank)[0] for rank in range(3)]
+    assert [mesh.group("embd").ranks for mesh in meshes] == [(0, 2), (1,), (0, 2)]
+    assert meshes[1].group("embd").transport is None
+
+
+def test_getters_refuse_before_there_is_a_mesh():
+    state.set_mesh(None)
+    with pytest.raises(NotInitializedError, match="initialize_model_parallel"):
+        getters.get_tensor_model_parallel_rank()
+    assert not state.model_parallel_is_initialized()
+
+
+def test_a_process_alone_is_a_mesh_of_one_without_torch_groups():
+    mesh = state.initialize_model_parallel()
+    try:
+        assert state.get_mesh() is mesh and mesh.world_size == 1
+        assert getters.get_model_parallel_group() is None and getters.get_data_parallel_world_size() == 1
+        assert getters.is_pipeline_first_stage() and getters.is_pipeline_last_stage()
+    finally:
+        state.destroy_model_parallel()
+    assert not state.model_parallel_is_initialized()
+
+
+def test_every_public_name_of_mpu_exists():
+    from megatron_ds import mpu
+
+    assert [name for name in mpu.__all__ if not hasattr(mpu, name)] == []
