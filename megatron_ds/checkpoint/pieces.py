@@ -74,8 +74,8 @@ def views(piece: Piece, tp: Group) -> list[View]:
 def written_here(pieces: Iterable[Piece], tp: Group) -> list[Piece]:
     """The pieces that this rank writes: of several holders of the same content, one.
 
-    Copies of tied parameters, which bear the name of the first holder's, are left to that one. Among replicas the writer follows from a hash of the name, the
-    same on all of them without a word between them, and other names have other writers.
+    Copies of tied parameters, which bear the name of the first holder's, are left to that one. Among replicas the writer
+    follows from a hash of the name: the same on all of them without a word between them, and spread over names.
     """
     return [p for p in pieces if not p.spec.tied_copy and _is_writer(p, tp)]
 

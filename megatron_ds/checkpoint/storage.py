@@ -1,8 +1,8 @@
 """Tensors to and from one checkpoint directory: planners, a writer and a reader on torch.distributed.checkpoint ("DCP").
 
 The files are a plain DCP checkpoint: `.metadata`, the index of chunks (boxes of logical tensors), and one
-`__{rank}_0.distcp` for each rank that wrote something. DCP's own tools read them. Chunks are compared with their checksums and read with
-`weights_only=True`.
+`__{rank}_0.distcp` for each rank that wrote something. DCP's own tools read them. A chunk is compared with its checksum and
+loaded with `weights_only=True`.
 
 Note: why DCP's parts and not `dcp.save` / `dcp.load`. Those speak torch.distributed by themselves. Driven through `Group`,
 the same planners serve one process without a process group, gloo, nccl, and ranks that are threads.
@@ -238,6 +238,7 @@ class Reader(FileSystemReader):
                 chunk = io.BytesIO(file.read(place.length))
             if record := zipfile.ZipFile(chunk).testzip():       # torch.load does not compare checksums
                 raise ValueError(f"{record} has another checksum than when it was written")
+            chunk.seek(0)
             return torch.load(chunk, map_location="cpu", weights_only=True)
         except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
             raise CheckpointError(f"{path} is damaged: {index.fqn} at byte {place.offset}: {error}") from error

@@ -5,7 +5,7 @@ name and a seed, and shards are made by slicing, without the code under test.
 """
 
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -31,8 +31,7 @@ def model_specs(padded: int = 24, num_layers: int = 2, hidden: int = HIDDEN) -> 
             ParamSpec(f"{name}.mlp.experts", (3, hidden, 24), NORMAL, 2, parts=2),
         ]
     return specs + [ParamSpec("temperature", (), Init("ones")),
-                    ParamSpec("embedding.word_embeddings.weight", (VOCABULARY, hidden), NORMAL, 0, padded=padded, tied="embedding",
-                              tied_copy=True)]
+                    replace(specs[0], tied_copy=True)]
 
 
 @dataclass(frozen=True)

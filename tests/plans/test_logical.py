@@ -1,4 +1,4 @@
-"""Boxes against numpy: a logical tensor of distinct numbers is sharded by slicing, and every box must name the same numbers."""
+"""Boxes against numpy: a logical tensor of distinct numbers is sharded by slicing; every box must name the same numbers."""
 
 import itertools
 import math
