@@ -1,0 +1,94 @@
+"""What ZeRO asks of every registered optimizer."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_ds.errors import ConfigError
+from megatron_ds.mpu.param_spec import Init, ParamSpec
+from megatron_ds.optim import OPTIMIZERS
+from megatron_ds.zero.inner import InnerOptimizer, make_leaf
+from megatron_ds.zero.layout import SlotPiece
+
+SETTINGS = SimpleNamespace(adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8)
+SIZE, CUTS = 320, (0, 64, 192, 320)
+
+
+def noise(seed):
+    values = torch.randn(SIZE, generator=torch.Generator().manual_seed(seed))
+    values[300:] = 0.0           # padding: value and gradient are zero
+    return values
+
+
+def run(name, cuts, divisor=1.0):
+    """Three steps on one tensor, given to the optimizer cut at `cuts`. The values and the optimizer."""
+    spec = ParamSpec("w", (SIZE,), Init("normal", 1.0))
+    values, grad = noise(0), torch.zeros(SIZE)
+    leaves = [make_leaf(spec, SlotPiece(0, a, b, a, a, b - a), values[a:b], grad[a:b]) for a, b in zip(cuts, cuts[1:])]
+    inner = InnerOptimizer(lambda groups: OPTIMIZERS[name](groups, SETTINGS), leaves)
+    assert torch.equal(values, noise(0)), "creating state must not move the parameters"
+    for step in range(1, 4):
+        grad.copy_(noise(step) * divisor)
+        inner.step(0.01, 0.1, divisor)
+    return values, inner, leaves
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS.names())
+def test_three_steps_equal_those_of_the_plain_torch_optimizer(name):
+    kind, options = {"adam": (torch.optim.AdamW, {"betas": (0.9, 0.95)}), "sgd": (torch.optim.SGD, {"momentum": 0.9})}[name]
+    p = nn.Parameter(noise(0))
+    plain = kind([p], lr=0.01, weight_decay=0.1, foreach=False, **options)
+    for step in range(1, 4):
+        p.grad = noise(step)
+        plain.step()
+    # Fused kernels order the operations of one element differently.
+    torch.testing.assert_close(run(name, (0, SIZE))[0], p.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS.names())
+def test_aligned_cuts_change_no_bit(name):
+    assert torch.equal(run(name, (0, SIZE))[0], run(name, CUTS)[0])
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS.names())
+def test_padding_stays_zero(name):
+    values, inner, leaves = run(name, CUTS)
+    assert not values[300:].any() and values[:300].all()
+    assert all(not state[300 - 192:].any() for _, state in inner.state_of(leaves[-1]))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS.names())
+def test_a_divisor_gives_the_same_as_gradients_divided_beforehand(name):
+    assert torch.equal(run(name, CUTS, divisor=8.0)[0], run(name, CUTS)[0])      # powers of two divide exactly
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS.names())
+def test_gradients_are_also_divided_for_an_optimizer_that_cannot_do_it_itself(name):
+    def make(groups):
+        optimizer = OPTIMIZERS[name](groups, SETTINGS)
+        return type(optimizer)(groups, fused=False)
+
+    spec, grad = ParamSpec("w", (64,), Init("ones")), torch.zeros(64)
+    leaf = make_leaf(spec, SlotPiece(0, 0, 64, 0, 0, 64), torch.ones(64), grad)
+    inner = InnerOptimizer(make, [leaf])
+    grad.fill_(6.0)
+    inner.step(0.01, 0.0, 3.0)
+    assert torch.allclose(leaf.tensor.grad, torch.full((64,), 2.0))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS.names())
+def test_groups_that_do_not_decay_get_no_weight_decay(name):
+    leaves = [make_leaf(ParamSpec(n, (64,), Init("ones"), decay=n == "decays"), SlotPiece(0, 0, 64, 0, 0, 64),
+                        torch.ones(64), torch.zeros(64)) for n in ("decays", "stays")]
+    inner = InnerOptimizer(lambda groups: OPTIMIZERS[name](groups, SETTINGS), leaves)
+    inner.step(0.5, 0.1, 1.0)
+    torch.testing.assert_close(leaves[0].tensor.detach(), torch.full((64,), 0.95))
+    assert torch.equal(leaves[1].tensor.detach(), torch.ones(64))
+
+
+def test_adamw_is_another_name_of_adam_and_unknown_names_are_errors():
+    assert OPTIMIZERS["adamw"] is OPTIMIZERS["adam"]
+    with pytest.raises(ConfigError, match="did you mean 'adam'"):
+        OPTIMIZERS["adamv"]

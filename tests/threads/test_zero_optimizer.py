@@ -1,0 +1,215 @@
+"""ZeroOptimizer on threaded ranks against plain AdamW in one process, and its stages against each other."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_ds.errors import ConfigError, MegatronDSError
+from megatron_ds.mpu.group import solo
+from megatron_ds.mpu.param_spec import Init, ParamSpec
+from megatron_ds.optim import OPTIMIZERS
+from megatron_ds.zero.optimizer import DataGroups, ZeroOptimizer
+from megatron_ds.zero.policy import STAGES
+from megatron_ds.zero.scaler import LossScaler, ScalerRule
+from tests.harness.threads import run_ranks
+
+SETTINGS = SimpleNamespace(adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8)
+LR, DECAY, STEPS, SAMPLES = 0.01, 0.1, 4, 12
+SHAPES = {"fc1.weight": (37, 11), "fc1.bias": (37,), "fc2.weight": (5, 37), "fc2.bias": (5,), "unused": (7,)}
+
+
+def make_parameters(dtype=torch.float32):
+    generator, parameters = torch.Generator().manual_seed(1), []
+    for name, shape in SHAPES.items():
+        p = nn.Parameter((torch.randn(shape, generator=generator) * 0.3).to(dtype))
+        p.spec = ParamSpec(name, shape, Init("normal", 0.3), decay=len(shape) > 1)
+        parameters.append(p)
+    return parameters
+
+
+def loss_of(parameters, step, rank=0, size=1):
+    """Mean over this rank's share of the step's samples."""
+    x = torch.randn(SAMPLES, 11, generator=torch.Generator().manual_seed(100 + step)).chunk(size)[rank]
+    w1, b1, w2, b2, _ = parameters
+    out = torch.tanh(x.to(w1.dtype) @ w1.T + b1) @ w2.T + b2
+    return (out.float() - x[:, :5].sin()).square().mean()
+
+
+def make_optimizer(parameters, data, *, stage, scaler=None, clip=1.0, overlap=True, tp=None, tied=None, expert=None,
+                   model=None, uses=None, **options):
+    groups = DataGroups(data, expert or solo(), tp or solo(), model or solo(), tied or solo())
+    return ZeroOptimizer(
+        parameters, uses=uses or {}, groups=groups, policy=STAGES[stage], scaler=scaler or LossScaler(), clip_grad=clip,
+        make_optimizer=lambda g: OPTIMIZERS["adam"](g, SETTINGS), bucket_elements=200, overlap=overlap, **options)
+
+
+def train(size, stage, dtype=torch.float32, scale=1.0, clip=1.0, overlap=True):
+    """The steps' norms and the final parameters of each rank."""
+
+    def main(rank, world):
+        parameters = make_parameters(dtype)
+        optimizer = make_optimizer(parameters, world.group("dp-cp", range(size), rank), stage=stage, clip=clip,
+                                   scaler=LossScaler(scale), overlap=overlap)
+        norms = []
+        for step in range(STEPS):
+            optimizer.begin_step()
+            optimizer.arm()
+            (loss_of(parameters, step, rank, size) * optimizer.loss_scale).backward()
+            norms.append(optimizer.step(LR, DECAY).grad_norm)
+        return norms, [p.detach().clone() for p in parameters]
+
+    return run_ranks(size, main)
+
+
+def train_plainly(dtype=torch.float32, clip=1.0, size=1):
+    """torch alone: fp32 masters, mean gradient of `size` shares, clip_grad_norm_, AdamW."""
+    masters = [nn.Parameter(p.detach().float()) for p in make_parameters(dtype)]
+    groups = [{"params": [p for p in masters if p.dim() > 1], "weight_decay": DECAY},
+              {"params": [p for p in masters if p.dim() == 1], "weight_decay": 0.0}]
+    adam, norms = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), foreach=False), []
+    for step in range(STEPS):
+        total = [torch.zeros_like(m) for m in masters]
+        for rank in range(size):
+            model = [nn.Parameter(m.detach().to(dtype)) for m in masters]
+            loss_of(model, step, rank, size).backward()
+            for t, p in zip(total, model):
+                t += 0.0 if p.grad is None else p.grad.float() / size
+        for m, t in zip(masters, total):
+            m.grad = t
+        norms.append(nn.utils.clip_grad_norm_(masters, clip if clip else math.inf).item())
+        adam.step()
+    return norms, [m.detach().to(dtype) for m in masters]
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.05])
+@pytest.mark.parametrize("size, stage", [(1, 0), (1, 1), (2, 0), (3, 1), (4, 1)])
+def test_zero_equals_plain_adamw_on_the_whole_batch(size, stage, clip):
+    expected_norms, expected = train_plainly(clip=clip)
+    assert min(expected_norms) > 0.05, "clipping is in force"
+    for norms, parameters in train(size, stage, clip=clip):
+        # Summation order: per rank, then over ranks.
+        assert norms == pytest.approx(expected_norms, rel=2e-6)
+        for p, e in zip(parameters, expected):
+            torch.testing.assert_close(p, e, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype, scale", [(torch.bfloat16, 1.0), (torch.float16, 1024.0)])
+def test_sixteen_bit_training_keeps_fp32_masters(dtype, scale):
+    _, expected = train_plainly(dtype, size=2)
+    for _, parameters in train(2, 1, dtype, scale):
+        for p, e in zip(parameters, expected):
+            # One unit in the last place of the 16-bit type, where the last bits of the masters round the other way.
+            torch.testing.assert_close(p, e, rtol=torch.finfo(dtype).eps, atol=0)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("dtype, scale", [(torch.float32, 1.0), (torch.bfloat16, 1.0), (torch.float16, 768.0)])
+def test_stage_1_is_bit_equal_to_stage_0(size, dtype, scale):
+    for (norms0, whole), (norms1, split) in zip(train(size, 0, dtype, scale, 0.05), train(size, 1, dtype, scale, 0.05)):
+        assert norms0 == norms1
+        assert all(torch.equal(a, b) for a, b in zip(whole, split))
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_overlapping_reductions_changes_no_bit(stage):
+    for (norms0, one), (norms1, other) in zip(train(2, stage, overlap=True), train(2, stage, overlap=False)):
+        assert norms0 == norms1
+        assert all(torch.equal(a, b) for a, b in zip(one, other))
+
+
+def test_all_ranks_skip_when_one_gradient_of_one_rank_overflows():
+    def main(rank, world):
+        parameters = make_parameters(torch.float16)
+        scaler = LossScaler(2.0 ** 16, ScalerRule(True, hysteresis=1))
+        optimizer = make_optimizer(parameters, world.group("dp-cp", range(3), rank), stage=1, scaler=scaler)
+        before, seen = [p.detach().clone() for p in parameters], []
+        for step in range(2):
+            optimizer.begin_step()
+            (loss_of(parameters, step, rank, 3) * optimizer.loss_scale).backward()
+            if rank == 1 and step == 0:
+                parameters[3].main_grad[4] = math.inf
+            result = optimizer.step(LR, DECAY)
+            unchanged = all(torch.equal(p, b) for p, b in zip(parameters, before))
+            seen.append((result.skipped, result.loss_scale, optimizer.loss_scale, unchanged, math.isfinite(result.grad_norm)))
+        return seen, optimizer.extra_state()["num_updates"]
+
+    for seen, updates in run_ranks(3, main):
+        assert seen == [(True, 2.0 ** 16, 2.0 ** 15, True, False), (False, 2.0 ** 15, 2.0 ** 15, False, True)]
+        assert updates == 1
+
+
+def test_a_gradient_that_is_not_finite_is_applied_when_nobody_checks():
+    parameters = make_parameters()
+    optimizer = make_optimizer(parameters, solo("dp-cp"), stage=0, scaler=LossScaler(check_overflow=False))
+    optimizer.begin_step()
+    parameters[0].main_grad[0, 0] = math.nan
+    assert not optimizer.step(LR, DECAY).skipped
+    assert parameters[0].isnan().any()
+
+
+def test_grad_divisor_and_micro_batches_give_the_gradient_of_all_samples():
+    parameters, reference = make_parameters(), make_parameters()
+    optimizer = make_optimizer(parameters, solo("dp-cp"), stage=1, clip=0.0)
+    optimizer.begin_step()
+    for microbatch in range(3):
+        if microbatch == 2:
+            optimizer.arm(0)
+        loss_of(parameters, 0, microbatch, 3).backward()
+    result = optimizer.step(LR, DECAY, grad_divisor=3.0)
+    loss_of(reference, 0).backward()
+    grads = torch.cat([p.grad.flatten() for p in reference if p.grad is not None])
+    assert result.grad_norm == pytest.approx(grads.norm().item(), rel=1e-6)
+
+
+def test_zero_gradients_are_counted_without_padding():
+    def main(rank, world):
+        parameters = make_parameters()
+        optimizer = make_optimizer(parameters, world.group("dp-cp", range(2), rank), stage=1, count_zeros=True)
+        optimizer.begin_step()
+        parameters[3].main_grad[1:3] = 1.0
+        return optimizer.step(LR, DECAY).num_zeros
+
+    assert run_ranks(2, main) == [sum(p.numel() for p in make_parameters()) - 2] * 2
+
+
+def test_a_rank_whose_shard_is_all_padding_takes_part():
+    def main(rank, world):
+        p = nn.Parameter(torch.ones(5))
+        p.spec = ParamSpec("five", (5,), Init("ones"), decay=False)
+        optimizer = make_optimizer([p], world.group("dp-cp", range(3), rank), stage=1)
+        optimizer.begin_step()
+        p.main_grad.fill_(1.0 + rank)
+        result = optimizer.step(0.5, 0.0)
+        return result.grad_norm, p.detach().clone(), len(list(optimizer.pieces()))
+
+    for rank, (norm, p, pieces) in enumerate(run_ranks(3, main)):
+        assert norm == pytest.approx(2 * 5 ** 0.5)
+        torch.testing.assert_close(p, torch.full((5,), 0.5))        # Adam's first step is lr times the sign
+        assert pieces == (3 if rank == 0 else 0)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_stages_that_nothing_executes_yet_are_refused(stage):
+    with pytest.raises(ConfigError, match=f"ZeRO stage {stage} is not yet available"):
+        make_optimizer(make_parameters(), solo("dp-cp"), stage=stage)
+
+
+def test_frozen_parameters_are_refused():
+    parameters = make_parameters()
+    parameters[1].requires_grad = False
+    with pytest.raises(ConfigError, match="first fc1.bias"):
+        make_optimizer(parameters, solo("dp-cp"), stage=0)
+
+
+def test_a_contribution_more_than_announced_is_an_error():
+    parameters = make_parameters()
+    optimizer = make_optimizer(parameters, solo("dp-cp"), stage=0, uses={parameters[0]: 2})
+    optimizer.begin_step()
+    parameters[0].grad_ready()          # not armed yet: earlier micro-batches are not counted
+    optimizer.arm()
+    parameters[0].grad_ready(), parameters[0].grad_ready()
+    with pytest.raises(MegatronDSError, match="fc1.weight received more than the 2"):
+        parameters[0].grad_ready()
