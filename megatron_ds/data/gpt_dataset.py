@@ -46,7 +46,7 @@ def open_gpt_dataset(corpus: IndexedDataset, documents: range, *, title: str, se
 
     title: names the part in the cache ("GPTDataset-train").  cache: None for `cache/GPTDataset_indices` beside the corpus.
     """
-    directory = Path(cache) if cache else corpus.bin_path.parent / "cache" / "GPTDataset_indices"
+    directory = Path(cache) if cache else default_cache(corpus.prefix)
     key = {
         "class": "GPTDataset", "dataset_path": str(corpus.bin_path.resolve())[:-4], "corpus": corpus_fingerprint(corpus),
         "documents": [documents.start, documents.stop], "num_samples": num_samples, "sequence_length": seq_length,
@@ -60,6 +60,11 @@ def open_gpt_dataset(corpus: IndexedDataset, documents: range, *, title: str, se
         return {name: getattr(maps, name) for name in MAPS}
 
     return GPTDataset(corpus, IndexMaps(**cached_arrays(directory, title, key, MAPS, build)), seq_length)
+
+
+def default_cache(prefix: str) -> Path:
+    """Where Megatron keeps index maps when it is not told: beside the corpus."""
+    return Path(prefix).parent / "cache" / "GPTDataset_indices"
 
 
 def corpus_fingerprint(corpus: IndexedDataset) -> str:

@@ -22,13 +22,14 @@ from ..errors import ConfigError, DataError
 Order = Callable[[np.ndarray, int], np.ndarray]             # (stream positions, samples in the dataset) → sample numbers
 
 
-def rank_positions(consumed: int, global_batch: int, micro_batch: int, dp_rank: int, dp_size: int) -> np.ndarray:
-    """int64 [G / dp]: the stream positions of one rank in the batch after `consumed` samples, micro-batch by micro-batch."""
-    if global_batch % (micro_batch * dp_size):
+def local_positions(consumed: int, global_batch: int, micro_batch: int, dp_rank: int, dp_size: int) -> list[int]:
+    """The G / dp stream positions of one rank in the batch after `consumed` samples, micro-batch by micro-batch."""
+    chunk = micro_batch * dp_size
+    if global_batch % chunk:
         raise ConfigError(f"a global batch of {global_batch} samples cannot be cut into micro-batches of {micro_batch} on "
-                          f"{dp_size} data-parallel ranks: use a multiple of {micro_batch * dp_size}.")
-    batch = consumed + np.arange(global_batch, dtype=np.int64).reshape(-1, dp_size, micro_batch)
-    return batch[:, dp_rank].reshape(-1)
+                          f"{dp_size} data-parallel ranks: use a multiple of {chunk}.")
+    firsts = range(consumed + dp_rank * micro_batch, consumed + global_batch, chunk)
+    return [position for first in firsts for position in range(first, first + micro_batch)]
 
 
 def single(positions: np.ndarray, total: int) -> np.ndarray:
@@ -59,7 +60,7 @@ def cyclic(positions: np.ndarray, total: int, *, micro_batch: int = 1, shards: i
     return offsets % chunk // micro_batch * bucket + drawn
 
 
-ORDERS: dict[str, Order] = {"single": single, "cyclic": cyclic}
+ORDERS: dict[str, Order] = {"single": single, "cyclic": cyclic}         # by --dataloader-type
 
 
 @lru_cache(maxsize=4)                                       # training and evaluation, each at the border of two epochs

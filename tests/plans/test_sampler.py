@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from megatron_ds.data.loader import PAD, Loader
-from megatron_ds.data.sampler import ORDERS, cyclic, rank_positions, single
+from megatron_ds.data.sampler import ORDERS, cyclic, local_positions, single
 from megatron_ds.errors import ConfigError, DataError
 
 
@@ -23,17 +23,17 @@ class Counting:
 
 
 def test_micro_batches_are_contiguous_slices_rank_after_rank():
-    assert rank_positions(100, 8, 2, 0, 2).tolist() == [100, 101, 104, 105]
-    assert rank_positions(100, 8, 2, 1, 2).tolist() == [102, 103, 106, 107]
-    assert rank_positions(0, 6, 1, 2, 3).tolist() == [2, 5]
+    assert local_positions(100, 8, 2, 0, 2) == [100, 101, 104, 105]
+    assert local_positions(100, 8, 2, 1, 2) == [102, 103, 106, 107]
+    assert local_positions(0, 6, 1, 2, 3) == [2, 5]
 
 
 @pytest.mark.parametrize("order", list(ORDERS))
 def test_every_number_of_ranks_sees_the_same_samples_in_each_global_batch(order):
-    batches = {}
+    batches, order_of = {}, lambda positions: ORDERS[order](np.array(positions), 61)
     for dp_size, micro_batch in [(1, 1), (1, 12), (2, 3), (3, 2), (4, 3), (12, 1)]:
         for consumed in (0, 12, 24, 36, 48):
-            parts = [ORDERS[order](rank_positions(consumed, 12, micro_batch, r, dp_size), 61) for r in range(dp_size)]
+            parts = [order_of(local_positions(consumed, 12, micro_batch, r, dp_size)) for r in range(dp_size)]
             samples = sorted(np.concatenate(parts).tolist())
             assert batches.setdefault(consumed, samples) == samples
     seen = [s for batch in batches.values() for s in batch]
@@ -42,7 +42,7 @@ def test_every_number_of_ranks_sees_the_same_samples_in_each_global_batch(order)
 
 def test_sizes_that_do_not_divide_are_an_error_with_a_remedy():
     with pytest.raises(ConfigError, match="multiple of 6"):
-        rank_positions(0, 10, 2, 0, 3)
+        local_positions(0, 10, 2, 0, 3)
 
 
 def test_single_ends_with_the_data_and_says_so():
@@ -78,13 +78,13 @@ def test_cyclic_in_shards_has_megatrons_values(total, micro_batch, dp_size):
     global_batch = micro_batch * dp_size * 2
     for consumed in (0, 3 * global_batch, 7 * global_batch):
         for rank in range(dp_size):
-            positions = rank_positions(consumed, global_batch, micro_batch, rank, dp_size)
+            positions = np.array(local_positions(consumed, global_batch, micro_batch, rank, dp_size))
             samples = cyclic(positions, total, micro_batch=micro_batch, shards=dp_size).tolist()
             assert samples == megatron_cyclic(total, consumed, micro_batch, rank, dp_size, 2)
 
 
 def test_a_batch_has_tokens_labels_mask_and_stream_positions():
-    batch = Loader(Counting(50), micro_batch_size=2, eod=13, eod_mask_loss=True).batch(8, 8, 1, 2)
+    batch = Loader(Counting(50), seq_length=5, micro_batch_size=2, eod=13, eod_mask_loss=True).batch(8, 8, 1, 2)
     assert batch.sample_ids == (10, 11, 14, 15) and batch.training
     assert batch.tokens[1].tolist() == [11, 12, 13, 14, 15] and batch.labels[1].tolist() == [12, 13, 14, 15, 16]
     assert batch.loss_mask[:2].tolist() == [[1, 1, 1, 0, 1], [1, 1, 0, 1, 1]]       # the input is the end, not the label
@@ -92,7 +92,7 @@ def test_a_batch_has_tokens_labels_mask_and_stream_positions():
     assert batch.tokens.dtype == batch.labels.dtype == torch.int64 and batch.tokens.is_contiguous()
     halves = batch.split(2)
     assert [h.sample_ids for h in halves] == [(10, 11), (14, 15)]
-    plain = Loader(Counting(50), micro_batch_size=2, eod=13, training=False).batch(8, 8, 1, 2)
+    plain = Loader(Counting(50), seq_length=5, micro_batch_size=2, eod=13).batch(8, 8, 1, 2, training=False)
     assert plain.loss_mask.min() == 1 and not plain.training
 
 
@@ -101,22 +101,27 @@ def test_padding_does_not_count_and_is_never_seen():
         def __getitem__(self, i):
             return {"tokens": np.array([1, 2, 3, PAD, PAD, PAD])}
 
-    batch = Loader(Short(4), micro_batch_size=1).batch(0, 1)
+    batch = Loader(Short(4), seq_length=5, micro_batch_size=1).batch(0, 1)
     assert batch.loss_mask.tolist() == [[1, 1, 0, 0, 0]]
     assert batch.tokens.tolist() == [[1, 2, 3, 0, 0]] and batch.labels.tolist() == [[2, 3, 0, 0, 0]]
 
 
 def test_a_token_outside_the_vocabulary_is_an_error_naming_the_sample():
-    loader = Loader(Counting(50), micro_batch_size=2, vocab_size=14)
+    loader = Loader(Counting(50), seq_length=5, micro_batch_size=2, vocab_size=14)
     assert loader.batch(0, 8).tokens.max() == 11
     with pytest.raises(DataError, match="sample 9 holds token id 14, outside the vocabulary of 14"):
         loader.batch(8, 8)
 
 
+def test_samples_of_another_length_are_an_error():
+    with pytest.raises(DataError, match="6 tokens where a sequence length of 7 takes 8"):
+        Loader(Counting(50), seq_length=7, micro_batch_size=2).batch(0, 8)
+
+
 @pytest.mark.parametrize("num_workers", [1, 3])
 def test_reading_ahead_changes_nothing(num_workers):
-    plain = Loader(Counting(40), micro_batch_size=2, order=cyclic)
-    ahead = Loader(Counting(40), micro_batch_size=2, order=cyclic, num_workers=num_workers)
+    plain = Loader(Counting(40), seq_length=5, micro_batch_size=2, dataloader_type="cyclic")
+    ahead = Loader(Counting(40), seq_length=5, micro_batch_size=2, dataloader_type="cyclic", num_workers=num_workers)
     asked = [(0, 4, 0, 1), (4, 4, 0, 1), (8, 8, 0, 1), (16, 8, 1, 2), (4, 4, 0, 1), (8, 4, 0, 1)]
     for request in asked:
         a, b = plain.batch(*request), ahead.batch(*request)
@@ -125,7 +130,7 @@ def test_reading_ahead_changes_nothing(num_workers):
 
 
 def test_reading_ahead_of_the_end_fails_only_when_the_end_is_asked_for():
-    loader = Loader(Counting(8), micro_batch_size=2, num_workers=2)
+    loader = Loader(Counting(8), seq_length=5, micro_batch_size=2, num_workers=2)
     assert loader.batch(4, 4).sample_ids == (4, 5, 6, 7)
     with pytest.raises(DataError, match="the data ends"):
         loader.batch(8, 4)

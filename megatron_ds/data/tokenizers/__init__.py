@@ -3,10 +3,20 @@
 To add one: a file here with a class that has the members of `Tokenizer` and a `from_options`, registered in TOKENIZERS.
 """
 
+from ...errors import ConfigError
 from . import gpt2_bpe, huggingface, null, sentence_piece  # noqa: F401  each registers itself
 from .base import TOKENIZERS, Tokenizer, TokenizerOptions
 
-__all__ = ["TOKENIZERS", "Tokenizer", "TokenizerOptions", "make_tokenizer"]
+__all__ = ["TOKENIZERS", "Tokenizer", "TokenizerOptions", "build_tokenizer", "make_tokenizer"]
+
+
+def build_tokenizer(data, model) -> Tokenizer:
+    """The tokenizer that a run's flags ask for: `data` and `model` are the sections of its config."""
+    if data.tokenizer_type is None:
+        raise ConfigError(f"no tokenizer is named: give --tokenizer-type, one of {', '.join(TOKENIZERS.names())}, the one "
+                          "that the corpus was made with. NullTokenizer with --vocab-size will do for mock data.")
+    return make_tokenizer(data.tokenizer_type, vocab_file=data.vocab_file, merge_file=data.merge_file,
+                          tokenizer_model=data.tokenizer_model, vocab_size=model.vocab_size)
 
 
 def make_tokenizer(tokenizer_type: str, *, vocab_file: str | None = None, merge_file: str | None = None,

@@ -1,0 +1,130 @@
+"""From the data flags to the datasets of a run: mock data, one corpus, a blend, or a path for each part.
+
+No communication: every process opens the same files; index maps are built by the first of a node that comes
+(`cache.py`), so an error is the same error on every rank.
+"""
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from ..errors import DataError
+from .blend import (
+    Blend,
+    BlendedDataset,
+    build_blend_index,
+    build_exhaustive_index,
+    parse_blend,
+    samples_to_provide,
+)
+from .cache import cached_arrays
+from .gpt_dataset import default_cache, open_gpt_dataset
+from .indexed import IndexedDataset
+from .mock_dataset import MockDataset
+from .split import PARTS, cut, parse_split
+
+logger = logging.getLogger(__name__)
+
+
+class Dataset(Protocol):
+    """`dataset[i]` is `{"tokens": int64 [s + 1]}`, a pure function of i."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, i: int) -> dict[str, np.ndarray]: ...
+
+
+class Datasets(NamedTuple):
+    """None where nothing was asked for, or where the split gives the part no share."""
+
+    train: Dataset | None
+    valid: Dataset | None
+    test: Dataset | None
+
+
+def build_datasets(config, samples: Sequence[int], tokenizer) -> Datasets:
+    """The datasets of a run, each of at least the wanted number of samples.
+
+    config: a RunConfig (its data, `model.seq_length` and `train.seed`).  samples: (training, validation, test) wanted.
+    Raises DataError for missing or damaged files and for a part without documents, ConfigError for impossible flags.
+    """
+    data, seq_length, seed = config.data, config.model.seq_length, config.train.seed
+    if data.mock_data:
+        return Datasets(*(
+            MockDataset(n, seq_length=seq_length, vocab_size=tokenizer.vocab_size, eod=tokenizer.eod, seed=seed + 1000 * i)
+            if n else None for i, n in enumerate(samples)))
+    builder = _Builder(seq_length, seed, data.data_cache_path, repeats=data.dataloader_type == "cyclic")
+    if data.has_split_paths:
+        paths = [(f"--{part}-data-path", getattr(data, f"{part}_data_path")) for part in PARTS]
+        shares = [tuple(float(other == part) for other in PARTS) for part in PARTS]
+    else:
+        paths = [("--data-path", data.data_path)] * len(PARTS)
+        shares = [parse_split(data.splits)] * len(PARTS)
+    return Datasets(*(
+        builder.part(part, n, parse_blend(words, flag) if words else None, share)
+        for part, n, (flag, words), share in zip(PARTS, samples, paths, shares)))
+
+
+class _Builder:
+    """Opens each corpus once, and builds the parts from them."""
+
+    def __init__(self, seq_length: int, seed: int, cache: str | None, *, repeats: bool):
+        self.seq_length, self.seed, self.cache, self.repeats = seq_length, seed, cache, repeats
+        self._corpora: dict[str, IndexedDataset] = {}
+
+    def part(self, part: str, wanted: int, blend: Blend | None, shares: Sequence[float]) -> Dataset | None:
+        if not wanted:
+            return None
+        if blend is None or not shares[PARTS.index(part)]:
+            if part == "train":
+                raise DataError("there are no training data: name a corpus with --data-path and give the first part of "
+                                "--split a share, or name one with --train-data-path.")
+            logger.info("no %s data: nothing is named for it, or --split gives it no share", part)
+            return None
+        opened = [partial(self._open, prefix, part, shares) for prefix in blend.prefixes]
+        if len(opened) == 1:
+            return opened[0](wanted)
+        if blend.weights is None:
+            return self._unweighted(part, wanted, [one(None) for one in opened], blend.prefixes[0])
+        return self._weighted(part, wanted, opened, blend)
+
+    def _weighted(self, part: str, wanted: int, opened: Sequence[partial], blend: Blend) -> BlendedDataset:
+        shares = blend.shares
+        which, sample = self._index(part, blend.prefixes[0], {"shares": shares, "size": wanted},
+                                    partial(build_blend_index, shares, wanted))
+        datasets = [one(samples_to_provide(wanted, share)) for one, share in zip(opened, shares)]
+        return BlendedDataset(datasets, which, sample)
+
+    def _unweighted(self, part: str, wanted: int, datasets: Sequence[Dataset], first_prefix: str) -> BlendedDataset:
+        """Every sample at most once; in proportion to the sizes."""
+        sizes = [len(d) for d in datasets]
+        total = sum(sizes)
+        if wanted > total and not self.repeats:
+            raise DataError(f"the {part} part of the {len(sizes)} corpora has {total} samples, and {wanted} are wanted. "
+                            "Corpora without weights are read once: put a weight before each of them to repeat them, ask "
+                            "for fewer samples, or use --dataloader-type cyclic.")
+        if wanted < total:
+            build = partial(build_blend_index, (np.array(sizes) / total).tolist(), wanted)
+        else:
+            build = partial(build_exhaustive_index, sizes)
+        return BlendedDataset(datasets, *self._index(part, first_prefix, {"sizes": sizes, "size": min(wanted, total)}, build))
+
+    def _index(self, part: str, first_prefix: str, key: dict, build) -> tuple[np.ndarray, np.ndarray]:
+        names = ("dataset_index", "dataset_sample_index")
+        directory = Path(self.cache) if self.cache else default_cache(first_prefix)
+        arrays = cached_arrays(directory, f"BlendedDataset-{part}", {"class": "BlendedDataset", **key}, names,
+                               lambda: dict(zip(names, build())))
+        return arrays[names[0]], arrays[names[1]]
+
+    def _open(self, prefix: str, part: str, shares: Sequence[float], num_samples: int | None) -> Dataset:
+        corpus = self._corpora.get(prefix) or self._corpora.setdefault(prefix, IndexedDataset(prefix))
+        documents = cut(len(corpus), shares)[PARTS.index(part)]
+        if not corpus.lengths[documents.start:documents.stop].any():
+            parts = ", ".join(f"{name} {len(r)}" for name, r in zip(PARTS, cut(len(corpus), shares)))
+            raise DataError(f"the {part} part of {prefix} is empty: its {len(corpus)} documents are split into {parts}. "
+                            "Choose a --split that gives each part some text (98,2,0 has no test part), or a larger corpus.")
+        return open_gpt_dataset(corpus, documents, title=f"GPTDataset-{part}", seq_length=self.seq_length,
+                                num_samples=num_samples, seed=self.seed, cache=self.cache)

@@ -1,0 +1,150 @@
+"""Splits, blends, and the datasets that a run's flags ask for."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_ds.data.blend import build_blend_index, build_exhaustive_index, parse_blend, samples_to_provide
+from megatron_ds.data.datasets import build_datasets
+from megatron_ds.data.indexed import IndexedWriter
+from megatron_ds.data.split import cut, parse_split
+from megatron_ds.data.tokenizers import make_tokenizer
+from megatron_ds.errors import ConfigError, DataError
+
+
+def test_splits_are_cut_as_megatron_cuts_them():
+    assert parse_split("969, 30, 1") == pytest.approx((0.969, 0.03, 0.001))
+    assert parse_split("98/2") == (0.98, 0.02, 0.0) and parse_split("1") == (1, 0, 0)
+    assert cut(1000, parse_split("969,30,1")) == (range(0, 969), range(969, 999), range(999, 1000))
+    assert cut(10, parse_split("1,1,1")) == (range(0, 3), range(3, 7), range(7, 10))
+    assert cut(5, parse_split("1,1,0")) == (range(0, 2), range(2, 5), range(5, 5))      # 2.5 rounds to the even 2
+
+
+@pytest.mark.parametrize("text", ["", "a,b", "1,2,3,4", "-1,2", "0,0,0", "nan", "inf"])
+def test_a_split_that_is_none_is_an_error_showing_one(text):
+    with pytest.raises(ConfigError, match="969,30,1"):
+        parse_split(text)
+
+
+def test_blends_have_the_golden_values():
+    which, sample = build_blend_index([.3, .5, .2], 20)
+    assert which.tolist() == [1, 0, 2, 1, 0, 1, 2, 1, 0, 1, 0, 1, 2, 1, 0, 1, 2, 1, 0, 1]
+    assert sample.tolist() == [which[:i].tolist().count(w) for i, w in enumerate(which)]
+    assert which.dtype == np.int16 and sample.dtype == np.int64
+    assert build_blend_index([.5, .5], 7)[0].tolist() == [0, 1, 0, 1, 0, 1, 0]
+    assert build_blend_index([.001, .999], 10)[0].tolist() == [1, 0, 1, 1, 1, 1, 1, 1, 1, 1]
+    assert build_exhaustive_index([3, 5, 2])[0].tolist() == [1, 0, 2, 1, 0, 1, 2, 1, 0, 1]
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=7).filter(any))
+def test_an_exhaustive_blend_draws_each_sample_once(sizes):
+    which, sample = build_exhaustive_index(sizes)
+    assert sorted(zip(which.tolist(), sample.tolist())) == [(d, i) for d, n in enumerate(sizes) for i in range(n)]
+
+
+def test_weights_are_told_from_prefixes():
+    assert parse_blend(["a"], "--data-path") == parse_blend(["a"], "--data-path")
+    assert parse_blend(["a", "b"], "--data-path").weights is None
+    assert parse_blend(["3", "a", "1", "b"], "--data-path").shares == [0.75, 0.25]
+    for words in (["3", "a", "b"], ["3", "a", "b", "4"], ["0", "a", "1", "b"], ["-1", "a"], ["nan", "a"]):
+        with pytest.raises(ConfigError, match="--valid-data-path"):
+            parse_blend(words, "--valid-data-path")
+
+
+def write(prefix, sizes, first):
+    with IndexedWriter(prefix, np.int32) as w:
+        for size in sizes:
+            w.add_document(np.arange(first, first + size))
+            first += size
+    return str(prefix)
+
+
+@pytest.fixture
+def corpora(tmp_path):
+    """Three corpora of 100, 40 and 10 documents; a token tells its corpus by its thousands."""
+    return [write(tmp_path / name, [9] * n, first) for name, n, first in [("a", 100, 1000), ("b", 40, 3000), ("c", 10, 5000)]]
+
+
+def configured(**data):
+    defaults = dict(data_path=(), splits="8,1,1", train_data_path=(), valid_data_path=(), test_data_path=(),
+                    data_cache_path=None, mock_data=False, dataloader_type="single")
+    data = SimpleNamespace(**{**defaults, **data})
+    data.has_split_paths = bool(data.train_data_path or data.valid_data_path or data.test_data_path)
+    return SimpleNamespace(data=data, model=SimpleNamespace(seq_length=4), train=SimpleNamespace(seed=1234))
+
+
+TOKENIZER = make_tokenizer("NullTokenizer", vocab_size=6000)
+
+
+def tokens_of(dataset, count=None):
+    return {int(t) for i in range(count or len(dataset)) for t in dataset[i]["tokens"]}
+
+
+def test_parts_of_a_corpus_share_no_token(corpora):
+    parts = build_datasets(configured(data_path=corpora[:1]), (200, 50, 20), TOKENIZER)
+    assert [len(p) >= n for p, n in zip(parts, (200, 50, 20))] == [True] * 3
+    train, valid, test = map(tokens_of, parts)
+    assert train <= {*range(1000, 1720)} and valid <= {*range(1720, 1810)} and test <= {*range(1810, 1900)}
+
+
+def test_a_blend_draws_from_each_corpus_by_its_weight_and_repeats_the_small_ones(corpora):
+    words = ["0.5", corpora[0], "0.3", corpora[1], "0.2", corpora[2]]
+    train, valid, _ = build_datasets(configured(data_path=words, splits="6,4"), (300, 10, 0), TOKENIZER)
+    assert len(train) == 300
+    drawn = [int(train[i]["tokens"][0]) // 2000 for i in range(300)]
+    assert [drawn.count(k) for k in range(3)] == [150, 90, 60]
+    assert drawn[:10] == build_blend_index([.5, .3, .2], 10)[0].tolist()
+    again = build_datasets(configured(data_path=words, splits="6,4"), (300, 10, 0), TOKENIZER).train
+    assert all((train[i]["tokens"] == again[i]["tokens"]).all() for i in range(300))
+    assert samples_to_provide(300, 0.2) == 61 and len(valid) == 10
+
+
+@given(st.lists(st.floats(1e-4, 1), min_size=1, max_size=40), st.integers(1, 300))
+def test_a_blend_never_draws_more_than_was_provided(weights, size):
+    shares = (np.array(weights) / sum(weights)).tolist()
+    counts = np.bincount(build_blend_index(shares, size)[0], minlength=len(shares))
+    assert all(n <= samples_to_provide(size, share) for n, share in zip(counts, shares))
+
+
+def test_corpora_without_weights_are_read_once_each(corpora):
+    cfg = configured(data_path=corpora, splits="1")
+    total = sum((n * 9 - 1) // 4 for n in (100, 40, 10))
+    train = build_datasets(cfg, (total, 0, 0), TOKENIZER).train
+    assert len(train) == total == len({train[i]["tokens"].tobytes() for i in range(total)})
+    assert len(build_datasets(cfg, (50, 0, 0), TOKENIZER).train) == 50
+    with pytest.raises(DataError, match="put a weight before each"):
+        build_datasets(cfg, (total + 1, 0, 0), TOKENIZER)
+    cfg.data.dataloader_type = "cyclic"
+    assert len(build_datasets(cfg, (total + 1, 0, 0), TOKENIZER).train) == total
+
+
+def test_each_part_can_have_a_path_of_its_own(corpora):
+    cfg = configured(train_data_path=corpora[:1], valid_data_path=["1", corpora[1], "1", corpora[2]])
+    parts = build_datasets(cfg, (225, 20, 5), TOKENIZER)
+    assert tokens_of(parts.train) > {*range(1000, 1890)} and tokens_of(parts.valid) & {*range(5000, 5090)}
+    assert parts.test is None
+
+
+def test_an_empty_part_is_an_error_with_numbers_and_remedy(corpora):
+    with pytest.raises(DataError, match="test part of .*c is empty: its 10 documents .* train 10, valid 0, test 0"):
+        build_datasets(configured(data_path=corpora[2:], splits="969,30,1"), (5, 0, 5), TOKENIZER)
+    assert build_datasets(configured(data_path=corpora[2:], splits="969,30,1"), (5, 0, 0), TOKENIZER).valid is None
+    assert build_datasets(configured(data_path=corpora[2:], splits="8,2,0"), (5, 2, 5), TOKENIZER).test is None
+    with pytest.raises(DataError, match="no training data"):
+        build_datasets(configured(data_path=corpora[2:], splits="0,1,1"), (5, 0, 5), TOKENIZER)
+    with pytest.raises(DataError, match="nowhere.idx does not exist"):
+        build_datasets(configured(data_path=["nowhere"]), (5, 0, 0), TOKENIZER)
+
+
+def test_mock_data_is_a_function_of_seed_and_number_alone():
+    one, two = (build_datasets(configured(mock_data=True), (9, 4, 0), make_tokenizer("NullTokenizer", vocab_size=50))
+                for _ in range(2))
+    assert len(one.train) == 9 and len(one.valid) == 4 and one.test is None
+    for i in range(9):
+        tokens = one.train[i]["tokens"]
+        assert tokens.shape == (5,) and 0 <= tokens.min() and tokens.max() <= 50 and 50 in tokens
+        assert (tokens == two.train[i]["tokens"]).all()
+    assert (one.train[0]["tokens"] != one.valid[0]["tokens"]).any()
