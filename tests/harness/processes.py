@@ -123,7 +123,7 @@ def _collect(ranks: list[_Rank], timeout: float) -> dict[int, tuple[bool, bytes]
 
 
 def _fail(ranks, answers, function, timeout) -> None:
-    """Throw away the processes that did not answer, and raise the error that tells most: not a broken connection, if there is another."""
+    """Throw away the processes that did not answer; raise the error that tells most: not a broken line, if there is other."""
     from megatron_ds.errors import CommunicationError
 
     bad = [(i, *pickle.loads(answer)) for i, (good, answer) in answers.items() if not good]
