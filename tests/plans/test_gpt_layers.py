@@ -3,10 +3,13 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from megatron_ds.errors import ConfigError
 from megatron_ds.models import MODELS, build_stage
+from megatron_ds.models.rotary import Rotary
 from megatron_ds.mpu.group import Group, solo
+from tests.harness.gpt_runs import make_batch
 from tests.harness.plain_gpt import STYLES, logical_shapes
 
 
@@ -84,3 +87,19 @@ def test_what_cannot_be_built_says_what_could(change, words):
 def test_an_unknown_granularity_is_refused():
     with pytest.raises(ConfigError, match="'fully'"):
         MODELS["gpt"](STYLES["gpt2"], tp=solo(), recompute_granularity="fully")
+
+
+def test_a_sequence_longer_than_the_learned_positions_is_refused():
+    config = STYLES["gpt2"]
+    embedding = MODELS["gpt"](config, tp=solo())[0].make()
+    with pytest.raises(ConfigError, match="18 tokens does not fit 17 learned positions"):
+        embedding(None, make_batch(config, s=18))
+
+
+def test_rotary_tables_are_made_once_for_all_layers_and_anew_for_other_positions():
+    rotary = Rotary(head_dim=8, percent=1.0, base=100.0)
+    first, second = torch.arange(5).expand(3, 5), torch.tensor([[0, 1, 2], [0, 0, 1]])
+    assert rotary.tables(first)[0] is rotary.tables(first)[0]
+    assert rotary.tables(first)[0].shape == (5, 1, 1, 4)
+    assert rotary.tables(second)[0].shape == (3, 2, 1, 4)
+    assert torch.equal(rotary.tables(second)[0][2, 1], rotary.tables(first)[0][1, 0])

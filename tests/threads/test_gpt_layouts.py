@@ -5,8 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.harness.gpt_runs import make_batch, run_gpt
+from megatron_ds import models
+from tests.harness.gpt_runs import make_batch, make_model, run_gpt
 from tests.harness.plain_gpt import LLAMA, STYLES, TinyConfig, logical_weights, plain_gpt, plain_loss
+from tests.harness.threads import run_ranks
 
 MIXTURES = {
     **STYLES,
@@ -70,6 +72,32 @@ def test_recomputation_changes_no_bit(style, granularity):
     assert torch.equal(plain[1], again[1])
     for name in plain[2]:
         assert torch.equal(plain[2][name], again[2][name]), name
+
+
+@pytest.mark.parametrize("granularity, mlp_runs, attention_runs", [(None, 3, 3), ("selective", 3, 6), ("full", 6, 6)])
+def test_what_is_recomputed_runs_twice(monkeypatch, granularity, mlp_runs, attention_runs):
+    config, runs = STYLES["gpt2"], []
+    count = lambda name, function: lambda *args, **kwargs: (runs.append(name), function(*args, **kwargs))[1]
+    monkeypatch.setattr(models.attention, "attention", count("attention", models.attention.attention))
+    monkeypatch.setattr(models.mlp.MLP, "forward", count("mlp", models.mlp.MLP.forward))
+    run_gpt(config, logical_weights(config, seed=1), make_batch(config), recompute_granularity=granularity)
+    assert (runs.count("mlp"), runs.count("attention")) == (mlp_runs, attention_runs)
+
+
+def test_sequence_parallel_ranks_hold_slices_of_the_sequence_between_the_layers():
+    config = STYLES["gpt2"]
+    weights, batch = logical_weights(config, seed=1), make_batch(config)
+
+    def main(rank, world):
+        tp = world.group("tp", (0, 1), rank)
+        shapes, x = [], None
+        for module in make_model(config, tp, weights, sequence_parallel=True):
+            x = module(x, batch)
+            shapes.append(tuple(x.shape))
+        return shapes
+
+    for shapes in run_ranks(2, main):
+        assert shapes == [(5, 3, 24)] * 5 + [(10, 3, 20)]
 
 
 def test_bf16_follows_fp32():
