@@ -1,8 +1,8 @@
 """1F1B: once the pipeline is full, one forward, one backward. Narayanan et al. 2021 (arXiv:2104.04473), section 2.2.1.
 
-    rank 0   F0 F1 F2 .. .. B0   .. B1   .. B2        p = 3, m = 3 (warm-up 2, 1, 0)
-    rank 1   .. F0 F1 .. B0   F2 B1   .. B2
-    rank 2   .. .. F0 B0   F1 B1   F2 B2
+    rank 0 | F0 F1 F2 .. .. .. .. B0 -- F3 B1 -- .. B2 -- .. B3 --        p = 3, m = 4; warm-up of 2, 1, 0 forwards
+    rank 1 | .. F0 F1 .. .. B0 -- F2 B1 -- F3 B2 -- .. B3 --
+    rank 2 | .. .. F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 --
 
 Same bubble as GPipe, (p - 1) / (m + p - 1), but rank r keeps only min(m, p - r) micro-batches alive.
 """

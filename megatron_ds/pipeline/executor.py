@@ -1,0 +1,190 @@
+"""`Executor`: carries out the program of one pipeline rank. One loop over a table of handlers; no schedule is known here.
+
+What travels between stages waits in two tables, keyed by (stage that consumes it, micro-batch). An entry is a tensor,
+made by a stage of this rank, or a pending receive, which is waited for by the computation that needs it, as late as
+possible. Neighbouring stages on one rank thus hand over tensors without a transfer.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..data.batch import Batch
+from ..errors import ScheduleError
+from .instruction import Instruction, Op, Program
+from .passes import forward_only
+from .stage import Stage
+
+Handler = Callable[[Instruction], None]
+Key = tuple[int, int | None]                     # (stage, micro-batch)
+
+
+class Pending(Protocol):
+    """A receive that has been posted."""
+
+    def wait(self) -> Tensor: ...
+
+
+class Channels(Protocol):
+    """In-order channels to the other pipeline ranks, one per peer, direction and kind ("act" or "grad")."""
+
+    def send(self, kind: str, destination: int, tensor: Tensor) -> None: ...
+    def recv(self, kind: str, source: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Pending: ...
+    def drain(self) -> None: ...
+
+
+class Executor:
+    """Runs steps of one pipeline rank.
+
+    program           the lowered program of this rank; or a function number of micro-batches → program, asked once per
+                      number, for runs whose number of micro-batches changes (batch-size ramp, evaluation)
+    stages            the stages of this rank, by global number
+    stage_rank        global stage → pipeline rank
+    activation_shape  micro-batch → shape of the hidden states between stages
+    dtype, device     of the hidden states between stages
+    hooks             what REDUCE, TIE (GATHER, RELEASE) do, called with the stage
+    """
+
+    def __init__(self, program: Program | Callable[[int], Program], stages: Mapping[int, Stage], channels: Channels,
+                 stage_rank: Callable[[int], int], activation_shape: Callable[[Batch], tuple[int, ...]],
+                 dtype: torch.dtype, device: torch.device, hooks: Mapping[Op, Callable[[int], None]] | None = None):
+        self.stages, self.channels, self.stage_rank = stages, channels, stage_rank
+        self.activation_shape, self.dtype, self.device = activation_shape, dtype, device
+        self._handlers: dict[Op, Handler] = {
+            Op.F: self._forward, Op.B: self._backward,
+            Op.SEND_ACT: self._send_activation, Op.RECV_ACT: self._receive_activation,
+            Op.SEND_GRAD: self._send_gradient, Op.RECV_GRAD: self._receive_gradient,
+            **{op: _about_stage(hook) for op, hook in (hooks or {}).items()}}
+        self._activations: dict[Key, Tensor | Pending] = {}
+        self._gradients: dict[Key, Tensor | Pending] = {}
+        self._losses: dict[int, Any] = {}
+        self._microbatches: Sequence[Batch] = ()
+        self._scale = 1.0
+        self._plan = program
+        self._steps: dict[tuple[int, bool], list[tuple[Handler, Instruction]]] = {}
+        if not callable(program):
+            self._compile(program, program_length(program))
+
+    def run(self, microbatches: Sequence[Batch], scale: float = 1.0) -> list[Any]:
+        """Forward and backward of all micro-batches; gradients are those of scale * sum of the objectives.
+
+        Returns the losses in order on the rank of the last stage, [] elsewhere. All sends are done on return.
+        """
+        self._scale = scale
+        losses = self._execute(microbatches, forward=False)
+        for stage in self.stages.values():
+            stage.check_empty()
+        return losses
+
+    def forward(self, microbatches: Sequence[Batch]) -> list[Any]:
+        """The losses (outputs, for a last stage without loss) without gradients. Dropout is the batches' matter:
+        pass batches with training=False to evaluate."""
+        with torch.no_grad():
+            return self._execute(microbatches, forward=True)
+
+    def _execute(self, microbatches: Sequence[Batch], forward: bool) -> list[Any]:
+        steps = self._steps.get((len(microbatches), forward)) or self._steps_for(len(microbatches), forward)
+        self._microbatches, self._losses = microbatches, {}
+        instruction = None
+        try:
+            for handler, instruction in steps:
+                handler(instruction)
+            self.channels.drain()
+        except BaseException as error:
+            error.add_note(f"pipeline rank {self.rank} was at {instruction}, out of a step of {len(microbatches)} "
+                           "micro-batches (operation, micro-batch @ stage)")
+            self._clear()
+            raise
+        self._microbatches = ()
+        assert not self._activations and not self._gradients, (
+            f"tensors nobody consumed: activations {list(self._activations)}, gradients {list(self._gradients)}")
+        return [loss for _, loss in sorted(self._losses.items())]
+
+    @property
+    def rank(self) -> int:
+        return self.stage_rank(min(self.stages))
+
+    # Handlers, one per operation. They take the instruction and nothing else.
+
+    def _forward(self, i: Instruction) -> None:
+        stage, k = self.stages[i.stage], i.microbatch
+        x = None if stage.is_first else _arrived(self._activations.pop((i.stage, k)))
+        output = stage.forward(k, self._microbatches[k], x, self._scale)
+        if stage.is_last:
+            self._losses[k] = output
+        else:
+            self._activations[i.stage + 1, k] = output
+
+    def _backward(self, i: Instruction) -> None:
+        stage, k = self.stages[i.stage], i.microbatch
+        grad = stage.backward(k, None if stage.is_last else _arrived(self._gradients.pop((i.stage, k))))
+        if not stage.is_first:
+            self._gradients[i.stage - 1, k] = grad
+
+    def _send_activation(self, i: Instruction) -> None:
+        output = self._activations.pop((i.stage + 1, i.microbatch))
+        self.channels.send("act", self.stage_rank(i.stage + 1), output.contiguous())
+
+    def _send_gradient(self, i: Instruction) -> None:
+        grad = self._gradients.pop((i.stage - 1, i.microbatch))
+        self.channels.send("grad", self.stage_rank(i.stage - 1), grad.contiguous())
+
+    def _receive_activation(self, i: Instruction) -> None:
+        self._activations[i.stage, i.microbatch] = self._receive("act", i.stage - 1, i.microbatch)
+
+    def _receive_gradient(self, i: Instruction) -> None:
+        self._gradients[i.stage, i.microbatch] = self._receive("grad", i.stage + 1, i.microbatch)
+
+    def _receive(self, kind: str, source_stage: int, microbatch: int) -> Pending:
+        shape = self.activation_shape(self._microbatches[microbatch])
+        return self.channels.recv(kind, self.stage_rank(source_stage), shape, self.dtype, self.device)
+
+    # Programs → steps.
+
+    def _steps_for(self, num_microbatches: int, forward: bool) -> list[tuple[Handler, Instruction]]:
+        if not callable(self._plan):
+            legal = program_length(self._plan)
+            raise ScheduleError(f"this executor was handed {num_microbatches} micro-batches, but its program is for {legal}: "
+                                f"a program is made for one number. Legal: {legal}; or make the executor with a function "
+                                "from the number of micro-batches to the program.")
+        self._compile(self._plan(num_microbatches), num_microbatches)
+        return self._steps[num_microbatches, forward]
+
+    def _compile(self, program: Program, num_microbatches: int) -> None:
+        if program_length(program) != num_microbatches:
+            raise ScheduleError(f"a program for {program_length(program)} micro-batches was made for a step of "
+                                f"{num_microbatches}: some would be lost. Make it for exactly {num_microbatches}.")
+        for i in program:
+            if i.op not in self._handlers:
+                raise ScheduleError(f"{i}: nothing here executes {i.op.name}. Executed: "
+                                    f"{', '.join(op.name for op in self._handlers)}; "
+                                    "REDUCE, TIE, GATHER and RELEASE when a hook is given for them.")
+            if i.stage not in self.stages:
+                raise ScheduleError(f"{i} is for stage {i.stage}, which is not on this rank. Stages here: "
+                                    f"{sorted(self.stages)}.")
+        steps = lambda instructions: [(self._handlers[i.op], i) for i in instructions]
+        self._steps[num_microbatches, False] = steps(program)
+        self._steps[num_microbatches, True] = steps(forward_only((program,))[0])
+
+    def _clear(self) -> None:
+        """After a failure: drop activations, so that whoever handles it has the memory."""
+        self._activations.clear()
+        self._gradients.clear()
+        self._losses, self._microbatches = {}, ()
+        for stage in self.stages.values():
+            stage.clear()
+
+
+def program_length(program: Program) -> int:
+    """Micro-batches that a program is made for."""
+    return 1 + max((i.microbatch for i in program if i.op is Op.F), default=-1)
+
+
+def _arrived(thing: Tensor | Pending) -> Tensor:
+    return thing if isinstance(thing, Tensor) else thing.wait()
+
+
+def _about_stage(hook: Callable[[int], None]) -> Handler:
+    return lambda instruction: hook(instruction.stage)

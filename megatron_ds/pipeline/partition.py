@@ -1,0 +1,152 @@
+"""Where a list of layers is cut into stages: by cost, or as the user says.
+
+A cut is a tuple of bounds: stage s holds layers bounds[s] to bounds[s + 1] - 1 of the model's list of named layers.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from itertools import accumulate
+
+from ..errors import ConfigError, LayoutError
+
+Bounds = tuple[int, ...]
+MOST_REPEATS = 10_000          # of one "*n" in a layout; more is a slip of the finger
+
+
+def partition(costs: Sequence[float], stages: int) -> Bounds:
+    """The cut whose most expensive stage is as cheap as can be; exact, each stage holds at least one layer.
+
+    Among several such cuts, the one that is most even (least sum of squares); among those, the one with the fewest layers
+    on the early stages, which keep the most micro-batches alive.
+    """
+    n = len(costs)
+    if not 1 <= stages <= n:
+        raise LayoutError(f"{n} layers cannot be cut into {stages} pipeline stages: each stage holds at least one layer. "
+                          f"Use a pipeline size times chunks of 1 to {n}, or more layers.")
+    if bad := [c for c in costs if not 0 <= c < math.inf]:
+        raise LayoutError(f"a layer cannot cost {bad[0]}: costs are added up and compared. Use finite numbers from 0 up.")
+    prefix = [0, *accumulate(_as_integers(costs))]
+    limit = _least_maximum(prefix, stages)
+    return _most_even(prefix, stages, limit)
+
+
+def parse_layout(text: str, kinds: Sequence[str], stages: int) -> Bounds:
+    """Bounds from what the user wrote.
+
+    kinds   of the model's layers in order: "block" for a decoder layer, anything else before the blocks (embedding) or
+            behind them (final norm, head)
+    text    either decoder layers per stage, "3,2,3": layers before the blocks go to the first stage, those behind to the
+            last. Or one letter a layer and "|" between stages, "Et*3|(tt|)*2t*3L": E embedding, t decoder layer, L norm
+            and head; "*n" repeats, parentheses group, commas and blanks are ignored; E and L may be left out.
+    """
+    blocks = [at for at, kind in enumerate(kinds) if kind == "block"]
+    before, behind = (blocks[0], len(kinds) - blocks[-1] - 1) if blocks else (len(kinds), 0)
+    parts = _parts(text, len(blocks), stages)
+    size = {"E": before, "t": 1, "L": behind}
+    bounds = (0, *accumulate(sum(size[letter] for letter in part) for part in parts))
+    if empty := [s for s in range(stages) if bounds[s] == bounds[s + 1]]:
+        raise _wrong(text, f"stage {empty[0]} would hold no layer", len(blocks), stages)
+    return bounds
+
+
+def _parts(text: str, num_blocks: int, stages: int) -> list[str]:
+    """The layout written out, one string of E, t and L per stage, checked."""
+    if re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", text):
+        counts = [int(word) for word in text.split(",")]
+        _check_counts(text, len(counts), sum(counts), num_blocks, stages)
+        parts = ["t" * count for count in counts]
+    else:
+        parts = _expand(text).split("|")
+        _check_counts(text, len(parts), "".join(parts).count("t"), num_blocks, stages)
+    if "E" not in "".join(parts):
+        parts[0] = "E" + parts[0]
+    if "L" not in "".join(parts):
+        parts[-1] += "L"
+    if "".join(parts) != "E" + "t" * num_blocks + "L":
+        raise _wrong(text, "E comes once, before the decoder layers, and L once, behind them", num_blocks, stages)
+    return parts
+
+
+def _check_counts(text: str, num_parts: int, num_named: int, num_blocks: int, stages: int) -> None:
+    if num_parts != stages:
+        raise _wrong(text, f"it has {num_parts} stages, but the pipeline has {stages}", num_blocks, stages)
+    if num_named != num_blocks:
+        raise _wrong(text, f"it has {num_named} decoder layers, but the model has {num_blocks}", num_blocks, stages)
+
+
+def _as_integers(costs: Sequence[float]) -> list[int]:
+    """The same costs in a unit in which all are whole, so that sums are exact and equal cuts compare as equal."""
+    ratios = [c.as_integer_ratio() for c in costs]
+    unit = math.lcm(*(denominator for _, denominator in ratios))
+    return [numerator * (unit // denominator) for numerator, denominator in ratios]
+
+
+def _least_maximum(prefix: Sequence[int], stages: int) -> int:
+    """The optimum is the cost of some run of layers: bisect over those, trying each greedily."""
+    n = len(prefix) - 1
+    candidates = sorted({prefix[j] - prefix[i] for i in range(n) for j in range(i + 1, n + 1)})
+    low, high = 0, len(candidates) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if _fits(prefix, stages, candidates[middle]):
+            high = middle
+        else:
+            low = middle + 1
+    return candidates[low]
+
+
+def _fits(prefix: Sequence[int], stages: int, limit: int) -> bool:
+    """Whether `stages` stages of at most `limit` suffice. Fewer are as good: cutting a stage makes none dearer."""
+    used, start = 1, 0
+    for at in range(1, len(prefix)):
+        if prefix[at] - prefix[at - 1] > limit:
+            return False
+        if prefix[at] - prefix[start] > limit:
+            used, start = used + 1, at - 1
+    return used <= stages
+
+
+def _most_even(prefix: Sequence[int], stages: int, limit: int) -> Bounds:
+    """Dynamic programme from the back: least[i] = (sum of squares, end of the first stage) for layers i.. in s stages."""
+    n = len(prefix) - 1
+    least: list[tuple[float, int]] = [(math.inf, n)] * n + [(0, n)]
+    ends = []
+    for _ in range(stages):
+        following, least = least, [(math.inf, n)] * (n + 1)
+        for i in range(n):
+            for j in range(i + 1, n + 1):
+                cost = prefix[j] - prefix[i]
+                if cost > limit:
+                    break
+                least[i] = min(least[i], (cost * cost + following[j][0], j))
+        ends.append([end for _, end in least])
+    bounds = [0]
+    for end in reversed(ends):
+        bounds.append(end[bounds[-1]])
+    return tuple(bounds)
+
+
+def _expand(text: str) -> str:
+    """Write out the repetitions of a layout."""
+    expanded = re.sub(r"[\s,]", "", text)
+    repeated = re.compile(r"\(([^()]*)\)(?:\*(\d+))?|([EtL|])\*(\d+)")
+    while found := repeated.search(expanded):
+        group, group_times, letter, letter_times = found.groups()
+        times = int(group_times or letter_times or 1)
+        if times > MOST_REPEATS or len(expanded) > MOST_REPEATS:
+            raise ConfigError(f"pipeline layout {text!r} repeats something {times} times: no model has so many layers. "
+                              f"Use at most {MOST_REPEATS}.")
+        expanded = expanded[:found.start()] + (letter or group) * times + expanded[found.end():]
+    if strange := re.search(r"[^EtL|]", expanded):
+        raise ConfigError(f"pipeline layout {text!r} holds {strange.group()!r}, which is not understood at that place. Legal: "
+                          "decoder layers per stage, such as 3,2,3; or E (embedding), t (decoder layer), L (norm and "
+                          "head), | between stages, *n to repeat, parentheses, such as Et*3|t*2|t*3L.")
+    return expanded
+
+
+def _wrong(text: str, what: str, num_blocks: int, stages: int) -> ConfigError:
+    even = [num_blocks // stages + (s >= stages - num_blocks % stages) for s in range(stages)]
+    return ConfigError(f"pipeline layout {text!r}: {what}. Each of the {stages} stages holds at least one of the model's "
+                       f"layers, in their order; for example {','.join(map(str, even))} or "
+                       f"E{'|'.join(f't*{n}' if n else '' for n in even)}L.")

@@ -1,0 +1,84 @@
+"""`Stage`: consecutive layers on one rank, with the activations of the micro-batches that are between F and B.
+
+A stage keeps, for each live micro-batch, its input and the *gradient edge* of its output: the place in the autograd graph
+where the backward starts. The output itself is not kept; it is freed as soon as it has been sent, unless an operation
+saved it for its own backward.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from ..data.batch import Batch
+
+
+@dataclass(slots=True)
+class _Live:
+    """A micro-batch between its forward and its backward."""
+
+    input: Tensor | None              # None on the first stage, which reads tokens
+    edge: GradientEdge | None         # None when nothing in the output needs a gradient (frozen layers)
+    start: Tensor | None              # gradient of the objective (the scale), where the stage ends in a loss
+
+
+class Stage:
+    """The layers of global stage `index`.
+
+    modules  called in order as module(x, batch); the first layer of the model ignores x
+    loss     on the last stage, loss(x, batch) → an object with `objective`, a scalar tensor that is differentiated and is
+             not a view; it is detached in place, so that keeping the loss of a step keeps no graph alive.
+             None: the output of the last layer is the result (forward only)
+    """
+
+    def __init__(self, index: int, modules: Sequence[nn.Module], *, is_first: bool, is_last: bool,
+                 loss: Callable[[Tensor, Batch], Any] | None = None):
+        self.index, self.modules, self.is_first, self.is_last, self.loss = index, modules, is_first, is_last, loss
+        self.live: dict[int, _Live] = {}
+
+    def forward(self, microbatch: int, batch: Batch, x: Tensor | None, scale: float) -> Any:
+        """Output for the next stage, detached; the loss object on the last stage.
+
+        Outside `torch.no_grad()` the micro-batch stays live until its backward, which starts from `scale` on the last stage.
+        """
+        training = torch.is_grad_enabled()
+        if x is not None and training:
+            x = x.detach().requires_grad_()
+        output = x
+        for module in self.modules:
+            output = module(output, batch)
+        if self.loss is None or not self.is_last:
+            if training:
+                self.live[microbatch] = _Live(x, _edge_of(output), None)
+            return output.detach()
+        loss = self.loss(output, batch)
+        if training:
+            start = torch.full_like(loss.objective, scale)
+            self.live[microbatch] = _Live(x, _edge_of(loss.objective), start)
+            loss.objective.detach_()
+        return loss
+
+    def backward(self, microbatch: int, grad: Tensor | None) -> Tensor | None:
+        """Gradient of the input (None on the first stage) from that of the output (None where the stage ends in a loss).
+
+        Gradients of parameters go where autograd and the layers put them.
+        """
+        live = self.live.pop(microbatch)
+        if live.edge is not None:
+            torch.autograd.backward(live.edge, live.start if grad is None else grad)
+        return None if live.input is None else live.input.grad
+
+    def check_empty(self) -> None:
+        """Between steps no micro-batch may be alive."""
+        assert not self.live, f"stage {self.index}: micro-batches {sorted(self.live)} had a forward but no backward"
+
+    def clear(self) -> None:
+        """Forget all live micro-batches, after a step that failed."""
+        self.live.clear()
+
+
+def _edge_of(output: Tensor) -> GradientEdge | None:
+    return get_gradient_edge(output) if output.requires_grad else None

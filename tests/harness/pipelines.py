@@ -1,0 +1,125 @@
+"""A tiny language model cut into stages, and the same model trained by plain torch in one piece.
+
+Legend: b samples, s positions, h hidden, v vocabulary; hidden states [s, b, h].
+"""
+
+import queue
+from collections import defaultdict
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+
+from megatron_ds.data.batch import Batch
+from megatron_ds.pipeline.executor import Executor
+from megatron_ds.pipeline.stage import Stage
+
+VOCABULARY, HIDDEN, SEQUENCE = 11, 6, 5
+
+
+class Embedding(nn.Module):
+    def __init__(self, draw):
+        super().__init__()
+        self.weight = nn.Parameter(draw(VOCABULARY, HIDDEN))
+
+    def forward(self, x, batch):
+        return self.weight[batch.tokens.t()]                                     # [s, b, h]
+
+
+class Block(nn.Module):
+    def __init__(self, draw):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(draw(HIDDEN, HIDDEN)), nn.Parameter(draw(HIDDEN))
+
+    def forward(self, x, batch):
+        return x + torch.tanh(x @ self.weight + self.bias)
+
+
+class Head(nn.Module):
+    def __init__(self, draw):
+        super().__init__()
+        self.weight = nn.Parameter(draw(VOCABULARY, HIDDEN))
+
+    def forward(self, x, batch):
+        return x @ self.weight.t()                                               # [s, b, v]
+
+
+def token_loss(logits, batch):
+    losses = nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.t().flatten(), reduction="none")
+    losses = losses * batch.loss_mask.t().flatten()
+    return SimpleNamespace(objective=losses.sum() / batch.loss_mask.sum(), total=losses.sum().detach(),
+                           tokens=batch.loss_mask.sum())
+
+
+def make_layers(num_blocks: int, seed: int = 3) -> list[nn.Module]:
+    """Embedding, blocks and head, always with the same weights."""
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda *shape: torch.randn(*shape, generator=generator) * 0.3
+    return [Embedding(draw), *(Block(draw) for _ in range(num_blocks)), Head(draw)]
+
+
+def make_batches(num_microbatches: int, seed: int = 5) -> tuple[Batch, ...]:
+    """Micro-batches of 2 samples, the last of 1."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = 2 * num_microbatches - 1
+    tokens = torch.randint(VOCABULARY, (rows, SEQUENCE + 1), generator=generator)
+    mask = torch.ones(rows, SEQUENCE)
+    mask[::2, 1] = 0
+    batch = Batch(tokens[:, :-1], tokens[:, 1:], mask, torch.arange(SEQUENCE).expand(rows, -1), tuple(range(rows)))
+    return batch.split(2)
+
+
+def train_in_one_piece(layers, microbatches, scale) -> list[torch.Tensor]:
+    """Plain torch: the objectives; gradients are left in the layers' parameters."""
+    objectives = []
+    for batch in microbatches:
+        x = None
+        for layer in layers:
+            x = layer(x, batch)
+        objective = token_loss(x, batch).objective
+        (objective * scale).backward()
+        objectives.append(objective.detach())
+    return objectives
+
+
+def make_stage(layers, bounds, index: int, stage_class=Stage) -> Stage:
+    last = index == len(bounds) - 2
+    return stage_class(index, layers[bounds[index]:bounds[index + 1]], is_first=index == 0, is_last=last,
+                       loss=token_loss if last else None)
+
+
+def make_executor(program, layers, bounds, channels, stage_rank, rank, hooks=None, stage_class=Stage) -> Executor:
+    """The executor of one rank; the layers may be the whole model, only the slices of its stages are used."""
+    stages = {s: make_stage(layers, bounds, s, stage_class) for s in range(len(bounds) - 1) if stage_rank(s) == rank}
+    return Executor(program, stages, channels, stage_rank, lambda batch: (batch.seq_length, batch.size, HIDDEN),
+                    torch.float32, torch.device("cpu"), hooks)
+
+
+class PostOffice:
+    """Mail among threads; see `RendezvousChannels`."""
+
+    def __init__(self):
+        self.posted, self.mail = defaultdict(queue.Queue), defaultdict(queue.Queue)
+
+
+class RendezvousChannels:
+    """The strictest legal transport: a send blocks until the peer has posted its receive."""
+
+    def __init__(self, office: PostOffice, rank: int, timeout: float = 20):
+        self.office, self.rank, self.timeout = office, rank, timeout
+
+    def send(self, kind, destination, tensor):
+        self.office.posted[self.rank, destination, kind].get(timeout=self.timeout)
+        self.office.mail[self.rank, destination, kind].put(tensor.clone())
+
+    def recv(self, kind, source, shape, dtype, device):
+        self.office.posted[source, self.rank, kind].put(None)
+        return SimpleNamespace(wait=lambda: self._take(kind, source, shape))
+
+    def drain(self):
+        pass
+
+    def _take(self, kind, source, shape):
+        tensor = self.office.mail[source, self.rank, kind].get(timeout=self.timeout)
+        assert tuple(tensor.shape) == tuple(shape), f"expected {shape}, received {tuple(tensor.shape)}"
+        return tensor
