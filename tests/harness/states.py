@@ -4,6 +4,7 @@ A layout is (tp, pipeline cut, data-parallel ranks, ZeRO stage). Every number of
 name and a seed, and shards are made by slicing, without the code under test.
 """
 
+import functools
 import zlib
 from dataclasses import dataclass, replace
 
@@ -66,6 +67,7 @@ class StatePiece:
     replicas: int
 
 
+@functools.cache
 def logical_tensor(kind: str, spec: ParamSpec, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{kind}/{spec.name}".encode()))
     return torch.randn(spec.shape, generator=generator)
