@@ -117,7 +117,7 @@ class GradBuckets:
         if missing == 1:
             bucket = self.layout.slots[i].bucket
             self._open[bucket] -= 1
-            if self.overlap and bucket == self._next and not self._open[bucket]:
+            if self.overlap and not self._open[bucket]:
                 self._launch_up_to(self._first_open())
 
     def _first_open(self) -> int:
@@ -150,6 +150,8 @@ def _sum_coalesced(views: list[torch.Tensor], group: Group) -> None:
 
 
 def _move_to_main_grad(parameter: nn.Parameter) -> None:
+    if parameter.grad is None:       # a layer that adds to main_grad itself returned None; torch calls the hook all the same
+        return
     parameter.main_grad.add_(parameter.grad)
     parameter.grad = None
     parameter.grad_ready()
