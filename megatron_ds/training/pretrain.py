@@ -85,7 +85,7 @@ def local_device(local_rank: int) -> torch.device:
 
 def train(config: RunConfig, mesh: Mesh, tokenizer, source: str, started: float) -> str:
     """Build everything on this rank and train; why it ended. Collective over the world."""
-    datasets = build_datasets(config, wanted_samples(config), tokenizer, mesh)
+    datasets = build_datasets(config, wanted_samples(config), tokenizer)
     engine = build_engine(config, mesh)
     if mesh.rank == 0:
         logger.info("%s", describe(engine, source))
