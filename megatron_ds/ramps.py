@@ -1,0 +1,227 @@
+"""Ramps: pure functions from `Progress` to the value that a knob has there. Nobody stores a schedule's state.
+
+Learning rate and weight decay advance on *scheduled samples* (samples of steps that were not skipped), batch size on samples
+consumed. A span given in iterations is that many times the global batch size, as in Megatron; since a batch that grows would
+make "iteration" mean two things, a batch ramp needs its spans in samples.
+
+Letters: n samples so far, w samples of warm-up, d samples after which the decay is over.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from .progress import Progress
+
+T = TypeVar("T")
+Ramp = Callable[[Progress], T]
+
+# Shapes of a decay: part of it that is over, r in [0, 1] → part of the height that is left.
+FALLS: Mapping[str, Callable[[float], float]] = {
+    "linear": lambda r: 1 - r,
+    "cosine": lambda r: 0.5 * (math.cos(math.pi * r) + 1),
+    "exponential": lambda r: 2 * 0.5**r - 1,
+    "minus_sqrt": lambda r: 1 - math.sqrt(r),
+}
+
+
+@dataclass(frozen=True)
+class LearningRate:
+    r"""Warm up linearly from `initial` to `highest`, then fall in `style` to `lowest`, which holds from `decay` on.
+
+    With "WSD" (warm-up, stable, decay: Hu et al. 2024, arXiv:2404.06395, section 4) the fall takes the last `final` samples
+    of `decay` and has the shape `final_style`. "inverse-square-root" is Vaswani et al. 2017, equation 3, scaled to pass
+    through `highest` at the end of the warm-up.
+
+        highest      ____                     ____________
+                    /    \                   /            \
+                   /      \  cosine, …      /              \  WSD
+        initial   /        \______ lowest  /                \______
+                  0  w     d               0  w     d-final  d
+    """
+
+    highest: float
+    lowest: float = 0.0
+    initial: float = 0.0
+    warmup: float = 0
+    decay: int = 1
+    style: str = "linear"
+    final: int = 0
+    final_style: str = "exponential"
+
+    def __call__(self, progress: Progress) -> float:
+        return self.at(progress.scheduled_samples)
+
+    def at(self, n: int) -> float:
+        if 0 < self.warmup and n <= self.warmup:
+            return self.initial + (self.highest - self.initial) * n / self.warmup
+        if self.style == "constant":
+            return self.highest
+        if n > self.decay:
+            return self.lowest
+        if self.style == "inverse-square-root":
+            return max(self.lowest, self.highest * math.sqrt(max(self.warmup, 1)) / math.sqrt(max(n, 1)))
+        return self.lowest + self._left(n) * (self.highest - self.lowest)
+
+    def _left(self, n: int) -> float:
+        """Part of the height that is left after n samples."""
+        if self.style != "WSD":
+            return FALLS[self.style]((n - self.warmup) / max(self.decay - self.warmup, 1))
+        start = self.decay - self.final
+        return 1.0 if n <= start else FALLS[self.final_style]((n - start) / self.final)
+
+
+@dataclass(frozen=True)
+class DeepSpeedRate:
+    """DeepSpeed's WarmupLR, WarmupDecayLR and WarmupCosineLR, step for step; spans in steps of `batch` samples.
+
+    They count i = steps done − 1, which is −1 at the first step: it runs at `initial` (WarmupCosineLR: at 0). The warm-up is
+    at least two steps long. WarmupDecayLR falls back to `initial`, WarmupCosineLR to `lowest`.
+    """
+
+    style: str
+    highest: float
+    batch: int
+    lowest: float = 0.0
+    initial: float = 0.0
+    warmup: int = 1000
+    total: int = 1
+    warmup_style: str = "log"
+
+    def __call__(self, progress: Progress) -> float:
+        return self.at(progress.scheduled_samples // self.batch - 1)
+
+    def at(self, i: int) -> float:
+        if i < 0:
+            return 0.0 if self.style == "WarmupCosineLR" else self.initial
+        if i < self.steps:
+            risen = math.log(i + 1) / math.log(self.steps) if self.warmup_style == "log" else i / self.steps
+            return self.initial + (self.highest - self.initial) * risen
+        if self.style == "WarmupLR":
+            return self.highest
+        span = max(1, self.total - self.steps)
+        if self.style == "WarmupDecayLR":
+            return self.initial + (self.highest - self.initial) * max(0.0, (self.total - i) / span)
+        return self.lowest + (self.highest - self.lowest) * FALLS["cosine"](min(1.0, (i - self.steps + 1) / span))
+
+    @property
+    def steps(self) -> int:
+        return max(2, self.warmup)
+
+
+@dataclass(frozen=True)
+class WeightDecay:
+    """From `start` to `end` over `span` samples, constant, linear, or along half a cosine."""
+
+    start: float
+    end: float
+    span: int = 1
+    style: str = "constant"
+
+    def __call__(self, progress: Progress) -> float:
+        return self.at(progress.scheduled_samples)
+
+    def at(self, n: int) -> float:
+        if self.style == "constant" or n > self.span:
+            return self.end
+        r = n / self.span
+        return self.start + (self.end - self.start) * (r if self.style == "linear" else FALLS["cosine"](1 - r))
+
+
+@dataclass(frozen=True)
+class BatchSize:
+    """Global batch size: from `start` in steps of `increment` to `final`, reached after `span` samples.
+
+    Each size serves for the same number of samples, span / number of increments. Integers only, so that a run resumed at a
+    border decides as the first one did.
+    """
+
+    final: int
+    start: int
+    increment: int
+    span: int
+
+    def __call__(self, progress: Progress) -> int:
+        return self.at(progress.samples)
+
+    def at(self, n: int) -> int:
+        if n >= self.span:
+            return self.final
+        increments = (self.final - self.start) // self.increment
+        return self.start + n * increments // self.span * self.increment
+
+
+@dataclass(frozen=True)
+class Constant:
+    """The same value everywhere."""
+
+    value: Any
+
+    def __call__(self, progress: Progress) -> Any:
+        return self.value
+
+    def at(self, n: int) -> Any:
+        return self.value
+
+
+def make_learning_rate(config: Any) -> Ramp[float]:
+    """The learning rate that a `RunConfig` describes."""
+    optimizer, train = config.optimizer, config.train
+    batch = train.global_batch_size
+    decay = _span(optimizer.lr_decay_iters, optimizer.lr_decay_samples, batch) or train_span(train)
+    if optimizer.lr_decay_style.startswith("Warmup"):
+        warmup = optimizer.lr_warmup_iters
+        if optimizer.lr_warmup_fraction is not None:
+            warmup = int(optimizer.lr_warmup_fraction * decay / batch)
+        return DeepSpeedRate(
+            optimizer.lr_decay_style, highest=optimizer.lr, lowest=optimizer.min_lr, initial=optimizer.lr_warmup_init,
+            warmup=warmup, total=decay // batch, warmup_style=optimizer.lr_warmup_style, batch=batch)
+    warmup = _span(optimizer.lr_warmup_iters, optimizer.lr_warmup_samples, batch)
+    if optimizer.lr_warmup_fraction is not None:
+        warmup = optimizer.lr_warmup_fraction * decay
+    final = _span(optimizer.lr_wsd_decay_iters, optimizer.lr_wsd_decay_samples, batch)
+    return LearningRate(
+        highest=optimizer.lr, lowest=optimizer.min_lr, initial=optimizer.lr_warmup_init, warmup=warmup, decay=decay,
+        style=optimizer.lr_decay_style, final=final, final_style=optimizer.lr_wsd_decay_style)
+
+
+def make_weight_decay(config: Any) -> Ramp[float]:
+    """The weight decay that a `RunConfig` describes."""
+    optimizer = config.optimizer
+    start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
+    return WeightDecay(
+        start=optimizer.weight_decay if start is None else start, end=optimizer.weight_decay if end is None else end,
+        span=train_span(config.train), style=optimizer.weight_decay_incr_style)
+
+
+def make_batch_size(config: Any) -> Ramp[int]:
+    """The global batch size that a `RunConfig` describes."""
+    train = config.train
+    if train.rampup_batch_size is None:
+        return Constant(train.global_batch_size)
+    start, increment, span = train.rampup_batch_size
+    return BatchSize(final=train.global_batch_size, start=start, increment=increment, span=span)
+
+
+def train_span(train: Any) -> int:
+    """Samples of the whole training."""
+    return train.train_samples or train.train_iters * train.global_batch_size
+
+
+def count_steps(batch_size: BatchSize | Constant, samples: int) -> int:
+    """Optimizer steps that fit into so many samples; the last samples, too few for a batch, are left over."""
+    steps, n = 0, 0
+    while n < samples:
+        size = batch_size.at(n)
+        if isinstance(batch_size, Constant) or n >= batch_size.span:
+            return steps + (samples - n) // size
+        if n + size > samples:
+            break
+        steps, n = steps + 1, n + size
+    return steps
+
+
+def _span(iterations: int | None, samples: int | None, batch: int) -> int:
+    """Samples meant by whichever of the two is given."""
+    return samples or (iterations or 0) * batch

@@ -4,6 +4,7 @@ YAML 1.1 reads `1e-4` as a text and JSON writes 5e8 for a count, so the option's
 """
 
 import math
+import operator
 import re
 from typing import Any
 
@@ -16,7 +17,7 @@ def coerce(option: Option, raw: Any, where: str) -> Any:
     """The value of `option` meant by `raw`. Raises ConfigError that begins with `where`."""
     if not option.is_list:
         return _one(option, raw, where)
-    items = tuple(raw) if isinstance(raw, list | tuple) else tuple(str(raw).split())
+    items = tuple(raw) if isinstance(raw, list | tuple) else (raw,) if option.kind is str else tuple(str(raw).split())
     if option.count is not None and len(items) != option.count:
         raise ConfigError(f"{where} needs {option.noun}, not {len(items)}.")
     return tuple(_one(option, item, where) for item in items)
@@ -30,6 +31,10 @@ def _one(option: Option, raw: Any, where: str) -> Any:
     if option.choices and value not in option.choices:
         near = did_you_mean(str(value), [*map(str, option.choices), *option.values])
         raise ConfigError(f"{where}: {shown(raw)} is not {option.noun}{near.replace(';', ':')}" + ("" if near else "."))
+    for words, bound, fails in (("at least", option.at_least, operator.lt), ("above", option.above, operator.le),
+                                ("at most", option.at_most, operator.gt), ("below", option.below, operator.ge)):
+        if bound is not None and fails(value, bound):
+            raise ConfigError(f"{where}: {raw} is out of range; it must be {words} {bound}.")
     return value
 
 

@@ -15,18 +15,10 @@ from .coerce import coerce
 from .option import Option
 from .refused import REFUSED_FLAGS
 from .run import Source, all_options
+from .setting import Setting
 
 CONFIG_FLAG, DEEPSPEED_FLAG = "--config", "--deepspeed-config"
 HELP_FLAGS = ("--help", "-h")
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One value given by somebody."""
-
-    path: str
-    value: Any
-    source: Source
 
 
 @dataclass(frozen=True)
@@ -37,6 +29,7 @@ class CommandLine:
     yaml_files: tuple[str, ...] = ()
     deepspeed_files: tuple[str, ...] = ()
     wants_help: bool = False
+    problems: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -70,7 +63,7 @@ def spellings() -> Mapping[str, Spelling]:
 
 
 def read_flags(argv: Sequence[str]) -> CommandLine:
-    """Raises one ConfigError with everything that is wrong. The same flag twice: the later wins."""
+    """What the flags say; `problems` holds what is wrong with them. The same flag twice: the later wins."""
     settings: list[Setting] = []
     files: dict[str, list[str]] = {CONFIG_FLAG: [], DEEPSPEED_FLAG: []}
     wrong: list[str] = []
@@ -86,9 +79,7 @@ def read_flags(argv: Sequence[str]) -> CommandLine:
         except ConfigError as error:
             wrong.append(str(error))
     wrong += _contradictions(settings)
-    if wrong and not wants_help:
-        raise ConfigError("\n".join(wrong))
-    return CommandLine(tuple(settings), tuple(files[CONFIG_FLAG]), tuple(files[DEEPSPEED_FLAG]), wants_help)
+    return CommandLine(tuple(settings), tuple(files[CONFIG_FLAG]), tuple(files[DEEPSPEED_FLAG]), wants_help, tuple(wrong))
 
 
 def canonical(flag: str) -> str:

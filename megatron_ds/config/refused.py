@@ -9,6 +9,7 @@ _ONE_MODEL = "there is one implementation of the model. Remove it."
 _ALWAYS = "that is how it always works. Remove it."
 _ASYNC = "its all-reduce always overlaps with the weight gradient. Remove it."
 _KERNEL = "kernels are chosen by what the device can do. Remove it."
+_SIGNALS = "the run always saves and exits on SIGTERM, SIGUSR1 and the first Ctrl-C. Remove it."
 _RNG = "a checkpoint holds no random state, since every random number follows from --seed and its place. Remove it."
 _PLAIN_RNG = "initial weights and dropout follow from --seed alone, the same on every layout. Remove it."
 
@@ -28,7 +29,8 @@ REFUSED_FLAGS = MappingProxyType({
     "--dist-ckpt-format": "there is one format, which loads at any layout. Remove it.",
     "--distributed-backend": "it is NCCL on CUDA devices and gloo elsewhere. Remove it.",
     "--distributed-timeout": "write --distributed-timeout-minutes.",
-    "--exit-signal-handler": "the run always saves and exits on the --exit-signals. Remove it.",
+    "--exit-signal": _SIGNALS,
+    "--exit-signal-handler": _SIGNALS,
     "--fp32-residual-connection": "residuals are added in the format of the weights. Remove it.",
     "--local-rank": "the launcher's environment says it. Remove it.",
     "--no-async-tensor-model-parallel-allreduce": _ASYNC,
@@ -44,6 +46,7 @@ REFUSED_FLAGS = MappingProxyType({
     "--no-save-rng": _RNG,
     "--num-layers-per-virtual-pipeline-stage": "interleaved schedules are not available yet. Remove it.",
     "--num-layers-per-stage": "write --pipeline-layout, such as 3,2,3.",
+    "--log-throughput": "the log line always has it. Remove it.",
     "--overlap-param-gather": "weights are gathered right after the step. Remove it.",
     "--override-opt-param-scheduler": "the learning rate is a function of the flags and of progress, never stored. Remove it.",
     "--pipeline-model-parallel-layout": "write --pipeline-layout with the decoder layers of each stage, such as 3,2,3.",
@@ -62,4 +65,75 @@ REFUSED_FLAGS = MappingProxyType({
     "--use-torch-fsdp2": "write --zero-stage.",
     "--virtual-pipeline-model-parallel-size": "interleaved schedules are not available yet. Remove it.",
     "--world-size": "the launcher says how many ranks there are. Remove it.",
+})
+
+_LATER = "it is not available yet. Remove it."
+_FLAT = "gradients live in flat buckets, each reduced once by the collective that its ZeRO stage needs. Remove it."
+_STAGE3 = "it tunes ZeRO stage 3, which is not available yet. Remove it."
+_MONITOR = "metrics go to the log, to TensorBoard and to --metrics-jsonl. Remove it."
+_LOADER = "batches come from the --data-path of the flags. Remove it."
+
+# Keys of DeepSpeed's JSON that would change nothing here → why. A key covers the block under it.
+REFUSED_KEYS = MappingProxyType({
+    "activation_checkpointing": "write --recompute-granularity full or selective. Remove it.",
+    "aio": _LATER,
+    "amp": "write a bf16 or an fp16 block instead.",
+    "autotuning": _LATER,
+    "bf16.check_grad_overflow": "a step with a gradient that is not finite is always skipped. Remove it.",
+    "bf16.immediate_grad_update": "gradients are always added to the fp32 buffer as they come. Remove it.",
+    "comms_logger": _LATER,
+    "communication_data_type": "gradients are reduced in fp32. Remove it.",
+    "compression_training": _LATER,
+    "csv_monitor": _MONITOR,
+    "comet": _MONITOR,
+    "curriculum_learning": _LATER,
+    "data_efficiency": _LATER,
+    "data_types": "gradients are accumulated in fp32. Remove it.",
+    "dataloader_drop_last": _LOADER,
+    "disable_allgather": _FLAT,
+    "dump_state": "startup always prints every value that is not default. Remove it.",
+    "elasticity": _LATER,
+    "flops_profiler": "the log line has TFLOP/s. Remove it.",
+    "fp16.auto_cast": "weights and activations are in fp16. Remove it.",
+    "fp16.consecutive_hysteresis": "hysteresis is refilled when the scale grows. Remove it.",
+    "fp16.fp16_master_weights_and_grads": "master weights and gradients are in fp32. Remove it.",
+    "gradient_allreduce_op": "gradients are averaged. Remove it.",
+    "gradient_predivide_factor": "gradients are divided by the data-parallel size before they are summed. Remove it.",
+    "memory_breakdown": _LATER,
+    "monitor_config": _MONITOR,
+    "optimizer.legacy_fusion": "the fastest implementation is chosen by itself. Remove it.",
+    "optimizer.params.adam_w_mode": "weight decay is always decoupled. Remove it.",
+    "optimizer.params.amsgrad": _LATER,
+    "optimizer.params.bias_correction": "Adam always corrects its bias. Remove it.",
+    "optimizer.params.max_grad_norm": 'write "gradient_clipping" at the top level.',
+    "optimizer.params.torch_adam": "the fastest implementation is chosen by itself. Remove it.",
+    "pipeline": "write --pipeline-model-parallel-size and --pipeline-layout. Remove it.",
+    "prescale_gradients": "gradients are divided by the data-parallel size before they are summed. Remove it.",
+    "seq_parallel_communication_data_type": "activations travel in their own format. Remove it.",
+    "sparse_gradients": "all gradients are dense. Remove it.",
+    "torch_autocast": "write a bf16 or an fp16 block instead.",
+    "wall_clock_breakdown": _LATER,
+    "wandb": _MONITOR,
+    "zero_allow_untested_optimizer": "every optimizer here works with every ZeRO stage. Remove it.",
+    "zero_force_ds_cpu_optimizer": "there is no offloading yet. Remove it.",
+    "zero_optimization.allgather_partitions": _FLAT,
+    "zero_optimization.contiguous_gradients": _FLAT,
+    "zero_optimization.cpu_offload": _LATER,
+    "zero_optimization.elastic_checkpoint": "every checkpoint loads at any layout. Remove it.",
+    "zero_optimization.ignore_unused_parameters": _FLAT,
+    "zero_optimization.legacy_stage1": _FLAT,
+    "zero_optimization.load_from_fp32_weights": "fp32 masters are always loaded. Remove it.",
+    "zero_optimization.offload_optimizer": _LATER,
+    "zero_optimization.offload_param": _LATER,
+    "zero_optimization.reduce_scatter": _FLAT,
+    "zero_optimization.round_robin_gradients": _FLAT,
+    "zero_optimization.sub_group_size": _STAGE3,
+    "zero_optimization.use_multi_rank_bucket_allreduce": _FLAT,
+    "zero_optimization.zero_hpz_partition_size": _LATER,
+    "zero_optimization.zero_quantized_gradients": _LATER,
+    "zero_optimization.zero_quantized_weights": _LATER,
+    **{f"zero_optimization.stage3_{name}": _STAGE3 for name in (
+        "gather_16bit_weights_on_model_save", "max_live_parameters", "max_reuse_distance", "model_persistence_threshold",
+        "module_granularity_threshold", "param_persistence_threshold", "prefetch_bucket_size",
+        "use_all_reduce_for_fetch_params")},
 })

@@ -23,7 +23,10 @@ SECTIONS: Mapping[str, type] = MappingProxyType({
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a value came from. kind: "flag", "file" or "derived"; a value with no source is the default."""
+    """Where a value came from. A value with none is the default.
+
+    kind: "script", "yaml", "deepspeed", "flag" or "derived".
+    """
 
     kind: str
     name: str

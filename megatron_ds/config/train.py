@@ -32,10 +32,6 @@ class TrainConfig:
     exit_interval: int | None = option(None, at_least=1, unit="iterations",
                                        help="Save and exit at the next step that is a multiple of this.")
     exit_duration_in_mins: float | None = option(None, above=0, unit="minutes", help="Save and exit after so long.")
-    exit_signals: tuple[str, ...] = option(
-        ("SIGTERM", "SIGUSR1", "SIGINT"), flags=["--exit-signal"],
-        help="Signals on which the run saves and exits with code 0.",
-        avoid="torchrun kills workers 30 seconds after SIGTERM, unless its --shutdown-timeout is raised.")
     seed: int = option(1234, at_least=0, help="Seed of initial weights, data order and dropout.")
     recompute_granularity: str | None = option(
         None, choices=("full", "selective"),
@@ -79,9 +75,6 @@ class LoggingConfig:
     """Rank 0 speaks."""
 
     log_interval: int = option(100, at_least=1, json="steps_per_print", unit="iterations", help="Steps between log lines.")
-    log_throughput: bool = option(True, help="Tokens per second, TFLOP/s and time left in the log line.")
-    log_level: str = option("info", choices=("debug", "info", "warning", "error"), flag="--log-level",
-                            help="Least important message that is shown.")
     tensorboard_dir: str | None = option(None, help="Directory for TensorBoard events. Default: none are written.")
     metrics_path: str | None = option(None, flags=["--metrics-jsonl"],
                                       help="File to which the record of each log line is appended as JSON. Default: "

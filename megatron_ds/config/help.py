@@ -1,0 +1,80 @@
+"""`--help`, made from the table of options."""
+
+import textwrap
+from collections.abc import Iterator
+
+from .flags import CONFIG_FLAG, DEEPSPEED_FLAG
+from .option import Option
+from .run import SECTIONS, all_options
+
+WIDTH, COLUMN = 120, 44
+TITLES = {"model": "Model", "parallel": "Parallelism", "zero": "ZeRO", "optimizer": "Optimizer", "train": "Training",
+          "data": "Data", "checkpoint": "Checkpoints", "logging": "Logging"}
+FILES = (
+    (f"{CONFIG_FLAG} FILE …", "YAML files with the names below (num_layers: 12), or a checkpoint's run.json. Flags win over "
+     "files; two files may not disagree."),
+    (f"{DEEPSPEED_FLAG} FILE", "A DeepSpeed JSON. \"auto\" in it means: take it from the flags."),
+    ("--help, -h", "This text."))
+
+
+def help_text() -> str:
+    """All options by section, with defaults and with a word on when not to use them."""
+    parts = ["Required: " + ", ".join(o.flag for o in all_options().values() if o.required) + ", --train-iters or "
+             "--train-samples, and data (--data-path with --tokenizer-type, or --mock-data). "
+             "Words may be joined by hyphens or underscores, values given as --lr 1e-4 or --lr=1e-4."]
+    lines = [*textwrap.wrap(parts[0], WIDTH), "", "Files", *_rows(FILES)]
+    for section in SECTIONS:
+        lines += ["", TITLES[section], *_rows((invocation(o), explanation(o)) for o in all_options().values()
+                                              if o.section == section)]
+    return "\n".join(lines) + "\n"
+
+
+def invocation(option: Option) -> str:
+    """How the option is written: all spellings, and what follows them."""
+    if option.kind is bool:
+        main = [option.flag, option.negative] if option.default in (None, True) else [option.flag]
+        return ", ".join([*main, *(s for s in option.switches if s not in main)])
+    what = f"{{{','.join(map(str, option.choices))}}}" if option.choices else _metavar(option)
+    return ", ".join([f"{flag} {what}" for flag in (option.flag, *option.flags)] + list(option.switches))
+
+
+def explanation(option: Option) -> str:
+    """Help, default, and when not to use it."""
+    said = option.help
+    shown = default_text(option)
+    if shown and "Default:" not in said:
+        said += f" Default: {shown}."
+    return f"{said} {option.avoid}".rstrip()
+
+
+def default_text(option: Option) -> str:
+    """The default as one would write it; nothing where there is none, and for switches that are off."""
+    if option.default in (None, ()) or option.default is False:
+        return ""
+    if option.default is True:
+        return "on"
+    return value_text(option.default)
+
+
+def value_text(value) -> str:
+    """A value as one would write it after a flag."""
+    if isinstance(value, tuple):
+        return " ".join(map(value_text, value))
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e16:
+        return str(int(value))
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _metavar(option: Option) -> str:
+    word = (option.unit or {int: "N", float: "X", str: option.name.rsplit("_", 1)[-1]}[option.kind]).upper()
+    return f"{word} …" if option.is_list and not option.count else " ".join([word] * (option.count or 1))
+
+
+def _rows(pairs) -> Iterator[str]:
+    for left, right in pairs:
+        head = textwrap.wrap(left, WIDTH - 2, initial_indent="  ", subsequent_indent="    ")
+        body = textwrap.wrap(right, WIDTH - COLUMN, initial_indent=" " * COLUMN, subsequent_indent=" " * COLUMN,
+                             break_long_words=False)
+        if len(head) == 1 and len(head[0]) < COLUMN - 1 and body:
+            body[0] = head.pop().ljust(COLUMN) + body[0][COLUMN:]
+        yield from (*head, *body)

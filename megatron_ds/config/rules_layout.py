@@ -1,0 +1,110 @@
+"""Rules about shapes: the model by itself, and cut over the ranks."""
+
+import re
+from collections.abc import Iterator
+
+from .run import RunConfig
+from .say import divisors, either, flag, neighbours, say
+
+TP, PP = "parallel.tensor_model_parallel_size", "parallel.pipeline_model_parallel_size"
+HEADS, GROUPS = "model.num_attention_heads", "model.num_query_groups"
+
+
+def heads(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    n, g, h = model.num_attention_heads, model.query_groups, model.hidden_size
+    if n and g and n % g:
+        yield (f"{say(config, HEADS)} is not a multiple of {say(config, GROUPS)}: each key/value head serves the same "
+               f"number of query heads. Use {flag(GROUPS)} {either(divisors(n))}.")
+    if model.group_query_attention and model.num_query_groups is None:
+        yield (f"{say(config, 'model.group_query_attention')} without {flag(GROUPS)}: it does not say how many key/value "
+               f"heads there are. Add {flag(GROUPS)} N{f', N one of {either(divisors(n))}' if n else ''}.")
+    if n and h and model.kv_channels is None and h % n:
+        yield (f"{say(config, 'model.hidden_size')} is not a multiple of {say(config, HEADS)}: a head would have {h / n:g} "
+               f"channels. Use {flag(HEADS)} {either([d for d in divisors(h) if d <= 4 * n][-8:])}, or say the width of a "
+               "head with --kv-channels.")
+    elif n and h and model.position_embedding_type == "rope" and int(model.head_dim * model.rotary_percent) % 2:
+        yield (f"rotary embeddings turn pairs of channels, but {say(config, 'model.rotary_percent')} of a head of "
+               f"{model.head_dim} channels is {int(model.head_dim * model.rotary_percent)}, an odd number. Change "
+               f"{flag(HEADS)}, --kv-channels or --rotary-percent.")
+
+
+def positions(config: RunConfig) -> Iterator[str]:
+    seq, longest = config.model.seq_length, config.model.max_position_embeddings
+    if seq and longest and seq > longest:
+        yield (f"{say(config, 'model.seq_length')} is longer than {say(config, 'model.max_position_embeddings')}: the last "
+               f"tokens would have no position. Use --max-position-embeddings {seq} or more, or --seq-length {longest} or "
+               "less.")
+
+
+def not_available_yet(config: RunConfig) -> Iterator[str]:
+    for path, most in (("parallel.context_parallel_size", 1), ("parallel.expert_model_parallel_size", 1)):
+        if config.get(path) > most:
+            yield f"{say(config, path)}: only 1 is available yet."
+    if config.zero.stage > 1:
+        yield f"{say(config, 'zero.stage')}: stages 0 and 1 are available yet. Stage 1 already divides the optimizer state."
+    for path in ("data.reset_position_ids", "data.reset_attention_mask"):
+        if config.get(path):
+            yield f"{say(config, path)} is not available yet: documents packed into one sample see one another. Remove it."
+
+
+def world(config: RunConfig) -> Iterator[str]:
+    ranks, size = config.world_size, config.parallel.model_parallel_size
+    if size > 0 and ranks % size:
+        tp, pp = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
+        fits = [t for t in divisors(ranks) if (ranks // t) % pp == 0 and _tp_fits(config, t)]
+        options = [f"{flag(TP)} {either(fits)}"] if fits and ranks % pp == 0 else []
+        stages = [p for p in divisors(ranks) if (ranks // p) % tp == 0 and p <= (config.model.num_layers or p)]
+        options += [f"{flag(PP)} {either(stages)}"] if stages and ranks % tp == 0 else []
+        yield (f"{ranks} rank{'s' * (ranks > 1)} cannot be shared out: one copy of the model takes {say(config, TP)} × "
+               f"{say(config, PP)} = {size} ranks, and the world must be a multiple of that. Start {size}, {2 * size} or "
+               f"{3 * size} ranks{''.join(', or use ' + o for o in options)}.")
+
+
+def tensor_parallel(config: RunConfig) -> Iterator[str]:
+    model, t = config.model, config.parallel.tensor_model_parallel_size
+    whole = [(HEADS, model.num_attention_heads, "each rank holds whole heads"),
+             (GROUPS, model.num_query_groups, "each rank holds whole key/value heads"),
+             ("model.ffn_hidden_size", model.ffn_hidden_size or (model.hidden_size and model.ffn_size),
+              "each rank holds an equal part of the feed-forward block")]
+    fits = [d for d in divisors(model.num_attention_heads or 1) if _tp_fits(config, d)]
+    for path, number, reason in whole:
+        if number and t > 0 and number % t:
+            named = say(config, path) if config.get(path) is not None else f"the feed-forward width {number}"
+            yield f"{named} is not a multiple of {say(config, TP)}: {reason}. Use {flag(TP)} {either(fits)}."
+    if config.parallel.sequence_parallel and model.seq_length and t > 0 and model.seq_length % t:
+        yield (f"{say(config, 'model.seq_length')} is not a multiple of {say(config, TP)}: with --sequence-parallel each "
+               f"rank holds an equal slice of the sequence. Use --seq-length {neighbours(model.seq_length, t)}, or drop "
+               "--sequence-parallel.")
+
+
+def pipeline(config: RunConfig) -> Iterator[str]:
+    layers, stages = config.model.num_layers, config.parallel.pipeline_model_parallel_size
+    cut = config.parallel.pipeline_layout
+    if layers and layers < stages:
+        yield (f"{say(config, 'model.num_layers')} is less than {say(config, PP)}: each stage needs a layer. Use {flag(PP)} "
+               f"{either(range(1, layers + 1))}.")
+    elif layers and cut is not None and re.fullmatch(r"\d+(,\d+)*", cut):
+        counts = [int(count) for count in cut.split(",")]
+        example = ",".join(str(layers // stages + (i < layers % stages)) for i in range(stages))
+        if len(counts) != stages or sum(counts) != layers:
+            yield (f"{say(config, 'parallel.pipeline_layout')} has {len(counts)} stages and {sum(counts)} layers, but there "
+                   f"are {say(config, PP)} and {say(config, 'model.num_layers')}. For instance --pipeline-layout {example}.")
+
+
+def rank_order(config: RunConfig) -> Iterator[str]:
+    default = "tp-cp-ep-dp-pp"
+    if sorted(config.parallel.rank_order.split("-")) != sorted(default.split("-")):
+        yield (f"{say(config, 'parallel.rank_order')} does not name each axis once. It is an order of {default}, the "
+               "fastest varying first.")
+
+
+def _tp_fits(config: RunConfig, size: int) -> bool:
+    """The model can be cut over a tensor-parallel group of this size."""
+    model = config.model
+    width = model.ffn_hidden_size or (model.hidden_size and model.ffn_size)
+    numbers = (model.num_attention_heads, model.num_query_groups, width)
+    return all(number % size == 0 for number in numbers if number)
+
+
+LAYOUT_RULES = (heads, positions, not_available_yet, world, tensor_parallel, pipeline, rank_order)

@@ -1,0 +1,47 @@
+"""Words for problems: a value with its flag and origin, a list of alternatives, the divisors of a number."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from .help import value_text
+from .run import RunConfig, all_options
+
+
+def flag(path: str) -> str:
+    return all_options()[path].flag
+
+
+def say(config: RunConfig, path: str) -> str:
+    """`--tensor-model-parallel-size 3`, with the origin in brackets unless that was this very flag."""
+    option, source, value = all_options()[path], config.sources.get(path), config.get(path)
+    if source is not None and source.kind == "flag" and source.name not in (option.flag, *option.flags):
+        return source.name                                            # a switch: --fp16, --swiglu
+    name = source.name if source is not None and source.kind == "flag" else option.flag
+    if option.kind is bool:
+        words = option.flag if value else option.negative
+    else:
+        words = f"{name} {value_text(value)}"
+    if source is None:
+        return f"{words} (default)"
+    return words if source.kind == "flag" else f"{words} ({source})"
+
+
+def either(values: Sequence[Any]) -> str:
+    """`1, 2 or 4`."""
+    words = [str(value) for value in values]
+    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0] if number <= 10_000 else _large_divisors(number)
+
+
+def _large_divisors(number: int) -> list[int]:
+    small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
+
+
+def neighbours(number: int, step: int) -> str:
+    """The multiples of `step` around `number`."""
+    below = number // step * step
+    return either([below, below + step] if below else [step])
