@@ -15,7 +15,7 @@ from megatron_ds.mpu.param_spec import Init, ParamSpec
 
 NORMAL = Init("normal", 0.02)
 VOCABULARY, HIDDEN = 13, 6
-KINDS = ("weight", "exp_avg", "exp_avg_sq")
+KINDS = ("weight", "exp_avg")
 
 
 def model_specs(padded: int = 24, num_layers: int = 2, hidden: int = HIDDEN) -> list[ParamSpec]:

@@ -47,7 +47,7 @@ def save_and_lose_a_rank(rank, world, folder, layout, step, seed):
 
 def test_a_rank_killed_in_the_middle_of_a_save_leaves_the_previous_checkpoint_for_any_layout(tmp_path):
     run_processes(2, save_step, tmp_path, SLICED, 10, 1)
-    with pytest.raises(RuntimeError, match="rank 1 of 2 died|failed in the world group"):
+    with pytest.raises(RuntimeError, match="rank 1 of 2 died"):
         run_processes(2, save_and_lose_a_rank, tmp_path, SLICED, 20, 2)
     assert not (tmp_path / "iter_0000020").exists()
     assert all(run_processes(2, load_is_equal, tmp_path, SPLIT, 1))

@@ -12,7 +12,7 @@ from megatron_ds.checkpoint.pieces import key, written_here
 from megatron_ds.checkpoint.save import save
 from megatron_ds.errors import CheckpointError
 from megatron_ds.mpu.group import Group, solo
-from tests.harness.states import Layout, logical_tensor, model_specs, pieces_of, shard, tp_group, world_group
+from tests.harness.states import KINDS, Layout, logical_tensor, model_specs, pieces_of, shard, tp_group, world_group
 from tests.harness.threads import run_ranks
 
 LAYOUTS = [
@@ -77,7 +77,7 @@ def test_each_element_is_written_once_however_many_ranks_hold_it(layout):
             own = shard(torch.ones(piece.spec.shape), piece.spec, rank % layout.tp, layout.tp).reshape(-1)
             counts[key(piece)] += int(own[piece.start:piece.stop].sum())
     expected = {f"{kind}/{spec.name}": spec.numel for spec in model_specs(layout.padded) if not spec.tied_copy
-                for kind in ("weight", "exp_avg", "exp_avg_sq")}
+                for kind in KINDS}
     assert counts == expected
 
 
@@ -94,7 +94,7 @@ def test_the_files_are_what_torchs_own_tool_reads(tmp_path):
     save_state(tmp_path, Layout(tp=2, cuts=(7,), dp=2, stage=1), seed=1)
     dcp_to_torch_save(tmp_path / "iter_0000005", tmp_path / "whole.pt")
     whole = torch.load(tmp_path / "whole.pt")
-    for spec, kind in itertools.product(model_specs()[:-1], ("weight", "exp_avg", "exp_avg_sq")):
+    for spec, kind in itertools.product(model_specs()[:-1], KINDS):
         assert torch.equal(whole[f"{kind}/{spec.name}"], logical_tensor(kind, spec, seed=1))
 
 
