@@ -1,4 +1,4 @@
-"""Runs a schedule on clocks instead of ranks: is it legal, how long does it take, what does it keep alive.
+"""Runs a schedule on clocks instead of ranks: is it legal, how long does it take, what does it keep alive; draws it.
 
 An instruction starts when its rank has finished the previous one and when what it needs is there; a schedule in which
 no rank can go on is a deadlock, reported with what each rank waits for. Works on bare schedules (F, B, I, W) as well as
@@ -113,6 +113,24 @@ def simulate(schedule: Schedule, cost: Cost = unit_cost, sends: str = "buffered"
     return Simulation(schedule, tuple(map(tuple, starts)), tuple(map(tuple, ends)))
 
 
+def draw(schedule: Schedule | Simulation, unit: float | None = None) -> str:
+    """The schedule as text, one line per rank, one column per `unit` of time (default: the shortest computation).
+
+        rank 0 | F0 F1 .. .. B0 -- .. B1 --
+        rank 1 | .. F0 B0 -- F1 B1 --               "--" continues, ".." is idle, F0' is of the rank's second stage
+    """
+    s = schedule if isinstance(schedule, Simulation) else simulate(schedule)
+    ranks = list(zip(s.schedule, s.starts, s.ends))
+    if unit is None:
+        lengths = (end - start for rank in ranks for i, start, end in zip(*rank) if i.op in COMPUTE)
+        unit = min((length for length in lengths if length > 0), default=1)
+    rows = [_row(*rank, unit) for rank in ranks]
+    width = max((len(cell) for row in rows for cell in row), default=1)
+    digits = len(str(len(rows) - 1))
+    return "\n".join(f"rank {rank:>{digits}} | " + " ".join(_cell(cell, width) for cell in row).rstrip()
+                     for rank, row in enumerate(rows))
+
+
 class _Needs:
     """instruction → {instruction that must have ended: delay after its end}."""
 
@@ -195,3 +213,19 @@ def _peak(program, grows: Callable[[Instruction], bool], shrinks: Callable[[Inst
         peak = max(peak, live)
         live -= shrinks(i)
     return peak
+
+
+def _row(program, starts, ends, unit: float) -> list[str]:
+    stages = sorted({i.stage for i in program})
+    row: list[str] = []
+    for i, start, end in zip(program, starts, ends):
+        if i.op in COMPUTE:
+            first, stop = round(start / unit), max(round(end / unit), round(start / unit) + 1)
+            row += ["."] * (first - len(row))
+            row.append(f"{i.op}{i.microbatch}" + "'" * stages.index(i.stage))
+            row += ["-"] * (stop - first - 1)
+    return row
+
+
+def _cell(text: str, width: int) -> str:
+    return text * width if text in (".", "-") else text.ljust(width)

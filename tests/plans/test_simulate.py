@@ -3,11 +3,10 @@
 import pytest
 
 from megatron_ds.errors import ScheduleError
-from megatron_ds.pipeline.drawing import draw
 from megatron_ds.pipeline.instruction import Instruction, Op
 from megatron_ds.pipeline.passes import add_transfers, add_zero, lower
 from megatron_ds.pipeline.schedules import SCHEDULES
-from megatron_ds.pipeline.simulate import check, simulate
+from megatron_ds.pipeline.simulate import check, draw, simulate
 
 P, M = 3, 4
 LOWERED = lower(SCHEDULES["1f1b"](P, M), P, tied=(0, 2))
@@ -108,10 +107,17 @@ def test_an_empty_schedule_takes_no_time():
 
 
 def test_the_drawing_shows_the_time_line_of_each_rank():
-    assert draw(simulate(SCHEDULES["1f1b"](3, 4))) == """\
+    assert draw(SCHEDULES["1f1b"](3, 4)) == """\
 rank 0 | F0 F1 F2 .. .. .. .. B0 -- F3 B1 -- .. B2 -- .. B3 --
 rank 1 | .. F0 F1 .. .. B0 -- F2 B1 -- F3 B2 -- .. B3 --
 rank 2 | .. .. F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 --"""
+
+
+def test_the_drawing_of_a_timed_simulation_is_to_scale():
+    slow = simulate(SCHEDULES["gpipe"](2, 1), lambda i: {Op.F: 2, Op.B: 3}[i.op])
+    assert draw(slow, unit=1) == """\
+rank 0 | F0 -- .. .. .. .. .. B0 -- --
+rank 1 | .. .. F0 -- B0 -- --"""
 
 
 def test_the_drawing_marks_later_chunks_of_a_rank():

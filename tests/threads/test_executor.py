@@ -1,6 +1,7 @@
 """The executor on threaded ranks: gradients are those of one process to the last bit, for any schedule, cut and transport."""
 
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -76,6 +77,38 @@ def test_sends_that_block_until_the_peer_receives_do_no_harm(name):
     losses, gradients = run_pipeline(SCHEDULES[name](4, 5), CUTS[4], microbatches, lambda stage: stage,
                                      lambda rank: RendezvousChannels(office, rank))
     assert_equals_one_process(losses[-1], gradients, microbatches, num_blocks=3)
+
+
+def test_receives_are_posted_before_the_computation_ahead_and_waited_for_only_when_needed():
+    events = []
+
+    class Recording:
+        def send(self, kind, destination, tensor):
+            events.append(f"send {kind} to {destination}")
+
+        def recv(self, kind, source, shape, dtype, device):
+            events.append(f"post {kind} from {source}")
+            return SimpleNamespace(wait=lambda: events.append(f"wait {kind}") or torch.zeros(shape, dtype=dtype))
+
+        def drain(self):
+            events.append("drain")
+
+    class Telling(Stage):
+        def forward(self, microbatch, *args):
+            events.append(f"F{microbatch}")
+            return super().forward(microbatch, *args)
+
+        def backward(self, microbatch, grad):
+            events.append(f"B{microbatch}")
+            return super().backward(microbatch, grad)
+
+    program = lower(SCHEDULES["1f1b"](3, 2), 3)[1]
+    make_executor(program, make_layers(3), (0, 1, 3, 5), Recording(), lambda stage: stage, 1,
+                  {Op.REDUCE: lambda stage: events.append("reduce")}, Telling).run(make_batches(2))
+    assert events == [
+        "post act from 0", "post act from 0", "wait act", "F0", "send act to 2",
+        "post grad from 2", "wait act", "F1", "send act to 2",
+        "post grad from 2", "wait grad", "B0", "send grad to 0", "reduce", "wait grad", "B1", "send grad to 0", "drain"]
 
 
 def by_microbatch(home, m):
