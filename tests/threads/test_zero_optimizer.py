@@ -46,22 +46,22 @@ def make_optimizer(parameters, data, *, stage, scaler=None, clip=1.0, overlap=Tr
         make_optimizer=lambda g: OPTIMIZERS["adam"](g, SETTINGS), bucket_elements=200, overlap=overlap, **options)
 
 
-def train(size, stage, dtype=torch.float32, scale=1.0, clip=1.0, overlap=True):
-    """The steps' norms and the final parameters of each rank."""
+def train_rank(rank, world, size, stage, dtype=torch.float32, scale=1.0, clip=1.0, overlap=True):
+    """The steps' norms and the final parameters of one rank."""
+    parameters = make_parameters(dtype)
+    optimizer = make_optimizer(parameters, world.group("dp-cp", range(size), rank), stage=stage, clip=clip,
+                               scaler=LossScaler(scale), overlap=overlap)
+    norms = []
+    for step in range(STEPS):
+        optimizer.begin_step()
+        optimizer.arm()
+        (loss_of(parameters, step, rank, size) * optimizer.loss_scale).backward()
+        norms.append(optimizer.step(LR, DECAY).grad_norm)
+    return norms, [p.detach().clone() for p in parameters]
 
-    def main(rank, world):
-        parameters = make_parameters(dtype)
-        optimizer = make_optimizer(parameters, world.group("dp-cp", range(size), rank), stage=stage, clip=clip,
-                                   scaler=LossScaler(scale), overlap=overlap)
-        norms = []
-        for step in range(STEPS):
-            optimizer.begin_step()
-            optimizer.arm()
-            (loss_of(parameters, step, rank, size) * optimizer.loss_scale).backward()
-            norms.append(optimizer.step(LR, DECAY).grad_norm)
-        return norms, [p.detach().clone() for p in parameters]
 
-    return run_ranks(size, main)
+def train(size, *args, **options):
+    return run_ranks(size, lambda rank, world: train_rank(rank, world, size, *args, **options))
 
 
 def train_plainly(dtype=torch.float32, clip=1.0, size=1):

@@ -139,6 +139,23 @@ def test_buckets_start_in_order_as_soon_as_they_and_those_before_them_are_comple
     assert run_ranks(2, main) == [([0, 0, 2, 3], 3 * 128 * 4 + norms)] * 2
 
 
+def test_a_tied_weight_that_waits_for_the_other_stage_holds_up_no_other_bucket():
+    def main(rank, world):
+        own, head = parameter("own", (90,)), parameter("embedding", (90,), tied="embedding", tied_copy=True)
+        optimizer = optimizer_of([own, head], 1, bucket_elements=1, data=world.group("dp-cp", (0, 1), rank),
+                                 tied=world.group("embd", (0, 1), rank))
+        started = lambda: world.traffic[rank].calls["reduce_scatter", "dp-cp", 2]
+        optimizer.begin_step()
+        optimizer.arm()
+        seen = []
+        for act in (head.grad_ready, own.grad_ready, optimizer.reduce_tied):
+            act()
+            seen.append(started())
+        return seen
+
+    assert run_ranks(2, main) == [[0, 1, 2]] * 2
+
+
 def test_stages_of_one_rank_are_armed_and_tied_one_by_one():
     def main(rank, world):
         own = parameter("own", (3,))

@@ -1,0 +1,23 @@
+"""ZeRO over gloo: the same bits as over threads, where the backend reduces in place and while backward goes on."""
+
+import pytest
+import torch
+
+from tests.harness.processes import run_processes
+from tests.threads.test_zero_optimizer import train, train_rank
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("dtype, scale", [(torch.float32, 1.0), (torch.bfloat16, 1.0)])
+def test_two_processes_give_the_same_bits_as_two_threads(stage, dtype, scale):
+    options = (2, stage, dtype, scale, 0.05)
+    for (norms, parameters), (expected_norms, expected) in zip(run_processes(2, train_rank, *options), train(*options)):
+        assert norms == expected_norms
+        assert all(torch.equal(a, b) for a, b in zip(parameters, expected))
+
+
+def test_sharding_over_three_processes_equals_whole_states_within_summation_order():
+    for (norms0, whole), (norms1, split) in zip(run_processes(3, train_rank, 3, 0), run_processes(3, train_rank, 3, 1)):
+        assert norms0 == pytest.approx(norms1, rel=1e-6)
+        for a, b in zip(whole, split):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
