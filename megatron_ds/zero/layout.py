@@ -18,7 +18,6 @@ sharded results are bit-equal to whole ones.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from ..errors import LayoutError
 
@@ -95,11 +94,6 @@ class Layout:
     @property
     def shard_numel(self) -> int:
         return self.numel // self.shards
-
-    @cached_property
-    def index(self) -> dict[str, int]:
-        """Name → position in `slots`."""
-        return {slot.name: i for i, slot in enumerate(self.slots)}
 
     def shard_pieces(self, shard: int) -> tuple[ShardPiece, ...]:
         """One piece of each bucket."""
