@@ -1,0 +1,69 @@
+"""Train a byte-level BPE tokenizer, the kind GPT-2 has, on text of your own.
+
+    python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 2048 --output tokenizer/
+
+Writes tokenizer.json (--tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer/) and the same vocabulary as
+vocab.json and merges.txt (--tokenizer-type GPT2BPETokenizer --vocab-file … --merge-file …). The text <|endoftext|> has id 0
+and ends a document.
+"""
+
+import argparse
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+
+from megatron_ds.config.guard import main_guard
+from megatron_ds.data.bpe_training import train_byte_level_bpe
+from megatron_ds.data.json_lines import check_files, read_blocks, texts_of
+from megatron_ds.errors import ConfigError, DataError
+from megatron_ds.registry import did_you_mean
+
+logger = logging.getLogger(__name__)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--input", nargs="+", required=True, metavar="FILE", help="JSON lines, plain or .gz; some 100 MB of text are plenty")
+    add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys whose text to learn from (default: text)")
+    add("--vocab-size", type=int, required=True, metavar="N",
+        help="entries to learn, the 256 bytes and <|endoftext|> included; 2048 for a toy, 32000 to 128000 for real models")
+    add("--min-frequency", type=int, default=2, metavar="N", help="join a pair only if it occurs this often (default 2)")
+    add("--output", required=True, metavar="FOLDER", help="folder for tokenizer.json, vocab.json and merges.txt")
+    return parser
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = make_parser()
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        flags = [flag for action in parser._actions for flag in action.option_strings]
+        raise ConfigError(f"unknown argument {unknown[0]!r}{did_you_mean(unknown[0], flags)}. --help lists the flags.")
+    return args
+
+
+def read_texts(paths: Sequence[str], keys: Sequence[str]) -> Iterator[str]:
+    for path in paths:
+        for block in read_blocks(path):
+            columns, bad = texts_of(block, keys)
+            if bad:
+                raise DataError(f"{bad[0]}. Nothing was written.")
+            for column in columns:
+                yield from column
+
+
+def run(args: argparse.Namespace) -> None:
+    check_files(args.input)
+    size = train_byte_level_bpe(read_texts(args.input, args.json_keys), args.vocab_size, args.output,
+                                min_frequency=args.min_frequency)
+    logger.info("wrote a vocabulary of %d entries to %s", size, args.output)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    return main_guard(lambda: run(parse_arguments(argv)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
