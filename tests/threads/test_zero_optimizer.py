@@ -213,3 +213,27 @@ def test_a_contribution_more_than_announced_is_an_error():
     parameters[0].grad_ready(), parameters[0].grad_ready()
     with pytest.raises(MegatronDSError, match="fc1.weight received more than the 2"):
         parameters[0].grad_ready()
+
+
+def test_a_layer_that_adds_to_main_grad_itself_contributes_once_per_backward():
+    class Scale(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            ctx.save_for_backward(x)
+            ctx.weight = weight
+            return x * weight
+
+        @staticmethod
+        def backward(ctx, grad):
+            ctx.weight.main_grad.add_(grad * ctx.saved_tensors[0])
+            ctx.weight.grad_ready()
+            return grad * ctx.weight, None
+
+    weight, bias = nn.Parameter(torch.ones(7)), nn.Parameter(torch.zeros(7))
+    weight.spec, bias.spec = ParamSpec("weight", (7,), Init("ones")), ParamSpec("bias", (7,), Init("zeros"))
+    optimizer = make_optimizer([weight, bias], solo("dp-cp"), stage=0)
+    optimizer.begin_step()
+    optimizer.arm()
+    (Scale.apply(torch.full((7,), 2.0), weight) + bias).sum().backward()
+    assert weight.main_grad.tolist() == [2.0] * 7 and bias.main_grad.tolist() == [1.0] * 7
+    assert weight.grad is None and bias.grad is None
