@@ -14,4 +14,4 @@ import sys
 from megatron_ds.training.pretrain import pretrain
 
 if __name__ == "__main__":
-    sys.exit(pretrain(defaults={"model": "gpt"}))
+    sys.exit(pretrain())

@@ -109,11 +109,10 @@ def ours(w: Workload, rank: int, world: int, layout: tuple[str, ...]) -> Step:
     from megatron_ds.progress import Progress
     from megatron_ds.training.build import build_engine
     from megatron_ds.training.compare import global_batch_share
-    from megatron_ds.training.pretrain import make_mesh
+    from megatron_ds.training.join import join
     from megatron_ds.training.step import train_step
-    config = parse(our_flags(w, layout), world_size=world, defaults={"model": "gpt"})
-    launch = launching.read_launch(os.environ)
-    engine = build_engine(config, make_mesh(config, launch, launching.start(launch, timeout_minutes=10)))
+    config = parse(our_flags(w, layout), world_size=world)
+    engine = build_engine(config, join(config, launching.read_launch(os.environ)))
     _load(engine, initial_weights(w), w)
     samples = torch.from_numpy(token_batches(w)).flatten(0, 1)
 
@@ -145,12 +144,12 @@ def logical_value(name: str, values: dict[str, np.ndarray], w: Workload) -> np.n
 
 
 def _load(engine, values: dict[str, np.ndarray], w: Workload) -> None:
-    from megatron_ds.checkpoint.logical import piece_boxes
+    from megatron_ds.checkpoint.pieces import views
     tp = engine.mesh.group("tp")
     for piece in engine.optimizer.pieces():
         if piece.kind == "weight":
             whole = torch.from_numpy(logical_value(piece.spec.name, values, w))
-            for box in piece_boxes(piece.spec, tp.rank, tp.size, piece.start, piece.stop):
-                where = tuple(slice(o, o + n) for o, n in zip(box.logical, box.sizes))
-                piece.tensor[box.start:box.start + box.numel].copy_(whole[where].reshape(-1))
+            for view in views(piece, tp):
+                where = tuple(slice(o, o + n) for o, n in zip(view.offset, view.tensor.shape))
+                view.tensor.copy_(whole[where])
     engine.optimizer.after_load()

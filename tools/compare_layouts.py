@@ -17,8 +17,17 @@ from concurrent.futures.process import BrokenProcessPool
 
 from tqdm import tqdm
 
+from megatron_ds.config import parse
 from megatron_ds.errors import CommunicationError, MegatronDSError
-from megatron_ds.training.compare import Difference, LayoutRequest, difference, merge, parse_layout, random_samples, train_layout
+from megatron_ds.training.compare import (
+    Difference,
+    LayoutRequest,
+    difference,
+    merge,
+    parse_layout,
+    random_samples,
+    train_layout,
+)
 
 STYLES = {
     "gpt2": ["--position-embedding-type", "learned_absolute", "--normalization", "LayerNorm"],
@@ -32,7 +41,8 @@ TOLERANCE = {"fp32": (1e-6, 1e-5), "bf16": (2e-2, 5e-2), "fp16": (5e-3, 2e-2)}
 VOCAB, SEQ_LENGTH = 131, 24
 
 
-def tiny_job(style: str, dtype: str, untie: bool, dropout: float, layers: int, global_batch_size: int, steps: int) -> list[str]:
+def tiny_job(style: str, dtype: str, untie: bool, dropout: float, layers: int, global_batch_size: int,
+             steps: int) -> list[str]:
     """Flags of the model that every layout trains."""
     return [
         "--num-layers", str(layers), "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", str(SEQ_LENGTH),
@@ -47,19 +57,18 @@ def run_rank(flags: list[str], rank: int, world_size: int, port: int, steps: int
     """One rank of one layout, in a worker process."""
     import torch
 
-    from megatron_ds.config import parse
     from megatron_ds.mpu import launch as launching
-    from megatron_ds.training.pretrain import make_mesh
+    from megatron_ds.training.join import join
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     launch = launching.read_launch({
         "RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0" if not torch.cuda.is_available() else str(rank),
         "LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
-    config = parse(flags, world_size=world_size, defaults={"model": "gpt"})
-    connect = launching.start(launch, timeout_minutes=5)
+    config = parse(flags, world_size=world_size)
+    mesh = join(config, launch)
     try:
         samples = random_samples(4 * config.train.global_batch_size, SEQ_LENGTH, VOCAB, seed=1)
-        return train_layout(config, make_mesh(config, launch, connect), steps, samples)
+        return train_layout(config, mesh, steps, samples)
     finally:
         launching.stop()
 
@@ -79,7 +88,8 @@ def run_layout(pool: ProcessPoolExecutor, layout: LayoutRequest, flags: list[str
 
 def parse_arguments(argv=None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layouts", nargs="+", required=True, metavar="KEY=VALUE,…", help="layouts to compare with one process")
+    parser.add_argument("--layouts", nargs="+", required=True, metavar="KEY=VALUE,…",
+                        help="layouts to compare with one process")
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps (default 20)")
     parser.add_argument("--style", choices=STYLES, default="gpt2", help="architecture (default gpt2)")
     parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="precision (default fp32)")
@@ -97,15 +107,16 @@ def main(argv=None) -> int:
         layouts = [parse_layout(text) for text in args.layouts]
         reference_layout = parse_layout("tp=1,pp=1,dp=1")
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["megatron_ds.training.pretrain"])
+        context.set_forkserver_preload(["megatron_ds.training.build", "megatron_ds.training.join"])
         widest = max(layout.world_size for layout in layouts)
         rows: list[tuple[str, Difference]] = []
         with ProcessPoolExecutor(widest, mp_context=context) as pool:
             with_mbs = lambda layout: [*job, *([] if "--micro-batch-size" in layout.flags else ["--micro-batch-size", "1"])]
+            model = parse(with_mbs(reference_layout), world_size=1).model
             reference = run_layout(pool, reference_layout, with_mbs(reference_layout), args.steps)
             for layout in tqdm(layouts, desc="layouts", leave=False, disable=not sys.stderr.isatty()):
                 run = run_layout(pool, layout, [*with_mbs(layout), *layout.flags], args.steps)
-                rows.append((layout.text, difference(run, reference)))
+                rows.append((layout.text, difference(run, reference, model)))
     except MegatronDSError as error:
         print(f"compare_layouts: {error}", file=sys.stderr)
         return 2

@@ -22,8 +22,8 @@ from megatron_ds.models.generation import Sampling, generate
 from megatron_ds.mpu import launch as launching
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
+from megatron_ds.mpu.transport import connect_torch
 from megatron_ds.training.build import DTYPES
-from megatron_ds.training.pretrain import local_device
 
 
 def parse_arguments(argv=None) -> argparse.Namespace:
@@ -54,14 +54,14 @@ def main(args: argparse.Namespace, launch) -> int:
     sampling = Sampling(0.0 if args.greedy else args.temperature, args.top_k, args.top_p, args.seed)
     step = args.iteration if args.iteration is not None else latest(args.load)
     if step is None:
-        raise CheckpointError(f"--load {args.load}: no complete checkpoint there. Give the folder that training had as --save.")
+        raise CheckpointError(f"--load {args.load}: no complete checkpoint there. Give what was --save in training.")
     config = from_dict(read_run(args.load, step)["config"])
     if args.tokenizer_model:
         config = replace(config, data=replace(config.data, tokenizer_model=args.tokenizer_model))
     tokenizer = build_tokenizer(config.data, config.model)
-    connect = launching.start(launch)
+    device = launching.start(launch)
     try:
-        mesh = Mesh(Grid(tp=tp_size), launch.rank, connect, device=local_device(launch.local_rank))
+        mesh = Mesh(Grid(tp=tp_size), launch.rank, connect_torch, device)
         modules = load_model(config, mesh, args.load, step)
         for prompt in args.prompt:
             show(prompt, tokenizer, modules, config, mesh, sampling, args)
@@ -83,7 +83,7 @@ def show(prompt: str, tokenizer, modules, config, mesh: Mesh, sampling: Sampling
     ids = tokenizer.encode(prompt)
     room = config.model.positions - len(ids)
     if room < 1:
-        raise ConfigError(f"--prompt of {len(ids)} tokens fills all {config.model.positions} positions of the model. Shorten it.")
+        raise ConfigError(f"--prompt of {len(ids)} tokens fills all {config.model.positions} positions. Shorten it.")
     stop = (lambda token: False) if args.ignore_eod else (lambda token: token == tokenizer.eod)
     tokens = list(generate(modules, ids, max_new_tokens=min(args.max_new_tokens, room), sampling=sampling,
                            tp=mesh.group("tp"), vocab_size=config.model.vocab_size, stop=stop))

@@ -26,7 +26,9 @@ def together(world: Group, doing: str, action: Callable[[], Any], only: int | No
             error = problem
     answers = all_gather_object((result, _words(error)), world)
     if any(words for _, words in answers):
-        raise CheckpointError(_summary(doing, [words for _, words in answers])) from error
+        shared = CheckpointError(_summary(doing, [words for _, words in answers]))
+        shared.on_all_ranks = True        # so that one rank tells it for all
+        raise shared from error
     return [result for result, _ in answers]
 
 

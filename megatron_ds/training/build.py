@@ -7,22 +7,20 @@ Pure decisions first (`plan_run`: how layers are cut, which program each pipelin
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 
 import torch
 from torch import nn
 
 from ..config import RunConfig
-from ..models import MODELS
-from ..models.losses import Loss, gpt_loss
-from ..models.stage_modules import build_stage
+from ..models import MODELS, build_stage, count_uses, gpt_loss
 from ..mpu.channels import Channels
 from ..mpu.mesh import Mesh
 from ..optim import OPTIMIZERS
 from ..pipeline import passes
 from ..pipeline.executor import Executor
 from ..pipeline.instruction import Op, Schedule
-from ..pipeline.partition import explicit_bounds, partition
+from ..pipeline.partition import parse_layout, partition
 from ..pipeline.schedules import SCHEDULES
 from ..pipeline.stage import Stage
 from ..tensor_parallel.init import initialize
@@ -71,7 +69,7 @@ def plan_run(config: RunConfig, layers: list) -> RunPlan:
     kinds = [layer.kind for layer in layers]
     costs = tuple(layer_flops(model, kind, model.seq_length, vocab) for kind in kinds)
     if config.parallel.pipeline_layout:
-        bounds = explicit_bounds(config.parallel.pipeline_layout, kinds, stages)
+        bounds = parse_layout(config.parallel.pipeline_layout, kinds, stages)
     else:
         bounds = partition(costs, stages)
     return RunPlan(tuple(layer.name for layer in layers), tuple(bounds), costs)
@@ -81,15 +79,13 @@ def plan_schedule(config: RunConfig, num_microbatches: int) -> Schedule:
     """The programs of all pipeline ranks for one step of `num_microbatches`."""
     stages = config.parallel.pipeline_model_parallel_size
     schedule = SCHEDULES[config.parallel.pipeline_schedule](stages, num_microbatches)
-    schedule = passes.add_zero(schedule, gather=False, reduce_each=False)
     tied = () if config.model.untie_embeddings_and_output_weights or stages == 1 else (0, stages - 1)
-    schedule = passes.add_ties(schedule, tied)
-    return passes.add_transfers(schedule, num_stages=stages)
+    return passes.lower(schedule, stages, tied=tied)
 
 
 @dataclass
 class Engine:
-    """The running objects of one rank. `executor(m)` runs a step of m micro-batches."""
+    """The running objects of one rank."""
 
     config: RunConfig
     mesh: Mesh
@@ -98,7 +94,7 @@ class Engine:
     modules: nn.Module
     parameters: list[nn.Parameter]
     optimizer: ZeroOptimizer
-    executor: Callable[[int], Executor]
+    executor: Executor
 
 
 def build_engine(config: RunConfig, mesh: Mesh) -> Engine:
@@ -107,7 +103,7 @@ def build_engine(config: RunConfig, mesh: Mesh) -> Engine:
     plan = plan_run(config, layers)
     pp_rank = mesh.coordinate("pp")
     modules = build_stage(layers[plan.bounds[pp_rank]:plan.bounds[pp_rank + 1]])
-    uses = Counter(p for _, p in modules.named_parameters(remove_duplicate=False))
+    uses = count_uses(modules)
     parameters = list(uses)
     tp = mesh.group("tp")
     initialize(parameters, config.train.seed, tp.rank, tp.size)
@@ -115,7 +111,7 @@ def build_engine(config: RunConfig, mesh: Mesh) -> Engine:
     stage = Stage(pp_rank, list(modules), is_first=mesh.is_first_stage, is_last=mesh.is_last_stage,
                   loss=_loss_function(config, tp) if mesh.is_last_stage else None)
     return Engine(config, mesh, plan, stage, modules, parameters, optimizer,
-                  _executors(config, mesh, stage, optimizer))
+                  _build_executor(config, mesh, stage, optimizer))
 
 
 def _build_optimizer(config: RunConfig, mesh: Mesh, parameters: list[nn.Parameter], uses: Counter) -> ZeroOptimizer:
@@ -128,28 +124,16 @@ def _build_optimizer(config: RunConfig, mesh: Mesh, parameters: list[nn.Paramete
         clip_grad=o.clip_grad, bucket_elements=zero.reduce_bucket_size, overlap=zero.overlap_comm is not False)
 
 
-def _executors(config: RunConfig, mesh: Mesh, stage: Stage, optimizer: ZeroOptimizer) -> Callable[[int], Executor]:
-    channels = Channels(mesh.group("pp"))
+def _build_executor(config: RunConfig, mesh: Mesh, stage: Stage, optimizer: ZeroOptimizer) -> Executor:
     split = mesh.size("tp") if config.parallel.sequence_parallel else 1
-    hooks = {Op.REDUCE: optimizer.arm, Op.TIE: optimizer.reduce_tied}
-
-    @lru_cache(maxsize=None)
-    def executor(num_microbatches: int) -> Executor:
-        program = plan_schedule(config, num_microbatches)[mesh.coordinate("pp")]
-        return Executor(
-            program, {stage.index: stage}, channels, stage_rank=lambda index: index,
-            activation_shape=lambda batch: (batch.seq_length // split, batch.size, config.model.hidden_size),
-            dtype=DTYPES[config.optimizer.params_dtype], device=mesh.device, hooks=hooks)
-
-    return executor
+    return Executor(
+        lambda num_microbatches: plan_schedule(config, num_microbatches)[stage.index],
+        {stage.index: stage}, Channels(mesh.group("pp")), stage_rank=lambda index: index,
+        activation_shape=lambda batch: (batch.seq_length // split, batch.size, config.model.hidden_size),
+        dtype=DTYPES[config.optimizer.params_dtype], device=mesh.device,
+        hooks={Op.REDUCE: optimizer.arm, Op.TIE: optimizer.reduce_tied})
 
 
 def _loss_function(config: RunConfig, tp) -> Callable:
-    loss = partial(gpt_loss, tp=tp, vocab_size=config.model.vocab_size, label_smoothing=config.train.label_smoothing)
-    return partial(_sum_over_tokens, loss) if config.train.calculate_per_token_loss else loss
-
-
-def _sum_over_tokens(loss: Callable, logits: torch.Tensor, batch) -> Loss:
-    """Objective = sum over tokens instead of mean; the optimizer divides by the step's tokens."""
-    result = loss(logits, batch)
-    return Loss(result.objective * result.tokens.clamp(min=1), result.total, result.tokens)
+    return partial(gpt_loss, tp=tp, vocab_size=config.model.vocab_size, label_smoothing=config.train.label_smoothing,
+                   per_token=config.train.calculate_per_token_loss)

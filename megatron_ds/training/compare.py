@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..checkpoint.logical import piece_boxes
+from ..checkpoint.pieces import views, written_here
 from ..config import RunConfig
 from ..errors import ConfigError, LayoutError
 from ..mpu.mesh import Mesh
@@ -111,12 +111,9 @@ def global_batch_share(samples: torch.Tensor, first: int, size: int, config: Run
 
 def _weight_boxes(engine):
     tp = engine.mesh.group("tp")
-    for piece in engine.optimizer.pieces():
-        if piece.kind != "weight" or piece.spec.tied_copy or piece.replica or (piece.spec.split_dim is None and tp.rank):
-            continue
-        for box in piece_boxes(piece.spec, tp.rank, tp.size, piece.start, piece.stop):
-            values = piece.tensor[box.start:box.start + box.numel].detach().cpu().clone().view(box.sizes)
-            yield piece.spec.name, piece.spec.shape, box.logical, values
+    for piece in written_here((p for p in engine.optimizer.pieces() if p.kind == "weight"), tp):
+        for view in views(piece, tp):
+            yield piece.spec.name, piece.spec.shape, view.offset, view.tensor.float().cpu().clone()
 
 
 def merge(traces: Sequence[Trace]) -> tuple[Trace, dict[str, torch.Tensor]]:
@@ -143,13 +140,28 @@ class Difference:
     weights: float
 
 
-def difference(run: tuple[Trace, dict], reference: tuple[Trace, dict]) -> Difference:
-    """weights: largest over tensors of ‖w − w₀‖ / ‖w₀‖ (Frobenius)."""
+def difference(run: tuple[Trace, dict], reference: tuple[Trace, dict], model) -> Difference:
+    """weights: largest over tensors of ‖w − w₀‖ / ‖w₀‖ (Frobenius), of what the loss determines (`determined`)."""
     (trace, weights), (trace0, weights0) = run, reference
     if weights.keys() != weights0.keys():
         raise LayoutError(f"different parameters: {sorted(weights.keys() ^ weights0.keys())}")
     relative = lambda a, b: max((abs(x - y) / abs(y) for x, y in zip(a, b, strict=True)), default=0.0)
-    tensors = ((weights[n].double() - w0.double()).norm() / w0.double().norm().clamp(min=1e-30)
-               for n, w0 in weights0.items())
     return Difference(relative(trace.losses, trace0.losses), relative(trace.grad_norms, trace0.grad_norms),
-                      max(float(t) for t in tensors))
+                      max(_tensor_difference(determined(n, weights[n], model), determined(n, w0, model))
+                          for n, w0 in weights0.items()))
+
+
+def determined(name: str, values: torch.Tensor, model) -> torch.Tensor:
+    """`values` without what the loss does not depend on.
+
+    A bias of the keys adds the same number to all scores of a query, which softmax takes away again: without rotary
+    positions its gradient is zero but for rounding, and Adam divides that rounding by itself. Such rows are left out.
+    """
+    if not name.endswith("linear_qkv.bias") or model.position_embedding_type == "rope":
+        return values
+    groups = values.view(model.query_groups, -1, model.head_dim)       # per group [queries.., key, value]
+    return torch.cat((groups[:, :-2], groups[:, -1:]), dim=1)
+
+
+def _tensor_difference(w: torch.Tensor, w0: torch.Tensor) -> float:
+    return float((w.double() - w0.double()).norm() / w0.double().norm().clamp(min=1e-30))

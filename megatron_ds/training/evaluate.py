@@ -19,7 +19,7 @@ def evaluate(engine: Engine, loader, *, first_sample: int, iterations: int, glob
         batch = loader.batch(first_sample + done * global_batch_size, global_batch_size, data.rank, data.size,
                              training=False).to(engine.mesh.device)
         microbatches = batch.split(train.micro_batch_size)
-        losses = engine.executor(len(microbatches)).forward(microbatches)
+        losses = engine.executor.forward(microbatches)
         report = share(losses, engine.mesh, should_stop(), train.calculate_per_token_loss)
         total, done, stop = total + report.loss, done + 1, report.stop
     return total / max(done, 1), time.perf_counter() - start, stop

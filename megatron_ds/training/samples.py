@@ -36,8 +36,8 @@ def build_loaders(config: RunConfig, datasets, tokenizer) -> Loaders:
     """Loaders over the (train, validation, test) datasets; None where a split has no samples."""
     def loader(dataset):
         return None if dataset is None else Loader(
-            dataset, seq_length=config.model.seq_length, eod=tokenizer.eod,
-            micro_batch_size=config.train.micro_batch_size, eod_mask_loss=config.data.eod_mask_loss,
+            dataset, seq_length=config.model.seq_length, micro_batch_size=config.train.micro_batch_size,
+            eod=tokenizer.eod, eod_mask_loss=config.data.eod_mask_loss, vocab_size=tokenizer.vocab_size,
             dataloader_type=config.data.dataloader_type, num_workers=config.data.num_workers)
 
     return Loaders(*map(loader, datasets))

@@ -42,7 +42,7 @@ def train_step(engine: Engine, batch, progress: Progress, *, learning_rate: floa
     start = time.perf_counter()
     config, optimizer = engine.config, engine.optimizer
     microbatches = batch.split(config.train.micro_batch_size)
-    executor = engine.executor(len(microbatches))
+    executor = engine.executor
     per_token = config.train.calculate_per_token_loss
     loss_scale = optimizer.loss_scale
 

@@ -1,0 +1,27 @@
+"""Joining the other ranks: from a launch and a config to this rank's mesh."""
+
+from datetime import timedelta
+from functools import partial
+
+from ..config import RunConfig
+from ..mpu import launch as launching
+from ..mpu.grid import Grid
+from ..mpu.launch import Launch
+from ..mpu.mesh import Mesh
+from ..mpu.state import set_mesh
+from ..mpu.transport import connect_torch
+
+
+def join(config: RunConfig, launch: Launch) -> Mesh:
+    """Meet the other ranks and make this rank's groups; also what `mpu`'s getters answer from.
+
+    Collective over the world. `mpu.launch.stop()` leaves again. Raises CommunicationError when the others do not come.
+    """
+    p = config.parallel
+    grid = Grid.fit(launch.world_size, tp=p.tensor_model_parallel_size, cp=p.context_parallel_size,
+                    ep=p.expert_model_parallel_size, pp=p.pipeline_model_parallel_size, order=p.rank_order)
+    timeout = timedelta(minutes=p.distributed_timeout_minutes)
+    device = launching.start(launch, timeout)
+    mesh = Mesh(grid, launch.rank, partial(connect_torch, timeout=timeout), device)
+    set_mesh(mesh)
+    return mesh

@@ -1,0 +1,35 @@
+"""Doing something that may fail on every rank: all go on, or all raise the same error.
+
+Without it, a file that one machine lacks would leave the other ranks waiting in their next collective.
+"""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from ..errors import MegatronDSError
+from ..mpu.collectives import all_gather_object
+from ..mpu.group import Group
+
+T = TypeVar("T")
+
+
+def together(world: Group, action: Callable[[], T]) -> T:
+    """`action()`, or on every rank the first error that any rank's action raised, naming the ranks when not all did.
+
+    Collective over `world`: an all-gather of the error texts. `action` must not communicate.
+    """
+    result = error = None
+    try:
+        result = action()
+    except (MegatronDSError, OSError) as problem:
+        error = problem
+    kinds = all_gather_object((type(error), str(error)) if error else None, world)
+    failed = [rank for rank, kind in enumerate(kinds) if kind]
+    if not failed:
+        return result
+    kind, text = kinds[failed[0]]
+    if len(failed) < len(kinds):
+        text = f"on rank(s) {', '.join(map(str, failed[:8]))} of {len(kinds)}: {text}"
+    shared = (kind if issubclass(kind, MegatronDSError) else MegatronDSError)(text)
+    shared.on_all_ranks = True        # so that one rank tells it for all
+    raise shared from error
