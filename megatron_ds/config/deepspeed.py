@@ -146,7 +146,7 @@ def _scheduler(document: _Document) -> None:
         key = f"scheduler.params.{name}"
         value = document.take(key)
         if value is None and default is not None and name in SCHEDULER_PARAMS[kind] and key not in document.keys:
-            document.give(path, meaning(default), f"scheduler (DeepSpeed's default {name})")
+            document.give(path, meaning(default), "scheduler.type, as DeepSpeed's default")
         elif value is not None:
             document.give(path, meaning(value), key)
 
@@ -194,12 +194,12 @@ def _load(path: str) -> dict[str, Any]:
 def _unknown(path: str, key: str) -> str:
     for refused, reason in REFUSED_KEYS.items():
         if key == refused or key.startswith(refused + "."):
-            return f'{path}: "{key}" would change nothing here: {reason}'
+            return f'{path}: "{key}" is refused: {reason}'
     parent, _, name = key.rpartition(".")
     candidates = [*known_keys(), *REFUSED_KEYS]
     siblings = {other.rpartition(".")[2]: other for other in candidates if other.rpartition(".")[0] == parent}
     near = did_you_mean(name, list(siblings)) or did_you_mean(key, candidates)
-    return f'{path}: unknown key "{key}"{near or "."} docs/flags.md lists the known ones.'
+    return f'{path}: unknown key "{key}"{near or "."} docs/flags.md lists the known ones, and the refused ones.'
 
 
 @cache

@@ -72,8 +72,8 @@ def read_flags(argv: Sequence[str]) -> CommandLine:
         try:
             if flag in HELP_FLAGS:
                 wants_help = True
-            elif flag in files:
-                files[flag].extend(_file_names(flag, words))
+            elif canonical(flag) in files:
+                files[canonical(flag)].extend(_file_names(flag, words))
             else:
                 settings.append(_setting(flag, words))
         except ConfigError as error:
@@ -95,7 +95,7 @@ def _flags_with_words(argv: Sequence[str], wrong: list[str]) -> Iterator[tuple[s
             if flag:
                 yield flag, words
             name, equals, value = word.partition("=")
-            flag, words = canonical(name), [value] if equals else []
+            flag, words = name, [value] if equals else []
         elif flag is None:
             wrong.append(f"{word!r} stands before any flag; everything here is said with flags, such as --num-layers 12.")
         else:
@@ -104,10 +104,11 @@ def _flags_with_words(argv: Sequence[str], wrong: list[str]) -> Iterator[tuple[s
         yield flag, words
 
 
-def _setting(flag: str, words: list[str]) -> Setting:
+def _setting(typed: str, words: list[str]) -> Setting:
+    flag = canonical(typed)
     spelling = spellings().get(flag)
     if spelling is None:
-        raise ConfigError(_unknown(flag))
+        raise ConfigError(_unknown(typed))
     option, source = spelling.option, Source("flag", flag)
     if spelling.is_switch:
         if words:
@@ -135,11 +136,12 @@ def _file_names(flag: str, words: list[str]) -> list[str]:
     return words
 
 
-def _unknown(flag: str) -> str:
+def _unknown(typed: str) -> str:
+    flag = canonical(typed)
     if flag in REFUSED_FLAGS:
-        return f"{flag} is a flag of Megatron that would change nothing here: {REFUSED_FLAGS[flag]}"
+        return f"{flag}, a flag of Megatron, is refused: {REFUSED_FLAGS[flag]}"
     known = [*spellings(), CONFIG_FLAG, DEEPSPEED_FLAG, "--help"]
-    return f"unknown flag {flag}{did_you_mean(flag, known)}" + " All flags: --help."
+    return f"unknown flag {typed}{did_you_mean(flag, known) or '.'} All flags: --help."
 
 
 def _contradictions(settings: Sequence[Setting]) -> list[str]:

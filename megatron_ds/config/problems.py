@@ -14,6 +14,9 @@ class ConfigProblems(ConfigError):
         several = [f"{len(problems)} problems in the configuration:", *(f"  {i}. {p}" for i, p in enumerate(problems, 1))]
         super().__init__(problems[0] if len(problems) == 1 else "\n".join(several))
 
+    def __reduce__(self):                    # it travels between processes as the problems, not as the text made of them
+        return ConfigProblems, (self.problems,)
+
 
 def reject(problems: Sequence[str]) -> None:
     """Raise if there is any problem."""

@@ -50,7 +50,7 @@ def not_available_yet(config: RunConfig) -> Iterator[str]:
 
 def world(config: RunConfig) -> Iterator[str]:
     ranks, size = config.world_size, config.parallel.model_parallel_size
-    if size > 0 and ranks % size:
+    if ranks % size and config.parallel.context_parallel_size == 1:       # a larger one is refused as it is
         tp, pp = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
         fits = [t for t in divisors(ranks) if (ranks // t) % pp == 0 and _tp_fits(config, t)]
         options = [f"{flag(TP)} {either(fits)}"] if fits and ranks % pp == 0 else []
@@ -58,7 +58,7 @@ def world(config: RunConfig) -> Iterator[str]:
         options += [f"{flag(PP)} {either(stages)}"] if stages and ranks % tp == 0 else []
         yield (f"{ranks} rank{'s' * (ranks > 1)} cannot be shared out: one copy of the model takes {say(config, TP)} × "
                f"{say(config, PP)} = {size} ranks, and the world must be a multiple of that. Start {size}, {2 * size} or "
-               f"{3 * size} ranks{''.join(', or use ' + o for o in options)}.")
+               f"{3 * size} ranks{', or use ' + ' or '.join(options) if options else ''}.")
 
 
 def tensor_parallel(config: RunConfig) -> Iterator[str]:
@@ -69,10 +69,10 @@ def tensor_parallel(config: RunConfig) -> Iterator[str]:
               "each rank holds an equal part of the feed-forward block")]
     fits = [d for d in divisors(model.num_attention_heads or 1) if _tp_fits(config, d)]
     for path, number, reason in whole:
-        if number and t > 0 and number % t:
+        if number and number % t:
             named = say(config, path) if config.get(path) is not None else f"the feed-forward width {number}"
             yield f"{named} is not a multiple of {say(config, TP)}: {reason}. Use {flag(TP)} {either(fits)}."
-    if config.parallel.sequence_parallel and model.seq_length and t > 0 and model.seq_length % t:
+    if config.parallel.sequence_parallel and model.seq_length and model.seq_length % t:
         yield (f"{say(config, 'model.seq_length')} is not a multiple of {say(config, TP)}: with --sequence-parallel each "
                f"rank holds an equal slice of the sequence. Use --seq-length {neighbours(model.seq_length, t)}, or drop "
                "--sequence-parallel.")

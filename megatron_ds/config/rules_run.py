@@ -57,7 +57,8 @@ def length(config: RunConfig) -> Iterator[str]:
         yield f"{say(config, ITERS)} and {say(config, SAMPLES)} say the length of training twice. Keep one."
         return
     unit, other = ("iters", "samples") if train.train_iters is not None else ("samples", "iters")
-    if train.train_iters is not None or train.train_samples is not None:
+    counts_steps = rate.lr_decay_style.startswith("Warmup") and unit == "samples"          # told by `learning_rate`
+    if (train.train_iters is not None or train.train_samples is not None) and not counts_steps:
         for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
             path = f"optimizer.{name}_{other}"
             if config.get(path):

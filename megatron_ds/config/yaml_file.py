@@ -37,10 +37,17 @@ def read_yaml(path: str) -> list[Setting]:
     try:
         root = yaml.compose(text_of(path, "--config"), Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}.") from None
+        raise ConfigError(f"{path}{_what(error)}.") from None
     settings = [] if root is None else list(_top(path, root, wrong))
     reject(wrong)
     return settings
+
+
+def _what(error: Any) -> str:
+    """A YAMLError in one line: ":2: this is not YAML: expected …"."""
+    mark = getattr(error, "problem_mark", None)
+    line = f":{mark.line + 1}" if mark else ""
+    return f"{line}: this is not YAML: {getattr(error, 'problem', None) or ' '.join(str(error).split())}"
 
 
 def text_of(path: str, flag: str) -> str:

@@ -1,0 +1,92 @@
+"""docs/flags.md, made from the same declarations as the flags. `tools/write_flags_doc.py` writes it; a test compares it."""
+
+from collections.abc import Iterable, Iterator
+
+from .deepspeed import TRANSLATED, declared_keys
+from .help import TITLES, default_text, invocation
+from .option import Option
+from .refused import REFUSED_FLAGS, REFUSED_KEYS
+from .run import SECTIONS, all_options
+
+INTRO = """# Flags
+
+<!-- Made by tools/write_flags_doc.py from megatron_ds/config. Change the declarations there, then run it. -->
+
+Every option can be given in three ways:
+
+* as a flag, in any spelling below; hyphens and underscores are the same, and so are `--lr 1e-4` and `--lr=1e-4`;
+* in a YAML file, `--config run.yaml` (several are allowed): by its name, bare or inside its section. A checkpoint's `run.json`
+  is such a file too, and re-runs its job;
+* in a DeepSpeed JSON, `--deepspeed_config ds.json`, where the table names a key. `"auto"` means: take it from the flags.
+
+```yaml
+model:
+  num_layers: 12
+  hidden_size: 768
+optimizer:
+  lr: 6e-4
+train_iters: 1000
+```
+
+Flags win over files. Two files that give one option different values are an error, and so is a name that nobody knows.
+Startup prints every value that is not the default, and where it came from."""
+
+TRANSLATIONS = {
+    "fp16.loss_scale": "`--loss-scale`; 0 is dynamic",
+    "fp16.initial_scale_power": "`--initial-loss-scale`, 2 to this power",
+    "optimizer.type": "`--optimizer`: Adam and AdamW (both with decoupled weight decay), SGD",
+    "optimizer.params.betas": "`--adam-beta1`, `--adam-beta2`",
+    "scheduler.type": "`--lr-decay-style`: WarmupLR, WarmupDecayLR, WarmupCosineLR",
+    "scheduler.params.warmup_type": "`--lr-warmup-style`; log unless given",
+    "scheduler.params.warmup_min_lr": "`--lr-warmup-init`",
+    "scheduler.params.warmup_max_lr": "`--lr`",
+    "scheduler.params.warmup_num_steps": "`--lr-warmup-iters`; 1000 unless given",
+    "scheduler.params.total_num_steps": "`--lr-decay-iters`",
+    "scheduler.params.warmup_min_ratio": "`--lr-warmup-init`, as a part of the learning rate",
+    "scheduler.params.cos_min_ratio": "`--min-lr`, as a part of the learning rate; 0.0001 unless given",
+    "tensorboard.enabled": "whether the block counts",
+    "tensorboard.output_path": "`--tensorboard-dir`, together with the job name",
+    "tensorboard.job_name": "the directory under the output path",
+}
+
+
+def flags_document() -> str:
+    """The whole page."""
+    parts = [INTRO]
+    for section in SECTIONS:
+        rows = [_row(option) for option in all_options().values() if option.section == section]
+        parts += [f"\n## {TITLES[section]} (`{section}:`)\n", *_table(("Flag", "Default", "Meaning", "Advice"), rows)]
+    parts += ["\n## DeepSpeed keys\n", *_table(("Key", "Option"), _keys())]
+    parts += ["\n## Flags of Megatron that are refused\n",
+              "A flag that is accepted has an effect. These would have none here:\n",
+              *_table(("Flag", "Why"), ((f"`{flag}`", reason) for flag, reason in sorted(REFUSED_FLAGS.items())))]
+    parts += ["\n## DeepSpeed keys that are refused\n", "Each covers the block under it, if it has one.\n",
+              *_table(("Key", "Why"), ((f"`{key}`", reason) for key, reason in sorted(REFUSED_KEYS.items())))]
+    return "\n".join(parts) + "\n"
+
+
+def _row(option: Option) -> tuple[str, ...]:
+    flags = "<br>".join(f"`{spelling}`" for spelling in _spellings(option))
+    default = "required" if option.required else default_text(option)
+    return flags, f"`{default}`" if default and not option.required else default, option.help, option.avoid
+
+
+def _spellings(option: Option) -> list[str]:
+    if option.choices:                                       # the braces of the choices hold commas
+        choices = "{" + ",".join(map(str, option.choices)) + "}"
+        return [f"{flag} {choices}" for flag in (option.flag, *option.flags)] + list(option.switches)
+    return invocation(option).split(", ")
+
+
+def _keys() -> Iterator[tuple[str, str]]:
+    keys = {key: f"`{option.flag}`" for key, option in declared_keys().items()}
+    assert set(TRANSLATIONS) == set(TRANSLATED), "a translated key lacks its line here"
+    for key, meaning in sorted({**keys, **TRANSLATIONS}.items()):
+        yield f"`{key}`", meaning
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
+    yield f"| {' | '.join(head)} |"
+    yield "|" + "---|" * len(head)
+    for row in rows:
+        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |"

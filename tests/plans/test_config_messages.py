@@ -1,0 +1,152 @@
+"""What a user reads when the configuration is wrong, word for word: tests/golden/config_messages.txt.
+
+After changing a message, run `python -m tests.plans.test_config_messages` and read the difference as a user would.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from megatron_ds.config import parse
+from megatron_ds.errors import ConfigError
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "config_messages.txt"
+
+MODEL = "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --vocab-size 50257"
+RUN = "--micro-batch-size 2 --lr 6e-4"
+GOOD = f"{MODEL} {RUN} --train-iters 100 --mock-data"
+TP, PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
+SAMPLES = f"{MODEL} {RUN} --mock-data --train-samples"
+
+FILES = {
+    "gpt.yaml": "num_layers: 12\nhiden_size: 768\noptimizer:\n  lr: fast\n  hidden_size: 768\n  lr: 6e-4\nswiglu: true\n"
+                "seed: {a: 1}\n",
+    "large.yaml": "hidden_size: 1024\nmin_lr: 1e-5\n",
+    "broken.yaml": "a: [1, 2\nb: 3\n",
+    "other.yaml": "min-lr: 2e-5\n",
+    "list.yaml": "- 1\n- 2\n",
+    "tab.yaml": "model:\n\tnum_layers: 2\n",
+    "small.yaml": "model:\n  hidden_size: 512\nlog_interval: 0\n",
+    "ds.json": '{"train_batch_size": "many", "gradient_cliping": 1.0, "fp16": true, "zero_optimization": '
+               '{"stage": 1, "contigous_gradients": true, "offload_optimizer": {"device": "cpu"}}}',
+    "types.json": '{"optimizer": {"type": "Lamb"}, "scheduler": {"type": "WarmupCosinLR"}, "wandb": {"enabled": false}}',
+    "params.json": '{"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9], "momentum": 0.9}}, "scheduler": '
+                   '{"type": "WarmupLR", "params": {"total_num_steps": 10}}, "tensorboard": {"enabled": true}}',
+    "triad.json": '{"train_batch_size": 32, "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 3}',
+    "twice.json": '{"fp16": {"enabled": true, "enabled": false}}',
+    "broken.json": '{"fp16": {"enabled": true,}}',
+    "lr.json": '{"optimizer": {"type": "Adam", "params": {"lr": 1e-3}}, "scheduler": {"type": "WarmupLR", '
+               '"params": {"warmup_max_lr": 2e-3}}}',
+}
+
+CASES = [(1, ""), *((ranks, f"{GOOD} {extra}") for ranks, extra in (
+    (1, "--num_lyers 12 --lr fast --bf16 true --seed"),
+    (1, "--use-flash-attn --transformer-impl local --no-load-rng"),
+    (1, "--swiglu --squared-relu"),
+    (1, "--activation gulu --hidden-dropout 1 --normalization batchnorm"),
+    (1, "--data-path"),
+    (4, f"{TP} 3"),
+    (8, f"{TP} 8"),
+    (16, f"{PP} 16"),
+    (2, f"{PP} 2 --pipeline-layout 5,6"),
+    (2, f"{TP} 2 --num-query-groups 1 --sequence-parallel --seq-length 1023"),
+    (1, "--num-attention-heads 11"),
+    (1, "--num-attention-heads 256 --position-embedding-type rope"),
+    (1, "--group-query-attention"),
+    (1, "--num-query-groups 5"),
+    (1, "--max-position-embeddings 512"),
+    (4, "--global-batch-size 10"),
+    (3, "--global-batch-size 10"),
+    (1, "--gradient-accumulation-steps 3 --global-batch-size 10"),
+    (1, "--train-samples 1000 --lr-warmup-samples 10"),
+    (1, "--lr-warmup-samples 10 --lr-decay-samples 100"),
+    (1, "--lr-warmup-iters 5 --lr-warmup-fraction 0.1"),
+    (1, "--lr-decay-style WSD"),
+    (1, "--lr-wsd-decay-iters 10"),
+    (1, "--lr-warmup-iters 100 --min-lr 1"),
+    (1, "--fp16 --bf16 --loss-scale 1024"),
+    (1, "--loss-scale 1024"),
+    (1, "--start-weight-decay 0"),
+    (1, "--weight-decay-incr-style linear"),
+    (1, "--data-path corpus --tokenizer-type GPT2BPETokenizer"),
+    (1, "--save-interval 10 --finetune"),
+    (1, "--recompute-num-layers 2"),
+    (1, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2"),
+    (1, "--zero-stage 2 --context-parallel-size 2 --reset-position-ids"),
+    (1, "--rank-order tp-dp-pp"),
+    (1, "--config gpt.yaml"),
+    (1, "--config nowhere.yaml"),
+    (1, "--config broken.yaml"),
+    (1, "--config list.yaml"),
+    (1, "--config tab.yaml"),
+    (1, "--config small.yaml"),
+    (1, "--deepspeed_config ds.json"),
+    (1, "--deepspeed_config types.json"),
+    (1, "--deepspeed_config params.json"),
+    (1, "--deepspeed_config twice.json"),
+    (1, "--deepspeed_config broken.json"),
+)), *((ranks, words) for ranks, words in (
+    (1, f"{MODEL} {RUN} --train-iters 100"),
+    (1, f"{MODEL} {RUN} --train-iters 100 --data-path corpus"),
+    (1, f"{MODEL} {RUN} --train-iters 100 --train-data-path corpus --split 9,1"),
+    (1, f"{MODEL} {RUN} --train-iters 100 --valid-data-path corpus --tokenizer-type GPT2BPETokenizer"),
+    (1, f"{MODEL} {RUN} --train-iters 100 --data-path corpus --split none --tokenizer-type GPT2BPETokenizer"),
+    (1, GOOD.replace("--vocab-size 50257", "")),
+    (1, GOOD.replace("--hidden-size 768", "--config large.yaml --deepspeed_config lr.json")),
+    (1, GOOD.replace("--lr 6e-4", "--deepspeed_config lr.json --config large.yaml other.yaml")),
+    (2, f"{SAMPLES} 1000 --global-batch-size 64 --rampup-batch-size 16 9 1000"),
+    (2, f"{SAMPLES} 1000 --global-batch-size 64 --rampup-batch-size 16 9"),
+    (2, f"{MODEL} --lr 1 --mock-data --train-iters 100 --deepspeed_config triad.json"),
+    (1, f"{MODEL} {RUN} --train-samples 100 --mock-data --deepspeed_config lr.json"),
+))]
+
+
+def message(ranks: int, words: str) -> str:
+    try:
+        parse(words.split(), ranks)
+    except ConfigError as error:
+        return str(error)
+    return "(accepted)"
+
+
+def transcript() -> str:
+    """All cases as a session: `$ ranks: flags`, then the message. The good flags are written as an ellipsis."""
+    blocks = [f"[{name}]\n{text.rstrip()}\n" for name, text in FILES.items()]
+    for ranks, words in CASES:
+        short = " ".join(words.replace(GOOD, "…").replace(MODEL, "MODEL").replace(RUN, "RUN").split())
+        blocks.append(f"$ {ranks} rank{'s' * (ranks > 1)}: {short}\n{message(ranks, words)}\n")
+    return "\n".join(blocks)
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_every_message_reads_as_agreed(files):
+    assert transcript().replace(str(files), "DIRECTORY") == GOLDEN.read_text(encoding="utf-8")
+
+
+def test_no_bad_input_is_accepted(files):
+    assert [words for ranks, words in CASES if message(ranks, words) == "(accepted)"] == []
+
+
+def test_the_good_flags_are_good():
+    assert message(1, GOOD) == "(accepted)"
+
+
+def _write_golden() -> None:
+    import tempfile
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        for name, text in FILES.items():
+            Path(name).write_text(text)
+        GOLDEN.write_text(transcript().replace(os.getcwd(), "DIRECTORY"), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    _write_golden()

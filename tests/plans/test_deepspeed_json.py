@@ -1,0 +1,149 @@
+"""DeepSpeed's JSON: what each key means, its batch arithmetic, and what is refused."""
+
+import json
+
+import pytest
+
+from megatron_ds.config import parse
+from megatron_ds.config.deepspeed import read_deepspeed
+from megatron_ds.errors import ConfigError
+
+MODEL = ("--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --vocab-size 50257 "
+         "--train-iters 100 --mock-data").split()
+
+
+@pytest.fixture
+def read(tmp_path):
+    def configured(document: dict, *words: str, ranks: int = 1):
+        path = tmp_path / "ds.json"
+        path.write_text(json.dumps(document))
+        return parse([*MODEL, "--deepspeed_config", str(path), *words], ranks)
+    return configured
+
+
+def problem_of(read, document: dict, *words: str, ranks: int = 1) -> str:
+    with pytest.raises(ConfigError) as error:
+        read(document, *words, ranks=ranks)
+    return str(error.value)
+
+
+def test_every_key_reaches_its_option(read):
+    config = read({
+        "train_batch_size": 32, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 8,
+        "gradient_clipping": 0.5, "steps_per_print": 7, "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 1, "reduce_bucket_size": 5e8, "allgather_bucket_size": 2e8, "overlap_comm": False},
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.8, 0.9], "eps": 1e-6, "weight_decay": 0.2}},
+        "tensorboard": {"enabled": True, "output_path": "logs", "job_name": "first"}})
+    assert (config.train.micro_batch_size, config.train.global_batch_size, config.num_microbatches) == (4, 32, 8)
+    assert (config.optimizer.clip_grad, config.logging.log_interval, config.optimizer.params_dtype) == (0.5, 7, "bfloat16")
+    zero, adam = config.zero, config.optimizer
+    assert (zero.stage, zero.reduce_bucket_size, zero.allgather_bucket_size) == (1, 5 * 10**8, 2 * 10**8)
+    assert zero.overlap_comm is False
+    assert (adam.optimizer, adam.lr, adam.adam_beta1, adam.adam_beta2, adam.adam_eps, adam.weight_decay) == (
+        "adam", 3e-4, 0.8, 0.9, 1e-6, 0.2)
+    assert config.logging.tensorboard_dir == "logs/first"
+    assert config.source("optimizer.lr").endswith("ds.json optimizer.params.lr")
+
+
+def test_fp16_block_sets_the_loss_scale(read):
+    block = {"enabled": True, "loss_scale": 0, "initial_scale_power": 12, "loss_scale_window": 500, "hysteresis": 3,
+             "min_loss_scale": 2}
+    scale = read({"fp16": block}, "--lr", "1", "--micro-batch-size", "1").optimizer
+    assert (scale.fp16, scale.loss_scale, scale.initial_loss_scale) == (True, None, 4096.0)
+    assert (scale.loss_scale_window, scale.hysteresis, scale.min_loss_scale) == (500, 3, 2.0)
+    fixed = read({"fp16": {**block, "loss_scale": 128}}, "--lr", "1", "--micro-batch-size", "1").optimizer
+    assert fixed.loss_scale == 128.0
+
+
+def test_a_block_that_is_off_changes_nothing_but_its_names_are_checked(read):
+    off = {"fp16": {"enabled": False, "loss_scale": 128, "hysteresis": 9}, "tensorboard": {"enabled": False}}
+    config = read(off, "--lr", "1", "--micro-batch-size", "1")
+    assert (config.optimizer.loss_scale, config.optimizer.hysteresis, config.logging.tensorboard_dir) == (None, 2, None)
+    assert "did you mean 'hysteresis'?" in problem_of(read, {"fp16": {"enabled": False, "histeresis": 9}})
+
+
+# (given, data-parallel ranks) → (micro, global), as DeepSpeed works it out
+@pytest.mark.parametrize("batch, ranks, micro, total", [
+    ({"train_batch_size": 32, "train_micro_batch_size_per_gpu": 16, "gradient_accumulation_steps": 1}, 2, 16, 32),
+    ({"train_batch_size": 32, "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 2}, 2, 8, 32),
+    ({"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4}, 2, 4, 32),
+    ({"train_batch_size": 32, "gradient_accumulation_steps": 4}, 2, 4, 32),
+    ({"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 3}, 2, 4, 24),
+    ({"train_batch_size": 32}, 2, 16, 32),
+    ({"train_micro_batch_size_per_gpu": 4}, 3, 4, 12),
+])
+def test_any_part_of_the_batch_triad_gives_the_rest(read, batch, ranks, micro, total):
+    config = read(batch, "--lr", "1", ranks=ranks)
+    assert (config.train.micro_batch_size, config.train.global_batch_size) == (micro, total)
+    assert config.train.gradient_accumulation_steps is None
+
+
+@pytest.mark.parametrize("batch", [(33, 17, 2), (32, 18, 1), (32, 8, 3)])
+def test_a_triad_that_does_not_work_out_is_told_with_its_numbers(read, batch):
+    total, micro, steps = batch
+    text = problem_of(read, {"train_batch_size": total, "train_micro_batch_size_per_gpu": micro,
+                             "gradient_accumulation_steps": steps}, "--lr", "1", ranks=2)
+    assert f"--global-batch-size {total}" in text and f"= {micro * steps * 2}" in text
+
+
+def test_data_parallel_ranks_are_what_the_model_leaves_over(read):
+    config = read({"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}, "--lr", "1",
+                  "--tensor-model-parallel-size", "2", ranks=6)
+    assert config.train.global_batch_size == 24
+
+
+def test_auto_takes_the_value_from_the_flags(read):
+    document = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto",
+                "bf16": {"enabled": "auto"}, "zero_optimization": {"stage": "auto", "reduce_bucket_size": "auto"},
+                "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}},
+                "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": "auto", "total_num_steps": "auto"}}}
+    config = read(document, "--lr", "3e-4", "--micro-batch-size", "3", "--zero-stage", "1", "--lr-warmup-iters", "5")
+    assert (config.optimizer.lr, config.train.global_batch_size, config.zero.stage) == (3e-4, 3, 1)
+    assert (config.optimizer.lr_warmup_iters, config.optimizer.lr_decay_iters) == (5, None)
+
+
+def test_flags_win_over_the_json(read):
+    config = read({"optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}, "--lr", "2e-3", "--micro-batch-size", "1")
+    assert config.optimizer.lr == 2e-3
+
+
+def test_schedulers_become_learning_rate_ramps(read):
+    linear = read({"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-5, "warmup_max_lr": 1e-3,
+                                                               "warmup_num_steps": 9, "warmup_type": "linear"}}},
+                  "--micro-batch-size", "1").optimizer
+    assert (linear.lr_decay_style, linear.lr, linear.lr_warmup_init, linear.lr_warmup_iters, linear.lr_warmup_style) == (
+        "WarmupLR", 1e-3, 1e-5, 9, "linear")
+    default = read({"scheduler": {"type": "WarmupLR"}}, "--micro-batch-size", "1", "--lr", "1").optimizer
+    assert (default.lr_warmup_iters, default.lr_warmup_style) == (1000, "log")
+
+
+def test_ratios_of_the_cosine_scheduler_are_parts_of_the_final_learning_rate(read):
+    document = {"optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
+                "scheduler": {"type": "WarmupCosineLR", "params": {"warmup_min_ratio": 0.1, "total_num_steps": 90,
+                                                                  "warmup_num_steps": 10}}}
+    config = read(document, "--micro-batch-size", "1", "--lr", "2e-3").optimizer
+    assert (config.lr_warmup_init, config.min_lr, config.lr_decay_iters) == pytest.approx((2e-4, 2e-7, 90))
+
+
+@pytest.mark.parametrize("document, says", [
+    ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, '"zero_optimization.offload_optimizer" is refused'),
+    ({"zero_optimization": {"contiguous_gradients": True}}, '"zero_optimization.contiguous_gradients" is refused'),
+    ({"wall_clock_breakdown": False}, '"wall_clock_breakdown" is refused'),
+    ({"zero_optimisation": {"stage": 1}}, "did you mean 'zero_optimization"),
+    ({"zero_optimization": {"stag": 1}}, "did you mean 'stage'?"),
+    ({"optimizer": {"type": "OneBitAdam"}}, "'OneBitAdam', which is not available"),
+    ({"optimizer": {"type": "SGD", "params": {"betas": [0.1, 0.2]}}}, '"optimizer.params.betas" means nothing'),
+    ({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1}}}, 'write "gradient_clipping"'),
+    ({"scheduler": {"type": "OneCycle"}}, "'OneCycle', which is not available"),
+    ({"train_batch_size": 0}, "at least 1"), ({"gradient_clipping": "much"}, "is not a number"),
+    ({"zero_optimization": {"stage": 4}}, "not one of 0, 1, 2, 3"), ({"fp16": {"enabled": 1}}, "not true or false"),
+])
+def test_a_key_without_effect_or_sense_is_refused_by_name(read, document, says):
+    assert says in problem_of(read, document, "--lr", "1", "--micro-batch-size", "1")
+
+
+def test_a_key_that_stands_twice_is_refused(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text('{"fp16": {"enabled": true}, "fp16": {"enabled": false}}')
+    with pytest.raises(ConfigError, match="'fp16' stands twice"):
+        read_deepspeed(str(path))

@@ -1,0 +1,155 @@
+"""Ramps against Megatron's and DeepSpeed's values."""
+
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_ds.config import OptimizerConfig, RunConfig, TrainConfig
+from megatron_ds.progress import Progress
+from megatron_ds.ramps import (
+    BatchSize,
+    Constant,
+    DeepSpeedRate,
+    LearningRate,
+    WeightDecay,
+    count_steps,
+    make_batch_size,
+    make_learning_rate,
+    make_weight_decay,
+)
+
+# warm-up 100, decay 1000, from 3e-4 to 3e-5, as Megatron's scheduler gives them
+MEGATRON = [
+    ("linear", 400, 2.1e-4), ("linear", 550, 1.65e-4), ("linear", 50, 1.5e-4), ("linear", 100, 3e-4), ("linear", 1001, 3e-5),
+    ("cosine", 101, 2.999992e-4), ("cosine", 400, 2.325e-4), ("cosine", 800, 6.1584e-5), ("cosine", 950, 3.205095e-5),
+    ("inverse-square-root", 101, 2.985112e-4), ("inverse-square-root", 400, 1.5e-4),
+    ("inverse-square-root", 1000, 9.486833e-5), ("inverse-square-root", 1001, 3e-5), ("constant", 5000, 3e-4)]
+WSD = [
+    ("linear", 900, 1.65e-4), ("cosine", 900, 1.65e-4), ("exponential", 900, 1.418377e-4), ("minus_sqrt", 900, 1.090812e-4),
+    ("linear", 950, 9.75e-5), ("cosine", 950, 6.954058e-5), ("exponential", 950, 8.108592e-5),
+    ("minus_sqrt", 950, 6.617314e-5), ("linear", 800, 3e-4), ("linear", 300, 3e-4)]
+
+
+@pytest.mark.parametrize("style, n, expected", MEGATRON)
+def test_learning_rate_has_megatrons_values(style, n, expected):
+    ramp = LearningRate(highest=3e-4, lowest=3e-5, warmup=100, decay=1000, style=style)
+    assert ramp.at(n) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("style, n, expected", WSD)
+def test_wsd_has_megatrons_values(style, n, expected):
+    ramp = LearningRate(highest=3e-4, lowest=3e-5, warmup=100, decay=1000, style="WSD", final=200, final_style=style)
+    assert ramp.at(n) == pytest.approx(expected, rel=1e-6)
+
+
+def test_warmup_starts_at_its_initial_value():
+    assert LearningRate(highest=3e-4, initial=1e-5, warmup=100, decay=1000).at(50) == pytest.approx(1.55e-4)
+
+
+def test_a_skipped_step_does_not_advance_the_learning_rate_but_does_advance_the_batch_ramp():
+    rate = LearningRate(highest=1.0, warmup=10, decay=100)
+    batch = BatchSize(final=12, start=4, increment=4, span=16)
+    after = Progress().after(8, 8, skipped=True)
+    assert rate(after) == 0.0
+    assert batch(after) == 8
+
+
+@pytest.mark.parametrize("n, expected", [(0, .01), (250, .02318), (500, .055), (750, .08682), (1000, .1), (1001, .1)])
+def test_weight_decay_rises_along_megatrons_cosine(n, expected):
+    assert WeightDecay(.01, .1, 1000, "cosine").at(n) == pytest.approx(expected, rel=1e-4)
+
+
+def test_weight_decay_rises_linearly():
+    assert WeightDecay(.0, .1, 1000, "linear").at(250) == pytest.approx(.025)
+
+
+@pytest.mark.parametrize("ramp, values", [
+    ((16, 8, 300_000, 1024), {0: 16, 2380: 16, 2381: 24, 4762: 32, 150_000: 520, 299_999: 1016, 300_000: 1024, 10**9: 1024}),
+    ((32, 32, 1_953_125, 1152), {55_803: 32, 55_804: 64, 976_562: 576, 1_953_125: 1152})])
+def test_batch_size_has_megatrons_values(ramp, values):
+    start, increment, span, final = ramp
+    batch = BatchSize(final=final, start=start, increment=increment, span=span)
+    assert {n: batch.at(n) for n in values} == values
+
+
+def test_a_batch_ramp_that_starts_at_its_end_is_flat():
+    assert [BatchSize(final=8, start=8, increment=4, span=100).at(n) for n in (0, 50, 100)] == [8, 8, 8]
+
+
+@given(start=st.integers(1, 5), increment=st.integers(1, 4), increments=st.integers(0, 6), span=st.integers(0, 90),
+       samples=st.integers(0, 400))
+def test_counted_steps_are_the_steps_that_a_loop_makes(start, increment, increments, span, samples):
+    batch = BatchSize(final=start + increment * increments, start=start, increment=increment, span=span)
+    n = steps = 0
+    while n + batch.at(n) <= samples:
+        n, steps = n + batch.at(n), steps + 1
+    assert count_steps(batch, samples) == steps
+    assert count_steps(Constant(start), samples) == samples // start
+
+
+# --- DeepSpeed: i = steps done − 1, warm-up of N steps, T in all; values worked out by hand from its formulas
+def test_warmup_lr_rises_with_the_logarithm_of_the_step():
+    ramp = DeepSpeedRate("WarmupLR", highest=1e-3, batch=4, initial=1e-5, warmup=100)
+    assert ramp(Progress()) == 1e-5
+    assert ramp(Progress(scheduled_samples=4)) == 1e-5                            # i = 0, ln 1 = 0
+    assert ramp(Progress(scheduled_samples=4 * 10)) == pytest.approx(1e-5 + 99e-5 * 0.5)            # ln 10 / ln 100
+    assert ramp(Progress(scheduled_samples=4 * 101)) == 1e-3
+
+
+def test_warmup_decay_lr_falls_in_a_line_to_where_it_started():
+    ramp = DeepSpeedRate("WarmupDecayLR", highest=1.0, batch=1, initial=0.1, warmup=10, total=110, warmup_style="linear")
+    assert [ramp.at(i) for i in (-1, 0, 5, 10, 60, 110, 200)] == pytest.approx([.1, .1, .55, 1., .55, .1, .1])
+
+
+def test_warmup_cosine_lr_starts_at_zero_and_stays_on_its_floor():
+    ramp = DeepSpeedRate("WarmupCosineLR", highest=2.0, batch=1, lowest=0.2, initial=0.4, warmup=10, total=110,
+                         warmup_style="linear")
+    assert [ramp.at(i) for i in (-1, 0, 5, 59, 109, 500)] == pytest.approx([0., .4, 1.2, 1.1, .2, .2])
+
+
+def test_deepspeeds_warmup_is_at_least_two_steps():
+    assert DeepSpeedRate("WarmupLR", highest=1.0, batch=1, warmup=0).at(1) == pytest.approx(1.0)
+    assert DeepSpeedRate("WarmupLR", highest=1.0, batch=1, warmup=0, warmup_style="linear").at(1) == 0.5
+
+
+# --- from the configuration
+def config(optimizer: dict, train: dict) -> RunConfig:
+    return RunConfig(optimizer=OptimizerConfig(lr=3e-4, **optimizer), train=TrainConfig(micro_batch_size=1, **train))
+
+
+def test_iterations_are_counted_in_global_batches():
+    by_iterations = make_learning_rate(config(dict(min_lr=3e-5, lr_warmup_iters=10, lr_decay_style="cosine"),
+                                              dict(train_iters=100, global_batch_size=10)))
+    by_samples = make_learning_rate(config(dict(min_lr=3e-5, lr_warmup_samples=100, lr_decay_style="cosine"),
+                                           dict(train_samples=1000, global_batch_size=10)))
+    for n in (0, 50, 100, 101, 400, 1000, 1001):
+        assert by_iterations.at(n) == by_samples.at(n)
+    assert by_iterations.at(400) == pytest.approx(2.325e-4)
+
+
+def test_warmup_fraction_is_a_part_of_the_decay_span():
+    ramp = make_learning_rate(config(dict(lr_warmup_fraction=0.25, lr_decay_iters=40),
+                                     dict(train_iters=99, global_batch_size=5)))
+    assert (ramp.warmup, ramp.decay) == (50, 200)
+
+
+def test_deepspeed_scheduler_counts_steps_whatever_the_batch():
+    settings = dict(lr_decay_style="WarmupLR", lr_warmup_iters=4, lr_warmup_style="linear")
+    ramp = make_learning_rate(config(settings, dict(train_iters=99, global_batch_size=6)))
+    assert [ramp(Progress(scheduled_samples=6 * step)) for step in range(6)] == pytest.approx(
+        [0, 0, .75e-4, 1.5e-4, 2.25e-4, 3e-4])
+
+
+def test_weight_decay_spans_the_whole_training():
+    ramp = make_weight_decay(config(dict(start_weight_decay=0., end_weight_decay=.2, weight_decay_incr_style="linear"),
+                                    dict(train_iters=10, global_batch_size=3)))
+    assert ramp(Progress(scheduled_samples=15)) == pytest.approx(.1)
+    assert make_weight_decay(config(dict(weight_decay=.3), dict(train_iters=1, global_batch_size=3)))(Progress()) == .3
+
+
+def test_batch_size_is_constant_without_a_ramp():
+    assert make_batch_size(SimpleNamespace(train=TrainConfig(global_batch_size=7)))(Progress(samples=99)) == 7
+    ramp = make_batch_size(SimpleNamespace(train=TrainConfig(global_batch_size=8, rampup_batch_size=(2, 3, 12))))
+    assert [ramp.at(n) for n in (0, 5, 6, 11, 12)] == [2, 2, 5, 5, 8]
