@@ -24,7 +24,9 @@ class ParallelConfig:
     pipeline_schedule: str = option("1f1b", help="Name of a registered pipeline schedule: 1f1b, gpipe.",
                                     avoid="gpipe keeps the activations of all micro-batches alive.")
     pipeline_layout: str | None = option(
-        None, help="Decoder layers of each pipeline stage, such as 3,2,3. Default: cut so that the slowest stage is fastest.")
+        None, flags=["--pipeline-model-parallel-layout"], help="Decoder layers of each pipeline stage, such as 3,2,3; or a "
+        "letter a layer, such as Et*3|tt|t*3L (E embedding, t decoder layer, L norm and head). Default: cut so that the "
+        "slowest stage is fastest.")
     rank_order: str = option(
         "tp-cp-ep-dp-pp", switches={"--use-tp-pp-dp-mapping": "tp-cp-ep-pp-dp"},
         help="Mesh axes from the fastest to the slowest varying with the rank.",

@@ -49,7 +49,6 @@ REFUSED_FLAGS = MappingProxyType({
     "--log-throughput": "the log line always has it. Remove it.",
     "--overlap-param-gather": "weights are gathered right after the step. Remove it.",
     "--override-opt-param-scheduler": "the learning rate is a function of the flags and of progress, never stored. Remove it.",
-    "--pipeline-model-parallel-layout": "write --pipeline-layout with the decoder layers of each stage, such as 3,2,3.",
     "--pipeline-model-parallel-split-rank": "there are no encoder-decoder models. Remove it.",
     "--data-parallel-random-init": _PLAIN_RNG,
     "--tensorboard-log-interval": "TensorBoard gets a point at each --log-interval. Remove it.",

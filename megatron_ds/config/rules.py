@@ -4,20 +4,25 @@ A rule is a function from the config to the problems it sees. Each problem says 
 matters, and the legal alternatives. A rule keeps quiet when a value that it needs is missing; `missing` speaks of that.
 """
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 
 from ..errors import ConfigError
-from .problems import reject
+from .problems import attempt, reject
 from .rules_layout import LAYOUT_RULES
 from .rules_run import RUN_RULES
 from .run import RunConfig, all_options
 from .say import either, flag, say
 
+Rule = Callable[[RunConfig], Iterable[str]]
 
-def check(config: RunConfig, known: Mapping[str, Container[str]] | None = None) -> None:
-    """Raises one ConfigError with all problems. `known`: see `parse`."""
+
+def check(config: RunConfig, known: Mapping[str, Container[str]] | None = None, rules: Sequence[Rule] = ()) -> None:
+    """Raises one ConfigError with all problems. `known`, `rules`: see `parse`."""
     problems = [problem for rule in (missing, *LAYOUT_RULES, *RUN_RULES) for problem in rule(config)]
     reject([*problems, *unknown_names(config, known or {})])
+    for rule in rules:                       # they may build on all of the above
+        problems += attempt(problems, lambda rule=rule: list(rule(config))) or []
+    reject(problems)
 
 
 def missing(config: RunConfig) -> Iterator[str]:

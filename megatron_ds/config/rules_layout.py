@@ -81,9 +81,9 @@ def tensor_parallel(config: RunConfig) -> Iterator[str]:
 def pipeline(config: RunConfig) -> Iterator[str]:
     layers, stages = config.model.num_layers, config.parallel.pipeline_model_parallel_size
     cut = config.parallel.pipeline_layout
-    if layers and layers < stages:
-        yield (f"{say(config, 'model.num_layers')} is less than {say(config, PP)}: each stage needs a layer. Use {flag(PP)} "
-               f"{either(range(1, layers + 1))}.")
+    if layers and cut is None and layers < stages:
+        yield (f"{say(config, 'model.num_layers')} is less than {say(config, PP)}: each stage takes a layer. Use {flag(PP)} "
+               f"{either(range(1, layers + 1))}, or --pipeline-layout, which can give the embedding a stage of its own.")
     elif layers and cut is not None and re.fullmatch(r"\d+(,\d+)*", cut):
         counts = [int(count) for count in cut.split(",")]
         example = ",".join(str(layers // stages + (i < layers % stages)) for i in range(stages))

@@ -27,7 +27,9 @@ def say(config: RunConfig, path: str) -> str:
 
 
 def either(values: Sequence[Any]) -> str:
-    """`1, 2 or 4`."""
+    """`1, 2 or 4`; a longer unbroken row of numbers is `1 to 12`."""
+    if len(values) > 4 and list(values) == list(range(values[0], values[0] + len(values))):
+        return f"{values[0]} to {values[-1]}"
     words = [str(value) for value in values]
     return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 

@@ -65,15 +65,20 @@ def _top(path: str, root: Any, wrong: list[str]) -> Iterator[Setting]:
     if root.id != "mapping":
         wrong.append(f"{path} holds no `name: value` lines, but a {root.id}.")
         return
-    inner = {key.value: value for key, value in root.value}
-    if "config" in inner and inner["config"].id == "mapping":
-        root = inner["config"]
+    inner = _by_key(root)
+    if "format_version" in inner and "config" in inner and inner["config"].id == "mapping":
+        root = inner["config"]                                        # a run.json
+    ignored = RECORDS if set(RECORDS) <= set(_by_key(root)) else ()
     for name, value, line in _entries(path, root, wrong):
         if name in SECTIONS and value.id == "mapping":
             for field, inner_value, inner_line in _entries(path, value, wrong):
                 yield from _setting(Entry(path, inner_line, field, inner_value, name), wrong)
-        elif name not in RECORDS:
+        elif name not in ignored:
             yield from _setting(Entry(path, line, name, value), wrong)
+
+
+def _by_key(mapping: Any) -> dict[str, Any]:
+    return {str(key.value): value for key, value in mapping.value}
 
 
 def _entries(path: str, mapping: Any, wrong: list[str]) -> Iterator[tuple[str, Any, int]]:

@@ -129,6 +129,20 @@ def test_a_name_that_no_registry_has_is_reported_with_everything_else():
     assert "2 problems" in str(error.value) and "may be 1f1b or gpipe" in str(error.value)
 
 
+def test_rules_of_the_layers_above_are_asked_when_all_else_is_right():
+    def rule(config):
+        yield f"{config.model.num_layers} layers are too many."
+
+    def raising(config):
+        raise ConfigError("Seven is not enough.")
+
+    with pytest.raises(ConfigError, match="1. 12 layers are too many.\n  2. Seven is not enough."):
+        parse(NEEDED, rules=[rule, raising])
+    with pytest.raises(ConfigError) as error:
+        parse([*NEEDED, "--fp16", "--bf16"], rules=[rule, raising])
+    assert "layers" not in str(error.value)
+
+
 def test_derived_sizes_follow_megatrons_formulas():
     model = ModelConfig(num_layers=2, hidden_size=4096, num_attention_heads=32, seq_length=128, vocab_size=50257)
     assert (model.head_dim, model.query_groups, model.ffn_size, model.positions) == (128, 32, 16384, 128)
