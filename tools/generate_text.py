@@ -59,6 +59,7 @@ def main(args: argparse.Namespace, launch) -> int:
     if args.tokenizer_model:
         config = replace(config, data=replace(config.data, tokenizer_model=args.tokenizer_model))
     tokenizer = build_tokenizer(config.data, config.model)
+    config = replace(config, model=replace(config.model, vocab_size=tokenizer.vocab_size))
     device = launching.start(launch)
     try:
         mesh = Mesh(Grid(tp=tp_size), launch.rank, connect_torch, device)

@@ -6,6 +6,7 @@ checking that each element is there; `difference` compares two merged traces.
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -145,8 +146,7 @@ def difference(run: tuple[Trace, dict], reference: tuple[Trace, dict], model) ->
     (trace, weights), (trace0, weights0) = run, reference
     if weights.keys() != weights0.keys():
         raise LayoutError(f"different parameters: {sorted(weights.keys() ^ weights0.keys())}")
-    relative = lambda a, b: max((abs(x - y) / abs(y) for x, y in zip(a, b, strict=True)), default=0.0)
-    return Difference(relative(trace.losses, trace0.losses), relative(trace.grad_norms, trace0.grad_norms),
+    return Difference(_largest(trace.losses, trace0.losses), _largest(trace.grad_norms, trace0.grad_norms),
                       max(_tensor_difference(determined(n, weights[n], model), determined(n, w0, model))
                           for n, w0 in weights0.items()))
 
@@ -161,6 +161,12 @@ def determined(name: str, values: torch.Tensor, model) -> torch.Tensor:
         return values
     groups = values.view(model.query_groups, -1, model.head_dim)       # per group [queries.., key, value]
     return torch.cat((groups[:, :-2], groups[:, -1:]), dim=1)
+
+
+def _largest(values: Sequence[float], reference: Sequence[float]) -> float:
+    """A step that overflowed must overflow in both runs."""
+    same = [(x, y) for x, y in zip(values, reference, strict=True) if math.isfinite(x) or math.isfinite(y)]
+    return max((abs(x - y) / abs(y) if math.isfinite(x) and math.isfinite(y) else math.inf for x, y in same), default=0.0)
 
 
 def _tensor_difference(w: torch.Tensor, w0: torch.Tensor) -> float:

@@ -28,25 +28,33 @@ MODEL_FIELDS = (
 DATA_FIELDS = ("data_path", "split", "train_data_path", "valid_data_path", "test_data_path", "dataloader_type", "mock_data")
 
 
-def run_identity(config: RunConfig, tokenizer) -> dict:
-    """What a checkpoint is a checkpoint *of*: {"model": …, "tokenizer": …, "data": …}, plain values."""
+def describe_run(config: RunConfig, as_given: RunConfig, tokenizer) -> dict:
+    """What every checkpoint of a run says of it: how to start it again, and what it is a checkpoint *of*.
+
+    as_given: the config as the user wrote it, from which the tokenizer was made; `config` knows the vocabulary besides.
+    """
+    return {"version": __version__, "config": to_dict(as_given), "identity": _identity(config, tokenizer),
+            "world_size": config.world_size}
+
+
+def _identity(config: RunConfig, tokenizer) -> dict:
+    """{"model": …, "tokenizer": …, "data": …}, plain values; a checkpoint of another identity is refused."""
     model = {name: getattr(config.model, name) for name in MODEL_FIELDS}
     data = {name: getattr(config.data, name) for name in DATA_FIELDS}
     data |= {"seq_length": config.model.seq_length, "seed": config.train.seed}
     return {"model": model, "tokenizer": {"fingerprint": tokenizer.fingerprint}, "data": _plain(data)}
 
 
-def save_run(engine: Engine, progress: Progress, identity: dict) -> None:
+def save_run(engine: Engine, progress: Progress, description: dict) -> None:
     """Write a checkpoint under `config.checkpoint.save`. Collective over the world."""
     config, mesh = engine.config, engine.mesh
-    run = {"version": __version__, "config": to_dict(config), "progress": progress.to_dict(), "identity": identity,
-           "optimizer": engine.optimizer.extra_state(), "world_size": mesh.grid.world_size}
+    run = description | {"progress": progress.to_dict(), "optimizer": engine.optimizer.extra_state()}
     pieces = [p for p in engine.optimizer.pieces() if p.kind == "weight" or not config.checkpoint.no_save_optim]
     save(Path(config.checkpoint.save), progress.step, pieces, tp=mesh.group("tp"), world=mesh.group("world"),
          run=run, limit=config.checkpoint.save_total_limit)
 
 
-def load_run(engine: Engine, identity: dict) -> Progress:
+def load_run(engine: Engine, description: dict) -> Progress:
     """Fill weights and optimizer from `config.checkpoint.load`; where training stands then. Collective over the world."""
     checkpoint, mesh = engine.config.checkpoint, engine.mesh
     if not checkpoint.load:
@@ -62,7 +70,7 @@ def load_run(engine: Engine, identity: dict) -> Progress:
         return Progress()
     run = read_run(directory, step)
     parts = ("model", "tokenizer") if checkpoint.finetune else ("model", "tokenizer", "data")
-    check_same_model({p: run["identity"][p] for p in parts}, {p: identity[p] for p in parts})
+    check_same_model(*({p: about["identity"][p] for p in parts} for about in (run, description)))
     with_optimizer = not (checkpoint.finetune or checkpoint.no_load_optim)
     load(directory, step, list(engine.optimizer.pieces()), tp=mesh.group("tp"), world=mesh.group("world"),
          kinds=None if with_optimizer else ("weight",))

@@ -11,10 +11,9 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
 from ..checkpoint.save import check_writable
-from ..config import RunConfig, parse
+from ..config import RunConfig, Source, parse
 from ..config.guard import main_guard
 from ..data.datasets import build_datasets
 from ..data.sampler import ORDERS
@@ -28,7 +27,7 @@ from ..pipeline.schedules import SCHEDULES
 from .build import build_engine
 from .join import join
 from .log import Log, open_log
-from .persist import load_run, run_identity
+from .persist import describe_run, load_run
 from .samples import build_loaders, wanted_samples
 from .startup import describe
 from .together import together
@@ -61,25 +60,25 @@ def _pretrain(launch: Launch, argv) -> int:
     return 0
 
 
-def train(config: RunConfig, mesh: Mesh, source: str, started: float) -> str:
+def train(as_given: RunConfig, mesh: Mesh, source: str, started: float) -> str:
     """Build everything on this rank and train; why it ended. Collective over the world."""
-    config, tokenizer, datasets = together(mesh.group("world"), lambda: _open_data(config))
+    config, tokenizer, datasets = together(mesh.group("world"), lambda: _open_data(as_given))
     if config.checkpoint.save:
         together(mesh.group("world"), lambda: check_writable(config.checkpoint.save))
     engine = build_engine(config, mesh)
     if mesh.rank == 0:
         logger.info("%s", describe(engine, source))
-    identity = run_identity(config, tokenizer)
-    progress = load_run(engine, identity)
+    description = describe_run(config, as_given, tokenizer)
+    progress = load_run(engine, description)
     log = open_log(config.logging, progress.step) if mesh.rank == 0 else Log(())
     loaders = build_loaders(config, datasets, tokenizer)
-    return Trainer(engine, loaders, log, progress, identity, started).run()
+    return Trainer(engine, loaders, log, progress, description, started).run()
 
 
 def _open_data(config: RunConfig):
     """(config with the tokenizer's vocabulary size, tokenizer, datasets); reads files, talks to nobody."""
     tokenizer = build_tokenizer(config.data, config.model)
-    config = replace(config, model=replace(config.model, vocab_size=tokenizer.vocab_size))
+    config = config.with_values({"model.vocab_size": tokenizer.vocab_size}, Source("derived", "the tokenizer"))
     return config, tokenizer, build_datasets(config, wanted_samples(config), tokenizer)
 
 

@@ -47,13 +47,13 @@ def train_step(engine: Engine, batch, progress: Progress, *, learning_rate: floa
     loss_scale = optimizer.loss_scale
 
     optimizer.begin_step()
-    losses = executor.run(microbatches, loss_scale if per_token else loss_scale / len(microbatches))
+    # Gradients are summed over micro-batches and ranks, so each micro-batch counts with its share of the global batch.
+    global_microbatches = len(microbatches) * engine.mesh.group("dp", "cp").size
+    losses = executor.run(microbatches, loss_scale if per_token else loss_scale / global_microbatches)
     report = share(losses, engine.mesh, stop, per_token)
     if not report.is_finite:
         _tell_nonfinite(engine, executor, microbatches, report, progress)
-    # Gradients come averaged over the data group; per-token loss wants their sum over the step's tokens instead.
-    divisor = max(report.tokens, 1) / engine.mesh.group("dp", "cp").size if per_token else 1.0
-    result = optimizer.step(learning_rate, weight_decay, divisor)
+    result = optimizer.step(learning_rate, weight_decay, max(report.tokens, 1) if per_token else 1.0)
     return StepOutcome(report.loss, report.tokens, result.grad_norm, loss_scale, learning_rate, weight_decay,
                        result.skipped, report.stop, time.perf_counter() - start)
 

@@ -36,9 +36,9 @@ class Loaders:
 class Trainer:
     """Trains `engine` on `loaders` until the config says enough, or somebody asks to stop."""
 
-    def __init__(self, engine: Engine, loaders: Loaders, log: Log, progress: Progress, identity: dict,
+    def __init__(self, engine: Engine, loaders: Loaders, log: Log, progress: Progress, description: dict,
                  started: float | None = None):
-        self.engine, self.loaders, self.log, self.progress, self.identity = engine, loaders, log, progress, identity
+        self.engine, self.loaders, self.log, self.progress, self.description = engine, loaders, log, progress, description
         config = engine.config
         self.config = config
         self.learning_rate = make_learning_rate(config)
@@ -163,7 +163,7 @@ class Trainer:
 
     def save(self) -> None:
         """Write a checkpoint of this moment. Collective over the world."""
-        save_run(self.engine, self.progress, self.identity)
+        save_run(self.engine, self.progress, self.description)
         self.saved_step = self.progress.step
 
 

@@ -11,9 +11,9 @@ are counted, and a bucket all of whose parameters are complete starts its reduct
 Note: in order. Buckets start strictly in the order of the layout, a complete one waits for those before it: every rank then
 issues the same collectives in the same order, even where one of them sends nothing to some expert.
 
-Note: mean. The reduction sums; the buffer is divided by the number of data-parallel ranks before it (as Megatron averages),
-so `main_grad` afterwards holds the mean. Experts' buffers are divided by the same number, although fewer ranks hold a copy:
-each copy has already seen the tokens of all ranks of its expert-parallel group.
+Note: sum. The reduction sums and nothing is divided: the loss of each micro-batch is scaled by its share of the *global* batch
+before backward. So a micro-batch's gradient has the same bits under every number of ranks, overflows of fp16 included, and
+experts, whose copies have seen the tokens of their whole expert-parallel group, need no factor of their own.
 """
 
 from collections.abc import Sequence
@@ -50,15 +50,13 @@ class GradBuckets:
     holders  in the order of layout.slots
     group    the ranks that hold the same parameters and sum their gradients
     tp       the ranks over which `partial_grad` parameters are summed
-    mean_of  divide the sum by this
     sharded  reduce-scatter instead of all-reduce: only this rank's shard is valid afterwards
     overlap  start reductions during backward; False: all of them in `finish`
     """
 
-    def __init__(self, holders: Sequence[Holder], layout: Layout, *, group: Group, tp: Group, mean_of: int, sharded: bool,
-                 overlap: bool):
+    def __init__(self, holders: Sequence[Holder], layout: Layout, *, group: Group, tp: Group, sharded: bool, overlap: bool):
         self.holders, self.layout, self.group = holders, layout, group
-        self.mean_of, self.sharded, self.overlap = mean_of, sharded, overlap
+        self.sharded, self.overlap = sharded, overlap
         self.flat = torch.zeros(layout.numel, dtype=torch.float32, device=holders[0].parameter.device)
         self.pieces = layout.slot_intersections(group.rank) if sharded else layout.whole_slots()
         self._tp = tp
@@ -127,8 +125,6 @@ class GradBuckets:
         for b in range(self._next, stop):
             bucket, piece = self.layout.buckets[b], self._shard_pieces[b]
             whole = self.flat[bucket.start:bucket.stop]
-            if self.mean_of > 1:
-                whole.mul_(1 / self.mean_of)
             if self.sharded:
                 work = reduce_scatter_into_(self.flat[piece.start:piece.stop], whole, self.group, async_op=True)
             else:

@@ -147,7 +147,7 @@ class ZeroOptimizer:
 
     @torch.no_grad()
     def step(self, lr: float, weight_decay: float, grad_divisor: float = 1.0) -> StepResult:
-        """Update with the mean over the data group of the gradients, divided by `grad_divisor`. Collective over the world.
+        """Update with the sum over the data group of the gradients, divided by `grad_divisor`. Collective over the world.
 
         Skips the update when a gradient of any rank is not finite. Raises ConfigError when that can no longer be
         helped by a smaller loss scale.
@@ -210,7 +210,7 @@ class ZeroOptimizer:
         in_buffer = forward[::-1]
         sharded = self.policy.optimizer is not None
         store = ParamStore([h.parameter for h in in_buffer], layout, group, sharded)
-        buckets = GradBuckets(in_buffer, layout, group=group, tp=self.groups.tp, mean_of=self.groups.data.size,
+        buckets = GradBuckets(in_buffer, layout, group=group, tp=self.groups.tp,
                               sharded=sharded, overlap=overlap)
         specs = [h.parameter.spec for h in in_buffer]
         counted = [p for p in layout.slot_intersections(group.rank) if is_counted(specs[p.slot], self.groups.tp.rank)]

@@ -55,7 +55,7 @@ def train_rank(rank, world, size, stage, dtype=torch.float32, scale=1.0, clip=1.
     for step in range(STEPS):
         optimizer.begin_step()
         optimizer.arm()
-        (loss_of(parameters, step, rank, size) * optimizer.loss_scale).backward()
+        (loss_of(parameters, step, rank, size) * (optimizer.loss_scale / size)).backward()
         norms.append(optimizer.step(LR, DECAY).grad_norm)
     return norms, [p.detach().clone() for p in parameters]
 
@@ -181,7 +181,7 @@ def test_a_rank_whose_shard_is_all_padding_takes_part():
         p.spec = ParamSpec("five", (5,), Init("ones"), decay=False)
         optimizer = make_optimizer([p], world.group("dp-cp", range(3), rank), stage=1)
         optimizer.begin_step()
-        p.main_grad.fill_(1.0 + rank)
+        p.main_grad.fill_((1.0 + rank) / 3)
         result = optimizer.step(0.5, 0.0)
         return result.grad_norm, p.detach().clone(), len(list(optimizer.pieces()))
 
