@@ -9,6 +9,7 @@ import math
 import torch
 import torch.nn.functional as F
 
+from .blocked_attention import blocked_attention, worth_blocking
 from .dropout import apply_mask
 
 
@@ -19,12 +20,15 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
 
     mask     bool [b or 1, n or 1, sq, sk], True = may not attend; joined with the causal mask when `causal`
     keep     with `dropout` > 0: bool [b, n, sq, sk] from `ops.dropout.attention_keep_mask`. Keeps the probabilities
-             for backward, so memory grows with sq * sk; without it torch's fused attention is used
+             for backward, so memory grows with sq * sk; without it torch's fused attention is used, or where that is
+             slower `blocked_attention`
     scale    of the scores, 1 / sqrt(d) unless given
     """
     assert (dropout > 0) == (keep is not None), "attention dropout needs its mask, and the mask a probability"
     if keep is not None:
         return reference_attention(q, k, v, causal=causal, mask=mask, dropout=dropout, keep=keep, scale=scale)
+    if causal and mask is None and worth_blocking(q, k):
+        return blocked_attention(q, k, v, scale or 1 / math.sqrt(q.shape[-1]))
     sq, sk = q.shape[0], k.shape[0]
     queries, keys, values = (t.permute(1, 2, 0, 3) for t in (q, k, v))          # [b, n or g, s, d], views
     plain_causal = causal and mask is None and sq == sk

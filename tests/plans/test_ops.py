@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron_ds.ops import blocked_attention as blocked
 from megatron_ds.ops.activation import ACTIVATIONS
 from megatron_ds.ops.attention import attention, reference_attention
 from megatron_ds.ops.cross_entropy import cross_entropy
@@ -87,8 +88,8 @@ def test_rotary_equals_its_reference_and_leaves_the_rest_of_the_channels(percent
 def test_rotary_turns_pair_i_by_position_over_base_to_the_2i_over_r():
     cos, sin = rotary_tables(torch.tensor([3]), 4, base=100.0)
     y = apply_rotary(torch.tensor([1.0, 2.0, 0.0, 0.0]).view(1, 1, 1, 4), cos, sin).flatten()
-    angles = torch.tensor([3.0, 3.0 / 10.0])
-    torch.testing.assert_close(y, torch.cat((torch.tensor([1.0, 2.0]) * angles.cos(), torch.tensor([1.0, 2.0]) * angles.sin())))
+    angles, x = torch.tensor([3.0, 3.0 / 10.0]), torch.tensor([1.0, 2.0])
+    torch.testing.assert_close(y, torch.cat((x * angles.cos(), x * angles.sin())))
 
 
 def test_rotary_scores_depend_on_the_distance_only():
@@ -118,14 +119,37 @@ def loop_attention(q, k, v):
 @pytest.mark.parametrize("n, g", [(4, 4), (6, 2), (3, 1)])
 def test_attention_equals_a_loop_over_queries_and_heads(sq, sk, n, g):
     q, k, v = qkv(sq, sk, 2, n, g, 5)
-    expected = loop_attention(q, k, v)
     for function in (attention, reference_attention):
-        out = function(q, k, v)
+        out, expected = function(q, k, v), loop_attention(q, k, v)
         assert out.shape == (sq, 2, n * 5)
         torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
         for ours, theirs in zip(gradients(out, q, k, v), gradients(expected, q, k, v)):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-        expected = loop_attention(q, k, v)
+
+
+@pytest.mark.parametrize("tile", [1, 1 << 20])               # 1: one key-value head at a time
+@pytest.mark.parametrize("s", [1, 63, 64, 65, 150])
+@pytest.mark.parametrize("n, g", [(4, 4), (6, 2), (3, 1)])
+def test_blocked_attention_equals_the_reference(n, g, s, tile, monkeypatch):
+    monkeypatch.setattr(blocked, "TILE", tile)
+    packed = randn(s, 2, n + 2 * g, 5)
+    q, k, v = packed.split((n, g, g), dim=2)                 # strided, as a layer's projection gives them
+    out, expected = blocked.blocked_attention(q, k, v, 0.3), reference_attention(q, k, v, scale=0.3)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(gradients(out, packed), gradients(expected, packed), rtol=1e-4, atol=1e-5)
+
+
+def test_blocked_attention_serves_the_lengths_where_it_is_faster(monkeypatch):
+    called = []
+    monkeypatch.setattr("megatron_ds.ops.attention.blocked_attention",
+                        lambda q, k, v, scale: (called.append(len(q)), blocked.blocked_attention(q, k, v, scale))[1])
+    for s in (64, 128, 256, 257):
+        q, k, v = qkv(s, s, 1, 2, 1, 32)
+        torch.testing.assert_close(attention(q, k, v), reference_attention(q, k, v), rtol=1e-5, atol=1e-5)
+        attention(q[-1:], k, v)                              # fewer queries than keys
+        attention(q.bfloat16(), k.bfloat16(), v.bfloat16())
+        attention(q, k, v, causal=False)
+    assert called == [128, 256]
 
 
 def test_attention_obeys_an_explicit_mask_together_with_causality():
