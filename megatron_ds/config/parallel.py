@@ -48,13 +48,15 @@ class ZeroConfig:
         0, choices=(0, 1, 2, 3), flag="--zero-stage", switches={"--use-distributed-optimizer": 1},
         json="zero_optimization.stage", help="0: nothing is split; 1: optimizer state; 2: also gradients; 3: also weights. "
         "0 and 1 for now.", avoid="At data-parallel size 1 there is nothing to split.")
-    reduce_bucket_size: int = option(
-        40_000_000, at_least=1, flags=["--ddp-bucket-size"], json="zero_optimization.reduce_bucket_size", unit="elements",
-        help="Gradients are reduced in buckets of about this many elements.",
+    reduce_bucket_size: int | None = option(
+        None, at_least=1, flags=["--ddp-bucket-size"], json="zero_optimization.reduce_bucket_size", unit="elements",
+        help="Gradients are reduced in buckets of about this many elements. Default: an eighth of the rank's parameters, "
+        "between 1 and 40 million.",
         avoid="Smaller overlaps more with backward but each reduction costs a latency.")
     allgather_bucket_size: int | None = option(
         None, at_least=1, json="zero_optimization.allgather_bucket_size", unit="elements",
-        help="Updated weights are gathered in pieces of at most this many elements. Default: as reduced.")
+        help="Updated weights are gathered in buckets of about this many elements. The buckets are those of the reduction, "
+        "so the smaller of the two sizes holds for both. Default: as reduced.")
     overlap_comm: bool | None = option(
         None, switches={"--overlap-grad-reduce": True, "--no-overlap-grad-reduce": False},
         json="zero_optimization.overlap_comm", help="Reduce a bucket while backward still runs. Default: when there is "

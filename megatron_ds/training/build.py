@@ -13,8 +13,10 @@ import torch
 from torch import nn
 
 from ..config import RunConfig
+from ..errors import MegatronDSError
 from ..models import MODELS, build_stage, count_uses, gpt_loss
 from ..mpu.channels import Channels
+from ..mpu.group import solo
 from ..mpu.mesh import Mesh
 from ..optim import OPTIMIZERS
 from ..pipeline import passes
@@ -62,17 +64,30 @@ def describe_layers(config: RunConfig, mesh: Mesh) -> list:
         recompute_num_layers=config.train.recompute_num_layers)
 
 
+def cut_problems(config: RunConfig) -> list[str]:
+    """Why the model cannot be cut as the config says; a rule for `parse`, before there is any process group."""
+    layers = MODELS[config.model.model](config.model, tp=solo("tp"))
+    try:
+        _cut(config, [layer.kind for layer in layers], [1.0] * len(layers))       # the vocabulary is not known yet
+    except MegatronDSError as error:
+        return [str(error)]
+    return []
+
+
 def plan_run(config: RunConfig, layers: list) -> RunPlan:
     """Cut the model into pipeline stages: as the user says, else so that the costliest stage is cheapest."""
-    model, stages = config.model, config.parallel.pipeline_model_parallel_size
+    model = config.model
     vocab = model.padded_vocab_size(config.parallel.tensor_model_parallel_size)
     kinds = [layer.kind for layer in layers]
     costs = tuple(layer_flops(model, kind, model.seq_length, vocab) for kind in kinds)
+    return RunPlan(tuple(layer.name for layer in layers), _cut(config, kinds, costs), costs)
+
+
+def _cut(config: RunConfig, kinds: list[str], costs) -> tuple[int, ...]:
+    stages = config.parallel.pipeline_model_parallel_size
     if config.parallel.pipeline_layout:
-        bounds = parse_layout(config.parallel.pipeline_layout, kinds, stages)
-    else:
-        bounds = partition(costs, stages)
-    return RunPlan(tuple(layer.name for layer in layers), tuple(bounds), costs)
+        return parse_layout(config.parallel.pipeline_layout, kinds, stages)
+    return partition(costs, stages)
 
 
 def plan_schedule(config: RunConfig, num_microbatches: int) -> Schedule:
@@ -121,7 +136,17 @@ def _build_optimizer(config: RunConfig, mesh: Mesh, parameters: list[nn.Paramete
     return ZeroOptimizer(
         parameters, uses=uses, groups=groups, policy=STAGES[zero.stage],
         make_optimizer=partial(OPTIMIZERS[o.optimizer], settings=o), scaler=make_scaler(o),
-        clip_grad=o.clip_grad, bucket_elements=zero.reduce_bucket_size, overlap=zero.overlap_comm is not False)
+        clip_grad=o.clip_grad, bucket_elements=bucket_elements(zero, sum(p.numel() for p in parameters)),
+        overlap=zero.overlap_comm is not False)
+
+
+def bucket_elements(zero, num_parameters: int) -> int:
+    """Elements of one gradient bucket: as asked for, else small enough that most of the reduction hides behind backward.
+
+    zero: a ZeroConfig.  A shard of a bucket is contiguous, so a bucket is also what one all-gather of weights moves.
+    """
+    reduced = zero.reduce_bucket_size or min(max(num_parameters // 8, 1_000_000), 40_000_000)
+    return min(reduced, zero.allgather_bucket_size or reduced)
 
 
 def _build_executor(config: RunConfig, mesh: Mesh, stage: Stage, optimizer: ZeroOptimizer) -> Executor:

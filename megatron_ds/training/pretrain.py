@@ -24,7 +24,7 @@ from ..mpu.launch import Launch
 from ..mpu.mesh import Mesh
 from ..optim import OPTIMIZERS
 from ..pipeline.schedules import SCHEDULES
-from .build import build_engine
+from .build import build_engine, cut_problems
 from .join import join
 from .log import Log, open_log
 from .persist import describe_run, load_run
@@ -49,7 +49,7 @@ def _pretrain(launch: Launch, argv) -> int:
     started = time.monotonic()
     _set_up_logging(launch.rank)
     argv = sys.argv[1:] if argv is None else list(argv)
-    config = parse(argv, world_size=launch.world_size, env=os.environ, known=KNOWN_NAMES)
+    config = parse(argv, world_size=launch.world_size, env=os.environ, known=KNOWN_NAMES, rules=(cut_problems,))
     mesh = join(config, launch)
     try:
         reason = train(config, mesh, launch.source, started)
