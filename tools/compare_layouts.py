@@ -3,8 +3,9 @@
     python tools/compare_layouts.py --layouts "tp=2,pp=2,dp=1,sp=1,schedule=1f1b" "tp=1,pp=1,dp=2,zero=1" --steps 20
 
 A layout is a list of key=value: tp, pp, dp (sizes), sp (0 or 1), schedule, zero, recompute (none, selective, full),
-layout (explicit pipeline cut), mbs (micro-batch size). The reference is always one process. Exit code 1 when a layout strays
-further than the tolerance.
+layout (explicit pipeline cut), mbs (micro-batch size). The reference is always one process with the same micro-batch size:
+micro-batches weigh alike, whatever the number of tokens that count in them. Exit code 1 when a layout strays further than the
+tolerance.
 """
 
 import argparse
@@ -73,8 +74,9 @@ def run_rank(flags: list[str], rank: int, world_size: int, port: int, steps: int
         launching.stop()
 
 
-def run_layout(pool: ProcessPoolExecutor, layout: LayoutRequest, flags: list[str], steps: int):
+def run_layout(pool: ProcessPoolExecutor, layout: LayoutRequest, job: list[str], steps: int):
     """Every rank of a layout in the pool; the merged run."""
+    flags = [*job, *layout.flags]
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -104,19 +106,18 @@ def main(argv=None) -> int:
     args = parse_arguments(argv)
     job = tiny_job(args.style, args.dtype, args.untie, args.dropout, args.num_layers, args.global_batch_size, args.steps)
     try:
-        layouts = [parse_layout(text) for text in args.layouts]
-        reference_layout = parse_layout("tp=1,pp=1,dp=1")
+        layouts = [parse_layout(text, mbs="1") for text in args.layouts]
+        references: dict[str, tuple] = {}
+        rows: list[tuple[str, Difference]] = []
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["megatron_ds.training.build", "megatron_ds.training.join"])
-        widest = max(layout.world_size for layout in layouts)
-        rows: list[tuple[str, Difference]] = []
-        with ProcessPoolExecutor(widest, mp_context=context) as pool:
-            with_mbs = lambda layout: [*job, *([] if "--micro-batch-size" in layout.flags else ["--micro-batch-size", "1"])]
-            model = parse(with_mbs(reference_layout), world_size=1).model
-            reference = run_layout(pool, reference_layout, with_mbs(reference_layout), args.steps)
+        model = parse([*job, *parse_layout("", mbs="1").flags], world_size=1).model
+        with ProcessPoolExecutor(max(layout.world_size for layout in layouts), mp_context=context) as pool:
             for layout in tqdm(layouts, desc="layouts", leave=False, disable=not sys.stderr.isatty()):
-                run = run_layout(pool, layout, [*with_mbs(layout), *layout.flags], args.steps)
-                rows.append((layout.text, difference(run, reference, model)))
+                if layout.reference not in references:
+                    references[layout.reference] = run_layout(pool, parse_layout(layout.reference), job, args.steps)
+                run = run_layout(pool, layout, job, args.steps)
+                rows.append((layout.text, difference(run, references[layout.reference], model)))
     except MegatronDSError as error:
         print(f"compare_layouts: {error}", file=sys.stderr)
         return 2

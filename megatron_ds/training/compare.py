@@ -7,7 +7,7 @@ checking that each element is there; `difference` compares two merged traces.
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,9 +17,9 @@ from ..config import RunConfig
 from ..errors import ConfigError, LayoutError
 from ..mpu.mesh import Mesh
 from ..progress import Progress
-from ..ramps import make_learning_rate, make_weight_decay
+from ..ramps import make_batch_size, make_learning_rate, make_weight_decay
 from ..registry import did_you_mean
-from .build import build_engine
+from .build import Engine, build_engine
 from .step import train_step
 
 # Shorthand of a layout → the flag it stands for. A value of "" takes the flag without a value when the number is 1.
@@ -29,20 +29,26 @@ LAYOUT_KEYS = {
     "recompute": "--recompute-granularity", "layout": "--pipeline-layout", "mbs": "--micro-batch-size",
 }
 SWITCHES = {"sp"}
+MASKED_EVERY = 7      # positions whose input token is a multiple of it do not count in the loss: masks of all shapes
 
 
 @dataclass(frozen=True)
 class LayoutRequest:
-    """A layout as the user wrote it ("tp=2,pp=2,dp=1,sp=1"), its world size, and the flags it means."""
+    """A layout as the user wrote it ("tp=2,pp=2,dp=1,sp=1"), its world size, and the flags it means.
+
+    reference: the layout of one process to compare with. It has the same micro-batch size, since micro-batches weigh alike
+    whatever the number of tokens that count in them.
+    """
 
     text: str
     world_size: int
     flags: tuple[str, ...]
+    reference: str
 
 
-def parse_layout(text: str) -> LayoutRequest:
-    """Raises ConfigError naming the nearest known key."""
-    values = {}
+def parse_layout(text: str, **defaults: str) -> LayoutRequest:
+    """defaults: values of keys that the text does not name. Raises ConfigError naming the nearest known key."""
+    values = dict(defaults)
     for item in filter(None, text.split(",")):
         key, _, value = item.partition("=")
         if key not in LAYOUT_KEYS or not value:
@@ -60,7 +66,7 @@ def parse_layout(text: str) -> LayoutRequest:
             flags += [LAYOUT_KEYS[key]] if value == "1" else []
         elif LAYOUT_KEYS[key] and value != "none":
             flags += [LAYOUT_KEYS[key], value]
-    return LayoutRequest(text, world, tuple(flags))
+    return LayoutRequest(text, world, tuple(flags), f"tp=1,pp=1,dp=1,mbs={values.get('mbs', 1)}")
 
 
 @dataclass
@@ -81,13 +87,19 @@ def random_samples(count: int, seq_length: int, vocab_size: int, seed: int) -> t
     return torch.randint(vocab_size, (count, seq_length + 1), generator=torch.Generator().manual_seed(seed))
 
 
-def train_layout(config: RunConfig, mesh: Mesh, steps: int, samples: torch.Tensor) -> Trace:
-    """Train `steps` steps on `samples` (global batches in turn, wrapping around). Collective over the world."""
+def train_layout(config: RunConfig, mesh: Mesh, steps: int, samples: torch.Tensor, *,
+                 watch: Callable[[Engine], None] | None = None) -> Trace:
+    """Train `steps` steps on `samples` (global batches in turn, wrapping around). Collective over the world.
+
+    watch: shown the engine before the first step, to look at it or hang hooks on its modules.
+    """
     engine = build_engine(config, mesh)
-    learning_rate, weight_decay = make_learning_rate(config), make_weight_decay(config)
+    if watch is not None:
+        watch(engine)
+    learning_rate, weight_decay, batch_size = make_learning_rate(config), make_weight_decay(config), make_batch_size(config)
     progress, losses, norms = Progress(), [], []
-    size = config.train.global_batch_size
     for _ in range(steps):
+        size = batch_size(progress)
         batch = global_batch_share(samples, progress.samples, size, config, mesh)
         outcome = train_step(engine, batch, progress, learning_rate=learning_rate(progress),
                              weight_decay=weight_decay(progress))
@@ -106,7 +118,7 @@ def global_batch_share(samples: torch.Tensor, first: int, size: int, config: Run
     rows = samples[torch.tensor(ids) % len(samples)]
     tokens, labels = rows[:, :-1], rows[:, 1:]
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-    mask = torch.ones(tokens.shape, dtype=torch.float32)
+    mask = (tokens % MASKED_EVERY != 0).float()
     return Batch(tokens, labels, mask, positions, tuple(ids)).to(mesh.device)
 
 
