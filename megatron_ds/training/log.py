@@ -12,6 +12,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Protocol
 
+from ..config import RunConfig
 from ..registry import Registry
 
 logger = logging.getLogger(__name__)
@@ -85,7 +86,7 @@ class EvalRecord:
 
 
 class Sink(Protocol):
-    """Takes the records of a run. Built with (RunConfig); returns None from `open` when not asked for."""
+    """Takes the records of a run. Its class has `open(config, steps_done)`, which returns None when not asked for."""
 
     def train(self, record: TrainRecord) -> None: ...
     def evaluation(self, record: EvalRecord) -> None: ...
@@ -113,9 +114,9 @@ class Log:
             sink.close()
 
 
-def open_log(logging_config, steps_done: int) -> Log:
+def open_log(config: RunConfig, steps_done: int) -> Log:
     """The log of rank 0. steps_done: what a resumed run already has; later lines of an earlier try are superseded."""
-    opened = (SINKS[name].open(logging_config, steps_done) for name in SINKS)
+    opened = (SINKS[name].open(config, steps_done) for name in SINKS)
     return Log(sink for sink in opened if sink is not None)
 
 
@@ -132,8 +133,10 @@ class JsonLines:
         self.file = path.open("a", buffering=1)
 
     @classmethod
-    def open(cls, config, steps_done: int):
-        return cls(Path(config.metrics_path), steps_done) if config.metrics_path else None
+    def open(cls, config: RunConfig, steps_done: int):
+        path, save = config.logging.metrics_path, config.checkpoint.save
+        path = Path(path) if path else save and Path(save) / "metrics.jsonl"
+        return cls(path, steps_done) if path else None
 
     def train(self, record: TrainRecord) -> None:
         self._write("train", asdict(record))
@@ -169,8 +172,9 @@ class TensorBoard:
         self.writer = SummaryWriter(directory, purge_step=steps_done + 1 if steps_done else None)
 
     @classmethod
-    def open(cls, config, steps_done: int):
-        return cls(config.tensorboard_dir, steps_done) if config.tensorboard_dir else None
+    def open(cls, config: RunConfig, steps_done: int):
+        directory = config.logging.tensorboard_dir
+        return cls(directory, steps_done) if directory else None
 
     def train(self, record: TrainRecord) -> None:
         for tag, field in self.TRAIN_TAGS.items():
