@@ -13,8 +13,10 @@ from ..checkpoint.save import save
 from ..config import RunConfig
 from ..config.dump import to_dict
 from ..errors import CheckpointError
+from ..mpu.mesh import Mesh
 from ..progress import Progress
 from .build import Engine
+from .together import together
 
 logger = logging.getLogger(__name__)
 
@@ -60,17 +62,11 @@ def load_run(engine: Engine, description: dict) -> Progress:
     if not checkpoint.load:
         return Progress()
     directory = Path(checkpoint.load)
-    step = latest(directory)
+    step, run = _find(directory, engine.config, mesh, description)
     if step is None:
-        if checkpoint.exit_on_missing_checkpoint:
-            raise CheckpointError(f"--load {directory}: no complete checkpoint there, and "
-                                  "--exit-on-missing-checkpoint is given. Check the path, or drop the flag to start afresh.")
         if mesh.rank == 0:
             logger.warning("no checkpoint in %s yet: starting from the initial weights", directory)
         return Progress()
-    run = read_run(directory, step)
-    parts = ("model", "tokenizer") if checkpoint.finetune else ("model", "tokenizer", "data")
-    check_same_model(*({p: about["identity"][p] for p in parts} for about in (run, description)))
     with_optimizer = not (checkpoint.finetune or checkpoint.no_load_optim)
     load(directory, step, list(engine.optimizer.pieces()), tp=mesh.group("tp"), world=mesh.group("world"),
          kinds=None if with_optimizer else ("weight",))
@@ -81,6 +77,23 @@ def load_run(engine: Engine, description: dict) -> Progress:
     if mesh.rank == 0:
         logger.info("loaded %s, iteration %d%s", directory, step, " (weights only)" if not with_optimizer else "")
     return progress
+
+
+def _find(directory: Path, config: RunConfig, mesh: Mesh, description: dict) -> tuple[int | None, dict]:
+    """(step to load, what its checkpoint says of its run), as rank 0 sees the folder; (None, {}) where there is none yet."""
+    def look() -> tuple[int | None, dict]:
+        step = latest(directory)
+        if step is None:
+            if config.checkpoint.exit_on_missing_checkpoint:
+                raise CheckpointError(f"--load {directory}: no complete checkpoint there, and --exit-on-missing-checkpoint is "
+                                      "given. Check the path, or drop the flag to start afresh.")
+            return None, {}
+        run = read_run(directory, step)
+        parts = ("model", "tokenizer") if config.checkpoint.finetune else ("model", "tokenizer", "data")
+        check_same_model(*({p: about["identity"][p] for p in parts} for about in (run, description)))
+        return step, run
+
+    return together(mesh.group("world"), look, only=0)
 
 
 def _known(progress: dict) -> dict:

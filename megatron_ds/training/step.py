@@ -14,7 +14,9 @@ logger = logging.getLogger(__name__)
 
 
 class NonFiniteLossError(MegatronDSError):
-    """The loss is NaN or infinite, and training was told to stop in that case."""
+    """The loss is NaN or infinite, and training was told to stop in that case. All ranks find out together."""
+
+    on_all_ranks = True
 
 
 @dataclass(frozen=True)
