@@ -209,9 +209,9 @@ def train_span(train: Any) -> int:
     return train.train_samples or train.train_iters * train.global_batch_size
 
 
-def count_steps(batch_size: BatchSize | Constant, samples: int) -> int:
-    """Optimizer steps that fit into so many samples; the last samples, too few for a batch, are left over."""
-    steps, n = 0, 0
+def count_steps(batch_size: BatchSize | Constant, samples: int, consumed: int = 0) -> int:
+    """Optimizer steps that fit into `samples` when `consumed` are gone; the last ones, too few for a batch, are left over."""
+    steps, n = 0, consumed
     while n < samples:
         size = batch_size.at(n)
         if isinstance(batch_size, Constant) or n >= batch_size.span:

@@ -1,4 +1,4 @@
-"""Runs that stop and go on, through the entry script on real ranks: the same bits at the same layout, the same loss at others."""
+"""Runs that stop and go on, on real ranks: the same bits at the same layout, the same loss at others."""
 
 import json
 import shutil
