@@ -2,11 +2,12 @@
 
     python benchmarks/train_step.py --workload S --contestants eager ours --rounds 3
     python benchmarks/train_step.py --workload S --contestants ddp ours:dp=2 ours:dp=2,zero=1 --rounds 3
-    python benchmarks/train_step.py --workload S --contestants ours:tp=2
+    python benchmarks/train_step.py --workload S --contestants mcore dtensor ours:tp=2
 
-A contestant is `eager`, `ddp` (two processes), or `ours[:layout]` with the layout language of tools/compare_layouts.py. All
-together use two threads. Each round runs every contestant once in fresh processes, in turn, so that a slow minute of the
-machine hits all alike; medians over rounds are shown with their spread. `loss_last` must be equal.
+A contestant is `eager`, `ddp`, `dtensor`, `mcore` (two processes each but the first), or `ours[:layout]` with the layout
+language of tools/compare_layouts.py. All ranks of one together use two threads. Each round runs every contestant once in
+fresh processes, in turn, so that a slow minute of the machine hits all alike; medians over rounds are shown with their
+spread. `loss_last` must be equal.
 """
 
 import argparse
@@ -31,7 +32,7 @@ def run_rank(args: argparse.Namespace) -> None:
     """One rank of one contestant: train, measure, print one JSON line from rank 0."""
     import torch
     import torch.distributed as dist
-    from contestants import ours, plain
+    from contestants import ours
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     w = WORKLOADS[args.workload]
@@ -41,7 +42,7 @@ def run_rank(args: argparse.Namespace) -> None:
     else:
         if world > 1:
             dist.init_process_group("gloo")
-        step = plain(w, rank, world, distributed=args.rank_of == "ddp")
+        step = peer_step(args.rank_of, w, rank, world)
     seconds, losses = [], []
     for i in range(w.warmup + w.steps):
         if world > 1:
@@ -64,11 +65,19 @@ def run_rank(args: argparse.Namespace) -> None:
         dist.destroy_process_group()
 
 
+def peer_step(contestant: str, w, rank: int, world: int):
+    if contestant in ("dtensor", "mcore"):
+        import tensor_parallel_peers
+        return getattr(tensor_parallel_peers, contestant)(w, rank, world)
+    from contestants import plain
+    return plain(w, rank, world, distributed=contestant == "ddp")
+
+
 def world_of(contestant: str) -> int:
     if contestant.startswith("ours"):
         from megatron_ds.training.compare import parse_layout
         return parse_layout(contestant.partition(":")[2]).world_size
-    return 2 if contestant == "ddp" else 1
+    return 1 if contestant == "eager" else 2
 
 
 def run_contestant(contestant: str, workload: str) -> dict:
