@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -28,7 +29,7 @@ from workloads import WORKLOADS  # noqa: E402
 TOTAL_THREADS = 2
 
 
-def run_rank(args: argparse.Namespace) -> None:
+def run_rank(args: argparse.Namespace, stack: ExitStack) -> None:
     """One rank of one contestant: train, measure, print one JSON line from rank 0."""
     import torch
     import torch.distributed as dist
@@ -38,10 +39,11 @@ def run_rank(args: argparse.Namespace) -> None:
     w = WORKLOADS[args.workload]
     if args.rank_of == "ours" or args.rank_of.startswith("ours:"):
         from megatron_ds.training.compare import parse_layout
-        step = ours(w, rank, world, parse_layout(args.rank_of.partition(":")[2]).flags)
+        step = ours(w, world, parse_layout(args.rank_of.partition(":")[2]).flags, stack)
     else:
         if world > 1:
             dist.init_process_group("gloo")
+            stack.callback(dist.destroy_process_group)
         step = peer_step(args.rank_of, w, rank, world)
     seconds, losses = [], []
     for i in range(w.warmup + w.steps):
@@ -61,8 +63,6 @@ def run_rank(args: argparse.Namespace) -> None:
         print(json.dumps({"contestant": args.rank_of, "workload": w.name, "step_s": statistics.median(seconds[w.warmup:]),
                           "step_min": min(seconds[w.warmup:]), "loss_last": losses[-1], "peak_mib": [round(p) for p in peak],
                           "tokens_s": w.global_batch * w.seq / statistics.median(seconds[w.warmup:])}), flush=True)
-    if world > 1 and dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def peer_step(contestant: str, w, rank: int, world: int):
@@ -108,7 +108,8 @@ def main() -> None:
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank_of:
-        return run_rank(args)
+        with ExitStack() as stack:
+            return run_rank(args, stack)
     records = {contestant: [] for contestant in args.contestants}
     for number in range(args.rounds):
         for contestant in args.contestants:

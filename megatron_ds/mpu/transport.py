@@ -89,10 +89,11 @@ class TorchTransport:
             dist.barrier(self.process_group)
 
     def close(self) -> None:
-        """Give the process groups back to torch."""
+        """Give the process groups back to torch and forget them: one that outlives the interpreter's threads aborts it."""
         self._outbox.close()
         for process_group in (*self.lanes, self.process_group):
             dist.destroy_process_group(process_group)
+        self.lanes, self.process_group = (), None
 
     def _lane(self, source: int, destination: int, tag: int) -> dist.ProcessGroup:
         return self.lanes[2 * (tag % 2) + (source < destination)] if self.lanes else self.process_group
