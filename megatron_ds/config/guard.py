@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Mapping
 
 from ..errors import ConfigError, LayoutError, MegatronDSError, ScheduleError
-from .launched import ends_siblings, is_first_of_machine, is_launched, local_rank_in, rank_in
+from .launched import ends_siblings, is_launched, local_rank_in, rank_in
 
 EVERYWHERE = (ConfigError, LayoutError, ScheduleError)       # they follow from the same words, so every rank raises them
 WAIT_SECONDS = 5.0
@@ -62,7 +62,9 @@ def note_for_torchrun(env: Mapping[str, str], text: str) -> None:
 
 def _is_mine_alone(env: Mapping[str, str]) -> bool:
     """Whether an error that all ranks should have turns out, after a wait, to be one that rank 0 does not tell."""
+    if not rank_in(env):
+        return False                                         # the caller's rank, which no launcher knows of
     if not is_launched(env):
-        return is_first_of_machine(env)
+        return local_rank_in(env) == 0
     time.sleep(WAIT_SECONDS + 0.5 * local_rank_in(env))      # one after the other, so that the first ends the rest
-    return ends_siblings(env) or is_first_of_machine(env)
+    return ends_siblings(env) or local_rank_in(env) == 0

@@ -17,11 +17,6 @@ def local_rank_in(env: Mapping[str, str]) -> int:
     return _first_number(env, LOCAL_RANKS) or 0
 
 
-def is_first_of_machine(env: Mapping[str, str]) -> bool:
-    """The launcher says that no other process of this machine comes before."""
-    return _first_number(env, LOCAL_RANKS) == 0
-
-
 def is_launched(env: Mapping[str, str]) -> bool:
     """There is a launcher, and not just its variables: it may end all ranks when one of them fails."""
     return any(env.get(name) for name in LAUNCHERS)

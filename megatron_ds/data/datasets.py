@@ -23,7 +23,7 @@ from .blend import (
     samples_to_provide,
 )
 from .cache import cached_arrays
-from .gpt_dataset import default_cache, open_gpt_dataset
+from .gpt_dataset import corpus_fingerprint, default_cache, open_gpt_dataset
 from .indexed import IndexedDataset
 from .mock_dataset import MockDataset
 from .split import PARTS, cut, parse_split
@@ -69,6 +69,13 @@ def build_datasets(config, samples: Sequence[int], tokenizer) -> Datasets:
     return Datasets(*(
         builder.part(part, n, flag, parse_blend(words, flag) if words else None, share)
         for part, n, (flag, words), share in zip(PARTS, samples, paths, shares)))
+
+
+def identify(words: Sequence[str]) -> list[str]:
+    """The words of a data path, with each corpus by its name and a hash of its lengths: the same wherever it lies."""
+    blend = parse_blend(words, "the data path") if words else Blend((), None)
+    names = [f"{Path(prefix).name} ({corpus_fingerprint(IndexedDataset(prefix))[:8]})" for prefix in blend.prefixes]
+    return names if blend.weights is None else [word for pair in zip(map(str, blend.weights), names) for word in pair]
 
 
 class _Builder:

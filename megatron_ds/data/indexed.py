@@ -201,7 +201,8 @@ def _corpora_near(path: Path) -> str:
     pairs = sorted(p.stem for p in folder.glob("*.idx") if p.with_suffix(".bin").exists())
     if not pairs:
         return f"In {folder.resolve()} there is no such pair."
-    near = difflib.get_close_matches(path.stem, pairs, n=1) or pairs[:8]
+    near = difflib.get_close_matches(path.stem, pairs, n=1) if path.stem != ".idx" else []
+    near = near or pairs[:8]
     return f"In {folder.resolve()} there {'is' if len(near) == 1 else 'are'} {', '.join(near)}."
 
 
