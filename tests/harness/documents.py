@@ -86,7 +86,9 @@ def run_page(page: str, folder: Path, seconds: int = 120) -> str:
 
 
 def _run(block: Block, folder: Path, seconds: int) -> str:
-    command = ["bash", "-euo", "pipefail", "-c", block.text] if block.language == "bash" else [sys.executable, "-c", block.text]
-    done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=seconds)
-    assert done.returncode == 0, f"{block} ended with {done.returncode}:\n{block.text}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    interpreter = ["bash", "-euo", "pipefail", "-c"] if block.language == "bash" else [sys.executable, "-c"]
+    done = subprocess.run([*interpreter, block.text], cwd=folder, env=environment(), capture_output=True, text=True,
+                          timeout=seconds)
+    assert done.returncode == 0, (f"{block} ended with {done.returncode}:\n{block.text}\n{done.stdout[-2000:]}\n"
+                                  f"{done.stderr[-4000:]}")
     return done.stdout + done.stderr

@@ -41,7 +41,8 @@ class Started:
         return parse(list(self.words), world_size=self.world_size, known=KNOWN_NAMES, rules=(cut_problems,))
 
 
-def started_by(script: str, folder: Path, env: Mapping[str, str] | None = None, arguments: tuple[str, ...] = ()) -> list[list[str]]:
+def started_by(script: str, folder: Path, env: Mapping[str, str] | None = None,
+               arguments: tuple[str, ...] = ()) -> list[list[str]]:
     """Run the text `script` in `folder`; every command that it gave to a launcher, word by word."""
     log, stand_ins = folder / "started.jsonl", folder / "stand-ins"
     stand_ins.mkdir()

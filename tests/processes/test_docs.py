@@ -42,7 +42,7 @@ def test_no_block_escapes():
         assert fences == 2 * sum(block.page == page for block in BLOCKS), page
     for block in BLOCKS:
         assert block.language in (*RUNNABLE, "yaml", "json", "text"), f"{block}: ```{block.language}"
-        assert block.language != "text" or not re.search(r"^(\$ )?(python|torchrun|make|bash) ", block.text, re.MULTILINE), block
+        assert block.language != "text" or not re.search(r"^(\$ )?(python|torchrun|make|bash) ", block.text, re.M), block
 
 
 @pytest.mark.parametrize("page", pages())

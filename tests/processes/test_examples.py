@@ -41,7 +41,8 @@ def test_gpt3_by_torchrun_is_of_its_size_and_waits_for_a_save(tmp_path, size, no
     assert int(command[command.index("--shutdown-timeout") + 1]) >= 300 and "SIGUSR1" in " ".join(command)
 
 
-@pytest.mark.parametrize("before, after, again", [(None, 2000, True), (2000, 3000, True), (2000, 2000, False), (4000, 5000, False)])
+@pytest.mark.parametrize("before, after, again", [
+    (None, 2000, True), (2000, 3000, True), (2000, 2000, False), (4000, 5000, False)])
 def test_a_slurm_job_is_queued_again_while_it_gets_on_and_is_not_done(tmp_path, before, after, again):
     save = tmp_path / "run"
     save.mkdir()
@@ -66,7 +67,8 @@ def test_a_slurm_job_is_told_of_its_time_limit_through_its_ranks():
 
 def test_the_quickstart_in_small_ends_with_a_curve_and_a_text(tmp_path):
     command = ["bash", str(ROOT / "examples" / "gpt_tiny_cpu.sh"), "out"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment() | {"STEPS": "20"}, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, cwd=tmp_path, env=environment() | {"STEPS": "20"}, capture_output=True, text=True,
+                          timeout=240)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     records = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     trained = [r for r in records if r["kind"] == "train"]
