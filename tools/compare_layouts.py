@@ -51,9 +51,10 @@ def tiny_job(style: str, dtype: str, untie: bool, dropout: float, layers: int, g
         "--num-layers", str(layers), "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", str(SEQ_LENGTH),
         "--max-position-embeddings", str(SEQ_LENGTH), "--vocab-size", str(VOCAB), "--make-vocab-size-divisible-by", "8",
         "--global-batch-size", str(global_batch_size), "--train-iters", str(steps), "--lr", "1e-3", "--min-lr", "1e-4",
-        "--lr-decay-style", "cosine", "--lr-warmup-iters", str(min(2, steps - 1)), "--weight-decay", "0.1", "--clip-grad", "1.0",
-        "--hidden-dropout", str(dropout), "--attention-dropout", str(dropout), "--mock-data", "--tokenizer-type",
-        "NullTokenizer", *(["--untie-embeddings-and-output-weights"] if untie else []), *STYLES[style], *DTYPES[dtype]]
+        "--lr-decay-style", "cosine", "--lr-warmup-iters", str(min(2, steps - 1)), "--weight-decay", "0.1",
+        "--clip-grad", "1.0", "--hidden-dropout", str(dropout), "--attention-dropout", str(dropout), "--mock-data",
+        "--tokenizer-type", "NullTokenizer", *(["--untie-embeddings-and-output-weights"] if untie else []),
+        *STYLES[style], *DTYPES[dtype]]
 
 
 def run_rank(flags: list[str], rank: int, world_size: int, port: int, steps: int):
