@@ -225,3 +225,8 @@ def count_steps(batch_size: BatchSize | Constant, samples: int, consumed: int = 
 def _span(iterations: int | None, samples: int | None, batch: int) -> int:
     """Samples meant by whichever of the two is given."""
     return samples or (iterations or 0) * batch
+
+
+def planned_steps(train: Any, batch_size: BatchSize | Constant) -> int:
+    """Optimizer steps of the whole training; 0 where it is only evaluated."""
+    return count_steps(batch_size, train.train_samples) if train.train_samples else train.train_iters

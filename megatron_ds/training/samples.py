@@ -2,7 +2,7 @@
 
 from ..config import RunConfig
 from ..data.loader import Loader
-from ..ramps import count_steps, make_batch_size
+from ..ramps import make_batch_size, planned_steps
 from .trainer import Loaders
 
 
@@ -12,7 +12,7 @@ def wanted_samples(config: RunConfig) -> tuple[int, int, int]:
     Validation: one evaluation every `eval_interval` steps and one at the end, `eval_iters` global batches each.
     """
     train, size = config.train, config.train.global_batch_size
-    steps = train.train_iters or count_steps(make_batch_size(config), train.train_samples)
+    steps = planned_steps(train, make_batch_size(config))
     samples = train.train_samples or steps * size
     evaluations = steps // train.eval_interval + 1 if train.eval_interval else 1
     one = (train.eval_iters or 0) * size

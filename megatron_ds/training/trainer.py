@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from ..progress import Progress
-from ..ramps import count_steps, make_batch_size, make_learning_rate, make_weight_decay
+from ..ramps import count_steps, make_batch_size, make_learning_rate, make_weight_decay, planned_steps
 from .build import Engine
 from .evaluate import evaluate
 from .flops import model_flops, peak_flops
@@ -48,6 +48,7 @@ class Trainer:
         self.stop = StopRequest()
         self.history: list[StepOutcome] = []       # of every step of this process
         self.saved_step = progress.step if config.checkpoint.load else -1
+        self._validated_step = -1
         self._window: list[tuple[StepOutcome, float, int]] = []
         self._vocab = config.model.padded_vocab_size(config.parallel.tensor_model_parallel_size)
         self._peak = peak_flops(engine.mesh.device, _compute_dtype(engine))[0]
@@ -134,7 +135,9 @@ class Trainer:
 
     def _total_steps(self) -> int:
         train, p = self.config.train, self.progress
-        return train.train_iters or p.step + count_steps(self.batch_size, train.train_samples, p.samples)
+        if train.train_samples:
+            return p.step + count_steps(self.batch_size, train.train_samples, p.samples)
+        return train.train_iters
 
     # ------------------------------------------------------------------ evaluation and checkpoints
     def evaluate(self, split: str) -> bool:
@@ -142,12 +145,15 @@ class Trainer:
         train = self.config.train
         size = train.global_batch_size
         validation = split == "validation"
-        # The position in the validation stream is a function of the step, as in Megatron.
-        rounds = self.progress.step // train.eval_interval - 1 if validation and train.eval_interval else 0
+        # The position in the validation stream is a function of the step, as in Megatron; a checkpoint may be beyond the plan.
+        step = min(self.progress.step, planned_steps(train, self.batch_size))
+        rounds = step // train.eval_interval - 1 if validation and train.eval_interval else 0
         loss, seconds, stop = evaluate(
             self.engine, self.loaders.valid if validation else self.loaders.test,
             first_sample=max(0, rounds) * train.eval_iters * size, iterations=train.eval_iters, global_batch_size=size,
             should_stop=self._wants_to_stop)
+        if validation:
+            self._validated_step = self.progress.step
         if self.engine.mesh.rank == 0:
             self.log.evaluation(EvalRecord(self.progress.step, self.progress.samples, split, loss, seconds))
         return stop
@@ -156,7 +162,7 @@ class Trainer:
         train = self.config.train
         if not train.eval_iters:
             return
-        if self.loaders.valid and not _due(train.eval_interval, self.progress.step):
+        if self.loaders.valid and self._validated_step != self.progress.step:
             self.evaluate("validation")
         if self.loaders.test:
             self.evaluate("test")
