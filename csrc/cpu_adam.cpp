@@ -8,8 +8,8 @@
 //   p = p * (1 - lr * weight_decay) - m / (sqrt(v) / sqrt(1 - beta2^t) + eps) * lr / (1 - beta1^t)
 //   low = p rounded to bf16 or fp16, nearest even      optional: the weight that the model computes with
 //
-// Traffic: reads p g m v, writes p m v, 28 bytes per element, and 2 more for low, stored past the cache (it is not read here,
-// so fetching its line first would be a wasted 2 bytes). Arithmetic hides behind memory in every vector variant.
+// Traffic: reads p g m v, writes p m v, 28 bytes per element, and 2 more for low. Prefetching by hand and stores past the cache
+// (low, or all of them) were measured and gain nothing; large pages under the arrays gain a fifth (ops/huge_pages.py).
 //
 // Work: rows (tensors) are cut into chunks of CHUNK elements, which threads take in turn, the caller among them.
 //
@@ -43,7 +43,6 @@
 #endif
 #if defined(__unix__) || defined(__APPLE__)
 #define HAS_FORK 1
-#include <sys/mman.h>
 #include <unistd.h>
 #endif
 
@@ -51,9 +50,7 @@ namespace py = pybind11;
 
 namespace {
 
-constexpr int64_t CHUNK = 1 << 16;               // elements: 1 MiB of p, g, m and v, some 50 µs
-constexpr int64_t FLOATS_PER_LINE = 16;
-constexpr int64_t AHEAD = 16 * FLOATS_PER_LINE;  // elements; from 8 to 32 lines measure alike
+constexpr int64_t CHUNK = 1 << 16;      // elements: 1 MiB of p, g, m and v, some 50 µs
 
 enum class Low { none = 0, bf16 = 1, fp16 = 2 };
 
@@ -92,18 +89,6 @@ struct Variant {
     Update update[3];      // by Low
 };
 
-inline void prefetch_to_read(const float* address) {
-#if defined(__GNUC__)
-    __builtin_prefetch(address, 0, 3);
-#endif
-}
-
-inline void prefetch_to_write(const float* address) {
-#if defined(__GNUC__)
-    __builtin_prefetch(address, 1, 3);
-#endif
-}
-
 // ------------------------------------------------------------------------------------------------------------- scalar
 namespace scalar {
 
@@ -121,8 +106,8 @@ inline float float_of(uint32_t bits) {
 
 inline uint16_t to_bf16(float x) {
     const uint32_t bits = bits_of(x);
-    if ((bits & 0x7fffffff) > 0x7f800000) return uint16_t(bits >> 16 | 0x40);      // NaN, kept quiet
-    return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+    const uint32_t quiet = bits | 0x400000, nearest = bits + 0x7fff + (bits >> 16 & 1);
+    return uint16_t(((bits & 0x7fffffff) > 0x7f800000 ? quiet : nearest) >> 16);      // a choice, not a branch: vectorizes
 }
 
 inline uint16_t to_fp16(float x) {
@@ -171,7 +156,6 @@ TARGET inline Vector sub(Vector a, Vector b) { return _mm512_sub_ps(a, b); }
 TARGET inline Vector mul(Vector a, Vector b) { return _mm512_mul_ps(a, b); }
 TARGET inline Vector div(Vector a, Vector b) { return _mm512_div_ps(a, b); }
 TARGET inline Vector root(Vector a) { return _mm512_sqrt_ps(a); }
-TARGET inline void finish_streams() { _mm_sfence(); }
 
 // Not vcvtneps2bf16: it takes subnormal numbers for zero.
 TARGET inline __m256i to_bf16(Vector x) {
@@ -194,10 +178,6 @@ TARGET inline __m512i to_low(Vector a, Vector b) {
 
 template <Low kind>
 TARGET inline void store_low(uint16_t* x, Vector a, Vector b) { _mm512_storeu_si512(x, to_low<kind>(a, b)); }
-template <Low kind>
-TARGET inline void stream_low(uint16_t* x, Vector a, Vector b) {
-    _mm512_stream_si512(reinterpret_cast<__m512i*>(x), to_low<kind>(a, b));
-}
 
 #include "cpu_adam_kernel.h"
 #undef TARGET
@@ -219,7 +199,6 @@ TARGET inline Vector sub(Vector a, Vector b) { return _mm256_sub_ps(a, b); }
 TARGET inline Vector mul(Vector a, Vector b) { return _mm256_mul_ps(a, b); }
 TARGET inline Vector div(Vector a, Vector b) { return _mm256_div_ps(a, b); }
 TARGET inline Vector root(Vector a) { return _mm256_sqrt_ps(a); }
-TARGET inline void finish_streams() { _mm_sfence(); }
 
 TARGET inline __m256i to_bf16_in_words(Vector x) {      // 32-bit words, high halves zero
     const __m256i bits = _mm256_castps_si256(x);
@@ -244,10 +223,6 @@ TARGET inline __m256i to_low(Vector a, Vector b) {
 template <Low kind>
 TARGET inline void store_low(uint16_t* x, Vector a, Vector b) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(x), to_low<kind>(a, b));
-}
-template <Low kind>
-TARGET inline void stream_low(uint16_t* x, Vector a, Vector b) {
-    _mm256_stream_si256(reinterpret_cast<__m256i*>(x), to_low<kind>(a, b));
 }
 
 #include "cpu_adam_kernel.h"
@@ -414,17 +389,6 @@ void adamw(const py::array_t<int64_t, py::array::c_style>& table, const Hyper& h
     pool().run(int(std::min<int64_t>(threads, chunks)), job);
 }
 
-// Ask for huge pages under memory that has not been touched yet. False where the system has none; nothing is lost then.
-bool advise_huge_pages(uintptr_t address, int64_t bytes) {
-#if defined(HAS_FORK) && defined(MADV_HUGEPAGE)
-    const uintptr_t page = uintptr_t(sysconf(_SC_PAGESIZE));
-    const uintptr_t start = (address + page - 1) / page * page, stop = (address + uintptr_t(bytes)) / page * page;
-    return start < stop && madvise(reinterpret_cast<void*>(start), stop - start, MADV_HUGEPAGE) == 0;
-#else
-    return address == 0 && bytes < 0;
-#endif
-}
-
 }  // namespace
 
 PYBIND11_MODULE(_cpu_adam, module) {
@@ -440,5 +404,4 @@ PYBIND11_MODULE(_cpu_adam, module) {
     }, py::arg("table"), py::kw_only(), py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"),
        py::arg("weight_decay"), py::arg("grad_scale"), py::arg("threads"), py::arg("variant"),
        "One update of each row (p, g, m, v, low: addresses, kind of low, count, step) of an int64 table.");
-    module.def("advise_huge_pages", &advise_huge_pages, py::arg("address"), py::arg("bytes"));
 }

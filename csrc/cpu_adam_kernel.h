@@ -3,8 +3,7 @@
 //   TARGET                  function attribute that allows the instructions
 //   WIDTH, Vector           floats of a vector, its type
 //   load store splat add sub mul div root            on vectors; no fused multiply-add, see "Bits" in cpu_adam.cpp
-//   store_low<kind>(uint16_t*, a, b), stream_low<kind>(…)   two vectors, rounded to 16 bits; stream_low past the cache
-//   finish_streams()
+//   store_low<kind>(uint16_t*, a, b)                 two vectors, rounded to 16 bits
 //
 // No include guard: that is the point.
 
@@ -25,32 +24,15 @@ TARGET static inline Vector updated(const Constants& c, float* p, const float* g
     return new_p;
 }
 
-template <Low kind, bool streams>
-TARGET static int64_t vectors(const Rates& r, const Span& s) {
-    constexpr int64_t step = 2 * WIDTH;      // AVX-512: one line of 16-bit weights, two of everything else
+template <Low kind>
+TARGET static void update(const Rates& r, const Span& s) {
     const Constants c{splat(r.grad_scale), splat(r.one_minus_beta1), splat(r.beta2), splat(r.one_minus_beta2),
                       splat(r.root_scale), splat(r.eps), splat(r.decay), splat(r.step_size)};
     int64_t i = 0;
-    for (; i + step <= s.count; i += step) {
-        // Prefetching hardware stops at the end of a page; asking ahead by address does not. Past the end it does no harm.
-        for (int64_t line = i + AHEAD; line < i + AHEAD + step; line += FLOATS_PER_LINE) {
-            prefetch_to_write(s.p + line);
-            prefetch_to_read(s.g + line);
-            prefetch_to_write(s.m + line);
-            prefetch_to_write(s.v + line);
-        }
+    for (; i + 2 * WIDTH <= s.count; i += 2 * WIDTH) {
         const Vector a = updated(c, s.p + i, s.g + i, s.m + i, s.v + i);
         const Vector b = updated(c, s.p + i + WIDTH, s.g + i + WIDTH, s.m + i + WIDTH, s.v + i + WIDTH);
-        if constexpr (kind != Low::none && streams) stream_low<kind>(s.low + i, a, b);
-        else if constexpr (kind != Low::none) store_low<kind>(s.low + i, a, b);
+        if constexpr (kind != Low::none) store_low<kind>(s.low + i, a, b);
     }
-    if constexpr (kind != Low::none && streams) finish_streams();
-    return i;
-}
-
-template <Low kind>
-TARGET static void update(const Rates& r, const Span& s) {
-    const bool streams = kind != Low::none && reinterpret_cast<uintptr_t>(s.low) % (4 * WIDTH) == 0;
-    const int64_t done = streams ? vectors<kind, true>(r, s) : vectors<kind, false>(r, s);
-    scalar::update<kind>(r, s.from(done));
+    scalar::update<kind>(r, s.from(i));
 }

@@ -20,7 +20,6 @@ import torch
 logger = logging.getLogger(__name__)
 
 LOW_KINDS = {torch.bfloat16: 1, torch.float16: 2}
-HUGE_PAGE_BYTES = 2 << 20
 
 
 @dataclass(frozen=True)
@@ -71,17 +70,6 @@ def adamw_(rows: Sequence[AdamRow], *, lr: float, betas: tuple[float, float], ep
 def variants() -> list[str]:
     """What this processor can run, fastest first; nothing without the extension."""
     return extension().variants() if extension() else []
-
-
-def zeros_in_huge_pages(like: torch.Tensor) -> torch.Tensor:
-    """Zeros for an array that is only ever swept through: on few, large pages where the system offers them.
-
-    Linux, huge pages on request ("madvise"): a sweep over gigabytes then spends no time on page tables.
-    """
-    array = torch.empty_like(like)
-    if array.device.type == "cpu" and array.nbytes >= 2 * HUGE_PAGE_BYTES and extension():
-        extension().advise_huge_pages(array.data_ptr(), array.nbytes)       # before a page is there: it is made when touched
-    return array.zero_()
 
 
 @functools.cache

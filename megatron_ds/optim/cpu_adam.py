@@ -5,7 +5,8 @@ State names and shapes (step, exp_avg, exp_avg_sq) are torch's, so that a checkp
 
 import torch
 
-from ..ops.adam import AdamRow, adamw_, zeros_in_huge_pages
+from ..ops.adam import AdamRow, adamw_
+from ..ops.huge_pages import huge_page_zeros
 
 
 class CpuAdamW(torch.optim.Optimizer):
@@ -42,6 +43,7 @@ class CpuAdamW(torch.optim.Optimizer):
         state = self.state[p]
         if not state:
             state["step"] = torch.zeros(())
-            state["exp_avg"], state["exp_avg_sq"] = zeros_in_huge_pages(p), zeros_in_huge_pages(p)
+            for moment in ("exp_avg", "exp_avg_sq"):
+                state[moment] = huge_page_zeros(p.numel()).view(p.shape)
         state["step"] += 1
         return AdamRow(p, p.grad, state["exp_avg"], state["exp_avg_sq"], int(state["step"]), getattr(p, "low", None))

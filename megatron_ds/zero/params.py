@@ -14,6 +14,7 @@ from torch import nn
 
 from ..mpu.collectives import all_gather_into_
 from ..mpu.group import Group
+from ..ops.huge_pages import huge_page_zeros
 from .layout import Layout, SlotPiece
 
 
@@ -29,12 +30,12 @@ class ParamStore:
         self.layout, self.group, self.sharded = layout, group, sharded
         self.pieces = layout.slot_intersections(group.rank) if sharded else layout.whole_slots()
         first = parameters[0]
-        self.flat = torch.zeros(layout.numel, dtype=first.dtype, device=first.device)
+        self.flat = huge_page_zeros(layout.numel, dtype=first.dtype, device=first.device)
         _move_into(self.flat, parameters, layout)
         self.master = None
         if first.dtype != torch.float32:
             numel = layout.shard_numel if sharded else layout.numel
-            self.master = torch.zeros(numel, dtype=torch.float32, device=first.device)
+            self.master = huge_page_zeros(numel, device=first.device)
             self._copy(to_masters=True)
 
     def master_of(self, piece: SlotPiece) -> torch.Tensor:

@@ -14,6 +14,7 @@ import torch
 
 from megatron_ds.ops import adam
 from megatron_ds.ops.adam import AdamRow, adamw_, reference_adamw_
+from megatron_ds.ops.huge_pages import huge_page_zeros
 from megatron_ds.optim import OPTIMIZERS
 from megatron_ds.optim.cpu_adam import CpuAdamW
 
@@ -201,6 +202,13 @@ def test_an_unknown_variant_and_a_broken_table_are_errors():
             adam.extension().adamw(table.long().numpy(), **numbers)
 
 
+def test_zeros_on_huge_pages_are_zeros():
+    for numel, dtype in ((0, torch.float32), (7, torch.bfloat16), (3_000_001, torch.float32)):
+        zeros = huge_page_zeros(numel, dtype=dtype)
+        assert zeros.dtype == dtype and zeros.shape == (numel,) and not zeros.any()
+        zeros += 1      # and can be written to the last one
+
+
 @compiled
 def test_empty_and_no_tensors_are_no_work():
     adamw_([], **HYPER)
@@ -215,7 +223,7 @@ def test_without_the_extension_torchs_adamw_serves_and_says_so_once(monkeypatch,
             groups = lambda: [{"params": [torch.nn.Parameter(torch.ones(3))]}]
             first, second = (OPTIMIZERS["adam"](groups(), SETTINGS) for _ in range(2))
             assert type(first) is type(second) is torch.optim.AdamW and adam.variants() == []
-            assert adam.zeros_in_huge_pages(torch.ones(2_000_000)).count_nonzero() == 0
+            assert huge_page_zeros(2_000_000).count_nonzero() == 0
     finally:
         adam.extension.cache_clear()
     assert [r.message for r in caplog.records if "CPU Adam" in r.message] == [
