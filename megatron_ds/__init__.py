@@ -9,8 +9,8 @@ from .version import __version__
 
 __all__ = ["__version__"]
 
-_ROOMS = ("checkpoint", "config", "data", "errors", "models", "mpu", "ops", "optim", "pipeline", "progress", "ramps", "registry",
-          "tensor_parallel", "training", "zero")
+_ROOMS = ("checkpoint", "config", "data", "errors", "models", "mpu", "ops", "optim", "pipeline", "progress", "ramps",
+          "registry", "tensor_parallel", "training", "zero")
 
 
 def __getattr__(name: str):

@@ -33,6 +33,7 @@ def parse_arguments(argv=None) -> argparse.Namespace:
     add("--prompt", action="append", required=True, help="text to continue; may be given several times")
     add("--iteration", type=int, help="which checkpoint of the folder (default: the latest)")
     add("--max-new-tokens", type=int, default=64, help="at most this many (default 64)")
+    add("--min-new-tokens", type=int, default=0, help="do not end the document before so many (default 0)")
     add("--temperature", type=float, default=1.0, help="0 = greedy; lower is safer, higher is wilder (default 1)")
     add("--greedy", action="store_true", help="always the likeliest token; the same as --temperature 0")
     add("--top-k", type=int, default=0, help="only the k likeliest tokens (default 0: no limit)")
@@ -87,7 +88,8 @@ def show(prompt: str, tokenizer, modules, config, mesh: Mesh, sampling: Sampling
         raise ConfigError(f"--prompt of {len(ids)} tokens fills all {config.model.positions} positions. Shorten it.")
     stop = (lambda token: False) if args.ignore_eod else (lambda token: token == tokenizer.eod)
     tokens = list(generate(modules, ids, max_new_tokens=min(args.max_new_tokens, room), sampling=sampling,
-                           tp=mesh.group("tp"), vocab_size=config.model.vocab_size, stop=stop))
+                           tp=mesh.group("tp"), vocab_size=config.model.vocab_size, stop=stop, end=tokenizer.eod,
+                           min_new_tokens=args.min_new_tokens))
     if mesh.rank == 0:
         if tokens and stop(tokens[-1]):
             tokens.pop()

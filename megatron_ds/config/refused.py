@@ -12,6 +12,7 @@ _KERNEL = "kernels are chosen by what the device can do. Remove it."
 _SIGNALS = "the run always saves and exits on SIGTERM, SIGUSR1 and the first Ctrl-C. Remove it."
 _RNG = "a checkpoint holds no random state, since every random number follows from --seed and its place. Remove it."
 _PLAIN_RNG = "initial weights and dropout follow from --seed alone, the same on every layout. Remove it."
+_SUMS = "each loss is scaled by its share of the global batch, so gradients are summed and never divided. Remove it."
 
 REFUSED_FLAGS = MappingProxyType({
     "--accumulate-allreduce-grads-in-fp32": "gradients are always accumulated and reduced in fp32. Remove it.",
@@ -97,7 +98,7 @@ REFUSED_KEYS = MappingProxyType({
     "fp16.consecutive_hysteresis": "hysteresis is refilled when the scale grows. Remove it.",
     "fp16.fp16_master_weights_and_grads": "master weights and gradients are in fp32. Remove it.",
     "gradient_allreduce_op": "gradients are averaged. Remove it.",
-    "gradient_predivide_factor": "gradients are divided by the data-parallel size before they are summed. Remove it.",
+    "gradient_predivide_factor": _SUMS,
     "memory_breakdown": _LATER,
     "monitor_config": _MONITOR,
     "optimizer.legacy_fusion": "the fastest implementation is chosen by itself. Remove it.",
@@ -107,7 +108,7 @@ REFUSED_KEYS = MappingProxyType({
     "optimizer.params.max_grad_norm": 'write "gradient_clipping" at the top level.',
     "optimizer.params.torch_adam": "the fastest implementation is chosen by itself. Remove it.",
     "pipeline": "write --pipeline-model-parallel-size and --pipeline-layout. Remove it.",
-    "prescale_gradients": "gradients are divided by the data-parallel size before they are summed. Remove it.",
+    "prescale_gradients": _SUMS,
     "seq_parallel_communication_data_type": "activations travel in their own format. Remove it.",
     "sparse_gradients": "all gradients are dense. Remove it.",
     "torch_autocast": "write a bf16 or an fp16 block instead.",

@@ -58,10 +58,12 @@ def next_token(logits: torch.Tensor, sampling: Sampling, generator: torch.Genera
 
 
 def generate(modules: Sequence[nn.Module], prompt: Sequence[int], *, max_new_tokens: int, sampling: Sampling, tp: Group,
-             vocab_size: int, stop: Callable[[int], bool] = lambda token: False) -> Iterator[int]:
+             vocab_size: int, stop: Callable[[int], bool] = lambda token: False, end: int | None = None,
+             min_new_tokens: int = 0) -> Iterator[int]:
     """Yield the tokens that follow `prompt`, at most `max_new_tokens`, ending after one for which `stop` is true.
 
-    modules: the whole model (all layers, in order).  Collective over tp: an all-gather of [V/t] logits a token.
+    modules: the whole model (all layers, in order).  end: a token that is not among the first `min_new_tokens`.
+    Collective over tp: an all-gather of [V/t] logits a token.
     """
     if not prompt:
         raise ConfigError("the prompt holds no token, and a model continues something. Give a prompt of at least one.")
@@ -70,11 +72,13 @@ def generate(modules: Sequence[nn.Module], prompt: Sequence[int], *, max_new_tok
     device = next(modules[0].parameters()).device
     tokens, position = list(prompt), 0
     with torch.inference_mode():
-        for _ in range(max_new_tokens):
+        for count in range(max_new_tokens):
             logits = run_layers(modules, None, _batch(tokens, position, device), caches)[-1:, 0]     # [1, Vp/t]
             position = len(tokens) if not position else position + 1
-            whole = all_gather(logits.float(), tp, dim=-1)[0, :vocab_size]
-            token = next_token(whole.cpu(), sampling, generator)
+            whole = all_gather(logits.float(), tp, dim=-1)[0, :vocab_size].cpu()
+            if end is not None and count < min_new_tokens:
+                whole[end] = -torch.inf
+            token = next_token(whole, sampling, generator)
             yield token
             if stop(token):
                 return

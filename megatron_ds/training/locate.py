@@ -3,6 +3,8 @@
 Nothing random is left to chance (dropout masks are a function of the sample), so the second forward repeats the first.
 """
 
+from collections.abc import Callable, Mapping
+
 import torch
 from torch import nn
 
@@ -10,13 +12,16 @@ from ..mpu.collectives import all_gather_object
 from ..mpu.mesh import Mesh
 
 
-def locate_nonfinite(modules: nn.Module, rerun, mesh: Mesh) -> str:
+def locate_nonfinite(layers: Mapping[str, nn.Module], rerun: Callable[[], object], mesh: Mesh) -> str:
     """A sentence naming the first parameter or module output that is not finite, over all ranks.
 
-    rerun: runs the forward of the same micro-batches; every rank must take part.  Collective over the world.
+    layers  of this rank, by their global names
+    rerun   runs the forward of the same micro-batches; every rank must take part
+
+    Collective over the world.
     """
-    output = _bad_output(modules, rerun)       # on every rank, or the neighbours would wait for this one
-    what = _bad_parameter(modules) or output
+    output = _bad_output(layers, rerun)       # on every rank, or the neighbours would wait for this one
+    what = _bad_parameter(layers) or output
     entry = (mesh.coordinate("pp"), mesh.rank, what) if what else None
     found = sorted(entry for entry in all_gather_object(entry, mesh.group("world")) if entry)
     if not found:
@@ -25,14 +30,15 @@ def locate_nonfinite(modules: nn.Module, rerun, mesh: Mesh) -> str:
     return f"first seen on rank {rank} (pipeline stage {stage}): {what}"
 
 
-def _bad_parameter(modules: nn.Module) -> str | None:
-    for parameter in modules.parameters():
-        if not torch.isfinite(parameter).all():
-            return f"parameter {parameter.spec.name} holds non-finite values"
+def _bad_parameter(layers: Mapping[str, nn.Module]) -> str | None:
+    for layer in layers.values():
+        for parameter in layer.parameters():
+            if not torch.isfinite(parameter).all():
+                return f"parameter {parameter.spec.name} holds non-finite values"
     return None
 
 
-def _bad_output(modules: nn.Module, rerun) -> str | None:
+def _bad_output(layers: Mapping[str, nn.Module], rerun: Callable[[], object]) -> str | None:
     first: list[str] = []
 
     def watch(name: str):
@@ -44,7 +50,8 @@ def _bad_output(modules: nn.Module, rerun) -> str | None:
                              f"{bad} non-finite values")
         return hook
 
-    handles = [module.register_forward_hook(watch(name)) for name, module in modules.named_modules() if name]
+    handles = [module.register_forward_hook(watch(name)) for layer_name, layer in layers.items()
+               for name, module in layer.named_modules(prefix=layer_name)]
     try:
         rerun()
     finally:

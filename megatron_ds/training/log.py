@@ -3,15 +3,19 @@
 A *sink* takes records; `SINKS` holds TensorBoard (Megatron's tags) and metrics.jsonl. Only rank 0 logs.
 """
 
+import io
 import json
 import logging
 import math
+import tempfile
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Protocol
 
+from ..config import RunConfig
+from ..errors import ConfigError
 from ..registry import Registry
 
 logger = logging.getLogger(__name__)
@@ -85,7 +89,11 @@ class EvalRecord:
 
 
 class Sink(Protocol):
-    """Takes the records of a run. Built with (RunConfig); returns None from `open` when not asked for."""
+    """Takes the records of a run.
+
+    Its class has `open(config, steps_done)`, which returns None when not asked for, and `check(config)`, which raises
+    ConfigError when what is asked for cannot be written to.
+    """
 
     def train(self, record: TrainRecord) -> None: ...
     def evaluation(self, record: EvalRecord) -> None: ...
@@ -113,9 +121,15 @@ class Log:
             sink.close()
 
 
-def open_log(logging_config, steps_done: int) -> Log:
+def check_log(config: RunConfig) -> None:
+    """Raises ConfigError, naming the flag, for a sink that could not be written to."""
+    for name in SINKS:
+        SINKS[name].check(config)
+
+
+def open_log(config: RunConfig, steps_done: int) -> Log:
     """The log of rank 0. steps_done: what a resumed run already has; later lines of an earlier try are superseded."""
-    opened = (SINKS[name].open(logging_config, steps_done) for name in SINKS)
+    opened = (SINKS[name].open(config, steps_done) for name in SINKS)
     return Log(sink for sink in opened if sink is not None)
 
 
@@ -132,8 +146,28 @@ class JsonLines:
         self.file = path.open("a", buffering=1)
 
     @classmethod
-    def open(cls, config, steps_done: int):
-        return cls(Path(config.metrics_path), steps_done) if config.metrics_path else None
+    def open(cls, config: RunConfig, steps_done: int):
+        path = cls._path(config)
+        return cls(path, steps_done) if path else None
+
+    @classmethod
+    def check(cls, config: RunConfig) -> None:
+        path = cls._path(config)
+        if path is None:
+            return
+        _check_folder("--metrics-path", path.parent)
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"--metrics-path {path} is not a file. Name a file, such as {path}/metrics.jsonl.")
+        with path.open("rb") if path.exists() else io.BytesIO() as file:
+            first = file.readline()
+        if first.strip() and _step_of(first) == math.inf:
+            raise ConfigError(f"--metrics-path {path} exists and does not hold metrics: it would be overwritten. Name another "
+                              "file, or remove this one.")
+
+    @staticmethod
+    def _path(config: RunConfig) -> Path | None:
+        path, save = config.logging.metrics_path, config.checkpoint.save
+        return Path(path) if path else Path(save) / "metrics.jsonl" if save else None
 
     def train(self, record: TrainRecord) -> None:
         self._write("train", asdict(record))
@@ -149,7 +183,7 @@ class JsonLines:
         self.file.close()
 
 
-def _step_of(line: str) -> float:
+def _step_of(line: str | bytes) -> float:
     try:
         return json.loads(line)["step"]
     except (ValueError, KeyError, TypeError):
@@ -169,8 +203,14 @@ class TensorBoard:
         self.writer = SummaryWriter(directory, purge_step=steps_done + 1 if steps_done else None)
 
     @classmethod
-    def open(cls, config, steps_done: int):
-        return cls(config.tensorboard_dir, steps_done) if config.tensorboard_dir else None
+    def open(cls, config: RunConfig, steps_done: int):
+        directory = config.logging.tensorboard_dir
+        return cls(directory, steps_done) if directory else None
+
+    @classmethod
+    def check(cls, config: RunConfig) -> None:
+        if config.logging.tensorboard_dir:
+            _check_folder("--tensorboard-dir", Path(config.logging.tensorboard_dir))
 
     def train(self, record: TrainRecord) -> None:
         for tag, field in self.TRAIN_TAGS.items():
@@ -189,3 +229,14 @@ class TensorBoard:
 
     def close(self) -> None:
         self.writer.close()
+
+
+def _check_folder(flag: str, folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        why = "it is a file" if folder.is_file() else error.strerror or error
+        raise ConfigError(f"{flag}: nothing can be written in {folder} ({why}). Name a place that this user may write to, "
+                          f"or leave out {flag}.") from error

@@ -1,5 +1,7 @@
 """What a run says before its first step: grid, stages, schedule, kernels, and every value that is not default."""
 
+from dataclasses import fields
+
 from ..config import RunConfig
 from ..config.dump import report_non_default
 from ..mpu.mesh import Mesh
@@ -13,8 +15,15 @@ def describe(engine: Engine, launch_source: str) -> str:
     return "\n".join((
         _grid(mesh, launch_source), "", _stages(engine.plan), "", _schedule(config), "",
         f"optimizer: {config.optimizer.optimizer}, ZeRO stage {config.zero.stage}, {config.optimizer.params_dtype} weights, "
-        "fp32 gradients and optimizer state", "",
+        "fp32 gradients and optimizer state", _memory(engine), "",
         report_non_default(config)))
+
+
+def _memory(engine: Engine) -> str:
+    held = engine.optimizer.memory()
+    kinds = {field.name: getattr(held, field.name) for field in fields(held)}
+    words = ", ".join(f"{name} {count / 2**20:.1f}" for name, count in kinds.items() if count)
+    return f"memory of rank 0 for {sum(p.numel() for p in engine.parameters):,} parameters (MiB): {words}"
 
 
 def _grid(mesh: Mesh, launch_source: str) -> str:

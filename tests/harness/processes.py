@@ -33,11 +33,14 @@ START_SECONDS = 90                # to import torch, on a busy machine
 GRACE_SECONDS = 1                 # for the peers of a failed rank to tell their own error
 
 
-def run_processes(size: int, function, *args, timeout: float = TIMEOUT_SECONDS) -> list:
-    """Run `function(rank, world, *args)` on `size` processes; the results in rank order. Raises the first error."""
+def run_processes(size: int, function, *args, timeout: float = TIMEOUT_SECONDS, joined: bool = True) -> list:
+    """Run `function(rank, world, *args)` on `size` processes; the results in rank order. Raises the first error.
+
+    joined: False leaves it to the function to initialise torch.distributed, as an entry script does.
+    """
     ranks = _started(size)
     with tempfile.TemporaryDirectory() as folder:
-        job = pickle.dumps((function, args, size, os.path.join(folder, "store"), timeout))
+        job = pickle.dumps((function, args, size, os.path.join(folder, "store") if joined else None, timeout))
         for i, rank in enumerate(ranks):
             rank.connection.send((i, job))
         answers = _collect(ranks, timeout)
@@ -206,6 +209,8 @@ def _work(rank: int, job: bytes):
 
     torch.set_num_threads(1)
     function, args, size, store, timeout = pickle.loads(job)
+    if store is None:
+        return function(rank, ProcessWorld(size), *args)
     dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size,
                             timeout=timedelta(seconds=timeout))
     try:

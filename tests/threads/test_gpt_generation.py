@@ -41,6 +41,15 @@ def test_greedy_text_is_the_argmax_of_a_forward_over_the_whole_text(style):
     assert continuation(config, weights, GREEDY, stop=lambda token: token == stop) == text[5:5 + text[5:].index(stop) + 1]
 
 
+def test_a_document_does_not_end_before_the_tokens_asked_for():
+    config = STYLES["gpt2"]
+    weights = logical_weights(config, seed=1)
+    end = continuation(config, weights, GREEDY, count=1)[0]
+    free = continuation(config, weights, GREEDY, stop=lambda token: token == end, end=end)
+    held = continuation(config, weights, GREEDY, tp_size=2, stop=lambda token: token == end, end=end, min_new_tokens=4)
+    assert free == [end] and len(held) > 4 and end not in held[:4]
+
+
 def test_sampled_text_depends_on_the_seed_and_not_on_the_number_of_ranks():
     config = STYLES["gpt2"]
     weights = logical_weights(config, seed=1)

@@ -1,0 +1,124 @@
+"""Train the job of tools/compare_layouts.py on threaded ranks, and see with one's own eyes that its options are in force.
+
+`Seen` is what a rank's engine shows while it trains: shapes that layers receive, how many micro-batches are alive, bytes of
+optimizer state. None of it is read from the configuration.
+"""
+
+import functools
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from megatron_ds.config import parse
+from megatron_ds.models.attention import SelfAttention
+from megatron_ds.models.block import Block
+from megatron_ds.models.mlp import MLP
+from megatron_ds.mpu.grid import Grid
+from megatron_ds.mpu.mesh import Mesh
+from megatron_ds.training.compare import difference, merge, parse_layout, random_samples, train_layout
+from tests.harness.threads import run_ranks
+from tools.compare_layouts import SEQ_LENGTH, VOCAB
+
+GLOBAL_BATCH, NUM_LAYERS, STEPS = 8, 4, 20
+
+
+@dataclass
+class Seen:
+    """One rank of a run."""
+
+    layers: list[str]                       # names of the parameters here, without the last word
+    dtypes: set[torch.dtype]
+    qkv_rows: set[int]                      # of the projections' local weights
+    parameter_elements: int
+    optimizer_bytes: int
+    master_bytes: int
+    block_inputs: set[tuple] = field(default_factory=set)
+    forwards: int = 0
+    peak_alive: int = 0
+
+
+@dataclass
+class Run:
+    """merged: (trace, logical weights).  calls: the names of layers that ran, over all ranks, one for each time."""
+
+    merged: tuple
+    seen: list[Seen]
+    calls: list[str]
+    model: object
+
+
+def run_layout(job: list[str], layout: str, steps: int = STEPS) -> Run:
+    """`job`: flags of the model; `layout`: as compare_layouts.py takes it."""
+    request = parse_layout(layout, mbs="1")
+    config = parse([*job, *request.flags], world_size=request.world_size)
+    grid = Grid.fit(request.world_size, tp=config.parallel.tensor_model_parallel_size,
+                    pp=config.parallel.pipeline_model_parallel_size, order=config.parallel.rank_order)
+    samples = random_samples(4 * GLOBAL_BATCH, SEQ_LENGTH, VOCAB, seed=1)
+    seen: dict[int, Seen] = {}
+
+    def main(rank, world):
+        mesh = Mesh(grid, rank, world.connect, torch.device("cpu"))
+        return train_layout(config, mesh, steps, samples, watch=lambda engine: seen.__setitem__(rank, look_at(engine)))
+
+    with counted_calls() as calls:
+        traces = run_ranks(request.world_size, main)
+    return Run(merge(traces), [seen[rank] for rank in range(request.world_size)], calls, config.model)
+
+
+@functools.cache
+def _reference(job: tuple[str, ...], layout: str, steps: int) -> Run:
+    return run_layout(list(job), layout, steps)
+
+
+def reference_of(job: list[str], layout: str, steps: int = STEPS) -> Run:
+    """The run of one process that a layout is compared with; each is run once."""
+    return _reference(tuple(job), parse_layout(layout, mbs="1").reference, steps)
+
+
+def stray(job: list[str], layout: str, steps: int = STEPS):
+    """(largest differences to one process, the run)."""
+    run, reference = run_layout(job, layout, steps), reference_of(job, layout, steps)
+    return difference(run.merged, reference.merged, run.model), run
+
+
+def look_at(engine) -> Seen:
+    """What is there to see now, and hooks for what is to be seen during training."""
+    memory = engine.optimizer.memory()
+    blocks = [module for module in engine.modules.modules() if isinstance(module, Block)]
+    seen = Seen(layers=[p.spec.name.rpartition(".")[0] for p in engine.parameters],
+                dtypes={p.dtype for p in engine.parameters},
+                qkv_rows={len(block.self_attention.linear_qkv.weight) for block in blocks},
+                parameter_elements=sum(p.numel() for p in engine.parameters),
+                optimizer_bytes=memory.optimizer, master_bytes=memory.masters)
+    for block in blocks:
+        block.register_forward_pre_hook(lambda module, inputs: seen.block_inputs.add(tuple(inputs[0].shape)))
+    stage, forward = engine.stage, engine.stage.forward
+
+    def watched(*args):
+        result = forward(*args)
+        seen.forwards += 1
+        seen.peak_alive = max(seen.peak_alive, len(stage.live))
+        return result
+
+    stage.forward = watched
+    return seen
+
+
+@contextmanager
+def counted_calls():
+    """Yields a list to which each run of core attention and of an MLP adds its name, in any thread of this process."""
+    calls: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name, owner, method in (("attention", SelfAttention, "core_attention"), ("mlp", MLP, "forward")):
+            patch.setattr(owner, method, _counting(name, getattr(owner, method), calls))
+        yield calls
+
+
+def _counting(name, method, calls):
+    @functools.wraps(method)
+    def counted(*args, **kwargs):
+        calls.append(name)
+        return method(*args, **kwargs)
+    return counted

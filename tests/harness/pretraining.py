@@ -1,0 +1,212 @@
+"""`pretrain_gpt.py` on real ranks: the pooled processes, with the environment that torchrun would set.
+
+    ended = run_pretrain(2, [*TINY, "--save", folder], spoil=partial(signal_at_step, number=SIGTERM, step=3))
+
+`spoil(rank)` is a context manager, importable by name, that is active on each rank while it trains: it sends a signal, kills
+the rank, or breaks a module at a moment that only the process itself can hit exactly.
+"""
+
+import contextlib
+import io
+import json
+import signal
+import socket
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.harness.processes import run_processes
+
+VOCAB, SEQ_LENGTH, GLOBAL_BATCH, STEPS = 61, 16, 8, 6
+TINY = ["--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", str(SEQ_LENGTH),
+        "--max-position-embeddings", str(SEQ_LENGTH), "--vocab-size", str(VOCAB), "--make-vocab-size-divisible-by", "1",
+        "--tokenizer-type", "NullTokenizer", "--micro-batch-size", "1", "--global-batch-size", str(GLOBAL_BATCH),
+        "--lr", "1e-3", "--min-lr", "1e-4", "--lr-decay-style", "cosine", "--lr-warmup-iters", "2",
+        "--hidden-dropout", "0.1", "--attention-dropout", "0.1", "--eval-iters", "0", "--log-interval", "1",
+        "--distributed-timeout-minutes", "1"]
+MOCK = [*TINY, "--mock-data", "--train-iters", str(STEPS)]
+
+
+@dataclass
+class Ended:
+    """How a rank ended, and what it said."""
+
+    code: int
+    out: str
+    err: str
+
+
+def run_pretrain(ranks: int, argv: Sequence[str], *, spoil=None, timeout: float = 90) -> list[Ended]:
+    """Every rank's end, in rank order. A rank that dies or raises fails the call."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return run_processes(ranks, _rank, port, [str(word) for word in argv], spoil, timeout=timeout, joined=False)
+
+
+def train(ranks: int, argv: Sequence[str], **options) -> list[Ended]:
+    """`run_pretrain`, where every rank must end well."""
+    ended = run_pretrain(ranks, argv, **options)
+    assert [e.code for e in ended] == [0] * ranks, "\n".join(e.out[-2000:] + e.err for e in ended)
+    return ended
+
+
+def _rank(rank, world, port, argv, spoil) -> Ended:
+    from megatron_ds.training.pretrain import pretrain
+
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    values = (rank, world.size, rank, world.size, "127.0.0.1", port)
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.ExitStack() as stack:
+        environment = stack.enter_context(pytest.MonkeyPatch.context())
+        for name, value in zip(names, values):
+            if world.size > 1:
+                environment.setenv(name, str(value))
+        stack.enter_context(contextlib.redirect_stdout(out))
+        stack.enter_context(contextlib.redirect_stderr(err))
+        if spoil is not None:
+            stack.enter_context(spoil(rank))
+        code = pretrain(argv)
+    return Ended(code, out.getvalue(), err.getvalue())
+
+
+# What a run left behind.
+
+def records(folder, kind: str = "train") -> list[dict]:
+    """The records of metrics.jsonl."""
+    lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if record["kind"] == kind]
+
+
+def losses(folder) -> dict[int, float]:
+    return {record["step"]: record["loss"] for record in records(folder)}
+
+
+def run_file(folder, step: int) -> dict:
+    return json.loads((Path(folder) / f"iter_{step:07d}" / "run.json").read_text())
+
+
+def saved_state(folder, step: int) -> dict[str, torch.Tensor]:
+    """Every logical tensor of a checkpoint, read by torch's own loader."""
+    import torch.distributed.checkpoint as dcp
+
+    path = Path(folder) / f"iter_{step:07d}"
+    index = dcp.FileSystemReader(path).read_metadata()
+    state = {name: torch.empty(entry.size) for name, entry in index.state_dict_metadata.items()}
+    with warnings.catch_warnings(action="ignore", category=UserWarning):        # that there is one process, which is meant
+        dcp.load(state, checkpoint_id=path, no_dist=True)
+    return state
+
+
+def same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+# Spoilers.
+
+@contextlib.contextmanager
+def signal_at_step(rank: int, *, number: int, step: int, victim: int):
+    """The victim sends itself the signal while it computes its `step`-th step."""
+    from megatron_ds.training import trainer
+
+    real = trainer.train_step
+
+    def train_step(engine, batch, progress, **options):
+        if rank == victim and progress.step + 1 == step:
+            signal.raise_signal(number)
+        return real(engine, batch, progress, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "train_step", train_step)
+        yield
+
+
+@contextlib.contextmanager
+def signal_in_evaluation(rank: int, *, number: int, victim: int):
+    """The victim sends itself the signal in the first forward pass of an evaluation."""
+    from megatron_ds.pipeline.executor import Executor
+
+    real = Executor.forward
+
+    def forward(self, microbatches):
+        if rank == victim:
+            signal.raise_signal(number)
+        return real(self, microbatches)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Executor, "forward", forward)
+        yield
+
+
+@contextlib.contextmanager
+def killed_in_save(rank: int, *, step: int, change: int, victim: int):
+    """The victim dies by SIGKILL just before its `change`-th change of the file system in the save of `step`."""
+    from megatron_ds.training import trainer
+    from tests.processes.crashing_saves import die_at_change
+
+    real = trainer.save_run
+
+    def save_run(engine, progress, description):
+        if rank == victim and progress.step == step:
+            die_at_change(change)
+        real(engine, progress, description)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "save_run", save_run)
+        yield
+
+
+@contextlib.contextmanager
+def state_written_instead_of_training(rank: int, *, path):
+    """What a run of one rank holds once everything is built and loaded: (progress, {kind/name: values})."""
+    from megatron_ds.training.trainer import Trainer
+
+    def run(self):
+        state = {f"{p.kind}/{p.spec.name}": p.tensor.view(p.spec.shape).clone() for p in self.engine.optimizer.pieces()}
+        torch.save((self.progress.to_dict(), state), path)
+        return "finished"
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "run", run)
+        yield
+
+
+@contextlib.contextmanager
+def poisoned(rank: int, *, module: str, samples: range, value: float):
+    """The output of a named module becomes not a number, or infinite, whenever it sees one of these samples."""
+    from megatron_ds.training import pretrain
+
+    real = pretrain.build_engine
+
+    def build_engine(config, mesh):
+        engine = real(config, mesh)
+        for name, block in named_blocks(engine):
+            if name == module:
+                block.register_forward_hook(poison)
+        return engine
+
+    def poison(block, inputs, output):
+        bad = [i for i, sample in enumerate(inputs[1].sample_ids) if sample in samples]
+        if bad and inputs[1].training:
+            output = output.clone()
+            output[0, bad, 0] = value
+        return output
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pretrain, "build_engine", build_engine)
+        yield
+
+
+def named_blocks(engine):
+    """(name of the layer, module) of this stage's decoder blocks."""
+    from megatron_ds.models.block import Block
+
+    for module in engine.modules.modules():
+        if isinstance(module, Block):
+            yield module.self_attention.linear_proj.weight.spec.name.partition(".self_attention")[0], module
+
+

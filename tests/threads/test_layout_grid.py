@@ -1,0 +1,166 @@
+"""The heart of the promise: a model trains the same under every layout as in one process.
+
+Twenty steps of the job of tools/compare_layouts.py on up to eight threaded ranks, with masked labels, warm-up, weight decay
+and clipping in force. `make test` takes few cases in which every pair of option values appears, all of them in fp32, whose
+tolerance is that of rounding; `make test-all` takes the whole product. Every case also shows that its options are in force.
+"""
+
+import math
+import os
+
+import pytest
+import torch
+
+from tests.harness.covering import cover_pairs, legal_cases
+from tests.harness.layout_runs import GLOBAL_BATCH, NUM_LAYERS, STEPS, Run, reference_of, stray
+from tools.compare_layouts import SEQ_LENGTH, TOLERANCE, tiny_job
+
+MOST_RANKS, HIDDEN, HEAD_ROWS = 8, 32, 8
+LAYOUT = ("tp", "pp", "dp", "zero", "sp", "recompute")
+GRID = {"style": ("gpt2", "llama"), "dtype": ("fp32", "bf16"), "embeddings": ("tied", "untied"), "tp": (1, 2), "pp": (1, 2, 4),
+        "dp": (1, 2), "zero": (0, 1), "sp": (0, 1), "recompute": ("none", "selective", "full")}
+SAMPLED = GRID | {"schedule": ("1f1b", "gpipe"), "dropout": (0.0, 0.1)}
+
+
+def ranks(case) -> int:
+    return case["tp"] * case["pp"] * case["dp"]
+
+
+def is_legal(case) -> bool:
+    """Sequence parallelism splits over tensor-parallel ranks, and one stage has nothing to schedule."""
+    return (ranks(case) <= MOST_RANKS and (not case["sp"] or case["tp"] > 1)
+            and (case["pp"] > 1 or case.get("schedule", "1f1b") == "1f1b"))
+
+
+def sampled_cases() -> list[dict]:
+    cases = legal_cases(SAMPLED, is_legal)
+    exact = cover_pairs([case for case in cases if case["dtype"] == "fp32"], cost=ranks)
+    return cover_pairs(cases, cost=ranks, chosen=exact)
+
+
+def all_cases() -> list[dict]:
+    """The schedule, which moves work in time only, takes turns."""
+    return [case | {"schedule": ("1f1b", "gpipe")[i % 2] if case["pp"] > 1 else "1f1b", "dropout": 0.0}
+            for i, case in enumerate(legal_cases(GRID, is_legal))]
+
+
+def name_of(case) -> str:
+    words = [case["style"], case["dtype"], case["embeddings"], *(f"{key}{case[key]}" for key in LAYOUT[:4])]
+    words += ["sp"] * case["sp"] + [case["recompute"]] * (case["recompute"] != "none") + [case["schedule"]]
+    return "-".join(words) + f"-dropout{case['dropout']}" * (case["dropout"] > 0)
+
+
+def job_of(case, layers: int = NUM_LAYERS) -> list[str]:
+    return tiny_job(case["style"], case["dtype"], case["embeddings"] == "untied", case["dropout"], layers, GLOBAL_BATCH, STEPS)
+
+
+def layout_of(case) -> str:
+    return ",".join(f"{key}={case[key]}" for key in (*LAYOUT, "schedule"))
+
+
+def check(case) -> None:
+    difference, run = stray(job_of(case), layout_of(case))
+    assert difference.is_within(TOLERANCE[case["dtype"]]), difference
+    check_in_force(case, run)
+
+
+@pytest.mark.parametrize("case", sampled_cases(), ids=name_of)
+def test_a_layout_trains_like_one_process(case):
+    check(case)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("case", all_cases() if os.environ.get("MEGATRON_DS_TEST_ALL") else [], ids=name_of)
+def test_every_layout_trains_like_one_process(case):
+    check(case)
+
+
+def test_the_sample_holds_every_pair_of_values_in_fp32_and_each_of_them_in_bf16():
+    sample = sampled_cases()
+    exact = [case for case in sample if case["dtype"] == "fp32"]
+    assert len(sample) < 25
+    for a in SAMPLED:
+        for b in SAMPLED:
+            pairs = {(case[a], case[b]) for case in legal_cases(SAMPLED, is_legal)}
+            assert pairs == {(case[a], case[b]) for case in sample}
+            assert {p for p in pairs if "bf16" not in p} == {(case[a], case[b]) for case in exact}
+
+
+def check_in_force(case, run: Run) -> None:
+    """What the ranks showed of the case's options."""
+    t, p, d, seen = case["tp"], case["pp"], case["dp"], run.seen
+    stage_of = lambda rank: rank // (t * d)                 # tp varies fastest, then dp
+    microbatches = GLOBAL_BATCH // d
+    rotary, weights = case["style"] == "llama", run.merged[1]
+
+    assert {s.dtypes.pop() for s in seen} == {torch.float32 if case["dtype"] == "fp32" else torch.bfloat16}
+    assert ("output_layer.weight" in weights) == (case["embeddings"] == "untied")
+    assert ("embedding.position_embeddings.weight" in weights) == (not rotary)
+    rows = (4 + 2 * (2 if rotary else 4)) * HEAD_ROWS       # 4 heads of queries; of keys and values as many, or 2
+    assert set.union(*(s.qkv_rows for s in seen)) == {rows // t}
+    blocks = [len({name for name in s.layers if name.endswith("linear_qkv")}) for s in seen]
+    assert sum(blocks) == NUM_LAYERS * t * d and all(0 < n <= NUM_LAYERS - p + 1 for n in blocks)
+
+    length = SEQ_LENGTH // t if case["sp"] else SEQ_LENGTH
+    assert set.union(*(s.block_inputs for s in seen)) == {(length, 1, HIDDEN)}
+    assert {s.forwards for s in seen} == {STEPS * microbatches}
+    alive = [microbatches if case["schedule"] == "gpipe" else min(microbatches, p - stage_of(r)) for r in range(len(seen))]
+    assert [s.peak_alive for s in seen] == alive if p > 1 else [1]
+
+    forwards = STEPS * GLOBAL_BATCH * NUM_LAYERS * t
+    assert run.calls.count("attention") == forwards * (1 if case["recompute"] == "none" else 2)
+    assert run.calls.count("mlp") == forwards * (2 if case["recompute"] == "full" else 1)
+
+    copies = 1 if case["zero"] else d                       # of each element's state
+    elements = sum(s.parameter_elements for s in seen) / d
+    assert sum(s.optimizer_bytes for s in seen) == pytest.approx(copies * elements * 8, rel=0.25)     # rel: padding to 64
+    assert sum(s.master_bytes for s in seen) == pytest.approx((case["dtype"] == "bf16") * copies * elements * 4, rel=0.25)
+
+
+# What the grid does not hold.
+
+@pytest.mark.parametrize("style, layout, scale", [
+    ("gpt2", "tp=2,pp=2,dp=2,zero=1", 2.0**25), ("llama", "tp=1,pp=4,dp=2,zero=0,recompute=full", 2.0**25),
+    ("gpt2", "tp=2,pp=2,dp=2,zero=1,sp=1", 2.0**16)])
+def test_fp16_overflows_and_recovers_alike_in_every_layout(style, layout, scale):
+    """At 2**25 the first steps overflow and the scale sinks until they do not; then it rises again, and one more does.
+
+    Not with sequence parallelism: a norm's gradient is then summed in two halves, and each half may fit where the whole does
+    not, so that the scale sinks once less.
+    """
+    job = [*tiny_job(style, "fp16", False, 0.0, NUM_LAYERS, GLOBAL_BATCH, STEPS), "--hysteresis", "1",
+           "--loss-scale-window", "6"]
+    job[job.index("--initial-loss-scale") + 1] = str(scale)
+    difference, run = stray(job, layout)
+    assert difference.is_within(TOLERANCE["fp16"]), difference
+    overflows = [not math.isfinite(norm) for norm in run.merged[0].grad_norms]
+    assert any(overflows[:5]) == any(overflows[10:]) == (scale > 2**20) and not all(overflows[5:])
+    assert run.seen[0].dtypes == {torch.float16}
+
+
+def test_a_growing_batch_gives_every_layout_the_same_samples():
+    job = tiny_job("gpt2", "fp32", False, 0.1, NUM_LAYERS, GLOBAL_BATCH, STEPS)
+    for name, samples in (("--train-iters", "--train-samples"), ("--lr-warmup-iters", "--lr-warmup-samples")):
+        at = job.index(name)
+        job[at:at + 2] = [samples, str(int(job[at + 1]) * GLOBAL_BATCH)]
+    growing = [*job, "--rampup-batch-size", "4", "4", "40"]
+    difference, run = stray(growing, "tp=2,pp=2,dp=2,zero=1,sp=1")
+    assert difference.is_within(TOLERANCE["fp32"]), difference
+    assert {s.forwards for s in run.seen} == {10 * 2 + 10 * 4}
+    assert run.merged[0].losses != reference_of(job, "").merged[0].losses
+
+
+def test_tokens_that_weigh_alike_make_the_micro_batch_size_a_matter_of_layout():
+    job = [*tiny_job("llama", "fp32", True, 0.1, NUM_LAYERS, GLOBAL_BATCH, STEPS), "--calculate-per-token-loss"]
+    (difference, run), one_by_one = stray(job, "tp=2,pp=2,dp=1,zero=0,sp=1,mbs=2"), reference_of(job, "mbs=1")
+    assert difference.is_within(TOLERANCE["fp32"]), difference
+    assert run.merged[0].losses == pytest.approx(one_by_one.merged[0].losses, rel=1e-6)
+    assert {s.forwards for s in run.seen} == {STEPS * GLOBAL_BATCH // 2}
+    weighed_by_micro_batch = reference_of(job[:-1], "mbs=1").merged[0].losses
+    assert weighed_by_micro_batch != pytest.approx(one_by_one.merged[0].losses, rel=1e-4)
+
+
+def test_an_uneven_cut_and_smoothed_labels_train_like_one_process():
+    job = [*tiny_job("gpt2", "fp32", False, 0.0, 5, GLOBAL_BATCH, STEPS), "--label-smoothing", "0.2"]
+    difference, run = stray(job, "tp=2,pp=2,dp=2,zero=1,recompute=full,layout=Et|t*4L")
+    assert difference.is_within(TOLERANCE["fp32"]), difference
