@@ -123,7 +123,7 @@ def measure(numel: int, threads: int, work: str, rounds: int, variants: list[str
     for name, (clock, cpu) in best.items():
         width = 8 if name == "copy" else BYTES[work]
         against = [f"{b / x:.2f}" for b, x in zip(best["torch fused"], (clock, cpu))]
-        print(f"{threads} thread{'s' * (threads > 1)} | {work} | {name:17s} | {clock * 1e3:6.1f} ms, {cpu * 1e3:6.1f} ms CPU | "
+        print(f"{threads} thread{'s' * (threads > 1)} | {work} | {name:17s} | {clock * 1e3:6.1f} ms, {cpu * 1e3:6.1f} CPU | "
               f"{numel * width / clock / 1e9:5.1f} GB/s, {numel * width / cpu * threads / 1e9:5.1f} by CPU time"
               + ("" if name == "copy" else f" | {against[0]}x torch fused, {against[1]}x by CPU time"), flush=True)
 

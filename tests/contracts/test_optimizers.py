@@ -80,6 +80,16 @@ def test_gradients_are_also_divided_for_an_optimizer_that_cannot_do_it_itself(na
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS.names())
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_16_bit_weight_is_written_by_exactly_those_that_say_so(name, dtype):
+    spec, low = ParamSpec("w", (64,), Init("ones")), torch.zeros(64, dtype=dtype)
+    leaf = make_leaf(spec, SlotPiece(0, 0, 64, 0, 0, 64), noise(0)[:64].clone(), noise(1)[:64].clone(), low)
+    inner = InnerOptimizer(lambda groups: OPTIMIZERS[name](groups, SETTINGS), [leaf])
+    inner.step(0.01, 0.1, 3.0)
+    assert torch.equal(low, leaf.tensor.detach().to(dtype) if inner.writes_low else torch.zeros(64, dtype=dtype))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS.names())
 def test_groups_that_do_not_decay_get_no_weight_decay(name):
     leaves = [make_leaf(ParamSpec(n, (64,), Init("ones"), decay=n == "decays"), SlotPiece(0, 0, 64, 0, 0, 64),
                         torch.ones(64), torch.zeros(64)) for n in ("decays", "stays")]
