@@ -6,6 +6,7 @@ An HTML comment right above a block says what becomes of it:
     <!-- file: NAME -->          written to NAME in that folder, where later blocks find it
     <!-- needs GPUs -->          not run; its launches are taken apart and their flags parsed (`launches.py`)
     <!-- runs in: COMMAND -->    not run here; COMMAND, elsewhere in the tests, does it
+    <!-- printed -->             what earlier blocks print, line by line; with `by: FILE`, what the test of FILE finds printed
 
 Blocks of ```bash and ```python are under this rule; other languages only when a comment stands above them.
 """
@@ -20,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^(?:<!-- (?P<mark>[^>]*) -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
-MARKS = re.compile(r"needs GPUs|file: \S+|runs in: .+")
+MARKS = re.compile(r"needs GPUs|file: \S+|runs in: .+|printed( by: \S+)?")
 RUNNABLE = ("bash", "python")
 
 
@@ -73,7 +74,7 @@ def make_workplace(folder: Path) -> None:
         (folder / name).symlink_to(ROOT / name)
 
 
-def run_page(page: str, folder: Path, seconds: int = 120) -> str:
+def run_page(page: str, folder: Path, seconds: int = 200) -> str:
     """Run the page's blocks in `folder`; what they printed. A block that fails is an AssertionError that shows it."""
     make_workplace(folder)
     said = ""
@@ -82,7 +83,16 @@ def run_page(page: str, folder: Path, seconds: int = 120) -> str:
             (folder / block.file).write_text(block.text, encoding="utf-8")
         elif block.runs:
             said += _run(block, folder, seconds)
+        elif block.mark == "printed":
+            check_printed(block, said)
     return said
+
+
+def check_printed(block: Block, said: str) -> None:
+    """Each line of the block is a line of what was said; blank ones are for the reader."""
+    there = {line.rstrip() for line in said.splitlines()}
+    missing = [line for line in block.text.splitlines() if line.strip() and line.rstrip() not in there]
+    assert not missing, f"{block}: nobody printed {missing}"
 
 
 def _run(block: Block, folder: Path, seconds: int) -> str:
