@@ -3,9 +3,9 @@
 Where the extension was not compiled only the reference and the way around it are tested.
 """
 
-import importlib
 import logging
 import multiprocessing
+import sys
 import threading
 from types import SimpleNamespace
 
@@ -216,7 +216,7 @@ def test_empty_and_no_tensors_are_no_work():
 
 
 def test_without_the_extension_torchs_adamw_serves_and_says_so_once(monkeypatch, caplog):
-    monkeypatch.setattr(importlib, "import_module", lambda name: (_ for _ in ()).throw(ImportError(f"no {name}")))
+    monkeypatch.setitem(sys.modules, "megatron_ds._cpu_adam", None)      # importing it is an ImportError then
     adam.extension.cache_clear()
     try:
         with caplog.at_level(logging.WARNING):
@@ -226,9 +226,8 @@ def test_without_the_extension_torchs_adamw_serves_and_says_so_once(monkeypatch,
             assert huge_page_zeros(2_000_000).count_nonzero() == 0
     finally:
         adam.extension.cache_clear()
-    assert [r.message for r in caplog.records if "CPU Adam" in r.message] == [
-        "CPU Adam is not compiled (no megatron_ds._cpu_adam): torch's AdamW runs instead, slower where gradients are unscaled "
-        "or weights have 16 bits. Reinstall megatron_ds with a C++17 compiler to have it."]
+    said, = [r.message for r in caplog.records if "CPU Adam" in r.message]
+    assert "torch's AdamW runs instead" in said and "C++17 compiler" in said
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
