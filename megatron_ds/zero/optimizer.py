@@ -164,7 +164,7 @@ class ZeroOptimizer:
         if not skipped:
             excess = (norm + CLIP_EPSILON) / self.clip_grad if self.clip_grad else 0.0
             self._inner.step(lr, weight_decay, divisor * max(excess, 1.0))
-            self._write_back()
+            self._write_back(cast=not self._inner.writes_low)
         return StepResult(norm, skipped, scale, zeros)
 
     def pieces(self) -> Iterator[StatePiece]:
@@ -188,7 +188,7 @@ class ZeroOptimizer:
     @torch.no_grad()
     def after_load(self) -> None:
         """Pieces were overwritten: bring the model's parameters in line with the masters. Collective over the data group."""
-        self._write_back()
+        self._write_back(cast=True)
 
     def memory(self) -> ZeroMemory:
         """Bytes held now, measured on the buffers (compare `memory.predict_memory`)."""
@@ -214,7 +214,8 @@ class ZeroOptimizer:
                               sharded=sharded, overlap=overlap)
         specs = [h.parameter.spec for h in in_buffer]
         counted = [p for p in layout.slot_intersections(group.rank) if is_counted(specs[p.slot], self.groups.tp.rank)]
-        leaves = [make_leaf(specs[p.slot], p, store.master_of(p), buckets.grad_of(p)) for p in store.pieces]
+        leaves = [make_leaf(specs[p.slot], p, store.master_of(p), buckets.grad_of(p), store.low_of(p))
+                  for p in store.pieces]
         return _ParameterSet(store, buckets, leaves, counted, norm_views(buckets.flat, counted))
 
     def _tied_holders(self) -> list[Holder]:
@@ -235,9 +236,9 @@ class ZeroOptimizer:
         squares, zeros = sum_over_ranks(local, self.groups.data, self.groups.model)
         return math.sqrt(squares) / divisor, int(zeros) if self.count_zeros else None
 
-    def _write_back(self) -> None:
+    def _write_back(self, cast: bool) -> None:
         for s in self._sets:
-            s.store.write_back()
+            s.store.write_back(cast)
 
 
 def _split_into_sets(holders: list[Holder]) -> list[list[Holder]]:
