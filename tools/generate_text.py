@@ -1,6 +1,6 @@
 """Continue a text with a trained model, from a checkpoint of any layout.
 
-    python tools/generate_text.py --load quickstart/checkpoints --prompt "Return the" --max-new-tokens 60
+    python tools/generate_text.py --load quickstart/checkpoints --prompt "If the file" --max-new-tokens 60
     torchrun --nproc-per-node 2 tools/generate_text.py --load … --prompt … --tensor-model-parallel-size 2
 """
 
