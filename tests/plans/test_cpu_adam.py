@@ -160,6 +160,7 @@ def test_callers_on_several_threads_do_not_disturb_each_other():
 
 
 def _update_in_child(connection):
+    torch.set_num_threads(1)        # OpenMP's own threads, unlike ours, do not survive a fork
     row, = rows(sizes=(200_000,))
     adamw_([row], **HYPER, threads=3)
     connection.send(row.p.sum().item())
