@@ -17,7 +17,6 @@ import torch
 from ..mpu.collectives import all_reduce_
 from ..mpu.group import Group
 from ..mpu.param_spec import ParamSpec
-from .layout import SlotPiece
 
 ROW = 1024
 
@@ -27,14 +26,15 @@ def is_counted(spec: ParamSpec, tp_rank: int) -> bool:
     return not spec.tied_copy and (spec.split_dim is not None or tp_rank == 0)
 
 
-def norm_views(flat: torch.Tensor, pieces: Iterable[SlotPiece]) -> list[torch.Tensor]:
-    """The pieces' gradients as few 2-D views: neighbours are joined, each run cut into whole rows and a short one."""
+def norm_views(flat: torch.Tensor, intervals: Iterable[tuple[int, int]]) -> list[torch.Tensor]:
+    """The intervals (start, length) of `flat` as few 2-D views: neighbours are joined, each run cut into whole rows and a
+    short one."""
     runs: list[list[int]] = []
-    for piece in pieces:
-        if runs and runs[-1][1] == piece.flat:
-            runs[-1][1] += piece.padded_numel
+    for start, length in intervals:
+        if runs and runs[-1][1] == start:
+            runs[-1][1] += length
         else:
-            runs.append([piece.flat, piece.flat + piece.padded_numel])
+            runs.append([start, start + length])
     views = []
     for start, stop in runs:
         middle = stop - (stop - start) % ROW
@@ -46,13 +46,13 @@ def squared_norm(views: list[torch.Tensor], device: torch.device) -> torch.Tenso
     """Sum of squares of all elements, a float64 scalar."""
     if not views:
         return torch.zeros((), dtype=torch.float64, device=device)
-    return torch.cat([torch.linalg.vector_norm(view, dim=1) for view in views]).double().square().sum()
+    return torch.cat([torch.linalg.vector_norm(view, dim=1, dtype=torch.float32) for view in views]).double().square().sum()
 
 
-def num_zeros(flat: torch.Tensor, pieces: Iterable[SlotPiece]) -> torch.Tensor:
-    """How many elements of the pieces are zero, padding not counted; a float64 scalar."""
-    counts = [torch.count_nonzero(flat[p.flat:p.flat + p.stop - p.start] == 0) for p in pieces]
-    return torch.stack([torch.zeros((), dtype=torch.int64, device=flat.device), *counts]).sum().double()
+def num_zeros(gradients: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """How many elements are zero; a float64 scalar."""
+    counts = [torch.count_nonzero(gradient == 0) for gradient in gradients]
+    return torch.stack([torch.zeros((), dtype=torch.int64, device=device), *counts]).sum().double()
 
 
 def sum_over_ranks(local: torch.Tensor, data: Group, model: Group) -> list[float]:

@@ -31,8 +31,9 @@ class Leaf:
 
 
 def make_leaf(spec: ParamSpec, piece: SlotPiece, master: torch.Tensor, grad: torch.Tensor) -> Leaf:
+    """grad: a view of the gradients; in another dtype than fp32 they are lent for the update only."""
     tensor = nn.Parameter(master)
-    tensor.grad, tensor.spec = grad, spec
+    tensor.grad, tensor.spec = grad if grad.dtype == master.dtype else None, spec
     return Leaf(spec, piece, tensor)
 
 
