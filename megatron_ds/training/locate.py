@@ -3,6 +3,8 @@
 Nothing random is left to chance (dropout masks are a function of the sample), so the second forward repeats the first.
 """
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 
@@ -10,13 +12,13 @@ from ..mpu.collectives import all_gather_object
 from ..mpu.mesh import Mesh
 
 
-def locate_nonfinite(modules: nn.Module, rerun, mesh: Mesh) -> str:
+def locate_nonfinite(modules: nn.Module, weights: Iterable[tuple[str, torch.Tensor]], rerun, mesh: Mesh) -> str:
     """A sentence naming the first parameter or module output that is not finite, over all ranks.
 
-    rerun: runs the forward of the same micro-batches; every rank must take part.  Collective over the world.
+    weights: (name, values) of what this rank keeps; parameters in shards are never whole here.  rerun: runs the forward of the same micro-batches; every rank must take part.  Collective over the world.
     """
     output = _bad_output(modules, rerun)       # on every rank, or the neighbours would wait for this one
-    what = _bad_parameter(modules) or output
+    what = _bad_parameter(weights) or output
     entry = (mesh.coordinate("pp"), mesh.rank, what) if what else None
     found = sorted(entry for entry in all_gather_object(entry, mesh.group("world")) if entry)
     if not found:
@@ -25,10 +27,10 @@ def locate_nonfinite(modules: nn.Module, rerun, mesh: Mesh) -> str:
     return f"first seen on rank {rank} (pipeline stage {stage}): {what}"
 
 
-def _bad_parameter(modules: nn.Module) -> str | None:
-    for parameter in modules.parameters():
-        if not torch.isfinite(parameter).all():
-            return f"parameter {parameter.spec.name} holds non-finite values"
+def _bad_parameter(weights: Iterable[tuple[str, torch.Tensor]]) -> str | None:
+    for name, values in weights:
+        if not torch.isfinite(values).all():
+            return f"parameter {name} holds non-finite values"
     return None
 
 

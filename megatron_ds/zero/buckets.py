@@ -112,7 +112,7 @@ class GradBuckets:
 
     def _contributed(self, i: int) -> None:
         missing = self._missing[i]
-        if missing == UNARMED:
+        if missing == UNARMED or not self.overlap:
             return
         if missing == 0:
             raise MegatronDSError(

@@ -299,7 +299,9 @@ class ZeroOptimizer:
                    for p, i in zip(parameters, plan.members)]
         common = dict(group=group, tp=self.groups.tp, dtype=grad_dtype)
         if policy.gradient is None:
-            buckets = GradBuckets(holders, layout, sharded=policy.optimizer is not None, overlap=overlap, **common)
+            # One rank, where others would shard: armed before each micro-batch, there is no one to count for.
+            counts = overlap and self.policy.gradient is None
+            buckets = GradBuckets(holders, layout, sharded=policy.optimizer is not None, overlap=counts, **common)
         else:
             # Where parameters are gathered in between, reductions start when a layer is left: in one order on all ranks.
             buckets = GradShards(holders, layout, pool=self._pool, overlap=overlap and self.policy.parameter is None, **common)

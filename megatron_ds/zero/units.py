@@ -45,7 +45,6 @@ class Unit:
         self.claims: set = set()
         self.is_free = False
         self._works: list[Work] = []
-        self.free()
 
     def start(self) -> None:
         """Begin to gather, unless it is whole or on its way. Collective."""
@@ -87,9 +86,10 @@ class ShardedParams:
         for piece in self.pieces:
             fill(self.shard[piece.offset:piece.offset + piece.stop - piece.start], parameters[piece.slot], piece.start, draw)
         self.master = self.shard.float() if dtype != torch.float32 else None
-        self.units = [self._make_unit(*unit, dtype, device) for unit in units]
-        for unit in self.units:
-            self._adopt(unit, parameters)
+        self.units: list[Unit] = []
+        for layer, first, stop in units:
+            self.units.append(self._make_unit(layer, first, stop, dtype, device))
+            self._adopt(self.units[-1], parameters)
 
     @property
     def nbytes(self) -> int:
@@ -125,6 +125,7 @@ class ShardedParams:
         for i in range(buckets[unit.first_bucket].first_slot, buckets[unit.last_bucket].last_slot):
             slot = self.layout.slots[i]
             become(parameters[i], unit.flat[slot.start - start:slot.stop - start].view(parameters[i].shape))
+        unit.free()         # from here on; views cannot be made of a storage of no bytes
 
 
 @torch.no_grad()
