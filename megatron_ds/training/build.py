@@ -143,13 +143,15 @@ def _build_optimizer(config: RunConfig, mesh: Mesh, modules: nn.ModuleList, para
     o, zero, tp = config.optimizer, config.zero, mesh.group("tp")
     groups = DataGroups(data=mesh.group("dp", "cp"), expert=mesh.group("edp"), tp=tp, model=mesh.group("tp", "pp"),
                         tied=mesh.group("embd"))
-    layers = {mesh.coordinate("pp"): [list(module.parameters()) for module in modules]} if zero.stage == 3 else {}
+    pp_rank = mesh.coordinate("pp")
+    layers = {pp_rank: [list(module.parameters()) for module in modules]} if zero.stage == 3 else {}
+    unread = frozenset((pp_rank, i) for i, module in enumerate(modules) if not getattr(module, "weights_read_in_backward", True))
     return ZeroOptimizer(
         parameters, uses=uses, groups=groups, policy=STAGES[zero.stage],
         make_optimizer=partial(OPTIMIZERS[o.optimizer], settings=o), scaler=make_scaler(o),
         clip_grad=o.clip_grad, bucket_elements=bucket_elements(zero, sum(p.numel() for p in parameters)),
         overlap=zero.overlap_comm is not False, grad_dtype=DTYPES[o.gradient_dtype], device=mesh.device,
-        layer_plan=LayerPlan(layers, zero.prefetch_bucket_size, zero.param_persistence_threshold),
+        layer_plan=LayerPlan(layers, unread, zero.prefetch_bucket_size, zero.param_persistence_threshold),
         draw=lambda spec, start, out: initialize_interval(out, spec, start, config.train.seed, tp.rank, tp.size))
 
 

@@ -76,6 +76,7 @@ class GradBuckets:
         """Zero all gradients and start counting anew."""
         assert not self._works, "begin() while reductions are under way: finish() comes first"
         self.flat.zero_()
+        self.received = [False] * len(self.holders)
         self._next = 0
         self._missing = [UNARMED] * len(self.holders)
         self._open = [bucket.last_slot - bucket.first_slot for bucket in self.layout.buckets]
@@ -111,6 +112,7 @@ class GradBuckets:
         parameter.register_post_accumulate_grad_hook(move_to_main_grad)
 
     def _contributed(self, i: int) -> None:
+        self.received[i] = True
         missing = self._missing[i]
         if missing == UNARMED or not self.overlap:
             return

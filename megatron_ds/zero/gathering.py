@@ -8,6 +8,11 @@ The order in which layers are used is the order of the list, or its reverse in b
 
 A layer may need units of others: a head that shares the embedding's weight claims the embedding's unit. Collectives start at
 these calls and nowhere else, so they follow one another in the same order on all ranks.
+
+Two gathers are spared. The last layer stays whole after its forward: whatever comes next on this stage, it is the layer that a
+backward begins with. And a layer whose backward does not read its weights (an embedding) is not gathered for it. So a step of
+m micro-batches gathers each layer 2m times, the last one m times, an embedding m times, at whatever schedule; a weight shared
+by embedding and head 2m times like the others.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,30 +23,31 @@ PIN = "pin"
 
 
 class LayerGathering:
-    """needs: for each layer the units it uses.
+    """needs: for each layer the units it uses; in backward: those that its backward reads.
 
     prefetch  elements that may be on their way for layers ahead; None: one layer ahead, of any size
     close     called with a layer when its backward is over
     """
 
-    def __init__(self, needs: Sequence[Sequence[Unit]], prefetch: int | None, close: Callable[[int], None]):
-        self.needs, self.prefetch, self._close = needs, prefetch, close
+    def __init__(self, needs: Sequence[Sequence[Unit]], in_backward: Sequence[Sequence[Unit]], prefetch: int | None,
+                 close: Callable[[int], None]):
+        self.needs, self.in_backward, self.prefetch, self._close = needs, in_backward, prefetch, close
         self._pinned = False
 
     def enter(self, layer: int, backward: bool) -> None:
-        self._claim(layer)
+        needs = self.in_backward if backward else self.needs
+        self._claim(layer, needs)
         if not self._pinned:
-            self._claim_ahead(layer, backward)
-        for unit in self.needs[layer]:
+            self._claim_ahead(layer, backward, needs)
+        for unit in needs[layer]:
             unit.wait()
 
     def leave(self, layer: int, backward: bool) -> None:
-        for unit in self.needs[layer]:
-            unit.claims.discard(layer)
-            if not unit.claims:
-                unit.free()
         if backward:
+            self._let_go(layer)
             self._close(layer)
+        elif layer + 1 < len(self.needs):
+            self._let_go(layer)
 
     def pin(self) -> None:
         """Gather everything, in forward order, to stay until `unpin`."""
@@ -62,19 +68,25 @@ class LayerGathering:
                 unit.claims.clear()
                 unit.free()
 
-    def _claim(self, layer: int) -> None:
-        for unit in self.needs[layer]:
+    def _claim(self, layer: int, needs: Sequence[Sequence[Unit]]) -> None:
+        for unit in needs[layer]:
             unit.claims.add(layer)
             unit.start()
 
-    def _claim_ahead(self, layer: int, backward: bool) -> None:
-        ahead = range(layer - 1, -1, -1) if backward else range(layer + 1, len(self.needs))
+    def _claim_ahead(self, layer: int, backward: bool, needs: Sequence[Sequence[Unit]]) -> None:
+        ahead = range(layer - 1, -1, -1) if backward else range(layer + 1, len(needs))
         under_way = 0
         for i in ahead:
             if self.prefetch is not None:
-                under_way += sum(unit.numel for unit in self.needs[i])
+                under_way += sum(unit.numel for unit in needs[i])
                 if under_way > self.prefetch:
                     return
-            self._claim(i)
-            if self.prefetch is None and self.needs[i]:
+            self._claim(i, needs)
+            if self.prefetch is None and needs[i]:
                 return
+
+    def _let_go(self, layer: int) -> None:
+        for unit in self.needs[layer]:
+            unit.claims.discard(layer)
+            if not unit.claims:
+                unit.free()

@@ -111,6 +111,7 @@ class GradShards:
             if buffer is not None:
                 self._give_back(b)
         self._is_empty = [True] * len(self._buffers)    # shards that nothing was added to yet
+        self.received = [False] * len(self.holders)
         self._is_armed = self._is_finished = False
         self._start_cycle()
 
@@ -180,6 +181,7 @@ class GradShards:
         self._open = [bucket.last_slot - bucket.first_slot for bucket in self.layout.buckets]
 
     def _contributed(self, i: int) -> None:
+        self.received[i] = True
         if not self._is_armed:
             return
         self._missing[i] -= 1

@@ -23,6 +23,7 @@ from ..mpu.collectives import all_reduce_
 from ..mpu.group import Group
 from ..mpu.param_spec import ParamSpec
 from .buckets import GradBuckets, Holder
+from .divergence import fingerprint, tell_divergence
 from .gathering import LayerGathering
 from .grad_norm import is_counted, norm_views, num_zeros, squared_norm, sum_over_ranks
 from .grad_shards import BufferPool, GradShards
@@ -91,11 +92,13 @@ class StatePiece:
 class LayerPlan:
     """What stage 3 must know of the model: which parameters each layer uses, in forward order, per pipeline stage here.
 
+    not_read_in_backward  (stage, layer) of layers whose backward does not need their weights
     prefetch     elements on their way for layers ahead; None: one layer ahead
     persistence  smaller parameters stay whole on every rank; None: the smallest, a thousandth of all
     """
 
     layers: Mapping[int, Sequence[Sequence[nn.Parameter]]]
+    not_read_in_backward: frozenset[tuple[int, int]] = frozenset()
     prefetch: int | None = None
     persistence: int | None = None
 
@@ -326,7 +329,9 @@ class ZeroOptimizer:
                     if unit.layer == layer and s.buckets is not None:
                         s.buckets.close(unit.last_bucket)
 
-        return LayerGathering(needs, self._layer_plan.prefetch, close)
+        unread = self._layer_plan.not_read_in_backward
+        in_backward = [[] if (stage, i) in unread else units for i, units in enumerate(needs)]
+        return LayerGathering(needs, in_backward, self._layer_plan.prefetch, close)
 
     def _tied_holders(self) -> list[tuple[_ParameterSet, int, Holder]]:
         """In the order of their keys, the same on all stages that hold them."""
@@ -338,13 +343,21 @@ class ZeroOptimizer:
 
     def _norm(self, divisor: float) -> tuple[float, int | None]:
         """Norm of the gradient / divisor, and how many of its elements are zero. Collective over the world."""
-        local = torch.zeros(2, dtype=torch.float64, device=self._device)
+        local = torch.zeros(4, dtype=torch.float64, device=self._device)
         for s in self._trained:
             local[0] += squared_norm(s.norm_views, self._device)
             if self.count_zeros:
                 local[1] += num_zeros((s.buckets.grad_of(p)[:p.stop - p.start] for p in s.counted), self._device)
-        squares, zeros = sum_over_ranks(local, self.groups.data, self.groups.model)
+        local[2:] = torch.tensor(fingerprint(self._received()), dtype=torch.float64)
+        squares, zeros, spread = sum_over_ranks(local, self.groups.data, self.groups.model)
+        if spread:
+            tell_divergence(self._received(), self.groups.data, self.groups.model)
         return math.sqrt(squares) / divisor, int(zeros) if self.count_zeros else None
+
+    def _received(self) -> dict[str, bool]:
+        """Which parameters had gradients. Not of experts: one that no token chose has none."""
+        return {h.parameter.spec.name: received for s in self._trained if not s.plan.expert
+                for h, received in zip(s.buckets.holders, s.buckets.received)}
 
     def _update(self, lr: float, weight_decay: float, divisor: float) -> None:
         for s in self._sets:
