@@ -55,8 +55,8 @@ def zero_options(config: RunConfig) -> Iterator[str]:
                    f"{say(config, 'zero.stage')}. Remove it, or use {flag('zero.stage')} {least}.")
     grads, params = config.optimizer.gradient_dtype, config.optimizer.params_dtype
     if grads not in ("float32", params):
-        yield (f"{say(config, 'optimizer.main_grads_dtype')}, but the weights are {params}: gradients accumulate in fp32 or in "
-               f"the format of the weights. Use {flag('optimizer.main_grads_dtype')} fp32.")
+        yield (f"{say(config, 'optimizer.main_grads_dtype')}, but the weights are {params}: gradients accumulate in fp32 or "
+               f"in the format of the weights. Use {flag('optimizer.main_grads_dtype')} fp32.")
 
 
 def world(config: RunConfig) -> Iterator[str]:

@@ -145,7 +145,8 @@ def _build_optimizer(config: RunConfig, mesh: Mesh, modules: nn.ModuleList, para
                         tied=mesh.group("embd"))
     pp_rank = mesh.coordinate("pp")
     layers = {pp_rank: [list(module.parameters()) for module in modules]} if zero.stage == 3 else {}
-    unread = frozenset((pp_rank, i) for i, module in enumerate(modules) if not getattr(module, "weights_read_in_backward", True))
+    unread = frozenset((pp_rank, i) for i, module in enumerate(modules)
+                       if not getattr(module, "weights_read_in_backward", True))
     return ZeroOptimizer(
         parameters, uses=uses, groups=groups, policy=STAGES[zero.stage],
         make_optimizer=partial(OPTIMIZERS[o.optimizer], settings=o), scaler=make_scaler(o),

@@ -15,7 +15,8 @@ from ..mpu.mesh import Mesh
 def locate_nonfinite(modules: nn.Module, weights: Iterable[tuple[str, torch.Tensor]], rerun, mesh: Mesh) -> str:
     """A sentence naming the first parameter or module output that is not finite, over all ranks.
 
-    weights: (name, values) of what this rank keeps; parameters in shards are never whole here.  rerun: runs the forward of the same micro-batches; every rank must take part.  Collective over the world.
+    weights: (name, values) of what this rank keeps; parameters in shards are not whole now
+    rerun: runs the forward of the same micro-batches; every rank must take part.  Collective over the world.
     """
     output = _bad_output(modules, rerun)       # on every rank, or the neighbours would wait for this one
     what = _bad_parameter(weights) or output

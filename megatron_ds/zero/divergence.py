@@ -25,9 +25,10 @@ def tell_divergence(received: Mapping[str, bool], data: Group, model: Group) -> 
     for name in received:
         without = [rank for rank, theirs in zip(data.ranks, everybody) if not theirs[name]]
         if without and len(without) < data.size:
-            first = f"{name} received a gradient on rank(s) {_list(set(data.ranks) - set(without))} but not on {_list(without)}"
+            having = set(data.ranks) - set(without)
+            first = f"{name} received a gradient on rank(s) {_list(having)} but not on {_list(without)}"
             break
-    what = next((text for text in all_gather_object(first, model) if text), "the ranks' sets of parameters with a gradient differ")
+    what = next((text for text in all_gather_object(first, model) if text), "their sets of parameters with a gradient differ")
     raise MegatronDSError(f"data-parallel ranks took different paths through the model: {what}. Their sum would lack a part. "
                           "Let every rank use the same parameters in each step, if need be with a factor of zero.")
 

@@ -50,12 +50,18 @@ class LayerGathering:
             self._let_go(layer)
 
     def pin(self) -> None:
-        """Gather everything, in forward order, to stay until `unpin`."""
+        """Begin to gather everything, in forward order, to stay until `unpin`."""
         self._pinned = True
         for units in self.needs:
             for unit in units:
                 unit.claims.add(PIN)
                 unit.start()
+
+    def wait(self) -> None:
+        """Everything that was begun is whole on return."""
+        for units in self.needs:
+            for unit in units:
+                unit.wait()
 
     def unpin(self) -> None:
         self._pinned = False

@@ -10,13 +10,14 @@ squared and summed in float64, are as fast and good to 1e-9. The total is finite
 elements beyond 1e19, whose squares overflow fp32 and which count as infinite).
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
 from ..mpu.collectives import all_reduce_
 from ..mpu.group import Group
 from ..mpu.param_spec import ParamSpec
+from .layout import SlotPiece
 
 ROW = 1024
 
@@ -26,15 +27,21 @@ def is_counted(spec: ParamSpec, tp_rank: int) -> bool:
     return not spec.tied_copy and (spec.split_dim is not None or tp_rank == 0)
 
 
-def norm_views(flat: torch.Tensor, intervals: Iterable[tuple[int, int]]) -> list[torch.Tensor]:
-    """The intervals (start, length) of `flat` as few 2-D views: neighbours are joined, each run cut into whole rows and a
-    short one."""
+def norm_views(flat: torch.Tensor, pieces: Iterable[SlotPiece], start_of: Callable[[SlotPiece], int]) -> list[torch.Tensor]:
+    """The pieces' gradients as few 2-D views: neighbours are joined, each run cut into whole rows and a short one.
+
+    flat, start_of: where the gradients are. Neighbours are so in the *whole* buffer: the order in which squares are added, and
+    with it each bit of the norm, does not depend on how much of it this rank keeps.
+    """
     runs: list[list[int]] = []
-    for start, length in intervals:
-        if runs and runs[-1][1] == start:
-            runs[-1][1] += length
+    end = None
+    for piece in pieces:
+        start = start_of(piece)
+        if end == piece.flat:
+            runs[-1][1] += piece.padded_numel
         else:
-            runs.append([start, start + length])
+            runs.append([start, start + piece.padded_numel])
+        end = piece.flat + piece.padded_numel
     views = []
     for start, stop in runs:
         middle = stop - (stop - start) % ROW

@@ -12,7 +12,9 @@ GradBuckets. Zeroing, norm and update each pass over the gradients once: unscali
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -34,6 +36,7 @@ from .params import ParamStore
 from .policy import ShardPolicy
 from .scaler import LossScaler
 from .sets import Fact, SetPlan, plan_sets
+from .traffic import predict_gathers, predict_traffic
 from .units import Draw, ShardedParams
 
 CLIP_EPSILON = 1e-6      # as in Megatron: coefficient = clip / (norm + 1e-6), applied when < 1
@@ -179,13 +182,24 @@ class ZeroOptimizer:
         return gathering if gathering is not None and any(gathering.needs) else None
 
     def pin(self, stage: int) -> None:
-        """Gather all layers of a stage, to stay whole until `unpin`. Collective over the data group."""
+        """Begin to gather all layers of a stage, to stay whole until `unpin`: `enter` waits for each. Collective."""
         if gathering := self.gathering_of(stage):
             gathering.pin()
 
     def unpin(self, stage: int) -> None:
         if gathering := self.gathering_of(stage):
             gathering.unpin()
+
+    @contextmanager
+    def gathered(self, stage: int):
+        """Inside, the parameters of a stage are whole; to be read, not written. Collective over the data group."""
+        self.pin(stage)
+        if gathering := self.gathering_of(stage):
+            gathering.wait()
+        try:
+            yield
+        finally:
+            self.unpin(stage)
 
     @property
     def loss_scale(self) -> float:
@@ -274,6 +288,21 @@ class ZeroOptimizer:
         state = (t for s in self._trained for leaf in s.leaves for _, t in self._inner.state_of(leaf))
         return total + ZeroMemory(0, 0, 0, sum(t.nbytes for t in state))
 
+    def traffic(self, microbatches: int, reduce_each: bool, pinned: bool) -> Counter:
+        """Payload bytes of a step by operation, over the data-parallel ranks, as planned."""
+        gathers: dict = {}
+        for gathering in self._gathering.values():
+            units = list(dict.fromkeys(unit for layer in gathering.needs for unit in layer))
+            indices = lambda lists, units=units: [[units.index(unit) for unit in layer] for layer in lists]
+            counts = predict_gathers(indices(gathering.needs), indices(gathering.in_backward), [u.numel for u in units],
+                                     gathering.prefetch, microbatches, pinned)
+            gathers |= dict(zip(units, counts))
+        itemsize = self._sets[0].parameters[0].dtype.itemsize if self._sets else 0
+        return predict_traffic([s.plan for s in self._sets],
+                               [[gathers[unit] for unit in s.store.units] if s.plan.units else [] for s in self._sets],
+                               microbatches=microbatches, reduce_each=reduce_each, parameter_bytes=itemsize,
+                               gradient_bytes=self._pool.dtype.itemsize)
+
     @property
     def working_bytes(self) -> int:
         """Bytes of the buffers that gradients fill up in for a moment, where they are kept in shards."""
@@ -309,7 +338,7 @@ class ZeroOptimizer:
             # Where parameters are gathered in between, reductions start when a layer is left: in one order on all ranks.
             buckets = GradShards(holders, layout, pool=self._pool, overlap=overlap and self.policy.parameter is None, **common)
         counted = [p for p in layout.slot_intersections(group.rank) if is_counted(specs[p.slot], self.groups.tp.rank)]
-        views = norm_views(buckets.flat, [(buckets.start_of(p), p.padded_numel) for p in counted])
+        views = norm_views(buckets.flat, counted, buckets.start_of)
         leaves = [make_leaf(specs[p.slot], p, store.master_of(p), buckets.grad_of(p)) for p in store.pieces]
         return _ParameterSet(plan, parameters, store, buckets, leaves, counted, views)
 
