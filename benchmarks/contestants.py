@@ -6,7 +6,7 @@ DistributedDataParallel, both with fused AdamW, foreach clipping and SDPA attent
 
 import os
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 
 import numpy as np
 import torch
@@ -103,16 +103,17 @@ def our_flags(w: Workload, layout: tuple[str, ...]) -> list[str]:
         "--tokenizer-type", "NullTokenizer", *layout]
 
 
-def ours(w: Workload, rank: int, world: int, layout: tuple[str, ...]) -> Step:
+def ours(w: Workload, world: int, layout: tuple[str, ...], stack: ExitStack) -> Step:
+    """`stack` leaves the other ranks when it closes."""
     from megatron_ds.config import parse
     from megatron_ds.mpu import launch as launching
     from megatron_ds.progress import Progress
     from megatron_ds.training.build import build_engine
     from megatron_ds.training.compare import global_batch_share
-    from megatron_ds.training.join import join
+    from megatron_ds.training.join import joined
     from megatron_ds.training.step import train_step
     config = parse(our_flags(w, layout), world_size=world)
-    engine = build_engine(config, join(config, launching.read_launch(os.environ)))
+    engine = build_engine(config, stack.enter_context(joined(config, launching.read_launch(os.environ))))
     _load(engine, initial_weights(w), w)
     samples = torch.from_numpy(token_batches(w)).flatten(0, 1)
 

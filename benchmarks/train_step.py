@@ -2,11 +2,12 @@
 
     python benchmarks/train_step.py --workload S --contestants eager ours --rounds 3
     python benchmarks/train_step.py --workload S --contestants ddp ours:dp=2 ours:dp=2,zero=1 --rounds 3
-    python benchmarks/train_step.py --workload S --contestants ours:tp=2
+    python benchmarks/train_step.py --workload S --contestants mcore dtensor ours:tp=2
 
-A contestant is `eager`, `ddp` (two processes), or `ours[:layout]` with the layout language of tools/compare_layouts.py. All
-together use two threads. Each round runs every contestant once in fresh processes, in turn, so that a slow minute of the
-machine hits all alike; medians over rounds are shown with their spread. `loss_last` must be equal.
+A contestant is `eager`, `ddp`, `dtensor`, `mcore` (two processes each but the first), or `ours[:layout]` with the layout
+language of tools/compare_layouts.py. All ranks of one together use two threads. Each round runs every contestant once in
+fresh processes, in turn, so that a slow minute of the machine hits all alike; medians over rounds are shown with their
+spread. `loss_last` must be equal.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -27,21 +29,22 @@ from workloads import WORKLOADS  # noqa: E402
 TOTAL_THREADS = 2
 
 
-def run_rank(args: argparse.Namespace) -> None:
+def run_rank(args: argparse.Namespace, stack: ExitStack) -> None:
     """One rank of one contestant: train, measure, print one JSON line from rank 0."""
     import torch
     import torch.distributed as dist
-    from contestants import ours, plain
+    from contestants import ours
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     w = WORKLOADS[args.workload]
     if args.rank_of == "ours" or args.rank_of.startswith("ours:"):
         from megatron_ds.training.compare import parse_layout
-        step = ours(w, rank, world, parse_layout(args.rank_of.partition(":")[2]).flags)
+        step = ours(w, world, parse_layout(args.rank_of.partition(":")[2]).flags, stack)
     else:
         if world > 1:
             dist.init_process_group("gloo")
-        step = plain(w, rank, world, distributed=args.rank_of == "ddp")
+            stack.callback(dist.destroy_process_group)
+        step = peer_step(args.rank_of, w, rank, world)
     seconds, losses = [], []
     for i in range(w.warmup + w.steps):
         if world > 1:
@@ -60,15 +63,21 @@ def run_rank(args: argparse.Namespace) -> None:
         print(json.dumps({"contestant": args.rank_of, "workload": w.name, "step_s": statistics.median(seconds[w.warmup:]),
                           "step_min": min(seconds[w.warmup:]), "loss_last": losses[-1], "peak_mib": [round(p) for p in peak],
                           "tokens_s": w.global_batch * w.seq / statistics.median(seconds[w.warmup:])}), flush=True)
-    if world > 1 and dist.is_initialized():
-        dist.destroy_process_group()
+
+
+def peer_step(contestant: str, w, rank: int, world: int):
+    if contestant in ("dtensor", "mcore"):
+        import tensor_parallel_peers
+        return getattr(tensor_parallel_peers, contestant)(w, rank, world)
+    from contestants import plain
+    return plain(w, rank, world, distributed=contestant == "ddp")
 
 
 def world_of(contestant: str) -> int:
     if contestant.startswith("ours"):
         from megatron_ds.training.compare import parse_layout
         return parse_layout(contestant.partition(":")[2]).world_size
-    return 2 if contestant == "ddp" else 1
+    return 1 if contestant == "eager" else 2
 
 
 def run_contestant(contestant: str, workload: str) -> dict:
@@ -99,7 +108,8 @@ def main() -> None:
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank_of:
-        return run_rank(args)
+        with ExitStack() as stack:
+            return run_rank(args, stack)
     records = {contestant: [] for contestant in args.contestants}
     for number in range(args.rounds):
         for contestant in args.contestants:

@@ -209,9 +209,9 @@ def train_span(train: Any) -> int:
     return train.train_samples or train.train_iters * train.global_batch_size
 
 
-def count_steps(batch_size: BatchSize | Constant, samples: int) -> int:
-    """Optimizer steps that fit into so many samples; the last samples, too few for a batch, are left over."""
-    steps, n = 0, 0
+def count_steps(batch_size: BatchSize | Constant, samples: int, consumed: int = 0) -> int:
+    """Optimizer steps that fit into `samples` when `consumed` are gone; the last ones, too few for a batch, are left over."""
+    steps, n = 0, consumed
     while n < samples:
         size = batch_size.at(n)
         if isinstance(batch_size, Constant) or n >= batch_size.span:
@@ -225,3 +225,8 @@ def count_steps(batch_size: BatchSize | Constant, samples: int) -> int:
 def _span(iterations: int | None, samples: int | None, batch: int) -> int:
     """Samples meant by whichever of the two is given."""
     return samples or (iterations or 0) * batch
+
+
+def planned_steps(train: Any, batch_size: BatchSize | Constant) -> int:
+    """Optimizer steps of the whole training; 0 where it is only evaluated."""
+    return count_steps(batch_size, train.train_samples) if train.train_samples else train.train_iters

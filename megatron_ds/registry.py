@@ -45,7 +45,7 @@ class Registry(Generic[T]):
         try:
             return self._things[self._aliases.get(name, name)]
         except KeyError:
-            raise ConfigError(f"unknown {self.noun} {name!r}{did_you_mean(name, [*self._things, *self._aliases])}. "
+            raise ConfigError(f"unknown {self.noun} {name!r}{did_you_mean(name, [*self._things, *self._aliases]) or '.'} "
                               f"Known: {', '.join(sorted(self._things))}.") from None
 
     def __contains__(self, name: str) -> bool:

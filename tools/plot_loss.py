@@ -5,11 +5,15 @@
 
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
 
 from megatron_ds.config.guard import main_guard
 from megatron_ds.errors import ConfigError, DataError
+
+STYLES = {"train": dict(linewidth=1.5), "validation": dict(marker="o", linestyle="--", markersize=4),
+          "test": dict(marker="s", linestyle="none")}
 
 
 def read(path: Path) -> dict[str, list[dict]]:
@@ -26,7 +30,8 @@ def read(path: Path) -> dict[str, list[dict]]:
     return records
 
 
-def draw(records: dict[str, list[dict]], output: Path) -> None:
+def draw(records: dict[str, list[dict]], output: Path, *, title: str, marks: list[tuple[int, str]],
+         vocab_size: int | None) -> None:
     try:
         import matplotlib
     except ImportError:
@@ -34,23 +39,46 @@ def draw(records: dict[str, list[dict]], output: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    for kind, style in (("train", "-"), ("validation", "o--"), ("test", "s")):
+    for kind, style in STYLES.items():
         rows = [r for r in records.get(kind, ()) if r["loss"] is not None]
         if rows:
-            axes.plot([r["step"] for r in rows], [r["loss"] for r in rows], style, label=kind)
-    axes.set(xlabel="step", ylabel="loss (nats per token)")
-    axes.grid(alpha=0.3)
-    axes.legend()
+            steps, losses = [r["step"] for r in rows], [r["loss"] for r in rows]
+            axes.plot(steps, losses, label=f"{kind}, {losses[-1]:.2f} at the end", **style)
+    if vocab_size:
+        axes.axhline(math.log(vocab_size), color="grey", linestyle=":",
+                     label=f"guessing, ln({vocab_size}) = {math.log(vocab_size):.2f}")
+    for step, text in marks:
+        if step:
+            axes.axvline(step, color="grey", linewidth=0.8)
+        axes.annotate(text, (step, 0.02), xycoords=("data", "axes fraction"), xytext=(4, 0), textcoords="offset points",
+                      color="dimgrey", fontsize=9)
+    axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
+    axes.set_xlim(left=0)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False)
     output.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(output, dpi=120)
+    figure.savefig(output, dpi=150)
+    plt.close(figure)
+
+
+def read_mark(text: str) -> tuple[int, str]:
+    step, _, words = text.partition("=")
+    if not step.isdigit():
+        raise ConfigError(f"--mark {text!r}: write STEP=TEXT, such as 300=resumed.")
+    return int(step), words
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--metrics", type=Path, required=True, help="metrics.jsonl of a run")
     parser.add_argument("--output", type=Path, required=True, help="picture to write (.png, .svg, .pdf)")
+    parser.add_argument("--title", default="", help="a line above the picture")
+    parser.add_argument("--vocab-size", type=int, help="draw the loss of guessing among so many tokens too")
+    parser.add_argument("--mark", action="append", default=[], metavar="STEP=TEXT", help="a line at a step, with a word on it")
     args = parser.parse_args()
-    draw(read(args.metrics), args.output)
+    draw(read(args.metrics), args.output, title=args.title, marks=[read_mark(text) for text in args.mark],
+         vocab_size=args.vocab_size)
     print(f"wrote {args.output}")
     return 0
 

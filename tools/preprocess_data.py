@@ -57,7 +57,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         flags = [flag for action in parser._actions for flag in action.option_strings]
-        raise ConfigError(f"unknown argument {unknown[0]!r}{did_you_mean(unknown[0], flags)}. --help lists the flags.")
+        raise ConfigError(f"unknown argument {unknown[0]!r}{did_you_mean(unknown[0], flags) or '.'} --help lists the flags.")
     for name in ("workers", "log_interval"):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)}: use a positive number.")

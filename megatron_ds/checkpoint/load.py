@@ -32,6 +32,12 @@ def latest(directory: str | os.PathLike) -> int | None:
     from .index import is_complete
 
     folder = Path(directory)
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError(f"{folder} is a file: --load takes the directory that was given as --save.")
+    if folders.is_ours(folder):
+        raise CheckpointError(f"{folder} is a checkpoint itself: --load takes the directory above it, "
+                              f"{folder.resolve().parent}. To load another than its newest, write the iteration into its "
+                              f"{folders.TRACKER}.")
     wanted, steps = folders.read_tracker(folder), folders.steps_in(folder)
     if wanted is None and not steps:
         return None

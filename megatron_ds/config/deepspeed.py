@@ -135,7 +135,7 @@ def _scheduler(document: _Document) -> None:
     if kind is None:
         return
     if kind not in SCHEDULER_PARAMS:
-        near = did_you_mean(kind, list(SCHEDULER_PARAMS))
+        near = did_you_mean(kind, list(SCHEDULER_PARAMS)) or "."
         document.wrong.append(f'{document.path}: "scheduler.type" is {kind!r}, which is not available{near} '
                               f"Available: {', '.join(SCHEDULER_PARAMS)}; or say --lr-decay-style instead.")
         return

@@ -50,5 +50,5 @@ def _fields(section: str, saved: Mapping[str, Any]) -> dict[str, Any]:
     for name in saved:
         if name not in names:
             raise ConfigError(f"the saved configuration has {section}.{name}, which this version does not know"
-                              f"{did_you_mean(name, names)} It was written by another version.")
+                              f"{did_you_mean(name, names) or '.'} It was written by another version.")
     return {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}

@@ -4,6 +4,7 @@ A scanner of our own over the table of options, not argparse: it reports every w
 that was used, and explains flags of Megatron that have no meaning here.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -89,13 +90,18 @@ def canonical(flag: str) -> str:
 
 def _flags_with_words(argv: Sequence[str], wrong: list[str]) -> Iterator[tuple[str, list[str]]]:
     """(flag, the words after it): `--lr 1 --bf16 --x=2` → ("--lr", ["1"]), ("--bf16", []), ("--x", ["2"])."""
-    flag, words = None, []
+    flag, words, is_misspelt = None, [], False
     for word in argv:
         if word.startswith("--") and len(word) > 2 or word == "-h":
             if flag:
                 yield flag, words
             name, equals, value = word.partition("=")
-            flag, words = name, [value] if equals else []
+            flag, words, is_misspelt = name, [value] if equals else [], False
+        elif re.match("[-–—]+[A-Za-z]", word):                        # -lr, and dashes that a text processor made
+            wrong.append(_misspelt(word))
+            is_misspelt = True
+        elif is_misspelt:
+            continue                                                  # its value
         elif flag is None:
             wrong.append(f"{word!r} stands before any flag; everything here is said with flags, such as --num-layers 12.")
         else:
@@ -122,6 +128,12 @@ def _setting(typed: str, words: list[str]) -> Setting:
         raise ConfigError(f"{flag} takes one value, but {len(words)} words follow it: {' '.join(words)!r}. Put quotes around "
                           "a value with blanks in it.")
     return Setting(option.path, coerce(option, words[0], flag), source)
+
+
+def _misspelt(word: str) -> str:
+    flag = "--" + canonical(word.partition("=")[0]).lstrip("-–—")
+    near = f"; did you mean {flag!r}?" if flag in spellings() else did_you_mean(flag, list(spellings()))
+    return f"{word!r} is not a flag: they begin with two plain hyphens{near or '.'}"
 
 
 def _other_way(option: Option, spelling: Spelling) -> str:

@@ -76,7 +76,7 @@ def _without_contradictions(files: Iterable[Setting], flags: Iterable[Setting]) 
         before = first.setdefault(setting.path, setting)
         if before.value != setting.value and setting.path not in decided:
             option = all_options()[setting.path]
-            wrong.append(f"{option.name} is {before.value} in {before.source} but {setting.value} in {setting.source}: "
+            wrong.append(f"{option.flag} is {before.value} in {before.source} but {setting.value} in {setting.source}: "
                          f"neither is the stronger. Remove one of them, or decide with {option.flag}.")
     reject(wrong)
     return list(first.values())

@@ -29,6 +29,14 @@ def heads(config: RunConfig) -> Iterator[str]:
                f"{flag(HEADS)}, --kv-channels or --rotary-percent.")
 
 
+def feed_forward(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    if model.hidden_size and not model.ffn_size:
+        yield (f"{say(config, 'model.activation')} with {say(config, 'model.hidden_size')}: the default width of the "
+               "feed-forward block, 8/3 × hidden size rounded down to a multiple of 64, would be 0. Say it with "
+               f"--ffn-hidden-size, for instance --ffn-hidden-size {max(1, 8 * model.hidden_size // 3)}.")
+
+
 def positions(config: RunConfig) -> Iterator[str]:
     seq, longest = config.model.seq_length, config.model.max_position_embeddings
     if seq and longest and seq > longest:
@@ -118,4 +126,5 @@ def _tp_fits(config: RunConfig, size: int) -> bool:
     return all(number % size == 0 for number in numbers if number)
 
 
-LAYOUT_RULES = (heads, positions, not_available_yet, zero_options, world, tensor_parallel, pipeline, rank_order)
+LAYOUT_RULES = (heads, feed_forward, positions, not_available_yet, zero_options, world, tensor_parallel, pipeline,
+                rank_order)

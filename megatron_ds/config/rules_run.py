@@ -56,6 +56,10 @@ def length(config: RunConfig) -> Iterator[str]:
     elif train.train_iters is not None and train.train_samples is not None:
         yield f"{say(config, ITERS)} and {say(config, SAMPLES)} say the length of training twice. Keep one."
         return
+    first = train.rampup_batch_size[0] if train.rampup_batch_size else train.global_batch_size
+    if train.train_samples and first and train.train_samples < first:
+        yield (f"{say(config, SAMPLES)} is less than one global batch of {first}: there would be no step. Use {flag(SAMPLES)} "
+               f"{first} or more.")
     unit, other = ("iters", "samples") if train.train_iters is not None else ("samples", "iters")
     counts_steps = rate.lr_decay_style.startswith("Warmup") and unit == "samples"          # told by `learning_rate`
     if (train.train_iters is not None or train.train_samples is not None) and not counts_steps:
@@ -88,7 +92,7 @@ def learning_rate(config: RunConfig) -> Iterator[str]:
         elif final + warmup > decay:
             yield (f"{say(config, f'optimizer.lr_wsd_decay_{unit}')} and a warm-up of {warmup} are longer than "
                    f"{say(config, decay_path)} together. Use at most {max(decay - warmup, 0)}.")
-    elif final:
+    elif final and rate.lr_decay_style != "WSD":
         yield (f"{say(config, f'optimizer.lr_wsd_decay_{unit}')} means nothing to "
                f"{say(config, 'optimizer.lr_decay_style')}. Remove it, or use --lr-decay-style WSD.")
     if rate.lr_warmup_style == "log" and not rate.lr_decay_style.startswith("Warmup"):
@@ -132,14 +136,22 @@ def corpus(config: RunConfig) -> Iterator[str]:
     if data.split is not None and not data.data_path:
         yield (f"{say(config, 'data.split')} divides a --data-path, and there is none. Remove it"
                f"{', since each split has a path of its own' if paths else ''}.")
-    elif data.split is not None and not any(float(n) for n in re.findall(r"\d*\.?\d+", data.split)):
-        yield f"{say(config, 'data.split')} gives nothing to any split. Use for instance 969,30,1."
+    elif data.split is not None and not _is_split(data.split):
+        yield (f"{say(config, 'data.split')} is not a list of up to three proportions, none negative and not all zero. Write "
+               "for instance 969,30,1, or 98,2,0 to have no test part.")
     if paths and not data.train_data_path:
         yield f"{say(config, paths[0])} without --train-data-path: there is nothing to train on."
     if given and not data.mock_data and data.tokenizer_type is None:
         yield "missing: --tokenizer-type, the tokenizer that the corpus was made with (NullTokenizer for bare ids)."
     if data.tokenizer_type == "NullTokenizer" and config.model.vocab_size is None:
         yield f"missing: --vocab-size, which {say(config, 'data.tokenizer_type')} cannot know."
+
+
+def _is_split(text: str) -> bool:
+    """Up to three numbers between commas, blanks or slashes; as `data/split.py` reads them."""
+    numbers = re.split(r"[\s,/]+", text.strip(" ,/"))
+    return (len(numbers) <= 3 and all(re.fullmatch(r"\d+\.?\d*|\.\d+", n) for n in numbers)
+            and any(float(n) for n in numbers))
 
 
 def checkpoints(config: RunConfig) -> Iterator[str]:

@@ -25,7 +25,8 @@ class TrainConfig:
     rampup_batch_size: tuple[int, ...] | None = option(
         None, count=3, at_least=0, help="START INCREMENT SAMPLES: the global batch begins at START and grows by INCREMENT "
         "until, after SAMPLES samples, it is the global batch size. With --train-samples only.")
-    train_iters: int | None = option(None, at_least=1, unit="iterations", help="Length of training; this or --train-samples.")
+    train_iters: int | None = option(None, at_least=0, unit="iterations",
+                                     help="Length of training; this or --train-samples. 0 only evaluates.")
     train_samples: int | None = option(None, at_least=1, unit="samples", help="Length of training; this or --train-iters.")
     eval_iters: int = option(100, at_least=0, unit="iterations", help="Batches of one evaluation; 0 for none.")
     eval_interval: int = option(1000, at_least=1, unit="iterations", help="Steps between evaluations.")

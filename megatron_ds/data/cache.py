@@ -10,6 +10,7 @@ process that dies lets go of the lock. No communication between ranks is needed,
 """
 
 import contextlib
+import functools
 import hashlib
 import json
 import logging
@@ -44,11 +45,16 @@ def cached_arrays(directory: Path, title: str, key: Mapping[str, object], names:
             arrays = dict(build())
             _store(directory, stem, description, arrays)
     except OSError as e:
-        logger.warning("cannot keep indices in %s (%s): each process builds them in memory. Name a writable folder with "
-                       "--data-cache-path.", directory, e.strerror)
+        _warn_once(directory, e.strerror)
         return dict(build())
     logger.info("built the indices of %s in %s", title, directory)
     return _load(directory, stem, description, names) or arrays
+
+
+@functools.cache
+def _warn_once(directory: Path, why: str) -> None:
+    logger.warning("cannot keep indices in %s (%s): each process builds them in memory. Name a writable folder with "
+                   "--data-cache-path.", directory, why)
 
 
 def _load(directory: Path, stem: str, description: str, names: Sequence[str]) -> dict[str, np.ndarray] | None:

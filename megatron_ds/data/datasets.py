@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from ..config.data import DEFAULT_SPLIT
 from ..errors import DataError
 from .blend import (
     Blend,
@@ -22,12 +23,13 @@ from .blend import (
     samples_to_provide,
 )
 from .cache import cached_arrays
-from .gpt_dataset import default_cache, open_gpt_dataset
+from .gpt_dataset import corpus_fingerprint, default_cache, open_gpt_dataset
 from .indexed import IndexedDataset
 from .mock_dataset import MockDataset
 from .split import PARTS, cut, parse_split
 
 logger = logging.getLogger(__name__)
+LOOKED_AT = 8               # samples of each part whose ids are compared with the vocabulary at once
 
 
 class Dataset(Protocol):
@@ -56,7 +58,8 @@ def build_datasets(config, samples: Sequence[int], tokenizer) -> Datasets:
         return Datasets(*(
             MockDataset(n, seq_length=seq_length, vocab_size=tokenizer.vocab_size, eod=tokenizer.eod, seed=seed + 1000 * i)
             if n else None for i, n in enumerate(samples)))
-    builder = _Builder(seq_length, seed, data.data_cache_path, repeats=data.dataloader_type == "cyclic")
+    builder = _Builder(seq_length, seed, data.data_cache_path, repeats=data.dataloader_type == "cyclic",
+                       split=f"--split {data.splits}{' (default)' * (data.splits == DEFAULT_SPLIT)}", tokenizer=tokenizer)
     if data.has_split_paths:
         paths = [(f"--{part}-data-path", getattr(data, f"{part}_data_path")) for part in PARTS]
         shares = [tuple(float(other == part) for other in PARTS) for part in PARTS]
@@ -64,18 +67,26 @@ def build_datasets(config, samples: Sequence[int], tokenizer) -> Datasets:
         paths = [("--data-path", data.data_path)] * len(PARTS)
         shares = [parse_split(data.splits)] * len(PARTS)
     return Datasets(*(
-        builder.part(part, n, parse_blend(words, flag) if words else None, share)
+        builder.part(part, n, flag, parse_blend(words, flag) if words else None, share)
         for part, n, (flag, words), share in zip(PARTS, samples, paths, shares)))
 
 
-class _Builder:
-    """Opens each corpus once, and builds the parts from them."""
+def identify(words: Sequence[str]) -> list[str]:
+    """The words of a data path, with each corpus by its name and a hash of its lengths: the same wherever it lies."""
+    blend = parse_blend(words, "the data path") if words else Blend((), None)
+    names = [f"{Path(prefix).name} ({corpus_fingerprint(IndexedDataset(prefix))[:8]})" for prefix in blend.prefixes]
+    return names if blend.weights is None else [word for pair in zip(map(str, blend.weights), names) for word in pair]
 
-    def __init__(self, seq_length: int, seed: int, cache: str | None, *, repeats: bool):
+
+class _Builder:
+    """Opens each corpus once, and builds the parts from them. split: words for messages."""
+
+    def __init__(self, seq_length: int, seed: int, cache: str | None, *, repeats: bool, split: str, tokenizer):
         self.seq_length, self.seed, self.cache, self.repeats = seq_length, seed, cache, repeats
+        self.split, self.tokenizer = split, tokenizer
         self._corpora: dict[str, IndexedDataset] = {}
 
-    def part(self, part: str, wanted: int, blend: Blend | None, shares: Sequence[float]) -> Dataset | None:
+    def part(self, part: str, wanted: int, flag: str, blend: Blend | None, shares: Sequence[float]) -> Dataset | None:
         if not wanted:
             return None
         if blend is None or not shares[PARTS.index(part)]:
@@ -84,7 +95,7 @@ class _Builder:
                                 "--split a share, or name one with --train-data-path.")
             logger.info("no %s data: nothing is named for it, or --split gives it no share", part)
             return None
-        opened = [partial(self._open, prefix, part, shares) for prefix in blend.prefixes]
+        opened = [partial(self._open, flag, prefix, part, shares) for prefix in blend.prefixes]
         if len(opened) == 1:
             return opened[0](wanted)
         if blend.weights is None:
@@ -119,12 +130,33 @@ class _Builder:
                                lambda: dict(zip(names, build())))
         return arrays[names[0]], arrays[names[1]]
 
-    def _open(self, prefix: str, part: str, shares: Sequence[float], num_samples: int | None) -> Dataset:
-        corpus = self._corpora.get(prefix) or self._corpora.setdefault(prefix, IndexedDataset(prefix))
-        documents = cut(len(corpus), shares)[PARTS.index(part)]
+    def _open(self, flag: str, prefix: str, part: str, shares: Sequence[float], num_samples: int | None) -> Dataset:
+        try:
+            corpus = self._corpora.get(prefix) or self._corpora.setdefault(prefix, IndexedDataset(prefix))
+            dataset = open_gpt_dataset(corpus, self._documents(corpus, part, shares), title=f"GPTDataset-{part}",
+                                       seq_length=self.seq_length, num_samples=num_samples, seed=self.seed, cache=self.cache)
+            self._check_vocabulary(dataset)
+        except DataError as error:
+            raise DataError(f"{flag} {prefix}: {error}") from None
+        return dataset
+
+    def _documents(self, corpus: IndexedDataset, part: str, shares: Sequence[float]) -> range:
+        ranges = cut(len(corpus), shares)
+        documents = ranges[PARTS.index(part)]
+        if not corpus.num_tokens:
+            raise DataError("the corpus is empty. Make it again from some text with tools/preprocess_data.py.")
         if not corpus.lengths[documents.start:documents.stop].any():
-            parts = ", ".join(f"{name} {len(r)}" for name, r in zip(PARTS, cut(len(corpus), shares)))
-            raise DataError(f"the {part} part of {prefix} is empty: its {len(corpus)} documents are split into {parts}. "
-                            "Choose a --split that gives each part some text (98,2,0 has no test part), or a larger corpus.")
-        return open_gpt_dataset(corpus, documents, title=f"GPTDataset-{part}", seq_length=self.seq_length,
-                                num_samples=num_samples, seed=self.seed, cache=self.cache)
+            parts = ", ".join(f"{name} {len(r)}" for name, r in zip(PARTS, ranges))
+            raise DataError(f"the {part} part is empty: {self.split} divides the {len(corpus)} documents into {parts}. "
+                            "Choose a --split that gives each part some text (90,10,0 has no test part), take a larger "
+                            "corpus, or do without evaluation by --eval-iters 0.")
+        return documents
+
+    def _check_vocabulary(self, dataset: Dataset) -> None:
+        """A corpus of another tokenizer betrays itself in a few samples: better now than at some step, on some rank."""
+        highest = max((int(dataset[i]["tokens"].max()) for i in range(min(len(dataset), LOOKED_AT))), default=-1)
+        kind, size = type(self.tokenizer).__name__, self.tokenizer.vocab_size
+        if highest >= size:
+            raise DataError(f"it holds token id {highest}, but {kind} as given has a vocabulary of {size}: the corpus was "
+                            "made with another tokenizer. Give the tokenizer flags that tools/preprocess_data.py had, or "
+                            "preprocess the text again.")

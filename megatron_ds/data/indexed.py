@@ -11,6 +11,7 @@ S sequences; `lengths` in tokens, `offsets` in bytes; `documents[d]` is the firs
 so D = documents + 1. A document may have no sequence at all.
 """
 
+import difflib
 import os
 import struct
 from array import array
@@ -186,10 +187,23 @@ def _map(path: Path) -> memoryview:
             return memoryview(b"")                          # an empty file cannot be mapped
         return memoryview(np.memmap(path, np.uint8, "r"))
     except FileNotFoundError:
-        raise DataError(f"{path} does not exist. A data path is the prefix of a .bin/.idx pair, "
-                        "as tools/preprocess_data.py writes them (for example corpus_text_document).") from None
+        raise DataError(f"{path} does not exist. A data path is the prefix of a .bin/.idx pair, as "
+                        f"tools/preprocess_data.py writes them. {_corpora_near(path)}") from None
     except OSError as e:
         raise DataError(f"cannot read {path}: {e.strerror}.") from None
+
+
+def _corpora_near(path: Path) -> str:
+    """What a user may have meant by a corpus that is not there."""
+    folder = path.with_suffix("") if path.with_suffix("").is_dir() else path.parent
+    if not folder.is_dir():
+        return f"There is no folder {folder}."
+    pairs = sorted(p.stem for p in folder.glob("*.idx") if p.with_suffix(".bin").exists())
+    if not pairs:
+        return f"In {folder.resolve()} there is no such pair."
+    near = difflib.get_close_matches(path.stem, pairs, n=1) if path.stem != ".idx" else []
+    near = near or pairs[:8]
+    return f"In {folder.resolve()} there {'is' if len(near) == 1 else 'are'} {', '.join(near)}."
 
 
 def _read_header(path: Path, index: memoryview) -> tuple[np.dtype, int, int]:
@@ -197,8 +211,8 @@ def _read_header(path: Path, index: memoryview) -> tuple[np.dtype, int, int]:
         raise _damaged(path, f"it has {len(index)} bytes, fewer than its header of {HEADER.size}")
     magic, version, code, num_sequences, num_bounds = HEADER.unpack(index[:HEADER.size])
     if magic != MAGIC:
-        legacy = " It is the older fairseq format: preprocess the text again" if magic[:6] == b"TNTIDX" else ""
-        raise _damaged(path, f"it begins with {magic!r}, not {MAGIC!r}: not an index of this format.{legacy}")
+        kind = "an index of the older fairseq format" if magic[:6] == b"TNTIDX" else "not an index of this format"
+        raise _damaged(path, f"it begins with {magic!r}, not {MAGIC!r}: {kind}")
     if version != VERSION:
         raise _damaged(path, f"it is of version {version}; only {VERSION} is known")
     if code not in DTYPES:

@@ -82,4 +82,5 @@ class Loader:
         outside = rows < PAD if low < PAD else rows >= self._vocab_size
         row, column = outside.nonzero()[0].tolist()
         raise DataError(f"sample {samples[row]} holds token id {rows[row, column]}, outside the vocabulary of "
-                        f"{self._vocab_size}: the corpus was made with another tokenizer.")
+                        f"{self._vocab_size}: the corpus was made with another tokenizer than --tokenizer-type and its "
+                        "files say. Give the flags that tools/preprocess_data.py had, or preprocess the text again.")

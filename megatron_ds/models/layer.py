@@ -73,5 +73,5 @@ def check_divides(what: str, number: int, tp: Group, reason: str) -> int:
 def pick(table: Mapping[str, object], what: str, name: str):
     """`table[name]`. Raises ConfigError naming the nearest known name."""
     if name not in table:
-        raise ConfigError(f"unknown {what} {name!r}{did_you_mean(name, [*table])}. Known: {', '.join(sorted(table))}.")
+        raise ConfigError(f"unknown {what} {name!r}{did_you_mean(name, [*table]) or '.'} Known: {', '.join(sorted(table))}.")
     return table[name]

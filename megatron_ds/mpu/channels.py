@@ -13,6 +13,7 @@ from ..errors import CommunicationError
 from .group import Group, Work
 
 _KINDS = {"act": 0, "grad": 1}
+WORDS = {"act": "an activation", "grad": "a gradient"}
 
 
 class Channels:
@@ -70,7 +71,7 @@ class Channels:
             ranks, me = self.group.ranks, self.group.rank
             raise CommunicationError(
                 f"rank {ranks[me]} (pipeline position {me}) was {'sending' if me == source else 'waiting for'} "
-                f"{kind} from rank {ranks[source]} to rank {ranks[destination]}: {error}") from error
+                f"{WORDS[kind]} from rank {ranks[source]} to rank {ranks[destination]}: {error}") from error
 
 
 class Pending:

@@ -5,6 +5,7 @@ world of one rank opens no socket and makes no process group.
 """
 
 import os
+import platform
 import re
 import zlib
 from collections.abc import Mapping
@@ -164,9 +165,9 @@ def _checked(launch: Launch) -> Launch:
 def _own_device(launch: Launch) -> torch.device:
     """Launchers that bind one GPU to each task leave a single visible device, which then is the rank's."""
     count = torch.cuda.device_count()
-    if count > 1 and launch.local_rank >= count:
-        raise ConfigError(f"rank {launch.rank} is local rank {launch.local_rank} of {launch.local_world_size}, but this "
-                          f"machine shows {count} GPUs: each rank needs its own. Start {count} ranks on it at most.")
+    if count > 1 and max(launch.local_rank + 1, launch.local_world_size) > count:      # so that all its ranks say the same
+        raise ConfigError(f"{launch.local_world_size} ranks were started on {platform.node()}, which shows {count} GPUs: each "
+                          f"rank needs its own. Start {count} ranks on it at most.")
     return torch.device("cuda", launch.local_rank if count > 1 else 0)
 
 

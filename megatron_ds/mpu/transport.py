@@ -89,10 +89,11 @@ class TorchTransport:
             dist.barrier(self.process_group)
 
     def close(self) -> None:
-        """Give the process groups back to torch."""
+        """Give the process groups back to torch and forget them: one that outlives the interpreter's threads aborts it."""
         self._outbox.close()
         for process_group in (*self.lanes, self.process_group):
             dist.destroy_process_group(process_group)
+        self.lanes, self.process_group = (), None
 
     def _lane(self, source: int, destination: int, tag: int) -> dist.ProcessGroup:
         return self.lanes[2 * (tag % 2) + (source < destination)] if self.lanes else self.process_group
@@ -189,8 +190,19 @@ class _Translated:
             raise CommunicationError(_story(self.transport, self.what, error)) from error
 
 
+# What the backends say when a peer's socket closes, as opposed to when nothing comes through it.
+_GONE = ("closed by peer", "connection reset", "connection refused", "broken pipe", "socket closed", "remote process exited")
+
+
 def _story(transport: TorchTransport, what: str, error: RuntimeError) -> str:
     me, peers = transport.ranks[transport.rank], list(transport.ranks)
-    return (f"rank {me}: {what} failed in the {transport.axes or 'unnamed'} group of ranks {peers}. Either a peer ended: "
-            f"look for the first error among those ranks. Or it never came: look for a rank that is busy or took another "
-            f"path (--distributed-timeout-minutes is how long to wait). The backend said: {error}")
+    said = str(error).split("This is typically caused")[0].strip()
+    if any(words in said.lower() for words in _GONE):
+        why = "A peer ended: the first error among those ranks tells why; if none does, it was killed (out of memory?)"
+    elif "timed out" in said.lower() or "timeout" in said.lower():
+        why = ("A peer never came: look for a rank that is busy or stuck, or took another path "
+               "(--distributed-timeout-minutes is how long to wait)")
+    else:
+        why = "Look for the first error among those ranks"
+    return (f"rank {me}: {what} failed in the {transport.axes or 'unnamed'} group of ranks {peers}. {why}. The backend said: "
+            f"{said}")

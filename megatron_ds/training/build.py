@@ -29,6 +29,7 @@ from ..tensor_parallel.init import initialize, initialize_interval
 from ..zero.optimizer import DataGroups, LayerPlan, ZeroOptimizer
 from ..zero.policy import STAGES
 from ..zero.scaler import make_scaler
+from .allocator import keep_freed_memory
 from .flops import layer_flops
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -120,6 +121,8 @@ class Engine:
 
 def build_engine(config: RunConfig, mesh: Mesh) -> Engine:
     """Build this rank's stage and optimizer. Collective: the optimizer may gather its first parameters."""
+    if mesh.device.type == "cpu":
+        keep_freed_memory()
     layers = describe_layers(config, mesh)
     plan = plan_run(config, layers)
     pp_rank = mesh.coordinate("pp")

@@ -155,6 +155,12 @@ class Difference:
     grad_norm: float
     weights: float
 
+    def is_within(self, limit: "Difference") -> bool:
+        return self.loss <= limit.loss and self.grad_norm <= limit.grad_norm and self.weights <= limit.weights
+
+    def __str__(self) -> str:
+        return f"loss {self.loss:.2e}, grad norm {self.grad_norm:.2e}, weights {self.weights:.2e}"
+
 
 def difference(run: tuple[Trace, dict], reference: tuple[Trace, dict], model) -> Difference:
     """weights: largest over tensors of ‖w − w₀‖ / ‖w₀‖ (Frobenius), of what the loss determines (`determined`)."""

@@ -1,5 +1,7 @@
 """Joining the other ranks: from a launch and a config to this rank's mesh."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 
@@ -12,16 +14,22 @@ from ..mpu.state import set_mesh
 from ..mpu.transport import connect_torch
 
 
-def join(config: RunConfig, launch: Launch) -> Mesh:
-    """Meet the other ranks and make this rank's groups; also what `mpu`'s getters answer from.
+@contextmanager
+def joined(config: RunConfig, launch: Launch) -> Iterator[Mesh]:
+    """Meet the other ranks, make this rank's groups (which `mpu`'s getters answer from too), and leave again at the end.
 
-    Collective over the world. `mpu.launch.stop()` leaves again. Raises CommunicationError when the others do not come.
+    Collective over the world. Raises CommunicationError when the others do not come.
     """
     p = config.parallel
     grid = Grid.fit(launch.world_size, tp=p.tensor_model_parallel_size, cp=p.context_parallel_size,
                     ep=p.expert_model_parallel_size, pp=p.pipeline_model_parallel_size, order=p.rank_order)
     timeout = timedelta(minutes=p.distributed_timeout_minutes)
     device = launching.start(launch, timeout)
-    mesh = Mesh(grid, launch.rank, partial(connect_torch, timeout=timeout), device)
-    set_mesh(mesh)
-    return mesh
+    try:
+        mesh = Mesh(grid, launch.rank, partial(connect_torch, timeout=timeout), device)
+        set_mesh(mesh)
+        yield mesh
+        mesh.close()
+    finally:
+        set_mesh(None)
+        launching.stop()

@@ -3,7 +3,7 @@
 Nothing random is left to chance (dropout masks are a function of the sample), so the second forward repeats the first.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import nn
@@ -12,13 +12,17 @@ from ..mpu.collectives import all_gather_object
 from ..mpu.mesh import Mesh
 
 
-def locate_nonfinite(modules: nn.Module, weights: Iterable[tuple[str, torch.Tensor]], rerun, mesh: Mesh) -> str:
+def locate_nonfinite(layers: Mapping[str, nn.Module], weights: Iterable[tuple[str, torch.Tensor]],
+                     rerun: Callable[[], object], mesh: Mesh) -> str:
     """A sentence naming the first parameter or module output that is not finite, over all ranks.
 
-    weights: (name, values) of what this rank keeps; parameters in shards are not whole now
-    rerun: runs the forward of the same micro-batches; every rank must take part.  Collective over the world.
+    layers   of this rank, by their global names
+    weights  (name, values) of what this rank keeps; parameters in shards are not whole now
+    rerun    runs the forward of the same micro-batches; every rank must take part
+
+    Collective over the world.
     """
-    output = _bad_output(modules, rerun)       # on every rank, or the neighbours would wait for this one
+    output = _bad_output(layers, rerun)       # on every rank, or the neighbours would wait for this one
     what = _bad_parameter(weights) or output
     entry = (mesh.coordinate("pp"), mesh.rank, what) if what else None
     found = sorted(entry for entry in all_gather_object(entry, mesh.group("world")) if entry)
@@ -35,7 +39,7 @@ def _bad_parameter(weights: Iterable[tuple[str, torch.Tensor]]) -> str | None:
     return None
 
 
-def _bad_output(modules: nn.Module, rerun) -> str | None:
+def _bad_output(layers: Mapping[str, nn.Module], rerun: Callable[[], object]) -> str | None:
     first: list[str] = []
 
     def watch(name: str):
@@ -47,7 +51,8 @@ def _bad_output(modules: nn.Module, rerun) -> str | None:
                              f"{bad} non-finite values")
         return hook
 
-    handles = [module.register_forward_hook(watch(name)) for name, module in modules.named_modules() if name]
+    handles = [module.register_forward_hook(watch(name)) for layer_name, layer in layers.items()
+               for name, module in layer.named_modules(prefix=layer_name)]
     try:
         rerun()
     finally:

@@ -3,9 +3,11 @@
 A *sink* takes records; `SINKS` holds TensorBoard (Megatron's tags) and metrics.jsonl. Only rank 0 logs.
 """
 
+import io
 import json
 import logging
 import math
+import tempfile
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ..config import RunConfig
+from ..errors import ConfigError
 from ..registry import Registry
 
 logger = logging.getLogger(__name__)
@@ -86,7 +89,11 @@ class EvalRecord:
 
 
 class Sink(Protocol):
-    """Takes the records of a run. Its class has `open(config, steps_done)`, which returns None when not asked for."""
+    """Takes the records of a run.
+
+    Its class has `open(config, steps_done)`, which returns None when not asked for, and `check(config)`, which raises
+    ConfigError when what is asked for cannot be written to.
+    """
 
     def train(self, record: TrainRecord) -> None: ...
     def evaluation(self, record: EvalRecord) -> None: ...
@@ -114,6 +121,12 @@ class Log:
             sink.close()
 
 
+def check_log(config: RunConfig) -> None:
+    """Raises ConfigError, naming the flag, for a sink that could not be written to."""
+    for name in SINKS:
+        SINKS[name].check(config)
+
+
 def open_log(config: RunConfig, steps_done: int) -> Log:
     """The log of rank 0. steps_done: what a resumed run already has; later lines of an earlier try are superseded."""
     opened = (SINKS[name].open(config, steps_done) for name in SINKS)
@@ -134,9 +147,27 @@ class JsonLines:
 
     @classmethod
     def open(cls, config: RunConfig, steps_done: int):
-        path, save = config.logging.metrics_path, config.checkpoint.save
-        path = Path(path) if path else save and Path(save) / "metrics.jsonl"
+        path = cls._path(config)
         return cls(path, steps_done) if path else None
+
+    @classmethod
+    def check(cls, config: RunConfig) -> None:
+        path = cls._path(config)
+        if path is None:
+            return
+        _check_folder("--metrics-path", path.parent)
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"--metrics-path {path} is not a file. Name a file, such as {path}/metrics.jsonl.")
+        with path.open("rb") if path.exists() else io.BytesIO() as file:
+            first = file.readline()
+        if first.strip() and _step_of(first) == math.inf:
+            raise ConfigError(f"--metrics-path {path} exists and does not hold metrics: it would be overwritten. Name another "
+                              "file, or remove this one.")
+
+    @staticmethod
+    def _path(config: RunConfig) -> Path | None:
+        path, save = config.logging.metrics_path, config.checkpoint.save
+        return Path(path) if path else Path(save) / "metrics.jsonl" if save else None
 
     def train(self, record: TrainRecord) -> None:
         self._write("train", asdict(record))
@@ -152,7 +183,7 @@ class JsonLines:
         self.file.close()
 
 
-def _step_of(line: str) -> float:
+def _step_of(line: str | bytes) -> float:
     try:
         return json.loads(line)["step"]
     except (ValueError, KeyError, TypeError):
@@ -176,6 +207,11 @@ class TensorBoard:
         directory = config.logging.tensorboard_dir
         return cls(directory, steps_done) if directory else None
 
+    @classmethod
+    def check(cls, config: RunConfig) -> None:
+        if config.logging.tensorboard_dir:
+            _check_folder("--tensorboard-dir", Path(config.logging.tensorboard_dir))
+
     def train(self, record: TrainRecord) -> None:
         for tag, field in self.TRAIN_TAGS.items():
             self._scalar(tag, getattr(record, field), record)
@@ -193,3 +229,14 @@ class TensorBoard:
 
     def close(self) -> None:
         self.writer.close()
+
+
+def _check_folder(flag: str, folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        why = "it is a file" if folder.is_file() else error.strerror or error
+        raise ConfigError(f"{flag}: nothing can be written in {folder} ({why}). Name a place that this user may write to, "
+                          f"or leave out {flag}.") from error

@@ -12,9 +12,14 @@ from ..checkpoint.load import check_same_model, latest, load, read_run
 from ..checkpoint.save import save
 from ..config import RunConfig
 from ..config.dump import to_dict
+from ..config.train import CheckpointConfig
+from ..data.datasets import identify
+from ..data.split import parse_split
 from ..errors import CheckpointError
+from ..mpu.mesh import Mesh
 from ..progress import Progress
 from .build import Engine
+from .together import together
 
 logger = logging.getLogger(__name__)
 
@@ -24,8 +29,6 @@ MODEL_FIELDS = (
     "normalization", "norm_epsilon", "position_embedding_type", "positions", "rotary_base", "rotary_percent",
     "add_bias_linear", "untie_embeddings_and_output_weights", "vocab_size",
 )
-# What decides the order of samples: a resumed run must agree, --finetune starts its own order.
-DATA_FIELDS = ("data_path", "split", "train_data_path", "valid_data_path", "test_data_path", "dataloader_type", "mock_data")
 
 
 def describe_run(config: RunConfig, as_given: RunConfig, tokenizer) -> dict:
@@ -40,9 +43,16 @@ def describe_run(config: RunConfig, as_given: RunConfig, tokenizer) -> dict:
 def _identity(config: RunConfig, tokenizer) -> dict:
     """{"model": …, "tokenizer": …, "data": …}, plain values; a checkpoint of another identity is refused."""
     model = {name: getattr(config.model, name) for name in MODEL_FIELDS}
-    data = {name: getattr(config.data, name) for name in DATA_FIELDS}
-    data |= {"seq_length": config.model.seq_length, "seed": config.train.seed}
-    return {"model": model, "tokenizer": {"fingerprint": tokenizer.fingerprint}, "data": _plain(data)}
+    return {"model": model, "tokenizer": {"fingerprint": tokenizer.fingerprint}, "data": _data_identity(config)}
+
+
+def _data_identity(config: RunConfig) -> dict:
+    """What decides the order of training samples. Corpora count by content: they may lie elsewhere, or be split in other
+    words; and a run may go on with another validation set."""
+    data = config.data
+    return {"data_path": identify(data.data_path), "train_data_path": identify(data.train_data_path),
+            "split": list(parse_split(data.splits)) if data.data_path else None, "mock_data": data.mock_data,
+            "dataloader_type": data.dataloader_type, "seq_length": config.model.seq_length, "seed": config.train.seed}
 
 
 def save_run(engine: Engine, progress: Progress, description: dict) -> None:
@@ -60,17 +70,11 @@ def load_run(engine: Engine, description: dict) -> Progress:
     if not checkpoint.load:
         return Progress()
     directory = Path(checkpoint.load)
-    step = latest(directory)
+    step, run = _find(directory, engine.config, mesh, description)
     if step is None:
-        if checkpoint.exit_on_missing_checkpoint:
-            raise CheckpointError(f"--load {directory}: no complete checkpoint there, and "
-                                  "--exit-on-missing-checkpoint is given. Check the path, or drop the flag to start afresh.")
         if mesh.rank == 0:
             logger.warning("no checkpoint in %s yet: starting from the initial weights", directory)
         return Progress()
-    run = read_run(directory, step)
-    parts = ("model", "tokenizer") if checkpoint.finetune else ("model", "tokenizer", "data")
-    check_same_model(*({p: about["identity"][p] for p in parts} for about in (run, description)))
     with_optimizer = not (checkpoint.finetune or checkpoint.no_load_optim)
     load(directory, step, list(engine.optimizer.pieces()), tp=mesh.group("tp"), world=mesh.group("world"),
          kinds=None if with_optimizer else ("weight",))
@@ -83,10 +87,38 @@ def load_run(engine: Engine, description: dict) -> Progress:
     return progress
 
 
+def _find(directory: Path, config: RunConfig, mesh: Mesh, description: dict) -> tuple[int | None, dict]:
+    """(step to load, what its checkpoint says of its run), as rank 0 sees the folder; (None, {}) where there is none yet."""
+    def look() -> tuple[int | None, dict]:
+        step = latest(directory)
+        if step is None:
+            if config.checkpoint.exit_on_missing_checkpoint:
+                raise CheckpointError(f"--load {directory}: no complete checkpoint there, and --exit-on-missing-checkpoint is "
+                                      "given. Check the path, or drop the flag to start afresh.")
+            return None, {}
+        run = read_run(directory, step)
+        _check_same_run(directory, run, description, config.checkpoint)
+        return step, run
+
+    return together(mesh.group("world"), look, only=0)
+
+
+def _check_same_run(directory: Path, saved: dict, current: dict, wanted: CheckpointConfig) -> None:
+    """Raises CheckpointError where this run is not the one that was saved, or not enough of it to take that much."""
+    parts = ("model", "tokenizer") if wanted.finetune else ("model", "tokenizer", "data")
+    theirs, ours = saved["identity"], current["identity"]
+    try:
+        check_same_model({p: theirs[p] for p in parts}, {p: ours[p] for p in parts})
+    except CheckpointError as error:
+        only_data = all(theirs[p] == ours[p] for p in parts[:2])
+        advice = " To take its weights to other data, from step 0: --finetune." if only_data else ""
+        raise CheckpointError(f"--load {directory}: {error}{advice}") from None
+    before, now = (about["config"]["optimizer"]["optimizer"] for about in (saved, current))
+    if before != now and not (wanted.finetune or wanted.no_load_optim):
+        raise CheckpointError(f"--load {directory} holds the state of --optimizer {before}, which is of no use to --optimizer "
+                              f"{now}. Use --optimizer {before}, or start the new one afresh with --no-load-optim.")
+
+
 def _known(progress: dict) -> dict:
     names = {f.name for f in fields(Progress)}
     return {k: v for k, v in progress.items() if k in names}
-
-
-def _plain(values: dict) -> dict:
-    return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}

@@ -20,13 +20,12 @@ from ..data.sampler import ORDERS
 from ..data.tokenizers import TOKENIZERS, build_tokenizer
 from ..models import MODELS
 from ..mpu import launch as launching
-from ..mpu.launch import Launch
 from ..mpu.mesh import Mesh
 from ..optim import OPTIMIZERS
 from ..pipeline.schedules import SCHEDULES
 from .build import build_engine, cut_problems
-from .join import join
-from .log import Log, open_log
+from .join import joined
+from .log import Log, check_log, open_log
 from .persist import describe_run, load_run
 from .samples import build_loaders, wanted_samples
 from .startup import describe
@@ -41,30 +40,26 @@ logger = logging.getLogger(__name__)
 
 def pretrain(argv: Sequence[str] | None = None) -> int:
     """Run a pretraining job from flags (default: the command line); returns the exit code."""
-    launch = launching.read_launch(os.environ)
-    return main_guard(lambda: _pretrain(launch, argv), rank=launch.rank)
+    return main_guard(lambda: _pretrain(argv))
 
 
-def _pretrain(launch: Launch, argv) -> int:
+def _pretrain(argv) -> int:
     started = time.monotonic()
+    launch = launching.read_launch(os.environ)
     _set_up_logging(launch.rank)
     argv = sys.argv[1:] if argv is None else list(argv)
     config = parse(argv, world_size=launch.world_size, env=os.environ, known=KNOWN_NAMES, rules=(cut_problems,))
-    mesh = join(config, launch)
-    try:
+    with joined(config, launch) as mesh:
         reason = train(config, mesh, launch.source, started)
         if mesh.rank == 0:
             logger.info("training ended: %s", reason)
-    finally:
-        launching.stop()
     return 0
 
 
 def train(as_given: RunConfig, mesh: Mesh, source: str, started: float) -> str:
     """Build everything on this rank and train; why it ended. Collective over the world."""
     config, tokenizer, datasets = together(mesh.group("world"), lambda: _open_data(as_given))
-    if config.checkpoint.save:
-        together(mesh.group("world"), lambda: check_writable(config.checkpoint.save))
+    together(mesh.group("world"), lambda: _check_outputs(config, mesh.rank))
     engine = build_engine(config, mesh)
     if mesh.rank == 0:
         logger.info("%s", describe(engine, source))
@@ -80,6 +75,14 @@ def _open_data(config: RunConfig):
     tokenizer = build_tokenizer(config.data, config.model)
     config = config.with_values({"model.vocab_size": tokenizer.vocab_size}, Source("derived", "the tokenizer"))
     return config, tokenizer, build_datasets(config, wanted_samples(config), tokenizer)
+
+
+def _check_outputs(config: RunConfig, rank: int) -> None:
+    """Where the run will write, hours from now, can be written to."""
+    if config.checkpoint.save:
+        check_writable(config.checkpoint.save)
+    if rank == 0:
+        check_log(config)
 
 
 def _set_up_logging(rank: int) -> None:

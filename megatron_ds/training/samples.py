@@ -1,11 +1,8 @@
 """How many samples a run wants of each split, and the loaders that deal them out."""
 
-import math
-
 from ..config import RunConfig
 from ..data.loader import Loader
-from ..progress import Progress
-from ..ramps import make_batch_size
+from ..ramps import make_batch_size, planned_steps
 from .trainer import Loaders
 
 
@@ -15,21 +12,11 @@ def wanted_samples(config: RunConfig) -> tuple[int, int, int]:
     Validation: one evaluation every `eval_interval` steps and one at the end, `eval_iters` global batches each.
     """
     train, size = config.train, config.train.global_batch_size
-    steps = train.train_iters or math.ceil(train.train_samples / size)
-    samples = train.train_samples or _samples_of(steps, config)
+    steps = planned_steps(train, make_batch_size(config))
+    samples = train.train_samples or steps * size
     evaluations = steps // train.eval_interval + 1 if train.eval_interval else 1
     one = (train.eval_iters or 0) * size
     return samples, evaluations * one, one
-
-
-def _samples_of(steps: int, config: RunConfig) -> int:
-    """Samples of `steps` steps; a batch-size ramp makes early steps smaller."""
-    if not config.train.rampup_batch_size:
-        return steps * config.train.global_batch_size
-    batch_size, progress = make_batch_size(config), Progress()
-    for _ in range(steps):
-        progress = progress.after(batch_size(progress), 0)
-    return progress.samples
 
 
 def build_loaders(config: RunConfig, datasets, tokenizer) -> Loaders:

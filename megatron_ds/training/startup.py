@@ -1,5 +1,7 @@
 """What a run says before its first step: grid, stages, schedule, kernels, and every value that is not default."""
 
+from dataclasses import fields
+
 from ..config import RunConfig
 from ..config.dump import report_non_default
 from ..mpu.mesh import Mesh
@@ -13,8 +15,15 @@ def describe(engine: Engine, launch_source: str) -> str:
     return "\n".join((
         _grid(mesh, launch_source), "", _stages(engine.plan), "", _schedule(config), "",
         f"optimizer: {config.optimizer.optimizer}, {config.optimizer.params_dtype} weights, {config.optimizer.gradient_dtype} "
-        "gradients, fp32 optimizer state", _zero(engine), "",
+        "gradients, fp32 optimizer state", _zero(engine), _memory(engine), "",
         report_non_default(config)))
+
+
+def _memory(engine: Engine) -> str:
+    held = engine.optimizer.memory()
+    kinds = {field.name: getattr(held, field.name) for field in fields(held)}
+    words = ", ".join(f"{name} {count / 2**20:.1f}" for name, count in kinds.items() if count)
+    return f"memory of rank 0 for {sum(p.numel() for p in engine.parameters):,} parameters (MiB): {words}"
 
 
 def _grid(mesh: Mesh, launch_source: str) -> str:
@@ -29,10 +38,9 @@ def _zero(engine: Engine) -> str:
     microbatches = max(1, config.train.global_batch_size // config.data_parallel_size // config.train.micro_batch_size)
     traffic = engine.optimizer.traffic(microbatches, config.zero.stage >= 2 and config.zero.zero_accumulate == "sharded",
                                        config.zero.zero3_pin_stage)
-    kinds = ", ".join(f"{name} {getattr(memory, name):,}" for name in ("parameters", "gradients", "masters", "optimizer"))
     sent = ", ".join(f"{operation.replace('_', '-')} {count:,}" for operation, count in sorted(traffic.items()))
-    return (f"ZeRO stage {config.zero.stage}: {memory.total:,} bytes of state on this rank ({kinds}); payload of a step over "
-            f"the data-parallel ranks: {sent or 'none'}")
+    return (f"ZeRO stage {config.zero.stage}: {memory.total:,} bytes of state on this rank; payload of a step over the "
+            f"data-parallel ranks: {sent or 'none'}")
 
 
 def _stages(plan: RunPlan) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from ..progress import Progress
-from ..ramps import make_batch_size, make_learning_rate, make_weight_decay
+from ..ramps import count_steps, make_batch_size, make_learning_rate, make_weight_decay, planned_steps
 from .build import Engine
 from .evaluate import evaluate
 from .flops import model_flops, peak_flops
@@ -48,6 +48,7 @@ class Trainer:
         self.stop = StopRequest()
         self.history: list[StepOutcome] = []       # of every step of this process
         self.saved_step = progress.step if config.checkpoint.load else -1
+        self._validated_step = -1
         self._window: list[tuple[StepOutcome, float, int]] = []
         self._vocab = config.model.padded_vocab_size(config.parallel.tensor_model_parallel_size)
         self._peak = peak_flops(engine.mesh.device, _compute_dtype(engine))[0]
@@ -75,14 +76,14 @@ class Trainer:
                     return self._stop_reason()
             if self.config.checkpoint.save and _due(self.config.checkpoint.save_interval, step):
                 self.save()
-            if _due(train.exit_interval, step):
+            if _due(train.exit_interval, step) and not self._is_finished():
                 return f"exit interval {train.exit_interval}"
         return "finished"
 
     def _is_finished(self) -> bool:
         train = self.config.train
-        if train.train_samples:
-            return self.progress.samples >= train.train_samples
+        if train.train_samples:      # the last samples, too few for a batch, are left over, as in Megatron
+            return not count_steps(self.batch_size, train.train_samples, self.progress.samples)
         return self.progress.step >= train.train_iters
 
     def _wants_to_stop(self) -> bool:
@@ -120,21 +121,23 @@ class Trainer:
         samples_a_second = sum(n for _, _, n in self._window) / (seconds * len(self._window))
         flops = model_flops(self.config.model, 1, seq_length, self._vocab) * samples_a_second / self._world
         return TrainRecord(
-            step=p.step, steps=self._total_steps(size), samples=p.samples, tokens=p.tokens, step_seconds=seconds,
+            step=p.step, steps=self._total_steps(), samples=p.samples, tokens=p.tokens, step_seconds=seconds,
             learning_rate=last.learning_rate, weight_decay=last.weight_decay, global_batch_size=size,
             loss=statistics.fmean(o.loss for o in outcomes), loss_scale=last.loss_scale, grad_norm=last.grad_norm,
             skipped_steps=p.skipped_steps, nan_steps=p.nan_steps, tokens_per_second=samples_a_second * seq_length,
             tflops_per_rank=flops / 1e12, mfu=flops / self._peak,
-            eta_seconds=(self._total_steps(size) - p.step) * seconds, memory_gib=peak_memory_gib(self.engine.mesh.device),
+            eta_seconds=(self._total_steps() - p.step) * seconds, memory_gib=peak_memory_gib(self.engine.mesh.device),
             data_seconds=statistics.fmean(d for _, d, _ in self._window))
 
     @property
     def _world(self) -> int:
         return self.engine.mesh.grid.world_size
 
-    def _total_steps(self, size: int) -> int:
+    def _total_steps(self) -> int:
         train, p = self.config.train, self.progress
-        return train.train_iters or p.step + math.ceil(max(0, train.train_samples - p.samples) / size)
+        if train.train_samples:
+            return p.step + count_steps(self.batch_size, train.train_samples, p.samples)
+        return train.train_iters
 
     # ------------------------------------------------------------------ evaluation and checkpoints
     def evaluate(self, split: str) -> bool:
@@ -142,12 +145,15 @@ class Trainer:
         train = self.config.train
         size = train.global_batch_size
         validation = split == "validation"
-        # The position in the validation stream is a function of the step, as in Megatron.
-        rounds = self.progress.step // train.eval_interval - 1 if validation and train.eval_interval else 0
+        # The position in the validation stream is a function of the step, as in Megatron; a checkpoint may be beyond the plan.
+        step = min(self.progress.step, planned_steps(train, self.batch_size))
+        rounds = step // train.eval_interval - 1 if validation and train.eval_interval else 0
         loss, seconds, stop = evaluate(
             self.engine, self.loaders.valid if validation else self.loaders.test,
             first_sample=max(0, rounds) * train.eval_iters * size, iterations=train.eval_iters, global_batch_size=size,
             should_stop=self._wants_to_stop)
+        if validation:
+            self._validated_step = self.progress.step
         if self.engine.mesh.rank == 0:
             self.log.evaluation(EvalRecord(self.progress.step, self.progress.samples, split, loss, seconds))
         return stop
@@ -156,7 +162,7 @@ class Trainer:
         train = self.config.train
         if not train.eval_iters:
             return
-        if self.loaders.valid and not _due(train.eval_interval, self.progress.step):
+        if self.loaders.valid and self._validated_step != self.progress.step:
             self.evaluate("validation")
         if self.loaders.test:
             self.evaluate("test")

@@ -11,6 +11,7 @@ import io
 import json
 import signal
 import socket
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,7 +97,8 @@ def saved_state(folder, step: int) -> dict[str, torch.Tensor]:
     path = Path(folder) / f"iter_{step:07d}"
     index = dcp.FileSystemReader(path).read_metadata()
     state = {name: torch.empty(entry.size) for name, entry in index.state_dict_metadata.items()}
-    dcp.load(state, checkpoint_id=path, no_dist=True)
+    with warnings.catch_warnings(action="ignore", category=UserWarning):        # that there is one process, which is meant
+        dcp.load(state, checkpoint_id=path, no_dist=True)
     return state
 
 

@@ -129,7 +129,8 @@ def test_each_part_can_have_a_path_of_its_own(corpora):
 
 
 def test_an_empty_part_is_an_error_with_numbers_and_remedy(corpora):
-    with pytest.raises(DataError, match="test part of .*c is empty: its 10 documents .* train 10, valid 0, test 0"):
+    told = "c: the test part is empty: --split 969,30,1 .* 10 documents .* train 10, valid 0, test 0"
+    with pytest.raises(DataError, match=told):
         build_datasets(configured(data_path=corpora[2:], splits="969,30,1"), (5, 0, 5), TOKENIZER)
     assert build_datasets(configured(data_path=corpora[2:], splits="969,30,1"), (5, 0, 0), TOKENIZER).valid is None
     assert build_datasets(configured(data_path=corpora[2:], splits="8,2,0"), (5, 2, 5), TOKENIZER).test is None

@@ -42,6 +42,7 @@ FILES = {
 
 CASES = [(1, ""), *((ranks, f"{GOOD} {extra}") for ranks, extra in (
     (1, "--num_lyers 12 --lr fast --bf16 true --seed"),
+    (1, "-lr 1e-3 –bf16 —hidden-siz 5 --seed 1"),
     (1, "--use-flash-attn --transformer-impl local --no-load-rng"),
     (1, "--swiglu --squared-relu"),
     (1, "--activation gulu --hidden-dropout 1 --normalization batchnorm"),
@@ -52,6 +53,7 @@ CASES = [(1, ""), *((ranks, f"{GOOD} {extra}") for ranks, extra in (
     (2, f"{PP} 2 --pipeline-layout 5,6"),
     (2, f"{TP} 2 --num-query-groups 1 --sequence-parallel --seq-length 1023"),
     (1, "--num-attention-heads 11"),
+    (1, "--hidden-size 12 --swiglu"),
     (1, "--num-attention-heads 256 --position-embedding-type rope"),
     (1, "--group-query-attention"),
     (1, "--num-query-groups 5"),
@@ -98,6 +100,7 @@ CASES = [(1, ""), *((ranks, f"{GOOD} {extra}") for ranks, extra in (
     (1, GOOD.replace("--lr 6e-4", "--deepspeed_config lr.json --config large.yaml other.yaml")),
     (2, f"{SAMPLES} 1000 --global-batch-size 64 --rampup-batch-size 16 9 1000"),
     (2, f"{SAMPLES} 1000 --global-batch-size 64 --rampup-batch-size 16 9"),
+    (2, f"{SAMPLES} 63 --global-batch-size 64"),
     (2, f"{MODEL} --lr 1 --mock-data --train-iters 100 --deepspeed_config triad.json"),
     (1, f"{MODEL} {RUN} --train-samples 100 --mock-data --deepspeed_config lr.json"),
 ))]

@@ -115,7 +115,7 @@ def wait_in_vain(rank, world):
 
 def test_a_peer_that_never_comes_is_named_with_the_operation_and_the_group():
     receive, reduce = run_processes(2, wait_in_vain)[1].split("\n")
-    assert "rank 1 (pipeline position 1) was waiting for act from rank 0 to rank 1" in receive
+    assert "rank 1 (pipeline position 1) was waiting for an activation from rank 0 to rank 1" in receive
     assert "rank 1: all-reduce failed in the dp group of ranks [0, 1]" in reduce
 
 

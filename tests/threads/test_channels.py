@@ -121,5 +121,5 @@ def test_sent_tensors_are_held_until_they_have_left_and_no_longer():
 
 def test_a_message_that_does_not_come_names_sender_receiver_and_kind():
     channels = Channels(Group("pp", (4, 5), 1, SlowMail()))
-    with pytest.raises(CommunicationError, match="rank 5 .* waiting for grad from rank 4 to rank 5: timed out"):
+    with pytest.raises(CommunicationError, match="rank 5 .* waiting for a gradient from rank 4 to rank 5: timed out"):
         channels.recv("grad", 0, (2,), torch.float32).wait()

@@ -58,14 +58,9 @@ def layout_of(case) -> str:
     return ",".join(f"{key}={case[key]}" for key in (*LAYOUT, "schedule"))
 
 
-def check_close(difference, dtype: str) -> None:
-    most_loss, most_weights = TOLERANCE[dtype]
-    assert difference.loss <= most_loss and difference.weights <= most_weights, difference
-
-
 def check(case) -> None:
     difference, run = stray(job_of(case), layout_of(case))
-    check_close(difference, case["dtype"])
+    assert difference.is_within(TOLERANCE[case["dtype"]]), difference
     check_in_force(case, run)
 
 
@@ -75,8 +70,7 @@ def test_a_layout_trains_like_one_process(case):
 
 
 @pytest.mark.grid
-@pytest.mark.skipif(not os.environ.get("MEGATRON_DS_TEST_ALL"), reason="the whole grid: only with make test-all")
-@pytest.mark.parametrize("case", all_cases(), ids=name_of)
+@pytest.mark.parametrize("case", all_cases() if os.environ.get("MEGATRON_DS_TEST_ALL") else [], ids=name_of)
 def test_every_layout_trains_like_one_process(case):
     check(case)
 
@@ -138,7 +132,7 @@ def test_fp16_overflows_and_recovers_alike_in_every_layout(style, layout, scale)
            "--loss-scale-window", "6"]
     job[job.index("--initial-loss-scale") + 1] = str(scale)
     difference, run = stray(job, layout)
-    check_close(difference, "fp16")
+    assert difference.is_within(TOLERANCE["fp16"]), difference
     overflows = [not math.isfinite(norm) for norm in run.merged[0].grad_norms]
     assert any(overflows[:5]) == any(overflows[10:]) == (scale > 2**20) and not all(overflows[5:])
     assert run.seen[0].dtypes == {torch.float16}
@@ -151,7 +145,7 @@ def test_a_growing_batch_gives_every_layout_the_same_samples():
         job[at:at + 2] = [samples, str(int(job[at + 1]) * GLOBAL_BATCH)]
     growing = [*job, "--rampup-batch-size", "4", "4", "40"]
     difference, run = stray(growing, "tp=2,pp=2,dp=2,zero=1,sp=1")
-    check_close(difference, "fp32")
+    assert difference.is_within(TOLERANCE["fp32"]), difference
     assert {s.forwards for s in run.seen} == {10 * 2 + 10 * 4}
     assert run.merged[0].losses != reference_of(job, "").merged[0].losses
 
@@ -159,7 +153,7 @@ def test_a_growing_batch_gives_every_layout_the_same_samples():
 def test_tokens_that_weigh_alike_make_the_micro_batch_size_a_matter_of_layout():
     job = [*tiny_job("llama", "fp32", True, 0.1, NUM_LAYERS, GLOBAL_BATCH, STEPS), "--calculate-per-token-loss"]
     (difference, run), one_by_one = stray(job, "tp=2,pp=2,dp=1,zero=0,sp=1,mbs=2"), reference_of(job, "mbs=1")
-    check_close(difference, "fp32")
+    assert difference.is_within(TOLERANCE["fp32"]), difference
     assert run.merged[0].losses == pytest.approx(one_by_one.merged[0].losses, rel=1e-6)
     assert {s.forwards for s in run.seen} == {STEPS * GLOBAL_BATCH // 2}
     weighed_by_micro_batch = reference_of(job[:-1], "mbs=1").merged[0].losses
@@ -169,4 +163,4 @@ def test_tokens_that_weigh_alike_make_the_micro_batch_size_a_matter_of_layout():
 def test_an_uneven_cut_and_smoothed_labels_train_like_one_process():
     job = [*tiny_job("gpt2", "fp32", False, 0.0, 5, GLOBAL_BATCH, STEPS), "--label-smoothing", "0.2"]
     difference, run = stray(job, "tp=2,pp=2,dp=2,zero=1,recompute=full,layout=Et|t*4L")
-    check_close(difference, "fp32")
+    assert difference.is_within(TOLERANCE["fp32"]), difference

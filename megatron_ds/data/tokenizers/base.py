@@ -44,11 +44,24 @@ def required_file(options: TokenizerOptions, field: str, kind: str, *, folder_ok
     """The path in `options.field`. Raises ConfigError naming the flag when it is not given or not there."""
     path, flag = getattr(options, field), "--" + field.replace("_", "-")
     if not path:
-        raise ConfigError(f"{kind} needs {flag}. tools/train_tokenizer.py makes the files from text of your own.")
+        raise ConfigError(f"{kind} needs {flag} PATH. tools/train_tokenizer.py makes such a file from text of your own.")
     if not (os.path.isfile(path) or folder_ok and os.path.isdir(path)):
         what = "file or folder" if folder_ok else "file"
         raise ConfigError(f"{flag} {path}: there is no such {what}, and {kind} needs it.")
     return path
+
+
+def required_files(options: TokenizerOptions, fields: Sequence[str], kind: str) -> list[str]:
+    """Several of them; what is wrong with each is told at once."""
+    paths, wrong = [], []
+    for field in fields:
+        try:
+            paths.append(required_file(options, field, kind))
+        except ConfigError as error:
+            wrong.append(str(error))
+    if wrong:
+        raise ConfigError(" ".join(wrong))
+    return paths
 
 
 def fingerprint_of(kind: str, *parts: bytes) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 from ...errors import DataError
-from .base import TOKENIZERS, TokenizerOptions, fingerprint_of, required_file
+from .base import TOKENIZERS, TokenizerOptions, fingerprint_of, required_files
 
 EOD = "<|endoftext|>"
 Pair = tuple[str, str]
@@ -34,9 +34,7 @@ class GPT2BPETokenizer:
 
     @classmethod
     def from_options(cls, options: TokenizerOptions) -> "GPT2BPETokenizer":
-        vocab_file = required_file(options, "vocab_file", "GPT2BPETokenizer")
-        merge_file = required_file(options, "merge_file", "GPT2BPETokenizer")
-        return cls(*read_bpe_files(vocab_file, merge_file))
+        return cls(*read_bpe_files(*required_files(options, ("vocab_file", "merge_file"), "GPT2BPETokenizer")))
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids

@@ -1,0 +1,104 @@
+"""Code blocks of Markdown pages, and how each is kept true.
+
+An HTML comment right above a block says what becomes of it:
+
+    (none)                       run, in the order of the page, in one folder for the page
+    <!-- file: NAME -->          written to NAME in that folder, where later blocks find it
+    <!-- needs GPUs -->          not run; its launches are taken apart and their flags parsed (`launches.py`)
+    <!-- runs in: COMMAND -->    not run here; COMMAND, elsewhere in the tests, does it
+    <!-- printed -->             what earlier blocks print, line by line; with `by: FILE`, what the test of FILE finds printed
+
+Blocks of ```bash and ```python are under this rule; other languages only when a comment stands above them.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+BLOCK = re.compile(r"^(?:<!-- (?P<mark>[^>]*) -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
+MARKS = re.compile(r"needs GPUs|file: \S+|runs in: .+|printed( by: \S+)?")
+RUNNABLE = ("bash", "python")
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block. mark: what the comment above it says, "" without one."""
+
+    page: str
+    line: int
+    language: str
+    text: str
+    mark: str
+
+    @property
+    def runs(self) -> bool:
+        return self.language in RUNNABLE and not self.mark
+
+    @property
+    def file(self) -> str:
+        """Where the block is to be written; "" for others."""
+        return self.mark.removeprefix("file: ") if self.mark.startswith("file: ") else ""
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def pages() -> list[str]:
+    """All pages for users, relative to the root."""
+    found = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    return sorted(str(path.relative_to(ROOT)) for path in found)
+
+
+def blocks_of(page: str) -> Iterator[Block]:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for found in BLOCK.finditer(text):
+        line = text.count("\n", 0, found.start()) + 1
+        yield Block(page, line, found["language"], found["text"], found["mark"] or "")
+
+
+def environment() -> dict[str, str]:
+    """For the blocks: this Python first, one thread a rank, ranks that meet on this machine."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "OMPI_"))}
+    return kept | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT),
+                   "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def make_workplace(folder: Path) -> None:
+    """What a reader stands in: the root of the repository, but nothing is written into that."""
+    for name in ("tools", "examples", "pretrain_gpt.py"):
+        (folder / name).symlink_to(ROOT / name)
+
+
+def run_page(page: str, folder: Path, seconds: int = 200) -> str:
+    """Run the page's blocks in `folder`; what they printed. A block that fails is an AssertionError that shows it."""
+    make_workplace(folder)
+    said = ""
+    for block in blocks_of(page):
+        if block.file:
+            (folder / block.file).write_text(block.text, encoding="utf-8")
+        elif block.runs:
+            said += _run(block, folder, seconds)
+        elif block.mark == "printed":
+            check_printed(block, said)
+    return said
+
+
+def check_printed(block: Block, said: str) -> None:
+    """Each line of the block is a line of what was said; blank ones are for the reader."""
+    there = {line.rstrip() for line in said.splitlines()}
+    missing = [line for line in block.text.splitlines() if line.strip() and line.rstrip() not in there]
+    assert not missing, f"{block}: nobody printed {missing}"
+
+
+def _run(block: Block, folder: Path, seconds: int) -> str:
+    interpreter = ["bash", "-euo", "pipefail", "-c"] if block.language == "bash" else [sys.executable, "-c"]
+    done = subprocess.run([*interpreter, block.text], cwd=folder, env=environment(), capture_output=True, text=True,
+                          timeout=seconds)
+    assert done.returncode == 0, (f"{block} ended with {done.returncode}:\n{block.text}\n{done.stdout[-2000:]}\n"
+                                  f"{done.stderr[-4000:]}")
+    return done.stdout + done.stderr

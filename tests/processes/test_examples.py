@@ -1,0 +1,82 @@
+"""The recipes in examples/ are shell that parses, start ranks that would train, and, in small, do so."""
+
+import json
+import math
+import re
+import subprocess
+from contextlib import chdir
+
+import pytest
+
+from megatron_ds.data.tokenizers import TOKENIZERS
+from tests.harness.documents import ROOT, blocks_of, check_printed, environment
+from tests.harness.launches import sbatch_environment, started_by, trainings
+
+EXAMPLES = sorted(path for path in (ROOT / "examples").iterdir() if path.suffix in (".sh", ".sbatch"))
+TORCHRUN, SBATCH = (ROOT / "examples" / name for name in ("gpt3_torchrun.sh", "llama_7b.sbatch"))
+
+
+def started(recipe, folder, *arguments, **env):
+    script = recipe.read_text(encoding="utf-8")
+    commands = started_by(script, folder, env, arguments)
+    found = trainings(commands, sbatch_environment(script))
+    with chdir(ROOT):
+        return [(s, s.config()) for s in found], commands
+
+
+@pytest.mark.parametrize("recipe", EXAMPLES, ids=lambda path: path.name)
+def test_a_recipe_is_shell(recipe):
+    checked = subprocess.run(["bash", "-n", str(recipe)], capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stderr
+
+
+@pytest.mark.parametrize("size, nodes, parameters", [("125m", 1, 124e6), ("345m", 2, 354e6)])
+def test_gpt3_by_torchrun_is_of_its_size_and_waits_for_a_save(tmp_path, size, nodes, parameters):
+    [(one, config)], [command] = started(TORCHRUN, tmp_path, size, NNODES=str(nodes), HEAD="node1")
+    assert one.world_size == 8 * nodes == config.data_parallel_size
+    m = config.model
+    assert 12 * m.num_layers * m.hidden_size**2 + 50257 * m.hidden_size == pytest.approx(parameters, rel=0.01)
+    assert config.train.train_samples * m.seq_length == pytest.approx(300e9, rel=1e-6)
+    assert config.data.tokenizer_type in TOKENIZERS
+    assert int(command[command.index("--shutdown-timeout") + 1]) >= 300 and "SIGUSR1" in " ".join(command)
+
+
+@pytest.mark.parametrize("before, after, again", [
+    (None, 2000, True), (2000, 3000, True), (2000, 2000, False), (4000, 5000, False)])
+def test_a_slurm_job_is_queued_again_while_it_gets_on_and_is_not_done(tmp_path, before, after, again):
+    save = tmp_path / "run"
+    save.mkdir()
+    tracker = save / "latest_checkpointed_iteration.txt"
+    if before is not None:
+        tracker.write_text(str(before))
+    moved = SBATCH.read_text().replace('\nafter="$(steps_done)"', f'\necho {after} > {tracker}\nafter="$(steps_done)"')
+    recipe = tmp_path / "moved.sbatch"
+    recipe.write_text(moved)
+    [(one, config)], commands = started(recipe, tmp_path, SAVE=str(save), STEPS="5000")
+    assert (["scontrol", "requeue", "7"] in commands) is again
+    p = config.parallel
+    assert one.world_size == 16 and (p.tensor_model_parallel_size, p.pipeline_model_parallel_size) == (4, 2)
+    assert config.checkpoint.save == config.checkpoint.load == str(save) and config.train.train_iters == 5000
+
+
+def test_a_slurm_job_is_told_of_its_time_limit_through_its_ranks():
+    """`--signal=B:…` would reach this shell alone, which has nothing to save."""
+    signal, = re.findall(r"^#SBATCH --signal=(\S+)$", SBATCH.read_text(), re.MULTILINE)
+    assert re.fullmatch(r"USR1@\d{3,}", signal)
+
+
+def test_the_quickstart_in_small_ends_with_a_curve_and_a_text(tmp_path):
+    command = ["bash", str(ROOT / "examples" / "gpt_tiny_cpu.sh"), "out"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment() | {"STEPS": "20"}, capture_output=True, text=True,
+                          timeout=240)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    records = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    trained = [r for r in records if r["kind"] == "train"]
+    assert trained[-1]["step"] == 20 and trained[-1]["loss"] < math.log(2048) - 0.2
+    told, = [block for block in blocks_of("docs/quickstart.md") if block.mark == "printed by: examples/gpt_tiny_cpu.sh"]
+    check_printed(told, done.stdout)
+    assert "tp 1 × cp 1 × ep 1 × pp 2 × dp 2" in done.stdout
+    assert "loaded out/checkpoints, iteration 4" in done.stdout
+    assert (tmp_path / "out" / "loss.png").stat().st_size > 10_000
+    text = done.stdout.partition("A text of its own:")[2].partition("loss curve:")[0]
+    assert text.split()[0].startswith("The") and len(text) > 100
