@@ -106,23 +106,37 @@ def our_flags(w: Workload, layout: tuple[str, ...]) -> list[str]:
 def ours(w: Workload, world: int, layout: tuple[str, ...], stack: ExitStack) -> Step:
     """`stack` leaves the other ranks when it closes."""
     from megatron_ds.config import parse
+    from megatron_ds.data.loader import Loader
     from megatron_ds.mpu import launch as launching
     from megatron_ds.progress import Progress
     from megatron_ds.training.build import build_engine
-    from megatron_ds.training.compare import global_batch_share
     from megatron_ds.training.join import joined
     from megatron_ds.training.step import train_step
     config = parse(our_flags(w, layout), world_size=world)
     engine = build_engine(config, stack.enter_context(joined(config, launching.read_launch(os.environ))))
     _load(engine, initial_weights(w), w)
-    samples = torch.from_numpy(token_batches(w)).flatten(0, 1)
+    loader = Loader(Samples(w), seq_length=w.seq, micro_batch_size=w.micro_batch)
+    data = engine.mesh.group("dp", "cp")
 
     def step(i: int) -> float:
         progress = Progress(step=i, samples=i * w.global_batch)
-        batch = global_batch_share(samples, progress.samples, w.global_batch, config, engine.mesh)
+        batch = loader.batch(progress.samples, w.global_batch, data.rank, data.size)
         return train_step(engine, batch, progress, learning_rate=LEARNING_RATE, weight_decay=WEIGHT_DECAY).loss
 
     return step
+
+
+class Samples:
+    """The batches as a dataset of our loader: sample i is row i of all batches laid end to end, over and over."""
+
+    def __init__(self, w: Workload):
+        self.rows = token_batches(w).reshape(-1, w.seq + 1)
+
+    def __len__(self) -> int:
+        return 10**9
+
+    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
+        return {"tokens": self.rows[i % len(self.rows)]}
 
 
 SHORT_NAMES = {"input_layernorm": "ln1", "self_attention.linear_qkv": "qkv", "self_attention.linear_proj": "proj",

@@ -29,13 +29,13 @@ step "3. tokens on disk, .bin and .idx"
     --output-prefix "$out/corpus" --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$out/tokenizer" \
     --append-eod --workers 2
 
-# What both runs share: the job. The layout is not part of it.
+# What both runs share: the job. The layout is not part of it, nor is the micro-batch, which the layout asks for.
 # A model of a million parameters learns most from many small batches and from weights that begin larger than usual.
 job=(
     --num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --make-vocab-size-divisible-by 64
     --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --init-method-std 0.06
     --hidden-dropout 0 --attention-dropout 0
-    --micro-batch-size 4 --global-batch-size 8 --lr 4e-3 --min-lr 2e-4 --lr-decay-style cosine
+    --global-batch-size 8 --lr 4e-3 --min-lr 2e-4 --lr-decay-style cosine
     --train-iters "$steps" --lr-warmup-iters $((steps / 25)) --weight-decay 0.1 --adam-beta2 0.95 --seed 1234
     --zero-stage 1
     --data-path "$out/corpus_text_document" --split 95,5,0
@@ -48,10 +48,11 @@ torchrun() { "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node 4 
 
 step "4. train on 4 ranks, TP 2 × PP 2, and stop after $first of $steps steps"
 [ -d "$out/checkpoints" ] || torchrun "$here/pretrain_gpt.py" "${job[@]}" --exit-interval "$first" \
-    --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2
+    --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --micro-batch-size 4
 
 step "5. the same job goes on at another layout, TP 1 × PP 2 × DP 2"
-torchrun "$here/pretrain_gpt.py" "${job[@]}" --tensor-model-parallel-size 1 --pipeline-model-parallel-size 2
+torchrun "$here/pretrain_gpt.py" "${job[@]}" --tensor-model-parallel-size 1 --pipeline-model-parallel-size 2 \
+    --micro-batch-size 2
 
 step "6. what it learned"
 "$PYTHON" "$here/tools/plot_loss.py" --metrics "$out/metrics.jsonl" --output "$out/loss.png" --vocab-size 2048 \
