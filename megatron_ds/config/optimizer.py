@@ -60,6 +60,15 @@ class OptimizerConfig:
     hysteresis: int = option(2, at_least=1, json="fp16.hysteresis",
                              help="Overflows after which the scale is halved (fp16 only).")
 
+    main_grads_dtype: str = option(
+        "fp32", choices=("fp32", "bf16", "fp16"), json="data_types.grad_accum_dtype",
+        help="Gradients accumulate and travel in it; bf16 and fp16 only where the weights are.",
+        avoid="16 bits lose small contributions when many micro-batches or ranks add up.")
+
+    @property
+    def gradient_dtype(self) -> str:
+        return {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[self.main_grads_dtype]
+
     @property
     def params_dtype(self) -> str:
         return "float16" if self.fp16 else "bfloat16" if self.bf16 else "float32"

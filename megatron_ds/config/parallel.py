@@ -46,8 +46,24 @@ class ZeroConfig:
 
     stage: int = option(
         0, choices=(0, 1, 2, 3), flag="--zero-stage", switches={"--use-distributed-optimizer": 1},
-        json="zero_optimization.stage", help="0: nothing is split; 1: optimizer state; 2: also gradients; 3: also weights. "
-        "0 and 1 for now.", avoid="At data-parallel size 1 there is nothing to split.")
+        json="zero_optimization.stage", help="0: nothing is split; 1: optimizer state; 2: also gradients; 3: also weights.",
+        avoid="At data-parallel size 1 there is nothing to split. 3 sends half as much again as the others: choose it when "
+        "the weights do not fit.")
+    zero_accumulate: str = option(
+        "sharded", choices=("sharded", "full"), help="How gradients of several micro-batches add up (stages 2 and 3). "
+        "sharded: each micro-batch is reduced into the rank's shard; full: whole gradients are kept and reduced once a step.",
+        avoid="full holds all gradients on every rank while it adds up: less memory is saved, less is sent.")
+    param_persistence_threshold: int | None = option(
+        None, at_least=0, flag="--stage3-param-persistence-threshold",
+        json="zero_optimization.stage3_param_persistence_threshold", unit="elements",
+        help="Parameters with fewer elements stay whole on every rank (stage 3). Default: the smallest, a thousandth of all.")
+    prefetch_bucket_size: int | None = option(
+        None, at_least=0, flag="--stage3-prefetch-bucket-size", json="zero_optimization.stage3_prefetch_bucket_size",
+        unit="elements", help="So many elements are gathered ahead of the layer at work (stage 3). Default: one layer.",
+        avoid="0 gathers each layer when it is needed, and waits for it.")
+    zero3_pin_stage: bool = option(
+        False, help="Gather the weights of a pipeline stage once a step, not once per layer, micro-batch and direction "
+        "(stage 3).", avoid="All weights of the stage are then whole during the step.")
     reduce_bucket_size: int | None = option(
         None, at_least=1, flags=["--ddp-bucket-size"], json="zero_optimization.reduce_bucket_size", unit="elements",
         help="Gradients are reduced in buckets of about this many elements. Default: an eighth of the rank's parameters, "

@@ -69,7 +69,7 @@ REFUSED_FLAGS = MappingProxyType({
 
 _LATER = "it is not available yet. Remove it."
 _FLAT = "gradients live in flat buckets, each reduced once by the collective that its ZeRO stage needs. Remove it."
-_STAGE3 = "it tunes ZeRO stage 3, which is not available yet. Remove it."
+_STAGE3 = "layers are gathered in the order of the model and released after use; there is nothing to tune there. Remove it."
 _MONITOR = "metrics go to the log, to TensorBoard and to --metrics-jsonl. Remove it."
 _LOADER = "batches come from the --data-path of the flags. Remove it."
 
@@ -80,15 +80,14 @@ REFUSED_KEYS = MappingProxyType({
     "amp": "write a bf16 or an fp16 block instead.",
     "autotuning": _LATER,
     "bf16.check_grad_overflow": "a step with a gradient that is not finite is always skipped. Remove it.",
-    "bf16.immediate_grad_update": "gradients are always added to the fp32 buffer as they come. Remove it.",
+    "bf16.immediate_grad_update": "gradients are always added to the buffer as they come. Remove it.",
     "comms_logger": _LATER,
-    "communication_data_type": "gradients are reduced in fp32. Remove it.",
+    "communication_data_type": "gradients travel in the format they accumulate in: data_types.grad_accum_dtype. Remove it.",
     "compression_training": _LATER,
     "csv_monitor": _MONITOR,
     "comet": _MONITOR,
     "curriculum_learning": _LATER,
     "data_efficiency": _LATER,
-    "data_types": "gradients are accumulated in fp32. Remove it.",
     "dataloader_drop_last": _LOADER,
     "disable_allgather": _FLAT,
     "dump_state": "startup always prints every value that is not default. Remove it.",
@@ -134,6 +133,5 @@ REFUSED_KEYS = MappingProxyType({
     "zero_optimization.zero_quantized_weights": _LATER,
     **{f"zero_optimization.stage3_{name}": _STAGE3 for name in (
         "gather_16bit_weights_on_model_save", "max_live_parameters", "max_reuse_distance", "model_persistence_threshold",
-        "module_granularity_threshold", "param_persistence_threshold", "prefetch_bucket_size",
-        "use_all_reduce_for_fetch_params")},
+        "module_granularity_threshold", "use_all_reduce_for_fetch_params")},
 })

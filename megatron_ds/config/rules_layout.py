@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 
-from .run import RunConfig
+from .run import RunConfig, all_options
 from .say import divisors, either, flag, neighbours, say
 
 TP, PP = "parallel.tensor_model_parallel_size", "parallel.pipeline_model_parallel_size"
@@ -49,11 +49,22 @@ def not_available_yet(config: RunConfig) -> Iterator[str]:
     for path, most in (("parallel.context_parallel_size", 1), ("parallel.expert_model_parallel_size", 1)):
         if config.get(path) > most:
             yield f"{say(config, path)}: only 1 is available yet."
-    if config.zero.stage > 1:
-        yield f"{say(config, 'zero.stage')}: stages 0 and 1 are available yet. Stage 1 already divides the optimizer state."
     for path in ("data.reset_position_ids", "data.reset_attention_mask"):
         if config.get(path):
             yield f"{say(config, path)} is not available yet: documents packed into one sample see one another. Remove it."
+
+
+def zero_options(config: RunConfig) -> Iterator[str]:
+    """Options of stages that are not in force would change nothing."""
+    for path, least in (("zero.zero_accumulate", 2), ("zero.param_persistence_threshold", 3),
+                        ("zero.prefetch_bucket_size", 3), ("zero.zero3_pin_stage", 3)):
+        if config.zero.stage < least and config.get(path) != all_options()[path].default:
+            yield (f"{say(config, path)} tunes ZeRO stage {least}{' and 3' if least == 2 else ''}, but "
+                   f"{say(config, 'zero.stage')}. Remove it, or use {flag('zero.stage')} {least}.")
+    grads, params = config.optimizer.gradient_dtype, config.optimizer.params_dtype
+    if grads not in ("float32", params):
+        yield (f"{say(config, 'optimizer.main_grads_dtype')}, but the weights are {params}: gradients accumulate in fp32 or "
+               f"in the format of the weights. Use {flag('optimizer.main_grads_dtype')} fp32.")
 
 
 def world(config: RunConfig) -> Iterator[str]:
@@ -115,4 +126,5 @@ def _tp_fits(config: RunConfig, size: int) -> bool:
     return all(number % size == 0 for number in numbers if number)
 
 
-LAYOUT_RULES = (heads, feed_forward, positions, not_available_yet, world, tensor_parallel, pipeline, rank_order)
+LAYOUT_RULES = (heads, feed_forward, positions, not_available_yet, zero_options, world, tensor_parallel, pipeline,
+                rank_order)

@@ -18,6 +18,8 @@ WORD_EMBEDDINGS = "embedding.word_embeddings"
 class GPTEmbedding(nn.Module):
     """Word embedding, plus learned positions where the model has them, then dropout."""
 
+    weights_read_in_backward = False         # a gradient with respect to tokens does not exist
+
     def __init__(self, config, placement: Placement, *, tied: str | None):
         super().__init__()
         to = dict(dtype=placement.dtype, device=placement.device)

@@ -2,7 +2,7 @@
 
     add_transfers   SEND and RECV wherever neighbouring stages live on different ranks
     add_ties        TIE, the sum of gradients of parameters that live on several stages
-    add_zero        REDUCE, when gradients may be reduced over data-parallel ranks
+    add_zero        REDUCE, when gradients may be reduced over data-parallel ranks; GATHER and RELEASE of a stage's parameters
     forward_only    the evaluation half of a schedule
     lower           the first three, in their order
 
@@ -97,12 +97,25 @@ def add_zero(schedule: Schedule, *, gather: bool = False, reduce_each: bool = Fa
     """Add REDUCE right before the last B or W of each stage: "the next one completes the gradients of this stage".
 
     reduce_each  REDUCE before every B or W: gradients live only as shards, so each micro-batch is reduced by itself
-    gather       reserved for GATHER and RELEASE around the computations of a stage (ZeRO stage 3)
+    gather       pin parameters that live in shards: GATHER before the first computation of each stage, RELEASE after its
+                 last. Without it, layers come and go one by one, which is no matter of the schedule
     """
-    if gather:
-        raise ScheduleError("gather=True asks for GATHER and RELEASE, which no executor serves yet: parameters are whole "
-                            "on each rank. Legal: gather=False (ZeRO stages 0 to 2).")
-    return tuple(_with_reduces(program, reduce_each) for program in schedule)
+    reduced = tuple(_with_reduces(program, reduce_each) for program in schedule)
+    return tuple(map(_pinned, reduced)) if gather else reduced
+
+
+def _pinned(program: Program) -> Program:
+    computations = [(at, i.stage) for at, i in enumerate(program) if i.op in COMPUTE]
+    last = {stage: at for at, stage in computations}
+    first = {stage: at for at, stage in reversed(computations)}
+    pinned: list[Instruction] = []
+    for at, i in enumerate(program):
+        if first.get(i.stage) == at:
+            pinned.append(Instruction(Op.GATHER, i.stage))
+        pinned.append(i)
+        if last.get(i.stage) == at:
+            pinned.append(Instruction(Op.RELEASE, i.stage))
+    return tuple(pinned)
 
 
 def forward_only(schedule: Schedule) -> Schedule:
@@ -114,7 +127,8 @@ def _forward_program(program: Program) -> Program:
     forward = tuple(i for i in program if i.op is Op.F)
     receives = [i for i in program if i.op is Op.RECV_ACT]
     sends = {replace(i, op=Op.F): i for i in program if i.op is Op.SEND_ACT}
-    return _place(forward, [receives], sends, lookahead=1)
+    placed = _place(forward, [receives], sends, lookahead=1)
+    return _pinned(placed) if any(i.op is Op.GATHER for i in program) else placed
 
 
 def _place(program: Program, channels: Collection[Sequence[Instruction]], sends: Mapping[Instruction, Instruction],

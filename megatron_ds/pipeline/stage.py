@@ -7,6 +7,7 @@ saved it for its own backward.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..data.batch import Batch
+
+LayerHook = Callable[[int, bool], None]
 
 
 @dataclass(slots=True)
@@ -32,11 +35,15 @@ class Stage:
     loss     on the last stage, loss(x, batch) → an object with `objective`, a scalar tensor that is differentiated and is
              not a view; it is detached in place, so that keeping the loss of a step keeps no graph alive.
              None: the output of the last layer is the result (forward only)
+    enter, leave  called with (number of the module, whether in backward) around the work of each module: for parameters
+             that are not there all the time
     """
 
     def __init__(self, index: int, modules: Sequence[nn.Module], *, is_first: bool, is_last: bool,
-                 loss: Callable[[Tensor, Batch], Any] | None = None):
+                 loss: Callable[[Tensor, Batch], Any] | None = None, enter: LayerHook | None = None,
+                 leave: LayerHook | None = None):
         self.index, self.modules, self.is_first, self.is_last, self.loss = index, modules, is_first, is_last, loss
+        self.enter, self.leave = enter, leave
         self.live: dict[int, _Live] = {}
 
     def forward(self, microbatch: int, batch: Batch, x: Tensor | None, scale: float) -> Any:
@@ -47,9 +54,7 @@ class Stage:
         training = torch.is_grad_enabled()
         if x is not None and training:
             x = x.detach().requires_grad_()
-        output = x
-        for module in self.modules:
-            output = module(output, batch)
+        output = self._run(x, batch)
         if self.loss is None or not self.is_last:
             if training:
                 self.live[microbatch] = _Live(x, _edge_of(output), None)
@@ -68,8 +73,31 @@ class Stage:
         """
         live = self.live.pop(microbatch)
         if live.edge is not None:
+            last = len(self.modules) - 1
+            if self.enter is not None:
+                self.enter(last, True)
             torch.autograd.backward(live.edge, live.start if grad is None else grad)
+            if self.leave is not None:
+                self.leave(0, True)
         return None if live.input is None else live.input.grad
+
+    def _run(self, x: Tensor | None, batch: Batch) -> Tensor:
+        if self.enter is None:
+            for module in self.modules:
+                x = module(x, batch)
+            return x
+        for i, module in enumerate(self.modules):
+            self.enter(i, False)
+            x = module(x, batch)
+            self.leave(i, False)
+            if x.requires_grad and i + 1 < len(self.modules):
+                x.register_hook(partial(self._cross, i))
+        return x
+
+    def _cross(self, i: int, grad: Tensor) -> None:
+        """Backward has gone from module i + 1 to module i."""
+        self.leave(i + 1, True)
+        self.enter(i, True)
 
     def check_empty(self) -> None:
         """Between steps no micro-batch may be alive."""

@@ -17,6 +17,7 @@ from ..mpu.param_spec import Box, ParamSpec
 from ..ops.random import generator_of
 
 BLOCK = 1 << 16
+CONSTANTS = {"zeros": 0.0, "ones": 1.0}
 
 
 @torch.no_grad()
@@ -31,7 +32,42 @@ def initialize(parameters: Iterable[torch.nn.Parameter], seed: int, rank: int, s
         else:
             parameter.zero_()
             for box in spec.boxes(rank, size):
-                _slice(parameter, box.local, box.sizes).fill_({"zeros": 0.0, "ones": 1.0}[spec.init.kind])
+                _slice(parameter, box.local, box.sizes).fill_(CONSTANTS[spec.init.kind])
+
+
+@torch.no_grad()
+def initialize_interval(out: torch.Tensor, spec: ParamSpec, start: int, seed: int, rank: int, size: int) -> None:
+    """Fill flat `out` with elements [start, start + len(out)) of the flattened shard of rank `rank`: the bits of `initialize`.
+
+    Draws a run of rows at a time, so the shard never exists as a whole.
+    """
+    shape = spec.local_shape(size) or (1,)
+    row = math.prod(shape[1:])
+    stop, rows_at_once, blocks = start + out.numel(), max(1, BLOCK // row), _Blocks(spec, seed)
+    for first in range(start // row, -(-stop // row), rows_at_once):
+        rows = min(rows_at_once, shape[0] - first)
+        values = _rows(spec, blocks, first, rows, rank, size).view(-1)
+        low, high = max(start, first * row), min(stop, (first + rows) * row)
+        out[low - start:high - start].copy_(values[low - first * row:high - first * row])
+
+
+def _rows(spec: ParamSpec, blocks: "_Blocks", first: int, rows: int, rank: int, size: int) -> torch.Tensor:
+    """Rows [first, first + rows) of dimension 0 of the shard, fp32."""
+    shape = spec.local_shape(size) or (1,)
+    values = torch.zeros(rows, *shape[1:])
+    for box in spec.boxes(rank, size):
+        local, logical, sizes = box.local or (0,), box.logical or (0,), box.sizes or (1,)
+        a, b = max(first, local[0]), min(first + rows, local[0] + sizes[0])
+        if a >= b:
+            continue
+        target = _slice(values, (a - first, *local[1:]), (b - a, *sizes[1:]))
+        if spec.init.kind != "normal":
+            target.fill_(CONSTANTS[spec.init.kind])
+            continue
+        row, at = math.prod(spec.shape[1:]), logical[0] + a - local[0]
+        drawn = blocks.interval(at * row, (at + b - a) * row).view(b - a, *spec.shape[1:])
+        target.copy_(_slice(drawn, (0, *logical[1:]), (b - a, *sizes[1:])))
+    return values
 
 
 def _fill_normal(parameter: torch.Tensor, spec: ParamSpec, box: Box, seed: int) -> None:

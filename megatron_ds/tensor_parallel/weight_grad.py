@@ -2,9 +2,13 @@
 
     dW = dyᵀ x        x [N, in], dy [N, out]
 
-A parameter managed by ZeRO carries `main_grad`, an fp32 view into a flat buffer, and `grad_ready`, called once per
-contribution. Then the product is added there directly: no gradient tensor is allocated, and nothing is added twice. Otherwise
-the gradient is returned to autograd, as in any module.
+A parameter managed by ZeRO carries `main_grad`, a view into a flat buffer, in the parameter's shape; or, where gradients are
+sharded, `take_main_grad()`, which gives that view. And `grad_ready()`, called once per contribution. The product is added
+there directly: no gradient tensor is allocated, and nothing is added twice. Otherwise the gradient is returned to autograd,
+as in any module.
+
+Note: ask each time. Where gradients are sharded the buffer exists from the first contribution to its bucket until the bucket
+is reduced; the next micro-batch may be given another one.
 
 A backward whose weight half runs later (zero-bubble schedules) keeps (weight, x, dy) and calls `linear_gradient` then.
 """
@@ -13,8 +17,8 @@ import torch
 
 
 def linear_gradient(weight: torch.Tensor, x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor | None:
-    """Add dyᵀ x to the weight's `main_grad` and return None; or return it, when there is no `main_grad`."""
-    main_grad = getattr(weight, "main_grad", None)
+    """Add dyᵀ x to the weight's main grad and return None; or return it, when it has none."""
+    main_grad = _main_grad_of(weight)
     if main_grad is None:
         return dy.t().mm(x)
     if main_grad.dtype == x.dtype:
@@ -27,7 +31,7 @@ def linear_gradient(weight: torch.Tensor, x: torch.Tensor, dy: torch.Tensor) -> 
 
 def embedding_gradient(weight: torch.Tensor, rows: torch.Tensor, dy: torch.Tensor) -> torch.Tensor | None:
     """Add dy [N, h] to `rows` [N] of the weight's gradient; the same two ways out as `linear_gradient`."""
-    main_grad = getattr(weight, "main_grad", None)
+    main_grad = _main_grad_of(weight)
     if main_grad is None:
         gradient = torch.zeros_like(weight, memory_format=torch.contiguous_format)
         _add_rows(gradient, rows, dy)
@@ -35,6 +39,14 @@ def embedding_gradient(weight: torch.Tensor, rows: torch.Tensor, dy: torch.Tenso
     _add_rows(main_grad, rows, dy.to(main_grad.dtype))
     weight.grad_ready()
     return None
+
+
+def _main_grad_of(weight: torch.Tensor) -> torch.Tensor | None:
+    main_grad = getattr(weight, "main_grad", None)
+    if main_grad is None:
+        take = getattr(weight, "take_main_grad", None)
+        main_grad = None if take is None else take()
+    return main_grad
 
 
 def _add_rows(out: torch.Tensor, rows: torch.Tensor, dy: torch.Tensor) -> None:

@@ -25,8 +25,8 @@ from ..pipeline.instruction import Op, Schedule
 from ..pipeline.partition import parse_layout, partition
 from ..pipeline.schedules import SCHEDULES
 from ..pipeline.stage import Stage
-from ..tensor_parallel.init import initialize
-from ..zero.optimizer import DataGroups, ZeroOptimizer
+from ..tensor_parallel.init import initialize, initialize_interval
+from ..zero.optimizer import DataGroups, LayerPlan, ZeroOptimizer
 from ..zero.policy import STAGES
 from ..zero.scaler import make_scaler
 from .allocator import keep_freed_memory
@@ -57,11 +57,15 @@ class RunPlan:
 
 
 def describe_layers(config: RunConfig, mesh: Mesh) -> list:
-    """The model as a list of named layers, none of them built yet."""
+    """The model as a list of named layers, none of them built yet.
+
+    With parameters in shards the layers are built without memory (on the meta device): no rank ever holds the whole.
+    """
     dtype = DTYPES[config.optimizer.params_dtype]
+    device = torch.device("meta") if config.zero.stage == 3 else mesh.device
     return MODELS[config.model.model](
         config.model, tp=mesh.group("tp"), sequence_parallel=config.parallel.sequence_parallel, dtype=dtype,
-        device=mesh.device, seed=config.train.seed, recompute_granularity=config.train.recompute_granularity,
+        device=device, seed=config.train.seed, recompute_granularity=config.train.recompute_granularity,
         recompute_num_layers=config.train.recompute_num_layers)
 
 
@@ -96,7 +100,9 @@ def plan_schedule(config: RunConfig, num_microbatches: int) -> Schedule:
     stages = config.parallel.pipeline_model_parallel_size
     schedule = SCHEDULES[config.parallel.pipeline_schedule](stages, num_microbatches)
     tied = () if config.model.untie_embeddings_and_output_weights or stages == 1 else (0, stages - 1)
-    return passes.lower(schedule, stages, tied=tied)
+    zero = config.zero
+    return passes.lower(schedule, stages, tied=tied, gather=zero.stage == 3 and zero.zero3_pin_stage,
+                        reduce_each=zero.stage >= 2 and zero.zero_accumulate == "sharded")
 
 
 @dataclass
@@ -124,23 +130,33 @@ def build_engine(config: RunConfig, mesh: Mesh) -> Engine:
     uses = count_uses(modules)
     parameters = list(uses)
     tp = mesh.group("tp")
-    initialize(parameters, config.train.seed, tp.rank, tp.size)
-    optimizer = _build_optimizer(config, mesh, parameters, uses)
+    if not parameters or not parameters[0].is_meta:
+        initialize(parameters, config.train.seed, tp.rank, tp.size)
+    optimizer = _build_optimizer(config, mesh, modules, parameters, uses)
+    gathering = optimizer.gathering_of(pp_rank)
     stage = Stage(pp_rank, list(modules), is_first=mesh.is_first_stage, is_last=mesh.is_last_stage,
-                  loss=_loss_function(config, tp) if mesh.is_last_stage else None)
+                  loss=_loss_function(config, tp) if mesh.is_last_stage else None,
+                  enter=gathering and gathering.enter, leave=gathering and gathering.leave)
     return Engine(config, mesh, plan, stage, modules, parameters, optimizer,
                   _build_executor(config, mesh, stage, optimizer))
 
 
-def _build_optimizer(config: RunConfig, mesh: Mesh, parameters: list[nn.Parameter], uses: Counter) -> ZeroOptimizer:
-    o, zero = config.optimizer, config.zero
-    groups = DataGroups(data=mesh.group("dp", "cp"), expert=mesh.group("edp"), tp=mesh.group("tp"),
-                        model=mesh.group("tp", "pp"), tied=mesh.group("embd"))
+def _build_optimizer(config: RunConfig, mesh: Mesh, modules: nn.ModuleList, parameters: list[nn.Parameter],
+                     uses: Counter) -> ZeroOptimizer:
+    o, zero, tp = config.optimizer, config.zero, mesh.group("tp")
+    groups = DataGroups(data=mesh.group("dp", "cp"), expert=mesh.group("edp"), tp=tp, model=mesh.group("tp", "pp"),
+                        tied=mesh.group("embd"))
+    pp_rank = mesh.coordinate("pp")
+    layers = {pp_rank: [list(module.parameters()) for module in modules]} if zero.stage == 3 else {}
+    unread = frozenset((pp_rank, i) for i, module in enumerate(modules)
+                       if not getattr(module, "weights_read_in_backward", True))
     return ZeroOptimizer(
         parameters, uses=uses, groups=groups, policy=STAGES[zero.stage],
         make_optimizer=partial(OPTIMIZERS[o.optimizer], settings=o), scaler=make_scaler(o),
         clip_grad=o.clip_grad, bucket_elements=bucket_elements(zero, sum(p.numel() for p in parameters)),
-        overlap=zero.overlap_comm is not False)
+        overlap=zero.overlap_comm is not False, grad_dtype=DTYPES[o.gradient_dtype], device=mesh.device,
+        layer_plan=LayerPlan(layers, unread, zero.prefetch_bucket_size, zero.param_persistence_threshold),
+        draw=lambda spec, start, out: initialize_interval(out, spec, start, config.train.seed, tp.rank, tp.size))
 
 
 def bucket_elements(zero, num_parameters: int) -> int:
@@ -159,7 +175,8 @@ def _build_executor(config: RunConfig, mesh: Mesh, stage: Stage, optimizer: Zero
         {stage.index: stage}, Channels(mesh.group("pp")), stage_rank=lambda index: index,
         activation_shape=lambda batch: (batch.seq_length // split, batch.size, config.model.hidden_size),
         dtype=DTYPES[config.optimizer.params_dtype], device=mesh.device,
-        hooks={Op.REDUCE: optimizer.arm, Op.TIE: optimizer.reduce_tied})
+        hooks={Op.REDUCE: optimizer.arm, Op.TIE: optimizer.reduce_tied,
+               Op.GATHER: optimizer.pin, Op.RELEASE: optimizer.unpin})
 
 
 def _loss_function(config: RunConfig, tp) -> Callable:

@@ -27,8 +27,11 @@ LAYOUT_KEYS = {
     "tp": "--tensor-model-parallel-size", "pp": "--pipeline-model-parallel-size", "dp": None,
     "sp": "--sequence-parallel", "schedule": "--pipeline-schedule", "zero": "--zero-stage",
     "recompute": "--recompute-granularity", "layout": "--pipeline-layout", "mbs": "--micro-batch-size",
+    "accumulate": "--zero-accumulate", "persist": "--stage3-param-persistence-threshold",
+    "prefetch": "--stage3-prefetch-bucket-size", "pin": "--zero3-pin-stage", "bucket": "--reduce-bucket-size",
+    "grads": "--main-grads-dtype",
 }
-SWITCHES = {"sp"}
+SWITCHES = {"sp", "pin"}
 MASKED_EVERY = 7      # positions whose input token is a multiple of it do not count in the loss: masks of all shapes
 
 

@@ -3,7 +3,7 @@
 Nothing random is left to chance (dropout masks are a function of the sample), so the second forward repeats the first.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import nn
@@ -12,16 +12,18 @@ from ..mpu.collectives import all_gather_object
 from ..mpu.mesh import Mesh
 
 
-def locate_nonfinite(layers: Mapping[str, nn.Module], rerun: Callable[[], object], mesh: Mesh) -> str:
+def locate_nonfinite(layers: Mapping[str, nn.Module], weights: Iterable[tuple[str, torch.Tensor]],
+                     rerun: Callable[[], object], mesh: Mesh) -> str:
     """A sentence naming the first parameter or module output that is not finite, over all ranks.
 
-    layers  of this rank, by their global names
-    rerun   runs the forward of the same micro-batches; every rank must take part
+    layers   of this rank, by their global names
+    weights  (name, values) of what this rank keeps; parameters in shards are not whole now
+    rerun    runs the forward of the same micro-batches; every rank must take part
 
     Collective over the world.
     """
     output = _bad_output(layers, rerun)       # on every rank, or the neighbours would wait for this one
-    what = _bad_parameter(layers) or output
+    what = _bad_parameter(weights) or output
     entry = (mesh.coordinate("pp"), mesh.rank, what) if what else None
     found = sorted(entry for entry in all_gather_object(entry, mesh.group("world")) if entry)
     if not found:
@@ -30,11 +32,10 @@ def locate_nonfinite(layers: Mapping[str, nn.Module], rerun: Callable[[], object
     return f"first seen on rank {rank} (pipeline stage {stage}): {what}"
 
 
-def _bad_parameter(layers: Mapping[str, nn.Module]) -> str | None:
-    for layer in layers.values():
-        for parameter in layer.parameters():
-            if not torch.isfinite(parameter).all():
-                return f"parameter {parameter.spec.name} holds non-finite values"
+def _bad_parameter(weights: Iterable[tuple[str, torch.Tensor]]) -> str | None:
+    for name, values in weights:
+        if not torch.isfinite(values).all():
+            return f"parameter {name} holds non-finite values"
     return None
 
 

@@ -14,8 +14,8 @@ def describe(engine: Engine, launch_source: str) -> str:
     config, mesh = engine.config, engine.mesh
     return "\n".join((
         _grid(mesh, launch_source), "", _stages(engine.plan), "", _schedule(config), "",
-        f"optimizer: {config.optimizer.optimizer}, ZeRO stage {config.zero.stage}, {config.optimizer.params_dtype} weights, "
-        "fp32 gradients and optimizer state", _memory(engine), "",
+        f"optimizer: {config.optimizer.optimizer}, {config.optimizer.params_dtype} weights, {config.optimizer.gradient_dtype} "
+        "gradients, fp32 optimizer state", _zero(engine), _memory(engine), "",
         report_non_default(config)))
 
 
@@ -30,6 +30,17 @@ def _grid(mesh: Mesh, launch_source: str) -> str:
     g = mesh.grid
     sizes = " × ".join(f"{axis} {getattr(g, axis)}" for axis in ("tp", "cp", "ep", "pp", "dp"))
     return f"grid: {g.world_size} rank(s) = {sizes}, order {g.order}, launched by {launch_source}, device {mesh.device.type}"
+
+
+def _zero(engine: Engine) -> str:
+    """State and traffic of rank 0; the same numbers are measured on the buffers and counted in the collectives."""
+    config, memory = engine.config, engine.optimizer.memory()
+    microbatches = max(1, config.train.global_batch_size // config.data_parallel_size // config.train.micro_batch_size)
+    traffic = engine.optimizer.traffic(microbatches, config.zero.stage >= 2 and config.zero.zero_accumulate == "sharded",
+                                       config.zero.zero3_pin_stage)
+    sent = ", ".join(f"{operation.replace('_', '-')} {count:,}" for operation, count in sorted(traffic.items()))
+    return (f"ZeRO stage {config.zero.stage}: {memory.total:,} bytes of state on this rank; payload of a step over the "
+            f"data-parallel ranks: {sent or 'none'}")
 
 
 def _stages(plan: RunPlan) -> str:

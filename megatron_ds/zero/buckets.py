@@ -1,4 +1,4 @@
-"""`GradBuckets`: fp32 gradients in one flat buffer, reduced over the data-parallel ranks bucket by bucket as they fill.
+"""`GradBuckets`: whole gradients in one flat buffer (ZeRO 0 and 1), reduced over the data-parallel ranks as they fill.
 
 Each parameter gets `main_grad`, its view of the buffer, and `grad_ready()`, called once per contribution and backward.
 Layers that compute their weight gradient themselves add to main_grad and call grad_ready; for the other parameters a hook
@@ -53,12 +53,14 @@ class GradBuckets:
     tp       the ranks over which `partial_grad` parameters are summed
     sharded  reduce-scatter instead of all-reduce: only this rank's shard is valid afterwards
     overlap  start reductions during backward; False: all of them in `finish`
+    dtype    gradients accumulate and travel in it
     """
 
-    def __init__(self, holders: Sequence[Holder], layout: Layout, *, group: Group, tp: Group, sharded: bool, overlap: bool):
+    def __init__(self, holders: Sequence[Holder], layout: Layout, *, group: Group, tp: Group, sharded: bool, overlap: bool,
+                 dtype: torch.dtype = torch.float32):
         self.holders, self.layout, self.group = holders, layout, group
         self.sharded, self.overlap = sharded, overlap
-        self.flat = huge_page_zeros(layout.numel, device=holders[0].parameter.device)
+        self.flat = huge_page_zeros(layout.numel, dtype=dtype, device=holders[0].parameter.device)
         self.pieces = layout.slot_intersections(group.rank) if sharded else layout.whole_slots()
         self._tp = tp
         self._partial = [self.grad_of(p) for p in self.pieces if holders[p.slot].parameter.spec.partial_grad]
@@ -75,6 +77,7 @@ class GradBuckets:
         """Zero all gradients and start counting anew."""
         assert not self._works, "begin() while reductions are under way: finish() comes first"
         self.flat.zero_()
+        self.received = [False] * len(self.holders)
         self._next = 0
         self._missing = [UNARMED] * len(self.holders)
         self._open = [bucket.last_slot - bucket.first_slot for bucket in self.layout.buckets]
@@ -91,21 +94,28 @@ class GradBuckets:
         for work in self._works:
             work.wait()
         self._works.clear()
-        _sum_coalesced(self._partial, self._tp)
+        sum_coalesced(self._partial, self._tp)
 
     def grad_of(self, piece: SlotPiece) -> torch.Tensor:
         """The gradient of a piece, padding included: a view."""
-        return self.flat[piece.flat:piece.flat + piece.padded_numel]
+        start = self.start_of(piece)
+        return self.flat[start:start + piece.padded_numel]
+
+    @staticmethod
+    def start_of(piece: SlotPiece) -> int:
+        """Where a piece begins in `flat`."""
+        return piece.flat
 
     def _install(self, i: int, parameter: nn.Parameter) -> None:
         slot = self.layout.slots[i]
         parameter.main_grad = self.flat[slot.start:slot.stop].view(parameter.shape)
         parameter.grad_ready = partial(self._contributed, i)
-        parameter.register_post_accumulate_grad_hook(_move_to_main_grad)
+        parameter.register_post_accumulate_grad_hook(move_to_main_grad)
 
     def _contributed(self, i: int) -> None:
+        self.received[i] = True
         missing = self._missing[i]
-        if missing == UNARMED:
+        if missing == UNARMED or not self.overlap:
             return
         if missing == 0:
             raise MegatronDSError(
@@ -134,7 +144,7 @@ class GradBuckets:
         self._next = max(self._next, stop)
 
 
-def _sum_coalesced(views: list[torch.Tensor], group: Group) -> None:
+def sum_coalesced(views: list[torch.Tensor], group: Group) -> None:
     """Sum small tensors over the group in one message.
 
     Sums commute, so this comes after the data-parallel reduction: once a step, and of the shard only where there is one.
@@ -146,9 +156,11 @@ def _sum_coalesced(views: list[torch.Tensor], group: Group) -> None:
     torch._foreach_copy_(views, list(joined.split([view.numel() for view in views])))
 
 
-def _move_to_main_grad(parameter: nn.Parameter) -> None:
+def move_to_main_grad(parameter: nn.Parameter) -> None:
+    """A hook: what autograd accumulated is one contribution."""
     if parameter.grad is None:       # a layer that adds to main_grad itself returned None; torch calls the hook all the same
         return
-    parameter.main_grad.add_(parameter.grad)
+    main_grad = getattr(parameter, "main_grad", None)
+    (parameter.take_main_grad() if main_grad is None else main_grad).add_(parameter.grad)
     parameter.grad = None
     parameter.grad_ready()

@@ -10,7 +10,7 @@ squared and summed in float64, are as fast and good to 1e-9. The total is finite
 elements beyond 1e19, whose squares overflow fp32 and which count as infinite).
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -27,14 +27,21 @@ def is_counted(spec: ParamSpec, tp_rank: int) -> bool:
     return not spec.tied_copy and (spec.split_dim is not None or tp_rank == 0)
 
 
-def norm_views(flat: torch.Tensor, pieces: Iterable[SlotPiece]) -> list[torch.Tensor]:
-    """The pieces' gradients as few 2-D views: neighbours are joined, each run cut into whole rows and a short one."""
+def norm_views(flat: torch.Tensor, pieces: Iterable[SlotPiece], start_of: Callable[[SlotPiece], int]) -> list[torch.Tensor]:
+    """The pieces' gradients as few 2-D views: neighbours are joined, each run cut into whole rows and a short one.
+
+    flat, start_of: where the gradients are. Neighbours are so in the *whole* buffer: the order in which squares are added, and
+    with it each bit of the norm, does not depend on how much of it this rank keeps.
+    """
     runs: list[list[int]] = []
+    end = None
     for piece in pieces:
-        if runs and runs[-1][1] == piece.flat:
+        start = start_of(piece)
+        if end == piece.flat:
             runs[-1][1] += piece.padded_numel
         else:
-            runs.append([piece.flat, piece.flat + piece.padded_numel])
+            runs.append([start, start + piece.padded_numel])
+        end = piece.flat + piece.padded_numel
     views = []
     for start, stop in runs:
         middle = stop - (stop - start) % ROW
@@ -46,17 +53,19 @@ def squared_norm(views: list[torch.Tensor], device: torch.device) -> torch.Tenso
     """Sum of squares of all elements, a float64 scalar."""
     if not views:
         return torch.zeros((), dtype=torch.float64, device=device)
-    return torch.cat([torch.linalg.vector_norm(view, dim=1) for view in views]).double().square().sum()
+    return torch.cat([torch.linalg.vector_norm(view, dim=1, dtype=torch.float32) for view in views]).double().square().sum()
 
 
-def num_zeros(flat: torch.Tensor, pieces: Iterable[SlotPiece]) -> torch.Tensor:
-    """How many elements of the pieces are zero, padding not counted; a float64 scalar."""
-    counts = [torch.count_nonzero(flat[p.flat:p.flat + p.stop - p.start] == 0) for p in pieces]
-    return torch.stack([torch.zeros((), dtype=torch.int64, device=flat.device), *counts]).sum().double()
+def num_zeros(gradients: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """How many elements are zero; a float64 scalar."""
+    counts = [torch.count_nonzero(gradient == 0) for gradient in gradients]
+    return torch.stack([torch.zeros((), dtype=torch.int64, device=device), *counts]).sum().double()
 
 
 def sum_over_ranks(local: torch.Tensor, data: Group, model: Group) -> list[float]:
-    """Add up what each rank alone counted; the same floats on every rank. Collective over both groups."""
+    """[squares, zeros, f, f²] of this rank → the sums of the first two, and how far the fingerprints f of data-parallel ranks
+    are apart: 0 when all are equal. The same floats on every rank. Collective over both groups."""
     all_reduce_(local, data)
-    all_reduce_(local, model)
-    return local.tolist()
+    local[2] = data.size * local[3] - local[2].square()         # n Σf² - (Σf)², n² times the variance; exact in float64
+    all_reduce_(local[:3], model)
+    return local[:3].tolist()

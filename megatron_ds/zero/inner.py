@@ -36,8 +36,9 @@ class Leaf:
 
 def make_leaf(spec: ParamSpec, piece: SlotPiece, master: torch.Tensor, grad: torch.Tensor,
               low: torch.Tensor | None = None) -> Leaf:
+    """grad: a view of the gradients; in another dtype than fp32 they are lent for the update only."""
     tensor = nn.Parameter(master)
-    tensor.grad, tensor.spec, tensor.low = grad, spec, low
+    tensor.grad, tensor.spec, tensor.low = grad if grad.dtype == master.dtype else None, spec, low
     return Leaf(spec, piece, tensor)
 
 

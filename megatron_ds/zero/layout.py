@@ -125,10 +125,12 @@ class Layout:
                      for i, s in enumerate(self.slots) if s.numel)
 
 
-def plan_layout(items: Sequence[tuple[str, int]], bucket_elements: int, shards: int, align: int = ALIGN) -> Layout:
+def plan_layout(items: Sequence[tuple[str, int]], bucket_elements: int, shards: int, align: int = ALIGN,
+                units: Sequence[int] | None = None) -> Layout:
     """Lay out parameters, given as (name, number of elements) in forward order.
 
     bucket_elements: a bucket is closed before it would grow beyond this; a larger parameter gets a bucket of its own.
+    units: one number per item; a bucket never holds items of two units.
     Raises LayoutError for a size that makes no sense or a name given twice.
     """
     _check(items, bucket_elements, shards, align)
@@ -141,11 +143,13 @@ def plan_layout(items: Sequence[tuple[str, int]], bucket_elements: int, shards: 
         buckets.append(Bucket(len(buckets), start, stop, first, len(slots)))
         return stop
 
-    for name, numel in reversed(items):
+    unit = None
+    for (name, numel), its_unit in zip(reversed(items), reversed(units or [0] * len(items))):
         padded = _round_up(numel, align)
-        if at > start and at - start + padded > bucket_elements:
+        if first < len(slots) and its_unit != unit or at > start and at - start + padded > bucket_elements:
             start = at = close()
             first = len(slots)
+        unit = its_unit
         slots.append(Slot(name, at, numel, len(buckets), at + padded))
         at += padded
     if first < len(slots):

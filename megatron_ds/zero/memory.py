@@ -2,18 +2,20 @@
 
     kind         bytes per element, padding included                       split from
     parameters   size of the model's dtype                                 stage 3
-    gradients    4                                                         stage 2
+    gradients    size of the gradients'                                        stage 2
     masters      4, none where the model itself is fp32                    stage 1
     optimizer    4 per state tensor (2 for Adam)                           stage 1
 
-Rajbhandari et al. 2020, section 3.1, count 2 + 2 + 12 bytes for 16-bit Adam; here gradients accumulate in fp32, which
-makes it 2 + 4 + 12.
+Rajbhandari et al. 2020, section 3.1, count 2 + 2 + 12 bytes for 16-bit Adam; gradients that accumulate in fp32, the default
+here, make it 2 + 4 + 12. Not counted is working memory: what is gathered or filling up for a moment.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .layout import Layout
 from .policy import ShardPolicy
+from .sets import SetPlan
 
 FP32_BYTES = 4
 
@@ -37,12 +39,20 @@ class ZeroMemory:
 
 
 def predict_memory(layout: Layout, shard: int, policy: ShardPolicy, *, parameter_bytes: int,
-                   state_tensors: int = 2) -> ZeroMemory:
-    """What the rank that owns `shard` keeps. state_tensors: fp32 tensors of the optimizer per parameter."""
+                   state_tensors: int = 2, gradient_bytes: int = FP32_BYTES, frozen: bool = False) -> ZeroMemory:
+    """What the rank that owns `shard` keeps of one set. state_tensors: fp32 tensors of the optimizer per parameter."""
+    held = lambda axis: layout.shard_numel if axis else layout.numel
     pieces = layout.slot_intersections(shard) if policy.optimizer else layout.whole_slots()
-    masters = layout.shard_numel if policy.optimizer else layout.numel
     return ZeroMemory(
-        parameters=layout.numel * parameter_bytes,
-        gradients=layout.numel * FP32_BYTES,
-        masters=0 if parameter_bytes == FP32_BYTES else masters * FP32_BYTES,
-        optimizer=sum(piece.padded_numel for piece in pieces) * FP32_BYTES * state_tensors)
+        parameters=held(policy.parameter) * parameter_bytes,
+        gradients=0 if frozen else held(policy.gradient) * gradient_bytes,
+        masters=0 if parameter_bytes == FP32_BYTES else held(policy.optimizer) * FP32_BYTES,
+        optimizer=0 if frozen else sum(piece.padded_numel for piece in pieces) * FP32_BYTES * state_tensors)
+
+
+def predict_sets(plans: Sequence[SetPlan], data_rank: int, expert_rank: int, *, parameter_bytes: int, state_tensors: int = 2,
+                 gradient_bytes: int = FP32_BYTES) -> ZeroMemory:
+    """The sum over the sets that a rank's parameters fall into (`sets.plan_sets`)."""
+    return sum((predict_memory(plan.layout, expert_rank if plan.expert else data_rank, plan.policy,
+                               parameter_bytes=parameter_bytes, state_tensors=state_tensors, gradient_bytes=gradient_bytes,
+                               frozen=plan.frozen) for plan in plans), ZeroMemory(0, 0, 0, 0))

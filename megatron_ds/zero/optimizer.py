@@ -12,24 +12,32 @@ GradBuckets. Zeroing, norm and update each pass over the gradients once: unscali
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
 
-from ..errors import ConfigError
 from ..mpu.collectives import all_reduce_
 from ..mpu.group import Group
 from ..mpu.param_spec import ParamSpec
 from .buckets import GradBuckets, Holder
+from .divergence import fingerprint, tell_divergence
+from .gathering import LayerGathering
 from .grad_norm import is_counted, norm_views, num_zeros, squared_norm, sum_over_ranks
+from .grad_shards import BufferPool, GradShards
 from .inner import InnerOptimizer, Leaf, MakeOptimizer, make_leaf
-from .layout import SlotPiece, plan_layout
+from .layout import SlotPiece
 from .memory import ZeroMemory
 from .params import ParamStore
-from .policy import ShardPolicy, check_available
+from .policy import ShardPolicy
 from .scaler import LossScaler
+from .sets import Fact, SetPlan, plan_sets
+from .traffic import predict_gathers, predict_traffic
+from .units import Draw, ShardedParams
 
 CLIP_EPSILON = 1e-6      # as in Megatron: coefficient = clip / (norm + 1e-6), applied when < 1
 
@@ -84,18 +92,49 @@ class StatePiece:
 
 
 @dataclass(frozen=True)
+class LayerPlan:
+    """What stage 3 must know of the model: which parameters each layer uses, in forward order, per pipeline stage here.
+
+    not_read_in_backward  (stage, layer) of layers whose backward does not need their weights
+    prefetch     elements on their way for layers ahead; None: one layer ahead
+    persistence  smaller parameters stay whole on every rank; None: the smallest, a thousandth of all
+    """
+
+    layers: Mapping[int, Sequence[Sequence[nn.Parameter]]]
+    not_read_in_backward: frozenset[tuple[int, int]] = frozenset()
+    prefetch: int | None = None
+    persistence: int | None = None
+
+
+@dataclass(frozen=True)
 class _ParameterSet:
-    store: ParamStore
-    buckets: GradBuckets
+    plan: SetPlan
+    parameters: list[nn.Parameter]      # in the order of the buffer
+    store: ParamStore | ShardedParams
+    buckets: GradBuckets | GradShards | None        # None: frozen
     leaves: list[Leaf]
     counted: list[SlotPiece]            # of this rank's shard, those that count in the norm
     norm_views: list[torch.Tensor]
+
+    def lend_grads(self) -> None:
+        """Gradients of another dtype than the masters': an fp32 copy for the update."""
+        if self.buckets is not None and self.buckets.flat.dtype != torch.float32:
+            wide = self.buckets.flat.float()
+            for leaf in self.leaves:
+                start = self.buckets.start_of(leaf.piece)
+                leaf.tensor.grad = wide[start:start + leaf.piece.padded_numel]
+
+    def drop_grads(self) -> None:
+        if self.buckets is not None and self.buckets.flat.dtype != torch.float32:
+            for leaf in self.leaves:
+                leaf.tensor.grad = None
 
 
 class ZeroOptimizer:
     """Owns parameters, gradients, masters and optimizer state. Takes over `parameters`: they become views of flat buffers.
 
-    parameters       in forward order; each has a `.spec`. Named twice, the first place counts
+    parameters       in forward order; each has a `.spec`. Named twice, the first place counts. One that does not require a
+                     gradient is frozen: kept and saved, never updated
     uses             contributions to main_grad per backward, 1 where absent; the tied reduction is not to be counted
     make_optimizer   from parameter groups ({"params": [...], "decay": bool}) to a torch optimizer; `step` sets their "lr",
                      and "weight_decay" where decay is True
@@ -103,22 +142,64 @@ class ZeroOptimizer:
     bucket_elements  of one reduction
     overlap          reduce during backward
     stage_of         pipeline stage of each parameter, for ranks with several stages; else `arm` and `reduce_tied` mean all
-    Raises ConfigError for a policy that is not available yet and for frozen parameters.
+    layer_plan       stage 3 only; see `gathering_of`
+    grad_dtype       gradients accumulate and travel in it
+    device, draw     where the state shall be, and the values of parameters that are on the meta device
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], *, uses: Mapping[nn.Parameter, int], groups: DataGroups,
                  policy: ShardPolicy, make_optimizer: MakeOptimizer, scaler: LossScaler,
                  clip_grad: float, bucket_elements: int, overlap: bool,
-                 stage_of: Mapping[nn.Parameter, int] | None = None, count_zeros: bool = False):
-        check_available(policy)
-        _check_trainable(parameters)
+                 stage_of: Mapping[nn.Parameter, int] | None = None, count_zeros: bool = False,
+                 layer_plan: LayerPlan | None = None, grad_dtype: torch.dtype = torch.float32,
+                 device: torch.device | None = None, draw: Draw | None = None):
         self.groups, self.policy, self.scaler = groups, policy, scaler
         self.clip_grad, self.count_zeros = clip_grad, count_zeros
-        self._device = parameters[0].device if parameters else torch.device("cpu")
-        holders = [Holder(p, uses.get(p, 1) + self._is_tied(p), (stage_of or {}).get(p)) for p in dict.fromkeys(parameters)]
-        self._sets = [self._make_set(members, bucket_elements, overlap) for members in _split_into_sets(holders)]
+        parameters = list(dict.fromkeys(parameters))
+        self._device = device or (parameters[0].device if parameters else torch.device("cpu"))
+        self._layer_plan = layer_plan or LayerPlan({})
+        layer_of = {p: (stage, i) for stage, layers in self._layer_plan.layers.items()
+                    for i in reversed(range(len(layers))) for p in layers[i]}
+        facts = [Fact(p.spec.name, p.numel(), str(p.dtype), p.spec.expert, self._is_tied(p), not p.requires_grad,
+                      layer_of[p][0] if p in layer_of else (stage_of or {}).get(p), layer_of.get(p, (None, 0))[1])
+                 for p in parameters]
+        plans = plan_sets(facts, policy, data_shards=groups.data.size, expert_shards=groups.expert.size,
+                          bucket_elements=bucket_elements, persistence=self._layer_plan.persistence)
+        self._pool = BufferPool(grad_dtype, self._device)
+        make = partial(self._make_set, facts=facts, uses=uses, overlap=overlap, grad_dtype=grad_dtype, draw=draw)
+        self._sets = [make(plan, [parameters[i] for i in plan.members]) for plan in plans]
+        self._gathering = {stage: self._make_gathering(stage) for stage in self._layer_plan.layers}
         self._untied = self._awaiting_tie()
-        self._inner = InnerOptimizer(make_optimizer, [leaf for s in self._sets for leaf in s.leaves])
+        for s in self._sets:
+            s.lend_grads()
+        self._inner = InnerOptimizer(make_optimizer, [leaf for s in self._trained for leaf in s.leaves])
+        for s in self._sets:
+            s.drop_grads()
+
+    def gathering_of(self, stage: int) -> LayerGathering | None:
+        """Whose `enter` and `leave` surround the layers of a stage; None where parameters are always whole."""
+        gathering = self._gathering.get(stage)
+        return gathering if gathering is not None and any(gathering.needs) else None
+
+    def pin(self, stage: int) -> None:
+        """Begin to gather all layers of a stage, to stay whole until `unpin`: `enter` waits for each. Collective."""
+        if gathering := self.gathering_of(stage):
+            gathering.pin()
+
+    def unpin(self, stage: int) -> None:
+        if gathering := self.gathering_of(stage):
+            gathering.unpin()
+
+    @contextmanager
+    def gathered(self, stage: int):
+        """Inside, the parameters of a stage are whole; to be read, not written. Collective over the data group."""
+        self.pin(stage)
+        if gathering := self.gathering_of(stage):
+            gathering.wait()
+        try:
+            yield
+        finally:
+            self.unpin(stage)
 
     @property
     def loss_scale(self) -> float:
@@ -127,23 +208,30 @@ class ZeroOptimizer:
 
     def begin_step(self) -> None:
         """Forget the gradients of the last step."""
-        for s in self._sets:
+        for gathering in self._gathering.values():
+            gathering.reset()
+        for s in self._trained:
             s.buckets.begin()
         self._untied = self._awaiting_tie()
 
     def arm(self, stage_index: int | None = None) -> None:
         """The next backward of this stage completes its gradients: reduce buckets as they fill."""
-        for s in self._sets:
+        for s in self._trained:
             s.buckets.arm(stage_index)
 
     def reduce_tied(self, stage_index: int | None = None) -> None:
         """Sum the gradients of parameters held by several stages. Collective over the holders, after all their backwards."""
-        for holder in self._tied_holders():
+        for s, i, holder in self._tied_holders():
             p = holder.parameter
             if id(p) in self._untied and (stage_index is None or holder.stage in (None, stage_index)):
                 self._untied.remove(id(p))
-                all_reduce_(p.main_grad.view(-1), self.groups.tied)
-                p.grad_ready()
+                if s.plan.policy.gradient is None:
+                    all_reduce_(p.main_grad.view(-1), self.groups.tied)
+                    p.grad_ready()
+                else:       # each in a bucket of its own, so that all its holders have the same shards
+                    s.buckets.finish()
+                    piece = s.plan.layout.shard_pieces(s.buckets.group.rank)[s.plan.layout.slots[i].bucket]
+                    all_reduce_(s.buckets.flat[piece.offset:piece.offset + piece.stop - piece.start], self.groups.tied)
 
     @torch.no_grad()
     def step(self, lr: float, weight_decay: float, grad_divisor: float = 1.0) -> StepResult:
@@ -153,7 +241,7 @@ class ZeroOptimizer:
         helped by a smaller loss scale.
         """
         self.reduce_tied()
-        for s in self._sets:
+        for s in self._trained:
             s.buckets.finish()
         scale = self.loss_scale
         divisor = scale * grad_divisor
@@ -163,7 +251,7 @@ class ZeroOptimizer:
         skipped = overflow and self.scaler.check_overflow
         if not skipped:
             excess = (norm + CLIP_EPSILON) / self.clip_grad if self.clip_grad else 0.0
-            self._inner.step(lr, weight_decay, divisor * max(excess, 1.0))
+            self._update(lr, weight_decay, divisor * max(excess, 1.0))
             self._write_back(cast=not self._inner.writes_low)
         return StepResult(norm, skipped, scale, zeros)
 
@@ -174,7 +262,8 @@ class ZeroOptimizer:
             replica, replicas = (0, 1) if s.store.sharded else (group.rank, group.size)
             for leaf in s.leaves:
                 start, stop = leaf.piece.start, leaf.piece.stop
-                for kind, tensor in [("weight", leaf.tensor.detach()), *self._inner.state_of(leaf)]:
+                state = () if s.buckets is None else self._inner.state_of(leaf)
+                for kind, tensor in [("weight", leaf.tensor.detach()), *state]:
                     yield StatePiece(leaf.spec, kind, start, stop, tensor[:stop - start], replica, replicas)
 
     def extra_state(self) -> dict[str, float]:
@@ -194,63 +283,118 @@ class ZeroOptimizer:
         """Bytes held now, measured on the buffers (compare `memory.predict_memory`)."""
         total = ZeroMemory(0, 0, 0, 0)
         for s in self._sets:
-            state = (t for leaf in s.leaves for _, t in self._inner.state_of(leaf))
-            total += ZeroMemory(s.store.flat.nbytes, s.buckets.flat.nbytes,
-                                0 if s.store.master is None else s.store.master.nbytes, sum(t.nbytes for t in state))
-        return total
+            total += ZeroMemory(s.store.nbytes, 0 if s.buckets is None else s.buckets.flat.nbytes,
+                                0 if s.store.master is None else s.store.master.nbytes, 0)
+        state = (t for s in self._trained for leaf in s.leaves for _, t in self._inner.state_of(leaf))
+        return total + ZeroMemory(0, 0, 0, sum(t.nbytes for t in state))
+
+    def traffic(self, microbatches: int, reduce_each: bool, pinned: bool) -> Counter:
+        """Payload bytes of a step by operation, over the data-parallel ranks, as planned."""
+        gathers: dict = {}
+        for gathering in self._gathering.values():
+            units = list(dict.fromkeys(unit for layer in gathering.needs for unit in layer))
+            indices = lambda lists, units=units: [[units.index(unit) for unit in layer] for layer in lists]
+            counts = predict_gathers(indices(gathering.needs), indices(gathering.in_backward), [u.numel for u in units],
+                                     gathering.prefetch, microbatches, pinned)
+            gathers |= dict(zip(units, counts))
+        itemsize = self._sets[0].parameters[0].dtype.itemsize if self._sets else 0
+        return predict_traffic([s.plan for s in self._sets],
+                               [[gathers[unit] for unit in s.store.units] if s.plan.units else [] for s in self._sets],
+                               microbatches=microbatches, reduce_each=reduce_each, parameter_bytes=itemsize,
+                               gradient_bytes=self._pool.dtype.itemsize)
+
+    @property
+    def working_bytes(self) -> int:
+        """Bytes of the buffers that gradients fill up in for a moment, where they are kept in shards."""
+        return self._pool.nbytes
+
+    @property
+    def _trained(self) -> list[_ParameterSet]:
+        return [s for s in self._sets if s.buckets is not None]
 
     def _is_tied(self, p: nn.Parameter) -> bool:
         return p.spec.tied is not None and self.groups.tied.size > 1
 
-    def _make_set(self, holders: list[Holder], bucket_elements: int, overlap: bool) -> _ParameterSet:
-        group = self.groups.expert if holders[0].parameter.spec.expert else self.groups.data
-        # Tied parameters are complete last, after TIE. Buckets start in order, so put them into the last one.
-        forward = sorted(holders, key=lambda h: not self._is_tied(h.parameter))
-        layout = plan_layout([(h.parameter.spec.name, h.parameter.numel()) for h in forward], bucket_elements, group.size)
-        in_buffer = forward[::-1]
-        sharded = self.policy.optimizer is not None
-        store = ParamStore([h.parameter for h in in_buffer], layout, group, sharded)
-        buckets = GradBuckets(in_buffer, layout, group=group, tp=self.groups.tp,
-                              sharded=sharded, overlap=overlap)
-        specs = [h.parameter.spec for h in in_buffer]
+    def _make_set(self, plan: SetPlan, parameters: list[nn.Parameter], *, facts: Sequence[Fact], uses: Mapping, overlap: bool,
+                  grad_dtype: torch.dtype, draw: Draw | None) -> _ParameterSet:
+        group = self.groups.expert if plan.expert else self.groups.data
+        layout, policy, specs = plan.layout, plan.policy, [p.spec for p in parameters]
+        if plan.units:
+            store = ShardedParams(parameters, layout, group, plan.units, self._device, draw)
+        else:
+            store = ParamStore(parameters, layout, group, policy.optimizer is not None, self._device, draw)
+        if plan.frozen:
+            leaves = [Leaf(specs[p.slot], p, store.master_of(p)) for p in store.pieces]
+            return _ParameterSet(plan, parameters, store, None, leaves, [], [])
+        ties_whole = policy.gradient is None
+        holders = [Holder(p, uses.get(p, 1) + (ties_whole and self._is_tied(p)), facts[i].stage)
+                   for p, i in zip(parameters, plan.members)]
+        common = dict(group=group, tp=self.groups.tp, dtype=grad_dtype)
+        if policy.gradient is None:
+            # One rank, where others would shard: armed before each micro-batch, there is no one to count for.
+            counts = overlap and self.policy.gradient is None
+            buckets = GradBuckets(holders, layout, sharded=policy.optimizer is not None, overlap=counts, **common)
+        else:
+            # Where parameters are gathered in between, reductions start when a layer is left: in one order on all ranks.
+            buckets = GradShards(holders, layout, pool=self._pool, overlap=overlap and self.policy.parameter is None, **common)
         counted = [p for p in layout.slot_intersections(group.rank) if is_counted(specs[p.slot], self.groups.tp.rank)]
-        leaves = [make_leaf(specs[p.slot], p, store.master_of(p), buckets.grad_of(p), store.low_of(p))
-                  for p in store.pieces]
-        return _ParameterSet(store, buckets, leaves, counted, norm_views(buckets.flat, counted))
+        views = norm_views(buckets.flat, counted, buckets.start_of)
+        leaves = [make_leaf(specs[p.slot], p, store.master_of(p), buckets.grad_of(p), store.low_of(p)) for p in store.pieces]
+        return _ParameterSet(plan, parameters, store, buckets, leaves, counted, views)
 
-    def _tied_holders(self) -> list[Holder]:
+    def _make_gathering(self, stage: int) -> LayerGathering:
+        sets = [s for s in self._sets if s.plan.units and s.plan.stage == stage]
+        unit_of = {}
+        for s in sets:
+            for unit in s.store.units:
+                for p, slot in zip(s.parameters, s.plan.layout.slots):
+                    if unit.first_bucket <= slot.bucket <= unit.last_bucket:
+                        unit_of[p] = unit
+        needs = [list(dict.fromkeys(unit_of[p] for p in layer if p in unit_of)) for layer in self._layer_plan.layers[stage]]
+
+        def close(layer: int) -> None:
+            for s in sets:
+                for unit in s.store.units:
+                    if unit.layer == layer and s.buckets is not None:
+                        s.buckets.close(unit.last_bucket)
+
+        unread = self._layer_plan.not_read_in_backward
+        in_backward = [[] if (stage, i) in unread else units for i, units in enumerate(needs)]
+        return LayerGathering(needs, in_backward, self._layer_plan.prefetch, close)
+
+    def _tied_holders(self) -> list[tuple[_ParameterSet, int, Holder]]:
         """In the order of their keys, the same on all stages that hold them."""
-        tied = [h for s in self._sets for h in s.buckets.holders if self._is_tied(h.parameter)]
-        return sorted(tied, key=lambda h: h.parameter.spec.tied)
+        tied = [(s, i, h) for s in self._trained for i, h in enumerate(s.buckets.holders) if self._is_tied(h.parameter)]
+        return sorted(tied, key=lambda entry: entry[2].parameter.spec.tied)
 
     def _awaiting_tie(self) -> set[int]:
-        return {id(h.parameter) for h in self._tied_holders()}
+        return {id(h.parameter) for _, _, h in self._tied_holders()}
 
     def _norm(self, divisor: float) -> tuple[float, int | None]:
         """Norm of the gradient / divisor, and how many of its elements are zero. Collective over the world."""
-        local = torch.zeros(2, dtype=torch.float64, device=self._device)
-        for s in self._sets:
+        local = torch.zeros(4, dtype=torch.float64, device=self._device)
+        for s in self._trained:
             local[0] += squared_norm(s.norm_views, self._device)
             if self.count_zeros:
-                local[1] += num_zeros(s.buckets.flat, s.counted)
-        squares, zeros = sum_over_ranks(local, self.groups.data, self.groups.model)
+                local[1] += num_zeros((s.buckets.grad_of(p)[:p.stop - p.start] for p in s.counted), self._device)
+        local[2:] = torch.tensor(fingerprint(self._received()), dtype=torch.float64)
+        squares, zeros, spread = sum_over_ranks(local, self.groups.data, self.groups.model)
+        if spread:
+            tell_divergence(self._received(), self.groups.data, self.groups.model)
         return math.sqrt(squares) / divisor, int(zeros) if self.count_zeros else None
+
+    def _received(self) -> dict[str, bool]:
+        """Which parameters had gradients. Not of experts: one that no token chose has none."""
+        return {h.parameter.spec.name: received for s in self._trained if not s.plan.expert
+                for h, received in zip(s.buckets.holders, s.buckets.received)}
+
+    def _update(self, lr: float, weight_decay: float, divisor: float) -> None:
+        for s in self._sets:
+            s.lend_grads()
+        self._inner.step(lr, weight_decay, divisor)
+        for s in self._sets:
+            s.drop_grads()
 
     def _write_back(self, cast: bool) -> None:
         for s in self._sets:
             s.store.write_back(cast)
-
-
-def _split_into_sets(holders: list[Holder]) -> list[list[Holder]]:
-    """Parameters that share buffers: experts' apart, each dtype by itself."""
-    sets: dict[tuple, list[Holder]] = {}
-    for holder in holders:
-        sets.setdefault((holder.parameter.spec.expert, str(holder.parameter.dtype)), []).append(holder)
-    return [sets[key] for key in sorted(sets)]
-
-
-def _check_trainable(parameters: Sequence[nn.Parameter]) -> None:
-    frozen = [p.spec.name for p in parameters if not p.requires_grad]
-    if frozen:
-        raise ConfigError(f"{len(frozen)} parameters are frozen (requires_grad is False), first {frozen[0]}: each parameter "
-                          "given to ZeroOptimizer is trained, decayed and saved. Leave frozen ones out of the list.")

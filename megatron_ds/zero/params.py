@@ -16,6 +16,7 @@ from ..mpu.collectives import all_gather_into_
 from ..mpu.group import Group
 from ..ops.huge_pages import huge_page_zeros
 from .layout import Layout, SlotPiece
+from .units import Draw, become, fill
 
 
 class ParamStore:
@@ -24,19 +25,27 @@ class ParamStore:
     parameters  in the order of layout.slots, all of one dtype
     group       the ranks that hold the same parameters
     sharded     the masters are split over the group
+    draw        gives the values of parameters on "meta"
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], layout: Layout, group: Group, sharded: bool):
+    def __init__(self, parameters: Sequence[nn.Parameter], layout: Layout, group: Group, sharded: bool,
+                 device: torch.device | None = None, draw: Draw | None = None):
         self.layout, self.group, self.sharded = layout, group, sharded
         self.pieces = layout.slot_intersections(group.rank) if sharded else layout.whole_slots()
         first = parameters[0]
-        self.flat = huge_page_zeros(layout.numel, dtype=first.dtype, device=first.device)
-        _move_into(self.flat, parameters, layout)
+        device = device or first.device
+        self.flat = huge_page_zeros(layout.numel, dtype=first.dtype, device=device)
+        _move_into(self.flat, parameters, layout, draw)
         self.master = None
         if first.dtype != torch.float32:
             numel = layout.shard_numel if sharded else layout.numel
-            self.master = huge_page_zeros(numel, device=first.device)
+            self.master = huge_page_zeros(numel, device=device)
             self._copy(to_masters=True)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of parameters, masters not counted."""
+        return self.flat.nbytes
 
     def master_of(self, piece: SlotPiece) -> torch.Tensor:
         """The fp32 values of a piece, padding included: a view."""
@@ -75,9 +84,8 @@ class ParamStore:
             (master if to_masters else flat).copy_(flat if to_masters else master)
 
 
-@torch.no_grad()
-def _move_into(flat: torch.Tensor, parameters: Sequence[nn.Parameter], layout: Layout) -> None:
+def _move_into(flat: torch.Tensor, parameters: Sequence[nn.Parameter], layout: Layout, draw: Draw | None) -> None:
     for slot, p in zip(layout.slots, parameters):
-        view = flat[slot.start:slot.stop].view(p.shape)
-        view.copy_(p)
-        p.data = view
+        view = flat[slot.start:slot.stop]
+        fill(view, p, 0, draw)
+        become(p, view.view(p.shape))

@@ -6,8 +6,6 @@ Rajbhandari et al. 2020 (arXiv:1910.02054), section 5: P_os, P_os+g, P_os+g+p.
 from dataclasses import dataclass
 from typing import Literal
 
-from ..errors import ConfigError
-
 Axis = Literal["dp"]
 
 
@@ -26,11 +24,3 @@ STAGES = {
     2: ShardPolicy("dp", "dp", None),
     3: ShardPolicy("dp", "dp", "dp"),
 }
-
-
-def check_available(policy: ShardPolicy) -> None:
-    """Raise ConfigError for the rows that nothing executes yet."""
-    if policy.gradient or policy.parameter:
-        stage = next((s for s, row in STAGES.items() if row == policy), "?")
-        raise ConfigError(f"ZeRO stage {stage} is not yet available: gradients and parameters are whole on every "
-                          "data-parallel rank so far. Use --zero-stage 1 (optimizer state split) or 0 (nothing split).")

@@ -32,6 +32,8 @@ class Seen:
     dtypes: set[torch.dtype]
     qkv_rows: set[int]                      # of the projections' local weights
     parameter_elements: int
+    parameter_bytes: int
+    gradient_bytes: int
     optimizer_bytes: int
     master_bytes: int
     block_inputs: set[tuple] = field(default_factory=set)
@@ -91,7 +93,8 @@ def look_at(engine) -> Seen:
                 dtypes={p.dtype for p in engine.parameters},
                 qkv_rows={len(block.self_attention.linear_qkv.weight) for block in blocks},
                 parameter_elements=sum(p.numel() for p in engine.parameters),
-                optimizer_bytes=memory.optimizer, master_bytes=memory.masters)
+                parameter_bytes=memory.parameters, gradient_bytes=memory.gradients, optimizer_bytes=memory.optimizer,
+                master_bytes=memory.masters)
     for block in blocks:
         block.register_forward_pre_hook(lambda module, inputs: seen.block_inputs.add(tuple(inputs[0].shape)))
     stage, forward = engine.stage, engine.stage.forward

@@ -4,7 +4,7 @@ import torch
 from megatron_ds.mpu.param_spec import Init, ParamSpec
 from megatron_ds.ops.parameter import new_parameter
 from megatron_ds.tensor_parallel import init
-from megatron_ds.tensor_parallel.init import initialize
+from megatron_ds.tensor_parallel.init import initialize, initialize_interval
 from tests.harness.shards import assemble, cut
 
 NORMAL = Init("normal", 0.5)
@@ -80,3 +80,21 @@ def test_a_rank_draws_only_the_blocks_of_its_rows(monkeypatch):
     monkeypatch.setattr(init, "generator_of", lambda *key: (drawn.append(key[-1]), original(*key))[1])
     draw(ParamSpec("w", (16, 8), NORMAL, split_dim=0), rank=2, size=4)
     assert drawn == [4, 5]                                   # elements 64 .. 96 of 128
+
+
+@pytest.mark.parametrize("shape, split_dim, parts, padded", [
+    ((13, 7), None, 1, None), ((13, 7), 0, 1, 24), ((24, 10), 1, 1, None), ((24, 10), 0, 2, None), ((29,), None, 1, None),
+    ((6, 4, 10), 2, 1, None), ((300, 700), 0, 1, None)])
+@pytest.mark.parametrize("kind", ["normal", "ones"])
+def test_an_interval_of_a_shard_is_drawn_with_the_bits_of_the_whole(shape, split_dim, parts, padded, kind):
+    spec = ParamSpec("w", shape, Init(kind, 0.5), split_dim=split_dim, parts=parts, padded=padded)
+    for rank, size in ((0, 1), (0, 2), (1, 2)) if split_dim is not None else ((0, 1),):
+        parameter = torch.nn.Parameter(torch.empty(spec.local_shape(size)))
+        parameter.spec = spec
+        initialize([parameter], 7, rank, size)
+        whole = parameter.detach().flatten()
+        cuts = [0, 1, whole.numel() // 3, whole.numel() // 2 + 1, whole.numel()]
+        for start, stop in zip(cuts, cuts[1:]):
+            out = torch.full((stop - start,), torch.nan)
+            initialize_interval(out, spec, start, 7, rank, size)
+            assert torch.equal(out, whole[start:stop])

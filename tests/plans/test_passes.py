@@ -131,6 +131,13 @@ def test_reduce_announces_the_last_backward_of_each_stage():
     assert words(add_zero(SCHEDULES["1f1b"](2, 2), reduce_each=True)[1]) == "F0@1 REDUCE@1 B0@1 F1@1 REDUCE@1 B1@1"
 
 
+def test_a_pinned_stage_is_gathered_before_its_first_computation_and_released_after_its_last():
+    lowered = lower(SCHEDULES["1f1b"](2, 2), 2, tied=(0, 1), gather=True, reduce_each=True)
+    assert words(lowered[1]) == ("RA0@1 GATHER@1 F0@1 RA1@1 REDUCE@1 B0@1 SG0@1 F1@1 REDUCE@1 B1@1 RELEASE@1 SG1@1 TIE@1")
+    check(lowered, 2, 2)
+    assert words(forward_only(lowered)[0]) == "GATHER@0 F0@0 SA0@0 F1@0 RELEASE@0 SA1@0"
+
+
 def test_reduce_announces_the_last_weight_half_where_backward_is_split():
     program = tuple(Instruction(op, 0, k) for op, k in ((Op.F, 0), (Op.F, 1), (Op.I, 0), (Op.I, 1), (Op.W, 0), (Op.W, 1)))
     assert words(add_zero((program,))[0]) == "F0@0 F1@0 I0@0 I1@0 W0@0 REDUCE@0 W1@0"
@@ -150,7 +157,6 @@ def test_forward_only_of_a_lowered_schedule_equals_lowering_the_forwards():
     (lambda s: add_transfers((s[0], s[1][1:]), 2), "RA0@1 would arrive on a rank that never computes F"),
     (lambda s: add_ties(s, (0, 5)), r"stage 5 .*Stages with a backward: \[0, 1\]"),
     (lambda s: add_ties(forward_only(s), (0,)), "none .forward only"),
-    (lambda s: add_zero(s, gather=True), "gather=True.*Legal: gather=False"),
     (lambda s: stage_ranks((s[0], (replace(s[1][0], stage=0),))), "F0@0 is on pipeline rank 1, but stage 0 lives on rank 0"),
 ])
 def test_a_pass_refuses_what_it_cannot_complete_and_says_what_would_do(broken, message):

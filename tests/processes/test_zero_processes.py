@@ -7,7 +7,7 @@ from tests.harness.processes import run_processes
 from tests.threads.test_zero_optimizer import train, train_rank
 
 
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("dtype, scale", [(torch.float32, 1.0), (torch.bfloat16, 1.0)])
 def test_two_processes_give_the_same_bits_as_two_threads(stage, dtype, scale):
     options = (2, stage, dtype, scale, 0.05)

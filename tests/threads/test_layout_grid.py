@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from tests.harness.covering import cover_pairs, legal_cases
-from tests.harness.layout_runs import GLOBAL_BATCH, NUM_LAYERS, STEPS, Run, reference_of, stray
+from tests.harness.layout_runs import GLOBAL_BATCH, NUM_LAYERS, STEPS, Run, reference_of, run_layout, stray
 from tools.compare_layouts import SEQ_LENGTH, TOLERANCE, tiny_job
 
 MOST_RANKS, HIDDEN, HEAD_ROWS = 8, 32, 8
 LAYOUT = ("tp", "pp", "dp", "zero", "sp", "recompute")
 GRID = {"style": ("gpt2", "llama"), "dtype": ("fp32", "bf16"), "embeddings": ("tied", "untied"), "tp": (1, 2), "pp": (1, 2, 4),
-        "dp": (1, 2), "zero": (0, 1), "sp": (0, 1), "recompute": ("none", "selective", "full")}
+        "dp": (1, 2), "zero": (0, 1, 2, 3), "sp": (0, 1), "recompute": ("none", "selective", "full")}
 SAMPLED = GRID | {"schedule": ("1f1b", "gpipe"), "dropout": (0.0, 0.1)}
 
 
@@ -111,17 +111,21 @@ def check_in_force(case, run: Run) -> None:
     assert run.calls.count("attention") == forwards * (1 if case["recompute"] == "none" else 2)
     assert run.calls.count("mlp") == forwards * (2 if case["recompute"] == "full" else 1)
 
-    copies = 1 if case["zero"] else d                       # of each element's state
     elements = sum(s.parameter_elements for s in seen) / d
-    assert sum(s.optimizer_bytes for s in seen) == pytest.approx(copies * elements * 8, rel=0.25)     # rel: padding to 64
-    assert sum(s.master_bytes for s in seen) == pytest.approx((case["dtype"] == "bf16") * copies * elements * 4, rel=0.25)
+    wide = case["dtype"] == "fp32"
+    for kind, split_from, size in (("parameter", 3, 4 if wide else 2), ("gradient", 2, 4), ("optimizer", 1, 8),
+                                   ("master", 1, 0 if wide else 4)):
+        copies = 1 if case["zero"] >= split_from else d     # of each element's state
+        held = sum(getattr(s, f"{kind}_bytes") for s in seen)
+        assert held == pytest.approx(copies * elements * size, rel=0.25), kind                        # rel: padding to 64
 
 
 # What the grid does not hold.
 
 @pytest.mark.parametrize("style, layout, scale", [
     ("gpt2", "tp=2,pp=2,dp=2,zero=1", 2.0**25), ("llama", "tp=1,pp=4,dp=2,zero=0,recompute=full", 2.0**25),
-    ("gpt2", "tp=2,pp=2,dp=2,zero=1,sp=1", 2.0**16)])
+    ("gpt2", "tp=2,pp=2,dp=2,zero=1,sp=1", 2.0**16), ("gpt2", "tp=2,pp=2,dp=2,zero=3", 2.0**25),
+    ("llama", "dp=2,zero=2,accumulate=full", 2.0**25)])
 def test_fp16_overflows_and_recovers_alike_in_every_layout(style, layout, scale):
     """At 2**25 the first steps overflow and the scale sinks until they do not; then it rises again, and one more does.
 
@@ -164,3 +168,29 @@ def test_an_uneven_cut_and_smoothed_labels_train_like_one_process():
     job = [*tiny_job("gpt2", "fp32", False, 0.0, 5, GLOBAL_BATCH, STEPS), "--label-smoothing", "0.2"]
     difference, run = stray(job, "tp=2,pp=2,dp=2,zero=1,recompute=full,layout=Et|t*4L")
     assert difference.is_within(TOLERANCE["fp32"]), difference
+
+
+@pytest.mark.parametrize("style, layout", [
+    ("gpt2", "dp=2,zero=2,accumulate=full"), ("llama", "pp=2,dp=2,zero=3,accumulate=full"),
+    ("gpt2", "pp=2,dp=2,zero=3,pin=1,schedule=gpipe"), ("llama", "dp=2,zero=3,prefetch=0,persist=0"),
+    ("gpt2", "dp=2,zero=3,prefetch=1000000,recompute=full"), ("gpt2", "dp=2,tp=2,zero=3,bucket=1000"),
+    ("llama", "dp=4,zero=3,recompute=selective"), ("gpt2", "dp=8,zero=2"), ("llama", "dp=4,zero=3,persist=100000")])
+def test_the_knobs_of_zero_2_and_3_move_time_and_memory_only(style, layout):
+    difference, _ = stray(tiny_job(style, "fp32", False, 0.1, NUM_LAYERS, GLOBAL_BATCH, STEPS), layout)
+    assert difference.is_within(TOLERANCE["fp32"]), difference
+
+
+def test_the_size_of_buckets_changes_no_bit_of_the_gradient():
+    job = tiny_job("gpt2", "fp32", False, 0.0, NUM_LAYERS, GLOBAL_BATCH, STEPS)
+    job[job.index("--clip-grad") + 1] = "0"                 # the norm adds squares in another order
+    for zero in (1, 2, 3):
+        (_, one), (_, other) = (run_layout(job, f"dp=2,zero={zero},bucket={bucket}").merged for bucket in (500, 10**6))
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_gradients_in_sixteen_bits_stray_no_further_than_sixteen_bits_may():
+    job = tiny_job("llama", "bf16", True, 0.0, NUM_LAYERS, GLOBAL_BATCH, STEPS)
+    difference, run = stray(job, "dp=2,tp=2,pp=2,zero=3,grads=bf16")
+    assert difference.is_within(TOLERANCE["bf16"]), difference
+    held, elements = (sum(getattr(s, name) for s in run.seen) for name in ("gradient_bytes", "parameter_elements"))
+    assert held == pytest.approx(elements / 2 * 2, rel=0.25)        # half of the elements each, two bytes an element

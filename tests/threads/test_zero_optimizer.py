@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_ds.errors import ConfigError, MegatronDSError
+from megatron_ds.errors import MegatronDSError
 from megatron_ds.mpu.group import solo
 from megatron_ds.mpu.param_spec import Init, ParamSpec
 from megatron_ds.optim import OPTIMIZERS
-from megatron_ds.zero.optimizer import DataGroups, ZeroOptimizer
+from megatron_ds.zero.optimizer import DataGroups, LayerPlan, ZeroOptimizer
 from megatron_ds.zero.policy import STAGES
 from megatron_ds.zero.scaler import LossScaler, ScalerRule
 from tests.harness.threads import run_ranks
@@ -40,10 +40,22 @@ def loss_of(parameters, step, rank=0, size=1):
 
 def make_optimizer(parameters, data, *, stage, scaler=None, clip=1.0, overlap=True, tp=None, tied=None, expert=None,
                    model=None, uses=None, **options):
+    if stage == 3:      # one layer, all of it in shards
+        options = {"layer_plan": LayerPlan({0: [parameters]}, persistence=0)} | options
     groups = DataGroups(data, expert or solo(), tp or solo(), model or solo(), tied or solo())
     return ZeroOptimizer(
         parameters, uses=uses or {}, groups=groups, policy=STAGES[stage], scaler=scaler or LossScaler(), clip_grad=clip,
         make_optimizer=lambda g: OPTIMIZERS["adam"](g, SETTINGS), bucket_elements=200, overlap=overlap, **options)
+
+
+def main_grad_of(p):
+    return p.main_grad if hasattr(p, "main_grad") else p.take_main_grad()
+
+
+def whole(optimizer, parameters):
+    """Copies of the parameters, gathered where they live in shards."""
+    with optimizer.gathered(0):
+        return [p.detach().clone() for p in parameters]
 
 
 def train_rank(rank, world, size, stage, dtype=torch.float32, scale=1.0, clip=1.0, overlap=True):
@@ -55,9 +67,10 @@ def train_rank(rank, world, size, stage, dtype=torch.float32, scale=1.0, clip=1.
     for step in range(STEPS):
         optimizer.begin_step()
         optimizer.arm()
-        (loss_of(parameters, step, rank, size) * (optimizer.loss_scale / size)).backward()
+        with optimizer.gathered(0):
+            (loss_of(parameters, step, rank, size) * (optimizer.loss_scale / size)).backward()
         norms.append(optimizer.step(LR, DECAY).grad_norm)
-    return norms, [p.detach().clone() for p in parameters]
+    return norms, whole(optimizer, parameters)
 
 
 def train(size, *args, **options):
@@ -85,7 +98,8 @@ def train_plainly(dtype=torch.float32, clip=1.0, size=1):
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.05])
-@pytest.mark.parametrize("size, stage", [(1, 0), (1, 1), (2, 0), (3, 1), (4, 1)])
+@pytest.mark.parametrize("size, stage", [(1, 0), (1, 1), (2, 0), (3, 1), (4, 1), (1, 2), (2, 2), (3, 2), (1, 3), (2, 3),
+                                         (3, 3)])
 def test_zero_equals_plain_adamw_on_the_whole_batch(size, stage, clip):
     expected_norms, expected = train_plainly(clip=clip)
     assert min(expected_norms) > 0.05, "clipping is in force"
@@ -96,10 +110,11 @@ def test_zero_equals_plain_adamw_on_the_whole_batch(size, stage, clip):
             torch.testing.assert_close(p, e, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("dtype, scale", [(torch.bfloat16, 1.0), (torch.float16, 1024.0)])
-def test_sixteen_bit_training_keeps_fp32_masters(dtype, scale):
+def test_sixteen_bit_training_keeps_fp32_masters(dtype, scale, stage):
     _, expected = train_plainly(dtype, size=2)
-    for _, parameters in train(2, 1, dtype, scale):
+    for _, parameters in train(2, stage, dtype, scale):
         for p, e in zip(parameters, expected):
             # One unit in the last place of the 16-bit type, where the last bits of the masters round the other way.
             torch.testing.assert_close(p, e, rtol=torch.finfo(dtype).eps, atol=0)
@@ -107,32 +122,37 @@ def test_sixteen_bit_training_keeps_fp32_masters(dtype, scale):
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("dtype, scale", [(torch.float32, 1.0), (torch.bfloat16, 1.0), (torch.float16, 768.0)])
-def test_stage_1_is_bit_equal_to_stage_0(size, dtype, scale):
-    for (norms0, whole), (norms1, split) in zip(train(size, 0, dtype, scale, 0.05), train(size, 1, dtype, scale, 0.05)):
-        assert norms0 == norms1
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_every_stage_is_bit_equal_to_stage_0_within_one_micro_batch(stage, size, dtype, scale):
+    """With clipping too where the layout, and so the order in which squares are added, is the same."""
+    clip = 0.05 if stage < 3 else 0.0
+    for (norms0, whole), (norms1, split) in zip(train(size, 0, dtype, scale, clip), train(size, stage, dtype, scale, clip)):
+        assert norms0 == norms1 or stage == 3 and norms0 == pytest.approx(norms1, rel=1e-6)
         assert all(torch.equal(a, b) for a, b in zip(whole, split))
 
 
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_overlapping_reductions_changes_no_bit(stage):
     for (norms0, one), (norms1, other) in zip(train(2, stage, overlap=True), train(2, stage, overlap=False)):
         assert norms0 == norms1
         assert all(torch.equal(a, b) for a, b in zip(one, other))
 
 
-def test_all_ranks_skip_when_one_gradient_of_one_rank_overflows():
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_all_ranks_skip_when_one_gradient_of_one_rank_overflows(stage):
     def main(rank, world):
         parameters = make_parameters(torch.float16)
         scaler = LossScaler(2.0 ** 16, ScalerRule(True, hysteresis=1))
-        optimizer = make_optimizer(parameters, world.group("dp-cp", range(3), rank), stage=1, scaler=scaler)
-        before, seen = [p.detach().clone() for p in parameters], []
+        optimizer = make_optimizer(parameters, world.group("dp-cp", range(3), rank), stage=stage, scaler=scaler)
+        before, seen = whole(optimizer, parameters), []
         for step in range(2):
             optimizer.begin_step()
+            optimizer.pin(0)
             (loss_of(parameters, step, rank, 3) * optimizer.loss_scale).backward()
             if rank == 1 and step == 0:
-                parameters[3].main_grad[4] = math.inf
+                main_grad_of(parameters[3])[4] = math.inf
             result = optimizer.step(LR, DECAY)
-            unchanged = all(torch.equal(p, b) for p, b in zip(parameters, before))
+            unchanged = all(torch.equal(p, b) for p, b in zip(whole(optimizer, parameters), before))
             seen.append((result.skipped, result.loss_scale, optimizer.loss_scale, unchanged, math.isfinite(result.grad_norm)))
         return seen, optimizer.extra_state()["num_updates"]
 
@@ -164,26 +184,28 @@ def test_grad_divisor_and_micro_batches_give_the_gradient_of_all_samples():
     assert result.grad_norm == pytest.approx(grads.norm().item(), rel=1e-6)
 
 
-def test_zero_gradients_are_counted_without_padding():
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_zero_gradients_are_counted_without_padding(stage):
     def main(rank, world):
         parameters = make_parameters()
-        optimizer = make_optimizer(parameters, world.group("dp-cp", range(2), rank), stage=1, count_zeros=True)
+        optimizer = make_optimizer(parameters, world.group("dp-cp", range(2), rank), stage=stage, count_zeros=True)
         optimizer.begin_step()
-        parameters[3].main_grad[1:3] = 1.0
+        main_grad_of(parameters[3])[1:3] = 1.0
         return optimizer.step(LR, DECAY).num_zeros
 
     assert run_ranks(2, main) == [sum(p.numel() for p in make_parameters()) - 2] * 2
 
 
-def test_a_rank_whose_shard_is_all_padding_takes_part():
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_rank_whose_shard_is_all_padding_takes_part(stage):
     def main(rank, world):
         p = nn.Parameter(torch.ones(5))
         p.spec = ParamSpec("five", (5,), Init("ones"), decay=False)
-        optimizer = make_optimizer([p], world.group("dp-cp", range(3), rank), stage=1)
+        optimizer = make_optimizer([p], world.group("dp-cp", range(3), rank), stage=stage)
         optimizer.begin_step()
-        p.main_grad.fill_((1.0 + rank) / 3)
+        main_grad_of(p).fill_((1.0 + rank) / 3)
         result = optimizer.step(0.5, 0.0)
-        return result.grad_norm, p.detach().clone(), len(list(optimizer.pieces()))
+        return result.grad_norm, *whole(optimizer, [p]), len(list(optimizer.pieces()))
 
     for rank, (norm, p, pieces) in enumerate(run_ranks(3, main)):
         assert norm == pytest.approx(2 * 5 ** 0.5)
@@ -191,17 +213,145 @@ def test_a_rank_whose_shard_is_all_padding_takes_part():
         assert pieces == (3 if rank == 0 else 0)
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_frozen_parameter_is_kept_and_saved_and_never_moves(stage):
+    def main(rank, world):
+        parameters = make_parameters(torch.bfloat16)
+        parameters[1].requires_grad = False
+        before = parameters[1].detach().clone()
+        optimizer = make_optimizer(parameters, world.group("dp-cp", range(2), rank), stage=stage)
+        optimizer.begin_step()
+        optimizer.pin(0)
+        (loss_of(parameters, 0, rank, 2) / 2).backward()
+        optimizer.unpin(0)
+        optimizer.step(LR, DECAY)
+        saved = [(p.kind, p.start, p.tensor.clone()) for p in optimizer.pieces() if p.spec.name == "fc1.bias"]
+        after = whole(optimizer, parameters)
+        return torch.equal(after[1], before), any(torch.equal(a, b) for a, b in zip(after, make_parameters()[2:3])), saved
+
+    results = run_ranks(2, main)
+    assert [(same, moved) for same, moved, _ in results] == [(True, False)] * 2
+    pieces = results[0][2] if stage == 0 else [piece for _, _, saved in results for piece in saved]
+    assert {kind for kind, _, _ in pieces} == {"weight"}
+    saved = torch.cat([tensor for _, start, tensor in sorted(pieces, key=lambda piece: piece[1])])
+    assert torch.equal(saved.bfloat16(), make_parameters(torch.bfloat16)[1])
+
+
+@pytest.mark.parametrize("accumulate", ["sharded", "full"])
 @pytest.mark.parametrize("stage", [2, 3])
-def test_stages_that_nothing_executes_yet_are_refused(stage):
-    with pytest.raises(ConfigError, match=f"ZeRO stage {stage} is not yet available"):
-        make_optimizer(make_parameters(), solo("dp-cp"), stage=stage)
+def test_micro_batches_add_up_in_shards(stage, accumulate):
+    def main(rank, world):
+        parameters = make_parameters()
+        optimizer = make_optimizer(parameters, world.group("dp-cp", range(2), rank), stage=stage, clip=0.0)
+        reductions = lambda: world.traffic[rank].calls["reduce_scatter", "dp-cp", 2]
+        seen = []
+        for step in range(2):
+            optimizer.begin_step()
+            optimizer.pin(0)
+            for k in range(3):
+                if accumulate == "sharded" or k == 2:
+                    optimizer.arm()
+                (loss_of(parameters, step, 3 * rank + k, 6) / 6).backward()
+            optimizer.unpin(0)
+            optimizer.step(LR, DECAY)
+            seen.append(reductions())
+        return seen, whole(optimizer, parameters)
+
+    reference = make_parameters()
+    optimizer = make_optimizer(reference, solo("dp-cp"), stage=0, clip=0.0)
+    for step in range(2):
+        optimizer.begin_step()
+        loss_of(reference, step).backward()
+        optimizer.step(LR, DECAY)
+    results = run_ranks(2, main)
+    (first, second), _ = results[0]
+    once, rest = divmod(first, 3 if accumulate == "sharded" else 1)
+    assert rest == 0 and second == 2 * first and once == 4          # buckets
+    for _, parameters in results:
+        for p, e in zip(parameters, reference):
+            torch.testing.assert_close(p, e.detach(), rtol=1e-5, atol=1e-6)
 
 
-def test_frozen_parameters_are_refused():
-    parameters = make_parameters()
-    parameters[1].requires_grad = False
-    with pytest.raises(ConfigError, match="first fc1.bias"):
-        make_optimizer(parameters, solo("dp-cp"), stage=0)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_sixteen_bit_gradients_are_held_and_sent_in_sixteen_bits(stage):
+    def main(rank, world):
+        parameters = make_parameters(torch.bfloat16)
+        optimizer = make_optimizer(parameters, world.group("dp-cp", range(2), rank), stage=stage, grad_dtype=torch.bfloat16)
+        optimizer.begin_step()
+        optimizer.arm()
+        optimizer.pin(0)
+        (loss_of(parameters, 0, rank, 2) / 2).backward()
+        grads = [main_grad_of(p).dtype for p in parameters]
+        norm = optimizer.step(LR, DECAY).grad_norm
+        operation = "all_reduce" if stage == 0 else "reduce_scatter"
+        return norm, set(grads), optimizer.memory().gradients, world.traffic[rank].bytes[operation, "dp-cp", 2]
+
+    def wide(rank, world):
+        parameters = make_parameters(torch.bfloat16)
+        optimizer = make_optimizer(parameters, world.group("dp-cp", range(2), rank), stage=stage)
+        return optimizer.memory().gradients
+
+    [(expected, *_), _] = train_plainly(torch.bfloat16, size=2)
+    for (norm, dtypes, held, sent), held_wide in zip(run_ranks(2, main), run_ranks(2, wide)):
+        assert norm == pytest.approx(expected, rel=0.02)          # sums rounded to 8 bits
+        assert dtypes == {torch.bfloat16} and held * 2 == held_wide
+        assert sent - (32 if stage == 0 else 0) == held * (1 if stage < 2 else 2)       # the norm travels by all_reduce
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_rank_that_gives_no_gradient_to_a_parameter_is_told_by_name(stage):
+    def main(rank, world):
+        parameters = make_parameters()
+        optimizer = make_optimizer(parameters, world.group("dp-cp", range(3), rank), stage=stage)
+        optimizer.begin_step()
+        optimizer.arm()
+        optimizer.pin(0)
+        loss = loss_of(parameters, 0, rank, 3) + (0.0 if rank == 1 else parameters[4].sum())
+        loss.backward()
+        with pytest.raises(MegatronDSError, match=r"unused received a gradient on rank\(s\) 0, 2 but not on 1"):
+            optimizer.step(LR, DECAY)
+
+    run_ranks(3, main)
+
+
+def test_a_step_that_failed_in_the_middle_leaves_the_next_one_whole():
+    def main(rank, world):
+        results = []
+        for fails in (False, True):
+            parameters = make_parameters()
+            optimizer = make_optimizer(parameters, world.group("dp-cp", range(2), rank), stage=3)
+            for attempt in range(1 + fails):
+                optimizer.begin_step()
+                optimizer.arm()
+                optimizer.gathering_of(0).enter(0, False)
+                loss = loss_of(parameters, 0, rank, 2) / 2
+                if attempt < fails:
+                    main_grad_of(parameters[0]).fill_(3.0)         # and then somebody raised an error
+                    continue
+                loss.backward()
+                optimizer.step(LR, DECAY)
+            results.append(whole(optimizer, parameters))
+        return all(torch.equal(a, b) for a, b in zip(*results))
+
+    assert run_ranks(2, main) == [True, True]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_contribution_more_than_announced_is_an_error_where_gradients_are_sharded(stage):
+    def main(rank, world):
+        parameters = make_parameters()
+        optimizer = make_optimizer(parameters, world.group("dp-cp", range(2), rank), stage=stage)
+        optimizer.begin_step()
+        optimizer.arm()
+        for p in reversed(parameters):
+            main_grad_of(p).fill_(1.0), p.grad_ready()
+        if stage == 3:
+            optimizer.gathering_of(0).leave(0, True)
+        main_grad_of(parameters[2]).fill_(1.0), parameters[2].grad_ready()
+        with pytest.raises(MegatronDSError, match="for one of .*fc2.weight.*more contributions"):
+            optimizer.step(LR, DECAY)
+
+    run_ranks(2, main)
 
 
 def test_a_contribution_more_than_announced_is_an_error():

@@ -9,7 +9,7 @@ from torch import nn
 
 from megatron_ds.mpu.group import solo
 from megatron_ds.mpu.param_spec import Init, ParamSpec
-from megatron_ds.zero.optimizer import DataGroups, ZeroOptimizer
+from megatron_ds.zero.optimizer import DataGroups, LayerPlan, ZeroOptimizer
 from megatron_ds.zero.policy import STAGES
 from megatron_ds.zero.scaler import LossScaler
 from tests.harness.threads import run_ranks
@@ -23,15 +23,27 @@ def parameter(name, shape, **spec):
 
 def optimizer_of(parameters, stage, bucket_elements=100, **groups):
     groups = DataGroups(**{name: groups.get(name) or solo(name) for name in ("data", "expert", "tp", "model", "tied")})
+    plan = LayerPlan({0: [[p] for p in parameters]}, persistence=0) if stage == 3 else None
     return ZeroOptimizer(parameters, uses={}, groups=groups, policy=STAGES[stage], scaler=LossScaler(), clip_grad=0.0,
-                         make_optimizer=lambda g: torch.optim.SGD(g, lr=0.0), bucket_elements=bucket_elements, overlap=True)
+                         make_optimizer=lambda g: torch.optim.SGD(g, lr=0.0), bucket_elements=bucket_elements, overlap=True,
+                         layer_plan=plan)
+
+
+def whole(optimizer, parameters):
+    with optimizer.gathered(0):
+        return [p.detach().clone() for p in parameters]
+
+
+def contribute(p, gradient):
+    (p.main_grad if hasattr(p, "main_grad") else p.take_main_grad()).add_(gradient)
+    p.grad_ready()
 
 
 def gradient(shape, seed):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_tensor_parallel_copies_count_once_and_partial_gradients_are_summed(stage):
     # Ranks 0..3 = tp 2 x dp 2. `split` differs per tp rank, `copy` is the same on both, `partial` is a sum over both.
     def main(rank, world):
@@ -43,9 +55,8 @@ def test_tensor_parallel_copies_count_once_and_partial_gradients_are_summed(stag
         optimizer.begin_step()
         optimizer.arm()
         for p, seed in ((split, 10 * t + d), (copy, 20 + d), (partial, 30 + 10 * t + d)):
-            p.main_grad.add_(gradient(p.shape, seed))
-            p.grad_ready()
-        return optimizer.step(1.0, 0.0).grad_norm, [-p.detach() for p in (split, copy, partial)]
+            contribute(p, gradient(p.shape, seed))
+        return optimizer.step(1.0, 0.0).grad_norm, [-p for p in whole(optimizer, (split, copy, partial))]
 
     total = lambda shape, *seeds: gradient(shape, seeds[0]) + gradient(shape, seeds[1])
     splits = [total((9, 3), 0, 1), total((9, 3), 10, 11)]
@@ -59,7 +70,7 @@ def test_tensor_parallel_copies_count_once_and_partial_gradients_are_summed(stag
 
 
 @pytest.mark.parametrize("tie_by_schedule", [True, False])
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_tied_parameters_sum_over_their_stages_and_count_once(stage, tie_by_schedule):
     # Ranks 0..5 = dp 2 x pp 3; the first and the last stage hold the tied weight, in layouts that differ.
     def main(rank, world):
@@ -74,14 +85,13 @@ def test_tied_parameters_sum_over_their_stages_and_count_once(stage, tie_by_sche
         norm = None
         for _ in range(2):
             optimizer.begin_step()
-            optimizer.arm(stage_index)
+            optimizer.arm(stage_index if stage < 3 else None)
             for p in reversed(parameters):
-                p.main_grad.add_(gradient(p.shape, rank + 50 * (p is shared)))
-                p.grad_ready()
+                contribute(p, gradient(p.shape, rank + 50 * (p is shared)))
             if tie_by_schedule and stage_index != 1:
-                optimizer.reduce_tied(stage_index)
+                optimizer.reduce_tied(stage_index if stage < 3 else None)
             norm = optimizer.step(1.0, 0.0).grad_norm
-        return norm, [-p.detach() / 2 for p in parameters]
+        return norm, [-p / 2 for p in whole(optimizer, parameters)]
 
     own = [gradient((70 + s,), 2 * s) + gradient((70 + s,), 2 * s + 1) for s in range(3)]
     shared = sum(gradient((10, 13), 50 + rank) for rank in (0, 1, 4, 5))
@@ -93,7 +103,7 @@ def test_tied_parameters_sum_over_their_stages_and_count_once(stage, tie_by_sche
             torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_experts_are_reduced_over_their_own_axis(stage):
     # Ranks 0..3: data 4 = ep 2 x edp 2. Expert e lives on ranks e and e + 2.
     def main(rank, world):
@@ -104,9 +114,8 @@ def test_experts_are_reduced_over_their_own_axis(stage):
         optimizer.begin_step()
         optimizer.arm()
         for p, seed in ((expert, 10 + rank), (dense, rank)):
-            p.main_grad.add_(gradient(p.shape, seed))
-            p.grad_ready()
-        return optimizer.step(1.0, 0.0).grad_norm, [-dense.detach(), -expert.detach()]
+            contribute(p, gradient(p.shape, seed))
+        return optimizer.step(1.0, 0.0).grad_norm, [-p for p in whole(optimizer, (dense, expert))]
 
     dense = sum(gradient((67,), rank) for rank in range(4))
     experts = [gradient((5, 13), 10 + e) + gradient((5, 13), 12 + e) for e in range(2)]
@@ -117,7 +126,7 @@ def test_experts_are_reduced_over_their_own_axis(stage):
             torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("stage, operation", [(0, "all_reduce"), (1, "reduce_scatter")])
+@pytest.mark.parametrize("stage, operation", [(0, "all_reduce"), (1, "reduce_scatter"), (2, "reduce_scatter")])
 def test_buckets_start_in_order_as_soon_as_they_and_those_before_them_are_complete(stage, operation):
     def main(rank, world):
         parameters = [parameter(name, (90,)) for name in ("first", "second", "third")]      # one bucket each
@@ -135,7 +144,7 @@ def test_buckets_start_in_order_as_soon_as_they_and_those_before_them_are_comple
         bytes_moved = world.traffic[rank].bytes[operation, "dp-cp", 2]
         return seen, bytes_moved
 
-    norms = 16 if stage == 0 else 0                # the norm's two float64 also travel by all_reduce
+    norms = 32 if stage == 0 else 0                # the norm's four float64 also travel by all_reduce
     assert run_ranks(2, main) == [([0, 0, 2, 3], 3 * 128 * 4 + norms)] * 2
 
 

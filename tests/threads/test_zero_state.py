@@ -6,7 +6,7 @@ from torch import nn
 
 from megatron_ds.mpu.group import solo
 from megatron_ds.mpu.param_spec import Init, ParamSpec
-from megatron_ds.zero.optimizer import DataGroups, ZeroOptimizer
+from megatron_ds.zero.optimizer import DataGroups, LayerPlan, ZeroOptimizer
 from megatron_ds.zero.policy import STAGES
 from megatron_ds.zero.scaler import LossScaler, ScalerRule
 from tests.harness.threads import run_ranks
@@ -24,8 +24,14 @@ def build(rank, world, size, stage, dtype):
     groups = DataGroups(world.group("dp-cp", range(size), rank), solo(), solo(), solo(), solo())
     scaler = LossScaler(256.0, ScalerRule(True, window=2)) if dtype == torch.float16 else LossScaler()
     optimizer = ZeroOptimizer(parameters, uses={}, groups=groups, policy=STAGES[stage], scaler=scaler, clip_grad=1.0,
-                              make_optimizer=lambda g: torch.optim.AdamW(g, fused=True), bucket_elements=200, overlap=True)
+                              make_optimizer=lambda g: torch.optim.AdamW(g, fused=True), bucket_elements=200, overlap=True,
+                              layer_plan=LayerPlan({0: [parameters[:1], parameters[1:]]}, persistence=8))
     return parameters, optimizer
+
+
+def whole(optimizer, parameters):
+    with optimizer.gathered(0):
+        return [p.detach().clone() for p in parameters]
 
 
 def take_steps(parameters, optimizer, steps):
@@ -34,7 +40,7 @@ def take_steps(parameters, optimizer, steps):
         optimizer.begin_step()
         for i, p in enumerate(parameters):
             g = torch.randn(p.shape, generator=torch.Generator().manual_seed(1000 * step + i))
-            p.main_grad.add_(g * optimizer.loss_scale)
+            (p.main_grad if hasattr(p, "main_grad") else p.take_main_grad()).add_(g * optimizer.loss_scale)
         optimizer.step(0.01, 0.1)
 
 
@@ -46,7 +52,7 @@ def store(pieces, logical):
             whole[piece.start:piece.stop] = piece.tensor
 
 
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_pieces_of_all_ranks_cover_each_element_of_each_kind_once_before_the_first_step(stage):
     results = run_ranks(3, lambda rank, world: list(build(rank, world, 3, stage, torch.bfloat16)[1].pieces()))
     logical = {}
@@ -62,14 +68,16 @@ def test_pieces_of_all_ranks_cover_each_element_of_each_kind_once_before_the_fir
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("before, after", [((2, 1), (3, 1)), ((3, 1), (1, 0)), ((2, 0), (2, 1))])
+@pytest.mark.parametrize("before, after", [
+    ((2, 1), (3, 1)), ((3, 1), (1, 0)), ((2, 0), (2, 1)), ((2, 3), (3, 2)), ((3, 2), (2, 3)), ((2, 3), (1, 0)),
+    ((2, 0), (3, 3)), ((1, 3), (2, 3)), ((2, 1), (2, 3))])
 def test_a_run_goes_on_in_another_layout_as_if_nothing_had_happened(before, after, dtype):
     def first(rank, world):
         parameters, optimizer = build(rank, world, *before, dtype)
         take_steps(parameters, optimizer, range(3))
         saved = [(p, p.tensor.clone()) for p in optimizer.pieces()], optimizer.extra_state()
         take_steps(parameters, optimizer, range(3, 5))
-        return saved, [p.detach().clone() for p in parameters], optimizer.extra_state()
+        return saved, whole(optimizer, parameters), optimizer.extra_state()
 
     results = run_ranks(before[0], first)
     logical = {}
@@ -80,14 +88,13 @@ def test_a_run_goes_on_in_another_layout_as_if_nothing_had_happened(before, afte
 
     def second(rank, world):
         parameters, optimizer = build(rank, world, *after, dtype)
-        for p in parameters:
-            p.data.zero_()
         for piece in optimizer.pieces():
+            piece.tensor.fill_(torch.nan)
             piece.tensor.copy_(logical[piece.kind, piece.spec.name][piece.start:piece.stop])
         optimizer.load_extra_state(results[0][0][1])
         optimizer.after_load()
         take_steps(parameters, optimizer, range(3, 5))
-        return [p.detach().clone() for p in parameters], optimizer.extra_state()
+        return whole(optimizer, parameters), optimizer.extra_state()
 
     for parameters, extra in run_ranks(after[0], second):
         assert extra == results[0][2] and extra["num_updates"] == 5
@@ -96,7 +103,7 @@ def test_a_run_goes_on_in_another_layout_as_if_nothing_had_happened(before, afte
             torch.testing.assert_close(got, expected, rtol=2e-6 if dtype == torch.float32 else 1e-3, atol=1e-7)
 
 
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_same_layout_resumes_bit_equal(stage):
     def main(rank, world):
         parameters, optimizer = build(rank, world, 2, stage, torch.float16)
@@ -108,7 +115,7 @@ def test_same_layout_resumes_bit_equal(stage):
         other.after_load()
         for ps, o in ((parameters, optimizer), (resumed, other)):
             take_steps(ps, o, range(3, 6))
-        same = all(torch.equal(a, b) for a, b in zip(parameters, resumed))
+        same = all(torch.equal(a, b) for a, b in zip(whole(optimizer, parameters), whole(other, resumed)))
         return same and optimizer.extra_state() == other.extra_state()
 
     assert run_ranks(2, main) == [True, True]

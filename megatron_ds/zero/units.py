@@ -1,0 +1,152 @@
+"""`ShardedParams`: parameters of which each data-parallel rank keeps its shard, gathered by *units* (ZeRO 3).
+
+Terms:  a *unit* is what one layer owns of a set of parameters, a run of whole buckets: what is gathered at a time.
+        Its *flat* buffer holds the parameters while they are whole; they are views of it all the time.
+        *Free* means that the flat buffer has a storage of no bytes; *whole* that it is gathered.
+
+    shard    16-bit model: the model's values of this rank's shard   fp32 model: the masters themselves
+    master   fp32, 16-bit models only
+    flat     of each unit, when gathered
+
+Note: why the storage and not the tensor. Autograd, saved tensors and layers hold the parameter, or views of it, from forward
+to backward. Shrinking the storage to nothing and growing it again leaves all of them valid; what they see in between is
+nobody's business. Refilling goes through `flat`, whose version counter is not the parameters': to autograd, a parameter that
+was freed and gathered again has not changed. (It has the same values. The update comes when no graph is alive.)
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from ..mpu.collectives import all_gather_into_
+from ..mpu.group import Group, Work
+from ..mpu.param_spec import ParamSpec
+from .layout import Layout, SlotPiece
+
+Draw = Callable[[ParamSpec, int, torch.Tensor], None]
+"""Fills a flat tensor with the initial values of elements [start, start + len) of a local parameter."""
+
+
+class Unit:
+    """The parameters that layer `layer` owns of a set.
+
+    buckets  for each bucket of the unit: its part of `flat`, this rank's shard of it
+    claims   who needs it whole: it is freed when the last one lets go
+    """
+
+    def __init__(self, layer: int, numel: int, first_bucket: int, last_bucket: int, dtype: torch.dtype, device: torch.device,
+                 group: Group):
+        self.layer, self.numel, self.first_bucket, self.last_bucket = layer, numel, first_bucket, last_bucket
+        self.flat = torch.empty(numel, dtype=dtype, device=device)
+        self._nbytes = self.flat.untyped_storage().nbytes()
+        self.group = group
+        self.buckets: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.claims: set = set()
+        self.is_free = False
+        self._works: list[Work] = []
+
+    def start(self) -> None:
+        """Begin to gather, unless it is whole or on its way. Collective."""
+        if not self.is_free:
+            return
+        self.flat.untyped_storage().resize_(self._nbytes)
+        self.is_free = False
+        self._works = [all_gather_into_(whole, shard, self.group, async_op=True) for whole, shard in self.buckets]
+
+    def wait(self) -> None:
+        """The parameters are whole on return."""
+        for work in self._works:
+            work.wait()
+        self._works = []
+
+    def free(self) -> None:
+        self.wait()
+        if not self.is_free:
+            self.flat.untyped_storage().resize_(0)
+            self.is_free = True
+
+
+class ShardedParams:
+    """The surface of `ParamStore`, for parameters that live in shards.
+
+    parameters  in the order of layout.slots, all of one dtype, on any device or on "meta"
+    units       (layer, first bucket, last bucket + 1), in the order of the buckets
+    draw        gives the values of parameters on "meta"
+    """
+
+    sharded = True
+
+    def __init__(self, parameters: Sequence[nn.Parameter], layout: Layout, group: Group, units: Sequence[tuple[int, int, int]],
+                 device: torch.device, draw: Draw | None):
+        self.layout, self.group = layout, group
+        self.pieces = layout.slot_intersections(group.rank)
+        dtype = parameters[0].dtype
+        self.shard = torch.zeros(layout.shard_numel, dtype=dtype, device=device)
+        for piece in self.pieces:
+            fill(self.shard[piece.offset:piece.offset + piece.stop - piece.start], parameters[piece.slot], piece.start, draw)
+        self.master = self.shard.float() if dtype != torch.float32 else None
+        self.units: list[Unit] = []
+        for layer, first, stop in units:
+            self.units.append(self._make_unit(layer, first, stop, dtype, device))
+            self._adopt(self.units[-1], parameters)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of parameters held now."""
+        return self.shard.nbytes + sum(unit.flat.untyped_storage().nbytes() for unit in self.units)
+
+    def master_of(self, piece: SlotPiece) -> torch.Tensor:
+        """The fp32 values of a piece, padding included: a view."""
+        buffer = self.shard if self.master is None else self.master
+        return buffer[piece.offset:piece.offset + piece.padded_numel]
+
+    def low_of(self, piece: SlotPiece) -> torch.Tensor | None:
+        """The 16-bit values of the same elements: a view. None where the masters are those."""
+        return None if self.master is None else self.shard[piece.offset:piece.offset + piece.padded_numel]
+
+    def write_back(self, cast: bool) -> None:
+        """Masters → shard, unless the update wrote both. Nothing is sent: units are gathered when they are needed."""
+        for unit in self.units:
+            unit.claims.clear()
+            unit.free()
+        if cast and self.master is not None:
+            self.shard.copy_(self.master)
+
+    def _make_unit(self, layer: int, first: int, stop: int, dtype: torch.dtype, device: torch.device) -> Unit:
+        buckets, pieces = self.layout.buckets, self.layout.shard_pieces(self.group.rank)
+        start = buckets[first].start
+        unit = Unit(layer, buckets[stop - 1].stop - start, first, stop - 1, dtype, device, self.group)
+        for b in range(first, stop):
+            whole = unit.flat[buckets[b].start - start:buckets[b].stop - start]
+            piece = pieces[b]
+            unit.buckets.append((whole, self.shard[piece.offset:piece.offset + piece.stop - piece.start]))
+        return unit
+
+    def _adopt(self, unit: Unit, parameters: Sequence[nn.Parameter]) -> None:
+        buckets = self.layout.buckets
+        start = buckets[unit.first_bucket].start
+        for i in range(buckets[unit.first_bucket].first_slot, buckets[unit.last_bucket].last_slot):
+            slot = self.layout.slots[i]
+            become(parameters[i], unit.flat[slot.start - start:slot.stop - start].view(parameters[i].shape))
+        unit.free()         # from here on; views cannot be made of a storage of no bytes
+
+
+@torch.no_grad()
+def fill(out: torch.Tensor, parameter: nn.Parameter, start: int, draw: Draw | None) -> None:
+    """Elements [start, start + len(out)) of the flattened parameter; drawn, where it is on "meta"."""
+    if not parameter.is_meta:
+        out.copy_(parameter.detach().reshape(-1)[start:start + out.numel()])
+    else:
+        assert draw is not None, f"{parameter.spec.name} is on the meta device, and nothing is given to draw its values with"
+        draw(parameter.spec, start, out)
+
+
+def become(parameter: nn.Parameter, view: torch.Tensor) -> None:
+    """The parameter's values are `view` from now on; its version counter stays its own."""
+    if not parameter.is_meta:
+        parameter.data = view
+        return
+    real = nn.Parameter(view.data, requires_grad=parameter.requires_grad)      # .data: a version counter of its own
+    real.__dict__.update(parameter.__dict__)
+    torch.utils.swap_tensors(parameter, real)
