@@ -1,9 +1,21 @@
 """Build script; everything declarative is in pyproject.toml.
 
-The package is pure Python today: it installs without a compiler and without a GPU. Compiled parts, when they come, are
-optional extensions built from csrc/ that fall back to Python where no compiler is found.
+The compiled parts in csrc/ are optional: without a compiler the package installs all the same and torch does their work,
+which is then said once in the log. They know nothing of torch, so that one build serves every version of it.
 """
+
+import sys
 
 from setuptools import setup
 
-setup()
+try:
+    from pybind11.setup_helpers import Pybind11Extension, build_ext
+except ImportError:         # built without isolation and without pybind11: as without a compiler
+    setup()
+else:
+    # Without -march: instruction sets are chosen at run time. Without contraction: see "Bits" in the file.
+    # gcc 12 warns of its own intrinsics.
+    flags = ["-O3", "-ffp-contract=off", "-fno-math-errno", "-pthread", "-Wno-maybe-uninitialized"]
+    cpu_adam = Pybind11Extension("megatron_ds._cpu_adam", ["csrc/cpu_adam.cpp"], depends=["csrc/cpu_adam_kernel.h"],
+                                 cxx_std=17, extra_compile_args=[] if sys.platform == "win32" else flags, optional=True)
+    setup(ext_modules=[cpu_adam], cmdclass={"build_ext": build_ext})

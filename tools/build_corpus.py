@@ -7,7 +7,6 @@ those the running text, a paragraph a line: more than a million characters in a 
 same Python gives the same bytes.
 """
 
-import argparse
 import ast
 import contextlib
 import hashlib
@@ -20,6 +19,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from megatron_ds.config.arguments import Arguments
 from megatron_ds.config.guard import main_guard
 from megatron_ds.errors import DataError
 
@@ -110,11 +110,9 @@ def run(output: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(__doc__)
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="JSON lines to write")
-    args = parser.parse_args(argv)
-    return main_guard(lambda: run(args.output))
+    return main_guard(lambda: run(parser.parse_args(argv).output))
 
 
 if __name__ == "__main__":

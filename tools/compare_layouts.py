@@ -19,7 +19,9 @@ from concurrent.futures.process import BrokenProcessPool
 from tqdm import tqdm
 
 from megatron_ds.config import parse
-from megatron_ds.errors import CommunicationError, MegatronDSError
+from megatron_ds.config.arguments import Arguments
+from megatron_ds.config.guard import main_guard
+from megatron_ds.errors import CommunicationError
 from megatron_ds.training.compare import (
     Difference,
     LayoutRequest,
@@ -89,7 +91,7 @@ def run_layout(pool: ProcessPoolExecutor, layout: LayoutRequest, job: list[str],
 
 
 def parse_arguments(argv=None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(__doc__)
     parser.add_argument("--layouts", nargs="+", required=True, metavar="KEY=VALUE,…",
                         help="layouts to compare with one process")
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps (default 20)")
@@ -103,24 +105,23 @@ def parse_arguments(argv=None) -> argparse.Namespace:
 
 
 def main(argv=None) -> int:
-    args = parse_arguments(argv)
+    return main_guard(lambda: run(parse_arguments(argv)))
+
+
+def run(args: argparse.Namespace) -> int:
     job = tiny_job(args.style, args.dtype, args.untie, args.dropout, args.num_layers, args.global_batch_size, args.steps)
-    try:
-        layouts = [parse_layout(text, mbs="1") for text in args.layouts]
-        references: dict[str, tuple] = {}
-        rows: list[tuple[str, Difference]] = []
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["megatron_ds.training.build", "megatron_ds.training.join"])
-        model = parse([*job, *parse_layout("", mbs="1").flags], world_size=1).model
-        with ProcessPoolExecutor(max(layout.world_size for layout in layouts), mp_context=context) as pool:
-            for layout in tqdm(layouts, desc="layouts", leave=False, disable=not sys.stderr.isatty()):
-                if layout.reference not in references:
-                    references[layout.reference] = run_layout(pool, parse_layout(layout.reference), job, args.steps)
-                run = run_layout(pool, layout, job, args.steps)
-                rows.append((layout.text, difference(run, references[layout.reference], model)))
-    except MegatronDSError as error:
-        print(f"compare_layouts: {error}", file=sys.stderr)
-        return 2
+    layouts = [parse_layout(text, mbs="1") for text in args.layouts]
+    references: dict[str, tuple] = {}
+    rows: list[tuple[str, Difference]] = []
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["megatron_ds.training.build", "megatron_ds.training.join"])
+    model = parse([*job, *parse_layout("", mbs="1").flags], world_size=1).model
+    with ProcessPoolExecutor(max(layout.world_size for layout in layouts), mp_context=context) as pool:
+        for layout in tqdm(layouts, desc="layouts", leave=False, disable=not sys.stderr.isatty()):
+            if layout.reference not in references:
+                references[layout.reference] = run_layout(pool, parse_layout(layout.reference), job, args.steps)
+            ran = run_layout(pool, layout, job, args.steps)
+            rows.append((layout.text, difference(ran, references[layout.reference], model)))
     return show(rows, args)
 
 

@@ -1,6 +1,6 @@
 """Continue a text with a trained model, from a checkpoint of any layout.
 
-    python tools/generate_text.py --load quickstart/checkpoints --prompt "Return the" --max-new-tokens 60
+    python tools/generate_text.py --load quickstart/checkpoints --prompt "If the file" --max-new-tokens 60
     torchrun --nproc-per-node 2 tools/generate_text.py --load … --prompt … --tensor-model-parallel-size 2
 """
 
@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from megatron_ds.checkpoint.load import latest, load_weights, read_run
+from megatron_ds.config.arguments import Arguments
 from megatron_ds.config.dump import from_dict
 from megatron_ds.config.guard import main_guard
 from megatron_ds.data.tokenizers import build_tokenizer
@@ -27,7 +28,7 @@ from megatron_ds.training.build import DTYPES
 
 
 def parse_arguments(argv=None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(__doc__)
     add = parser.add_argument
     add("--load", type=Path, required=True, help="checkpoint folder of a run (what was its --save)")
     add("--prompt", action="append", required=True, help="text to continue; may be given several times")
@@ -99,5 +100,4 @@ def show(prompt: str, tokenizer, modules, config, mesh: Mesh, sampling: Sampling
 
 
 if __name__ == "__main__":
-    arguments, launched = parse_arguments(), launching.read_launch(os.environ)
-    sys.exit(main_guard(lambda: main(arguments, launched), rank=launched.rank))
+    sys.exit(main_guard(lambda: main(parse_arguments(), launching.read_launch(os.environ))))

@@ -3,12 +3,12 @@
     python tools/plot_loss.py --metrics quickstart/metrics.jsonl --output loss.png
 """
 
-import argparse
 import json
 import math
 import sys
 from pathlib import Path
 
+from megatron_ds.config.arguments import Arguments
 from megatron_ds.config.guard import main_guard
 from megatron_ds.errors import ConfigError, DataError
 
@@ -70,7 +70,7 @@ def read_mark(text: str) -> tuple[int, str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(__doc__)
     parser.add_argument("--metrics", type=Path, required=True, help="metrics.jsonl of a run")
     parser.add_argument("--output", type=Path, required=True, help="picture to write (.png, .svg, .pdf)")
     parser.add_argument("--title", default="", help="a line above the picture")

@@ -15,20 +15,19 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from megatron_ds.config.arguments import Arguments
 from megatron_ds.config.guard import main_guard
 from megatron_ds.data.json_lines import check_files
 from megatron_ds.data.preprocess import Written, output_prefix, preprocess
 from megatron_ds.data.tokenizers import TOKENIZERS, make_tokenizer
 from megatron_ds.errors import ConfigError
-from megatron_ds.registry import did_you_mean
 
 logger = logging.getLogger(__name__)
 TOKENIZER_FLAGS = ("vocab_file", "merge_file", "tokenizer_model", "vocab_size")
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+def make_parser() -> Arguments:
+    parser = Arguments(__doc__)
     add = parser.add_argument_group("text").add_argument
     add("--input", nargs="+", required=True, metavar="FILE", help="JSON lines, plain or .gz")
     add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys whose text to tokenize (default: text)")
@@ -53,11 +52,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = make_parser()
-    args, unknown = parser.parse_known_args(argv)
-    if unknown:
-        flags = [flag for action in parser._actions for flag in action.option_strings]
-        raise ConfigError(f"unknown argument {unknown[0]!r}{did_you_mean(unknown[0], flags) or '.'} --help lists the flags.")
+    args = make_parser().parse_args(argv)
     for name in ("workers", "log_interval"):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)}: use a positive number.")

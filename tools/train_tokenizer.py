@@ -12,18 +12,17 @@ import logging
 import sys
 from collections.abc import Iterator, Sequence
 
+from megatron_ds.config.arguments import Arguments
 from megatron_ds.config.guard import main_guard
 from megatron_ds.data.bpe_training import train_byte_level_bpe
 from megatron_ds.data.json_lines import check_files, read_blocks, texts_of
-from megatron_ds.errors import ConfigError, DataError
-from megatron_ds.registry import did_you_mean
+from megatron_ds.errors import DataError
 
 logger = logging.getLogger(__name__)
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+def make_parser() -> Arguments:
+    parser = Arguments(__doc__)
     add = parser.add_argument
     add("--input", nargs="+", required=True, metavar="FILE", help="JSON lines, plain or .gz; some 100 MB of text are plenty")
     add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys whose text to learn from (default: text)")
@@ -35,12 +34,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = make_parser()
-    args, unknown = parser.parse_known_args(argv)
-    if unknown:
-        flags = [flag for action in parser._actions for flag in action.option_strings]
-        raise ConfigError(f"unknown argument {unknown[0]!r}{did_you_mean(unknown[0], flags) or '.'} --help lists the flags.")
-    return args
+    return make_parser().parse_args(argv)
 
 
 def read_texts(paths: Sequence[str], keys: Sequence[str]) -> Iterator[str]:

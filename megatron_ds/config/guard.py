@@ -10,7 +10,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 
-from ..errors import ConfigError, LayoutError, MegatronDSError, ScheduleError
+from ..errors import CommunicationError, ConfigError, LayoutError, MegatronDSError, ScheduleError
 from .launched import ends_siblings, is_launched, local_rank_in, rank_in
 
 EVERYWHERE = (ConfigError, LayoutError, ScheduleError)       # they follow from the same words, so every rank raises them
@@ -37,8 +37,10 @@ def main_guard(main: Callable[[], int | None], rank: int | None = None) -> int:
         sys.stdout.flush()
         shared = isinstance(error, EVERYWHERE) or getattr(error, "on_all_ranks", False)
         if rank == 0 or not shared or _is_mine_alone(os.environ):
-            print(f"error{f' on rank {rank}' * (rank > 0)}: {error}", file=sys.stderr, flush=True)
-            note_for_torchrun(os.environ, f"told above, in the line that begins with error{f' on rank {rank}' * (rank > 0)}:")
+            begin = f"error{f' on rank {rank}' * (rank > 0)}:"
+            print(begin, error, file=sys.stderr, flush=True)
+            note_for_torchrun(os.environ, f"told above, in the line that begins with {begin}",
+                              is_consequence=isinstance(error, CommunicationError))
         return 2
     except KeyboardInterrupt:
         return 130                                           # what a shell expects of a command ended by Ctrl-C
@@ -47,12 +49,16 @@ def main_guard(main: Callable[[], int | None], rank: int | None = None) -> int:
         raise
 
 
-def note_for_torchrun(env: Mapping[str, str], text: str) -> None:
-    """What torchrun's summary says of this rank, instead of advice on how to get a traceback."""
+def note_for_torchrun(env: Mapping[str, str], text: str, is_consequence: bool = False) -> None:
+    """What torchrun's summary says of this rank, instead of advice on how to get a traceback.
+
+    The summary calls the earliest failure the cause. That a peer is gone is told within the second in which it went, and
+    torchrun dates a killed rank by when it noticed: so a consequence is dated later.
+    """
     path = env.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
-    details = {"py_callstack": text, "timestamp": str(int(time.time()))}
+    details = {"py_callstack": text, "timestamp": str(int(time.time() + WAIT_SECONDS * is_consequence))}
     try:
         with open(path, "w") as file:
             json.dump({"message": {"message": text, "extraInfo": details}}, file)

@@ -4,6 +4,7 @@ import logging
 import os
 import shutil
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 
 from ..errors import ConfigError, DataError
@@ -25,7 +26,11 @@ def train_byte_level_bpe(texts: Iterable[str], vocab_size: int, folder: str | os
     beside = folder.with_name(f".{folder.name}.partial")
     try:
         beside.mkdir(parents=True, exist_ok=True)
-        size = _train(texts, vocab_size, min_frequency, beside)
+        texts = iter(texts)
+        first = next((text for text in texts if text.strip()), None)
+        if first is None:
+            raise DataError("the --input files hold no text to learn from. Nothing was written.")
+        size = _train(chain([first], texts), vocab_size, min_frequency, beside)
         folder.mkdir(exist_ok=True)
         for name in FILES:
             (beside / name).replace(folder / name)

@@ -39,7 +39,8 @@ def check_files(paths: Sequence[str]) -> None:
     """All inputs are there: told at once, not when their turn comes."""
     for path in paths:
         if not os.path.isfile(path):
-            raise DataError(f"--input {path}: there is no such file.")
+            what = "this is a folder; name the files in it" if os.path.isdir(path) else "there is no such file"
+            raise DataError(f"--input {path}: {what}.")
 
 
 def read_blocks(path: str, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:

@@ -77,7 +77,11 @@ def preprocess(paths: Sequence[str], prefix: str, make_tokenizer: MakeTokenizer,
 
 def encode_block(block: Block, tokenizer: Tokenizer, *, keys: Sequence[str], eod: int | None, dtype: np.dtype) -> Encoded:
     texts, bad = texts_of(block, keys)
-    columns = [_column(tokenizer.encode_batch(column), eod, dtype) for column in texts]
+    try:
+        columns = [_column(tokenizer.encode_batch(column), eod, dtype) for column in texts]
+    except DataError as error:
+        last = block.first_line + len(block.lines) - 1
+        raise DataError(f"{block.path}, in lines {block.first_line} to {last}: {error} Nothing was written.") from None
     return Encoded(columns, bad, block.path, block.position)
 
 

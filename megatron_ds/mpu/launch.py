@@ -106,6 +106,10 @@ def _slurm(env) -> Launch:
     """The variables of the job *step* come first: `srun -n 2` in an allocation of eight tasks makes two ranks."""
     size = _int(env, "SLURM_STEP_NUM_TASKS" if env.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS")
     rank, local_rank = _int(env, "SLURM_PROCID"), _int(env, "SLURM_LOCALID", 0)
+    if size > 1 and env.get("SLURM_TASK_PID") and not env.get("SLURM_STEP_ID"):       # else it waits for ranks nobody starts
+        raise ConfigError(f"this runs in the batch script of a Slurm job of {size} tasks, not as one of the tasks. Start the "
+                          "ranks with srun (srun python pretrain_gpt.py …) or torchrun; for one rank only, put SLURM_NTASKS=1 "
+                          "before the command.")
     hosts = expand_nodelist(_first(env, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"))
     address = env.get("MASTER_ADDR") or (hosts[0] if hosts else "")
     if not address:
@@ -179,7 +183,7 @@ def _join(launch: Launch, backend: str, timeout: timedelta) -> None:
                                 world_size=launch.world_size, timeout=timeout)
     except (RuntimeError, ValueError) as error:
         hint = "srun, not plain python, starts the ranks of a Slurm job" if launch.source == "Slurm" else \
-            "start all of them, with the same address and port"
+            "start all of them, with the same address and port, and look whether one ended with an error of its own"
         raise CommunicationError(
             f"rank {launch.rank} of {launch.world_size} (from {launch.source}) could not meet the others at "
             f"{launch.address}:{launch.port} within {timeout.total_seconds():.0f} s: {hint}; MASTER_PORT chooses "

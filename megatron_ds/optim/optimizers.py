@@ -10,7 +10,9 @@ from collections.abc import Callable
 
 import torch
 
+from ..ops.adam import extension
 from ..registry import Registry
+from .cpu_adam import CpuAdamW
 
 logger = logging.getLogger(__name__)
 
@@ -19,8 +21,13 @@ OPTIMIZERS: Registry[Callable[..., torch.optim.Optimizer]] = Registry("optimizer
 
 @OPTIMIZERS.register("adam", "adamw")
 def adam(groups: list[dict], settings) -> torch.optim.Optimizer:
-    """Adam with decoupled weight decay (Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2), as Megatron's "adam"."""
-    return _fused(torch.optim.AdamW, groups, lr=0.0, betas=(settings.adam_beta1, settings.adam_beta2), eps=settings.adam_eps)
+    """Adam with decoupled weight decay (Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2), as Megatron's "adam".
+
+    fp32 masters on the CPU go to our own kernel, if it was compiled.
+    """
+    options = dict(lr=0.0, betas=(settings.adam_beta1, settings.adam_beta2), eps=settings.adam_eps)
+    on_cpu = all(p.device.type == "cpu" and p.dtype == torch.float32 for group in groups for p in group["params"])
+    return CpuAdamW(groups, **options) if on_cpu and extension() else _fused(torch.optim.AdamW, groups, **options)
 
 
 @OPTIMIZERS.register("sgd")

@@ -26,6 +26,7 @@ from torch import nn
 from ..errors import MegatronDSError
 from ..mpu.collectives import all_reduce_, reduce_scatter_into_
 from ..mpu.group import Group, Work
+from ..ops.huge_pages import huge_page_zeros
 from .layout import Layout, SlotPiece
 
 UNARMED = -1
@@ -59,7 +60,7 @@ class GradBuckets:
                  dtype: torch.dtype = torch.float32):
         self.holders, self.layout, self.group = holders, layout, group
         self.sharded, self.overlap = sharded, overlap
-        self.flat = torch.zeros(layout.numel, dtype=dtype, device=holders[0].parameter.device)
+        self.flat = huge_page_zeros(layout.numel, dtype=dtype, device=holders[0].parameter.device)
         self.pieces = layout.slot_intersections(group.rank) if sharded else layout.whole_slots()
         self._tp = tp
         self._partial = [self.grad_of(p) for p in self.pieces if holders[p.slot].parameter.spec.partial_grad]

@@ -7,6 +7,9 @@ so that a checkpoint can be loaded into it.
 Note: grad_scale. A fused optimizer divides each gradient by its attribute `grad_scale` while it reads it, and writes the
 quotient back to `.grad`; unscaling and clipping then cost no pass of their own. Where that is not supported, and only when
 there is something to divide, the gradients are multiplied beforehand.
+
+Note: low. Where the model has 16 bits, `Leaf.tensor.low` is the part of it that the leaf is the master of. An optimizer with
+the attribute `writes_low` writes it during the update, while the new value is at hand; after others it must be cast.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,17 +26,19 @@ MakeOptimizer = Callable[[list[dict]], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class Leaf:
-    """The master of `piece`; tensor.grad is a view of the gradient buffer, tensor.spec the parameter's spec."""
+    """The master of `piece`; tensor.grad is a view of the gradient buffer, tensor.spec the parameter's spec, tensor.low the
+    model's own weight if that has 16 bits, else None."""
 
     spec: ParamSpec
     piece: SlotPiece
     tensor: nn.Parameter
 
 
-def make_leaf(spec: ParamSpec, piece: SlotPiece, master: torch.Tensor, grad: torch.Tensor) -> Leaf:
+def make_leaf(spec: ParamSpec, piece: SlotPiece, master: torch.Tensor, grad: torch.Tensor,
+              low: torch.Tensor | None = None) -> Leaf:
     """grad: a view of the gradients; in another dtype than fp32 they are lent for the update only."""
     tensor = nn.Parameter(master)
-    tensor.grad, tensor.spec = grad if grad.dtype == master.dtype else None, spec
+    tensor.grad, tensor.spec, tensor.low = grad if grad.dtype == master.dtype else None, spec, low
     return Leaf(spec, piece, tensor)
 
 
@@ -46,6 +51,7 @@ class InnerOptimizer:
                   for decay in (True, False)]
         groups = [group for group in groups if group["params"]]
         self.optimizer = make_optimizer(groups) if groups else None
+        self.writes_low = getattr(self.optimizer, "writes_low", False)
         self._divides = getattr(self.optimizer, "_step_supports_amp_scaling", False)
         self._create_state()
 

@@ -252,7 +252,7 @@ class ZeroOptimizer:
         if not skipped:
             excess = (norm + CLIP_EPSILON) / self.clip_grad if self.clip_grad else 0.0
             self._update(lr, weight_decay, divisor * max(excess, 1.0))
-            self._write_back()
+            self._write_back(cast=not self._inner.writes_low)
         return StepResult(norm, skipped, scale, zeros)
 
     def pieces(self) -> Iterator[StatePiece]:
@@ -277,7 +277,7 @@ class ZeroOptimizer:
     @torch.no_grad()
     def after_load(self) -> None:
         """Pieces were overwritten: bring the model's parameters in line with the masters. Collective over the data group."""
-        self._write_back()
+        self._write_back(cast=True)
 
     def memory(self) -> ZeroMemory:
         """Bytes held now, measured on the buffers (compare `memory.predict_memory`)."""
@@ -339,7 +339,7 @@ class ZeroOptimizer:
             buckets = GradShards(holders, layout, pool=self._pool, overlap=overlap and self.policy.parameter is None, **common)
         counted = [p for p in layout.slot_intersections(group.rank) if is_counted(specs[p.slot], self.groups.tp.rank)]
         views = norm_views(buckets.flat, counted, buckets.start_of)
-        leaves = [make_leaf(specs[p.slot], p, store.master_of(p), buckets.grad_of(p)) for p in store.pieces]
+        leaves = [make_leaf(specs[p.slot], p, store.master_of(p), buckets.grad_of(p), store.low_of(p)) for p in store.pieces]
         return _ParameterSet(plan, parameters, store, buckets, leaves, counted, views)
 
     def _make_gathering(self, stage: int) -> LayerGathering:
@@ -395,6 +395,6 @@ class ZeroOptimizer:
         for s in self._sets:
             s.drop_grads()
 
-    def _write_back(self) -> None:
+    def _write_back(self, cast: bool) -> None:
         for s in self._sets:
-            s.store.write_back()
+            s.store.write_back(cast)

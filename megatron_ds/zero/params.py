@@ -14,6 +14,7 @@ from torch import nn
 
 from ..mpu.collectives import all_gather_into_
 from ..mpu.group import Group
+from ..ops.huge_pages import huge_page_zeros
 from .layout import Layout, SlotPiece
 from .units import Draw, become, fill
 
@@ -33,12 +34,12 @@ class ParamStore:
         self.pieces = layout.slot_intersections(group.rank) if sharded else layout.whole_slots()
         first = parameters[0]
         device = device or first.device
-        self.flat = torch.zeros(layout.numel, dtype=first.dtype, device=device)
+        self.flat = huge_page_zeros(layout.numel, dtype=first.dtype, device=device)
         _move_into(self.flat, parameters, layout, draw)
         self.master = None
         if first.dtype != torch.float32:
             numel = layout.shard_numel if sharded else layout.numel
-            self.master = torch.zeros(numel, dtype=torch.float32, device=device)
+            self.master = huge_page_zeros(numel, device=device)
             self._copy(to_masters=True)
 
     @property
@@ -51,16 +52,23 @@ class ParamStore:
         buffer, start = (self.flat, piece.flat) if self.master is None else (self.master, piece.offset)
         return buffer[start:start + piece.padded_numel]
 
-    def write_back(self) -> None:
-        """Masters → model parameters, on every rank of the group. Collective where sharded."""
-        if self.master is not None and not self.sharded:
+    def low_of(self, piece: SlotPiece) -> torch.Tensor | None:
+        """The 16-bit values of the same elements, which the model computes with: a view. None where the masters are those."""
+        return None if self.master is None else self.flat[piece.flat:piece.flat + piece.padded_numel]
+
+    def write_back(self, cast: bool) -> None:
+        """Masters → model parameters, on every rank of the group. Collective where sharded.
+
+        cast: False when this rank's own part of a 16-bit model is in line with the masters already.
+        """
+        if cast and self.master is not None and not self.sharded:
             self._copy(to_masters=False)
         if not self.sharded:
             return
         works = []
         for piece, bucket in zip(self.layout.shard_pieces(self.group.rank), self.layout.buckets):
             mine = self.flat[piece.start:piece.stop]
-            if self.master is not None:
+            if cast and self.master is not None:
                 mine.copy_(self.master[piece.offset:piece.offset + mine.numel()])
             # The next bucket is cast while this one travels.
             works.append(all_gather_into_(self.flat[bucket.start:bucket.stop], mine, self.group, async_op=True))

@@ -101,12 +101,16 @@ class ShardedParams:
         buffer = self.shard if self.master is None else self.master
         return buffer[piece.offset:piece.offset + piece.padded_numel]
 
-    def write_back(self) -> None:
-        """Masters → shard. Nothing is sent: units are gathered when they are needed."""
+    def low_of(self, piece: SlotPiece) -> torch.Tensor | None:
+        """The 16-bit values of the same elements: a view. None where the masters are those."""
+        return None if self.master is None else self.shard[piece.offset:piece.offset + piece.padded_numel]
+
+    def write_back(self, cast: bool) -> None:
+        """Masters → shard, unless the update wrote both. Nothing is sent: units are gathered when they are needed."""
         for unit in self.units:
             unit.claims.clear()
             unit.free()
-        if self.master is not None:
+        if cast and self.master is not None:
             self.shard.copy_(self.master)
 
     def _make_unit(self, layer: int, first: int, stop: int, dtype: torch.dtype, device: torch.device) -> Unit:

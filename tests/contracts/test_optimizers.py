@@ -68,7 +68,8 @@ def test_a_divisor_gives_the_same_as_gradients_divided_beforehand(name):
 def test_gradients_are_also_divided_for_an_optimizer_that_cannot_do_it_itself(name):
     def make(groups):
         optimizer = OPTIMIZERS[name](groups, SETTINGS)
-        return type(optimizer)(groups, fused=False)
+        optimizer._step_supports_amp_scaling = False
+        return optimizer
 
     spec, grad = ParamSpec("w", (64,), Init("ones")), torch.zeros(64)
     leaf = make_leaf(spec, SlotPiece(0, 0, 64, 0, 0, 64), torch.ones(64), grad)
@@ -76,6 +77,16 @@ def test_gradients_are_also_divided_for_an_optimizer_that_cannot_do_it_itself(na
     grad.fill_(6.0)
     inner.step(0.01, 0.0, 3.0)
     assert torch.allclose(leaf.tensor.grad, torch.full((64,), 2.0))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS.names())
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_16_bit_weight_is_written_by_exactly_those_that_say_so(name, dtype):
+    spec, low = ParamSpec("w", (64,), Init("ones")), torch.zeros(64, dtype=dtype)
+    leaf = make_leaf(spec, SlotPiece(0, 0, 64, 0, 0, 64), noise(0)[:64].clone(), noise(1)[:64].clone(), low)
+    inner = InnerOptimizer(lambda groups: OPTIMIZERS[name](groups, SETTINGS), [leaf])
+    inner.step(0.01, 0.1, 3.0)
+    assert torch.equal(low, leaf.tensor.detach().to(dtype) if inner.writes_low else torch.zeros(64, dtype=dtype))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS.names())

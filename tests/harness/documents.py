@@ -68,7 +68,7 @@ def environment() -> dict[str, str]:
                    "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
 
 
-def make_workplace(folder: Path) -> None:
+def link_sources(folder: Path) -> None:
     """What a reader stands in: the root of the repository, but nothing is written into that."""
     for name in ("tools", "examples", "pretrain_gpt.py"):
         (folder / name).symlink_to(ROOT / name)
@@ -76,7 +76,7 @@ def make_workplace(folder: Path) -> None:
 
 def run_page(page: str, folder: Path, seconds: int = 200) -> str:
     """Run the page's blocks in `folder`; what they printed. A block that fails is an AssertionError that shows it."""
-    make_workplace(folder)
+    link_sources(folder)
     said = ""
     for block in blocks_of(page):
         if block.file:

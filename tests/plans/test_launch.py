@@ -70,6 +70,7 @@ def test_open_mpi_on_one_machine_and_on_several():
     ({"RANK": "4", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost"}, "rank 4 of 4"),
     ({"RANK": "1", "WORLD_SIZE": "4"}, "MASTER_ADDR"),
     ({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "far"}, "LOCAL_RANK"),
+    ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_NODELIST": "n1", "SLURM_TASK_PID": "9"}, "batch script .* 2 tasks"),
 ])
 def test_a_broken_environment_names_the_variable(env, message):
     with pytest.raises(ConfigError, match=message):

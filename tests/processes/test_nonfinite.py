@@ -6,7 +6,8 @@ from functools import partial
 import pytest
 
 from megatron_ds.checkpoint.load import latest
-from tests.harness.pretraining import GLOBAL_BATCH, MOCK, STEPS, poisoned, records, run_file, run_pretrain, train
+from tests.harness.pretraining import GLOBAL_BATCH, MOCK, STEPS, records, run_file, run_pretrain, train
+from tests.harness.spoilers import poisoned
 
 THIRD_STEP = range(2 * GLOBAL_BATCH, 3 * GLOBAL_BATCH)
 ONE_SAMPLE = range(2 * GLOBAL_BATCH + 3, 2 * GLOBAL_BATCH + 4)

@@ -176,7 +176,8 @@ def test_training_a_tokenizer_twice_gives_the_same_files(tmp_path, capsys):
 
 
 def test_what_is_wrong_on_the_command_line_is_one_paragraph_and_exit_code_2(tmp_path, capsys):
-    good = write_lines(tmp_path / "a.jsonl", [{"text": "1"}])
+    good = write_lines(tmp_path / "a.jsonl", [{"text": "7"}])
+    blank = write_lines(tmp_path / "blank.jsonl", [{"text": " "}])
     null = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "9", "--output-prefix", tmp_path / "out"]
     cases = [
         ("preprocess_data", ["--input", tmp_path / "none.jsonl", *null], "none.jsonl: there is no such file"),
@@ -186,17 +187,23 @@ def test_what_is_wrong_on_the_command_line_is_one_paragraph_and_exit_code_2(tmp_
         ("preprocess_data", ["--input", good, "--output-prefix", tmp_path / "out", "--tokenizer-type", "NulTokenizer"],
          "did you mean 'NullTokenizer'"),
         ("preprocess_data", ["--input", good, "--output-prefix", tmp_path / "out", "--tokenizer-type", "GPT2BPETokenizer"],
-         "GPT2BPETokenizer needs --vocab-file"),
+         "GPT2BPETokenizer needs --vocab-file and --merge-file. "),
+        ("preprocess_data", ["--inputs", good, *null], "unknown flag --inputs; did you mean '--input'?"),
+        ("preprocess_data", null, "the following arguments are required: --input. --help"),
+        ("preprocess_data", ["--input", good, *null, "--workers", "many"], "--workers: invalid int value: 'many'"),
+        ("preprocess_data", ["--input", tmp_path, *null], "this is a folder"),
+        ("preprocess_data", ["--input", good, *null[:2], "--vocab-size", "1", *null[4:]], "a.jsonl, in lines 1 to 1: "),
         ("preprocess_data", ["--input", good, *null[:-1], tmp_path / "a.jsonl" / "out"], "cannot write"),
         ("train_tokenizer", ["--input", good, "--vocab-size", "200", "--output", tmp_path / "t"], "257 ids are needed"),
         ("train_tokenizer", ["--input", good, "--vocab-size", "300", "--output", tmp_path / "t", "--json-keys", "body"],
          "a.jsonl, line 1: no key 'body'"),
         ("train_tokenizer", ["--input", tmp_path / "none", "--vocab-size", "300", "--output", tmp_path / "t"], "no such file"),
         ("train_tokenizer", ["--input", good, "--vocab-size", "300", "--output", good], "cannot write"),
+        ("train_tokenizer", ["--input", blank, "--vocab-size", "300", "--output", tmp_path / "t"], "hold no text"),
         ("build_corpus", ["--output", tmp_path / "a.jsonl" / "c"], "cannot be written"),
     ]
     for tool, argv, told in cases:
         code, said = run_tool(capsys, tool, *argv)
         assert code == 2 and told in said and "Traceback" not in said, (tool, argv, said)
         assert said.count("\n") == 1
-    assert os.listdir(tmp_path) == ["a.jsonl"]
+    assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "blank.jsonl"]

@@ -16,15 +16,14 @@ from tests.harness.pretraining import (
     STEPS,
     TINY,
     VOCAB,
-    killed_in_save,
     losses,
     run_file,
     run_pretrain,
     same_bits,
     saved_state,
-    state_written_instead_of_training,
     train,
 )
+from tests.harness.spoilers import killed_in_save, state_written_instead_of_training
 
 HALF = STEPS // 2
 TP2_PP2 = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2", "--sequence-parallel"]

@@ -21,10 +21,9 @@ from tests.harness.pretraining import (
     losses,
     records,
     run_file,
-    signal_at_step,
-    signal_in_evaluation,
     train,
 )
+from tests.harness.spoilers import signal_at_step, signal_in_evaluation
 
 ROOT = Path(__file__).parents[2]
 LONG = [*TINY, "--mock-data", "--train-iters", "100000"]

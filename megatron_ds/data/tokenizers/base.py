@@ -42,26 +42,27 @@ TOKENIZERS: Registry[type[Tokenizer]] = Registry("tokenizer")       # each has a
 
 def required_file(options: TokenizerOptions, field: str, kind: str, *, folder_ok: bool = False) -> str:
     """The path in `options.field`. Raises ConfigError naming the flag when it is not given or not there."""
-    path, flag = getattr(options, field), "--" + field.replace("_", "-")
-    if not path:
-        raise ConfigError(f"{kind} needs {flag} PATH. tools/train_tokenizer.py makes such a file from text of your own.")
-    if not (os.path.isfile(path) or folder_ok and os.path.isdir(path)):
-        what = "file or folder" if folder_ok else "file"
-        raise ConfigError(f"{flag} {path}: there is no such {what}, and {kind} needs it.")
-    return path
+    return required_files(options, (field,), kind, folder_ok=folder_ok)[0]
 
 
-def required_files(options: TokenizerOptions, fields: Sequence[str], kind: str) -> list[str]:
-    """Several of them; what is wrong with each is told at once."""
-    paths, wrong = [], []
+def required_files(options: TokenizerOptions, fields: Sequence[str], kind: str, *, folder_ok: bool = False) -> list[str]:
+    """Several of them; all that is wrong is told at once."""
+    wrong = []
+    missing = [_flag(field) for field in fields if not getattr(options, field)]
+    if missing:
+        wrong.append(f"{kind} needs {' and '.join(missing)}. tools/train_tokenizer.py makes such files from text of your own.")
     for field in fields:
-        try:
-            paths.append(required_file(options, field, kind))
-        except ConfigError as error:
-            wrong.append(str(error))
+        path = getattr(options, field)
+        if path and not (os.path.isfile(path) or folder_ok and os.path.isdir(path)):
+            what = "file or folder" if folder_ok else "file"
+            wrong.append(f"{_flag(field)} {path}: there is no such {what}, and {kind} needs it.")
     if wrong:
         raise ConfigError(" ".join(wrong))
-    return paths
+    return [getattr(options, field) for field in fields]
+
+
+def _flag(field: str) -> str:
+    return "--" + field.replace("_", "-")
 
 
 def fingerprint_of(kind: str, *parts: bytes) -> str:

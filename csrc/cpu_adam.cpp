@@ -1,0 +1,407 @@
+// AdamW over flat fp32 shards on the CPU, in one pass over memory.
+//
+// Maths, per element (Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2; megatron_ds/ops/adam.py has it in torch):
+//
+//   g = grad * grad_scale                              unscaling and clipping, one factor; grad itself is not written
+//   m = m + (g - m) * (1 - beta1)
+//   v = v * beta2 + (g * g) * (1 - beta2)
+//   p = p * (1 - lr * weight_decay) - m / (sqrt(v) / sqrt(1 - beta2^t) + eps) * lr / (1 - beta1^t)
+//   low = p rounded to bf16 or fp16, nearest even      optional: the weight that the model computes with
+//
+// Traffic: reads p g m v, writes p m v, 28 bytes per element, and 2 more for low. Prefetching by hand and stores past the cache
+// (low, or all of them) were measured and gain nothing; large pages under the arrays gain a fifth (ops/huge_pages.py).
+//
+// Work: rows (tensors) are cut into chunks of CHUNK elements, which threads take in turn, the caller among them.
+//
+// Bits: each product, sum, quotient and root is rounded by itself, no fused multiply-add (the build says -ffp-contract=off),
+// so AVX-512, AVX2, the scalar code and its tail, and the torch reference give the same bits. Where a buffer is cut, by
+// chunks, rows or ranks, cannot be seen in the result.
+//
+// Limits: sizes, types, contiguity are checked in Python, which knows tensors; here only what could crash the process.
+
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <condition_variable>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+#if defined(__GNUC__) && defined(__x86_64__)
+#define HAS_X86_VECTORS 1
+#include <immintrin.h>
+#endif
+#if defined(__unix__) || defined(__APPLE__)
+#define HAS_FORK 1
+#include <unistd.h>
+#endif
+
+namespace py = pybind11;
+
+namespace {
+
+constexpr int64_t CHUNK = 1 << 16;      // elements: 1 MiB of p, g, m and v, some 50 µs
+
+enum class Low { none = 0, bf16 = 1, fp16 = 2 };
+
+// What one element needs besides itself, rounded once to fp32.
+struct Rates {
+    float grad_scale, one_minus_beta1, beta2, one_minus_beta2, root_scale, eps, decay, step_size;
+};
+
+struct Hyper {
+    double lr, beta1, beta2, eps, weight_decay, grad_scale;
+
+    Rates at_step(int64_t t) const {
+        const double correction1 = 1 - std::pow(beta1, double(t)), correction2 = 1 - std::pow(beta2, double(t));
+        return {float(grad_scale), float(1 - beta1), float(beta2), float(1 - beta2), float(1 / std::sqrt(correction2)),
+                float(eps), float(1 - lr * weight_decay), float(lr / correction1)};
+    }
+};
+
+struct Span {
+    float* p;
+    const float* g;
+    float *m, *v;
+    uint16_t* low;
+    int64_t count;
+
+    Span from(int64_t start) const { return part(start, count); }
+    Span part(int64_t start, int64_t stop) const {
+        return {p + start, g + start, m + start, v + start, low ? low + start : nullptr, stop - start};
+    }
+};
+
+using Update = void (*)(const Rates&, const Span&);
+
+struct Variant {
+    const char* name;
+    Update update[3];      // by Low
+};
+
+// ------------------------------------------------------------------------------------------------------------- scalar
+namespace scalar {
+
+inline uint32_t bits_of(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+inline float float_of(uint32_t bits) {
+    float x;
+    std::memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+inline uint16_t to_bf16(float x) {
+    const uint32_t bits = bits_of(x);
+    const uint32_t quiet = bits | 0x400000, nearest = bits + 0x7fff + (bits >> 16 & 1);
+    return uint16_t(((bits & 0x7fffffff) > 0x7f800000 ? quiet : nearest) >> 16);      // a choice, not a branch: vectorizes
+}
+
+inline uint16_t to_fp16(float x) {
+    const uint32_t bits = bits_of(x), sign = bits >> 16 & 0x8000, size = bits & 0x7fffffff;
+    if (size > 0x7f800000) return uint16_t(sign | 0x7e00 | (size >> 13 & 0x3ff));   // NaN, kept quiet
+    if (size >= 0x477ff000) return uint16_t(sign | 0x7c00);                         // from 65520 on: infinity
+    if (size < 0x38800000) {
+        // Below 2^-14, subnormal: adding 0.5 leaves multiples of 2^-24 in the last bits, rounded by the addition itself.
+        return uint16_t(sign | (bits_of(float_of(size) + 0.5f) - 0x3f000000));
+    }
+    return uint16_t(sign | ((size - 0x38000000 + 0xfff + (size >> 13 & 1)) >> 13));
+}
+
+template <Low kind>
+inline uint16_t to_low(float x) { return kind == Low::bf16 ? to_bf16(x) : to_fp16(x); }
+
+template <Low kind>
+void update(const Rates& r, const Span& s) {
+    for (int64_t i = 0; i < s.count; ++i) {
+        const float g = s.g[i] * r.grad_scale;
+        const float m = s.m[i] + (g - s.m[i]) * r.one_minus_beta1;
+        const float v = s.v[i] * r.beta2 + g * g * r.one_minus_beta2;
+        const float p = s.p[i] * r.decay - m / (std::sqrt(v) * r.root_scale + r.eps) * r.step_size;
+        s.m[i] = m;
+        s.v[i] = v;
+        s.p[i] = p;
+        if constexpr (kind != Low::none) s.low[i] = to_low<kind>(p);
+    }
+}
+
+}  // namespace scalar
+
+#ifdef HAS_X86_VECTORS
+// ------------------------------------------------------------------------------------------------------------- AVX-512
+namespace avx512 {
+
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq")))
+constexpr int64_t WIDTH = 16;
+using Vector = __m512;
+
+TARGET inline Vector load(const float* x) { return _mm512_loadu_ps(x); }
+TARGET inline void store(float* x, Vector a) { _mm512_storeu_ps(x, a); }
+TARGET inline Vector splat(float x) { return _mm512_set1_ps(x); }
+TARGET inline Vector add(Vector a, Vector b) { return _mm512_add_ps(a, b); }
+TARGET inline Vector sub(Vector a, Vector b) { return _mm512_sub_ps(a, b); }
+TARGET inline Vector mul(Vector a, Vector b) { return _mm512_mul_ps(a, b); }
+TARGET inline Vector div(Vector a, Vector b) { return _mm512_div_ps(a, b); }
+TARGET inline Vector root(Vector a) { return _mm512_sqrt_ps(a); }
+
+// Not vcvtneps2bf16: it takes subnormal numbers for zero.
+TARGET inline __m256i to_bf16(Vector x) {
+    const __m512i bits = _mm512_castps_si512(x);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i nearest = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+    const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+    const __m512i quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x400000));
+    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_mask_mov_epi32(nearest, nan, quiet), 16));
+}
+
+template <Low kind>
+TARGET inline __m512i to_low(Vector a, Vector b) {
+    if constexpr (kind == Low::bf16)
+        return _mm512_inserti64x4(_mm512_castsi256_si512(to_bf16(a)), to_bf16(b), 1);
+    else
+        return _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT)),
+                                  _mm512_cvtps_ph(b, _MM_FROUND_TO_NEAREST_INT), 1);
+}
+
+template <Low kind>
+TARGET inline void store_low(uint16_t* x, Vector a, Vector b) { _mm512_storeu_si512(x, to_low<kind>(a, b)); }
+
+#include "cpu_adam_kernel.h"
+#undef TARGET
+
+}  // namespace avx512
+
+// ---------------------------------------------------------------------------------------------------------------- AVX2
+namespace avx2 {
+
+#define TARGET __attribute__((target("avx2,f16c")))
+constexpr int64_t WIDTH = 8;
+using Vector = __m256;
+
+TARGET inline Vector load(const float* x) { return _mm256_loadu_ps(x); }
+TARGET inline void store(float* x, Vector a) { _mm256_storeu_ps(x, a); }
+TARGET inline Vector splat(float x) { return _mm256_set1_ps(x); }
+TARGET inline Vector add(Vector a, Vector b) { return _mm256_add_ps(a, b); }
+TARGET inline Vector sub(Vector a, Vector b) { return _mm256_sub_ps(a, b); }
+TARGET inline Vector mul(Vector a, Vector b) { return _mm256_mul_ps(a, b); }
+TARGET inline Vector div(Vector a, Vector b) { return _mm256_div_ps(a, b); }
+TARGET inline Vector root(Vector a) { return _mm256_sqrt_ps(a); }
+
+TARGET inline __m256i to_bf16_in_words(Vector x) {      // 32-bit words, high halves zero
+    const __m256i bits = _mm256_castps_si256(x);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i nearest = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
+    const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
+    const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+    return _mm256_srli_epi32(_mm256_blendv_epi8(nearest, quiet, nan), 16);
+}
+
+template <Low kind>
+TARGET inline __m256i to_low(Vector a, Vector b) {
+    if constexpr (kind == Low::bf16) {
+        const __m256i packed = _mm256_packus_epi32(to_bf16_in_words(a), to_bf16_in_words(b));      // a0 b0 a1 b1
+        return _mm256_permute4x64_epi64(packed, 0b11011000);                                       // a0 a1 b0 b1
+    } else {
+        return _mm256_set_m128i(_mm256_cvtps_ph(b, _MM_FROUND_TO_NEAREST_INT),
+                                _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
+    }
+}
+
+template <Low kind>
+TARGET inline void store_low(uint16_t* x, Vector a, Vector b) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(x), to_low<kind>(a, b));
+}
+
+#include "cpu_adam_kernel.h"
+#undef TARGET
+
+}  // namespace avx2
+#endif  // HAS_X86_VECTORS
+
+// Those that this processor can run, fastest first.
+const std::vector<Variant>& variants() {
+    static const std::vector<Variant> available = [] {
+        std::vector<Variant> list;
+#ifdef HAS_X86_VECTORS
+        __builtin_cpu_init();
+        if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+            __builtin_cpu_supports("avx512dq"))
+            list.push_back({"avx512", {avx512::update<Low::none>, avx512::update<Low::bf16>, avx512::update<Low::fp16>}});
+        if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c"))
+            list.push_back({"avx2", {avx2::update<Low::none>, avx2::update<Low::bf16>, avx2::update<Low::fp16>}});
+#endif
+        list.push_back({"scalar", {scalar::update<Low::none>, scalar::update<Low::bf16>, scalar::update<Low::fp16>}});
+        return list;
+    }();
+    return available;
+}
+
+// ------------------------------------------------------------------------------------------------------------- threads
+// Threads that wait for a job and share it; made when first needed. Not OpenMP: a second OpenMP runtime beside torch's would
+// bring threads that spin while torch computes.
+class Pool {
+public:
+    // Runs job on `threads` threads, the caller's among them, until all have returned. job must share the work out itself and
+    // be complete with fewer threads: when another caller is using the pool, or the system grants none, the caller works alone.
+    void run(int threads, const std::function<void()>& job) {
+        std::unique_lock<std::mutex> turn(one_caller_, std::try_to_lock);
+        if (threads <= 1 || !turn.owns_lock()) return job();
+        const int helpers = grow_to(threads - 1);
+        {
+            std::lock_guard<std::mutex> lock(mutex_);
+            job_ = &job;
+            control_ = control_word();
+            wanted_ = helpers;
+        }
+        wake_.notify_all();
+        job();
+        std::unique_lock<std::mutex> lock(mutex_);
+        wanted_ = 0;      // whoever has not woken up by now is not needed
+        done_.wait(lock, [&] { return started_ == finished_; });
+        job_ = nullptr;
+    }
+
+private:
+    int grow_to(int threads) {
+        try {
+            for (; size_ < threads; ++size_) std::thread([this] { work(); }).detach();
+        } catch (const std::system_error&) {
+        }
+        return std::min(size_, threads);
+    }
+
+    void work() {
+        std::unique_lock<std::mutex> lock(mutex_);
+        for (;;) {
+            wake_.wait(lock, [&] { return wanted_ > 0; });
+            --wanted_;
+            ++started_;
+            const std::function<void()>* job = job_;
+            const uint32_t control = control_;
+            lock.unlock();
+            set_control_word(control);
+            (*job)();
+            lock.lock();
+            ++finished_;
+            if (started_ == finished_) done_.notify_one();
+        }
+    }
+
+    // Rounding mode and treatment of subnormal numbers are per thread; helpers take over the caller's.
+    static uint32_t control_word() {
+#ifdef HAS_X86_VECTORS
+        return _mm_getcsr();
+#else
+        return 0;
+#endif
+    }
+    static void set_control_word([[maybe_unused]] uint32_t word) {
+#ifdef HAS_X86_VECTORS
+        _mm_setcsr(word);
+#endif
+    }
+
+    std::mutex one_caller_, mutex_;
+    std::condition_variable wake_, done_;
+    const std::function<void()>* job_ = nullptr;
+    uint32_t control_ = 0;
+    int size_ = 0, wanted_ = 0;
+    int64_t started_ = 0, finished_ = 0;
+};
+
+// Never destroyed, since its threads never end; a forked child has none of them and starts a pool of its own.
+Pool& pool() {
+    static std::mutex mutex;
+    static Pool* current = nullptr;
+#ifdef HAS_FORK
+    static pid_t owner = 0;
+    std::lock_guard<std::mutex> lock(mutex);
+    if (owner != getpid()) {
+        owner = getpid();
+        current = new Pool;
+    }
+#else
+    std::lock_guard<std::mutex> lock(mutex);
+    if (current == nullptr) current = new Pool;
+#endif
+    return *current;
+}
+
+// -------------------------------------------------------------------------------------------------------------- binding
+struct Row {
+    Span span;
+    Rates rates;
+    Update update;
+};
+
+constexpr int COLUMNS = 8;      // p, g, m, v, low: addresses; kind of low; count; step, from 1
+
+Row make_row(const int64_t* x, const Hyper& hyper, const Variant& variant) {
+    const auto address = [&](int column) { return reinterpret_cast<void*>(static_cast<uintptr_t>(x[column])); };
+    const bool has_low = x[5] != 0;
+    if (!x[0] || !x[1] || !x[2] || !x[3] || x[5] < 0 || x[5] > 2 || (x[4] != 0) != has_low || x[6] < 0 || x[7] < 1)
+        throw std::invalid_argument("a row is (p, g, m, v, low: addresses, kind of low: 0 none, 1 bf16, 2 fp16, count, step)");
+    return {{static_cast<float*>(address(0)), static_cast<const float*>(address(1)), static_cast<float*>(address(2)),
+             static_cast<float*>(address(3)), static_cast<uint16_t*>(address(4)), x[6]},
+            hyper.at_step(x[7]), variant.update[x[5]]};
+}
+
+const Variant& variant_named(const std::string& name) {
+    for (const Variant& v : variants())
+        if (name.empty() || name == v.name) return v;
+    throw std::invalid_argument("this processor has no variant '" + name + "'");
+}
+
+void adamw(const py::array_t<int64_t, py::array::c_style>& table, const Hyper& hyper, int threads, const std::string& name) {
+    if (table.ndim() != 2 || table.shape(1) != COLUMNS) throw std::invalid_argument("rows have 8 columns");
+    const Variant& variant = variant_named(name);
+    std::vector<Row> rows;
+    std::vector<int64_t> first_chunk{0};      // of each row, and the number of all
+    for (py::ssize_t i = 0; i < table.shape(0); ++i) {
+        rows.push_back(make_row(table.data(i, 0), hyper, variant));
+        first_chunk.push_back(first_chunk.back() + (rows.back().span.count + CHUNK - 1) / CHUNK);
+    }
+    const int64_t chunks = first_chunk.back();
+
+    py::gil_scoped_release released;
+    std::atomic<int64_t> next{0};
+    const std::function<void()> job = [&] {
+        for (int64_t chunk; (chunk = next.fetch_add(1)) < chunks;) {
+            const auto row = std::upper_bound(first_chunk.begin(), first_chunk.end(), chunk) - first_chunk.begin() - 1;
+            const Span& span = rows[row].span;
+            const int64_t start = (chunk - first_chunk[row]) * CHUNK;
+            rows[row].update(rows[row].rates, span.part(start, std::min(start + CHUNK, span.count)));
+        }
+    };
+    pool().run(int(std::min<int64_t>(threads, chunks)), job);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_cpu_adam, module) {
+    module.doc() = "AdamW on flat fp32 shards; megatron_ds.ops.adam checks the arguments and is the way in.";
+    module.def("variants", [] {
+        std::vector<std::string> names;
+        for (const Variant& v : variants()) names.emplace_back(v.name);
+        return names;
+    }, "Names of the variants this processor can run, fastest first.");
+    module.def("adamw", [](const py::array_t<int64_t, py::array::c_style>& table, double lr, double beta1, double beta2,
+                           double eps, double weight_decay, double grad_scale, int threads, const std::string& variant) {
+        adamw(table, {lr, beta1, beta2, eps, weight_decay, grad_scale}, threads, variant);
+    }, py::arg("table"), py::kw_only(), py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"),
+       py::arg("weight_decay"), py::arg("grad_scale"), py::arg("threads"), py::arg("variant"),
+       "One update of each row (p, g, m, v, low: addresses, kind of low, count, step) of an int64 table.");
+}

@@ -1,0 +1,107 @@
+"""One AdamW update of flat fp32 tensors on the CPU: the plain reference in torch, and the same in one pass over memory.
+
+The pass is csrc/cpu_adam.cpp, an optional extension: unscaling and clipping (`grad_scale`), both moments, weight decay, bias
+correction and the rounding of the weight to the model's 16 bits, reading and writing each element once. Both do the same
+operations in the same order, each rounded by itself, so their results are equal to the last bit, on every processor and
+however the tensors are cut.
+"""
+
+import functools
+import importlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+logger = logging.getLogger(__name__)
+
+LOW_KINDS = {torch.bfloat16: 1, torch.float16: 2}
+
+
+@dataclass(frozen=True)
+class AdamRow:
+    """One tensor's update: 1-D or contiguous CPU tensors of the same length, fp32 but `low`.
+
+    m, v  moments, updated in place as p is; grad is only read
+    step  number of this update, from 1
+    low   bf16 or fp16: receives p, rounded to nearest even
+    """
+
+    p: torch.Tensor
+    grad: torch.Tensor
+    m: torch.Tensor
+    v: torch.Tensor
+    step: int
+    low: torch.Tensor | None = None
+
+
+@torch.no_grad()
+def reference_adamw_(rows: Sequence[AdamRow], *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float,
+                     grad_scale: float = 1.0) -> None:
+    """Update each row with its gradient * grad_scale. Loshchilov and Hutter 2019 (arXiv:1711.05101), algorithm 2."""
+    for r in rows:
+        beta1, beta2 = betas
+        g = r.grad * _fp32(grad_scale)
+        r.m.add_((g - r.m) * _fp32(1 - beta1))
+        r.v.mul_(_fp32(beta2)).add_(g * g * _fp32(1 - beta2))
+        # By way of double: torch's root of a long fp32 tensor may be MKL's, which is not rounded to nearest.
+        root = r.v.double().sqrt().float()
+        denominator = root * _fp32((1 - beta2**r.step) ** -0.5) + _fp32(eps)
+        r.p.mul_(_fp32(1 - lr * weight_decay)).sub_(r.m / denominator * _fp32(lr / (1 - beta1**r.step)))
+        if r.low is not None:
+            r.low.copy_(r.p)
+
+
+def adamw_(rows: Sequence[AdamRow], *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float,
+           grad_scale: float = 1.0, threads: int | None = None, variant: str = "") -> None:
+    """`reference_adamw_` in one pass, on `threads` (default: torch's number).
+
+    variant: one of `variants()`, default the fastest. Needs `extension()`; raises ValueError for tensors it cannot take.
+    """
+    table = np.array([_checked(r) for r in rows], dtype=np.int64).reshape(-1, 8)
+    extension().adamw(table, lr=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay,
+                      grad_scale=grad_scale, threads=threads or torch.get_num_threads(), variant=variant)
+
+
+def variants() -> list[str]:
+    """What this processor can run, fastest first; nothing without the extension."""
+    return extension().variants() if extension() else []
+
+
+@functools.cache
+def extension() -> ModuleType | Any:
+    """The compiled module; None, said once, where the package was installed without a compiler."""
+    try:
+        return importlib.import_module("megatron_ds._cpu_adam")
+    except ImportError as reason:
+        logger.warning("CPU Adam is not compiled (%s): torch's AdamW runs instead, slower where gradients are unscaled or "
+                       "weights have 16 bits. Reinstall megatron_ds with a C++17 compiler to have it.", reason)
+        return None
+
+
+def _fp32(x: float) -> float:
+    """Round once, as a register does: torch would keep a Python number in double for some operations."""
+    return float(np.float32(x))
+
+
+def _checked(r: AdamRow) -> tuple[int, ...]:
+    tensors = [r.p, r.grad, r.m, r.v]
+    low = [] if r.low is None else [r.low]
+    for t in tensors + low:
+        if t.device.type != "cpu" or t.numel() != r.p.numel() or not t.is_contiguous():
+            how = "" if t.is_contiguous() else "not "
+            raise ValueError(f"CPU Adam got {t.numel()} elements on {t.device}, {how}contiguous, beside a parameter of "
+                             f"{r.p.numel()}: all must be on the CPU, contiguous, and equally long.")
+    wrong = [t.dtype for t in tensors if t.dtype != torch.float32] + [t.dtype for t in low if t.dtype not in LOW_KINDS]
+    if wrong:
+        raise ValueError(f"CPU Adam got {wrong[0]}: parameter, gradient and moments must be fp32, low bf16 or fp16.")
+    if r.step < 1:
+        raise ValueError(f"CPU Adam got step {r.step}: updates count from 1, bias corrections divide by zero at 0.")
+    if r.p.numel() == 0:
+        return 8, 8, 8, 8, 0, 0, 0, r.step       # any address: nothing is read
+    return (*(t.data_ptr() for t in tensors), low[0].data_ptr() if low else 0, LOW_KINDS[low[0].dtype] if low else 0,
+            r.p.numel(), r.step)

@@ -1,0 +1,103 @@
+"""Accidents for ranks that train (`pretraining.run_pretrain`), at moments that only the process itself can hit exactly.
+
+Each is a context manager called as `spoiler(rank, ...)` on every rank; what it changes is as before afterwards.
+"""
+
+import contextlib
+import signal
+
+import pytest
+import torch
+
+
+@contextlib.contextmanager
+def signal_at_step(rank: int, *, number: int, step: int, victim: int):
+    """The victim sends itself the signal while it computes its `step`-th step."""
+    from megatron_ds.training import trainer
+
+    real = trainer.train_step
+
+    def train_step(engine, batch, progress, **options):
+        if rank == victim and progress.step + 1 == step:
+            signal.raise_signal(number)
+        return real(engine, batch, progress, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "train_step", train_step)
+        yield
+
+
+@contextlib.contextmanager
+def signal_in_evaluation(rank: int, *, number: int, victim: int):
+    """The victim sends itself the signal in the first forward pass of an evaluation."""
+    from megatron_ds.pipeline.executor import Executor
+
+    real = Executor.forward
+
+    def forward(self, microbatches):
+        if rank == victim:
+            signal.raise_signal(number)
+        return real(self, microbatches)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Executor, "forward", forward)
+        yield
+
+
+@contextlib.contextmanager
+def killed_in_save(rank: int, *, step: int, change: int, victim: int):
+    """The victim dies by SIGKILL just before its `change`-th change of the file system in the save of `step`."""
+    from megatron_ds.training import trainer
+    from tests.processes.crashing_saves import die_at_change
+
+    real = trainer.save_run
+
+    def save_run(engine, progress, description):
+        if rank == victim and progress.step == step:
+            die_at_change(change)
+        real(engine, progress, description)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "save_run", save_run)
+        yield
+
+
+@contextlib.contextmanager
+def state_written_instead_of_training(rank: int, *, path):
+    """What a run of one rank holds once everything is built and loaded: (progress, {kind/name: values})."""
+    from megatron_ds.training.trainer import Trainer
+
+    def run(self):
+        state = {f"{p.kind}/{p.spec.name}": p.tensor.view(p.spec.shape).clone() for p in self.engine.optimizer.pieces()}
+        torch.save((self.progress.to_dict(), state), path)
+        return "finished"
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "run", run)
+        yield
+
+
+@contextlib.contextmanager
+def poisoned(rank: int, *, module: str, samples: range, value: float):
+    """The output of a named module becomes not a number, or infinite, whenever it sees one of these samples."""
+    from megatron_ds.training import pretrain
+
+    real = pretrain.build_engine
+
+    def build_engine(config, mesh):
+        engine = real(config, mesh)
+        layers = dict(zip(engine.plan.stage_names(engine.stage.index), engine.stage.modules, strict=True))
+        if module in layers:
+            layers[module].register_forward_hook(poison)
+        return engine
+
+    def poison(block, inputs, output):
+        bad = [i for i, sample in enumerate(inputs[1].sample_ids) if sample in samples]
+        if bad and inputs[1].training:
+            output = output.clone()
+            output[0, bad, 0] = value
+        return output
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pretrain, "build_engine", build_engine)
+        yield
