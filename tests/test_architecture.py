@@ -53,7 +53,7 @@ def rooms_imported(path: Path) -> list[tuple[int, str]]:
 
 
 def test_every_room_has_its_layer():
-    rooms = {path.stem if path.suffix == ".py" else path.name for path in PACKAGE.iterdir() if not path.name.startswith("__")}
+    rooms = {module_of(path)[0] for path in FILES} - {"__init__"}
     assert rooms == set(LAYERS)
 
 
