@@ -7,6 +7,7 @@
       CheckpointError        missing, incomplete, or written by another model
       DataError              a corpus or an index is missing, damaged or empty
       CommunicationError     a peer died, or never answered
+      DeviceMemoryError      the run does not fit on a rank's device
       NotInitializedError    mpu used before `initialize_model_parallel`
 
 A message says what was wrong with the numbers, why it matters, and what to do.
@@ -39,6 +40,10 @@ class DataError(MegatronDSError):
 
 class CommunicationError(MegatronDSError):
     """A peer died, or never answered; names the rank and what it waited for."""
+
+
+class DeviceMemoryError(MegatronDSError):
+    """The model, or the activations of a step, do not fit on the device of a rank."""
 
 
 class NotInitializedError(MegatronDSError):

@@ -186,6 +186,8 @@ def _load(path: str) -> dict[str, Any]:
         document = json.loads(text, object_pairs_hook=once)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}:{error.lineno}: this is not JSON: {error.msg.lower()} at column {error.colno}.") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: this is not a file of settings: its brackets are nested too deep.") from None
     if not isinstance(document, dict):
         raise ConfigError(f"{path} holds no block {{ … }} of keys.")
     return document

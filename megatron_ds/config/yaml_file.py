@@ -38,6 +38,8 @@ def read_yaml(path: str) -> list[Setting]:
         root = yaml.compose(text_of(path, "--config"), Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}{_what(error)}.") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: this is not a file of settings: its brackets are nested too deep.") from None
     settings = [] if root is None else list(_top(path, root, wrong))
     reject(wrong)
     return settings
@@ -53,7 +55,7 @@ def _what(error: Any) -> str:
 def text_of(path: str, flag: str) -> str:
     """The text of a file named by a flag."""
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8-sig")         # with or without the mark that Windows writes
     except UnicodeDecodeError:
         raise ConfigError(f"{flag} {path}: this is not a text file.") from None
     except OSError as error:

@@ -12,12 +12,15 @@ import sys
 import time
 from collections.abc import Sequence
 
+import torch
+
 from ..checkpoint.save import check_writable
 from ..config import RunConfig, Source, parse
 from ..config.guard import main_guard
 from ..data.datasets import build_datasets
 from ..data.sampler import ORDERS
 from ..data.tokenizers import TOKENIZERS, build_tokenizer
+from ..errors import DeviceMemoryError
 from ..models import MODELS
 from ..mpu import launch as launching
 from ..mpu.mesh import Mesh
@@ -50,7 +53,10 @@ def _pretrain(argv) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     config = parse(argv, world_size=launch.world_size, env=os.environ, known=KNOWN_NAMES, rules=(cut_problems,))
     with joined(config, launch) as mesh:
-        reason = train(config, mesh, launch.source, started)
+        try:
+            reason = train(config, mesh, launch.source, started)
+        except torch.OutOfMemoryError as error:
+            raise DeviceMemoryError(_what_would_fit(error, mesh)) from error
         if mesh.rank == 0:
             logger.info("training ended: %s", reason)
     return 0
@@ -68,6 +74,14 @@ def train(as_given: RunConfig, mesh: Mesh, source: str, started: float) -> str:
     log = open_log(config, progress.step) if mesh.rank == 0 else Log(())
     loaders = build_loaders(config, datasets, tokenizer)
     return Trainer(engine, loaders, log, progress, description, started).run()
+
+
+def _what_would_fit(error: Exception, mesh: Mesh) -> str:
+    place = ", ".join(f"{axis} {mesh.coordinate(axis)} of {mesh.size(axis)}" for axis in ("tp", "pp", "dp"))
+    said = str(error).split(" If reserved but unallocated")[0].strip()
+    return (f"out of memory on {mesh.device} of rank {mesh.rank} ({place}). What saves most, in this order: a smaller "
+            "--micro-batch-size, --recompute-granularity full, --bf16, --use-distributed-optimizer, more "
+            f"--tensor-model-parallel-size or --pipeline-model-parallel-size. The device said: {said}")
 
 
 def _open_data(config: RunConfig):

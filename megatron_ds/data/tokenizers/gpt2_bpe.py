@@ -112,15 +112,19 @@ def read_bpe_files(vocab_file: str, merge_file: str) -> tuple[dict[str, int], li
 
 
 def _read_merges(merge_file: str, vocab: Mapping[str, int]) -> list[Pair]:
+    try:
+        with open(merge_file, encoding="utf-8") as f:
+            lines = f.read().split("\n")
+    except UnicodeDecodeError as e:
+        raise DataError(f"--merge-file {merge_file} is not UTF-8 text: {e}.") from None
     merges = []
-    with open(merge_file, encoding="utf-8") as f:
-        for number, line in enumerate(f, 1):
-            line = line.rstrip("\r\n")
-            if not line or number == 1 and line.startswith("#version"):
-                continue
-            pair = tuple(line.split(" "))
-            if len(pair) != 2 or not {*pair, "".join(pair)} <= vocab.keys():
-                raise DataError(f"--merge-file {merge_file}, line {number}: {line!r} is not two tokens that, like their "
-                                "joint, are in the vocabulary. Do --vocab-file and --merge-file belong together?")
-            merges.append(pair)
+    for number, line in enumerate(lines, 1):
+        line = line.rstrip("\r")
+        if not line or number == 1 and line.startswith("#version"):
+            continue
+        pair = tuple(line.split(" "))
+        if len(pair) != 2 or not {*pair, "".join(pair)} <= vocab.keys():
+            raise DataError(f"--merge-file {merge_file}, line {number}: {line!r} is not two tokens that, like their "
+                            "joint, are in the vocabulary. Do --vocab-file and --merge-file belong together?")
+        merges.append(pair)
     return merges
