@@ -383,7 +383,8 @@ PYBIND11_MODULE(_async_io, module) {
     py::class_<Ring>(module, "Ring", "Up to `depth` blocks of `block_bytes` in flight. OSError where io_uring does not work.")
         .def(py::init<unsigned, uint64_t>(), py::arg("depth"), py::arg("block_bytes"))
         .def("submit", &Ring::submit, py::arg("write"), py::arg("fd"), py::arg("address"), py::arg("nbytes"),
-             py::arg("offset"), "Start a transfer; returns a ticket. The memory must live until the ticket has been waited for.")
+             py::arg("offset"),
+             "Start a transfer; returns a ticket. The memory must live until the ticket has been waited for.")
         .def("wait", &Ring::wait, py::arg("ticket"),
              "(bytes moved, errno or 0), once per ticket. Fewer bytes without an error: the file ends there.")
         .def("close", &Ring::close, "Wait for all transfers, end the thread.");
