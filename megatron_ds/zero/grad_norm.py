@@ -54,8 +54,12 @@ def squared_norm(views: list[torch.Tensor], device: torch.device) -> torch.Tenso
     """Sum of squares of all elements, a float64 scalar."""
     if not views:
         return torch.zeros((), dtype=torch.float64, device=device)
-    rows = [torch.linalg.vector_norm(part, dim=1, dtype=torch.float32) for view in views for part in _parts(view)]
-    return torch.cat(rows).double().square().sum()
+    rows = torch.empty(sum(len(view) for view in views), dtype=torch.float32, device=device)
+    at = 0
+    for part in (part for view in views for part in _parts(view)):
+        torch.linalg.vector_norm(part, dim=1, dtype=torch.float32, out=rows[at:at + len(part)])
+        at += len(part)
+    return rows.double().square().sum()
 
 
 def _parts(view: torch.Tensor) -> Sequence[torch.Tensor]:
