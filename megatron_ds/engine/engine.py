@@ -78,7 +78,8 @@ class Engine:
         """The micro-batch is done; at the boundary of accumulation update the module. Collective."""
         if not self._had_backward:
             raise MegatronDSError("engine.step() came without an engine.backward(loss) before it: gradients of "
-                                  "loss.backward() would be neither scaled nor averaged. Call engine.backward(loss) once before each step.")
+                                  "loss.backward() would be neither scaled nor averaged. Call engine.backward(loss) once "
+                                  "before each step.")
         self._had_backward = False
         self._microbatch += 1
         if self._microbatch < self.accumulation_steps:

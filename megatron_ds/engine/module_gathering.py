@@ -132,11 +132,11 @@ class ModuleGathering:
     # ------------------------------------------------------------------ hooks
     def _install(self, module: nn.Module) -> None:
         module.register_forward_pre_hook(self._root_begins)
-        module.register_forward_hook(self._root_ends, always_call=True)
         for i in self._hooked:
             layer = self.layers[i].module
             layer.register_forward_pre_hook(partial(self._begins, i))
             layer.register_forward_hook(partial(self._ends, i), always_call=True)
+        module.register_forward_hook(self._root_ends, always_call=True)      # after those of a layer that is the root
         for owner in module.modules():
             if any(p in self._unit_of for p in owner._parameters.values() if p is not None):
                 owner._parameters = _Watched(owner._parameters, self)

@@ -2,8 +2,8 @@
 
 The keys, their meaning and their errors are those of `--deepspeed_config`. What belongs to a program that owns the model and
 the loop is refused by name. There are no flags, so a problem is told in the words of the JSON, and "auto" has nothing to be
-taken from. Where the JSON is silent DeepSpeed's own defaults hold, not Megatron's: no weight decay, a constant learning rate, a
-first loss scale of 2**16.
+taken from. Where the JSON is silent DeepSpeed's own defaults hold, not Megatron's: no weight decay, a constant learning
+rate, a first loss scale of 2**16.
 """
 
 import os

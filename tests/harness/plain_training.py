@@ -8,8 +8,8 @@ from torch import nn
 
 
 def train_plainly(module: nn.Module, loss_of: Callable[[nn.Module, object], torch.Tensor], steps: Sequence[Sequence], *,
-                  lr: float | Callable[[int], float], clip: float = 0.0, weight_decay: float = 0.0, decays=None,
-                  dtype: torch.dtype = torch.float32) -> list[float]:
+                  lr: float | Callable[[int], float], clip: float = 0.0, weight_decay: float = 0.0, eps: float = 1e-8,
+                  decays=None, dtype: torch.dtype = torch.float32) -> list[float]:
     """AdamW on the mean loss of each step's micro-batches, with fp32 masters; the gradient norms of all steps.
 
     A parameter without a gradient counts as one with gradient zero. The module ends in `dtype`, holding the rounded masters.
@@ -19,7 +19,7 @@ def train_plainly(module: nn.Module, loss_of: Callable[[nn.Module, object], torc
     masters = [nn.Parameter(p.detach().float().clone()) for _, p in trained]
     groups = [{"params": [m], "weight_decay": weight_decay if decays is None or decays(n, p) else 0.0}
               for m, (n, p) in zip(masters, trained)]
-    adam, norms = torch.optim.AdamW(groups, lr=1.0, foreach=False), []
+    adam, norms = torch.optim.AdamW(groups, lr=1.0, eps=eps, foreach=False), []
     for step, microbatches in enumerate(steps):
         total = [torch.zeros_like(m) for m in masters]
         for batch in microbatches:
