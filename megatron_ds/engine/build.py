@@ -13,6 +13,8 @@ from ..mpu.customer import DataParallelWorld, join_world
 from ..mpu.group import solo
 from ..optim import OPTIMIZERS
 from ..training.build import DTYPES, bucket_elements
+from ..training.offloading import make_offload
+from ..training.together import together
 from ..zero.optimizer import DataGroups, LayerPlan, ZeroOptimizer
 from ..zero.policy import STAGES
 from ..zero.scaler import make_scaler
@@ -45,7 +47,8 @@ def initialize(*, model: nn.Module, config: Mapping[str, Any] | str | os.PathLik
     write_passports(model, world.model, decay)
     agree(model, world.data)
     layers = find_layers(model) if settings.zero.stage == 3 else []
-    optimizer = _make_optimizer(model, settings, world, layers, draw)
+    # Together: a rank's disk may be full, or its file of weights missing.
+    optimizer = together(world.world, lambda: _make_optimizer(model, settings, world, layers, draw))
     gathering = optimizer.gathering_of(0) if layers else None
     hooks = ModuleGathering(model, layers, gathering, settings.zero.prefetch_bucket_size) if gathering else None
     return Engine(model, settings, world, optimizer, hooks)
@@ -64,4 +67,5 @@ def _make_optimizer(model: nn.Module, config: RunConfig, world: DataParallelWorl
         overlap=zero.overlap_comm is not False, grad_dtype=DTYPES[o.gradient_dtype], device=world.device,
         layer_plan=LayerPlan({0: [layer.parameters for layer in layers]} if layers else {}, unread, 0,
                              zero.param_persistence_threshold),
+        offload=make_offload(zero, world.device),
         draw=draw and (lambda spec, start, out: draw(spec.name, start, out)))

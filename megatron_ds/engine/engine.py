@@ -38,8 +38,8 @@ logger = logging.getLogger(__name__)
 class Engine:
     """Made by `initialize`.
 
-    module     the user's, its parameters now views of the optimizer's buffers; at stage 3 empty outside of forward, backward
-               and `gathered_parameters`
+    module     the user's, its parameters now views of the optimizer's buffers; at stage 3 they show NaN outside of forward,
+               backward and `gathered_parameters`
     optimizer  the `ZeroOptimizer`
     progress   where training stands; `global_steps` and `skipped_steps` are read from it
     """
@@ -54,7 +54,7 @@ class Engine:
         self._microbatch = 0                    # of this step, those whose step() was called
         self._had_backward = False
         self._last: StepResult | None = None
-        optimizer.begin_step()
+        self.zero_grad()
 
     # ------------------------------------------------------------------ training
     def __call__(self, *args, **kwargs):
@@ -94,6 +94,8 @@ class Engine:
         """Begin the step anew: forget the gradients of its micro-batches. `step` does so by itself."""
         self._microbatch, self._had_backward = 0, False
         self.optimizer.begin_step()
+        if self.gathering:
+            self.gathering.hide()
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the micro-batch at work is the last of its step: whether the next `step()` updates."""

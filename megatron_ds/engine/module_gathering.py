@@ -15,11 +15,14 @@ Nothing is known of the module, so
 * *strangers.* A parameter read by another layer's code (`F.linear(x, self.embedding.weight)`) is gathered for that layer from
   then on; read outside of all layers, it stays whole to the end of the step;
 * *recomputation* in backward (torch.utils.checkpoint) runs the forward hooks again. A layer whose backward is under way stays.
+
+Note: hidden. To read a storage of no bytes ends the process. So while no graph is alive, parameters show one NaN instead,
+expanded to their shape.
 """
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -67,6 +70,8 @@ class ModuleGathering:
         self._hooked = [i for i, units in enumerate(gathering.needs) if units]
         self._unit_of = _units_by_parameter(layers, gathering)
         self._told: set[nn.Parameter] = set()
+        self._values = {p: p.data for p in self._unit_of}
+        self._hidden: set[nn.Parameter] = set()
         self._install(module)
 
     @contextmanager
@@ -75,6 +80,7 @@ class ModuleGathering:
         self._in_backward = True
         self._backwards += 1
         self._closing.begin()
+        self._show()
         try:
             yield
             while self._open:
@@ -84,6 +90,7 @@ class ModuleGathering:
             self._in_backward = False
             self._open.clear()
             self._waiting.clear()
+            self.hide()
 
     @contextmanager
     def whole(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
@@ -95,19 +102,34 @@ class ModuleGathering:
             unit.start()
         for unit in units:
             unit.wait()
+        hidden = [p for p, unit in self._unit_of.items() if unit in units and p in self._hidden]
+        self._show(hidden)
         try:
             yield
         finally:
+            self.hide(hidden)
             for unit in units:
                 unit.claims.discard(token)
                 if not unit.claims:
                     unit.free()
+
+    def hide(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Nobody needs the values of these (None: of all) before the next forward or backward."""
+        for p in list(self._values if parameters is None else parameters):
+            p.data = torch.full((), torch.nan, dtype=p.dtype, device=p.device).expand(p.shape)
+            self._hidden.add(p)
+
+    def _show(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        for p in list(self._hidden if parameters is None else parameters):
+            p.data = self._values[p]
+            self._hidden.discard(p)
 
     def fetch(self, parameter: nn.Parameter) -> None:
         """A parameter is read: inside a forward, see that it is whole, then and in the backward. Collective if it was not."""
         unit = self._unit_of.get(parameter)
         if unit is None or not (self._active or self._depth or self._in_backward):
             return
+        self._show()
         if not self._active:
             self._claim_outside(unit, parameter)
         elif not any(unit in self.gathering.needs[call.layer] for call in self._active):
@@ -144,6 +166,7 @@ class ModuleGathering:
     def _root_begins(self, *_) -> None:
         if not self._depth:
             self._route.clear()
+            self._hide_again = bool(self._hidden)
         self._depth += 1
 
     def _root_ends(self, *_) -> None:
@@ -151,8 +174,11 @@ class ModuleGathering:
         if not self._depth and not self._in_backward:
             self._active.clear()                    # of a forward that failed
             self.gathering.prefetch = self._prefetch if self._route == self._hooked else 0
+            if self._hide_again and not torch.is_grad_enabled():
+                self.hide()
 
     def _begins(self, layer: int, *_) -> None:
+        self._show()
         self._clock += 1
         self._active.append(_Call(layer, self._clock))
         if not self._in_backward:

@@ -7,6 +7,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import megatron_ds
+from megatron_ds.errors import ConfigError, MegatronDSError
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
 from tests.harness.plain_training import train_plainly
@@ -36,7 +37,7 @@ class Odd(nn.Module):
         self.embed = nn.Embedding(11, WIDTH)
         self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
         self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(2))
-        self.attention = nn.MultiheadAttention(WIDTH, 2)
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
         self.unused = nn.Linear(WIDTH, 5)
         self.scale = nn.Parameter(torch.tensor(1.5))
         self.shift = nn.Parameter(torch.randn(WIDTH, 6) / 9)
@@ -47,7 +48,7 @@ class Odd(nn.Module):
         x = self.frozen(x)
         for block in (*self.blocks, self.blocks[0]):
             x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
-        x = x + self.attention(x, x, x)[0] + (self.shift @ self.shift[:6].T @ torch.ones(6)) + self.offset
+        x = x + self.attention(x, x, x)[0] + (self.shift @ self.shift[:6].T).sum(1) + self.offset
         return F.linear(self.scale * self.head(x), self.embed.weight)
 
 
@@ -274,7 +275,8 @@ def test_a_module_or_an_mpu_that_cannot_be_trained_is_told():
     make_one = lambda model, **options: megatron_ds.initialize(model=model, config=config_of(0, 1), **options)
     for model, options, says in (
             ("gpt2", {}, "model is str"), (nn.Linear(2, 2).bfloat16(), {}, "2 parameters are not fp32"),
-            (nn.Linear(2, 2, device="meta"), {}, "on the meta device"), (nn.Linear(2, 2), {"mpu": object()}, "mpu lacks get_model"),
+            (nn.Linear(2, 2, device="meta"), {}, "on the meta device"),
+            (nn.Linear(2, 2), {"mpu": object()}, "mpu lacks get_model"),
             (nn.Linear(2, 2), {"mpu": Mesh(Grid(pp=2), 0, lambda *_: None)}, "2 pipeline stages")):
         with pytest.raises(ConfigError, match=says):
             make_one(model, **options)
