@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file
 
 import megatron_ds
+from tests.harness.engine_runs import config_of, loss_of, make, on_ranks, train, weights
 from tests.harness.processes import run_processes
-from tests.threads.test_engine import config_of, loss_of, make, on_ranks, train, weights
 
 
 def train_rank(rank, world, stage, folder, kind):

@@ -8,8 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from megatron_ds.engine.layers import find_layers
-from tests.harness.plain_training import train_plainly
-from tests.threads.test_engine import (
+from tests.harness.engine_runs import (
     EPS,
     WIDTH,
     Block,
@@ -22,6 +21,7 @@ from tests.threads.test_engine import (
     train,
     weights,
 )
+from tests.harness.plain_training import train_plainly
 
 DEEP = dict(depth=6)
 
@@ -56,7 +56,8 @@ def test_only_the_layer_at_work_and_those_ahead_are_whole(prefetch, most_whole):
         look = lambda *_: most.__setitem__(0, max(most[0], num_whole(engine)))
         for layer in find_layers(engine.module):
             layer.module.register_forward_pre_hook(look)
-            layer.module.register_full_backward_hook(look)
+        for p in engine.module.parameters():
+            p.register_post_accumulate_grad_hook(look)
         train(engine, rank, 1)
         most[0] = 0                     # the order is known from the first forward
         train(engine, rank, 2, first=1)

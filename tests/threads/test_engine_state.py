@@ -12,8 +12,8 @@ from megatron_ds.engine import from_safetensors
 from megatron_ds.errors import CheckpointError, ConfigError
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
+from tests.harness.engine_runs import WIDTH, Odd, config_of, loss_of, make, on_ranks, train, weights
 from tests.harness.threads import run_ranks
-from tests.threads.test_engine import WIDTH, Odd, config_of, loss_of, make, on_ranks, train, weights
 from tools.checkpoint_to_safetensors import main as checkpoint_to_safetensors
 from tools.checkpoint_to_safetensors import parse_arguments
 
