@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from megatron_ds.engine.layers import find_layers
 from tests.harness.engine_runs import (
@@ -158,6 +159,46 @@ class Branches(nn.Module):
         return {"x": x * self.gate, "rest": (memory,)}
 
 
+class Enclosing(nn.Module):
+    """A layer inside a layer, which returns what the inner one does."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.gate, self.inner = nn.Parameter(torch.ones(width, 3)), nn.Linear(width, width)
+
+    def forward(self, x):
+        return self.inner(x @ self.gate @ self.gate.T)
+
+
+class Borrower(nn.Module):
+    """Reads a weight of a layer that has its turn, and its backward, at another time."""
+
+    def __init__(self, lender):
+        super().__init__()
+        self.linear, self.lenders = nn.Linear(WIDTH, WIDTH), [lender]
+
+    def forward(self, x):
+        return F.linear(self.linear(x), self.lenders[0].weight)
+
+
+def borrowed():
+    lender = nn.Linear(WIDTH, WIDTH)
+    return nn.ModuleList([Borrower(lender), lender])
+
+
+class Reentrant(nn.Module):
+    """Recomputed in the old way: a backward inside of the backward."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return x
+
+
 class Zoo(nn.Module):
     def __init__(self, animal):
         super().__init__()
@@ -177,6 +218,8 @@ class Zoo(nn.Module):
 ANIMALS = {
     "lstm": lambda: nn.LSTM(WIDTH, WIDTH, 2), "wrapped": lambda: nn.ModuleList([Wrapped(WIDTH), Wrapped(WIDTH)]),
     "in place": lambda: nn.ModuleList([InPlace(WIDTH), InPlace(WIDTH)]), "branches": lambda: Branches(WIDTH),
+    "enclosing": lambda: Enclosing(WIDTH), "borrowed": borrowed,
+    "reentrant": lambda: Reentrant(WIDTH),
     "encoder": lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 2, 9, dropout=0.0), 2, None, False),
     "sequential": lambda: nn.Sequential(nn.Linear(WIDTH, 9), nn.ReLU(inplace=True), nn.Linear(9, WIDTH), nn.LayerNorm(WIDTH)),
     "channels last": lambda: nn.Sequential(nn.Unflatten(2, (1, 2, 7)), nn.Flatten(0, 1), nn.Conv2d(1, 3, 3, padding=1).to(
