@@ -132,7 +132,7 @@ def _read_block(fd: int, view: memoryview, offset: int) -> tuple[int, int]:
         while done < len(view) and (moved := os.preadv(fd, [view[done:]], offset + done)):
             done += moved
     except OSError as error:
-        # After a short direct read the rest is no longer aligned. Short means that the file ends, and that is the finding.
+        # After a short direct read the rest is no longer aligned. Short means that the file ends, which is the finding.
         return done, 0 if done and error.errno == errno.EINVAL else error.errno
     return done, 0
 

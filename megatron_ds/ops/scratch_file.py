@@ -7,11 +7,11 @@ A `ScratchFile` has no name: a crash leaves nothing behind that somebody could t
 
 Note: two ways to one byte. The kernel keeps both ways coherent where one has ended before the other begins: direct reads
 see what was written through the cache or a map, direct writes take cached pages away. It does so by units of the page cache,
-*folios* of up to 2048 pages: while a direct write is under way, a neighbour touched through a map may bring old bytes back
-with its folio, and write them out later over the new ones. So regions begin at multiples of that size, and no folio spans two
-of them; the gaps are holes, which take no disk space. For one region the rule is the caller's: wait for a transfer before the
-next one, and before touching the map. `Region` also moves its cached pages out of the way by itself, for file systems that
-promise less.
+*folios* of up to 2048 pages, and promises nothing for one that is touched through a map while part of it is written directly:
+old bytes may come back with it, and be written out later over the new ones. So regions begin at multiples of that size, and no
+folio spans two of them; the gaps are holes, which take no disk space. For one region the rule is the caller's: wait for a
+transfer before the next one, and before touching the map. `Region` also moves its cached pages out of the way by itself, for
+file systems that promise less.
 
     region 0            region 1       region 2            begin at multiples of STRIDE
     |=======|...........|===|..........|=============|     === reserved, whole pages    ... hole

@@ -124,7 +124,8 @@ class Engine:
 def build_engine(config: RunConfig, mesh: Mesh) -> Engine:
     """Build this rank's stage and optimizer. Collective: the optimizer may gather its first parameters."""
     if mesh.device.type == "cpu":
-        keep_freed_memory()
+        if config.zero.offload_optimizer == config.zero.offload_param == 'none':
+            keep_freed_memory()
     layers = describe_layers(config, mesh)
     plan = plan_run(config, layers)
     pp_rank = mesh.coordinate("pp")
