@@ -1,6 +1,6 @@
 """A model whose training state is several times the memory that a process may use: without and with offloading to a disk.
 
-    python benchmarks/largest_model.py --limit-mib 1800 --nvme-path /var/tmp
+    python benchmarks/largest_model.py --limit-mib 1700 --nvme-path /var/tmp
 
 The process runs in a memory control group of its own (Linux, as root; page cache counts, too). It must be killed when nothing
 is offloaded, and train when masters, moments and weights are. `--limit-mib 0` measures without a limit.
@@ -72,7 +72,7 @@ def train(flags: list[str], group: Path | None, steps: int) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--limit-mib", type=int, default=1800)
+    parser.add_argument("--limit-mib", type=int, default=1700)
     parser.add_argument("--nvme-path", default=tempfile.gettempdir())
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--hidden", type=int, default=1536)
@@ -82,7 +82,7 @@ def main() -> None:
     h, vocab = args.hidden, 8192
     parameters = args.layers * (12 * h * h + 13 * h) + (vocab + args.seq + 2) * h
     flags = ["--num-layers", args.layers, "--hidden-size", h, "--num-attention-heads", h // 64, "--seq-length", args.seq,
-             "--vocab-size", vocab, "--mock-data", "--micro-batch-size", 1, "--global-batch-size", 1, "--lr", "1e-3", "--bf16",
+             "--vocab-size", vocab, "--mock-data", "--micro-batch-size", 1, "--global-batch-size", 1, "--lr", "1e-4", "--bf16",
              "--main-grads-dtype", "bf16", "--log-interval", 1, "--eval-iters", 0, "--recompute-granularity", "full",
              "--zero-stage", 3, "--hidden-dropout", 0, "--attention-dropout", 0]
     flags = [str(flag) for flag in flags]

@@ -2,7 +2,8 @@
 
 `ZeroOptimizer` calls an entry with groups {"params": [1-D fp32 tensors], "decay": bool} and sets "lr" and "weight_decay" of
 each group before every step. An entry must treat elements one by one (a tensor may be a part of a parameter) and keep state
-tensors as long as the parameter, plus at most a count named "step".
+tensors as long as the parameter, plus at most a count named "step". One that needs whole tensors (a matrix at a time) says so
+by an attribute, `needs_whole_tensors = True`, and is then refused from ZeRO stage 1 on.
 """
 
 import logging

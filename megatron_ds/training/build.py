@@ -81,6 +81,18 @@ def cut_problems(config: RunConfig) -> list[str]:
     return []
 
 
+def optimizer_problems(config: RunConfig) -> list[str]:
+    """Why the optimizer cannot work on shards; a rule for `parse`."""
+    name, stage = config.optimizer.optimizer, config.zero.stage
+    if not stage or not getattr(OPTIMIZERS[name], "needs_whole_tensors", False):
+        return []
+    return [f"--optimizer {name} needs whole tensors, but --zero-stage {stage} gives each rank a part of them. Use "
+            "--zero-stage 0, or an optimizer that treats elements one by one, such as adam."]
+
+
+RULES = (cut_problems, optimizer_problems)
+
+
 def plan_run(config: RunConfig, layers: list) -> RunPlan:
     """Cut the model into pipeline stages: as the user says, else so that the costliest stage is cheapest."""
     model = config.model

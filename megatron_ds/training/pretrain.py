@@ -26,7 +26,7 @@ from ..mpu import launch as launching
 from ..mpu.mesh import Mesh
 from ..optim import OPTIMIZERS
 from ..pipeline.schedules import SCHEDULES
-from .build import build_engine, cut_problems
+from .build import RULES, build_engine
 from .join import joined
 from .log import Log, check_log, open_log
 from .persist import describe_run, load_run
@@ -51,7 +51,7 @@ def _pretrain(argv) -> int:
     launch = launching.read_launch(os.environ)
     _set_up_logging(launch.rank)
     argv = sys.argv[1:] if argv is None else list(argv)
-    config = parse(argv, world_size=launch.world_size, env=os.environ, known=KNOWN_NAMES, rules=(cut_problems,))
+    config = parse(argv, world_size=launch.world_size, env=os.environ, known=KNOWN_NAMES, rules=RULES)
     with joined(config, launch) as mesh:
         try:
             reason = train(config, mesh, launch.source, started)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ds.config import RunConfig, parse
-from megatron_ds.training.build import cut_problems
+from megatron_ds.training.build import RULES
 from megatron_ds.training.pretrain import KNOWN_NAMES
 from tests.harness.documents import ROOT, environment
 
@@ -38,7 +38,7 @@ class Started:
 
     def config(self) -> RunConfig:
         """What the ranks would make of it. Raises ConfigError as they would, before any process group."""
-        return parse(list(self.words), world_size=self.world_size, known=KNOWN_NAMES, rules=(cut_problems,))
+        return parse(list(self.words), world_size=self.world_size, known=KNOWN_NAMES, rules=RULES)
 
 
 def started_by(script: str, folder: Path, env: Mapping[str, str] | None = None,
