@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}      # as options say them → as torch does
 NOUNS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
 

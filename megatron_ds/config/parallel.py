@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from .option import option
+from .option import DTYPE_NAMES, option
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,18 @@ class ZeroConfig:
         json="zero_optimization.overlap_comm", help="Reduce a bucket while backward still runs. Default: when there is "
         "anybody to reduce with.", avoid="Off is only for finding faults.")
 
+    communication_data_type: str | None = option(
+        None, choices=("fp32", "bf16", "fp16"), json="communication_data_type", help="Gradients are cast to it while they "
+        "are summed over the data-parallel ranks. Default: --main-grads-dtype, in which they accumulate.",
+        avoid="16 bits send half as much as fp32, but each sum is rounded to them; bf16 keeps 3 digits.")
+    gradient_predivide_factor: float = option(
+        1.0, above=0, json="gradient_predivide_factor", help="Gradients are divided by it before they travel in fp16 and "
+        "multiplied with it after: their sum stays inside the range of fp16. Take a power of two.",
+        avoid="The smallest gradients are lost to it: first see whether steps are skipped at a loss scale that one rank "
+        "alone could take.")
+    prescale_gradients: bool = option(
+        False, json="prescale_gradients", help="The same, divided by the number of data-parallel ranks.")
+
     offload_optimizer: str = option(
         "none", choices=("none", "cpu", "nvme"), switches={"--optimizer-cpu-offload": "cpu", "--cpu-optimizer": "cpu"},
         json="zero_optimization.offload_optimizer.device", help="Where masters and optimizer state live between updates "
@@ -106,6 +118,15 @@ class ZeroConfig:
                                   help="Reads and writes are cut into blocks of this size.")
     nvme_queue_depth: int = option(32, at_least=1, json="aio.queue_depth", help="Blocks under way at a time (io_uring).")
     nvme_threads: int = option(4, at_least=1, json="aio.intra_op_parallelism", help="Threads that read and write (threads).")
+
+    @property
+    def sent_dtype(self) -> str | None:
+        return DTYPE_NAMES[self.communication_data_type] if self.communication_data_type else None
+
+    @property
+    def sent_divisor(self) -> float | None:
+        """None: the number of ranks."""
+        return None if self.prescale_gradients else self.gradient_predivide_factor
 
     @property
     def param_nvme_path(self) -> str | None:

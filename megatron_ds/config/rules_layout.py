@@ -68,6 +68,23 @@ def zero_options(config: RunConfig) -> Iterator[str]:
                f"in the format of the weights. Use {flag('optimizer.main_grads_dtype')} fp32.")
 
 
+def communication(config: RunConfig) -> Iterator[str]:
+    """Dividing what travels keeps an fp16 sum in range; in any other form it would change nothing, or only rounding."""
+    zero, accumulate = config.zero, config.optimizer.main_grads_dtype
+    given = [path for path in ("zero.gradient_predivide_factor", "zero.prescale_gradients")
+             if config.get(path) != all_options()[path].default]
+    for path in given:
+        if zero.communication_data_type != "fp16" or accumulate == "fp16":
+            travel = zero.communication_data_type or accumulate
+            yield (f"{say(config, path)} guards sums that travel in fp16 and accumulate in a wider format from leaving its "
+                   f"range, but gradients travel in {travel} and accumulate in {accumulate}: they are sums, each loss being "
+                   "scaled by its share of the global batch, so there is nothing else to divide. Remove it, or use "
+                   f"{flag('zero.communication_data_type')} fp16{' and --main-grads-dtype fp32' * (accumulate == 'fp16')}.")
+    if len(given) == 2:
+        yield (f"{say(config, given[0])} and {say(config, given[1])} are two divisors of the same sum: the second means the "
+               "number of data-parallel ranks. Keep one.")
+
+
 def offloading(config: RunConfig) -> Iterator[str]:
     """Offloading needs a stage that splits what is offloaded, and a disk a folder that can be written."""
     zero = config.zero
@@ -152,5 +169,5 @@ def _tp_fits(config: RunConfig, size: int) -> bool:
     return all(number % size == 0 for number in numbers if number)
 
 
-LAYOUT_RULES = (heads, feed_forward, positions, not_available_yet, zero_options, offloading, world, tensor_parallel, pipeline,
-                rank_order)
+LAYOUT_RULES = (heads, feed_forward, positions, not_available_yet, zero_options, communication, offloading, world,
+                tensor_parallel, pipeline, rank_order)

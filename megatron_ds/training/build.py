@@ -158,6 +158,7 @@ def _build_optimizer(config: RunConfig, mesh: Mesh, modules: nn.ModuleList, para
         make_optimizer=partial(OPTIMIZERS[o.optimizer], settings=o), scaler=make_scaler(o),
         clip_grad=o.clip_grad, bucket_elements=bucket_elements(zero, sum(p.numel() for p in parameters)),
         overlap=zero.overlap_comm is not False, grad_dtype=DTYPES[o.gradient_dtype], device=mesh.device,
+        sent_dtype=DTYPES.get(zero.sent_dtype), sent_divisor=zero.sent_divisor,
         layer_plan=LayerPlan(layers, unread, zero.prefetch_bucket_size, zero.param_persistence_threshold),
         offload=make_offload(zero, mesh.device),
         draw=lambda spec, start, out: initialize_interval(out, spec, start, config.train.seed, tp.rank, tp.size))

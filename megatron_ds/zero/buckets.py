@@ -24,9 +24,10 @@ import torch
 from torch import nn
 
 from ..errors import MegatronDSError
-from ..mpu.collectives import all_reduce_, reduce_scatter_into_
+from ..mpu.collectives import all_reduce_
 from ..mpu.group import Group, Work
 from ..ops.huge_pages import huge_page_zeros
+from .communication import GradCommunication
 from .layout import Layout, SlotPiece
 
 UNARMED = -1
@@ -53,13 +54,14 @@ class GradBuckets:
     tp       the ranks over which `partial_grad` parameters are summed
     sharded  reduce-scatter instead of all-reduce: only this rank's shard is valid afterwards
     overlap  start reductions during backward; False: all of them in `finish`
-    dtype    gradients accumulate and travel in it
+    dtype    gradients accumulate in it
+    communication  sums them
     """
 
     def __init__(self, holders: Sequence[Holder], layout: Layout, *, group: Group, tp: Group, sharded: bool, overlap: bool,
-                 dtype: torch.dtype = torch.float32):
+                 communication: GradCommunication, dtype: torch.dtype = torch.float32):
         self.holders, self.layout, self.group = holders, layout, group
-        self.sharded, self.overlap = sharded, overlap
+        self.sharded, self.overlap, self._communication = sharded, overlap, communication
         self.flat = huge_page_zeros(layout.numel, dtype=dtype, device=holders[0].parameter.device)
         self.pieces = layout.slot_intersections(group.rank) if sharded else layout.whole_slots()
         self._tp = tp
@@ -94,6 +96,7 @@ class GradBuckets:
         for work in self._works:
             work.wait()
         self._works.clear()
+        self._communication.finish()
         sum_coalesced(self._partial, self._tp)
 
     def grad_of(self, piece: SlotPiece) -> torch.Tensor:
@@ -137,9 +140,10 @@ class GradBuckets:
             bucket, piece = self.layout.buckets[b], self._shard_pieces[b]
             whole = self.flat[bucket.start:bucket.stop]
             if self.sharded:
-                work = reduce_scatter_into_(self.flat[piece.start:piece.stop], whole, self.group, async_op=True)
+                work = self._communication.reduce_scatter(whole, piece.start - bucket.start, self.flat[piece.start:piece.stop],
+                                                          self.group, add=False)
             else:
-                work = all_reduce_(whole, self.group, async_op=True)
+                work = self._communication.all_reduce(whole, self.group)
             self._works.append(work)
         self._next = max(self._next, stop)
 

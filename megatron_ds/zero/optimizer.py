@@ -24,10 +24,11 @@ from ..mpu.collectives import all_reduce_
 from ..mpu.group import Group
 from ..mpu.param_spec import ParamSpec
 from .buckets import Holder
+from .buffer_pool import BufferPool
+from .communication import GradCommunication
 from .divergence import fingerprint, tell_divergence
 from .gathering import LayerGathering
 from .grad_norm import num_zeros, squared_norm, sum_over_ranks
-from .grad_shards import BufferPool
 from .inner import InnerOptimizer, Leaf, MakeOptimizer
 from .memory import ZeroMemory
 from .offload import Offload, OffloadedUpdate
@@ -118,7 +119,9 @@ class ZeroOptimizer:
     overlap          reduce during backward
     stage_of         pipeline stage of each parameter, for ranks with several stages; else `arm` and `reduce_tied` mean all
     layer_plan       stage 3 only; see `gathering_of`
-    grad_dtype       gradients accumulate and travel in it
+    grad_dtype       gradients accumulate in it
+    sent_dtype       and travel in it; None: the same
+    sent_divisor     divided by this while they travel; None: by the number of ranks
     device, draw     where the state shall be, and the values of parameters that are on the meta device
     offload          what of it shall be elsewhere
     """
@@ -128,6 +131,7 @@ class ZeroOptimizer:
                  clip_grad: float, bucket_elements: int, overlap: bool,
                  stage_of: Mapping[nn.Parameter, int] | None = None, count_zeros: bool = False,
                  layer_plan: LayerPlan | None = None, grad_dtype: torch.dtype = torch.float32,
+                 sent_dtype: torch.dtype | None = None, sent_divisor: float | None = 1.0,
                  device: torch.device | None = None, draw: Draw | None = None, offload: Offload | None = None):
         self.groups, self.policy, self.scaler = groups, policy, scaler
         self.clip_grad, self.count_zeros = clip_grad, count_zeros
@@ -144,11 +148,13 @@ class ZeroOptimizer:
                           bucket_elements=bucket_elements, persistence=self._layer_plan.persistence,
                           gather_alone=offload.parameters is not None)
         self._pool = BufferPool(grad_dtype, self._device)
+        self._communication = GradCommunication(grad_dtype, self._device, sent_dtype, sent_divisor)
         self._offloaded = OffloadedUpdate(pin=self._device.type == "cuda")
         # One rank, where others would shard, is armed before each micro-batch: there is no one to count for. And where
         # layers are gathered in between, reductions start when one is left: in the same order on all ranks.
         maker = SetMaker(uses, groups.tp, self._device, draw, overlap and policy.gradient is None,
-                         overlap and policy.parameter is None, self._pool, offload, make_optimizer, self._offloaded)
+                         overlap and policy.parameter is None, self._pool, self._communication, offload,
+                         make_optimizer, self._offloaded)
         self._sets = [self._make_set(maker, plan, parameters, facts) for plan in plans]
         self._gathering = {stage: self._make_gathering(stage) for stage in self._layer_plan.layers}
         self._untied = self._awaiting_tie()
@@ -298,12 +304,12 @@ class ZeroOptimizer:
         return predict_traffic([s.plan for s in self._sets],
                                [[gathers[unit] for unit in s.store.units] if s.plan.units else [] for s in self._sets],
                                microbatches=microbatches, reduce_each=reduce_each, parameter_bytes=itemsize,
-                               gradient_bytes=self._pool.dtype.itemsize)
+                               gradient_bytes=self._communication.dtype.itemsize)
 
     @property
     def working_bytes(self) -> int:
-        """Bytes of the buffers that gradients fill up in for a moment, and that offloaded state comes to the host in."""
-        return self._pool.nbytes + self._offloaded.working_bytes
+        """Bytes of the buffers that gradients fill up and travel in, and that offloaded state comes to the host in."""
+        return self._pool.nbytes + self._communication.nbytes + self._offloaded.working_bytes
 
     @property
     def _trained(self) -> list[ParameterSet]:

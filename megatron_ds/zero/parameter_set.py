@@ -14,8 +14,10 @@ from ..mpu.group import Group
 from ..mpu.param_spec import ParamSpec
 from ..ops.huge_pages import huge_page_zeros
 from .buckets import GradBuckets, Holder
+from .buffer_pool import BufferPool
+from .communication import GradCommunication
 from .grad_norm import is_counted, norm_views
-from .grad_shards import BufferPool, GradShards
+from .grad_shards import GradShards
 from .home import InMemory, MemoryHome
 from .inner import Leaf, MakeOptimizer, make_leaf
 from .layout import SlotPiece
@@ -81,6 +83,7 @@ class SetMaker:
     overlap_whole: bool             # whole gradients are reduced as soon as their contributions have come
     overlap_shards: bool            # and gradients of which shards are kept
     pool: BufferPool
+    communication: GradCommunication
     offload: Offload
     make_optimizer: MakeOptimizer
     update: OffloadedUpdate
@@ -112,10 +115,10 @@ class SetMaker:
         return ShardedParams(parameters, plan.layout, group, plan.units, self.device, home, self.draw)
 
     def _buckets(self, plan: SetPlan, holders: list[Holder], group: Group) -> GradBuckets | GradShards:
-        common = dict(group=group, tp=self.tp, dtype=self.pool.dtype)
+        common = dict(group=group, tp=self.tp, communication=self.communication)
         if plan.policy.gradient is None:
             return GradBuckets(holders, plan.layout, sharded=plan.policy.optimizer is not None,
-                               overlap=self.overlap_whole, **common)
+                               overlap=self.overlap_whole, dtype=self.pool.dtype, **common)
         return GradShards(holders, plan.layout, pool=self.pool, overlap=self.overlap_shards, **common)
 
     def _resident(self, store, buckets, specs: Sequence[ParamSpec],

@@ -8,8 +8,8 @@ all-reduce by twice that):
     stage 2   reduce-scatter m Ψ (once where whole gradients are kept), all-gather Ψ
     stage 3   reduce-scatter as stage 2, all-gather 2 m Ψ (Ψ where the stage is pinned), less what `gathering` spares
 
-For m = 1 these are the 2Ψ, 2Ψ, 2Ψ and 3Ψ of Rajbhandari et al. 2020, section 7. Gathers are counted by letting
-`LayerGathering` run over units that only count.
+Gradients count in the dtype that they travel in. For m = 1 these are the 2Ψ, 2Ψ, 2Ψ and 3Ψ of Rajbhandari et al. 2020,
+section 7. Gathers are counted by letting `LayerGathering` run over units that only count.
 """
 
 from collections import Counter

@@ -156,7 +156,8 @@ def test_a_step_sends_what_the_paper_promises(zero, dtype, parameter_bytes):
 
 @pytest.mark.parametrize("layout", ["dp=2,zero=3,accumulate=full", "dp=2,zero=3,pin=1", "dp=2,pp=2,zero=3", "dp=4,zero=3",
                                     "dp=2,pp=2,zero=3,schedule=gpipe", "dp=2,zero=3,prefetch=20000", "dp=2,tp=2,zero=2",
-                                    "dp=2,zero=3,prefetch=0,bucket=3000", "dp=2,zero=2,accumulate=full"])
+                                    "dp=2,zero=3,prefetch=0,bucket=3000", "dp=2,zero=2,accumulate=full",
+                                    "dp=2,zero=0,comm=fp16", "dp=4,zero=1,comm=fp16,prescale=1", "dp=2,pp=2,zero=3,comm=bf16"])
 @pytest.mark.parametrize("untie", [False, True])
 def test_planned_traffic_is_counted_traffic(layout, untie):
     def main(engine):
