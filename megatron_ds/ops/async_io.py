@@ -10,11 +10,14 @@ extension) costs less CPU time: one thread that mostly sleeps keeps the queue fu
 """
 
 import concurrent.futures
+import contextlib
 import errno
 import functools
+import importlib
 import logging
 import mmap
 import os
+import threading
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -149,7 +152,62 @@ class UringIO:
     """`AsyncIO` by io_uring, `queue_depth` blocks in flight. Raises OSError that says why where it does not work."""
 
     def __init__(self, queue_depth: int = 32, block_bytes: int = 1 << 20):
-        raise OSError(errno.ENOSYS, "not built yet")
+        try:
+            extension = importlib.import_module("megatron_ds._async_io")
+        except ImportError as reason:
+            raise OSError(errno.ENOSYS, f"io_uring is not compiled ({reason}); on Linux, reinstall megatron_ds with a C++17 "
+                                        "compiler to have it") from reason
+        self._ring = extension.Ring(queue_depth, _checked_block(block_bytes))
+        self._try()
+
+    def read(self, fd: int, tensor: torch.Tensor, offset: int) -> Work:
+        return self._start(False, "reading", fd, tensor, offset)
+
+    def write(self, fd: int, tensor: torch.Tensor, offset: int) -> Work:
+        return self._start(True, "writing", fd, tensor, offset)
+
+    def close(self) -> None:
+        self._ring.close()
+
+    def _start(self, write: bool, doing: str, fd: int, tensor: torch.Tensor, offset: int) -> "_UringWork":
+        view = bytes_of(tensor)
+        ticket = self._ring.submit(write, fd, view.data_ptr(), len(view), offset)
+        return _UringWork(self._ring, ticket, view, _Asked(doing, len(view), offset))
+
+    def _try(self) -> None:
+        """A ring can be had where its operations are forbidden: move a page there and back."""
+        there, back = torch.arange(ALIGNMENT, dtype=torch.int16), torch.zeros(ALIGNMENT, dtype=torch.int16)
+        fd = os.memfd_create("io_uring")
+        try:
+            self.write(fd, there, 0).wait()
+            self.read(fd, back, 0).wait()
+        finally:
+            os.close(fd)
+        if not torch.equal(there, back):
+            raise OSError(errno.EIO, "io_uring moved a page and it is not the same")
+
+
+class _UringWork:
+    """Keeps the tensor, which the kernel writes to, and is waited for at the latest when it is dropped."""
+
+    def __init__(self, ring, ticket: int, view: torch.Tensor, asked: "_Asked"):
+        self._ring, self._ticket, self._view, self._asked = ring, ticket, view, asked
+        self._result: tuple[int, int] | None = None
+        self._one_waits = threading.Lock()
+
+    def wait(self) -> None:
+        self._asked.check(*self._ended())
+
+    def _ended(self) -> tuple[int, int]:
+        with self._one_waits:
+            if self._result is None:
+                self._result = self._ring.wait(self._ticket)
+                self._view = None
+            return self._result
+
+    def __del__(self):
+        with contextlib.suppress(ValueError):       # in a forked child, which has no part in it
+            self._ended()
 
 
 @functools.cache
@@ -171,7 +229,7 @@ class _Asked:
         if error or moved != self.nbytes:
             why = os.strerror(error) if error else "the file ends there"
             what = f"{self.doing} {self.nbytes} bytes at offset {self.offset}"
-            raise OSError(error or errno.EIO, f"{what} stopped after {moved}: {why}")
+            raise OSError(error or errno.EIO, f"{what} moved {moved}: {why}")
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
