@@ -61,6 +61,11 @@ class ZeroConfig:
         None, at_least=0, flag="--stage3-prefetch-bucket-size", json="zero_optimization.stage3_prefetch_bucket_size",
         unit="elements", help="So many elements are gathered ahead of the layer at work (stage 3). Default: one layer.",
         avoid="0 gathers each layer when it is needed, and waits for it.")
+    zero_hpz_partition_size: int = option(
+        1, at_least=1, json="zero_optimization.zero_hpz_partition_size", unit="ranks", help="Weights are split over groups of "
+        "so many consecutive data-parallel ranks, as of one node, not over all, so that gathering layers stays inside "
+        "(stage 3). Gradients and optimizer state are split over all. 1: off.",
+        avoid="Each rank keeps as many more weights as there are such groups.")
     zero3_pin_stage: bool = option(
         False, help="Gather the weights of a pipeline stage once a step, not once per layer, micro-batch and direction "
         "(stage 3).", avoid="All weights of the stage are then whole during the step.")

@@ -127,7 +127,6 @@ REFUSED_KEYS = MappingProxyType({
     "zero_optimization.reduce_scatter": _FLAT,
     "zero_optimization.round_robin_gradients": _FLAT,
     "zero_optimization.use_multi_rank_bucket_allreduce": _FLAT,
-    "zero_optimization.zero_hpz_partition_size": _LATER,
     "zero_optimization.zero_quantized_gradients": _LATER,
     "zero_optimization.zero_quantized_weights": _LATER,
     **{f"zero_optimization.offload_{what}.{name}": reason for what, name, reason in (

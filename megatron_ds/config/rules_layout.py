@@ -58,10 +58,19 @@ def not_available_yet(config: RunConfig) -> Iterator[str]:
 def zero_options(config: RunConfig) -> Iterator[str]:
     """Options of stages that are not in force would change nothing."""
     for path, least in (("zero.zero_accumulate", 2), ("zero.param_persistence_threshold", 3),
-                        ("zero.prefetch_bucket_size", 3), ("zero.zero3_pin_stage", 3)):
+                        ("zero.prefetch_bucket_size", 3), ("zero.zero3_pin_stage", 3),
+                        ("zero.zero_hpz_partition_size", 3)):
         if config.zero.stage < least and config.get(path) != all_options()[path].default:
             yield (f"{say(config, path)} tunes ZeRO stage {least}{' and 3' if least == 2 else ''}, but "
                    f"{say(config, 'zero.stage')}. Remove it, or use {flag('zero.stage')} {least}.")
+    h, n = config.zero.zero_hpz_partition_size, config.data_parallel_size
+    if n % h:
+        yield (f"{say(config, 'zero.zero_hpz_partition_size')} does not divide the {n} data-parallel ranks into equal groups. "
+               f"Use {flag('zero.zero_hpz_partition_size')} {either(divisors(n))}; 1 is off.")
+    if h > 1 and config.zero.offload_param == "nvme":
+        yield (f"{say(config, 'zero.zero_hpz_partition_size')} keeps more weights than ZeRO 3 must, next to "
+               f"{say(config, 'zero.offload_param')} for when memory is short: a disk would be read in pages that several "
+               "ranks write. Remove one, or use --offload-param cpu.")
     grads, params = config.optimizer.gradient_dtype, config.optimizer.params_dtype
     if grads not in ("float32", params):
         yield (f"{say(config, 'optimizer.main_grads_dtype')}, but the weights are {params}: gradients accumulate in fp32 or "

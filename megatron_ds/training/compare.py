@@ -32,7 +32,7 @@ LAYOUT_KEYS = {
     "grads": "--main-grads-dtype", "comm": "--communication-data-type", "divide": "--gradient-predivide-factor",
     "prescale": "--prescale-gradients", "offload": "--offload-optimizer", "ratio": "--offload-optimizer-ratio",
     "offload_param": "--offload-param", "nvme": "--offload-nvme-path",
-    "sub_group": "--sub-group-size",
+    "sub_group": "--sub-group-size", "hpz": "--zero-hpz-partition-size",
 }
 SWITCHES = {"sp", "pin", "prescale"}
 MASKED_EVERY = 7      # positions whose input token is a multiple of it do not count in the loss: masks of all shapes

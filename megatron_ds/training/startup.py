@@ -38,7 +38,8 @@ def _zero(engine: Engine) -> str:
     microbatches = max(1, config.train.global_batch_size // config.data_parallel_size // config.train.micro_batch_size)
     traffic = engine.optimizer.traffic(microbatches, config.zero.stage >= 2 and config.zero.zero_accumulate == "sharded",
                                        config.zero.zero3_pin_stage)
-    sent = ", ".join(f"{operation.replace('_', '-')} {count:,}" for operation, count in sorted(traffic.items()))
+    sent = ", ".join(f"{operation.replace('_', '-')} over {axes} {count:,}"
+                     for (operation, axes), count in sorted(traffic.items()))
     places = engine.optimizer.memory_by_place()
     where = f" ({', '.join(f'{place} {count:,}' for place, count in places.items())})" if set(places) - {"device"} else ""
     return (f"ZeRO stage {config.zero.stage}: {memory.total:,} bytes of state on this rank{where}; payload of a step over the "

@@ -19,6 +19,7 @@ import torch
 from ..mpu.collectives import all_reduce_, reduce_scatter_into_
 from ..mpu.group import DONE, Group, Work
 from .buffer_pool import BufferPool
+from .hierarchy import Hierarchy
 
 
 class GradCommunication:
@@ -33,32 +34,48 @@ class GradCommunication:
                  divisor: float | None = 1.0):
         self.dtype = travels or accumulates
         self._divisor = divisor
+        self._last: TwoHops | None = None
         self._wire = None if self.dtype == accumulates else BufferPool(self.dtype, device)
 
     @property
     def nbytes(self) -> int:
         return self._wire.nbytes if self._wire else 0
 
-    def all_reduce(self, whole: torch.Tensor, group: Group) -> Work:
+    def all_reduce(self, whole: torch.Tensor, ranks: Hierarchy) -> Work:
         """Sum over the ranks, in place. Collective."""
-        if group.size == 1:
+        if ranks.data.size == 1:
             return DONE
-        buffer, sent = self._sent(whole, group)
-        return self._landing(all_reduce_(sent, group, async_op=True), buffer, sent, whole, False, group)
+        buffer, sent = self._sent(whole, ranks.data)
+        return self._landing(all_reduce_(sent, ranks.data, async_op=True), buffer, sent, whole, False, ranks.data)
 
-    def reduce_scatter(self, whole: torch.Tensor, start: int, out: torch.Tensor, group: Group, *, add: bool) -> Work:
+    def reduce_scatter(self, whole: torch.Tensor, start: int, out: torch.Tensor, ranks: Hierarchy, *, add: bool) -> Work:
         """Sum over the ranks; this rank's part, from `start` of the whole on, is copied or added to `out`. Collective.
 
         whole is used up; `out` may be a part of it.
         """
-        buffer, sent = self._sent(whole, group)
-        part = out if buffer is None and not add else sent[start:start + out.numel()]
-        return self._landing(reduce_scatter_into_(part, sent, group, async_op=True), buffer, part, out, add, group)
+        buffer, sent = self._sent(whole, ranks.data)
+        shard = out if buffer is None and not add else sent[start:start + out.numel()]
+        return self._landing(self._hops(sent, shard, ranks), buffer, shard, out, add, ranks.data)
 
     def finish(self) -> None:
-        """Wait for all that travels in buffers of its own."""
+        """Wait for all that travels in buffers of its own, and for the last to arrive."""
+        if self._last is not None:
+            self._last.wait()
+            self._last = None
         if self._wire:
             self._wire.retire_all()
+
+    def _hops(self, sent: torch.Tensor, shard: torch.Tensor, ranks: Hierarchy) -> Work:
+        """Sum over the inner group, then the part that arrives here over the outer one."""
+        if ranks.outer.size == 1:
+            return reduce_scatter_into_(shard, sent, ranks.inner, async_op=True)
+        numel = sent.numel() // ranks.inner.size
+        part = sent[ranks.inner.rank * numel:(ranks.inner.rank + 1) * numel]
+        before, self._last = self._last, TwoHops(reduce_scatter_into_(part, sent, ranks.inner, async_op=True),
+                                                 lambda: reduce_scatter_into_(shard, part, ranks.outer, async_op=True))
+        if before is not None:
+            before.go_on()
+        return self._last
 
     def _divisor_of(self, group: Group) -> float:
         return 1.0 if group.size == 1 else self._divisor or float(group.size)
@@ -94,6 +111,29 @@ class GradCommunication:
         if buffer is not None:
             self._wire.reducing(landing, lambda: None)
         return landing
+
+
+class TwoHops:
+    """A collective after which another begins.
+
+    Note: when. Here, not when somebody waits, which may be at another time on each rank: the second hop of a bucket begins
+    right after the first hop of the next one, so all ranks issue all collectives in the same order.
+    """
+
+    __slots__ = ("_work", "_second")
+
+    def __init__(self, first: Work, second: Callable[[], Work]):
+        self._work, self._second = first, second
+
+    def go_on(self) -> None:
+        """The first is over, and the second begun, on return. Collective."""
+        if self._second is not None:
+            self._work.wait()
+            self._work, self._second = self._second(), None
+
+    def wait(self) -> None:
+        self.go_on()
+        self._work.wait()
 
 
 class Landing:

@@ -31,6 +31,7 @@ from ..mpu.group import Group
 from .buckets import Holder, move_to_main_grad, sum_coalesced
 from .buffer_pool import BufferPool
 from .communication import GradCommunication
+from .hierarchy import Hierarchy
 from .layout import Layout, SlotPiece
 
 
@@ -39,19 +40,19 @@ class GradShards:
 
     The surface is that of `GradBuckets`, with `take_main_grad` in place of `main_grad` on the parameters, and `close`.
 
-    holders, group, tp, communication   as there
+    holders, ranks, tp, communication   as there
     pool      of the buffers that gradients fill up in; its dtype is theirs
     overlap   reduce a bucket when the announced contributions have come; else when it is closed, or the cycle ends
     """
 
-    def __init__(self, holders: Sequence[Holder], layout: Layout, *, group: Group, tp: Group, pool: BufferPool,
+    def __init__(self, holders: Sequence[Holder], layout: Layout, *, ranks: Hierarchy, tp: Group, pool: BufferPool,
                  communication: GradCommunication, overlap: bool):
-        self.holders, self.layout, self.group, self.overlap = holders, layout, group, overlap
+        self.holders, self.layout, self.ranks, self.overlap = holders, layout, ranks, overlap
         self.flat = torch.zeros(layout.shard_numel, dtype=pool.dtype, device=pool.device)
-        self.pieces = layout.slot_intersections(group.rank)
+        self.pieces = layout.slot_intersections(ranks.shard)
         self._tp, self._pool, self._communication = tp, pool, communication
         self._partial = [self.grad_of(p) for p in self.pieces if holders[p.slot].parameter.spec.partial_grad]
-        self._shard_pieces = layout.shard_pieces(group.rank)
+        self._shard_pieces = layout.shard_pieces(ranks.shard)
         # Buffers of the pool are alike where buckets are cut by size; where they are units, each gets its own length.
         longest = max(bucket.stop - bucket.start for bucket in layout.buckets)
         self._least = longest if overlap else 0
@@ -159,5 +160,5 @@ class GradShards:
         buffer, self._buffers[b] = self._buffer(b), None
         whole, mine = buffer[:bucket.stop - bucket.start], self.flat[piece.offset:piece.offset + piece.stop - piece.start]
         add, self._is_empty[b] = not self._is_empty[b], False
-        work = self._communication.reduce_scatter(whole, piece.start - bucket.start, mine, self.group, add=add)
+        work = self._communication.reduce_scatter(whole, piece.start - bucket.start, mine, self.ranks, add=add)
         self._pool.reducing(work, lambda: self._pool.give_back(buffer))

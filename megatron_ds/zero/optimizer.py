@@ -29,6 +29,7 @@ from .communication import GradCommunication
 from .divergence import fingerprint, tell_divergence
 from .gathering import LayerGathering
 from .grad_norm import num_zeros, squared_norm, sum_over_ranks
+from .hierarchy import Hierarchy
 from .inner import InnerOptimizer, Leaf, MakeOptimizer
 from .memory import ZeroMemory
 from .offload import Offload, OffloadedUpdate
@@ -36,7 +37,7 @@ from .parameter_set import ParameterSet, SetMaker
 from .policy import ShardPolicy
 from .scaler import LossScaler
 from .sets import Fact, SetPlan, plan_sets
-from .traffic import predict_gathers, predict_traffic
+from .traffic import count_gathers, predict_traffic
 from .units import Draw
 
 CLIP_EPSILON = 1e-6      # as in Megatron: coefficient = clip / (norm + 1e-6), applied when < 1
@@ -51,6 +52,7 @@ class DataGroups:
     tp      tensor-parallel ranks
     model   ranks that hold one copy of the model together: tp-pp
     tied    holders of parameters tied across pipeline stages: embd; one rank where there is nothing to tie
+    inner, outer  the data ranks as a hierarchy, for the policy that needs one
     """
 
     data: Group
@@ -58,6 +60,8 @@ class DataGroups:
     tp: Group
     model: Group
     tied: Group
+    inner: Group | None = None
+    outer: Group | None = None
 
 
 @dataclass(frozen=True)
@@ -146,7 +150,10 @@ class ZeroOptimizer:
                  for p in parameters]
         plans = plan_sets(facts, policy, data_shards=groups.data.size, expert_shards=groups.expert.size,
                           bucket_elements=bucket_elements, persistence=self._layer_plan.persistence,
-                          gather_alone=offload.parameters is not None)
+                          gather_alone=offload.parameters is not None,
+                          inner_shards=groups.inner.size if groups.inner else None)
+        self._data_ranks = (Hierarchy(groups.data, groups.inner, groups.outer) if policy.parameter == "inner"
+                            else Hierarchy.flat(groups.data))
         self._pool = BufferPool(grad_dtype, self._device)
         self._communication = GradCommunication(grad_dtype, self._device, sent_dtype, sent_divisor)
         self._offloaded = OffloadedUpdate(pin=self._device.type == "cuda")
@@ -219,7 +226,7 @@ class ZeroOptimizer:
                     p.grad_ready()
                 else:       # each in a bucket of its own, so that all its holders have the same shards
                     s.buckets.finish()
-                    piece = s.plan.layout.shard_pieces(s.buckets.group.rank)[s.plan.layout.slots[i].bucket]
+                    piece = s.plan.layout.shard_pieces(s.buckets.ranks.shard)[s.plan.layout.slots[i].bucket]
                     all_reduce_(s.buckets.flat[piece.offset:piece.offset + piece.stop - piece.start], self.groups.tied)
 
     @torch.no_grad()
@@ -247,7 +254,7 @@ class ZeroOptimizer:
     def pieces(self) -> Iterator[StatePiece]:
         """All state of this rank's shard, in a fixed order."""
         for s in self._sets:
-            group = s.store.group
+            group = s.store.ranks.data
             replica, replicas = (0, 1) if s.store.sharded else (group.rank, group.size)
             for leaf in s.leaves:
                 start, stop = leaf.piece.start, leaf.piece.stop
@@ -292,16 +299,10 @@ class ZeroOptimizer:
         return {place: count for place, count in places.items() if count}
 
     def traffic(self, microbatches: int, reduce_each: bool, pinned: bool) -> Counter:
-        """Payload bytes of a step by operation, over the data-parallel ranks, as planned."""
-        gathers: dict = {}
-        for gathering in self._gathering.values():
-            units = list(dict.fromkeys(unit for layer in gathering.needs for unit in layer))
-            indices = lambda lists, units=units: [[units.index(unit) for unit in layer] for layer in lists]
-            counts = predict_gathers(indices(gathering.needs), indices(gathering.in_backward), [u.numel for u in units],
-                                     gathering.prefetch, microbatches, pinned)
-            gathers |= dict(zip(units, counts))
+        """Payload bytes of a step by (operation, group's axes), over the data-parallel ranks, as planned."""
+        gathers = count_gathers(self._gathering.values(), microbatches, pinned)
         itemsize = self._sets[0].parameters[0].dtype.itemsize if self._sets else 0
-        return predict_traffic([s.plan for s in self._sets],
+        return predict_traffic([s.plan for s in self._sets], [s.store.ranks for s in self._sets],
                                [[gathers[unit] for unit in s.store.units] if s.plan.units else [] for s in self._sets],
                                microbatches=microbatches, reduce_each=reduce_each, parameter_bytes=itemsize,
                                gradient_bytes=self._communication.dtype.itemsize)
@@ -321,7 +322,7 @@ class ZeroOptimizer:
     def _make_set(self, maker: SetMaker, plan: SetPlan, parameters: list[nn.Parameter], facts: Sequence[Fact]) -> ParameterSet:
         members = [parameters[i] for i in plan.members]
         return maker.make(plan, members, [facts[i].stage for i in plan.members], [self._is_tied(p) for p in members],
-                          self.groups.expert if plan.expert else self.groups.data)
+                          Hierarchy.flat(self.groups.expert) if plan.expert else self._data_ranks)
 
     def _make_gathering(self, stage: int) -> LayerGathering:
         sets = [s for s in self._sets if s.plan.units and s.plan.stage == stage]

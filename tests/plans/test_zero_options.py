@@ -49,6 +49,18 @@ def test_two_divisors_are_refused():
     assert "Keep one" in problem_of("--communication-data-type fp16 --gradient-predivide-factor 4 --prescale-gradients")
 
 
+def test_a_hierarchy_is_an_option_of_a_json(tmp_path):
+    document = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}
+    assert zero_of(tmp_path, document).zero_hpz_partition_size == 2
+
+
+def test_inner_groups_are_of_stage_3_and_equal():
+    assert "--zero-stage 3" in problem_of("--zero-stage 2 --zero-hpz-partition-size 2")
+    assert "1, 2 or 4" in problem_of("--zero-stage 3 --zero-hpz-partition-size 3")
+    assert "--offload-param cpu" in problem_of(
+        "--zero-stage 3 --zero-hpz-partition-size 2 --offload-param nvme --offload-nvme-path /")
+
+
 @pytest.mark.parametrize("factor", ["0", "-2", "nan"])
 def test_a_divisor_is_positive(factor):
     assert "--gradient-predivide-factor" in problem_of(f"--communication-data-type fp16 --gradient-predivide-factor {factor}")

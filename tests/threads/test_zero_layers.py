@@ -148,7 +148,7 @@ def test_a_step_sends_what_the_paper_promises(zero, dtype, parameter_bytes):
         else:
             assert traffic["all_gather"] == parameter_bytes * m * 2 * psi
             assert traffic["reduce_scatter"] == 4 * m * psi
-        assert optimizer.traffic(m, zero >= 2, False) == {op: sent for op, sent in traffic.items() if sent}
+        assert optimizer.traffic(m, zero >= 2, False) == {(op, "dp-cp"): sent for op, sent in traffic.items() if sent}
         elements = sum(wire[op] / {"all_gather": parameter_bytes}.get(op, 4) for op, sent in traffic.items() if sent)
         once = {0: 2, 1: 2, 2: 1 + m, 3: 3 * m}[zero]
         assert elements - (8 if zero == 0 else 0) == once * psi * (2 - 1) / 2           # 8: of the norm, 32 bytes
@@ -157,14 +157,15 @@ def test_a_step_sends_what_the_paper_promises(zero, dtype, parameter_bytes):
 @pytest.mark.parametrize("layout", ["dp=2,zero=3,accumulate=full", "dp=2,zero=3,pin=1", "dp=2,pp=2,zero=3", "dp=4,zero=3",
                                     "dp=2,pp=2,zero=3,schedule=gpipe", "dp=2,zero=3,prefetch=20000", "dp=2,tp=2,zero=2",
                                     "dp=2,zero=3,prefetch=0,bucket=3000", "dp=2,zero=2,accumulate=full",
-                                    "dp=2,zero=0,comm=fp16", "dp=4,zero=1,comm=fp16,prescale=1", "dp=2,pp=2,zero=3,comm=bf16"])
+                                    "dp=2,zero=0,comm=fp16", "dp=4,zero=1,comm=fp16,prescale=1", "dp=2,pp=2,zero=3,comm=bf16",
+                                    "dp=4,zero=3,hpz=2", "dp=4,pp=2,zero=3,hpz=2,accumulate=full", "dp=4,zero=3,hpz=4,pin=1"])
 @pytest.mark.parametrize("untie", [False, True])
 def test_planned_traffic_is_counted_traffic(layout, untie):
     def main(engine):
         engine.mesh.traffic.clear()
         train(engine, range(1))
-        traffic = {op: sent for (op, axes, _), sent in engine.mesh.traffic.bytes.items() if axes == "dp-cp"}
-        traffic["all_reduce"] -= 32
+        traffic = {(op, axes): sent for (op, axes, _), sent in engine.mesh.traffic.bytes.items() if axes.startswith("dp-cp")}
+        traffic["all_reduce", "dp-cp"] -= 32
         zero, m = engine.config.zero, BATCH // engine.config.data_parallel_size
         return traffic, engine.optimizer.traffic(m, zero.zero_accumulate == "sharded", zero.zero3_pin_stage)
 
@@ -175,6 +176,7 @@ def test_planned_traffic_is_counted_traffic(layout, untie):
 # ---------------------------------------------------------------------------------------------------- checkpoints
 @pytest.mark.parametrize("before, after", [
     ("dp=2,zero=3", "dp=1"), ("dp=1", "dp=2,zero=3,pp=2"), ("dp=2,zero=2,tp=2", "dp=4,zero=3"), ("dp=4,zero=3", "dp=2,zero=1"),
+    ("dp=4,zero=3,hpz=2", "dp=2,zero=1"), ("dp=2,zero=3", "dp=4,pp=2,zero=3,hpz=2"),
     ("dp=2,pp=2,zero=3", "dp=2,tp=2,zero=2,sp=1"), ("dp=2,zero=3", "dp=2,zero=3,bucket=2000,persist=0")])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_run_saved_at_one_stage_goes_on_at_another(before, after, dtype, tmp_path):
@@ -211,9 +213,10 @@ def test_the_bits_of_a_checkpoint_do_not_depend_on_the_stage_that_loads_and_save
             save(tmp_path / target, 1, pieces, run={}, **to)
         return main
 
-    for i, layout in enumerate(("dp=2,zero=1", "dp=4,zero=3", "dp=2,tp=2,zero=3,persist=0", "dp=2,pp=2,zero=2", "dp=1")):
+    for i, layout in enumerate(("dp=2,zero=1", "dp=4,zero=3", "dp=4,zero=3,hpz=2", "dp=2,tp=2,zero=3,persist=0",
+                                "dp=2,pp=2,zero=2", "dp=1")):
         run(config_of(layout, dtype="bf16"), copy(str(i - 1) if i else None, str(i)))
-    first, last = read(tmp_path / "0"), read(tmp_path / "4")
+    first, last = read(tmp_path / "0"), read(tmp_path / "5")
     assert first.keys() == last.keys() and all(torch.equal(first[name], last[name]) for name in first)
 
 
