@@ -30,6 +30,7 @@ class Option:
     flags      more spellings that take a value
     switches   spellings that take none → the value each sets
     values     other spellings of a value → the value
+    alone      what the flag means without a value, where it may stand alone
     avoid      when *not* to use it
     at_least, above, at_most, below   the range of legal values
     """
@@ -41,6 +42,7 @@ class Option:
     flags: tuple[str, ...] = ()
     switches: Mapping[str, Any] = field(default_factory=dict)
     values: Mapping[str, Any] = field(default_factory=dict)
+    alone: Any = None
     choices: tuple = ()
     json: str = ""
     unit: str = ""

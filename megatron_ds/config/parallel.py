@@ -66,9 +66,12 @@ class ZeroConfig:
         "so many consecutive data-parallel ranks, as of one node, not over all, so that gathering layers stays inside "
         "(stage 3). Gradients and optimizer state are split over all. 1: off.",
         avoid="Each rank keeps as many more weights as there are such groups.")
-    zero3_pin_stage: bool = option(
-        False, help="Gather the weights of a pipeline stage once a step, not once per layer, micro-batch and direction "
-        "(stage 3).", avoid="All weights of the stage are then whole during the step.")
+    zero3_pin_stage: str = option(
+        "off", choices=("off", "on", "auto"), alone="on", switches={"--no-zero3-pin-stage": "off"},
+        values={"true": "on", "false": "off", "yes": "on", "no": "off", "1": "on", "0": "off"},
+        help="Gather the weights of a pipeline stage once a step, not once per layer, micro-batch and direction (stage 3). "
+        "auto: where they fit on every rank, next to state and activations. The flag alone means on.",
+        avoid="All weights of the stage are then whole during the step.")
     reduce_bucket_size: int | None = option(
         None, at_least=1, flags=["--ddp-bucket-size"], json="zero_optimization.reduce_bucket_size", unit="elements",
         help="Gradients are reduced in buckets of about this many elements. Default: an eighth of the rank's parameters, "

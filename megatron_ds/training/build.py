@@ -32,6 +32,7 @@ from ..zero.scaler import make_scaler
 from .allocator import keep_freed_memory
 from .flops import layer_flops
 from .offloading import make_offload
+from .pinning import agree_on_pinning, is_automatic, memory_of_rank, pinning_text
 from .together import together
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -97,19 +98,22 @@ def _cut(config: RunConfig, kinds: list[str], costs) -> tuple[int, ...]:
     return partition(costs, stages)
 
 
-def plan_schedule(config: RunConfig, num_microbatches: int) -> Schedule:
-    """The programs of all pipeline ranks for one step of `num_microbatches`."""
+def plan_schedule(config: RunConfig, num_microbatches: int, pinned: bool = False) -> Schedule:
+    """The programs of all pipeline ranks for one step of `num_microbatches`. pinned: stages are gathered once (ZeRO 3)."""
     stages = config.parallel.pipeline_model_parallel_size
     schedule = SCHEDULES[config.parallel.pipeline_schedule](stages, num_microbatches)
     tied = () if config.model.untie_embeddings_and_output_weights or stages == 1 else (0, stages - 1)
     zero = config.zero
-    return passes.lower(schedule, stages, tied=tied, gather=zero.stage == 3 and zero.zero3_pin_stage,
+    return passes.lower(schedule, stages, tied=tied, gather=pinned,
                         reduce_each=zero.stage >= 2 and zero.zero_accumulate == "sharded")
 
 
 @dataclass
 class Engine:
-    """The running objects of one rank."""
+    """The running objects of one rank.
+
+    pinned, why_pinned  ZeRO 3 gathers a stage once a step; and what decided about it, where the config does not say
+    """
 
     config: RunConfig
     mesh: Mesh
@@ -119,12 +123,15 @@ class Engine:
     parameters: list[nn.Parameter]
     optimizer: ZeroOptimizer
     executor: Executor
+    pinned: bool
+    why_pinned: str
 
 
 def build_engine(config: RunConfig, mesh: Mesh) -> Engine:
     """Build this rank's stage and optimizer. Collective: the optimizer may gather its first parameters."""
     if mesh.device.type == "cpu":
         keep_freed_memory()
+    memory = memory_of_rank(mesh) if is_automatic(config) else 0
     layers = describe_layers(config, mesh)
     plan = plan_run(config, layers)
     pp_rank = mesh.coordinate("pp")
@@ -136,12 +143,27 @@ def build_engine(config: RunConfig, mesh: Mesh) -> Engine:
         initialize(parameters, config.train.seed, tp.rank, tp.size)
     # Together: a rank's disk may be full.
     optimizer = together(mesh.group("world"), lambda: _build_optimizer(config, mesh, modules, parameters, uses))
+    pinned, why_pinned = _pinning(config, mesh, memory, optimizer, layers[plan.bounds[pp_rank]:plan.bounds[pp_rank + 1]])
     gathering = optimizer.gathering_of(pp_rank)
     stage = Stage(pp_rank, list(modules), is_first=mesh.is_first_stage, is_last=mesh.is_last_stage,
                   loss=_loss_function(config, tp) if mesh.is_last_stage else None,
                   enter=gathering and gathering.enter, leave=gathering and gathering.leave)
     return Engine(config, mesh, plan, stage, modules, parameters, optimizer,
-                  _build_executor(config, mesh, stage, optimizer))
+                  _build_executor(config, mesh, stage, optimizer, pinned), pinned, why_pinned)
+
+
+def _pinning(config: RunConfig, mesh: Mesh, memory: int, optimizer: ZeroOptimizer, layers: list) -> tuple[bool, str]:
+    """(whether stages are pinned, why). Collective over the world where that is for us to decide."""
+    if not is_automatic(config):
+        return config.zero.stage == 3 and config.zero.zero3_pin_stage == "on", ""
+    schedule = plan_schedule(config, microbatches_of(config))
+    decision = agree_on_pinning(config, mesh, memory, optimizer, [layer.kind for layer in layers], schedule)
+    return decision.pinned, pinning_text(decision)
+
+
+def microbatches_of(config: RunConfig) -> int:
+    """Of a full batch, on each data-parallel rank."""
+    return max(1, config.train.global_batch_size // config.data_parallel_size // config.train.micro_batch_size)
 
 
 def _build_optimizer(config: RunConfig, mesh: Mesh, modules: nn.ModuleList, parameters: list[nn.Parameter],
@@ -174,10 +196,10 @@ def bucket_elements(zero, num_parameters: int) -> int:
     return min(reduced, zero.allgather_bucket_size or reduced)
 
 
-def _build_executor(config: RunConfig, mesh: Mesh, stage: Stage, optimizer: ZeroOptimizer) -> Executor:
+def _build_executor(config: RunConfig, mesh: Mesh, stage: Stage, optimizer: ZeroOptimizer, pinned: bool) -> Executor:
     split = mesh.size("tp") if config.parallel.sequence_parallel else 1
     return Executor(
-        lambda num_microbatches: plan_schedule(config, num_microbatches)[stage.index],
+        lambda num_microbatches: plan_schedule(config, num_microbatches, pinned)[stage.index],
         {stage.index: stage}, Channels(mesh.group("pp")), stage_rank=lambda index: index,
         activation_shape=lambda batch: (batch.seq_length // split, batch.size, config.model.hidden_size),
         dtype=DTYPES[config.optimizer.params_dtype], device=mesh.device,

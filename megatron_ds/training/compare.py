@@ -34,7 +34,7 @@ LAYOUT_KEYS = {
     "offload_param": "--offload-param", "nvme": "--offload-nvme-path",
     "sub_group": "--sub-group-size", "hpz": "--zero-hpz-partition-size",
 }
-SWITCHES = {"sp", "pin", "prescale"}
+SWITCHES = {"sp", "prescale"}
 MASKED_EVERY = 7      # positions whose input token is a multiple of it do not count in the loss: masks of all shapes
 
 

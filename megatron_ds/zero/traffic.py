@@ -67,7 +67,7 @@ def count_gathers(gatherings: Iterable[LayerGathering], microbatches: int, pinne
     """`predict_gathers` for the units of real stages."""
     counts: dict[Unit, int] = {}
     for gathering in gatherings:
-        units = list(dict.fromkeys(unit for layer in gathering.needs for unit in layer))
+        units = gathering.units
         indices = lambda lists, units=units: [[units.index(unit) for unit in layer] for layer in lists]
         sizes = [unit.numel for unit in units]
         counts |= zip(units, predict_gathers(indices(gathering.needs), indices(gathering.in_backward), sizes,

@@ -36,6 +36,7 @@ class Unit:
     """The parameters that layer `layer` owns of a set.
 
     buckets  for each bucket of the unit: its place in `flat`, this rank's part of it
+    nbytes   of the flat buffer, when whole
     claims   who needs it whole: it is freed when the last one lets go
     """
 
@@ -43,7 +44,7 @@ class Unit:
                  group: Group):
         self.layer, self.numel, self.first_bucket, self.last_bucket = layer, numel, first_bucket, last_bucket
         self.flat = torch.empty(numel, dtype=dtype, device=device)
-        self._nbytes = self.flat.untyped_storage().nbytes()
+        self.nbytes = self.flat.untyped_storage().nbytes()
         self.group = group
         self.buckets: list[tuple[torch.Tensor, Array]] = []
         self.claims: set = set()
@@ -61,7 +62,7 @@ class Unit:
         if not self.is_free:
             return
         self.fetch()
-        self.flat.untyped_storage().resize_(self._nbytes)
+        self.flat.untyped_storage().resize_(self.nbytes)
         self.is_free = False
         for (whole, _), (shard, work) in zip(self.buckets, self._near):
             work.wait()

@@ -61,6 +61,25 @@ def test_inner_groups_are_of_stage_3_and_equal():
         "--zero-stage 3 --zero-hpz-partition-size 2 --offload-param nvme --offload-nvme-path /")
 
 
+@pytest.mark.parametrize("words, means", [
+    ("", "off"), ("--zero3-pin-stage", "on"), ("--zero3-pin-stage auto", "auto"), ("--zero3-pin-stage=off", "off"),
+    ("--zero3-pin-stage --no-zero3-pin-stage", "off"), ("--zero3-pin-stage true", "on")])
+def test_pinning_is_said_by_the_flag_alone_or_with_a_word(words, means):
+    assert parse([*JOB, "--zero-stage", "3", *words.split()], world_size=4).zero.zero3_pin_stage == means
+
+
+@pytest.mark.parametrize("written, means", [("true", "on"), ("on", "on"), ("no", "off"), ("auto", "auto"), ('"on"', "on")])
+def test_pinning_in_a_file_is_a_word_or_yes_or_no(written, means, tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(f"zero3_pin_stage: {written}\n")
+    assert parse([*JOB, "--zero-stage", "3", "--config", str(path)], world_size=4).zero.zero3_pin_stage == means
+
+
+def test_pinning_by_another_word_is_refused():
+    problem = problem_of("--zero-stage 3 --zero3-pin-stage always")
+    assert "'always'" in problem and "off, on, auto" in problem
+
+
 @pytest.mark.parametrize("factor", ["0", "-2", "nan"])
 def test_a_divisor_is_positive(factor):
     assert "--gradient-predivide-factor" in problem_of(f"--communication-data-type fp16 --gradient-predivide-factor {factor}")
