@@ -65,9 +65,8 @@ def zero_options(config: RunConfig) -> Iterator[str]:
                    f"{say(config, 'zero.stage')}. Remove it, or use {flag('zero.stage')} {least}.")
     h, n = config.zero.zero_hpz_partition_size, config.data_parallel_size
     if config.zero.stage == 3 and n % h:
-        yield (f"{say(config, 'zero.zero_hpz_partition_size')} does not divide {n} data-parallel rank{'s' * (n > 1)} into equal "
-               "groups. "
-               f"Use {flag('zero.zero_hpz_partition_size')} {either(divisors(n))}; 1 is off.")
+        yield (f"{say(config, 'zero.zero_hpz_partition_size')} does not divide {n} data-parallel rank{'s' * (n > 1)} into "
+               f"equal groups. Use {flag('zero.zero_hpz_partition_size')} {either(divisors(n))}; 1 is off.")
     if h > 1 and config.zero.offload_param == "nvme":
         yield (f"{say(config, 'zero.zero_hpz_partition_size')} keeps more weights than ZeRO 3 must, next to "
                f"{say(config, 'zero.offload_param')} for when memory is short: a disk would be read in pages that several "
