@@ -24,6 +24,8 @@ def coerce(option: Option, raw: Any, where: str) -> Any:
 
 
 def _one(option: Option, raw: Any, where: str) -> Any:
+    if isinstance(raw, bool) and shown(raw) in option.values:       # a choice that was, or looks like, yes or no: YAML's `on`
+        raw = shown(raw)
     value = _CONVERT[option.kind](raw)
     if value is None:
         raise ConfigError(f"{where}: {shown(raw)} is not {option.noun}.")

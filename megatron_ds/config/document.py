@@ -74,6 +74,8 @@ def _row(option: Option) -> tuple[str, ...]:
 def _spellings(option: Option) -> list[str]:
     if option.choices:                                       # the braces of the choices hold commas
         choices = "{" + ",".join(map(str, option.choices)) + "}"
+        if option.alone is not None:
+            choices = f"[{choices}]"
         return [f"{flag} {choices}" for flag in (option.flag, *option.flags)] + list(option.switches)
     return invocation(option).split(", ")
 

@@ -120,8 +120,10 @@ def _setting(typed: str, words: list[str]) -> Setting:
         if words:
             raise ConfigError(f"{flag} takes no value, but {' '.join(words)!r} follows it{_other_way(option, spelling)}.")
         return Setting(option.path, spelling.value, source)
-    if not words:
+    if not words and option.alone is None:
         raise ConfigError(f"{flag} needs {option.noun} after it.")
+    if not words:
+        return Setting(option.path, option.alone, source)
     if option.is_list:
         return Setting(option.path, coerce(option, words, flag), source)
     if len(words) > 1:

@@ -35,6 +35,8 @@ def invocation(option: Option) -> str:
         main = [option.flag, option.negative] if option.default in (None, True) else [option.flag]
         return ", ".join([*main, *(s for s in option.switches if s not in main)])
     what = f"{{{','.join(map(str, option.choices))}}}" if option.choices else _metavar(option)
+    if option.alone is not None:
+        what = f"[{what}]"
     return ", ".join([f"{flag} {what}" for flag in (option.flag, *option.flags)] + list(option.switches))
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from .option import option
+from .option import DTYPE_NAMES, option
 
 LR_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 
@@ -62,12 +62,13 @@ class OptimizerConfig:
 
     main_grads_dtype: str = option(
         "fp32", choices=("fp32", "bf16", "fp16"), json="data_types.grad_accum_dtype",
-        help="Gradients accumulate and travel in it; bf16 and fp16 only where the weights are.",
+        help="Gradients accumulate in it, and travel in it unless --communication-data-type says another; bf16 and fp16 only "
+        "where the weights are.",
         avoid="16 bits lose small contributions when many micro-batches or ranks add up.")
 
     @property
     def gradient_dtype(self) -> str:
-        return {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[self.main_grads_dtype]
+        return DTYPE_NAMES[self.main_grads_dtype]
 
     @property
     def params_dtype(self) -> str:

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}      # as options say them → as torch does
 NOUNS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
 
@@ -29,6 +30,7 @@ class Option:
     flags      more spellings that take a value
     switches   spellings that take none → the value each sets
     values     other spellings of a value → the value
+    alone      what the flag means without a value, where it may stand alone
     avoid      when *not* to use it
     at_least, above, at_most, below   the range of legal values
     """
@@ -40,6 +42,7 @@ class Option:
     flags: tuple[str, ...] = ()
     switches: Mapping[str, Any] = field(default_factory=dict)
     values: Mapping[str, Any] = field(default_factory=dict)
+    alone: Any = None
     choices: tuple = ()
     json: str = ""
     unit: str = ""

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from .option import option
+from .option import DTYPE_NAMES, option
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,17 @@ class ZeroConfig:
         None, at_least=0, flag="--stage3-prefetch-bucket-size", json="zero_optimization.stage3_prefetch_bucket_size",
         unit="elements", help="So many elements are gathered ahead of the layer at work (stage 3). Default: one layer.",
         avoid="0 gathers each layer when it is needed, and waits for it.")
-    zero3_pin_stage: bool = option(
-        False, help="Gather the weights of a pipeline stage once a step, not once per layer, micro-batch and direction "
-        "(stage 3).", avoid="All weights of the stage are then whole during the step.")
+    zero_hpz_partition_size: int = option(
+        1, at_least=1, json="zero_optimization.zero_hpz_partition_size", unit="ranks", help="Weights are split over groups of "
+        "so many consecutive data-parallel ranks, as of one node, not over all, so that gathering layers stays inside "
+        "(stage 3). Gradients and optimizer state are split over all. 1: off.",
+        avoid="Each rank keeps as many more weights as there are such groups.")
+    zero3_pin_stage: str = option(
+        "off", choices=("off", "on", "auto"), alone="on", switches={"--no-zero3-pin-stage": "off"},
+        values={"true": "on", "false": "off", "yes": "on", "no": "off", "1": "on", "0": "off"},
+        help="Gather the weights of a pipeline stage once a step, not once per layer, micro-batch and direction (stage 3). "
+        "auto: where they fit on every rank, next to state and activations. The flag alone means on.",
+        avoid="All weights of the stage are then whole during the step.")
     reduce_bucket_size: int | None = option(
         None, at_least=1, flags=["--ddp-bucket-size"], json="zero_optimization.reduce_bucket_size", unit="elements",
         help="Gradients are reduced in buckets of about this many elements. Default: an eighth of the rank's parameters, "
@@ -77,6 +85,18 @@ class ZeroConfig:
         None, switches={"--overlap-grad-reduce": True, "--no-overlap-grad-reduce": False},
         json="zero_optimization.overlap_comm", help="Reduce a bucket while backward still runs. Default: when there is "
         "anybody to reduce with.", avoid="Off is only for finding faults.")
+
+    communication_data_type: str | None = option(
+        None, choices=("fp32", "bf16", "fp16"), json="communication_data_type", help="Gradients are cast to it while they "
+        "are summed over the data-parallel ranks. Default: --main-grads-dtype, in which they accumulate.",
+        avoid="16 bits send half as much as fp32, but each sum is rounded to them; bf16 keeps 3 digits.")
+    gradient_predivide_factor: float = option(
+        1.0, above=0, json="gradient_predivide_factor", help="Gradients are divided by it before they travel in fp16 and "
+        "multiplied with it after: their sum stays inside the range of fp16. Take a power of two.",
+        avoid="The smallest gradients are lost to it: first see whether steps are skipped at a loss scale that one rank "
+        "alone could take.")
+    prescale_gradients: bool = option(
+        False, json="prescale_gradients", help="The same, divided by the number of data-parallel ranks.")
 
     offload_optimizer: str = option(
         "none", choices=("none", "cpu", "nvme"), switches={"--optimizer-cpu-offload": "cpu", "--cpu-optimizer": "cpu"},
@@ -106,6 +126,15 @@ class ZeroConfig:
                                   help="Reads and writes are cut into blocks of this size.")
     nvme_queue_depth: int = option(32, at_least=1, json="aio.queue_depth", help="Blocks under way at a time (io_uring).")
     nvme_threads: int = option(4, at_least=1, json="aio.intra_op_parallelism", help="Threads that read and write (threads).")
+
+    @property
+    def sent_dtype(self) -> str | None:
+        return DTYPE_NAMES[self.communication_data_type] if self.communication_data_type else None
+
+    @property
+    def sent_divisor(self) -> float | None:
+        """None: the number of ranks."""
+        return None if self.prescale_gradients else self.gradient_predivide_factor
 
     @property
     def param_nvme_path(self) -> str | None:

@@ -12,10 +12,9 @@ _KERNEL = "kernels are chosen by what the device can do. Remove it."
 _SIGNALS = "the run always saves and exits on SIGTERM, SIGUSR1 and the first Ctrl-C. Remove it."
 _RNG = "a checkpoint holds no random state, since every random number follows from --seed and its place. Remove it."
 _PLAIN_RNG = "initial weights and dropout follow from --seed alone, the same on every layout. Remove it."
-_SUMS = "each loss is scaled by its share of the global batch, so gradients are summed and never divided. Remove it."
 
 REFUSED_FLAGS = MappingProxyType({
-    "--accumulate-allreduce-grads-in-fp32": "gradients are always accumulated and reduced in fp32. Remove it.",
+    "--accumulate-allreduce-grads-in-fp32": "gradients accumulate in fp32 unless --main-grads-dtype says other. Remove it.",
     "--apply-query-key-layer-scaling": "core attention works in fp32 inside, so scores need no second scaling. Remove it.",
     "--async-tensor-model-parallel-allreduce": _ASYNC,
     "--attention-backend": _KERNEL,
@@ -86,7 +85,6 @@ REFUSED_KEYS = MappingProxyType({
     "bf16.check_grad_overflow": "a step with a gradient that is not finite is always skipped. Remove it.",
     "bf16.immediate_grad_update": "gradients are always added to the buffer as they come. Remove it.",
     "comms_logger": _LATER,
-    "communication_data_type": "gradients travel in the format they accumulate in: data_types.grad_accum_dtype. Remove it.",
     "compression_training": _LATER,
     "csv_monitor": _MONITOR,
     "comet": _MONITOR,
@@ -101,7 +99,6 @@ REFUSED_KEYS = MappingProxyType({
     "fp16.consecutive_hysteresis": "hysteresis is refilled when the scale grows. Remove it.",
     "fp16.fp16_master_weights_and_grads": "master weights and gradients are in fp32. Remove it.",
     "gradient_allreduce_op": "gradients are averaged. Remove it.",
-    "gradient_predivide_factor": _SUMS,
     "memory_breakdown": _LATER,
     "monitor_config": _MONITOR,
     "optimizer.legacy_fusion": "the fastest implementation is chosen by itself. Remove it.",
@@ -111,7 +108,6 @@ REFUSED_KEYS = MappingProxyType({
     "optimizer.params.max_grad_norm": 'write "gradient_clipping" at the top level.',
     "optimizer.params.torch_adam": "the fastest implementation is chosen by itself. Remove it.",
     "pipeline": "write --pipeline-model-parallel-size and --pipeline-layout. Remove it.",
-    "prescale_gradients": _SUMS,
     "seq_parallel_communication_data_type": "activations travel in their own format. Remove it.",
     "sparse_gradients": "all gradients are dense. Remove it.",
     "torch_autocast": "write a bf16 or an fp16 block instead.",
@@ -131,7 +127,6 @@ REFUSED_KEYS = MappingProxyType({
     "zero_optimization.reduce_scatter": _FLAT,
     "zero_optimization.round_robin_gradients": _FLAT,
     "zero_optimization.use_multi_rank_bucket_allreduce": _FLAT,
-    "zero_optimization.zero_hpz_partition_size": _LATER,
     "zero_optimization.zero_quantized_gradients": _LATER,
     "zero_optimization.zero_quantized_weights": _LATER,
     **{f"zero_optimization.offload_{what}.{name}": reason for what, name, reason in (

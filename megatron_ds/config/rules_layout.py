@@ -58,14 +58,40 @@ def not_available_yet(config: RunConfig) -> Iterator[str]:
 def zero_options(config: RunConfig) -> Iterator[str]:
     """Options of stages that are not in force would change nothing."""
     for path, least in (("zero.zero_accumulate", 2), ("zero.param_persistence_threshold", 3),
-                        ("zero.prefetch_bucket_size", 3), ("zero.zero3_pin_stage", 3)):
+                        ("zero.prefetch_bucket_size", 3), ("zero.zero3_pin_stage", 3),
+                        ("zero.zero_hpz_partition_size", 3)):
         if config.zero.stage < least and config.get(path) != all_options()[path].default:
             yield (f"{say(config, path)} tunes ZeRO stage {least}{' and 3' if least == 2 else ''}, but "
                    f"{say(config, 'zero.stage')}. Remove it, or use {flag('zero.stage')} {least}.")
+    h, n = config.zero.zero_hpz_partition_size, config.data_parallel_size
+    if config.zero.stage == 3 and n % h:
+        yield (f"{say(config, 'zero.zero_hpz_partition_size')} does not divide {n} data-parallel rank{'s' * (n > 1)} into "
+               f"equal groups. Use {flag('zero.zero_hpz_partition_size')} {either(divisors(n))}; 1 is off.")
+    if h > 1 and config.zero.offload_param == "nvme":
+        yield (f"{say(config, 'zero.zero_hpz_partition_size')} keeps more weights than ZeRO 3 must, next to "
+               f"{say(config, 'zero.offload_param')} for when memory is short: a disk would be read in pages that several "
+               "ranks write. Remove one, or use --offload-param cpu.")
     grads, params = config.optimizer.gradient_dtype, config.optimizer.params_dtype
     if grads not in ("float32", params):
         yield (f"{say(config, 'optimizer.main_grads_dtype')}, but the weights are {params}: gradients accumulate in fp32 or "
                f"in the format of the weights. Use {flag('optimizer.main_grads_dtype')} fp32.")
+
+
+def communication(config: RunConfig) -> Iterator[str]:
+    """Dividing what travels keeps an fp16 sum in range; in any other form it would change nothing, or only rounding."""
+    zero, accumulate = config.zero, config.optimizer.main_grads_dtype
+    given = [path for path in ("zero.gradient_predivide_factor", "zero.prescale_gradients")
+             if config.get(path) != all_options()[path].default]
+    for path in given:
+        if zero.communication_data_type != "fp16" or accumulate == "fp16":
+            travel = zero.communication_data_type or accumulate
+            yield (f"{say(config, path)} guards sums that travel in fp16 and accumulate in a wider format from leaving its "
+                   f"range, but gradients travel in {travel} and accumulate in {accumulate}: they are sums, each loss being "
+                   "scaled by its share of the global batch, so there is nothing else to divide. Remove it, or use "
+                   f"{flag('zero.communication_data_type')} fp16{' and --main-grads-dtype fp32' * (accumulate == 'fp16')}.")
+    if len(given) == 2:
+        yield (f"{say(config, given[0])} and {say(config, given[1])} are two divisors of the same sum: the second means the "
+               "number of data-parallel ranks. Keep one.")
 
 
 def offloading(config: RunConfig) -> Iterator[str]:
@@ -152,5 +178,5 @@ def _tp_fits(config: RunConfig, size: int) -> bool:
     return all(number % size == 0 for number in numbers if number)
 
 
-LAYOUT_RULES = (heads, feed_forward, positions, not_available_yet, zero_options, offloading, world, tensor_parallel, pipeline,
-                rank_order)
+LAYOUT_RULES = (heads, feed_forward, positions, not_available_yet, zero_options, communication, offloading, world,
+                tensor_parallel, pipeline, rank_order)

@@ -102,6 +102,16 @@ class Grid:
             found.setdefault(tuple(at[axis] for axis in fixed), []).append(rank)
         return [tuple(ranks) for ranks in found.values()]
 
+    def split_data(self, size: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+        """(inner, outer) groups: those over dp and cp cut into runs of `size` ranks; and across them, ranks of equal place."""
+        data = self.groups("dp", "cp")
+        n = len(data[0])
+        if size < 1 or n % size:
+            raise ConfigError(f"{n} data-parallel ranks cannot be cut into groups of {size}. Use {_listed(divisors(n))}.")
+        inner = [ranks[first:first + size] for ranks in data for first in range(0, n, size)]
+        outer = [ranks[place::size] for ranks in data for place in range(size)]
+        return sorted(inner), sorted(outer)
+
     def embedding_groups(self) -> list[tuple[int, ...]]:
         """First and last rank of each pipeline, which both hold a tied embedding; a rank in between is alone."""
         groups = []

@@ -30,7 +30,10 @@ class Mesh:
         self.grid, self.rank, self.device = grid, rank, torch.device(device)
         self.traffic = Traffic()
         self._coordinates = grid.coordinates(rank)
-        self._groups = _connect_all(grid, rank, connect, self.traffic)
+        self._connect, self._transports = connect, {}
+        lists_of = lambda name: grid.embedding_groups() if name == "embd" else grid.groups(*name.split("-"))
+        self._groups = {name: self._make_group(name, lists_of(name)) for name in AXIS_SETS}
+        self._split: dict[int, tuple[Group, Group]] = {}
 
     def group(self, *axes: str) -> Group:
         """`group("tp")`, `group("dp", "cp")` in any order, `group("world")`, `group("embd")`."""
@@ -38,6 +41,18 @@ class Mesh:
         name = _ALIASES.get(name, name)
         assert name in self._groups, f"no group over {name!r}; there are {', '.join(self._groups)} and 'world'"
         return self._groups[name]
+
+    def split_data(self, size: int) -> tuple[Group, Group]:
+        """(inner, outer): the run of `size` data-parallel ranks that holds this one, and the ranks of equal place in all runs.
+
+        Made when asked for, by all ranks at the same time; of one run nothing needs to be made. Raises ConfigError.
+        """
+        if size not in self._split:
+            inner, outer = self.grid.split_data(size)
+            data = self.group("dp", "cp")
+            self._split[size] = (data if size == data.size else self._make_group("dp-cp-inner", inner),
+                                 self._make_group("dp-cp-outer", outer))
+        return self._split[size]
 
     def coordinate(self, axis: str) -> int:
         return self._coordinates[axis]
@@ -59,24 +74,18 @@ class Mesh:
 
     def close(self) -> None:
         """Hang up every transport that knows how to; the mesh is of no use afterwards."""
-        transports = {id(g.transport): g.transport for g in self._groups.values() if g.transport is not None}
-        for transport in transports.values():
+        for transport in filter(None, self._transports.values()):
             getattr(transport, "close", lambda: None)()
+
+    def _make_group(self, name: str, lists: list[tuple[int, ...]]) -> Group:
+        # The decision to share looks at the groups of *all* ranks, so that every rank decides alike.
+        key = tuple(lists)
+        if key not in self._transports:
+            needed = any(len(ranks) > 1 for ranks in lists)
+            assert self._connect is not None or not needed, f"{self.world_size} ranks need a way to connect them"
+            self._transports[key] = self._connect(name, lists, self.rank) if needed else None
+        ranks = next(ranks for ranks in lists if self.rank in ranks)
+        return Group(name, ranks, ranks.index(self.rank), self._transports[key], self.traffic)
 
     def __repr__(self) -> str:
         return f"Mesh(rank {self.rank} of {self.world_size}: {self.grid})"
-
-
-def _connect_all(grid: Grid, rank: int, connect: Connect | None, traffic: Traffic) -> dict[str, Group]:
-    groups, transports = {}, {}
-    for name in AXIS_SETS:
-        lists = grid.embedding_groups() if name == "embd" else grid.groups(*name.split("-"))
-        # The decision to share looks at the groups of *all* ranks, so that every rank decides alike.
-        key = tuple(lists)
-        if key not in transports:
-            needed = any(len(ranks) > 1 for ranks in lists)
-            assert connect is not None or not needed, f"a grid of {grid.world_size} ranks needs a way to connect them"
-            transports[key] = connect(name, lists, rank) if needed else None
-        ranks = next(ranks for ranks in lists if rank in ranks)
-        groups[name] = Group(name, ranks, ranks.index(rank), transports[key], traffic)
-    return groups

@@ -27,11 +27,12 @@ from ..pipeline.schedules import SCHEDULES
 from ..pipeline.stage import Stage
 from ..tensor_parallel.init import initialize, initialize_interval
 from ..zero.optimizer import DataGroups, LayerPlan, ZeroOptimizer
-from ..zero.policy import STAGES
+from ..zero.policy import HIERARCHICAL, STAGES
 from ..zero.scaler import make_scaler
 from .allocator import keep_freed_memory
 from .flops import layer_flops
 from .offloading import make_offload
+from .pinning import agree_on_pinning, is_automatic, memory_of_rank, pinning_text
 from .together import together
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -109,19 +110,22 @@ def _cut(config: RunConfig, kinds: list[str], costs) -> tuple[int, ...]:
     return partition(costs, stages)
 
 
-def plan_schedule(config: RunConfig, num_microbatches: int) -> Schedule:
-    """The programs of all pipeline ranks for one step of `num_microbatches`."""
+def plan_schedule(config: RunConfig, num_microbatches: int, pinned: bool = False) -> Schedule:
+    """The programs of all pipeline ranks for one step of `num_microbatches`. pinned: stages are gathered once (ZeRO 3)."""
     stages = config.parallel.pipeline_model_parallel_size
     schedule = SCHEDULES[config.parallel.pipeline_schedule](stages, num_microbatches)
     tied = () if config.model.untie_embeddings_and_output_weights or stages == 1 else (0, stages - 1)
     zero = config.zero
-    return passes.lower(schedule, stages, tied=tied, gather=zero.stage == 3 and zero.zero3_pin_stage,
+    return passes.lower(schedule, stages, tied=tied, gather=pinned,
                         reduce_each=zero.stage >= 2 and zero.zero_accumulate == "sharded")
 
 
 @dataclass
 class Engine:
-    """The running objects of one rank."""
+    """The running objects of one rank.
+
+    pinned, why_pinned  ZeRO 3 gathers a stage once a step; and what decided about it, where the config does not say
+    """
 
     config: RunConfig
     mesh: Mesh
@@ -131,13 +135,16 @@ class Engine:
     parameters: list[nn.Parameter]
     optimizer: ZeroOptimizer
     executor: Executor
+    pinned: bool
+    why_pinned: str
 
 
 def build_engine(config: RunConfig, mesh: Mesh) -> Engine:
     """Build this rank's stage and optimizer. Collective: the optimizer may gather its first parameters."""
     if mesh.device.type == "cpu":
-        if config.zero.offload_optimizer == config.zero.offload_param == 'none':
+        if config.zero.offload_optimizer == config.zero.offload_param == "none":        # else memory is what there is least of
             keep_freed_memory()
+    memory = memory_of_rank(mesh) if is_automatic(config) else 0
     layers = describe_layers(config, mesh)
     plan = plan_run(config, layers)
     pp_rank = mesh.coordinate("pp")
@@ -149,28 +156,45 @@ def build_engine(config: RunConfig, mesh: Mesh) -> Engine:
         initialize(parameters, config.train.seed, tp.rank, tp.size)
     # Together: a rank's disk may be full.
     optimizer = together(mesh.group("world"), lambda: _build_optimizer(config, mesh, modules, parameters, uses))
+    pinned, why_pinned = _pinning(config, mesh, memory, optimizer, layers[plan.bounds[pp_rank]:plan.bounds[pp_rank + 1]])
     gathering = optimizer.gathering_of(pp_rank)
     stage = Stage(pp_rank, list(modules), is_first=mesh.is_first_stage, is_last=mesh.is_last_stage,
                   loss=_loss_function(config, tp) if mesh.is_last_stage else None,
                   enter=gathering and gathering.enter, leave=gathering and gathering.leave)
     return Engine(config, mesh, plan, stage, modules, parameters, optimizer,
-                  _build_executor(config, mesh, stage, optimizer))
+                  _build_executor(config, mesh, stage, optimizer, pinned), pinned, why_pinned)
+
+
+def _pinning(config: RunConfig, mesh: Mesh, memory: int, optimizer: ZeroOptimizer, layers: list) -> tuple[bool, str]:
+    """(whether stages are pinned, why). Collective over the world where that is for us to decide."""
+    if not is_automatic(config):
+        return config.zero.stage == 3 and config.zero.zero3_pin_stage == "on", ""
+    schedule = plan_schedule(config, microbatches_of(config))
+    decision = agree_on_pinning(config, mesh, memory, optimizer, [layer.kind for layer in layers], schedule)
+    return decision.pinned, pinning_text(decision)
+
+
+def microbatches_of(config: RunConfig) -> int:
+    """Of a full batch, on each data-parallel rank."""
+    return max(1, config.train.global_batch_size // config.data_parallel_size // config.train.micro_batch_size)
 
 
 def _build_optimizer(config: RunConfig, mesh: Mesh, modules: nn.ModuleList, parameters: list[nn.Parameter],
                      uses: Counter) -> ZeroOptimizer:
     o, zero, tp = config.optimizer, config.zero, mesh.group("tp")
-    groups = DataGroups(data=mesh.group("dp", "cp"), expert=mesh.group("edp"), tp=tp, model=mesh.group("tp", "pp"),
-                        tied=mesh.group("embd"))
+    is_hierarchical = zero.zero_hpz_partition_size > 1
+    halves = mesh.split_data(zero.zero_hpz_partition_size) if is_hierarchical else (None, None)
+    groups = DataGroups(mesh.group("dp", "cp"), mesh.group("edp"), tp, mesh.group("tp", "pp"), mesh.group("embd"), *halves)
     pp_rank = mesh.coordinate("pp")
     layers = {pp_rank: [list(module.parameters()) for module in modules]} if zero.stage == 3 else {}
     unread = frozenset((pp_rank, i) for i, module in enumerate(modules)
                        if not getattr(module, "weights_read_in_backward", True))
     return ZeroOptimizer(
-        parameters, uses=uses, groups=groups, policy=STAGES[zero.stage],
+        parameters, uses=uses, groups=groups, policy=HIERARCHICAL if is_hierarchical else STAGES[zero.stage],
         make_optimizer=partial(OPTIMIZERS[o.optimizer], settings=o), scaler=make_scaler(o),
         clip_grad=o.clip_grad, bucket_elements=bucket_elements(zero, sum(p.numel() for p in parameters)),
         overlap=zero.overlap_comm is not False, grad_dtype=DTYPES[o.gradient_dtype], device=mesh.device,
+        sent_dtype=DTYPES.get(zero.sent_dtype), sent_divisor=zero.sent_divisor,
         layer_plan=LayerPlan(layers, unread, zero.prefetch_bucket_size, zero.param_persistence_threshold),
         offload=make_offload(zero, mesh.device),
         draw=lambda spec, start, out: initialize_interval(out, spec, start, config.train.seed, tp.rank, tp.size))
@@ -185,10 +209,10 @@ def bucket_elements(zero, num_parameters: int) -> int:
     return min(reduced, zero.allgather_bucket_size or reduced)
 
 
-def _build_executor(config: RunConfig, mesh: Mesh, stage: Stage, optimizer: ZeroOptimizer) -> Executor:
+def _build_executor(config: RunConfig, mesh: Mesh, stage: Stage, optimizer: ZeroOptimizer, pinned: bool) -> Executor:
     split = mesh.size("tp") if config.parallel.sequence_parallel else 1
     return Executor(
-        lambda num_microbatches: plan_schedule(config, num_microbatches)[stage.index],
+        lambda num_microbatches: plan_schedule(config, num_microbatches, pinned)[stage.index],
         {stage.index: stage}, Channels(mesh.group("pp")), stage_rank=lambda index: index,
         activation_shape=lambda batch: (batch.seq_length // split, batch.size, config.model.hidden_size),
         dtype=DTYPES[config.optimizer.params_dtype], device=mesh.device,

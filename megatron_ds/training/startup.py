@@ -6,14 +6,14 @@ from ..config import RunConfig
 from ..config.dump import report_non_default
 from ..mpu.mesh import Mesh
 from ..pipeline.simulate import draw, simulate
-from .build import Engine, RunPlan, plan_schedule
+from .build import Engine, RunPlan, microbatches_of, plan_schedule
 
 
 def describe(engine: Engine, launch_source: str) -> str:
     """The whole start-up text of rank 0."""
     config, mesh = engine.config, engine.mesh
     return "\n".join((
-        _grid(mesh, launch_source), "", _stages(engine.plan), "", _schedule(config), "",
+        _grid(mesh, launch_source), "", _stages(engine.plan), "", _schedule(config, engine.pinned), "",
         f"optimizer: {config.optimizer.optimizer}, {config.optimizer.params_dtype} weights, {config.optimizer.gradient_dtype} "
         "gradients, fp32 optimizer state", _zero(engine), _memory(engine), "",
         report_non_default(config)))
@@ -35,14 +35,14 @@ def _grid(mesh: Mesh, launch_source: str) -> str:
 def _zero(engine: Engine) -> str:
     """State and traffic of rank 0; the same numbers are measured on the buffers and counted in the collectives."""
     config, memory = engine.config, engine.optimizer.memory()
-    microbatches = max(1, config.train.global_batch_size // config.data_parallel_size // config.train.micro_batch_size)
-    traffic = engine.optimizer.traffic(microbatches, config.zero.stage >= 2 and config.zero.zero_accumulate == "sharded",
-                                       config.zero.zero3_pin_stage)
-    sent = ", ".join(f"{operation.replace('_', '-')} {count:,}" for operation, count in sorted(traffic.items()))
+    reduce_each = config.zero.stage >= 2 and config.zero.zero_accumulate == "sharded"
+    traffic = engine.optimizer.traffic(microbatches_of(config), reduce_each, engine.pinned)
+    sent = ", ".join(f"{operation.replace('_', '-')} over {axes} {count:,}"
+                     for (operation, axes), count in sorted(traffic.items()))
     places = engine.optimizer.memory_by_place()
     where = f" ({', '.join(f'{place} {count:,}' for place, count in places.items())})" if set(places) - {"device"} else ""
     return (f"ZeRO stage {config.zero.stage}: {memory.total:,} bytes of state on this rank{where}; payload of a step over the "
-            f"data-parallel ranks: {sent or 'none'}")
+            f"data-parallel ranks: {sent or 'none'}" + (f"\n{engine.why_pinned}" if engine.why_pinned else ""))
 
 
 def _stages(plan: RunPlan) -> str:
@@ -54,15 +54,14 @@ def _stages(plan: RunPlan) -> str:
     return "\n".join(rows)
 
 
-def _schedule(config: RunConfig, widest: int = 16) -> str:
+def _schedule(config: RunConfig, pinned: bool, widest: int = 16) -> str:
     stages = config.parallel.pipeline_model_parallel_size
-    dp_batch = config.train.global_batch_size // config.data_parallel_size
-    microbatches = max(1, dp_batch // config.train.micro_batch_size)
+    microbatches = microbatches_of(config)
     title = f"schedule: {config.parallel.pipeline_schedule}, {microbatches} micro-batch(es) a step"
     if stages == 1:
         return title
-    result = simulate(plan_schedule(config, microbatches))
+    result = simulate(plan_schedule(config, microbatches, pinned))
     shown = min(microbatches, widest)
-    picture = draw(plan_schedule(config, shown))
+    picture = draw(plan_schedule(config, shown, pinned))
     note = "" if shown == microbatches else f"\n(drawn for {shown} micro-batches)"
     return f"{title}, bubble {result.bubble:.1%}\n{picture}{note}"

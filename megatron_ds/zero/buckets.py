@@ -24,9 +24,11 @@ import torch
 from torch import nn
 
 from ..errors import MegatronDSError
-from ..mpu.collectives import all_reduce_, reduce_scatter_into_
+from ..mpu.collectives import all_reduce_
 from ..mpu.group import Group, Work
 from ..ops.huge_pages import huge_page_zeros
+from .communication import GradCommunication
+from .hierarchy import Hierarchy
 from .layout import Layout, SlotPiece
 
 UNARMED = -1
@@ -49,22 +51,23 @@ class GradBuckets:
     """The gradients of one set of parameters.
 
     holders  in the order of layout.slots
-    group    the ranks that hold the same parameters and sum their gradients
+    ranks    those that hold the same parameters and sum their gradients
     tp       the ranks over which `partial_grad` parameters are summed
     sharded  reduce-scatter instead of all-reduce: only this rank's shard is valid afterwards
     overlap  start reductions during backward; False: all of them in `finish`
-    dtype    gradients accumulate and travel in it
+    dtype    gradients accumulate in it
+    communication  sums them
     """
 
-    def __init__(self, holders: Sequence[Holder], layout: Layout, *, group: Group, tp: Group, sharded: bool, overlap: bool,
-                 dtype: torch.dtype = torch.float32):
-        self.holders, self.layout, self.group = holders, layout, group
-        self.sharded, self.overlap = sharded, overlap
+    def __init__(self, holders: Sequence[Holder], layout: Layout, *, ranks: Hierarchy, tp: Group, sharded: bool, overlap: bool,
+                 communication: GradCommunication, dtype: torch.dtype = torch.float32):
+        self.holders, self.layout, self.ranks = holders, layout, ranks
+        self.sharded, self.overlap, self._communication = sharded, overlap, communication
         self.flat = huge_page_zeros(layout.numel, dtype=dtype, device=holders[0].parameter.device)
-        self.pieces = layout.slot_intersections(group.rank) if sharded else layout.whole_slots()
+        self.pieces = layout.slot_intersections(ranks.shard) if sharded else layout.whole_slots()
         self._tp = tp
         self._partial = [self.grad_of(p) for p in self.pieces if holders[p.slot].parameter.spec.partial_grad]
-        self._shard_pieces = layout.shard_pieces(group.rank)
+        self._shard_pieces = layout.shard_pieces(ranks.shard)
         self._missing = [UNARMED] * len(holders)      # contributions still to come, per parameter
         self._open = [0] * len(layout.buckets)        # incomplete parameters, per bucket
         self._next = 0                                # the first bucket whose reduction has not begun
@@ -94,6 +97,7 @@ class GradBuckets:
         for work in self._works:
             work.wait()
         self._works.clear()
+        self._communication.finish()
         sum_coalesced(self._partial, self._tp)
 
     def grad_of(self, piece: SlotPiece) -> torch.Tensor:
@@ -137,9 +141,10 @@ class GradBuckets:
             bucket, piece = self.layout.buckets[b], self._shard_pieces[b]
             whole = self.flat[bucket.start:bucket.stop]
             if self.sharded:
-                work = reduce_scatter_into_(self.flat[piece.start:piece.stop], whole, self.group, async_op=True)
+                work = self._communication.reduce_scatter(whole, piece.start - bucket.start, self.flat[piece.start:piece.stop],
+                                                          self.ranks, add=False)
             else:
-                work = all_reduce_(whole, self.group, async_op=True)
+                work = self._communication.all_reduce(whole, self.ranks)
             self._works.append(work)
         self._next = max(self._next, stop)
 

@@ -34,6 +34,11 @@ class LayerGathering:
         self.needs, self.in_backward, self.prefetch, self.close = needs, in_backward, prefetch, close
         self._pinned = False
 
+    @property
+    def units(self) -> list[Unit]:
+        """Of all layers, each once, in forward order."""
+        return list(dict.fromkeys(unit for layer in self.needs for unit in layer))
+
     def enter(self, layer: int, backward: bool) -> None:
         needs = self.in_backward if backward else self.needs
         self._claim(layer, needs)

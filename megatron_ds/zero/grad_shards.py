@@ -20,63 +20,19 @@ until the bucket's next turn. A parameter without a contribution on some rank ad
 reduce the same buckets in the same order whatever they received.
 """
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 from torch import nn
 
 from ..errors import MegatronDSError
-from ..mpu.collectives import reduce_scatter_into_
-from ..mpu.group import Group, Work
+from ..mpu.group import Group
 from .buckets import Holder, move_to_main_grad, sum_coalesced
+from .buffer_pool import BufferPool
+from .communication import GradCommunication
+from .hierarchy import Hierarchy
 from .layout import Layout, SlotPiece
-
-UNDER_WAY = 2       # reductions under way before a new buffer is allocated rather than waited for
-
-
-class BufferPool:
-    """Flat buffers that buckets borrow, shared by all sets of gradients of a dtype.
-
-    `nbytes` is what it holds: the most that was ever borrowed at a time.
-    """
-
-    def __init__(self, dtype: torch.dtype, device: torch.device):
-        self.dtype, self.device, self.nbytes = dtype, device, 0
-        self._free: list[torch.Tensor] = []
-        self._reductions: deque[tuple[Work, Callable[[], None]]] = deque()
-
-    def borrow(self, numel: int, least: int) -> torch.Tensor:
-        """A buffer of at least `numel` elements, of any content; a new one gets at least `least`."""
-        while (buffer := self._fitting(numel)) is None and len(self._reductions) >= UNDER_WAY:
-            self.retire()
-        if buffer is None:
-            buffer = torch.empty(max(numel, least), dtype=self.dtype, device=self.device)
-            self.nbytes += buffer.nbytes
-        return buffer
-
-    def give_back(self, buffer: torch.Tensor) -> None:
-        self._free.append(buffer)
-
-    def reducing(self, work: Work, then: Callable[[], None]) -> None:
-        """A reduction is under way; `then` follows when it was waited for."""
-        self._reductions.append((work, then))
-
-    def retire(self) -> None:
-        """Wait for the oldest reduction."""
-        work, then = self._reductions.popleft()
-        work.wait()
-        then()
-
-    def retire_all(self) -> None:
-        while self._reductions:
-            self.retire()
-
-    def _fitting(self, numel: int) -> torch.Tensor | None:
-        """The smallest free buffer that is long enough."""
-        fitting = [i for i, buffer in enumerate(self._free) if buffer.numel() >= numel]
-        return self._free.pop(min(fitting, key=lambda i: self._free[i].numel())) if fitting else None
 
 
 class GradShards:
@@ -84,18 +40,19 @@ class GradShards:
 
     The surface is that of `GradBuckets`, with `take_main_grad` in place of `main_grad` on the parameters, and `close`.
 
-    holders, group, tp, dtype   as there
+    holders, ranks, tp, communication   as there
+    pool      of the buffers that gradients fill up in; its dtype is theirs
     overlap   reduce a bucket when the announced contributions have come; else when it is closed, or the cycle ends
     """
 
-    def __init__(self, holders: Sequence[Holder], layout: Layout, *, group: Group, tp: Group, pool: BufferPool, overlap: bool,
-                 dtype: torch.dtype = torch.float32):
-        self.holders, self.layout, self.group, self.overlap = holders, layout, group, overlap
-        self.flat = torch.zeros(layout.shard_numel, dtype=dtype, device=pool.device)
-        self.pieces = layout.slot_intersections(group.rank)
-        self._tp, self._pool = tp, pool
+    def __init__(self, holders: Sequence[Holder], layout: Layout, *, ranks: Hierarchy, tp: Group, pool: BufferPool,
+                 communication: GradCommunication, overlap: bool):
+        self.holders, self.layout, self.ranks, self.overlap = holders, layout, ranks, overlap
+        self.flat = torch.zeros(layout.shard_numel, dtype=pool.dtype, device=pool.device)
+        self.pieces = layout.slot_intersections(ranks.shard)
+        self._tp, self._pool, self._communication = tp, pool, communication
         self._partial = [self.grad_of(p) for p in self.pieces if holders[p.slot].parameter.spec.partial_grad]
-        self._shard_pieces = layout.shard_pieces(group.rank)
+        self._shard_pieces = layout.shard_pieces(ranks.shard)
         # Buffers of the pool are alike where buckets are cut by size; where they are units, each gets its own length.
         longest = max(bucket.stop - bucket.start for bucket in layout.buckets)
         self._least = longest if overlap else 0
@@ -107,6 +64,7 @@ class GradShards:
     def begin(self) -> None:
         """Zero all gradients and start counting anew."""
         self._pool.retire_all()                         # of a step that failed
+        self._communication.finish()
         for b, buffer in enumerate(self._buffers):
             if buffer is not None:
                 self._give_back(b)
@@ -136,6 +94,7 @@ class GradShards:
         self._is_finished = True
         self._launch_up_to(len(self._buffers))
         self._pool.retire_all()
+        self._communication.finish()
         if late := [b for b, buffer in enumerate(self._buffers) if buffer is not None]:
             names = [s.name for s in self.layout.slots if s.bucket in late]
             raise MegatronDSError(
@@ -200,13 +159,6 @@ class GradShards:
         bucket, piece = self.layout.buckets[b], self._shard_pieces[b]
         buffer, self._buffers[b] = self._buffer(b), None
         whole, mine = buffer[:bucket.stop - bucket.start], self.flat[piece.offset:piece.offset + piece.stop - piece.start]
-        first, self._is_empty[b] = self._is_empty[b], False
-        out = mine if first else whole[piece.start - bucket.start:piece.stop - bucket.start]
-        work = reduce_scatter_into_(out, whole, self.group, async_op=True)
-
-        def then() -> None:
-            if not first:
-                mine.add_(out)
-            self._pool.give_back(buffer)
-
-        self._pool.reducing(work, then)
+        add, self._is_empty[b] = not self._is_empty[b], False
+        work = self._communication.reduce_scatter(whole, piece.start - bucket.start, mine, self.ranks, add=add)
+        self._pool.reducing(work, lambda: self._pool.give_back(buffer))

@@ -95,20 +95,21 @@ class Layout:
     def shard_numel(self) -> int:
         return self.numel // self.shards
 
-    def shard_pieces(self, shard: int) -> tuple[ShardPiece, ...]:
-        """One piece of each bucket."""
+    def shard_pieces(self, shard: int, shards: int | None = None) -> tuple[ShardPiece, ...]:
+        """One piece of each bucket. shards: into how many parts it is cut, a divisor of the layout's own number."""
+        shards = shards or self.shards
         pieces, offset = [], 0
         for bucket in self.buckets:
-            size = (bucket.stop - bucket.start) // self.shards
+            size = (bucket.stop - bucket.start) // shards
             start = bucket.start + shard * size
             pieces.append(ShardPiece(bucket.index, start, start + size, offset))
             offset += size
         return tuple(pieces)
 
-    def slot_intersections(self, shard: int) -> tuple[SlotPiece, ...]:
-        """The pieces of all slots that have elements in this shard, in buffer order."""
+    def slot_intersections(self, shard: int, shards: int | None = None) -> tuple[SlotPiece, ...]:
+        """The pieces of all slots that have elements in this shard, in buffer order. shards: see `shard_pieces`."""
         result = []
-        for piece in self.shard_pieces(shard):
+        for piece in self.shard_pieces(shard, shards):
             bucket = self.buckets[piece.bucket]
             for i in range(bucket.first_slot, bucket.last_slot):
                 slot = self.slots[i]

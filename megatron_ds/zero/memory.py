@@ -1,7 +1,7 @@
 """Bytes that a rank keeps for one set of parameters: integers from the layout, before anything is allocated.
 
     kind         bytes per element, padding included                       split from
-    parameters   size of the model's dtype                                 stage 3
+    parameters   size of the model's dtype                                 stage 3, over all ranks or an inner group
     gradients    size of the gradients'                                        stage 2
     masters      4, none where the model itself is fp32                    stage 1
     optimizer    4 per state tensor (2 for Adam)                           stage 1
@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .hierarchy import shard_of
 from .layout import Layout
 from .policy import ShardPolicy
 from .sets import SetPlan
@@ -41,9 +42,13 @@ class ZeroMemory:
 
 
 def predict_memory(layout: Layout, shard: int, policy: ShardPolicy, *, parameter_bytes: int,
-                   state_tensors: int = 2, gradient_bytes: int = FP32_BYTES, frozen: bool = False) -> ZeroMemory:
-    """What the rank that owns `shard` keeps of one set. state_tensors: fp32 tensors of the optimizer per parameter."""
-    held = lambda axis: layout.shard_numel if axis else layout.numel
+                   state_tensors: int = 2, gradient_bytes: int = FP32_BYTES, frozen: bool = False,
+                   inner: int | None = None) -> ZeroMemory:
+    """What the rank that owns `shard` keeps of one set. state_tensors: fp32 tensors of the optimizer per parameter.
+
+    inner: over how many ranks parameters are split, where that is not all
+    """
+    held = lambda axis: layout.numel // {None: 1, "dp": layout.shards, "inner": inner}[axis]
     pieces = layout.slot_intersections(shard) if policy.optimizer else layout.whole_slots()
     updated = sum(piece.padded_numel for piece in pieces)
     return ZeroMemory(
@@ -56,9 +61,13 @@ def predict_memory(layout: Layout, shard: int, policy: ShardPolicy, *, parameter
 def predict_sets(plans: Sequence[SetPlan], data_rank: int, expert_rank: int, *, parameter_bytes: int, state_tensors: int = 2,
                  gradient_bytes: int = FP32_BYTES) -> ZeroMemory:
     """The sum over the sets that a rank's parameters fall into (`sets.plan_sets`)."""
-    return sum((predict_memory(plan.layout, expert_rank if plan.expert else data_rank, plan.policy,
+    return sum((predict_memory(plan.layout, _shard(plan, data_rank, expert_rank), plan.policy, inner=plan.inner,
                                parameter_bytes=parameter_bytes, state_tensors=state_tensors, gradient_bytes=gradient_bytes,
                                frozen=plan.frozen) for plan in plans), ZeroMemory(0, 0, 0, 0))
+
+
+def _shard(plan: SetPlan, data_rank: int, expert_rank: int) -> int:
+    return shard_of(expert_rank if plan.expert else data_rank, plan.layout.shards, plan.inner)
 
 
 def predict_places(plans: Sequence[SetPlan], data_rank: int, expert_rank: int, *, parameter_bytes: int,
@@ -68,10 +77,10 @@ def predict_places(plans: Sequence[SetPlan], data_rank: int, expert_rank: int, *
     places: Counter = Counter()
     masters = 0 if parameter_bytes == FP32_BYTES else FP32_BYTES
     for plan in plans:
-        shard = expert_rank if plan.expert else data_rank
+        shard = _shard(plan, data_rank, expert_rank)
         total = predict_memory(plan.layout, shard, plan.policy, parameter_bytes=parameter_bytes, state_tensors=state_tensors,
-                               gradient_bytes=gradient_bytes, frozen=plan.frozen).total
-        shards = plan.layout.shard_numel * parameter_bytes if plan.units else 0
+                               gradient_bytes=gradient_bytes, frozen=plan.frozen, inner=plan.inner).total
+        shards = plan.layout.numel // plan.inner * parameter_bytes if plan.units else 0
         away = 0
         if optimizer != "device" and not plan.frozen:
             pieces = plan.layout.slot_intersections(shard) if plan.policy.optimizer else plan.layout.whole_slots()

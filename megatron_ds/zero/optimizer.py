@@ -24,10 +24,12 @@ from ..mpu.collectives import all_reduce_
 from ..mpu.group import Group
 from ..mpu.param_spec import ParamSpec
 from .buckets import Holder
+from .buffer_pool import BufferPool
+from .communication import GradCommunication
 from .divergence import fingerprint, tell_divergence
 from .gathering import LayerGathering
 from .grad_norm import num_zeros, squared_norm, sum_over_ranks
-from .grad_shards import BufferPool
+from .hierarchy import Hierarchy
 from .inner import InnerOptimizer, Leaf, MakeOptimizer
 from .memory import ZeroMemory
 from .offload import Offload, OffloadedUpdate
@@ -35,7 +37,7 @@ from .parameter_set import ParameterSet, SetMaker
 from .policy import ShardPolicy
 from .scaler import LossScaler
 from .sets import Fact, SetPlan, plan_sets
-from .traffic import predict_gathers, predict_traffic
+from .traffic import count_gathers, predict_traffic
 from .units import Draw
 
 CLIP_EPSILON = 1e-6      # as in Megatron: coefficient = clip / (norm + 1e-6), applied when < 1
@@ -50,6 +52,7 @@ class DataGroups:
     tp      tensor-parallel ranks
     model   ranks that hold one copy of the model together: tp-pp
     tied    holders of parameters tied across pipeline stages: embd; one rank where there is nothing to tie
+    inner, outer  the data ranks as a hierarchy, for the policy that needs one
     """
 
     data: Group
@@ -57,6 +60,8 @@ class DataGroups:
     tp: Group
     model: Group
     tied: Group
+    inner: Group | None = None
+    outer: Group | None = None
 
 
 @dataclass(frozen=True)
@@ -118,7 +123,9 @@ class ZeroOptimizer:
     overlap          reduce during backward
     stage_of         pipeline stage of each parameter, for ranks with several stages; else `arm` and `reduce_tied` mean all
     layer_plan       stage 3 only; see `gathering_of`
-    grad_dtype       gradients accumulate and travel in it
+    grad_dtype       gradients accumulate in it
+    sent_dtype       and travel in it; None: the same
+    sent_divisor     divided by this while they travel; None: by the number of ranks
     device, draw     where the state shall be, and the values of parameters that are on the meta device
     offload          what of it shall be elsewhere
     """
@@ -128,6 +135,7 @@ class ZeroOptimizer:
                  clip_grad: float, bucket_elements: int, overlap: bool,
                  stage_of: Mapping[nn.Parameter, int] | None = None, count_zeros: bool = False,
                  layer_plan: LayerPlan | None = None, grad_dtype: torch.dtype = torch.float32,
+                 sent_dtype: torch.dtype | None = None, sent_divisor: float | None = 1.0,
                  device: torch.device | None = None, draw: Draw | None = None, offload: Offload | None = None):
         self.groups, self.policy, self.scaler = groups, policy, scaler
         self.clip_grad, self.count_zeros = clip_grad, count_zeros
@@ -142,13 +150,18 @@ class ZeroOptimizer:
                  for p in parameters]
         plans = plan_sets(facts, policy, data_shards=groups.data.size, expert_shards=groups.expert.size,
                           bucket_elements=bucket_elements, persistence=self._layer_plan.persistence,
-                          gather_alone=offload.parameters is not None)
+                          gather_alone=offload.parameters is not None,
+                          inner_shards=groups.inner.size if groups.inner else None)
+        self._data_ranks = (Hierarchy(groups.data, groups.inner, groups.outer) if policy.parameter == "inner"
+                            else Hierarchy.flat(groups.data))
         self._pool = BufferPool(grad_dtype, self._device)
+        self._communication = GradCommunication(grad_dtype, self._device, sent_dtype, sent_divisor)
         self._offloaded = OffloadedUpdate(pin=self._device.type == "cuda")
         # One rank, where others would shard, is armed before each micro-batch: there is no one to count for. And where
         # layers are gathered in between, reductions start when one is left: in the same order on all ranks.
         maker = SetMaker(uses, groups.tp, self._device, draw, overlap and policy.gradient is None,
-                         overlap and policy.parameter is None, self._pool, offload, make_optimizer, self._offloaded)
+                         overlap and policy.parameter is None, self._pool, self._communication, offload,
+                         make_optimizer, self._offloaded)
         self._sets = [self._make_set(maker, plan, parameters, facts) for plan in plans]
         self._gathering = {stage: self._make_gathering(stage) for stage in self._layer_plan.layers}
         self._untied = self._awaiting_tie()
@@ -213,7 +226,7 @@ class ZeroOptimizer:
                     p.grad_ready()
                 else:       # each in a bucket of its own, so that all its holders have the same shards
                     s.buckets.finish()
-                    piece = s.plan.layout.shard_pieces(s.buckets.group.rank)[s.plan.layout.slots[i].bucket]
+                    piece = s.plan.layout.shard_pieces(s.buckets.ranks.shard)[s.plan.layout.slots[i].bucket]
                     all_reduce_(s.buckets.flat[piece.offset:piece.offset + piece.stop - piece.start], self.groups.tied)
 
     @torch.no_grad()
@@ -241,7 +254,7 @@ class ZeroOptimizer:
     def pieces(self) -> Iterator[StatePiece]:
         """All state of this rank's shard, in a fixed order."""
         for s in self._sets:
-            group = s.store.group
+            group = s.store.ranks.data
             replica, replicas = (0, 1) if s.store.sharded else (group.rank, group.size)
             for leaf in s.leaves:
                 start, stop = leaf.piece.start, leaf.piece.stop
@@ -286,24 +299,18 @@ class ZeroOptimizer:
         return {place: count for place, count in places.items() if count}
 
     def traffic(self, microbatches: int, reduce_each: bool, pinned: bool) -> Counter:
-        """Payload bytes of a step by operation, over the data-parallel ranks, as planned."""
-        gathers: dict = {}
-        for gathering in self._gathering.values():
-            units = list(dict.fromkeys(unit for layer in gathering.needs for unit in layer))
-            indices = lambda lists, units=units: [[units.index(unit) for unit in layer] for layer in lists]
-            counts = predict_gathers(indices(gathering.needs), indices(gathering.in_backward), [u.numel for u in units],
-                                     gathering.prefetch, microbatches, pinned)
-            gathers |= dict(zip(units, counts))
+        """Payload bytes of a step by (operation, group's axes), over the data-parallel ranks, as planned."""
+        gathers = count_gathers(self._gathering.values(), microbatches, pinned)
         itemsize = self._sets[0].parameters[0].dtype.itemsize if self._sets else 0
-        return predict_traffic([s.plan for s in self._sets],
+        return predict_traffic([s.plan for s in self._sets], [s.store.ranks for s in self._sets],
                                [[gathers[unit] for unit in s.store.units] if s.plan.units else [] for s in self._sets],
                                microbatches=microbatches, reduce_each=reduce_each, parameter_bytes=itemsize,
-                               gradient_bytes=self._pool.dtype.itemsize)
+                               gradient_bytes=self._communication.dtype.itemsize)
 
     @property
     def working_bytes(self) -> int:
-        """Bytes of the buffers that gradients fill up in for a moment, and that offloaded state comes to the host in."""
-        return self._pool.nbytes + self._offloaded.working_bytes
+        """Bytes of the buffers that gradients fill up and travel in, and that offloaded state comes to the host in."""
+        return self._pool.nbytes + self._communication.nbytes + self._offloaded.working_bytes
 
     @property
     def _trained(self) -> list[ParameterSet]:
@@ -315,7 +322,7 @@ class ZeroOptimizer:
     def _make_set(self, maker: SetMaker, plan: SetPlan, parameters: list[nn.Parameter], facts: Sequence[Fact]) -> ParameterSet:
         members = [parameters[i] for i in plan.members]
         return maker.make(plan, members, [facts[i].stage for i in plan.members], [self._is_tied(p) for p in members],
-                          self.groups.expert if plan.expert else self.groups.data)
+                          Hierarchy.flat(self.groups.expert) if plan.expert else self._data_ranks)
 
     def _make_gathering(self, stage: int) -> LayerGathering:
         sets = [s for s in self._sets if s.plan.units and s.plan.stage == stage]

@@ -14,8 +14,11 @@ from ..mpu.group import Group
 from ..mpu.param_spec import ParamSpec
 from ..ops.huge_pages import huge_page_zeros
 from .buckets import GradBuckets, Holder
+from .buffer_pool import BufferPool
+from .communication import GradCommunication
 from .grad_norm import is_counted, norm_views
-from .grad_shards import BufferPool, GradShards
+from .grad_shards import GradShards
+from .hierarchy import Hierarchy
 from .home import InMemory, MemoryHome
 from .inner import Leaf, MakeOptimizer, make_leaf
 from .layout import SlotPiece
@@ -81,14 +84,15 @@ class SetMaker:
     overlap_whole: bool             # whole gradients are reduced as soon as their contributions have come
     overlap_shards: bool            # and gradients of which shards are kept
     pool: BufferPool
+    communication: GradCommunication
     offload: Offload
     make_optimizer: MakeOptimizer
     update: OffloadedUpdate
 
     def make(self, plan: SetPlan, parameters: list[nn.Parameter], stages: Sequence[int | None], awaits_tie: Sequence[bool],
-             group: Group) -> ParameterSet:
-        """stages, awaits_tie: of each parameter. group: its data-parallel ranks."""
-        store = self._store(plan, parameters, group)
+             ranks: Hierarchy) -> ParameterSet:
+        """stages, awaits_tie: of each parameter. ranks: its data-parallel ones."""
+        store = self._store(plan, parameters, ranks)
         specs = [p.spec for p in parameters]
         if plan.frozen:
             masters, resident = self._resident(store, None, specs, store.pieces)
@@ -96,26 +100,26 @@ class SetMaker:
         # A tied parameter's whole gradient is complete after its stages have summed it.
         holders = [Holder(p, self.uses.get(p, 1) + (plan.policy.gradient is None and tied), stage)
                    for p, stage, tied in zip(parameters, stages, awaits_tie)]
-        buckets = self._buckets(plan, holders, group)
+        buckets = self._buckets(plan, holders, ranks)
         ratio = self.offload.ratio if self.offload.optimizer else 0.0
         away, stay = plan_places(plan.layout, store.pieces, self.offload.sub_group_elements, ratio)
         masters, resident = self._resident(store, buckets, specs, stay)
         sub_groups = [self._sub_group(group_plan, store, buckets, specs) for group_plan in away]
-        counted = [p for p in plan.layout.slot_intersections(group.rank) if is_counted(specs[p.slot], self.tp.rank)]
+        counted = [p for p in plan.layout.slot_intersections(ranks.shard) if is_counted(specs[p.slot], self.tp.rank)]
         views = norm_views(buckets.flat, counted, buckets.start_of)
         return ParameterSet(plan, parameters, store, buckets, masters, resident, sub_groups, counted, views)
 
-    def _store(self, plan: SetPlan, parameters: list[nn.Parameter], group: Group) -> ParamStore | ShardedParams:
+    def _store(self, plan: SetPlan, parameters: list[nn.Parameter], ranks: Hierarchy) -> ParamStore | ShardedParams:
         if not plan.units:
-            return ParamStore(parameters, plan.layout, group, plan.policy.optimizer is not None, self.device, self.draw)
+            return ParamStore(parameters, plan.layout, ranks, plan.policy.optimizer is not None, self.device, self.draw)
         home = self.offload.parameters or MemoryHome(self.device)
-        return ShardedParams(parameters, plan.layout, group, plan.units, self.device, home, self.draw)
+        return ShardedParams(parameters, plan.layout, ranks, plan.units, self.device, home, self.draw)
 
-    def _buckets(self, plan: SetPlan, holders: list[Holder], group: Group) -> GradBuckets | GradShards:
-        common = dict(group=group, tp=self.tp, dtype=self.pool.dtype)
+    def _buckets(self, plan: SetPlan, holders: list[Holder], ranks: Hierarchy) -> GradBuckets | GradShards:
+        common = dict(ranks=ranks, tp=self.tp, communication=self.communication)
         if plan.policy.gradient is None:
             return GradBuckets(holders, plan.layout, sharded=plan.policy.optimizer is not None,
-                               overlap=self.overlap_whole, **common)
+                               overlap=self.overlap_whole, dtype=self.pool.dtype, **common)
         return GradShards(holders, plan.layout, pool=self.pool, overlap=self.overlap_shards, **common)
 
     def _resident(self, store, buckets, specs: Sequence[ParamSpec],

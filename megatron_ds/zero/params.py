@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from ..mpu.collectives import all_gather_into_
-from ..mpu.group import Group
 from ..ops.huge_pages import huge_page_zeros
+from .hierarchy import Hierarchy
 from .home import Array, InMemory
 from .layout import Layout, SlotPiece
 from .units import Draw, become, fill
@@ -23,15 +23,15 @@ class ParamStore:
     """Moves the parameters into one flat buffer: their `data` become views of it.
 
     parameters  in the order of layout.slots, all of one dtype
-    group       the ranks that hold the same parameters
+    ranks       those that hold the same parameters
     sharded     each rank updates its shard only
     draw        gives the values of parameters on "meta"
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], layout: Layout, group: Group, sharded: bool,
+    def __init__(self, parameters: Sequence[nn.Parameter], layout: Layout, ranks: Hierarchy, sharded: bool,
                  device: torch.device | None = None, draw: Draw | None = None):
-        self.layout, self.group, self.sharded = layout, group, sharded
-        self.pieces = layout.slot_intersections(group.rank) if sharded else layout.whole_slots()
+        self.layout, self.ranks, self.sharded = layout, ranks, sharded
+        self.pieces = layout.slot_intersections(ranks.shard) if sharded else layout.whole_slots()
         first = parameters[0]
         self.flat = huge_page_zeros(layout.numel, dtype=first.dtype, device=device or first.device)
         _move_into(self.flat, parameters, layout, draw)
@@ -52,11 +52,13 @@ class ParamStore:
         """This rank's share was updated: the others' too, on return. Collective where sharded."""
         if not self.sharded:
             return
-        works = [all_gather_into_(self.flat[bucket.start:bucket.stop], self.flat[piece.start:piece.stop], self.group,
-                                  async_op=True)
-                 for piece, bucket in zip(self.layout.shard_pieces(self.group.rank), self.layout.buckets)]
-        for work in works:
-            work.wait()
+        layout, ranks = self.layout, self.ranks
+        shards, parts = layout.shard_pieces(ranks.shard), layout.shard_pieces(ranks.inner.rank, ranks.inner.size)
+        for wholes, mine, group in ((parts, shards, ranks.outer), (layout.buckets, parts, ranks.inner)):
+            works = [all_gather_into_(self.flat[whole.start:whole.stop], self.flat[own.start:own.stop], group, async_op=True)
+                     for whole, own in zip(wholes, mine)]
+            for work in works:
+                work.wait()
 
 
 def _move_into(flat: torch.Tensor, parameters: Sequence[nn.Parameter], layout: Layout, draw: Draw | None) -> None:

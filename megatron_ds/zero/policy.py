@@ -6,7 +6,7 @@ Rajbhandari et al. 2020 (arXiv:1910.02054), section 5: P_os, P_os+g, P_os+g+p.
 from dataclasses import dataclass
 from typing import Literal
 
-Axis = Literal["dp"]
+Axis = Literal["dp", "inner"]      # all data-parallel ranks; or each run of them, of a given size (hierarchy.py)
 
 
 @dataclass(frozen=True)
@@ -24,3 +24,4 @@ STAGES = {
     2: ShardPolicy("dp", "dp", None),
     3: ShardPolicy("dp", "dp", "dp"),
 }
+HIERARCHICAL = ShardPolicy("dp", "dp", "inner")      # a stage 3 whose gathers stay inside a node

@@ -39,6 +39,7 @@ class Fact:
 class SetPlan:
     """members: indices into the facts, in the order of layout.slots. policy: what is really split.
 
+    inner: ranks of an inner group (hierarchy.py), over which gathered parameters are split
     units: of gathered parameters, (layer, first bucket, last bucket + 1) in the order of the buckets
     """
 
@@ -49,13 +50,16 @@ class SetPlan:
     frozen: bool
     tied: bool
     stage: int | None
+    inner: int
     units: tuple[tuple[int, int, int], ...] = ()
 
 
 def plan_sets(facts: Sequence[Fact], policy: ShardPolicy, *, data_shards: int, expert_shards: int, bucket_elements: int,
-              persistence: int | None = None, gather_alone: bool = False) -> tuple[SetPlan, ...]:
+              persistence: int | None = None, gather_alone: bool = False,
+              inner_shards: int | None = None) -> tuple[SetPlan, ...]:
     """facts: in forward order. persistence: smaller parameters stay whole (stage 3); None: see `smallest`.
 
+    inner_shards: data-parallel ranks of an inner group, where the policy speaks of one
     gather_alone: also of a group of one the parameters are gathered, from where they were offloaded to
     """
     shards_of = lambda fact: expert_shards if fact.expert else data_shards
@@ -67,8 +71,9 @@ def plan_sets(facts: Sequence[Fact], policy: ShardPolicy, *, data_shards: int, e
         key = (fact.expert, fact.frozen, gathered, split and fact.tied, fact.dtype, fact.stage if split else None)
         groups.setdefault(key, []).append(i)
     order = sorted(groups, key=lambda key: tuple(map(str, key)))
-    return tuple(_plan_set(facts, groups[key], key, policy, shards_of(facts[groups[key][0]]), bucket_elements)
-                 for key in order)
+    inner_of = lambda fact: inner_shards if policy.parameter == "inner" and not fact.expert else shards_of(fact)
+    return tuple(_plan_set(facts, groups[key], key, policy, shards_of(facts[groups[key][0]]), inner_of(facts[groups[key][0]]),
+                           bucket_elements) for key in order)
 
 
 def smallest(sizes: Sequence[int]) -> int:
@@ -81,7 +86,8 @@ def smallest(sizes: Sequence[int]) -> int:
     return 0
 
 
-def _plan_set(facts, members: list[int], key: tuple, policy: ShardPolicy, shards: int, bucket_elements: int) -> SetPlan:
+def _plan_set(facts, members: list[int], key: tuple, policy: ShardPolicy, shards: int, inner: int,
+              bucket_elements: int) -> SetPlan:
     expert, frozen, gathered, tied, _, stage = key
     if not gathered:
         policy = replace(policy, parameter=None)
@@ -96,7 +102,7 @@ def _plan_set(facts, members: list[int], key: tuple, policy: ShardPolicy, shards
     layout = plan_layout([(facts[i].name, facts[i].numel) for i in forward], 1 if tied else bucket_elements, shards,
                          units=units)
     in_buffer = tuple(forward[::-1])
-    return SetPlan(in_buffer, layout, policy, expert, frozen, tied, stage,
+    return SetPlan(in_buffer, layout, policy, expert, frozen, tied, stage, inner,
                    _units(layout, [facts[i].layer for i in in_buffer]) if gathered else ())
 
 

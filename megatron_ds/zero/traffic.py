@@ -7,17 +7,21 @@ all-reduce by twice that):
     stage 1   reduce-scatter Ψ, all-gather Ψ
     stage 2   reduce-scatter m Ψ (once where whole gradients are kept), all-gather Ψ
     stage 3   reduce-scatter as stage 2, all-gather 2 m Ψ (Ψ where the stage is pinned), less what `gathering` spares
+              over an inner group of h; then over the outer one reduce-scatter 1/h of that, and all-gather Ψ/h
 
-For m = 1 these are the 2Ψ, 2Ψ, 2Ψ and 3Ψ of Rajbhandari et al. 2020, section 7. Gathers are counted by letting
-`LayerGathering` run over units that only count.
+Gradients count in the dtype that they travel in. For m = 1 these are the 2Ψ, 2Ψ, 2Ψ and 3Ψ of Rajbhandari et al. 2020,
+section 7. Gathers are counted by letting `LayerGathering` run over units that only count.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from ..mpu.group import Group
 from .gathering import LayerGathering
+from .hierarchy import Hierarchy
 from .sets import SetPlan
+from .units import Unit
 
 
 @dataclass(eq=False)
@@ -59,24 +63,44 @@ def predict_gathers(needs: Sequence[Sequence[int]], in_backward: Sequence[Sequen
     return [unit.gathers for unit in units]
 
 
-def predict_traffic(plans: Sequence[SetPlan], gathers: Sequence[Sequence[int]], *, microbatches: int, reduce_each: bool,
-                    parameter_bytes: int, gradient_bytes: int) -> Counter:
-    """Payload bytes of a step by operation, over the data-parallel ranks; of sets over groups of one, none.
+def count_gathers(gatherings: Iterable[LayerGathering], microbatches: int, pinned: bool) -> dict[Unit, int]:
+    """`predict_gathers` for the units of real stages."""
+    counts: dict[Unit, int] = {}
+    for gathering in gatherings:
+        units = gathering.units
+        indices = lambda lists, units=units: [[units.index(unit) for unit in layer] for layer in lists]
+        sizes = [unit.numel for unit in units]
+        counts |= zip(units, predict_gathers(indices(gathering.needs), indices(gathering.in_backward), sizes,
+                                             gathering.prefetch, microbatches, pinned))
+    return counts
 
+
+def predict_traffic(plans: Sequence[SetPlan], ranks: Sequence[Hierarchy], gathers: Sequence[Sequence[int]], *,
+                    microbatches: int, reduce_each: bool, parameter_bytes: int, gradient_bytes: int) -> Counter:
+    """Payload bytes of a step by (operation, the group's axes), over the data-parallel ranks; over groups of one, none.
+
+    ranks: of each plan
     gathers: for each plan how often each of its units is gathered, empty where it has none
     """
     sent: Counter = Counter()
-    for plan, counts in zip(plans, gathers):
-        layout = plan.layout
-        if layout.shards == 1:
-            continue
-        gradients = 0 if plan.frozen else layout.numel * gradient_bytes
+
+    def add(operation: str, group: Group, elements: int, size: int) -> None:
+        if group.size > 1 and elements:
+            sent[operation, group.axes] += elements * size
+
+    for plan, where, counts in zip(plans, ranks, gathers):
+        layout, inner, outer = plan.layout, where.inner, where.outer
+        part = layout.numel // inner.size
+        gradients = 0 if plan.frozen else layout.numel
         if plan.policy.optimizer is None:
-            sent["all_reduce"] += gradients
+            add("all_reduce", where.data, gradients, gradient_bytes)
             continue
-        sent["reduce_scatter"] += gradients * (microbatches if plan.policy.gradient and reduce_each else 1)
+        cycles = microbatches if plan.policy.gradient and reduce_each else 1
+        add("reduce_scatter", inner, cycles * gradients, gradient_bytes)
+        add("reduce_scatter", outer, cycles * gradients // inner.size, gradient_bytes)
+        add("all_gather", outer, part, parameter_bytes)
         if not plan.units:
-            sent["all_gather"] += layout.numel * parameter_bytes
+            add("all_gather", inner, layout.numel, parameter_bytes)
         for (_, first, stop), count in zip(plan.units, counts):
-            sent["all_gather"] += count * (layout.buckets[stop - 1].stop - layout.buckets[first].start) * parameter_bytes
+            add("all_gather", inner, count * (layout.buckets[stop - 1].stop - layout.buckets[first].start), parameter_bytes)
     return sent

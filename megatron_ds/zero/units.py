@@ -4,7 +4,8 @@ Terms:  a *unit* is what one layer owns of a set of parameters, a run of whole b
         Its *flat* buffer holds the parameters while they are whole; they are views of it all the time.
         *Free* means that the flat buffer has a storage of no bytes; *whole* that it is gathered.
 
-    shard    this rank's part of the weights, in its home: on the device, or offloaded to the host or a disk
+    part     this rank's weights, in their home: on the device, or offloaded to the host or a disk; one of as many as an inner
+             group has ranks (hierarchy.py), which are the ranks that gather. Of it, this rank updates its shard
     flat     of each unit, when gathered
 
 Note: why the storage and not the tensor. Autograd, saved tensors and layers hold the parameter, or views of it, from forward
@@ -23,8 +24,9 @@ from ..mpu.collectives import all_gather_into_
 from ..mpu.group import DONE, Group, Work
 from ..mpu.param_spec import ParamSpec
 from ..ops.async_io import aligned_empty
+from .hierarchy import Hierarchy
 from .home import Array, Home
-from .layout import Layout, SlotPiece
+from .layout import Layout, ShardPiece, SlotPiece
 
 Draw = Callable[[ParamSpec, int, torch.Tensor], None]
 """Fills a flat tensor with the initial values of elements [start, start + len) of a local parameter."""
@@ -33,7 +35,8 @@ Draw = Callable[[ParamSpec, int, torch.Tensor], None]
 class Unit:
     """The parameters that layer `layer` owns of a set.
 
-    buckets  for each bucket of the unit: its part of `flat`, this rank's shard of it
+    buckets  for each bucket of the unit: its place in `flat`, this rank's part of it
+    nbytes   of the flat buffer, when whole
     claims   who needs it whole: it is freed when the last one lets go
     """
 
@@ -41,7 +44,7 @@ class Unit:
                  group: Group):
         self.layer, self.numel, self.first_bucket, self.last_bucket = layer, numel, first_bucket, last_bucket
         self.flat = torch.empty(numel, dtype=dtype, device=device)
-        self._nbytes = self.flat.untyped_storage().nbytes()
+        self.nbytes = self.flat.untyped_storage().nbytes()
         self.group = group
         self.buckets: list[tuple[torch.Tensor, Array]] = []
         self.claims: set = set()
@@ -59,7 +62,7 @@ class Unit:
         if not self.is_free:
             return
         self.fetch()
-        self.flat.untyped_storage().resize_(self._nbytes)
+        self.flat.untyped_storage().resize_(self.nbytes)
         self.is_free = False
         for (whole, _), (shard, work) in zip(self.buckets, self._near):
             work.wait()
@@ -101,14 +104,15 @@ class ShardedParams:
 
     sharded = True
 
-    def __init__(self, parameters: Sequence[nn.Parameter], layout: Layout, group: Group, units: Sequence[tuple[int, int, int]],
-                 device: torch.device, home: Home, draw: Draw | None):
-        self.layout, self.group = layout, group
-        self.pieces = layout.slot_intersections(group.rank)
-        self._shard_pieces = layout.shard_pieces(group.rank)
+    def __init__(self, parameters: Sequence[nn.Parameter], layout: Layout, ranks: Hierarchy,
+                 units: Sequence[tuple[int, int, int]], device: torch.device, home: Home, draw: Draw | None):
+        self.layout, self.ranks, self._device = layout, ranks, device
+        self.pieces = layout.slot_intersections(ranks.shard)
+        here = ranks.inner.rank, ranks.inner.size
+        self._parts = layout.shard_pieces(*here)
         dtype = parameters[0].dtype
-        self._arrays = home.arrays([piece.stop - piece.start for piece in self._shard_pieces], dtype)      # one a bucket
-        for piece in self.pieces:
+        self._arrays = home.arrays([part.stop - part.start for part in self._parts], dtype)      # one a bucket
+        for piece in layout.slot_intersections(*here):
             fill(self.values_of(piece)[:piece.stop - piece.start], parameters[piece.slot], piece.start, draw)
         home.settle()
         self.units: list[Unit] = []
@@ -126,27 +130,44 @@ class ShardedParams:
         return (self.shard_bytes + sum(unit.flat.untyped_storage().nbytes() for unit in self.units))
 
     def values_of(self, piece: SlotPiece) -> torch.Tensor:
-        """The model's weights of a piece, padding included: a view of the shard."""
+        """The model's weights of a piece of this rank's part, padding included: a view."""
         bucket = self.layout.slots[piece.slot].bucket
-        start = piece.flat - self._shard_pieces[bucket].start
+        start = piece.flat - self._parts[bucket].start
         return self._arrays[bucket].tensor[start:start + piece.padded_numel]
 
     def array_of(self, first: SlotPiece, numel: int) -> Array:
         """Those of `numel` elements from the beginning of a piece on, in one bucket."""
         bucket = self.layout.slots[first.slot].bucket
-        start = first.flat - self._shard_pieces[bucket].start
+        start = first.flat - self._parts[bucket].start
         return self._arrays[bucket].part(start, start + numel)
 
     def refresh(self) -> None:
-        """The shards were updated. Nothing is sent: units are gathered when they are needed."""
+        """The shards were updated: bring the parts up to date. Collective over the outer group; units are gathered when they
+        are needed."""
         for unit in self.units:
             unit.claims.clear()
             unit.free()
+        if self.ranks.outer.size == 1:
+            return
+        works = [self._refresh_part(*of) for of in zip(self._arrays, self._parts, self.layout.shard_pieces(self.ranks.shard))]
+        for work in works:
+            work.wait()
+
+    def _refresh_part(self, array: Array, part: ShardPiece, shard: ShardPiece) -> Work:
+        """An array that is elsewhere comes to the device for it."""
+        start, stop = shard.start - part.start, shard.stop - part.start
+        if array.is_at(self._device, array.tensor.dtype):
+            return all_gather_into_(array.tensor, array.tensor[start:stop], self.ranks.outer, async_op=True)
+        near = torch.empty(part.stop - part.start, dtype=array.tensor.dtype, device=self._device)
+        array.part(start, stop).read(near[start:stop]).wait()
+        all_gather_into_(near, near[start:stop], self.ranks.outer)
+        array.write(near).wait()
+        return DONE
 
     def _make_unit(self, layer: int, first: int, stop: int, dtype: torch.dtype, device: torch.device) -> Unit:
         buckets = self.layout.buckets
         start = buckets[first].start
-        unit = Unit(layer, buckets[stop - 1].stop - start, first, stop - 1, dtype, device, self.group)
+        unit = Unit(layer, buckets[stop - 1].stop - start, first, stop - 1, dtype, device, self.ranks.inner)
         for b in range(first, stop):
             whole = unit.flat[buckets[b].start - start:buckets[b].stop - start]
             unit.buckets.append((whole, self._arrays[b]))

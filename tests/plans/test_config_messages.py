@@ -107,6 +107,9 @@ CASES = [(1, ""), *((ranks, f"{GOOD} {extra}") for ranks, extra in (
     (1, f"{GOOD} --offload-optimizer nvme --zero-stage 2 --nvme-path nowhere"),
     (1, f"{GOOD} --offload-optimizer cpu --offload-optimizer-ratio 1.5 --zero-stage 2"),
     (1, f"{GOOD} --offload-optimizer-ratio 0.5 --sub-group-size 4096 --nvme-io threads"),
+    (4, f"{GOOD} --zero-stage 3 --zero-hpz-partition-size 3"),
+    (1, f"{GOOD} --zero-hpz-partition-size 2 --prescale-gradients --gradient-predivide-factor 4"),
+    (1, f"{GOOD} --zero-stage 3 --zero3-pin-stage maybe"),
     (1, f"{MODEL} {RUN} --train-samples 100 --mock-data --deepspeed_config lr.json"),
 ))]
 

@@ -30,6 +30,21 @@ def lines(cube: np.ndarray, names: list[str], axes: tuple[str, ...]) -> set[tupl
     return {tuple(sorted(row)) for row in rows.tolist()}
 
 
+@given(grids(), st.data())
+def test_inner_and_outer_groups_are_rows_and_columns_of_the_data_parallel_ranks(grid, data):
+    n = grid.cp * grid.dp
+    h = data.draw(st.sampled_from([d for d in range(1, n + 1) if n % d == 0]))
+    tables = [np.array(ranks).reshape(n // h, h) for ranks in grid.groups("dp", "cp")]
+    inner, outer = grid.split_data(h)
+    assert inner == sorted(tuple(row) for table in tables for row in table.tolist())
+    assert outer == sorted(tuple(column) for table in tables for column in table.T.tolist())
+
+
+def test_groups_that_do_not_divide_the_data_parallel_ranks_are_refused():
+    with pytest.raises(ConfigError, match=r"6 data-parallel ranks .* groups of 4.*\(1, 2, 3, 6\)"):
+        Grid(dp=6, tp=2).split_data(4)
+
+
 @given(grids(), st.sets(st.sampled_from(["tp", "cp", "dp", "pp"]), min_size=1))
 def test_dense_groups_are_lines_of_the_array_of_ranks(grid, axes):
     names = [axis for axis in reversed(grid.order.split("-")) if axis != "ep"]

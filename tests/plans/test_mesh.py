@@ -45,6 +45,24 @@ def test_groups_are_those_of_the_grid_seen_from_the_rank():
         assert mesh.is_first_stage == (rank < 12) and mesh.is_last_stage == (rank >= 12)
 
 
+def test_a_hierarchy_is_connected_when_asked_for_alike_on_all_ranks():
+    grid = Grid(tp=2, dp=6)
+    before = [recorded_mesh(grid, rank)[1] for rank in range(12)]
+    made = []
+    for rank in range(12):
+        mesh, calls = recorded_mesh(grid, rank)
+        inner, outer = mesh.split_data(3)
+        assert (inner.axes, outer.axes) == ("dp-cp-inner", "dp-cp-outer")
+        assert inner.ranks[inner.rank] == outer.ranks[outer.rank] == rank
+        assert mesh.split_data(3) == (inner, outer)
+        made.append(calls)
+    assert all(calls == made[0] for calls in made) and [axes for axes, _ in made[0][len(before[0]):]] == [
+        "dp-cp-inner", "dp-cp-outer"]
+    mesh, calls = recorded_mesh(grid, 5)
+    inner, outer = mesh.split_data(6)
+    assert inner is mesh.group("dp", "cp") and outer.ranks == (5,) and outer.transport is None and calls == before[5]
+
+
 def test_middle_stages_are_alone_in_the_embedding_group():
     meshes = [recorded_mesh(Grid(pp=3), rank)[0] for rank in range(3)]
     assert [mesh.group("embd").ranks for mesh in meshes] == [(0, 2), (1,), (0, 2)]

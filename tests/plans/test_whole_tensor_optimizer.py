@@ -8,7 +8,7 @@ from megatron_ds.optim import OPTIMIZERS
 from megatron_ds.training.build import optimizer_problems
 from tools.compare_layouts import tiny_job
 
-JOB = tiny_job("gpt2", "fp32", False, 0.0, 2, 4, 1)
+JOB = [*tiny_job("gpt2", "fp32", False, 0.0, 2, 4, 1), "--micro-batch-size", "1"]
 
 
 @pytest.fixture

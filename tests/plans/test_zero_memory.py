@@ -9,7 +9,7 @@ from megatron_ds.mpu.param_spec import Init, ParamSpec
 from megatron_ds.zero.layout import plan_layout
 from megatron_ds.zero.memory import predict_memory, predict_sets
 from megatron_ds.zero.optimizer import DataGroups, LayerPlan, ZeroOptimizer
-from megatron_ds.zero.policy import STAGES
+from megatron_ds.zero.policy import HIERARCHICAL, STAGES
 from megatron_ds.zero.scaler import LossScaler
 from megatron_ds.zero.sets import Fact, plan_sets
 
@@ -53,6 +53,17 @@ def test_state_is_what_the_paper_promises(stage, n):
     bytes_held = predict_sets(plans, n - 1, n - 1, parameter_bytes=2, gradient_bytes=2).total
     promised = {0: 16 * psi, 1: 4 * psi + 12 * psi / n, 2: 2 * psi + 14 * psi / n, 3: 16 * psi / n}[stage]
     assert bytes_held == pytest.approx(promised, rel=0.005)
+
+
+@pytest.mark.parametrize("n, h", [(4, 2), (6, 3), (8, 8)])
+def test_a_hierarchy_keeps_weights_over_inner_groups_and_the_rest_over_all(n, h):
+    sizes = [9_000_000, *[1_770_000, 3_000] * 24]
+    psi = sum(sizes)
+    facts = [Fact(f"p{i}", numel, "bf16", stage=0, layer=i) for i, numel in enumerate(sizes)]
+    plans = plan_sets(facts, HIERARCHICAL, data_shards=n, expert_shards=n, bucket_elements=8_000_000, inner_shards=h)
+    held = predict_sets(plans, n - 1, 0, parameter_bytes=2, gradient_bytes=2)
+    assert held.parameters == pytest.approx(2 * psi / h, rel=0.01)              # the smallest stay whole
+    assert held.total - held.parameters == pytest.approx(14 * psi / n, rel=0.005)
 
 
 def test_stage_1_keeps_a_third_of_masters_and_moments_on_three_ranks():

@@ -3,16 +3,28 @@
 import pytest
 import torch
 
+from megatron_ds.zero.policy import HIERARCHICAL
 from tests.harness.processes import run_processes
+from tests.harness.threads import run_ranks
+from tests.threads.test_zero_hierarchy import train as train_hierarchy
 from tests.threads.test_zero_optimizer import train, train_rank
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("dtype, scale", [(torch.float32, 1.0), (torch.bfloat16, 1.0)])
-def test_two_processes_give_the_same_bits_as_two_threads(stage, dtype, scale):
-    options = (2, stage, dtype, scale, 0.05)
+@pytest.mark.parametrize("dtype, sent", [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, torch.bfloat16),
+                                         (torch.float32, torch.float16)])
+def test_two_processes_give_the_same_bits_as_two_threads(stage, dtype, sent):
+    options = (2, stage, dtype, 1.0, 0.05, True, sent)
     for (norms, parameters), (expected_norms, expected) in zip(run_processes(2, train_rank, *options), train(*options)):
         assert norms == expected_norms
+        assert all(torch.equal(a, b) for a, b in zip(parameters, expected))
+
+
+def test_a_hierarchy_of_four_processes_gives_the_bits_of_four_threads():
+    options = (4, 2, HIERARCHICAL, torch.bfloat16)
+    results = run_processes(4, train_hierarchy, *options), run_ranks(4, lambda *here: train_hierarchy(*here, *options))
+    for (norms, parameters), (expected_norms, expected) in zip(*results):
+        assert norms == pytest.approx(expected_norms, rel=1e-12)        # of four terms, in another order
         assert all(torch.equal(a, b) for a, b in zip(parameters, expected))
 
 

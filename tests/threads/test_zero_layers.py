@@ -1,5 +1,7 @@
 """Stage 3 in the trainer: what is whole when, what a step sends, and runs that change their stage in between."""
 
+import threading
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from megatron_ds.config import parse
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.progress import Progress
+from megatron_ds.training import build, pinning
 from megatron_ds.training.build import build_engine
 from megatron_ds.training.compare import global_batch_share, parse_layout, random_samples
 from megatron_ds.training.evaluate import evaluate
@@ -74,8 +77,6 @@ def test_only_the_layer_at_work_and_those_ahead_are_whole(layout, layers_whole):
 
 def test_nothing_but_shards_is_ever_allocated_for_the_weights(monkeypatch):
     """Modules are made on the meta device, and each rank draws its part: no tensor as large as a matrix, but for draws."""
-    import megatron_ds.training.build as build
-
     made, allocate = [], build.build_stage
 
     def watched(layers):
@@ -148,7 +149,7 @@ def test_a_step_sends_what_the_paper_promises(zero, dtype, parameter_bytes):
         else:
             assert traffic["all_gather"] == parameter_bytes * m * 2 * psi
             assert traffic["reduce_scatter"] == 4 * m * psi
-        assert optimizer.traffic(m, zero >= 2, False) == {op: sent for op, sent in traffic.items() if sent}
+        assert optimizer.traffic(m, zero >= 2, False) == {(op, "dp-cp"): sent for op, sent in traffic.items() if sent}
         elements = sum(wire[op] / {"all_gather": parameter_bytes}.get(op, 4) for op, sent in traffic.items() if sent)
         once = {0: 2, 1: 2, 2: 1 + m, 3: 3 * m}[zero]
         assert elements - (8 if zero == 0 else 0) == once * psi * (2 - 1) / 2           # 8: of the norm, 32 bytes
@@ -156,24 +157,80 @@ def test_a_step_sends_what_the_paper_promises(zero, dtype, parameter_bytes):
 
 @pytest.mark.parametrize("layout", ["dp=2,zero=3,accumulate=full", "dp=2,zero=3,pin=1", "dp=2,pp=2,zero=3", "dp=4,zero=3",
                                     "dp=2,pp=2,zero=3,schedule=gpipe", "dp=2,zero=3,prefetch=20000", "dp=2,tp=2,zero=2",
-                                    "dp=2,zero=3,prefetch=0,bucket=3000", "dp=2,zero=2,accumulate=full"])
+                                    "dp=2,zero=3,prefetch=0,bucket=3000", "dp=2,zero=2,accumulate=full",
+                                    "dp=2,zero=0,comm=fp16", "dp=4,zero=1,comm=fp16,prescale=1", "dp=2,pp=2,zero=3,comm=bf16",
+                                    "dp=4,zero=3,hpz=2", "dp=4,pp=2,zero=3,hpz=2,accumulate=full", "dp=4,zero=3,hpz=4,pin=1"])
 @pytest.mark.parametrize("untie", [False, True])
 def test_planned_traffic_is_counted_traffic(layout, untie):
     def main(engine):
         engine.mesh.traffic.clear()
         train(engine, range(1))
-        traffic = {op: sent for (op, axes, _), sent in engine.mesh.traffic.bytes.items() if axes == "dp-cp"}
-        traffic["all_reduce"] -= 32
+        traffic = {(op, axes): sent for (op, axes, _), sent in engine.mesh.traffic.bytes.items() if axes.startswith("dp-cp")}
+        traffic["all_reduce", "dp-cp"] -= 32
         zero, m = engine.config.zero, BATCH // engine.config.data_parallel_size
-        return traffic, engine.optimizer.traffic(m, zero.zero_accumulate == "sharded", zero.zero3_pin_stage)
+        return traffic, engine.optimizer.traffic(m, zero.zero_accumulate == "sharded", engine.pinned)
 
     for counted, planned in run(config_of(layout, untie=untie), main):
         assert {op: sent for op, sent in counted.items() if sent} == planned
 
 
+# ---------------------------------------------------------------------------------------------------- pinning by itself
+@pytest.mark.parametrize("layout", ["dp=2,zero=3", "dp=2,pp=2,zero=3,recompute=full", "dp=4,zero=3,hpz=2,accumulate=full"])
+def test_stages_are_pinned_where_all_ranks_have_room(layout, monkeypatch):
+    def main(engine):
+        engine.mesh.traffic.clear()
+        losses = train(engine, range(1))
+        gathers = engine.mesh.traffic.calls["all_gather", engine.optimizer._data_ranks.inner.axes,
+                                            engine.optimizer._data_ranks.inner.size]
+        return engine.pinned, engine.why_pinned, losses, gathers
+
+    def with_memory(least):
+        monkeypatch.setattr(pinning, "memory_of_rank", lambda mesh: least if mesh.rank == 1 else 10**12)
+        monkeypatch.setattr(build, "memory_of_rank", pinning.memory_of_rank)
+        return run(config_of(f"{layout},pin=auto"), main)
+
+    roomy, tight = with_memory(10**11), with_memory(10**5)
+    assert all(pinned and "pins each stage: rank 1, the tightest" in text for pinned, text, _, _ in roomy)
+    assert all(not pinned and "pins no stage: rank 1, the tightest" in text for pinned, text, _, _ in tight)
+    for (_, _, losses, few), (_, _, expected, many) in zip(roomy, tight):
+        assert losses == expected and few < many
+    told = run(config_of(f"{layout},pin=1"), lambda engine: (engine.pinned, engine.why_pinned))
+    assert told == [(True, "")] * len(told)
+
+
+def test_the_memory_of_a_machine_is_shared_out_among_its_ranks(monkeypatch):
+    free = {0: 1000, 1: 900, 2: 5000, 3: 7000}
+    here = threading.local()
+    monkeypatch.setattr(pinning, "free_memory", lambda device: free[here.rank])
+    monkeypatch.setattr(pinning.socket, "gethostname", lambda: "one" if here.rank < 2 else "two")
+
+    def main(rank, world):
+        here.rank = rank
+        return pinning.memory_of_rank(Mesh(Grid(dp=4), rank, world.connect))
+
+    assert run_ranks(4, main) == [450, 450, 2500, 2500]
+
+
+def test_what_pinning_plans_for_is_what_a_step_takes():
+    """State to the byte, whole weights to the byte, gradient buffers not less than measured."""
+    def main(engine):
+        schedule = build.plan_schedule(engine.config, build.microbatches_of(engine.config))
+        kinds = ["embedding", *["block"] * 3, "norm", "head"]
+        budget = pinning._budget(engine.config, engine.mesh, 0, engine.optimizer, kinds, schedule)
+        most, inside = [0], engine.stage.enter
+        engine.stage.enter = lambda *args: (inside(*args), most.append(bytes_whole(engine)))
+        train(engine, range(2))
+        return budget, engine.optimizer.memory().total, max(most), engine.optimizer.working_bytes
+
+    for layout in ("dp=2,zero=3,pin=1", "dp=2,zero=3,pin=1,accumulate=full"):
+        for budget, held, whole, gradients in run(config_of(layout), main):
+            assert (budget.state, budget.weights) == (held, whole) and 0 < gradients <= budget.gradients
+
+
 # ---------------------------------------------------------------------------------------------------- checkpoints
 @pytest.mark.parametrize("before, after", [
     ("dp=2,zero=3", "dp=1"), ("dp=1", "dp=2,zero=3,pp=2"), ("dp=2,zero=2,tp=2", "dp=4,zero=3"), ("dp=4,zero=3", "dp=2,zero=1"),
+    ("dp=4,zero=3,hpz=2", "dp=2,zero=1"), ("dp=2,zero=3", "dp=4,pp=2,zero=3,hpz=2"),
     ("dp=2,pp=2,zero=3", "dp=2,tp=2,zero=2,sp=1"), ("dp=2,zero=3", "dp=2,zero=3,bucket=2000,persist=0")])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_run_saved_at_one_stage_goes_on_at_another(before, after, dtype, tmp_path):
@@ -210,9 +267,10 @@ def test_the_bits_of_a_checkpoint_do_not_depend_on_the_stage_that_loads_and_save
             save(tmp_path / target, 1, pieces, run={}, **to)
         return main
 
-    for i, layout in enumerate(("dp=2,zero=1", "dp=4,zero=3", "dp=2,tp=2,zero=3,persist=0", "dp=2,pp=2,zero=2", "dp=1")):
+    for i, layout in enumerate(("dp=2,zero=1", "dp=4,zero=3", "dp=4,zero=3,hpz=2", "dp=2,tp=2,zero=3,persist=0",
+                                "dp=2,pp=2,zero=2", "dp=1")):
         run(config_of(layout, dtype="bf16"), copy(str(i - 1) if i else None, str(i)))
-    first, last = read(tmp_path / "0"), read(tmp_path / "4")
+    first, last = read(tmp_path / "0"), read(tmp_path / "5")
     assert first.keys() == last.keys() and all(torch.equal(first[name], last[name]) for name in first)
 
 

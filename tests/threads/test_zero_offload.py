@@ -85,7 +85,8 @@ def far(monkeypatch):
     monkeypatch.setattr(build, "make_offload", make)
 
 
-LAYOUTS = ["dp=1,zero=1", "dp=2,zero=1", "dp=2,zero=2", "dp=3,zero=2,accumulate=full", "dp=2,zero=3"]
+LAYOUTS = ["dp=1,zero=1", "dp=2,zero=1", "dp=2,zero=2", "dp=3,zero=2,accumulate=full", "dp=2,zero=3",
+           "dp=4,zero=3,hpz=2"]
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
@@ -100,6 +101,12 @@ def test_offloaded_state_has_the_bits_of_state_that_stays(layout, dtype, far):
                                   "offload=cpu,offload_param=cpu,prefetch=0"])
 def test_offloaded_weights_have_the_bits_of_weights_that_stay(what, dtype, far):
     assert_same(trained(f"dp=2,pp=2,zero=3,{what}", dtype), trained("dp=2,pp=2,zero=3", dtype))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_offloaded_weights_of_an_inner_group_come_up_to_date(dtype, far):
+    layout = "dp=4,zero=3,hpz=2"
+    assert_same(trained(f"{layout},offload=cpu,offload_param=cpu", dtype), trained(layout, dtype))
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -58,11 +58,11 @@ def whole(optimizer, parameters):
         return [p.detach().clone() for p in parameters]
 
 
-def train_rank(rank, world, size, stage, dtype=torch.float32, scale=1.0, clip=1.0, overlap=True):
+def train_rank(rank, world, size, stage, dtype=torch.float32, scale=1.0, clip=1.0, overlap=True, sent_dtype=None):
     """The steps' norms and the final parameters of one rank."""
     parameters = make_parameters(dtype)
     optimizer = make_optimizer(parameters, world.group("dp-cp", range(size), rank), stage=stage, clip=clip,
-                               scaler=LossScaler(scale), overlap=overlap)
+                               scaler=LossScaler(scale), overlap=overlap, sent_dtype=sent_dtype)
     norms = []
     for step in range(STEPS):
         optimizer.begin_step()

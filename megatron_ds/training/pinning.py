@@ -1,0 +1,79 @@
+"""Whether the stages of ZeRO 3 are pinned: as the user says, or, with "auto", where the memory of every rank allows it.
+
+Ranks tell one another their numbers twice, before the model is built (free memory) and after (what it takes), and all decide
+from the same list.
+"""
+
+import socket
+from collections import Counter
+from collections.abc import Sequence
+
+from ..config import RunConfig
+from ..mpu.collectives import all_gather_object
+from ..mpu.mesh import Mesh
+from ..pipeline.instruction import Schedule
+from ..pipeline.simulate import simulate
+from ..zero.buffer_pool import UNDER_WAY
+from ..zero.optimizer import ZeroOptimizer
+from ..zero.pinning import PinBudget, PinDecision, decide_pinning, gradient_buffers
+from .activations import activation_allowance
+from .device_memory import free_memory
+
+
+def is_automatic(config: RunConfig) -> bool:
+    return config.zero.stage == 3 and config.zero.zero3_pin_stage == "auto"
+
+
+def memory_of_rank(mesh: Mesh) -> int:
+    """Free bytes of this rank's device, before it holds anything. Collective over the world.
+
+    A CPU's memory is shared out evenly among the ranks of its machine, by what the least of them saw.
+    """
+    mine = (mesh.device.type, socket.gethostname(), free_memory(mesh.device))
+    everybody = all_gather_object(mine, mesh.group("world"))
+    if mesh.device.type != "cpu":
+        return mine[2]
+    neighbours = Counter(host for _, host, _ in everybody)[mine[1]]
+    return min(free for _, host, free in everybody if host == mine[1]) // neighbours
+
+
+def agree_on_pinning(config: RunConfig, mesh: Mesh, memory: int, optimizer: ZeroOptimizer, kinds: Sequence[str],
+                     schedule: Schedule) -> PinDecision:
+    """The same on all ranks. Collective over the world.
+
+    memory: of `memory_of_rank`. kinds: of this rank's layers. schedule: of a full batch
+    """
+    budget = _budget(config, mesh, memory, optimizer, kinds, schedule)
+    return decide_pinning(all_gather_object(budget, mesh.group("world")))
+
+
+def _budget(config: RunConfig, mesh: Mesh, memory: int, optimizer: ZeroOptimizer, kinds: Sequence[str],
+            schedule: Schedule) -> PinBudget:
+    stage, zero, train = mesh.coordinate("pp"), config.zero, config.train
+    gathering, places = optimizer.gathering_of(stage), optimizer.memory_by_place()
+    units = gathering.units if gathering else []
+    layers = [sum(unit.numel for unit in units if unit.layer == layer) for layer in {unit.layer for unit in units}]
+    blocks = kinds.count("block")
+    recomputed = min(train.recompute_num_layers or blocks, blocks) if train.recompute_granularity else 0
+    itemsize = 4 if config.optimizer.params_dtype == "float32" else 2
+    activations = activation_allowance(
+        config.model, micro_batch=train.micro_batch_size, tp=mesh.size("tp"),
+        sequence_parallel=config.parallel.sequence_parallel, recompute=train.recompute_granularity, recomputed=recomputed,
+        blocks=blocks, has_head="head" in kinds, live=simulate(schedule).peak_live[stage], itemsize=itemsize,
+        vocab_size=config.model.padded_vocab_size(mesh.size("tp")))
+    held = sum(count for place, count in places.items()
+               if place == "device" or place == "cpu" and mesh.device.type == "cpu")
+    gradients = gradient_buffers(layers, UNDER_WAY, kept_whole=zero.zero_accumulate == "full",
+                                 gradient_bytes=4 if config.optimizer.gradient_dtype == "float32" else 2)
+    return PinBudget(memory, held, gradients, activations, sum(unit.nbytes for unit in units))
+
+
+def pinning_text(decision: PinDecision) -> str:
+    """For the start of a run: what was decided, and why."""
+    b, mib = decision.budget, lambda count: f"{count / 2**20:,.1f}"
+    if not b.memory:
+        return f"ZeRO 3 pins no stage: rank {decision.rank} cannot tell how much memory is free"
+    verb = "pins each stage" if decision.pinned else "pins no stage"
+    return (f"ZeRO 3 {verb}: rank {decision.rank}, the tightest, needs {mib(b.needed)} MiB (state {mib(b.state)}, gradient "
+            f"buffers {mib(b.gradients)}, about {mib(b.activations)} of activations, weights of the stage {mib(b.weights)}) "
+            f"of {mib(b.memory)} free at the start, a tenth of it spared")

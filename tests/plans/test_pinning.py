@@ -1,0 +1,70 @@
+"""When a stage may be pinned: the comparison, the allowance for activations against the paper, and what a machine tells."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_ds.training.activations import activation_allowance
+from megatron_ds.training.device_memory import _cgroup, _machine, free_memory
+from megatron_ds.zero.pinning import PinBudget, decide_pinning, gradient_buffers
+
+MODEL = SimpleNamespace(seq_length=1024, hidden_size=512, num_attention_heads=8, ffn_size=2048, activation="gelu")
+PLAIN = dict(micro_batch=3, tp=1, sequence_parallel=False, recompute=None, recomputed=0, blocks=4, has_head=False, live=2,
+             itemsize=2, vocab_size=5000)
+S, B, H, A = 1024, 3, 512, 8
+
+
+@pytest.mark.parametrize("spare, pinned", [(0, True), (-1, False)])
+def test_the_tightest_rank_decides_to_the_byte(spare, pinned):
+    roomy, tight = PinBudget(10_000, 1, 2, 3, 4), PinBudget(1000, 100, 200, 300, 300 - spare)
+    decision = decide_pinning([roomy, tight, roomy])
+    assert (decision.pinned, decision.rank, decision.budget) == (pinned, 1, tight)         # 1000 - a tenth = 900
+
+
+def test_nothing_is_pinned_where_nothing_is_gathered_or_memory_is_unknown():
+    assert not decide_pinning([PinBudget(10_000, 1, 2, 3, 0)]).pinned
+    assert not decide_pinning([PinBudget(0, 1, 2, 3, 4)]).pinned
+    assert decide_pinning([PinBudget(10_000, 1, 2, 3, 0), PinBudget(10_000, 1, 2, 3, 4)]).pinned     # a stage of small ones
+
+
+def test_whole_gradients_take_all_layers_others_those_under_way():
+    assert gradient_buffers([10, 30, 20], 2, kept_whole=True, gradient_bytes=4) == 240
+    assert gradient_buffers([10, 30, 20], 2, kept_whole=False, gradient_bytes=4) == 240
+    assert gradient_buffers([10, 30, 20] * 5, 2, kept_whole=False, gradient_bytes=4) == 480
+    assert gradient_buffers([], 2, kept_whole=False, gradient_bytes=4) == 0
+
+
+def test_activations_are_those_of_the_paper():
+    """Korthikanti et al. 2022, table 2, with one block at work beside the kept ones."""
+    block, scores = 34 * S * B * H, 5 * A * S * S * B
+    assert activation_allowance(MODEL, **PLAIN) == (2 * 4 + 1) * (block + scores)
+    assert activation_allowance(MODEL, **PLAIN | {"itemsize": 4}) == 2 * (2 * 4 + 1) * (block + scores)
+    selective = activation_allowance(MODEL, **PLAIN | {"recompute": "selective", "recomputed": 4})
+    assert selective == 2 * 4 * block + block + scores
+    full = activation_allowance(MODEL, **PLAIN | {"recompute": "full", "recomputed": 3})
+    assert full == 2 * (3 * 2 * S * B * H + block + scores) + block + scores
+    parallel = activation_allowance(MODEL, **PLAIN | {"tp": 4})
+    assert parallel == 9 * (S * B * H * (10 + 24 // 4) + scores // 4)
+    split = activation_allowance(MODEL, **PLAIN | {"tp": 4, "sequence_parallel": True})
+    assert split == 9 * (block + scores) // 4
+    head = activation_allowance(MODEL, **PLAIN | {"has_head": True}) - activation_allowance(MODEL, **PLAIN)
+    assert head == 2 * S * B * 5000 * (2 + 4 + 4)
+
+
+def test_a_machine_tells_its_memory_and_a_container_less(tmp_path):
+    (tmp_path / "meminfo").write_text("MemTotal:  2000 kB\nMemFree:  10 kB\nMemAvailable:   1500 kB\n")
+    assert _machine(tmp_path / "meminfo") == 1500 * 1024
+    assert _machine(tmp_path / "missing") is None and _cgroup(tmp_path) is None
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("700\n")
+    assert _cgroup(tmp_path) is None
+    (tmp_path / "memory.max").write_text("1000\n")
+    (tmp_path / "memory.stat").write_text("anon 600\ninactive_file 50\n")
+    assert _cgroup(tmp_path) == 350
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_this_machine_tells():
+    assert free_memory(torch.device("cpu")) > 0
