@@ -1,7 +1,8 @@
 """Build script; everything declarative is in pyproject.toml.
 
-The compiled parts in csrc/ are optional: without a compiler the package installs all the same and torch does their work,
-which is then said once in the log. They know nothing of torch, so that one build serves every version of it.
+The compiled parts in csrc/ are optional: without a compiler the package installs all the same and torch, or threads of
+Python, do their work, which is then said once in the log. They know nothing of torch, so that one build serves every version
+of it.
 """
 
 import sys
@@ -16,6 +17,10 @@ else:
     # Without -march: instruction sets are chosen at run time. Without contraction: see "Bits" in the file.
     # gcc 12 warns of its own intrinsics.
     flags = ["-O3", "-ffp-contract=off", "-fno-math-errno", "-pthread", "-Wno-maybe-uninitialized"]
-    cpu_adam = Pybind11Extension("megatron_ds._cpu_adam", ["csrc/cpu_adam.cpp"], depends=["csrc/cpu_adam_kernel.h"],
-                                 cxx_std=17, extra_compile_args=[] if sys.platform == "win32" else flags, optional=True)
-    setup(ext_modules=[cpu_adam], cmdclass={"build_ext": build_ext})
+    extensions = [
+        Pybind11Extension("megatron_ds._cpu_adam", ["csrc/cpu_adam.cpp"], depends=["csrc/cpu_adam_kernel.h"], cxx_std=17,
+                          extra_compile_args=[] if sys.platform == "win32" else flags, optional=True)]
+    if sys.platform == "linux":
+        extensions.append(Pybind11Extension("megatron_ds._async_io", ["csrc/async_io.cpp"], cxx_std=17,
+                                            extra_compile_args=["-O2", "-pthread"], optional=True))
+    setup(ext_modules=extensions, cmdclass={"build_ext": build_ext})

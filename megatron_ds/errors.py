@@ -8,6 +8,7 @@
       DataError              a corpus or an index is missing, damaged or empty
       CommunicationError     a peer died, or never answered
       DeviceMemoryError      the run does not fit on a rank's device
+      StorageError           a disk failed under what was moved out to it
       NotInitializedError    mpu used before `initialize_model_parallel`
 
 A message says what was wrong with the numbers, why it matters, and what to do.
@@ -44,6 +45,10 @@ class CommunicationError(MegatronDSError):
 
 class DeviceMemoryError(MegatronDSError):
     """The model, or the activations of a step, do not fit on the device of a rank."""
+
+
+class StorageError(MegatronDSError):
+    """What was moved out to a scratch file could not be written, or read back."""
 
 
 class NotInitializedError(MegatronDSError):

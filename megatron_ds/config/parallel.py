@@ -77,3 +77,41 @@ class ZeroConfig:
         None, switches={"--overlap-grad-reduce": True, "--no-overlap-grad-reduce": False},
         json="zero_optimization.overlap_comm", help="Reduce a bucket while backward still runs. Default: when there is "
         "anybody to reduce with.", avoid="Off is only for finding faults.")
+
+    offload_optimizer: str = option(
+        "none", choices=("none", "cpu", "nvme"), switches={"--optimizer-cpu-offload": "cpu", "--cpu-optimizer": "cpu"},
+        json="zero_optimization.offload_optimizer.device", help="Where masters and optimizer state live between updates "
+        "(stages 1 to 3): on the device, in the host's memory, or on a disk. Off the device, the host's CPU updates them.",
+        avoid="Each step moves the state, or gradients and weights, between the places.")
+    offload_optimizer_ratio: float = option(
+        1.0, above=0, at_most=1, flags=["--optimizer-offload-fraction"], json="zero_optimization.offload_optimizer.ratio",
+        help="The part of the optimizer state that is offloaded; the device keeps and updates the rest.")
+    offload_param: str = option(
+        "none", choices=("none", "cpu", "nvme"), json="zero_optimization.offload_param.device",
+        help="Where each rank's share of the weights lives (stage 3); layers come to the device for their work.")
+    offload_nvme_path: str | None = option(
+        None, flags=["--nvme-path"], json="zero_optimization.offload_optimizer.nvme_path",
+        help="Folder on a local disk for what is offloaded to nvme. Its scratch file is gone when the run ends, however.")
+    offload_param_nvme_path: str | None = option(
+        None, json="zero_optimization.offload_param.nvme_path",
+        help="The same for weights. Default: as --offload-nvme-path.")
+    sub_group_size: int = option(
+        4 * 2**20, at_least=2048, json="zero_optimization.sub_group_size", unit="elements",
+        help="Offloaded state comes to the host in groups of about this many elements.",
+        avoid="From a disk, three groups are in memory at a time, of 12 to 16 bytes an element.")
+    nvme_io: str = option(
+        "auto", choices=("auto", "io_uring", "threads"), help="How files are read and written. auto: io_uring where the "
+        "system allows it, else threads.")
+    nvme_block_size: int = option(2**20, at_least=4096, json="aio.block_size", unit="bytes",
+                                  help="Reads and writes are cut into blocks of this size.")
+    nvme_queue_depth: int = option(32, at_least=1, json="aio.queue_depth", help="Blocks under way at a time (io_uring).")
+    nvme_threads: int = option(4, at_least=1, json="aio.intra_op_parallelism", help="Threads that read and write (threads).")
+
+    @property
+    def param_nvme_path(self) -> str | None:
+        return self.offload_param_nvme_path or self.offload_nvme_path
+
+    def disk_folders(self) -> dict[str, str | None]:
+        """{option that sends something to a disk: the folder}."""
+        folders = {"zero.offload_optimizer": self.offload_nvme_path, "zero.offload_param": self.param_nvme_path}
+        return {path: folder for path, folder in folders.items() if getattr(self, path.partition(".")[2]) == "nvme"}

@@ -70,13 +70,17 @@ REFUSED_FLAGS = MappingProxyType({
 _LATER = "it is not available yet. Remove it."
 _FLAT = "gradients live in flat buckets, each reduced once by the collective that its ZeRO stage needs. Remove it."
 _STAGE3 = "layers are gathered in the order of the model and released after use; there is nothing to tune there. Remove it."
+_PINNED = "host memory is page-locked where there is a GPU. Remove it."
+_BUFFERS = "there are as many buffers as are read, updated and written at a time; see sub_group_size. Remove it."
 _MONITOR = "metrics go to the log, to TensorBoard and to --metrics-jsonl. Remove it."
 _LOADER = "batches come from the --data-path of the flags. Remove it."
 
 # Keys of DeepSpeed's JSON that would change nothing here → why. A key covers the block under it.
 REFUSED_KEYS = MappingProxyType({
     "activation_checkpointing": "write --recompute-granularity full or selective. Remove it.",
-    "aio": _LATER,
+    "aio.overlap_events": _ALWAYS,
+    "aio.single_submit": "blocks are submitted together. Remove it.",
+    "aio.use_gds": _LATER,
     "amp": "write a bf16 or an fp16 block instead.",
     "autotuning": _LATER,
     "bf16.check_grad_overflow": "a step with a gradient that is not finite is always skipped. Remove it.",
@@ -114,23 +118,28 @@ REFUSED_KEYS = MappingProxyType({
     "wall_clock_breakdown": _LATER,
     "wandb": _MONITOR,
     "zero_allow_untested_optimizer": "every optimizer here works with every ZeRO stage. Remove it.",
-    "zero_force_ds_cpu_optimizer": "there is no offloading yet. Remove it.",
+    "zero_force_ds_cpu_optimizer": "every optimizer here can be offloaded. Remove it.",
     "zero_optimization.allgather_partitions": _FLAT,
     "zero_optimization.contiguous_gradients": _FLAT,
-    "zero_optimization.cpu_offload": _LATER,
+    "zero_optimization.cpu_offload": 'write "offload_optimizer": {"device": "cpu"}.',
+    "zero_optimization.cpu_offload_params": 'write "offload_param": {"device": "cpu"}.',
+    "zero_optimization.cpu_offload_use_pin_memory": _PINNED,
     "zero_optimization.elastic_checkpoint": "every checkpoint loads at any layout. Remove it.",
     "zero_optimization.ignore_unused_parameters": _FLAT,
     "zero_optimization.legacy_stage1": _FLAT,
     "zero_optimization.load_from_fp32_weights": "fp32 masters are always loaded. Remove it.",
-    "zero_optimization.offload_optimizer": _LATER,
-    "zero_optimization.offload_param": _LATER,
     "zero_optimization.reduce_scatter": _FLAT,
     "zero_optimization.round_robin_gradients": _FLAT,
-    "zero_optimization.sub_group_size": _STAGE3,
     "zero_optimization.use_multi_rank_bucket_allreduce": _FLAT,
     "zero_optimization.zero_hpz_partition_size": _LATER,
     "zero_optimization.zero_quantized_gradients": _LATER,
     "zero_optimization.zero_quantized_weights": _LATER,
+    **{f"zero_optimization.offload_{what}.{name}": reason for what, name, reason in (
+        ("optimizer", "buffer_count", _BUFFERS), ("optimizer", "pin_memory", _PINNED), ("optimizer", "pipeline", _ALWAYS),
+        ("optimizer", "pipeline_read", _ALWAYS), ("optimizer", "pipeline_write", _ALWAYS), ("optimizer", "fast_init", _ALWAYS),
+        ("optimizer", "super_offload", _LATER), ("optimizer", "cpuadam_cores_perc", "set OMP_NUM_THREADS. Remove it."),
+        ("param", "buffer_count", _BUFFERS), ("param", "buffer_size", _BUFFERS), ("param", "pin_memory", _PINNED),
+        ("param", "max_in_cpu", "weights are either in the host's memory or on the disk. Remove it."))},
     **{f"zero_optimization.stage3_{name}": _STAGE3 for name in (
         "gather_16bit_weights_on_model_save", "max_live_parameters", "max_reuse_distance", "model_persistence_threshold",
         "module_granularity_threshold", "use_all_reduce_for_fetch_params")},

@@ -1,5 +1,6 @@
 """Rules about shapes: the model by itself, and cut over the ranks."""
 
+import os
 import re
 from collections.abc import Iterator
 
@@ -67,6 +68,31 @@ def zero_options(config: RunConfig) -> Iterator[str]:
                f"in the format of the weights. Use {flag('optimizer.main_grads_dtype')} fp32.")
 
 
+def offloading(config: RunConfig) -> Iterator[str]:
+    """Offloading needs a stage that splits what is offloaded, and a disk a folder that can be written."""
+    zero = config.zero
+    for path, least in (("zero.offload_optimizer", 1), ("zero.offload_param", 3)):
+        if config.get(path) != "none" and zero.stage < least:
+            yield (f"{say(config, path)} offloads what ZeRO stage {least} splits, but {say(config, 'zero.stage')}. Use "
+                   f"{flag('zero.stage')} {least}{'' if least == 3 else ', 2 or 3'}, or remove it.")
+    for path in ("zero.offload_optimizer_ratio", "zero.sub_group_size"):
+        if zero.offload_optimizer == "none" and config.get(path) != all_options()[path].default:
+            yield f"{say(config, path)} tunes offloading, but nothing is offloaded. Remove it, or use --offload-optimizer cpu."
+    folders = zero.disk_folders()
+    for path in ("zero.offload_nvme_path", "zero.offload_param_nvme_path", "zero.nvme_io", "zero.nvme_block_size",
+                 "zero.nvme_queue_depth", "zero.nvme_threads"):
+        if not folders and config.get(path) != all_options()[path].default:
+            yield (f"{say(config, path)} is for what is offloaded to a disk, and nothing is. Remove it, or use "
+                   "--offload-optimizer nvme.")
+    for path, folder in folders.items():
+        name = flag("zero.offload_nvme_path")
+        if folder is None:
+            yield f"{say(config, path)}: on which disk? Name a folder on a fast local one with {name}."
+        elif not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
+            wrong = "cannot be written" if os.path.isdir(folder) else "is not there"
+            yield f"{say(config, path)}: the folder {folder} {wrong}. Name another with {name}, or make it on every node."
+
+
 def world(config: RunConfig) -> Iterator[str]:
     ranks, size = config.world_size, config.parallel.model_parallel_size
     if ranks % size and config.parallel.context_parallel_size == 1:       # a larger one is refused as it is
@@ -126,5 +152,5 @@ def _tp_fits(config: RunConfig, size: int) -> bool:
     return all(number % size == 0 for number in numbers if number)
 
 
-LAYOUT_RULES = (heads, feed_forward, positions, not_available_yet, zero_options, world, tensor_parallel, pipeline,
+LAYOUT_RULES = (heads, feed_forward, positions, not_available_yet, zero_options, offloading, world, tensor_parallel, pipeline,
                 rank_order)

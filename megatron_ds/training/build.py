@@ -31,6 +31,8 @@ from ..zero.policy import STAGES
 from ..zero.scaler import make_scaler
 from .allocator import keep_freed_memory
 from .flops import layer_flops
+from .offloading import make_offload
+from .together import together
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -122,7 +124,8 @@ class Engine:
 def build_engine(config: RunConfig, mesh: Mesh) -> Engine:
     """Build this rank's stage and optimizer. Collective: the optimizer may gather its first parameters."""
     if mesh.device.type == "cpu":
-        keep_freed_memory()
+        if config.zero.offload_optimizer == config.zero.offload_param == 'none':
+            keep_freed_memory()
     layers = describe_layers(config, mesh)
     plan = plan_run(config, layers)
     pp_rank = mesh.coordinate("pp")
@@ -132,7 +135,8 @@ def build_engine(config: RunConfig, mesh: Mesh) -> Engine:
     tp = mesh.group("tp")
     if not parameters or not parameters[0].is_meta:
         initialize(parameters, config.train.seed, tp.rank, tp.size)
-    optimizer = _build_optimizer(config, mesh, modules, parameters, uses)
+    # Together: a rank's disk may be full.
+    optimizer = together(mesh.group("world"), lambda: _build_optimizer(config, mesh, modules, parameters, uses))
     gathering = optimizer.gathering_of(pp_rank)
     stage = Stage(pp_rank, list(modules), is_first=mesh.is_first_stage, is_last=mesh.is_last_stage,
                   loss=_loss_function(config, tp) if mesh.is_last_stage else None,
@@ -156,6 +160,7 @@ def _build_optimizer(config: RunConfig, mesh: Mesh, modules: nn.ModuleList, para
         clip_grad=o.clip_grad, bucket_elements=bucket_elements(zero, sum(p.numel() for p in parameters)),
         overlap=zero.overlap_comm is not False, grad_dtype=DTYPES[o.gradient_dtype], device=mesh.device,
         layer_plan=LayerPlan(layers, unread, zero.prefetch_bucket_size, zero.param_persistence_threshold),
+        offload=make_offload(zero, mesh.device),
         draw=lambda spec, start, out: initialize_interval(out, spec, start, config.train.seed, tp.rank, tp.size))
 
 

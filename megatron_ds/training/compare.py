@@ -29,7 +29,9 @@ LAYOUT_KEYS = {
     "recompute": "--recompute-granularity", "layout": "--pipeline-layout", "mbs": "--micro-batch-size",
     "accumulate": "--zero-accumulate", "persist": "--stage3-param-persistence-threshold",
     "prefetch": "--stage3-prefetch-bucket-size", "pin": "--zero3-pin-stage", "bucket": "--reduce-bucket-size",
-    "grads": "--main-grads-dtype",
+    "grads": "--main-grads-dtype", "offload": "--offload-optimizer", "ratio": "--offload-optimizer-ratio",
+    "offload_param": "--offload-param", "nvme": "--offload-nvme-path",
+    "sub_group": "--sub-group-size",
 }
 SWITCHES = {"sp", "pin"}
 MASKED_EVERY = 7      # positions whose input token is a multiple of it do not count in the loss: masks of all shapes

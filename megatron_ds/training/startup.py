@@ -39,7 +39,9 @@ def _zero(engine: Engine) -> str:
     traffic = engine.optimizer.traffic(microbatches, config.zero.stage >= 2 and config.zero.zero_accumulate == "sharded",
                                        config.zero.zero3_pin_stage)
     sent = ", ".join(f"{operation.replace('_', '-')} {count:,}" for operation, count in sorted(traffic.items()))
-    return (f"ZeRO stage {config.zero.stage}: {memory.total:,} bytes of state on this rank; payload of a step over the "
+    places = engine.optimizer.memory_by_place()
+    where = f" ({', '.join(f'{place} {count:,}' for place, count in places.items())})" if set(places) - {"device"} else ""
+    return (f"ZeRO stage {config.zero.stage}: {memory.total:,} bytes of state on this rank{where}; payload of a step over the "
             f"data-parallel ranks: {sent or 'none'}")
 
 

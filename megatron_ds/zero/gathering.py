@@ -83,16 +83,20 @@ class LayerGathering:
         ahead = range(layer - 1, -1, -1) if backward else range(layer + 1, len(needs))
         under_way = 0
         for i in ahead:
-            if self.prefetch is not None:
-                under_way += sum(unit.numel for unit in needs[i])
-                if under_way > self.prefetch:
-                    return
-            self._claim(i, needs)
-            if self.prefetch is None and needs[i]:
+            full = under_way > 0 if self.prefetch is None else under_way + _numel(needs[i]) > self.prefetch
+            if full:
+                for unit in needs[i]:       # not gathered yet, but offloaded shards set out
+                    unit.fetch()
                 return
+            under_way += _numel(needs[i])
+            self._claim(i, needs)
 
     def _let_go(self, layer: int) -> None:
         for unit in self.needs[layer]:
             unit.claims.discard(layer)
             if not unit.claims:
                 unit.free()
+
+
+def _numel(units: Sequence[Unit]) -> int:
+    return sum(unit.numel for unit in units)

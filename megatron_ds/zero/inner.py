@@ -34,11 +34,13 @@ class Leaf:
     tensor: nn.Parameter
 
 
-def make_leaf(spec: ParamSpec, piece: SlotPiece, master: torch.Tensor, grad: torch.Tensor,
+def make_leaf(spec: ParamSpec, piece: SlotPiece, master: torch.Tensor, grad: torch.Tensor | None = None,
               low: torch.Tensor | None = None) -> Leaf:
     """grad: a view of the gradients; in another dtype than fp32 they are lent for the update only."""
     tensor = nn.Parameter(master)
-    tensor.grad, tensor.spec, tensor.low = grad if grad.dtype == master.dtype else None, spec, low
+    tensor.spec, tensor.low = spec, low
+    if grad is not None and grad.dtype == master.dtype:
+        tensor.grad = grad
     return Leaf(spec, piece, tensor)
 
 
@@ -70,6 +72,10 @@ class InnerOptimizer:
         for name, value in self.optimizer.state[leaf.tensor].items():
             if torch.is_tensor(value) and value.numel() == leaf.tensor.numel() and name != "step":
                 yield name, value
+
+    def place_state(self, leaf: Leaf, name: str, tensor: torch.Tensor) -> None:
+        """One of `state_of` is `tensor` from now on."""
+        self.optimizer.state[leaf.tensor][name] = tensor
 
     def set_num_updates(self, count: int) -> None:
         """Go on as if `count` updates had been made: bias corrections depend on it."""

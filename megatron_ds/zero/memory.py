@@ -10,12 +10,14 @@ Rajbhandari et al. 2020, section 3.1, count 2 + 2 + 12 bytes for 16-bit Adam; gr
 here, make it 2 + 4 + 12. Not counted is working memory: what is gathered or filling up for a moment.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .layout import Layout
 from .policy import ShardPolicy
 from .sets import SetPlan
+from .sub_groups import plan_places
 
 FP32_BYTES = 4
 
@@ -43,11 +45,12 @@ def predict_memory(layout: Layout, shard: int, policy: ShardPolicy, *, parameter
     """What the rank that owns `shard` keeps of one set. state_tensors: fp32 tensors of the optimizer per parameter."""
     held = lambda axis: layout.shard_numel if axis else layout.numel
     pieces = layout.slot_intersections(shard) if policy.optimizer else layout.whole_slots()
+    updated = sum(piece.padded_numel for piece in pieces)
     return ZeroMemory(
         parameters=held(policy.parameter) * parameter_bytes,
         gradients=0 if frozen else held(policy.gradient) * gradient_bytes,
-        masters=0 if parameter_bytes == FP32_BYTES else held(policy.optimizer) * FP32_BYTES,
-        optimizer=0 if frozen else sum(piece.padded_numel for piece in pieces) * FP32_BYTES * state_tensors)
+        masters=0 if parameter_bytes == FP32_BYTES else updated * FP32_BYTES,
+        optimizer=0 if frozen else updated * FP32_BYTES * state_tensors)
 
 
 def predict_sets(plans: Sequence[SetPlan], data_rank: int, expert_rank: int, *, parameter_bytes: int, state_tensors: int = 2,
@@ -56,3 +59,25 @@ def predict_sets(plans: Sequence[SetPlan], data_rank: int, expert_rank: int, *, 
     return sum((predict_memory(plan.layout, expert_rank if plan.expert else data_rank, plan.policy,
                                parameter_bytes=parameter_bytes, state_tensors=state_tensors, gradient_bytes=gradient_bytes,
                                frozen=plan.frozen) for plan in plans), ZeroMemory(0, 0, 0, 0))
+
+
+def predict_places(plans: Sequence[SetPlan], data_rank: int, expert_rank: int, *, parameter_bytes: int,
+                   optimizer: str = "device", parameters: str = "device", ratio: float = 1.0, sub_group_elements: int = 1,
+                   state_tensors: int = 2, gradient_bytes: int = FP32_BYTES) -> dict[str, int]:
+    """The bytes of `predict_sets` by place. optimizer, parameters: where the one, and stage 3's shards, are offloaded to."""
+    places: Counter = Counter()
+    masters = 0 if parameter_bytes == FP32_BYTES else FP32_BYTES
+    for plan in plans:
+        shard = expert_rank if plan.expert else data_rank
+        total = predict_memory(plan.layout, shard, plan.policy, parameter_bytes=parameter_bytes, state_tensors=state_tensors,
+                               gradient_bytes=gradient_bytes, frozen=plan.frozen).total
+        shards = plan.layout.shard_numel * parameter_bytes if plan.units else 0
+        away = 0
+        if optimizer != "device" and not plan.frozen:
+            pieces = plan.layout.slot_intersections(shard) if plan.policy.optimizer else plan.layout.whole_slots()
+            groups, _ = plan_places(plan.layout, pieces, sub_group_elements, ratio)
+            away = sum(group.numel for group in groups) * (masters + FP32_BYTES * state_tensors)
+        places[optimizer] += away
+        places[parameters] += shards
+        places["device"] += total - shards - away
+    return {place: count for place, count in places.items() if count}

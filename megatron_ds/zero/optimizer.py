@@ -13,10 +13,9 @@ GradBuckets. Zeroing, norm and update each pass over the gradients once: unscali
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import nn
@@ -24,20 +23,20 @@ from torch import nn
 from ..mpu.collectives import all_reduce_
 from ..mpu.group import Group
 from ..mpu.param_spec import ParamSpec
-from .buckets import GradBuckets, Holder
+from .buckets import Holder
 from .divergence import fingerprint, tell_divergence
 from .gathering import LayerGathering
-from .grad_norm import is_counted, norm_views, num_zeros, squared_norm, sum_over_ranks
-from .grad_shards import BufferPool, GradShards
-from .inner import InnerOptimizer, Leaf, MakeOptimizer, make_leaf
-from .layout import SlotPiece
+from .grad_norm import num_zeros, squared_norm, sum_over_ranks
+from .grad_shards import BufferPool
+from .inner import InnerOptimizer, Leaf, MakeOptimizer
 from .memory import ZeroMemory
-from .params import ParamStore
+from .offload import Offload, OffloadedUpdate
+from .parameter_set import ParameterSet, SetMaker
 from .policy import ShardPolicy
 from .scaler import LossScaler
 from .sets import Fact, SetPlan, plan_sets
 from .traffic import predict_gathers, predict_traffic
-from .units import Draw, ShardedParams
+from .units import Draw
 
 CLIP_EPSILON = 1e-6      # as in Megatron: coefficient = clip / (norm + 1e-6), applied when < 1
 
@@ -106,30 +105,6 @@ class LayerPlan:
     persistence: int | None = None
 
 
-@dataclass(frozen=True)
-class _ParameterSet:
-    plan: SetPlan
-    parameters: list[nn.Parameter]      # in the order of the buffer
-    store: ParamStore | ShardedParams
-    buckets: GradBuckets | GradShards | None        # None: frozen
-    leaves: list[Leaf]
-    counted: list[SlotPiece]            # of this rank's shard, those that count in the norm
-    norm_views: list[torch.Tensor]
-
-    def lend_grads(self) -> None:
-        """Gradients of another dtype than the masters': an fp32 copy for the update."""
-        if self.buckets is not None and self.buckets.flat.dtype != torch.float32:
-            wide = self.buckets.flat.float()
-            for leaf in self.leaves:
-                start = self.buckets.start_of(leaf.piece)
-                leaf.tensor.grad = wide[start:start + leaf.piece.padded_numel]
-
-    def drop_grads(self) -> None:
-        if self.buckets is not None and self.buckets.flat.dtype != torch.float32:
-            for leaf in self.leaves:
-                leaf.tensor.grad = None
-
-
 class ZeroOptimizer:
     """Owns parameters, gradients, masters and optimizer state. Takes over `parameters`: they become views of flat buffers.
 
@@ -145,6 +120,7 @@ class ZeroOptimizer:
     layer_plan       stage 3 only; see `gathering_of`
     grad_dtype       gradients accumulate and travel in it
     device, draw     where the state shall be, and the values of parameters that are on the meta device
+    offload          what of it shall be elsewhere
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], *, uses: Mapping[nn.Parameter, int], groups: DataGroups,
@@ -152,9 +128,10 @@ class ZeroOptimizer:
                  clip_grad: float, bucket_elements: int, overlap: bool,
                  stage_of: Mapping[nn.Parameter, int] | None = None, count_zeros: bool = False,
                  layer_plan: LayerPlan | None = None, grad_dtype: torch.dtype = torch.float32,
-                 device: torch.device | None = None, draw: Draw | None = None):
+                 device: torch.device | None = None, draw: Draw | None = None, offload: Offload | None = None):
         self.groups, self.policy, self.scaler = groups, policy, scaler
         self.clip_grad, self.count_zeros = clip_grad, count_zeros
+        self._offload = offload = offload or Offload()
         parameters = list(dict.fromkeys(parameters))
         self._device = device or (parameters[0].device if parameters else torch.device("cpu"))
         self._layer_plan = layer_plan or LayerPlan({})
@@ -164,17 +141,23 @@ class ZeroOptimizer:
                       layer_of[p][0] if p in layer_of else (stage_of or {}).get(p), layer_of.get(p, (None, 0))[1])
                  for p in parameters]
         plans = plan_sets(facts, policy, data_shards=groups.data.size, expert_shards=groups.expert.size,
-                          bucket_elements=bucket_elements, persistence=self._layer_plan.persistence)
+                          bucket_elements=bucket_elements, persistence=self._layer_plan.persistence,
+                          gather_alone=offload.parameters is not None)
         self._pool = BufferPool(grad_dtype, self._device)
-        make = partial(self._make_set, facts=facts, uses=uses, overlap=overlap, grad_dtype=grad_dtype, draw=draw)
-        self._sets = [make(plan, [parameters[i] for i in plan.members]) for plan in plans]
+        self._offloaded = OffloadedUpdate(pin=self._device.type == "cuda")
+        # One rank, where others would shard, is armed before each micro-batch: there is no one to count for. And where
+        # layers are gathered in between, reductions start when one is left: in the same order on all ranks.
+        maker = SetMaker(uses, groups.tp, self._device, draw, overlap and policy.gradient is None,
+                         overlap and policy.parameter is None, self._pool, offload, make_optimizer, self._offloaded)
+        self._sets = [self._make_set(maker, plan, parameters, facts) for plan in plans]
         self._gathering = {stage: self._make_gathering(stage) for stage in self._layer_plan.layers}
         self._untied = self._awaiting_tie()
         for s in self._sets:
             s.lend_grads()
-        self._inner = InnerOptimizer(make_optimizer, [leaf for s in self._trained for leaf in s.leaves])
+        self._inner = InnerOptimizer(make_optimizer, [leaf for s in self._trained for leaf in s.resident])
         for s in self._sets:
             s.drop_grads()
+        self._inner_of_offloaded = {id(leaf.tensor): group.inner for group in self._offloaded.groups for leaf in group.leaves}
 
     def gathering_of(self, stage: int) -> LayerGathering | None:
         """Whose `enter` and `leave` surround the layers of a stage; None where parameters are always whole."""
@@ -252,7 +235,7 @@ class ZeroOptimizer:
         if not skipped:
             excess = (norm + CLIP_EPSILON) / self.clip_grad if self.clip_grad else 0.0
             self._update(lr, weight_decay, divisor * max(excess, 1.0))
-            self._write_back(cast=not self._inner.writes_low)
+            self._refresh()
         return StepResult(norm, skipped, scale, zeros)
 
     def pieces(self) -> Iterator[StatePiece]:
@@ -262,7 +245,7 @@ class ZeroOptimizer:
             replica, replicas = (0, 1) if s.store.sharded else (group.rank, group.size)
             for leaf in s.leaves:
                 start, stop = leaf.piece.start, leaf.piece.stop
-                state = () if s.buckets is None else self._inner.state_of(leaf)
+                state = () if s.buckets is None else self._inner_of(leaf).state_of(leaf)
                 for kind, tensor in [("weight", leaf.tensor.detach()), *state]:
                     yield StatePiece(leaf.spec, kind, start, stop, tensor[:stop - start], replica, replicas)
 
@@ -271,22 +254,36 @@ class ZeroOptimizer:
         return {"num_updates": self._inner.num_updates, **self.scaler.numbers()}
 
     def load_extra_state(self, numbers: Mapping[str, float]) -> None:
-        self._inner.set_num_updates(int(numbers["num_updates"]))
+        for inner in (self._inner, *(group.inner for group in self._offloaded.groups)):
+            inner.set_num_updates(int(numbers["num_updates"]))
         self.scaler.load_numbers(numbers)
 
     @torch.no_grad()
     def after_load(self) -> None:
         """Pieces were overwritten: bring the model's parameters in line with the masters. Collective over the data group."""
-        self._write_back(cast=True)
+        for s in self._sets:
+            self._round(s.leaves)
+        self._settle()
+        self._refresh()
 
     def memory(self) -> ZeroMemory:
-        """Bytes held now, measured on the buffers (compare `memory.predict_memory`)."""
+        """Bytes held now, wherever they are, measured on the buffers (compare `memory.predict_memory`)."""
         total = ZeroMemory(0, 0, 0, 0)
         for s in self._sets:
-            total += ZeroMemory(s.store.nbytes, 0 if s.buckets is None else s.buckets.flat.nbytes,
-                                0 if s.store.master is None else s.store.master.nbytes, 0)
-        state = (t for s in self._trained for leaf in s.leaves for _, t in self._inner.state_of(leaf))
+            total += ZeroMemory(s.store.nbytes, 0 if s.buckets is None else s.buckets.flat.nbytes, s.master_bytes(), 0)
+        state = (t for s in self._trained for leaf in s.leaves for _, t in self._inner_of(leaf).state_of(leaf))
         return total + ZeroMemory(0, 0, 0, sum(t.nbytes for t in state))
+
+    def memory_by_place(self) -> dict[str, int]:
+        """The same bytes by where they are: "device", "cpu", "nvme"."""
+        total, places = self.memory(), Counter()
+        for s in self._trained:
+            for group in s.sub_groups:
+                places[self._offload.optimizer.place] += sum(group.state_bytes())
+        if home := self._offload.parameters:
+            places[home.place] += sum(s.store.shard_bytes for s in self._sets if s.plan.units)
+        places["device"] = total.total - places.total()
+        return {place: count for place, count in places.items() if count}
 
     def traffic(self, microbatches: int, reduce_each: bool, pinned: bool) -> Counter:
         """Payload bytes of a step by operation, over the data-parallel ranks, as planned."""
@@ -305,42 +302,20 @@ class ZeroOptimizer:
 
     @property
     def working_bytes(self) -> int:
-        """Bytes of the buffers that gradients fill up in for a moment, where they are kept in shards."""
-        return self._pool.nbytes
+        """Bytes of the buffers that gradients fill up in for a moment, and that offloaded state comes to the host in."""
+        return self._pool.nbytes + self._offloaded.working_bytes
 
     @property
-    def _trained(self) -> list[_ParameterSet]:
+    def _trained(self) -> list[ParameterSet]:
         return [s for s in self._sets if s.buckets is not None]
 
     def _is_tied(self, p: nn.Parameter) -> bool:
         return p.spec.tied is not None and self.groups.tied.size > 1
 
-    def _make_set(self, plan: SetPlan, parameters: list[nn.Parameter], *, facts: Sequence[Fact], uses: Mapping, overlap: bool,
-                  grad_dtype: torch.dtype, draw: Draw | None) -> _ParameterSet:
-        group = self.groups.expert if plan.expert else self.groups.data
-        layout, policy, specs = plan.layout, plan.policy, [p.spec for p in parameters]
-        if plan.units:
-            store = ShardedParams(parameters, layout, group, plan.units, self._device, draw)
-        else:
-            store = ParamStore(parameters, layout, group, policy.optimizer is not None, self._device, draw)
-        if plan.frozen:
-            leaves = [Leaf(specs[p.slot], p, store.master_of(p)) for p in store.pieces]
-            return _ParameterSet(plan, parameters, store, None, leaves, [], [])
-        ties_whole = policy.gradient is None
-        holders = [Holder(p, uses.get(p, 1) + (ties_whole and self._is_tied(p)), facts[i].stage)
-                   for p, i in zip(parameters, plan.members)]
-        common = dict(group=group, tp=self.groups.tp, dtype=grad_dtype)
-        if policy.gradient is None:
-            # One rank, where others would shard: armed before each micro-batch, there is no one to count for.
-            counts = overlap and self.policy.gradient is None
-            buckets = GradBuckets(holders, layout, sharded=policy.optimizer is not None, overlap=counts, **common)
-        else:
-            # Where parameters are gathered in between, reductions start when a layer is left: in one order on all ranks.
-            buckets = GradShards(holders, layout, pool=self._pool, overlap=overlap and self.policy.parameter is None, **common)
-        counted = [p for p in layout.slot_intersections(group.rank) if is_counted(specs[p.slot], self.groups.tp.rank)]
-        views = norm_views(buckets.flat, counted, buckets.start_of)
-        leaves = [make_leaf(specs[p.slot], p, store.master_of(p), buckets.grad_of(p), store.low_of(p)) for p in store.pieces]
-        return _ParameterSet(plan, parameters, store, buckets, leaves, counted, views)
+    def _make_set(self, maker: SetMaker, plan: SetPlan, parameters: list[nn.Parameter], facts: Sequence[Fact]) -> ParameterSet:
+        members = [parameters[i] for i in plan.members]
+        return maker.make(plan, members, [facts[i].stage for i in plan.members], [self._is_tied(p) for p in members],
+                          self.groups.expert if plan.expert else self.groups.data)
 
     def _make_gathering(self, stage: int) -> LayerGathering:
         sets = [s for s in self._sets if s.plan.units and s.plan.stage == stage]
@@ -362,7 +337,7 @@ class ZeroOptimizer:
         in_backward = [[] if (stage, i) in unread else units for i, units in enumerate(needs)]
         return LayerGathering(needs, in_backward, self._layer_plan.prefetch, close)
 
-    def _tied_holders(self) -> list[tuple[_ParameterSet, int, Holder]]:
+    def _tied_holders(self) -> list[tuple[ParameterSet, int, Holder]]:
         """In the order of their keys, the same on all stages that hold them."""
         tied = [(s, i, h) for s in self._trained for i, h in enumerate(s.buckets.holders) if self._is_tied(h.parameter)]
         return sorted(tied, key=lambda entry: entry[2].parameter.spec.tied)
@@ -392,9 +367,26 @@ class ZeroOptimizer:
         for s in self._sets:
             s.lend_grads()
         self._inner.step(lr, weight_decay, divisor)
+        if not self._inner.writes_low:
+            self._round(leaf for s in self._trained for leaf in s.resident)
         for s in self._sets:
             s.drop_grads()
+        self._offloaded.step(lr, weight_decay, divisor)
+        self._settle()
 
-    def _write_back(self, cast: bool) -> None:
+    @staticmethod
+    def _round(leaves: Iterable[Leaf]) -> None:
+        """Masters → the weights that a 16-bit model computes with."""
+        if pairs := [(leaf.tensor.low, leaf.tensor) for leaf in leaves if leaf.tensor.low is not None]:
+            torch._foreach_copy_(*map(list, zip(*pairs)))
+
+    def _settle(self) -> None:
+        for home in {self._offload.optimizer, self._offload.parameters} - {None}:
+            home.settle()
+
+    def _refresh(self) -> None:
         for s in self._sets:
-            s.store.write_back(cast)
+            s.store.refresh()
+
+    def _inner_of(self, leaf: Leaf) -> InnerOptimizer:
+        return self._inner_of_offloaded.get(id(leaf.tensor), self._inner)

@@ -9,7 +9,7 @@ A set shares buffers and collectives, so its members agree in all that decides h
     tied         where gradients are sharded: held by several pipeline stages, whose shards must match
     gathered     stage 3: parameters in shards; not so the smallest ones, which stay whole
 
-Over a group of one there is nothing to shard: such a set keeps whole gradients and parameters.
+Over a group of one there is nothing to shard: such a set keeps whole gradients and, unless they are offloaded, parameters.
 """
 
 from collections.abc import Sequence
@@ -53,13 +53,16 @@ class SetPlan:
 
 
 def plan_sets(facts: Sequence[Fact], policy: ShardPolicy, *, data_shards: int, expert_shards: int, bucket_elements: int,
-              persistence: int | None = None) -> tuple[SetPlan, ...]:
-    """facts: in forward order. persistence: smaller parameters stay whole (stage 3); None: see `smallest`."""
+              persistence: int | None = None, gather_alone: bool = False) -> tuple[SetPlan, ...]:
+    """facts: in forward order. persistence: smaller parameters stay whole (stage 3); None: see `smallest`.
+
+    gather_alone: also of a group of one the parameters are gathered, from where they were offloaded to
+    """
     shards_of = lambda fact: expert_shards if fact.expert else data_shards
     threshold = smallest([fact.numel for fact in facts]) if persistence is None else persistence
     groups: dict[tuple, list[int]] = {}
     for i, fact in enumerate(facts):
-        split = policy.gradient is not None and shards_of(fact) > 1
+        split = policy.gradient is not None and (shards_of(fact) > 1 or gather_alone)
         gathered = split and policy.parameter is not None and fact.numel >= threshold
         key = (fact.expert, fact.frozen, gathered, split and fact.tied, fact.dtype, fact.stage if split else None)
         groups.setdefault(key, []).append(i)
@@ -80,10 +83,10 @@ def smallest(sizes: Sequence[int]) -> int:
 
 def _plan_set(facts, members: list[int], key: tuple, policy: ShardPolicy, shards: int, bucket_elements: int) -> SetPlan:
     expert, frozen, gathered, tied, _, stage = key
-    if shards == 1:
-        policy = replace(policy, gradient=None, parameter=None)
-    elif not gathered:
+    if not gathered:
         policy = replace(policy, parameter=None)
+    if shards == 1 and not gathered:
+        policy = replace(policy, gradient=None)
     # Whole gradients: tied parameters are complete last, after TIE. Buckets start in order: put them into the last one.
     forward = members if policy.gradient else sorted(members, key=lambda i: not facts[i].tied)
     if gathered:

@@ -29,6 +29,9 @@ class CountedUnit:
     is_free: bool = True
     claims: set = field(default_factory=set)
 
+    def fetch(self) -> None:
+        pass
+
     def start(self) -> None:
         self.gathers += self.is_free
         self.is_free = False

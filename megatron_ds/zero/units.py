@@ -4,8 +4,7 @@ Terms:  a *unit* is what one layer owns of a set of parameters, a run of whole b
         Its *flat* buffer holds the parameters while they are whole; they are views of it all the time.
         *Free* means that the flat buffer has a storage of no bytes; *whole* that it is gathered.
 
-    shard    16-bit model: the model's values of this rank's shard   fp32 model: the masters themselves
-    master   fp32, 16-bit models only
+    shard    this rank's part of the weights, in its home: on the device, or offloaded to the host or a disk
     flat     of each unit, when gathered
 
 Note: why the storage and not the tensor. Autograd, saved tensors and layers hold the parameter, or views of it, from forward
@@ -15,13 +14,16 @@ was freed and gathered again has not changed. (It has the same values. The updat
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import nn
 
 from ..mpu.collectives import all_gather_into_
-from ..mpu.group import Group, Work
+from ..mpu.group import DONE, Group, Work
 from ..mpu.param_spec import ParamSpec
+from ..ops.async_io import aligned_empty
+from .home import Array, Home
 from .layout import Layout, SlotPiece
 
 Draw = Callable[[ParamSpec, int, torch.Tensor], None]
@@ -41,27 +43,48 @@ class Unit:
         self.flat = torch.empty(numel, dtype=dtype, device=device)
         self._nbytes = self.flat.untyped_storage().nbytes()
         self.group = group
-        self.buckets: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.buckets: list[tuple[torch.Tensor, Array]] = []
         self.claims: set = set()
         self.is_free = False
         self._works: list[Work] = []
+        self._near: list[tuple[torch.Tensor, Work]] | None = None      # shards on the device, or on their way
+
+    def fetch(self) -> None:
+        """Begin to bring the shards to the device, unless they are there or the unit is whole."""
+        if self.is_free and self._near is None:
+            self._near = [self._fetch(array) for _, array in self.buckets]
 
     def start(self) -> None:
         """Begin to gather, unless it is whole or on its way. Collective."""
         if not self.is_free:
             return
+        self.fetch()
         self.flat.untyped_storage().resize_(self._nbytes)
         self.is_free = False
-        self._works = [all_gather_into_(whole, shard, self.group, async_op=True) for whole, shard in self.buckets]
+        for (whole, _), (shard, work) in zip(self.buckets, self._near):
+            work.wait()
+            self._works.append(all_gather_into_(whole, shard, self.group, async_op=True))
 
     def wait(self) -> None:
         """The parameters are whole on return."""
         for work in self._works:
             work.wait()
         self._works = []
+        if not self.is_free:
+            self._near = None       # gathered, so nobody reads them any more
+
+    def _fetch(self, array: Array) -> tuple[torch.Tensor, Work]:
+        if array.is_at(self.flat.device, self.flat.dtype):
+            return array.tensor, DONE
+        make = aligned_empty if self.flat.device.type == "cpu" else partial(torch.empty, device=self.flat.device)
+        buffer = make(array.padded_numel, dtype=self.flat.dtype)
+        return buffer[:array.tensor.numel()], array.read(buffer)
 
     def free(self) -> None:
         self.wait()
+        for _, work in self._near or ():        # fetched for nothing
+            work.wait()
+        self._near = None
         if not self.is_free:
             self.flat.untyped_storage().resize_(0)
             self.is_free = True
@@ -72,55 +95,61 @@ class ShardedParams:
 
     parameters  in the order of layout.slots, all of one dtype, on any device or on "meta"
     units       (layer, first bucket, last bucket + 1), in the order of the buckets
+    home        of the shards
     draw        gives the values of parameters on "meta"
     """
 
     sharded = True
 
     def __init__(self, parameters: Sequence[nn.Parameter], layout: Layout, group: Group, units: Sequence[tuple[int, int, int]],
-                 device: torch.device, draw: Draw | None):
+                 device: torch.device, home: Home, draw: Draw | None):
         self.layout, self.group = layout, group
         self.pieces = layout.slot_intersections(group.rank)
+        self._shard_pieces = layout.shard_pieces(group.rank)
         dtype = parameters[0].dtype
-        self.shard = torch.zeros(layout.shard_numel, dtype=dtype, device=device)
+        self._arrays = home.arrays([piece.stop - piece.start for piece in self._shard_pieces], dtype)      # one a bucket
         for piece in self.pieces:
-            fill(self.shard[piece.offset:piece.offset + piece.stop - piece.start], parameters[piece.slot], piece.start, draw)
-        self.master = self.shard.float() if dtype != torch.float32 else None
+            fill(self.values_of(piece)[:piece.stop - piece.start], parameters[piece.slot], piece.start, draw)
+        home.settle()
         self.units: list[Unit] = []
         for layer, first, stop in units:
             self.units.append(self._make_unit(layer, first, stop, dtype, device))
             self._adopt(self.units[-1], parameters)
 
     @property
+    def shard_bytes(self) -> int:
+        return sum(array.tensor.nbytes for array in self._arrays)
+
+    @property
     def nbytes(self) -> int:
-        """Bytes of parameters held now."""
-        return self.shard.nbytes + sum(unit.flat.untyped_storage().nbytes() for unit in self.units)
+        """Bytes of parameters held now, wherever they are."""
+        return (self.shard_bytes + sum(unit.flat.untyped_storage().nbytes() for unit in self.units))
 
-    def master_of(self, piece: SlotPiece) -> torch.Tensor:
-        """The fp32 values of a piece, padding included: a view."""
-        buffer = self.shard if self.master is None else self.master
-        return buffer[piece.offset:piece.offset + piece.padded_numel]
+    def values_of(self, piece: SlotPiece) -> torch.Tensor:
+        """The model's weights of a piece, padding included: a view of the shard."""
+        bucket = self.layout.slots[piece.slot].bucket
+        start = piece.flat - self._shard_pieces[bucket].start
+        return self._arrays[bucket].tensor[start:start + piece.padded_numel]
 
-    def low_of(self, piece: SlotPiece) -> torch.Tensor | None:
-        """The 16-bit values of the same elements: a view. None where the masters are those."""
-        return None if self.master is None else self.shard[piece.offset:piece.offset + piece.padded_numel]
+    def array_of(self, first: SlotPiece, numel: int) -> Array:
+        """Those of `numel` elements from the beginning of a piece on, in one bucket."""
+        bucket = self.layout.slots[first.slot].bucket
+        start = first.flat - self._shard_pieces[bucket].start
+        return self._arrays[bucket].part(start, start + numel)
 
-    def write_back(self, cast: bool) -> None:
-        """Masters → shard, unless the update wrote both. Nothing is sent: units are gathered when they are needed."""
+    def refresh(self) -> None:
+        """The shards were updated. Nothing is sent: units are gathered when they are needed."""
         for unit in self.units:
             unit.claims.clear()
             unit.free()
-        if cast and self.master is not None:
-            self.shard.copy_(self.master)
 
     def _make_unit(self, layer: int, first: int, stop: int, dtype: torch.dtype, device: torch.device) -> Unit:
-        buckets, pieces = self.layout.buckets, self.layout.shard_pieces(self.group.rank)
+        buckets = self.layout.buckets
         start = buckets[first].start
         unit = Unit(layer, buckets[stop - 1].stop - start, first, stop - 1, dtype, device, self.group)
         for b in range(first, stop):
             whole = unit.flat[buckets[b].start - start:buckets[b].stop - start]
-            piece = pieces[b]
-            unit.buckets.append((whole, self.shard[piece.offset:piece.offset + piece.stop - piece.start]))
+            unit.buckets.append((whole, self._arrays[b]))
         return unit
 
     def _adopt(self, unit: Unit, parameters: Sequence[nn.Parameter]) -> None:

@@ -36,6 +36,7 @@ class Seen:
     gradient_bytes: int
     optimizer_bytes: int
     master_bytes: int
+    places: set[str]                        # where state is: "device", "cpu", "nvme"
     block_inputs: set[tuple] = field(default_factory=set)
     forwards: int = 0
     peak_alive: int = 0
@@ -94,7 +95,7 @@ def look_at(engine) -> Seen:
                 qkv_rows={len(block.self_attention.linear_qkv.weight) for block in blocks},
                 parameter_elements=sum(p.numel() for p in engine.parameters),
                 parameter_bytes=memory.parameters, gradient_bytes=memory.gradients, optimizer_bytes=memory.optimizer,
-                master_bytes=memory.masters)
+                master_bytes=memory.masters, places=set(engine.optimizer.memory_by_place()))
     for block in blocks:
         block.register_forward_pre_hook(lambda module, inputs: seen.block_inputs.add(tuple(inputs[0].shape)))
     stage, forward = engine.stage, engine.stage.forward

@@ -102,6 +102,11 @@ CASES = [(1, ""), *((ranks, f"{GOOD} {extra}") for ranks, extra in (
     (2, f"{SAMPLES} 1000 --global-batch-size 64 --rampup-batch-size 16 9"),
     (2, f"{SAMPLES} 63 --global-batch-size 64"),
     (2, f"{MODEL} --lr 1 --mock-data --train-iters 100 --deepspeed_config triad.json"),
+    (1, f"{GOOD} --offload-optimizer cpu --offload-param nvme --zero-stage 0"),
+    (1, f"{GOOD} --offload-optimizer nvme --zero-stage 2"),
+    (1, f"{GOOD} --offload-optimizer nvme --zero-stage 2 --nvme-path nowhere"),
+    (1, f"{GOOD} --offload-optimizer cpu --offload-optimizer-ratio 1.5 --zero-stage 2"),
+    (1, f"{GOOD} --offload-optimizer-ratio 0.5 --sub-group-size 4096 --nvme-io threads"),
     (1, f"{MODEL} {RUN} --train-samples 100 --mock-data --deepspeed_config lr.json"),
 ))]
 

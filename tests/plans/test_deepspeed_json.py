@@ -126,7 +126,8 @@ def test_ratios_of_the_cosine_scheduler_are_parts_of_the_final_learning_rate(rea
 
 
 @pytest.mark.parametrize("document, says", [
-    ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, '"zero_optimization.offload_optimizer" is refused'),
+    ({"zero_optimization": {"cpu_offload": True}}, 'write "offload_optimizer": {"device": "cpu"}'),
+    ({"zero_optimization": {"offload_param": {"max_in_cpu": 1}}}, '"zero_optimization.offload_param.max_in_cpu" is refused'),
     ({"zero_optimization": {"contiguous_gradients": True}}, '"zero_optimization.contiguous_gradients" is refused'),
     ({"wall_clock_breakdown": False}, '"wall_clock_breakdown" is refused'),
     ({"zero_optimisation": {"stage": 1}}, "did you mean 'zero_optimization"),

@@ -7,6 +7,7 @@ tolerance is that of rounding; `make test-all` takes the whole product. Every ca
 
 import math
 import os
+import tempfile
 
 import pytest
 import torch
@@ -19,7 +20,8 @@ MOST_RANKS, HIDDEN, HEAD_ROWS = 8, 32, 8
 LAYOUT = ("tp", "pp", "dp", "zero", "sp", "recompute")
 GRID = {"style": ("gpt2", "llama"), "dtype": ("fp32", "bf16"), "embeddings": ("tied", "untied"), "tp": (1, 2), "pp": (1, 2, 4),
         "dp": (1, 2), "zero": (0, 1, 2, 3), "sp": (0, 1), "recompute": ("none", "selective", "full")}
-SAMPLED = GRID | {"schedule": ("1f1b", "gpipe"), "dropout": (0.0, 0.1)}
+OFFLOADS = ("none", "cpu", "nvme")
+SAMPLED = GRID | {"schedule": ("1f1b", "gpipe"), "offload": OFFLOADS, "dropout": (0.0, 0.1)}
 
 
 def ranks(case) -> int:
@@ -27,9 +29,10 @@ def ranks(case) -> int:
 
 
 def is_legal(case) -> bool:
-    """Sequence parallelism splits over tensor-parallel ranks, and one stage has nothing to schedule."""
+    """Sequence parallelism splits over tensor-parallel ranks, one stage has nothing to schedule, ZeRO 0 nothing to offload."""
     return (ranks(case) <= MOST_RANKS and (not case["sp"] or case["tp"] > 1)
-            and (case["pp"] > 1 or case.get("schedule", "1f1b") == "1f1b"))
+            and (case["pp"] > 1 or case.get("schedule", "1f1b") == "1f1b")
+            and (case["zero"] > 0 or case.get("offload", "none") == "none"))
 
 
 def sampled_cases() -> list[dict]:
@@ -39,14 +42,16 @@ def sampled_cases() -> list[dict]:
 
 
 def all_cases() -> list[dict]:
-    """The schedule, which moves work in time only, takes turns."""
-    return [case | {"schedule": ("1f1b", "gpipe")[i % 2] if case["pp"] > 1 else "1f1b", "dropout": 0.0}
+    """The schedule, which moves work in time only, and offloading, which moves state in space only, take turns."""
+    return [case | {"schedule": ("1f1b", "gpipe")[i % 2] if case["pp"] > 1 else "1f1b", "dropout": 0.0,
+                    "offload": OFFLOADS[i % 3] if case["zero"] else "none"}
             for i, case in enumerate(legal_cases(GRID, is_legal))]
 
 
 def name_of(case) -> str:
     words = [case["style"], case["dtype"], case["embeddings"], *(f"{key}{case[key]}" for key in LAYOUT[:4])]
     words += ["sp"] * case["sp"] + [case["recompute"]] * (case["recompute"] != "none") + [case["schedule"]]
+    words += [case["offload"]] * (case["offload"] != "none")
     return "-".join(words) + f"-dropout{case['dropout']}" * (case["dropout"] > 0)
 
 
@@ -55,7 +60,9 @@ def job_of(case, layers: int = NUM_LAYERS) -> list[str]:
 
 
 def layout_of(case) -> str:
-    return ",".join(f"{key}={case[key]}" for key in (*LAYOUT, "schedule"))
+    where = [f"offload={case['offload']}", f"offload_param={case['offload']}"][:2 if case["zero"] == 3 else 1]
+    disk = [f"nvme={tempfile.gettempdir()}"] if case["offload"] == "nvme" else []
+    return ",".join([*(f"{key}={case[key]}" for key in (*LAYOUT, "schedule")), *where, *disk])
 
 
 def check(case) -> None:
@@ -118,6 +125,8 @@ def check_in_force(case, run: Run) -> None:
         copies = 1 if case["zero"] >= split_from else d     # of each element's state
         held = sum(getattr(s, f"{kind}_bytes") for s in seen)
         assert held == pytest.approx(copies * elements * size, rel=0.25), kind                        # rel: padding to 64
+    places = set.union(*(s.places for s in seen))
+    assert places - {"device"} == ({case["offload"]} if case["offload"] != "none" else set())
 
 
 # What the grid does not hold.
@@ -125,6 +134,8 @@ def check_in_force(case, run: Run) -> None:
 @pytest.mark.parametrize("style, layout, scale", [
     ("gpt2", "tp=2,pp=2,dp=2,zero=1", 2.0**25), ("llama", "tp=1,pp=4,dp=2,zero=0,recompute=full", 2.0**25),
     ("gpt2", "tp=2,pp=2,dp=2,zero=1,sp=1", 2.0**16), ("gpt2", "tp=2,pp=2,dp=2,zero=3", 2.0**25),
+    ("gpt2", "dp=2,zero=3,offload=cpu,offload_param=cpu", 2.0**25),
+    ("llama", "pp=2,dp=2,zero=2,offload=cpu,ratio=0.5", 2.0**25),
     ("llama", "dp=2,zero=2,accumulate=full", 2.0**25)])
 def test_fp16_overflows_and_recovers_alike_in_every_layout(style, layout, scale):
     """At 2**25 the first steps overflow and the scale sinks until they do not; then it rises again, and one more does.

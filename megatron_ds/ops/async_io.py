@@ -1,0 +1,247 @@
+"""Reads and writes of files that go on while the caller computes: through io_uring, or on threads where that is not to be had.
+
+    work = io.read(fd, tensor, offset)      # returns at once
+    ...                                     # the tensor is the disk's now: neither read nor written
+    work.wait()
+
+A transfer is cut into blocks, many of which are in flight together: a disk is fast only with a queue. Both engines give the
+same bytes and the same errors, so that nothing but speed depends on which one serves. io_uring (csrc/async_io.cpp, an optional
+extension) costs less CPU time: one thread that mostly sleeps keeps the queue full, without the GIL.
+"""
+
+import concurrent.futures
+import contextlib
+import errno
+import functools
+import importlib
+import logging
+import mmap
+import os
+import threading
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from ..errors import ConfigError
+from .huge_pages import LARGE_PAGE_BYTES
+
+logger = logging.getLogger(__name__)
+
+ALIGNMENT = 4096        # bytes: of address, length and offset, for direct access on any usual disk
+ENGINES = ("auto", "io_uring", "threads")
+
+
+class Work(Protocol):
+    """A transfer under way. To be waited for: an error of one that is dropped is never seen."""
+
+    def wait(self) -> None:
+        """Return when the tensor is the caller's again, with all its bytes moved; again, at once.
+
+        Raises OSError, which says what was asked and how far it came: also for a file that ends too early.
+        """
+
+
+class AsyncIO(Protocol):
+    """An engine. tensor: contiguous, on the CPU, any dtype; offset: bytes from the start of the file.
+
+    Transfers of one engine overlap and end in any order. It may be called from several threads, not from a forked child.
+    """
+
+    def read(self, fd: int, tensor: torch.Tensor, offset: int) -> Work: ...
+
+    def write(self, fd: int, tensor: torch.Tensor, offset: int) -> Work: ...
+
+    def close(self) -> None:
+        """Wait for what is under way and give back threads; the engine is of no use afterwards."""
+
+
+def make_io(kind: str = "auto", *, queue_depth: int = 32, threads: int = 8, block_bytes: int = 1 << 20) -> AsyncIO:
+    """The engine of that name in ENGINES; "auto" is io_uring where it works, else threads, which is said once in the log.
+
+    queue_depth, threads  blocks in flight together, of io_uring and of threads
+    Raises ConfigError for another name, and for io_uring where it does not work.
+    """
+    if kind not in ENGINES:
+        raise ConfigError(f"There is no disk access '{kind}': use one of {', '.join(ENGINES)}.")
+    if kind == "threads":
+        return ThreadIO(threads, block_bytes)
+    try:
+        return UringIO(queue_depth, block_bytes)
+    except OSError as reason:
+        if kind == "io_uring":
+            raise ConfigError(f"Disk access by io_uring was asked for and does not work: {reason.strerror}. "
+                              "Use 'threads', or 'auto', which takes io_uring only where it works.") from reason
+        _say_threads(reason.strerror)
+        return ThreadIO(threads, block_bytes)
+
+
+def aligned_empty(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """[numel] on the CPU, at a whole page, so that direct access takes it as it is; zeros, until written to.
+
+    Large ones lie on large pages where the system offers them: fewer of them to look up and to pin for each transfer.
+    """
+    nbytes = numel * dtype.itemsize
+    if nbytes == 0:
+        return torch.empty(numel, dtype=dtype)
+    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
+    pages = mmap.mmap(-1, nbytes, **private)
+    if nbytes >= 2 * LARGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=dtype, count=numel)       # keeps the pages
+
+
+# ------------------------------------------------------------------------------------------------------------- threads
+class ThreadIO:
+    """`AsyncIO` by preadv and pwritev on `threads` threads, each of which moves one block at a time."""
+
+    def __init__(self, threads: int = 8, block_bytes: int = 1 << 20):
+        self.block_bytes = _checked_block(block_bytes)
+        self._pool = concurrent.futures.ThreadPoolExecutor(threads, thread_name_prefix="disk")
+
+    def read(self, fd: int, tensor: torch.Tensor, offset: int) -> Work:
+        return self._start(_read_block, "reading", fd, tensor, offset)
+
+    def write(self, fd: int, tensor: torch.Tensor, offset: int) -> Work:
+        return self._start(_write_block, "writing", fd, tensor, offset)
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+    def _start(self, move, doing: str, fd: int, tensor: torch.Tensor, offset: int) -> "_ThreadWork":
+        view = memoryview(bytes_of(tensor).numpy())
+        starts = range(0, len(view), self.block_bytes)
+        return _ThreadWork(_Asked(doing, len(view), offset),
+                           [self._pool.submit(move, fd, view[i:i + self.block_bytes], offset + i) for i in starts])
+
+
+@dataclass(frozen=True)
+class _ThreadWork:
+    asked: "_Asked"
+    blocks: list[concurrent.futures.Future]
+
+    def wait(self) -> None:
+        results = [block.result() for block in self.blocks]      # all, before an error: none may still be writing
+        self.asked.check(sum(moved for moved, _ in results), next((error for _, error in results if error), 0))
+
+
+def _read_block(fd: int, view: memoryview, offset: int) -> tuple[int, int]:
+    """(bytes moved, errno or 0). Fewer bytes than asked without an error: the file ends there."""
+    done = 0
+    try:
+        while done < len(view) and (moved := os.preadv(fd, [view[done:]], offset + done)):
+            done += moved
+    except OSError as error:
+        # After a short direct read the rest is no longer aligned. Short means that the file ends, which is the finding.
+        return done, 0 if done and error.errno == errno.EINVAL else error.errno
+    return done, 0
+
+
+def _write_block(fd: int, view: memoryview, offset: int) -> tuple[int, int]:
+    done = 0
+    try:
+        while done < len(view) and (moved := os.pwritev(fd, [view[done:]], offset + done)):
+            done += moved
+    except OSError as error:
+        return done, error.errno
+    return done, 0
+
+
+# ------------------------------------------------------------------------------------------------------------ io_uring
+class UringIO:
+    """`AsyncIO` by io_uring, `queue_depth` blocks in flight. Raises OSError that says why where it does not work."""
+
+    def __init__(self, queue_depth: int = 32, block_bytes: int = 1 << 20):
+        try:
+            extension = importlib.import_module("megatron_ds._async_io")
+        except ImportError as reason:
+            raise OSError(errno.ENOSYS, f"io_uring is not compiled ({reason}); on Linux, reinstall megatron_ds with a C++17 "
+                                        "compiler to have it") from reason
+        self._ring = extension.Ring(queue_depth, _checked_block(block_bytes))
+        self._try()
+
+    def read(self, fd: int, tensor: torch.Tensor, offset: int) -> Work:
+        return self._start(False, "reading", fd, tensor, offset)
+
+    def write(self, fd: int, tensor: torch.Tensor, offset: int) -> Work:
+        return self._start(True, "writing", fd, tensor, offset)
+
+    def close(self) -> None:
+        self._ring.close()
+
+    def _start(self, write: bool, doing: str, fd: int, tensor: torch.Tensor, offset: int) -> "_UringWork":
+        view = bytes_of(tensor)
+        ticket = self._ring.submit(write, fd, view.data_ptr(), len(view), offset)
+        return _UringWork(self._ring, ticket, view, _Asked(doing, len(view), offset))
+
+    def _try(self) -> None:
+        """A ring can be had where its operations are forbidden: move a page there and back."""
+        there, back = torch.arange(ALIGNMENT, dtype=torch.int16), torch.zeros(ALIGNMENT, dtype=torch.int16)
+        fd = os.memfd_create("io_uring")
+        try:
+            self.write(fd, there, 0).wait()
+            self.read(fd, back, 0).wait()
+        finally:
+            os.close(fd)
+        if not torch.equal(there, back):
+            raise OSError(errno.EIO, "io_uring moved a page and it is not the same")
+
+
+class _UringWork:
+    """Keeps the tensor, which the kernel writes to, and is waited for at the latest when it is dropped."""
+
+    def __init__(self, ring, ticket: int, view: torch.Tensor, asked: "_Asked"):
+        self._ring, self._ticket, self._view, self._asked = ring, ticket, view, asked
+        self._result: tuple[int, int] | None = None
+        self._one_waits = threading.Lock()
+
+    def wait(self) -> None:
+        self._asked.check(*self._ended())
+
+    def _ended(self) -> tuple[int, int]:
+        with self._one_waits:
+            if self._result is None:
+                self._result = self._ring.wait(self._ticket)
+                self._view = None
+            return self._result
+
+    def __del__(self):
+        with contextlib.suppress(ValueError):       # in a forked child, which has no part in it
+            self._ended()
+
+
+@functools.cache
+def _say_threads(reason: str) -> None:
+    logger.warning("Disk access runs on threads, which costs more CPU time than io_uring would: %s.", reason)
+
+
+# -------------------------------------------------------------------------------------------------------------- shared
+@dataclass(frozen=True)
+class _Asked:
+    """What a transfer was to do, for its errors."""
+
+    doing: str
+    nbytes: int
+    offset: int
+
+    def check(self, moved: int, error: int) -> None:
+        """Raises OSError unless all bytes were moved."""
+        if error or moved != self.nbytes:
+            why = os.strerror(error) if error else "the file ends there"
+            what = f"{self.doing} {self.nbytes} bytes at offset {self.offset}"
+            raise OSError(error or errno.EIO, f"{what} moved {moved}: {why}")
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as uint8. Raises ValueError for a tensor that is no stretch of memory."""
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        how = "" if tensor.is_contiguous() else "not "
+        raise ValueError(f"Disk access got a tensor on {tensor.device}, {how}contiguous: it must be both on the CPU and "
+                         "contiguous. Copy it to one from aligned_empty.")
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
+def _checked_block(block_bytes: int) -> int:
+    if block_bytes < ALIGNMENT or block_bytes % ALIGNMENT or block_bytes > 1 << 30:
+        raise ValueError(f"block_bytes={block_bytes} must be a multiple of {ALIGNMENT}, at most {1 << 30}.")
+    return block_bytes

@@ -1,0 +1,257 @@
+"""Disk space for what does not fit in memory, reserved, fast to reach, and gone with the process that made it.
+
+A `ScratchFile` has no name: a crash leaves nothing behind that somebody could take for saved state. It has two descriptors:
+
+    direct     O_DIRECT, between the disk and the tensor without a copy, no memory spent on a cache: whole pages only
+    buffered   through the page cache: any address and length, memory maps; and everything, where there is no O_DIRECT
+
+Note: two ways to one byte. The kernel keeps both ways coherent where one has ended before the other begins: direct reads
+see what was written through the cache or a map, direct writes take cached pages away. It does so by units of the page cache,
+*folios* of up to 2048 pages, and promises nothing for one that is touched through a map while part of it is written directly:
+old bytes may come back with it, and be written out later over the new ones. So regions begin at multiples of that size, and no
+folio spans two of them; the gaps are holes, which take no disk space. For one region the rule is the caller's: wait for a
+transfer before the next one, and before touching the map. `Region` also moves its cached pages out of the way by itself, for
+file systems that promise less.
+
+    region 0            region 1       region 2            begin at multiples of STRIDE
+    |=======|...........|===|..........|=============|     === reserved, whole pages    ... hole
+"""
+
+import errno
+import functools
+import logging
+import mmap
+import os
+import tempfile
+import weakref
+from pathlib import Path
+
+import torch
+
+from ..errors import ConfigError, StorageError
+from .async_io import ALIGNMENT, AsyncIO, Work, aligned_empty, bytes_of
+
+logger = logging.getLogger(__name__)
+
+STRIDE = 2048 * mmap.PAGESIZE       # the largest folio: see "two ways to one byte"
+
+
+class ScratchFile:
+    """A file without a name in `directory`, whose regions are reached through the engine `io`.
+
+    direct: use O_DIRECT where the file system allows it; where not, that is said once in the log.
+    Raises ConfigError for a directory that is missing or cannot be written to. `io` stays the caller's, to close afterwards.
+    """
+
+    def __init__(self, directory: str | os.PathLike, io: AsyncIO, *, direct: bool = True):
+        self.directory, self.io = Path(directory), io
+        self.buffered_fd = _open_nameless(self.directory)
+        self.direct_fd = _reopen_direct(self.buffered_fd, self.directory) if direct else None
+        self._end = 0
+        fds = [fd for fd in (self.buffered_fd, self.direct_fd) if fd is not None]
+        self._close = weakref.finalize(self, lambda: [os.close(fd) for fd in fds])
+
+    def allocate(self, nbytes: int) -> "Region":
+        """Reserve that much of the disk, so that later writes cannot find it full. (Copy-on-write file systems, as btrfs and
+        ZFS, promise less.)
+
+        Raises ConfigError with the free space when there is not enough.
+        """
+        offset, length = _up(self._end, STRIDE), _up(nbytes, ALIGNMENT)
+        if length:
+            self._reserve(offset, length)
+            self._end = offset + length
+        return Region(self, offset, nbytes)
+
+    def close(self) -> None:
+        """Give the disk space back; wait for all transfers before. Maps stay valid, and keep it, while their tensors live."""
+        self._close()
+
+    def _reserve(self, offset: int, length: int) -> None:
+        try:
+            os.posix_fallocate(self.buffered_fd, offset, length)
+        except OSError as error:
+            os.ftruncate(self.buffered_fd, self._end)       # of what was asked, some may have been granted
+            status = os.statvfs(self.buffered_fd)
+            raise ConfigError(
+                f"{self.directory} has no room for {_size(length)} of offloaded state ({error.strerror}): "
+                f"{_size(status.f_bavail * status.f_frsize)} are free, {_size(self._end)} were reserved before. "
+                "Make room, name a directory on a larger disk, or offload less.") from error
+
+
+class Region:
+    """`nbytes` of a scratch file. One transfer at a time on the same bytes; `file.io` runs those of many regions together."""
+
+    def __init__(self, file: ScratchFile, offset: int, nbytes: int):
+        self.file, self.offset, self.nbytes = file, offset, nbytes
+        self._length = _up(nbytes, ALIGNMENT)
+        self._map: mmap.mmap | None = None
+
+    def read_into(self, tensor: torch.Tensor) -> Work:
+        """Fill a contiguous CPU tensor of at most `nbytes` from the region's start.
+
+        Straight from the disk when the tensor begins at a multiple of 4096 (`aligned_empty`). `wait` of a region's Work raises
+        StorageError. Raises ValueError for a tensor that does not fit.
+        """
+        view = self._checked(tensor)
+        if not self._goes_direct(view):
+            if self.file.direct_fd is not None:
+                self._drop_cached()
+            return _RegionWork(self, [self.file.io.read(self.file.buffered_fd, view, self.offset)])
+        self.settle()
+        body, tail = _cut(view)
+        work = _RegionWork(self, [self.file.io.read(self.file.direct_fd, body, self.offset)])
+        if len(tail):
+            page = aligned_empty(ALIGNMENT, torch.uint8)
+            work.parts.append(self.file.io.read(self.file.direct_fd, page, self.offset + len(body)))
+            work.afterwards = lambda: tail.copy_(page[:len(tail)])
+        return work
+
+    def write_from(self, tensor: torch.Tensor) -> Work:
+        """The other way: bytes of the region behind the tensor's stay as they were.
+
+        Straight to the disk when the tensor begins at a multiple of 4096 and ends at one or with the region.
+        """
+        view = self._checked(tensor)
+        if not self._goes_direct(view) or len(view) % ALIGNMENT and len(view) != self.nbytes:
+            work = _RegionWork(self, [self.file.io.write(self.file.buffered_fd, view, self.offset)])
+            if self.file.direct_fd is not None:
+                work.afterwards = self._write_cached
+            return work
+        self.settle()
+        body, tail = _cut(view)
+        work = _RegionWork(self, [self.file.io.write(self.file.direct_fd, body, self.offset)])
+        if len(tail):
+            page = aligned_empty(ALIGNMENT, torch.uint8)        # its rest is padding between nbytes and the next page
+            page[:len(tail)] = tail
+            work.parts.append(self.file.io.write(self.file.direct_fd, page, self.offset + len(body)))
+        if self._map is not None:
+            work.afterwards = self._drop_cached
+        return work
+
+    def map(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        """[numel], the region itself as memory: read on touch, written when the system likes, or by `settle`.
+
+        Valid while the tensor lives, even when file and region are gone. Further maps show the same bytes.
+        """
+        if numel * dtype.itemsize > self.nbytes:
+            raise ValueError(f"{numel} elements of {dtype} do not fit in a region of {self.nbytes} bytes.")
+        if numel == 0:
+            return torch.empty(0, dtype=dtype)
+        if self._map is None:
+            self._map = mmap.mmap(self.file.buffered_fd, self._length, offset=self.offset)
+        return torch.frombuffer(self._map, dtype=dtype, count=numel)
+
+    def settle(self) -> None:
+        """Write what was put into the map to the disk, and give back the memory its pages take; it stays usable.
+
+        Raises StorageError. Nothing to do without a map.
+        """
+        if self._map is None:
+            return
+        try:
+            self._map.flush()
+        except OSError as error:
+            raise self._failure(f"writing back a map failed: {error.strerror}") from error
+        self._drop_cached()
+
+    def _checked(self, tensor: torch.Tensor) -> torch.Tensor:
+        view = bytes_of(tensor)
+        if len(view) > self.nbytes:
+            raise ValueError(f"A tensor of {len(view)} bytes does not fit in a region of {self.nbytes}.")
+        return view
+
+    def _goes_direct(self, view: torch.Tensor) -> bool:
+        return self.file.direct_fd is not None and view.data_ptr() % ALIGNMENT == 0
+
+    def _write_cached(self) -> None:
+        """After a write through the page cache: to the disk, as all others go."""
+        os.fdatasync(self.file.buffered_fd)
+        self._drop_cached()
+
+    def _drop_cached(self) -> None:
+        """Forget pages in memory that are the same on the disk: first out of the map, then out of the page cache."""
+        if self._map is not None:
+            self._map.madvise(mmap.MADV_DONTNEED)
+        os.posix_fadvise(self.file.buffered_fd, self.offset, self._length, os.POSIX_FADV_DONTNEED)
+
+    def _failure(self, what: str) -> StorageError:
+        return StorageError(f"Offloaded state in {self.file.directory}, {self.nbytes} bytes from offset {self.offset} of its "
+                            f"scratch file: {what}. What was there is lost; check the disk and resume from a checkpoint.")
+
+
+class _RegionWork:
+    """Transfers of one region, and what follows them."""
+
+    def __init__(self, region: Region, parts: list[Work]):
+        self.region, self.parts = region, parts
+        self.afterwards = lambda: None
+
+    def wait(self) -> None:
+        failed = None
+        while self.parts:
+            try:
+                self.parts.pop().wait()
+            except OSError as error:
+                failed = error
+        try:
+            if failed:
+                raise failed
+            self.afterwards()
+            self.afterwards = lambda: None
+        except OSError as error:
+            raise self.region._failure(error.strerror) from error
+
+
+def _open_nameless(directory: Path) -> int:
+    if not hasattr(os, "posix_fallocate"):
+        raise ConfigError("State can be offloaded to a disk on Linux only: this system cannot reserve disk space.")
+    try:
+        return os.open(directory, os.O_RDWR | os.O_TMPFILE | os.O_EXCL, 0o600)      # O_EXCL: it cannot be given a name
+    except OSError:
+        pass        # not every file system can; if nothing can be created at all, the next lines say why
+    try:
+        fd, name = tempfile.mkstemp(prefix=".megatron_ds-scratch-", dir=directory)
+        os.unlink(name)
+        return fd
+    except OSError as error:
+        raise ConfigError(f"{directory} cannot hold offloaded state: {error.strerror}. Name a directory that exists and that "
+                          "this process may write to, best on a local NVMe disk.") from error
+
+
+def _reopen_direct(fd: int, directory: Path) -> int | None:
+    """A second, direct descriptor of the file, which is empty; None, said once, where that does not work."""
+    direct = None
+    try:
+        direct = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_DIRECT)
+        page = memoryview(aligned_empty(ALIGNMENT, torch.uint8).numpy())
+        if os.pwritev(direct, [page], 0) + os.preadv(direct, [page], 0) != 2 * ALIGNMENT:
+            raise OSError(errno.EIO, "a page was not transferred whole")
+        return direct
+    except OSError as error:        # some file systems accept the flag, and fail when it is used
+        if direct is not None:
+            os.close(direct)
+        _say_buffered(directory, error.strerror)
+        return None
+    finally:
+        os.ftruncate(fd, 0)
+
+
+@functools.cache
+def _say_buffered(directory: Path, reason: str) -> None:
+    logger.warning("Offloaded state in %s goes through the page cache, which costs memory and time: its file system has no "
+                   "direct access (%s).", directory, reason)
+
+
+def _cut(view: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Whole pages, and the rest."""
+    body = len(view) // ALIGNMENT * ALIGNMENT
+    return view[:body], view[body:]
+
+
+def _up(nbytes: int, unit: int) -> int:
+    return -(-nbytes // unit) * unit
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes:,} bytes ({nbytes / 2**30:.2f} GiB)"
