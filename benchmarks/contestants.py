@@ -1,12 +1,12 @@
 """One training step of each contestant on a workload: a function from the step's number to the step's loss.
 
-`ours` runs this package's engine; `eager` is plain PyTorch in one process and `ddp` the same model under
-DistributedDataParallel, both with fused AdamW, foreach clipping and SDPA attention.
+`ours` runs this package's engine; `eager` is plain PyTorch in one process, `compile` the same under torch.compile, and `ddp`
+under DistributedDataParallel, all with fused AdamW, foreach clipping and SDPA attention.
 """
 
 import os
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import numpy as np
 import torch
@@ -55,36 +55,52 @@ class PlainGPT(nn.Module):
         for block in self.blocks:
             x = block(x)
         logits = F.linear(self.lnf(x), self.wte.weight)
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+
+def adamw_groups(model: nn.Module) -> list[dict]:
+    return [dict(params=[p for p in model.parameters() if p.dim() >= 2], weight_decay=WEIGHT_DECAY),
+            dict(params=[p for p in model.parameters() if p.dim() < 2], weight_decay=0.0)]
 
 
 def plain_adamw(model: nn.Module) -> torch.optim.Optimizer:
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
-    vectors = [p for p in model.parameters() if p.dim() < 2]
-    return torch.optim.AdamW([dict(params=matrices, weight_decay=WEIGHT_DECAY), dict(params=vectors, weight_decay=0.0)],
-                             lr=LEARNING_RATE, betas=BETAS, eps=EPS, fused=True)
+    return torch.optim.AdamW(adamw_groups(model), lr=LEARNING_RATE, betas=BETAS, eps=EPS, fused=True)
 
 
-def plain(w: Workload, rank: int, world: int, distributed: bool) -> Step:
-    model = PlainGPT(w)
-    net = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True) if distributed else model
-    optimizer = plain_adamw(model)
-    data = torch.from_numpy(token_batches(w))
-    share = w.global_batch // world
+def plain(w: Workload, rank: int, world: int, dtype: str, compiled: bool = False) -> Step:
+    """Under DistributedDataParallel when there are several ranks."""
+    net = model = PlainGPT(w)
+    if world > 1:
+        net = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    elif compiled:
+        net = torch.compile(model)
+    return plain_step(w, rank, world, net, plain_adamw(model), dtype)
+
+
+def plain_step(w: Workload, rank: int, world: int, net: nn.Module, optimizer: torch.optim.Optimizer, dtype: str,
+               microbatch: Callable[[bool], AbstractContextManager] | None = None, keep_gradients: bool | None = None) -> Step:
+    """PyTorch's training loop. bf16 is autocast over fp32 weights.
+
+    microbatch      context of the forward and backward of a micro-batch, told whether it is the last; default DDP's no_sync
+    keep_gradients  between the steps, zeroed; default where they are views of DDP's buckets
+    """
+    data, share = torch.from_numpy(token_batches(w)), w.global_batch // world
+    autocast = lambda: torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bf16")
+    if microbatch is None:
+        microbatch = lambda is_last: nullcontext() if is_last or world == 1 else net.no_sync()
 
     def step(i: int) -> float:
-        mine = data[i % NUM_BATCHES][rank * share:(rank + 1) * share].split(w.micro_batch)
-        total = torch.zeros(())
+        total, mine = torch.zeros(()), data[i % NUM_BATCHES][rank * share:(rank + 1) * share].split(w.micro_batch)
         for j, rows in enumerate(mine):
-            last = j == len(mine) - 1
-            with nullcontext() if last or not distributed else net.no_sync():
-                loss = net(rows[:, :-1], rows[:, 1:]) / len(mine)
+            with microbatch(j == len(mine) - 1):
+                with autocast():
+                    loss = net(rows[:, :-1], rows[:, 1:]) / len(mine)
                 loss.backward()
             total += loss.detach() / world
-        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        torch.nn.utils.clip_grad_norm_(net.parameters(), CLIP)
         optimizer.step()
-        optimizer.zero_grad(set_to_none=not distributed)
-        if distributed:
+        optimizer.zero_grad(set_to_none=not (world > 1 if keep_gradients is None else keep_gradients))
+        if world > 1:
             dist.all_reduce(total)
         return total.item()
 
@@ -92,7 +108,7 @@ def plain(w: Workload, rank: int, world: int, distributed: bool) -> Step:
 
 
 # ---------------------------------------------------------------------------------------------------- this package
-def our_flags(w: Workload, layout: tuple[str, ...]) -> list[str]:
+def our_flags(w: Workload, dtype: str, layout: tuple[str, ...]) -> list[str]:
     return [
         "--num-layers", str(w.layers), "--hidden-size", str(w.hidden), "--num-attention-heads", str(w.heads),
         "--seq-length", str(w.seq), "--max-position-embeddings", str(w.seq), "--vocab-size", str(w.vocab),
@@ -100,10 +116,10 @@ def our_flags(w: Workload, layout: tuple[str, ...]) -> list[str]:
         "--global-batch-size", str(w.global_batch), "--train-iters", "1000", "--lr", str(LEARNING_RATE),
         "--lr-decay-style", "constant", "--weight-decay", str(WEIGHT_DECAY), "--adam-beta1", str(BETAS[0]),
         "--adam-beta2", str(BETAS[1]), "--adam-eps", str(EPS), "--clip-grad", str(CLIP), "--mock-data",
-        "--tokenizer-type", "NullTokenizer", *layout]
+        "--tokenizer-type", "NullTokenizer", *(["--bf16"] if dtype == "bf16" else []), *layout]
 
 
-def ours(w: Workload, world: int, layout: tuple[str, ...], stack: ExitStack) -> Step:
+def ours(w: Workload, world: int, dtype: str, layout: tuple[str, ...], stack: ExitStack) -> Step:
     """`stack` leaves the other ranks when it closes."""
     from megatron_ds.config import parse
     from megatron_ds.data.loader import Loader
@@ -112,7 +128,7 @@ def ours(w: Workload, world: int, layout: tuple[str, ...], stack: ExitStack) -> 
     from megatron_ds.training.build import build_engine
     from megatron_ds.training.join import joined
     from megatron_ds.training.step import train_step
-    config = parse(our_flags(w, layout), world_size=world)
+    config = parse(our_flags(w, dtype, layout), world_size=world)
     engine = build_engine(config, stack.enter_context(joined(config, launching.read_launch(os.environ))))
     _load(engine, initial_weights(w), w)
     loader = Loader(Samples(w), seq_length=w.seq, micro_batch_size=w.micro_batch)

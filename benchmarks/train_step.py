@@ -1,19 +1,32 @@
-"""Seconds, tokens/s and peak memory of our training step beside plain PyTorch's, in one alternating run.
+"""Seconds, tokens/s and peak memory of our training step beside its peers', in one alternating run.
 
-    python benchmarks/train_step.py --workload S --contestants eager ours --rounds 3
-    python benchmarks/train_step.py --workload S --contestants ddp ours:dp=2 ours:dp=2,zero=1 --rounds 3
-    python benchmarks/train_step.py --workload S --contestants mcore dtensor ours:tp=2
+    python benchmarks/train_step.py --workload S --contestants eager compile ours --rounds 3
+    python benchmarks/train_step.py --workload S --dtype bf16 --contestants ddp ddp-zero ours:dp=2 ours:dp=2,zero=1
+    python benchmarks/train_step.py --contestants fsdp2:3 deepspeed:3 ours:dp=2,zero=3 --python deepspeed=DS/bin/python
+    python benchmarks/train_step.py --contestants mcore dtensor ours:tp=2
 
-A contestant is `eager`, `ddp`, `dtensor`, `mcore` (two processes each but the first), or `ours[:layout]` with the layout
-language of tools/compare_layouts.py. All ranks of one together use two threads. Each round runs every contestant once in
-fresh processes, in turn, so that a slow minute of the machine hits all alike; medians over rounds are shown with their
-spread. `loss_last` must be equal.
+    one process     eager, compile (torch.compile)
+    two processes   ddp; ddp-zero (with ZeroRedundancyOptimizer); fsdp2:2, fsdp2:3; deepspeed:0 to deepspeed:3, with torch's
+                    Adam or +cpu_adam; dtensor and mcore (tensor parallel, fp32 only)
+    ours[:layout]   the layout language of tools/compare_layouts.py
+
+All ranks of one contestant together use two threads. Each round runs every contestant once in fresh processes, in turn, so
+that a slow minute of the machine hits all alike; medians over rounds are shown with their spread. `loss_last` must be equal:
+to 1e-4 in fp32, within rounding in bf16. `--python` names another interpreter for a contestant's family, for peers that one
+environment does not hold; torch's version must be the same in all. Workload T is for trying whether a contestant runs.
+
+bf16 is what each offers: autocast over fp32 weights (eager, compile, ddp, ddp-zero), 16-bit compute from fp32 shards (fsdp2),
+16-bit weights with fp32 masters (deepspeed, ours).
+
+Memory, per rank, is the peak of resident memory in the training steps: all of it, and what lies above the level before the
+model was built, when everything was imported and the ranks connected. The first figure has each peer's libraries in it.
 """
 
 import argparse
+import importlib
 import json
 import os
-import resource
+import re
 import socket
 import statistics
 import subprocess
@@ -24,27 +37,39 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
+import peak_memory  # noqa: E402
 from workloads import WORKLOADS  # noqa: E402
 
 TOTAL_THREADS = 2
+
+
+# What is imported only when it is used, by everyone and by a family: loaded before the level of memory is read.
+LAZY_IMPORTS = {
+    "all": ["torch._dynamo", "torch.distributed.tensor"],
+    "ours": ["megatron_ds.training.build", "megatron_ds.training.join", "megatron_ds.training.step", "megatron_ds.data.loader",
+             "megatron_ds.checkpoint.pieces"],
+    "compile": ["torch._inductor.compile_fx"], "ddp-zero": ["torch.distributed.optim"], "fsdp2": ["torch.distributed.fsdp"],
+    "deepspeed": ["deepspeed"], "dtensor": ["torch.distributed.tensor.parallel"],
+    "mcore": ["megatron.core.models.gpt.gpt_model"]}
+FP32_ONLY = {"dtensor", "mcore"}
 
 
 def run_rank(args: argparse.Namespace, stack: ExitStack) -> None:
     """One rank of one contestant: train, measure, print one JSON line from rank 0."""
     import torch
     import torch.distributed as dist
-    from contestants import ours
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    rank, world, threads = (int(os.environ[key]) for key in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS"))
     w = WORKLOADS[args.workload]
-    if args.rank_of == "ours" or args.rank_of.startswith("ours:"):
-        from megatron_ds.training.compare import parse_layout
-        step = ours(w, world, parse_layout(args.rank_of.partition(":")[2]).flags, stack)
-    else:
-        if world > 1:
-            dist.init_process_group("gloo")
-            stack.callback(dist.destroy_process_group)
-        step = peer_step(args.rank_of, w, rank, world)
+    for module in (*LAZY_IMPORTS["all"], *LAZY_IMPORTS.get(family(args.rank_of), ())):
+        importlib.import_module(module)
+    torch.set_num_threads(threads)                   # DeepSpeed sets its own
+    if family(args.rank_of) != "ours" and world > 1:
+        dist.init_process_group("gloo")
+        stack.callback(dist.destroy_process_group)
+        dist.barrier()
+    level = peak_memory.resident_mib()
+    step = make_step(args.rank_of, w, rank, world, args.dtype, stack)
+    peak_memory.forget_peak()
     seconds, losses = [], []
     for i in range(w.warmup + w.steps):
         if world > 1:
@@ -54,33 +79,70 @@ def run_rank(args: argparse.Namespace, stack: ExitStack) -> None:
         if world > 1:
             dist.barrier()
         seconds.append(time.perf_counter() - start)
-    peak = [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024]
+    peak = peak_memory.peak_mib()
+    peaks = [(peak, peak - level)]
     if world > 1:
         everyone = [None] * world
-        dist.all_gather_object(everyone, peak[0])
-        peak = everyone
+        dist.all_gather_object(everyone, peaks[0])
+        peaks = everyone
     if rank == 0:
-        print(json.dumps({"contestant": args.rank_of, "workload": w.name, "step_s": statistics.median(seconds[w.warmup:]),
-                          "step_min": min(seconds[w.warmup:]), "loss_last": losses[-1], "peak_mib": [round(p) for p in peak],
-                          "tokens_s": w.global_batch * w.seq / statistics.median(seconds[w.warmup:])}), flush=True)
+        measured = seconds[w.warmup:]
+        print(json.dumps({
+            "contestant": args.rank_of, "workload": w.name, "dtype": args.dtype, "step_s": statistics.median(measured),
+            "step_min": min(measured), "loss_last": losses[-1], "peak_mib": [round(peak) for peak, _ in peaks],
+            "peak_above_mib": [round(above) for _, above in peaks],
+            "tokens_s": w.global_batch * w.seq / statistics.median(measured)}), flush=True)
 
 
-def peer_step(contestant: str, w, rank: int, world: int):
-    if contestant in ("dtensor", "mcore"):
+def make_step(contestant: str, w, rank: int, world: int, dtype: str, stack: ExitStack):
+    import contestants
+    kind, _, detail = contestant.partition(":")
+    if kind == "ours":
+        from megatron_ds.training.compare import parse_layout
+        return contestants.ours(w, world, dtype, parse_layout(detail).flags, stack)
+    if kind in FP32_ONLY:
         import tensor_parallel_peers
-        return getattr(tensor_parallel_peers, contestant)(w, rank, world)
-    from contestants import plain
-    return plain(w, rank, world, distributed=contestant == "ddp")
+        return getattr(tensor_parallel_peers, kind)(w, rank, world)
+    if kind in ("eager", "compile", "ddp"):
+        return contestants.plain(w, rank, world, dtype, compiled=kind == "compile")
+    import data_parallel_peers
+    if kind == "ddp-zero":
+        return data_parallel_peers.ddp_zero(w, rank, world, dtype)
+    stage, _, adam = detail.partition("+")
+    if kind == "fsdp2":
+        return data_parallel_peers.fsdp2(w, rank, world, dtype, int(stage))
+    return data_parallel_peers.zero(w, rank, world, dtype, int(stage), cpu_adam=adam == "cpu_adam")
+
+
+def family(contestant: str) -> str:
+    return contestant.partition(":")[0]
+
+
+KNOWN = re.compile(r"eager|compile|ddp|ddp-zero|dtensor|mcore|fsdp2:[23]|deepspeed:[0-3](\+cpu_adam)?|ours(:.*)?")
+
+
+def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    from megatron_ds.errors import ConfigError
+    for contestant in args.contestants:
+        if not KNOWN.fullmatch(contestant):
+            parser.error(f"no contestant {contestant!r}. There are eager, compile, ddp, ddp-zero, fsdp2:2, fsdp2:3, "
+                         "deepspeed:0 to deepspeed:3 (with torch's Adam, or +cpu_adam), dtensor, mcore, ours and ours:LAYOUT.")
+        if args.dtype != "fp32" and family(contestant) in FP32_ONLY:
+            parser.error(f"{contestant} is measured in fp32 only. Leave it out, or take --dtype fp32.")
+        try:
+            world_of(contestant)
+        except ConfigError as error:
+            parser.error(str(error))
 
 
 def world_of(contestant: str) -> int:
-    if contestant.startswith("ours"):
+    if family(contestant) == "ours":
         from megatron_ds.training.compare import parse_layout
         return parse_layout(contestant.partition(":")[2]).world_size
-    return 1 if contestant == "eager" else 2
+    return 1 if contestant in ("eager", "compile") else 2
 
 
-def run_contestant(contestant: str, workload: str) -> dict:
+def run_contestant(contestant: str, workload: str, dtype: str, pythons: dict[str, str]) -> dict:
     """Start the ranks of one contestant and wait; the record of rank 0."""
     world = world_of(contestant)
     with socket.socket() as s:
@@ -89,48 +151,66 @@ def run_contestant(contestant: str, workload: str) -> dict:
     threads = str(max(1, TOTAL_THREADS // world))
     env = os.environ | {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
                         "MASTER_PORT": str(port), "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads,
-                        "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-W", "ignore", __file__, "--workload", workload, "--rank-of", contestant]
+                        "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+    python = pythons.get(family(contestant), sys.executable)
+    command = [python, "-W", "ignore", __file__, "--workload", workload, "--dtype", dtype, "--rank-of", contestant]
     ranks = [subprocess.Popen(command, env=env | {"RANK": str(r), "LOCAL_RANK": str(r)}, text=True,
                               stdout=subprocess.PIPE if r == 0 else subprocess.DEVNULL) for r in range(world)]
     text, _ = ranks[0].communicate()
-    if any(rank.wait() for rank in ranks):
+    for rank in ranks:
+        rank.wait()
+    # Not the exit codes: peers that have done their work sometimes abort while their process groups are taken down.
+    records = [line for line in text.splitlines() if line.startswith('{"contestant"')]
+    if not records:
         raise SystemExit(f"{contestant}: a rank failed; its error is above")
-    return json.loads(text.strip().splitlines()[-1])
+    return json.loads(records[-1])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", choices=WORKLOADS, default="S")
     parser.add_argument("--contestants", nargs="+", default=["eager", "ours", "ddp", "ours:dp=2"])
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--python", nargs="+", default=[], metavar="FAMILY=PATH",
+                        help="the interpreter of contestants of a family, as in deepspeed=DS/bin/python")
     parser.add_argument("--output", type=Path, help="append every record to this JSON-lines file")
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank_of:
         with ExitStack() as stack:
             return run_rank(args, stack)
+    check(parser, args)
+    pythons = dict(item.split("=", 1) for item in args.python)
     records = {contestant: [] for contestant in args.contestants}
     for number in range(args.rounds):
         for contestant in args.contestants:
-            record = run_contestant(contestant, args.workload)
+            record = run_contestant(contestant, args.workload, args.dtype, pythons)
             records[contestant].append(record)
             print(f"round {number + 1}: {contestant:28s} {record['step_s']:.3f} s/step", file=sys.stderr, flush=True)
             if args.output:
                 with args.output.open("a") as file:
                     file.write(json.dumps(record) + "\n")
-    show(records, args.workload)
+    show(records, f"{args.workload}, {args.dtype}")
 
 
-def show(records: dict[str, list[dict]], workload: str) -> None:
-    print(f"| workload {workload} | s/step median (min–max of rounds) | tokens/s | peak MiB per rank | loss_last |")
-    print("|---|---|---|---|---|")
+def show(records: dict[str, list[dict]], work: str) -> None:
+    print(f"| workload {work} | s/step median (min–max of rounds) | best step | tokens/s | last loss | peak MiB per rank "
+          "| above the level before the model |")
+    print("|---|---|---|---|---|---|---|")
     for contestant, rows in records.items():
         times = [r["step_s"] for r in rows]
         median = statistics.median(times)
         row = rows[times.index(min(times, key=lambda t: abs(t - median)))]
-        print(f"| {contestant} | {median:.3f} ({min(times):.3f}–{max(times):.3f}) | {row['tokens_s']:.0f} | "
-              f"{' + '.join(map(str, row['peak_mib']))} | {row['loss_last']:.5f} |")
+        best = min(r["step_min"] for r in rows)
+        print(f"| {contestant} | {median:.3f} ({min(times):.3f}–{max(times):.3f}) | {best:.3f} | "
+              f"{row['tokens_s']:.0f} | {row['loss_last']:.5f} | "
+              f"{_per_rank(rows, 'peak_mib')} | {_per_rank(rows, 'peak_above_mib')} |")
+
+
+def _per_rank(rows: list[dict], key: str) -> str:
+    """The most of any round, rank by rank."""
+    return " + ".join(str(max(values)) for values in zip(*(row[key] for row in rows)))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The work every contestant does: model sizes, tokens, initial weights, optimizer. Same bits for all, so losses must agree.
 
-S is a small GPT (14 M parameters), M a GPT-2-small-like one (111 M). Tokens follow Zipf's law. AdamW, betas .9/.95, weight
-decay .1 on matrices, gradient clipping 1.0, tanh-GELU, tied head, no dropout, fp32.
+S is a small GPT (14 M parameters), M a GPT-2-small-like one (111 M), T a tiny one, to see whether a contestant runs. Tokens
+follow Zipf's law. AdamW, betas .9/.95, weight decay .1 on matrices, gradient clipping 1.0, tanh-GELU, tied head, no dropout.
 """
 
 import math
@@ -25,6 +25,7 @@ class Workload:
 
 
 WORKLOADS = {w.name: w for w in (
+    Workload("T", layers=2, hidden=64, heads=2, seq=32, vocab=512, global_batch=8, micro_batch=2, warmup=1, steps=3),
     Workload("S", layers=6, hidden=384, heads=6, seq=256, vocab=8192, global_batch=16, micro_batch=4, warmup=2, steps=8),
     Workload("M", layers=12, hidden=768, heads=12, seq=512, vocab=32768, global_batch=8, micro_batch=2, warmup=1, steps=3),
 )}

@@ -139,10 +139,35 @@ def test_blocked_attention_equals_the_reference(n, g, s, tile, monkeypatch):
     torch.testing.assert_close(gradients(out, packed), gradients(expected, packed), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("n, g", [(4, 4), (6, 2)])
+def test_blocked_attention_in_bf16_strays_no_further_than_torch_does(n, g):
+    s, d = 150, 16
+    packed = (3 * randn(s, 2, n + 2 * g, d).detach()).bfloat16()
+    weight = randn(s, 2, n * d, seed=1).detach().bfloat16()
+
+    def outcome(attend, x):
+        x = x.clone().requires_grad_()
+        y = attend(*x.split((n, g, g), dim=2))
+        return y.detach(), torch.autograd.grad(y, x, weight.to(y.dtype))[0]
+
+    def fused(q, k, v):
+        out = F.scaled_dot_product_attention(*(t.permute(1, 2, 0, 3) for t in (q, k, v)), is_causal=True, scale=0.3,
+                                             enable_gqa=True)
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+    exact = outcome(lambda q, k, v: reference_attention(q, k, v, scale=0.3), packed.double())
+    ours, torchs = outcome(lambda q, k, v: blocked.blocked_attention(q, k, v, 0.3), packed), outcome(fused, packed)
+    for a, b, e in zip(ours, torchs, exact):
+        assert a.dtype == torch.bfloat16
+        assert 0 < (a - e).norm() < 1.3 * (b - e).norm() < 0.02 * e.norm()
+        assert (a - e).abs().max() < 2 * (b - e).abs().max()
+
+
 def test_blocked_attention_serves_the_lengths_where_it_is_faster(monkeypatch):
     called = []
     monkeypatch.setattr("megatron_ds.ops.attention.blocked_attention",
                         lambda q, k, v, scale: (called.append(len(q)), blocked.blocked_attention(q, k, v, scale))[1])
+    monkeypatch.setattr(blocked, "_has_fast_products", lambda dtype: dtype is torch.float32)       # a machine without bf16
     for s in (64, 128, 256, 257):
         q, k, v = qkv(s, s, 1, 2, 1, 32)
         torch.testing.assert_close(attention(q, k, v), reference_attention(q, k, v), rtol=1e-5, atol=1e-5)

@@ -7,6 +7,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
 import torch
 
 from megatron_ds.errors import CommunicationError
@@ -56,17 +57,35 @@ def test_every_operation_is_right_for_every_dtype():
 
 
 def sums_of_reals(rank, world):
-    group = world.group("dp", range(world.size), rank)
-    tensor = torch.randn(1000, generator=torch.Generator().manual_seed(rank))
-    scattered = collectives.reduce_scatter(tensor[:999], group)
-    collectives.all_reduce_(tensor, group)
-    return tensor, scattered
+    """For several sizes and dtypes: (all-reduced, this rank's piece of the reduced), all under way at the same time."""
+    group, n, results, works = world.group("dp", range(world.size), rank), world.size, {}, []
+    for dtype in (torch.float32, torch.bfloat16):
+        for numel in (n, 333 * n, 20_001 * n):              # a number a piece; a message of one round; of two
+            tensor = numbers(rank, numel, dtype)
+            total, piece = torch.cat((tensor, tensor[:1])), tensor.chunk(n)[rank]      # the total is of no multiple of n
+            works.append(collectives.all_reduce_(total, group, async_op=True))
+            works.append(collectives.reduce_scatter_into_(piece, tensor, group, async_op=True))     # in place
+            results[dtype, numel] = total, piece
+    for work in works:
+        work.wait()
+        work.wait()
+    return results
 
 
-def test_all_ranks_get_the_same_bits_of_a_sum():
-    ranks = run_processes(3, sums_of_reals)
-    assert all(torch.equal(total, ranks[0][0]) for total, _ in ranks)
-    torch.testing.assert_close(torch.cat([piece for _, piece in ranks]), ranks[0][0][:999])      # another order of summing
+def numbers(rank, numel, dtype):
+    return torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_sums_have_the_bits_of_adding_in_rank_order_on_all_ranks_in_both_operations(n):
+    ranks = run_processes(n, sums_of_reals)
+    for (dtype, numel), (total, _) in ranks[0].items():
+        expected = numbers(0, numel, dtype)
+        for rank in range(1, n):
+            expected = expected + numbers(rank, numel, dtype)
+        assert total.numel() == numel + 1 and torch.equal(total[:numel], expected)
+        assert all(torch.equal(of_rank[dtype, numel][0], total) for of_rank in ranks)
+        assert torch.equal(torch.cat([of_rank[dtype, numel][1] for of_rank in ranks]), expected)
 
 
 def talk_on_channels(rank, world):
