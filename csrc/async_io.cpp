@@ -70,7 +70,8 @@ private:
 class Mapping {
 public:
     Mapping(int fd, size_t nbytes, uint64_t offset)
-        : start_(mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd, off_t(offset))), nbytes_(nbytes) {
+        : start_(mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd, off_t(offset))),
+          nbytes_(nbytes) {
         if (start_ == MAP_FAILED) throw SystemError{errno, reason(errno)};
         madvise(start_, nbytes, MADV_DONTFORK);
     }
@@ -91,7 +92,7 @@ public:
     explicit Rings(unsigned entries)
         : fd_(int(syscall(__NR_io_uring_setup, entries, &params_))), rings_(fd_, bytes(), IORING_OFF_SQ_RING),
           requests_(fd_, params_.sq_entries * sizeof(io_uring_sqe), IORING_OFF_SQES) {
-        if (!(params_.features & IORING_FEAT_RW_CUR_POS)) throw SystemError{ENOSYS, "io_uring of this kernel is older than 5.6"};
+        if (!(params_.features & IORING_FEAT_RW_CUR_POS)) throw SystemError{ENOSYS, "the kernel is older than 5.6"};
     }
 
     // A zeroed request, which goes with the next `enter`.
@@ -229,12 +230,14 @@ private:
                 if (broken_ || (closing_ && free_.size() == blocks_.size())) return;
             }
             const int error = rings_.enter();
+            if (error == EAGAIN || error == EBUSY) std::this_thread::sleep_for(std::chrono::milliseconds(1));      // no memory
             std::lock_guard<std::mutex> lock(mutex_);
-            if (error == EAGAIN || error == EBUSY)      // the kernel is short of memory
-                std::this_thread::sleep_for(std::chrono::milliseconds(1));
-            else if (error && error != EINTR)
+            if (error && error != EAGAIN && error != EBUSY && error != EINTR)
                 give_up(error);
-            rings_.reap([this](uint64_t slot, int result) { slot == WAKE ? listen() : complete(unsigned(slot), result); });
+            else
+                rings_.reap([this](uint64_t slot, int result) {
+                    slot == WAKE ? listen() : complete(unsigned(slot), result);
+                });
             changed_.notify_all();
         }
     }
@@ -269,7 +272,7 @@ private:
         io_uring_sqe* request = rings_.prepare();
         request->opcode = t.write ? IORING_OP_WRITE : IORING_OP_READ;
         request->fd = t.fd;
-        request->addr = reinterpret_cast<uint64_t>(t.address + start);
+        request->addr = reinterpret_cast<uintptr_t>(t.address + start);
         request->len = uint32_t(block.nbytes - block.moved);
         request->off = t.offset + start;
         request->user_data = slot;
@@ -284,7 +287,7 @@ private:
         }
         if ((result > 0 && block.moved < block.nbytes) || result == -EINTR || result == -EAGAIN) return issue(slot);
         if (result <= 0) {
-            // After a short direct read the rest is no longer aligned. Short means that the file ends, and that is the finding.
+            // After a short direct read the rest is no longer aligned. Short means that the file ends, which is the finding.
             const bool at_end = result == 0 || (result == -EINVAL && !t.write && block.moved > 0);
             if (!at_end && !t.error) t.error = -result;
             t.issued = t.nbytes;
@@ -376,10 +379,11 @@ private:
 }  // namespace
 
 PYBIND11_MODULE(_async_io, module) {
-    module.doc() = "Files through io_uring; megatron_ds.ops.async_io checks the arguments, keeps the memory and is the way in.";
+    module.doc() = "Files through io_uring; megatron_ds.ops.async_io checks arguments, keeps the memory and is the way in.";
     py::class_<Ring>(module, "Ring", "Up to `depth` blocks of `block_bytes` in flight. OSError where io_uring does not work.")
         .def(py::init<unsigned, uint64_t>(), py::arg("depth"), py::arg("block_bytes"))
-        .def("submit", &Ring::submit, py::arg("write"), py::arg("fd"), py::arg("address"), py::arg("nbytes"), py::arg("offset"),
+        .def("submit", &Ring::submit, py::arg("write"), py::arg("fd"), py::arg("address"), py::arg("nbytes"),
+             py::arg("offset"),
              "Start a transfer; returns a ticket. The memory must live until the ticket has been waited for.")
         .def("wait", &Ring::wait, py::arg("ticket"),
              "(bytes moved, errno or 0), once per ticket. Fewer bytes without an error: the file ends there.")

@@ -1,5 +1,7 @@
 """megatron_ds: pretraining with tensor, pipeline and data parallelism and ZeRO that composes, plans and resumes at any layout.
 
+    engine = megatron_ds.initialize(model=module, config="ds_config.json")      # any torch module: docs/engine.md
+
 Importing the package imports nothing else: its rooms (`megatron_ds.mpu`, `megatron_ds.config`, …) load when first used.
 """
 
@@ -7,17 +9,19 @@ from importlib import import_module
 
 from .version import __version__
 
-__all__ = ["__version__"]
+__all__ = ["__version__", "initialize"]
 
-_ROOMS = ("checkpoint", "config", "data", "errors", "models", "mpu", "ops", "optim", "pipeline", "progress", "ramps",
+_ROOMS = ("checkpoint", "config", "data", "engine", "errors", "models", "mpu", "ops", "optim", "pipeline", "progress", "ramps",
           "registry", "tensor_parallel", "training", "zero")
 
 
 def __getattr__(name: str):
     if name in _ROOMS:
         return import_module(f".{name}", __name__)
+    if name == "initialize":
+        return import_module(".engine", __name__).initialize
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_ROOMS])
+    return sorted([*globals(), *_ROOMS, "initialize"])

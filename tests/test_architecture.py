@@ -1,6 +1,6 @@
 """The house keeps its order: imports go strictly downward, torch.distributed stays in two rooms, importing is light.
 
-    7  scripts, tools
+    7  scripts, tools, engine
     6  training
     5  checkpoint
     4  models
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "megatron_ds"
 LAYERS = {
     "errors": 0, "registry": 0, "progress": 0, "ramps": 0, "version": 0, "config": 1, "mpu": 1, "ops": 2, "data": 2,
-    "tensor_parallel": 3, "pipeline": 3, "zero": 3, "optim": 3, "models": 4, "checkpoint": 5, "training": 6}
+    "tensor_parallel": 3, "pipeline": 3, "zero": 3, "optim": 3, "models": 4, "checkpoint": 5, "training": 6, "engine": 7}
 WITHOUT_TORCH = ("errors", "registry", "progress", "ramps", "version", "config", "mpu.grid", "pipeline.partition")
 MOST_LINES = 400
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -55,7 +55,7 @@ def latest(directory: str | os.PathLike) -> int | None:
 
 def read_run(directory: str | os.PathLike, step: int) -> dict:
     """What `save` was given as `run`, with what `run_file.py` adds. Raises CheckpointError when it is not readable."""
-    return read_run_file(_find(directory, step))
+    return read_run_file(find_checkpoint(directory, step))
 
 
 def load(directory: str | os.PathLike, step: int, pieces: Iterable[Piece], *, tp: Group, world: Group,
@@ -85,11 +85,12 @@ def _fill(directory: str | os.PathLike, step: int, pieces: Iterable[Piece], tp: 
 
     what = f"cannot load iteration {step} from {directory}"
     readings = []       # stays on this rank; what an action returns travels
-    together(world, what, lambda: readings.append(plan_reading(_find(directory, step), pieces, tp, exact)))
+    together(world, what, lambda: readings.append(plan_reading(find_checkpoint(directory, step), pieces, tp, exact)))
     together(world, what, readings[0].run)
 
 
-def _find(directory: str | os.PathLike, step: int) -> Path:
+def find_checkpoint(directory: str | os.PathLike, step: int) -> Path:
+    """Where it lies. Raises CheckpointError, naming those that there are."""
     path = folders.find(Path(directory), step)
     if path is None:
         raise CheckpointError(f"there is no checkpoint of iteration {step} in {directory}; there are iterations "

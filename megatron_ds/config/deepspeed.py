@@ -42,8 +42,13 @@ SCHEDULER_PARAMS = {"WarmupLR": _WARMUP | {"warmup_min_lr", "warmup_max_lr"},
 
 def read_deepspeed(path: str) -> list[Setting]:
     """Raises one ConfigError with everything that is wrong."""
+    return read_block(path, load_json(path, "--deepspeed_config"))
+
+
+def read_block(path: str, block: Mapping[str, Any]) -> list[Setting]:
+    """The settings of a file's block, however it came here; `path` names it in messages."""
     document = _Document(path)
-    document.walk("", _load(path))
+    document.walk("", block)
     for translate in (_declared, _fp16, _optimizer, _scheduler, _tensorboard):
         translate(document)
     reject(document.wrong)
@@ -171,8 +176,9 @@ def _tensorboard(document: _Document) -> None:
         document.give("logging.tensorboard_dir", folder, "tensorboard.output_path")
 
 
-def _load(path: str) -> dict[str, Any]:
-    text = text_of(path, "--deepspeed_config")
+def load_json(path: str, flag: str) -> dict[str, Any]:
+    """The block that a file holds. flag: what named the file, for messages."""
+    text = text_of(path, flag)
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]

@@ -29,6 +29,7 @@ from .huge_pages import LARGE_PAGE_BYTES
 logger = logging.getLogger(__name__)
 
 ALIGNMENT = 4096        # bytes: of address, length and offset, for direct access on any usual disk
+MOST_IN_FLIGHT = 4096
 ENGINES = ("auto", "io_uring", "threads")
 
 
@@ -60,7 +61,7 @@ def make_io(kind: str = "auto", *, queue_depth: int = 32, threads: int = 8, bloc
     """The engine of that name in ENGINES; "auto" is io_uring where it works, else threads, which is said once in the log.
 
     queue_depth, threads  blocks in flight together, of io_uring and of threads
-    Raises ConfigError for another name, and for io_uring where it does not work.
+    Raises ConfigError for another name or impossible numbers, and for io_uring where it does not work.
     """
     if kind not in ENGINES:
         raise ConfigError(f"There is no disk access '{kind}': use one of {', '.join(ENGINES)}.")
@@ -97,7 +98,7 @@ class ThreadIO:
 
     def __init__(self, threads: int = 8, block_bytes: int = 1 << 20):
         self.block_bytes = _checked_block(block_bytes)
-        self._pool = concurrent.futures.ThreadPoolExecutor(threads, thread_name_prefix="disk")
+        self._pool = concurrent.futures.ThreadPoolExecutor(_checked_depth(threads), thread_name_prefix="disk")
 
     def read(self, fd: int, tensor: torch.Tensor, offset: int) -> Work:
         return self._start(_read_block, "reading", fd, tensor, offset)
@@ -132,7 +133,7 @@ def _read_block(fd: int, view: memoryview, offset: int) -> tuple[int, int]:
         while done < len(view) and (moved := os.preadv(fd, [view[done:]], offset + done)):
             done += moved
     except OSError as error:
-        # After a short direct read the rest is no longer aligned. Short means that the file ends, and that is the finding.
+        # After a short direct read the rest is no longer aligned. Short means that the file ends, which is the finding.
         return done, 0 if done and error.errno == errno.EINVAL else error.errno
     return done, 0
 
@@ -157,7 +158,7 @@ class UringIO:
         except ImportError as reason:
             raise OSError(errno.ENOSYS, f"io_uring is not compiled ({reason}); on Linux, reinstall megatron_ds with a C++17 "
                                         "compiler to have it") from reason
-        self._ring = extension.Ring(queue_depth, _checked_block(block_bytes))
+        self._ring = extension.Ring(_checked_depth(queue_depth), _checked_block(block_bytes))
         self._try()
 
     def read(self, fd: int, tensor: torch.Tensor, offset: int) -> Work:
@@ -243,5 +244,13 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def _checked_block(block_bytes: int) -> int:
     if block_bytes < ALIGNMENT or block_bytes % ALIGNMENT or block_bytes > 1 << 30:
-        raise ValueError(f"block_bytes={block_bytes} must be a multiple of {ALIGNMENT}, at most {1 << 30}.")
+        raise ConfigError(f"Disk access by blocks of {block_bytes} bytes is impossible: disks are reached by whole pages. Use "
+                          f"a multiple of {ALIGNMENT}, at most {1 << 30}; a mebibyte or more is fast.")
     return block_bytes
+
+
+def _checked_depth(blocks: int) -> int:
+    if not 1 <= blocks <= MOST_IN_FLIGHT:
+        raise ConfigError(f"{blocks} blocks cannot be on their way to a disk together: use 1 to {MOST_IN_FLIGHT}; 32 keep a "
+                          "disk busy.")
+    return blocks

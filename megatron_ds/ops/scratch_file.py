@@ -7,11 +7,11 @@ A `ScratchFile` has no name: a crash leaves nothing behind that somebody could t
 
 Note: two ways to one byte. The kernel keeps both ways coherent where one has ended before the other begins: direct reads
 see what was written through the cache or a map, direct writes take cached pages away. It does so by units of the page cache,
-*folios* of up to 2048 pages: while a direct write is under way, a neighbour touched through a map may bring old bytes back
-with its folio, and write them out later over the new ones. So regions begin at multiples of that size, and no folio spans two
-of them; the gaps are holes, which take no disk space. For one region the rule is the caller's: wait for a transfer before the
-next one, and before touching the map. `Region` also moves its cached pages out of the way by itself, for file systems that
-promise less.
+*folios* of up to 2048 pages, and promises nothing for one that is touched through a map while part of it is written directly:
+old bytes may come back with it, and be written out later over the new ones. So regions begin at multiples of that size, and no
+folio spans two of them; the gaps are holes, which take no disk space. For one region the rule is the caller's: wait for a
+transfer before the next one, and before touching the map. `Region` also moves its cached pages out of the way by itself, for
+file systems that promise less.
 
     region 0            region 1       region 2            begin at multiples of STRIDE
     |=======|...........|===|..........|=============|     === reserved, whole pages    ... hole
@@ -30,6 +30,7 @@ import torch
 
 from ..errors import ConfigError, StorageError
 from .async_io import ALIGNMENT, AsyncIO, Work, aligned_empty, bytes_of
+from .file_map import FileMap
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +86,7 @@ class Region:
     def __init__(self, file: ScratchFile, offset: int, nbytes: int):
         self.file, self.offset, self.nbytes = file, offset, nbytes
         self._length = _up(nbytes, ALIGNMENT)
-        self._map: mmap.mmap | None = None
+        self._map: FileMap | None = None
 
     def read_into(self, tensor: torch.Tensor) -> Work:
         """Fill a contiguous CPU tensor of at most `nbytes` from the region's start.
@@ -132,15 +133,19 @@ class Region:
     def map(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
         """[numel], the region itself as memory: read on touch, written when the system likes, or by `settle`.
 
-        Valid while the tensor lives, even when file and region are gone. Further maps show the same bytes.
+        Valid while the tensor lives, even when file and region are gone. Further maps show the same bytes. Raises
+        StorageError where the system has no more maps to give.
         """
         if numel * dtype.itemsize > self.nbytes:
             raise ValueError(f"{numel} elements of {dtype} do not fit in a region of {self.nbytes} bytes.")
         if numel == 0:
             return torch.empty(0, dtype=dtype)
         if self._map is None:
-            self._map = mmap.mmap(self.file.buffered_fd, self._length, offset=self.offset)
-        return torch.frombuffer(self._map, dtype=dtype, count=numel)
+            try:
+                self._map = FileMap(self.file.buffered_fd, self.offset, self._length)
+            except OSError as error:
+                raise self._failure(f"mapping it into memory failed: {error.strerror}") from error
+        return self._map.tensor(dtype, numel)
 
     def settle(self) -> None:
         """Write what was put into the map to the disk, and give back the memory its pages take; it stays usable.
@@ -172,12 +177,12 @@ class Region:
     def _drop_cached(self) -> None:
         """Forget pages in memory that are the same on the disk: first out of the map, then out of the page cache."""
         if self._map is not None:
-            self._map.madvise(mmap.MADV_DONTNEED)
+            self._map.drop()
         os.posix_fadvise(self.file.buffered_fd, self.offset, self._length, os.POSIX_FADV_DONTNEED)
 
     def _failure(self, what: str) -> StorageError:
         return StorageError(f"Offloaded state in {self.file.directory}, {self.nbytes} bytes from offset {self.offset} of its "
-                            f"scratch file: {what}. What was there is lost; check the disk and resume from a checkpoint.")
+                            f"scratch file: {what}. It cannot go on; check the disk, and resume from a checkpoint.")
 
 
 class _RegionWork:

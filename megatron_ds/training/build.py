@@ -27,7 +27,7 @@ from ..pipeline.schedules import SCHEDULES
 from ..pipeline.stage import Stage
 from ..tensor_parallel.init import initialize, initialize_interval
 from ..zero.optimizer import DataGroups, LayerPlan, ZeroOptimizer
-from ..zero.policy import HIERARCHICAL, STAGES
+from ..zero.policy import policy_of
 from ..zero.scaler import make_scaler
 from .allocator import keep_freed_memory
 from .flops import layer_flops
@@ -130,7 +130,8 @@ class Engine:
 def build_engine(config: RunConfig, mesh: Mesh) -> Engine:
     """Build this rank's stage and optimizer. Collective: the optimizer may gather its first parameters."""
     if mesh.device.type == "cpu":
-        keep_freed_memory()
+        if config.zero.offload_optimizer == config.zero.offload_param == 'none':
+            keep_freed_memory()
     memory = memory_of_rank(mesh) if is_automatic(config) else 0
     layers = describe_layers(config, mesh)
     plan = plan_run(config, layers)
@@ -169,15 +170,15 @@ def microbatches_of(config: RunConfig) -> int:
 def _build_optimizer(config: RunConfig, mesh: Mesh, modules: nn.ModuleList, parameters: list[nn.Parameter],
                      uses: Counter) -> ZeroOptimizer:
     o, zero, tp = config.optimizer, config.zero, mesh.group("tp")
-    is_hierarchical = zero.zero_hpz_partition_size > 1
-    halves = mesh.split_data(zero.zero_hpz_partition_size) if is_hierarchical else (None, None)
+    inner = zero.zero_hpz_partition_size
+    halves = mesh.split_data(inner) if inner > 1 else (None, None)
     groups = DataGroups(mesh.group("dp", "cp"), mesh.group("edp"), tp, mesh.group("tp", "pp"), mesh.group("embd"), *halves)
     pp_rank = mesh.coordinate("pp")
     layers = {pp_rank: [list(module.parameters()) for module in modules]} if zero.stage == 3 else {}
     unread = frozenset((pp_rank, i) for i, module in enumerate(modules)
                        if not getattr(module, "weights_read_in_backward", True))
     return ZeroOptimizer(
-        parameters, uses=uses, groups=groups, policy=HIERARCHICAL if is_hierarchical else STAGES[zero.stage],
+        parameters, uses=uses, groups=groups, policy=policy_of(zero.stage, inner),
         make_optimizer=partial(OPTIMIZERS[o.optimizer], settings=o), scaler=make_scaler(o),
         clip_grad=o.clip_grad, bucket_elements=bucket_elements(zero, sum(p.numel() for p in parameters)),
         overlap=zero.overlap_comm is not False, grad_dtype=DTYPES[o.gradient_dtype], device=mesh.device,

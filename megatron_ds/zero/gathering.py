@@ -31,7 +31,7 @@ class LayerGathering:
 
     def __init__(self, needs: Sequence[Sequence[Unit]], in_backward: Sequence[Sequence[Unit]], prefetch: int | None,
                  close: Callable[[int], None]):
-        self.needs, self.in_backward, self.prefetch, self._close = needs, in_backward, prefetch, close
+        self.needs, self.in_backward, self.prefetch, self.close = needs, in_backward, prefetch, close
         self._pinned = False
 
     @property
@@ -50,7 +50,7 @@ class LayerGathering:
     def leave(self, layer: int, backward: bool) -> None:
         if backward:
             self._let_go(layer)
-            self._close(layer)
+            self.close(layer)
         elif layer + 1 < len(self.needs):
             self._let_go(layer)
 

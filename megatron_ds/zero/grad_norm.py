@@ -10,7 +10,7 @@ squared and summed in float64, are as fast and good to 1e-9. The total is finite
 elements beyond 1e19, whose squares overflow fp32 and which count as infinite).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -20,6 +20,7 @@ from ..mpu.param_spec import ParamSpec
 from .layout import SlotPiece
 
 ROW = 1024
+ROWS_AT_A_TIME = 4096
 
 
 def is_counted(spec: ParamSpec, tp_rank: int) -> bool:
@@ -53,7 +54,17 @@ def squared_norm(views: list[torch.Tensor], device: torch.device) -> torch.Tenso
     """Sum of squares of all elements, a float64 scalar."""
     if not views:
         return torch.zeros((), dtype=torch.float64, device=device)
-    return torch.cat([torch.linalg.vector_norm(view, dim=1, dtype=torch.float32) for view in views]).double().square().sum()
+    rows = torch.empty(sum(len(view) for view in views), dtype=torch.float32, device=device)
+    at = 0
+    for part in (part for view in views for part in _parts(view)):
+        torch.linalg.vector_norm(part, dim=1, dtype=torch.float32, out=rows[at:at + len(part)])
+        at += len(part)
+    return rows.double().square().sum()
+
+
+def _parts(view: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Of narrow gradients torch makes a wide copy on the CPU: a small one at a time."""
+    return [view] if view.dtype == torch.float32 else view.split(ROWS_AT_A_TIME)
 
 
 def num_zeros(gradients: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:

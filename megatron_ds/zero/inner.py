@@ -73,6 +73,10 @@ class InnerOptimizer:
             if torch.is_tensor(value) and value.numel() == leaf.tensor.numel() and name != "step":
                 yield name, value
 
+    def place_state(self, leaf: Leaf, name: str, tensor: torch.Tensor) -> None:
+        """One of `state_of` is `tensor` from now on."""
+        self.optimizer.state[leaf.tensor][name] = tensor
+
     def set_num_updates(self, count: int) -> None:
         """Go on as if `count` updates had been made: bias corrections depend on it."""
         self.num_updates = count

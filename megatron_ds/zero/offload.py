@@ -63,7 +63,7 @@ class SubGroup:
                  make_optimizer: MakeOptimizer, buffers: Buffers):
         self.arrays = dict(arrays)
         self.leaves: list[Leaf] = []
-        self.inner: InnerOptimizer | None = None
+        self._state_names: list[str] = []
         self._spans: list[tuple[int, int]] = []
         staged = self.stage(buffers)
         staged.wait()
@@ -124,15 +124,15 @@ class SubGroup:
             p.low = tensors[LOW][start:stop] if LOW in tensors else None
             if GRAD in tensors:
                 p.grad = tensors[GRAD][start:stop]
-            for name, state in self.inner.state_of(leaf) if self.inner else ():
-                state.data = tensors[name][start:stop]
+            for name in self._state_names:
+                self.inner.place_state(leaf, name, tensors[name][start:stop])
 
     def _adopt_state(self, home: Home) -> None:
         """The optimizer's new state moves to its home."""
-        names = list(dict.fromkeys(name for leaf in self.leaves for name, _ in self.inner.state_of(leaf)))
+        self._state_names = list(dict.fromkeys(name for leaf in self.leaves for name, _ in self.inner.state_of(leaf)))
         numel = self.arrays[MASTER].tensor.numel()
-        for name, array in zip(names, home.arrays([numel] * len(names), torch.float32)):
-            self.arrays[name] = array       # zeros, as the state is before the first update
+        made = home.arrays([numel] * len(self._state_names), torch.float32)
+        self.arrays |= zip(self._state_names, made)         # zeros, as the state is before the first update
 
 
 class OffloadedUpdate:

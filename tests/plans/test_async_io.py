@@ -218,10 +218,16 @@ def test_aligned_memory_begins_at_a_page_and_has_no_more_than_was_asked(numel):
     assert t.float().sum() == 3 * numel
 
 
-@pytest.mark.parametrize("block_bytes", [0, 1000, PAGE + 1, 2 << 30])
-def test_blocks_are_whole_pages(block_bytes):
-    with pytest.raises(ValueError, match=f"block_bytes={block_bytes}"):
-        ThreadIO(1, block_bytes)
+@pytest.mark.parametrize("numbers, message", [
+    ({"block_bytes": 0}, "blocks of 0 bytes"), ({"block_bytes": 5000}, "blocks of 5000 bytes.*multiple of 4096"),
+    ({"block_bytes": 2 << 30}, "at most 1073741824"), ({"queue_depth": 0, "threads": 0}, "^0 blocks"),
+    ({"queue_depth": 5000, "threads": 5000}, "5000 blocks .* use 1 to 4096")])
+@pytest.mark.parametrize("kind", ["threads", "io_uring"])
+def test_impossible_numbers_are_refused_with_the_possible_ones(kind, numbers, message, request):
+    if kind == "io_uring":
+        request.getfixturevalue("uring")
+    with pytest.raises(ConfigError, match=message):
+        make_io(kind, **numbers)
 
 
 def test_auto_takes_io_uring_where_it_works(uring):

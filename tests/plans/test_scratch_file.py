@@ -146,6 +146,28 @@ def test_a_map_touched_beside_direct_writes_of_its_neighbours_spoils_none(file):
     assert left.offset + STRIDE == middle.offset == right.offset - STRIDE
 
 
+def test_maps_take_no_descriptors(file):
+    before = os.listdir("/proc/self/fd")
+    maps = [file.allocate(PAGE).map(torch.float32, 1000) for _ in range(100)]
+    assert os.listdir("/proc/self/fd") == before
+    for i, shown in enumerate(maps):
+        shown.fill_(i)
+    assert [shown.sum() for shown in maps] == [1000 * i for i in range(100)]
+
+
+def test_a_map_that_nobody_holds_is_given_back(file):
+    def maps():
+        with open("/proc/self/maps") as lines:
+            return sum(str(os.fstat(file.buffered_fd).st_ino) in line.split() for line in lines)
+
+    region = file.allocate(3 * PAGE)
+    shown = region.map(torch.uint8, PAGE)
+    del region
+    assert maps() == 1
+    del shown
+    assert maps() == 0
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_map_has_its_dtype_and_outlives_region_and_file(file, dtype):
     region = file.allocate(1001 * dtype.itemsize)

@@ -1,0 +1,199 @@
+"""Folders of safetensors in the manner of Hugging Face, written and read a tensor at a time.
+
+    model.safetensors                         where all fits into one file; else
+    model-00001-of-00003.safetensors …        and
+    model.safetensors.index.json              {"metadata": {"total_size": …}, "weight_map": {tensor: file}}
+
+A file is eight bytes with the length of a JSON header, the header with the place of each tensor, and the tensors. Since shapes
+are known beforehand, the header is written first and nothing has to be held. The safetensors library writes files from tensors
+that are all there; that is why this writer exists.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..errors import CheckpointError
+from ..mpu.group import Group
+from ..registry import did_you_mean
+from .folder import sync_directory, write_durably
+from .together import together
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+CODES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+         torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"}
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """What will be written, before it is there."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def write_folder(directory: str | os.PathLike, entries: Sequence[TensorEntry],
+                 tensors: Callable[[Sequence[TensorEntry]], Iterable[torch.Tensor | None]], world: Group,
+                 max_shard_bytes: int) -> None:
+    """Write `entries` into files of at most `max_shard_bytes`, or of one tensor that is larger.
+
+    tensors   given the entries in the order of writing, yields them one by one; rank 0 writes, others take part in yielding
+    Written beside and renamed: a crash leaves the old files, or none, never some of either. What else is in the folder stays.
+    Collective over `world`. Raises CheckpointError on all ranks when rank 0 cannot write.
+    """
+    folder, what = Path(directory), f"could not write safetensors to {directory}"
+    files = cut_into_files(entries, max_shard_bytes)
+    together(world, what, lambda: folder.mkdir(parents=True, exist_ok=True), only=0)
+    writing = _Writing(folder, files) if world.rank == 0 else None
+    for tensor in tensors([entry for file in files for entry in file]):
+        if writing:
+            writing.add(tensor)
+    together(world, what, lambda: writing.publish(), only=0)
+
+
+def cut_into_files(entries: Sequence[TensorEntry], max_bytes: int) -> list[list[TensorEntry]]:
+    """In order; within a file wide elements come first, so that each tensor begins at a multiple of its element's size."""
+    files: list[list[TensorEntry]] = [[]]
+    for entry in entries:
+        if files[-1] and sum(e.nbytes for e in files[-1]) + entry.nbytes > max_bytes:
+            files.append([])
+        files[-1].append(entry)
+    return [sorted(file, key=lambda entry: -entry.dtype.itemsize) for file in files]
+
+
+def header_of(entries: Sequence[TensorEntry]) -> bytes:
+    """The beginning of a file, up to the first tensor."""
+    places, at = {"__metadata__": {"format": "pt"}}, 0
+    for entry in entries:
+        places[entry.name] = {"dtype": CODES[entry.dtype], "shape": list(entry.shape), "data_offsets": [at, at + entry.nbytes]}
+        at += entry.nbytes
+    text = json.dumps(places).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+class _Writing:
+    """The files under way. An error is kept until `publish`, since other ranks are still sending."""
+
+    def __init__(self, folder: Path, files: list[list[TensorEntry]]):
+        self._folder, self._files = folder, files
+        self._names = [SINGLE] if len(files) == 1 else [
+            f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)]
+        self._queue = [(i, entry) for i, file in enumerate(files) for entry in file][::-1]
+        self._open = None
+        self._number = -1
+        self._error: Exception | None = None
+        if not self._queue:
+            self._attempt(lambda: self._begin(0))
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """The next tensor, on the CPU."""
+        number, entry = self._queue.pop()
+        assert tensor.shape == entry.shape and tensor.dtype == entry.dtype, f"{entry}: got {tensor.dtype} {list(tensor.shape)}"
+        self._attempt(lambda: self._write(number, tensor))
+
+    def publish(self) -> None:
+        self._attempt(self._end)
+        if self._error is not None:
+            for name in self._names:
+                self._hidden(name).unlink(missing_ok=True)
+            raise self._error
+        if len(self._names) > 1 or not (self._folder / SINGLE).exists():       # one file replaces another at once
+            self._forget((SINGLE, INDEX))
+        for name in self._names:
+            os.replace(self._hidden(name), self._folder / name)
+        sync_directory(self._folder)
+        if len(self._names) > 1:
+            write_durably(self._folder / INDEX, self._index())
+        self._forget({path.name for path in self._folder.glob("model*.safetensors*")} - {
+            *self._names, *([INDEX] if len(self._names) > 1 else [])})
+
+    def _write(self, number: int, tensor: torch.Tensor) -> None:
+        if number != self._number:
+            self._end()
+            self._begin(number)
+        self._open.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+
+    def _begin(self, number: int) -> None:
+        self._number = number
+        self._open = open(self._hidden(self._names[number]), "wb")
+        self._open.write(header_of(self._files[number]))
+
+    def _end(self) -> None:
+        if self._open is not None:
+            self._open.flush()
+            os.fsync(self._open.fileno())
+            self._open.close()
+            self._open = None
+
+    def _attempt(self, action: Callable[[], None]) -> None:
+        if self._error is None:
+            try:
+                action()
+            except OSError as error:
+                self._error = error
+                if self._open is not None:
+                    self._open.close()
+
+    def _index(self) -> str:
+        total = sum(entry.nbytes for file in self._files for entry in file)
+        places = {entry.name: name for name, file in zip(self._names, self._files) for entry in file}
+        return json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2) + "\n"
+
+    def _forget(self, names: Iterable[str]) -> None:
+        for name in names:
+            (self._folder / name).unlink(missing_ok=True)
+
+    def _hidden(self, name: str) -> Path:
+        return self._folder / f".{name}.writing"
+
+
+def from_safetensors(directory: str | os.PathLike) -> Callable[[str, int, torch.Tensor], None]:
+    """draw(name, start, out): fill flat `out` with elements of a stored tensor, reading no more than their rows.
+
+    Raises CheckpointError when the folder holds no safetensors; draw does when it has no such tensor.
+    """
+    folder = Path(directory)
+    file_of = dict(_contents(folder))
+
+    def draw(name: str, start: int, out: torch.Tensor) -> None:
+        from safetensors import safe_open
+
+        if name not in file_of:
+            raise CheckpointError(f"{folder} has no tensor {name!r}{did_you_mean(name, list(file_of)) or '.'}")
+        with safe_open(file_of[name], framework="pt") as file:
+            stored = file.get_slice(name)
+            shape = stored.get_shape()
+            row = torch.Size(shape[1:]).numel()
+            stop = start + out.numel()
+            if stop > torch.Size(shape).numel():
+                raise CheckpointError(f"{name} in {folder} has shape {shape}, too small for what is to be filled with it.")
+            first, last = start // row if row else 0, -(-stop // row) if row else 0
+            values = stored[first:last] if shape else file.get_tensor(name)
+            out.copy_(values.reshape(-1)[start - first * row:stop - first * row] if shape else values.reshape(-1))
+
+    return draw
+
+
+def _contents(folder: Path) -> Iterator[tuple[str, Path]]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        if (folder / SINGLE).exists():
+            with safe_open(folder / SINGLE, framework="pt") as file:
+                yield from ((name, folder / SINGLE) for name in file.keys())       # noqa: SIM118  not a dict
+        else:
+            index = json.loads((folder / INDEX).read_bytes())
+            yield from ((name, folder / file) for name, file in index["weight_map"].items())
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise CheckpointError(f"{folder} holds no safetensors that can be read ({SINGLE}, or {INDEX}): {error}") from error

@@ -1,0 +1,121 @@
+"""An engine on disk: the checkpoints of this package (docs/checkpoints.md), with the user's `client_state` beside.
+
+    dir/iter_0000010/, dir/latest_checkpointed_iteration.txt     saved without a tag
+    dir/TAG/iter_0000010/, …                                     saved with one: a folder of its own, with one checkpoint
+    dir/latest                                                   the tag that was saved last, if tags were ever used
+"""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .. import __version__
+from ..checkpoint.folder import write_durably
+from ..checkpoint.load import latest, load, read_run
+from ..checkpoint.pieces import ParameterPiece
+from ..checkpoint.save import save
+from ..errors import CheckpointError, ConfigError
+from ..mpu.param_spec import ParamSpec
+from ..progress import Progress
+from ..training.together import together
+from .passports import NOT_DRAWN, saved_buffers
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+LATEST = "latest"
+BUFFER = "buffer"           # the kind of a piece
+
+
+def save_checkpoint(engine: "Engine", directory: str | os.PathLike, tag: str | None, client_state: Mapping[str, Any]) -> Path:
+    """See `Engine.save_checkpoint`."""
+    if engine.has_gradients:
+        raise ConfigError("a checkpoint holds no gradients, and this step has some that would be lost. Save at a boundary of "
+                          "accumulation, right after engine.step().")
+    folder, tagged = _folder(directory, tag), tag is not None
+    buffers = _buffers(engine) if engine.world.rank == 0 else []
+    run = {"version": __version__, "engine": _description(engine), "progress": engine.progress.to_dict(),
+           "optimizer": engine.optimizer.extra_state(), "client_state": dict(client_state)}
+    path = save(folder, engine.global_steps, [*engine.optimizer.pieces(), *buffers], tp=engine.world.model,
+                world=engine.world.world, run=run, limit=1 if tagged else None)
+
+    def point() -> None:
+        if tagged or (Path(directory) / LATEST).exists():
+            write_durably(Path(directory) / LATEST, tag or "")
+
+    together(engine.world.world, point, only=0)
+    return path
+
+
+def load_checkpoint(engine: "Engine", directory: str | os.PathLike, tag: str | None,
+                    load_optimizer_states: bool) -> tuple[str | None, dict[str, Any]]:
+    """See `Engine.load_checkpoint`."""
+    world = engine.world.world
+
+    def look() -> tuple[str, int, dict] | None:
+        folder = _folder(directory, _last_tag(directory) if tag is None else tag)
+        step = latest(folder)
+        if step is None:
+            if tag is not None:
+                raise CheckpointError(f"there is no checkpoint with the tag {tag!r} in {directory}; there are "
+                                      f"{', '.join(_tags(Path(directory))) or 'no tags'}.")
+            return None
+        run = read_run(folder, step)
+        _check(engine, folder, run, load_optimizer_states)
+        return str(folder), step, run
+
+    found = together(world, look, only=0)
+    if found is None:
+        return None, {}
+    folder, step, run = found
+    kinds = None if load_optimizer_states else ("weight", BUFFER)
+    load(folder, step, [*engine.optimizer.pieces(), *_buffers(engine)], tp=engine.world.model, world=world, kinds=kinds)
+    if load_optimizer_states:
+        engine.optimizer.load_extra_state(run["optimizer"])
+        engine.progress = Progress(**run["progress"])
+    engine.optimizer.after_load()
+    engine.zero_grad()
+    return os.path.join(folder, f"iter_{step:07d}"), run["client_state"]
+
+
+def _description(engine: "Engine") -> dict[str, Any]:
+    specs = [p.spec for p in engine.module.parameters()]
+    return {"parameters": len(specs), "elements": sum(spec.numel for spec in specs),
+            "optimizer": engine.config.optimizer.optimizer}
+
+
+def _check(engine: "Engine", folder: Path, run: Mapping[str, Any], with_optimizer: bool) -> None:
+    """Raises CheckpointError where the checkpoint is of another module, or has the state of another optimizer."""
+    theirs, ours = run.get("engine"), _description(engine)
+    if theirs is None:
+        raise CheckpointError(f"{folder} was saved by a training script, not by an engine: its tensors have other names. "
+                              "tools/checkpoint_to_safetensors.py takes them out of it.")
+    if any(theirs[key] != ours[key] for key in ("parameters", "elements")):
+        raise CheckpointError(f"{folder} is of another module: {theirs['parameters']} parameters with {theirs['elements']} "
+                              f"elements there, {ours['parameters']} with {ours['elements']} here.")
+    if with_optimizer and theirs["optimizer"] != ours["optimizer"]:
+        raise CheckpointError(f"{folder} has the state of the optimizer {theirs['optimizer']}, which is of no use to "
+                              f"{ours['optimizer']}. Load the weights alone, with load_optimizer_states=False.")
+
+
+def _folder(directory: str | os.PathLike, tag: str | None) -> Path:
+    if tag and (os.path.basename(tag) != tag or tag in (".", "..", LATEST)):
+        raise ConfigError(f"tag {tag!r} is not the name of a folder in {directory}. Use letters, digits, - and _.")
+    return Path(directory) / tag if tag else Path(directory)
+
+
+def _last_tag(directory: str | os.PathLike) -> str | None:
+    try:
+        return (Path(directory) / LATEST).read_text().strip() or None
+    except FileNotFoundError:
+        return None
+
+
+def _tags(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir() if path.is_dir() and latest(path)) if directory.is_dir() else []
+
+
+def _buffers(engine: "Engine") -> list[ParameterPiece]:
+    return [ParameterPiece(ParamSpec(name, tuple(buffer.shape), NOT_DRAWN), buffer.detach().view(-1), BUFFER)
+            for name, buffer in saved_buffers(engine.module).items()]

@@ -1,0 +1,126 @@
+"""`DataParallelWorld`: the groups of a customer's program, for an engine that trains a module as a whole.
+
+Three ways to say who the ranks are:
+
+    nothing    torch.distributed as it was started, else the launcher's environment; all ranks are data-parallel
+    a Mesh     or `megatron_ds.mpu` itself after `initialize_model_parallel`
+    an `mpu`   any object with the six functions that DeepSpeed asks of one; its process groups are used as they are
+"""
+
+import atexit
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..errors import ConfigError
+from . import launch as launching
+from .collectives import all_gather_object
+from .grid import cut_groups
+from .group import Group, solo
+from .mesh import Mesh
+from .state import get_mesh, initialize_model_parallel, model_parallel_is_initialized
+
+SIX = tuple(f"get_{kind}_parallel_{what}" for kind in ("model", "data") for what in ("rank", "group", "world_size"))
+
+
+@dataclass(frozen=True)
+class DataParallelWorld:
+    """data: ranks that see different samples of one model part. model: those that hold one copy of the model together.
+
+    mesh: whose groups these are, None where they were borrowed
+    """
+
+    data: Group
+    model: Group
+    world: Group
+    device: torch.device
+    mesh: Mesh | None = None
+
+    def split_data(self, size: int) -> tuple[Group, Group]:
+        """(inner, outer), as `Mesh.split_data`. Collective over all ranks."""
+        if self.mesh is not None:
+            return self.mesh.split_data(size)
+        from .transport import connect_torch
+
+        groups = sorted(set(all_gather_object(self.data.ranks, self.world)))
+        made = []
+        for axes, lists in zip(("dp-cp-inner", "dp-cp-outer"), cut_groups(groups, size)):
+            ranks = next(ranks for ranks in lists if self.rank in ranks)
+            made.append(Group(axes, ranks, ranks.index(self.rank), connect_torch(axes, lists, self.rank)))
+        return made[0], made[1]
+
+    @property
+    def rank(self) -> int:
+        return self.world.ranks[self.world.rank]
+
+
+def join_world(mpu: Any = None) -> DataParallelWorld:
+    """The groups that `mpu` means; see above. Collective over all ranks where groups are yet to be made.
+
+    Raises ConfigError when `mpu` lacks one of the functions, or cuts the model into pipeline stages.
+    """
+    if mpu is None:
+        return _of_mesh(_mesh_of_all_ranks())
+    if isinstance(mpu, Mesh):
+        return _of_mesh(mpu)
+    if getattr(mpu, "__name__", None) == __package__:
+        return _of_mesh(get_mesh())
+    return _of_six(mpu)
+
+
+def _mesh_of_all_ranks() -> Mesh:
+    import torch.distributed as dist
+
+    if model_parallel_is_initialized():
+        mesh = get_mesh()
+        if mesh.size("dp") != mesh.world_size:
+            raise ConfigError(f"the ranks are cut into {mesh.grid}, but no mpu was given, which means that all of them are "
+                              "data-parallel. Give mpu=megatron_ds.mpu.")
+        return mesh
+    if not dist.is_initialized():
+        launching.start(launching.read_launch())
+        atexit.register(launching.stop)         # a process group that outlives the interpreter's threads aborts it
+    return initialize_model_parallel()
+
+
+def _of_mesh(mesh: Mesh) -> DataParallelWorld:
+    _check_stages(mesh.size("pp"))
+    return DataParallelWorld(mesh.group("dp", "cp"), mesh.group("tp"), mesh.group("world"), mesh.device, mesh)
+
+
+def _of_six(mpu: Any) -> DataParallelWorld:
+    missing = [name for name in SIX if not callable(getattr(mpu, name, None))]
+    if missing:
+        raise ConfigError(f"mpu lacks {', '.join(missing)}: an mpu is an object with the functions {', '.join(SIX)}, or a "
+                          "megatron_ds Mesh. Leave it out where all ranks are data-parallel.")
+    _check_stages(getattr(mpu, "get_pipeline_model_parallel_world_size", lambda: 1)())
+    data = _borrow("dp-cp", mpu.get_data_parallel_group(), mpu.get_data_parallel_world_size())
+    model = _borrow("tp", mpu.get_model_parallel_group(), mpu.get_model_parallel_world_size())
+    size = data.size * model.size
+    return DataParallelWorld(data, model, _borrow("tp-cp-dp-pp", None, size), _device())
+
+
+def _borrow(axes: str, process_group: Any, size: int) -> Group:
+    """A Group over a process group that is there already; None means the whole world, as in torch."""
+    import torch.distributed as dist
+
+    if size == 1:
+        return solo(axes, dist.get_rank() if dist.is_initialized() else 0)
+    from .transport import TorchTransport
+
+    transport = TorchTransport(process_group or dist.group.WORLD, axes)
+    if transport.size != size:
+        raise ConfigError(f"mpu says that its {axes} group has {size} ranks, but the process group has {transport.size}: "
+                          "data-parallel × model-parallel ranks must be all ranks.")
+    return Group(axes, transport.ranks, transport.rank, transport)
+
+
+def _check_stages(stages: int) -> None:
+    if stages > 1:
+        raise ConfigError(f"mpu cuts the model into {stages} pipeline stages, but an engine runs a module as a whole. Use "
+                          "data and tensor parallelism, or pretrain_gpt.py for pipelines.")
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
