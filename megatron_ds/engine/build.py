@@ -16,7 +16,7 @@ from ..training.build import DTYPES, bucket_elements
 from ..training.offloading import make_offload
 from ..training.together import together
 from ..zero.optimizer import DataGroups, LayerPlan, ZeroOptimizer
-from ..zero.policy import STAGES
+from ..zero.policy import policy_of
 from ..zero.scaler import make_scaler
 from .engine import Engine
 from .layers import ModuleLayer, find_layers
@@ -48,23 +48,26 @@ def initialize(*, model: nn.Module, config: Mapping[str, Any] | str | os.PathLik
     agree(model, world.data)
     layers = find_layers(model) if settings.zero.stage == 3 else []
     # Together: a rank's disk may be full, or its file of weights missing.
-    optimizer = together(world.world, lambda: _make_optimizer(model, settings, world, layers, draw))
+    inner = settings.zero.zero_hpz_partition_size
+    halves = world.split_data(inner) if inner > 1 else (None, None)
+    optimizer = together(world.world, lambda: _make_optimizer(model, settings, world, halves, layers, draw))
     gathering = optimizer.gathering_of(0) if layers else None
     hooks = ModuleGathering(model, layers, gathering, settings.zero.prefetch_bucket_size) if gathering else None
     return Engine(model, settings, world, optimizer, hooks)
 
 
-def _make_optimizer(model: nn.Module, config: RunConfig, world: DataParallelWorld, layers: list[ModuleLayer],
-                    draw: DrawByName | None) -> ZeroOptimizer:
+def _make_optimizer(model: nn.Module, config: RunConfig, world: DataParallelWorld, halves: tuple,
+                    layers: list[ModuleLayer], draw: DrawByName | None) -> ZeroOptimizer:
     o, zero = config.optimizer, config.zero
-    groups = DataGroups(data=world.data, expert=world.data, tp=world.model, model=world.model, tied=solo("embd"))
+    groups = DataGroups(world.data, world.data, world.model, world.model, solo("embd"), *halves)
     parameters = list(model.parameters())
     unread = frozenset((0, i) for i, layer in enumerate(layers) if not layer.read_in_backward)
     return ZeroOptimizer(
-        parameters, uses={}, groups=groups, policy=STAGES[zero.stage],
+        parameters, uses={}, groups=groups, policy=policy_of(zero.stage, zero.zero_hpz_partition_size),
         make_optimizer=partial(OPTIMIZERS[o.optimizer], settings=o), scaler=make_scaler(o), clip_grad=o.clip_grad,
         bucket_elements=bucket_elements(zero, sum(p.numel() for p in parameters)),
         overlap=zero.overlap_comm is not False, grad_dtype=DTYPES[o.gradient_dtype], device=world.device,
+        sent_dtype=DTYPES.get(zero.sent_dtype), sent_divisor=zero.sent_divisor,
         layer_plan=LayerPlan({0: [layer.parameters for layer in layers]} if layers else {}, unread, 0,
                              zero.param_persistence_threshold),
         offload=make_offload(zero, world.device),

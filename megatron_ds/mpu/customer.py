@@ -15,6 +15,8 @@ import torch
 
 from ..errors import ConfigError
 from . import launch as launching
+from .collectives import all_gather_object
+from .grid import cut_groups
 from .group import Group, solo
 from .mesh import Mesh
 from .state import get_mesh, initialize_model_parallel, model_parallel_is_initialized
@@ -24,12 +26,29 @@ SIX = tuple(f"get_{kind}_parallel_{what}" for kind in ("model", "data") for what
 
 @dataclass(frozen=True)
 class DataParallelWorld:
-    """data: ranks that see different samples of one model part. model: those that hold one copy of the model together."""
+    """data: ranks that see different samples of one model part. model: those that hold one copy of the model together.
+
+    mesh: whose groups these are, None where they were borrowed
+    """
 
     data: Group
     model: Group
     world: Group
     device: torch.device
+    mesh: Mesh | None = None
+
+    def split_data(self, size: int) -> tuple[Group, Group]:
+        """(inner, outer), as `Mesh.split_data`. Collective over all ranks."""
+        if self.mesh is not None:
+            return self.mesh.split_data(size)
+        from .transport import connect_torch
+
+        groups = sorted(set(all_gather_object(self.data.ranks, self.world)))
+        made = []
+        for axes, lists in zip(("dp-cp-inner", "dp-cp-outer"), cut_groups(groups, size)):
+            ranks = next(ranks for ranks in lists if self.rank in ranks)
+            made.append(Group(axes, ranks, ranks.index(self.rank), connect_torch(axes, lists, self.rank)))
+        return made[0], made[1]
 
     @property
     def rank(self) -> int:
@@ -67,7 +86,7 @@ def _mesh_of_all_ranks() -> Mesh:
 
 def _of_mesh(mesh: Mesh) -> DataParallelWorld:
     _check_stages(mesh.size("pp"))
-    return DataParallelWorld(mesh.group("dp", "cp"), mesh.group("tp"), mesh.group("world"), mesh.device)
+    return DataParallelWorld(mesh.group("dp", "cp"), mesh.group("tp"), mesh.group("world"), mesh.device, mesh)
 
 
 def _of_six(mpu: Any) -> DataParallelWorld:

@@ -103,14 +103,8 @@ class Grid:
         return [tuple(ranks) for ranks in found.values()]
 
     def split_data(self, size: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-        """(inner, outer) groups: those over dp and cp cut into runs of `size` ranks; and across them, ranks of equal place."""
-        data = self.groups("dp", "cp")
-        n = len(data[0])
-        if size < 1 or n % size:
-            raise ConfigError(f"{n} data-parallel ranks cannot be cut into groups of {size}. Use {_listed(divisors(n))}.")
-        inner = [ranks[first:first + size] for ranks in data for first in range(0, n, size)]
-        outer = [ranks[place::size] for ranks in data for place in range(size)]
-        return sorted(inner), sorted(outer)
+        """(inner, outer) groups of the ranks over dp and cp; see `cut_groups`."""
+        return cut_groups(self.groups("dp", "cp"), size)
 
     def embedding_groups(self) -> list[tuple[int, ...]]:
         """First and last rank of each pipeline, which both hold a tied embedding; a rank in between is alone."""
@@ -143,6 +137,16 @@ class Grid:
         pick = lambda axes: tuple((axis, self._size(axis)) for axis in order if axis in axes)
         experts = tuple((("edp", self.edp) if axis == "dp" else (axis, n)) for axis, n in pick(("ep", "dp")))
         return {"dense": pick(_DENSE), "data": pick(("cp", "dp")), "expert_data": experts}
+
+
+def cut_groups(groups: list[tuple[int, ...]], size: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """(inner, outer): runs of `size` ranks of each group, and across them the ranks of equal place. Raises ConfigError."""
+    n = len(groups[0])
+    if size < 1 or n % size:
+        raise ConfigError(f"{n} data-parallel ranks cannot be cut into groups of {size}. Use {_listed(divisors(n))}.")
+    inner = [ranks[first:first + size] for ranks in groups for first in range(0, n, size)]
+    outer = [ranks[place::size] for ranks in groups for place in range(size)]
+    return sorted(inner), sorted(outer)
 
 
 def divisors(n: int) -> tuple[int, ...]:

@@ -25,3 +25,8 @@ STAGES = {
     3: ShardPolicy("dp", "dp", "dp"),
 }
 HIERARCHICAL = ShardPolicy("dp", "dp", "inner")      # a stage 3 whose gathers stay inside a node
+
+
+def policy_of(stage: int, inner_size: int = 1) -> ShardPolicy:
+    """inner_size: data-parallel ranks of an inner group; 1: there are none."""
+    return HIERARCHICAL if stage == 3 and inner_size > 1 else STAGES[stage]

@@ -56,6 +56,8 @@ def test_where_the_json_is_silent_deepspeeds_defaults_hold():
     ({"scheduler": {"type": "WarmupDecayLR"}}, "total_num_steps"),
     ({"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 9}}}, '"scheduler.params.warmup_num_steps" 1000'),
     ({"optimizer": {"type": "Adam"}}, "missing: the learning rate"),
+    ({"prescale_gradients": True}, '"communication_data_type" fp16'),
+    ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3}}, '"zero_optimization.zero_hpz_partition_size" 1 or 2'),
     ({"data_types": {"grad_accum_dtype": "bf16"}}, '"data_types.grad_accum_dtype" fp32'),
 ])
 def test_a_mistake_is_told_in_the_words_of_the_json(change, says):

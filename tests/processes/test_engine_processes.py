@@ -11,6 +11,14 @@ from tests.harness.engine_runs import config_of, loss_of, make, on_ranks, train,
 from tests.harness.processes import run_processes
 
 
+def norms_of_a_hierarchy(rank, world):
+    """Two hops over groups made beside those of somebody's mpu; of one inner group, so that the norms are stage 3's."""
+    config = config_of(3, 2)
+    config["zero_optimization"]["zero_hpz_partition_size"] = 2
+    engine = megatron_ds.initialize(model=make(), config=config, mpu=mpu_of("six functions", rank, world))
+    return train(engine, rank, 2), engine.optimizer.groups.inner.ranks, engine.optimizer.groups.outer.ranks
+
+
 def train_rank(rank, world, stage, folder, kind):
     """Norms, weights, and those after saving, loading and one step more. kind: how the engine learns of the ranks."""
     engine = megatron_ds.initialize(model=make(), config=config_of(stage, 2), mpu=mpu_of(kind, rank, world))
@@ -46,3 +54,10 @@ def test_real_ranks_do_as_threads_do(stage, kind, tmp_path):
     for _, _, found, _ in results:
         assert all(torch.equal(stored[name], p) for name, p in found.items())
     assert results[0][3] == results[1][3]
+
+
+def test_inner_groups_are_made_beside_those_of_an_mpu():
+    expected = on_ranks(2, lambda engine, rank: train(engine, rank, 2), make, config_of(3, 2))
+    results = run_processes(2, norms_of_a_hierarchy)
+    assert [(inner, outer) for _, inner, outer in results] == [((0, 1), (0,)), ((0, 1), (1,))]
+    assert all(norms == pytest.approx(others, rel=1e-6) for (norms, *_), others in zip(results, expected))

@@ -45,6 +45,32 @@ def test_an_odd_module_trains_as_with_torch_alone(stage, ranks, accumulation):
     assert_same_training(on_ranks(ranks, train_and_show, make, config_of(stage, ranks, accumulation)), norms, plain)
 
 
+def test_weights_over_inner_groups_train_an_odd_module_as_torch_alone():
+    plain = make()
+    norms = train_plainly(plain, loss_of, batches(STEPS, 1, 4), lr=0.01, eps=EPS, clip=0.5, weight_decay=0.1)
+    config = config_of(3, 4)
+    config["zero_optimization"]["zero_hpz_partition_size"] = 2
+
+    def main(engine, rank):
+        assert not any(axes == "dp-cp" for op, axes, _ in engine.world.mesh.traffic.bytes if op == "all_gather")
+        found = train_and_show(engine, rank)
+        sent = {axes for op, axes, _ in engine.world.mesh.traffic.bytes if op in ("all_gather", "reduce_scatter")}
+        assert sent == {"dp-cp-inner", "dp-cp-outer"}
+        return found
+
+    assert_same_training(on_ranks(4, main, make, config), norms, plain)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_gradients_travel_in_the_format_of_the_json(stage):
+    config = config_of(stage, 2, communication_data_type="fp16", prescale_gradients=True)
+    half = lambda engine, rank: (train(engine, rank, 1), sum(
+        count for (op, *_), count in engine.world.mesh.traffic.bytes.items() if op in ("reduce_scatter", "all_reduce")))
+    for (norms, sent), (expected, twice) in zip(on_ranks(2, half, make, config), on_ranks(2, half, make, config_of(stage, 2))):
+        assert norms != expected and norms == pytest.approx(expected, rel=1e-3)
+        assert sent < 0.6 * twice           # beside the norm, and what all ranks agree on at the start
+
+
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_recomputation_changes_nothing(stage):
     plain = make()
