@@ -17,9 +17,13 @@ else:
     # Without -march: instruction sets are chosen at run time. Without contraction: see "Bits" in the file.
     # gcc 12 warns of its own intrinsics.
     flags = ["-O3", "-ffp-contract=off", "-fno-math-errno", "-pthread", "-Wno-maybe-uninitialized"]
+    # Without traps: whether a comparison would signal is nobody's business, and loops with choices vectorize.
+    flags = [] if sys.platform == "win32" else flags
     extensions = [
-        Pybind11Extension("megatron_ds._cpu_adam", ["csrc/cpu_adam.cpp"], depends=["csrc/cpu_adam_kernel.h"], cxx_std=17,
-                          extra_compile_args=[] if sys.platform == "win32" else flags, optional=True)]
+        Pybind11Extension("megatron_ds._cpu_adam", ["csrc/cpu_adam.cpp"], depends=["csrc/cpu_adam_kernel.h", "csrc/pool.h"],
+                          cxx_std=17, extra_compile_args=flags, optional=True),
+        Pybind11Extension("megatron_ds._gelu", ["csrc/gelu.cpp"], depends=["csrc/pool.h"], cxx_std=17,
+                          extra_compile_args=[*flags, "-fno-trapping-math"] if flags else [], optional=True)]
     if sys.platform == "linux":
         extensions.append(Pybind11Extension("megatron_ds._async_io", ["csrc/async_io.cpp"], cxx_std=17,
                                             extra_compile_args=["-O2", "-pthread"], optional=True))

@@ -26,25 +26,14 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
-#include <condition_variable>
 #include <cstdint>
 #include <cstring>
 #include <functional>
-#include <mutex>
 #include <stdexcept>
 #include <string>
-#include <system_error>
-#include <thread>
 #include <vector>
 
-#if defined(__GNUC__) && defined(__x86_64__)
-#define HAS_X86_VECTORS 1
-#include <immintrin.h>
-#endif
-#if defined(__unix__) || defined(__APPLE__)
-#define HAS_FORK 1
-#include <unistd.h>
-#endif
+#include "pool.h"
 
 namespace py = pybind11;
 
@@ -247,97 +236,6 @@ const std::vector<Variant>& variants() {
         return list;
     }();
     return available;
-}
-
-// ------------------------------------------------------------------------------------------------------------- threads
-// Threads that wait for a job and share it; made when first needed. Not OpenMP: a second OpenMP runtime beside torch's would
-// bring threads that spin while torch computes.
-class Pool {
-public:
-    // Runs job on `threads` threads, the caller's among them, until all have returned. job must share the work out itself and
-    // be complete with fewer threads: when another caller is using the pool, or the system grants none, the caller works alone.
-    void run(int threads, const std::function<void()>& job) {
-        std::unique_lock<std::mutex> turn(one_caller_, std::try_to_lock);
-        if (threads <= 1 || !turn.owns_lock()) return job();
-        const int helpers = grow_to(threads - 1);
-        {
-            std::lock_guard<std::mutex> lock(mutex_);
-            job_ = &job;
-            control_ = control_word();
-            wanted_ = helpers;
-        }
-        wake_.notify_all();
-        job();
-        std::unique_lock<std::mutex> lock(mutex_);
-        wanted_ = 0;      // whoever has not woken up by now is not needed
-        done_.wait(lock, [&] { return started_ == finished_; });
-        job_ = nullptr;
-    }
-
-private:
-    int grow_to(int threads) {
-        try {
-            for (; size_ < threads; ++size_) std::thread([this] { work(); }).detach();
-        } catch (const std::system_error&) {
-        }
-        return std::min(size_, threads);
-    }
-
-    void work() {
-        std::unique_lock<std::mutex> lock(mutex_);
-        for (;;) {
-            wake_.wait(lock, [&] { return wanted_ > 0; });
-            --wanted_;
-            ++started_;
-            const std::function<void()>* job = job_;
-            const uint32_t control = control_;
-            lock.unlock();
-            set_control_word(control);
-            (*job)();
-            lock.lock();
-            ++finished_;
-            if (started_ == finished_) done_.notify_one();
-        }
-    }
-
-    // Rounding mode and treatment of subnormal numbers are per thread; helpers take over the caller's.
-    static uint32_t control_word() {
-#ifdef HAS_X86_VECTORS
-        return _mm_getcsr();
-#else
-        return 0;
-#endif
-    }
-    static void set_control_word([[maybe_unused]] uint32_t word) {
-#ifdef HAS_X86_VECTORS
-        _mm_setcsr(word);
-#endif
-    }
-
-    std::mutex one_caller_, mutex_;
-    std::condition_variable wake_, done_;
-    const std::function<void()>* job_ = nullptr;
-    uint32_t control_ = 0;
-    int size_ = 0, wanted_ = 0;
-    int64_t started_ = 0, finished_ = 0;
-};
-
-// Never destroyed, since its threads never end; a forked child has none of them and starts a pool of its own.
-Pool& pool() {
-    static std::mutex mutex;
-    static Pool* current = nullptr;
-#ifdef HAS_FORK
-    static pid_t owner = 0;
-    std::lock_guard<std::mutex> lock(mutex);
-    if (owner != getpid()) {
-        owner = getpid();
-        current = new Pool;
-    }
-#else
-    std::lock_guard<std::mutex> lock(mutex);
-    if (current == nullptr) current = new Pool;
-#endif
-    return *current;
 }
 
 // -------------------------------------------------------------------------------------------------------------- binding

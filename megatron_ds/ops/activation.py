@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from .gelu import gelu
+
 
 @dataclass(frozen=True)
 class Activation:
@@ -20,11 +22,6 @@ class Activation:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.function(x)
-
-
-def gelu(x: torch.Tensor) -> torch.Tensor:
-    """0.5 x (1 + tanh(sqrt(2/π) (x + 0.044715 x³))). Hendrycks & Gimpel 2016 (arXiv:1606.08415), section 2."""
-    return F.gelu(x, approximate="tanh")
 
 
 def gelu_exact(x: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,89 @@
+"""The compiled GELU against the formula in double precision, on odd sizes and at the ends of the range."""
+
+import logging
+import sys
+
+import pytest
+import torch
+
+from megatron_ds.ops import gelu as module
+from megatron_ds.ops.gelu import gelu, reference_gelu
+
+compiled = pytest.mark.skipif(not module.extension(), reason="the extension is not built")
+
+
+def exact(x, dy):
+    x = x.double().requires_grad_()
+    y = 0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x ** 3)))
+    return y.detach(), torch.autograd.grad(y, x, dy.double())[0]
+
+
+def ours(x, dy):
+    x = x.clone().requires_grad_()
+    y = gelu(x)
+    return y.detach(), torch.autograd.grad(y, x, dy)[0]
+
+
+def numbers(count, dtype):
+    generator = torch.Generator().manual_seed(count)
+    return [(scale * torch.randn(count, generator=generator)).to(dtype) for scale in (3, 1)]
+
+
+@compiled
+@pytest.mark.parametrize("count", [1, 7, 1023, 1025, 70_001])           # parts of a vector, a block, a chunk
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_gelu_is_right_to_rounding_forward_and_backward(count, dtype):
+    x, dy = numbers(count, dtype)
+    tolerance = dict(rtol=2e-6, atol=1e-6) if dtype is torch.float32 else dict(rtol=2 ** -8, atol=1e-6)
+    for got, expected in zip(ours(x, dy), exact(x, dy)):
+        assert got.dtype == dtype and gelu(x.requires_grad_()).grad_fn.name() == "_FastGELUBackward"
+        torch.testing.assert_close(got.double(), expected, **tolerance)
+
+
+@compiled
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ends_of_the_range(dtype):
+    inf, nan = float("inf"), float("nan")
+    x = torch.tensor([inf, 1e30, 100, 16, 0.0, -0.0, 1e-40, -100, -1e30, -inf, nan], dtype=dtype)
+    y, dx = ours(x, torch.ones_like(x))
+    torch.testing.assert_close(y, torch.tensor([inf, 1e30, 100, 16, 0, 0, 0, 0, 0, 0, nan], dtype=dtype), equal_nan=True)
+    torch.testing.assert_close(dx, torch.tensor([1, 1, 1, 1, 0.5, 0.5, 0.5, 0, 0, 0, nan], dtype=dtype), equal_nan=True)
+
+
+@compiled
+def test_bits_depend_neither_on_threads_nor_on_where_an_element_lies(monkeypatch):
+    x, dy = numbers(70_001, torch.float32)
+    whole = ours(x, dy)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    for got, expected in zip(ours(x, dy), whole):
+        assert torch.equal(got, expected)
+    for got, expected in zip(ours(x[5:12], dy[5:12]), whole):
+        assert torch.equal(got, expected[5:12])
+
+
+@compiled
+def test_memory_order_does_not_matter():
+    x, _ = numbers(35, torch.float32)
+    x = x.view(5, 7).t().requires_grad_()
+    dy = torch.ones(()).expand(7, 5)
+    y, dx = ours(x.detach(), dy)
+    torch.testing.assert_close(y, reference_gelu(x.detach()))
+    torch.testing.assert_close(dx, torch.autograd.grad(reference_gelu(x), x, dy)[0])
+
+
+def test_without_the_extension_torch_serves_and_that_is_said_once(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "megatron_ds._gelu", None)          # importing it is an ImportError then
+    module.extension.cache_clear()
+    x, _ = numbers(9, torch.float32)
+    try:
+        with caplog.at_level(logging.WARNING):
+            assert torch.equal(gelu(x), reference_gelu(x)) and torch.equal(gelu(x), reference_gelu(x))
+        assert caplog.text.count("GELU is not compiled") == 1
+    finally:
+        module.extension.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_other_dtypes_are_torchs(dtype):
+    x, _ = numbers(9, dtype)
+    assert torch.equal(gelu(x), reference_gelu(x))
