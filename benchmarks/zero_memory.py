@@ -119,7 +119,7 @@ def measure(flags: list[str], rank: int, n: int, port: int) -> Measured:
         psi=sum(p.spec.numel for p in engine.parameters), working=engine.optimizer.working_bytes,
         state=state - engine.optimizer.working_bytes, predicted_state=predicted_bytes(engine, config, rank, n, gradient_bytes),
         sent={op: count for op, count in bytes_sent.items() if count},
-        predicted_sent=dict(engine.optimizer.traffic(1, config.zero.stage >= 2, False)),
+        predicted_sent={op: count for (op, _), count in engine.optimizer.traffic(1, config.zero.stage >= 2, False).items()},
         elements=sum(count / itemsize.get(op, gradient_bytes) for op, count in wire.items()))
 
 
