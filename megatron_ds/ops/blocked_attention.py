@@ -29,8 +29,12 @@ TILE = 1 << 20                   # scores worked on at once: 4 MiB, two of them 
 
 def worth_blocking(q: torch.Tensor, k: torch.Tensor) -> bool:
     """Whether `blocked_attention` is the faster way, and keeps at most four times the memory of the queries."""
-    s, d = q.shape[0], q.shape[3]
-    return q.device.type == "cpu" and _has_fast_products(q.dtype) and s == k.shape[0] and 2 * BLOCK <= s <= 8 * d
+    return q.device.type == "cpu" and q.shape[0] == k.shape[0] and is_worth_blocking(q.dtype, q.shape[0], q.shape[3])
+
+
+def is_worth_blocking(dtype: torch.dtype, positions: int, channels: int) -> bool:
+    """The same on a CPU, by the sizes of a head."""
+    return _has_fast_products(dtype) and 2 * BLOCK <= positions <= 8 * channels
 
 
 @functools.cache

@@ -12,11 +12,10 @@ from ..config import RunConfig
 from ..mpu.collectives import all_gather_object
 from ..mpu.mesh import Mesh
 from ..pipeline.instruction import Schedule
-from ..pipeline.simulate import simulate
 from ..zero.buffer_pool import UNDER_WAY
 from ..zero.optimizer import ZeroOptimizer
 from ..zero.pinning import PinBudget, PinDecision, decide_pinning, gradient_buffers
-from .activations import activation_allowance
+from .activations import at_work, kept_by_stage, most_kept, workload_of
 from .device_memory import free_memory
 
 
@@ -53,14 +52,9 @@ def _budget(config: RunConfig, mesh: Mesh, memory: int, optimizer: ZeroOptimizer
     gathering, places = optimizer.gathering_of(stage), optimizer.memory_by_place()
     units = gathering.units if gathering else []
     layers = [sum(unit.numel for unit in units if unit.layer == layer) for layer in {unit.layer for unit in units}]
-    blocks = kinds.count("block")
-    recomputed = min(train.recompute_num_layers or blocks, blocks) if train.recompute_granularity else 0
-    itemsize = 4 if config.optimizer.params_dtype == "float32" else 2
-    activations = activation_allowance(
-        config.model, micro_batch=train.micro_batch_size, tp=mesh.size("tp"),
-        sequence_parallel=config.parallel.sequence_parallel, recompute=train.recompute_granularity, recomputed=recomputed,
-        blocks=blocks, has_head="head" in kinds, live=simulate(schedule).peak_live[stage], itemsize=itemsize,
-        vocab_size=config.model.padded_vocab_size(mesh.size("tp")))
+    work, recompute = workload_of(config, mesh.device.type), train.recompute_granularity
+    kept = kept_by_stage(work, kinds, recompute, train.recompute_num_layers)
+    activations = most_kept(schedule[stage], {stage: kept}) + at_work(work, kinds, recompute)
     held = sum(count for place, count in places.items()
                if place == "device" or place == "cpu" and mesh.device.type == "cpu")
     gradients = gradient_buffers(layers, UNDER_WAY, kept_whole=zero.zero_accumulate == "full",
