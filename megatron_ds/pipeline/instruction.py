@@ -21,8 +21,6 @@ class Op(StrEnum):
     REDUCE = "REDUCE"        # the next backward of this stage completes its gradients: reduce buckets as they fill
     TIE = "TIE"              # sum the gradients of parameters that live on several stages
 
-    __hash__ = str.__hash__  # that of enumerations is a function in Python, and schedules are looked up a million times
-
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
