@@ -159,7 +159,7 @@ def build_engine(config: RunConfig, mesh: Mesh) -> Engine:
     pinned, why_pinned = _pinning(config, mesh, memory, optimizer, layers[plan.bounds[pp_rank]:plan.bounds[pp_rank + 1]])
     gathering = optimizer.gathering_of(pp_rank)
     stage = Stage(pp_rank, list(modules), is_first=mesh.is_first_stage, is_last=mesh.is_last_stage,
-                  loss=_loss_function(config, tp) if mesh.is_last_stage else None,
+                  loss=loss_function(config, tp) if mesh.is_last_stage else None,
                   enter=gathering and gathering.enter, leave=gathering and gathering.leave)
     return Engine(config, mesh, plan, stage, modules, parameters, optimizer,
                   _build_executor(config, mesh, stage, optimizer, pinned), pinned, why_pinned)
@@ -220,6 +220,6 @@ def _build_executor(config: RunConfig, mesh: Mesh, stage: Stage, optimizer: Zero
                Op.GATHER: optimizer.pin, Op.RELEASE: optimizer.unpin})
 
 
-def _loss_function(config: RunConfig, tp) -> Callable:
+def loss_function(config: RunConfig, tp) -> Callable:
     return partial(gpt_loss, tp=tp, vocab_size=config.model.vocab_size, label_smoothing=config.train.label_smoothing,
                    per_token=config.train.calculate_per_token_loss)

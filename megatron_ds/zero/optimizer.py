@@ -302,10 +302,11 @@ class ZeroOptimizer:
         """Payload bytes of a step by (operation, group's axes), over the data-parallel ranks, as planned."""
         gathers = count_gathers(self._gathering.values(), microbatches, pinned)
         itemsize = self._sets[0].parameters[0].dtype.itemsize if self._sets else 0
-        return predict_traffic([s.plan for s in self._sets], [s.store.ranks for s in self._sets],
+        sent = predict_traffic([s.plan for s in self._sets], [s.store.ranks for s in self._sets],
                                [[gathers[unit] for unit in s.store.units] if s.plan.units else [] for s in self._sets],
                                microbatches=microbatches, reduce_each=reduce_each, parameter_bytes=itemsize,
                                gradient_bytes=self._communication.dtype.itemsize)
+        return Counter({(operation, axes): count for (operation, axes, _), count in sent.bytes.items()})
 
     @property
     def working_bytes(self) -> int:

@@ -1,0 +1,57 @@
+"""What a dry run says of every rank, against real ranks that train: traffic call for call and byte for byte, state to the byte,
+activations and what lives beside them measured on storages.
+"""
+
+import pytest
+import torch
+
+from megatron_ds.config import parse
+from megatron_ds.mpu.grid import Grid
+from megatron_ds.mpu.mesh import Mesh
+from megatron_ds.training.compare import parse_layout, random_samples, train_layout
+from megatron_ds.training.dry_run import plan_world
+from tests.harness.threads import run_ranks
+from tools.compare_layouts import SEQ_LENGTH, VOCAB, tiny_job
+
+LAYERS, BATCH, STEPS = 4, 12, 2
+LAYOUTS = [
+    "tp=2", "tp=2,sp=1", "pp=3,dp=2", "dp=3,mbs=2", "tp=2,pp=2,dp=2,sp=1,zero=1", "tp=2,sp=1,pp=2,dp=2,zero=2",
+    "tp=2,sp=1,pp=2,dp=2,zero=3", "pp=2,dp=2,zero=3,pin=on", "dp=4,zero=3,hpz=2", "dp=2,zero=2,accumulate=full,comm=bf16",
+    "tp=2,pp=2,recompute=full", "tp=2,sp=1,recompute=selective,zero=3,dp=2", "pp=2,dp=2,zero=3,bucket=1000,prefetch=0",
+    "tp=2,dp=2,zero=3,persist=0,accumulate=full", "pp=4,schedule=gpipe,zero=1,dp=2,layout=E|t|t*3|L", "dp=2,zero=1,grads=bf16",
+]
+
+
+def run(job: list[str], layout: str):
+    """(config, per rank what its mesh counted in a step, per rank the engine's state)."""
+    request = parse_layout(layout, mbs="1")
+    config = parse([*job, *request.flags], world_size=request.world_size)
+    p = config.parallel
+    grid = Grid.fit(request.world_size, tp=p.tensor_model_parallel_size, pp=p.pipeline_model_parallel_size, order=p.rank_order)
+    samples = random_samples(4 * BATCH, SEQ_LENGTH, VOCAB, seed=1)
+
+    def main(rank, world):
+        mesh, engines = Mesh(grid, rank, world.connect, torch.device("cpu")), []
+
+        def watch(engine):
+            engines.append(engine)
+            mesh.traffic.clear()
+
+        train_layout(config, mesh, STEPS, samples, watch=watch)
+        return mesh.traffic, engines[0]
+
+    return config, run_ranks(request.world_size, main)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("style, dtype, untie, dropout", [("gpt2", "fp32", False, 0.1), ("llama", "bf16", True, 0.0)])
+def test_every_rank_sends_and_holds_what_was_planned(layout, style, dtype, untie, dropout):
+    if "grads=bf16" in layout and dtype == "fp32":
+        dtype = "bf16"
+    config, ranks = run(tiny_job(style, dtype, untie, dropout, LAYERS, BATCH, STEPS), layout)
+    for rank, (traffic, engine) in enumerate(ranks):
+        plan = plan_world(config, rank, "cpu").rank_plan(rank)
+        assert {key: STEPS * count for key, count in plan.traffic.bytes.items()} == dict(traffic.bytes)
+        assert {key: STEPS * count for key, count in plan.traffic.calls.items()} == dict(traffic.calls)
+        assert plan.state == engine.optimizer.memory()
+        assert plan.parameters == sum(p.numel() for p in engine.parameters)
