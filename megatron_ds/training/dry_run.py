@@ -1,159 +1,48 @@
-"""The plan of a whole run, without GPUs, other processes or data: what `--dry-run` computes.
+"""`--dry-run`: say what a run would be, and end. No GPU, no other process, no data; nothing is written.
 
-A launch would meet the same errors: the rules over the configuration have spoken before (`config.parse`), the cut and the
-schedule speak here, and the layers themselves when they are built and run on the meta device.
+A launch would meet the same errors, in the same words and with the same exit code: the rules over the configuration have
+spoken when this begins; the cut, the schedule and the layers speak here.
 """
 
+import gc
+import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 
-from ..config import RunConfig, Source
-from ..data.tokenizers import build_tokenizer
-from ..errors import ConfigError, DataError
-from ..mpu.grid import Grid
-from ..mpu.imagined import imagined_mesh
-from ..mpu.traffic import RING_FACTOR
-from ..pipeline.instruction import Instruction, Op, Schedule
-from ..pipeline.passes import COMPUTE, stage_ranks
-from ..pipeline.simulate import Simulation, simulate
-from .build import RunPlan, describe_layers, microbatches_of, plan_run, plan_schedule
-from .flops import layer_flops
-from .imagine import ImaginedStage, imagine_stages
-from .rank_plan import RankPlan, place_of, plan_rank
+from ..config import RunConfig
+from ..config.flags import read_flags
+from ..mpu.launch import Launch
+from .dry_run_text import plan_text
+from .world_plan import plan_world, with_vocabulary
 
-DEVICES = ("cuda", "cpu")
-# A backward costs twice a forward, its halves as much as a forward each.
-FORWARDS = {Op.F: 1, Op.B: 2, Op.I: 1, Op.W: 1}
+logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class WorldPlan:
-    """What follows from a config for all its ranks.
-
-    rank      the one that was asked for
-    device    kind of devices that activations are counted for
-    schedule  lowered, for a full batch
-    stages    of the whole model, as the tensor-parallel rank of `rank` holds them
-    """
-
-    config: RunConfig
-    grid: Grid
-    rank: int
-    device: str
-    run: RunPlan
-    microbatches: int
-    pinned: bool
-    schedule: Schedule
-    stages: tuple[ImaginedStage, ...]
-
-    @cached_property
-    def computations(self) -> Schedule:
-        """The schedule without transfers."""
-        return tuple(tuple(i for i in program if i.op in COMPUTE) for program in self.schedule)
-
-    @cached_property
-    def stage_ranks(self) -> dict[int, int]:
-        """Stage → pipeline rank."""
-        return stage_ranks(self.computations)
-
-    def stages_of(self, pp_rank: int) -> list[ImaginedStage]:
-        return [stage for stage in self.stages if self.stage_ranks[stage.index] == pp_rank]
-
-    def rank_plan(self, rank: int) -> RankPlan:
-        place = place_of(self.config, self.grid, rank)
-        pp = place.at["pp"]
-        return plan_rank(self.config, place, self.stages_of(pp), self.schedule[pp], self.microbatches, self.pinned, self.device)
-
-    @cached_property
-    def pipeline_ranks(self) -> tuple[RankPlan, ...]:
-        """One rank of each pipeline position: the first, whose shards are never smaller than the others'."""
-        return tuple(self.rank_plan(self.grid.rank_of(pp=pp)) for pp in range(self.grid.pp))
-
-    @property
-    def worst(self) -> RankPlan:
-        """The rank that needs the most memory."""
-        return max(self.pipeline_ranks, key=lambda plan: plan.peak)
-
-    @property
-    def busiest(self) -> RankPlan:
-        """The rank that sends the most, if every collective is a ring."""
-        return max(self.pipeline_ranks, key=wire_bytes)
-
-    @cached_property
-    def simulation(self) -> Simulation:
-        """With time in FLOPs, transfers free."""
-        return simulate(self.computations, self._cost)
-
-    @cached_property
-    def parameters(self) -> int:
-        """Of the model: true shapes, tied weights once."""
-        shapes = {p.spec.name: p.spec.numel for stage in self.stages for p in stage.parameters}
-        return sum(shapes.values())
-
-    @cached_property
-    def forward_flops(self) -> tuple[float, ...]:
-        """Of each layer, one sequence."""
-        return tuple(cost / 3 for cost in self.run.costs)
-
-    @cached_property
-    def again_flops(self) -> tuple[float, ...]:
-        """What each layer computes again in backward."""
-        return tuple(flops for stage in self.stages for flops in recomputed_flops(self.config, stage.kinds))
-
-    def _cost(self, i: Instruction) -> float:
-        if i.op not in COMPUTE:
-            return 0.0
-        layers = slice(*self.run.bounds[i.stage:i.stage + 2])
-        again = sum(self.again_flops[layers]) if i.op in (Op.B, Op.I) else 0.0
-        return FORWARDS[i.op] * sum(self.forward_flops[layers]) + again
+def names_its_world(argv: Sequence[str]) -> bool:
+    """--dry-run with a --world-size: what launcher there is, if any, does not matter."""
+    given = {setting.path: setting.value for setting in read_flags(argv).settings}
+    return given.get("plan.dry_run", "off") != "off" and "plan.world_size" in given
 
 
-def plan_world(config: RunConfig, rank: int = 0, device: str = "cuda") -> WorldPlan:
-    """config: with the size of the vocabulary. Raises what a launch would raise."""
-    p = config.parallel
-    grid = Grid.fit(config.world_size, tp=p.tensor_model_parallel_size, cp=p.context_parallel_size,
-                    ep=p.expert_model_parallel_size, pp=p.pipeline_model_parallel_size, order=p.rank_order)
-    if not 0 <= rank < grid.world_size:
-        raise ConfigError(f"--rank {rank} is not one of {grid.world_size} ranks. Use 0 to {grid.world_size - 1}, or a larger "
-                          "--world-size.")
-    mesh = imagined_mesh(grid, rank)
-    layers = describe_layers(config, mesh)
-    run, microbatches = plan_run(config, layers), microbatches_of(config)
-    pinned = config.zero.stage == 3 and config.zero.zero3_pin_stage == "on"
-    schedule = plan_schedule(config, microbatches, pinned)
-    here = {i.stage for i in schedule[mesh.coordinate("pp")] if i.op in COMPUTE}
-    stages = imagine_stages(config, mesh, run, layers, tuple(here))
-    return WorldPlan(config, grid, rank, device, run, microbatches, pinned, schedule, tuple(stages))
+def dry_run(as_given: RunConfig, launch: Launch) -> int:
+    """The exit code. Of several processes that a launcher started, rank 0 speaks."""
+    if launch.rank:
+        return 0
+    gc.freeze()             # a schedule is many small objects: leave those of the imports out of every collection
+    config, unchecked = with_vocabulary(as_given)
+    plan = plan_world(config, config.plan.rank, config.plan.dry_run)
+    logger.info("%s", plan_text(plan, [*unchecked, *_unchecked(config)]))
+    return 0
 
 
-def with_vocabulary(config: RunConfig) -> tuple[RunConfig, list[str]]:
-    """(the config with the size of the vocabulary, what was not checked for want of files).
-
-    The tokenizer says it, as in a run; where its files are not on this machine, --vocab-size does.
-    """
-    try:
-        tokenizer = build_tokenizer(config.data, config.model)
-    except (ConfigError, DataError, ImportError, OSError) as problem:
-        if config.model.vocab_size is None:
-            raise ConfigError(f"{problem} For a plan the size of the vocabulary is enough: --vocab-size N.") from problem
-        return config, [f"the tokenizer: {str(problem).rstrip('.')}; its vocabulary is taken to be "
-                        f"--vocab-size {config.model.vocab_size:,}"]
-    return config.with_values({"model.vocab_size": tokenizer.vocab_size}, Source("derived", "the tokenizer")), []
-
-
-def recomputed_flops(config: RunConfig, kinds: Sequence[str]) -> list[float]:
-    """For each layer of a stage, the FLOPs of one sequence that its backward computes again."""
-    train, model, s = config.train, config.model, config.model.seq_length
-    attention = 2.0 * s * s * model.num_attention_heads * model.head_dim           # scores and values, causal, forward
-    again, blocks = [], 0
-    for kind in kinds:
-        blocks += kind == "block"
-        recomputes = kind == "block" and train.recompute_granularity and blocks <= (train.recompute_num_layers or blocks)
-        whole = layer_flops(model, "block", s, 0) / 3
-        again.append((whole if train.recompute_granularity == "full" else attention) if recomputes else 0.0)
-    return again
-
-
-def wire_bytes(plan: RankPlan) -> float:
-    return sum(count * RING_FACTOR[op](n) for (op, _, n), count in plan.traffic.bytes.items())
+def _unchecked(config: RunConfig) -> list[str]:
+    """What a launch would look at beside, and a plan leaves alone."""
+    data, zero, checkpoint = config.data, config.zero, config.checkpoint
+    given = data.data_path or data.train_data_path
+    files = f"the data in {' '.join(given)}" if given else "" if data.mock_data else "the data: none are named yet"
+    folders = [f"that {folder} can be written" for folder in (checkpoint.save, *dict.fromkeys(zero.disk_folders().values()))
+               if folder]
+    loads = [f"the checkpoint in {checkpoint.load}"] if checkpoint.load else []
+    pins = ["whether stages are pinned, which --zero3-pin-stage auto decides by the devices' memory; not pinned here"] \
+        if zero.stage == 3 and zero.zero3_pin_stage == "auto" else []
+    devices = "memory and speed of the devices, the network between them, and memory that libraries and allocators take"
+    return [*filter(None, [files]), *folders, *loads, *pins, devices]

@@ -9,7 +9,7 @@ from megatron_ds.config import parse
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.training.compare import parse_layout, random_samples, train_layout
-from megatron_ds.training.dry_run import plan_world
+from megatron_ds.training.world_plan import plan_world
 from tests.harness.threads import run_ranks
 from tools.compare_layouts import SEQ_LENGTH, VOCAB, tiny_job
 
