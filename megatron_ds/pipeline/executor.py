@@ -53,7 +53,7 @@ class Executor:
         self.stages, self.channels, self.stage_rank = stages, channels, stage_rank
         self.activation_shape, self.dtype, self.device = activation_shape, dtype, device
         self._handlers: dict[Op, Handler] = {
-            Op.F: self._forward, Op.B: self._backward,
+            Op.F: self._forward, Op.B: self._backward, Op.I: self._backward_input, Op.W: self._backward_weights,
             Op.SEND_ACT: self._send_activation, Op.RECV_ACT: self._receive_activation,
             Op.SEND_GRAD: self._send_gradient, Op.RECV_GRAD: self._receive_gradient,
             **{op: _about_stage(hook) for op, hook in (hooks or {}).items()}}
@@ -118,10 +118,21 @@ class Executor:
             self._activations[i.stage + 1, k] = output
 
     def _backward(self, i: Instruction) -> None:
-        stage, k = self.stages[i.stage], i.microbatch
-        grad = stage.backward(k, None if stage.is_last else _arrived(self._gradients.pop((i.stage, k))))
-        if not stage.is_first:
-            self._gradients[i.stage - 1, k] = grad
+        self._hand_back(i, self.stages[i.stage].backward(i.microbatch, self._gradient_for(i)))
+
+    def _backward_input(self, i: Instruction) -> None:
+        self._hand_back(i, self.stages[i.stage].backward_input(i.microbatch, self._gradient_for(i)))
+
+    def _backward_weights(self, i: Instruction) -> None:
+        self.stages[i.stage].backward_weights(i.microbatch)
+
+    def _gradient_for(self, i: Instruction) -> Tensor | None:
+        """Of the stage's output, None where the stage ends in a loss."""
+        return None if self.stages[i.stage].is_last else _arrived(self._gradients.pop((i.stage, i.microbatch)))
+
+    def _hand_back(self, i: Instruction, grad: Tensor | None) -> None:
+        if not self.stages[i.stage].is_first:
+            self._gradients[i.stage - 1, i.microbatch] = grad
 
     def _send_activation(self, i: Instruction) -> None:
         output = self._activations.pop((i.stage + 1, i.microbatch))

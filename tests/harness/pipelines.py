@@ -4,7 +4,8 @@ Legend: b samples, s positions, h hidden, v vocabulary; hidden states [s, b, h].
 """
 
 import queue
-from collections import defaultdict
+from collections import defaultdict, deque
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 
 from megatron_ds.data.batch import Batch
 from megatron_ds.pipeline.executor import Executor
+from megatron_ds.pipeline.instruction import Op
 from megatron_ds.pipeline.stage import Stage
 
 VOCABULARY, HIDDEN, SEQUENCE = 11, 6, 5
@@ -93,6 +95,24 @@ def make_executor(program, layers, bounds, channels, stage_rank, rank, hooks=Non
     stages = {s: make_stage(layers, bounds, s, stage_class) for s in range(len(bounds) - 1) if stage_rank(s) == rank}
     return Executor(program, stages, channels, stage_rank, lambda batch: (batch.seq_length, batch.size, HIDDEN),
                     torch.float32, torch.device("cpu"), hooks)
+
+
+def split_backwards(schedule, delay: int = 0):
+    """Each B of a schedule as I and W, the W `delay` backwards of its stage later, or at the end."""
+    return tuple(_split_program(program, delay) for program in schedule)
+
+
+def _split_program(program, delay):
+    split, late = [], defaultdict(deque)
+    for i in program:
+        if i.op is not Op.B:
+            split.append(i)
+            continue
+        split.append(replace(i, op=Op.I))
+        late[i.stage].append(replace(i, op=Op.W))
+        if len(late[i.stage]) > delay:
+            split.append(late[i.stage].popleft())
+    return (*split, *(w for stage in late for w in late[stage]))
 
 
 class PostOffice:

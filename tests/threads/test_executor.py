@@ -226,7 +226,7 @@ F, B = Instruction(Op.F, 0, 0), Instruction(Op.B, 0, 0)
 
 
 @pytest.mark.parametrize("program, message", [
-    ((F, Instruction(Op.I, 0, 0)), "I0@0: nothing here executes I. Executed: F, B, SEND_ACT.*REDUCE, TIE"),
+    ((Instruction(Op.GATHER, 0), F, B), "GATHER@0: nothing here executes GATHER. Executed: F, B, I, W, SEND_ACT.*REDUCE, TIE"),
     ((F, B, Instruction(Op.TIE, 0)), "TIE@0: nothing here executes TIE.*when a hook is given"),
     ((F, B, Instruction(Op.F, 1, 0)), r"F0@1 is for stage 1.*Stages here: \[0\]")])
 def test_a_program_that_cannot_be_executed_is_refused_before_it_starts(program, message):
