@@ -116,10 +116,13 @@ def _split_program(program, delay):
 
 
 class PostOffice:
-    """Mail among threads; see `RendezvousChannels`."""
+    """Mail among threads; see `RendezvousChannels`. `setdefault` is atomic, and a defaultdict of queues is not."""
 
     def __init__(self):
-        self.posted, self.mail = defaultdict(queue.Queue), defaultdict(queue.Queue)
+        self._boxes = {}
+
+    def box(self, *key) -> queue.Queue:
+        return self._boxes.setdefault(key, queue.Queue())
 
 
 class RendezvousChannels:
@@ -128,18 +131,21 @@ class RendezvousChannels:
     def __init__(self, office: PostOffice, rank: int, timeout: float = 20):
         self.office, self.rank, self.timeout = office, rank, timeout
 
+    def begin(self, shapes, dtype):
+        pass
+
     def send(self, kind, destination, tensor):
-        self.office.posted[self.rank, destination, kind].get(timeout=self.timeout)
-        self.office.mail[self.rank, destination, kind].put(tensor.clone())
+        self.office.box("posted", self.rank, destination, kind).get(timeout=self.timeout)
+        self.office.box("mail", self.rank, destination, kind).put(tensor.clone())
 
     def recv(self, kind, source, shape, dtype, device):
-        self.office.posted[source, self.rank, kind].put(None)
+        self.office.box("posted", source, self.rank, kind).put(None)
         return SimpleNamespace(wait=lambda: self._take(kind, source, shape))
 
     def drain(self):
         pass
 
     def _take(self, kind, source, shape):
-        tensor = self.office.mail[source, self.rank, kind].get(timeout=self.timeout)
+        tensor = self.office.box("mail", source, self.rank, kind).get(timeout=self.timeout)
         assert tuple(tensor.shape) == tuple(shape), f"expected {shape}, received {tuple(tensor.shape)}"
         return tensor
