@@ -18,29 +18,26 @@ products round to bf16, and the probabilities are kept in it.
 The formulas of backward are those of Dao et al. 2022 (arXiv:2205.14135), appendix B.2.
 """
 
-import functools
 import math
 
 import torch
 
+from .product import is_widened
+
+KERNELS = (torch.float32, torch.bfloat16)        # what oneDNN and torch's softmax are fast in
 BLOCK = 64
 TILE = 1 << 20                   # scores worked on at once: 4 MiB, two of them in backward
 
 
 def worth_blocking(q: torch.Tensor, k: torch.Tensor) -> bool:
     """Whether `blocked_attention` is the faster way, and keeps at most four times the memory of the queries."""
-    return q.device.type == "cpu" and q.shape[0] == k.shape[0] and is_worth_blocking(q.dtype, q.shape[0], q.shape[3])
+    return (q.device.type == "cpu" and q.dtype in KERNELS and not is_widened(q) and q.shape[0] == k.shape[0]
+            and is_worth_blocking(q.shape[0], q.shape[3]))
 
 
-def is_worth_blocking(dtype: torch.dtype, positions: int, channels: int) -> bool:
-    """The same on a CPU, by the sizes of a head."""
-    return _has_fast_products(dtype) and 2 * BLOCK <= positions <= 8 * channels
-
-
-@functools.cache
-def _has_fast_products(dtype: torch.dtype) -> bool:
-    """bf16 where oneDNN multiplies it: elsewhere torch would go element by element."""
-    return dtype == torch.float32 or dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+def is_worth_blocking(positions: int, channels: int) -> bool:
+    """The same on a CPU in such a dtype, by the sizes of a head."""
+    return 2 * BLOCK <= positions <= 8 * channels
 
 
 def blocked_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:

@@ -5,7 +5,8 @@ from dataclasses import fields
 from ..config import RunConfig
 from ..config.dump import report_non_default
 from ..mpu.mesh import Mesh
-from ..pipeline.simulate import draw, simulate
+from ..pipeline.draw import draw
+from ..pipeline.simulate import simulate
 from .build import Engine, RunPlan, microbatches_of, plan_schedule
 
 
