@@ -2,8 +2,7 @@
 
 A rank may hold several stages, and stages may share a parameter: input and output embedding when both ends of the pipeline
 are on one rank. Such a parameter belongs to no single stage (`SHARED`): its layers on every stage claim it, and its gradient
-is
-reduced once, after the last backward of all of them.
+is reduced once, after the last backward of all of them.
 """
 
 from collections import defaultdict

@@ -98,16 +98,16 @@ def look_at(engine) -> Seen:
                 master_bytes=memory.masters, places=set(engine.optimizer.memory_by_place()))
     for block in blocks:
         block.register_forward_pre_hook(lambda module, inputs: seen.block_inputs.add(tuple(inputs[0].shape)))
-    stage, forward = engine.stage, engine.stage.forward
-
-    def watched(*args):
-        result = forward(*args)
-        seen.forwards += 1
-        seen.peak_alive = max(seen.peak_alive, len(stage.live))
-        return result
-
-    stage.forward = watched
+    for stage in engine.stages.values():
+        stage.forward = functools.partial(_watched, stage.forward, seen, engine.stages)
     return seen
+
+
+def _watched(forward, seen: Seen, stages, *args):
+    result = forward(*args)
+    seen.forwards += 1
+    seen.peak_alive = max(seen.peak_alive, sum(len(stage.live) for stage in stages.values()))
+    return result
 
 
 @contextmanager

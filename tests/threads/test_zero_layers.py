@@ -11,7 +11,7 @@ from megatron_ds.config import parse
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.progress import Progress
-from megatron_ds.training import build, pinning
+from megatron_ds.training import build, pinning, plan
 from megatron_ds.training.build import build_engine
 from megatron_ds.training.compare import global_batch_share, parse_layout, random_samples
 from megatron_ds.training.evaluate import evaluate
@@ -57,7 +57,8 @@ def bytes_whole(engine):
     ("dp=2,pp=2,zero=3", 2), ("dp=2,zero=3,pin=1", 100), ("dp=2,zero=3,prefetch=1000000", 100)])
 def test_only_the_layer_at_work_and_those_ahead_are_whole(layout, layers_whole):
     def main(engine):
-        most, inside = [0], engine.stage.enter
+        stage, = engine.stages.values()
+        most, inside = [0], stage.enter
 
         def enter(layer, backward):
             inside(layer, backward)
@@ -65,7 +66,7 @@ def test_only_the_layer_at_work_and_those_ahead_are_whole(layout, layers_whole):
             assert all(p.untyped_storage().nbytes() for p in engine.modules[layer].parameters()) or backward and not layer
 
         assert bytes_whole(engine) == 0
-        engine.stage.enter = enter
+        stage.enter = enter
         train(engine, range(2))
         return most[0], bytes_whole(engine), sorted(unit.flat.nbytes for unit in units_of(engine))
 
@@ -77,14 +78,14 @@ def test_only_the_layer_at_work_and_those_ahead_are_whole(layout, layers_whole):
 
 def test_nothing_but_shards_is_ever_allocated_for_the_weights(monkeypatch):
     """Modules are made on the meta device, and each rank draws its part: no tensor as large as a matrix, but for draws."""
-    made, allocate = [], build.build_stage
+    made, allocate = [], build.build_stages
 
     def watched(layers):
-        modules = allocate(layers)
-        made.extend(p.device.type for p in modules.parameters())
-        return modules
+        stages = allocate(layers)
+        made.extend(p.device.type for modules in stages.values() for p in modules.parameters())
+        return stages
 
-    monkeypatch.setattr(build, "build_stage", watched)
+    monkeypatch.setattr(build, "build_stages", watched)
     run(config_of("dp=2,zero=3"), lambda engine: None)
     assert set(made) == {"meta"}
 
@@ -92,7 +93,7 @@ def test_nothing_but_shards_is_ever_allocated_for_the_weights(monkeypatch):
 @pytest.mark.parametrize("style, dtype", [("gpt2", "fp32"), ("llama", "bf16")])
 def test_weights_drawn_in_shards_have_the_bits_of_any_other_layout(style, dtype):
     def main(engine):
-        with engine.optimizer.gathered(engine.stage.index):
+        with engine.optimizer.gathered(next(iter(engine.stages))):
             return {p.spec.name: p.detach().clone() for p in engine.parameters}
 
     whole = run(config_of("dp=1,tp=2", style, dtype), main)
@@ -214,11 +215,12 @@ def test_the_memory_of_a_machine_is_shared_out_among_its_ranks(monkeypatch):
 def test_what_pinning_plans_for_is_what_a_step_takes():
     """State to the byte, whole weights to the byte, gradient buffers not less than measured."""
     def main(engine):
-        schedule = build.plan_schedule(engine.config, build.microbatches_of(engine.config))
-        kinds = ["embedding", *["block"] * 3, "norm", "head"]
-        budget = pinning._budget(engine.config, engine.mesh, 0, engine.optimizer, kinds, schedule)
-        most, inside = [0], engine.stage.enter
-        engine.stage.enter = lambda *args: (inside(*args), most.append(bytes_whole(engine)))
+        schedule = plan.plan_schedule(engine.config, plan.microbatches_of(engine.config))
+        kinds = {0: ["embedding", *["block"] * 3, "norm", "head"]}
+        budget = pinning._budget(engine.config, engine.mesh, 0, engine.optimizer, kinds, schedule[0])
+        stage, = engine.stages.values()
+        most, inside = [0], stage.enter
+        stage.enter = lambda *args: (inside(*args), most.append(bytes_whole(engine)))
         train(engine, range(2))
         return budget, engine.optimizer.memory().total, max(most), engine.optimizer.working_bytes
 
