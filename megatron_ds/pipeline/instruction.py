@@ -21,6 +21,8 @@ class Op(StrEnum):
     REDUCE = "REDUCE"        # the next backward of this stage completes its gradients: reduce buckets as they fill
     TIE = "TIE"              # sum the gradients of parameters that live on several stages
 
+    __hash__ = str.__hash__  # Enum's own is a Python function; programs of half a million instructions are looked up by op
+
 
 @dataclass(frozen=True, slots=True)
 class Instruction:

@@ -10,23 +10,28 @@ A transfer is named after the stage that executes it: SEND_ACT@s carries the out
 stage s, SEND_GRAD@s the gradient of its input, RECV_GRAD@s the gradient of its output.
 
 Note: why receives are posted early. RECV only *posts* a receive (a buffer into which bytes may land); the computation
-that needs the tensor waits for it. A send never waits. With receives posted one computation ahead, the transfer runs
-behind that computation, at the price of one waiting activation per direction; and the order stays free of deadlock even
-on a transport whose sends block until the peer has posted its receive, because each rank has posted what its neighbours
-will send next before it sends anything itself:
+that needs the tensor waits for it. A send never waits on our channels. Posted at least one computation ahead, a receive lets
+the transfer run behind that computation. And it is posted no later than the tensor is sent, by the clocks of the bare
+schedule in unit costs: so no order of instructions locks up even on a transport whose sends block until the peer has posted
+its receive. (Sort what all ranks do by planned time, at the same time posts before sends before computations. Each program
+is in that order, and everything waits only for what comes before it.)
 
     posted right before use   rank r    F3 SA3 | RG0 B0     r cannot pass SA3 until r+1 posts RA3,
                               rank r+1  B0 SG0 | RA3 F3     which it does after SG0, which needs RG0 of r: deadlock
-    posted one ahead          rank r    RG0 F3 SA3 B0
-                              rank r+1  RA3 B0 SG0 F3       both posts come first
+    posted one ahead          rank r    F3 RG0 SA3 B0
+                              rank r+1  B0 RA3 SG0 F3       both posts come first
+
+One ahead is enough for 1F1B, but not where a rank does something else between: two chunks, or weight halves.
 """
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
 from ..errors import ScheduleError
+from .clock import run_clocks
 from .instruction import Instruction, Op, Program, Schedule
 
 COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W})
@@ -54,8 +59,10 @@ def lower(schedule: Schedule, num_stages: int, *, tied: Iterable[int] = (), gath
     return add_zero(add_ties(add_transfers(schedule, num_stages), tied), gather=gather, reduce_each=reduce_each)
 
 
-def add_transfers(schedule: Schedule, num_stages: int, lookahead: int = 1) -> Schedule:
-    """Add SEND right after the computation that makes a tensor, and RECV `lookahead` computations before its use.
+def add_transfers(schedule: Schedule, num_stages: int, early: bool = True) -> Schedule:
+    """Add SEND right after the computation that makes a tensor, and RECV early enough (see the note above) before its use.
+
+    early=False posts receives right before their use, to see what goes wrong then.
 
     Stages that are neighbours on one rank exchange nothing. Receives of one channel (source, destination, kind) are posted
     in the order in which the peer sends, so in-order channels never mix up messages, whatever the schedule.
@@ -74,7 +81,20 @@ def add_transfers(schedule: Schedule, num_stages: int, lookahead: int = 1) -> Sc
                 sends[rank][i] = replace(i, op=send)
                 receive = Op.RECV_ACT if send is Op.SEND_ACT else Op.RECV_GRAD
                 channels[home[peer]][rank, receive].append(Instruction(receive, peer, i.microbatch))
-    return tuple(_place(program, channels[rank].values(), sends[rank], lookahead) for rank, program in enumerate(schedule))
+    posts = _latest_posts(schedule, channels) if early else [{}] * len(schedule)
+    return tuple(_place(program, channels[rank].values(), sends[rank], posts[rank], early)
+                 for rank, program in enumerate(schedule))
+
+
+def _latest_posts(schedule: Schedule, channels) -> list[dict[Instruction, int]]:
+    """For each rank: receive → number of the computation before which it has to be posted, see the note on top."""
+    starts, ends = run_clocks(schedule)
+    made = {i: end for program, its_ends in zip(schedule, ends) for i, end in zip(program, its_ends)}
+    maker = {Op.RECV_ACT: lambda r: made[Instruction(Op.F, r.stage - 1, r.microbatch)],
+             Op.RECV_GRAD: lambda r: made.get(Instruction(Op.I, r.stage + 1, r.microbatch))
+             or made[Instruction(Op.B, r.stage + 1, r.microbatch)]}
+    return [{r: bisect_left(starts[rank], maker[r.op](r)) for receives in its_channels.values() for r in receives}
+            for rank, its_channels in enumerate(channels)]
 
 
 def add_ties(schedule: Schedule, stages: Iterable[int]) -> Schedule:
@@ -125,34 +145,41 @@ def forward_only(schedule: Schedule) -> Schedule:
 
 def _forward_program(program: Program) -> Program:
     forward = tuple(i for i in program if i.op is Op.F)
-    receives = [i for i in program if i.op is Op.RECV_ACT]
+    posts: dict[Instruction, int] = {}                  # no later among the forwards than they were among all computations
+    number = 0
+    for i in program:
+        number += i.op is Op.F
+        if i.op is Op.RECV_ACT:
+            posts[i] = number
     sends = {replace(i, op=Op.F): i for i in program if i.op is Op.SEND_ACT}
-    placed = _place(forward, [receives], sends, lookahead=1)
+    placed = _place(forward, [list(posts)], sends, posts, early=True)
     return _pinned(placed) if any(i.op is Op.GATHER for i in program) else placed
 
 
 def _place(program: Program, channels: Collection[Sequence[Instruction]], sends: Mapping[Instruction, Instruction],
-           lookahead: int) -> Program:
-    """`program` with `sends` after their computations, and with the receives of each channel posted in channel order."""
+           latest: Mapping[Instruction, int], early: bool) -> Program:
+    """`program` with `sends` after their computations, and with the receives of each channel posted in channel order.
+
+    A receive is posted right before its use; if early, one computation before, or before computation number latest[receive],
+    whichever comes first, and before the send that precedes that computation.
+    """
     computations = [i for i in program if i.op in COMPUTE]
     use = {Instruction(CONSUMED_BY[i.op], i.stage, i.microbatch): at
            for at, i in enumerate(computations) if i.op in CONSUMED_BY}
-    posts: dict[int, list[Instruction]] = defaultdict(list)             # number of the computation → posted before it
+    posts: dict[int, list[Instruction]] = defaultdict(list)              # number of the computation → posted before it
     for receives in channels:
         _check_used(receives, use)
         # A message is posted no later than any message behind it in the channel: a running minimum from the back.
-        latest = [*accumulate((use[r] for r in reversed(receives)), min)][::-1]
-        for receive, at in zip(receives, latest):
-            posts[max(0, at - lookahead)].append(receive)
-    placed: list[Instruction] = []
-    at = 0
+        wanted = (min(max(0, use[r] - early), latest.get(r, use[r])) for r in reversed(receives))
+        for receive, at in zip(reversed(receives), accumulate(wanted, min)):
+            posts[at].append(receive)
+    placed, at = posts[0][::-1], 0
     for i in program:
-        if i.op in COMPUTE:
-            placed += posts[at]
-            at += 1
         placed.append(i)
-        if i in sends:
-            placed.append(sends[i])
+        send = [sends[i]] if i in sends else []
+        at += i.op in COMPUTE
+        receives = posts[at][::-1] if i.op in COMPUTE else []
+        placed += receives + send if early else send + receives
     return tuple(placed)
 
 

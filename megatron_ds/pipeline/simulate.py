@@ -1,4 +1,4 @@
-"""Runs a schedule on clocks instead of ranks: is it legal, how long does it take, what does it keep alive; draws it.
+"""Runs a schedule on clocks instead of ranks: is it legal, how long does it take, what does it keep alive?
 
 An instruction starts when its rank has finished the previous one and when what it needs is there; a schedule in which
 no rank can go on is a deadlock, reported with what each rank waits for. Works on bare schedules (F, B, I, W) as well as
@@ -9,23 +9,15 @@ on lowered ones. Two kinds of sends are tried:
                  that passes this test does not depend on any buffering in the transport
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ..errors import ScheduleError
+from .clock import Cost, run_clocks, unit_cost
 from .instruction import Instruction, Op, Schedule
 from .legality import check_complete, check_marks, check_transfers
-from .passes import BACKWARD, COMPUTE, CONSUMED_BY, RECEIVES, SENDS
-
-Cost = Callable[[Instruction], float]
-UNIT_COSTS = {Op.F: 1, Op.B: 2, Op.I: 1, Op.W: 1}
-SEND_OF = {Op.RECV_ACT: (Op.SEND_ACT, -1), Op.RECV_GRAD: (Op.SEND_GRAD, +1)}      # receive → the send, stages away
-
-
-def unit_cost(instruction: Instruction) -> float:
-    """F, I and W take one unit, B two, transfers and reductions none."""
-    return UNIT_COSTS.get(instruction.op, 0)
+from .passes import COMPUTE, CONSUMED_BY, RECEIVES
 
 
 @dataclass(frozen=True)
@@ -92,117 +84,8 @@ def simulate(schedule: Schedule, cost: Cost = unit_cost, sends: str = "buffered"
     num_stages = 1 + max((i.stage for program in schedule for i in program), default=-1)
     check_transfers(schedule, num_stages)
     check_marks(schedule)
-    needs = _Needs(schedule, num_stages, cost, sends == "rendezvous")
-    ended: dict[Instruction, float] = {}
-    starts, ends = [[] for _ in schedule], [[] for _ in schedule]
-    moved = True
-    while moved:
-        moved = False
-        for rank, program in enumerate(schedule):
-            while (at := len(ends[rank])) < len(program):
-                needed = needs[i := program[at]]
-                if any(other not in ended for other in needed):
-                    break
-                clock = ends[rank][-1] if at else 0
-                start = max([clock, *(ended[other] + delay for other, delay in needed.items())])
-                starts[rank].append(start)
-                ends[rank].append(start if i.op in SENDS else start + cost(i))
-                ended[i] = ends[rank][-1]
-                moved = True
-    _check_finished(schedule, ends, needs, ended, sends)
+    starts, ends = run_clocks(schedule, cost, sends == "rendezvous")
     return Simulation(schedule, tuple(map(tuple, starts)), tuple(map(tuple, ends)))
-
-
-def draw(schedule: Schedule | Simulation, unit: float | None = None) -> str:
-    """The schedule as text, one line per rank, one column per `unit` of time (default: the shortest computation).
-
-        rank 0 | F0 F1 .. .. B0 -- .. B1 --
-        rank 1 | .. F0 B0 -- F1 B1 --               "--" continues, ".." is idle, F0' is of the rank's second stage
-    """
-    s = schedule if isinstance(schedule, Simulation) else simulate(schedule)
-    ranks = list(zip(s.schedule, s.starts, s.ends))
-    if unit is None:
-        lengths = (end - start for rank in ranks for i, start, end in zip(*rank) if i.op in COMPUTE)
-        unit = min((length for length in lengths if length > 0), default=1)
-    rows = [_row(*rank, unit) for rank in ranks]
-    width = max((len(cell) for row in rows for cell in row), default=1)
-    digits = len(str(len(rows) - 1))
-    return "\n".join(f"rank {rank:>{digits}} | " + " ".join(_cell(cell, width) for cell in row).rstrip()
-                     for rank, row in enumerate(rows))
-
-
-class _Needs:
-    """instruction → {instruction that must have ended: delay after its end}."""
-
-    def __init__(self, schedule: Schedule, num_stages: int, cost: Cost, rendezvous: bool):
-        self.present = {i for program in schedule for i in program}
-        self.num_stages, self.cost, self.rendezvous = num_stages, cost, rendezvous
-        # Everybody meets in TIE: it needs the last thing that each rank with a TIE does before its first one.
-        firsts = ((program, next((at for at, i in enumerate(program) if i.op is Op.TIE), 0)) for program in schedule)
-        self.before_ties = {program[at - 1]: 0.0 for program, at in firsts if at}
-
-    def __getitem__(self, i: Instruction) -> Mapping[Instruction, float]:
-        if i.op is Op.TIE:
-            return self.before_ties
-        if i.op in SENDS:
-            return self._send(i)
-        needed = {}
-        if i.op in BACKWARD:
-            needed[replace(i, op=Op.I if i.op is Op.W else Op.F)] = 0.0
-        if i.op is Op.F and i.stage > 0:
-            needed |= self._arrival(replace(i, op=Op.RECV_ACT), Instruction(Op.F, i.stage - 1, i.microbatch))
-        if i.op in (Op.B, Op.I) and i.stage < self.num_stages - 1:
-            needed |= self._arrival(replace(i, op=Op.RECV_GRAD), self._backward(i.stage + 1, i.microbatch))
-        return needed
-
-    def _send(self, send: Instruction) -> dict[Instruction, float]:
-        stage, k = send.stage, send.microbatch
-        if send.op is Op.SEND_ACT:
-            made_by, receive = replace(send, op=Op.F), Instruction(Op.RECV_ACT, stage + 1, k)
-        else:
-            made_by, receive = self._backward(stage, k), Instruction(Op.RECV_GRAD, stage - 1, k)
-        return {made_by: 0.0, receive: 0.0} if self.rendezvous else {made_by: 0.0}
-
-    def _arrival(self, receive: Instruction, made_by: Instruction) -> dict[Instruction, float]:
-        """A tensor is there when its receive is posted and its send has travelled; or, on one rank, when it is made."""
-        if receive not in self.present:
-            return {made_by: 0.0}
-        op, away = SEND_OF[receive.op]
-        send = Instruction(op, receive.stage + away, receive.microbatch)
-        return {receive: 0.0, send: self.cost(send)}
-
-    def _backward(self, stage: int, microbatch: int) -> Instruction:
-        """The instruction that makes the gradient of the stage's input."""
-        split = Instruction(Op.I, stage, microbatch)
-        return split if split in self.present else Instruction(Op.B, stage, microbatch)
-
-
-def _check_finished(schedule: Schedule, ends: list[list[float]], needs: _Needs, ended: Mapping[Instruction, float],
-                    sends: str) -> None:
-    place = {i: (rank, at) for rank, program in enumerate(schedule) for at, i in enumerate(program)}
-    stuck = []
-    for rank, program in enumerate(schedule):
-        at = len(ends[rank])
-        if at == len(program):
-            continue
-        missing = [f"{other} ({_place_of(other, place, rank, at)})" for other in needs[program[at]] if other not in ended]
-        stuck.append(f"rank {rank} stands at instruction {at} of {len(program)}, {program[at]}, "
-                     f"and waits for {', '.join(missing)}")
-    if stuck:
-        advice = ("Post receives before the sends that precede their use (add_transfers with lookahead=1 or more), or use "
-                  "sends that do not wait." if sends == "rendezvous" else
-                  "Legal orders put F of a stage after F of the stage before it, and B after F of its own stage and after "
-                  "B of the stage behind it.")
-        raise ScheduleError(f"deadlock with {sends} sends: {'; '.join(stuck)}. {advice}")
-
-
-def _place_of(i: Instruction, place: Mapping[Instruction, tuple[int, int]], rank: int, at: int) -> str:
-    if i not in place:
-        return "in no program"
-    its_rank, its_place = place[i]
-    if its_rank != rank:
-        return f"instruction {its_place} of rank {its_rank}"
-    return f"later in the same program, at {its_place}" if its_place > at else f"earlier, at {its_place}"
 
 
 def _peak(program, grows: Callable[[Instruction], bool], shrinks: Callable[[Instruction], bool]) -> int:

@@ -21,6 +21,7 @@ from ..mpu import collectives
 from ..mpu.group import DONE, Group, Work
 from ..mpu.param_spec import Init, ParamSpec
 from ..ops.parameter import new_parameter
+from ..ops.product import affine, product
 from .weight_grad import linear_gradient
 
 
@@ -100,7 +101,7 @@ class _ColumnLinear(torch.autograd.Function):
         dy = dy.reshape(-1, dy.shape[-1])                                        # [s b, out/t]
         dx, reduced = None, DONE
         if needs_dx:
-            dx, reduced = _start_reduce(dy.mm(weight), ctx.sequence_parallel, group)
+            dx, reduced = _start_reduce(product(dy, weight), ctx.sequence_parallel, group)
         gathered.wait()
         dw = linear_gradient(weight, x.view(-1, x.shape[-1]), dy) if needs_dw else None
         db = dy.sum(0) if needs_db else None
@@ -133,7 +134,7 @@ class _RowLinear(torch.autograd.Function):
         if ctx.sequence_parallel:
             dy = collectives.all_gather(dy, group)
         dy = dy.reshape(-1, dy.shape[-1])                                        # [s b, out]
-        dx = dy.mm(weight).view(x.shape) if needs_dx else None
+        dx = product(dy, weight).view(x.shape) if needs_dx else None
         dw = linear_gradient(weight, x.view(-1, x.shape[-1]), dy) if needs_dw else None
         return dx, dw, db, None, None
 
@@ -151,8 +152,7 @@ class _GatherLast(torch.autograd.Function):
 
 def _affine(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     # Autograd forbids writing in place to a view that a Function returns; _unsafe_view makes none.
-    flat = x.view(-1, x.shape[-1])
-    y = flat.mm(weight.t()) if bias is None else torch.addmm(bias, flat, weight.t())
+    y = affine(x.view(-1, x.shape[-1]), weight, bias)
     return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], weight.shape[0]))
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from megatron_ds.errors import ScheduleError
 from megatron_ds.pipeline.instruction import Instruction, Op
 from megatron_ds.pipeline.passes import COMPUTE, add_ties, add_transfers, add_zero, forward_only, lower, stage_ranks
-from megatron_ds.pipeline.schedules import SCHEDULES
+from megatron_ds.pipeline.schedules import SCHEDULES, default_chunks
 from megatron_ds.pipeline.simulate import check, simulate
 
 
@@ -23,28 +23,28 @@ def bare(schedule):
 
 def test_receives_are_posted_one_computation_ahead_and_sends_follow_their_computation():
     lowered = add_transfers(SCHEDULES["1f1b"](2, 2), 2)
-    assert words(lowered[0]) == "F0@0 SA0@0 RG0@0 F1@0 SA1@0 RG1@0 B0@0 B1@0"
+    assert words(lowered[0]) == "F0@0 RG0@0 SA0@0 F1@0 RG1@0 SA1@0 B0@0 B1@0"
     assert words(lowered[1]) == "RA0@1 F0@1 RA1@1 B0@1 SG0@1 F1@1 B1@1 SG1@1"
 
 
-def test_without_lookahead_receives_are_posted_right_before_their_use():
-    assert words(add_transfers(SCHEDULES["1f1b"](2, 2), 2, lookahead=0)[1]) == (
+def test_receives_that_are_not_early_are_posted_right_before_their_use():
+    assert words(add_transfers(SCHEDULES["1f1b"](2, 2), 2, early=False)[1]) == (
         "RA0@1 F0@1 B0@1 SG0@1 RA1@1 F1@1 B1@1 SG1@1")
 
 
-@pytest.mark.parametrize("lookahead", [0, 1, 2, 5])
-def test_lowering_adds_but_never_reorders(lookahead):
+@pytest.mark.parametrize("early", [False, True])
+def test_lowering_adds_but_never_reorders(early):
     for name in SCHEDULES:
         for p, m in ((1, 2), (2, 1), (3, 5), (5, 3)):
             schedule = SCHEDULES[name](p, m)
-            assert bare(add_transfers(schedule, p, lookahead)) == schedule
+            assert bare(add_transfers(schedule, p * default_chunks(name), early)) == schedule
 
 
 def test_1f1b_posted_right_before_use_deadlocks_when_sends_wait_but_not_posted_one_ahead():
     schedule = SCHEDULES["1f1b"](3, 4)
-    late, early = add_transfers(schedule, 3, lookahead=0), add_transfers(schedule, 3)
+    late, early = add_transfers(schedule, 3, early=False), add_transfers(schedule, 3)
     assert simulate(late).span == simulate(early).span
-    with pytest.raises(ScheduleError, match="rendezvous sends: rank 0 stands at .*SA2@0, and waits for RA2@1.*lookahead=1"):
+    with pytest.raises(ScheduleError, match="rendezvous sends: rank 0 stands at .*SA2@0, and waits for RA2@1.*Post receives"):
         simulate(late, sends="rendezvous")
     simulate(early, sends="rendezvous")
 
@@ -52,8 +52,8 @@ def test_1f1b_posted_right_before_use_deadlocks_when_sends_wait_but_not_posted_o
 def test_posted_one_ahead_a_transfer_runs_behind_a_computation_posted_late_the_rank_waits_for_it():
     # Rendezvous sends travel once their receive is posted, here for as long as a forward takes.
     cost = lambda i: {Op.F: 1, Op.B: 2, Op.SEND_ACT: 1}.get(i.op, 0)
-    for lookahead, forward_and_wait in ((1, 1), (0, 2)):
-        simulation = simulate(add_transfers(SCHEDULES["gpipe"](2, 6), 2, lookahead), cost, "rendezvous")
+    for early, forward_and_wait in ((True, 1), (False, 2)):
+        simulation = simulate(add_transfers(SCHEDULES["gpipe"](2, 6), 2, early), cost, "rendezvous")
         start = dict(zip(map(str, simulation.schedule[1]), simulation.starts[1]))
         assert start["F5@1"] - start["F0@1"] == 5 * forward_and_wait
 
@@ -94,16 +94,16 @@ def random_schedule(data):
 def test_any_legal_order_on_any_placement_is_lowered_to_channels_that_keep_their_order(data):
     schedule, num_stages, m = random_schedule(data)
     tied = {0, num_stages - 1}
-    for lookahead in (0, 1, 3):
-        lowered = add_zero(add_ties(add_transfers(schedule, num_stages, lookahead), tied))
-        check(lowered, num_stages, m, rendezvous=False)                      # raises where messages would be mixed up
-        check(forward_only(lowered), num_stages, m, forward_only=True, rendezvous=False)
+    for early in (False, True):
+        lowered = add_zero(add_ties(add_transfers(schedule, num_stages, early), tied))
+        check(lowered, num_stages, m, rendezvous=early)                      # raises where messages would be mixed up
+        check(forward_only(lowered), num_stages, m, forward_only=True, rendezvous=early)
         assert bare(lowered) == schedule
 
 
 def test_receives_of_a_channel_follow_the_order_of_its_sends_even_where_they_are_used_in_another():
     f = lambda s, k: Instruction(Op.F, s, k)
-    lowered = add_transfers(((f(0, 0), f(0, 1)), (f(1, 1), f(1, 0))), 2, lookahead=0)
+    lowered = add_transfers(((f(0, 0), f(0, 1)), (f(1, 1), f(1, 0))), 2, early=False)
     assert words(lowered[1]) == "RA0@1 RA1@1 F1@1 F0@1"
 
 
@@ -143,18 +143,19 @@ def test_reduce_announces_the_last_weight_half_where_backward_is_split():
     assert words(add_zero((program,))[0]) == "F0@0 F1@0 I0@0 I1@0 W0@0 REDUCE@0 W1@0"
 
 
-def test_forward_only_of_a_lowered_schedule_equals_lowering_the_forwards():
+def test_forward_only_of_a_lowered_schedule_keeps_the_forwards_and_stays_legal():
     for name in SCHEDULES:
         for p, m in ((1, 1), (2, 3), (4, 6)):
-            schedule = SCHEDULES[name](p, m)
-            lowered = forward_only(lower(schedule, p, tied=(0, p - 1)))
-            assert lowered == add_transfers(forward_only(schedule), p)
-            check(lowered, p, m, forward_only=True)
+            schedule, stages = SCHEDULES[name](p, m), p * default_chunks(name)
+            lowered = forward_only(lower(schedule, stages, tied=(0, stages - 1)))
+            assert bare(lowered) == forward_only(schedule)
+            check(lowered, stages, m, forward_only=True)
 
 
 @pytest.mark.parametrize("broken, message", [
     (lambda s: add_transfers(s, 3), r"stages \[0, 1\], not the 3 stages.*num_stages=2"),
-    (lambda s: add_transfers((s[0], s[1][1:]), 2), "RA0@1 would arrive on a rank that never computes F"),
+    (lambda s: add_transfers((s[0], s[1][1:]), 2), r"B0@1, and waits for F0@1 \(in no program\)"),
+    (lambda s: add_transfers((s[0], s[1][1:]), 2, early=False), "RA0@1 would arrive on a rank that never computes F"),
     (lambda s: add_ties(s, (0, 5)), r"stage 5 .*Stages with a backward: \[0, 1\]"),
     (lambda s: add_ties(forward_only(s), (0,)), "none .forward only"),
     (lambda s: stage_ranks((s[0], (replace(s[1][0], stage=0),))), "F0@0 is on pipeline rank 1, but stage 0 lives on rank 0"),

@@ -74,7 +74,7 @@ def greedy(p, m):
 
 def test_the_long_name_of_1f1b_finds_it_too_and_an_unknown_one_is_refused_with_the_known():
     assert SCHEDULES["one_f_one_b"] is SCHEDULES["1f1b"]
-    with pytest.raises(ConfigError, match="'gpip'; did you mean 'gpipe'.*Known: 1f1b, gpipe"):
+    with pytest.raises(ConfigError, match="'gpip'; did you mean 'gpipe'.*Known: 1f1b, gpipe, interleaved, zb-h1, zb-h2, zb-v"):
         SCHEDULES["gpip"]
 
 

@@ -3,10 +3,11 @@
 import pytest
 
 from megatron_ds.errors import ScheduleError
+from megatron_ds.pipeline.draw import draw
 from megatron_ds.pipeline.instruction import Instruction, Op
 from megatron_ds.pipeline.passes import add_transfers, add_zero, lower
 from megatron_ds.pipeline.schedules import SCHEDULES
-from megatron_ds.pipeline.simulate import check, draw, simulate
+from megatron_ds.pipeline.simulate import check, simulate
 
 P, M = 3, 4
 LOWERED = lower(SCHEDULES["1f1b"](P, M), P, tied=(0, 2))

@@ -106,9 +106,9 @@ def test_receives_are_posted_before_the_computation_ahead_and_waited_for_only_wh
     make_executor(program, make_layers(3), (0, 1, 3, 5), Recording(), lambda stage: stage, 1,
                   {Op.REDUCE: lambda stage: events.append("reduce")}, Telling).run(make_batches(2))
     assert events == [
-        "post act from 0", "post act from 0", "wait act", "F0", "send act to 2",
-        "post grad from 2", "wait act", "F1", "send act to 2",
-        "post grad from 2", "wait grad", "B0", "send grad to 0", "reduce", "wait grad", "B1", "send grad to 0", "drain"]
+        "post act from 0", "post act from 0", "wait act", "F0", "post grad from 2", "send act to 2",
+        "wait act", "F1", "post grad from 2", "send act to 2",
+        "wait grad", "B0", "send grad to 0", "reduce", "wait grad", "B1", "send grad to 0", "drain"]
 
 
 def by_microbatch(home, m):

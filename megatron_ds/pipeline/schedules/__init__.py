@@ -1,17 +1,16 @@
 """Schedules by name: each is a pure function (pipeline_size, num_microbatches, chunks=1) → `Schedule` of F, B, I and W.
 
 A schedule says in which order a rank computes; whatever follows from that order (transfers, reductions) is added by
-`pipeline.passes`. A new schedule is one file with such a function, and one line here; `tests/contracts` then runs it
-through the passes and the simulator for many shapes.
+`pipeline.passes`. A new schedule is one file in this folder with such a function under `@schedule(name)`; each file here is
+read, and `tests/contracts` then runs the schedule through the passes and the simulator for many shapes.
 """
 
-from collections.abc import Callable
+from importlib import import_module
+from pkgutil import iter_modules
 
-from ...registry import Registry
-from ..instruction import Schedule
-from .gpipe import gpipe
-from .one_f_one_b import one_f_one_b
+from .shape import SCHEDULES, default_chunks, schedule, serves
 
-SCHEDULES: Registry[Callable[..., Schedule]] = Registry("pipeline schedule")
-SCHEDULES.register("gpipe")(gpipe)
-SCHEDULES.register("1f1b", "one_f_one_b")(one_f_one_b)
+for _module in iter_modules(__path__):
+    import_module(f"{__name__}.{_module.name}")
+
+__all__ = ["SCHEDULES", "default_chunks", "schedule", "serves"]

@@ -8,10 +8,10 @@ summed in the same order as in one process (and under every other schedule); spa
 """
 
 from ..instruction import Instruction, Op, Schedule
-from .shape import check_shape
+from .shape import schedule
 
 
+@schedule("gpipe")
 def gpipe(pipeline_size: int, num_microbatches: int, chunks: int = 1) -> Schedule:
-    check_shape("gpipe", pipeline_size, num_microbatches, chunks, legal_chunks=(1,))
     return tuple(tuple(Instruction(op, rank, k) for op in (Op.F, Op.B) for k in range(num_microbatches))
                  for rank in range(pipeline_size))

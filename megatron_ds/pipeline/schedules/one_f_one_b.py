@@ -8,11 +8,11 @@ Same bubble as GPipe, (p - 1) / (m + p - 1), but rank r keeps only min(m, p - r)
 """
 
 from ..instruction import Instruction, Op, Program, Schedule
-from .shape import check_shape
+from .shape import schedule
 
 
+@schedule("1f1b", "one_f_one_b")
 def one_f_one_b(pipeline_size: int, num_microbatches: int, chunks: int = 1) -> Schedule:
-    check_shape("1f1b", pipeline_size, num_microbatches, chunks, legal_chunks=(1,))
     return tuple(_program(rank, pipeline_size, num_microbatches) for rank in range(pipeline_size))
 
 

@@ -1,18 +1,64 @@
-"""The sizes a schedule is asked for, checked in one place and in one wording."""
+"""The table of schedules, and the sizes that they are asked for, checked in one place and in one wording."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from functools import wraps
 
 from ...errors import ScheduleError
+from ...registry import Registry
+from ..instruction import Schedule
+
+MakeSchedule = Callable[..., Schedule]             # (pipeline_size, num_microbatches, chunks=1) → Schedule
+SCHEDULES: Registry[MakeSchedule] = Registry("pipeline schedule")
+LEGAL_CHUNKS: dict[str, Collection[int] | None] = {}        # schedule → chunks of the model per rank; None: any number
 
 
-def check_shape(schedule: str, pipeline_size: int, num_microbatches: int, chunks: int, legal_chunks: Collection[int]) -> None:
-    """Raise ScheduleError naming what `schedule` can do instead; `legal_chunks` are the chunks per rank it knows."""
+def schedule(name: str, *aliases: str, chunks: Collection[int] | None = (1,)) -> Callable[[MakeSchedule], MakeSchedule]:
+    """Decorator that registers a schedule, which is then asked for legal sizes only.
+
+    chunks    the numbers of model chunks per rank it has an order for; None: any
+    """
+
+    def register(make: MakeSchedule) -> MakeSchedule:
+        LEGAL_CHUNKS[name] = chunks
+
+        @wraps(make)
+        def checked(pipeline_size: int, num_microbatches: int, chunks: int = default_chunks(name), **options) -> Schedule:
+            check_shape(name, pipeline_size, num_microbatches, chunks)
+            return make(pipeline_size, num_microbatches, chunks, **options)
+
+        return SCHEDULES.register(name, *aliases)(checked)
+
+    return register
+
+
+def default_chunks(name: str) -> int:
+    """The fewest chunks per rank that the schedule can work with."""
+    legal = LEGAL_CHUNKS.get(name)
+    return 1 if legal is None else min(legal)
+
+
+def serves(name: str, chunks: int) -> bool:
+    """Has the schedule an order for that many chunks per rank?"""
+    legal = LEGAL_CHUNKS.get(name)
+    return chunks >= 1 if legal is None else chunks in legal
+
+
+def check_shape(name: str, pipeline_size: int, num_microbatches: int, chunks: int) -> None:
+    """Raise ScheduleError naming what this schedule, and which other schedules, can do instead."""
     if pipeline_size < 1:
-        raise ScheduleError(f"schedule {schedule!r} was asked for {pipeline_size} pipeline ranks: "
+        raise ScheduleError(f"schedule {name!r} was asked for {pipeline_size} pipeline ranks: "
                             "somebody has to compute. Use a pipeline size of 1 or more.")
     if num_microbatches < 1:
-        raise ScheduleError(f"schedule {schedule!r} was asked for {num_microbatches} micro-batches: a step needs data. "
-                            "Use any number from 1 up (global batch / micro-batch / data-parallel size).")
-    if chunks not in legal_chunks:
-        raise ScheduleError(f"schedule {schedule!r} was asked for {chunks} chunks of the model per rank, which it has no "
-                            f"order for. Legal: {', '.join(map(str, sorted(legal_chunks)))}.")
+        raise ScheduleError(f"schedule {name!r} was asked for {num_microbatches} micro-batches: a step needs data. "
+                            "Use any number from 1 up (global batch / micro-batch / data-parallel size); every schedule "
+                            "takes any.")
+    if not serves(name, chunks):
+        able = [other for other in SCHEDULES if serves(other, chunks)]
+        raise ScheduleError(f"schedule {name!r} was asked for {chunks} chunks of the model per rank, which it has no "
+                            f"order for. Legal: {chunks_text(name)}. Schedules for {chunks} chunks: "
+                            f"{', '.join(able) or 'none, use 1 or more'}.")
+
+
+def chunks_text(name: str) -> str:
+    legal = LEGAL_CHUNKS[name]
+    return "any number from 1 up" if legal is None else ", ".join(map(str, sorted(legal)))

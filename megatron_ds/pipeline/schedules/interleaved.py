@@ -1,0 +1,41 @@
+"""Interleaved 1F1B: a rank holds several thin stages, which shortens the bubble. Narayanan et al. 2021 (arXiv:2104.04473),
+section 2.2.2.
+
+    rank 0 | F0  F1  F0' F1' ... B0' --- ...                 bubble (p - 1) / (v m + p - 1) for v chunks per rank and m ≥ p;
+    rank 1 | ... F0  F1  F0' B0' --- F1' …                   rank r keeps up to 2 (p - r - 1) + (v - 1) n + 1 thin stages alive
+
+Micro-batches pass a rank in groups of n: the first chunk of each of the group, the second chunk of each, and so on. A group
+of p or more is back at rank 0, one chunk further, when rank 0 is through with it; a smaller one lets the rank wait. The paper
+takes groups of exactly p and so needs a multiple of p micro-batches. Here m micro-batches make ⌊m / p⌋ groups, as even as
+possible, which costs no time and up to (v - 1) ⌈p / ⌊m / p⌋⌉ more live activations.
+"""
+
+from itertools import accumulate
+
+from ..instruction import Instruction, Op, Program, Schedule
+from .shape import schedule
+
+
+@schedule("interleaved", "interleaved_1f1b", chunks=None)
+def interleaved(pipeline_size: int, num_microbatches: int, chunks: int = 1) -> Schedule:
+    groups = _groups(pipeline_size, num_microbatches)
+    return tuple(_program(rank, pipeline_size, chunks, groups) for rank in range(pipeline_size))
+
+
+def _groups(p: int, m: int) -> list[range]:
+    """Micro-batches 0 to m - 1 in ⌊m / p⌋ groups (one at least), the longer ones first."""
+    number = max(1, m // p)
+    sizes = [m // number + (i < m % number) for i in range(number)]
+    ends = list(accumulate(sizes))
+    return [range(end - size, end) for size, end in zip(sizes, ends)]
+
+
+def _program(rank: int, p: int, v: int, groups: list[range]) -> Program:
+    forward = [Instruction(Op.F, c * p + rank, k) for group in groups for c in range(v) for k in group]
+    backward = [Instruction(Op.B, c * p + rank, k) for group in groups for c in reversed(range(v)) for k in group]
+    # The first backward is of the last chunk: all earlier chunks of the first group come first. If there are several chunks,
+    # a forward and a backward of neighbouring ranks take turns, which takes two forwards per rank behind this one.
+    ahead = (2 if v > 1 else 1) * (p - rank - 1)
+    warmup = min(len(forward), ahead + (v - 1) * len(groups[0]))
+    steady = (i for pair in zip(forward[warmup:], backward) for i in pair)
+    return (*forward[:warmup], *steady, *backward[len(forward) - warmup:])
