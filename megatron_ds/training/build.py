@@ -103,7 +103,8 @@ def _build_stage(config: RunConfig, mesh: Mesh, index: int, modules: list[nn.Mod
     gathering, is_last = optimizer.gathering_of(index), index == plan.shape.num_stages - 1
     return Stage(index, modules, is_first=index == 0, is_last=is_last,
                  loss=_loss_function(config, mesh.group("tp")) if is_last else None,
-                 enter=gathering and gathering.enter, leave=gathering and gathering.leave)
+                 enter=gathering and gathering.enter, leave=gathering and gathering.leave,
+                 complete=gathering and gathering.close)
 
 
 def _pinning(config: RunConfig, mesh: Mesh, memory: int, optimizer: ZeroOptimizer, kinds: Mapping[int, list[str]],
