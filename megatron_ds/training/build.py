@@ -4,6 +4,7 @@ Pure decisions are in `plan.py` (how layers are cut, which program each pipeline
 (`build_engine`). Layers receive numbers and groups, never the config's root.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +29,7 @@ from .allocator import keep_freed_memory
 from .layer_timing import measured_costs
 from .offloading import make_offload
 from .pinning import agree_on_pinning, is_automatic, memory_of_rank, pinning_text
-from .plan import RunPlan, microbatches_of, plan_run, plan_schedule
+from .plan import RunPlan, microbatches_of, moments_of, plan_run, plan_schedule
 from .together import together
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -72,6 +73,13 @@ class Engine:
         """{global name: (stage, module)} of this rank's layers."""
         return {name: (index, module) for index, stage in self.stages.items()
                 for name, module in zip(self.plan.stage_names(index), stage.modules, strict=True)}
+
+    def traffic(self) -> Counter:
+        """Payload bytes of a step of the full batch by (operation, group's axes), over the data-parallel ranks, as planned."""
+        m, zero = microbatches_of(self.config), self.config.zero
+        program = plan_schedule(self.config, m, self.pinned, self.plan.stage_costs())[self.mesh.coordinate("pp")]
+        return self.optimizer.traffic(m, zero.stage >= 2 and zero.zero_accumulate == "sharded", self.pinned,
+                                      moments_of(program))
 
 
 def build_engine(config: RunConfig, mesh: Mesh) -> Engine:

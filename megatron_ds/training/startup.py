@@ -8,7 +8,7 @@ from ..mpu.mesh import Mesh
 from ..pipeline.draw import draw
 from ..pipeline.simulate import simulate
 from .build import Engine
-from .plan import RunPlan, microbatches_of, moments_of, plan_schedule
+from .plan import RunPlan, microbatches_of, plan_schedule
 
 SHARES = {"flops": "FLOPs", "parameters": "parameters", "uniform": "decoder layers", "measured": "measured time"}
 
@@ -40,12 +40,8 @@ def _grid(mesh: Mesh, launch_source: str) -> str:
 def _zero(engine: Engine) -> str:
     """State and traffic of rank 0; the same numbers are measured on the buffers and counted in the collectives."""
     config, memory = engine.config, engine.optimizer.memory()
-    reduce_each = config.zero.stage >= 2 and config.zero.zero_accumulate == "sharded"
-    m = microbatches_of(config)
-    program = plan_schedule(config, m, engine.pinned, engine.plan.stage_costs())[engine.mesh.coordinate("pp")]
-    traffic = engine.optimizer.traffic(m, reduce_each, engine.pinned, moments_of(program))
     sent = ", ".join(f"{operation.replace('_', '-')} over {axes} {count:,}"
-                     for (operation, axes), count in sorted(traffic.items()))
+                     for (operation, axes), count in sorted(engine.traffic().items()))
     places = engine.optimizer.memory_by_place()
     where = f" ({', '.join(f'{place} {count:,}' for place, count in places.items())})" if set(places) - {"device"} else ""
     return (f"ZeRO stage {config.zero.stage}: {memory.total:,} bytes of state on this rank{where}; payload of a step over the "
