@@ -259,7 +259,8 @@ def test_an_error_says_where_the_pipeline_was_and_the_next_step_starts_clean():
     bad[1] = replace(good[1], labels=None)
     with pytest.raises(AttributeError) as caught:
         executor.run(bad)
-    assert "rank 0 was at F1@0 (forward of micro-batch 1 at stage 0), out of a step of 3 micro-batches" in caught.value.__notes__[0]
+    note = caught.value.__notes__[0]
+    assert "rank 0 was at F1@0 (forward of micro-batch 1 at stage 0), out of a step of 3 micro-batches" in note
     assert not executor.stages[0].live
     losses = executor.run(good, SCALE)
     reference = make_layers(1)
