@@ -11,8 +11,8 @@ class PlanConfig:
 
     dry_run: str = option(
         "off", choices=("off", "cuda", "cpu"), alone="cuda", switches={"--no-dry-run": "off"},
-        help="Say what the run would be, and end: layout, schedule, bytes and traffic of every rank, FLOPs; or the errors that "
-        "a launch would meet. cuda, cpu: the devices it is planned for. The flag alone means cuda.")
+        help="Say what the run would be, and end: layout, schedule, bytes and traffic of a rank, FLOPs; or the errors that a "
+        "launch would meet. cuda, cpu: the devices it is planned for. The flag alone means cuda.")
     world_size: int | None = option(None, at_least=1, unit="ranks", help="How many ranks there would be (--dry-run only). "
                                     "Default: as many as the launcher says, else 1.",
                                     avoid="In a run the launcher says it.")

@@ -44,7 +44,6 @@ REFUSED_FLAGS = MappingProxyType({
     "--no-pipeline-parallel": "write --pipeline-model-parallel-size 1, the default.",
     "--no-query-key-layer-scaling": "that is the default. Remove it.",
     "--no-save-rng": _RNG,
-    "--num-layers-per-virtual-pipeline-stage": "interleaved schedules are not available yet. Remove it.",
     "--num-layers-per-stage": "write --pipeline-layout, such as 3,2,3.",
     "--log-throughput": "the log line always has it. Remove it.",
     "--overlap-param-gather": "weights are gathered right after the step. Remove it.",
@@ -62,7 +61,7 @@ REFUSED_FLAGS = MappingProxyType({
     "--use-legacy-models": _ONE_MODEL,
     "--use-mcore-models": _ONE_MODEL,
     "--use-torch-fsdp2": "write --zero-stage.",
-    "--virtual-pipeline-model-parallel-size": "interleaved schedules are not available yet. Remove it.",
+    "--virtual-pipeline-model-parallel-size": "write --num-virtual-stages-per-pipeline-rank.",
 })
 
 _LATER = "it is not available yet. Remove it."
@@ -106,7 +105,11 @@ REFUSED_KEYS = MappingProxyType({
     "optimizer.params.bias_correction": "Adam always corrects its bias. Remove it.",
     "optimizer.params.max_grad_norm": 'write "gradient_clipping" at the top level.',
     "optimizer.params.torch_adam": "the fastest implementation is chosen by itself. Remove it.",
-    "pipeline": "write --pipeline-model-parallel-size and --pipeline-layout. Remove it.",
+    "pipeline.activation_checkpoint_interval": "write --recompute-granularity full. Remove it.",
+    "pipeline.grad_partitioned": "write --sequence-parallel, with which only a slice travels. Remove it.",
+    "pipeline.pipe_partitioned": "write --sequence-parallel, with which only a slice travels. Remove it.",
+    "pipeline.seed_layers": "initial weights follow from --seed and each weight's name. Remove it.",
+    "pipeline.use_reentrant": "recomputation never re-enters autograd. Remove it.",
     "seq_parallel_communication_data_type": "activations travel in their own format. Remove it.",
     "sparse_gradients": "all gradients are dense. Remove it.",
     "torch_autocast": "write a bf16 or an fp16 block instead.",

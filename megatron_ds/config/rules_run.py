@@ -166,7 +166,7 @@ def checkpoints(config: RunConfig) -> Iterator[str]:
 def planning(config: RunConfig) -> Iterator[str]:
     for path, least in (("plan.world_size", None), ("plan.rank", 0)):
         if config.get(path) != least and not config.plan.is_dry:
-            yield f"{say(config, path)}: the launcher says it. Remove it, or add --dry-run to see the plan of such a run."
+            yield f"{say(config, path)}: the launcher says it. Remove it, or add --dry-run, which plans such a run."
     if config.plan.is_dry and config.plan.rank >= config.world_size:
         yield (f"{say(config, 'plan.rank')} is not one of {config.world_size} rank{'s' * (config.world_size > 1)}. Use "
                f"{flag('plan.rank')} {either(range(min(config.world_size, 2)))}"
@@ -185,4 +185,5 @@ def recomputation(config: RunConfig) -> Iterator[str]:
         yield "--recompute-method block needs to know how many layers. Add --recompute-num-layers N."
 
 
-RUN_RULES = (batch, batch_ramp, length, learning_rate, weight_decay, number_format, corpus, checkpoints, recomputation, planning)
+RUN_RULES = (batch, batch_ramp, length, learning_rate, weight_decay, number_format, corpus, checkpoints, recomputation,
+             planning)

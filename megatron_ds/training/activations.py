@@ -19,13 +19,14 @@ by their documentation; *not measured there yet*.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from ..config import RunConfig
 from ..config.model import ModelConfig
-from ..ops.blocked_attention import BLOCK, is_worth_blocking
+from ..ops.blocked_attention import BLOCK, KERNELS, is_worth_blocking
+from ..ops.product import has_products
 from ..pipeline.instruction import Op, Program
 
 
@@ -184,29 +185,38 @@ def _arguments(work: Workload) -> int:
 
 def _core(work: Workload) -> int:
     """What core attention keeps, its output apart."""
-    model, q, k = work.model, work.query_bytes, work.key_bytes
+    own = None
+    if work.device == "cpu" and not has_products(work.dtype):            # then it works on copies in fp32
+        work = replace(work, dtype=torch.float32)
+        own = work.query_bytes + 2 * work.key_bytes
+    model, q = work.model, work.query_bytes
     if model.attention_dropout:
         probabilities = work.scores * (4 + 1 + work.itemsize)            # in fp32; the mask; those that stay, as they compute
-        return probabilities + work.positions**2 + _unfused_arguments(work)
-    if work.device == "cpu" and is_worth_blocking(work.dtype, work.positions, model.head_dim):
+        return probabilities + work.positions**2 + _unfused_arguments(work, own)
+    if work.device == "cpu" and work.dtype in KERNELS and is_worth_blocking(work.positions, model.head_dim):
         blocks = [min(BLOCK, work.positions - at) for at in range(0, work.positions, BLOCK)]
         seen = sum(rows * min((i + 1) * BLOCK, work.positions) for i, rows in enumerate(blocks))
-        probabilities = work.scores // work.positions**2 * seen * work.itemsize
-        return probabilities + (_blocked_arguments(work) if work.itemsize == 4 else q + 2 * k)
+        return work.scores // work.positions**2 * seen * work.itemsize + (own or _blocked_arguments(work))
     sums = 4 * work.tokens * model.num_attention_heads // work.tp        # logarithms of the sums of exponentials
-    copied = q if work.device != "cpu" and work.samples > 1 else 0       # the output, once more in the order of the projection
-    return _arguments(work) + sums + copied
+    copied = q if own or work.device != "cpu" and work.samples > 1 else 0    # the output, once more as the projection takes it
+    return (own or _arguments(work)) + sums + copied
 
 
 def _blocked_arguments(work: Workload) -> int:
-    """Queries of one group, which lie between its keys and values, are put together where there are several samples."""
+    """Copies in 16 bits. In fp32 they are views, but for queries of one group, which lie between its keys and values, when
+    there are several samples."""
+    if work.dtype != torch.float32:
+        return work.query_bytes + 2 * work.key_bytes
     alone = work.query_bytes > work.key_bytes and work.model.query_groups == work.tp and work.samples > 1
     return _arguments(work) + (work.query_bytes if alone and work.model.position_embedding_type != "rope" else 0)
 
 
-def _unfused_arguments(work: Workload) -> int:
+def _unfused_arguments(work: Workload, own: int | None) -> int:
+    """Scaled queries; keys and values, repeated where several queries share them. own: bytes of q, k and v, if copies."""
     q, k = work.query_bytes, work.key_bytes
     if q > k and work.samples * work.model.query_groups > work.tp:
-        return 3 * q                                                     # scaled queries; keys and values, repeated
+        return 3 * q
+    if own:
+        return q + 2 * k
     turned = k if work.model.position_embedding_type == "rope" else 0
     return q + turned + (q + 2 * k)

@@ -44,5 +44,7 @@ def _unchecked(config: RunConfig) -> list[str]:
     loads = [f"the checkpoint in {checkpoint.load}"] if checkpoint.load else []
     pins = ["whether stages are pinned, which --zero3-pin-stage auto decides by the devices' memory; not pinned here"] \
         if zero.stage == 3 and zero.zero3_pin_stage == "auto" else []
+    cuts = ["what layers cost here, by which --pipeline-cut measured cuts; cut by FLOPs here"] \
+        if config.parallel.pipeline_cut == "measured" else []
     devices = "memory and speed of the devices, the network between them, and memory that libraries and allocators take"
-    return [*filter(None, [files]), *folders, *loads, *pins, devices]
+    return [*filter(None, [files]), *folders, *loads, *pins, *cuts, devices]

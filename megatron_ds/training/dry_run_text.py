@@ -1,15 +1,15 @@
 """The plan of a run as text, short enough to be read before every launch."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
-from ..config import RunConfig
 from ..mpu.grid import Grid
 from ..mpu.mesh import AXIS_SETS
 from ..mpu.traffic import RING_FACTOR
-from ..pipeline.simulate import draw
-from .build import plan_schedule
+from ..pipeline.draw import draw
 from .flops import model_flops
 from .imagine import boundary_shape
+from .plan import order
 from .rank_plan import RankPlan
 from .tables import in_bytes, in_large, in_short, ranks_in_short, table
 from .world_plan import WorldPlan, wire_bytes
@@ -93,7 +93,7 @@ def stages_text(plan: WorldPlan) -> Iterator[str]:
     for stage in plan.stages:
         what = stage.names[0] if len(stage.names) == 1 else f"{stage.names[0]} … {stage.names[-1]}"
         count = sum(p.spec.numel for p in stage.parameters)
-        rows.append([str(stage.index), *([str(plan.stage_ranks[stage.index])] * several), str(len(stage.names)),
+        rows.append([str(stage.index), *([str(plan.run.shape.placement[stage.index])] * several), str(len(stage.names)),
                      in_large(count), f"{shares[stage.index]:.2%}", what])
     rows = _left([row if len(row) > 1 else row for row in rows])
     shown = in_short([[row] for row in rows[1:]], MOST_ROWS)
@@ -107,7 +107,7 @@ def stages_text(plan: WorldPlan) -> Iterator[str]:
 def schedule_text(plan: WorldPlan) -> Iterator[str]:
     config, m = plan.config, plan.microbatches
     p = plan.grid.pp
-    yield (f"schedule: {config.parallel.pipeline_schedule}, {m:,} micro-batch{'es' * (m > 1)} of "
+    yield (f"schedule: {plan.run.shape.schedule}, {m:,} micro-batch{'es' * (m > 1)} of "
            f"{config.train.micro_batch_size} × {config.model.seq_length:,} tokens a step and data-parallel rank")
     if p == 1:
         yield "  one pipeline rank: nothing to wait for"
@@ -116,7 +116,8 @@ def schedule_text(plan: WorldPlan) -> Iterator[str]:
     idle = [1 - time / span for time in busy]
     live = plan.simulation.peak_live
     yield (f"  bubble about {plan.simulation.bubble:.1%} (estimate: time counted as FLOPs, transfers free), rank by rank "
-           f"{min(idle):.1%} to {max(idle):.1%}; micro-batches alive {_spread(live)}")
+           f"{min(idle):.1%} to {max(idle):.1%}")
+    yield f"  micro-batches alive at most, rank by rank: {_spread(live)}"
     yield from (f"  {line}" for line in _drawing(plan))
 
 
@@ -131,8 +132,8 @@ def _drawing(plan: WorldPlan) -> list[str]:
     small, few = min(p, DRAWN_RANKS), min(m, DRAWN_MICROBATCHES)
     schedule = plan.computations
     if (small, few) != (p, m):
-        smaller = config.with_values({"parallel.pipeline_model_parallel_size": small}, config.sources.get("", None))
-        schedule = plan_schedule(smaller, few)
+        shape = replace(plan.run.shape, size=small)
+        schedule = order(config, shape, few)
     note = [] if (small, few) == (p, m) else [f"(drawn for {small} ranks and {few} micro-batches, a backward as two forwards)"]
     return [*draw(schedule).splitlines(), *note]
 
@@ -182,7 +183,7 @@ def traffic_text(plan: WorldPlan) -> Iterator[str]:
                      in_bytes(count), in_bytes(count * RING_FACTOR[operation](size))])
     yield from table(rows, left=2) if len(rows) > 1 else ["  none"]
     if len(rows) > 1:
-        yield (f"  together {in_bytes(wire_bytes(mine))} a step; the most on any rank {in_bytes(wire_bytes(busiest))}, on rank "
+        yield (f"  together {in_bytes(wire_bytes(mine))} a step; the most of any rank: {in_bytes(wire_bytes(busiest))}, rank "
                f"{busiest.rank}")
 
 
@@ -191,7 +192,7 @@ def flops_text(plan: WorldPlan) -> Iterator[str]:
     config, s = plan.config, plan.config.model.seq_length
     batch = config.train.global_batch_size
     model = model_flops(config.model, batch, s, config.model.padded_vocab_size(plan.grid.tp))
-    whole = model + batch * sum(plan.again_flops)
+    whole = model + batch * plan.again_flops
     tokens = batch * s
     yield f"FLOPs of a step: {tokens:,} tokens in {batch:,} sequences"
     yield from table([["", "a step", "a token", "a rank and step"],
@@ -203,8 +204,8 @@ def proof_text(plan: WorldPlan) -> Iterator[str]:
     ran = [stage for stage in plan.stages if stage.ran]
     mine = plan.stages_of(plan.grid.coordinates(plan.rank)["pp"])
     shape = list(boundary_shape(plan.config))
-    yield (f"proof: rank {plan.rank}'s modules were built on the meta device among {plan.grid.world_size:,} imagined ranks, and "
-           "a micro-batch went through")
+    yield (f"proof: rank {plan.rank}'s modules were built on the meta device among {plan.grid.world_size:,} imagined ranks, "
+           "and a micro-batch went through")
     for stage in mine:
         given = "tokens" if stage.index == 0 else f"{shape}"
         made = "the loss" if stage.index == len(plan.stages) - 1 else f"{shape}"
@@ -212,8 +213,5 @@ def proof_text(plan: WorldPlan) -> Iterator[str]:
                f"{sum(p.numel() for p in stage.parameters):,} elements")
     others = [str(stage.index) for stage in ran if stage not in mine]
     if others:
-        yield f"  so did one stage of each other sort: {', '.join(others)}. Between stages travels {shape}, {_dtype(plan.config)}"
-
-
-def _dtype(config: RunConfig) -> str:
-    return config.optimizer.params_dtype
+        yield (f"  so did one stage of each other sort: {', '.join(others)}. Between stages travels {shape}, "
+               f"{plan.config.optimizer.params_dtype}")

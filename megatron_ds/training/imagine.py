@@ -14,11 +14,13 @@ from torch import nn
 from ..config import RunConfig
 from ..data.batch import Batch
 from ..errors import LayoutError
-from ..models import build_stage, count_uses
+from ..models import build_stages, count_uses
 from ..mpu.mesh import Mesh
 from ..mpu.traffic import Traffic
+from ..pipeline.instruction import Op, Schedule
 from ..pipeline.stage import Stage
-from .build import DTYPES, RunPlan, loss_function
+from .build import DTYPES, loss_function
+from .plan import RunPlan
 
 
 @dataclass(frozen=True)
@@ -39,21 +41,23 @@ class ImaginedStage:
         return list(self.uses)
 
 
-def imagine_stages(config: RunConfig, mesh: Mesh, plan: RunPlan, layers: Sequence, mine: Sequence[int]) -> list[ImaginedStage]:
-    """All stages of the model, as `mesh`'s tensor-parallel rank would hold them. mine: stages that must run themselves.
+def imagine_stages(config: RunConfig, mesh: Mesh, plan: RunPlan, layers: Sequence, schedule: Schedule) -> list[ImaginedStage]:
+    """All stages of the model, as `mesh`'s tensor-parallel rank would hold them; its own run themselves.
 
     Raises LayoutError where a stage gives another shape than the next one expects.
     """
-    stages, ran = [], {}
-    for index, (start, stop) in enumerate(zip(plan.bounds, plan.bounds[1:])):
-        modules, kinds = build_stage(layers[start:stop]), tuple(layer.kind for layer in layers[start:stop])
-        uses = count_uses(modules)
-        sort = kinds, tuple((tuple(p.shape), count) for p, count in uses.items())
-        runs = sort not in ran or index in mine
-        if runs:
-            ran[sort] = _run(config, mesh, modules, index, len(plan.bounds) - 1)
-        stages.append(ImaginedStage(index, plan.stage_names(index), kinds, modules, uses, ran[sort], runs))
-    return stages
+    shape, ran, stages = plan.shape, {}, []
+    split = {i.stage for program in schedule for i in program if i.op is Op.W}
+    for pp_rank in range(shape.size):
+        built = build_stages({stage: layers[plan.slice_of(stage)] for stage in shape.stages_of(pp_rank)})
+        for index, modules in built.items():
+            kinds, uses = tuple(layer.kind for layer in layers[plan.slice_of(index)]), count_uses(modules)
+            sort = kinds, tuple((tuple(p.shape), count) for p, count in uses.items()), index in split
+            runs = sort not in ran or pp_rank == mesh.coordinate("pp")
+            if runs:
+                ran[sort] = _run(config, mesh, modules, index, shape.num_stages, index in split)
+            stages.append(ImaginedStage(index, plan.stage_names(index), kinds, modules, uses, ran[sort], runs))
+    return sorted(stages, key=lambda stage: stage.index)
 
 
 def boundary_shape(config: RunConfig) -> tuple[int, int, int]:
@@ -62,8 +66,8 @@ def boundary_shape(config: RunConfig) -> tuple[int, int, int]:
     return config.model.seq_length // split, config.train.micro_batch_size, config.model.hidden_size
 
 
-def _run(config: RunConfig, mesh: Mesh, modules: nn.ModuleList, index: int, num_stages: int) -> Traffic:
-    """A micro-batch forward and backward; what it sent."""
+def _run(config: RunConfig, mesh: Mesh, modules: nn.ModuleList, index: int, num_stages: int, split: bool) -> Traffic:
+    """A micro-batch forward and backward, in halves where the schedule splits it; what it sent."""
     first, last = index == 0, index == num_stages - 1
     stage = Stage(index, list(modules), is_first=first, is_last=last,
                   loss=loss_function(config, mesh.group("tp")) if last else None)
@@ -72,7 +76,9 @@ def _run(config: RunConfig, mesh: Mesh, modules: nn.ModuleList, index: int, num_
     output = stage.forward(0, _batch(config), None if first else between, 1.0)
     if not last:
         _check(f"stage {index} hands on", output, between)
-    gradient = stage.backward(0, None if last else between)
+    gradient = (stage.backward_input if split else stage.backward)(0, None if last else between)
+    if split:
+        stage.backward_weights(0)
     if not first:
         _check(f"stage {index} hands back", gradient, between)
     stage.check_empty()

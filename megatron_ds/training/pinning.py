@@ -6,12 +6,12 @@ from the same list.
 
 import socket
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ..config import RunConfig
 from ..mpu.collectives import all_gather_object
 from ..mpu.mesh import Mesh
-from ..pipeline.instruction import Schedule
+from ..pipeline.instruction import Program
 from ..zero.buffer_pool import UNDER_WAY
 from ..zero.optimizer import ZeroOptimizer
 from ..zero.pinning import PinBudget, PinDecision, decide_pinning, gradient_buffers
@@ -36,30 +36,33 @@ def memory_of_rank(mesh: Mesh) -> int:
     return min(free for _, host, free in everybody if host == mine[1]) // neighbours
 
 
-def agree_on_pinning(config: RunConfig, mesh: Mesh, memory: int, optimizer: ZeroOptimizer, kinds: Sequence[str],
-                     schedule: Schedule) -> PinDecision:
+def agree_on_pinning(config: RunConfig, mesh: Mesh, memory: int, optimizer: ZeroOptimizer,
+                     kinds: Mapping[int, Sequence[str]], program: Program) -> PinDecision:
     """The same on all ranks. Collective over the world.
 
-    memory: of `memory_of_rank`. kinds: of this rank's layers. schedule: of a full batch
+    memory: of `memory_of_rank`. kinds: of the layers of each stage here. program: of this rank, for a full batch
     """
-    budget = _budget(config, mesh, memory, optimizer, kinds, schedule)
+    budget = _budget(config, mesh, memory, optimizer, kinds, program)
     return decide_pinning(all_gather_object(budget, mesh.group("world")))
 
 
-def _budget(config: RunConfig, mesh: Mesh, memory: int, optimizer: ZeroOptimizer, kinds: Sequence[str],
-            schedule: Schedule) -> PinBudget:
-    stage, zero, train = mesh.coordinate("pp"), config.zero, config.train
-    gathering, places = optimizer.gathering_of(stage), optimizer.memory_by_place()
-    units = gathering.units if gathering else []
-    layers = [sum(unit.numel for unit in units if unit.layer == layer) for layer in {unit.layer for unit in units}]
-    work, recompute = workload_of(config, mesh.device.type), train.recompute_granularity
-    kept = kept_by_stage(work, kinds, recompute, train.recompute_num_layers)
-    activations = most_kept(schedule[stage], {stage: kept}) + at_work(work, kinds, recompute)
+def _budget(config: RunConfig, mesh: Mesh, memory: int, optimizer: ZeroOptimizer, kinds: Mapping[int, Sequence[str]],
+            program: Program) -> PinBudget:
+    zero, places = config.zero, optimizer.memory_by_place()
+    gatherings = {stage: gathering for stage in kinds if (gathering := optimizer.gathering_of(stage))}
+    owner = {unit: (stage, unit.layer) for stage, gathering in gatherings.items() for unit in gathering.units}
+    layers = Counter()
+    for unit, layer in owner.items():
+        layers[layer] += unit.numel
+    work, train = workload_of(config, mesh.device.type), config.train
+    recompute, recomputed = train.recompute_granularity, train.recompute_num_layers
+    kept = {stage: kept_by_stage(work, layers, recompute, recomputed) for stage, layers in kinds.items()}
+    activations = most_kept(program, kept) + max(at_work(work, layers, recompute) for layers in kinds.values())
     held = sum(count for place, count in places.items()
                if place == "device" or place == "cpu" and mesh.device.type == "cpu")
-    gradients = gradient_buffers(layers, UNDER_WAY, kept_whole=zero.zero_accumulate == "full",
+    gradients = gradient_buffers(list(layers.values()), UNDER_WAY, kept_whole=zero.zero_accumulate == "full",
                                  gradient_bytes=4 if config.optimizer.gradient_dtype == "float32" else 2)
-    return PinBudget(memory, held, gradients, activations, sum(unit.nbytes for unit in units))
+    return PinBudget(memory, held, gradients, activations, sum(unit.nbytes for unit in owner))
 
 
 def pinning_text(decision: PinDecision) -> str:

@@ -29,11 +29,12 @@ from ..mpu.launch import Launch
 from ..mpu.mesh import Mesh
 from ..optim import OPTIMIZERS
 from ..pipeline.schedules import SCHEDULES
-from .build import RULES, build_engine
+from .build import build_engine
 from .dry_run import dry_run, names_its_world
 from .join import joined
 from .log import Log, check_log, open_log
 from .persist import describe_run, load_run
+from .plan import RULES
 from .samples import build_loaders, wanted_samples
 from .startup import describe
 from .together import together

@@ -20,17 +20,20 @@ from ..pipeline.instruction import Op, Program
 from ..pipeline.passes import RECEIVES
 from ..pipeline.simulate import Simulation
 from ..zero.buffer_pool import UNDER_WAY
+from ..zero.gathering import LayerGathering
 from ..zero.hierarchy import Hierarchy
 from ..zero.inner import InnerOptimizer, make_leaf
+from ..zero.layer_plan import LayerPlan
 from ..zero.layout import SlotPiece
 from ..zero.memory import ZeroMemory, predict_places, predict_sets
 from ..zero.pinning import gradient_buffers
 from ..zero.policy import policy_of
-from ..zero.sets import Fact, SetPlan, plan_sets
-from ..zero.traffic import foresee_gathers, predict_traffic
+from ..zero.sets import SHARED, Fact, SetPlan, plan_sets
+from ..zero.traffic import CountedUnit, foresee_gathers, predict_traffic
 from .activations import at_work, kept_by_stage, most_kept, workload_of
 from .build import DTYPES, bucket_elements
 from .imagine import ImaginedStage, boundary_shape
+from .plan import moments_of
 
 REPORT_BYTES, NORM_BYTES = 4 * 8, (4 * 8, 3 * 8)      # fp64: `report.share`; `grad_norm.sum_over_ranks`, data and model group
 
@@ -76,7 +79,8 @@ class RankPlan:
         return self.state.total - sum(self.away.values()) + self.buffers + self.kept + self.at_work
 
 
-def place_of(config: RunConfig, grid: Grid, rank: int) -> Place:
+def place_of(config: RunConfig, grid: Grid, rank: int, placement: Sequence[int]) -> Place:
+    """placement: stage → pipeline rank."""
     at, inner_size = grid.coordinates(rank), config.zero.zero_hpz_partition_size
     size, data_rank = grid.size("dp", "cp"), grid.group_of(rank, "dp", "cp").index(rank)
     data = imagined_group("dp-cp", size, data_rank)
@@ -85,12 +89,13 @@ def place_of(config: RunConfig, grid: Grid, rank: int) -> Place:
         o, i = divmod(data_rank, inner_size)
         inner = data if inner_size == size else imagined_group("dp-cp-inner", inner_size, i)
         ranks = Hierarchy(data, inner, imagined_group("dp-cp-outer", size // inner_size, o))
-    holders = 2 if grid.pp > 1 and at["pp"] in (0, grid.pp - 1) else 1
+    ends = {placement[0], placement[-1]}
+    holders = len(ends) if at["pp"] in ends else 1
     return Place(rank, at, ranks, grid.tp, holders, grid.size("tp", "pp"), grid.world_size)
 
 
 def plan_rank(config: RunConfig, place: Place, stages: Sequence[ImaginedStage], program: Program, microbatches: int,
-              pinned: bool, device: str) -> RankPlan:
+              device: str) -> RankPlan:
     """stages: of this rank. program: its own, lowered, for so many micro-batches."""
     parameters = list(dict.fromkeys(p for stage in stages for p in stage.parameters))
     plans = plan_state(config, place, stages, parameters)
@@ -100,7 +105,7 @@ def plan_rank(config: RunConfig, place: Place, stages: Sequence[ImaginedStage], 
     places = predict_places(
         plans, data.rank, 0, optimizer=_place(zero.offload_optimizer), parameters=_place(zero.offload_param),
         ratio=zero.offload_optimizer_ratio, sub_group_elements=zero.sub_group_size, **sizes)
-    gathers, whole = _gathers(config, plans, stages, parameters, microbatches, pinned)
+    gathers, whole = _gathers(config, plans, stages, parameters, program)
     traffic = _state_traffic(config, place, plans, parameters, gathers, microbatches)
     for stage in stages:
         traffic.add_all(stage.traffic, microbatches)
@@ -118,15 +123,15 @@ def plan_rank(config: RunConfig, place: Place, stages: Sequence[ImaginedStage], 
 def plan_state(config: RunConfig, place: Place, stages: Sequence[ImaginedStage],
                parameters: Sequence[nn.Parameter]) -> tuple[SetPlan, ...]:
     """The sets that `ZeroOptimizer` would make of these parameters."""
-    zero = config.zero
-    stage_of = {p: stage.index for stage in stages for p in stage.parameters} if len(stages) > 1 else {}
-    layer_of = {}
+    zero, data = config.zero, place.data
+    places: dict[nn.Parameter, tuple[int, int]] = {}
+    for stage in stages:
+        places |= {p: (SHARED if p in places else stage.index, 0) for p in stage.parameters}
     if zero.stage == 3:
-        layer_of = {p: (stage.index, i) for stage in stages for i in reversed(range(len(stage.modules)))
-                    for p in stage.modules[i].parameters()}
-    facts = [Fact(p.spec.name, p.numel(), str(p.dtype), p.spec.expert, _is_tied(p, place), False,
-                  layer_of[p][0] if p in layer_of else stage_of.get(p), layer_of.get(p, (None, 0))[1]) for p in parameters]
-    data = place.data
+        layers = {stage.index: [list(module.parameters()) for module in stage.modules] for stage in stages}
+        places |= LayerPlan(layers).places()
+    facts = [Fact(p.spec.name, p.numel(), str(p.dtype), p.spec.expert, _is_tied(p, place), False, *places[p])
+             for p in parameters]
     return plan_sets(facts, policy_of(zero.stage, zero.zero_hpz_partition_size), data_shards=data.data.size,
                      expert_shards=data.data.size, bucket_elements=bucket_elements(zero, sum(p.numel() for p in parameters)),
                      persistence=zero.param_persistence_threshold, gather_alone=zero.offload_param != "none",
@@ -158,27 +163,22 @@ def _place(where: str) -> str:
 
 
 def _gathers(config: RunConfig, plans: Sequence[SetPlan], stages: Sequence[ImaginedStage], parameters: Sequence[nn.Parameter],
-             microbatches: int, pinned: bool) -> tuple[list[list[int]], int]:
+             program: Program) -> tuple[list[list[int]], int]:
     """(for each plan, how often each of its units is gathered; the most elements that are whole at a time)."""
-    counts, whole = [[0] * len(plan.units) for plan in plans], 0
+    units = [[CountedUnit(_numel(plan, i)) for i in range(len(plan.units))] for plan in plans]
+    unit_of = {parameters[member]: its_units[i] for plan, its_units in zip(plans, units)
+               for member, slot in zip(plan.members, plan.layout.slots)
+               for i, (_, first, stop) in enumerate(plan.units) if first <= slot.bucket < stop}
+    if not unit_of:
+        return units, 0
+    gatherings = {}
     for stage in stages:
-        unit_of: dict[nn.Parameter, tuple[int, int]] = {}
-        for at, plan in enumerate(plans):
-            for member, slot in zip(plan.members, plan.layout.slots):
-                for unit, (_, first, stop) in enumerate(plan.units if plan.stage == stage.index else ()):
-                    if first <= slot.bucket < stop:
-                        unit_of[parameters[member]] = at, unit
-        units = list(dict.fromkeys(unit_of.values()))
-        sizes = [_numel(plans[at], unit) for at, unit in units]
-        needs = [[units.index(unit) for unit in dict.fromkeys(unit_of[p] for p in module.parameters() if p in unit_of)]
-                 for module in stage.modules]
-        read = [[] if not getattr(module, "weights_read_in_backward", True) else needed
+        needs = [list(dict.fromkeys(unit_of[p] for p in module.parameters() if p in unit_of)) for module in stage.modules]
+        read = [needed if getattr(module, "weights_read_in_backward", True) else []
                 for module, needed in zip(stage.modules, needs)]
-        found, most = foresee_gathers(needs, read, sizes, config.zero.prefetch_bucket_size, microbatches, pinned)
-        whole = whole + most if pinned else max(whole, most)
-        for (at, unit), count in zip(units, found):
-            counts[at][unit] = count
-    return counts, whole
+        gatherings[stage.index] = LayerGathering(needs, read, config.zero.prefetch_bucket_size, stage=stage.index)
+    counts, whole = foresee_gathers(gatherings, moments_of(program))
+    return [[counts[unit] for unit in its_units] for its_units in units], whole
 
 
 def _numel(plan: SetPlan, unit: int) -> int:

@@ -5,7 +5,7 @@ schedule speak here, and the layers themselves when they are built and run on th
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ..config import RunConfig, Source
@@ -14,16 +14,16 @@ from ..errors import ConfigError, DataError
 from ..mpu.grid import Grid
 from ..mpu.imagined import imagined_mesh
 from ..mpu.traffic import RING_FACTOR
-from ..pipeline.instruction import Instruction, Op, Schedule
-from ..pipeline.passes import COMPUTE, stage_ranks
+from ..pipeline.costs import StageCosts
+from ..pipeline.instruction import Schedule
+from ..pipeline.passes import COMPUTE
 from ..pipeline.simulate import Simulation, simulate
-from .build import RunPlan, describe_layers, microbatches_of, plan_run, plan_schedule
-from .flops import layer_flops
+from .build import describe_layers
+from .flops import attention_flops, layer_flops
 from .imagine import ImaginedStage, imagine_stages
+from .layer_costs import layer_costs
+from .plan import RunPlan, microbatches_of, plan_run, plan_schedule
 from .rank_plan import RankPlan, place_of, plan_rank
-
-# A backward costs twice a forward, its halves as much as a forward each.
-FORWARDS = {Op.F: 1, Op.B: 2, Op.I: 1, Op.W: 1}
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class WorldPlan:
     rank      the one that was asked for
     device    kind of devices that activations are counted for
     schedule  lowered, for a full batch
+    costs     of the stages, in FLOPs
     stages    of the whole model, as the tensor-parallel rank of `rank` holds them
     """
 
@@ -41,6 +42,7 @@ class WorldPlan:
     rank: int
     device: str
     run: RunPlan
+    costs: StageCosts
     microbatches: int
     pinned: bool
     schedule: Schedule
@@ -51,18 +53,13 @@ class WorldPlan:
         """The schedule without transfers."""
         return tuple(tuple(i for i in program if i.op in COMPUTE) for program in self.schedule)
 
-    @cached_property
-    def stage_ranks(self) -> dict[int, int]:
-        """Stage → pipeline rank."""
-        return stage_ranks(self.computations)
-
     def stages_of(self, pp_rank: int) -> list[ImaginedStage]:
-        return [stage for stage in self.stages if self.stage_ranks[stage.index] == pp_rank]
+        return [self.stages[index] for index in self.run.shape.stages_of(pp_rank)]
 
     def rank_plan(self, rank: int) -> RankPlan:
-        place = place_of(self.config, self.grid, rank)
+        place = place_of(self.config, self.grid, rank, self.run.shape.placement)
         pp = place.at["pp"]
-        return plan_rank(self.config, place, self.stages_of(pp), self.schedule[pp], self.microbatches, self.pinned, self.device)
+        return plan_rank(self.config, place, self.stages_of(pp), self.schedule[pp], self.microbatches, self.device)
 
     @cached_property
     def pipeline_ranks(self) -> tuple[RankPlan, ...]:
@@ -82,7 +79,7 @@ class WorldPlan:
     @cached_property
     def simulation(self) -> Simulation:
         """With time in FLOPs, transfers free."""
-        return simulate(self.computations, self._cost)
+        return simulate(self.computations, self.costs.of)
 
     @cached_property
     def parameters(self) -> int:
@@ -91,21 +88,9 @@ class WorldPlan:
         return sum(shapes.values())
 
     @cached_property
-    def forward_flops(self) -> tuple[float, ...]:
-        """Of each layer, one sequence."""
-        return tuple(cost / 3 for cost in self.run.costs)
-
-    @cached_property
-    def again_flops(self) -> tuple[float, ...]:
-        """What each layer computes again in backward."""
-        return tuple(flops for stage in self.stages for flops in recomputed_flops(self.config, stage.kinds))
-
-    def _cost(self, i: Instruction) -> float:
-        if i.op not in COMPUTE:
-            return 0.0
-        layers = slice(*self.run.bounds[i.stage:i.stage + 2])
-        again = sum(self.again_flops[layers]) if i.op in (Op.B, Op.I) else 0.0
-        return FORWARDS[i.op] * sum(self.forward_flops[layers]) + again
+    def again_flops(self) -> float:
+        """What all layers compute again in the backward of one sequence."""
+        return sum(recomputed_flops(self.config, stage.kinds) for stage in self.stages)
 
 
 def plan_world(config: RunConfig, rank: int = 0, device: str = "cuda") -> WorldPlan:
@@ -118,12 +103,16 @@ def plan_world(config: RunConfig, rank: int = 0, device: str = "cuda") -> WorldP
                           "--world-size.")
     mesh = imagined_mesh(grid, rank)
     layers = describe_layers(config, mesh)
-    run, microbatches = plan_run(config, layers), microbatches_of(config)
+    by_flops = config.with_values({"parallel.pipeline_cut": "flops"}, Source("derived", "the plan"))
+    flops = layer_costs(by_flops, layers)
+    run = plan_run(by_flops if config.parallel.pipeline_cut == "measured" else config, layers)
+    microbatches = microbatches_of(config)
+    mesh.place_stages(run.shape.placement)
     pinned = config.zero.stage == 3 and config.zero.zero3_pin_stage == "on"
-    schedule = plan_schedule(config, microbatches, pinned)
-    here = {i.stage for i in schedule[mesh.coordinate("pp")] if i.op in COMPUTE}
-    stages = imagine_stages(config, mesh, run, layers, tuple(here))
-    return WorldPlan(config, grid, rank, device, run, microbatches, pinned, schedule, tuple(stages))
+    schedule = plan_schedule(config, microbatches, pinned, run.stage_costs())
+    costs = replace(run, layer_costs=tuple(flops[layer.kind] for layer in layers)).stage_costs()
+    stages = imagine_stages(config, mesh, run, layers, schedule)
+    return WorldPlan(config, grid, rank, device, run, costs, microbatches, pinned, schedule, tuple(stages))
 
 
 def with_vocabulary(config: RunConfig) -> tuple[RunConfig, list[str]]:
@@ -141,17 +130,12 @@ def with_vocabulary(config: RunConfig) -> tuple[RunConfig, list[str]]:
     return config.with_values({"model.vocab_size": tokenizer.vocab_size}, Source("derived", "the tokenizer")), []
 
 
-def recomputed_flops(config: RunConfig, kinds: Sequence[str]) -> list[float]:
-    """For each layer of a stage, the FLOPs of one sequence that its backward computes again."""
+def recomputed_flops(config: RunConfig, kinds: Sequence[str]) -> float:
+    """FLOPs of one sequence that the backward of a stage computes again."""
     train, model, s = config.train, config.model, config.model.seq_length
-    attention = 2.0 * s * s * model.num_attention_heads * model.head_dim           # scores and values, causal, forward
-    again, blocks = [], 0
-    for kind in kinds:
-        blocks += kind == "block"
-        recomputes = kind == "block" and train.recompute_granularity and blocks <= (train.recompute_num_layers or blocks)
-        whole = layer_flops(model, "block", s, 0) / 3
-        again.append((whole if train.recompute_granularity == "full" else attention) if recomputes else 0.0)
-    return again
+    again = {None: 0.0, "full": layer_flops(model, "block", s, 0) / 3, "selective": attention_flops(model, s) / 3}
+    blocks = kinds.count("block")
+    return min(blocks, train.recompute_num_layers or blocks) * again[train.recompute_granularity]
 
 
 def wire_bytes(plan: RankPlan) -> float:

@@ -1,6 +1,5 @@
-"""What a dry run says of every rank, against real ranks that train: traffic call for call and byte for byte, state to the byte,
-activations and what lives beside them measured on storages.
-"""
+"""What a dry run says of every rank, against real ranks that train: traffic call for call and byte for byte, state to the
+byte."""
 
 import pytest
 import torch
@@ -18,7 +17,9 @@ LAYOUTS = [
     "tp=2", "tp=2,sp=1", "pp=3,dp=2", "dp=3,mbs=2", "tp=2,pp=2,dp=2,sp=1,zero=1", "tp=2,sp=1,pp=2,dp=2,zero=2",
     "tp=2,sp=1,pp=2,dp=2,zero=3", "pp=2,dp=2,zero=3,pin=on", "dp=4,zero=3,hpz=2", "dp=2,zero=2,accumulate=full,comm=bf16",
     "tp=2,pp=2,recompute=full", "tp=2,sp=1,recompute=selective,zero=3,dp=2", "pp=2,dp=2,zero=3,bucket=1000,prefetch=0",
-    "tp=2,dp=2,zero=3,persist=0,accumulate=full", "pp=4,schedule=gpipe,zero=1,dp=2,layout=E|t|t*3|L", "dp=2,zero=1,grads=bf16",
+    "pp=2,schedule=interleaved,chunks=2,tp=2,sp=1", "pp=2,dp=2,zero=2,schedule=zb-h1", "tp=2,sp=1,pp=2,schedule=zb-v,dp=2,zero=3",
+    "tp=2,sp=1,pp=2,schedule=zb-h2,zero=1,dp=2", "pp=2,schedule=zb-v,dp=2,zero=2", "pp=2,dp=2,zero=3,schedule=interleaved",
+    "pp=2,schedule=zb-auto,tp=2", "tp=2,dp=2,zero=3,persist=0,accumulate=full", "pp=4,schedule=gpipe,zero=1,dp=2,layout=E|t|t*3|L", "dp=2,zero=1,grads=bf16",
 ]
 
 
