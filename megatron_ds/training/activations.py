@@ -133,7 +133,8 @@ def kept_by_layer(work: Workload, kind: str, recompute: str | None = None) -> in
 def at_work(work: Workload, kinds: Sequence[str], recompute: str | None = None) -> int:
     """The most bytes that a layer of the stage needs beside what is kept, roughly: gradients on their way through it, what it
     computes again, logits."""
-    return max((_at_work(work, kind, recompute) for kind in kinds), default=0)
+    widened = 2 if work.device == "cpu" and work.itemsize == 2 else 1         # much of it is fp32 there
+    return widened * max((_at_work(work, kind, recompute) for kind in kinds), default=0)
 
 
 def _at_work(work: Workload, kind: str, recompute: str | None) -> int:
