@@ -15,6 +15,7 @@ from .tables import in_bytes, in_large, in_short, ranks_in_short, table
 from .world_plan import WorldPlan, wire_bytes
 
 MOST_ROWS = 8
+SHARES = {"flops": "FLOPs", "measured": "FLOPs", "parameters": "parameters held", "uniform": "decoder layers"}
 DRAWN_RANKS, DRAWN_MICROBATCHES = 4, 8
 
 
@@ -85,11 +86,12 @@ def _some(count: int, must: int, most: int) -> list[int | None]:
 # ------------------------------------------------------------------ stages and schedule
 def stages_text(plan: WorldPlan) -> Iterator[str]:
     shares, config = plan.run.stage_cost_shares(), plan.config
+    counted = SHARES[config.parallel.pipeline_cut]
     how = f"--pipeline-layout {config.parallel.pipeline_layout}" if config.parallel.pipeline_layout else \
-        "cut so that the stage with the most FLOPs has the fewest"
+        f"cut so that the costliest is cheapest, by {counted}"
     yield f"stages: {len(plan.stages)} of {len(plan.run.layer_names)} layers, {how}"
     several = len(plan.stages) > plan.grid.pp
-    rows = [["stage", *(["pp"] * several), "layers", "parameters", "FLOPs", "what"]]
+    rows = [["stage", *(["pp"] * several), "layers", "parameters", counted, "what"]]
     for stage in plan.stages:
         what = stage.names[0] if len(stage.names) == 1 else f"{stage.names[0]} … {stage.names[-1]}"
         count = sum(p.spec.numel for p in stage.parameters)

@@ -125,8 +125,8 @@ def with_vocabulary(config: RunConfig) -> tuple[RunConfig, list[str]]:
     except (ConfigError, DataError, ImportError, OSError) as problem:
         if config.model.vocab_size is None:
             raise ConfigError(f"{problem} For a plan the size of the vocabulary is enough: --vocab-size N.") from problem
-        return config, [f"the tokenizer: {str(problem).rstrip('.')}; its vocabulary is taken to be "
-                        f"--vocab-size {config.model.vocab_size:,}"]
+        what = str(problem).rstrip(".") if config.data.tokenizer_type else "none is named yet"
+        return config, [f"the tokenizer: {what}; its vocabulary is taken to be --vocab-size {config.model.vocab_size}"]
     return config.with_values({"model.vocab_size": tokenizer.vocab_size}, Source("derived", "the tokenizer")), []
 
 

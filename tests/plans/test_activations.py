@@ -12,10 +12,15 @@ from megatron_ds.config import parse
 from megatron_ds.data.batch import Batch
 from megatron_ds.models import MODELS, build_stage
 from megatron_ds.models.losses import gpt_loss
+from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.imagined import imagined_group
+from megatron_ds.mpu.mesh import Mesh
+from megatron_ds.ops import product
 from megatron_ds.pipeline.stage import Stage
+from megatron_ds.training import activations
 from megatron_ds.training.activations import Workload, kept_by_layer, kept_by_stage
-from megatron_ds.training.build import DTYPES
+from megatron_ds.training.build import DTYPES, build_engine
+from megatron_ds.training.world_plan import plan_world
 from tests.harness.alive_bytes import AliveBytes
 from tests.harness.covering import cover_pairs, legal_cases
 
@@ -109,3 +114,33 @@ def test_without_fused_attention_the_bytes_of_a_block_are_those_of_the_paper():
     assert block("full") == 2 * s * b * h
     assert block("selective", tp=4, sequence_parallel=True) * 4 == block("selective")
     assert block("selective", tp=4) == s * b * h * (10 + 24 // 4) + statistics
+
+
+@pytest.mark.parametrize("dtype", ["--bf16", "--fp16"])
+@pytest.mark.parametrize("dropout", ["0", "0.1"])
+@pytest.mark.parametrize("length", [24, 128])
+def test_a_processor_without_products_of_sixteen_bits_keeps_copies_in_fp32(monkeypatch, dtype, dropout, length):
+    for module in (product, activations):
+        monkeypatch.setattr(module, "has_products", lambda dtype: dtype is torch.float32)
+    job = [*STYLES["llama"], dtype, "--seq-length", str(length), "--micro-batch-size", "2", "--hidden-dropout", dropout,
+           "--attention-dropout", dropout]
+    for recompute in ("kept", "selective"):
+        measured, said = kept([*job, *RECOMPUTE[recompute]], 1, slice(1, 3))
+        assert measured == said
+
+
+@pytest.mark.parametrize("flags", [[], ["--bf16"], STYLES["llama"], ["--hidden-dropout", "0.1", "--attention-dropout", "0.1"],
+                                   RECOMPUTE["full"], RECOMPUTE["selective"]], ids=" ".join)
+def test_the_most_that_was_ever_alive_is_about_what_was_planned(flags):
+    """One rank, two micro-batches: a twentieth below at most, half above: a layer at work counts beside all that is kept."""
+    job = ["--hidden-dropout", "0", "--attention-dropout", "0", "--seq-length", "192", "--micro-batch-size", "2",
+           "--global-batch-size", "4", "--tokenizer-type", "NullTokenizer"]
+    config = parse([*JOB, *job, *flags], world_size=1)
+    engine = build_engine(config, Mesh(Grid(), 0))
+    tokens = torch.zeros(4, 193, dtype=torch.int64)
+    batch = Batch(tokens[:, 1:], tokens[:, 1:], torch.ones(4, 192), torch.arange(192).expand(4, -1), tuple(range(4)))
+    engine.optimizer.begin_step()
+    with AliveBytes(peak=True) as alive:
+        engine.executor.run(batch.split(2))
+    plan = plan_world(config, 0, "cpu").rank_plan(0)
+    assert 0.95 * alive.peak < plan.kept + plan.at_work + plan.buffers < 1.55 * alive.peak

@@ -11,16 +11,16 @@ import pytest
 
 from megatron_ds.config import parse
 from megatron_ds.errors import ConfigError
-from megatron_ds.training.pretrain import KNOWN_NAMES, pretrain
 from megatron_ds.training.plan import RULES
+from megatron_ds.training.pretrain import KNOWN_NAMES, pretrain
 from megatron_ds.training.world_plan import plan_world
 
 ROOT = Path(__file__).parents[2]
 JOB = ("--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --global-batch-size 32 "
        "--lr 1e-3 --train-iters 5 --vocab-size 1000 --bf16").split()
 TRILLION = ("--num-layers 128 --hidden-size 25600 --num-attention-heads 160 --seq-length 2048 --vocab-size 51200 "
-            "--micro-batch-size 1 --global-batch-size 3072 --lr 1e-4 --train-iters 10 --mock-data --bf16 --recompute-granularity "
-            "full --tensor-model-parallel-size 8 --pipeline-model-parallel-size 64").split()
+            "--micro-batch-size 1 --global-batch-size 3072 --lr 1e-4 --train-iters 10 --mock-data --bf16 "
+            "--recompute-granularity full --tensor-model-parallel-size 8 --pipeline-model-parallel-size 64").split()
 
 
 def said(capsys, *flags: str) -> tuple[int, str, str]:
@@ -44,8 +44,8 @@ def test_a_plan_needs_no_data_no_tokenizer_and_writes_nothing(capsys, tmp_path, 
 def test_the_parameters_are_those_of_the_closed_form():
     """Embeddings, positions, 12 h² + 13 h a block, the last norm; over all ranks, tied and padded rows counted where they are."""
     h, layers, s, v = 64, 4, 32, 1000
-    config = parse([*JOB, "--mock-data", "--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"], world_size=4)
-    plan = plan_world(config)
+    halves = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
+    plan = plan_world(parse([*JOB, "--mock-data", *halves], world_size=4))
     assert plan.parameters == v * h + s * h + layers * (12 * h * h + 13 * h) + 2 * h
     held = [plan.rank_plan(rank).parameters for rank in range(4)]
     padded, split = 1024 * h, layers * (12 * h * h + 7 * h)
@@ -87,8 +87,9 @@ def test_a_trillion_parameters_on_3072_ranks_take_seconds_and_less_than_two_giga
     code = ("import json, resource, sys; from megatron_ds.training.pretrain import pretrain; code = pretrain(sys.argv[1:]); "
             "used = resource.getrusage(resource.RUSAGE_SELF); "
             "print(json.dumps([code, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024]))")
-    done = subprocess.run([sys.executable, "-c", code, *TRILLION, "--dry-run", "--world-size", "3072", "--rank", "3071"], cwd=ROOT,
-                          env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True, timeout=120)
+    command = [sys.executable, "-c", code, *TRILLION, "--dry-run", "--world-size", "3072", "--rank", "3071"]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+                          check=True, timeout=120)
     exit_code, seconds, peak = json.loads(done.stdout.splitlines()[-1])
     assert exit_code == 0 and seconds < 15 and peak < 2e9
     h, v = 25600, 51201                                          # NullTokenizer adds the end of a document
