@@ -46,6 +46,25 @@ class Simulation:
         return 1 - sum(self.busy) / whole if whole else 0.0
 
     @cached_property
+    def rank_spans(self) -> tuple[float, ...]:
+        """Time of each rank from the start of its first computation to the end of its last."""
+        spans = []
+        for program, starts, ends in zip(self.schedule, self.starts, self.ends):
+            computed = [at for at, i in enumerate(program) if i.op in COMPUTE]
+            spans.append(ends[computed[-1]] - starts[computed[0]] if computed else 0)
+        return tuple(spans)
+
+    @property
+    def rank_bubble(self) -> float:
+        """The share of the longest of `rank_spans` that exceeds the most work of a rank.
+
+        This is the bubble rate of Qi et al. 2024, tables 5 and 6. It does not count that a late rank starts later than the
+        first, which costs nothing only if ranks go into the next step as they finish this one; `bubble` does.
+        """
+        longest = max(self.rank_spans, default=0)
+        return 1 - max(self.busy) / longest if longest else 0.0
+
+    @cached_property
     def peak_live(self) -> tuple[int, ...]:
         """Per rank, the most activations (one micro-batch of one stage each) alive at once: F until its B or W."""
         trained = {(i.stage, i.microbatch) for program in self.schedule for i in program if i.op in (Op.B, Op.W)}
