@@ -6,7 +6,7 @@
       ScheduleError          an instruction list is not legal
       CheckpointError        missing, incomplete, or written by another model
       DataError              a corpus or an index is missing, damaged or empty
-      CommunicationError     a peer died, or never answered
+      CommunicationError     a peer died, never answered, or meant another tensor
       DeviceMemoryError      the run does not fit on a rank's device
       StorageError           a disk failed under what was moved out to it
       NotInitializedError    mpu used before `initialize_model_parallel`
@@ -40,7 +40,7 @@ class DataError(MegatronDSError):
 
 
 class CommunicationError(MegatronDSError):
-    """A peer died, or never answered; names the rank and what it waited for."""
+    """A peer died, never answered, or meant another tensor; names the ranks and what was expected."""
 
 
 class DeviceMemoryError(MegatronDSError):

@@ -2,13 +2,12 @@
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from ..data.batch import Batch
 from ..errors import ConfigError
 from ..mpu.param_spec import Init, ParamSpec
 from ..ops.parameter import new_parameter
-from ..tensor_parallel.embedding import VocabParallelEmbedding
+from ..tensor_parallel.embedding import VocabParallelEmbedding, lookup
 from .hidden_dropout import HiddenDropout
 from .layer import Placement
 
@@ -61,4 +60,4 @@ class PositionEmbedding(nn.Module):
                               "Use shorter sequences, or train with a larger max_position_embeddings.")
         if position_ids.stride(0) == 0:                   # one row expanded over the batch: look it up once
             position_ids = position_ids[:1]
-        return F.embedding(position_ids[:, rows.start:rows.stop].t(), self.weight)
+        return lookup(self.weight, position_ids[:, rows.start:rows.stop].t())

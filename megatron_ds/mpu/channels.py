@@ -3,17 +3,28 @@
 A channel is (source, destination, kind, chunk). Messages of one channel arrive in the order in which they were sent; between
 channels there is no order, so a pipeline schedule needs no agreement on when a send meets a receive, only on the order of
 each stream. Sends return at once and keep their tensor until it is gone; receives are posted at once.
+
+Note: two ranks that mean different tensors. Bytes that land in a buffer of another shape are garbage, or end the process. So
+the tag of a message depends on its shape and dtype: another one is never taken for it. And once a step and pair of ranks, in
+front of the first message, goes a `promise` of what will be sent (promise.py), so that the receiver can say at once who meant
+what, instead of waiting for something that never comes.
 """
 
+import zlib
 from collections import defaultdict, deque
+from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 
 from ..errors import CommunicationError
 from .group import Group, Work
+from .promise import difference, make_promise
 
 _KINDS = {"act": 0, "grad": 1}
 WORDS = {"act": "an activation", "grad": "a gradient"}
+PROMISE = 0                     # its tag; those of messages follow
+LAST_TAG = (1 << 16) - 1        # transports use higher ones themselves
 
 
 class Channels:
@@ -22,28 +33,38 @@ class Channels:
     def __init__(self, group: Group):
         self.group = group
         self._sent: dict[tuple, deque[tuple[torch.Tensor, Work]]] = defaultdict(deque)
-        self._own: dict[int, deque[torch.Tensor]] = defaultdict(deque)
+        self._own: dict[tuple, deque[torch.Tensor]] = defaultdict(deque)
+        self._promise: torch.Tensor | None = None
+        self._told: set[int] = set()                                    # destinations that have this step's promise
+        self._heard: dict[int, tuple[torch.Tensor, Work] | None] = {}   # source → its promise under way; None: it was kept
+
+    def begin(self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> None:
+        """A step begins: of each micro-batch, the shape of what will be sent and received. The ranks' words are compared."""
+        self._promise = make_promise(shapes, dtype)
+        self._told, self._heard = set(), {}
 
     def send(self, kind: str, destination: int, tensor: torch.Tensor, chunk: int = 0) -> None:
         """Start sending `tensor`, which must not change until it has arrived. `kind` is "act" or "grad"."""
-        tensor, tag = tensor.detach().contiguous(), _tag(kind, chunk)
+        tensor = tensor.detach().contiguous()
         if destination == self.group.rank:
-            self._own[tag].append(tensor)
+            self._own[kind, chunk].append(tensor)
             return
+        if self._promise is not None and destination not in self._told:
+            self._told.add(destination)
+            self._start(kind, destination, PROMISE, self._promise, PROMISE)
         self.group.traffic.add("send", self.group.axes, self.group.size, tensor.numel() * tensor.element_size())
-        waiting = self._sent[kind, destination, chunk]
-        while waiting and waiting[0][1].is_completed():
-            waiting.popleft()
-        work = self._guard(kind, self.group.rank, destination, lambda: self._transport.isend(tensor, destination, tag))
-        waiting.append((tensor, work))
+        self._start(kind, destination, chunk, tensor, _tag(kind, chunk, tuple(tensor.shape), tensor.dtype))
 
     def recv(self, kind: str, source: int, shape: tuple[int, ...], dtype: torch.dtype,
              device: torch.device | str = "cpu", chunk: int = 0) -> "Pending":
         """Post the receive of the channel's next message. Shape and dtype are known beforehand; nothing is negotiated."""
-        tag = _tag(kind, chunk)
         if source == self.group.rank:
-            return Pending(self, kind, source, None, None, lambda: self._own[tag].popleft())
-        tensor = torch.empty(shape, dtype=dtype, device=device)
+            return Pending(self, kind, source, None, None, lambda: self._own[kind, chunk].popleft())
+        if self._promise is not None and source not in self._heard:
+            theirs = torch.empty_like(self._promise)
+            self._heard[source] = theirs, self._guard(kind, source, self.group.rank,
+                                                      lambda: self._transport.irecv(theirs, source, PROMISE))
+        tensor, tag = torch.empty(shape, dtype=dtype, device=device), _tag(kind, chunk, tuple(shape), dtype)
         work = self._guard(kind, source, self.group.rank, lambda: self._transport.irecv(tensor, source, tag))
         return Pending(self, kind, source, tensor, work)
 
@@ -54,6 +75,20 @@ class Channels:
                 self._guard(kind, self.group.rank, destination, waiting.popleft()[1].wait)
         assert not any(self._own.values()), "a message from this rank to itself was never received"
 
+    def hear(self, kind: str, source: int) -> None:
+        """Wait for the promise of `source`, if this step's has not been heard, and compare it with what is expected here."""
+        if self._heard.get(source) is None:
+            return
+        theirs, work = self._heard[source]
+        self._guard(kind, source, self.group.rank, work.wait)
+        self._heard[source] = None
+        if words := difference(self._promise, theirs):
+            ranks, me = self.group.ranks, self.group.rank
+            raise CommunicationError(
+                f"rank {ranks[me]} (pipeline position {me}) and rank {ranks[source]} (position {source}), which sends it "
+                f"{WORDS[kind]} next, disagree: {words}. All stages must cut the same batch alike and run in one dtype: look "
+                "for a rank with other data, another sequence length, micro-batch size or precision.")
+
     @property
     def num_waiting(self) -> int:
         """Sent messages that are still held, as far as known."""
@@ -63,6 +98,13 @@ class Channels:
     def _transport(self):
         assert self.group.transport is not None, f"{self.group} has nobody to talk to"
         return self.group.transport
+
+    def _start(self, kind, destination, chunk, tensor, tag):
+        waiting = self._sent[kind, destination, chunk]
+        while waiting and waiting[0][1].is_completed():
+            waiting.popleft()
+        work = self._guard(kind, self.group.rank, destination, lambda: self._transport.isend(tensor, destination, tag))
+        waiting.append((tensor, work))
 
     def _guard(self, kind, source, destination, call):
         try:
@@ -87,9 +129,12 @@ class Pending:
         """The message. Raises CommunicationError naming sender, receiver and kind when it does not come in time."""
         if self._take is not None:
             return self._take()
+        self._channels.hear(self._kind, self._source)
         self._channels._guard(self._kind, self._source, self._channels.group.rank, self._work.wait)
         return self._tensor
 
 
-def _tag(kind: str, chunk: int) -> int:
-    return 2 * chunk + _KINDS[kind]
+@lru_cache(maxsize=4096)
+def _tag(kind: str, chunk: int, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Odd for gradients, even for activations; see the note above."""
+    return 2 + _KINDS[kind] + 2 * (zlib.crc32(repr((chunk, shape, dtype)).encode()) % (LAST_TAG // 2 - 1))

@@ -166,7 +166,7 @@ class _Outbox:
             work, sent = entry
             try:
                 work.wait()
-            except CommunicationError as error:
+            except Exception as error:      # whatever it is, it is for whoever waits; a thread that ended would leave them so
                 sent.error = error
             sent.over.set()
             del entry, work, sent               # they would keep the message until the next one

@@ -12,13 +12,19 @@ import torch
 from torch import Tensor
 
 from ..data.batch import Batch
-from ..errors import ScheduleError
+from ..errors import CommunicationError, ScheduleError
 from .instruction import Instruction, Op, Program
 from .passes import forward_only
 from .stage import Stage
+from .timeline import Timeline
 
 Handler = Callable[[Instruction], None]
 Key = tuple[int, int | None]                     # (stage, micro-batch)
+WORDS = {Op.F: "forward", Op.B: "backward", Op.I: "input half of the backward", Op.W: "weight half of the backward",
+         Op.SEND_ACT: "sending the activation", Op.RECV_ACT: "posting the receive of the activation",
+         Op.SEND_GRAD: "sending the gradient", Op.RECV_GRAD: "posting the receive of the gradient",
+         Op.GATHER: "gathering parameters", Op.RELEASE: "releasing parameters", Op.REDUCE: "reducing gradients",
+         Op.TIE: "summing tied gradients"}
 
 
 class Pending(Protocol):
@@ -30,6 +36,7 @@ class Pending(Protocol):
 class Channels(Protocol):
     """In-order channels to the other pipeline ranks, one per peer, direction and kind ("act" or "grad")."""
 
+    def begin(self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> None: ...
     def send(self, kind: str, destination: int, tensor: Tensor) -> None: ...
     def recv(self, kind: str, source: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Pending: ...
     def drain(self) -> None: ...
@@ -45,6 +52,7 @@ class Executor:
     activation_shape  micro-batch → shape of the hidden states between stages
     dtype, device     of the hidden states between stages
     hooks             what REDUCE, TIE (GATHER, RELEASE) do, called with the stage
+    timeline          where to write when each instruction began and ended, None for nowhere; may be set between steps
     """
 
     def __init__(self, program: Program | Callable[[int], Program], stages: Mapping[int, Stage], channels: Channels,
@@ -53,7 +61,7 @@ class Executor:
         self.stages, self.channels, self.stage_rank = stages, channels, stage_rank
         self.activation_shape, self.dtype, self.device = activation_shape, dtype, device
         self._handlers: dict[Op, Handler] = {
-            Op.F: self._forward, Op.B: self._backward,
+            Op.F: self._forward, Op.B: self._backward, Op.I: self._backward_input, Op.W: self._backward_weights,
             Op.SEND_ACT: self._send_activation, Op.RECV_ACT: self._receive_activation,
             Op.SEND_GRAD: self._send_gradient, Op.RECV_GRAD: self._receive_gradient,
             **{op: _about_stage(hook) for op, hook in (hooks or {}).items()}}
@@ -61,7 +69,10 @@ class Executor:
         self._gradients: dict[Key, Tensor | Pending] = {}
         self._losses: dict[int, Any] = {}
         self._microbatches: Sequence[Batch] = ()
+        self._shapes: list[tuple[int, ...]] = []            # of the hidden states between stages, by micro-batch
+        self._at: Instruction | None = None
         self._scale = 1.0
+        self.timeline: Timeline | None = None
         self._plan = program
         self._steps: dict[tuple[int, bool], list[tuple[Handler, Instruction]]] = {}
         if not callable(program):
@@ -86,21 +97,48 @@ class Executor:
 
     def _execute(self, microbatches: Sequence[Batch], forward: bool) -> list[Any]:
         steps = self._steps.get((len(microbatches), forward)) or self._steps_for(len(microbatches), forward)
-        self._microbatches, self._losses = microbatches, {}
-        instruction = None
+        self._microbatches, self._losses, self._at = microbatches, {}, None
         try:
-            for handler, instruction in steps:
-                handler(instruction)
+            self._shapes = [self.activation_shape(batch) for batch in microbatches]
+            self.channels.begin(self._shapes, self.dtype)
+            self._carry_out(steps)
             self.channels.drain()
         except BaseException as error:
-            error.add_note(f"pipeline rank {self.rank} was at {instruction}, out of a step of {len(microbatches)} "
-                           "micro-batches (operation, micro-batch @ stage)")
+            where = self._where()
             self._clear()
+            if type(error) is CommunicationError:           # it may be all that is left to read of this rank
+                raise CommunicationError(f"{where}: {error}") from error
+            error.add_note(where)
             raise
         self._microbatches = ()
         assert not self._activations and not self._gradients, (
             f"tensors nobody consumed: activations {list(self._activations)}, gradients {list(self._gradients)}")
         return [loss for _, loss in sorted(self._losses.items())]
+
+    def _carry_out(self, steps: Sequence[tuple[Handler, Instruction]]) -> None:
+        if self.timeline is None:
+            for handler, self._at in steps:
+                handler(self._at)
+            return
+        for handler, self._at in steps:
+            self._await(self._at)
+            start = self.timeline.now()
+            handler(self._at)
+            self.timeline.add(self._at, start)
+
+    def _await(self, i: Instruction) -> None:
+        """Wait for what a computation consumes, so that waiting does not count as computing."""
+        waiting = {Op.F: self._activations, Op.B: self._gradients, Op.I: self._gradients}.get(i.op, {})
+        if (key := (i.stage, i.microbatch)) in waiting:
+            waiting[key] = _arrived(waiting[key])
+
+    def _where(self) -> str:
+        """Where this rank stands, for messages."""
+        i, step = self._at, f"out of a step of {len(self._microbatches)} micro-batches"
+        if i is None:
+            return f"pipeline rank {self.rank} was about to begin, {step}"
+        about = "" if i.microbatch is None else f" of micro-batch {i.microbatch}"
+        return f"pipeline rank {self.rank} was at {i} ({WORDS[i.op]}{about} at stage {i.stage}), {step}"
 
     @property
     def rank(self) -> int:
@@ -115,13 +153,25 @@ class Executor:
         if stage.is_last:
             self._losses[k] = output
         else:
+            self._check(i, output)
             self._activations[i.stage + 1, k] = output
 
     def _backward(self, i: Instruction) -> None:
-        stage, k = self.stages[i.stage], i.microbatch
-        grad = stage.backward(k, None if stage.is_last else _arrived(self._gradients.pop((i.stage, k))))
-        if not stage.is_first:
-            self._gradients[i.stage - 1, k] = grad
+        self._hand_back(i, self.stages[i.stage].backward(i.microbatch, self._gradient_for(i)))
+
+    def _backward_input(self, i: Instruction) -> None:
+        self._hand_back(i, self.stages[i.stage].backward_input(i.microbatch, self._gradient_for(i)))
+
+    def _backward_weights(self, i: Instruction) -> None:
+        self.stages[i.stage].backward_weights(i.microbatch)
+
+    def _gradient_for(self, i: Instruction) -> Tensor | None:
+        """Of the stage's output, None where the stage ends in a loss."""
+        return None if self.stages[i.stage].is_last else _arrived(self._gradients.pop((i.stage, i.microbatch)))
+
+    def _hand_back(self, i: Instruction, grad: Tensor | None) -> None:
+        if not self.stages[i.stage].is_first:
+            self._gradients[i.stage - 1, i.microbatch] = grad
 
     def _send_activation(self, i: Instruction) -> None:
         output = self._activations.pop((i.stage + 1, i.microbatch))
@@ -138,8 +188,18 @@ class Executor:
         self._gradients[i.stage, i.microbatch] = self._receive("grad", i.stage + 1, i.microbatch)
 
     def _receive(self, kind: str, source_stage: int, microbatch: int) -> Pending:
-        shape = self.activation_shape(self._microbatches[microbatch])
-        return self.channels.recv(kind, self.stage_rank(source_stage), shape, self.dtype, self.device)
+        return self.channels.recv(kind, self.stage_rank(source_stage), self._shapes[microbatch], self.dtype, self.device)
+
+    def _check(self, i: Instruction, output: Tensor) -> None:
+        """What goes to the next stage is what that one expects."""
+        expected = self._shapes[i.microbatch]
+        if output.shape != expected or output.dtype != self.dtype:
+            receiver = self.stage_rank(i.stage + 1)
+            raise CommunicationError(
+                f"stage {i.stage} on pipeline rank {self.rank} has made {list(output.shape)} {_name(output.dtype)} of "
+                f"micro-batch {i.microbatch} for stage {i.stage + 1} on pipeline rank {receiver}, which expects "
+                f"{list(expected)} {_name(self.dtype)}. A layer of stage {i.stage} changes the shape or the dtype of the "
+                "hidden states: all layers but the last keep both.")
 
     # Programs → steps.
 
@@ -184,6 +244,10 @@ def program_length(program: Program) -> int:
 
 def _arrived(thing: Tensor | Pending) -> Tensor:
     return thing if isinstance(thing, Tensor) else thing.wait()
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _about_stage(hook: Callable[[int], None]) -> Handler:

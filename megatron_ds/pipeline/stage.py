@@ -2,12 +2,13 @@
 
 A stage keeps, for each live micro-batch, its input and the *gradient edge* of its output: the place in the autograd graph
 where the backward starts. The output itself is not kept; it is freed as soon as it has been sent, unless an operation
-saved it for its own backward.
+saved it for its own backward. A backward comes whole, or in two halves (split_backward.py).
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..data.batch import Batch
+from .split_backward import SplitBackward
 
 LayerHook = Callable[[int, bool], None]
 
@@ -36,14 +38,15 @@ class Stage:
              not a view; it is detached in place, so that keeping the loss of a step keeps no graph alive.
              None: the output of the last layer is the result (forward only)
     enter, leave  called with (number of the module, whether in backward) around the work of each module: for parameters
-             that are not there all the time
+             that are not there all the time. Not around a weight half, which reads no parameters
+    complete  called with the number of a module when a weight half has delivered its gradients
     """
 
     def __init__(self, index: int, modules: Sequence[nn.Module], *, is_first: bool, is_last: bool,
                  loss: Callable[[Tensor, Batch], Any] | None = None, enter: LayerHook | None = None,
-                 leave: LayerHook | None = None):
+                 leave: LayerHook | None = None, complete: Callable[[int], None] | None = None):
         self.index, self.modules, self.is_first, self.is_last, self.loss = index, modules, is_first, is_last, loss
-        self.enter, self.leave = enter, leave
+        self.enter, self.leave, self.complete = enter, leave, complete or _no_hook
         self.live: dict[int, _Live] = {}
 
     def forward(self, microbatch: int, batch: Batch, x: Tensor | None, scale: float) -> Any:
@@ -73,13 +76,31 @@ class Stage:
         """
         live = self.live.pop(microbatch)
         if live.edge is not None:
-            last = len(self.modules) - 1
-            if self.enter is not None:
-                self.enter(last, True)
-            torch.autograd.backward(live.edge, live.start if grad is None else grad)
-            if self.leave is not None:
-                self.leave(0, True)
+            with self._layers_in_backward():
+                torch.autograd.backward(live.edge, live.start if grad is None else grad)
         return None if live.input is None else live.input.grad
+
+    def backward_input(self, microbatch: int, grad: Tensor | None) -> Tensor | None:
+        """The first half of `backward`: its result, and no parameter's gradient. `backward_weights` must follow."""
+        live = self.live.pop(microbatch)
+        with self._layers_in_backward() if live.edge is not None else nullcontext():
+            return self._split.input_half(microbatch, live.edge, live.start if grad is None else grad, live.input)
+
+    def backward_weights(self, microbatch: int) -> None:
+        """The other half: the gradients of parameters go where `backward` would have put them."""
+        self._split.weight_half(microbatch, self.complete)
+
+    @cached_property
+    def _split(self) -> SplitBackward:
+        return SplitBackward(self.modules)
+
+    @contextmanager
+    def _layers_in_backward(self):
+        if self.enter is not None:
+            self.enter(len(self.modules) - 1, True)
+        yield
+        if self.leave is not None:
+            self.leave(0, True)
 
     def _run(self, x: Tensor | None, batch: Batch) -> Tensor:
         if self.enter is None:
@@ -102,10 +123,17 @@ class Stage:
     def check_empty(self) -> None:
         """Between steps no micro-batch may be alive."""
         assert not self.live, f"stage {self.index}: micro-batches {sorted(self.live)} had a forward but no backward"
+        assert not self._split.waiting, (f"stage {self.index}: micro-batches {sorted(self._split.waiting)} had the input half "
+                                         "of a backward but not its weight half")
 
     def clear(self) -> None:
         """Forget all live micro-batches, after a step that failed."""
         self.live.clear()
+        self._split.waiting.clear()
+
+
+def _no_hook(layer: int) -> None:
+    pass
 
 
 def _edge_of(output: Tensor) -> GradientEdge | None:

@@ -5,15 +5,17 @@ does not hold, and the sum over the ranks is the embedding (Shoeybi et al. 2019,
 Backward adds rows straight into `main_grad`: the gradient of a table is never built.
 """
 
+from functools import partial
+
 import torch
 from torch import nn
 
 from ..mpu import collectives
-from ..mpu.group import Group
+from ..mpu.group import DONE, Group
 from ..mpu.param_spec import Init, ParamSpec
 from ..ops.parameter import new_parameter
-from .linear import column_linear
-from .weight_grad import embedding_gradient
+from .linear import column_linear, start_all_gather
+from .weight_grad import Finish, embedding_gradient, now_or_later
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -43,6 +45,11 @@ def parallel_logits(x: torch.Tensor, weight: torch.Tensor, group: Group, sequenc
     return column_linear(x, weight, None, group, sequence_parallel)
 
 
+def lookup(weight: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """weight[rows], [*rows.shape, h], of a table that every rank holds; its gradient goes where the embedding's goes."""
+    return _Rows.apply(weight, rows)
+
+
 class _Embedding(torch.autograd.Function):
     # The weight is on ctx for the reason told at linear._ColumnLinear.
 
@@ -67,10 +74,33 @@ class _Embedding(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        rows, elsewhere = ctx.saved_tensors
-        if ctx.sequence_parallel:
-            dy = collectives.all_gather(dy, ctx.group)
-        dy = dy.reshape(-1, dy.shape[-1])
-        if elsewhere is not None:
-            dy = dy.masked_fill(elsewhere.unsqueeze(1), 0)
-        return None, embedding_gradient(ctx.weight, rows, dy), None, None
+        group = ctx.group if ctx.sequence_parallel else None
+        begin = partial(_begin_dw, ctx.weight, *ctx.saved_tensors, dy.contiguous(), group)
+        return None, now_or_later(ctx.weight, begin)(), None, None
+
+
+class _Rows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight, rows):
+        ctx.save_for_backward(rows)
+        ctx.weight = weight
+        out = weight.index_select(0, rows.reshape(-1))
+        return torch.ops.aten._unsafe_view(out, (*rows.shape, -1))
+
+    @staticmethod
+    def backward(ctx, dy):
+        (rows,) = ctx.saved_tensors
+        return now_or_later(ctx.weight, partial(_begin_dw, ctx.weight, rows.reshape(-1), None, dy))(), None
+
+
+def _begin_dw(weight: torch.Tensor, rows: torch.Tensor, elsewhere: torch.Tensor | None, dy: torch.Tensor,
+              group: Group | None = None) -> Finish:
+    """dy [.., h], a slice of the sequence to be gathered over the group if one is given; `elsewhere`: rows not held here."""
+    dy, gathered = (dy, DONE) if group is None else start_all_gather(dy, group)
+
+    def finish():
+        gathered.wait()
+        flat = dy.reshape(-1, dy.shape[-1])
+        return embedding_gradient(weight, rows, flat if elsewhere is None else flat.masked_fill(elsewhere.unsqueeze(1), 0))
+
+    return finish

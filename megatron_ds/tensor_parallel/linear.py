@@ -11,8 +11,13 @@ and the column layer keeps its slice of x, gathering it again in backward.
     column       nothing      / gather x       all-reduce dx  / reduce-scatter dx, overlapping dW
     row          all-reduce y / reduce-scatter y      nothing / gather dy
 
+Where a backward is split (weight_grad.py), the column layer gathers x in the weight half, so that between the halves it too
+keeps a slice only.
+
 Shapes: s positions, b samples, t ranks; x [s, b, in], with sequence parallelism [s/t, b, in].
 """
+
+from functools import partial
 
 import torch
 from torch import nn
@@ -21,7 +26,8 @@ from ..mpu import collectives
 from ..mpu.group import DONE, Group, Work
 from ..mpu.param_spec import Init, ParamSpec
 from ..ops.parameter import new_parameter
-from .weight_grad import linear_gradient
+from ..ops.product import affine, product
+from .weight_grad import Finish, linear_gradient, nothing, now_or_later
 
 
 class ColumnParallelLinear(nn.Module):
@@ -94,18 +100,17 @@ class _ColumnLinear(torch.autograd.Function):
     def backward(ctx, dy):
         (x,), weight, group = ctx.saved_tensors, ctx.weight, ctx.group
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
-        shape, gathered = x.shape, DONE
-        if ctx.sequence_parallel and needs_dw:
-            x, gathered = _start_all_gather(x, group)
         dy = dy.reshape(-1, dy.shape[-1])                                        # [s b, out/t]
+        finish_dw = nothing
+        if needs_dw:
+            finish_dw = now_or_later(weight, partial(_begin_dw, weight, x, dy, group if ctx.sequence_parallel else None))
         dx, reduced = None, DONE
         if needs_dx:
-            dx, reduced = _start_reduce(dy.mm(weight), ctx.sequence_parallel, group)
-        gathered.wait()
-        dw = linear_gradient(weight, x.view(-1, x.shape[-1]), dy) if needs_dw else None
+            dx, reduced = _start_reduce(product(dy, weight), ctx.sequence_parallel, group)
+        dw = finish_dw()
         db = dy.sum(0) if needs_db else None
         reduced.wait()
-        return None if dx is None else dx.view(shape), dw, db, None, None
+        return None if dx is None else dx.view(x.shape), dw, db, None, None
 
 
 class _RowLinear(torch.autograd.Function):
@@ -133,8 +138,8 @@ class _RowLinear(torch.autograd.Function):
         if ctx.sequence_parallel:
             dy = collectives.all_gather(dy, group)
         dy = dy.reshape(-1, dy.shape[-1])                                        # [s b, out]
-        dx = dy.mm(weight).view(x.shape) if needs_dx else None
-        dw = linear_gradient(weight, x.view(-1, x.shape[-1]), dy) if needs_dw else None
+        dx = product(dy, weight).view(x.shape) if needs_dx else None
+        dw = now_or_later(weight, partial(_begin_dw, weight, x, dy))() if needs_dw else None
         return dx, dw, db, None, None
 
 
@@ -151,12 +156,22 @@ class _GatherLast(torch.autograd.Function):
 
 def _affine(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     # Autograd forbids writing in place to a view that a Function returns; _unsafe_view makes none.
-    flat = x.view(-1, x.shape[-1])
-    y = flat.mm(weight.t()) if bias is None else torch.addmm(bias, flat, weight.t())
+    y = affine(x.view(-1, x.shape[-1]), weight, bias)
     return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], weight.shape[0]))
 
 
-def _start_all_gather(x: torch.Tensor, group: Group) -> tuple[torch.Tensor, Work]:
+def _begin_dw(weight: torch.Tensor, x: torch.Tensor, dy: torch.Tensor, group: Group | None = None) -> Finish:
+    """x [.., in], a slice of the sequence to be gathered over the group if one is given; dy [s b, out]."""
+    x, gathered = (x, DONE) if group is None else start_all_gather(x, group)
+
+    def finish():
+        gathered.wait()
+        return linear_gradient(weight, x.view(-1, x.shape[-1]), dy)
+
+    return finish
+
+
+def start_all_gather(x: torch.Tensor, group: Group) -> tuple[torch.Tensor, Work]:
     """[s/t, b, in] → [s, b, in], valid after the wait."""
     whole = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
     return whole, collectives.all_gather_into_(whole.view(-1), x.view(-1), group, async_op=True)

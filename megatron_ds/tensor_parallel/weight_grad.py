@@ -10,21 +10,40 @@ as in any module.
 Note: ask each time. Where gradients are sharded the buffer exists from the first contribution to its bucket until the bucket
 is reduced; the next micro-batch may be given another one.
 
-A backward whose weight half runs later (zero-bubble schedules) keeps (weight, x, dy) and calls `linear_gradient` then.
+Note: the weight half. A schedule may split a backward in two (Qi et al. 2024, arXiv:2401.10241): while the input half runs,
+the parameter carries `grad_queue`, a list, and a layer appends (weight, begin) instead of computing. In the weight half the
+queue's owner calls begin(), which starts collectives, and later what begin() returned, which computes: the same functions on
+the same tensors as in a whole backward, so the same bits.
 """
 
+from collections.abc import Callable
+
 import torch
+
+from ..ops.product import add_product_, product
+
+Finish = Callable[[], torch.Tensor | None]
+
+
+def now_or_later(weight: torch.Tensor, begin: Callable[[], Finish]) -> Finish:
+    """Begin to compute the weight's gradient, or leave it to the weight half. Call what is returned for autograd's share."""
+    queue = getattr(weight, "grad_queue", None)
+    if queue is None:
+        return begin()
+    queue.append((weight, begin))
+    return nothing
+
+
+def nothing() -> None:
+    """The work of a weight that wants no gradient, or not now."""
 
 
 def linear_gradient(weight: torch.Tensor, x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor | None:
     """Add dyᵀ x to the weight's main grad and return None; or return it, when it has none."""
     main_grad = _main_grad_of(weight)
     if main_grad is None:
-        return dy.t().mm(x)
-    if main_grad.dtype == x.dtype:
-        main_grad.addmm_(dy.t(), x)
-    else:
-        main_grad.add_(dy.t().mm(x))
+        return product(dy.t(), x)
+    add_product_(main_grad, dy.t(), x)
     weight.grad_ready()
     return None
 

@@ -160,7 +160,8 @@ def build_engine(config: RunConfig, mesh: Mesh) -> Engine:
     gathering = optimizer.gathering_of(pp_rank)
     stage = Stage(pp_rank, list(modules), is_first=mesh.is_first_stage, is_last=mesh.is_last_stage,
                   loss=_loss_function(config, tp) if mesh.is_last_stage else None,
-                  enter=gathering and gathering.enter, leave=gathering and gathering.leave)
+                  enter=gathering and gathering.enter, leave=gathering and gathering.leave,
+                  complete=gathering and gathering.close)
     return Engine(config, mesh, plan, stage, modules, parameters, optimizer,
                   _build_executor(config, mesh, stage, optimizer, pinned), pinned, why_pinned)
 

@@ -4,7 +4,8 @@ Legend: b samples, s positions, h hidden, v vocabulary; hidden states [s, b, h].
 """
 
 import queue
-from collections import defaultdict
+from collections import defaultdict, deque
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 
 from megatron_ds.data.batch import Batch
 from megatron_ds.pipeline.executor import Executor
+from megatron_ds.pipeline.instruction import Op
 from megatron_ds.pipeline.stage import Stage
 
 VOCABULARY, HIDDEN, SEQUENCE = 11, 6, 5
@@ -95,11 +97,32 @@ def make_executor(program, layers, bounds, channels, stage_rank, rank, hooks=Non
                     torch.float32, torch.device("cpu"), hooks)
 
 
+def split_backwards(schedule, delay: int = 0):
+    """Each B of a schedule as I and W, the W `delay` backwards of its stage later, or at the end."""
+    return tuple(_split_program(program, delay) for program in schedule)
+
+
+def _split_program(program, delay):
+    split, late = [], defaultdict(deque)
+    for i in program:
+        if i.op is not Op.B:
+            split.append(i)
+            continue
+        split.append(replace(i, op=Op.I))
+        late[i.stage].append(replace(i, op=Op.W))
+        if len(late[i.stage]) > delay:
+            split.append(late[i.stage].popleft())
+    return (*split, *(w for stage in late for w in late[stage]))
+
+
 class PostOffice:
-    """Mail among threads; see `RendezvousChannels`."""
+    """Mail among threads; see `RendezvousChannels`. `setdefault` is atomic, and a defaultdict of queues is not."""
 
     def __init__(self):
-        self.posted, self.mail = defaultdict(queue.Queue), defaultdict(queue.Queue)
+        self._boxes = {}
+
+    def box(self, *key) -> queue.Queue:
+        return self._boxes.setdefault(key, queue.Queue())
 
 
 class RendezvousChannels:
@@ -108,18 +131,21 @@ class RendezvousChannels:
     def __init__(self, office: PostOffice, rank: int, timeout: float = 20):
         self.office, self.rank, self.timeout = office, rank, timeout
 
+    def begin(self, shapes, dtype):
+        pass
+
     def send(self, kind, destination, tensor):
-        self.office.posted[self.rank, destination, kind].get(timeout=self.timeout)
-        self.office.mail[self.rank, destination, kind].put(tensor.clone())
+        self.office.box("posted", self.rank, destination, kind).get(timeout=self.timeout)
+        self.office.box("mail", self.rank, destination, kind).put(tensor.clone())
 
     def recv(self, kind, source, shape, dtype, device):
-        self.office.posted[source, self.rank, kind].put(None)
+        self.office.box("posted", source, self.rank, kind).put(None)
         return SimpleNamespace(wait=lambda: self._take(kind, source, shape))
 
     def drain(self):
         pass
 
     def _take(self, kind, source, shape):
-        tensor = self.office.mail[source, self.rank, kind].get(timeout=self.timeout)
+        tensor = self.office.box("mail", source, self.rank, kind).get(timeout=self.timeout)
         assert tuple(tensor.shape) == tuple(shape), f"expected {shape}, received {tuple(tensor.shape)}"
         return tensor

@@ -8,7 +8,6 @@ exception of any rank is raised in the test; the others are woken up and end. Ne
 
 import queue
 import threading
-from collections import defaultdict
 from collections.abc import Callable
 
 import torch
@@ -54,7 +53,11 @@ class _Room:
         self.size = size
         self.barrier = threading.Barrier(size)
         self.table: list = [None] * size
-        self.mail: dict[tuple[int, int, int], queue.Queue] = defaultdict(queue.Queue)
+        self._mail: dict[tuple[int, int, int], queue.Queue] = {}
+
+    def mailbox(self, source: int, destination: int, tag: int) -> queue.Queue:
+        # Not a defaultdict: two threads that miss a key together would make two queues, and a message be lost in one.
+        return self._mail.setdefault((source, destination, tag), queue.Queue())
 
 
 class ThreadTransport:
@@ -99,11 +102,11 @@ class ThreadTransport:
         return DONE
 
     def isend(self, tensor, destination, tag):
-        self.room.mail[self.rank, destination, tag].put(tensor.detach().clone())
+        self.room.mailbox(self.rank, destination, tag).put(tensor.detach().clone())
         return DONE
 
     def irecv(self, tensor, source, tag):
-        return _Receive(tensor, self.room.mail[source, self.rank, tag])
+        return _Receive(tensor, self.room.mailbox(source, self.rank, tag))
 
     def all_gather_object(self, obj):
         return self._exchange(obj)

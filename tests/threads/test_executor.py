@@ -1,6 +1,7 @@
 """The executor on threaded ranks: gradients are those of one process to the last bit, for any schedule, cut and transport."""
 
 import weakref
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -83,6 +84,9 @@ def test_receives_are_posted_before_the_computation_ahead_and_waited_for_only_wh
     events = []
 
     class Recording:
+        def begin(self, shapes, dtype):
+            events.append(f"begin {len(shapes)}")
+
         def send(self, kind, destination, tensor):
             events.append(f"send {kind} to {destination}")
 
@@ -106,7 +110,7 @@ def test_receives_are_posted_before_the_computation_ahead_and_waited_for_only_wh
     make_executor(program, make_layers(3), (0, 1, 3, 5), Recording(), lambda stage: stage, 1,
                   {Op.REDUCE: lambda stage: events.append("reduce")}, Telling).run(make_batches(2))
     assert events == [
-        "post act from 0", "post act from 0", "wait act", "F0", "post grad from 2", "send act to 2",
+        "begin 2", "post act from 0", "post act from 0", "wait act", "F0", "post grad from 2", "send act to 2",
         "wait act", "F1", "post grad from 2", "send act to 2",
         "wait grad", "B0", "send grad to 0", "reduce", "wait grad", "B1", "send grad to 0", "drain"]
 
@@ -226,7 +230,7 @@ F, B = Instruction(Op.F, 0, 0), Instruction(Op.B, 0, 0)
 
 
 @pytest.mark.parametrize("program, message", [
-    ((F, Instruction(Op.I, 0, 0)), "I0@0: nothing here executes I. Executed: F, B, SEND_ACT.*REDUCE, TIE"),
+    ((Instruction(Op.GATHER, 0), F, B), "GATHER@0: nothing here executes GATHER. Executed: F, B, I, W, SEND_ACT.*REDUCE, TIE"),
     ((F, B, Instruction(Op.TIE, 0)), "TIE@0: nothing here executes TIE.*when a hook is given"),
     ((F, B, Instruction(Op.F, 1, 0)), r"F0@1 is for stage 1.*Stages here: \[0\]")])
 def test_a_program_that_cannot_be_executed_is_refused_before_it_starts(program, message):
@@ -252,10 +256,11 @@ def test_an_error_says_where_the_pipeline_was_and_the_next_step_starts_clean():
     layers = make_layers(1)
     executor = alone(SCHEDULES["gpipe"](1, 3)[0], layers=layers)
     good, bad = make_batches(3), list(make_batches(3))
-    bad[1] = None
+    bad[1] = replace(good[1], labels=None)
     with pytest.raises(AttributeError) as caught:
         executor.run(bad)
-    assert "pipeline rank 0 was at F1@0, out of a step of 3 micro-batches" in caught.value.__notes__[0]
+    note = caught.value.__notes__[0]
+    assert "rank 0 was at F1@0 (forward of micro-batch 1 at stage 0), out of a step of 3 micro-batches" in note
     assert not executor.stages[0].live
     losses = executor.run(good, SCALE)
     reference = make_layers(1)
