@@ -10,7 +10,7 @@ on lowered ones. Two kinds of sends are tried:
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from ..errors import ScheduleError
@@ -75,7 +75,7 @@ class Simulation:
     def peak_receives(self) -> tuple[int, ...]:
         """Per rank, the most receives posted and not yet consumed, each a buffer of one activation."""
         received = {i for program in self.schedule for i in program if i.op in RECEIVES}
-        consumes = lambda i: i.op in CONSUMED_BY and replace(i, op=CONSUMED_BY[i.op]) in received
+        consumes = lambda i: i.op in CONSUMED_BY and i._replace(op=CONSUMED_BY[i.op]) in received
         return tuple(_peak(program, lambda i: i.op in RECEIVES, consumes) for program in self.schedule)
 
 
@@ -88,7 +88,7 @@ def check(schedule: Schedule, num_stages: int, num_microbatches: int, *, forward
     check_complete(schedule, num_stages, num_microbatches, forward_only)
     simulation = simulate(schedule)
     if rendezvous:
-        simulate(schedule, sends="rendezvous")
+        run_clocks(schedule, rendezvous=True)
     return simulation
 
 
