@@ -8,6 +8,7 @@
     one process     eager, compile (torch.compile)
     two processes   ddp; ddp-zero (with ZeroRedundancyOptimizer); fsdp2:2, fsdp2:3; deepspeed:0 to deepspeed:3, with torch's
                     Adam or +cpu_adam; dtensor and mcore (tensor parallel, fp32 only)
+    pipelines       torchpp:SCHEDULE[/CUT], dspp[:METHOD] (see pipeline_peers.py); give all contestants one --micro-batch
     ours[:layout]   the layout language of tools/compare_layouts.py
 
 All ranks of one contestant together use two threads. Each round runs every contestant once in fresh processes, in turn, so
@@ -33,6 +34,7 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -50,7 +52,7 @@ LAZY_IMPORTS = {
              "megatron_ds.checkpoint.pieces"],
     "compile": ["torch._inductor.compile_fx"], "ddp-zero": ["torch.distributed.optim"], "fsdp2": ["torch.distributed.fsdp"],
     "deepspeed": ["deepspeed"], "dtensor": ["torch.distributed.tensor.parallel"],
-    "mcore": ["megatron.core.models.gpt.gpt_model"]}
+    "mcore": ["megatron.core.models.gpt.gpt_model"], "torchpp": ["torch.distributed.pipelining"], "dspp": ["deepspeed.pipe"]}
 FP32_ONLY = {"dtensor", "mcore"}
 
 
@@ -59,7 +61,7 @@ def run_rank(args: argparse.Namespace, stack: ExitStack) -> None:
     import torch
     import torch.distributed as dist
     rank, world, threads = (int(os.environ[key]) for key in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS"))
-    w = WORKLOADS[args.workload]
+    w = workload(args)
     for module in (*LAZY_IMPORTS["all"], *LAZY_IMPORTS.get(family(args.rank_of), ())):
         importlib.import_module(module)
     torch.set_num_threads(threads)                   # DeepSpeed sets its own
@@ -105,6 +107,11 @@ def make_step(contestant: str, w, rank: int, world: int, dtype: str, stack: Exit
         return getattr(tensor_parallel_peers, kind)(w, rank, world)
     if kind in ("eager", "compile", "ddp"):
         return contestants.plain(w, rank, world, dtype, compiled=kind == "compile")
+    if kind in ("torchpp", "dspp"):
+        import pipeline_peers
+        name, _, cut = detail.partition("/")
+        return (pipeline_peers.torchpp(w, rank, dtype, name, cut) if kind == "torchpp"
+                else pipeline_peers.dspp(w, dtype, detail or "parameters"))
     import data_parallel_peers
     if kind == "ddp-zero":
         return data_parallel_peers.ddp_zero(w, rank, world, dtype)
@@ -114,11 +121,17 @@ def make_step(contestant: str, w, rank: int, world: int, dtype: str, stack: Exit
     return data_parallel_peers.zero(w, rank, world, dtype, int(stage), cpu_adam=adam == "cpu_adam")
 
 
+def workload(args: argparse.Namespace):
+    w = WORKLOADS[args.workload]
+    return replace(w, micro_batch=args.micro_batch or w.micro_batch)
+
+
 def family(contestant: str) -> str:
     return contestant.partition(":")[0]
 
 
-KNOWN = re.compile(r"eager|compile|ddp|ddp-zero|dtensor|mcore|fsdp2:[23]|deepspeed:[0-3](\+cpu_adam)?|ours(:.*)?")
+KNOWN = re.compile(r"eager|compile|ddp|ddp-zero|dtensor|mcore|fsdp2:[23]|deepspeed:[0-3](\+cpu_adam)?|"
+                   r"torchpp:(gpipe|1f1b|interleaved|interleaved-zb|zbv)(/\d+(\+\d+)+)?|dspp(:parameters|:uniform)?|ours(:.*)?")
 
 
 def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
@@ -126,7 +139,8 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     for contestant in args.contestants:
         if not KNOWN.fullmatch(contestant):
             parser.error(f"no contestant {contestant!r}. There are eager, compile, ddp, ddp-zero, fsdp2:2, fsdp2:3, "
-                         "deepspeed:0 to deepspeed:3 (with torch's Adam, or +cpu_adam), dtensor, mcore, ours and ours:LAYOUT.")
+                         "deepspeed:0 to deepspeed:3 (with torch's Adam, or +cpu_adam), dtensor, mcore, "
+                         "torchpp:SCHEDULE[/CUT], dspp[:METHOD], ours and ours:LAYOUT.")
         if args.dtype != "fp32" and family(contestant) in FP32_ONLY:
             parser.error(f"{contestant} is measured in fp32 only. Leave it out, or take --dtype fp32.")
         try:
@@ -142,7 +156,7 @@ def world_of(contestant: str) -> int:
     return 1 if contestant in ("eager", "compile") else 2
 
 
-def run_contestant(contestant: str, workload: str, dtype: str, pythons: dict[str, str]) -> dict:
+def run_contestant(contestant: str, args: argparse.Namespace, pythons: dict[str, str]) -> dict:
     """Start the ranks of one contestant and wait; the record of rank 0."""
     world = world_of(contestant)
     with socket.socket() as s:
@@ -153,7 +167,8 @@ def run_contestant(contestant: str, workload: str, dtype: str, pythons: dict[str
                         "MASTER_PORT": str(port), "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads,
                         "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
     python = pythons.get(family(contestant), sys.executable)
-    command = [python, "-W", "ignore", __file__, "--workload", workload, "--dtype", dtype, "--rank-of", contestant]
+    command = [python, "-W", "ignore", __file__, "--workload", args.workload, "--dtype", args.dtype,
+               "--micro-batch", str(args.micro_batch), "--rank-of", contestant]
     ranks = [subprocess.Popen(command, env=env | {"RANK": str(r), "LOCAL_RANK": str(r)}, text=True,
                               stdout=subprocess.PIPE if r == 0 else subprocess.DEVNULL) for r in range(world)]
     text, _ = ranks[0].communicate()
@@ -171,6 +186,7 @@ def main() -> None:
     parser.add_argument("--workload", choices=WORKLOADS, default="S")
     parser.add_argument("--contestants", nargs="+", default=["eager", "ours", "ddp", "ours:dp=2"])
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--micro-batch", type=int, default=0, help="samples of a micro-batch, in place of the workload's")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--python", nargs="+", default=[], metavar="FAMILY=PATH",
                         help="the interpreter of contestants of a family, as in deepspeed=DS/bin/python")
@@ -185,7 +201,7 @@ def main() -> None:
     records = {contestant: [] for contestant in args.contestants}
     for number in range(args.rounds):
         for contestant in args.contestants:
-            record = run_contestant(contestant, args.workload, args.dtype, pythons)
+            record = run_contestant(contestant, args, pythons)
             records[contestant].append(record)
             print(f"round {number + 1}: {contestant:28s} {record['step_s']:.3f} s/step", file=sys.stderr, flush=True)
             if args.output:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from .blocked_attention import blocked_attention, worth_blocking
 from .dropout import apply_mask
+from .product import is_widened
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True,
@@ -23,8 +24,13 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
              for backward, so memory grows with sq * sk; without it torch's fused attention is used, or where that is
              slower `blocked_attention`
     scale    of the scores, 1 / sqrt(d) unless given
+
+    In fp32 where the processor has no products of the dtype.
     """
     assert (dropout > 0) == (keep is not None), "attention dropout needs its mask, and the mask a probability"
+    if is_widened(q):
+        wide = attention(q.float(), k.float(), v.float(), causal=causal, mask=mask, dropout=dropout, keep=keep, scale=scale)
+        return wide.to(q.dtype)
     if keep is not None:
         return reference_attention(q, k, v, causal=causal, mask=mask, dropout=dropout, keep=keep, scale=scale)
     if causal and mask is None and worth_blocking(q, k):

@@ -18,11 +18,13 @@ products round to bf16, and the probabilities are kept in it.
 The formulas of backward are those of Dao et al. 2022 (arXiv:2205.14135), appendix B.2.
 """
 
-import functools
 import math
 
 import torch
 
+from .product import is_widened
+
+KERNELS = (torch.float32, torch.bfloat16)        # what oneDNN and torch's softmax are fast in
 BLOCK = 64
 TILE = 1 << 20                   # scores worked on at once: 4 MiB, two of them in backward
 
@@ -30,13 +32,7 @@ TILE = 1 << 20                   # scores worked on at once: 4 MiB, two of them 
 def worth_blocking(q: torch.Tensor, k: torch.Tensor) -> bool:
     """Whether `blocked_attention` is the faster way, and keeps at most four times the memory of the queries."""
     s, d = q.shape[0], q.shape[3]
-    return q.device.type == "cpu" and _has_fast_products(q.dtype) and s == k.shape[0] and 2 * BLOCK <= s <= 8 * d
-
-
-@functools.cache
-def _has_fast_products(dtype: torch.dtype) -> bool:
-    """bf16 where oneDNN multiplies it: elsewhere torch would go element by element."""
-    return dtype == torch.float32 or dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return q.device.type == "cpu" and q.dtype in KERNELS and not is_widened(q) and s == k.shape[0] and 2 * BLOCK <= s <= 8 * d
 
 
 def blocked_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:

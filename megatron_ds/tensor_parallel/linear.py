@@ -26,6 +26,7 @@ from ..mpu import collectives
 from ..mpu.group import DONE, Group, Work
 from ..mpu.param_spec import Init, ParamSpec
 from ..ops.parameter import new_parameter
+from ..ops.product import affine, product
 from .weight_grad import Finish, linear_gradient, nothing, now_or_later
 
 
@@ -105,7 +106,7 @@ class _ColumnLinear(torch.autograd.Function):
             finish_dw = now_or_later(weight, partial(_begin_dw, weight, x, dy, group if ctx.sequence_parallel else None))
         dx, reduced = None, DONE
         if needs_dx:
-            dx, reduced = _start_reduce(dy.mm(weight), ctx.sequence_parallel, group)
+            dx, reduced = _start_reduce(product(dy, weight), ctx.sequence_parallel, group)
         dw = finish_dw()
         db = dy.sum(0) if needs_db else None
         reduced.wait()
@@ -137,7 +138,7 @@ class _RowLinear(torch.autograd.Function):
         if ctx.sequence_parallel:
             dy = collectives.all_gather(dy, group)
         dy = dy.reshape(-1, dy.shape[-1])                                        # [s b, out]
-        dx = dy.mm(weight).view(x.shape) if needs_dx else None
+        dx = product(dy, weight).view(x.shape) if needs_dx else None
         dw = now_or_later(weight, partial(_begin_dw, weight, x, dy))() if needs_dw else None
         return dx, dw, db, None, None
 
@@ -155,8 +156,7 @@ class _GatherLast(torch.autograd.Function):
 
 def _affine(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     # Autograd forbids writing in place to a view that a Function returns; _unsafe_view makes none.
-    flat = x.view(-1, x.shape[-1])
-    y = flat.mm(weight.t()) if bias is None else torch.addmm(bias, flat, weight.t())
+    y = affine(x.view(-1, x.shape[-1]), weight, bias)
     return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], weight.shape[0]))
 
 

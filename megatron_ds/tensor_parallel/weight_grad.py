@@ -20,6 +20,8 @@ from collections.abc import Callable
 
 import torch
 
+from ..ops.product import add_product_, product
+
 Finish = Callable[[], torch.Tensor | None]
 
 
@@ -40,11 +42,8 @@ def linear_gradient(weight: torch.Tensor, x: torch.Tensor, dy: torch.Tensor) -> 
     """Add dyᵀ x to the weight's main grad and return None; or return it, when it has none."""
     main_grad = _main_grad_of(weight)
     if main_grad is None:
-        return dy.t().mm(x)
-    if main_grad.dtype == x.dtype:
-        main_grad.addmm_(dy.t(), x)
-    else:
-        main_grad.add_(dy.t().mm(x))
+        return product(dy.t(), x)
+    add_product_(main_grad, dy.t(), x)
     weight.grad_ready()
     return None
 

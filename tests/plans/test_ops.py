@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_ds.ops import blocked_attention as blocked
+from megatron_ds.ops import product as ops_product
 from megatron_ds.ops.activation import ACTIVATIONS
 from megatron_ds.ops.attention import attention, reference_attention
 from megatron_ds.ops.cross_entropy import cross_entropy
@@ -167,14 +168,14 @@ def test_blocked_attention_serves_the_lengths_where_it_is_faster(monkeypatch):
     called = []
     monkeypatch.setattr("megatron_ds.ops.attention.blocked_attention",
                         lambda q, k, v, scale: (called.append(len(q)), blocked.blocked_attention(q, k, v, scale))[1])
-    monkeypatch.setattr(blocked, "_has_fast_products", lambda dtype: dtype is torch.float32)       # a machine without bf16
+    monkeypatch.setattr(ops_product, "has_products", lambda dtype: dtype is torch.float32)         # a machine without bf16
     for s in (64, 128, 256, 257):
         q, k, v = qkv(s, s, 1, 2, 1, 32)
         torch.testing.assert_close(attention(q, k, v), reference_attention(q, k, v), rtol=1e-5, atol=1e-5)
         attention(q[-1:], k, v)                              # fewer queries than keys
         attention(q.bfloat16(), k.bfloat16(), v.bfloat16())
         attention(q, k, v, causal=False)
-    assert called == [128, 256]
+    assert called == [128, 128, 256, 256]                    # in fp32, bf16 too
 
 
 def test_attention_obeys_an_explicit_mask_together_with_causality():

@@ -1,0 +1,70 @@
+"""16-bit products: through fp32 where the processor has none, with the same result but for the last rounding."""
+
+import pytest
+import torch
+
+from megatron_ds.ops import product as products
+from megatron_ds.ops.attention import attention, reference_attention
+from megatron_ds.ops.product import add_product_, affine, product
+
+
+def factors(dtype, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in ((7, 33), (33, 5), (5, 33), (5,))]
+
+
+@pytest.fixture(params=[True, False], ids=["widened", "native"])
+def is_without(request, monkeypatch):
+    monkeypatch.setattr(products, "has_products", lambda dtype: dtype == torch.float32 or not request.param)
+    return request.param
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_products_are_exact_but_for_one_rounding(dtype, is_without):
+    a, b, weight, bias = factors(dtype)
+    half_ulp = torch.finfo(dtype).eps / 2
+    for ours, exact in ((product(a, b), a.double() @ b.double()),
+                        (affine(a, weight, None), a.double() @ weight.double().t()),
+                        (affine(a, weight, bias), a.double() @ weight.double().t() + bias.double())):
+        assert ours.dtype == dtype
+        # 33 products are summed in fp32; where fp32 itself is the dtype, each of those sums rounds.
+        slack = 33 * torch.finfo(torch.float32).eps * (a.double().abs() @ b.double().abs()).max()
+        assert ((ours - exact).abs() <= 1.01 * half_ulp * exact.abs() + slack).all()
+
+
+def test_a_processor_without_16_bit_products_multiplies_in_fp32(monkeypatch):
+    a, b, *_ = factors(torch.bfloat16)
+    monkeypatch.setattr(products, "has_products", lambda dtype: dtype == torch.float32)
+    used = []
+    mm = torch.Tensor.mm
+    monkeypatch.setattr(torch.Tensor, "mm", lambda self, other: (used.append(self.dtype), mm(self, other))[1])
+    assert torch.equal(product(a, b), mm(a.float(), b.float()).bfloat16()) and used == [torch.float32]
+
+
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
+def test_products_are_added_to_gradients_of_either_width(out_dtype, is_without):
+    a, b, *_ = factors(torch.bfloat16)
+    out = torch.linspace(-3, 3, 35).view(7, 5).to(out_dtype)
+    expected = out.double() + a.double() @ b.double()
+    add_product_(out, a, b)
+    assert out.dtype == out_dtype
+    torch.testing.assert_close(out.double(), expected, rtol=2**-7, atol=2**-6)      # a rounded product, added and rounded
+
+
+def test_gradients_in_fp32_take_widened_products_without_rounding(monkeypatch):
+    monkeypatch.setattr(products, "has_products", lambda dtype: dtype == torch.float32)
+    a, b, *_ = factors(torch.bfloat16)
+    out = torch.zeros(7, 5)
+    add_product_(out, a, b)
+    torch.testing.assert_close(out.double(), a.double() @ b.double(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("sq", [1, 5, 130])
+def test_attention_in_16_bits_is_that_of_fp32_rounded_where_there_are_no_products(sq, monkeypatch):
+    monkeypatch.setattr(products, "has_products", lambda dtype: dtype == torch.float32)
+    generator = torch.Generator().manual_seed(sq)
+    q, k, v = (torch.randn(s, 2, heads, 16, generator=generator).bfloat16() for s, heads in ((sq, 4), (130, 2), (130, 2)))
+    out = attention(q, k, v)
+    assert out.dtype == torch.bfloat16
+    exact = reference_attention(q.double(), k.double(), v.double())
+    assert ((out - exact).abs() <= 2**-8 * exact.abs() + 1e-5).all()
