@@ -48,6 +48,10 @@ class Registry(Generic[T]):
             raise ConfigError(f"unknown {self.noun} {name!r}{did_you_mean(name, [*self._things, *self._aliases]) or '.'} "
                               f"Known: {', '.join(sorted(self._things))}.") from None
 
+    def name_of(self, name: str) -> str:
+        """The listed name of what `name`, perhaps an alias, finds."""
+        return self._aliases.get(name, name)
+
     def __contains__(self, name: str) -> bool:
         return name in self._things or name in self._aliases
 

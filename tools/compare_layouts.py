@@ -2,8 +2,9 @@
 
     python tools/compare_layouts.py --layouts "tp=2,pp=2,dp=1,sp=1,schedule=1f1b" "tp=1,pp=1,dp=2,zero=1" --steps 20
 
-A layout is a list of key=value: tp, pp, dp (sizes), sp (0 or 1), schedule, zero, recompute (none, selective, full), layout
-(explicit pipeline cut), mbs (micro-batch size); for ZeRO bucket, accumulate, grads, comm, persist, prefetch, pin, hpz.
+A layout is a list of key=value: tp, pp, dp (sizes), sp (0 or 1), schedule, chunks (stages on each pipeline rank), cut (by
+what), layout (an explicit cut), recompute (none, selective, full), mbs (micro-batch size), zero; for ZeRO bucket, accumulate,
+grads, comm, persist, prefetch, pin, hpz.
 The reference is always one process with the same micro-batch size: micro-batches weigh alike, whatever the number of tokens
 that count in them. Exit code 1 when a layout strays further than the tolerance.
 """

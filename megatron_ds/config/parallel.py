@@ -13,7 +13,7 @@ class ParallelConfig:
         1, at_least=1, flags=["--model-parallel-size"], help="Ranks that split every layer between them.",
         avoid="Beyond one node the all-reduces of each layer become the bottleneck.")
     pipeline_model_parallel_size: int = option(
-        1, at_least=1, help="Ranks that each hold some of the layers.",
+        1, at_least=1, json="pipeline.stages", help="Ranks that each hold some of the layers.",
         avoid="With fewer micro-batches than about four times this many, ranks wait for one another.")
     context_parallel_size: int = option(1, at_least=1, help="Ranks that split the sequence. Only 1 for now.")
     expert_model_parallel_size: int = option(1, at_least=1, flags=["--moe-expert-parallel-size"],
@@ -21,12 +21,30 @@ class ParallelConfig:
     sequence_parallel: bool = option(
         False, help="Split norms and dropout along the sequence inside a tensor-parallel group: saves activation memory.",
         avoid="The sequence length must be a multiple of the tensor-parallel size.")
-    pipeline_schedule: str = option("1f1b", help="Name of a registered pipeline schedule: 1f1b, gpipe.",
-                                    avoid="gpipe keeps the activations of all micro-batches alive.")
+    pipeline_schedule: str | None = option(
+        None, switches={"--enable-zbh1-pipeline": "zb-h1", "--enable-zbh1-exact-semantics": "zb-h1"},
+        help="In which order a pipeline rank works: gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v or zb-auto. Default: 1f1b; "
+        "interleaved where ranks hold several stages.",
+        avoid="gpipe keeps the activations of all micro-batches alive, zb-h2 of twice as many as 1f1b.")
+    num_virtual_stages_per_pipeline_rank: int | None = option(
+        None, at_least=1, help="Stages (chunks of layers) on each pipeline rank: with more of them the pipeline fills faster. "
+        "Default: 2 for interleaved and zb-v, else 1.", avoid="Each more is a transfer more for every micro-batch.")
+    num_layers_per_virtual_pipeline_stage: int | None = option(
+        None, at_least=1, help="The same, said by the decoder layers of one stage: layers / pipeline size / this.")
     pipeline_layout: str | None = option(
         None, flags=["--pipeline-model-parallel-layout"], help="Decoder layers of each pipeline stage, such as 3,2,3; or a "
-        "letter a layer, such as Et*3|tt|t*3L (E embedding, t decoder layer, L norm and head). Default: cut so that the "
-        "slowest stage is fastest.")
+        "letter a layer, such as Et*3|tt|t*3L (E embedding, t decoder layer, L norm and head). With several stages on a rank "
+        "as many as there are stages. Default: see --pipeline-cut.")
+    pipeline_cut: str = option(
+        "flops", choices=("flops", "parameters", "uniform", "measured"), json="pipeline.partition", values={"best": "flops"},
+        help="The layers are cut into stages so that the costliest stage is cheapest, exactly. A layer costs its arithmetic, "
+        "its parameters, one for each decoder layer (uniform), or the time that it takes here when the run starts (measured).",
+        avoid="measured takes seconds at the start, and another machine may be cut otherwise.")
+    pipeline_costs_path: str | None = option(
+        None, help="File of measured times (--pipeline-cut measured): read if it fits this run, else written.")
+    pipeline_memory_limit: int | None = option(
+        None, at_least=1, unit="micro-batches", help="Activations that zb-auto may keep alive on a rank. Default: as many as "
+        "1f1b keeps on the first, one a pipeline rank.")
     rank_order: str = option(
         "tp-cp-ep-dp-pp", switches={"--use-tp-pp-dp-mapping": "tp-cp-ep-pp-dp"},
         help="Mesh axes from the fastest to the slowest varying with the rank.",

@@ -8,6 +8,8 @@ from .run import RunConfig, all_options
 from .say import divisors, either, flag, neighbours, say
 
 TP, PP = "parallel.tensor_model_parallel_size", "parallel.pipeline_model_parallel_size"
+CHUNKS = "parallel.num_virtual_stages_per_pipeline_rank"
+CHUNK_LAYERS = "parallel.num_layers_per_virtual_pipeline_stage"
 HEADS, GROUPS = "model.num_attention_heads", "model.num_query_groups"
 
 
@@ -150,17 +152,58 @@ def tensor_parallel(config: RunConfig) -> Iterator[str]:
 
 
 def pipeline(config: RunConfig) -> Iterator[str]:
-    layers, stages = config.model.num_layers, config.parallel.pipeline_model_parallel_size
-    cut = config.parallel.pipeline_layout
+    layers, ranks = config.model.num_layers, config.parallel.pipeline_model_parallel_size
+    cut, stages = config.parallel.pipeline_layout, ranks * (config.pipeline_chunks or 1)
+    several = f" × {say(config, _said_chunks(config))}" if config.pipeline_chunks else ""
     if layers and cut is None and layers < stages:
-        yield (f"{say(config, 'model.num_layers')} is less than {say(config, PP)}: each stage takes a layer. Use {flag(PP)} "
-               f"{either(range(1, layers + 1))}, or --pipeline-layout, which can give the embedding a stage of its own.")
+        fits = f"{flag(PP)} {either(range(1, layers + 1))}" if stages == ranks else f"at most {layers} stages in all"
+        yield (f"{say(config, 'model.num_layers')} is less than {say(config, PP)}{several}: each stage takes a layer. Use "
+               f"{fits}, or --pipeline-layout, which can give the embedding a stage of its own.")
     elif layers and cut is not None and re.fullmatch(r"\d+(,\d+)*", cut):
         counts = [int(count) for count in cut.split(",")]
         example = ",".join(str(layers // stages + (i < layers % stages)) for i in range(stages))
-        if len(counts) != stages or sum(counts) != layers:
+        fits = len(counts) == stages if config.pipeline_chunks else len(counts) % ranks == 0
+        if not fits or sum(counts) != layers:
             yield (f"{say(config, 'parallel.pipeline_layout')} has {len(counts)} stages and {sum(counts)} layers, but there "
-                   f"are {say(config, PP)} and {say(config, 'model.num_layers')}. For instance --pipeline-layout {example}.")
+                   f"are {say(config, PP)}{several} and {say(config, 'model.num_layers')}. For instance --pipeline-layout "
+                   f"{example}.")
+
+
+def virtual_stages(config: RunConfig) -> Iterator[str]:
+    """Several stages on each pipeline rank."""
+    parallel, layers = config.parallel, config.model.num_layers
+    given = [path for path in (CHUNKS, CHUNK_LAYERS) if config.get(path) is not None]
+    if len(given) == 2:
+        yield f"{say(config, CHUNKS)} and {say(config, CHUNK_LAYERS)} say the same thing twice. Keep one."
+        return
+    ranks, thick = parallel.pipeline_model_parallel_size, parallel.num_layers_per_virtual_pipeline_stage
+    if given and ranks == 1:
+        yield (f"{say(config, given[0])} cuts what a pipeline rank holds into several stages, so that ranks wait less for one "
+               f"another, but {say(config, PP)}. Remove it, or use {flag(PP)} 2 or more.")
+    elif thick and layers and layers % (ranks * thick):
+        even = divisors(layers // ranks) if layers % ranks == 0 else []
+        advice = f"Use {flag(CHUNK_LAYERS)} {either(even)}" if even else (
+            f"Use {flag(PP)} {either([p for p in divisors(layers) if p > 1] or [1])}")
+        yield (f"{say(config, 'model.num_layers')} is not a multiple of {say(config, PP)} × {say(config, CHUNK_LAYERS)} = "
+               f"{ranks * thick}: every rank holds the same number of stages. {advice}, or say how many stages with "
+               f"{flag(CHUNKS)}, which may differ in layers.")
+
+
+def pipeline_tuning(config: RunConfig) -> Iterator[str]:
+    """Options of what is not in force would change nothing."""
+    parallel, cut = config.parallel, "parallel.pipeline_cut"
+    if parallel.pipeline_costs_path is not None and parallel.pipeline_cut != "measured":
+        yield (f"{say(config, 'parallel.pipeline_costs_path')} is for --pipeline-cut measured, but {say(config, cut)}. Remove "
+               "it, or use that.")
+    if parallel.pipeline_layout and parallel.pipeline_cut != all_options()[cut].default:
+        yield f"{say(config, cut)} and {say(config, 'parallel.pipeline_layout')} both say where to cut. Keep one."
+    if parallel.pipeline_memory_limit is not None and parallel.pipeline_schedule != "zb-auto":
+        yield (f"{say(config, 'parallel.pipeline_memory_limit')} is for --pipeline-schedule zb-auto; other schedules keep "
+               "what they keep. Remove it, or use that.")
+
+
+def _said_chunks(config: RunConfig) -> str:
+    return CHUNKS if config.parallel.num_virtual_stages_per_pipeline_rank else CHUNK_LAYERS
 
 
 def rank_order(config: RunConfig) -> Iterator[str]:
@@ -179,4 +222,5 @@ def _tp_fits(config: RunConfig, size: int) -> bool:
 
 
 LAYOUT_RULES = (heads, feed_forward, positions, not_available_yet, zero_options, communication, offloading, world,
-                tensor_parallel, pipeline, rank_order)
+                tensor_parallel, pipeline, virtual_stages, pipeline_tuning,
+                rank_order)

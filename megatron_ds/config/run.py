@@ -62,6 +62,15 @@ class RunConfig:
     def microbatches(self, global_batch_size: int) -> int:
         return global_batch_size // (self.train.micro_batch_size * self.data_parallel_size)
 
+    @property
+    def pipeline_chunks(self) -> int | None:
+        """Stages on each pipeline rank, if a flag says so."""
+        p = self.parallel
+        if p.num_virtual_stages_per_pipeline_rank or not p.num_layers_per_virtual_pipeline_stage:
+            return p.num_virtual_stages_per_pipeline_rank
+        layers = self.model.num_layers or 0
+        return layers // (p.pipeline_model_parallel_size * p.num_layers_per_virtual_pipeline_stage) or None
+
     def get(self, path: str) -> Any:
         section, name = path.split(".")
         return getattr(getattr(self, section), name)

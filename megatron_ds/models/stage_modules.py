@@ -1,4 +1,4 @@
-"""The modules of one pipeline stage: built from its slice of the list of layers, run in order."""
+"""The modules of a rank's pipeline stages: built from their slices of the list of layers, run in order."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,13 +10,23 @@ from torch import nn
 from .layer import Layer
 
 
-def build_stage(layers: Sequence[Layer]) -> nn.ModuleList:
-    """Build the layers of one pipeline stage; each module gets `layer_name`.
+def build_stages(stages: Mapping[int, Sequence[Layer]]) -> dict[int, nn.ModuleList]:
+    """Build the layers of all stages of a rank, in the model's order; each module gets `layer_name`.
 
-    Layers tied to each other share one parameter when they meet here, and then it is tied to no other stage. Blocks
-    recompute counting from the first of the stage, as in Megatron's block method.
+    Layers tied to each other share one parameter when they meet here, on one stage or on two, and then it is tied to no other
+    rank. Blocks recompute counting from the first of their stage, as in Megatron's block method.
     """
     built: dict[str, nn.Module] = {}
+    return {stage: _build_stage(stages[stage], built) for stage in sorted(stages)}
+
+
+def build_stage(layers: Sequence[Layer]) -> nn.ModuleList:
+    """A rank's only stage."""
+    return _build_stage(layers, {})
+
+
+def _build_stage(layers: Sequence[Layer], built: dict[str, nn.Module]) -> nn.ModuleList:
+    """built: the layers of this rank so far, by name; these are added."""
     blocks = 0
     for layer in layers:
         source = built.get(layer.tied_to)
@@ -28,7 +38,7 @@ def build_stage(layers: Sequence[Layer]) -> nn.ModuleList:
             if layer.recompute_num_layers is not None and blocks >= layer.recompute_num_layers:
                 built[layer.name].set_recompute(None)
             blocks += 1
-    return nn.ModuleList(built.values())
+    return nn.ModuleList(built[layer.name] for layer in layers)
 
 
 def run_layers(modules: Iterable[nn.Module], x: torch.Tensor | None, batch,

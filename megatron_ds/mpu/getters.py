@@ -9,6 +9,7 @@ Each raises NotInitializedError before `initialize_model_parallel`.
 
 from weakref import WeakKeyDictionary
 
+from ..errors import ConfigError
 from .group import Group
 from .mesh import Mesh
 from .state import get_mesh
@@ -43,15 +44,17 @@ def get_pipeline_model_parallel_rank() -> int:
 
 
 def get_pipeline_model_parallel_first_rank() -> int:
-    return get_mesh().group("pp").ranks[0]
+    """Who holds the model's first stage."""
+    return get_mesh().group("pp").ranks[get_mesh().placement[0]]
 
 
 def get_pipeline_model_parallel_last_rank() -> int:
-    return get_mesh().group("pp").ranks[-1]
+    """Who holds the model's last stage: where a schedule folds the pipeline (zb-v), the same rank as the first."""
+    return get_mesh().group("pp").ranks[get_mesh().placement[-1]]
 
 
 def get_pipeline_model_parallel_next_rank() -> int:
-    """Global rank of the stage after this one; the first stage comes after the last."""
+    """Global rank of the next place in the pipeline; the first comes after the last."""
     return _around(get_mesh().group("pp"), 1)
 
 
@@ -59,12 +62,23 @@ def get_pipeline_model_parallel_prev_rank() -> int:
     return _around(get_mesh().group("pp"), -1)
 
 
-def is_pipeline_first_stage() -> bool:
-    return get_mesh().is_first_stage
+def get_virtual_pipeline_model_parallel_world_size() -> int | None:
+    """Stages of the model on each pipeline rank; None where there is one, as in Megatron."""
+    mesh = get_mesh()
+    chunks = len(mesh.placement) // mesh.size("pp")
+    return chunks if chunks > 1 else None
 
 
-def is_pipeline_last_stage() -> bool:
-    return get_mesh().is_last_stage
+def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+    """Whether this rank holds the model's first stage; with ignore_virtual=False, whether its chunk `vp_stage` is that."""
+    mesh = get_mesh()
+    return mesh.is_first_stage if ignore_virtual else _chunk(mesh, vp_stage) == 0
+
+
+def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+    """Whether this rank holds the model's last stage, which has the loss; with ignore_virtual=False, as above."""
+    mesh = get_mesh()
+    return mesh.is_last_stage if ignore_virtual else _chunk(mesh, vp_stage) == len(mesh.placement) - 1
 
 
 def get_data_parallel_group(with_context_parallel: bool = False):
@@ -124,8 +138,10 @@ def get_expert_data_parallel_rank() -> int:
 
 
 def get_embedding_group():
-    """First and last stage, which both hold a tied embedding; a stage in between is alone in its group."""
-    return _process_group("embd")
+    """The ranks of first and last stage, which both hold a tied embedding; any other is alone in its group, and so are all
+    where one rank has both stages."""
+    placement = get_mesh().placement
+    return _process_group("embd") if placement[0] != placement[-1] else _lone_group()
 
 
 def is_rank_in_embedding_group() -> bool:
@@ -158,13 +174,27 @@ _alone: WeakKeyDictionary[Mesh, object] = WeakKeyDictionary()      # mesh → th
 def _process_group(*axes: str):
     mesh = get_mesh()
     transport = mesh.group(*axes).transport
-    if transport is not None:
-        return transport.process_group
+    return _lone_group() if transport is None else transport.process_group
+
+
+def _lone_group():
+    mesh = get_mesh()
     if mesh not in _alone:
         from .transport import lone_process_group
 
         _alone[mesh] = lone_process_group(mesh.rank)
     return _alone[mesh]
+
+
+def _chunk(mesh: Mesh, vp_stage: int | None) -> int:
+    """The stage of the model that is this rank's chunk `vp_stage`."""
+    stages = mesh.stages
+    if vp_stage is None and len(stages) == 1:
+        vp_stage = 0
+    if vp_stage is None or not 0 <= vp_stage < len(stages):
+        raise ConfigError(f"vp_stage={vp_stage}: this rank holds {len(stages)} stages of the model, so a chunk of it is "
+                          f"one of 0 to {len(stages) - 1}. Say which, or ask about the rank with ignore_virtual=True.")
+    return stages[vp_stage]
 
 
 def _data(with_context_parallel: bool) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ How groups are connected is handed in, so the same mesh runs over torch.distribu
 threads in tests (`ThreadWorld.connect`). All ranks must make their mesh at the same time: connecting is collective.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -34,6 +34,7 @@ class Mesh:
         lists_of = lambda name: grid.embedding_groups() if name == "embd" else grid.groups(*name.split("-"))
         self._groups = {name: self._make_group(name, lists_of(name)) for name in AXIS_SETS}
         self._split: dict[int, tuple[Group, Group]] = {}
+        self.placement = tuple(range(grid.pp))
 
     def group(self, *axes: str) -> Group:
         """`group("tp")`, `group("dp", "cp")` in any order, `group("world")`, `group("embd")`."""
@@ -64,13 +65,23 @@ class Mesh:
     def world_size(self) -> int:
         return self.grid.world_size
 
+    def place_stages(self, placement: Sequence[int]) -> None:
+        """Say on which pipeline rank each stage of the model lives; until then, stage r on rank r."""
+        self.placement = tuple(placement)
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The stages of the model on this rank."""
+        return tuple(stage for stage, rank in enumerate(self.placement) if rank == self._coordinates["pp"])
+
     @property
     def is_first_stage(self) -> bool:
-        return self._coordinates["pp"] == 0
+        """Whether this rank holds the model's first stage; with several stages on a rank, among others."""
+        return 0 in self.stages
 
     @property
     def is_last_stage(self) -> bool:
-        return self._coordinates["pp"] == self.grid.pp - 1
+        return len(self.placement) - 1 in self.stages
 
     def close(self) -> None:
         """Hang up every transport that knows how to; the mesh is of no use afterwards."""

@@ -50,9 +50,18 @@ def parse_layout(text: str, kinds: Sequence[str], stages: int) -> Bounds:
     return bounds
 
 
+def count_stages(text: str) -> int:
+    """How many stages a layout names."""
+    return 1 + (text.count(",") if _is_counts(text) else _expand(text).count("|"))
+
+
+def _is_counts(text: str) -> bool:
+    return bool(re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", text))
+
+
 def _parts(text: str, num_blocks: int, stages: int) -> list[str]:
     """The layout written out, one string of E, t and L per stage, checked."""
-    if re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", text):
+    if _is_counts(text):
         counts = [int(word) for word in text.split(",")]
         _check_counts(text, len(counts), sum(counts), num_blocks, stages)
         parts = ["t" * count for count in counts]

@@ -25,7 +25,8 @@ from .step import train_step
 # Shorthand of a layout → the flag it stands for. A value of "" takes the flag without a value when the number is 1.
 LAYOUT_KEYS = {
     "tp": "--tensor-model-parallel-size", "pp": "--pipeline-model-parallel-size", "dp": None,
-    "sp": "--sequence-parallel", "schedule": "--pipeline-schedule", "zero": "--zero-stage",
+    "sp": "--sequence-parallel", "schedule": "--pipeline-schedule", "chunks": "--num-virtual-stages-per-pipeline-rank",
+    "cut": "--pipeline-cut", "zero": "--zero-stage",
     "recompute": "--recompute-granularity", "layout": "--pipeline-layout", "mbs": "--micro-batch-size",
     "accumulate": "--zero-accumulate", "persist": "--stage3-param-persistence-threshold",
     "prefetch": "--stage3-prefetch-bucket-size", "pin": "--zero3-pin-stage", "bucket": "--reduce-bucket-size",

@@ -29,10 +29,15 @@ def layer_flops(model, kind: str, seq_length: int, vocab_size: int) -> float:
         keys_values = 2 * model.query_groups * model.head_dim
         fc = 3 if model.activation == "swiglu" else 2
         projections = 6 * (h * (queries + keys_values) + queries * h)
-        return s * (projections + 6 * h * model.ffn_size * fc) + 6 * s * s * queries
+        return s * (projections + 6 * h * model.ffn_size * fc) + attention_flops(model, s)
     if kind == "head":
         return 6.0 * s * h * vocab_size
     return 0.0
+
+
+def attention_flops(model, seq_length: int) -> float:
+    """Of these, the scores of one block's attention and what they weigh: products without weights of the model's."""
+    return 6.0 * seq_length * seq_length * model.num_attention_heads * model.head_dim
 
 
 def model_flops(model, samples: int, seq_length: int, vocab_size: int) -> float:

@@ -12,19 +12,19 @@ from ..mpu.collectives import all_gather_object
 from ..mpu.mesh import Mesh
 
 
-def locate_nonfinite(layers: Mapping[str, nn.Module], weights: Iterable[tuple[str, torch.Tensor]],
+def locate_nonfinite(layers: Mapping[str, tuple[int, nn.Module]], weights: Iterable[tuple[str, torch.Tensor]],
                      rerun: Callable[[], object], mesh: Mesh) -> str:
     """A sentence naming the first parameter or module output that is not finite, over all ranks.
 
-    layers   of this rank, by their global names
+    layers   (pipeline stage, module) of this rank, by their global names
     weights  (name, values) of what this rank keeps; parameters in shards are not whole now
     rerun    runs the forward of the same micro-batches; every rank must take part
 
     Collective over the world.
     """
     output = _bad_output(layers, rerun)       # on every rank, or the neighbours would wait for this one
-    what = _bad_parameter(weights) or output
-    entry = (mesh.coordinate("pp"), mesh.rank, what) if what else None
+    stage, what = _bad_parameter(weights, layers) or output or (0, None)
+    entry = (stage, mesh.rank, what) if what else None
     found = sorted(entry for entry in all_gather_object(entry, mesh.group("world")) if entry)
     if not found:
         return "no module of a second forward had a non-finite output: the loss itself is the first"
@@ -32,30 +32,33 @@ def locate_nonfinite(layers: Mapping[str, nn.Module], weights: Iterable[tuple[st
     return f"first seen on rank {rank} (pipeline stage {stage}): {what}"
 
 
-def _bad_parameter(weights: Iterable[tuple[str, torch.Tensor]]) -> str | None:
-    for name, values in weights:
-        if not torch.isfinite(values).all():
-            return f"parameter {name} holds non-finite values"
-    return None
+def _bad_parameter(weights: Iterable[tuple[str, torch.Tensor]],
+                   layers: Mapping[str, tuple[int, nn.Module]]) -> tuple[int, str] | None:
+    """(stage, what) of the first stage that holds one."""
+    bad = [name for name, values in weights if not torch.isfinite(values).all()]
+    stage_of = lambda name: next((stage for layer, (stage, _) in layers.items() if name.startswith(f"{layer}.")), 0)
+    first = min(bad, key=stage_of, default=None)
+    return None if first is None else (stage_of(first), f"parameter {first} holds non-finite values")
 
 
-def _bad_output(layers: Mapping[str, nn.Module], rerun: Callable[[], object]) -> str | None:
-    first: list[str] = []
+def _bad_output(layers: Mapping[str, tuple[int, nn.Module]], rerun: Callable[[], object]) -> tuple[int, str] | None:
+    """(stage, what) of the first stage with one; of its modules, the one that was first in time."""
+    first: dict[int, str] = {}
 
-    def watch(name: str):
+    def watch(stage: int, name: str):
         def hook(module, inputs, output):
-            if not first and isinstance(output, torch.Tensor) and output.is_floating_point() \
+            if stage not in first and isinstance(output, torch.Tensor) and output.is_floating_point() \
                     and not torch.isfinite(output).all():
                 bad = (~torch.isfinite(output)).sum().item()
-                first.append(f"output of {name} ({type(module).__name__}, shape {list(output.shape)}): "
-                             f"{bad} non-finite values")
+                first[stage] = (f"output of {name} ({type(module).__name__}, shape {list(output.shape)}): "
+                                f"{bad} non-finite values")
         return hook
 
-    handles = [module.register_forward_hook(watch(name)) for layer_name, layer in layers.items()
+    handles = [module.register_forward_hook(watch(stage, name)) for layer_name, (stage, layer) in layers.items()
                for name, module in layer.named_modules(prefix=layer_name)]
     try:
         rerun()
     finally:
         for handle in handles:
             handle.remove()
-    return first[0] if first else None
+    return min(first.items(), default=None)

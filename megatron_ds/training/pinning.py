@@ -6,13 +6,12 @@ from the same list.
 
 import socket
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ..config import RunConfig
 from ..mpu.collectives import all_gather_object
 from ..mpu.mesh import Mesh
-from ..pipeline.instruction import Schedule
-from ..pipeline.simulate import simulate
+from ..pipeline.instruction import Op, Program
 from ..zero.buffer_pool import UNDER_WAY
 from ..zero.optimizer import ZeroOptimizer
 from ..zero.pinning import PinBudget, PinDecision, decide_pinning, gradient_buffers
@@ -37,35 +36,54 @@ def memory_of_rank(mesh: Mesh) -> int:
     return min(free for _, host, free in everybody if host == mine[1]) // neighbours
 
 
-def agree_on_pinning(config: RunConfig, mesh: Mesh, memory: int, optimizer: ZeroOptimizer, kinds: Sequence[str],
-                     schedule: Schedule) -> PinDecision:
+def agree_on_pinning(config: RunConfig, mesh: Mesh, memory: int, optimizer: ZeroOptimizer,
+                     kinds: Mapping[int, Sequence[str]], program: Program) -> PinDecision:
     """The same on all ranks. Collective over the world.
 
-    memory: of `memory_of_rank`. kinds: of this rank's layers. schedule: of a full batch
+    memory: of `memory_of_rank`. kinds: of the layers of each stage here. program: of this rank, for a full batch
     """
-    budget = _budget(config, mesh, memory, optimizer, kinds, schedule)
+    budget = _budget(config, mesh, memory, optimizer, kinds, program)
     return decide_pinning(all_gather_object(budget, mesh.group("world")))
 
 
-def _budget(config: RunConfig, mesh: Mesh, memory: int, optimizer: ZeroOptimizer, kinds: Sequence[str],
-            schedule: Schedule) -> PinBudget:
-    stage, zero, train = mesh.coordinate("pp"), config.zero, config.train
-    gathering, places = optimizer.gathering_of(stage), optimizer.memory_by_place()
-    units = gathering.units if gathering else []
-    layers = [sum(unit.numel for unit in units if unit.layer == layer) for layer in {unit.layer for unit in units}]
-    blocks = kinds.count("block")
-    recomputed = min(train.recompute_num_layers or blocks, blocks) if train.recompute_granularity else 0
-    itemsize = 4 if config.optimizer.params_dtype == "float32" else 2
-    activations = activation_allowance(
-        config.model, micro_batch=train.micro_batch_size, tp=mesh.size("tp"),
-        sequence_parallel=config.parallel.sequence_parallel, recompute=train.recompute_granularity, recomputed=recomputed,
-        blocks=blocks, has_head="head" in kinds, live=simulate(schedule).peak_live[stage], itemsize=itemsize,
-        vocab_size=config.model.padded_vocab_size(mesh.size("tp")))
+def _budget(config: RunConfig, mesh: Mesh, memory: int, optimizer: ZeroOptimizer, kinds: Mapping[int, Sequence[str]],
+            program: Program) -> PinBudget:
+    zero, places = config.zero, optimizer.memory_by_place()
+    gatherings = {stage: gathering for stage in kinds if (gathering := optimizer.gathering_of(stage))}
+    owner = {unit: (stage, unit.layer) for stage, gathering in gatherings.items() for unit in gathering.units}
+    layers = Counter()
+    for unit, layer in owner.items():
+        layers[layer] += unit.numel
+    live = peak_live_of_stages(program)
+    activations = sum(_activations(config, mesh, kinds[stage], live[stage]) for stage in kinds)
     held = sum(count for place, count in places.items()
                if place == "device" or place == "cpu" and mesh.device.type == "cpu")
-    gradients = gradient_buffers(layers, UNDER_WAY, kept_whole=zero.zero_accumulate == "full",
+    gradients = gradient_buffers(list(layers.values()), UNDER_WAY, kept_whole=zero.zero_accumulate == "full",
                                  gradient_bytes=4 if config.optimizer.gradient_dtype == "float32" else 2)
-    return PinBudget(memory, held, gradients, activations, sum(unit.nbytes for unit in units))
+    return PinBudget(memory, held, gradients, activations, sum(unit.nbytes for unit in owner))
+
+
+def peak_live_of_stages(program: Program) -> dict[int, int]:
+    """Stage → the most micro-batches of it whose activations are kept at once: from F to B, or to W."""
+    now, peak = Counter(), Counter()
+    for i in program:
+        if i.op is Op.F:
+            now[i.stage] += 1
+            peak[i.stage] = max(peak[i.stage], now[i.stage])
+        elif i.op in (Op.B, Op.W):
+            now[i.stage] -= 1
+    return dict(peak)
+
+
+def _activations(config: RunConfig, mesh: Mesh, kinds: Sequence[str], live: int) -> int:
+    """Allowance for those of one stage."""
+    train, blocks = config.train, kinds.count("block")
+    recomputed = min(train.recompute_num_layers or blocks, blocks) if train.recompute_granularity else 0
+    return activation_allowance(
+        config.model, micro_batch=train.micro_batch_size, tp=mesh.size("tp"),
+        sequence_parallel=config.parallel.sequence_parallel, recompute=train.recompute_granularity, recomputed=recomputed,
+        blocks=blocks, has_head="head" in kinds, live=live, itemsize=4 if config.optimizer.params_dtype == "float32" else 2,
+        vocab_size=config.model.padded_vocab_size(mesh.size("tp")))
 
 
 def pinning_text(decision: PinDecision) -> str:

@@ -27,10 +27,11 @@ from ..mpu import launch as launching
 from ..mpu.mesh import Mesh
 from ..optim import OPTIMIZERS
 from ..pipeline.schedules import SCHEDULES
-from .build import RULES, build_engine
+from .build import build_engine
 from .join import joined
 from .log import Log, check_folder, check_log, open_log
 from .persist import describe_run, load_run
+from .plan import RULES
 from .samples import build_loaders, wanted_samples
 from .startup import describe
 from .together import together

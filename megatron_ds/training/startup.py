@@ -7,14 +7,18 @@ from ..config.dump import report_non_default
 from ..mpu.mesh import Mesh
 from ..pipeline.draw import draw
 from ..pipeline.simulate import simulate
-from .build import Engine, RunPlan, microbatches_of, plan_schedule
+from .build import Engine
+from .plan import RunPlan, microbatches_of, plan_schedule
+
+SHARES = {"flops": "FLOPs", "parameters": "parameters", "uniform": "decoder layers", "measured": "measured time"}
 
 
 def describe(engine: Engine, launch_source: str) -> str:
     """The whole start-up text of rank 0."""
     config, mesh = engine.config, engine.mesh
     return "\n".join((
-        _grid(mesh, launch_source), "", _stages(engine.plan), "", _schedule(config, engine.pinned), "",
+        _grid(mesh, launch_source), "", _stages(engine.plan, SHARES[config.parallel.pipeline_cut]), "",
+        _schedule(config, engine.plan, engine.pinned), "",
         f"optimizer: {config.optimizer.optimizer}, {config.optimizer.params_dtype} weights, {config.optimizer.gradient_dtype} "
         "gradients, fp32 optimizer state", _zero(engine), _memory(engine), "",
         report_non_default(config)))
@@ -36,33 +40,32 @@ def _grid(mesh: Mesh, launch_source: str) -> str:
 def _zero(engine: Engine) -> str:
     """State and traffic of rank 0; the same numbers are measured on the buffers and counted in the collectives."""
     config, memory = engine.config, engine.optimizer.memory()
-    reduce_each = config.zero.stage >= 2 and config.zero.zero_accumulate == "sharded"
-    traffic = engine.optimizer.traffic(microbatches_of(config), reduce_each, engine.pinned)
     sent = ", ".join(f"{operation.replace('_', '-')} over {axes} {count:,}"
-                     for (operation, axes), count in sorted(traffic.items()))
+                     for (operation, axes), count in sorted(engine.traffic().items()))
     places = engine.optimizer.memory_by_place()
     where = f" ({', '.join(f'{place} {count:,}' for place, count in places.items())})" if set(places) - {"device"} else ""
     return (f"ZeRO stage {config.zero.stage}: {memory.total:,} bytes of state on this rank{where}; payload of a step over the "
             f"data-parallel ranks: {sent or 'none'}" + (f"\n{engine.why_pinned}" if engine.why_pinned else ""))
 
 
-def _stages(plan: RunPlan) -> str:
-    rows = ["pipeline stages (share of the FLOPs):"]
+def _stages(plan: RunPlan, counted: str) -> str:
+    rows = [f"pipeline stages (share of the {counted}):"]
     for stage, share in enumerate(plan.stage_cost_shares()):
         names = plan.stage_names(stage)
         what = f"{names[0]} … {names[-1]}" if len(names) > 1 else "".join(names)
-        rows.append(f"  stage {stage}: {len(names):3d} layers, {share:5.1%}   {what}")
+        where = f"rank {plan.shape.placement[stage]}   " if plan.shape.chunks > 1 else ""
+        rows.append(f"  stage {stage}: {len(names):3d} layers, {share:5.1%}   {where}{what}")
     return "\n".join(rows)
 
 
-def _schedule(config: RunConfig, pinned: bool, widest: int = 16) -> str:
-    stages = config.parallel.pipeline_model_parallel_size
-    microbatches = microbatches_of(config)
-    title = f"schedule: {config.parallel.pipeline_schedule}, {microbatches} micro-batch(es) a step"
-    if stages == 1:
+def _schedule(config: RunConfig, plan: RunPlan, pinned: bool, widest: int = 16) -> str:
+    shape, microbatches = plan.shape, microbatches_of(config)
+    title = f"schedule: {shape.schedule}, {microbatches} micro-batch(es) a step"
+    if shape.size == 1:
         return title
-    result = simulate(plan_schedule(config, microbatches, pinned))
+    costs = plan.stage_costs()
+    result = simulate(plan_schedule(config, microbatches, pinned, costs))
     shown = min(microbatches, widest)
-    picture = draw(plan_schedule(config, shown, pinned))
+    picture = draw(plan_schedule(config, shown, pinned, costs))
     note = "" if shown == microbatches else f"\n(drawn for {shown} micro-batches)"
     return f"{title}, bubble {result.bubble:.1%}\n{picture}{note}"

@@ -63,9 +63,8 @@ def train_step(engine: Engine, batch, progress: Progress, *, learning_rate: floa
 def _tell_nonfinite(engine: Engine, executor, microbatches, report: StepReport, progress: Progress) -> None:
     if engine.optimizer.loss_scale != 1.0 and engine.config.optimizer.loss_scale is None:
         return       # dynamic loss scaling: an overflow is part of finding the scale, the optimizer skips the step
-    layers = dict(zip(engine.plan.stage_names(engine.stage.index), engine.stage.modules, strict=True))
     weights = [(p.spec.name, p.tensor) for p in engine.optimizer.pieces() if p.kind == "weight"]
-    where = locate_nonfinite(layers, weights, lambda: executor.forward(microbatches), engine.mesh)
+    where = locate_nonfinite(engine.layers, weights, lambda: executor.forward(microbatches), engine.mesh)
     message = f"loss is {report.loss} at iteration {progress.step + 1}, {where}"
     if engine.config.train.check_for_nan == "stop":
         raise NonFiniteLossError(

@@ -6,7 +6,8 @@ The order in which layers are used is the order of the list, or its reverse in b
     leave(i)   free what no other layer has claimed; in backward, also reduce the gradients that are complete with it
     pin        all layers stay whole until unpin
 
-A layer may need units of others: a head that shares the embedding's weight claims the embedding's unit. Collectives start at
+A layer may need units of others: a head that shares the embedding's weight claims the embedding's unit, also where the two
+are on different stages of one rank. Collectives start at
 these calls and nowhere else, so they follow one another in the same order on all ranks.
 
 Two gathers are spared. The last layer stays whole after its forward: whatever comes next on this stage, it is the layer that a
@@ -27,11 +28,12 @@ class LayerGathering:
 
     prefetch  elements that may be on their way for layers ahead; None: one layer ahead, of any size
     close     called with a layer when its backward is over
+    stage     of the pipeline: claims of several stages to one unit are kept apart
     """
 
     def __init__(self, needs: Sequence[Sequence[Unit]], in_backward: Sequence[Sequence[Unit]], prefetch: int | None,
-                 close: Callable[[int], None]):
-        self.needs, self.in_backward, self.prefetch, self.close = needs, in_backward, prefetch, close
+                 close: Callable[[int], None] = lambda layer: None, stage: int = 0):
+        self.needs, self.in_backward, self.prefetch, self.close, self.stage = needs, in_backward, prefetch, close, stage
         self._pinned = False
 
     @property
@@ -59,7 +61,7 @@ class LayerGathering:
         self._pinned = True
         for units in self.needs:
             for unit in units:
-                unit.claims.add(PIN)
+                unit.claims.add((self.stage, PIN))
                 unit.start()
 
     def wait(self) -> None:
@@ -73,15 +75,15 @@ class LayerGathering:
         self.reset()
 
     def reset(self) -> None:
-        """Free everything, also after a step that failed."""
-        for units in self.needs:
-            for unit in units:
-                unit.claims.clear()
+        """Let go of everything, also after a step that failed."""
+        for unit in self.units:
+            unit.claims -= {claim for claim in unit.claims if claim[0] == self.stage}
+            if not unit.claims:
                 unit.free()
 
     def _claim(self, layer: int, needs: Sequence[Sequence[Unit]]) -> None:
         for unit in needs[layer]:
-            unit.claims.add(layer)
+            unit.claims.add((self.stage, layer))
             unit.start()
 
     def _claim_ahead(self, layer: int, backward: bool, needs: Sequence[Sequence[Unit]]) -> None:
@@ -98,7 +100,7 @@ class LayerGathering:
 
     def _let_go(self, layer: int) -> None:
         for unit in self.needs[layer]:
-            unit.claims.discard(layer)
+            unit.claims.discard((self.stage, layer))
             if not unit.claims:
                 unit.free()
 

@@ -31,13 +31,14 @@ from .gathering import LayerGathering
 from .grad_norm import num_zeros, squared_norm, sum_over_ranks
 from .hierarchy import Hierarchy
 from .inner import InnerOptimizer, Leaf, MakeOptimizer
+from .layer_plan import LayerPlan, make_gathering
 from .memory import ZeroMemory
 from .offload import Offload, OffloadedUpdate
 from .parameter_set import ParameterSet, SetMaker
 from .policy import ShardPolicy
 from .scaler import LossScaler
 from .sets import Fact, SetPlan, plan_sets
-from .traffic import count_gathers, predict_traffic
+from .traffic import count_gathers, in_turn, predict_traffic
 from .units import Draw
 
 CLIP_EPSILON = 1e-6      # as in Megatron: coefficient = clip / (norm + 1e-6), applied when < 1
@@ -95,21 +96,6 @@ class StatePiece:
     replicas: int
 
 
-@dataclass(frozen=True)
-class LayerPlan:
-    """What stage 3 must know of the model: which parameters each layer uses, in forward order, per pipeline stage here.
-
-    not_read_in_backward  (stage, layer) of layers whose backward does not need their weights
-    prefetch     elements on their way for layers ahead; None: one layer ahead
-    persistence  smaller parameters stay whole on every rank; None: the smallest, a thousandth of all
-    """
-
-    layers: Mapping[int, Sequence[Sequence[nn.Parameter]]]
-    not_read_in_backward: frozenset[tuple[int, int]] = frozenset()
-    prefetch: int | None = None
-    persistence: int | None = None
-
-
 class ZeroOptimizer:
     """Owns parameters, gradients, masters and optimizer state. Takes over `parameters`: they become views of flat buffers.
 
@@ -121,7 +107,8 @@ class ZeroOptimizer:
     clip_grad        largest gradient norm; 0: no clipping
     bucket_elements  of one reduction
     overlap          reduce during backward
-    stage_of         pipeline stage of each parameter, for ranks with several stages; else `arm` and `reduce_tied` mean all
+    stage_of         pipeline stage of each parameter, SHARED where several stages of this rank use it; `arm` and
+                     `reduce_tied` of a stage mean all parameters of which it is not known
     layer_plan       stage 3 only; see `gathering_of`
     grad_dtype       gradients accumulate in it
     sent_dtype       and travel in it; None: the same
@@ -143,11 +130,9 @@ class ZeroOptimizer:
         parameters = list(dict.fromkeys(parameters))
         self._device = device or (parameters[0].device if parameters else torch.device("cpu"))
         self._layer_plan = layer_plan or LayerPlan({})
-        layer_of = {p: (stage, i) for stage, layers in self._layer_plan.layers.items()
-                    for i in reversed(range(len(layers))) for p in layers[i]}
+        places = {p: (stage, 0) for p, stage in (stage_of or {}).items()} | self._layer_plan.places()
         facts = [Fact(p.spec.name, p.numel(), str(p.dtype), p.spec.expert, self._is_tied(p), not p.requires_grad,
-                      layer_of[p][0] if p in layer_of else (stage_of or {}).get(p), layer_of.get(p, (None, 0))[1])
-                 for p in parameters]
+                      *places.get(p, (None, 0))) for p in parameters]
         plans = plan_sets(facts, policy, data_shards=groups.data.size, expert_shards=groups.expert.size,
                           bucket_elements=bucket_elements, persistence=self._layer_plan.persistence,
                           gather_alone=offload.parameters is not None,
@@ -163,7 +148,7 @@ class ZeroOptimizer:
                          overlap and policy.parameter is None, self._pool, self._communication, offload,
                          make_optimizer, self._offloaded)
         self._sets = [self._make_set(maker, plan, parameters, facts) for plan in plans]
-        self._gathering = {stage: self._make_gathering(stage) for stage in self._layer_plan.layers}
+        self._gathering = {stage: make_gathering(self._layer_plan, stage, self._sets) for stage in self._layer_plan.layers}
         self._untied = self._awaiting_tie()
         for s in self._sets:
             s.lend_grads()
@@ -298,9 +283,13 @@ class ZeroOptimizer:
         places["device"] = total.total - places.total()
         return {place: count for place, count in places.items() if count}
 
-    def traffic(self, microbatches: int, reduce_each: bool, pinned: bool) -> Counter:
-        """Payload bytes of a step by (operation, group's axes), over the data-parallel ranks, as planned."""
-        gathers = count_gathers(self._gathering.values(), microbatches, pinned)
+    def traffic(self, microbatches: int, reduce_each: bool, pinned: bool,
+                moments: Iterable[tuple[str, int]] | None = None) -> Counter:
+        """Payload bytes of a step by (operation, group's axes), over the data-parallel ranks, as planned.
+
+        moments: see `count_gathers`; where stages share parameters, their order counts
+        """
+        gathers = count_gathers(self._gathering, moments or in_turn(self._gathering, microbatches, pinned))
         itemsize = self._sets[0].parameters[0].dtype.itemsize if self._sets else 0
         return predict_traffic([s.plan for s in self._sets], [s.store.ranks for s in self._sets],
                                [[gathers[unit] for unit in s.store.units] if s.plan.units else [] for s in self._sets],
@@ -323,26 +312,6 @@ class ZeroOptimizer:
         members = [parameters[i] for i in plan.members]
         return maker.make(plan, members, [facts[i].stage for i in plan.members], [self._is_tied(p) for p in members],
                           Hierarchy.flat(self.groups.expert) if plan.expert else self._data_ranks)
-
-    def _make_gathering(self, stage: int) -> LayerGathering:
-        sets = [s for s in self._sets if s.plan.units and s.plan.stage == stage]
-        unit_of = {}
-        for s in sets:
-            for unit in s.store.units:
-                for p, slot in zip(s.parameters, s.plan.layout.slots):
-                    if unit.first_bucket <= slot.bucket <= unit.last_bucket:
-                        unit_of[p] = unit
-        needs = [list(dict.fromkeys(unit_of[p] for p in layer if p in unit_of)) for layer in self._layer_plan.layers[stage]]
-
-        def close(layer: int) -> None:
-            for s in sets:
-                for unit in s.store.units:
-                    if unit.layer == layer and s.buckets is not None:
-                        s.buckets.close(unit.last_bucket)
-
-        unread = self._layer_plan.not_read_in_backward
-        in_backward = [[] if (stage, i) in unread else units for i, units in enumerate(needs)]
-        return LayerGathering(needs, in_backward, self._layer_plan.prefetch, close)
 
     def _tied_holders(self) -> list[tuple[ParameterSet, int, Holder]]:
         """In the order of their keys, the same on all stages that hold them."""

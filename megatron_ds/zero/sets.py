@@ -5,7 +5,8 @@ A set shares buffers and collectives, so its members agree in all that decides h
     expert       reduced over the expert-data axis
     frozen       no gradient, no optimizer state
     dtype        of the model
-    stage        where gradients are sharded: the sets of two pipeline stages on one rank complete at different times
+    stage        where gradients are sharded: the sets of two pipeline stages on one rank complete at different times;
+                 `SHARED` is for what several of them use, complete after the last
     tied         where gradients are sharded: held by several pipeline stages, whose shards must match
     gathered     stage 3: parameters in shards; not so the smallest ones, which stay whole
 
@@ -18,12 +19,13 @@ from dataclasses import dataclass, replace
 from .layout import Layout, plan_layout
 from .policy import ShardPolicy
 
+SHARED = -1              # the stage of a parameter that several stages of this rank use
 ALWAYS_WHOLE = 1000      # by default, the smallest parameters stay whole: one in so many elements
 
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """What decides a parameter's set. layer: the first layer of its stage that holds it."""
+    """What decides a parameter's set. stage: its pipeline stage, or SHARED; layer: the first layer there that holds it."""
 
     name: str
     numel: int
@@ -93,8 +95,9 @@ def _plan_set(facts, members: list[int], key: tuple, policy: ShardPolicy, shards
         policy = replace(policy, parameter=None)
     if shards == 1 and not gathered:
         policy = replace(policy, gradient=None)
-    # Whole gradients: tied parameters are complete last, after TIE. Buckets start in order: put them into the last one.
-    forward = members if policy.gradient else sorted(members, key=lambda i: not facts[i].tied)
+    # Whole gradients: tied and shared parameters are complete last. Buckets start in order: put them into the last one.
+    is_late = lambda i: facts[i].tied or facts[i].stage == SHARED
+    forward = members if policy.gradient else sorted(members, key=lambda i: not is_late(i))
     if gathered:
         forward = sorted(forward, key=lambda i: facts[i].layer)
     # Tied: a bucket each, so that the shards are the same on stages whose sizes of buckets differ.

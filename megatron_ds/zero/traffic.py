@@ -14,13 +14,13 @@ section 7. Gathers are counted by letting `LayerGathering` run over units that o
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..mpu.group import Group
 from .gathering import LayerGathering
 from .hierarchy import Hierarchy
-from .sets import SetPlan
+from .sets import SHARED, SetPlan
 from .units import Unit
 
 
@@ -47,32 +47,35 @@ class CountedUnit:
         self.is_free = True
 
 
-def predict_gathers(needs: Sequence[Sequence[int]], in_backward: Sequence[Sequence[int]], sizes: Sequence[int],
-                    prefetch: int | None, microbatches: int, pinned: bool = False) -> list[int]:
-    """How often each unit is gathered in a step. needs, in_backward: for each layer, indices into `sizes`."""
-    units = [CountedUnit(size) for size in sizes]
-    of = lambda lists: [[units[i] for i in indices] for indices in lists]
-    gathering = LayerGathering(of(needs), of(in_backward), prefetch, close=lambda layer: None)
-    if pinned:
-        gathering.pin()
-    for _ in range(microbatches):
-        for backward, order in ((False, range(len(needs))), (True, reversed(range(len(needs))))):
-            for layer in order:
-                gathering.enter(layer, backward)
-                gathering.leave(layer, backward)
-    return [unit.gathers for unit in units]
+def in_turn(stages: Iterable[int], microbatches: int, pinned: bool) -> Iterator[tuple[str, int]]:
+    """The moments of a step in which each micro-batch goes forward and back through one stage, then the next stage follows.
+
+    How often a unit of a single stage is gathered is the same in every order that a schedule may have.
+    """
+    for stage in stages:
+        yield from [("pin", stage)] * pinned
+        for _ in range(microbatches):
+            yield from (("forward", stage), ("backward", stage))
+        yield from [("unpin", stage)] * pinned
 
 
-def count_gathers(gatherings: Iterable[LayerGathering], microbatches: int, pinned: bool) -> dict[Unit, int]:
-    """`predict_gathers` for the units of real stages."""
-    counts: dict[Unit, int] = {}
-    for gathering in gatherings:
-        units = gathering.units
-        indices = lambda lists, units=units: [[units.index(unit) for unit in layer] for layer in lists]
-        sizes = [unit.numel for unit in units]
-        counts |= zip(units, predict_gathers(indices(gathering.needs), indices(gathering.in_backward), sizes,
-                                             gathering.prefetch, microbatches, pinned))
-    return counts
+def count_gathers(gatherings: Mapping[int, LayerGathering], moments: Iterable[tuple[str, int]]) -> dict[Unit, int]:
+    """How often each unit is gathered in a step. gatherings: by stage. moments: ("pin", "forward", "backward" or "unpin",
+    stage) in the order of the rank's program."""
+    counted = {unit: CountedUnit(unit.numel) for gathering in gatherings.values() for unit in gathering.units}
+    of = lambda lists: [[counted[unit] for unit in units] for units in lists]
+    plans = {stage: LayerGathering(of(g.needs), of(g.in_backward), g.prefetch, stage=stage) for stage, g in gatherings.items()}
+    for moment, stage in moments:
+        if (gathering := plans.get(stage)) is None:
+            continue
+        if moment in ("pin", "unpin"):
+            getattr(gathering, moment)()
+            continue
+        order = range(len(gathering.needs))
+        for layer in order if moment == "forward" else reversed(order):
+            gathering.enter(layer, moment == "backward")
+            gathering.leave(layer, moment == "backward")
+    return {unit: count.gathers for unit, count in counted.items()}
 
 
 def predict_traffic(plans: Sequence[SetPlan], ranks: Sequence[Hierarchy], gathers: Sequence[Sequence[int]], *,
@@ -95,7 +98,7 @@ def predict_traffic(plans: Sequence[SetPlan], ranks: Sequence[Hierarchy], gather
         if plan.policy.optimizer is None:
             add("all_reduce", where.data, gradients, gradient_bytes)
             continue
-        cycles = microbatches if plan.policy.gradient and reduce_each else 1
+        cycles = microbatches if plan.policy.gradient and reduce_each and plan.stage != SHARED else 1
         add("reduce_scatter", inner, cycles * gradients, gradient_bytes)
         add("reduce_scatter", outer, cycles * gradients // inner.size, gradient_bytes)
         add("all_gather", outer, part, parameter_bytes)

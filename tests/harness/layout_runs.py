@@ -37,8 +37,10 @@ class Seen:
     optimizer_bytes: int
     master_bytes: int
     places: set[str]                        # where state is: "device", "cpu", "nvme"
+    stages: tuple[int, ...]                 # of the pipeline
     block_inputs: set[tuple] = field(default_factory=set)
     forwards: int = 0
+    weight_halves: int = 0                  # of split backwards
     peak_alive: int = 0
 
 
@@ -95,19 +97,26 @@ def look_at(engine) -> Seen:
                 qkv_rows={len(block.self_attention.linear_qkv.weight) for block in blocks},
                 parameter_elements=sum(p.numel() for p in engine.parameters),
                 parameter_bytes=memory.parameters, gradient_bytes=memory.gradients, optimizer_bytes=memory.optimizer,
-                master_bytes=memory.masters, places=set(engine.optimizer.memory_by_place()))
+                master_bytes=memory.masters, places=set(engine.optimizer.memory_by_place()),
+                stages=tuple(engine.stages))
     for block in blocks:
         block.register_forward_pre_hook(lambda module, inputs: seen.block_inputs.add(tuple(inputs[0].shape)))
-    stage, forward = engine.stage, engine.stage.forward
-
-    def watched(*args):
-        result = forward(*args)
-        seen.forwards += 1
-        seen.peak_alive = max(seen.peak_alive, len(stage.live))
-        return result
-
-    stage.forward = watched
+    for stage in engine.stages.values():
+        stage.forward = functools.partial(_watched, stage.forward, seen, engine.stages)
+        stage.backward_weights = functools.partial(_watched_half, stage.backward_weights, seen)
     return seen
+
+
+def _watched(forward, seen: Seen, stages, *args):
+    result = forward(*args)
+    seen.forwards += 1
+    seen.peak_alive = max(seen.peak_alive, sum(len(stage.live) for stage in stages.values()))
+    return result
+
+
+def _watched_half(backward_weights, seen: Seen, *args):
+    seen.weight_halves += 1
+    return backward_weights(*args)
 
 
 @contextmanager

@@ -86,9 +86,8 @@ def poisoned(rank: int, *, module: str, samples: range, value: float):
 
     def build_engine(config, mesh):
         engine = real(config, mesh)
-        layers = dict(zip(engine.plan.stage_names(engine.stage.index), engine.stage.modules, strict=True))
-        if module in layers:
-            layers[module].register_forward_hook(poison)
+        if module in engine.layers:
+            engine.layers[module][1].register_forward_hook(poison)
         return engine
 
     def poison(block, inputs, output):

@@ -12,6 +12,9 @@ import tempfile
 import pytest
 import torch
 
+from megatron_ds.pipeline import passes
+from megatron_ds.pipeline.instruction import Op
+from megatron_ds.pipeline.schedules import SCHEDULES as SCHEDULES_BY_NAME
 from tests.harness.covering import cover_pairs, legal_cases
 from tests.harness.layout_runs import GLOBAL_BATCH, NUM_LAYERS, STEPS, Run, reference_of, run_layout, stray
 from tools.compare_layouts import SEQ_LENGTH, TOLERANCE, tiny_job
@@ -21,7 +24,9 @@ LAYOUT = ("tp", "pp", "dp", "zero", "sp", "recompute")
 GRID = {"style": ("gpt2", "llama"), "dtype": ("fp32", "bf16"), "embeddings": ("tied", "untied"), "tp": (1, 2), "pp": (1, 2, 4),
         "dp": (1, 2), "zero": (0, 1, 2, 3), "sp": (0, 1), "recompute": ("none", "selective", "full")}
 OFFLOADS = ("none", "cpu", "nvme")
-SAMPLED = GRID | {"schedule": ("1f1b", "gpipe"), "offload": OFFLOADS, "dropout": (0.0, 0.1)}
+# Stages on each pipeline rank, for each schedule.
+SCHEDULES = {"1f1b": (1,), "gpipe": (1,), "interleaved": (2,), "zb-h1": (1,), "zb-h2": (1,), "zb-v": (2,)}
+SAMPLED = GRID | {"schedule": tuple(SCHEDULES), "chunks": (1, 2), "offload": OFFLOADS, "dropout": (0.0, 0.1)}
 
 
 def ranks(case) -> int:
@@ -31,6 +36,7 @@ def ranks(case) -> int:
 def is_legal(case) -> bool:
     """Sequence parallelism splits over tensor-parallel ranks, one stage has nothing to schedule, ZeRO 0 nothing to offload."""
     return (ranks(case) <= MOST_RANKS and (not case["sp"] or case["tp"] > 1)
+            and ("schedule" not in case or case["chunks"] in SCHEDULES[case["schedule"]])
             and (case["pp"] > 1 or case.get("schedule", "1f1b") == "1f1b")
             and (case["zero"] > 0 or case.get("offload", "none") == "none"))
 
@@ -43,26 +49,38 @@ def sampled_cases() -> list[dict]:
 
 def all_cases() -> list[dict]:
     """The schedule, which moves work in time only, and offloading, which moves state in space only, take turns."""
-    return [case | {"schedule": ("1f1b", "gpipe")[i % 2] if case["pp"] > 1 else "1f1b", "dropout": 0.0,
-                    "offload": OFFLOADS[i % 3] if case["zero"] else "none"}
-            for i, case in enumerate(legal_cases(GRID, is_legal))]
+    turns = [(name, chunks) for name, numbers in SCHEDULES.items() for chunks in numbers]
+    cases = []
+    for i, case in enumerate(legal_cases(GRID, is_legal)):
+        schedule, chunks = turns[i % len(turns)] if case["pp"] > 1 else ("1f1b", 1)
+        cases.append(case | {"schedule": schedule, "chunks": chunks, "dropout": 0.0,
+                             "offload": OFFLOADS[i // len(turns) % 3] if case["zero"] else "none"})
+    return cases
 
 
 def name_of(case) -> str:
     words = [case["style"], case["dtype"], case["embeddings"], *(f"{key}{case[key]}" for key in LAYOUT[:4])]
     words += ["sp"] * case["sp"] + [case["recompute"]] * (case["recompute"] != "none") + [case["schedule"]]
+    words += [f"chunks{case['chunks']}"] * (case["chunks"] > 1)
     words += [case["offload"]] * (case["offload"] != "none")
     return "-".join(words) + f"-dropout{case['dropout']}" * (case["dropout"] > 0)
 
 
-def job_of(case, layers: int = NUM_LAYERS) -> list[str]:
-    return tiny_job(case["style"], case["dtype"], case["embeddings"] == "untied", case["dropout"], layers, GLOBAL_BATCH, STEPS)
+def layers_of(case) -> int:
+    """Each stage takes a layer."""
+    return max(NUM_LAYERS, case["pp"] * case["chunks"])
+
+
+def job_of(case) -> list[str]:
+    return tiny_job(case["style"], case["dtype"], case["embeddings"] == "untied", case["dropout"], layers_of(case),
+                    GLOBAL_BATCH, STEPS)
 
 
 def layout_of(case) -> str:
     where = [f"offload={case['offload']}", f"offload_param={case['offload']}"][:2 if case["zero"] == 3 else 1]
     disk = [f"nvme={tempfile.gettempdir()}"] if case["offload"] == "nvme" else []
-    return ",".join([*(f"{key}={case[key]}" for key in (*LAYOUT, "schedule")), *where, *disk])
+    chunks = [f"chunks={case['chunks']}"] * (case["chunks"] > 1)
+    return ",".join([*(f"{key}={case[key]}" for key in (*LAYOUT, "schedule")), *chunks, *where, *disk])
 
 
 def check(case) -> None:
@@ -85,7 +103,7 @@ def test_every_layout_trains_like_one_process(case):
 def test_the_sample_holds_every_pair_of_values_in_fp32_and_each_of_them_in_bf16():
     sample = sampled_cases()
     exact = [case for case in sample if case["dtype"] == "fp32"]
-    assert len(sample) < 25
+    assert len(sample) < 40
     for a in SAMPLED:
         for b in SAMPLED:
             pairs = {(case[a], case[b]) for case in legal_cases(SAMPLED, is_legal)}
@@ -96,8 +114,8 @@ def test_the_sample_holds_every_pair_of_values_in_fp32_and_each_of_them_in_bf16(
 def check_in_force(case, run: Run) -> None:
     """What the ranks showed of the case's options."""
     t, p, d, seen = case["tp"], case["pp"], case["dp"], run.seen
-    stage_of = lambda rank: rank // (t * d)                 # tp varies fastest, then dp
-    microbatches = GLOBAL_BATCH // d
+    pp_rank_of = lambda rank: rank // (t * d)               # tp varies fastest, then dp
+    microbatches, chunks, layers = GLOBAL_BATCH // d, case["chunks"], layers_of(case)
     rotary, weights = case["style"] == "llama", run.merged[1]
 
     assert {s.dtypes.pop() for s in seen} == {torch.float32 if case["dtype"] == "fp32" else torch.bfloat16}
@@ -106,15 +124,16 @@ def check_in_force(case, run: Run) -> None:
     rows = (4 + 2 * (2 if rotary else 4)) * HEAD_ROWS       # 4 heads of queries; of keys and values as many, or 2
     assert set.union(*(s.qkv_rows for s in seen)) == {rows // t}
     blocks = [len({name for name in s.layers if name.endswith("linear_qkv")}) for s in seen]
-    assert sum(blocks) == NUM_LAYERS * t * d and all(0 < n <= NUM_LAYERS - p + 1 for n in blocks)
+    assert sum(blocks) == layers * t * d and all(0 < n <= layers - p + 1 for n in blocks)
+    assert [s.stages for s in seen] == [stages_on(case, pp_rank_of(rank)) for rank in range(len(seen))]
 
     length = SEQ_LENGTH // t if case["sp"] else SEQ_LENGTH
     assert set.union(*(s.block_inputs for s in seen)) == {(length, 1, HIDDEN)}
-    assert {s.forwards for s in seen} == {STEPS * microbatches}
-    alive = [microbatches if case["schedule"] == "gpipe" else min(microbatches, p - stage_of(r)) for r in range(len(seen))]
-    assert [s.peak_alive for s in seen] == alive if p > 1 else [1]
+    assert {s.forwards for s in seen} == {STEPS * microbatches * chunks}
+    assert {s.weight_halves for s in seen} == {STEPS * microbatches * chunks * case["schedule"].startswith("zb")}
+    assert [s.peak_alive for s in seen] == [alive_on(case, microbatches, pp_rank_of(rank)) for rank in range(len(seen))]
 
-    forwards = STEPS * GLOBAL_BATCH * NUM_LAYERS * t
+    forwards = STEPS * GLOBAL_BATCH * layers * t
     assert run.calls.count("attention") == forwards * (1 if case["recompute"] == "none" else 2)
     assert run.calls.count("mlp") == forwards * (2 if case["recompute"] == "full" else 1)
 
@@ -127,6 +146,28 @@ def check_in_force(case, run: Run) -> None:
         assert held == pytest.approx(copies * elements * size, rel=0.25), kind                        # rel: padding to 64
     places = set.union(*(s.places for s in seen))
     assert places - {"device"} == ({case["offload"]} if case["offload"] != "none" else set())
+
+
+def stages_on(case, rank: int) -> tuple[int, ...]:
+    p = case["pp"]
+    if case["schedule"] == "zb-v":
+        return rank, 2 * p - 1 - rank
+    return tuple(chunk * p + rank for chunk in range(case["chunks"]))
+
+
+def alive_on(case, m: int, rank: int) -> int:
+    """Micro-batches, times stages, whose F is done and whose B or I is not."""
+    p, schedule = case["pp"], case["schedule"]
+    if schedule == "gpipe":
+        return m
+    if schedule == "interleaved":                           # with m a multiple of p; Narayanan et al. 2021, section 2.2.2
+        return min(2 * m, 2 * (p - rank - 1) + p + 1)
+    if schedule == "zb-v":                                  # counted by hand from the order: each F up to each I
+        alive = [0]
+        for i in passes.lower(SCHEDULES_BY_NAME["zb-v"](p, m, 2), 2 * p)[rank]:
+            alive.append(alive[-1] + (i.op is Op.F) - (i.op is Op.I))
+        return max(alive)
+    return min(m, 2 * (p - rank) - 1 if schedule == "zb-h2" else p - rank)
 
 
 # What the grid does not hold.

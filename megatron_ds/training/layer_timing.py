@@ -1,0 +1,146 @@
+"""Seconds that a layer of each kind takes here: one of each kind is built, run forward and backward a few times, and dropped.
+
+All ranks measure at once, as they will compute at once, and agree on the mean of what they saw, so that all cut alike. The two
+halves of backward: with weights that want no gradient it is the gradient of the input alone; what it takes beyond that when
+they do is theirs. The loss counts with the head.
+"""
+
+import json
+import logging
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import astuple
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ..config import RunConfig
+from ..data.batch import Batch
+from ..errors import ConfigError
+from ..models import MODELS, gpt_loss
+from ..mpu.collectives import all_gather_object
+from ..mpu.group import Group
+from ..mpu.mesh import Mesh
+from ..tensor_parallel.init import initialize
+from .layer_costs import LayerCost
+from .together import together
+
+logger = logging.getLogger(__name__)
+REPEATS, WARM_UP = 5, 2
+
+
+def measured_costs(config: RunConfig, mesh: Mesh) -> dict[str, LayerCost] | None:
+    """{kind of layer: seconds}, the same on all ranks; None where the model is cut by something else.
+
+    Read from --pipeline-costs-path where that holds times of such a run; else measured, and written there. Collective over the
+    world.
+    """
+    if config.parallel.pipeline_cut != "measured":
+        return None
+    path, what = config.parallel.pipeline_costs_path, _what(config, mesh.device)
+    world = mesh.group("world")
+    if path and (found := together(world, lambda: read_costs(Path(path), what), only=0)):
+        return found
+    mine = time_layers(config, mesh.group("tp"), mesh.device)
+    everybody = all_gather_object({kind: astuple(cost) for kind, cost in mine.items()}, world)
+    agreed = {kind: LayerCost(*map(statistics.fmean, zip(*(rank[kind] for rank in everybody)))) for kind in mine}
+    if path:
+        together(world, lambda: write_costs(Path(path), what, agreed), only=0)
+    return agreed
+
+
+def read_costs(path: Path, what: dict) -> dict[str, LayerCost] | None:
+    """The times in a file, None where there is none or they are of another run. Raises ConfigError where it cannot be read."""
+    if not path.exists():
+        return None
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        told, parts = document["of"], LayerCost.__dataclass_fields__
+        costs = {kind: LayerCost(*(float(row[part]) for part in parts)) for kind, row in document["seconds"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"--pipeline-costs-path {path} holds no measured times ({type(error).__name__}: {error}). Remove "
+                          "the file, and it is written anew.") from None
+    differing = [f"{name} {told.get(name)} there, {value} here" for name, value in what.items() if told.get(name) != value]
+    if differing:
+        logger.warning("--pipeline-costs-path %s has times of another run (%s): measured anew", path, "; ".join(differing))
+    return None if differing else costs
+
+
+def write_costs(path: Path, what: dict, costs: dict[str, LayerCost]) -> None:
+    rows = {kind: dict(zip(LayerCost.__dataclass_fields__, astuple(cost))) for kind, cost in costs.items()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f"{path.name}.{os.getpid()}")
+    beside.write_text(json.dumps({"of": what, "seconds": rows}, indent=2) + "\n", encoding="utf-8")
+    beside.replace(path)
+
+
+def time_layers(config: RunConfig, tp: Group, device: torch.device) -> dict[str, LayerCost]:
+    """{kind of layer: seconds of one micro-batch} on this rank. Collective over `tp`."""
+    from .build import DTYPES
+
+    model, train = config.model, config.train
+    dtype = DTYPES[config.optimizer.params_dtype]
+    layers = MODELS[model.model](
+        model, tp=tp, sequence_parallel=config.parallel.sequence_parallel, dtype=dtype, device=device, seed=train.seed,
+        recompute_granularity=train.recompute_granularity, recompute_num_layers=train.recompute_num_layers)
+    rows = model.seq_length // (tp.size if config.parallel.sequence_parallel else 1)
+    x = torch.ones(rows, train.micro_batch_size, model.hidden_size, dtype=dtype, device=device)
+    batch = _batch(train.micro_batch_size, model.seq_length, device)
+    loss = lambda y: gpt_loss(y, batch, tp=tp, vocab_size=model.vocab_size).objective
+    costs = {}
+    for kind, layer in {layer.kind: layer for layer in layers}.items():
+        module = layer.make()
+        initialize(list(module.parameters()), train.seed, tp.rank, tp.size)
+        given = None if kind == "embedding" else x
+        costs[kind] = _time_layer(module, given, batch, loss if kind == "head" else lambda y: y, device)
+        del module
+    return costs
+
+
+def _time_layer(module: nn.Module, x: torch.Tensor | None, batch: Batch, finish: Callable, device: torch.device) -> LayerCost:
+    """x: the input; None for a layer that reads tokens, whose backward is all of its weights."""
+    def run(weights: bool) -> tuple[float, float]:
+        given = None if x is None else x.detach().requires_grad_()
+        for p in module.parameters():
+            p.requires_grad_(weights)
+            p.grad = None
+        start = _now(device)
+        y = finish(module(given, batch))
+        middle = _now(device)
+        if y.requires_grad:
+            y.backward(None if y.dim() == 0 else torch.ones_like(y))
+        return middle - start, _now(device) - middle
+
+    # In turns, so that a machine that grows slower or faster treats both alike; the best of each is what it takes undisturbed.
+    times = [(run(True), run(False)) for _ in range(WARM_UP + REPEATS)][WARM_UP:]
+    forward = min(whole[0] for whole, _ in times)
+    both, inputs = min(whole[1] for whole, _ in times), 0.0 if x is None else min(half[1] for _, half in times)
+    return LayerCost(forward, min(inputs, both), max(both - inputs, 0.0))
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _batch(size: int, length: int, device: torch.device) -> Batch:
+    tokens = torch.zeros(size, length, dtype=torch.long, device=device)
+    positions = torch.arange(length, device=device).expand(size, -1)
+    return Batch(tokens, tokens, torch.ones(size, length, device=device), positions, tuple(range(size)))
+
+
+def _what(config: RunConfig, device: torch.device) -> dict:
+    """What decides the times: of another such run they would be others."""
+    m, train, parallel = config.model, config.train, config.parallel
+    chip = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
+    return {"hidden_size": m.hidden_size, "ffn_size": m.ffn_size, "heads": m.num_attention_heads, "groups": m.query_groups,
+            "head_dim": m.head_dim, "activation": m.activation, "normalization": m.normalization, "seq_length": m.seq_length,
+            "vocab_size": m.padded_vocab_size(parallel.tensor_model_parallel_size), "model": m.model,
+            "dropout": [m.hidden_dropout, m.attention_dropout], "micro_batch_size": train.micro_batch_size,
+            "recompute": train.recompute_granularity, "tensor_parallel": parallel.tensor_model_parallel_size,
+            "sequence_parallel": parallel.sequence_parallel, "dtype": config.optimizer.params_dtype,
+            "device": chip}

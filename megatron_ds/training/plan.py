@@ -1,0 +1,181 @@
+"""What follows from the config alone, before any tensor exists: the cut into stages, where they live, who does what when.
+
+Pure: the same on every rank and in a process of its own. `build.py` makes the objects that carry it out.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from ..config import RunConfig
+from ..errors import MegatronDSError
+from ..models import MODELS, Layer
+from ..mpu.group import solo
+from ..optim import OPTIMIZERS
+from ..pipeline import passes
+from ..pipeline.costs import StageCosts
+from ..pipeline.instruction import Op, Program, Schedule
+from ..pipeline.partition import count_stages, parse_layout, partition
+from ..pipeline.placement import placement, stages_of
+from ..pipeline.schedules import SCHEDULES, default_chunks
+from .layer_costs import LayerCost, layer_costs
+
+MOMENTS = {Op.GATHER: "pin", Op.F: "forward", Op.B: "backward", Op.I: "backward", Op.RELEASE: "unpin"}
+
+
+@dataclass(frozen=True)
+class PipelineShape:
+    """Which schedule, over how many ranks, with how many chunks of the model on each."""
+
+    schedule: str
+    size: int
+    chunks: int
+
+    @property
+    def num_stages(self) -> int:
+        return self.size * self.chunks
+
+    @cached_property
+    def placement(self) -> tuple[int, ...]:
+        """Global stage → pipeline rank."""
+        return placement(self.schedule, self.size, self.chunks)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        return stages_of(rank, self.placement)
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """How the model is cut.
+
+    layer_names  of the whole model, in order
+    bounds       stage i holds layers [bounds[i], bounds[i + 1])
+    layer_costs  what the cut was made by
+    shape        of the pipeline
+    """
+
+    layer_names: tuple[str, ...]
+    bounds: tuple[int, ...]
+    layer_costs: tuple[LayerCost, ...]
+    shape: PipelineShape
+
+    def slice_of(self, stage: int) -> slice:
+        """The stage's part of the list of layers."""
+        return slice(self.bounds[stage], self.bounds[stage + 1])
+
+    def stage_names(self, stage: int) -> tuple[str, ...]:
+        return self.layer_names[self.slice_of(stage)]
+
+    @property
+    def costs(self) -> tuple[float, ...]:
+        return tuple(cost.total for cost in self.layer_costs)
+
+    def stage_cost_shares(self) -> tuple[float, ...]:
+        total = sum(self.costs) or 1.0
+        return tuple(sum(self.costs[a:b]) / total for a, b in zip(self.bounds, self.bounds[1:]))
+
+    def stage_costs(self) -> StageCosts:
+        """For schedules that look at costs: in parts of the mean forward of a stage."""
+        stages = [self.layer_costs[self.slice_of(stage)] for stage in range(self.shape.num_stages)]
+        unit = sum(cost.forward for cost in self.layer_costs) / len(stages) or 1.0
+        of = lambda part: tuple(sum(getattr(cost, part) for cost in stage) / unit for stage in stages)
+        return StageCosts(of("forward"), of("input_grad"), of("weight_grad"))
+
+
+def pipeline_shape(config: RunConfig) -> PipelineShape:
+    """Several chunks without the name of a schedule mean interleaved 1F1B, as in Megatron. Raises ConfigError."""
+    p, chunks = config.parallel.pipeline_model_parallel_size, config.pipeline_chunks
+    if chunks is None and config.parallel.pipeline_layout:
+        chunks = max(1, count_stages(config.parallel.pipeline_layout) // p)
+    said = config.parallel.pipeline_schedule
+    name = SCHEDULES.name_of(said) if said else "interleaved" if chunks and chunks > 1 else "1f1b"
+    return PipelineShape(name, p, chunks or (2 if name == "interleaved" else default_chunks(name)))
+
+
+def plan_run(config: RunConfig, layers: Sequence[Layer], costs: Mapping[str, LayerCost] | None = None) -> RunPlan:
+    """Cut the model into pipeline stages: as the user says, else so that the costliest stage is cheapest.
+
+    costs: of each kind of layer; where --pipeline-cut is "measured" they must be given
+    """
+    shape = pipeline_shape(config)
+    kinds = [layer.kind for layer in layers]
+    found = costs or layer_costs(config, layers)
+    of_layers = tuple(found[kind] for kind in kinds)
+    bounds = _cut(config, kinds, [cost.total for cost in of_layers], shape.num_stages)
+    return RunPlan(tuple(layer.name for layer in layers), bounds, of_layers, shape)
+
+
+def _cut(config: RunConfig, kinds: list[str], costs: Sequence[float], stages: int) -> tuple[int, ...]:
+    if config.parallel.pipeline_layout:
+        return parse_layout(config.parallel.pipeline_layout, kinds, stages)
+    return partition(costs, stages)
+
+
+def plan_schedule(config: RunConfig, num_microbatches: int, pinned: bool = False,
+                  costs: StageCosts | None = None) -> Schedule:
+    """The programs of all pipeline ranks for one step of `num_microbatches`.
+
+    pinned: stages are gathered once (ZeRO 3).  costs: of the stages, for schedules that look at them
+    """
+    shape, zero = pipeline_shape(config), config.zero
+    schedule = _order(config, shape, num_microbatches, costs)
+    ends = (0, shape.num_stages - 1)
+    apart = shape.placement[ends[0]] != shape.placement[ends[1]]        # on one rank they share the parameter itself
+    tied = ends if apart and not config.model.untie_embeddings_and_output_weights else ()
+    return passes.lower(schedule, shape.num_stages, tied=tied, gather=pinned,
+                        reduce_each=zero.stage >= 2 and zero.zero_accumulate == "sharded")
+
+
+def _order(config: RunConfig, shape: PipelineShape, num_microbatches: int, costs: StageCosts | None = None) -> Schedule:
+    """F, B, I and W as the registered function orders them."""
+    options = {}
+    if shape.schedule == "zb-auto":
+        options = {"costs": costs, "memory_limit": config.parallel.pipeline_memory_limit}
+    given = {name: value for name, value in options.items() if value is not None}
+    return SCHEDULES[shape.schedule](shape.size, num_microbatches, shape.chunks, **given)
+
+
+def microbatches_of(config: RunConfig) -> int:
+    """Of a full batch, on each data-parallel rank."""
+    return max(1, config.train.global_batch_size // config.data_parallel_size // config.train.micro_batch_size)
+
+
+def moments_of(program: Program) -> Iterable[tuple[str, int]]:
+    """When which stage's weights are needed: what `zero.traffic.count_gathers` wants to know of a program."""
+    return [(MOMENTS[i.op], i.stage) for i in program if i.op in MOMENTS]
+
+
+# ---------------------------------------------------------------------------------------------------- rules for `parse`
+def schedule_problems(config: RunConfig) -> list[str]:
+    """Why the schedule cannot serve the run's numbers of chunks and micro-batches."""
+    try:
+        shape = pipeline_shape(config)
+        fewest = [config.microbatches(size) for size in (config.train.rampup_batch_size or ())[:1]]
+        for num_microbatches in {microbatches_of(config), *fewest}:
+            _order(config, shape, num_microbatches)
+    except MegatronDSError as error:
+        return [str(error)]
+    return []
+
+
+def cut_problems(config: RunConfig) -> list[str]:
+    """Why the model cannot be cut as the config says, before there is any process group."""
+    layers = MODELS[config.model.model](config.model, tp=solo("tp"))
+    try:
+        shape = pipeline_shape(config)
+        _cut(config, [layer.kind for layer in layers], [1.0] * len(layers), shape.num_stages)     # costs are not known yet
+    except MegatronDSError as error:
+        return [str(error)]
+    return []
+
+
+def optimizer_problems(config: RunConfig) -> list[str]:
+    """Why the optimizer cannot work on shards."""
+    name, stage = config.optimizer.optimizer, config.zero.stage
+    if not stage or not getattr(OPTIMIZERS[name], "needs_whole_tensors", False):
+        return []
+    return [f"--optimizer {name} needs whole tensors, but --zero-stage {stage} gives each rank a part of them. Use "
+            "--zero-stage 0, or an optimizer that treats elements one by one, such as adam."]
+
+
+RULES = (schedule_problems, cut_problems, optimizer_problems)
