@@ -53,9 +53,10 @@ def test_flags_of_megatron_and_deepspeed_name_schedule_and_stages(flags, shape):
 
 @pytest.mark.parametrize("flags, words", [
     ((PP, 2, CHUNKS, 2, THICK, 1), "say the same thing twice. Keep one."),
-    ((CHUNKS, 2), "but --pipeline-model-parallel-size 1 (default). Remove it, or use --pipeline-model-parallel-size 2 or more"),
+    ((CHUNKS, 2), "but --pipeline-model-parallel-size 1 (default). Remove it, or use --pipeline-model-parallel-size 2"),
     ((PP, 2, THICK, 2), "is not a multiple of --pipeline-model-parallel-size 2 × "
-     "--num-layers-per-virtual-pipeline-stage 2 = 4: every rank holds the same number of stages. Use --num-layers-per-virtual-pipeline-stage 1 or 3"),
+     "--num-layers-per-virtual-pipeline-stage 2 = 4: every rank holds the same number of stages. "
+     "Use --num-layers-per-virtual-pipeline-stage 1 or 3"),
     ((PP, 2, CHUNKS, 4), "--num-layers 6 is less than --pipeline-model-parallel-size 2 × "
      "--num-virtual-stages-per-pipeline-rank 4: each stage takes a layer. Use at most 6 stages in all"),
     ((PP, 2, "--pipeline-schedule", "1f1b", CHUNKS, 2), "schedule '1f1b' was asked for 2 chunks of the model per rank, "
