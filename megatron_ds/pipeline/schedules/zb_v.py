@@ -15,7 +15,7 @@ from ..instruction import Instruction, Op, Schedule
 from .shape import schedule
 
 
-@schedule("zb-v", chunks=(2,))
+@schedule("zb-v", chunks=(2,), peak=lambda p, m, v, rank: min(2 * m, 2 * p))
 def zb_v(pipeline_size: int, num_microbatches: int, chunks: int = 2) -> Schedule:
     p, m = pipeline_size, num_microbatches
     ended: dict[tuple[Op, int], list[int]] = {(op, s): [] for op in (Op.F, Op.I, Op.W) for s in range(2 * p)}
