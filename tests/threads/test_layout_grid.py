@@ -230,7 +230,7 @@ def test_an_uneven_cut_and_smoothed_labels_train_like_one_process():
 
 @pytest.mark.parametrize("style, layout", [
     ("gpt2", "pp=2,dp=2,zero=2,chunks=3,accumulate=full"), ("llama", "pp=3,chunks=2,zero=1"),        # 8 micro-batches, 3 ranks
-    ("gpt2", "pp=2,dp=2,zero=3,schedule=zb-v,pin=1,layout=2,3,0,1"), ("gpt2", "pp=3,schedule=zb-v,recompute=full,mbs=2")])
+    ("gpt2", "pp=2,dp=2,zero=3,schedule=zb-v,pin=1,layout=Et*2|t*3|t|L"), ("gpt2", "pp=3,schedule=zb-v,recompute=full,mbs=2")])
 def test_stages_of_a_rank_may_be_many_uneven_and_no_divisor_of_the_micro_batches(style, layout):
     difference, run = stray(tiny_job(style, "fp32", False, 0.1, 6, GLOBAL_BATCH, STEPS), layout)
     assert difference.is_within(TOLERANCE["fp32"]), difference
