@@ -19,6 +19,7 @@ from megatron_ds.config.guard import main_guard
 from megatron_ds.errors import ConfigError, DataError
 from megatron_ds.pipeline.costs import StageCosts
 from megatron_ds.pipeline.draw import draw
+from megatron_ds.pipeline.instruction import Op
 from megatron_ds.pipeline.passes import add_transfers
 from megatron_ds.pipeline.picture import Panel, save_png, svg
 from megatron_ds.pipeline.schedules import SCHEDULES, default_chunks
@@ -54,8 +55,8 @@ def _parser() -> Arguments:
     parser = Arguments(__doc__)
     plan = parser.add_argument_group("plan")
     plan.add_argument("--schedule", nargs="+", default=["1f1b"], metavar="NAME", help=f"one or more of {', '.join(SCHEDULES)}")
-    plan.add_argument("--pipeline-size", type=int, default=4, metavar="P", help="pipeline ranks (default 4)")
-    plan.add_argument("--microbatches", type=int, default=8, metavar="M", help="micro-batches of a step (default 8)")
+    plan.add_argument("--pipeline-size", type=int, metavar="P", help="pipeline ranks (default 4, or as --measured)")
+    plan.add_argument("--microbatches", type=int, metavar="M", help="micro-batches of a step (default 8, or as --measured)")
     plan.add_argument("--chunks", type=int, metavar="V", help="stages per rank (default: the fewest the schedule takes; 2 for "
                       "interleaved)")
     plan.add_argument("--costs", nargs=3, type=float, metavar=("F", "I", "W"),
@@ -77,18 +78,28 @@ def _parser() -> Arguments:
 
 
 def _planned(name: str, args, measured: dict | None) -> Panel:
-    p, m, make = args.pipeline_size, args.microbatches, SCHEDULES[name]
-    chunks = args.chunks or (2 if name == "interleaved" else default_chunks(name))
-    whole = args.costs or (1.0, 1.0, 1.0)
+    p = _or(args.pipeline_size, len(measured) if measured else 4)
+    m = _or(args.microbatches, len({i.microbatch for i, *_ in measured[0] if i.op is Op.F}) if measured else 8)
+    chunks = _or(args.chunks, 2 if name == "interleaved" else default_chunks(name))
+    make, whole = SCHEDULES[name], args.costs or (1.0, 1.0, 1.0)
     options = {}
     if name == "zb-auto":
         options = {"costs": StageCosts(*whole, transfer=args.transfer), "memory_limit": args.memory_limit}
     cost = StageCosts(*(time / chunks for time in whole), transfer=args.transfer).of
     if measured and not args.costs:
         cost = typical_cost(measured)
-    timeline = simulate(add_transfers(make(p, m, chunks, **options), p * chunks), cost)
+    order = make(p, m, chunks, **options)
+    if measured and not args.costs:
+        _check_stages(name, p * chunks, {i.stage for its in measured.values() for i, *_ in its})
+    timeline = simulate(add_transfers(order, p * chunks), cost)
     what = f"{name}: {_count(p, 'rank')}, {_count(m, 'micro-batch')}" + (f", {chunks} stages a rank" if chunks > 1 else "")
     return Panel(f"{what}, bubble {timeline.bubble:.1%}, span {timeline.span:.4g}", timeline)
+
+
+def _check_stages(name: str, planned: int, measured: set[int]) -> None:
+    if measured != {*range(planned)}:
+        raise ConfigError(f"--measured has times of {len(measured)} stages, but {name} was to be drawn with {planned}, and "
+                          f"what those would take was not measured. Give --costs, or sizes that make {len(measured)} stages.")
 
 
 def _measured(args) -> dict[int, list[Entry]]:
@@ -124,6 +135,10 @@ def _write_trace(panel: Panel, args) -> None:
     args.chrome_trace.parent.mkdir(parents=True, exist_ok=True)
     write_trace(args.chrome_trace, timelines_of(panel.timeline, unit=1e-3))
     print(f"wrote {args.chrome_trace}: {panel.title}; a unit of time is a millisecond in it")
+
+
+def _or(value: int | None, default: int) -> int:
+    return default if value is None else value
 
 
 def _count(n: int, noun: str) -> str:

@@ -85,17 +85,18 @@ def svg(panels: list[Panel], width: int = 1100) -> str:
     picture = layout(panels, width)
     lines = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{picture.width:g}" height="{picture.height:g}" '
              f'viewBox="0 0 {picture.width:g} {picture.height:g}" font-family="DejaVu Sans, Helvetica, Arial, sans-serif">',
+             f"<style>.n{{font-size:{SMALL}px;text-anchor:middle;pointer-events:none}}</style>",
              '<rect width="100%" height="100%" fill="#ffffff"/>']
     for box in picture.boxes:
         tip = f"<title>{escape(box.tip)}</title>" if box.tip else ""
-        lines.append(f'<rect x="{box.x:.2f}" y="{box.y:.2f}" width="{box.width:.2f}" height="{box.height:.2f}" '
+        lines.append(f'<rect x="{box.x:.1f}" y="{box.y:g}" width="{box.width:.1f}" height="{box.height:g}" '
                      f'fill="{box.colour}">{tip}</rect>')
         if box.text:
-            lines.append(f'<text x="{box.x + box.width / 2:.2f}" y="{box.y + box.height / 2 + 4:.2f}" font-size="{SMALL}" '
-                         f'text-anchor="middle" fill="{box.ink}" pointer-events="none">{escape(box.text)}</text>')
+            lines.append(f'<text x="{box.x + box.width / 2:.1f}" y="{box.y + box.height / 2 + 4:g}" class="n" '
+                         f'fill="{box.ink}">{escape(box.text)}</text>')
     for word in picture.words:
         weight = ' font-weight="bold"' if word.bold else ""
-        lines.append(f'<text x="{word.x:.2f}" y="{word.y:.2f}" font-size="{word.size}" text-anchor="{word.anchor}" '
+        lines.append(f'<text x="{word.x:.1f}" y="{word.y:g}" font-size="{word.size}" text-anchor="{word.anchor}" '
                      f'fill="{word.ink}"{weight}>{escape(word.text)}</text>')
     return "\n".join([*lines, "</svg>", ""])
 

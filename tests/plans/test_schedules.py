@@ -95,7 +95,7 @@ def test_an_impossible_shape_is_refused_with_the_legal_ones(shape, message):
 
 
 def test_zb_v_lists_who_serves_the_chunks_that_it_does_not():
-    with pytest.raises(ScheduleError, match="'zb-v' was asked for 1 chunks.*Legal: 2. Schedules for 1 chunks: gpipe, interleaved"):
+    with pytest.raises(ScheduleError, match="1 chunks.*Legal: 2. Schedules for 1 chunks: gpipe, interleaved"):
         SCHEDULES["zb-v"](4, 8, 1)
     with pytest.raises(ScheduleError, match="'interleaved' was asked for 0 chunks.*Legal: any number from 1 up"):
         SCHEDULES["interleaved"](4, 8, 0)
@@ -108,9 +108,10 @@ def test_interleaved_with_one_chunk_is_1f1b():
 
 def test_interleaved_takes_the_papers_order_where_the_microbatches_are_a_multiple_of_the_ranks():
     # Narayanan et al. 2021, figure 4, bottom: 4 ranks, 8 micro-batches, 2 chunks; first rank.
-    assert words(i._replace(microbatch=f"{i.microbatch}{'ab'[i.stage // 4]}") for i in SCHEDULES["interleaved"](4, 8, 2)[0]) == (
+    program = SCHEDULES["interleaved"](4, 8, 2)[0]
+    assert words(i._replace(microbatch=f"{i.microbatch}{'ab'[i.stage // 4]}") for i in program) == (
         "F0a F1a F2a F3a F0b F1b F2b F3b F4a F5a F6a B0b F7a B1b F4b B2b F5b B3b F6b B0a F7b B1a B2a B3a "
-        "B4b B5b B6b B7b B4a B5a B6a B7a").replace("F6a B0b F7a", "F6a B0b F7a")
+        "B4b B5b B6b B7b B4a B5a B6a B7a")
 
 
 @pytest.mark.parametrize("p, m, v", [(p, m, v) for p in (1, 2, 3, 5, 8, 16) for m in (1, 2, 3, 5, 8, 13, 16, 17, 23, 31, 64)
@@ -135,18 +136,19 @@ def test_zb_h1_has_a_third_of_the_bubble_with_the_peak_of_1f1b_and_zb_h2_none_wi
 def test_zb_h1_and_zb_h2_have_the_bubbles_of_the_paper_for_unequal_costs(f, i, w):
     # Qi et al. 2024, table 2: (p - 1) (F + I - W) and (p - 1) (F + I - 2 W), if neither F nor I + W is the longer
     for p in (2, 3, 5, 8):
-        m, costs = 4 * p, StageCosts(f, i, w)
-        assert max(simulate(SCHEDULES["zb-h1"](p, m), costs.of).rank_spans) == m * (f + i + w) + (p - 1) * (f + i - w)
-        assert max(simulate(SCHEDULES["zb-h2"](p, m), costs.of).rank_spans) == m * (f + i + w) + (p - 1) * max(f + i - 2 * w, 0)
+        m = 4 * p
+        for name, idle in (("zb-h1", f + i - w), ("zb-h2", max(f + i - 2 * w, 0))):
+            spans = simulate(SCHEDULES[name](p, m), StageCosts(f, i, w).of).rank_spans
+            assert max(spans) == m * (f + i + w) + (p - 1) * idle
 
 
 def test_zb_v_is_shorter_than_zb_h1_with_the_same_memory():
     for p in range(2, 17):
-        for m in (2 * p, 3 * p, 4 * p):
+        for m in (p, 2 * p, 3 * p, 4 * p):
             half = StageCosts(0.5, 0.5, 0.5)                                # two stages a rank, each half of the work
             v, h1 = simulate(SCHEDULES["zb-v"](p, m), half.of), simulate(SCHEDULES["zb-h1"](p, m))
             assert max(v.peak_live) == 2 * p == 2 * max(h1.peak_live)
-            assert v.span <= 3 * m + (p - 1) / 2 + 2 < h1.span or p < 6 and v.span < h1.span
+            assert 3 * m + (p - 1) / 2 <= v.span <= 3 * m + (p - 1) / 2 + 3 and v.span < h1.span
 
 
 def random_costs(seed):

@@ -10,7 +10,7 @@ from megatron_ds.pipeline.passes import add_transfers
 from megatron_ds.pipeline.schedules import SCHEDULES
 from megatron_ds.pipeline.simulate import simulate
 
-# model, p, m, milliseconds of (F, I, W, transfer), rates of (1F1B, interleaved, ZB-H1, ZB-H2, automatic with twice 1F1B's memory)
+# model, p, m, milliseconds of (F, I, W, transfer), rates of (1F1B, interleaved, ZB-H1, ZB-H2, automatic with 2 p alive)
 ROWS = [
     ("1.5B", 8, 24, (18.522, 18.086, 9.337, 0.601), (0.2431, 0.1055, 0.1585, 0.1083, 0.0433)),
     ("1.5B", 8, 32, (18.513, 18.086, 9.331, 0.626), (0.1985, 0.0818, 0.1242, 0.0837, 0.0039)),
