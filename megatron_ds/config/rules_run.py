@@ -185,5 +185,13 @@ def recomputation(config: RunConfig) -> Iterator[str]:
         yield "--recompute-method block needs to know how many layers. Add --recompute-num-layers N."
 
 
-RUN_RULES = (batch, batch_ramp, length, learning_rate, weight_decay, number_format, corpus, checkpoints, recomputation,
+def traces(config: RunConfig) -> Iterator[str]:
+    steps = config.logging.trace_steps
+    if steps and config.logging.trace is None:
+        yield f"{say(config, 'logging.trace_steps')} without --trace: nothing is recorded. Add --trace DIR, or remove it."
+    elif steps and steps[0] > steps[1]:
+        yield f"{say(config, 'logging.trace_steps')} ends before it begins. Write the first step, then the last."
+
+
+RUN_RULES = (batch, batch_ramp, length, learning_rate, weight_decay, number_format, corpus, checkpoints, recomputation, traces,
              planning)

@@ -19,7 +19,7 @@ _HOME = {
         "get_pipeline_model_parallel_group", "get_pipeline_model_parallel_world_size", "get_pipeline_model_parallel_rank",
         "get_pipeline_model_parallel_first_rank", "get_pipeline_model_parallel_last_rank",
         "get_pipeline_model_parallel_next_rank", "get_pipeline_model_parallel_prev_rank",
-        "is_pipeline_first_stage", "is_pipeline_last_stage",
+        "get_virtual_pipeline_model_parallel_world_size", "is_pipeline_first_stage", "is_pipeline_last_stage",
         "get_data_parallel_group", "get_data_parallel_world_size", "get_data_parallel_rank", "get_data_parallel_src_rank",
         "get_context_parallel_group", "get_context_parallel_world_size", "get_context_parallel_rank",
         "get_context_parallel_global_ranks",

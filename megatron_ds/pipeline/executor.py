@@ -2,7 +2,8 @@
 
 What travels between stages waits in two tables, keyed by (stage that consumes it, micro-batch). An entry is a tensor,
 made by a stage of this rank, or a pending receive, which is waited for by the computation that needs it, as late as
-possible. Neighbouring stages on one rank thus hand over tensors without a transfer.
+possible. Neighbouring stages on one rank thus hand over tensors without a transfer; contiguous ones, as a transfer would:
+strides decide in which order sums are taken, and with it the last bit.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -154,7 +155,7 @@ class Executor:
             self._losses[k] = output
         else:
             self._check(i, output)
-            self._activations[i.stage + 1, k] = output
+            self._activations[i.stage + 1, k] = output.contiguous()
 
     def _backward(self, i: Instruction) -> None:
         self._hand_back(i, self.stages[i.stage].backward(i.microbatch, self._gradient_for(i)))
@@ -171,15 +172,15 @@ class Executor:
 
     def _hand_back(self, i: Instruction, grad: Tensor | None) -> None:
         if not self.stages[i.stage].is_first:
-            self._gradients[i.stage - 1, i.microbatch] = grad
+            self._gradients[i.stage - 1, i.microbatch] = grad.contiguous()
 
     def _send_activation(self, i: Instruction) -> None:
         output = self._activations.pop((i.stage + 1, i.microbatch))
-        self.channels.send("act", self.stage_rank(i.stage + 1), output.contiguous())
+        self.channels.send("act", self.stage_rank(i.stage + 1), output)
 
     def _send_gradient(self, i: Instruction) -> None:
         grad = self._gradients.pop((i.stage - 1, i.microbatch))
-        self.channels.send("grad", self.stage_rank(i.stage - 1), grad.contiguous())
+        self.channels.send("grad", self.stage_rank(i.stage - 1), grad)
 
     def _receive_activation(self, i: Instruction) -> None:
         self._activations[i.stage, i.microbatch] = self._receive("act", i.stage - 1, i.microbatch)

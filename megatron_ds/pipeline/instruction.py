@@ -3,8 +3,8 @@
 Schedules are made of F, B, I and W only; `passes.py` adds what follows from them (sends, receives, reductions).
 """
 
-from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 
 class Op(StrEnum):
@@ -24,9 +24,8 @@ class Op(StrEnum):
     __hash__ = str.__hash__  # Enum's own is a Python function; programs of half a million instructions are looked up by op
 
 
-@dataclass(frozen=True, slots=True)
-class Instruction:
-    """One step of a program.
+class Instruction(NamedTuple):
+    """One step of a program. (A tuple, because half a million of them are made, compared and looked up for 64 stages.)
 
     stage       global stage = chunk * pipeline_size + pipeline_rank
     microbatch  None where the operation is not about one micro-batch (GATHER, RELEASE, REDUCE, TIE)

@@ -13,6 +13,7 @@ from .passes import BACKWARD, COMPUTE, RECEIVES, SENDS, stage_ranks
 Channel = tuple[int, int, str]                     # (source rank, destination rank, "act" | "grad")
 ABOUT_ONE_MICROBATCH = COMPUTE | SENDS | RECEIVES
 KIND = {Op.SEND_ACT: "act", Op.RECV_ACT: "act", Op.SEND_GRAD: "grad", Op.RECV_GRAD: "grad"}
+MAKES = {Op.F: ("act", 1), Op.B: ("grad", -1), Op.I: ("grad", -1)}        # what a computation makes for whom, in stages away
 SHOWN = 6                                          # instructions named in a message; the rest is counted
 
 
@@ -26,13 +27,14 @@ def check_complete(schedule: Schedule, num_stages: int, num_microbatches: int, f
     _complain("appears more than once, but a micro-batch passes a stage once", (i for i, n in counts.items() if n > 1))
     pairs = [(s, k) for s in range(num_stages) for k in range(num_microbatches)]
     _complain("is missing, so its micro-batch would not pass this stage",
-              (f for s, k in pairs if (f := Instruction(Op.F, s, k)) not in counts))
+              (Instruction(Op.F, s, k) for s, k in pairs if (Op.F, s, k) not in counts))
     if forward_only:
         _complain("has no place in a forward-only schedule", (i for i in counts if i.op in BACKWARD))
         return
     for s, k in pairs:
-        ops = "+".join(str(op) for op in (Op.B, Op.I, Op.W) if Instruction(op, s, k) in counts)
-        if ops not in ("B", "I+W"):
+        whole, halves = (Op.B, s, k) in counts, ((Op.I, s, k) in counts) + ((Op.W, s, k) in counts)
+        if halves != (0 if whole else 2):
+            ops = "+".join(str(op) for op in (Op.B, Op.I, Op.W) if Instruction(op, s, k) in counts)
             raise ScheduleError(f"the backward of micro-batch {k} at stage {s} consists of {ops or 'nothing'}: its gradient "
                                 "would be missing or counted twice. Legal: B alone, or I and W.")
 
@@ -87,9 +89,12 @@ def _needed(schedule: Schedule, num_stages: int) -> dict[Channel, set[tuple[int,
     home, needed = stage_ranks(schedule), defaultdict(set)
     for rank, program in enumerate(schedule):
         for i in program:
-            for op, stage, kind in ((Op.F, i.stage + 1, "act"), (Op.B, i.stage - 1, "grad"), (Op.I, i.stage - 1, "grad")):
-                if i.op is op and 0 <= stage < num_stages and home[stage] != rank:
-                    needed[rank, home[stage], kind].add((stage, i.microbatch))
+            if i.op not in MAKES:
+                continue
+            kind, away = MAKES[i.op]
+            stage = i.stage + away
+            if 0 <= stage < num_stages and home[stage] != rank:
+                needed[rank, home[stage], kind].add((stage, i.microbatch))
     return needed
 
 

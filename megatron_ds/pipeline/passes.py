@@ -27,7 +27,6 @@ One ahead is enough for 1F1B, but not where a rank does something else between: 
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from itertools import accumulate
 
 from ..errors import ScheduleError
@@ -78,7 +77,7 @@ def add_transfers(schedule: Schedule, num_stages: int, early: bool = True) -> Sc
             peer = i.stage + 1 if i.op is Op.F else i.stage - 1
             if i.op in PRODUCED_BY and 0 <= peer < num_stages and home[peer] != rank:
                 send = PRODUCED_BY[i.op]
-                sends[rank][i] = replace(i, op=send)
+                sends[rank][i] = Instruction(send, i.stage, i.microbatch)
                 receive = Op.RECV_ACT if send is Op.SEND_ACT else Op.RECV_GRAD
                 channels[home[peer]][rank, receive].append(Instruction(receive, peer, i.microbatch))
     posts = _latest_posts(schedule, channels) if early else [{}] * len(schedule)
@@ -151,7 +150,7 @@ def _forward_program(program: Program) -> Program:
         number += i.op is Op.F
         if i.op is Op.RECV_ACT:
             posts[i] = number
-    sends = {replace(i, op=Op.F): i for i in program if i.op is Op.SEND_ACT}
+    sends = {i._replace(op=Op.F): i for i in program if i.op is Op.SEND_ACT}
     placed = _place(forward, [list(posts)], sends, posts, early=True)
     return _pinned(placed) if any(i.op is Op.GATHER for i in program) else placed
 

@@ -10,7 +10,7 @@ on lowered ones. Two kinds of sends are tried:
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from ..errors import ScheduleError
@@ -46,6 +46,25 @@ class Simulation:
         return 1 - sum(self.busy) / whole if whole else 0.0
 
     @cached_property
+    def rank_spans(self) -> tuple[float, ...]:
+        """Time of each rank from the start of its first computation to the end of its last."""
+        spans = []
+        for program, starts, ends in zip(self.schedule, self.starts, self.ends):
+            computed = [at for at, i in enumerate(program) if i.op in COMPUTE]
+            spans.append(ends[computed[-1]] - starts[computed[0]] if computed else 0)
+        return tuple(spans)
+
+    @property
+    def rank_bubble(self) -> float:
+        """The share of the longest of `rank_spans` that exceeds the most work of a rank.
+
+        This is the bubble rate of Qi et al. 2024, tables 5 and 6. It does not count that a late rank starts later than the
+        first, which costs nothing only if ranks go into the next step as they finish this one; `bubble` does.
+        """
+        longest = max(self.rank_spans, default=0)
+        return 1 - max(self.busy) / longest if longest else 0.0
+
+    @cached_property
     def peak_live(self) -> tuple[int, ...]:
         """Per rank, the most activations (one micro-batch of one stage each) alive at once: F until its B or W."""
         trained = {(i.stage, i.microbatch) for program in self.schedule for i in program if i.op in (Op.B, Op.W)}
@@ -56,7 +75,7 @@ class Simulation:
     def peak_receives(self) -> tuple[int, ...]:
         """Per rank, the most receives posted and not yet consumed, each a buffer of one activation."""
         received = {i for program in self.schedule for i in program if i.op in RECEIVES}
-        consumes = lambda i: i.op in CONSUMED_BY and replace(i, op=CONSUMED_BY[i.op]) in received
+        consumes = lambda i: i.op in CONSUMED_BY and i._replace(op=CONSUMED_BY[i.op]) in received
         return tuple(_peak(program, lambda i: i.op in RECEIVES, consumes) for program in self.schedule)
 
 
@@ -69,7 +88,7 @@ def check(schedule: Schedule, num_stages: int, num_microbatches: int, *, forward
     check_complete(schedule, num_stages, num_microbatches, forward_only)
     simulation = simulate(schedule)
     if rendezvous:
-        simulate(schedule, sends="rendezvous")
+        run_clocks(schedule, rendezvous=True)
     return simulation
 
 

@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -32,7 +33,7 @@ from ..pipeline.schedules import SCHEDULES
 from .build import build_engine
 from .dry_run import dry_run, names_its_world
 from .join import joined
-from .log import Log, check_log, open_log
+from .log import Log, check_folder, check_log, open_log
 from .persist import describe_run, load_run
 from .plan import RULES
 from .samples import build_loaders, wanted_samples
@@ -102,6 +103,8 @@ def _check_outputs(config: RunConfig, rank: int) -> None:
     """Where the run will write, hours from now, can be written to."""
     if config.checkpoint.save:
         check_writable(config.checkpoint.save)
+    if config.logging.trace:
+        check_folder("--trace", Path(config.logging.trace))
     if rank == 0:
         check_log(config)
 

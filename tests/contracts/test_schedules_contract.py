@@ -3,12 +3,16 @@
 import pytest
 
 from megatron_ds.errors import ScheduleError
+from megatron_ds.pipeline.footprint import Held, links, peak_bytes
 from megatron_ds.pipeline.instruction import Op
 from megatron_ds.pipeline.passes import COMPUTE, add_transfers, forward_only, lower
-from megatron_ds.pipeline.schedules import SCHEDULES
+from megatron_ds.pipeline.placement import placement
+from megatron_ds.pipeline.schedules import PEAKS, SCHEDULES
 from megatron_ds.pipeline.simulate import check
 
-SHAPES = [(p, m, chunks) for p in (1, 2, 3, 4, 8) for m in (1, 2, 3, 4, 5, 8, 12, 16) for chunks in (1, 2, 3)]
+SIZES, MICROBATCHES, CHUNKS = range(1, 9), (1, 2, 3, 5, 8, 9, 12, 16, 19, 32), (1, 2, 3, 4)
+SHAPES = [(p, m, chunks) for p in SIZES for m in MICROBATCHES for chunks in CHUNKS]
+ZERO = ((False, False), (False, True), (True, False), (True, True))       # (gather, reduce_each): stages 0 and 1, 2, 3 and 3
 
 
 def accepted(name):
@@ -21,8 +25,8 @@ def accepted(name):
 
 
 @pytest.mark.parametrize("name", SCHEDULES.names())
-def test_some_shape_is_accepted_for_every_number_of_ranks(name):
-    assert {p for p, *_ in accepted(name)} == {p for p, *_ in SHAPES}
+def test_some_shape_is_accepted_for_every_number_of_ranks_and_of_microbatches(name):
+    assert {(p, m) for p, m, *_ in accepted(name)} == {(p, m) for p, m, _ in SHAPES}
 
 
 @pytest.mark.parametrize("name", SCHEDULES.names())
@@ -32,12 +36,23 @@ def test_a_schedule_holds_computations_only_one_program_per_rank(name):
 
 
 @pytest.mark.parametrize("name", SCHEDULES.names())
-def test_lowered_it_is_complete_and_runs_even_when_sends_wait_for_their_receives(name):
-    for p, m, chunks, schedule in accepted(name):
+def test_lowered_it_is_complete_and_runs_even_when_sends_wait_for_their_receives_with_any_zero_stage(name):
+    for case, (p, m, chunks, schedule) in enumerate(accepted(name)):
         stages = p * chunks
-        simulation = check(lower(schedule, stages, tied={0, stages - 1}), stages, m)
+        gather, reduce_each = ZERO[case % 4]
+        lowered = lower(schedule, stages, tied={0, stages - 1} if case % 3 else (), gather=gather, reduce_each=reduce_each)
+        simulation = check(lowered, stages, m)                     # raises for a deadlock, with and without rendezvous
         assert simulation.span == check(schedule, stages, m).span         # transfers and ties cost no time of their own
-        assert max(simulation.peak_live) <= m * chunks
+        check(forward_only(lowered), stages, m, forward_only=True)
+
+
+@pytest.mark.parametrize("name", SCHEDULES.names())
+def test_no_rank_keeps_more_alive_than_declared_and_some_rank_keeps_as_much(name):
+    for p, m, chunks, schedule in accepted(name):
+        declared = [PEAKS[name](p, m, chunks, rank) for rank in range(p)]
+        assert max(declared) <= m * chunks
+        kept = peak_bytes(schedule, Held())
+        assert all(n <= most for n, most in zip(kept, declared)) and max(kept) == max(declared), (p, m, chunks)
 
 
 @pytest.mark.parametrize("name", SCHEDULES.names())
@@ -54,3 +69,13 @@ def test_gradients_of_a_stage_are_summed_in_the_order_of_the_microbatches(name):
             for stage in {i.stage for i in program}:
                 order = [i.microbatch for i in program if i.stage == stage and i.op in (Op.B, Op.W)]
                 assert order == list(range(m))
+
+
+@pytest.mark.parametrize("name", SCHEDULES.names())
+def test_placement_follows_from_sizes_alone_and_neighbours_on_a_rank_send_nothing(name):
+    for p, m, chunks, schedule in accepted(name):
+        homes = placement(name, p, chunks)
+        assert all(homes[i.stage] == rank for rank, program in enumerate(schedule) for i in program)
+        assert len(homes) == p * chunks and {homes.count(rank) for rank in range(p)} == {chunks}
+        hops = sum(a != b for a, b in zip(homes, homes[1:]))
+        assert sum(n for n, _ in links(schedule).values()) == 2 * m * hops

@@ -5,18 +5,21 @@ Legend: b samples, s positions, h hidden, v vocabulary; hidden states [s, b, h].
 
 import queue
 from collections import defaultdict, deque
-from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
 from torch import nn
 
 from megatron_ds.data.batch import Batch
+from megatron_ds.mpu.channels import Channels
 from megatron_ds.pipeline.executor import Executor
-from megatron_ds.pipeline.instruction import Op
+from megatron_ds.pipeline.instruction import Instruction, Op
+from megatron_ds.pipeline.passes import lower
 from megatron_ds.pipeline.stage import Stage
+from tests.harness.threads import run_ranks
 
 VOCABULARY, HIDDEN, SEQUENCE = 11, 6, 5
+SCALE = 0.37
 
 
 class Embedding(nn.Module):
@@ -60,14 +63,14 @@ def make_layers(num_blocks: int, seed: int = 3) -> list[nn.Module]:
     return [Embedding(draw), *(Block(draw) for _ in range(num_blocks)), Head(draw)]
 
 
-def make_batches(num_microbatches: int, seed: int = 5) -> tuple[Batch, ...]:
+def make_batches(num_microbatches: int, seed: int = 5, length: int = SEQUENCE) -> tuple[Batch, ...]:
     """Micro-batches of 2 samples, the last of 1."""
     generator = torch.Generator().manual_seed(seed)
     rows = 2 * num_microbatches - 1
-    tokens = torch.randint(VOCABULARY, (rows, SEQUENCE + 1), generator=generator)
-    mask = torch.ones(rows, SEQUENCE)
+    tokens = torch.randint(VOCABULARY, (rows, length + 1), generator=generator)
+    mask = torch.ones(rows, length)
     mask[::2, 1] = 0
-    batch = Batch(tokens[:, :-1], tokens[:, 1:], mask, torch.arange(SEQUENCE).expand(rows, -1), tuple(range(rows)))
+    batch = Batch(tokens[:, :-1], tokens[:, 1:], mask, torch.arange(length).expand(rows, -1), tuple(range(rows)))
     return batch.split(2)
 
 
@@ -97,6 +100,38 @@ def make_executor(program, layers, bounds, channels, stage_rank, rank, hooks=Non
                     torch.float32, torch.device("cpu"), hooks)
 
 
+def pipeline_group(world, rank):
+    return world.group("pp", tuple(range(world.size)), rank)
+
+
+def run_pipeline(schedule, bounds, microbatches, stage_rank, make_channels=None):
+    """One step on threads: each rank's losses, and for each layer the gradients from the rank that holds it."""
+    num_blocks, num_stages = bounds[-1] - 2, len(bounds) - 1
+    lowered = lower(schedule, num_stages)
+
+    def main(rank, world):
+        layers = make_layers(num_blocks)
+        channels = make_channels(rank) if make_channels else Channels(pipeline_group(world, rank))
+        reduced = []
+        executor = make_executor(lowered[rank], layers, bounds, channels, stage_rank, rank, {Op.REDUCE: reduced.append})
+        losses = executor.run(microbatches, SCALE)
+        assert sorted(reduced) == sorted(executor.stages)
+        mine = {at for s in executor.stages for at in range(bounds[s], bounds[s + 1])}
+        return losses, {at: [p.grad for p in layers[at].parameters()] for at in mine}
+
+    results = run_ranks(len(schedule), main)
+    return [losses for losses, _ in results], {at: grads for _, held in results for at, grads in held.items()}
+
+
+def assert_equals_one_process(losses, gradients, microbatches, num_blocks):
+    layers = make_layers(num_blocks)
+    objectives = train_in_one_piece(layers, microbatches, SCALE)
+    assert all(torch.equal(ours.objective, theirs) for ours, theirs in zip(losses, objectives, strict=True))
+    assert sorted(gradients) == list(range(len(layers)))
+    for at, layer in enumerate(layers):
+        assert all(torch.equal(ours, p.grad) for ours, p in zip(gradients[at], layer.parameters(), strict=True)), at
+
+
 def split_backwards(schedule, delay: int = 0):
     """Each B of a schedule as I and W, the W `delay` backwards of its stage later, or at the end."""
     return tuple(_split_program(program, delay) for program in schedule)
@@ -108,8 +143,8 @@ def _split_program(program, delay):
         if i.op is not Op.B:
             split.append(i)
             continue
-        split.append(replace(i, op=Op.I))
-        late[i.stage].append(replace(i, op=Op.W))
+        split.append(Instruction(Op.I, i.stage, i.microbatch))
+        late[i.stage].append(Instruction(Op.W, i.stage, i.microbatch))
         if len(late[i.stage]) > delay:
             split.append(late[i.stage].popleft())
     return (*split, *(w for stage in late for w in late[stage]))

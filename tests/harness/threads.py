@@ -45,7 +45,7 @@ class ThreadWorld:
     def abort(self) -> None:
         with self._lock:
             for room in self._rooms.values():
-                room.barrier.abort()
+                room.abort()
 
 
 class _Room:
@@ -53,7 +53,15 @@ class _Room:
         self.size = size
         self.barrier = threading.Barrier(size)
         self.table: list = [None] * size
+        self.is_aborted = False
         self._mail: dict[tuple[int, int, int], queue.Queue] = {}
+
+    def abort(self) -> None:
+        """Wake up all who wait here: a rank has failed."""
+        self.is_aborted = True
+        self.barrier.abort()
+        for mailbox in list(self._mail.values()):
+            mailbox.put(None)
 
     def mailbox(self, source: int, destination: int, tag: int) -> queue.Queue:
         # Not a defaultdict: two threads that miss a key together would make two queues, and a message be lost in one.
@@ -106,7 +114,7 @@ class ThreadTransport:
         return DONE
 
     def irecv(self, tensor, source, tag):
-        return _Receive(tensor, self.room.mailbox(source, self.rank, tag))
+        return _Receive(tensor, self.room, self.room.mailbox(source, self.rank, tag))
 
     def all_gather_object(self, obj):
         return self._exchange(obj)
@@ -116,11 +124,13 @@ class ThreadTransport:
 
 
 class _Receive:
-    def __init__(self, tensor, mailbox):
-        self.tensor, self.mailbox = tensor, mailbox
+    def __init__(self, tensor, room, mailbox):
+        self.tensor, self.room, self.mailbox = tensor, room, mailbox
 
     def wait(self):
-        message = self.mailbox.get(timeout=TIMEOUT_SECONDS)
+        message = None if self.room.is_aborted else self.mailbox.get(timeout=TIMEOUT_SECONDS)
+        if message is None:
+            raise threading.BrokenBarrierError
         assert message.shape == self.tensor.shape and message.dtype == self.tensor.dtype, (
             f"received {list(message.shape)} {message.dtype}, expected {list(self.tensor.shape)} {self.tensor.dtype}")
         self.tensor.detach().copy_(message)

@@ -163,7 +163,7 @@ def _update_in_child(connection):
     torch.set_num_threads(1)        # OpenMP's own threads, unlike ours, do not survive a fork
     row, = rows(sizes=(200_000,))
     adamw_([row], **HYPER, threads=3)
-    connection.send(row.p.sum().item())
+    connection.send(row.p.tolist())              # a sum would depend on how many threads torch sums with
 
 
 @compiled
@@ -175,7 +175,7 @@ def test_a_forked_child_has_threads_of_its_own():
     child = multiprocessing.get_context("fork").Process(target=_update_in_child, args=(there,))
     child.start()
     assert here.poll(30), "the child waits for threads that it does not have"
-    assert here.recv() == row.p.sum().item()
+    assert here.recv() == row.p.tolist()
     child.join()
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_ds.errors import NotInitializedError
+from megatron_ds.errors import ConfigError, NotInitializedError
 from megatron_ds.mpu import getters, state
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import AXIS_SETS, Mesh
@@ -67,6 +67,29 @@ def test_middle_stages_are_alone_in_the_embedding_group():
     meshes = [recorded_mesh(Grid(pp=3), rank)[0] for rank in range(3)]
     assert [mesh.group("embd").ranks for mesh in meshes] == [(0, 2), (1,), (0, 2)]
     assert meshes[1].group("embd").transport is None
+
+
+def test_the_ends_of_the_model_are_where_its_stages_were_placed():
+    """Two stages on each of three ranks: round robin, and there and back, where the loss is on the first rank."""
+    seen = {}
+    for name, placement in (("round robin", (0, 1, 2, 0, 1, 2)), ("back", (0, 1, 2, 2, 1, 0))):
+        for rank in range(3):
+            mesh = recorded_mesh(Grid(pp=3), rank)[0]
+            mesh.place_stages(placement)
+            state.set_mesh(mesh)
+            seen[name, rank] = (mesh.stages, getters.is_pipeline_first_stage(), getters.is_pipeline_last_stage(),
+                                [getters.is_pipeline_last_stage(ignore_virtual=False, vp_stage=c) for c in (0, 1)],
+                                getters.is_rank_in_embedding_group(), getters.get_pipeline_model_parallel_last_rank())
+            assert getters.get_virtual_pipeline_model_parallel_world_size() == 2
+            with pytest.raises(ConfigError, match="holds 2 stages of the model, so a chunk of it is one of 0 to 1"):
+                getters.is_pipeline_first_stage(ignore_virtual=False)
+    state.set_mesh(None)
+    assert [seen["round robin", rank] for rank in range(3)] == [
+        ((0, 3), True, False, [False, False], True, 2), ((1, 4), False, False, [False, False], False, 2),
+        ((2, 5), False, True, [False, True], True, 2)]
+    assert [seen["back", rank] for rank in range(3)] == [
+        ((0, 5), True, True, [False, True], True, 0), ((1, 4), False, False, [False, False], False, 0),
+        ((2, 3), False, False, [False, False], False, 0)]
 
 
 def test_getters_refuse_before_there_is_a_mesh():

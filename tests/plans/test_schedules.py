@@ -1,11 +1,16 @@
 """The order of computations of each schedule, against the papers' closed forms."""
 
+from random import Random
+
 import pytest
 
 from megatron_ds.errors import ConfigError, ScheduleError
+from megatron_ds.pipeline.costs import StageCosts
+from megatron_ds.pipeline.footprint import Held, peak_bytes
 from megatron_ds.pipeline.instruction import Instruction, Op
+from megatron_ds.pipeline.passes import add_transfers, lower
 from megatron_ds.pipeline.schedules import SCHEDULES
-from megatron_ds.pipeline.simulate import simulate
+from megatron_ds.pipeline.simulate import check, simulate
 
 SHAPES = [(p, m) for p in range(1, 8) for m in range(1, 11)]
 
@@ -74,15 +79,103 @@ def greedy(p, m):
 
 def test_the_long_name_of_1f1b_finds_it_too_and_an_unknown_one_is_refused_with_the_known():
     assert SCHEDULES["one_f_one_b"] is SCHEDULES["1f1b"]
-    with pytest.raises(ConfigError, match="'gpip'; did you mean 'gpipe'.*Known: 1f1b, gpipe, interleaved, zb-h1, zb-h2, zb-v"):
+    with pytest.raises(ConfigError, match="'gpip'; did you mean 'gpipe'.*Known: 1f1b, gpipe, interleaved, zb-auto"):
         SCHEDULES["gpip"]
 
 
 @pytest.mark.parametrize("shape, message", [
     ((0, 1), "0 pipeline ranks.*1 or more"),
     ((2, 0), "0 micro-batches.*any number from 1 up"),
-    ((2, 4, 3), "3 chunks.*Legal: 1")])
+    ((2, 4, 3), "3 chunks.*Legal: 1. Schedules for 3 chunks: interleaved"),
+    ((2, 4, 0), "0 chunks.*Legal: 1. Schedules for 0 chunks: none, use 1 or more")])
 def test_an_impossible_shape_is_refused_with_the_legal_ones(shape, message):
     for name in ("gpipe", "1f1b"):
         with pytest.raises(ScheduleError, match=message):
             SCHEDULES[name](*shape)
+
+
+def test_zb_v_lists_who_serves_the_chunks_that_it_does_not():
+    with pytest.raises(ScheduleError, match="1 chunks.*Legal: 2. Schedules for 1 chunks: gpipe, interleaved"):
+        SCHEDULES["zb-v"](4, 8, 1)
+    with pytest.raises(ScheduleError, match="'interleaved' was asked for 0 chunks.*Legal: any number from 1 up"):
+        SCHEDULES["interleaved"](4, 8, 0)
+
+
+def test_interleaved_with_one_chunk_is_1f1b():
+    for p, m in SHAPES:
+        assert SCHEDULES["interleaved"](p, m, 1) == SCHEDULES["1f1b"](p, m)
+
+
+def test_interleaved_takes_the_papers_order_where_the_microbatches_are_a_multiple_of_the_ranks():
+    # Narayanan et al. 2021, figure 4, bottom: 4 ranks, 8 micro-batches, 2 chunks; first rank.
+    program = SCHEDULES["interleaved"](4, 8, 2)[0]
+    assert words(i._replace(microbatch=f"{i.microbatch}{'ab'[i.stage // 4]}") for i in program) == (
+        "F0a F1a F2a F3a F0b F1b F2b F3b F4a F5a F6a B0b F7a B1b F4b B2b F5b B3b F6b B0a F7b B1a B2a B3a "
+        "B4b B5b B6b B7b B4a B5a B6a B7a")
+
+
+@pytest.mark.parametrize("p, m, v", [(p, m, v) for p in (1, 2, 3, 5, 8, 16) for m in (1, 2, 3, 5, 8, 13, 16, 17, 23, 31, 64)
+                                     for v in (2, 3, 4) if m >= p])
+def test_interleaved_has_the_bubble_of_the_paper_for_any_number_of_microbatches_from_p_up(p, m, v):
+    simulation = simulate(SCHEDULES["interleaved"](p, m, v))
+    assert simulation.span == 3 * (v * m + p - 1)
+    assert simulation.bubble == pytest.approx((p - 1) / (v * m + p - 1), abs=1e-12)
+
+
+def test_zb_h1_has_a_third_of_the_bubble_with_the_peak_of_1f1b_and_zb_h2_none_within_a_rank():
+    for p, m in SHAPES:
+        h1, h2 = (simulate(SCHEDULES[name](p, m)) for name in ("zb-h1", "zb-h2"))
+        assert max(h1.peak_live) == max(simulate(SCHEDULES["1f1b"](p, m)).peak_live)
+        if m >= p:
+            assert h1.span == h2.span == 3 * m + p - 1                      # 1F1B: 3 (m + p - 1)
+        if m >= 2 * p - 1:
+            assert set(h2.rank_spans) == {3 * m} and h2.rank_bubble == 0
+
+
+@pytest.mark.parametrize("f, i, w", [(1, 1, 1), (2, 3, 1), (5, 4, 4), (3, 3, 2)])
+def test_zb_h1_and_zb_h2_have_the_bubbles_of_the_paper_for_unequal_costs(f, i, w):
+    # Qi et al. 2024, table 2: (p - 1) (F + I - W) and (p - 1) (F + I - 2 W), if neither F nor I + W is the longer
+    for p in (2, 3, 5, 8):
+        m = 4 * p
+        for name, idle in (("zb-h1", f + i - w), ("zb-h2", max(f + i - 2 * w, 0))):
+            spans = simulate(SCHEDULES[name](p, m), StageCosts(f, i, w).of).rank_spans
+            assert max(spans) == m * (f + i + w) + (p - 1) * idle
+
+
+def test_zb_v_is_shorter_than_zb_h1_with_the_same_memory():
+    for p in range(2, 17):
+        for m in (p, 2 * p, 3 * p, 4 * p):
+            half = StageCosts(0.5, 0.5, 0.5)                                # two stages a rank, each half of the work
+            v, h1 = simulate(SCHEDULES["zb-v"](p, m), half.of), simulate(SCHEDULES["zb-h1"](p, m))
+            assert max(v.peak_live) == 2 * p == 2 * max(h1.peak_live)
+            assert 3 * m + (p - 1) / 2 <= v.span <= 3 * m + (p - 1) / 2 + 3 and v.span < h1.span
+
+
+def random_costs(seed):
+    random = Random(seed)
+    p = random.randint(1, 8)
+    stages = lambda low, high: tuple(random.uniform(low, high) for _ in range(p))
+    return p, random.randint(1, 24), StageCosts(stages(.5, 2), stages(.5, 2), stages(.2, 2), random.choice([0, .01, .3]))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_automatic_schedule_keeps_its_limit_and_is_no_longer_than_the_handmade_ones_that_fit(seed):
+    p, m, costs = random_costs(seed)
+    longest = lambda order: max(simulate(add_transfers(order, p), costs.of).rank_spans)
+    for limit, share in ((1, 1.0), (p, 1.0), (p, 0.3), (2 * p, 0.4), (p + 0.5, 0.5)):
+        order = SCHEDULES["zb-auto"](p, m, costs=costs, memory_limit=limit, weight_share=share)
+        assert max(peak_bytes(order, Held(1, share))) <= limit + 1e-6
+        check(lower(order, p), p, m)
+        for name, needed in (("zb-h1", min(m, p)), ("zb-h2", min(m, 2 * p - 1))):
+            assert needed > limit or longest(order) <= longest(SCHEDULES[name](p, m)) + 1e-9
+
+
+def test_more_memory_makes_the_automatic_schedule_shorter():
+    bubbles = [simulate(SCHEDULES["zb-auto"](8, 32, memory_limit=limit)).rank_bubble for limit in (2, 4, 8, 12, 16)]
+    assert bubbles == sorted(bubbles, reverse=True) and bubbles[0] > 0.5 > 0.08 > bubbles[2] > bubbles[4] == 0
+
+
+@pytest.mark.parametrize("options", [{"memory_limit": 0.5}, {"memory_limit": float("nan")}, {"weight_share": 1.1}])
+def test_the_automatic_schedule_refuses_limits_in_which_nothing_passes(options):
+    with pytest.raises(ScheduleError, match="Use a memory limit of 1 or more.*and a share from 0 to 1"):
+        SCHEDULES["zb-auto"](4, 8, **options)

@@ -42,7 +42,7 @@ def test_a_plan_needs_no_data_no_tokenizer_and_writes_nothing(capsys, tmp_path, 
 
 
 def test_the_parameters_are_those_of_the_closed_form():
-    """Embeddings, positions, 12 h² + 13 h a block, the last norm; over all ranks, tied and padded rows counted where they are."""
+    """Embeddings, positions, 12 h² + 13 h a block, the last norm; over all ranks, copies and padding too."""
     h, layers, s, v = 64, 4, 32, 1000
     halves = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
     plan = plan_world(parse([*JOB, "--mock-data", *halves], world_size=4))
@@ -55,7 +55,8 @@ def test_the_parameters_are_those_of_the_closed_form():
 
 @pytest.mark.parametrize("flags, ranks", [
     (["--tensor-model-parallel-size", "3"], 6), (["--pipeline-model-parallel-size", "2", "--global-batch-size", "7"], 4),
-    (["--pipeline-model-parallel-size", "9"], 9), (["--pipeline-schedule", "zb-w", "--zero-stage", "3", "--num-layers", "0"], 1),
+    (["--pipeline-model-parallel-size", "9"], 9),
+    (["--pipeline-schedule", "zb-w", "--zero-stage", "3", "--num-layers", "0"], 1),
     (["--pipeline-layout", "Et*9|L", "--pipeline-model-parallel-size", "2"], 2)])
 def test_errors_are_those_of_a_launch_all_at_once_in_the_same_words(capsys, flags, ranks):
     with pytest.raises(ConfigError) as launched:

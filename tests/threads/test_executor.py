@@ -16,50 +16,21 @@ from megatron_ds.pipeline.schedules import SCHEDULES
 from megatron_ds.pipeline.simulate import simulate
 from megatron_ds.pipeline.stage import Stage
 from tests.harness.pipelines import (
+    SCALE,
     PostOffice,
     RendezvousChannels,
+    assert_equals_one_process,
     make_batches,
     make_executor,
     make_layers,
+    pipeline_group,
+    run_pipeline,
     token_loss,
     train_in_one_piece,
 )
 from tests.harness.threads import run_ranks
 
-SCALE = 0.37
 CUTS = {1: (0, 5), 2: (0, 1, 5), 4: (0, 2, 3, 4, 5)}             # of embedding, three blocks and head; uneven
-
-
-def pipeline_group(world, rank):
-    return world.group("pp", tuple(range(world.size)), rank)
-
-
-def run_pipeline(schedule, bounds, microbatches, stage_rank, make_channels=None):
-    """One step on threads: each rank's losses, and for each layer the gradients from the rank that holds it."""
-    num_blocks, num_stages = bounds[-1] - 2, len(bounds) - 1
-    lowered = lower(schedule, num_stages)
-
-    def main(rank, world):
-        layers = make_layers(num_blocks)
-        channels = make_channels(rank) if make_channels else Channels(pipeline_group(world, rank))
-        reduced = []
-        executor = make_executor(lowered[rank], layers, bounds, channels, stage_rank, rank, {Op.REDUCE: reduced.append})
-        losses = executor.run(microbatches, SCALE)
-        assert sorted(reduced) == sorted(executor.stages)
-        mine = {at for s in executor.stages for at in range(bounds[s], bounds[s + 1])}
-        return losses, {at: [p.grad for p in layers[at].parameters()] for at in mine}
-
-    results = run_ranks(len(schedule), main)
-    return [losses for losses, _ in results], {at: grads for _, held in results for at, grads in held.items()}
-
-
-def assert_equals_one_process(losses, gradients, microbatches, num_blocks):
-    layers = make_layers(num_blocks)
-    objectives = train_in_one_piece(layers, microbatches, SCALE)
-    assert all(torch.equal(ours.objective, theirs) for ours, theirs in zip(losses, objectives, strict=True))
-    assert sorted(gradients) == list(range(len(layers)))
-    for at, layer in enumerate(layers):
-        assert all(torch.equal(ours, p.grad) for ours, p in zip(gradients[at], layer.parameters(), strict=True)), at
 
 
 @pytest.mark.parametrize("p", [1, 2, 4])
@@ -259,8 +230,8 @@ def test_an_error_says_where_the_pipeline_was_and_the_next_step_starts_clean():
     bad[1] = replace(good[1], labels=None)
     with pytest.raises(AttributeError) as caught:
         executor.run(bad)
-    note = caught.value.__notes__[0]
-    assert "rank 0 was at F1@0 (forward of micro-batch 1 at stage 0), out of a step of 3 micro-batches" in note
+    place = "pipeline rank 0 was at F1@0 (forward of micro-batch 1 at stage 0), out of a step of 3 micro-batches"
+    assert caught.value.__notes__ == [place]
     assert not executor.stages[0].live
     losses = executor.run(good, SCALE)
     reference = make_layers(1)

@@ -12,9 +12,12 @@ import tempfile
 import pytest
 import torch
 
-from megatron_ds.pipeline import passes
+from megatron_ds.config import parse
+from megatron_ds.models import MODELS
+from megatron_ds.mpu.group import solo
 from megatron_ds.pipeline.instruction import Op
-from megatron_ds.pipeline.schedules import SCHEDULES as SCHEDULES_BY_NAME
+from megatron_ds.training.compare import parse_layout
+from megatron_ds.training.plan import plan_run, plan_schedule
 from tests.harness.covering import cover_pairs, legal_cases
 from tests.harness.layout_runs import GLOBAL_BATCH, NUM_LAYERS, STEPS, Run, reference_of, run_layout, stray
 from tools.compare_layouts import SEQ_LENGTH, TOLERANCE, tiny_job
@@ -25,7 +28,8 @@ GRID = {"style": ("gpt2", "llama"), "dtype": ("fp32", "bf16"), "embeddings": ("t
         "dp": (1, 2), "zero": (0, 1, 2, 3), "sp": (0, 1), "recompute": ("none", "selective", "full")}
 OFFLOADS = ("none", "cpu", "nvme")
 # Stages on each pipeline rank, for each schedule.
-SCHEDULES = {"1f1b": (1,), "gpipe": (1,), "interleaved": (2,), "zb-h1": (1,), "zb-h2": (1,), "zb-v": (2,)}
+SCHEDULES = {"1f1b": (1,), "gpipe": (1,), "interleaved": (2,), "zb-h1": (1,), "zb-h2": (1,), "zb-v": (2,),
+             "zb-auto": (1,)}
 SAMPLED = GRID | {"schedule": tuple(SCHEDULES), "chunks": (1, 2), "offload": OFFLOADS, "dropout": (0.0, 0.1)}
 
 
@@ -162,10 +166,12 @@ def alive_on(case, m: int, rank: int) -> int:
         return m
     if schedule == "interleaved":                           # with m a multiple of p; Narayanan et al. 2021, section 2.2.2
         return min(2 * m, 2 * (p - rank - 1) + p + 1)
-    if schedule == "zb-v":                                  # counted by hand from the order: each F up to each I
-        alive = [0]
-        for i in passes.lower(SCHEDULES_BY_NAME["zb-v"](p, m, 2), 2 * p)[rank]:
+    if schedule in ("zb-v", "zb-auto"):                     # no closed form: counted from the order, each F up to each I
+        config = parse([*job_of(case), *parse_layout(layout_of(case), mbs="1").flags], world_size=ranks(case))
+        plan, alive = plan_run(config, MODELS["gpt"](config.model, tp=solo("tp"))), [0]
+        for i in plan_schedule(config, m, costs=plan.stage_costs())[rank]:
             alive.append(alive[-1] + (i.op is Op.F) - (i.op is Op.I))
+        assert schedule == "zb-v" or max(alive) <= p
         return max(alive)
     return min(m, 2 * (p - rank) - 1 if schedule == "zb-h2" else p - rank)
 
@@ -220,6 +226,15 @@ def test_an_uneven_cut_and_smoothed_labels_train_like_one_process():
     job = [*tiny_job("gpt2", "fp32", False, 0.0, 5, GLOBAL_BATCH, STEPS), "--label-smoothing", "0.2"]
     difference, run = stray(job, "tp=2,pp=2,dp=2,zero=1,recompute=full,layout=Et|t*4L")
     assert difference.is_within(TOLERANCE["fp32"]), difference
+
+
+@pytest.mark.parametrize("style, layout", [
+    ("gpt2", "pp=2,dp=2,zero=2,chunks=3,accumulate=full"), ("llama", "pp=3,chunks=2,zero=1"),        # 8 micro-batches, 3 ranks
+    ("gpt2", "pp=2,dp=2,zero=3,schedule=zb-v,pin=1,layout=Et*2|t*3|t|L"), ("gpt2", "pp=3,schedule=zb-v,recompute=full,mbs=2")])
+def test_stages_of_a_rank_may_be_many_uneven_and_no_divisor_of_the_micro_batches(style, layout):
+    difference, run = stray(tiny_job(style, "fp32", False, 0.1, 6, GLOBAL_BATCH, STEPS), layout)
+    assert difference.is_within(TOLERANCE["fp32"]), difference
+    assert {len(s.stages) for s in run.seen} == {3 if "chunks=3" in layout else 2}
 
 
 @pytest.mark.parametrize("style, layout", [

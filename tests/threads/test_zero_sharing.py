@@ -12,6 +12,7 @@ from megatron_ds.mpu.param_spec import Init, ParamSpec
 from megatron_ds.zero.optimizer import DataGroups, LayerPlan, ZeroOptimizer
 from megatron_ds.zero.policy import STAGES
 from megatron_ds.zero.scaler import LossScaler
+from megatron_ds.zero.sets import SHARED
 from tests.harness.threads import run_ranks
 
 
@@ -184,3 +185,43 @@ def test_stages_of_one_rank_are_armed_and_tied_one_by_one():
         return seen, calls(), shared.detach().tolist()
 
     assert run_ranks(2, main) == [([0, 1, 1], 1, [-2.0] * 3)] * 2
+
+
+@pytest.mark.parametrize("order", ["ends first", "turns"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_what_two_stages_of_a_rank_share_is_reduced_once_with_all_that_both_contributed(stage, order):
+    """Stages 0 and 3 use `shared`, whose last contribution comes after either one's last backward; two micro-batches."""
+    def main(rank, world):
+        data = world.group("dp-cp", (0, 1), rank)
+        shared, first, last = parameter("shared", (10, 13)), parameter("first", (70,)), parameter("last", (5, 7))
+        stage_of = {shared: SHARED, first: 0, last: 3}
+        plan = LayerPlan({0: [[shared], [first]], 3: [[last], [shared]]}, persistence=0) if stage == 3 else None
+        groups = DataGroups(data, solo("expert"), solo("tp"), solo("model"), solo("tied"))
+        optimizer = ZeroOptimizer([shared, first, last], uses={}, groups=groups, policy=STAGES[stage], scaler=LossScaler(),
+                                  clip_grad=0.0, make_optimizer=lambda g: torch.optim.SGD(g, lr=0.0), bucket_elements=100,
+                                  overlap=True, stage_of=stage_of, layer_plan=plan)
+        backwards = [(3, 0), (0, 0), (3, 1), (0, 1)] if order == "turns" else [(0, 0), (0, 1), (3, 0), (3, 1)]
+        norms = []
+        for _ in range(2):
+            optimizer.begin_step()
+            for index, k in backwards:
+                if stage >= 2 or k == 1:
+                    optimizer.arm(index)
+                contribute(shared, gradient(shared.shape, 100 * index + 10 * k + rank))
+                own = first if index == 0 else last
+                contribute(own, gradient(own.shape, 1000 + 100 * index + 10 * k + rank))
+            norms.append(optimizer.step(1.0, 0.0).grad_norm)
+        weights = []
+        for index, p in ((0, shared), (3, shared), (0, first), (3, last)):
+            with optimizer.gathered(index):
+                weights.append(-p.detach().clone() / 2)
+        return norms, weights
+
+    total = lambda shape, *seeds: sum(gradient(shape, seed + rank) for seed in seeds for rank in range(2))
+    shared = total((10, 13), 0, 10, 300, 310)
+    first, last = total((70,), 1000, 1010), total((5, 7), 1300, 1310)
+    norm = torch.cat([t.flatten() for t in (shared, first, last)]).norm().item()
+    for norms, weights in run_ranks(2, main):
+        assert norms == pytest.approx([norm, norm], rel=1e-6)
+        for a, b in zip(weights, (shared, shared, first, last), strict=True):
+            torch.testing.assert_close(a, b)

@@ -11,7 +11,7 @@ from ..instruction import Instruction, Op, Schedule
 from .shape import schedule
 
 
-@schedule("gpipe")
+@schedule("gpipe", peak=lambda p, m, v, rank: m)
 def gpipe(pipeline_size: int, num_microbatches: int, chunks: int = 1) -> Schedule:
     return tuple(tuple(Instruction(op, rank, k) for op in (Op.F, Op.B) for k in range(num_microbatches))
                  for rank in range(pipeline_size))

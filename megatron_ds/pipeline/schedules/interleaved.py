@@ -16,7 +16,12 @@ from ..instruction import Instruction, Op, Program, Schedule
 from .shape import schedule
 
 
-@schedule("interleaved", "interleaved_1f1b", chunks=None)
+def most_alive(p: int, m: int, v: int, rank: int) -> int:
+    ahead = (2 if v > 1 else 1) * (p - rank - 1)
+    return min(v * m, ahead + (v - 1) * len(_groups(p, m)[0]) + 1)
+
+
+@schedule("interleaved", "interleaved_1f1b", chunks=None, peak=most_alive)
 def interleaved(pipeline_size: int, num_microbatches: int, chunks: int = 1) -> Schedule:
     groups = _groups(pipeline_size, num_microbatches)
     return tuple(_program(rank, pipeline_size, chunks, groups) for rank in range(pipeline_size))
@@ -33,9 +38,9 @@ def _groups(p: int, m: int) -> list[range]:
 def _program(rank: int, p: int, v: int, groups: list[range]) -> Program:
     forward = [Instruction(Op.F, c * p + rank, k) for group in groups for c in range(v) for k in group]
     backward = [Instruction(Op.B, c * p + rank, k) for group in groups for c in reversed(range(v)) for k in group]
+    ahead = (2 if v > 1 else 1) * (p - rank - 1)
     # The first backward is of the last chunk: all earlier chunks of the first group come first. If there are several chunks,
     # a forward and a backward of neighbouring ranks take turns, which takes two forwards per rank behind this one.
-    ahead = (2 if v > 1 else 1) * (p - rank - 1)
     warmup = min(len(forward), ahead + (v - 1) * len(groups[0]))
     steady = (i for pair in zip(forward[warmup:], backward) for i in pair)
     return (*forward[:warmup], *steady, *backward[len(forward) - warmup:])

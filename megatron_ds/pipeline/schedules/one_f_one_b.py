@@ -11,7 +11,7 @@ from ..instruction import Instruction, Op, Program, Schedule
 from .shape import schedule
 
 
-@schedule("1f1b", "one_f_one_b")
+@schedule("1f1b", "one_f_one_b", peak=lambda p, m, v, rank: min(m, p - rank))
 def one_f_one_b(pipeline_size: int, num_microbatches: int, chunks: int = 1) -> Schedule:
     return tuple(_program(rank, pipeline_size, num_microbatches) for rank in range(pipeline_size))
 

@@ -10,16 +10,23 @@ from ..instruction import Schedule
 MakeSchedule = Callable[..., Schedule]             # (pipeline_size, num_microbatches, chunks=1) → Schedule
 SCHEDULES: Registry[MakeSchedule] = Registry("pipeline schedule")
 LEGAL_CHUNKS: dict[str, Collection[int] | None] = {}        # schedule → chunks of the model per rank; None: any number
+Peak = Callable[[int, int, int, int], int]                  # (pipeline_size, num_microbatches, chunks, rank) → activations
+PEAKS: dict[str, Peak] = {}
 
 
-def schedule(name: str, *aliases: str, chunks: Collection[int] | None = (1,)) -> Callable[[MakeSchedule], MakeSchedule]:
+def schedule(name: str, *aliases: str, chunks: Collection[int] | None = (1,),
+             peak: Peak | None = None) -> Callable[[MakeSchedule], MakeSchedule]:
     """Decorator that registers a schedule, which is then asked for legal sizes only.
 
     chunks    the numbers of model chunks per rank it has an order for; None: any
+    peak      how many activations (of one micro-batch at one stage) a rank keeps alive at most, which tests hold it to; where
+              none is declared only the simulator knows
     """
 
     def register(make: MakeSchedule) -> MakeSchedule:
         LEGAL_CHUNKS[name] = chunks
+        if peak is not None:
+            PEAKS[name] = peak
 
         @wraps(make)
         def checked(pipeline_size: int, num_microbatches: int, chunks: int = default_chunks(name), **options) -> Schedule:

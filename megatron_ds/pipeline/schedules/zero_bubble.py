@@ -16,12 +16,12 @@ from ..instruction import Instruction, Op, Program, Schedule
 from .shape import schedule
 
 
-@schedule("zb-h1")
+@schedule("zb-h1", peak=lambda p, m, v, rank: min(m, p))
 def zb_h1(pipeline_size: int, num_microbatches: int, chunks: int = 1) -> Schedule:
     return _schedule(pipeline_size, num_microbatches, more=0)
 
 
-@schedule("zb-h2")
+@schedule("zb-h2", peak=lambda p, m, v, rank: min(m, 2 * p - 1))
 def zb_h2(pipeline_size: int, num_microbatches: int, chunks: int = 1) -> Schedule:
     return _schedule(pipeline_size, num_microbatches, more=max(0, min(pipeline_size - 1, num_microbatches - pipeline_size)))
 

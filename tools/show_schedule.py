@@ -1,0 +1,149 @@
+"""Show a pipeline schedule: in the terminal, as a picture, as a Chrome trace; planned beside what a run has measured.
+
+    python tools/show_schedule.py --schedule 1f1b --pipeline-size 4 --microbatches 8
+    python tools/show_schedule.py --schedule zb-v --pipeline-size 4 --microbatches 8 --output zb-v.svg
+    python tools/show_schedule.py --schedule 1f1b zb-h1 zb-auto --pipeline-size 4 --microbatches 8 \\
+        --costs 1 1.2 0.7 --transfer 0.05 --memory-limit 8 --output compared.png
+    python tools/show_schedule.py --schedule zb-h1 --pipeline-size 2 --microbatches 4 --measured runs/traces --output both.svg
+
+Times are in units of your choice (those of --costs; seconds with --measured). The bubble is the share of all ranks' time in
+which they do not compute. Pictures end in .svg (needs nothing) or .png (needs matplotlib). A Chrome trace opens in
+https://ui.perfetto.dev. "peak alive" counts activations of one micro-batch at one stage.
+"""
+
+import sys
+from pathlib import Path
+
+from megatron_ds.config.arguments import Arguments
+from megatron_ds.config.guard import main_guard
+from megatron_ds.errors import ConfigError, DataError
+from megatron_ds.pipeline.costs import StageCosts
+from megatron_ds.pipeline.draw import draw
+from megatron_ds.pipeline.instruction import Op
+from megatron_ds.pipeline.passes import add_transfers
+from megatron_ds.pipeline.picture import Panel, save_png, svg
+from megatron_ds.pipeline.schedules import SCHEDULES, default_chunks
+from megatron_ds.pipeline.simulate import Simulation, simulate
+from megatron_ds.pipeline.trace import Entry, as_simulation, read_traces, steps_of, timelines_of, typical_cost, write_trace
+
+WIDEST = 240                                       # columns of a drawing in the terminal
+DRAW = {".svg": lambda panels, path, width: path.write_text(svg(panels, width), encoding="utf-8"),
+        ".png": save_png}
+
+
+def main() -> int:
+    args = _parser().parse_args()
+    measured = _measured(args) if args.measured else None
+    panels = [_planned(name, args, measured) for name in args.schedule]
+    if measured:
+        panels.append(_measured_panel(measured))
+    for panel in panels:
+        print(panel.title)
+        _print(panel.timeline)
+    if args.output:
+        if args.output.suffix not in DRAW:
+            raise ConfigError(f"--output {args.output}: pictures end in {' or '.join(DRAW)}.")
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        DRAW[args.output.suffix](panels, args.output, args.width)
+        print(f"wrote {args.output}")
+    if args.chrome_trace:
+        _write_trace(panels[0], args)
+    return 0
+
+
+def _parser() -> Arguments:
+    parser = Arguments(__doc__)
+    plan = parser.add_argument_group("plan")
+    plan.add_argument("--schedule", nargs="+", default=["1f1b"], metavar="NAME", help=f"one or more of {', '.join(SCHEDULES)}")
+    plan.add_argument("--pipeline-size", type=int, metavar="P", help="pipeline ranks (default 4, or as --measured)")
+    plan.add_argument("--microbatches", type=int, metavar="M", help="micro-batches of a step (default 8, or as --measured)")
+    plan.add_argument("--chunks", type=int, metavar="V", help="stages per rank (default: the fewest the schedule takes; 2 for "
+                      "interleaved)")
+    plan.add_argument("--costs", nargs=3, type=float, metavar=("F", "I", "W"),
+                      help="time of a rank's share of the model for one micro-batch: forward, backward of the input, of the "
+                      "weights; B takes I + W, and a stage of V its V-th part (default 1 1 1; with --measured what the "
+                      "computations of each stage took)")
+    plan.add_argument("--transfer", type=float, default=0.0, metavar="T",
+                      help="time of a tensor between two ranks (default 0)")
+    plan.add_argument("--memory-limit", type=float, metavar="A",
+                      help="zb-auto: micro-batches that a rank may keep alive (default: P)")
+    parser.add_argument("--measured", nargs="+", type=Path, metavar="PATH",
+                        help="timelines written by a run with --trace: a folder, or the files of one pipeline")
+    parser.add_argument("--step", type=int, default=-1, metavar="N",
+                        help="which step of --measured, from 0 (default: the last)")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="picture to write, .svg or .png")
+    parser.add_argument("--width", type=int, default=1100, metavar="PIXELS", help="of the picture (default 1100)")
+    parser.add_argument("--chrome-trace", type=Path, metavar="FILE", help="JSON to write, of the first schedule")
+    return parser
+
+
+def _planned(name: str, args, measured: dict | None) -> Panel:
+    p = _or(args.pipeline_size, len(measured) if measured else 4)
+    m = _or(args.microbatches, len({i.microbatch for i, *_ in measured[0] if i.op is Op.F}) if measured else 8)
+    chunks = _or(args.chunks, 2 if name == "interleaved" else default_chunks(name))
+    make, whole = SCHEDULES[name], args.costs or (1.0, 1.0, 1.0)
+    options = {}
+    if name == "zb-auto":
+        options = {"costs": StageCosts(*whole, transfer=args.transfer), "memory_limit": args.memory_limit}
+    cost = StageCosts(*(time / chunks for time in whole), transfer=args.transfer).of
+    if measured and not args.costs:
+        cost = typical_cost(measured)
+    order = make(p, m, chunks, **options)
+    if measured and not args.costs:
+        _check_stages(name, p * chunks, {i.stage for its in measured.values() for i, *_ in its})
+    timeline = simulate(add_transfers(order, p * chunks), cost)
+    what = f"{name}: {_count(p, 'rank')}, {_count(m, 'micro-batch')}" + (f", {chunks} stages a rank" if chunks > 1 else "")
+    return Panel(f"{what}, bubble {timeline.bubble:.1%}, span {timeline.span:.4g}", timeline)
+
+
+def _check_stages(name: str, planned: int, measured: set[int]) -> None:
+    if measured != {*range(planned)}:
+        raise ConfigError(f"--measured has times of {len(measured)} stages, but {name} was to be drawn with {planned}, and "
+                          f"what those would take was not measured. Give --costs, or sizes that make {len(measured)} stages.")
+
+
+def _measured(args) -> dict[int, list[Entry]]:
+    """The timelines of the step that was asked for."""
+    paths = [file for path in args.measured for file in (sorted(path.glob("*.json")) if path.is_dir() else [path])]
+    if not paths:
+        raise DataError(f"no timelines in {', '.join(map(str, args.measured))}: a run writes them (*.json) when started with "
+                        "--trace.")
+    steps = steps_of(read_traces(paths))
+    if not -len(steps) <= args.step < len(steps):
+        raise ConfigError(f"--step {args.step}: {len(steps)} steps were recorded. Legal: 0 to {len(steps) - 1}, or -1 for the "
+                          "last.")
+    return steps[args.step]
+
+
+def _measured_panel(timelines: dict[int, list[Entry]]) -> Panel:
+    timeline = as_simulation(timelines)
+    return Panel(f"measured: {_count(len(timeline.schedule), 'rank')}, bubble {timeline.bubble:.1%}, "
+                 f"span {timeline.span:.4g} s", timeline)
+
+
+def _print(timeline: Simulation) -> None:
+    picture = draw(timeline)
+    widest = max(len(line) for line in picture.splitlines())
+    if widest > WIDEST:
+        print(f"  ({widest} columns wide; the drawing is left out here: --output makes a picture)")
+    else:
+        print(picture)
+    print(f"  peak alive {' '.join(map(str, timeline.peak_live))}\n")
+
+
+def _write_trace(panel: Panel, args) -> None:
+    args.chrome_trace.parent.mkdir(parents=True, exist_ok=True)
+    write_trace(args.chrome_trace, timelines_of(panel.timeline, unit=1e-3))
+    print(f"wrote {args.chrome_trace}: {panel.title}; a unit of time is a millisecond in it")
+
+
+def _or(value: int | None, default: int) -> int:
+    return default if value is None else value
+
+
+def _count(n: int, noun: str) -> str:
+    return f"{n} {noun}" + ("" if n == 1 else "es" if noun.endswith("h") else "s")
+
+
+if __name__ == "__main__":
+    sys.exit(main_guard(main))
