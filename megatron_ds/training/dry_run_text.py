@@ -21,19 +21,25 @@ DRAWN_RANKS, DRAWN_MICROBATCHES = 4, 8
 
 def plan_text(plan: WorldPlan, unchecked: Sequence[str]) -> str:
     """All of it. unchecked: what a launch would look at and a plan did not."""
-    parts = (grid_text(plan.grid, plan.rank), stages_text(plan), schedule_text(plan), memory_text(plan), traffic_text(plan),
+    parts = (grid_text(plan.grid, plan.rank, is_tied(plan)), stages_text(plan), schedule_text(plan), memory_text(plan), traffic_text(plan),
              flops_text(plan), proof_text(plan), ["not checked:", *(f"  {line}" for line in unchecked)])
     return "\n\n".join("\n".join(part) for part in parts)
 
 
 # ------------------------------------------------------------------ grid
-def grid_text(grid: Grid, rank: int) -> Iterator[str]:
+def is_tied(plan: WorldPlan) -> bool:
+    """Two ranks hold the embedding: the model's ends share it, and live apart."""
+    ends = plan.run.shape.placement[0], plan.run.shape.placement[-1]
+    return not plan.config.model.untie_embeddings_and_output_weights and ends[0] != ends[1]
+
+
+def grid_text(grid: Grid, rank: int, tied: bool) -> Iterator[str]:
     at = grid.coordinates(rank)
     where = ", ".join(f"{axis} {at[axis]}" for axis in ("tp", "pp", "dp"))
     yield (f"grid: {grid.world_size:,} rank{'s' * (grid.world_size > 1)} = tensor {grid.tp} × pipeline {grid.pp} × data "
            f"{grid.dp}, order {grid.order}; rank {rank} is {where}")
-    names = {"tp": "tensor (tp)", "pp": "pipeline (pp)", "dp-cp": "data (dp-cp)", "tp-pp": "model (tp-pp)",
-             "embd": "tied embedding (embd)"}
+    names = {"tp": "tensor (tp)", "pp": "pipeline (pp)", "dp-cp": "data (dp-cp)", "tp-pp": "model (tp-pp)"}
+    names |= {"embd": "tied embedding (embd)"} if tied else {}
     rows = [["group", "size", "groups", f"of rank {rank}"]]
     for name in AXIS_SETS:
         if name in names:
