@@ -21,8 +21,8 @@ DRAWN_RANKS, DRAWN_MICROBATCHES = 4, 8
 
 def plan_text(plan: WorldPlan, unchecked: Sequence[str]) -> str:
     """All of it. unchecked: what a launch would look at and a plan did not."""
-    parts = (grid_text(plan.grid, plan.rank, is_tied(plan)), stages_text(plan), schedule_text(plan), memory_text(plan), traffic_text(plan),
-             flops_text(plan), proof_text(plan), ["not checked:", *(f"  {line}" for line in unchecked)])
+    parts = (grid_text(plan.grid, plan.rank, is_tied(plan)), stages_text(plan), schedule_text(plan), memory_text(plan),
+             traffic_text(plan), flops_text(plan), proof_text(plan), ["not checked:", *(f"  {line}" for line in unchecked)])
     return "\n\n".join("\n".join(part) for part in parts)
 
 
