@@ -20,6 +20,8 @@ def merge(files: Sequence[Setting], flags: Sequence[Setting], world_size: int = 
     config = RunConfig(world_size=world_size)
     for setting in sorted(chosen.values(), key=lambda s: isinstance(s.value, PartOf)):
         config = _with(config, setting)
+    if config.plan.is_dry and config.plan.world_size:
+        config = replace(config, world_size=config.plan.world_size)
     return with_batch_sizes(_resolved(config))
 
 

@@ -62,7 +62,6 @@ REFUSED_FLAGS = MappingProxyType({
     "--use-mcore-models": _ONE_MODEL,
     "--use-torch-fsdp2": "write --zero-stage.",
     "--virtual-pipeline-model-parallel-size": "write --num-virtual-stages-per-pipeline-rank.",
-    "--world-size": "the launcher says how many ranks there are. Remove it.",
 })
 
 _LATER = "it is not available yet. Remove it."

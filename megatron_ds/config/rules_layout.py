@@ -116,6 +116,8 @@ def offloading(config: RunConfig) -> Iterator[str]:
         name = flag("zero.offload_nvme_path")
         if folder is None:
             yield f"{say(config, path)}: on which disk? Name a folder on a fast local one with {name}."
+        elif config.plan.is_dry:
+            continue                                         # the folder is on the machines that will run
         elif not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
             wrong = "cannot be written" if os.path.isdir(folder) else "is not there"
             yield f"{say(config, path)}: the folder {folder} {wrong}. Name another with {name}, or make it on every node."
@@ -131,7 +133,8 @@ def world(config: RunConfig) -> Iterator[str]:
         options += [f"{flag(PP)} {either(stages)}"] if stages and ranks % tp == 0 else []
         yield (f"{ranks} rank{'s' * (ranks > 1)} cannot be shared out: one copy of the model takes {say(config, TP)} × "
                f"{say(config, PP)} = {size} ranks, and the world must be a multiple of that. Start {size}, {2 * size} or "
-               f"{3 * size} ranks{', or use ' + ' or '.join(options) if options else ''}.")
+               f"{3 * size} ranks{', or use ' + ' or '.join(options) if options else ''}."
+               f"{' A plan is told how many there would be by --world-size.' * config.plan.is_dry}")
 
 
 def tensor_parallel(config: RunConfig) -> Iterator[str]:

@@ -129,7 +129,7 @@ def corpus(config: RunConfig) -> Iterator[str]:
     paths = [path for path in ("data.train_data_path", "data.valid_data_path", "data.test_data_path") if config.get(path)]
     given = [say(config, path) for path in (("data.mock_data",) if data.mock_data else ()) + (
         ("data.data_path",) if data.data_path else ()) + tuple(paths[:1])]
-    if not given:
+    if not given and not config.plan.is_dry:                          # a plan can come before its data
         yield "missing: the data. Give --data-path PREFIX, or --train-data-path and its like, or --mock-data to try without."
     elif len(given) > 1:
         yield f"{' and '.join(given)} say the data twice. Keep one."
@@ -163,6 +163,16 @@ def checkpoints(config: RunConfig) -> Iterator[str]:
             yield f"{say(config, path)} without --load: there is nothing to load. Add --load DIR, or remove it."
 
 
+def planning(config: RunConfig) -> Iterator[str]:
+    for path, least in (("plan.world_size", None), ("plan.rank", 0)):
+        if config.get(path) != least and not config.plan.is_dry:
+            yield f"{say(config, path)}: the launcher says it. Remove it, or add --dry-run, which plans such a run."
+    if config.plan.is_dry and config.plan.rank >= config.world_size:
+        yield (f"{say(config, 'plan.rank')} is not one of {config.world_size} rank{'s' * (config.world_size > 1)}. Use "
+               f"{flag('plan.rank')} {either(range(min(config.world_size, 2)))}"
+               f"{f' … {config.world_size - 1}' * (config.world_size > 2)}, or a larger --world-size.")
+
+
 def recomputation(config: RunConfig) -> Iterator[str]:
     train = config.train
     for path in ("train.recompute_method", "train.recompute_num_layers"):
@@ -175,4 +185,13 @@ def recomputation(config: RunConfig) -> Iterator[str]:
         yield "--recompute-method block needs to know how many layers. Add --recompute-num-layers N."
 
 
-RUN_RULES = (batch, batch_ramp, length, learning_rate, weight_decay, number_format, corpus, checkpoints, recomputation)
+def traces(config: RunConfig) -> Iterator[str]:
+    steps = config.logging.trace_steps
+    if steps and config.logging.trace is None:
+        yield f"{say(config, 'logging.trace_steps')} without --trace: nothing is recorded. Add --trace DIR, or remove it."
+    elif steps and steps[0] > steps[1]:
+        yield f"{say(config, 'logging.trace_steps')} ends before it begins. Write the first step, then the last."
+
+
+RUN_RULES = (batch, batch_ramp, length, learning_rate, weight_decay, number_format, corpus, checkpoints, recomputation, traces,
+             planning)

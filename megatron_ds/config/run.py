@@ -14,11 +14,13 @@ from .model import ModelConfig
 from .optimizer import OptimizerConfig
 from .option import Option, options_of
 from .parallel import ParallelConfig, ZeroConfig
+from .plan import PlanConfig
 from .train import CheckpointConfig, LoggingConfig, TrainConfig
 
 SECTIONS: Mapping[str, type] = MappingProxyType({
     "model": ModelConfig, "parallel": ParallelConfig, "zero": ZeroConfig, "optimizer": OptimizerConfig,
-    "train": TrainConfig, "data": DataConfig, "checkpoint": CheckpointConfig, "logging": LoggingConfig})
+    "train": TrainConfig, "data": DataConfig, "checkpoint": CheckpointConfig, "logging": LoggingConfig,
+    "plan": PlanConfig})
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,7 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
     world_size: int = 1
     sources: Mapping[str, Source] = field(default_factory=dict, compare=False)
 

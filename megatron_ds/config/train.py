@@ -80,3 +80,9 @@ class LoggingConfig:
     metrics_path: str | None = option(None, flags=["--metrics-jsonl"],
                                       help="File to which the record of each log line is appended as JSON. Default: "
                                       "metrics.jsonl in the --save directory, if there is one.")
+    trace: str | None = option(
+        None, help="Directory for timelines: when each instruction of the pipeline ran, one file a pipeline rank, for "
+        "tools/show_schedule.py or chrome://tracing. Default: none are written.")
+    trace_steps: tuple[int, ...] | None = option(
+        None, count=2, at_least=1, unit="steps", help="FIRST LAST: the steps that --trace records, counted from the start of "
+        "this process. Default: 2 3.", avoid="The first step is slower than the others.")

@@ -25,9 +25,14 @@ class Traffic:
     bytes: Counter = field(default_factory=Counter)
     calls: Counter = field(default_factory=Counter)
 
-    def add(self, operation: str, axes: str, size: int, num_bytes: int) -> None:
+    def add(self, operation: str, axes: str, size: int, num_bytes: int, calls: int = 1) -> None:
+        """num_bytes: of all the calls together."""
         self.bytes[operation, axes, size] += num_bytes
-        self.calls[operation, axes, size] += 1
+        self.calls[operation, axes, size] += calls
+
+    def add_all(self, other: "Traffic", times: int = 1) -> None:
+        for key, num_bytes in other.bytes.items():
+            self.add(*key, times * num_bytes, times * other.calls[key])
 
     def clear(self) -> None:
         self.bytes.clear()

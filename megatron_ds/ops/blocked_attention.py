@@ -31,8 +31,13 @@ TILE = 1 << 20                   # scores worked on at once: 4 MiB, two of them 
 
 def worth_blocking(q: torch.Tensor, k: torch.Tensor) -> bool:
     """Whether `blocked_attention` is the faster way, and keeps at most four times the memory of the queries."""
-    s, d = q.shape[0], q.shape[3]
-    return q.device.type == "cpu" and q.dtype in KERNELS and not is_widened(q) and s == k.shape[0] and 2 * BLOCK <= s <= 8 * d
+    return (q.device.type == "cpu" and q.dtype in KERNELS and not is_widened(q) and q.shape[0] == k.shape[0]
+            and is_worth_blocking(q.shape[0], q.shape[3]))
+
+
+def is_worth_blocking(positions: int, channels: int) -> bool:
+    """The same on a CPU in such a dtype, by the sizes of a head."""
+    return 2 * BLOCK <= positions <= 8 * channels
 
 
 def blocked_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:

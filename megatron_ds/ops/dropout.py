@@ -56,7 +56,9 @@ def attention_keep_mask(p: float, *, seed: int, site: str, sample_ids: tuple[int
 
 
 def draw_keep_mask_(out: torch.Tensor, p: float, key: tuple[int | str, ...], rows: range) -> None:
-    """Fill `out`, bool [len(rows), cols] of any strides, with these rows of the key's table."""
+    """Fill `out`, bool [len(rows), cols] of any strides, with these rows of the key's table; a meta tensor holds nothing."""
+    if out.is_meta:
+        return
     if out.device.type == "cpu":
         _draw_philox(out, _threshold(p), seed_of(*key), rows)
     else:

@@ -1,28 +1,223 @@
-"""How many bytes of activations a rank may keep, roughly: an allowance, for decisions that must not run out of memory.
+"""What a micro-batch keeps for its backward, in bytes, layer by layer. Pure.
 
-Korthikanti et al. 2022 (arXiv:2205.05198), equations 1, 2 and 4: what a block keeps for backward. Their 34 s b h with 16-bit
-activations is here 10 s b h for norms, dropouts and inputs of linear layers, split by sequence parallelism only, 8 s b h for
-attention and 4 s b f for the feed-forward block (6 s b f where it is gated), split by tensor parallelism. 5 a s² b for scores
-is counted though fused attention keeps none.
+The tensors that our layers save, counted as storages: a view keeps all that it is a view of. With s positions, b samples, t
+tensor-parallel ranks, e bytes a number, and S = s / t with sequence parallelism, else s; n heads of d channels, f the
+feed-forward width and V the padded vocabulary, each divided by t:
+
+    norm, twice a block   its input S b h e, two statistics a row      linear after it    its input S b h e
+    attention             q, k, v; what the core needs (`_core`)       projection         its input s b n d e
+    activation            its input s b f e; gated 2, ReLU 0 times     second linear      its input s b f e
+    hidden dropout        a byte an element, S b h                     head               its input S b h e
+    loss                  fp32 probabilities and 13 bytes a token      embedding          rows, 8 bytes a token
+
+Full recomputation keeps the block's input only, selective all but what core attention needs beside q, k and v. So this is
+Korthikanti et al. 2022 (arXiv:2205.05198), equations 1 to 4, for the layers as they are: attention that keeps no scores where
+it is fused, half of them where it goes by blocks (CPU), and six bytes or more of each where its probabilities drop out.
+
+On CPUs the bytes are those that tests measure, to the byte. On CUDA devices they follow from what torch's fused kernels save,
+by their documentation; *not measured there yet*.
 """
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
-def activation_allowance(model, *, micro_batch: int, tp: int, sequence_parallel: bool, recompute: str | None, recomputed: int,
-                         blocks: int, has_head: bool, live: int, itemsize: int, vocab_size: int) -> int:
-    """Bytes. model: a ModelConfig.
+import torch
 
-    recompute, recomputed  None, "full" or "selective", and how many blocks of this rank do so
-    blocks, has_head       on this rank
-    live                   micro-batches whose activations are kept at a time
-    vocab_size             padded
-    """
-    s, b = model.seq_length, micro_batch
-    hidden, split = s * b * model.hidden_size, tp if sequence_parallel else 1
-    wide = (6 if model.activation == "swiglu" else 4) * s * b * model.ffn_size
-    lean = 10 * hidden // split + (8 * hidden + wide) // tp
-    scores = 5 * model.num_attention_heads * s * s * b // tp
-    kept = {None: lean + scores, "selective": lean, "full": 2 * hidden // split}[recompute]
-    stage = recomputed * kept + (blocks - recomputed) * (lean + scores)
-    at_work = lean + scores                                             # one block is being recomputed, or computed
-    logits = s * b * vocab_size // tp * (itemsize + 8) if has_head else 0     # as computed, and two buffers of fp32
-    return (live * stage + at_work) * itemsize // 2 + live * logits
+from ..config import RunConfig
+from ..config.model import ModelConfig
+from ..ops.blocked_attention import BLOCK, KERNELS, is_worth_blocking
+from ..ops.product import has_products
+from ..pipeline.instruction import Op, Program
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One micro-batch on one rank. vocab: rows of the padded vocabulary on this rank; device: "cpu" or "cuda"."""
+
+    model: ModelConfig
+    samples: int
+    positions: int
+    tp: int
+    sequence_parallel: bool
+    dtype: torch.dtype
+    vocab: int
+    device: str
+
+    @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize
+
+    @property
+    def tokens(self) -> int:
+        return self.samples * self.positions
+
+    @property
+    def rows(self) -> int:
+        """Tokens of which this rank holds hidden states between linear layers."""
+        return self.tokens // self.tp if self.sequence_parallel else self.tokens
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Hidden states between layers: what stages send one another, too."""
+        return self.rows * self.model.hidden_size * self.itemsize
+
+    @property
+    def query_bytes(self) -> int:
+        return self.tokens * self.model.num_attention_heads // self.tp * self.model.head_dim * self.itemsize
+
+    @property
+    def key_bytes(self) -> int:
+        return self.tokens * self.model.query_groups // self.tp * self.model.head_dim * self.itemsize
+
+    @property
+    def wide_bytes(self) -> int:
+        """Between the two linears of the feed-forward block, after the activation."""
+        return self.tokens * self.model.ffn_size // self.tp * self.itemsize
+
+    @property
+    def scores(self) -> int:
+        """Elements of all attention scores, if they were made."""
+        return self.tokens * self.positions * self.model.num_attention_heads // self.tp
+
+
+def workload_of(config: RunConfig, device: str) -> Workload:
+    """A full micro-batch of a run on devices of a kind."""
+    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    return Workload(model, config.train.micro_batch_size, model.seq_length, tp, config.parallel.sequence_parallel,
+                    getattr(torch, config.optimizer.params_dtype), model.padded_vocab_size(tp) // tp, device)
+
+
+def most_kept(program: Program, kept: Mapping[int, int]) -> int:
+    """The most bytes that the micro-batches between F and their B or W keep at once. kept: by one of them, for each stage."""
+    trained = {(i.stage, i.microbatch) for i in program if i.op in (Op.B, Op.W)}
+    now = most = 0
+    for i in program:
+        if i.op is Op.F and (i.stage, i.microbatch) in trained:
+            now += kept[i.stage]
+            most = max(most, now)
+        elif i.op in (Op.B, Op.W):
+            now -= kept[i.stage]
+    return most
+
+
+def kept_by_stage(work: Workload, kinds: Sequence[str], recompute: str | None = None, recomputed: int | None = None) -> int:
+    """Bytes that a micro-batch keeps on a stage of these layers. recomputed: of its blocks only so many; None: all."""
+    kept, blocks = 0, 0
+    for kind in kinds:
+        if kind == "block":
+            blocks += 1
+        kept += kept_by_layer(work, kind, recompute if recomputed is None or blocks <= recomputed else None)
+    ordinary = blocks if recompute != "full" else blocks - (blocks if recomputed is None else min(blocks, recomputed))
+    return kept + (_rotary_tables(work) if ordinary else 0)
+
+
+def kept_by_layer(work: Workload, kind: str, recompute: str | None = None) -> int:
+    """kind: as `models.Layer.kind` has it; another one counts as nothing."""
+    if kind == "embedding":
+        makes_rows = work.tp > 1 or work.samples > 1             # else they are a view of the batch
+        return work.tokens * (8 * makes_rows + (work.tp > 1)) + _dropout(work)
+    if kind == "norm":
+        return work.hidden_bytes + _statistics(work)
+    if kind == "head":
+        return work.hidden_bytes + work.tokens * (4 * work.vocab + 13) + 20
+    if kind != "block":
+        return 0
+    if recompute == "full":
+        return work.hidden_bytes
+    core = _arguments(work) if recompute == "selective" else _core(work)
+    norms = 2 * (work.hidden_bytes + _statistics(work))
+    inputs = 2 * work.hidden_bytes + work.query_bytes + work.wide_bytes
+    return norms + inputs + core + _into_activation(work) + 2 * _dropout(work)
+
+
+def at_work(work: Workload, kinds: Sequence[str], recompute: str | None = None) -> int:
+    """The most bytes that a layer of the stage needs beside what is kept, roughly: gradients on their way through it, what it
+    computes again, logits."""
+    widened = 2 if work.device == "cpu" and work.itemsize == 2 else 1         # much of it is fp32 there
+    return widened * max((_at_work(work, kind, recompute) for kind in kinds), default=0)
+
+
+def _at_work(work: Workload, kind: str, recompute: str | None) -> int:
+    whole = work.tokens * work.model.hidden_size * work.itemsize if work.sequence_parallel else 0      # gathered
+    if kind == "head":
+        return work.tokens * work.vocab * work.itemsize + work.hidden_bytes + whole
+    if kind != "block":
+        return 3 * work.hidden_bytes + whole
+    again = {"full": kept_by_layer(work, "block") - work.hidden_bytes + _rotary_tables(work),
+             "selective": _core(work) - _arguments(work), None: 0}[recompute]
+    feed_forward = work.wide_bytes * (4 if work.model.is_gated else 2)
+    scores = work.scores * (4 + 4 + work.itemsize) if work.model.attention_dropout else 0
+    attention = 3 * work.query_bytes + 2 * work.key_bytes + scores
+    return max(again, 0) + 2 * work.hidden_bytes + whole + max(feed_forward, attention)
+
+
+def _statistics(work: Workload) -> int:
+    """Of a norm, beside its input."""
+    if work.model.normalization == "RMSNorm":
+        return 4 * work.rows
+    return 2 * work.rows * (work.itemsize if work.device == "cpu" else 4)
+
+
+def _dropout(work: Workload) -> int:
+    return work.rows * work.model.hidden_size if work.model.hidden_dropout else 0
+
+
+def _rotary_tables(work: Workload) -> int:
+    """Cosines and sines, shared by all blocks of a stage."""
+    model = work.model
+    if model.position_embedding_type != "rope":
+        return 0
+    channels = int(model.head_dim * model.rotary_percent) // 2 * 2
+    return 2 * 4 * work.positions * (channels // 2)
+
+
+def _into_activation(work: Workload) -> int:
+    return work.wide_bytes * {"relu": 0, "swiglu": 2}.get(work.model.activation, 1)
+
+
+def _arguments(work: Workload) -> int:
+    """The storages behind q, k and v: slices of one projection, unless they were turned; queries of several groups are put
+    together."""
+    q, k = work.query_bytes, work.key_bytes
+    if work.model.position_embedding_type == "rope":
+        return (q + 2 * k) + q + k
+    return (q + 2 * k) + (q if work.model.query_groups // work.tp > 1 and q > k else 0)
+
+
+def _core(work: Workload) -> int:
+    """What core attention keeps, its output apart."""
+    own = None
+    if work.device == "cpu" and not has_products(work.dtype):            # then it works on copies in fp32
+        work = replace(work, dtype=torch.float32)
+        own = work.query_bytes + 2 * work.key_bytes
+    model, q = work.model, work.query_bytes
+    if model.attention_dropout:
+        probabilities = work.scores * (4 + 1 + work.itemsize)            # in fp32; the mask; those that stay, as they compute
+        return probabilities + work.positions**2 + _unfused_arguments(work, own)
+    if work.device == "cpu" and work.dtype in KERNELS and is_worth_blocking(work.positions, model.head_dim):
+        blocks = [min(BLOCK, work.positions - at) for at in range(0, work.positions, BLOCK)]
+        seen = sum(rows * min((i + 1) * BLOCK, work.positions) for i, rows in enumerate(blocks))
+        return work.scores // work.positions**2 * seen * work.itemsize + (own or _blocked_arguments(work))
+    sums = 4 * work.tokens * model.num_attention_heads // work.tp        # logarithms of the sums of exponentials
+    copied = q if own or work.device != "cpu" and work.samples > 1 else 0    # the output, once more as the projection takes it
+    return (own or _arguments(work)) + sums + copied
+
+
+def _blocked_arguments(work: Workload) -> int:
+    """Copies in 16 bits. In fp32 they are views, but for queries of one group, which lie between its keys and values, when
+    there are several samples."""
+    if work.dtype != torch.float32:
+        return work.query_bytes + 2 * work.key_bytes
+    alone = work.query_bytes > work.key_bytes and work.model.query_groups == work.tp and work.samples > 1
+    return _arguments(work) + (work.query_bytes if alone and work.model.position_embedding_type != "rope" else 0)
+
+
+def _unfused_arguments(work: Workload, own: int | None) -> int:
+    """Scaled queries; keys and values, repeated where several queries share them. own: bytes of q, k and v, if copies."""
+    q, k = work.query_bytes, work.key_bytes
+    if q > k and work.samples * work.model.query_groups > work.tp:
+        return 3 * q
+    if own:
+        return q + 2 * k
+    turned = k if work.model.position_embedding_type == "rope" else 0
+    return q + turned + (q + 2 * k)

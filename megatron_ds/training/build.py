@@ -110,7 +110,7 @@ def _build_stage(config: RunConfig, mesh: Mesh, index: int, modules: list[nn.Mod
                  plan: RunPlan) -> Stage:
     gathering, is_last = optimizer.gathering_of(index), index == plan.shape.num_stages - 1
     return Stage(index, modules, is_first=index == 0, is_last=is_last,
-                 loss=_loss_function(config, mesh.group("tp")) if is_last else None,
+                 loss=loss_function(config, mesh.group("tp")) if is_last else None,
                  enter=gathering and gathering.enter, leave=gathering and gathering.leave,
                  complete=gathering and gathering.close)
 
@@ -173,6 +173,6 @@ def _build_executor(config: RunConfig, mesh: Mesh, stages: dict[int, Stage], opt
                Op.GATHER: optimizer.pin, Op.RELEASE: optimizer.unpin})
 
 
-def _loss_function(config: RunConfig, tp) -> Callable:
+def loss_function(config: RunConfig, tp) -> Callable:
     return partial(gpt_loss, tp=tp, vocab_size=config.model.vocab_size, label_smoothing=config.train.label_smoothing,
                    per_token=config.train.calculate_per_token_loss)

@@ -155,7 +155,7 @@ class JsonLines:
         path = cls._path(config)
         if path is None:
             return
-        _check_folder("--metrics-path", path.parent)
+        check_folder("--metrics-path", path.parent)
         if path.exists() and not path.is_file():
             raise ConfigError(f"--metrics-path {path} is not a file. Name a file, such as {path}/metrics.jsonl.")
         with path.open("rb") if path.exists() else io.BytesIO() as file:
@@ -210,7 +210,7 @@ class TensorBoard:
     @classmethod
     def check(cls, config: RunConfig) -> None:
         if config.logging.tensorboard_dir:
-            _check_folder("--tensorboard-dir", Path(config.logging.tensorboard_dir))
+            check_folder("--tensorboard-dir", Path(config.logging.tensorboard_dir))
 
     def train(self, record: TrainRecord) -> None:
         for tag, field in self.TRAIN_TAGS.items():
@@ -231,7 +231,7 @@ class TensorBoard:
         self.writer.close()
 
 
-def _check_folder(flag: str, folder: Path) -> None:
+def check_folder(flag: str, folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

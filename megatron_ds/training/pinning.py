@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from ..config import RunConfig
 from ..mpu.collectives import all_gather_object
 from ..mpu.mesh import Mesh
-from ..pipeline.instruction import Op, Program
+from ..pipeline.instruction import Program
 from ..zero.buffer_pool import UNDER_WAY
 from ..zero.optimizer import ZeroOptimizer
 from ..zero.pinning import PinBudget, PinDecision, decide_pinning, gradient_buffers
-from .activations import activation_allowance
+from .activations import at_work, kept_by_stage, most_kept, workload_of
 from .device_memory import free_memory
 
 
@@ -54,36 +54,15 @@ def _budget(config: RunConfig, mesh: Mesh, memory: int, optimizer: ZeroOptimizer
     layers = Counter()
     for unit, layer in owner.items():
         layers[layer] += unit.numel
-    live = peak_live_of_stages(program)
-    activations = sum(_activations(config, mesh, kinds[stage], live[stage]) for stage in kinds)
+    work, train = workload_of(config, mesh.device.type), config.train
+    recompute, recomputed = train.recompute_granularity, train.recompute_num_layers
+    kept = {stage: kept_by_stage(work, layers, recompute, recomputed) for stage, layers in kinds.items()}
+    activations = most_kept(program, kept) + max(at_work(work, layers, recompute) for layers in kinds.values())
     held = sum(count for place, count in places.items()
                if place == "device" or place == "cpu" and mesh.device.type == "cpu")
     gradients = gradient_buffers(list(layers.values()), UNDER_WAY, kept_whole=zero.zero_accumulate == "full",
                                  gradient_bytes=4 if config.optimizer.gradient_dtype == "float32" else 2)
     return PinBudget(memory, held, gradients, activations, sum(unit.nbytes for unit in owner))
-
-
-def peak_live_of_stages(program: Program) -> dict[int, int]:
-    """Stage → the most micro-batches of it whose activations are kept at once: from F to B, or to W."""
-    now, peak = Counter(), Counter()
-    for i in program:
-        if i.op is Op.F:
-            now[i.stage] += 1
-            peak[i.stage] = max(peak[i.stage], now[i.stage])
-        elif i.op in (Op.B, Op.W):
-            now[i.stage] -= 1
-    return dict(peak)
-
-
-def _activations(config: RunConfig, mesh: Mesh, kinds: Sequence[str], live: int) -> int:
-    """Allowance for those of one stage."""
-    train, blocks = config.train, kinds.count("block")
-    recomputed = min(train.recompute_num_layers or blocks, blocks) if train.recompute_granularity else 0
-    return activation_allowance(
-        config.model, micro_batch=train.micro_batch_size, tp=mesh.size("tp"),
-        sequence_parallel=config.parallel.sequence_parallel, recompute=train.recompute_granularity, recomputed=recomputed,
-        blocks=blocks, has_head="head" in kinds, live=live, itemsize=4 if config.optimizer.params_dtype == "float32" else 2,
-        vocab_size=config.model.padded_vocab_size(mesh.size("tp")))
 
 
 def pinning_text(decision: PinDecision) -> str:

@@ -52,12 +52,14 @@ class RunPlan:
     bounds       stage i holds layers [bounds[i], bounds[i + 1])
     layer_costs  what the cut was made by
     shape        of the pipeline
+    kinds        of the layers, as `models.Layer.kind` has them
     """
 
     layer_names: tuple[str, ...]
     bounds: tuple[int, ...]
     layer_costs: tuple[LayerCost, ...]
     shape: PipelineShape
+    kinds: tuple[str, ...] = ()
 
     def slice_of(self, stage: int) -> slice:
         """The stage's part of the list of layers."""
@@ -102,7 +104,7 @@ def plan_run(config: RunConfig, layers: Sequence[Layer], costs: Mapping[str, Lay
     found = costs or layer_costs(config, layers)
     of_layers = tuple(found[kind] for kind in kinds)
     bounds = _cut(config, kinds, [cost.total for cost in of_layers], shape.num_stages)
-    return RunPlan(tuple(layer.name for layer in layers), bounds, of_layers, shape)
+    return RunPlan(tuple(layer.name for layer in layers), bounds, of_layers, shape, tuple(kinds))
 
 
 def _cut(config: RunConfig, kinds: list[str], costs: Sequence[float], stages: int) -> tuple[int, ...]:
@@ -118,7 +120,7 @@ def plan_schedule(config: RunConfig, num_microbatches: int, pinned: bool = False
     pinned: stages are gathered once (ZeRO 3).  costs: of the stages, for schedules that look at them
     """
     shape, zero = pipeline_shape(config), config.zero
-    schedule = _order(config, shape, num_microbatches, costs)
+    schedule = order(config, shape, num_microbatches, costs)
     ends = (0, shape.num_stages - 1)
     apart = shape.placement[ends[0]] != shape.placement[ends[1]]        # on one rank they share the parameter itself
     tied = ends if apart and not config.model.untie_embeddings_and_output_weights else ()
@@ -126,7 +128,7 @@ def plan_schedule(config: RunConfig, num_microbatches: int, pinned: bool = False
                         reduce_each=zero.stage >= 2 and zero.zero_accumulate == "sharded")
 
 
-def _order(config: RunConfig, shape: PipelineShape, num_microbatches: int, costs: StageCosts | None = None) -> Schedule:
+def order(config: RunConfig, shape: PipelineShape, num_microbatches: int, costs: StageCosts | None = None) -> Schedule:
     """F, B, I and W as the registered function orders them."""
     options = {}
     if shape.schedule == "zb-auto":
@@ -152,7 +154,7 @@ def schedule_problems(config: RunConfig) -> list[str]:
         shape = pipeline_shape(config)
         fewest = [config.microbatches(size) for size in (config.train.rampup_batch_size or ())[:1]]
         for num_microbatches in {microbatches_of(config), *fewest}:
-            _order(config, shape, num_microbatches)
+            order(config, shape, num_microbatches)
     except MegatronDSError as error:
         return [str(error)]
     return []

@@ -1,6 +1,7 @@
 """From a command line to a trained model: the order in which a run comes to life.
 
     parse and check the config        no process group yet: every error of the user's is told here, once, exit code 2
+    --dry-run                         say the plan, and end
     launch                            torchrun, Slurm, Open MPI or one rank
     tokenizer, data, engine           then the checkpoint, if there is one
     train                             exit code 0 also after SIGTERM, SIGUSR1 and the first Ctrl-C
@@ -11,24 +12,28 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
 from ..checkpoint.save import check_writable
 from ..config import RunConfig, Source, parse
 from ..config.guard import main_guard
+from ..config.launched import rank_in
 from ..data.datasets import build_datasets
 from ..data.sampler import ORDERS
 from ..data.tokenizers import TOKENIZERS, build_tokenizer
 from ..errors import DeviceMemoryError
 from ..models import MODELS
 from ..mpu import launch as launching
+from ..mpu.launch import Launch
 from ..mpu.mesh import Mesh
 from ..optim import OPTIMIZERS
 from ..pipeline.schedules import SCHEDULES
 from .build import build_engine
+from .dry_run import dry_run, names_its_world
 from .join import joined
-from .log import Log, check_log, open_log
+from .log import Log, check_folder, check_log, open_log
 from .persist import describe_run, load_run
 from .plan import RULES
 from .samples import build_loaders, wanted_samples
@@ -49,10 +54,12 @@ def pretrain(argv: Sequence[str] | None = None) -> int:
 
 def _pretrain(argv) -> int:
     started = time.monotonic()
-    launch = launching.read_launch(os.environ)
-    _set_up_logging(launch.rank)
     argv = sys.argv[1:] if argv is None else list(argv)
+    launch = Launch(rank_in(os.environ)) if names_its_world(argv) else launching.read_launch(os.environ)
+    _set_up_logging(launch.rank)
     config = parse(argv, world_size=launch.world_size, env=os.environ, known=KNOWN_NAMES, rules=RULES)
+    if config.plan.is_dry:
+        return dry_run(config, launch)
     with joined(config, launch) as mesh:
         try:
             reason = train(config, mesh, launch.source, started)
@@ -96,6 +103,8 @@ def _check_outputs(config: RunConfig, rank: int) -> None:
     """Where the run will write, hours from now, can be written to."""
     if config.checkpoint.save:
         check_writable(config.checkpoint.save)
+    if config.logging.trace:
+        check_folder("--trace", Path(config.logging.trace))
     if rank == 0:
         check_log(config)
 

@@ -7,6 +7,7 @@ from ..config.dump import report_non_default
 from ..mpu.mesh import Mesh
 from ..pipeline.draw import draw
 from ..pipeline.simulate import simulate
+from .activations import kept_by_stage, most_kept, workload_of
 from .build import Engine
 from .plan import RunPlan, microbatches_of, plan_schedule
 
@@ -27,8 +28,19 @@ def describe(engine: Engine, launch_source: str) -> str:
 def _memory(engine: Engine) -> str:
     held = engine.optimizer.memory()
     kinds = {field.name: getattr(held, field.name) for field in fields(held)}
-    words = ", ".join(f"{name} {count / 2**20:.1f}" for name, count in kinds.items() if count)
+    words = ", ".join(f"{name} {count / 2**20:.1f}" for name, count in (kinds | _activations(engine)).items() if count)
     return f"memory of rank 0 for {sum(p.numel() for p in engine.parameters):,} parameters (MiB): {words}"
+
+
+def _activations(engine: Engine) -> dict[str, int]:
+    """What the micro-batches of a full batch keep at the worst moment, as --dry-run says it."""
+    config, train = engine.config, engine.config.train
+    work = workload_of(config, engine.mesh.device.type)
+    program = plan_schedule(config, microbatches_of(config), engine.pinned, engine.plan.stage_costs())
+    layers = {stage: engine.plan.kinds[engine.plan.slice_of(stage)] for stage in engine.stages}
+    kept = {stage: kept_by_stage(work, kinds, train.recompute_granularity, train.recompute_num_layers)
+            for stage, kinds in layers.items()}
+    return {"activations": most_kept(program[engine.mesh.coordinate("pp")], kept)}
 
 
 def _grid(mesh: Mesh, launch_source: str) -> str:

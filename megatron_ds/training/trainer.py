@@ -20,6 +20,7 @@ from .log import EvalRecord, Log, TrainRecord
 from .persist import save_run
 from .signals import StopRequest
 from .step import StepOutcome, train_step
+from .tracer import Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ class Trainer:
         self.batch_size = make_batch_size(config)
         self.started = started or time.monotonic()
         self.stop = StopRequest()
+        self.tracer = Tracer(engine)
         self.history: list[StepOutcome] = []       # of every step of this process
         self.saved_step = progress.step if config.checkpoint.load else -1
         self._validated_step = -1
@@ -101,8 +103,9 @@ class Trainer:
         size = self.batch_size(before)
         batch = self.loaders.train.batch(before.samples, size, data.rank, data.size).to(mesh.device)
         data_seconds = time.perf_counter() - begin
-        outcome = train_step(self.engine, batch, before, learning_rate=self.learning_rate(before),
-                             weight_decay=self.weight_decay(before), stop=self._wants_to_stop())
+        with self.tracer.step():
+            outcome = train_step(self.engine, batch, before, learning_rate=self.learning_rate(before),
+                                 weight_decay=self.weight_decay(before), stop=self._wants_to_stop())
         self.progress = before.after(size, size * batch.seq_length, skipped=outcome.skipped,
                                      nan=not math.isfinite(outcome.loss))
         self.history.append(outcome)

@@ -15,9 +15,9 @@ cycle begins or in `finish`. Armed before each micro-batch, gradients live only 
 whole buffers are kept from the first micro-batch to the last and reduced once: fewer bytes travel, more are held.
 
 Note: any order of contributions is right. A sum does not care to which cycle a contribution is counted: one that arrives
-before its cycle is armed, or after its bucket was reduced (the input half of a split backward), lies in a borrowed buffer
-until the bucket's next turn. A parameter without a contribution on some rank adds zero there, and holds up nobody: all ranks
-reduce the same buckets in the same order whatever they received.
+before its cycle is armed, or after its bucket was reduced, lies in a borrowed buffer until the bucket's next turn.
+A parameter without a contribution on some rank adds zero there, and holds up nobody: all ranks reduce the same buckets in the
+same order whatever they received.
 """
 
 from collections.abc import Sequence

@@ -291,10 +291,11 @@ class ZeroOptimizer:
         """
         gathers = count_gathers(self._gathering, moments or in_turn(self._gathering, microbatches, pinned))
         itemsize = self._sets[0].parameters[0].dtype.itemsize if self._sets else 0
-        return predict_traffic([s.plan for s in self._sets], [s.store.ranks for s in self._sets],
+        sent = predict_traffic([s.plan for s in self._sets], [s.store.ranks for s in self._sets],
                                [[gathers[unit] for unit in s.store.units] if s.plan.units else [] for s in self._sets],
                                microbatches=microbatches, reduce_each=reduce_each, parameter_bytes=itemsize,
                                gradient_bytes=self._communication.dtype.itemsize)
+        return Counter({(operation, axes): count for (operation, axes, _), count in sent.bytes.items()})
 
     @property
     def working_bytes(self) -> int:

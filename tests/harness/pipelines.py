@@ -5,7 +5,6 @@ Legend: b samples, s positions, h hidden, v vocabulary; hidden states [s, b, h].
 
 import queue
 from collections import defaultdict, deque
-from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
@@ -14,7 +13,7 @@ from torch import nn
 from megatron_ds.data.batch import Batch
 from megatron_ds.mpu.channels import Channels
 from megatron_ds.pipeline.executor import Executor
-from megatron_ds.pipeline.instruction import Op
+from megatron_ds.pipeline.instruction import Instruction, Op
 from megatron_ds.pipeline.passes import lower
 from megatron_ds.pipeline.stage import Stage
 from tests.harness.threads import run_ranks
@@ -144,8 +143,8 @@ def _split_program(program, delay):
         if i.op is not Op.B:
             split.append(i)
             continue
-        split.append(replace(i, op=Op.I))
-        late[i.stage].append(replace(i, op=Op.W))
+        split.append(Instruction(Op.I, i.stage, i.microbatch))
+        late[i.stage].append(Instruction(Op.W, i.stage, i.microbatch))
         if len(late[i.stage]) > delay:
             split.append(late[i.stage].popleft())
     return (*split, *(w for stage in late for w in late[stage]))

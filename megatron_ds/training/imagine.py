@@ -1,0 +1,104 @@
+"""The stages of a run on the meta device: real modules with shapes and no values, among peers that are only imagined.
+
+Every stage is built. One of each sort runs a micro-batch forward and backward, through the layers' own code, so what does not
+fit is found as a launch would find it; what its tensor-parallel group sends is counted, as it is in a run.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ..config import RunConfig
+from ..data.batch import Batch
+from ..errors import LayoutError
+from ..models import build_stages, count_uses
+from ..mpu.mesh import Mesh
+from ..mpu.traffic import Traffic
+from ..pipeline.instruction import Op, Schedule
+from ..pipeline.stage import Stage
+from .build import DTYPES, loss_function
+from .plan import RunPlan
+
+
+@dataclass(frozen=True)
+class ImaginedStage:
+    """traffic: of one micro-batch, forward and backward.  ran: itself, not another one of its sort."""
+
+    index: int
+    names: tuple[str, ...]
+    kinds: tuple[str, ...]
+    modules: nn.ModuleList
+    uses: Counter[nn.Parameter]
+    traffic: Traffic
+    ran: bool
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Each once, in forward order."""
+        return list(self.uses)
+
+
+def imagine_stages(config: RunConfig, mesh: Mesh, plan: RunPlan, layers: Sequence, schedule: Schedule) -> list[ImaginedStage]:
+    """All stages of the model, as `mesh`'s tensor-parallel rank would hold them; its own run themselves.
+
+    Raises LayoutError where a stage gives another shape than the next one expects.
+    """
+    shape, ran, stages = plan.shape, {}, []
+    split = {i.stage for program in schedule for i in program if i.op is Op.W}
+    for pp_rank in range(shape.size):
+        built = build_stages({stage: layers[plan.slice_of(stage)] for stage in shape.stages_of(pp_rank)})
+        for index, modules in built.items():
+            kinds, uses = tuple(layer.kind for layer in layers[plan.slice_of(index)]), count_uses(modules)
+            sort = kinds, tuple((tuple(p.shape), count) for p, count in uses.items()), index in split
+            runs = sort not in ran or pp_rank == mesh.coordinate("pp")
+            if runs:
+                ran[sort] = _run(config, mesh, modules, index, shape.num_stages, index in split)
+            stages.append(ImaginedStage(index, plan.stage_names(index), kinds, modules, uses, ran[sort], runs))
+    return sorted(stages, key=lambda stage: stage.index)
+
+
+def boundary_shape(config: RunConfig) -> tuple[int, int, int]:
+    """Of the hidden states between stages: [s(/t), b, h]."""
+    split = config.parallel.tensor_model_parallel_size if config.parallel.sequence_parallel else 1
+    return config.model.seq_length // split, config.train.micro_batch_size, config.model.hidden_size
+
+
+def _run(config: RunConfig, mesh: Mesh, modules: nn.ModuleList, index: int, num_stages: int, split: bool) -> Traffic:
+    """A micro-batch forward and backward, in halves where the schedule splits it; what it sent."""
+    first, last = index == 0, index == num_stages - 1
+    stage = Stage(index, list(modules), is_first=first, is_last=last,
+                  loss=loss_function(config, mesh.group("tp")) if last else None)
+    between = torch.empty(boundary_shape(config), dtype=DTYPES[config.optimizer.params_dtype], device="meta")
+    mesh.traffic.clear()
+    output = stage.forward(0, _batch(config), None if first else between, 1.0)
+    if not last:
+        _check(f"stage {index} hands on", output, between)
+    gradient = (stage.backward_input if split else stage.backward)(0, None if last else between)
+    if split:
+        stage.backward_weights(0)
+    if not first:
+        _check(f"stage {index} hands back", gradient, between)
+    stage.check_empty()
+    for parameter in modules.parameters():
+        parameter.grad = None
+    sent = Traffic()
+    sent.add_all(mesh.traffic)
+    mesh.traffic.clear()
+    return sent
+
+
+def _batch(config: RunConfig) -> Batch:
+    b, s = config.train.micro_batch_size, config.model.seq_length
+    numbers = torch.empty(b, s, dtype=torch.int64, device="meta")
+    positions = torch.empty(s, dtype=torch.int64, device="meta").expand(b, s)
+    return Batch(numbers, numbers, torch.empty(b, s, device="meta"), positions, tuple(range(b)))
+
+
+def _check(what: str, tensor: torch.Tensor, expected: torch.Tensor) -> None:
+    if tensor.shape != expected.shape or tensor.dtype != expected.dtype:
+        raise LayoutError(f"{what} {list(tensor.shape)} of {tensor.dtype}, but {list(expected.shape)} of {expected.dtype} is "
+                          "what travels between stages. A layer changes the shape or the dtype of the hidden states; it must "
+                          "return what it was given.")

@@ -1,0 +1,142 @@
+"""`WorldPlan`: what follows from a config for all its ranks; what `--dry-run` shows.
+
+A launch would meet the same errors: the rules over the configuration have spoken before (`config.parse`), the cut and the
+schedule speak here, and the layers themselves when they are built and run on the meta device.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from ..config import RunConfig, Source
+from ..data.tokenizers import build_tokenizer
+from ..errors import ConfigError, DataError
+from ..mpu.grid import Grid
+from ..mpu.imagined import imagined_mesh
+from ..mpu.traffic import RING_FACTOR
+from ..pipeline.costs import StageCosts
+from ..pipeline.instruction import Schedule
+from ..pipeline.passes import COMPUTE
+from ..pipeline.simulate import Simulation, simulate
+from .build import describe_layers
+from .flops import attention_flops, layer_flops
+from .imagine import ImaginedStage, imagine_stages
+from .layer_costs import layer_costs
+from .plan import RunPlan, microbatches_of, plan_run, plan_schedule
+from .rank_plan import RankPlan, place_of, plan_rank
+
+
+@dataclass(frozen=True)
+class WorldPlan:
+    """What follows from a config for all its ranks.
+
+    rank      the one that was asked for
+    device    kind of devices that activations are counted for
+    schedule  lowered, for a full batch
+    costs     of the stages, in FLOPs
+    stages    of the whole model, as the tensor-parallel rank of `rank` holds them
+    """
+
+    config: RunConfig
+    grid: Grid
+    rank: int
+    device: str
+    run: RunPlan
+    costs: StageCosts
+    microbatches: int
+    pinned: bool
+    schedule: Schedule
+    stages: tuple[ImaginedStage, ...]
+
+    @cached_property
+    def computations(self) -> Schedule:
+        """The schedule without transfers."""
+        return tuple(tuple(i for i in program if i.op in COMPUTE) for program in self.schedule)
+
+    def stages_of(self, pp_rank: int) -> list[ImaginedStage]:
+        return [self.stages[index] for index in self.run.shape.stages_of(pp_rank)]
+
+    def rank_plan(self, rank: int) -> RankPlan:
+        place = place_of(self.config, self.grid, rank, self.run.shape.placement)
+        pp = place.at["pp"]
+        return plan_rank(self.config, place, self.stages_of(pp), self.schedule[pp], self.microbatches, self.device)
+
+    @cached_property
+    def pipeline_ranks(self) -> tuple[RankPlan, ...]:
+        """One rank of each pipeline position: the first, whose shards are never smaller than the others'."""
+        return tuple(self.rank_plan(self.grid.rank_of(pp=pp)) for pp in range(self.grid.pp))
+
+    @property
+    def worst(self) -> RankPlan:
+        """The rank that needs the most memory."""
+        return max(self.pipeline_ranks, key=lambda plan: plan.peak)
+
+    @property
+    def busiest(self) -> RankPlan:
+        """The rank that sends the most, if every collective is a ring."""
+        return max(self.pipeline_ranks, key=wire_bytes)
+
+    @cached_property
+    def simulation(self) -> Simulation:
+        """With time in FLOPs, transfers free."""
+        return simulate(self.computations, self.costs.of)
+
+    @cached_property
+    def parameters(self) -> int:
+        """Of the model: true shapes, tied weights once."""
+        shapes = {p.spec.name: p.spec.numel for stage in self.stages for p in stage.parameters}
+        return sum(shapes.values())
+
+    @cached_property
+    def again_flops(self) -> float:
+        """What all layers compute again in the backward of one sequence."""
+        return sum(recomputed_flops(self.config, stage.kinds) for stage in self.stages)
+
+
+def plan_world(config: RunConfig, rank: int = 0, device: str = "cuda") -> WorldPlan:
+    """config: with the size of the vocabulary. Raises what a launch would raise."""
+    p = config.parallel
+    grid = Grid.fit(config.world_size, tp=p.tensor_model_parallel_size, cp=p.context_parallel_size,
+                    ep=p.expert_model_parallel_size, pp=p.pipeline_model_parallel_size, order=p.rank_order)
+    if not 0 <= rank < grid.world_size:
+        raise ConfigError(f"--rank {rank} is not one of {grid.world_size} ranks. Use 0 to {grid.world_size - 1}, or a larger "
+                          "--world-size.")
+    mesh = imagined_mesh(grid, rank)
+    layers = describe_layers(config, mesh)
+    by_flops = config.with_values({"parallel.pipeline_cut": "flops"}, Source("derived", "the plan"))
+    flops = layer_costs(by_flops, layers)
+    run = plan_run(by_flops if config.parallel.pipeline_cut == "measured" else config, layers)
+    microbatches = microbatches_of(config)
+    mesh.place_stages(run.shape.placement)
+    pinned = config.zero.stage == 3 and config.zero.zero3_pin_stage == "on"
+    schedule = plan_schedule(config, microbatches, pinned, run.stage_costs())
+    costs = replace(run, layer_costs=tuple(flops[layer.kind] for layer in layers)).stage_costs()
+    stages = imagine_stages(config, mesh, run, layers, schedule)
+    return WorldPlan(config, grid, rank, device, run, costs, microbatches, pinned, schedule, tuple(stages))
+
+
+def with_vocabulary(config: RunConfig) -> tuple[RunConfig, list[str]]:
+    """(the config with the size of the vocabulary, what was not checked for want of files).
+
+    The tokenizer says it, as in a run; where its files are not on this machine, --vocab-size does.
+    """
+    try:
+        tokenizer = build_tokenizer(config.data, config.model)
+    except (ConfigError, DataError, ImportError, OSError) as problem:
+        if config.model.vocab_size is None:
+            raise ConfigError(f"{problem} For a plan the size of the vocabulary is enough: --vocab-size N.") from problem
+        what = str(problem).rstrip(".") if config.data.tokenizer_type else "none is named yet"
+        return config, [f"the tokenizer: {what}; its vocabulary is taken to be --vocab-size {config.model.vocab_size}"]
+    return config.with_values({"model.vocab_size": tokenizer.vocab_size}, Source("derived", "the tokenizer")), []
+
+
+def recomputed_flops(config: RunConfig, kinds: Sequence[str]) -> float:
+    """FLOPs of one sequence that the backward of a stage computes again."""
+    train, model, s = config.train, config.model, config.model.seq_length
+    again = {None: 0.0, "full": layer_flops(model, "block", s, 0) / 3, "selective": attention_flops(model, s) / 3}
+    blocks = kinds.count("block")
+    return min(blocks, train.recompute_num_layers or blocks) * again[train.recompute_granularity]
+
+
+def wire_bytes(plan: RankPlan) -> float:
+    return sum(count * RING_FACTOR[op](n) for (op, _, n), count in plan.traffic.bytes.items())

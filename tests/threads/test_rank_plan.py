@@ -1,0 +1,67 @@
+"""What a dry run says of every rank, against real ranks that train: traffic call for call and byte for byte, state to the
+byte."""
+
+import pytest
+import torch
+
+from megatron_ds.config import parse
+from megatron_ds.mpu.grid import Grid
+from megatron_ds.mpu.mesh import Mesh
+from megatron_ds.pipeline.schedules import SCHEDULES
+from megatron_ds.training.compare import parse_layout, random_samples, train_layout
+from megatron_ds.training.world_plan import plan_world
+from tests.harness.threads import run_ranks
+from tools.compare_layouts import SEQ_LENGTH, VOCAB, tiny_job
+
+LAYERS, BATCH, STEPS = 4, 12, 2
+LAYOUTS = [
+    "tp=2", "tp=2,sp=1", "pp=3,dp=2", "dp=3,mbs=2", "tp=2,pp=2,dp=2,sp=1,zero=1", "tp=2,sp=1,pp=2,dp=2,zero=2",
+    "tp=2,sp=1,pp=2,dp=2,zero=3", "pp=2,dp=2,zero=3,pin=on", "dp=4,zero=3,hpz=2", "dp=2,zero=2,accumulate=full,comm=bf16",
+    "tp=2,pp=2,recompute=full", "tp=2,sp=1,recompute=selective,zero=3,dp=2", "pp=2,dp=2,zero=3,bucket=1000,prefetch=0",
+    "tp=2,dp=2,zero=3,persist=0,accumulate=full", "pp=4,schedule=gpipe,zero=1,dp=2,layout=E|t|t*3|L", "dp=2,zero=1,grads=bf16",
+]
+
+
+def run(job: list[str], layout: str):
+    """(config, per rank what its mesh counted in a step, per rank the engine's state)."""
+    request = parse_layout(layout, mbs="1")
+    config = parse([*job, *request.flags], world_size=request.world_size)
+    p = config.parallel
+    grid = Grid.fit(request.world_size, tp=p.tensor_model_parallel_size, pp=p.pipeline_model_parallel_size, order=p.rank_order)
+    samples = random_samples(4 * BATCH, SEQ_LENGTH, VOCAB, seed=1)
+
+    def main(rank, world):
+        mesh, engines = Mesh(grid, rank, world.connect, torch.device("cpu")), []
+
+        def watch(engine):
+            engines.append(engine)
+            mesh.traffic.clear()
+
+        train_layout(config, mesh, STEPS, samples, watch=watch)
+        return mesh.traffic, engines[0]
+
+    return config, run_ranks(request.world_size, main)
+
+
+def check(job: list[str], layout: str) -> None:
+    config, ranks = run(job, layout)
+    for rank, (traffic, engine) in enumerate(ranks):
+        plan = plan_world(config, rank, "cpu").rank_plan(rank)
+        assert {key: STEPS * count for key, count in plan.traffic.bytes.items()} == dict(traffic.bytes)
+        assert {key: STEPS * count for key, count in plan.traffic.calls.items()} == dict(traffic.calls)
+        assert plan.state == engine.optimizer.memory()
+        assert plan.parameters == sum(p.numel() for p in engine.parameters)
+
+
+@pytest.mark.parametrize("number, layout", list(enumerate(LAYOUTS)), ids=str)
+def test_every_rank_sends_and_holds_what_was_planned(number, layout):
+    """GPT-2 style in fp32, tied, and Llama style in bf16, untied, in turns."""
+    style = ("llama", "bf16", True, 0.0) if number % 2 or "16" in layout else ("gpt2", "fp32", False, 0.1)
+    check(tiny_job(*style, LAYERS, BATCH, STEPS), layout)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES.names())
+@pytest.mark.parametrize("zero", [0, 2, 3])
+def test_so_it_does_under_every_schedule(schedule, zero):
+    ranks = "tp=2,sp=1,pp=2" if zero == 0 else "dp=2,pp=2"
+    check(tiny_job("gpt2", "fp32", False, 0.0, LAYERS, BATCH, STEPS), f"{ranks},zero={zero},schedule={schedule}")
