@@ -7,6 +7,8 @@ case with the most pairs that no case had before.
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
+
 Case = Mapping[str, object]
 
 
@@ -22,19 +24,28 @@ def cover_pairs(cases: Sequence[Case], cost: Callable[[Case], float] = lambda ca
 
     cost: what a case takes; cheap ones are preferred where there is a choice. Deterministic: of equally good cases the first.
     """
-    numbers: dict[tuple, int] = {}
-    masks = [_mask(case, numbers) for case in cases]
-    missing = (1 << len(numbers)) - 1
+    pairs = _pairs([*cases, *chosen])                                # [cases + chosen, pairs of options]
+    missing = np.zeros(pairs.max() + 1, dtype=bool)
+    missing[pairs[:len(cases)]] = True
+    missing[pairs[len(cases):]] = False
+    pairs, costs = pairs[:len(cases)], np.array([cost(case) for case in cases])
     result = list(chosen)
-    for case in chosen:
-        missing &= ~_mask(case, numbers)
-    while missing:
-        best = max(range(len(cases)), key=lambda i: ((masks[i] & missing).bit_count(), -cost(cases[i])))  # noqa: B023
+    while missing.any():
+        gained = missing[pairs].sum(1)
+        best = int(np.argmax(np.where(gained == gained.max(), -costs, -np.inf)))
         result.append(cases[best])
-        missing &= ~masks[best]
+        missing[pairs[best]] = False
     return result
 
 
-def _mask(case: Case, numbers: dict[tuple, int]) -> int:
-    """The case's pairs as bits; `numbers` gives each pair its bit."""
-    return sum(1 << numbers.setdefault(pair, len(numbers)) for pair in itertools.combinations(case.items(), 2))
+def _pairs(cases: Sequence[Case]) -> np.ndarray:
+    """The number of each pair of values, for each case and each pair of options."""
+    columns = []
+    for option in cases[0]:
+        numbers: dict = {}
+        columns.append(np.array([numbers.setdefault(case[option], len(numbers)) for case in cases]))
+    found, end = [], 0
+    for a, b in itertools.combinations(columns, 2):
+        found.append(end + a * (b.max() + 1) + b)
+        end += (a.max() + 1) * (b.max() + 1)
+    return np.stack(found, axis=1)

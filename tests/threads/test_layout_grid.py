@@ -8,6 +8,7 @@ tolerance is that of rounding; `make test-all` takes the whole product. Every ca
 import math
 import os
 import tempfile
+from functools import cache
 
 import pytest
 import torch
@@ -45,6 +46,7 @@ def is_legal(case) -> bool:
             and (case["zero"] > 0 or case.get("offload", "none") == "none"))
 
 
+@cache
 def sampled_cases() -> list[dict]:
     cases = legal_cases(SAMPLED, is_legal)
     exact = cover_pairs([case for case in cases if case["dtype"] == "fp32"], cost=ranks)
