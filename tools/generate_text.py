@@ -24,7 +24,7 @@ from megatron_ds.mpu import launch as launching
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.mpu.transport import connect_torch
-from megatron_ds.training.build import DTYPES
+from megatron_ds.training.dtypes import DTYPES
 
 
 def parse_arguments(argv=None) -> argparse.Namespace:

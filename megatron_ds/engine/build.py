@@ -12,7 +12,8 @@ from ..errors import ConfigError
 from ..mpu.customer import DataParallelWorld, join_world
 from ..mpu.group import solo
 from ..optim import OPTIMIZERS
-from ..training.build import DTYPES, bucket_elements
+from ..training.build import bucket_elements
+from ..training.dtypes import DTYPES
 from ..training.offloading import make_offload
 from ..training.together import together
 from ..zero.optimizer import DataGroups, LayerPlan, ZeroOptimizer

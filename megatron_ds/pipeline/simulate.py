@@ -115,19 +115,3 @@ def _peak(program, grows: Callable[[Instruction], bool], shrinks: Callable[[Inst
         peak = max(peak, live)
         live -= shrinks(i)
     return peak
-
-
-def _row(program, starts, ends, unit: float) -> list[str]:
-    stages = sorted({i.stage for i in program})
-    row: list[str] = []
-    for i, start, end in zip(program, starts, ends):
-        if i.op in COMPUTE:
-            first, stop = round(start / unit), max(round(end / unit), round(start / unit) + 1)
-            row += ["."] * (first - len(row))
-            row.append(f"{i.op}{i.microbatch}" + "'" * stages.index(i.stage))
-            row += ["-"] * (stop - first - 1)
-    return row
-
-
-def _cell(text: str, width: int) -> str:
-    return text * width if text in (".", "-") else text.ljust(width)

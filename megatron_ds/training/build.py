@@ -26,13 +26,12 @@ from ..zero.policy import HIERARCHICAL, STAGES
 from ..zero.scaler import make_scaler
 from ..zero.sets import SHARED
 from .allocator import keep_freed_memory
+from .dtypes import DTYPES
 from .layer_timing import measured_costs
 from .offloading import make_offload
 from .pinning import agree_on_pinning, is_automatic, memory_of_rank, pinning_text
 from .plan import RunPlan, microbatches_of, moments_of, plan_run, plan_schedule
 from .together import together
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def describe_layers(config: RunConfig, mesh: Mesh) -> list:

@@ -19,7 +19,8 @@ from ..mpu.mesh import Mesh
 from ..mpu.traffic import Traffic
 from ..pipeline.instruction import Op, Schedule
 from ..pipeline.stage import Stage
-from .build import DTYPES, loss_function
+from .build import loss_function
+from .dtypes import DTYPES
 from .plan import RunPlan
 
 

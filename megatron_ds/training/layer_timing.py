@@ -25,6 +25,7 @@ from ..mpu.collectives import all_gather_object
 from ..mpu.group import Group
 from ..mpu.mesh import Mesh
 from ..tensor_parallel.init import initialize
+from .dtypes import DTYPES
 from .layer_costs import LayerCost
 from .together import together
 
@@ -79,8 +80,6 @@ def write_costs(path: Path, what: dict, costs: dict[str, LayerCost]) -> None:
 
 def time_layers(config: RunConfig, tp: Group, device: torch.device) -> dict[str, LayerCost]:
     """{kind of layer: seconds of one micro-batch} on this rank. Collective over `tp`."""
-    from .build import DTYPES
-
     model, train = config.model, config.train
     dtype = DTYPES[config.optimizer.params_dtype]
     layers = MODELS[model.model](

@@ -31,7 +31,8 @@ from ..zero.policy import policy_of
 from ..zero.sets import SHARED, Fact, SetPlan, plan_sets
 from ..zero.traffic import CountedUnit, foresee_gathers, predict_traffic
 from .activations import at_work, kept_by_stage, most_kept, workload_of
-from .build import DTYPES, bucket_elements
+from .build import bucket_elements
+from .dtypes import DTYPES
 from .imagine import ImaginedStage, boundary_shape
 from .plan import moments_of
 

@@ -19,7 +19,8 @@ from megatron_ds.ops import product
 from megatron_ds.pipeline.stage import Stage
 from megatron_ds.training import activations
 from megatron_ds.training.activations import Workload, kept_by_layer, kept_by_stage
-from megatron_ds.training.build import DTYPES, build_engine
+from megatron_ds.training.build import build_engine
+from megatron_ds.training.dtypes import DTYPES
 from megatron_ds.training.world_plan import plan_world
 from tests.harness.alive_bytes import AliveBytes
 from tests.harness.covering import cover_pairs, legal_cases
