@@ -2,14 +2,14 @@
 # Raw text → tokenizer → dataset → GPT on 4 CPU ranks (TP 2 × PP 2) → checkpoint → resume as TP 1 × PP 2 × DP 2 → text.
 #
 #   bash examples/gpt_tiny_cpu.sh [FOLDER]      everything is written below FOLDER (default: quickstart)
-#   STEPS=100 bash examples/gpt_tiny_cpu.sh     for the hurried; 800 by default, two to three minutes on two cores
+#   STEPS=100 bash examples/gpt_tiny_cpu.sh     for the hurried; 640 by default, two to three minutes on two cores
 #
 # No GPU is needed and nothing is downloaded: the corpus is your own Python's documentation. Run again, it goes on where it
 # stopped; to start afresh, remove the folder.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 out="${1:-quickstart}"
-steps="${STEPS:-800}"
+steps="${STEPS:-640}"
 first=$((steps / 5))
 PYTHON="${PYTHON:-python}"
 mkdir -p "$out"
