@@ -28,6 +28,7 @@ from ..config.model import ModelConfig
 from ..ops.blocked_attention import BLOCK, KERNELS, is_worth_blocking
 from ..ops.product import has_products
 from ..pipeline.instruction import Op, Program
+from .dtypes import DTYPES
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def workload_of(config: RunConfig, device: str) -> Workload:
     """A full micro-batch of a run on devices of a kind."""
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     return Workload(model, config.train.micro_batch_size, model.seq_length, tp, config.parallel.sequence_parallel,
-                    getattr(torch, config.optimizer.params_dtype), model.padded_vocab_size(tp) // tp, device)
+                    DTYPES[config.optimizer.params_dtype], model.padded_vocab_size(tp) // tp, device)
 
 
 def most_kept(program: Program, kept: Mapping[int, int]) -> int:
