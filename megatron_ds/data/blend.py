@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..errors import ConfigError
+from .native_index import extension
 
 MAX_DATASETS = np.iinfo(np.int16).max
 SURPLUS = 0.005
@@ -67,6 +68,11 @@ def build_exhaustive_index(sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray
 
 
 def _draw(shares: np.ndarray, size: int, limits: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    return extension().blend(shares, size, limits) if extension() else plain_draw(shares, size, limits)
+
+
+def plain_draw(shares: np.ndarray, size: int, limits: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    """Every lag at every step, by numpy. limits: samples of each dataset, None for any number."""
     which, sample = np.empty(size, np.int16), np.empty(size, np.int64)
     drawn, lag = np.zeros(len(shares)), np.empty(len(shares))
     for step in range(size):
