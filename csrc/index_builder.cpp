@@ -2,7 +2,7 @@
 //
 //   sample_index.h     where the samples of a GPT dataset begin       threads; each document's length is read once
 //   shuffle.h          numpy's shuffle and C++'s, bit by bit          memory fetched ahead
-//   blend_index.h      which dataset comes next in a blend            datasets that cannot win sleep
+//   blend_index.h      which dataset comes next in a blend            datasets that cannot win sleep; threads take segments
 //   bert_mapping.h     which sentences make a BERT sample             one pass instead of two
 //
 // Here are the types and bounds that numpy arrays must have. The interpreter lock is released while a map is built.
@@ -63,7 +63,7 @@ int shuffle(py::array array, py::array_t<uint32_t, py::array::c_style> key, int 
     return random.position();
 }
 
-py::tuple blend(const py::array& shares, int64_t size, const py::object& limits) {
+py::tuple blend(const py::array& shares, int64_t size, const py::object& limits, int64_t segment, int threads) {
     const auto* share = reinterpret_cast<const double*>(bytes_of(shares, "float64", "shares"));
     const int64_t* limit = nullptr;
     if (!limits.is_none()) limit = reinterpret_cast<const int64_t*>(bytes_of(limits, "int64", "limits"));
@@ -76,7 +76,7 @@ py::tuple blend(const py::array& shares, int64_t size, const py::object& limits)
         int16_t* to = which.mutable_data();
         int64_t* and_to = sample.mutable_data();
         py::gil_scoped_release released;
-        Blend(share, limit, static_cast<int>(datasets)).draw(size, to, and_to);
+        draw_blend(Blend(share, limit, static_cast<int>(datasets)), size, segment, threads, to, and_to);
     }
     return py::make_tuple(which, sample);
 }

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..errors import ConfigError
-from .native_index import extension
+from .native_index import extension, num_threads
 
 MAX_DATASETS = np.iinfo(np.int16).max
 SURPLUS = 0.005
+SEGMENT = 1 << 16                                           # steps that a thread draws at a time, at least
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,11 @@ def build_exhaustive_index(sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray
 
 
 def _draw(shares: np.ndarray, size: int, limits: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-    return extension().blend(shares, size, limits) if extension() else plain_draw(shares, size, limits)
+    if not extension():
+        return plain_draw(shares, size, limits)
+    threads = num_threads()
+    segment = max(SEGMENT, 64 * len(shares), -(-size // (4 * threads))) if threads > 1 else size
+    return extension().blend(shares, size, limits, segment, threads)
 
 
 def plain_draw(shares: np.ndarray, size: int, limits: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:

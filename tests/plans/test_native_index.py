@@ -74,12 +74,22 @@ def test_blends_equal_the_plain_ones(kind):
         for limits in (None, rng.multinomial(size, shares).astype(np.int64)):
             if limits is not None and size:
                 shares = limits / limits.sum()
-            assert all(map(equal, native_index.extension().blend(shares, size, limits), plain_draw(shares, size, limits)))
+            plain = plain_draw(shares, size, limits)
+            for segment in (1, 7, 100, 10**6):              # short ones begin wrong now and then, and are drawn again
+                assert all(map(equal, native_index.extension().blend(shares, size, limits, segment, 2), plain))
 
 
-def test_a_long_blend_equals_the_plain_one():
-    shares = shares_of("random", 64, np.random.default_rng(0))
-    assert all(map(equal, native_index.extension().blend(shares, 60000, None), plain_draw(shares, 60000, None)))
+def test_long_blends_equal_the_plain_ones():
+    rng = np.random.default_rng(0)
+    for shares in (shares_of("random", 64, rng), shares_of("wide", 12, rng)):
+        assert all(map(equal, native_index.extension().blend(shares, 40000, None, 9000, 2), plain_draw(shares, 40000, None)))
+
+
+def test_shares_that_do_not_sum_to_one_are_drawn_the_same():
+    rng = np.random.default_rng(0)
+    for total in (0.3, 0.999, 1.7):
+        shares = shares_of("random", 20, rng) * total
+        assert all(map(equal, native_index.extension().blend(shares, 3000, None, 500, 2), plain_draw(shares, 3000, None)))
 
 
 def test_bert_rows_equal_the_plain_ones():
@@ -127,7 +137,7 @@ def test_other_threads_of_python_run_meanwhile():
     clock = threading.Thread(target=tick)
     clock.start()
     shares = np.full(8, 1 / 8) + np.arange(8) * 1e-3
-    native_index.extension().blend(shares / shares.sum(), 2_000_000, None)      # some 30 ms
+    native_index.extension().blend(shares / shares.sum(), 2_000_000, None, 10**7, 1)      # some 30 ms
     stop.set()
     clock.join()
     assert len(ticks) > 2
