@@ -82,12 +82,12 @@ py::tuple blend(const py::array& shares, int64_t size, const py::object& limits,
 }
 
 template <typename Number, int WIDTH, typename Fill>
-py::array shuffled_rows(int64_t seed, Fill fill) {
+py::array shuffled_rows(int64_t seed, int64_t most, Fill fill) {
     Number* numbers;
     int64_t count;
     {
         py::gil_scoped_release released;
-        Rows<Number, WIDTH> rows;
+        Rows<Number, WIDTH> rows(most);
         fill(rows);
         count = rows.size();
         shuffle_rows<WIDTH>(rows.numbers(), count, static_cast<uint64_t>(seed + 1));
@@ -97,13 +97,19 @@ py::array shuffled_rows(int64_t seed, Fill fill) {
     return py::array_t<Number>({count, static_cast<int64_t>(WIDTH)}, numbers, owner);
 }
 
+// A row has a sentence at least.
+int64_t most_rows(const py::array& documents, const int64_t* bounds, int64_t epochs) {
+    const int64_t sentences = bounds[documents.size() - 1] - bounds[0];
+    return sentences < (int64_t{1} << 40) / std::max<int64_t>(epochs, 1) ? sentences * epochs : int64_t{1} << 40;
+}
+
 template <typename Number>
 py::array mapping(const py::array& documents, const py::array& sizes, int64_t epochs, uint64_t max_samples, int64_t longest,
                   int64_t ratio, int64_t seed, int64_t least) {
     const auto* bounds = reinterpret_cast<const int64_t*>(bytes_of(documents, "int64", "documents"));
     const Lengths lengths(bytes_of(sizes, "int32", "sizes"));
     const int64_t count = documents.size() - 1;
-    return shuffled_rows<Number, 3>(seed, [&](auto& rows) {
+    return shuffled_rows<Number, 3>(seed, most_rows(documents, bounds, epochs), [&](auto& rows) {
         map_sentences(rows, bounds, count, lengths, epochs, max_samples, longest, ratio, static_cast<uint32_t>(seed), least);
     });
 }
@@ -115,7 +121,7 @@ py::array blocks_mapping(const py::array& documents, const py::array& sizes, con
     const Lengths lengths(bytes_of(sizes, "int32", "sizes")), title_lengths(bytes_of(titles, "int32", "title_sizes"));
     const int64_t count = documents.size() - 1;
     if (titles.size() < count) throw std::invalid_argument("every document has a title");
-    return shuffled_rows<Number, 4>(seed, [&](auto& rows) {
+    return shuffled_rows<Number, 4>(seed, most_rows(documents, bounds, epochs), [&](auto& rows) {
         map_blocks(rows, bounds, count, lengths, title_lengths, epochs, max_samples, longest, least);
     });
 }
