@@ -24,7 +24,7 @@ namespace {
 
 // Contiguous, of this type; aligned or not, so that a mapped .idx file is not copied.
 const char* bytes_of(const py::array& array, const char* type, const char* name) {
-    if (array.ndim() != 1 || !array.dtype().is(py::dtype(type)) || (array.size() > 0 && array.strides(0) != array.itemsize()))
+    if (array.ndim() != 1 || !array.dtype().equal(py::dtype(type)) || (array.size() > 0 && array.strides(0) != array.itemsize()))
         throw std::invalid_argument(std::string(name) + " must be a contiguous array of one dimension and type " + type);
     return static_cast<const char*>(array.data());
 }
@@ -32,7 +32,7 @@ const char* bytes_of(const py::array& array, const char* type, const char* name)
 template <typename Row>
 py::array sample_index(const py::array& lengths, const py::array& order, int64_t seq_length, int64_t num_tokens, int threads) {
     const char* from = bytes_of(lengths, "int32", "lengths");
-    const bool is_narrow = order.dtype().is(py::dtype("int32"));
+    const bool is_narrow = order.dtype().equal(py::dtype("int32"));
     const void* documents = bytes_of(order, is_narrow ? "int32" : "int64", "order");
     if (seq_length < 1 || num_tokens < 1) throw std::invalid_argument("a sequence length and a number of tokens are positive");
     py::array_t<Row> rows({(num_tokens - 1) / seq_length + 1, static_cast<int64_t>(2)});

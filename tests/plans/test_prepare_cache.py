@@ -42,8 +42,8 @@ def test_a_run_finds_what_was_prepared_and_builds_nothing(corpora, tmp_path, mon
     printed = capsys.readouterr().out
     assert "train data" in printed and "60.00%" in printed and str(tmp_path / "kept") in printed
     assert len(os.listdir(tmp_path / "kept")) == 3 * (2 * 4 + 3) + 1           # parts of two corpora and a blend; the lock
-    monkeypatch.setattr(gpt_dataset, "build_index_maps", None)
-    monkeypatch.setattr(datasets, "build_blend_index", None)
+    for module, name in ((gpt_dataset, "build_index_maps"), (datasets, "build_blend_index")):
+        monkeypatch.setattr(module, name, lambda *_: pytest.fail("built again"))
     config = parse(flags)
     found = datasets.build_datasets(config, wanted_samples(config), build_tokenizer(config.data, config.model))
     assert len(found.train) == 120 and found.train[7]["tokens"].shape == (9,)
