@@ -27,8 +27,10 @@ class DataConfig:
     merge_file: str | None = option(None, flags=["--merges-file"], help="merges.txt of GPT2BPETokenizer.")
     tokenizer_model: str | None = option(None, help="File or directory of HuggingFaceTokenizer or SentencePieceTokenizer.")
     eod_mask_loss: bool = option(False, help="Leave the end-of-document token out of the loss.")
-    reset_position_ids: bool = option(False, help="Count positions from each document's start. Not available yet.")
-    reset_attention_mask: bool = option(False, help="Let no token look into another document. Not available yet.")
+    reset_position_ids: bool = option(False, help="Count positions from the beginning of each document of a sample.")
+    reset_attention_mask: bool = option(
+        False, help="Let tokens attend to their own document only, of those in a sample.",
+        avoid="On GPUs it rules out the fastest attention kernel, and saves none of the work.")
     dataloader_type: str = option("single", choices=("single", "cyclic"),
                                   help="single: the stream of samples once; cyclic: over and over, shuffled anew.")
     num_workers: int = option(2, at_least=0, help="Threads that prepare batches ahead; 0 for none.")

@@ -80,7 +80,7 @@ def train(as_given: RunConfig, mesh: Mesh, source: str, started: float) -> str:
     description = describe_run(config, as_given, tokenizer)
     progress = load_run(engine, description)
     log = open_log(config, progress.step) if mesh.rank == 0 else Log(())
-    loaders = build_loaders(config, datasets, tokenizer)
+    loaders = build_loaders(config, datasets, tokenizer, mesh)
     return Trainer(engine, loaders, log, progress, description, started).run()
 
 

@@ -76,7 +76,7 @@ CASES = [(1, ""), *((ranks, f"{GOOD} {extra}") for ranks, extra in (
     (1, "--save-interval 10 --finetune"),
     (1, "--recompute-num-layers 2"),
     (1, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2"),
-    (1, "--zero-stage 2 --zero3-pin-stage --context-parallel-size 2 --reset-position-ids"),
+    (1, "--zero-stage 2 --zero3-pin-stage --context-parallel-size 2"),
     (1, "--rank-order tp-dp-pp"),
     (1, "--config gpt.yaml"),
     (1, "--config nowhere.yaml"),
