@@ -18,6 +18,7 @@ from ..pipeline.instruction import Op, Program, Schedule
 from ..pipeline.partition import count_stages, parse_layout, partition
 from ..pipeline.placement import placement, stages_of
 from ..pipeline.schedules import SCHEDULES, default_chunks
+from ..ramps import make_batch_size
 from .layer_costs import LayerCost, layer_costs
 
 MOMENTS = {Op.GATHER: "pin", Op.F: "forward", Op.B: "backward", Op.I: "backward", Op.RELEASE: "unpin"}
@@ -152,8 +153,7 @@ def schedule_problems(config: RunConfig) -> list[str]:
     """Why the schedule cannot serve the run's numbers of chunks and micro-batches."""
     try:
         shape = pipeline_shape(config)
-        fewest = [config.microbatches(size) for size in (config.train.rampup_batch_size or ())[:1]]
-        for num_microbatches in {microbatches_of(config), *fewest}:
+        for num_microbatches in {microbatches_of(config), config.microbatches(make_batch_size(config).smallest)}:
             order(config, shape, num_microbatches)
     except MegatronDSError as error:
         return [str(error)]

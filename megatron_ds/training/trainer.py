@@ -146,7 +146,7 @@ class Trainer:
     def evaluate(self, split: str) -> bool:
         """Evaluate on "validation" or "test" and log it; whether a rank wished to stop meanwhile."""
         train = self.config.train
-        size = train.global_batch_size
+        size = self.batch_size.final
         validation = split == "validation"
         # The position in the validation stream is a function of the step, as in Megatron; a checkpoint may be beyond the plan.
         step = min(self.progress.step, planned_steps(train, self.batch_size))

@@ -207,12 +207,13 @@ def test_fp16_overflows_and_recovers_alike_in_every_layout(style, layout, scale)
     assert run.seen[0].dtypes == {torch.float16}
 
 
-def test_a_growing_batch_gives_every_layout_the_same_samples():
+@pytest.mark.parametrize("growth", ["--rampup-batch-size 4 4 40", f"--step-batch-size-schedule 0:4 {40 * SEQ_LENGTH}:8"])
+def test_a_growing_batch_gives_every_layout_the_same_samples(growth):
     job = tiny_job("gpt2", "fp32", False, 0.1, NUM_LAYERS, GLOBAL_BATCH, STEPS)
     for name, samples in (("--train-iters", "--train-samples"), ("--lr-warmup-iters", "--lr-warmup-samples")):
         at = job.index(name)
         job[at:at + 2] = [samples, str(int(job[at + 1]) * GLOBAL_BATCH)]
-    growing = [*job, "--rampup-batch-size", "4", "4", "40"]
+    growing = [*job, *growth.split()]
     difference, run = stray(growing, "tp=2,pp=2,dp=2,zero=1,sp=1")
     assert difference.is_within(TOLERANCE["fp32"]), difference
     assert {s.forwards for s in run.seen} == {10 * 2 + 10 * 4}
