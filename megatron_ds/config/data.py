@@ -33,6 +33,9 @@ class DataConfig:
         avoid="On GPUs it rules out the fastest attention kernel, and saves none of the work.")
     dataloader_type: str = option("single", choices=("single", "cyclic"),
                                   help="single: the stream of samples once; cyclic: over and over, shuffled anew.")
+    data_readers: str = option(
+        "all", choices=("all", "first"), help="Ranks of a tensor-parallel group that read the data: all, each for itself, or "
+        "the first, which sends the others their batches.", avoid="first takes time; it is for disks that all would overload.")
     num_workers: int = option(2, at_least=0, help="Threads that prepare batches ahead; 0 for none.")
 
     @property

@@ -54,6 +54,10 @@ class Batch:
         """What attention asks of `document_ids`, made once for all layers."""
         return None if self.document_ids is None else Documents(self.document_ids)
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The fields that are tensors [b, …], by name."""
+        return {f.name: t for f in fields(self) if isinstance(t := getattr(self, f.name), torch.Tensor)}
+
     def to(self, device: torch.device) -> "Batch":
         return self._map(lambda t: t.to(device, non_blocking=True))
 
@@ -62,15 +66,11 @@ class Batch:
         return self._map(torch.Tensor.pin_memory)
 
     def _rows(self, start: int, stop: int) -> "Batch":
-        rows = {name: t[start:stop] for name, t in self._tensors().items()}
+        rows = {name: t[start:stop] for name, t in self.tensors().items()}
         return replace(self, **rows, sample_ids=self.sample_ids[start:stop])
 
     def _map(self, move: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
         """Each tensor moved; one row that stands for all samples (stride 0) goes once and stays one row."""
         def moved(t: torch.Tensor) -> torch.Tensor:
             return move(t[:1]).expand_as(t) if t.shape[0] > 1 and t.stride(0) == 0 else move(t)
-        return replace(self, **{name: moved(t) for name, t in self._tensors().items()})
-
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        """The fields that are tensors [b, …], by name."""
-        return {f.name: t for f in fields(self) if isinstance(t := getattr(self, f.name), torch.Tensor)}
+        return replace(self, **{name: moved(t) for name, t in self.tensors().items()})

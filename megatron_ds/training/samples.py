@@ -5,6 +5,7 @@ from ..data.collate import GPTCollator
 from ..data.loader import Loader
 from ..mpu.mesh import Mesh
 from ..ramps import make_batch_size, planned_steps
+from .shared_reader import SharedReader
 from .trainer import Loaders
 
 
@@ -28,9 +29,14 @@ def build_loaders(config: RunConfig, datasets, tokenizer, mesh: Mesh) -> Loaders
         config.model.seq_length, tokenizer.vocab_size, tokenizer.eod, eod_mask_loss=data.eod_mask_loss,
         reset_position_ids=data.reset_position_ids, reset_attention_mask=data.reset_attention_mask)
 
+    tp = mesh.group("tp")
+    shared = data.data_readers == "first" and tp.size > 1
+
     def loader(dataset):
-        return None if dataset is None else Loader(
-            dataset, collate, micro_batch_size=config.train.micro_batch_size, dataloader_type=data.dataloader_type,
-            num_workers=data.num_workers, pin=mesh.device.type == "cuda")
+        if dataset is None:
+            return None
+        own = Loader(dataset, collate, micro_batch_size=config.train.micro_batch_size, dataloader_type=data.dataloader_type,
+                     num_workers=data.num_workers, pin=mesh.device.type == "cuda")
+        return SharedReader(own, tp, mesh.device) if shared else own
 
     return Loaders(*map(loader, datasets))
