@@ -31,6 +31,20 @@ class DataConfig:
     reset_attention_mask: bool = option(
         False, help="Let tokens attend to their own document only, of those in a sample.",
         avoid="On GPUs it rules out the fastest attention kernel, and saves none of the work.")
+    fim_data: bool = option(
+        False, help="Fill in the middle: move the middle of documents to their end, behind marks, so that the model learns to "
+        "write between two texts.", avoid="It is for models that complete code; a sample loses as many tokens at its end as "
+        "marks come in.")
+    fim_rate: float = option(0.5, at_least=0, at_most=1, help="Part of the documents that are rearranged.")
+    fim_spm_rate: float = option(0.5, at_least=0, at_most=1, help="Part of those in which the suffix comes first.")
+    fim_split_sample: str | None = option(
+        None, help="Token at which a document is cut into fragments, such as files, each rearranged by itself.")
+    fim_fragment_rate: float | None = option(None, at_least=0, at_most=1,
+                                             help="Part of the fragments that are rearranged. Default: --fim-rate.")
+    fim_no_prefix: str | None = option(None, help="Leave texts that begin so as they are.")
+    fim_prefix_token: str = option("<fim_prefix>", help="Mark before the prefix: a token, or its number.")
+    fim_middle_token: str = option("<fim_middle>", help="Mark before the middle.")
+    fim_suffix_token: str = option("<fim_suffix>", help="Mark before the suffix.")
     dataloader_type: str = option("single", choices=("single", "cyclic"),
                                   help="single: the stream of samples once; cyclic: over and over, shuffled anew.")
     data_readers: str = option(

@@ -2,6 +2,8 @@
 
 from ..config import RunConfig
 from ..data.collate import GPTCollator
+from ..data.datasets import Datasets
+from ..data.fim import FIMDataset, make_fim
 from ..data.loader import Loader
 from ..mpu.mesh import Mesh
 from ..ramps import make_batch_size, planned_steps
@@ -20,6 +22,15 @@ def wanted_samples(config: RunConfig) -> tuple[int, int, int]:
     evaluations = steps // train.eval_interval + 1 if train.eval_interval else 1
     one = (train.eval_iters or 0) * size
     return samples, evaluations * one, one
+
+
+def rearranged(config: RunConfig, datasets: Datasets, tokenizer) -> Datasets:
+    """The datasets with their samples changed as --fim-data and its like ask for."""
+    if not config.data.fim_data:
+        return datasets
+    fim = make_fim(config.data, tokenizer)
+    return Datasets(*(None if dataset is None else FIMDataset(dataset, fim, config.train.seed + 1000 * part)
+                      for part, dataset in enumerate(datasets)))
 
 
 def build_loaders(config: RunConfig, datasets, tokenizer, mesh: Mesh) -> Loaders:
