@@ -12,6 +12,7 @@ from ..checkpoint.load import check_same_model, latest, load, read_run
 from ..checkpoint.save import save
 from ..config import RunConfig
 from ..config.dump import to_dict
+from ..config.rules_samples import FIM
 from ..config.train import CheckpointConfig
 from ..data.datasets import identify
 from ..data.sources import read_sources
@@ -52,10 +53,11 @@ def _data_identity(config: RunConfig) -> dict:
     words; and a run may go on with another validation set."""
     data, sources = config.data, read_sources(config.data)
     whole, train = sources.whole.words if sources.whole else (), sources.parts[0].words if sources.parts else ()
-    epochs = {"blend_weights": data.blend_weights} if data.blend_weights != "samples" else {}
-    return {"data_path": identify(whole), "train_data_path": identify(train), **epochs,
+    return {"data_path": identify(whole), "train_data_path": identify(train),
             "split": list(parse_split(data.splits)) if whole else None, "mock_data": data.mock_data,
-            "dataloader_type": data.dataloader_type, "seq_length": config.model.seq_length, "seed": config.train.seed}
+            "dataloader_type": data.dataloader_type, "seq_length": config.model.seq_length, "seed": config.train.seed,
+            **({"blend_weights": data.blend_weights} if data.blend_weights != "samples" else {}),
+            **({"fill_in_the_middle": [getattr(data, path.partition(".")[2]) for path in FIM]} if data.fim_data else {})}
 
 
 def save_run(engine: Engine, progress: Progress, description: dict) -> None:
