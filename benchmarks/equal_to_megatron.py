@@ -108,6 +108,8 @@ def equal_files(ours, theirs, contents=True):
 
 
 def check_samples(folder):
+    import torch.distributed
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
     rng = np.random.default_rng(1)
     prefixes = []
     for name, documents in (("web", 400), ("books", 90), ("code", 40)):

@@ -15,7 +15,6 @@
 #include <cstring>
 #include <limits>
 #include <new>
-#include <random>
 #include <utility>
 
 #include "processors.h"
@@ -136,12 +135,13 @@ INLINE void cut_documents(const int64_t* bounds, int64_t documents, Lengths leng
 template <typename Number>
 void map_sentences(Rows<Number, 3>& rows, const int64_t* bounds, int64_t documents, Lengths lengths, int64_t epochs,
                    uint64_t max_samples, int64_t longest, int64_t ratio, uint32_t seed, int64_t least) {
-    std::mt19937 random(seed);
+    uint32_t key[Twister::WORDS];
+    Twister random = Twister::seeded(key, seed);
     // drawn % ratio == 0 without a division: Lemire, Kaser and Kurz 2019 (arXiv:1902.01961), section 3.2.
     const uint64_t inverse = ratio == 0 ? 0 : std::numeric_limits<uint64_t>::max() / static_cast<uint64_t>(ratio) + 1;
     const auto draw = [&]() -> int64_t {
         if (ratio == 0) return longest;
-        const uint32_t drawn = static_cast<uint32_t>(random());
+        const uint32_t drawn = random();
         return drawn * inverse <= inverse - 1 ? 2 + drawn % static_cast<uint32_t>(longest - 1) : longest;
     };
     for (int64_t epoch = 0; epoch < epochs && static_cast<uint64_t>(rows.size()) < max_samples; ++epoch)

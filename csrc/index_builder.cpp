@@ -41,8 +41,10 @@ py::array sample_index(const py::array& lengths, const py::array& order, int64_t
         Row* to = rows.mutable_data();
         const int64_t count = order.size();
         py::gil_scoped_release released;
-        found = is_narrow ? write_sample_index(from, static_cast<const int32_t*>(documents), count, seq_length, num_tokens, to, threads)
-                          : write_sample_index(from, static_cast<const int64_t*>(documents), count, seq_length, num_tokens, to, threads);
+        const auto write = [&](auto* typed) {
+            return write_sample_index(from, typed, count, seq_length, num_tokens, to, threads);
+        };
+        found = is_narrow ? write(static_cast<const int32_t*>(documents)) : write(static_cast<const int64_t*>(documents));
     }
     if (found != num_tokens)
         throw std::invalid_argument("the documents hold " + std::to_string(found) + " tokens, not " + std::to_string(num_tokens));
@@ -52,10 +54,10 @@ py::array sample_index(const py::array& lengths, const py::array& order, int64_t
 int shuffle(py::array array, py::array_t<uint32_t, py::array::c_style> key, int position) {
     const bool is_narrow = array.itemsize() == 4;
     if (array.ndim() != 1 || (!is_narrow && array.itemsize() != 8) || array.strides(0) != array.itemsize() ||
-        array.size() > (int64_t{1} << 32) || key.size() != 624 || position < 0 || position > 624)
+        array.size() > (int64_t{1} << 32) || key.size() != Twister::WORDS || position < 0 || position > Twister::WORDS)
         throw std::invalid_argument("only contiguous arrays of one dimension, 32 or 64 bits and at most 2^32 elements");
     void* data = array.mutable_data();
-    NumpyTwister random(key.mutable_data(), position);
+    Twister random(key.mutable_data(), position);
     const int64_t count = array.size();
     py::gil_scoped_release released;
     if (is_narrow) shuffle_as_numpy(static_cast<uint32_t*>(data), count, random);
