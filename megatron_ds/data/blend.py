@@ -63,7 +63,8 @@ def parse_blend(words: Sequence[str], flag: str) -> Blend:
                           "above 0, or leave out the weights to read each corpus once.")
     if len(prefixes) > MAX_DATASETS:
         raise ConfigError(f"{flag} names {len(prefixes)} corpora; at most {MAX_DATASETS} can be blended. Merge some of them.")
-    return Blend(prefixes, tuple(weights)).without([p for p, w in zip(prefixes, weights) if w == 0])
+    kept, left_out = ([i for i, w in enumerate(weights) if bool(w) == wanted] for wanted in (True, False))
+    return Blend(tuple(prefixes[i] for i in kept), tuple(weights[i] for i in kept), tuple(prefixes[i] for i in left_out))
 
 
 def samples_to_provide(num_samples: int, share: float) -> int:

@@ -120,11 +120,12 @@ class _Builder:
         if len(blend.prefixes) > 1 and part != "train":
             empty = [p for p in blend.prefixes if not self._lengths(flag, p, part, shares).any()]
             if 0 < len(empty) < len(blend.prefixes):
-                logger.warning("the %s part has no text of %s: it is made of the other %d of %d corpora, their weights in "
-                               "proportion", part, ", ".join(empty), len(blend.prefixes) - len(empty), len(blend.prefixes))
+                logger.info("the %s part has no text of %s: it is made of the other %d of %d corpora, their weights in "
+                            "proportion", part, ", ".join(empty), len(blend.prefixes) - len(empty), len(blend.prefixes))
                 blend = blend.without(empty)
         if self.by_epochs and blend.weights is not None:
-            blend = blend.times([int(self._lengths(flag, p, part, shares).sum(dtype=np.int64)) for p in blend.prefixes])
+            tokens = [int(self._lengths(flag, p, part, shares).sum(dtype=np.int64)) for p in blend.prefixes]
+            blend = blend.times(tokens) if any(tokens) else blend
         return blend
 
     def _draws(self, part: str, wanted: int, dataset: Dataset, blend: Blend, shares: Sequence[float]) -> list[Draw]:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ds.data.blend import build_blend_index, build_exhaustive_index, parse_blend, samples_to_provide
+from megatron_ds.data.blend import Blend, build_blend_index, build_exhaustive_index, parse_blend, samples_to_provide
 from megatron_ds.data.datasets import build_datasets
 from megatron_ds.data.draws import Draw, count_draws, draws_text
 from megatron_ds.data.indexed import IndexedWriter
@@ -180,6 +180,7 @@ def test_a_file_of_parts_that_is_none_is_an_error_with_an_example(tmp_path, text
 def test_weights_of_zero_leave_a_corpus_out_and_nothing_but_zeros_is_an_error():
     blend = parse_blend(["3", "a", "0", "b", "1", "c"], "--data-path")
     assert blend.prefixes == ("a", "c") and blend.shares == [0.75, 0.25] and blend.left_out == ("b",)
+    assert parse_blend(["0", "a", "1", "a"], "--data-path") == Blend(("a",), (1.0,), ("a",))
     with pytest.raises(ConfigError, match="all weights are 0"):
         parse_blend(["0", "a", "0", "b"], "--data-path")
 
@@ -196,6 +197,7 @@ def test_numbers_may_say_how_often_a_corpus_is_read(corpora, caplog):
 
 
 def test_evaluation_leaves_out_corpora_without_text_in_its_part_and_says_so(corpora, caplog):
+    caplog.set_level("INFO")
     words = ["0.5", corpora[0], "0.3", corpora[1], "0.2", corpora[2]]         # 969,30,1 gives valid 3, 1 and 0 documents
     cfg = configured(data_path=words, splits="969,30,1")
     valid = build_datasets(cfg, (300, 16, 0), TOKENIZER).valid
