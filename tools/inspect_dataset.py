@@ -55,23 +55,23 @@ def document_lengths(corpus: IndexedDataset) -> Iterator[np.ndarray]:
         yield np.diff(starts) // item
 
 
-def histogram(corpus: IndexedDataset) -> np.ndarray:
-    """Documents by length: entry 0 those without tokens, entry k those of 2^(k−1) to 2^k − 1."""
-    counts = np.zeros(64, np.int64)
+def histogram(corpus: IndexedDataset) -> tuple[np.ndarray, int, int]:
+    """Documents by length, entry 0 those without tokens, entry k those of 2^(k−1) to 2^k − 1; the shortest, the longest."""
+    counts, least, most = np.zeros(64, np.int64), None, 0
     for lengths in document_lengths(corpus):
+        least = int(lengths.min() if least is None else min(least, lengths.min()))
+        most = max(most, int(lengths.max()))
         bits = np.zeros(len(lengths), np.int64)
         bits[lengths > 0] = np.floor(np.log2(lengths[lengths > 0])).astype(np.int64) + 1
         counts += np.bincount(bits, minlength=64)
-    return np.trim_zeros(counts, "b")
+    return np.trim_zeros(counts, "b"), least or 0, most
 
 
 def describe(corpus: IndexedDataset, record: CorpusRecord | None) -> None:
-    lengths = list(document_lengths(corpus))
-    least, most = (int(f([f(x) for x in lengths])) if lengths else 0 for f in (np.min, np.max))
+    counts, least, most = histogram(corpus)
     print(f"{corpus.prefix}: {corpus.num_documents:,} documents, {len(corpus):,} sequences, {corpus.num_tokens:,} tokens of "
           f"{corpus.dtype.newbyteorder('=')}")
     print(f"tokens of a document: {least:,} to {most:,}, {corpus.num_tokens / max(1, corpus.num_documents):,.1f} on average")
-    counts = histogram(corpus)
     for k, count in enumerate(counts):
         span = "none" if k == 0 else f"{1 << k - 1:,} to {(1 << k) - 1:,}" if k > 1 else "1"
         if count:
