@@ -113,32 +113,42 @@ def test_a_bad_line_in_one_partition_keeps_the_others_for_the_next_try(tmp_path)
     assert (written.documents, written.num_bad) == (59, 1) and read_record(tmp_path / "c_text_document").skipped == 1
 
 
-def test_killed_at_any_moment_the_command_goes_on_and_ends_with_the_same_bytes(tmp_path, capsys):
-    """Each try is killed a little later, until one is through."""
-    path = write_lines(tmp_path / "a.jsonl", corpus_lines(3000))
+def test_killed_with_kill_9_the_command_goes_on_and_ends_with_the_same_bytes(tmp_path, capsys):
+    """Killed while the first shards are written, its parent alone; then with one shard done; with two; then let be."""
+    path = write_lines(tmp_path / "a.jsonl", corpus_lines(12_000))
     assert run_tool(capsys, "preprocess_data", "--input", path, "--output-prefix", tmp_path / "want", *NULL_FLAGS)[0] == 0
     command = [sys.executable, str(TOOLS / "preprocess_data.py"), "--input", path, "--output-prefix", str(tmp_path / "c"),
                *NULL_FLAGS, "--partitions", "3", "--workers", "3"]
-    env = {**os.environ, "PYTHONPATH": str(TOOLS.parent)}
-    started = time.monotonic()
-    whole = subprocess.run([*command[:-5], "--output-prefix", str(tmp_path / "timing"), *command[-4:]], env=env, check=True,
-                           capture_output=True, timeout=120)
-    seconds, kills, said = time.monotonic() - started, 0, whole.stderr
-    for share in (0.55, 0.65, 0.75, 0.8, 0.85, 0.9, 0.95, None):
-        process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, start_new_session=True)
-        try:
-            _, said = process.communicate(timeout=120 if share is None else seconds * share)
-            break
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
+    kills = 0
+    for moment in ("c_*.bin.partial", *["c_*_of_*.idx"] * 2, None):
+        process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(TOOLS.parent)}, stderr=subprocess.PIPE,
+                                   start_new_session=True)
+        wanted = kills or 1
+        while moment and process.poll() is None and len(list(tmp_path.glob(moment))) < wanted:
+            time.sleep(0.002)
+        if moment and process.poll() is None:
+            (os.killpg if kills else os.kill)(process.pid, signal.SIGKILL)
             kills += 1
-            if (tmp_path / "c_text_document.idx").exists():                        # nothing that can be seen is half
-                assert bytes_of(tmp_path / "c_text_document") == bytes_of(tmp_path / "want_text_document")
-    assert process.returncode == 0 and kills >= 1, said
+            gone_within(process, seconds=20)
+            assert not (tmp_path / "c_text_document.idx").exists()                 # nothing that can be seen is half
+    said = process.communicate(timeout=120)[1].decode()
+    assert process.returncode == 0 and kills, said
     assert bytes_of(tmp_path / "c_text_document") == bytes_of(tmp_path / "want_text_document")
     check_sums(tmp_path / "c_text_document", read_record(tmp_path / "c_text_document"))
     assert not list(tmp_path.glob("c_*_of_*.idx"))
+
+
+def gone_within(process, seconds):
+    """Every process of the killed command's session is gone."""
+    process.communicate(timeout=seconds)
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            os.killpg(process.pid, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.05)
+    raise AssertionError("processes of the killed command are left")
 
 
 def test_a_full_disk_is_an_error_and_nothing_is_kept(tmp_path):
