@@ -26,6 +26,7 @@ from .cache import cached_arrays
 from .gpt_dataset import corpus_fingerprint, default_cache, open_gpt_dataset
 from .indexed import IndexedDataset
 from .mock_dataset import MockDataset
+from .packing import open_packed_dataset
 from .split import PARTS, cut, parse_split
 
 logger = logging.getLogger(__name__)
@@ -59,7 +60,8 @@ def build_datasets(config, samples: Sequence[int], tokenizer) -> Datasets:
             MockDataset(n, seq_length=seq_length, vocab_size=tokenizer.vocab_size, eod=tokenizer.eod, seed=seed + 1000 * i)
             if n else None for i, n in enumerate(samples)))
     builder = _Builder(seq_length, seed, data.data_cache_path, repeats=data.dataloader_type == "cyclic",
-                       split=f"--split {data.splits}{' (default)' * (data.splits == DEFAULT_SPLIT)}", tokenizer=tokenizer)
+                       split=f"--split {data.splits}{' (default)' * (data.splits == DEFAULT_SPLIT)}", tokenizer=tokenizer,
+                       cut=open_packed_dataset if data.pack_documents else open_gpt_dataset)
     if data.has_split_paths:
         paths = [(f"--{part}-data-path", getattr(data, f"{part}_data_path")) for part in PARTS]
         shares = [tuple(float(other == part) for other in PARTS) for part in PARTS]
@@ -79,10 +81,10 @@ def identify(words: Sequence[str]) -> list[str]:
 
 
 class _Builder:
-    """Opens each corpus once, and builds the parts from them. split: words for messages."""
+    """Opens each corpus once, and builds the parts from them. split: words for messages; cut: corpus → samples."""
 
-    def __init__(self, seq_length: int, seed: int, cache: str | None, *, repeats: bool, split: str, tokenizer):
-        self.seq_length, self.seed, self.cache, self.repeats = seq_length, seed, cache, repeats
+    def __init__(self, seq_length: int, seed: int, cache: str | None, *, repeats: bool, split: str, tokenizer, cut):
+        self.seq_length, self.seed, self.cache, self.repeats, self.cut_samples = seq_length, seed, cache, repeats, cut
         self.split, self.tokenizer = split, tokenizer
         self._corpora: dict[str, IndexedDataset] = {}
 
@@ -133,7 +135,7 @@ class _Builder:
     def _open(self, flag: str, prefix: str, part: str, shares: Sequence[float], num_samples: int | None) -> Dataset:
         try:
             corpus = self._corpora.get(prefix) or self._corpora.setdefault(prefix, IndexedDataset(prefix))
-            dataset = open_gpt_dataset(corpus, self._documents(corpus, part, shares), title=f"GPTDataset-{part}",
+            dataset = self.cut_samples(corpus, self._documents(corpus, part, shares), title=f"GPTDataset-{part}",
                                        seq_length=self.seq_length, num_samples=num_samples, seed=self.seed, cache=self.cache)
             self._check_vocabulary(dataset)
         except DataError as error:

@@ -54,7 +54,8 @@ def _data_identity(config: RunConfig) -> dict:
     return {"data_path": identify(data.data_path), "train_data_path": identify(data.train_data_path),
             "split": list(parse_split(data.splits)) if data.data_path else None, "mock_data": data.mock_data,
             "dataloader_type": data.dataloader_type, "seq_length": config.model.seq_length, "seed": config.train.seed,
-            **({"fill_in_the_middle": [getattr(data, path.partition(".")[2]) for path in FIM]} if data.fim_data else {})}
+            **({"fill_in_the_middle": [getattr(data, path.partition(".")[2]) for path in FIM]} if data.fim_data else {}),
+            **({"pack_documents": True} if data.pack_documents else {})}
 
 
 def save_run(engine: Engine, progress: Progress, description: dict) -> None:
