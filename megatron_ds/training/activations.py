@@ -179,10 +179,12 @@ def _rotary_tables(work: Workload) -> int:
 
 
 def _document_bias(work: Workload, recompute: str | None) -> int:
-    """What is added to the scores of documents that are kept apart, shared by all blocks of a stage. Blocked attention needs
-    none, and keeps less the more documents there are: what is said of it is the most."""
-    if not work.apart or work.model.attention_dropout or recompute or _goes_by_blocks(work):
+    """What is added to the scores of documents that are kept apart, or with dropout their mask, shared by all blocks of a
+    stage. Blocked attention needs none, and keeps less the more documents there are: what is said of it is the most."""
+    if not work.apart or recompute or _goes_by_blocks(work) and not work.model.attention_dropout:
         return 0
+    if work.model.attention_dropout:
+        return work.tokens * work.positions
     return work.tokens * work.positions * (work.itemsize if work.device != "cpu" or has_products(work.dtype) else 4)
 
 

@@ -46,12 +46,12 @@ def write(path, lengths):
     """Token t of document d is 100 d + t: a token tells where it comes from."""
     with IndexedWriter(path, np.int32) as writer:
         for d, n in enumerate(lengths):
-            writer.add_document(np.arange(100 * d, 100 * d + n))
+            writer.add_document(np.arange(100 * d, 100 * d + n), [n])
     return IndexedDataset(path)
 
 
 LENGTHS = [5, 1, 30, 9, 9, 2, 17, 8, 0, 3, 16, 33, 4]
-S = 8
+S = 16
 
 
 def predictions(dataset, start, stop):
