@@ -27,6 +27,7 @@ from .draws import Draw, count_draws, draws_text
 from .gpt_dataset import corpus_fingerprint, default_cache, open_gpt_dataset
 from .indexed import IndexedDataset
 from .mock_dataset import MockDataset
+from .packing import open_packed_dataset
 from .sources import read_sources
 from .split import PARTS, cut, parse_split
 
@@ -62,7 +63,8 @@ def build_datasets(config, samples: Sequence[int], tokenizer) -> Datasets:
             if n else None for i, n in enumerate(samples)))
     builder = _Builder(seq_length, seed, data.data_cache_path, repeats=data.dataloader_type == "cyclic",
                        by_epochs=data.blend_weights == "epochs",
-                       split=f"--split {data.splits}{' (default)' * (data.splits == DEFAULT_SPLIT)}", tokenizer=tokenizer)
+                       split=f"--split {data.splits}{' (default)' * (data.splits == DEFAULT_SPLIT)}", tokenizer=tokenizer,
+                       cut=open_packed_dataset if data.pack_documents else open_gpt_dataset)
     sources = read_sources(data)
     if sources.whole:
         named, shares = [sources.whole] * len(PARTS), [parse_split(data.splits)] * len(PARTS)
@@ -81,11 +83,15 @@ def identify(words: Sequence[str]) -> list[str]:
 
 
 class _Builder:
-    """Opens each corpus once, and builds the parts from them. by_epochs: what weights mean; split: words for messages."""
+    """Opens each corpus once, and builds the parts from them.
+
+    by_epochs: what weights mean; split: words for messages; cut: corpus → samples
+    """
 
     def __init__(self, seq_length: int, seed: int, cache: str | None, *, repeats: bool, by_epochs: bool, split: str,
-                 tokenizer):
+                 tokenizer, cut):
         self.seq_length, self.seed, self.cache, self.repeats, self.by_epochs = seq_length, seed, cache, repeats, by_epochs
+        self.cut_samples = cut
         self.split, self.tokenizer = split, tokenizer
         self._corpora: dict[str, IndexedDataset] = {}
 
@@ -177,7 +183,7 @@ class _Builder:
     def _open(self, flag: str, prefix: str, part: str, shares: Sequence[float], num_samples: int | None) -> Dataset:
         corpus = self._corpus(flag, prefix)
         try:
-            dataset = open_gpt_dataset(corpus, self._documents(corpus, part, shares), title=f"GPTDataset-{part}",
+            dataset = self.cut_samples(corpus, self._documents(corpus, part, shares), title=f"GPTDataset-{part}",
                                        seq_length=self.seq_length, num_samples=num_samples, seed=self.seed, cache=self.cache)
             self._check_vocabulary(dataset)
         except DataError as error:
