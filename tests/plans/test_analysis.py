@@ -104,7 +104,7 @@ def test_what_is_complete_is_not_done_again_and_what_changed_is(tmp_path):
     analyse(samples, tmp_path, "total_vocab_freq", "vocab_rarity")
     analyse(other, tmp_path / "other", "total_vocab_freq")
     before = samples.asked.copy()
-    for path in (tmp_path / "other" / "total_vocab_freq").glob("*_metric_value.*"):       # the rarities are of other frequencies
+    for path in (tmp_path / "other" / "total_vocab_freq").glob("*_metric_value.*"):     # rarities are of other frequencies
         path.replace(tmp_path / "total_vocab_freq" / path.name)
     map_shard(samples, tmp_path, 0, 3, [spec("vocab_rarity")], {"samples": 100})
     assert (samples.asked - before).tolist() == [1] * 33 + [0] * 67
