@@ -13,6 +13,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..registry import did_you_mean
+from . import deepspeed_curriculum
 from .coerce import coerce, shown
 from .option import Option
 from .problems import reject
@@ -30,7 +31,7 @@ TRANSLATED: Mapping[str, Option] = {
     "scheduler.type": _TEXT, "scheduler.params.warmup_type": Option(None, "", kind=str, choices=("log", "linear")),
     "scheduler.params.warmup_min_lr": _FLOAT, "scheduler.params.warmup_max_lr": _FLOAT,
     "scheduler.params.warmup_num_steps": _INT, "scheduler.params.total_num_steps": _INT,
-    "scheduler.params.warmup_min_ratio": _FLOAT, "scheduler.params.cos_min_ratio": _FLOAT}
+    "scheduler.params.warmup_min_ratio": _FLOAT, "scheduler.params.cos_min_ratio": _FLOAT, **deepspeed_curriculum.KEYS}
 
 OPTIMIZERS = {"adam": "adam", "adamw": "adam", "sgd": "sgd"}
 OPTIMIZER_PARAMS = {"adam": {"lr", "betas", "eps", "weight_decay"}, "sgd": {"lr", "momentum", "weight_decay"}}
@@ -49,7 +50,7 @@ def read_block(path: str, block: Mapping[str, Any]) -> list[Setting]:
     """The settings of a file's block, however it came here; `path` names it in messages."""
     document = _Document(path)
     document.walk("", block)
-    for translate in (_declared, _fp16, _optimizer, _scheduler, _tensorboard):
+    for translate in (_declared, _fp16, _optimizer, _scheduler, _tensorboard, deepspeed_curriculum.translate):
         translate(document)
     reject(document.wrong)
     return document.settings

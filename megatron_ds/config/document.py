@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 
 from .deepspeed import TRANSLATED, declared_keys
+from .deepspeed_curriculum import MEANINGS
 from .help import TITLES, default_text, invocation
 from .option import Option
 from .refused import REFUSED_FLAGS, REFUSED_KEYS
@@ -47,6 +48,7 @@ TRANSLATIONS = {
     "tensorboard.enabled": "whether the block counts",
     "tensorboard.output_path": "`--tensorboard-dir`, together with the job name",
     "tensorboard.job_name": "the directory under the output path",
+    **MEANINGS,
 }
 
 

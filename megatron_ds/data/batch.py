@@ -23,6 +23,7 @@ class Batch:
     sample_ids    b integers: the place of each sample in the whole run's stream (0, 1, 2, …). The same sample has the same
                   id under every layout, so anything random that is keyed by it is the same under every layout.
     training      False during evaluation and generation: nothing random happens
+    rows_per_sample   how many rows each sample was folded into; row i belongs to the sample i // rows_per_sample
     attention_mask  None for plain causal attention, else bool [b, 1, s, s], True = may not attend
     document_ids    int64 [b, s], not decreasing: a position attends to positions of its own document only. None: a sample
                     is one document to attention, whatever it holds
@@ -35,6 +36,7 @@ class Batch:
     sample_ids: tuple[int, ...]
     training: bool = True
     attention_mask: torch.Tensor | None = None
+    rows_per_sample: int = 1
     document_ids: torch.Tensor | None = None
 
     @property
@@ -47,7 +49,8 @@ class Batch:
 
     def split(self, micro_batch_size: int) -> tuple["Batch", ...]:
         """Consecutive micro-batches of `micro_batch_size` samples (views, no copies)."""
-        return tuple(self._rows(i, i + micro_batch_size) for i in range(0, self.size, micro_batch_size))
+        rows = micro_batch_size * self.rows_per_sample
+        return tuple(self._rows(i, i + rows) for i in range(0, self.size, rows))
 
     @cached_property
     def documents(self) -> Documents | None:

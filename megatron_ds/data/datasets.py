@@ -50,10 +50,11 @@ class Datasets(NamedTuple):
     test: Dataset | None
 
 
-def build_datasets(config, samples: Sequence[int], tokenizer) -> Datasets:
+def build_datasets(config, samples: Sequence[int], tokenizer, *, one_epoch: bool = False) -> Datasets:
     """The datasets of a run, each of at least the wanted number of samples.
 
     config: a RunConfig (its data, `model.seq_length` and `train.seed`).  samples: (training, validation, test) wanted.
+    one_epoch: the training data are one epoch however many samples are wanted, for a curriculum that numbers them.
     Raises DataError for missing or damaged files and for a part without documents, ConfigError for impossible flags.
     """
     data, seq_length, seed = config.data, config.model.seq_length, config.train.seed
@@ -61,7 +62,7 @@ def build_datasets(config, samples: Sequence[int], tokenizer) -> Datasets:
         return Datasets(*(
             MockDataset(n, seq_length=seq_length, vocab_size=tokenizer.vocab_size, eod=tokenizer.eod, seed=seed + 1000 * i)
             if n else None for i, n in enumerate(samples)))
-    builder = _Builder(seq_length, seed, data.data_cache_path, repeats=data.dataloader_type == "cyclic",
+    builder = _Builder(seq_length, seed, data.data_cache_path, repeats=data.dataloader_type == "cyclic", one_epoch=one_epoch,
                        by_epochs=data.blend_weights == "epochs",
                        split=f"--split {data.splits}{' (default)' * (data.splits == DEFAULT_SPLIT)}", tokenizer=tokenizer,
                        cut=open_packed_dataset if data.pack_documents else open_gpt_dataset)
@@ -85,13 +86,13 @@ def identify(words: Sequence[str]) -> list[str]:
 class _Builder:
     """Opens each corpus once, and builds the parts from them.
 
-    by_epochs: what weights mean; split: words for messages; cut: corpus → samples
+    by_epochs: what weights mean; one_epoch: training takes each sample once; split: words for messages; cut: corpus → samples
     """
 
-    def __init__(self, seq_length: int, seed: int, cache: str | None, *, repeats: bool, by_epochs: bool, split: str,
-                 tokenizer, cut):
+    def __init__(self, seq_length: int, seed: int, cache: str | None, *, repeats: bool, one_epoch: bool, by_epochs: bool,
+                 split: str, tokenizer, cut):
         self.seq_length, self.seed, self.cache, self.repeats, self.by_epochs = seq_length, seed, cache, repeats, by_epochs
-        self.cut_samples = cut
+        self.one_epoch, self.cut_samples = one_epoch, cut
         self.split, self.tokenizer = split, tokenizer
         self._corpora: dict[str, IndexedDataset] = {}
 
@@ -106,10 +107,11 @@ class _Builder:
             return None
         blend = self._with_text(part, flag, blend, shares)
         opened = [partial(self._open, flag, prefix, part, shares) for prefix in blend.prefixes]
+        epoch = self.one_epoch and part == "train"
         if len(opened) == 1:
-            dataset = opened[0](wanted)
+            dataset = opened[0](None if epoch else wanted)
         elif blend.weights is None:
-            dataset = self._unweighted(part, wanted, [one(None) for one in opened], blend.prefixes[0])
+            dataset = self._unweighted(part, None if epoch else wanted, [one(None) for one in opened], blend.prefixes[0])
         else:
             dataset = self._weighted(part, wanted, opened, blend)
         if logger.isEnabledFor(logging.INFO):
@@ -159,10 +161,11 @@ class _Builder:
         datasets = [one(samples_to_provide(wanted, share)) for one, share in zip(opened, shares)]
         return BlendedDataset(datasets, which, sample)
 
-    def _unweighted(self, part: str, wanted: int, datasets: Sequence[Dataset], first_prefix: str) -> BlendedDataset:
+    def _unweighted(self, part: str, wanted: int | None, datasets: Sequence[Dataset], first_prefix: str) -> BlendedDataset:
         """Every sample at most once; in proportion to the sizes."""
         sizes = [len(d) for d in datasets]
         total = sum(sizes)
+        wanted = total if wanted is None else wanted
         if wanted > total and not self.repeats:
             raise DataError(f"the {part} part of the {len(sizes)} corpora has {total} samples, and {wanted} are wanted. "
                             "Corpora without weights are read once: put a weight before each of them to repeat them, ask "

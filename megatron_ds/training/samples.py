@@ -9,6 +9,7 @@ from ..data.fim import FIMDataset, make_fim
 from ..data.loader import Loader
 from ..mpu.mesh import Mesh
 from ..ramps import make_batch_size, planned_steps
+from .curriculum import make_order
 from .shared_reader import SharedReader
 from .trainer import Loaders
 
@@ -62,11 +63,12 @@ def build_loaders(config: RunConfig, datasets, tokenizer, mesh: Mesh) -> Loaders
     tp = mesh.group("tp")
     shared = data.data_readers == "first" and tp.size > 1
 
-    def loader(dataset):
+    def loader(dataset, order=None):
         if dataset is None:
             return None
         own = Loader(dataset, collate, micro_batch_size=config.train.micro_batch_size, dataloader_type=data.dataloader_type,
-                     num_workers=data.num_workers, pin=mesh.device.type == "cuda")
+                     order=order, num_workers=data.num_workers, pin=mesh.device.type == "cuda")
         return SharedReader(own, tp, mesh.device) if shared else own
 
-    return Loaders(*map(loader, datasets))
+    order = make_order(config, len(datasets.train)) if datasets.train is not None else None
+    return Loaders(loader(datasets.train, order), *map(loader, datasets[1:]))
