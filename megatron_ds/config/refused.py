@@ -87,7 +87,7 @@ REFUSED_KEYS = MappingProxyType({
     "csv_monitor": _MONITOR,
     "comet": _MONITOR,
     "curriculum_learning": _LATER,
-    "data_efficiency": _LATER,
+    "data_efficiency.data_sampling": _LATER,
     "dataloader_drop_last": _LOADER,
     "disable_allgather": _FLAT,
     "dump_state": "startup always prints every value that is not default. Remove it.",

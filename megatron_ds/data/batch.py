@@ -9,6 +9,14 @@ import torch
 
 
 @dataclass(frozen=True)
+class Places:
+    """Where tokens stand of which only some are present.  index: int64 [b, k], ascending;  length: of the whole sequence."""
+
+    index: torch.Tensor
+    length: int
+
+
+@dataclass(frozen=True)
 class Batch:
     """Some samples of a global batch.
 
@@ -20,6 +28,8 @@ class Batch:
                   id under every layout, so anything random that is keyed by it is the same under every layout.
     training      False during evaluation and generation: nothing random happens
     attention_mask  None for plain causal attention, else bool [b, 1, s, s], True = may not attend
+    kept_tokens   how many tokens of each sample the layers keep that drop some (models/random_ltd.py); None: all of them
+    places        None where all tokens of the samples are here, as they are outside such a layer
     """
 
     tokens: torch.Tensor
@@ -29,6 +39,8 @@ class Batch:
     sample_ids: tuple[int, ...]
     training: bool = True
     attention_mask: torch.Tensor | None = None
+    kept_tokens: int | None = None
+    places: Places | None = None
 
     @property
     def size(self) -> int:
@@ -45,6 +57,21 @@ class Batch:
     def to(self, device: torch.device) -> "Batch":
         move = lambda t: None if t is None else t.to(device, non_blocking=True)
         return self._map(move)
+
+    def keeping(self, drop, step: int) -> "Batch":
+        """This batch for a step of a run that drops tokens: a `TokenDrop`, or None."""
+        return self if drop is None else replace(self, kept_tokens=drop.kept_at(step, self.seq_length))
+
+    def at_places(self, index: torch.Tensor) -> "Batch":
+        """Only the tokens at index [b, k], ascending: what a layer sees that is given no others. They keep their positions."""
+        assert self.places is None, "tokens are dropped from a whole sequence only"
+        tokens = self._map(lambda t: t if t is None or t.dim() != 2 else t.gather(1, index))
+        mask = self.attention_mask
+        if mask is not None:
+            rows = index[:, None, :, None].expand(-1, mask.shape[1], -1, mask.shape[3])
+            columns = index[:, None, None].expand(-1, mask.shape[1], index.shape[1], -1)
+            mask = mask.gather(2, rows).gather(3, columns)
+        return replace(tokens, attention_mask=mask, places=Places(index, self.seq_length))
 
     def _rows(self, start: int, stop: int) -> "Batch":
         rows = self._map(lambda t: None if t is None else t[start:stop])

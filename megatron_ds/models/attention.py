@@ -64,9 +64,12 @@ class SelfAttention(nn.Module):
     def keep_mask(self, q, k, p: float, batch: Batch) -> torch.Tensor:
         """Which probabilities survive: keyed by the global number of the head, so a head keeps its mask on any rank."""
         first = self.placement.tp.rank * self.num_heads
+        rows, cols, places = range(q.shape[0]), k.shape[0], batch.places
+        if places is not None:
+            rows, cols = range(places.length), places.length
         return attention_keep_mask(p, seed=self.placement.seed, site=self.site, sample_ids=batch.sample_ids,
-                                   heads=range(first, first + self.num_heads), rows=range(q.shape[0]), cols=k.shape[0],
-                                   device=q.device)
+                                   heads=range(first, first + self.num_heads), rows=rows, cols=cols,
+                                   picked=None if places is None else places.index, device=q.device)
 
 
 def _call(function, *args):

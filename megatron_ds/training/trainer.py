@@ -13,6 +13,7 @@ import torch
 
 from ..progress import Progress
 from ..ramps import count_steps, make_batch_size, make_learning_rate, make_weight_decay, planned_steps
+from ..token_drop import make_token_drop
 from .build import Engine
 from .evaluate import evaluate
 from .flops import model_flops, peak_flops
@@ -45,6 +46,7 @@ class Trainer:
         self.learning_rate = make_learning_rate(config)
         self.weight_decay = make_weight_decay(config)
         self.batch_size = make_batch_size(config)
+        self.drop = make_token_drop(config)
         self.started = started or time.monotonic()
         self.stop = StopRequest()
         self.tracer = Tracer(engine)
@@ -102,27 +104,34 @@ class Trainer:
         data = mesh.group("dp", "cp")
         size = self.batch_size(before)
         batch = self.loaders.train.batch(before.samples, size, data.rank, data.size).to(mesh.device)
+        batch = batch.keeping(self.drop, before.step)
         data_seconds = time.perf_counter() - begin
         with self.tracer.step():
             outcome = train_step(self.engine, batch, before, learning_rate=self.learning_rate(before),
                                  weight_decay=self.weight_decay(before), stop=self._wants_to_stop())
         self.progress = before.after(size, size * batch.seq_length, skipped=outcome.skipped,
-                                     nan=not math.isfinite(outcome.loss))
+                                     nan=not math.isfinite(outcome.loss),
+                                     layer_tokens=size * self._layer_tokens(before.step, batch.seq_length))
         self.history.append(outcome)
         self._window.append((outcome, data_seconds, size))
         if mesh.rank == 0 and (_due(self.config.logging.log_interval, self.progress.step) or outcome.stop
                                or self._is_finished()):
-            self.log.train(self._record(size, batch.seq_length))
+            self.log.train(self._record(size, batch.seq_length, batch.kept_tokens))
         if _due(self.config.logging.log_interval, self.progress.step):
             self._window.clear()
         return outcome
 
-    def _record(self, size: int, seq_length: int) -> TrainRecord:
+    def _layer_tokens(self, step: int, seq_length: int) -> int:
+        """Tokens of one sequence, once for each block that sees them."""
+        return self.drop.layer_tokens(step, seq_length) if self.drop else self.config.model.num_layers * seq_length
+
+    def _record(self, size: int, seq_length: int, kept_tokens: int | None) -> TrainRecord:
         outcomes = [outcome for outcome, _, _ in self._window]
         last, p = outcomes[-1], self.progress
         seconds = statistics.fmean(o.seconds + d for o, d, _ in self._window)
         samples_a_second = sum(n for _, _, n in self._window) / (seconds * len(self._window))
-        flops = model_flops(self.config.model, 1, seq_length, self._vocab) * samples_a_second / self._world
+        dropping = (len(self.drop.blocks), kept_tokens) if self.drop else ()
+        flops = model_flops(self.config.model, 1, seq_length, self._vocab, *dropping) * samples_a_second / self._world
         return TrainRecord(
             step=p.step, steps=self._total_steps(), samples=p.samples, tokens=p.tokens, step_seconds=seconds,
             learning_rate=last.learning_rate, weight_decay=last.weight_decay, global_batch_size=size,
@@ -130,7 +139,9 @@ class Trainer:
             skipped_steps=p.skipped_steps, nan_steps=p.nan_steps, tokens_per_second=samples_a_second * seq_length,
             tflops_per_rank=flops / 1e12, mfu=flops / self._peak,
             eta_seconds=(self._total_steps() - p.step) * seconds, memory_gib=peak_memory_gib(self.engine.mesh.device),
-            data_seconds=statistics.fmean(d for _, d, _ in self._window))
+            data_seconds=statistics.fmean(d for _, d, _ in self._window), kept_tokens=kept_tokens,
+            layer_tokens=p.layer_tokens,
+            actual_seq_length=self._layer_tokens(p.step - 1, seq_length) // self.config.model.num_layers)
 
     @property
     def _world(self) -> int:
