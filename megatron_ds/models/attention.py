@@ -42,7 +42,7 @@ class SelfAttention(nn.Module):
     def forward(self, x: torch.Tensor, batch: Batch, cache=None) -> torch.Tensor:
         q, k, v = self.project(x)
         if self.rotary is not None:
-            q, k = self.rotary(q, k, batch.position_ids)
+            q, k = self.rotary(q, k, batch.position_ids, once=batch.places is not None)
         if cache is not None:
             k, v = cache.append(k, v)                                           # [all positions so far, b, g/t, d]
         core = recompute if self.recompute_core else _call

@@ -31,7 +31,7 @@ from .layer import Layer, Placement
 def with_random_ltd(layers: Sequence[Layer], blocks: Collection[int], placement: Placement) -> list[Layer]:
     """The layers, of whose blocks those with these numbers drop tokens."""
     numbers = {layer.name: i for i, layer in enumerate(layer for layer in layers if layer.kind == "block")}
-    return [replace(layer, make=_Wrapped(layer, placement)) if numbers.get(layer.name) in blocks else layer
+    return [replace(layer, make=_Wrapped(layer, placement), drops_tokens=True) if numbers.get(layer.name) in blocks else layer
             for layer in layers]
 
 
@@ -125,9 +125,11 @@ def _picked(x: torch.Tensor, rows: torch.Tensor, inside: torch.Tensor | None, ke
 
 
 def _put(x: torch.Tensor, part: torch.Tensor, rows: torch.Tensor, inside: torch.Tensor | None) -> torch.Tensor:
-    """x with the rows of `part` in their places; the others are written to a row beyond the last, which nobody sees."""
-    flat, beyond = x.flatten(0, 1), 0 if inside is None else 1
-    out = flat.new_empty(len(flat) + beyond, flat.shape[1])
-    out[:len(flat)] = flat
-    out.index_copy_(0, rows, part.flatten(0, 1))
-    return out[:len(flat)].view(x.shape)
+    """x with those rows of `part` in their places that are inside."""
+    flat, part = x.flatten(0, 1), part.flatten(0, 1)
+    if inside is None:
+        return flat.clone().index_copy_(0, rows, part).view(x.shape)
+    source = rows.new_full((len(flat) + 1,), -1)                                # which row of `part` comes to a row of x
+    source[rows] = torch.arange(len(rows), device=rows.device)
+    source = source[:-1, None]
+    return part.index_select(0, source[:, 0].clamp(min=0)).where(source >= 0, flat).view(x.shape)

@@ -101,7 +101,7 @@ def build_engine(config: RunConfig, mesh: Mesh) -> Engine:
         initialize(parameters, config.train.seed, mesh.group("tp").rank, mesh.size("tp"))
     # Together: a rank's disk may be full.
     optimizer = together(mesh.group("world"), lambda: _build_optimizer(config, mesh, built, parameters))
-    kinds = {stage: [layer.kind for layer in layers] for stage, layers in slices.items()}
+    kinds = {stage: [layer.sort for layer in layers] for stage, layers in slices.items()}
     pinned, why_pinned = _pinning(config, mesh, memory, optimizer, kinds, plan)
     stages = {index: _build_stage(config, mesh, index, list(built[index]), optimizer, plan) for index in built}
     return Engine(config, mesh, plan, stages, modules, parameters, optimizer,
