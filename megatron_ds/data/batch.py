@@ -27,6 +27,7 @@ class Batch:
     sample_ids    b integers: the place of each sample in the whole run's stream (0, 1, 2, …). The same sample has the same
                   id under every layout, so anything random that is keyed by it is the same under every layout.
     training      False during evaluation and generation: nothing random happens
+    rows_per_sample   how many rows each sample was folded into; row i belongs to the sample i // rows_per_sample
     attention_mask  None for plain causal attention, else bool [b, 1, s, s], True = may not attend
     kept_tokens   how many tokens of each sample the layers keep that drop some (models/random_ltd.py); None: all of them
     places        None where all tokens of the samples are here, as they are outside such a layer
@@ -39,6 +40,7 @@ class Batch:
     sample_ids: tuple[int, ...]
     training: bool = True
     attention_mask: torch.Tensor | None = None
+    rows_per_sample: int = 1
     kept_tokens: int | None = None
     places: Places | None = None
 
@@ -52,7 +54,8 @@ class Batch:
 
     def split(self, micro_batch_size: int) -> tuple["Batch", ...]:
         """Consecutive micro-batches of `micro_batch_size` samples (views, no copies)."""
-        return tuple(self._rows(i, i + micro_batch_size) for i in range(0, self.size, micro_batch_size))
+        rows = micro_batch_size * self.rows_per_sample
+        return tuple(self._rows(i, i + rows) for i in range(0, self.size, rows))
 
     def to(self, device: torch.device) -> "Batch":
         move = lambda t: None if t is None else t.to(device, non_blocking=True)

@@ -47,10 +47,11 @@ class Datasets(NamedTuple):
     test: Dataset | None
 
 
-def build_datasets(config, samples: Sequence[int], tokenizer) -> Datasets:
+def build_datasets(config, samples: Sequence[int], tokenizer, *, one_epoch: bool = False) -> Datasets:
     """The datasets of a run, each of at least the wanted number of samples.
 
     config: a RunConfig (its data, `model.seq_length` and `train.seed`).  samples: (training, validation, test) wanted.
+    one_epoch: the training data are one epoch however many samples are wanted, for a curriculum that numbers them.
     Raises DataError for missing or damaged files and for a part without documents, ConfigError for impossible flags.
     """
     data, seq_length, seed = config.data, config.model.seq_length, config.train.seed
@@ -58,7 +59,7 @@ def build_datasets(config, samples: Sequence[int], tokenizer) -> Datasets:
         return Datasets(*(
             MockDataset(n, seq_length=seq_length, vocab_size=tokenizer.vocab_size, eod=tokenizer.eod, seed=seed + 1000 * i)
             if n else None for i, n in enumerate(samples)))
-    builder = _Builder(seq_length, seed, data.data_cache_path, repeats=data.dataloader_type == "cyclic",
+    builder = _Builder(seq_length, seed, data.data_cache_path, repeats=data.dataloader_type == "cyclic", one_epoch=one_epoch,
                        split=f"--split {data.splits}{' (default)' * (data.splits == DEFAULT_SPLIT)}", tokenizer=tokenizer)
     if data.has_split_paths:
         paths = [(f"--{part}-data-path", getattr(data, f"{part}_data_path")) for part in PARTS]
@@ -81,8 +82,10 @@ def identify(words: Sequence[str]) -> list[str]:
 class _Builder:
     """Opens each corpus once, and builds the parts from them. split: words for messages."""
 
-    def __init__(self, seq_length: int, seed: int, cache: str | None, *, repeats: bool, split: str, tokenizer):
+    def __init__(self, seq_length: int, seed: int, cache: str | None, *, repeats: bool, one_epoch: bool, split: str,
+                 tokenizer):
         self.seq_length, self.seed, self.cache, self.repeats = seq_length, seed, cache, repeats
+        self.one_epoch = one_epoch
         self.split, self.tokenizer = split, tokenizer
         self._corpora: dict[str, IndexedDataset] = {}
 
@@ -96,10 +99,11 @@ class _Builder:
             logger.info("no %s data: nothing is named for it, or --split gives it no share", part)
             return None
         opened = [partial(self._open, flag, prefix, part, shares) for prefix in blend.prefixes]
+        epoch = self.one_epoch and part == "train"
         if len(opened) == 1:
-            return opened[0](wanted)
+            return opened[0](None if epoch else wanted)
         if blend.weights is None:
-            return self._unweighted(part, wanted, [one(None) for one in opened], blend.prefixes[0])
+            return self._unweighted(part, None if epoch else wanted, [one(None) for one in opened], blend.prefixes[0])
         return self._weighted(part, wanted, opened, blend)
 
     def _weighted(self, part: str, wanted: int, opened: Sequence[partial], blend: Blend) -> BlendedDataset:
@@ -109,10 +113,11 @@ class _Builder:
         datasets = [one(samples_to_provide(wanted, share)) for one, share in zip(opened, shares)]
         return BlendedDataset(datasets, which, sample)
 
-    def _unweighted(self, part: str, wanted: int, datasets: Sequence[Dataset], first_prefix: str) -> BlendedDataset:
+    def _unweighted(self, part: str, wanted: int | None, datasets: Sequence[Dataset], first_prefix: str) -> BlendedDataset:
         """Every sample at most once; in proportion to the sizes."""
         sizes = [len(d) for d in datasets]
         total = sum(sizes)
+        wanted = total if wanted is None else wanted
         if wanted > total and not self.repeats:
             raise DataError(f"the {part} part of the {len(sizes)} corpora has {total} samples, and {wanted} are wanted. "
                             "Corpora without weights are read once: put a weight before each of them to repeat them, ask "

@@ -12,7 +12,7 @@ import torch
 
 from ..errors import DataError
 from .batch import Batch
-from .sampler import ORDERS, local_positions
+from .sampler import ORDERS, Order, local_positions
 
 PAD = -1                                                    # a dataset fills up short samples with it; never seen by a model
 
@@ -23,15 +23,16 @@ class Loader:
     eod              id of the end-of-document token; with eod_mask_loss a position whose *input* is it does not count
     vocab_size       ids must be below it, else DataError: an embedding would fail far from the cause, or not at all
     dataloader_type  which sample stands at a position of the stream: a name in `sampler.ORDERS`
+    order            the same, where no name says it: that of a curriculum
     num_workers      batches read ahead, each by a thread (numpy lets go of the interpreter while it copies)
     """
 
     def __init__(self, dataset: Sized, *, seq_length: int, micro_batch_size: int, eod: int | None = None,
                  eod_mask_loss: bool = False, vocab_size: int | None = None, dataloader_type: str = "single",
-                 num_workers: int = 0):
+                 num_workers: int = 0, order: Order | None = None):
         assert not eod_mask_loss or eod is not None, "eod_mask_loss needs the id of the end-of-document token"
         self.dataset, self.seq_length, self.micro_batch_size = dataset, seq_length, micro_batch_size
-        self._order = ORDERS[dataloader_type]
+        self._order = order or ORDERS[dataloader_type]
         self._masked_token = eod if eod_mask_loss else None
         self._vocab_size = vocab_size
         self._pool = ThreadPoolExecutor(num_workers, "loader") if num_workers else None

@@ -43,6 +43,7 @@ class TrainRecord:
     grad_norm: float
     skipped_steps: int
     nan_steps: int
+    seq_length: int
     tokens_per_second: float
     tflops_per_rank: float
     mfu: float
@@ -67,6 +68,7 @@ class TrainRecord:
             f"grad norm: {self.grad_norm:.3f}",
             f"number of skipped iterations: {self.skipped_steps:3d}",
             f"number of nan iterations: {self.nan_steps:3d}",
+            f"seq length: {self.seq_length:5d}",
             f"tokens per second: {self.tokens_per_second:.1f}",
             f"MFU: {self.mfu:.1%}",
             *self._dropping(),

@@ -3,6 +3,7 @@
 from ..config import RunConfig
 from ..data.loader import Loader
 from ..ramps import make_batch_size, planned_steps
+from .curriculum import make_order
 from .trainer import Loaders
 
 
@@ -21,10 +22,11 @@ def wanted_samples(config: RunConfig) -> tuple[int, int, int]:
 
 def build_loaders(config: RunConfig, datasets, tokenizer) -> Loaders:
     """Loaders over the (train, validation, test) datasets; None where a split has no samples."""
-    def loader(dataset):
+    def loader(dataset, order=None):
         return None if dataset is None else Loader(
             dataset, seq_length=config.model.seq_length, micro_batch_size=config.train.micro_batch_size,
             eod=tokenizer.eod, eod_mask_loss=config.data.eod_mask_loss, vocab_size=tokenizer.vocab_size,
-            dataloader_type=config.data.dataloader_type, num_workers=config.data.num_workers)
+            dataloader_type=config.data.dataloader_type, num_workers=config.data.num_workers, order=order)
 
-    return Loaders(*map(loader, datasets))
+    order = make_order(config, len(datasets.train)) if datasets.train is not None else None
+    return Loaders(loader(datasets.train, order), *map(loader, datasets[1:]))

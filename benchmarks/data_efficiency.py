@@ -1,0 +1,175 @@
+"""Does it pay to let blocks see fewer tokens at first, or to begin with short sequences? Validation loss against wall-clock.
+
+    python benchmarks/data_efficiency.py --out FOLDER                  all runs that FOLDER lacks, one after the other
+    python benchmarks/data_efficiency.py --out FOLDER --only plain-200 random-ltd-320
+    python benchmarks/data_efficiency.py --out FOLDER --show           table and picture of the runs that are there
+
+The corpus is the source code of your own Python's standard library, 11 million characters of English and Python, seen less
+than once. Every run has its own length and its own learning-rate decay, so the last losses can be compared: what matters is
+how long the plain runs take to the loss that another run ends with, read off the line between the two plain runs around it.
+Seconds are those of the training steps, data included; evaluation, at full length and with all tokens, is not counted.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+LEFT_OUT = {"test", "tests", "idle_test", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__"}
+LENGTH, BATCH, EVERY = 512, 4, 10
+JOB = ("--num-layers 6 --hidden-size 128 --num-attention-heads 2 --make-vocab-size-divisible-by 64 "
+       "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --init-method-std 0.06 "
+       "--hidden-dropout 0 --attention-dropout 0 --lr 4e-3 --min-lr 2e-4 --lr-decay-style cosine --weight-decay 0.1 "
+       "--adam-beta2 0.95 --split 95,5,0 --tokenizer-type HuggingFaceTokenizer --eval-iters 40 "
+       f"--seq-length {LENGTH} --micro-batch-size {BATCH} --global-batch-size {BATCH} --log-interval {EVERY}").split()
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """flags: of what it does otherwise than a plain run, from the number of its steps."""
+
+    kind: str
+    steps: int
+    flags: tuple = ()
+    seed: int = 1234
+
+
+def random_ltd(steps: int, least: int, part: float, seed: int = 1234) -> Contestant:
+    """From `least` tokens to all of them in this part of the run."""
+    flags = ("--random-ltd", "--random-ltd-min-tokens", least, "--random-ltd-steps", int(part * steps),
+             "--random-ltd-tokens-per-step", 32)
+    return Contestant(f"random-LTD from {least}", steps, flags, seed)
+
+
+CONTESTANTS = {
+    **{f"plain-{steps}": Contestant("plain", steps) for steps in (180, 240, 320)},
+    "plain-320-again": Contestant("plain", 320, seed=4321),
+    "random-ltd-320": random_ltd(320, 128, 2 / 3),
+    "random-ltd-320-again": random_ltd(320, 128, 2 / 3, seed=4321),
+    "random-ltd-64-320": random_ltd(320, 64, 0.9),
+}
+
+
+def prepare(out: Path) -> None:
+    """Corpus, tokenizer and tokens, where they are not there yet."""
+    if (out / "corpus_text_document.idx").exists():
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    paths = (p for p in Path(sysconfig.get_paths()["stdlib"]).rglob("*.py") if not LEFT_OUT & set(p.parts))
+    texts = {path.read_text(encoding="utf-8", errors="ignore") for path in paths}
+    ordered = sorted(filter(None, texts), key=lambda text: hashlib.sha256(text.encode()).digest())
+    (out / "corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in ordered))
+    call("tools/train_tokenizer.py", "--input", out / "corpus.jsonl", "--vocab-size", 2048, "--output", out / "tokenizer")
+    call("tools/preprocess_data.py", "--input", out / "corpus.jsonl", "--output-prefix", out / "corpus", "--append-eod",
+         "--workers", 2, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", out / "tokenizer")
+
+
+def train(out: Path, name: str) -> None:
+    """A run; its metrics appear under its name when it is complete."""
+    c, metrics = CONTESTANTS[name], out / f"{name}.partial"
+    metrics.unlink(missing_ok=True)
+    call("pretrain_gpt.py", *JOB, *c.flags, "--train-iters", c.steps, "--lr-warmup-iters", c.steps // 20, "--seed", c.seed,
+         "--eval-interval", c.steps // 4, "--data-path", out / "corpus_text_document", "--tokenizer-model", out / "tokenizer",
+         "--metrics-path", metrics)
+    metrics.rename(out / f"{name}.jsonl")
+
+
+def call(script: str, *arguments) -> None:
+    command = [sys.executable, str(ROOT / script), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    if done.returncode:
+        sys.exit(f"{' '.join(command)}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+
+
+@dataclass(frozen=True)
+class Result:
+    """seconds: of all training steps.  curve: (seconds, validation loss) at each evaluation."""
+
+    kind: str
+    steps: int
+    seconds: float
+    layer_tokens: int
+    curve: tuple[tuple[float, float], ...]
+
+    @property
+    def loss(self) -> float:
+        return self.curve[-1][1]
+
+
+def read(out: Path, name: str) -> Result | None:
+    path, seconds, curve, tokens = out / f"{name}.jsonl", 0.0, [], 0
+    if not path.exists():
+        return None
+    for record in map(json.loads, path.read_text().splitlines()):
+        if record["kind"] == "train":
+            seconds, tokens = seconds + EVERY * record["step_seconds"], record["layer_tokens"]
+        elif record["kind"] == "validation":
+            curve.append((seconds, record["loss"]))
+    return Result(CONTESTANTS[name].kind, CONTESTANTS[name].steps, seconds, tokens, tuple(curve))
+
+
+def plain_seconds(results: dict[str, Result], loss: float) -> float | None:
+    """How long plain training takes to this loss; None where no two plain runs lie around it."""
+    plain = sorted((r.loss, r.seconds) for name, r in results.items() if r.kind == "plain" and "again" not in name)
+    for (low, long), (high, short) in zip(plain, plain[1:]):
+        if low <= loss <= high:
+            return long + (short - long) * (loss - low) / (high - low)
+    return None
+
+
+def show(out: Path, picture: Path | None) -> None:
+    results = {name: result for name in CONTESTANTS if (result := read(out, name))}
+    print(f"{'run':24} {'seconds':>8} {'ms a step':>10} {'layer tokens':>13} {'last loss':>10}  plain takes to that loss")
+    for name, r in results.items():
+        plain = None if r.kind == "plain" else plain_seconds(results, r.loss)
+        words = f"{plain:.0f} s: {1 - r.seconds / plain:+.1%} saved" if plain else "" if r.kind == "plain" else "not around it"
+        print(f"{name:24} {r.seconds:8.1f} {1000 * r.seconds / r.steps:10.0f} {r.layer_tokens:13,} {r.loss:10.4f}  {words}")
+    if picture:
+        draw(results, picture)
+
+
+def draw(results: dict[str, Result], picture: Path) -> None:
+    import matplotlib
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    figure, axes = pyplot.subplots(figsize=(7, 4.2))
+    kinds = list(dict.fromkeys(r.kind for r in results.values()))
+    for kind in kinds:
+        runs = sorted((r for r in results.values() if r.kind == kind), key=lambda r: r.seconds)
+        color = f"C{kinds.index(kind)}"
+        for r in runs:
+            axes.plot(*zip(*r.curve), color=color, alpha=0.3, linewidth=1)
+        axes.plot([r.seconds for r in runs], [r.loss for r in runs], "o-" if kind == "plain" else "o", color=color, label=kind)
+    ends = [r.loss for r in results.values()]
+    axes.set(xlabel="seconds of training (2 cores)", ylabel="validation loss, all tokens",
+             ylim=(min(ends) - 0.05, max(ends) + 0.6), title="Ends of whole runs (dots), and on the way there (thin)")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(picture, dpi=110)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--only", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS), metavar="RUN")
+    parser.add_argument("--show", action="store_true")
+    parser.add_argument("--picture", type=Path)
+    args = parser.parse_args()
+    if not args.show:
+        prepare(args.out)
+        for name in args.only:
+            if not (args.out / f"{name}.jsonl").exists():
+                train(args.out, name)
+    show(args.out, args.picture)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
