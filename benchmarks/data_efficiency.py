@@ -47,12 +47,21 @@ def random_ltd(steps: int, least: int, part: float, seed: int = 1234) -> Contest
     return Contestant(f"random-LTD from {least}", steps, flags, seed)
 
 
+def curriculum(steps: int, least: int, part: float) -> tuple:
+    """Flags: sequences from `least` tokens to their whole length in this part of the run."""
+    return ("--curriculum-type", "seqlen_truncate", "--curriculum-min-length", least, "--curriculum-steps", int(part * steps),
+            "--curriculum-length-step", 32)
+
+
 CONTESTANTS = {
     **{f"plain-{steps}": Contestant("plain", steps) for steps in (180, 240, 320)},
     "plain-320-again": Contestant("plain", 320, seed=4321),
     "random-ltd-320": random_ltd(320, 128, 2 / 3),
     "random-ltd-320-again": random_ltd(320, 128, 2 / 3, seed=4321),
     "random-ltd-64-320": random_ltd(320, 64, 0.9),
+    "curriculum-320": Contestant("curriculum from 64", 320, curriculum(320, 64, 2 / 3)),
+    "curriculum-400": Contestant("curriculum from 64", 400, curriculum(400, 64, 2 / 3)),
+    "both-400": Contestant("both", 400, (*random_ltd(400, 128, 2 / 3).flags, *curriculum(400, 64, 2 / 3))),
 }
 
 
