@@ -9,7 +9,11 @@ from megatron_ds.config import parse
 from megatron_ds.difficulty import Rise
 from megatron_ds.errors import ConfigError
 from megatron_ds.progress import Progress
+from megatron_ds.ramps import make_batch_size
 from megatron_ds.token_drop import TokenDrop, make_token_drop
+from megatron_ds.training.dry_run_text import flops_text
+from megatron_ds.training.saving import saving_of
+from megatron_ds.training.world_plan import plan_world
 
 JOB = ("--num-layers 6 --hidden-size 32 --num-attention-heads 4 --seq-length 128 --vocab-size 99 --micro-batch-size 2 "
        "--global-batch-size 8 --lr 1e-3 --train-iters 9 --mock-data").split()
@@ -77,6 +81,22 @@ def test_blocks_are_all_but_the_first_and_the_last_unless_they_are_named():
     assert make_token_drop(parse([*JOB, *LTD])).blocks == (1, 2, 3, 4)
     assert make_token_drop(parse([*JOB, *LTD, "--random-ltd-layer-ids", "5", "0"])).blocks == (0, 5)
     assert make_token_drop(parse(JOB)) is None
+
+
+def test_what_a_run_saves_is_counted_step_by_step_as_its_batch_grows():
+    ramp = ["--train-samples", "100", "--rampup-batch-size", "2", "2", "24", "--random-ltd-layer-ids", "1", "2", "3"]
+    at = JOB.index("--train-iters")
+    config = parse([*JOB[:at], *JOB[at + 2:], *LTD[:-1], "8", *ramp])
+    drop, batch_size, samples, tokens, step = make_token_drop(config), make_batch_size(config), 0, 0, 0
+    while samples + batch_size.at(samples) <= 100:
+        size = batch_size.at(samples)
+        samples, tokens, step = samples + size, tokens + size * (3 * drop.kept_at(step, 128) + 3 * 128), step + 1
+    saving = saving_of(config, drop)
+    assert (saving.first, saving.last) == (32, 128) and step > 12
+    assert saving.layer_tokens == tokens and saving.token_share == tokens / (samples * 6 * 128)
+    assert saving.token_share < 1 and saving.flop_share < 1
+    [told] = [line for line in flops_text(plan_world(config, 0, "cpu")) if "over the run" in line]
+    assert f"{tokens:,} tokens" in told
 
 
 def test_progress_counts_layer_tokens():

@@ -65,6 +65,18 @@ def test_a_slurm_job_is_told_of_its_time_limit_through_its_ranks():
     assert re.fullmatch(r"USR1@\d{3,}", signal)
 
 
+def test_a_curriculum_with_dropped_tokens_in_small_sees_less_than_a_plain_run(tmp_path):
+    command = ["bash", str(ROOT / "examples" / "data_efficiency_cpu.sh"), "out"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment() | {"STEPS": "6"}, capture_output=True, text=True,
+                          timeout=240)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    plain, efficient = (re.search(rf"^{name} +([\d,]+) +([\d,]+) ", done.stdout, re.MULTILINE)
+                        for name in ("plain", "efficient"))
+    number = lambda found, group: int(found[group].replace(",", ""))
+    assert number(plain, 1) == 6 * 8 * 256 and number(plain, 2) == 6 * number(plain, 1)
+    assert number(efficient, 1) < number(plain, 1) and number(efficient, 2) < 6 * number(efficient, 1)
+
+
 def test_the_quickstart_in_small_ends_with_a_curve_and_a_text(tmp_path):
     command = ["bash", str(ROOT / "examples" / "gpt_tiny_cpu.sh"), "out"]
     done = subprocess.run(command, cwd=tmp_path, env=environment() | {"STEPS": "20"}, capture_output=True, text=True,
