@@ -33,7 +33,8 @@ def test_the_line_has_megatrons_fields_in_its_order_and_then_ours():
     line = RECORD.line()
     found = MEGATRON.match(line)
     assert found, line
-    assert line[found.end():] == (" seq length:  1024 | tokens per second: 424672.3 | MFU: 38.1% | memory (GiB): 11.27 | ETA: 1:18:11 |")
+    assert line[found.end():] == (" seq length:  1024 | tokens per second: 424672.3 | MFU: 38.1% "
+                                 "| memory (GiB): 11.27 | ETA: 1:18:11 |")
 
 
 def test_where_blocks_drop_tokens_the_line_says_how_many_stay():
