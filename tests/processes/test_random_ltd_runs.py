@@ -1,6 +1,6 @@
 """Runs with blocks that drop tokens, on real ranks: what they log, and that they go on as if they had never stopped."""
 
-from tests.harness.pretraining import GLOBAL_BATCH, MOCK, SEQ_LENGTH, STEPS, losses, records, same_bits, saved_state, train
+from tests.harness.pretraining import GLOBAL_BATCH, MOCK, SEQ_LENGTH, STEPS, records, same_bits, saved_state, train
 
 LTD = ["--random-ltd", "--random-ltd-min-tokens", "4", "--random-ltd-steps", str(STEPS - 1), "--random-ltd-tokens-per-step",
        "4", "--random-ltd-layer-ids", "0"]
@@ -26,7 +26,3 @@ def test_a_run_goes_on_with_the_tokens_that_it_would_have_kept(tmp_path):
     seen = [GLOBAL_BATCH * (k + length) for k, length in zip(kept, lengths)]                # two blocks, of which one drops
     assert [row[1] for row in whole] == [sum(seen[:i]) for i in range(1, STEPS + 1)]
     assert [row[2] for row in whole] == [(k + length) // 2 for k, length in zip(kept, lengths)]
-
-    train(2, [*job, "--pipeline-model-parallel-size", "2", "--recompute-granularity", "full", "--save", tmp_path / "other"])
-    other, one = losses(tmp_path / "other"), losses(tmp_path / "whole")
-    assert all(abs(other[step] - one[step]) <= 1e-6 * one[step] for step in range(1, STEPS + 1))
