@@ -3,6 +3,7 @@
     python benchmarks/data_efficiency.py --out FOLDER                  all runs that FOLDER lacks, one after the other
     python benchmarks/data_efficiency.py --out FOLDER --only plain-200 random-ltd-320
     python benchmarks/data_efficiency.py --out FOLDER --show           table and picture of the runs that are there
+    python benchmarks/data_efficiency.py --out FOLDER --times          a step by the tokens that its blocks keep, in turns
 
 The corpus is the source code of your own Python's standard library, 11 million characters of English and Python, seen less
 than once. Every run has its own length and its own learning-rate decay, so the last losses can be compared: what matters is
@@ -17,7 +18,7 @@ import os
 import subprocess
 import sys
 import sysconfig
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -165,13 +166,52 @@ def draw(results: dict[str, Result], picture: Path) -> None:
     figure.savefig(picture, dpi=110)
 
 
+def times(rounds: int = 12) -> None:
+    """Milliseconds of a step in which the four middle blocks keep so many tokens: all numbers in turns, in one process, so
+    that a machine that changes its speed changes all of them."""
+    import statistics
+    import time
+
+    import torch
+
+    from megatron_ds.config import parse
+    from megatron_ds.data.batch import Batch
+    from megatron_ds.mpu.grid import Grid
+    from megatron_ds.mpu.mesh import Mesh
+    from megatron_ds.training.build import build_engine
+    from megatron_ds.training.flops import model_flops
+    flags = ["--train-iters", "9", "--mock-data", "--vocab-size", "2047", "--tokenizer-type", "NullTokenizer"]
+    job = [*JOB[:JOB.index("--split")], *JOB[JOB.index("--tokenizer-type") + 2:], *flags]
+    engine = build_engine(parse([*job, *map(str, random_ltd(320, 128, 2 / 3).flags)], world_size=1), Mesh(Grid(), 0))
+    tokens = torch.randint(2047, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+    batch = Batch(tokens[:, :-1], tokens[:, 1:], torch.ones(BATCH, LENGTH), torch.arange(LENGTH).expand(BATCH, -1),
+                  tuple(range(BATCH)))
+    numbers, taken = [64, *range(128, LENGTH + 1, 64)], {}
+    for _ in range(rounds):
+        for kept in numbers:
+            start = time.perf_counter()
+            engine.optimizer.begin_step()
+            engine.executor.run([replace(batch, kept_tokens=kept)])
+            engine.optimizer.step(1e-3, 0.1)
+            taken.setdefault(kept, []).append(1000 * (time.perf_counter() - start))
+    model, whole = engine.config.model, statistics.median(taken[LENGTH][2:])
+    for kept in numbers:
+        ms, flops = taken[kept][2:], model_flops(model, 1, LENGTH, 2048, 4, kept) / model_flops(model, 1, LENGTH, 2048)
+        print(f"{kept:4} kept: {statistics.median(ms):6.1f} ms ({min(ms):.1f} to {max(ms):.1f}), "
+              f"{statistics.median(ms) / whole:.3f} of a whole step; by FLOPs {flops:.3f}")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS), metavar="RUN")
     parser.add_argument("--show", action="store_true")
+    parser.add_argument("--times", action="store_true")
     parser.add_argument("--picture", type=Path)
     args = parser.parse_args()
+    if args.times:
+        times()
+        return 0
     if not args.show:
         prepare(args.out)
         for name in args.only:
