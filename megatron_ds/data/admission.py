@@ -98,6 +98,8 @@ def order_by_difficulty(metrics: Sequence[Metric], total: int, *, seed: int, ste
                             "min_difficulty.")
         if not stages or count > stages[-1].admitted:
             stages.append(Stage(start, count))
+    logger.info("curriculum over %d samples in %d clusters: %d samples at first, %d from sample %d of the run on", total,
+                len(stages), stages[0].admitted, stages[-1].admitted, stages[-1].start)
     return CurriculumOrder(easiest_first, stages, seed)
 
 

@@ -29,6 +29,7 @@ import numpy as np
 from ..errors import DataError
 
 MOST_SAMPLES = 1 << 31                                      # products of two such numbers fit 64 bits
+MOST_STAGES = 2048                                          # a table of their square is kept: 32 MiB
 GOLDEN = (5**0.5 - 1) / 2
 ROUNDS = 6                                                  # of the Feistel network; 4 are enough for a random look
 
@@ -55,6 +56,9 @@ class CurriculumOrder:
         if stages[-1].admitted >= MOST_SAMPLES:
             raise DataError(f"a curriculum over {stages[-1].admitted} samples: at most {MOST_SAMPLES - 1} can be told apart. "
                             "Use a longer --seq-length, or several runs.")
+        if len(stages) > MOST_STAGES:
+            raise DataError(f"the curriculum admits more samples {len(stages)} times; at most {MOST_STAGES} are kept apart. "
+                            "Use a larger difficulty_step, or percentiles.")
         self.easiest_first, self.seed = easiest_first, seed
         self.starts = np.array([stage.start for stage in stages], np.int64)
         self.bounds = np.array([0, *(stage.admitted for stage in stages)], np.int64)       # cluster c: bounds[c : c + 2]

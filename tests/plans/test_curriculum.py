@@ -94,6 +94,12 @@ def test_another_seed_draws_in_another_order():
     assert one != other and sorted(one) == sorted(other) == list(range(100))
 
 
+def test_more_stages_than_can_be_kept_apart_are_a_data_error():
+    stages = [Stage(i, i + 1) for i in range(3000)]
+    with pytest.raises(DataError, match="3000 times; at most 2048 are kept apart. Use a larger difficulty_step"):
+        CurriculumOrder(np.arange(3000), stages, 1)
+
+
 # ------------------------------------------------------------------ from index files
 def metric(folder, values, name="rare", kind="value", low=1, high=50, schedule="fixed_linear", config=None, **more):
     write_metric(folder / name / name, np.asarray(values))

@@ -50,7 +50,10 @@ def test_a_curriculum_goes_on_where_it_stopped_with_other_ranks(tmp_path, corpus
     tokens = GLOBAL_BATCH * sum(LENGTHS)
     assert run_file(tmp_path / "whole", STEPS)["progress"]["tokens"] == tokens
     assert run_file(tmp_path / "parts", STEPS)["progress"] == run_file(tmp_path / "whole", STEPS)["progress"]
-    assert {record["split"] for record in records(tmp_path / "whole", "evaluation")} == {"validation"}
+
+    train(1, [*plain, "--load", tmp_path / "whole", "--save", tmp_path / "evaluated"])       # without a curriculum: whole samples
+    evaluations = [records(tmp_path / name, "validation")[-1]["loss"] for name in ("whole", "evaluated")]
+    assert evaluations[0] == evaluations[1]
 
     train(1, [*plain, "--save", tmp_path / "plain"])
     assert run_file(tmp_path / "plain", STEPS)["progress"]["tokens"] == GLOBAL_BATCH * SEQ_LENGTH * STEPS
