@@ -15,15 +15,19 @@ import argparse
 import hashlib
 import json
 import os
+import statistics
 import subprocess
 import sys
 import sysconfig
-from dataclasses import dataclass, replace
+import time
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LEFT_OUT = {"test", "tests", "idle_test", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__"}
 LENGTH, BATCH, EVERY = 512, 4, 10
+STEPS_TIMED = [*((LENGTH, kept) for kept in (64, 128, 192, 256, 320, 384, 448, LENGTH)),
+               *((length, length) for length in (64, 128, 192, 256, 320, 384, 448))]
 JOB = ("--num-layers 6 --hidden-size 128 --num-attention-heads 2 --make-vocab-size-divisible-by 64 "
        "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --init-method-std 0.06 "
        "--hidden-dropout 0 --attention-dropout 0 --lr 2e-3 --min-lr 1e-4 --lr-decay-style cosine --weight-decay 0.1 "
@@ -166,12 +170,9 @@ def draw(results: dict[str, Result], picture: Path) -> None:
     figure.savefig(picture, dpi=110)
 
 
-def times(rounds: int = 12) -> None:
-    """Milliseconds of a step in which the four middle blocks keep so many tokens: all numbers in turns, in one process, so
-    that a machine that changes its speed changes all of them."""
-    import statistics
-    import time
-
+def times(out: Path, rounds: int = 9) -> None:
+    """Milliseconds of a step of so many positions, whose four middle blocks keep so many tokens: all of them in turns, in one
+    process, so that a machine that changes its speed changes all alike."""
     import torch
 
     from megatron_ds.config import parse
@@ -179,26 +180,62 @@ def times(rounds: int = 12) -> None:
     from megatron_ds.mpu.grid import Grid
     from megatron_ds.mpu.mesh import Mesh
     from megatron_ds.training.build import build_engine
-    from megatron_ds.training.flops import model_flops
-    flags = ["--train-iters", "9", "--mock-data", "--vocab-size", "2047", "--tokenizer-type", "NullTokenizer"]
-    job = [*JOB[:JOB.index("--split")], *JOB[JOB.index("--tokenizer-type") + 2:], *flags]
-    engine = build_engine(parse([*job, *map(str, random_ltd(320, 128, 2 / 3).flags)], world_size=1), Mesh(Grid(), 0))
-    tokens = torch.randint(2047, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(1))
-    batch = Batch(tokens[:, :-1], tokens[:, 1:], torch.ones(BATCH, LENGTH), torch.arange(LENGTH).expand(BATCH, -1),
-                  tuple(range(BATCH)))
-    numbers, taken = [64, *range(128, LENGTH + 1, 64)], {}
+    engine = build_engine(config_of(Contestant("", 9, random_ltd(320, 128, 2 / 3).flags), parse), Mesh(Grid(), 0))
+    tokens, taken = torch.randint(2047, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(1)), {}
     for _ in range(rounds):
-        for kept in numbers:
+        for length, kept in STEPS_TIMED:
+            batch = Batch(tokens[:, :length], tokens[:, 1:length + 1], torch.ones(BATCH, length),
+                          torch.arange(length).expand(BATCH, -1), tuple(range(BATCH)), kept_tokens=kept)
             start = time.perf_counter()
             engine.optimizer.begin_step()
-            engine.executor.run([replace(batch, kept_tokens=kept)])
+            engine.executor.run([batch])
             engine.optimizer.step(1e-3, 0.1)
-            taken.setdefault(kept, []).append(1000 * (time.perf_counter() - start))
-    model, whole = engine.config.model, statistics.median(taken[LENGTH][2:])
-    for kept in numbers:
-        ms, flops = taken[kept][2:], model_flops(model, 1, LENGTH, 2048, 4, kept) / model_flops(model, 1, LENGTH, 2048)
-        print(f"{kept:4} kept: {statistics.median(ms):6.1f} ms ({min(ms):.1f} to {max(ms):.1f}), "
-              f"{statistics.median(ms) / whole:.3f} of a whole step; by FLOPs {flops:.3f}")
+            taken.setdefault((length, kept), []).append(1000 * (time.perf_counter() - start))
+    rows = [[*key, statistics.median(ms[2:]), min(ms[2:]), max(ms[2:])] for key, ms in taken.items()]
+    (out / "times.json").write_text(json.dumps(rows))
+    whole = next(row[2] for row in rows if row[:2] == [LENGTH, LENGTH])
+    for length, kept, middle, least, most in rows:
+        flops = step_flops(engine.config.model, length, kept) / step_flops(engine.config.model, LENGTH, LENGTH)
+        print(f"{length:4} positions, {kept:4} kept: {middle:6.1f} ms ({least:.1f} to {most:.1f}), {middle / whole:.3f} of a "
+              f"whole step; by FLOPs {flops:.3f}")
+
+
+def step_flops(model, length: int, kept: int) -> float:
+    from megatron_ds.training.flops import model_flops
+    return model_flops(model, BATCH, length, 2048, 4, kept)
+
+
+def config_of(contestant: Contestant, parse):
+    data = ["--mock-data", "--vocab-size", "2047", "--tokenizer-type", "NullTokenizer", "--train-iters", contestant.steps]
+    job = [*JOB[:JOB.index("--split")], *JOB[JOB.index("--tokenizer-type") + 2:], *data, *contestant.flags]
+    return parse([str(word) for word in job], world_size=1)
+
+
+def cost(out: Path, contestant: Contestant) -> float | None:
+    """What a run takes, in whole plain steps: by the times of steps of its lengths and kept tokens, along lines between."""
+    from megatron_ds.config import parse
+    from megatron_ds.config.curriculum import length_difficulty
+    from megatron_ds.token_drop import make_token_drop
+    if not (out / "times.json").exists():
+        return None
+    rows = {(length, kept): middle for length, kept, middle, *_ in json.loads((out / "times.json").read_text())}
+    config = config_of(contestant, parse)
+    drop = make_token_drop(config)
+    grows = length_difficulty(config.curriculum, LENGTH) if config.curriculum.curriculum_type else None
+    total = 0.0
+    for step in range(contestant.steps):
+        length = min(grows.at(step + 1), LENGTH) if grows else LENGTH
+        kept = drop.kept_at(step, length) if drop else length
+        assert length in (LENGTH, kept), "steps of short sequences that drop tokens were not timed"
+        points = sorted((n, ms) for (n, all_kept), ms in rows.items() if n == all_kept) if grows else sorted(
+            (n, ms) for (of, n), ms in rows.items() if of == LENGTH)
+        total += between(points, length if grows else kept)
+    return total / rows[LENGTH, LENGTH]
+
+
+def between(points: list[tuple[int, float]], x: int) -> float:
+    (x0, y0), (x1, y1) = next(pair for pair in zip(points, points[1:]) if x <= pair[1][0])
+    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
 
 
 def main() -> int:
@@ -210,7 +247,7 @@ def main() -> int:
     parser.add_argument("--picture", type=Path)
     args = parser.parse_args()
     if args.times:
-        times()
+        times(args.out)
         return 0
     if not args.show:
         prepare(args.out)
