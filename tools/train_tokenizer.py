@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from megatron_ds.config.arguments import Arguments
 from megatron_ds.config.guard import main_guard
 from megatron_ds.data.bpe_training import train_byte_level_bpe
-from megatron_ds.data.json_lines import check_files, read_blocks, texts_of
+from megatron_ds.data.text_files import check_files, read_blocks, texts_of
 from megatron_ds.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def read_texts(paths: Sequence[str], keys: Sequence[str]) -> Iterator[str]:
     for path in paths:
-        for block in read_blocks(path):
+        for block in read_blocks(path, keys=keys):
             columns, bad = texts_of(block, keys)
             if bad:
                 raise DataError(f"{bad[0]}. Nothing was written.")

@@ -52,9 +52,6 @@ def not_available_yet(config: RunConfig) -> Iterator[str]:
     for path, most in (("parallel.context_parallel_size", 1), ("parallel.expert_model_parallel_size", 1)):
         if config.get(path) > most:
             yield f"{say(config, path)}: only 1 is available yet."
-    for path in ("data.reset_position_ids", "data.reset_attention_mask"):
-        if config.get(path):
-            yield f"{say(config, path)} is not available yet: documents packed into one sample see one another. Remove it."
 
 
 def zero_options(config: RunConfig) -> Iterator[str]:
@@ -200,9 +197,6 @@ def pipeline_tuning(config: RunConfig) -> Iterator[str]:
                "it, or use that.")
     if parallel.pipeline_layout and parallel.pipeline_cut != all_options()[cut].default:
         yield f"{say(config, cut)} and {say(config, 'parallel.pipeline_layout')} both say where to cut. Keep one."
-    if parallel.pipeline_memory_limit is not None and parallel.pipeline_schedule != "zb-auto":
-        yield (f"{say(config, 'parallel.pipeline_memory_limit')} is for --pipeline-schedule zb-auto; other schedules keep "
-               "what they keep. Remove it, or use that.")
 
 
 def _said_chunks(config: RunConfig) -> str:

@@ -3,9 +3,13 @@
 Shapes: b samples, s positions. Batches are [b, s]; hidden states inside a model are [s, b, h].
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 
 import torch
+
+from .documents import Documents
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,8 @@ class Batch:
     training      False during evaluation and generation: nothing random happens
     rows_per_sample   how many rows each sample was folded into; row i belongs to the sample i // rows_per_sample
     attention_mask  None for plain causal attention, else bool [b, 1, s, s], True = may not attend
+    document_ids    int64 [b, s], not decreasing: a position attends to positions of its own document only. None: a sample
+                    is one document to attention, whatever it holds
     kept_tokens   how many tokens of each sample the layers keep that drop some (models/random_ltd.py); None: all of them
     places        None where all tokens of the samples are here, as they are outside such a layer
     """
@@ -41,6 +47,7 @@ class Batch:
     training: bool = True
     attention_mask: torch.Tensor | None = None
     rows_per_sample: int = 1
+    document_ids: torch.Tensor | None = None
     kept_tokens: int | None = None
     places: Places | None = None
 
@@ -57,9 +64,21 @@ class Batch:
         rows = micro_batch_size * self.rows_per_sample
         return tuple(self._rows(i, i + rows) for i in range(0, self.size, rows))
 
+    @cached_property
+    def documents(self) -> Documents | None:
+        """What attention asks of `document_ids`, made once for all layers."""
+        return None if self.document_ids is None else Documents(self.document_ids)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The fields that are tensors [b, …], by name."""
+        return {f.name: t for f in fields(self) if isinstance(t := getattr(self, f.name), torch.Tensor)}
+
     def to(self, device: torch.device) -> "Batch":
-        move = lambda t: None if t is None else t.to(device, non_blocking=True)
-        return self._map(move)
+        return self._map(lambda t: t.to(device, non_blocking=True))
+
+    def pin(self) -> "Batch":
+        """In page-locked memory, from which a GPU reads while the host goes on."""
+        return self._map(torch.Tensor.pin_memory)
 
     def keeping(self, drop, step: int) -> "Batch":
         """This batch for a step of a run that drops tokens: a `TokenDrop`, or None."""
@@ -68,18 +87,21 @@ class Batch:
     def at_places(self, index: torch.Tensor) -> "Batch":
         """Only the tokens at index [b, k], ascending: what a layer sees that is given no others. They keep their positions."""
         assert self.places is None, "tokens are dropped from a whole sequence only"
-        tokens = self._map(lambda t: t if t is None or t.dim() != 2 else t.gather(1, index))
+        kept = {name: t.gather(1, index) for name, t in self.tensors().items() if t.dim() == 2}
         mask = self.attention_mask
         if mask is not None:
-            rows = index[:, None, :, None].expand(-1, mask.shape[1], -1, mask.shape[3])
-            columns = index[:, None, None].expand(-1, mask.shape[1], index.shape[1], -1)
-            mask = mask.gather(2, rows).gather(3, columns)
-        return replace(tokens, attention_mask=mask, places=Places(index, self.seq_length))
+            columns = index[:, None, None].expand(-1, mask.shape[1], mask.shape[2], -1)
+            kept["attention_mask"] = mask = mask.gather(3, columns)             # [b, n, s or 1, k]
+            if mask.shape[2] > 1:
+                kept["attention_mask"] = mask.gather(2, index[:, None, :, None].expand(-1, mask.shape[1], -1, mask.shape[3]))
+        return replace(self, **kept, places=Places(index, self.seq_length))
 
     def _rows(self, start: int, stop: int) -> "Batch":
-        rows = self._map(lambda t: None if t is None else t[start:stop])
-        return replace(rows, sample_ids=self.sample_ids[start:stop])
+        rows = {name: t[start:stop] for name, t in self.tensors().items()}
+        return replace(self, **rows, sample_ids=self.sample_ids[start:stop])
 
-    def _map(self, f) -> "Batch":
-        return replace(self, tokens=f(self.tokens), labels=f(self.labels), loss_mask=f(self.loss_mask),
-                       position_ids=f(self.position_ids), attention_mask=f(self.attention_mask))
+    def _map(self, move: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
+        """Each tensor moved; one row that stands for all samples (stride 0) goes once and stays one row."""
+        def moved(t: torch.Tensor) -> torch.Tensor:
+            return move(t[:1]).expand_as(t) if t.shape[0] > 1 and t.stride(0) == 0 else move(t)
+        return replace(self, **{name: moved(t) for name, t in self.tensors().items()})

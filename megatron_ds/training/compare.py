@@ -38,7 +38,8 @@ LAYOUT_KEYS = {
     "sub_group": "--sub-group-size", "hpz": "--zero-hpz-partition-size",
 }
 SWITCHES = {"sp", "prescale"}
-MASKED_EVERY = 7      # positions whose input token is a multiple of it do not count in the loss: masks of all shapes
+MASKED_EVERY = 7      # positions whose input token is a multiple of it do not count in the loss: masks of all shapes.
+                      # Such a token ends a document, too, where the job resets positions or attention.
 
 
 @dataclass(frozen=True)
@@ -123,14 +124,17 @@ def train_layout(config: RunConfig, mesh: Mesh, steps: int, samples: torch.Tenso
 def global_batch_share(samples: torch.Tensor, first: int, size: int, config: RunConfig, mesh: Mesh):
     """This rank's `Batch` of the global batch that starts at stream position `first`, in Megatron's sampling order."""
     from ..data.batch import Batch
+    from ..data.documents import ids_of, positions_of
     from ..data.sampler import local_positions
     data = mesh.group("dp", "cp")
     ids = local_positions(first, size, config.train.micro_batch_size, data.rank, data.size)
     rows = samples[torch.tensor(ids) % len(samples)]
     tokens, labels = rows[:, :-1], rows[:, 1:]
-    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-    mask = (tokens % MASKED_EVERY != 0).float()
-    return Batch(tokens, labels, mask, positions, tuple(ids)).to(mesh.device)
+    ends = tokens % MASKED_EVERY == 0
+    documents = ids_of(ends)
+    whole = torch.arange(tokens.shape[1]).expand_as(tokens)
+    return Batch(tokens, labels, (~ends).float(), positions_of(documents) if config.data.reset_position_ids else whole,
+                 tuple(ids), document_ids=documents if config.data.reset_attention_mask else None).to(mesh.device)
 
 
 def _weight_boxes(engine):

@@ -7,6 +7,7 @@ from ..mpu.grid import Grid
 from ..mpu.mesh import AXIS_SETS
 from ..mpu.traffic import RING_FACTOR
 from ..pipeline.draw import draw
+from ..ramps import make_batch_size
 from ..token_drop import make_token_drop
 from .activations import last_step
 from .flops import model_flops
@@ -201,7 +202,7 @@ def traffic_text(plan: WorldPlan) -> Iterator[str]:
 # ------------------------------------------------------------------ FLOPs and proof
 def flops_text(plan: WorldPlan) -> Iterator[str]:
     config, s, drop = plan.config, plan.config.model.seq_length, make_token_drop(plan.config)
-    batch = config.train.global_batch_size
+    batch = make_batch_size(config).final
     dropping = (len(drop.blocks), drop.kept_at(last_step(config), s)) if drop else ()
     model = model_flops(config.model, batch, s, config.model.padded_vocab_size(plan.grid.tp), *dropping)
     whole = model + batch * plan.again_flops

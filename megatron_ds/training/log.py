@@ -28,6 +28,7 @@ class TrainRecord:
 
     kept_tokens        of each sequence, by the blocks that drop some; None where none do.  layer_tokens: as `Progress` has it
     actual_seq_length  tokens of a sequence that a block sees, on the mean over the blocks, rounded down
+    data_seconds  in which rank 0 waited for its batch: none, as long as workers are ahead
     """
 
     step: int
@@ -71,6 +72,7 @@ class TrainRecord:
             f"seq length: {self.seq_length:5d}",
             f"tokens per second: {self.tokens_per_second:.1f}",
             f"MFU: {self.mfu:.1%}",
+            f"waiting for data (ms): {self.data_seconds * 1000:.1f}",
             *self._dropping(),
             f"memory (GiB): {self.memory_gib:.2f}",
             f"ETA: {timedelta(seconds=round(self.eta_seconds))}",
@@ -212,7 +214,8 @@ class TensorBoard:
 
     TRAIN_TAGS = {"learning-rate": "learning_rate", "batch-size": "global_batch_size", "lm loss": "loss",
                   "loss-scale": "loss_scale", "grad-norm": "grad_norm", "iteration-time": "step_seconds",
-                  "throughput": "tflops_per_rank"}
+                  "throughput": "tflops_per_rank",
+                  "batch-generator-time": "data_seconds"}
 
     def __init__(self, directory: str, steps_done: int):
         from torch.utils.tensorboard import SummaryWriter

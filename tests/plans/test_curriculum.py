@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_ds.config.curriculum import read_metric
 from megatron_ds.data.admission import order_by_difficulty
+from megatron_ds.data.collate import GPTCollator
 from megatron_ds.data.curriculum import CurriculumOrder, Stage, _floor_sum, shuffled
 from megatron_ds.data.loader import Loader
 from megatron_ds.data.metric_index import write_metric
@@ -177,7 +178,7 @@ def test_a_run_resumed_anywhere_with_other_ranks_sees_the_samples_of_one_that_ne
     def global_batches(first_step, dp_size, micro_batch):
         """The samples of each step from the given one on, put together from all ranks in stream order."""
         order = order_of(tmp_path, block, total=300, batch_at=batch_size.at)
-        loader = Loader(Numbers(300), seq_length=4, micro_batch_size=micro_batch, order=order)
+        loader = Loader(Numbers(300), GPTCollator(4, 300, 0), micro_batch_size=micro_batch, order=order)
         steps, n = [], sum_of_steps(first_step)
         for _ in range(first_step, 30):
             size = batch_size.at(n)

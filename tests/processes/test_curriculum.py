@@ -51,7 +51,7 @@ def test_a_curriculum_goes_on_where_it_stopped_with_other_ranks(tmp_path, corpus
     assert run_file(tmp_path / "whole", STEPS)["progress"]["tokens"] == tokens
     assert run_file(tmp_path / "parts", STEPS)["progress"] == run_file(tmp_path / "whole", STEPS)["progress"]
 
-    train(1, [*plain, "--load", tmp_path / "whole", "--save", tmp_path / "evaluated"])       # without a curriculum: whole samples
+    train(1, [*plain, "--load", tmp_path / "whole", "--save", tmp_path / "evaluated"])     # without a curriculum
     evaluations = [records(tmp_path / name, "validation")[-1]["loss"] for name in ("whole", "evaluated")]
     assert evaluations[0] == evaluations[1]
 
