@@ -117,7 +117,7 @@ def test_corpora_without_weights_are_read_once_each(corpora):
     assert len(build_datasets(cfg, (50, 0, 0), TOKENIZER).train) == 50
     with pytest.raises(DataError, match="put a weight before each"):
         build_datasets(cfg, (total + 1, 0, 0), TOKENIZER)
-    cfg.data.dataloader_type = "cyclic"
+    cfg = configured(data_path=corpora, split="1", dataloader_type="cyclic")
     assert len(build_datasets(cfg, (total + 1, 0, 0), TOKENIZER).train) == total
 
 
