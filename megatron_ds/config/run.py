@@ -9,6 +9,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any
 
+from .bert import BertConfig
 from .data import DataConfig
 from .model import ModelConfig
 from .optimizer import OptimizerConfig
@@ -19,7 +20,7 @@ from .train import CheckpointConfig, LoggingConfig, TrainConfig
 
 SECTIONS: Mapping[str, type] = MappingProxyType({
     "model": ModelConfig, "parallel": ParallelConfig, "zero": ZeroConfig, "optimizer": OptimizerConfig,
-    "train": TrainConfig, "data": DataConfig, "checkpoint": CheckpointConfig, "logging": LoggingConfig,
+    "train": TrainConfig, "data": DataConfig, "bert": BertConfig, "checkpoint": CheckpointConfig, "logging": LoggingConfig,
     "plan": PlanConfig})
 
 
@@ -47,6 +48,7 @@ class RunConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    bert: BertConfig = field(default_factory=BertConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)

@@ -19,7 +19,9 @@ class Batch:
     sample_ids    b integers: the place of each sample in the whole run's stream (0, 1, 2, …). The same sample has the same
                   id under every layout, so anything random that is keyed by it is the same under every layout.
     training      False during evaluation and generation: nothing random happens
-    attention_mask  None for plain causal attention, else bool [b, 1, s, s], True = may not attend
+    attention_mask  None for plain causal attention, else bool [b, 1, s or 1, s], True = may not attend
+    token_types  int64 [b, s], which segment a token belongs to, for models that have such embeddings
+    sentence_order  int64 [b], 1 where the segments of the sample are swapped; -1 counts in no loss
     """
 
     tokens: torch.Tensor
@@ -29,6 +31,8 @@ class Batch:
     sample_ids: tuple[int, ...]
     training: bool = True
     attention_mask: torch.Tensor | None = None
+    token_types: torch.Tensor | None = None
+    sentence_order: torch.Tensor | None = None
 
     @property
     def size(self) -> int:
@@ -52,4 +56,5 @@ class Batch:
 
     def _map(self, f) -> "Batch":
         return replace(self, tokens=f(self.tokens), labels=f(self.labels), loss_mask=f(self.loss_mask),
-                       position_ids=f(self.position_ids), attention_mask=f(self.attention_mask))
+                       position_ids=f(self.position_ids), attention_mask=f(self.attention_mask),
+                       token_types=f(self.token_types), sentence_order=f(self.sentence_order))

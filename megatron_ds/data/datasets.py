@@ -23,9 +23,10 @@ from .blend import (
     samples_to_provide,
 )
 from .cache import cached_arrays
-from .gpt_dataset import corpus_fingerprint, default_cache, open_gpt_dataset
+from .gpt_data import GPT_DATA
+from .gpt_dataset import corpus_fingerprint, default_cache
 from .indexed import IndexedDataset
-from .mock_dataset import MockDataset
+from .kind import DataKind
 from .split import PARTS, cut, parse_split
 
 logger = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ LOOKED_AT = 8               # samples of each part whose ids are compared with t
 
 
 class Dataset(Protocol):
-    """`dataset[i]` is `{"tokens": int64 [s + 1]}`, a pure function of i."""
+    """`dataset[i]` is a dictionary of arrays, `{"tokens": int64 [s + 1]}` for a GPT; a pure function of i."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, i: int) -> dict[str, np.ndarray]: ...
@@ -47,19 +48,17 @@ class Datasets(NamedTuple):
     test: Dataset | None
 
 
-def build_datasets(config, samples: Sequence[int], tokenizer) -> Datasets:
+def build_datasets(config, samples: Sequence[int], tokenizer, kind: DataKind = GPT_DATA) -> Datasets:
     """The datasets of a run, each of at least the wanted number of samples.
 
-    config: a RunConfig (its data, `model.seq_length` and `train.seed`).  samples: (training, validation, test) wanted.
+    config: a RunConfig.  samples: (training, validation, test) wanted.  kind: of what the model reads.
     Raises DataError for missing or damaged files and for a part without documents, ConfigError for impossible flags.
     """
-    data, seq_length, seed = config.data, config.model.seq_length, config.train.seed
+    data = config.data
     if data.mock_data:
-        return Datasets(*(
-            MockDataset(n, seq_length=seq_length, vocab_size=tokenizer.vocab_size, eod=tokenizer.eod, seed=seed + 1000 * i)
-            if n else None for i, n in enumerate(samples)))
-    builder = _Builder(seq_length, seed, data.data_cache_path, repeats=data.dataloader_type == "cyclic",
-                       split=f"--split {data.splits}{' (default)' * (data.splits == DEFAULT_SPLIT)}", tokenizer=tokenizer)
+        return Datasets(*(kind.mock(n, config, tokenizer, config.train.seed + 1000 * i) if n else None
+                          for i, n in enumerate(samples)))
+    builder = _Builder(config, tokenizer, kind)
     if data.has_split_paths:
         paths = [(f"--{part}-data-path", getattr(data, f"{part}_data_path")) for part in PARTS]
         shares = [tuple(float(other == part) for other in PARTS) for part in PARTS]
@@ -81,9 +80,11 @@ def identify(words: Sequence[str]) -> list[str]:
 class _Builder:
     """Opens each corpus once, and builds the parts from them. split: words for messages."""
 
-    def __init__(self, seq_length: int, seed: int, cache: str | None, *, repeats: bool, split: str, tokenizer):
-        self.seq_length, self.seed, self.cache, self.repeats = seq_length, seed, cache, repeats
-        self.split, self.tokenizer = split, tokenizer
+    def __init__(self, config, tokenizer, kind: DataKind):
+        data = config.data
+        self.config, self.tokenizer, self.kind = config, tokenizer, kind
+        self.cache, self.repeats = data.data_cache_path, data.dataloader_type == "cyclic"
+        self.split = f"--split {data.splits}{' (default)' * (data.splits == DEFAULT_SPLIT)}"
         self._corpora: dict[str, IndexedDataset] = {}
 
     def part(self, part: str, wanted: int, flag: str, blend: Blend | None, shares: Sequence[float]) -> Dataset | None:
@@ -133,28 +134,29 @@ class _Builder:
     def _open(self, flag: str, prefix: str, part: str, shares: Sequence[float], num_samples: int | None) -> Dataset:
         try:
             corpus = self._corpora.get(prefix) or self._corpora.setdefault(prefix, IndexedDataset(prefix))
-            dataset = open_gpt_dataset(corpus, self._documents(corpus, part, shares), title=f"GPTDataset-{part}",
-                                       seq_length=self.seq_length, num_samples=num_samples, seed=self.seed, cache=self.cache)
+            dataset = self.kind.open(corpus, self._documents(corpus, part, shares), title=f"{self.kind.title}-{part}",
+                                     num_samples=num_samples, config=self.config, tokenizer=self.tokenizer)
             self._check_vocabulary(dataset)
         except DataError as error:
             raise DataError(f"{flag} {prefix}: {error}") from None
         return dataset
 
     def _documents(self, corpus: IndexedDataset, part: str, shares: Sequence[float]) -> range:
-        ranges = cut(len(corpus), shares)
+        count = self.kind.documents(corpus)
+        ranges = cut(count, shares)
         documents = ranges[PARTS.index(part)]
         if not corpus.num_tokens:
             raise DataError("the corpus is empty. Make it again from some text with tools/preprocess_data.py.")
-        if not corpus.lengths[documents.start:documents.stop].any():
+        if not len(documents):
             parts = ", ".join(f"{name} {len(r)}" for name, r in zip(PARTS, ranges))
-            raise DataError(f"the {part} part is empty: {self.split} divides the {len(corpus)} documents into {parts}. "
+            raise DataError(f"the {part} part is empty: {self.split} divides the {count} documents into {parts}. "
                             "Choose a --split that gives each part some text (90,10,0 has no test part), take a larger "
                             "corpus, or do without evaluation by --eval-iters 0.")
         return documents
 
     def _check_vocabulary(self, dataset: Dataset) -> None:
         """A corpus of another tokenizer betrays itself in a few samples: better now than at some step, on some rank."""
-        highest = max((int(dataset[i]["tokens"].max()) for i in range(min(len(dataset), LOOKED_AT))), default=-1)
+        highest = max((int(dataset[i][self.kind.tokens].max()) for i in range(min(len(dataset), LOOKED_AT))), default=-1)
         kind, size = type(self.tokenizer).__name__, self.tokenizer.vocab_size
         if highest >= size:
             raise DataError(f"it holds token id {highest}, but {kind} as given has a vocabulary of {size}: the corpus was "

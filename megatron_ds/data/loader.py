@@ -4,7 +4,7 @@ Stateless: `batch(consumed, ...)` is a pure function of its arguments. With `num
 ahead; asking for another one than was foreseen (after a resume, or when the batch size changes) only costs the wait.
 """
 
-from collections.abc import Sized
+from collections.abc import Callable, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -23,17 +23,18 @@ class Loader:
     eod              id of the end-of-document token; with eod_mask_loss a position whose *input* is it does not count
     vocab_size       ids must be below it, else DataError: an embedding would fail far from the cause, or not at all
     dataloader_type  which sample stands at a position of the stream: a name in `sampler.ORDERS`
+    collate          (samples, places in the stream, training) -> Batch, for samples that are something else; see `DataKind`
     num_workers      batches read ahead, each by a thread (numpy lets go of the interpreter while it copies)
     """
 
     def __init__(self, dataset: Sized, *, seq_length: int, micro_batch_size: int, eod: int | None = None,
                  eod_mask_loss: bool = False, vocab_size: int | None = None, dataloader_type: str = "single",
-                 num_workers: int = 0):
+                 num_workers: int = 0, collate: Callable[..., Batch] | None = None):
         assert not eod_mask_loss or eod is not None, "eod_mask_loss needs the id of the end-of-document token"
         self.dataset, self.seq_length, self.micro_batch_size = dataset, seq_length, micro_batch_size
         self._order = ORDERS[dataloader_type]
         self._masked_token = eod if eod_mask_loss else None
-        self._vocab_size = vocab_size
+        self._vocab_size, self._collate = vocab_size, collate
         self._pool = ThreadPoolExecutor(num_workers, "loader") if num_workers else None
         self._ahead: dict[tuple, Future[Batch]] = {}
         self._depth = num_workers
@@ -62,6 +63,8 @@ class Loader:
     def _make(self, consumed: int, global_batch: int, dp_rank: int, dp_size: int, training: bool) -> Batch:
         positions = local_positions(consumed, global_batch, self.micro_batch_size, dp_rank, dp_size)
         samples = self._order(np.array(positions, np.int64), len(self.dataset)).tolist()
+        if self._collate is not None:
+            return self._collate([self.dataset[i] for i in samples], positions, training=training)
         rows = torch.from_numpy(np.stack([self.dataset[i]["tokens"] for i in samples]))     # [b, s + 1]
         self._check(rows, samples)
         tokens, labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()                # each [b, s]

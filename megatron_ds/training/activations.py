@@ -114,13 +114,16 @@ def kept_by_stage(work: Workload, kinds: Sequence[str], recompute: str | None = 
 
 def kept_by_layer(work: Workload, kind: str, recompute: str | None = None) -> int:
     """kind: as `models.Layer.kind` has it; another one counts as nothing."""
-    if kind == "embedding":
+    if kind in ("embedding", "bert_embedding"):
         makes_rows = work.tp > 1 or work.samples > 1             # else they are a view of the batch
-        return work.tokens * (8 * makes_rows + (work.tp > 1)) + _dropout(work)
+        types = 8 * work.rows if kind == "bert_embedding" and work.model.bert_binary_head and work.samples > 1 else 0
+        return work.tokens * (8 * makes_rows + (work.tp > 1)) + _dropout(work) + types
     if kind == "norm":
         return work.hidden_bytes + _statistics(work)
     if kind == "head":
         return work.hidden_bytes + work.tokens * (4 * work.vocab + 13) + 20
+    if kind == "bert_head":
+        return _bert_head(work)
     if kind != "block":
         return 0
     if recompute == "full":
@@ -140,7 +143,7 @@ def at_work(work: Workload, kinds: Sequence[str], recompute: str | None = None) 
 
 def _at_work(work: Workload, kind: str, recompute: str | None) -> int:
     whole = work.tokens * work.model.hidden_size * work.itemsize if work.sequence_parallel else 0      # gathered
-    if kind == "head":
+    if kind in ("head", "bert_head"):
         return work.tokens * work.vocab * work.itemsize + work.hidden_bytes + whole
     if kind != "block":
         return 3 * work.hidden_bytes + whole
@@ -150,6 +153,17 @@ def _at_work(work: Workload, kind: str, recompute: str | None) -> int:
     scores = work.scores * (4 + 4 + work.itemsize) if work.model.attention_dropout else 0
     attention = 3 * work.query_bytes + 2 * work.key_bytes + scores
     return max(again, 0) + 2 * work.hidden_bytes + whole + max(feed_forward, attention)
+
+
+def _bert_head(work: Workload) -> int:
+    """The head's of a GPT; before it the input of the dense layer, of the activation and of the norm; and the binary head,
+    of the first position."""
+    transform = 3 * work.hidden_bytes + _statistics(work)
+    order = 0
+    if work.model.bert_binary_head:
+        first = work.samples * work.model.hidden_size * work.itemsize
+        order = 2 * first + work.samples * (2 * 4 + 8) + 8
+    return kept_by_layer(work, "head") + transform + order
 
 
 def _statistics(work: Workload) -> int:

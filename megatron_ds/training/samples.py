@@ -2,6 +2,7 @@
 
 from ..config import RunConfig
 from ..data.loader import Loader
+from ..models import MODELS
 from ..ramps import make_batch_size, planned_steps
 from .trainer import Loaders
 
@@ -25,6 +26,7 @@ def build_loaders(config: RunConfig, datasets, tokenizer) -> Loaders:
         return None if dataset is None else Loader(
             dataset, seq_length=config.model.seq_length, micro_batch_size=config.train.micro_batch_size,
             eod=tokenizer.eod, eod_mask_loss=config.data.eod_mask_loss, vocab_size=tokenizer.vocab_size,
-            dataloader_type=config.data.dataloader_type, num_workers=config.data.num_workers)
+            dataloader_type=config.data.dataloader_type, num_workers=config.data.num_workers,
+            collate=MODELS[config.model.model].data.collate)
 
     return Loaders(*map(loader, datasets))

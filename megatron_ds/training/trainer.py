@@ -4,7 +4,6 @@
 """
 
 import logging
-import math
 import statistics
 import time
 from dataclasses import dataclass
@@ -107,7 +106,7 @@ class Trainer:
             outcome = train_step(self.engine, batch, before, learning_rate=self.learning_rate(before),
                                  weight_decay=self.weight_decay(before), stop=self._wants_to_stop())
         self.progress = before.after(size, size * batch.seq_length, skipped=outcome.skipped,
-                                     nan=not math.isfinite(outcome.loss))
+                                     nan=not outcome.is_finite)
         self.history.append(outcome)
         self._window.append((outcome, data_seconds, size))
         if mesh.rank == 0 and (_due(self.config.logging.log_interval, self.progress.step) or outcome.stop
@@ -130,7 +129,8 @@ class Trainer:
             skipped_steps=p.skipped_steps, nan_steps=p.nan_steps, tokens_per_second=samples_a_second * seq_length,
             tflops_per_rank=flops / 1e12, mfu=flops / self._peak,
             eta_seconds=(self._total_steps() - p.step) * seconds, memory_gib=peak_memory_gib(self.engine.mesh.device),
-            data_seconds=statistics.fmean(d for _, d, _ in self._window))
+            data_seconds=statistics.fmean(d for _, d, _ in self._window),
+            terms={name: statistics.fmean(o.terms[name] for o in outcomes) for name in last.terms})
 
     @property
     def _world(self) -> int:
@@ -151,15 +151,16 @@ class Trainer:
         # The position in the validation stream is a function of the step, as in Megatron; a checkpoint may be beyond the plan.
         step = min(self.progress.step, planned_steps(train, self.batch_size))
         rounds = step // train.eval_interval - 1 if validation and train.eval_interval else 0
-        loss, seconds, stop = evaluate(
+        result = evaluate(
             self.engine, self.loaders.valid if validation else self.loaders.test,
             first_sample=max(0, rounds) * train.eval_iters * size, iterations=train.eval_iters, global_batch_size=size,
             should_stop=self._wants_to_stop)
         if validation:
             self._validated_step = self.progress.step
         if self.engine.mesh.rank == 0:
-            self.log.evaluation(EvalRecord(self.progress.step, self.progress.samples, split, loss, seconds))
-        return stop
+            self.log.evaluation(EvalRecord(self.progress.step, self.progress.samples, split, result.loss, result.seconds,
+                                           result.terms))
+        return result.stop
 
     def _evaluate_everything(self) -> None:
         train = self.config.train

@@ -1,0 +1,28 @@
+"""What a GPT reads: documents laid end to end and cut every s tokens."""
+
+import torch
+
+from .batch import Batch
+from .gpt_dataset import open_gpt_dataset
+from .kind import DataKind
+from .mock_dataset import MockDataset
+
+
+def _mock(count: int, config, tokenizer, seed: int) -> MockDataset:
+    return MockDataset(count, seq_length=config.model.seq_length, vocab_size=tokenizer.vocab_size, eod=tokenizer.eod,
+                       seed=seed)
+
+
+def _open(corpus, documents: range, *, title: str, num_samples: int | None, config, tokenizer):
+    return open_gpt_dataset(corpus, documents, title=title, seq_length=config.model.seq_length, num_samples=num_samples,
+                            seed=config.train.seed, cache=config.data.data_cache_path)
+
+
+def blank_batch(samples: int, positions: int, device: torch.device | str = "cpu") -> Batch:
+    """Token 0 everywhere, and all of it counts."""
+    tokens = torch.zeros(samples, positions, dtype=torch.int64, device=device)
+    places = torch.arange(positions, device=device).expand(samples, -1)
+    return Batch(tokens, tokens, torch.ones(samples, positions, device=device), places, tuple(range(samples)))
+
+
+GPT_DATA = DataKind(title="GPTDataset", tokens="tokens", documents=len, mock=_mock, open=_open, blank=blank_batch)

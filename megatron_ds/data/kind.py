@@ -1,0 +1,31 @@
+"""`DataKind`: what a kind of model reads. Everything between a corpus and a batch that is not the same for all models."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .batch import Batch
+
+
+@dataclass(frozen=True)
+class DataKind:
+    """title and tokens are names; the others functions, pure but for files.
+
+    title      begins the names of its index maps in the cache
+    tokens     key of the token ids in a sample
+    documents  IndexedDataset -> how many documents there are to be shared out to training, validation and test
+    mock       (number of samples, config, tokenizer, seed) -> a dataset of made-up samples
+    open       (corpus, range of documents, *, title, num_samples, config, tokenizer) -> a dataset; num_samples None for
+               each sample once
+    collate    (samples, their places in the run's stream, *, training) -> a `Batch` of them all; None: as `Loader` does
+    blank      (samples, positions, device) -> a `Batch` that weighs what real ones do, for plans and timings
+    identity   config -> what decides its samples, beside corpus, sequence length and seed; plain values
+    """
+
+    title: str
+    tokens: str
+    documents: Callable
+    mock: Callable
+    open: Callable
+    blank: Callable[..., Batch]
+    collate: Callable[..., Batch] | None = None
+    identity: Callable[[object], dict] = lambda config: {}
