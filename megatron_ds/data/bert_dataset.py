@@ -44,8 +44,18 @@ class BertDataset:
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
         first, stop, target = self.mapping[i].tolist()
         random = np.random.RandomState((self.seed + i) % 2**32)
-        return make_sample([self.corpus[at] for at in range(first, stop)], target, self.seq_length, self.pieces, self.masking,
-                           self.pairs, random)
+        sentences = [self.corpus[at] for at in range(first, stop)]
+        self._check(sentences, first)
+        return make_sample(sentences, target, self.seq_length, self.pieces, self.masking, self.pairs, random)
+
+    def _check(self, sentences: Sequence[np.ndarray], first: int) -> None:
+        size = self.pieces.vocab_size
+        for number, sentence in enumerate(sentences, first):
+            if len(sentence) and not 0 <= sentence.min() <= sentence.max() < size:
+                raise DataError(
+                    f"sentence {number} holds token ids from {sentence.min()} to {sentence.max()}, outside the vocabulary of "
+                    f"{size}: the corpus was made with another tokenizer than --tokenizer-type and its files say. Give the "
+                    "flags that tools/preprocess_data.py had, or preprocess the text again.")
 
 
 def make_sample(sentences: Sequence[np.ndarray], target: int, seq_length: int, pieces: WordPieces, masking: Masking,

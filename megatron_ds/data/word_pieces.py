@@ -6,7 +6,8 @@ import numpy as np
 
 from ..errors import ConfigError
 
-SPECIAL = ("cls", "sep", "mask", "pad")
+SPECIAL = ("[CLS]", "[SEP]", "[MASK]", "[PAD]")
+CONTINUES = "##"                     # how WordPiece marks a piece that is not the first of its word
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,11 +26,14 @@ class WordPieces:
 
 
 def pieces_of(tokenizer) -> WordPieces:
-    """Raises ConfigError for a tokenizer without one of the special tokens."""
-    missing = [name for name in SPECIAL if getattr(tokenizer, name, None) is None]
+    """From `tokenizer.vocab`, {text of a token: id}. Raises ConfigError for a tokenizer without one of the special tokens."""
+    vocab = getattr(tokenizer, "vocab", {})
+    missing = [token for token in SPECIAL if token not in vocab]
     if missing:
         raise ConfigError(
-            f"{type(tokenizer).__name__} has no {' and no '.join(f'[{name.upper()}]' for name in missing)} token, and a BERT "
-            "sample is [CLS] A [SEP] B [SEP] with some tokens behind a [MASK], filled up with [PAD]. Use a tokenizer with "
-            "BERT's special tokens, such as --tokenizer-type BertWordPieceLowerCase --vocab-file vocab.txt.")
-    return WordPieces(*(getattr(tokenizer, name) for name in SPECIAL), tokenizer.continues)
+            f"{type(tokenizer).__name__} has no {' and no '.join(missing)} token, and a BERT sample is "
+            "[CLS] A [SEP] B [SEP] with some tokens behind a [MASK], filled up with [PAD]. Use a tokenizer with BERT's "
+            "tokens, such as --tokenizer-type BertWordPieceLowerCase --vocab-file vocab.txt.")
+    continues = np.zeros(tokenizer.vocab_size, bool)
+    continues[[i for token, i in vocab.items() if token.startswith(CONTINUES)]] = True
+    return WordPieces(*(vocab[token] for token in SPECIAL), continues)
