@@ -25,6 +25,7 @@ import torch
 
 from ..config import RunConfig
 from ..config.model import ModelConfig
+from ..models import MODELS
 from ..ops.blocked_attention import BLOCK, KERNELS, is_worth_blocking
 from ..ops.product import has_products
 from ..pipeline.instruction import Op, Program
@@ -116,8 +117,7 @@ def kept_by_layer(work: Workload, kind: str, recompute: str | None = None) -> in
     """kind: as `models.Layer.kind` has it; another one counts as nothing."""
     if kind in ("embedding", "bert_embedding"):
         makes_rows = work.tp > 1 or work.samples > 1             # else they are a view of the batch
-        types = 8 * work.rows if kind == "bert_embedding" and work.model.bert_binary_head and work.samples > 1 else 0
-        return work.tokens * (8 * makes_rows + (work.tp > 1)) + _dropout(work) + types
+        return work.tokens * (8 * makes_rows + (work.tp > 1)) + _dropout(work)
     if kind == "norm":
         return work.hidden_bytes + _statistics(work)
     if kind == "head":
@@ -156,13 +156,13 @@ def _at_work(work: Workload, kind: str, recompute: str | None) -> int:
 
 
 def _bert_head(work: Workload) -> int:
-    """The head's of a GPT; before it the input of the dense layer, of the activation and of the norm; and the binary head,
-    of the first position."""
+    """The head's of a GPT; before it the input of the dense layer, of the activation and of the norm; and of the binary head
+    the pooled first position, and the position itself where it had to come from another rank, and two probabilities."""
     transform = 3 * work.hidden_bytes + _statistics(work)
     order = 0
     if work.model.bert_binary_head:
         first = work.samples * work.model.hidden_size * work.itemsize
-        order = 2 * first + work.samples * (2 * 4 + 8) + 8
+        order = first * (2 if work.sequence_parallel else 1) + 8 * work.samples + 16
     return kept_by_layer(work, "head") + transform + order
 
 
@@ -205,17 +205,19 @@ def _core(work: Workload) -> int:
     if work.device == "cpu" and not has_products(work.dtype):            # then it works on copies in fp32
         work = replace(work, dtype=torch.float32)
         own = work.query_bytes + 2 * work.key_bytes
-    model, q = work.model, work.query_bytes
+    model, q, causal = work.model, work.query_bytes, MODELS[work.model.model].causal
     if model.attention_dropout:
         probabilities = work.scores * (4 + 1 + work.itemsize)            # in fp32; the mask; those that stay, as they compute
-        return probabilities + work.positions**2 + _unfused_arguments(work, own)
-    if work.device == "cpu" and work.dtype in KERNELS and is_worth_blocking(work.positions, model.head_dim):
+        forbidden = work.positions**2 if causal else work.samples        # what no query sees; queries that see nothing
+        return probabilities + forbidden + _unfused_arguments(work, own)
+    if causal and work.device == "cpu" and work.dtype in KERNELS and is_worth_blocking(work.positions, model.head_dim):
         blocks = [min(BLOCK, work.positions - at) for at in range(0, work.positions, BLOCK)]
         seen = sum(rows * min((i + 1) * BLOCK, work.positions) for i, rows in enumerate(blocks))
         return work.scores // work.positions**2 * seen * work.itemsize + (own or _blocked_arguments(work))
     sums = 4 * work.tokens * model.num_attention_heads // work.tp        # logarithms of the sums of exponentials
     copied = q if own or work.device != "cpu" and work.samples > 1 else 0    # the output, once more as the projection takes it
-    return (own or _arguments(work)) + sums + copied
+    padding = 0 if causal else work.tokens * work.itemsize               # which keys count, as numbers to be added
+    return (own or _arguments(work)) + sums + copied + padding
 
 
 def _blocked_arguments(work: Workload) -> int:

@@ -136,8 +136,7 @@ def test_the_most_that_was_ever_alive_is_about_what_was_planned(flags):
            "--global-batch-size", "4", "--tokenizer-type", "NullTokenizer"]
     config = parse([*JOB, *job, *flags], world_size=1)
     engine = build_engine(config, Mesh(Grid(), 0))
-    tokens = torch.zeros(4, 193, dtype=torch.int64)
-    batch = Batch(tokens[:, 1:], tokens[:, 1:], torch.ones(4, 192), torch.arange(192).expand(4, -1), tuple(range(4)))
+    batch = MODELS[config.model.model].data.blank(4, 192)
     engine.optimizer.begin_step()
     with AliveBytes(peak=True) as alive:
         engine.executor.run(batch.split(2))

@@ -86,8 +86,10 @@ def test_one_process_trains_like_a_plain_bert_under_torchs_adamw():
 
     steps = [[collate([samples[(step * GLOBAL_BATCH + i) % len(samples)]], (i,), training=True) for i in range(GLOBAL_BATCH)]
              for step in range(STEPS)]
-    rate = make_learning_rate(config)
-    norms = train_plainly(plain, loss_of, steps, lr=lambda step: rate(Progress(step=step, samples=step * GLOBAL_BATCH)),
+    rate, progress = make_learning_rate(config), [Progress()]
+    for _ in range(STEPS):
+        progress.append(progress[-1].after(GLOBAL_BATCH, 0))
+    norms = train_plainly(plain, loss_of, steps, lr=lambda step: rate(progress[step]),
                           clip=config.optimizer.clip_grad, weight_decay=config.optimizer.weight_decay,
                           eps=config.optimizer.adam_eps, decays=lambda name, p: decays[plain.names[int(name.split(".")[1])]])
     trace, weights = run_layout(job, "", STEPS).merged
