@@ -9,18 +9,18 @@ from functools import partial
 
 import torch
 
-from ..data.gpt_data import GPT_DATA
 from ..mpu.group import Group
-from .architecture import MODELS, Architecture
+from .architecture import MODELS, language_model
 from .block import Block
 from .embedding import WORD_EMBEDDINGS, Embedding
 from .heads import FinalNorm, LanguageModelHead
 from .layer import Layer, Placement
-from .losses import gpt_loss
 from .recompute import check_granularity
 from .rotary import Rotary
 
 
+@MODELS.register("gpt")
+@language_model
 def gpt_layers(config, *, tp: Group, sequence_parallel: bool = False, dtype: torch.dtype = torch.float32,
                device: torch.device | str = "cpu", seed: int = 0, recompute_granularity: str | None = None,
                recompute_num_layers: int | None = None) -> list[Layer]:
@@ -46,6 +46,3 @@ def gpt_layers(config, *, tp: Group, sequence_parallel: bool = False, dtype: tor
         Layer("output_layer", lambda weight=None: LanguageModelHead(config, placement, tied=tied, weight=weight), "head",
               tied_to=None if tied is None else "embedding"),
     ]
-
-
-MODELS.register("gpt")(Architecture(layers=gpt_layers, loss=gpt_loss, data=GPT_DATA))

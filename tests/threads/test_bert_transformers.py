@@ -18,7 +18,8 @@ V, H, N, L, S = 50, 24, 3, 2, 12
 def theirs(weights):
     config = transformers.MegatronBertConfig(
         vocab_size=V, hidden_size=H, num_hidden_layers=L, num_attention_heads=N, intermediate_size=4 * H,
-        hidden_act="gelu_new", max_position_embeddings=S, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, layer_norm_eps=1e-5)
+        hidden_act="gelu_new", max_position_embeddings=S, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        layer_norm_eps=1e-5)
     model = transformers.MegatronBertForPreTraining(config).double()
     names = {"embedding.word_embeddings.weight": "bert.embeddings.word_embeddings.weight",
              "embedding.position_embeddings.weight": "bert.embeddings.position_embeddings.weight",
