@@ -23,7 +23,8 @@ else:
         Pybind11Extension("megatron_ds._cpu_adam", ["csrc/cpu_adam.cpp"], depends=["csrc/cpu_adam_kernel.h", "csrc/pool.h"],
                           cxx_std=17, extra_compile_args=flags, optional=True),
         Pybind11Extension("megatron_ds._gelu", ["csrc/gelu.cpp"], depends=["csrc/pool.h"], cxx_std=17,
-                          extra_compile_args=[*flags, "-fno-trapping-math"] if flags else [], optional=True)]
+                          extra_compile_args=[*flags, "-fno-trapping-math"] if flags else [], optional=True),
+        Pybind11Extension("megatron_ds._bpe", ["csrc/bpe.cpp"], cxx_std=17, extra_compile_args=flags, optional=True)]
     if sys.platform == "linux":
         extensions.append(Pybind11Extension("megatron_ds._async_io", ["csrc/async_io.cpp"], cxx_std=17,
                                             extra_compile_args=["-O2", "-pthread"], optional=True))

@@ -3,8 +3,12 @@
     python tools/preprocess_data.py --input corpus.jsonl --output-prefix corpus --append-eod --workers 2 \\
         --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer/
 
-Input: one JSON object a line, plain or .gz, several files in order. Output: {prefix}_{key}_document.bin and .idx for each
-JSON key; pass that name without ending to training as --data-path. An error leaves no output behind.
+Input: one JSON object a line, plain, .gz, .bz2, .xz, .zst or from standard input (-); .parquet; .h5; several files in order.
+Output: {prefix}_{key}_document.bin and .idx for each key, and a .json with checksums; pass that name without ending to
+training as --data-path. An error leaves no output behind.
+
+On many machines each makes a shard, told by --num-shards and --shard-index, SLURM_ARRAY_TASK_ID or RANK; a shard that is done
+is not made again. tools/merge_datasets.py makes one corpus of them.
 """
 
 import argparse
@@ -12,14 +16,17 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from megatron_ds.config.arguments import Arguments
 from megatron_ds.config.guard import main_guard
-from megatron_ds.data.json_lines import check_files
-from megatron_ds.data.preprocess import Written, output_prefix, preprocess
+from megatron_ds.data.partitions import preprocess_in_shards, run_here, run_on_ray
+from megatron_ds.data.preprocess import Shard, Written, output_prefix, preprocess, shard_prefix
+from megatron_ds.data.sentences import ABBREVIATIONS, TRAINING_BYTES, Splitter, learn_splitter
+from megatron_ds.data.text_files import STDIN, check_files, read_blocks, size_of, texts_of
 from megatron_ds.data.tokenizers import TOKENIZERS, make_tokenizer
+from megatron_ds.data.tokenizers.backend import BACKENDS
 from megatron_ds.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -29,23 +36,42 @@ TOKENIZER_FLAGS = ("vocab_file", "merge_file", "tokenizer_model", "vocab_size")
 def make_parser() -> Arguments:
     parser = Arguments(__doc__)
     add = parser.add_argument_group("text").add_argument
-    add("--input", nargs="+", required=True, metavar="FILE", help="JSON lines, plain or .gz")
-    add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys whose text to tokenize (default: text)")
+    add("--input", nargs="+", required=True, metavar="FILE", help="JSON lines, plain, .gz, .bz2, .xz or .zst; .parquet; .h5; "
+        "or - for JSON lines from standard input")
+    add("--json-keys", nargs="+", default=["text"], metavar="KEY",
+        help="keys, or columns of tables, whose text to tokenize (default: text)")
     add("--skip-bad-lines", action="store_true",
         help="leave out lines that are no JSON, no UTF-8, or lack a key, and say how many; without it the first one is an "
              "error. Not for a corpus you have not looked at: a wrong key leaves out everything")
+    add("--split-sentences", action="store_true",
+        help="a sequence for each sentence of a document, as BERT wants it; learns the abbreviations of the text from its "
+             f"first {TRAINING_BYTES >> 20} MB. Not for GPT, whose documents are one sequence")
+    add("--keep-newlines", action="store_true", help="keep the white space between two sentences with the first of them")
+    add("--lang", default="english", choices=ABBREVIATIONS, help="language whose abbreviations are known from the beginning")
     add = parser.add_argument_group("tokenizer").add_argument
     add("--tokenizer-type", required=True, help=f"one of {', '.join(TOKENIZERS)}")
     add("--tokenizer-model", metavar="PATH", help="tokenizer.json, its folder, or a sentencepiece .model")
-    add("--vocab-file", metavar="FILE", help="vocab.json of GPT2BPETokenizer")
+    add("--vocab-file", metavar="FILE", help="vocab.json of GPT2BPETokenizer, vocab.txt of BertWordPiece…")
     add("--merge-file", metavar="FILE", help="merges.txt of GPT2BPETokenizer")
     add("--vocab-size", type=int, metavar="N", help="number of ids, for NullTokenizer only")
+    add("--tokenizer-backend", default="auto", choices=BACKENDS,
+        help="what encodes; the ids are the same. auto takes the compiled encoder where it knows the tokenizer; gigatoken "
+             "needs the package of that name, and is not worth it where native serves")
     add("--append-eod", action="store_true",
         help="end each document with the end-of-document token; almost always wanted: without it a model cannot tell where "
              "one document ends and the next begins")
     add = parser.add_argument_group("output").add_argument
     add("--output-prefix", required=True, metavar="PREFIX", help="files are named {prefix}_{key}_document.bin and .idx")
-    add("--workers", type=int, default=1, metavar="N", help="processes that tokenize (default 1); the output is the same")
+    add = parser.add_argument_group("work").add_argument
+    add("--workers", type=int, default=1, metavar="N",
+        help="processes that tokenize (default 1), all partitions together; the output is the same")
+    add("--partitions", type=int, default=1, metavar="N",
+        help="make N shards at once and merge them; for more workers than one process can read and write for, about 16")
+    add("--num-shards", type=int, metavar="N", help="the input is cut into N shards, and this command makes one")
+    add("--shard-index", type=int, metavar="I",
+        help="which one, from 0; by default SLURM_ARRAY_TASK_ID, less SLURM_ARRAY_TASK_MIN, or RANK")
+    add("--ray", nargs="?", const="auto", metavar="ADDRESS",
+        help="make the --num-shards shards as tasks of a Ray cluster, and merge them; files on a disk that all machines share")
     add("--log-interval", type=int, default=1000, metavar="N",
         help="where there is no terminal for a progress bar: documents between two lines of log (default 1000)")
     return parser
@@ -53,40 +79,103 @@ def make_parser() -> Arguments:
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = make_parser().parse_args(argv)
-    for name in ("workers", "log_interval"):
-        if getattr(args, name) < 1:
+    for name in ("workers", "log_interval", "partitions", "num_shards"):
+        if (getattr(args, name) or 1) < 1 or getattr(args, name) == 0:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)}: use a positive number.")
     if len(set(args.json_keys)) < len(args.json_keys):
         raise ConfigError(f"--json-keys {' '.join(args.json_keys)}: a key is named twice, and each makes one output.")
+    if args.partitions > 1 and args.workers % args.partitions:
+        raise ConfigError(f"--workers {args.workers} is not a multiple of --partitions {args.partitions}, and each partition "
+                          f"has as many: use --workers {args.partitions * -(-args.workers // args.partitions)}.")
+    if args.partitions > 1 and args.num_shards:
+        raise ConfigError("--partitions cuts this machine's work, --num-shards that of many machines: give one of them.")
+    if args.shard_index is not None and (args.num_shards is None or args.ray):
+        raise ConfigError("--shard-index says which of --num-shards to make" +
+                          (", and --ray makes them all." if args.ray else ": give that too."))
+    if args.ray and not args.num_shards:
+        raise ConfigError("--ray needs --num-shards, a few times the number of the cluster's cores.")
     return args
+
+
+def shard_of(args: argparse.Namespace, env: Mapping[str, str]) -> Shard | None:
+    """(which, of how many) shards this command makes; None for all of the input."""
+    if args.num_shards is None or args.ray:
+        return None
+    index = args.shard_index
+    if index is None and "SLURM_ARRAY_TASK_ID" in env:
+        index = int(env["SLURM_ARRAY_TASK_ID"]) - int(env.get("SLURM_ARRAY_TASK_MIN", 0))
+    elif index is None and "RANK" in env:
+        index = int(env["RANK"])
+    if index is None:
+        raise ConfigError(f"--num-shards {args.num_shards}: which one? Give --shard-index, or run in a Slurm array or with "
+                          "RANK in the environment.")
+    if not 0 <= index < args.num_shards:
+        raise ConfigError(f"shard {index} of {args.num_shards}: shards are counted from 0 to {args.num_shards - 1}.")
+    return index, args.num_shards
 
 
 def run(args: argparse.Namespace) -> None:
     check_files(args.input)
-    make = partial(make_tokenizer, args.tokenizer_type, **{name: getattr(args, name) for name in TOKENIZER_FLAGS})
-    show, close = progress_bar(args) if sys.stderr.isatty() else (progress_lines(args), lambda: None)
-    started = time.monotonic()
-    try:
-        written = preprocess(args.input, args.output_prefix, make, json_keys=args.json_keys, append_eod=args.append_eod,
-                             workers=args.workers, skip_bad_lines=args.skip_bad_lines, progress=show)
-    finally:
-        close()
-    report(args, written, time.monotonic() - started)
+    shard, started = shard_of(args, os.environ), time.monotonic()
+    make = partial(make_tokenizer, args.tokenizer_type, backend=args.tokenizer_backend,
+                   **{name: getattr(args, name) for name in TOKENIZER_FLAGS})
+    task = partial(preprocess, args.input, args.output_prefix, make, json_keys=args.json_keys, append_eod=args.append_eod,
+                   skip_bad_lines=args.skip_bad_lines, sentences=splitter(args))
+    if args.partitions > 1 or args.ray:
+        written = run_in_shards(args, make, task)
+    else:
+        show, close = progress_bar(args) if sys.stderr.isatty() else (progress_lines(args), lambda: None)
+        try:
+            written = task(workers=args.workers, shard=shard, progress=show)
+        finally:
+            close()
+    report(args, written, shard, time.monotonic() - started)
 
 
-def report(args: argparse.Namespace, written: Written, seconds: float) -> None:
-    for line in written.bad[:10]:
+def run_in_shards(args: argparse.Namespace, make: Callable, task: partial) -> Written:
+    make()                                                  # what is wrong with the flags is told here, once
+    each = args.workers // args.partitions
+    run = partial(run_on_ray, address=None if args.ray == "local" else args.ray, cores=each) if args.ray else run_here
+    return preprocess_in_shards(
+        partial(task, workers=each), args.num_shards or args.partitions, args.output_prefix, args.json_keys, run=run,
+        sentences=args.split_sentences, workers=args.workers,
+        done=lambda w: logger.info("a shard %s: %s documents, %s tokens", "was done before" if w.done_before else "is done",
+                                   f"{w.documents:,}", f"{w.tokens:,}"))
+
+
+def splitter(args: argparse.Namespace) -> Splitter | None:
+    """Learned from the start of all the input, so that every shard has the same."""
+    if not args.split_sentences:
+        if args.keep_newlines:
+            raise ConfigError("--keep-newlines is about white space between sentences: give --split-sentences too.")
+        return None
+    if STDIN in args.input:
+        raise ConfigError("--split-sentences reads the start of the input twice, which standard input does not allow: write "
+                          "it to a file first.")
+    texts = (text for path in args.input for block in read_blocks(path, keys=args.json_keys)
+             for column in texts_of(block, args.json_keys, True)[0] for text in column if isinstance(text, str))
+    return learn_splitter(texts, args.lang, args.keep_newlines)
+
+
+def report(args: argparse.Namespace, written: Written, shard: Shard | None, seconds: float) -> None:
+    prefix = shard_prefix(args.output_prefix, shard) if shard else args.output_prefix
+    outputs = ", ".join(output_prefix(prefix, key, args.split_sentences) for key in args.json_keys)
+    if written.done_before:
+        logger.info("%s documents, %s tokens, done before: %s", f"{written.documents:,}", f"{written.tokens:,}", outputs)
+        return
+    for line in written.bad:
         logger.warning("skipped %s", line)
-    if written.bad:
-        logger.warning("skipped %d bad lines in all", len(written.bad))
-    size = sum(map(os.path.getsize, args.input))
-    logger.info("%s documents, %s tokens in %.1f s (%.1f MB/s): %s", f"{written.documents:,}", f"{written.tokens:,}", seconds,
-                size / 1e6 / max(seconds, 1e-9), ", ".join(output_prefix(args.output_prefix, k) for k in args.json_keys))
+    if written.num_bad:
+        logger.warning("skipped %d bad lines in all", written.num_bad)
+    size = sum(map(size_of, args.input)) / (shard[1] if shard else 1)
+    rate = f" ({size / 1e6 / max(seconds, 1e-9):.1f} MB/s)" if size else ""
+    logger.info("%s documents, %s tokens in %.1f s%s: %s", f"{written.documents:,}", f"{written.tokens:,}", seconds, rate,
+                outputs)
 
 
 def bytes_done(paths: Sequence[str]) -> tuple[int, Callable[[str, int], int]]:
     """Bytes of all inputs, and a function from (file, position in it) to the bytes read so far."""
-    sizes = [os.path.getsize(p) for p in paths]
+    sizes = [size_of(p) for p in paths]
     before = {path: sum(sizes[:i]) for i, path in enumerate(paths)}
     return sum(sizes), lambda path, position: before[path] + position
 
@@ -94,7 +183,7 @@ def bytes_done(paths: Sequence[str]) -> tuple[int, Callable[[str, int], int]]:
 def progress_bar(args: argparse.Namespace):
     from tqdm import tqdm
     total, done = bytes_done(args.input)
-    bar = tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1000)
+    bar = tqdm(total=total or None, unit="B", unit_scale=True, unit_divisor=1000)
 
     def show(path: str, position: int, written: Written) -> None:
         bar.set_postfix_str(f"{written.documents:,} documents", refresh=False)

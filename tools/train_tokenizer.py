@@ -16,7 +16,7 @@ from functools import partial
 
 from megatron_ds.config.arguments import Arguments
 from megatron_ds.config.guard import main_guard
-from megatron_ds.data.json_lines import check_files, read_blocks, texts_of
+from megatron_ds.data.text_files import check_files, read_blocks, texts_of
 from megatron_ds.data.vocabulary_training import train_byte_level_bpe, train_word_pieces
 from megatron_ds.errors import DataError
 
@@ -45,7 +45,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def read_texts(paths: Sequence[str], keys: Sequence[str]) -> Iterator[str]:
     for path in paths:
-        for block in read_blocks(path):
+        for block in read_blocks(path, keys=keys):
             columns, bad = texts_of(block, keys)
             if bad:
                 raise DataError(f"{bad[0]}. Nothing was written.")

@@ -136,6 +136,17 @@ class IndexedWriter:
         self._lengths.extend(lengths)
         self._documents.append(len(self._lengths))
 
+    def add_documents(self, tokens: np.ndarray, lengths: np.ndarray, sequences: np.ndarray) -> None:
+        """Several documents at once: all tokens, the length of each sequence, and how many sequences each document has.
+
+        tokens: of the corpus's type already.
+        """
+        assert tokens.dtype == self.dtype and len(tokens) == lengths.sum() and len(lengths) == sequences.sum()
+        self._bin.write(tokens.data)
+        first = len(self._lengths)
+        self._lengths.frombytes(lengths.astype(np.int32).tobytes())
+        self._documents.frombytes((first + np.cumsum(sequences, dtype=np.int64)).tobytes())
+
     @property
     def num_documents(self) -> int:
         return len(self._documents) - 1

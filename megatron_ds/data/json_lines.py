@@ -1,81 +1,83 @@
-"""Text corpora as JSON lines, plain or gzipped: read in blocks of whole lines, each line's number known.
+"""Text corpora as JSON lines: what a line must be, and what is said of one that is not.
 
     {"text": "The whole document, line breaks escaped.", "source": "anything else is ignored"}
 """
 
-import gzip
 import json
-import os
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
-from ..errors import DataError
-
-BLOCK_BYTES = 1 << 18
+Text = str | list[str]                                      # a document, or its sentences
 
 
 @dataclass(frozen=True)
 class Block:
-    """Consecutive lines of a file; `position` is where its reader stands, in bytes on disk."""
+    """Consecutive lines of a file; `position` is where its reader stands, in bytes on disk.
+
+    first_line counts from 1 at byte `start`, where the reader began; nobody counts the lines before unless one is bad.
+    """
 
     path: str
-    first_line: int                                         # counted from 1
+    first_line: int
     lines: list[bytes]
     position: int
+    start: int = 0
 
 
 @dataclass(frozen=True)
 class BadLine:
+    """A line, or a row of a table, that is no document."""
+
     path: str
     line: int
     reason: str
+    start: int = 0
+    unit: str = "line"
 
     def __str__(self) -> str:
-        return f"{self.path}, line {self.line}: {self.reason}"
+        return f"{self.path}, {self.unit} {self.line + lines_before(self.path, self.start)}: {self.reason}"
 
 
-def check_files(paths: Sequence[str]) -> None:
-    """All inputs are there: told at once, not when their turn comes."""
-    for path in paths:
-        if not os.path.isfile(path):
-            what = "this is a folder; name the files in it" if os.path.isdir(path) else "there is no such file"
-            raise DataError(f"--input {path}: {what}.")
+def line_range(block: Block) -> str:
+    first = block.first_line + lines_before(block.path, block.start)
+    return f"lines {first} to {first + len(block.lines) - 1}"
 
 
-def read_blocks(path: str, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
-    """Raises DataError for a file that is missing or is not the gzip file its name says."""
-    number = 1
-    try:
-        with open(path, "rb") as raw:
-            file = gzip.GzipFile(fileobj=raw) if path.endswith(".gz") else raw
-            while lines := file.readlines(block_bytes):
-                yield Block(path, number, lines, raw.tell())
-                number += len(lines)
-    except (EOFError, gzip.BadGzipFile, zlib.error) as e:
-        raise DataError(f"{path} is damaged after line {number - 1}: {e}.") from None
-    except OSError as e:
-        raise DataError(f"cannot read {path}: {e.strerror or e}.") from None
+@lru_cache(maxsize=64)
+def lines_before(path: str, start: int) -> int:
+    """Lines that begin before byte `start` of a plain file."""
+    if not start:
+        return 0
+    count, left = 1, start - 1                              # the line that byte start - 1 belongs to, and those before it
+    with open(path, "rb") as file:
+        while left > 0 and (piece := file.read(min(left, 1 << 20))):
+            count += piece.count(b"\n")
+            left -= len(piece)
+    return count
 
 
-def texts_of(block: Block, keys: Sequence[str]) -> tuple[list[list[str]], list[BadLine]]:
-    """For each key the texts of the good lines, and the bad lines. A blank line is neither."""
-    texts: list[list[str]] = [[] for _ in keys]
+def texts_of_lines(block: Block, keys: Sequence[str], sentences: bool = False) -> tuple[list[list[Text]], list[BadLine]]:
+    """For each key the texts of the good lines, and the bad lines. A blank line is neither.
+
+    sentences: a text may also be a list of sentences.
+    """
+    texts: list[list[Text]] = [[] for _ in keys]
     bad = []
     for number, line in enumerate(block.lines, block.first_line):
-        if not line.strip():
+        if line.isspace() or not line:
             continue
         try:
-            found = _texts(line, keys)
+            found = _texts(line, keys, sentences)
         except ValueError as e:
-            bad.append(BadLine(block.path, number, str(e)))
+            bad.append(BadLine(block.path, number, str(e), block.start))
             continue
         for column, text in zip(texts, found):
             column.append(text)
     return texts, bad
 
 
-def _texts(line: bytes, keys: Sequence[str]) -> list[str]:
+def _texts(line: bytes, keys: Sequence[str], sentences: bool) -> list[Text]:
     try:
         record = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as e:
@@ -86,18 +88,25 @@ def _texts(line: bytes, keys: Sequence[str]) -> list[str]:
         raise ValueError("not JSON that can be read: nested too deep") from None
     if not isinstance(record, dict):
         raise ValueError(f"a JSON {type(record).__name__}, not an object with the key {keys[0]!r}")
-    return [_text(record, key) for key in keys]
+    return [_text(record, key, sentences) for key in keys]
 
 
-def _text(record: dict, key: str) -> str:
+def _text(record: dict, key: str, sentences: bool) -> Text:
     if key not in record:
         raise ValueError(f"no key {key!r}; it has {', '.join(map(repr, record)) or 'none'}")
     text = record[key]
+    if sentences and isinstance(text, list):
+        return [checked_text(sentence, f"an entry of {key!r}") for sentence in text]
+    return checked_text(text, repr(key))
+
+
+def checked_text(text: object, what: str) -> str:
+    """Raises ValueError for anything that is not text which can be encoded."""
     if not isinstance(text, str):
-        raise ValueError(f"{key!r} is {type(text).__name__}, not text")
+        raise ValueError(f"{what} is {type(text).__name__}, not text")
     if not text.isascii():
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as e:                     # "\\ud83d" alone is legal JSON, but no character
-            raise ValueError(f"{key!r} holds half a surrogate pair at character {e.start}") from None
+            raise ValueError(f"{what} holds half a surrogate pair at character {e.start}") from None
     return text

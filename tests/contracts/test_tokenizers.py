@@ -1,12 +1,14 @@
 """What every registered tokenizer promises; byte-level BPE against its plain reference."""
 
 import json
+import unicodedata
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_ds.data.tokenizers import TOKENIZERS, make_tokenizer
+from megatron_ds.data.tokenizers import TOKENIZERS, arrays_of, make_tokenizer
+from megatron_ds.data.tokenizers.bert_wordpiece import WordPiece, read_vocab
 from megatron_ds.data.tokenizers.gpt2_bpe import ByteLevelBPE, byte_letters, read_bpe_files
 from megatron_ds.errors import ConfigError, DataError
 
@@ -32,7 +34,12 @@ def tokenizer_files(tmp_path_factory):
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(t for text in TEXT * 20 for t in text.splitlines()), model_prefix=str(folder / "sp"),
         vocab_size=340, byte_fallback=True, model_type="bpe", minloglevel=2, num_threads=1)
+    words = sorted({word for text in TEXT for word in text.lower().split()} | set("abcdefghijklmnopqrstuvwxyz0123456789.,"))
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "The", *words, *(f"##{c}" for c in "abcdefgstuüé"), "##ing", "日"]
+    (folder / "vocab.txt").write_text("\n".join(pieces) + "\n", encoding="utf-8")
+    bert = dict(vocab_file=str(folder / "vocab.txt"))
     return {
+        "BertWordPieceLowerCase": bert, "BertWordPieceCase": bert,
         "GPT2BPETokenizer": dict(vocab_file=str(folder / "vocab.json"), merge_file=str(folder / "merges.txt")),
         "HuggingFaceTokenizer": dict(tokenizer_model=str(folder / "tokenizer.json")),
         "SentencePieceTokenizer": dict(tokenizer_model=str(folder / "sp.model")),
@@ -48,12 +55,16 @@ def reference(tokenizer_files):
 @pytest.mark.parametrize("name", TOKENIZERS.names())
 def test_text_comes_back_and_ids_are_in_range(name, tokenizer_files):
     tokenizer = make_tokenizer(name, **tokenizer_files[name])
-    texts = ["3 1 299 0", "7"] if name == "NullTokenizer" else ["The quick fox, 12 tokens.", "café 🙂 unseen Ω"]
+    texts = {"NullTokenizer": ["3 1 299 0", "7"], "BertWordPieceLowerCase": ["the quick tokens, fox."],
+             "BertWordPieceCase": ["The quick tokens, fox."]}.get(name, ["The quick fox, 12 tokens.", "café 🙂 unseen Ω"])
     for text in texts:
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids) == text
         assert all(isinstance(i, int) and 0 <= i < tokenizer.vocab_size for i in ids) and tokenizer.eod not in ids
     assert tokenizer.encode_batch(["", *texts]) == [[], *map(tokenizer.encode, texts)]
+    ids, lengths = arrays_of(tokenizer, ["", *texts])
+    assert ids.tolist() == sum(map(tokenizer.encode, texts), [])
+    assert lengths.tolist() == [0, *(len(tokenizer.encode(text)) for text in texts)]
     assert 0 <= tokenizer.eod < tokenizer.vocab_size
 
 
@@ -76,7 +87,7 @@ def test_a_missing_flag_or_file_is_an_error_naming_the_flag(name, tokenizer_file
                 make_tokenizer(name, **{**tokenizer_files[name], field: "/no/such/file"})
 
 
-@pytest.mark.parametrize("name", ["GPT2BPETokenizer", "HuggingFaceTokenizer", "SentencePieceTokenizer"])
+@pytest.mark.parametrize("name", ["GPT2BPETokenizer", "HuggingFaceTokenizer", "SentencePieceTokenizer", "BertWordPieceCase"])
 def test_a_file_of_something_else_is_an_error_naming_it(name, tokenizer_files, tmp_path):
     (tmp_path / "junk").write_bytes(b"\xff junk")
     field = next(iter(tokenizer_files[name]))
@@ -104,6 +115,33 @@ def test_fast_byte_level_bpe_equals_the_plain_reference(tokenizer_files, referen
     ids = fast.encode(text)
     assert ids == reference.encode(text)
     assert fast.decode(ids) == reference.decode(ids) == text
+
+
+def as_ever(text):
+    """Only characters that Unicode has had, and seen alike, for long: the library's table of them is of 2015."""
+    old = unicodedata.ucd_3_2_0
+    return "".join(c for c in text if old.category(c) == unicodedata.category(c) not in ("Cn", "Co"))
+
+
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(st.lists(st.one_of(PIECES.map(as_ever), st.sampled_from([
+    "tokens", "jumping", "JUMPING", "日本", "ÉÀ", "\u200b", "_-", "a" * 201])), max_size=8).map("".join))
+def test_fast_wordpiece_equals_the_plain_reference(tokenizer_files, text):
+    vocab = read_vocab(tokenizer_files["BertWordPieceCase"]["vocab_file"])
+    for name, lower in [("BertWordPieceLowerCase", True), ("BertWordPieceCase", False)]:
+        assert make_tokenizer(name, **tokenizer_files[name]).encode(text) == WordPiece(vocab, lower).encode(text)
+
+
+def test_wordpiece_has_the_ids_that_bert_needs_and_folds_case_only_when_asked(tokenizer_files, tmp_path):
+    files = tokenizer_files["BertWordPieceCase"]
+    lower, cased = (make_tokenizer(f"BertWordPiece{kind}Case", **files) for kind in ("Lower", ""))
+    assert (cased.pad, cased.unk, cased.cls, cased.sep, cased.mask, cased.eod) == (0, 1, 2, 3, 4, 3)
+    assert [cased.inv_vocab[i] for i in cased.encode("The fox")] == ["The", "fox"]
+    assert [lower.inv_vocab[i] for i in lower.encode("THE foxe\u0301s 日本")] == ["the", "fox", "##e", "##s", "日", "[UNK]"]
+    for text, told in [("[PAD]\n[UNK]\n", r"has no \[CLS\]"), ("[PAD]\na\n[PAD]\n", "line 3: .* line 1 already")]:
+        (tmp_path / "vocab.txt").write_text(text)
+        with pytest.raises(DataError, match=told):
+            make_tokenizer("BertWordPieceCase", vocab_file=str(tmp_path / "vocab.txt"))
 
 
 def test_bytes_have_the_letters_that_gpt2_gave_them():

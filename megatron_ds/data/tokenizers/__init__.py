@@ -4,10 +4,10 @@ To add one: a file here with a class that has the members of `Tokenizer` and a `
 """
 
 from ...errors import ConfigError
-from . import gpt2_bpe, huggingface, null, sentence_piece  # noqa: F401  each registers itself
-from .base import TOKENIZERS, Tokenizer, TokenizerOptions
+from . import bert_wordpiece, gpt2_bpe, huggingface, null, sentence_piece  # noqa: F401  each registers itself
+from .base import TOKENIZERS, Tokenizer, TokenizerOptions, arrays_of
 
-__all__ = ["TOKENIZERS", "Tokenizer", "TokenizerOptions", "build_tokenizer", "make_tokenizer"]
+__all__ = ["TOKENIZERS", "Tokenizer", "TokenizerOptions", "arrays_of", "build_tokenizer", "make_tokenizer"]
 
 
 def build_tokenizer(data, model) -> Tokenizer:
@@ -20,10 +20,11 @@ def build_tokenizer(data, model) -> Tokenizer:
 
 
 def make_tokenizer(tokenizer_type: str, *, vocab_file: str | None = None, merge_file: str | None = None,
-                   tokenizer_model: str | None = None, vocab_size: int | None = None) -> Tokenizer:
+                   tokenizer_model: str | None = None, vocab_size: int | None = None,
+                   backend: str = "auto") -> Tokenizer:
     """Raises ConfigError for an unknown type or a missing flag or file, DataError for a file that is not what it should be.
 
-    vocab_size: only `NullTokenizer` reads it.
+    vocab_size: only `NullTokenizer` reads it.  backend: what encodes (backend.py); the ids do not depend on it.
     """
-    options = TokenizerOptions(vocab_file, merge_file, tokenizer_model, vocab_size)
+    options = TokenizerOptions(vocab_file, merge_file, tokenizer_model, vocab_size, backend)
     return TOKENIZERS[tokenizer_type].from_options(options)

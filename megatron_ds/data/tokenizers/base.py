@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from ...errors import ConfigError
 from ...registry import Registry
 
+Arrays = tuple[np.ndarray, np.ndarray]                      # ids of several texts back to back; how many each of them has
 
 class Tokenizer(Protocol):
     """Text ↔ ids.
@@ -16,6 +19,9 @@ class Tokenizer(Protocol):
     vocab_size   ids are in [0, vocab_size), special ones included; not padded
     eod          id that ends a document
     fingerprint  the same for two tokenizers exactly when they are of the same kind with the same vocabulary
+
+    One that has a way to encode many texts without a Python list of each also has `encode_arrays(texts) -> Arrays`;
+    `arrays_of` uses it.
     """
 
     vocab_size: int
@@ -35,9 +41,21 @@ class TokenizerOptions:
     merge_file: str | None = None
     tokenizer_model: str | None = None
     vocab_size: int | None = None
+    backend: str = "auto"
 
 
 TOKENIZERS: Registry[type[Tokenizer]] = Registry("tokenizer")       # each has a `from_options(TokenizerOptions)`
+
+
+def arrays_of(tokenizer: Tokenizer, texts: Sequence[str]) -> Arrays:
+    """Ids of the texts back to back, and the number of ids of each, int64."""
+    fast = getattr(tokenizer, "encode_arrays", None)
+    return fast(texts) if fast else flat(tokenizer.encode_batch(texts))
+
+
+def flat(rows: Sequence[Sequence[int]]) -> Arrays:
+    lengths = np.array([len(row) for row in rows], np.int64)
+    return np.fromiter((i for row in rows for i in row), np.int32, int(lengths.sum())), lengths
 
 
 def required_file(options: TokenizerOptions, field: str, kind: str, *, folder_ok: bool = False) -> str:

@@ -1,4 +1,4 @@
-"""GPT-2's byte-level BPE from `vocab.json` and `merges.txt`, served by the `tokenizers` library.
+"""GPT-2's byte-level BPE from `vocab.json` and `merges.txt`, served by one of the backends of `backend.py`.
 
 `ByteLevelBPE` is the same algorithm in plain Python: the reference that the fast path is tested against.
 Radford et al. 2019, section 2.2; Sennrich et al. 2016 (arXiv:1508.07909), algorithm 1.
@@ -6,10 +6,11 @@ Radford et al. 2019, section 2.2; Sennrich et al. 2016 (arXiv:1508.07909), algor
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 
 from ...errors import DataError
-from .base import TOKENIZERS, TokenizerOptions, fingerprint_of, required_files
+from .backend import Backend
+from .base import TOKENIZERS, Arrays, TokenizerOptions, fingerprint_of, required_files
+from .byte_letters import byte_letters
 
 EOD = "<|endoftext|>"
 Pair = tuple[str, str]
@@ -22,11 +23,12 @@ PIECES = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S
 class GPT2BPETokenizer:
     """GPT-2's tokenizer over any vocabulary of that form. The text `<|endoftext|>` is plain text, not the special id."""
 
-    def __init__(self, vocab: dict[str, int], merges: list[Pair]):
+    def __init__(self, vocab: dict[str, int], merges: list[Pair], backend: str = "auto"):
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers
         self._tokenizer = Tokenizer(models.BPE(vocab, merges))
         self._tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         self._tokenizer.decoder = decoders.ByteLevel()
+        self._backend = Backend(self._tokenizer, backend)
         self.vocab_size = max(vocab.values()) + 1
         self.eod = vocab[EOD]
         self.fingerprint = fingerprint_of("GPT2BPETokenizer", json.dumps(sorted(vocab.items())).encode(),
@@ -34,13 +36,17 @@ class GPT2BPETokenizer:
 
     @classmethod
     def from_options(cls, options: TokenizerOptions) -> "GPT2BPETokenizer":
-        return cls(*read_bpe_files(*required_files(options, ("vocab_file", "merge_file"), "GPT2BPETokenizer")))
+        files = required_files(options, ("vocab_file", "merge_file"), "GPT2BPETokenizer")
+        return cls(*read_bpe_files(*files), options.backend)
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [e.ids for e in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def encode_arrays(self, texts: Sequence[str]) -> Arrays:
+        return self._backend.encode_arrays(texts)
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
@@ -84,17 +90,6 @@ def _merge(word: list[str], pair: Pair) -> list[str]:
             out.append(word[i])
             i += 1
     return out
-
-
-@lru_cache(maxsize=1)
-def byte_letters() -> dict[int, str]:
-    """A visible letter for each of the 256 bytes, so that tokens can be written in a text file.
-
-    Bytes that are visible in Latin-1 stand for themselves; the others, in order, are the letters from U+0100 on.
-    """
-    visible = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    hidden = [b for b in range(256) if b not in visible]
-    return {b: chr(b) for b in visible} | {b: chr(256 + i) for i, b in enumerate(hidden)}
 
 
 def read_bpe_files(vocab_file: str, merge_file: str) -> tuple[dict[str, int], list[Pair]]:

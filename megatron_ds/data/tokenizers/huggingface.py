@@ -5,7 +5,8 @@ import os
 from collections.abc import Sequence
 
 from ...errors import DataError
-from .base import TOKENIZERS, TokenizerOptions, fingerprint_of, required_file
+from .backend import Backend
+from .base import TOKENIZERS, Arrays, TokenizerOptions, fingerprint_of, required_file
 
 # Names that tokenizers give to the end of a document, tried when no tokenizer_config.json tells.
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
@@ -15,7 +16,7 @@ END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[E
 class HuggingFaceTokenizer:
     """Ids of the text alone: the template of the file (a begin token, `[CLS] … [SEP]`) is not applied."""
 
-    def __init__(self, path: str):
+    def __init__(self, path: str, backend: str = "auto"):
         from tokenizers import Tokenizer
         file = os.path.join(path, "tokenizer.json") if os.path.isdir(path) else path
         try:
@@ -24,6 +25,7 @@ class HuggingFaceTokenizer:
             raise DataError(f"--tokenizer-model {path}: {file} cannot be read as a tokenizer: {e}.") from None
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
+        self._backend = Backend(self._tokenizer, backend)
         self.vocab = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(self.vocab.values()) + 1
         self.eod = self._end_of_document(file)
@@ -31,13 +33,16 @@ class HuggingFaceTokenizer:
 
     @classmethod
     def from_options(cls, options: TokenizerOptions) -> "HuggingFaceTokenizer":
-        return cls(required_file(options, "tokenizer_model", "HuggingFaceTokenizer", folder_ok=True))
+        return cls(required_file(options, "tokenizer_model", "HuggingFaceTokenizer", folder_ok=True), options.backend)
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [e.ids for e in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def encode_arrays(self, texts: Sequence[str]) -> Arrays:
+        return self._backend.encode_arrays(texts)
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)

@@ -1,0 +1,86 @@
+"""One corpus of several: all documents, in order.
+
+    python tools/merge_datasets.py --input shards/ --output-prefix corpus_text_document
+    python tools/merge_datasets.py --input corpus_00000_of_00002_text_document corpus_00001_of_00002_text_document \\
+        --output-prefix corpus_text_document
+
+Of a folder all pairs of .bin and .idx are taken, ordered by name. Shards must be there in full.
+"""
+
+import argparse
+import logging
+import re
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_ds.config.arguments import Arguments
+from megatron_ds.config.guard import main_guard
+from megatron_ds.data.indexed import IndexedDataset, corpus_paths
+from megatron_ds.data.merge import merge
+from megatron_ds.errors import ConfigError, DataError
+
+logger = logging.getLogger(__name__)
+SHARD = re.compile(r"(.*)_(\d{5})_of_(\d{5})(_.*)")
+
+
+def make_parser() -> Arguments:
+    parser = Arguments(__doc__)
+    add = parser.add_argument
+    add("--input", nargs="+", required=True, metavar="PATH", help="prefixes of .bin/.idx pairs, in order, or folders of them")
+    add("--output-prefix", required=True, metavar="PREFIX", help="the merged pair is PREFIX.bin and PREFIX.idx")
+    add("--workers", type=int, default=4, metavar="N", help="threads that copy (default 4); more only pay on many disks")
+    return parser
+
+
+def prefixes_of(inputs: Sequence[str], output: str) -> list[str]:
+    """Prefixes as they are, those in folders by name; never the output itself."""
+    found = []
+    for path in inputs:
+        if not Path(path).is_dir():
+            found.append(str(corpus_paths(path)[0])[:-4])
+            continue
+        pairs = sorted(str(p)[:-4] for p in Path(path).glob("*.idx") if corpus_paths(output)[1].resolve() != p.resolve())
+        if not pairs:
+            raise DataError(f"--input {path}: there is no .idx file in this folder.")
+        found += pairs
+    return found
+
+
+def check_shards(prefixes: Sequence[str]) -> None:
+    """Raises DataError when of n shards some are missing."""
+    there = defaultdict(set)
+    for prefix in prefixes:
+        if match := SHARD.fullmatch(prefix):
+            name, index, count, key = match.groups()
+            there[name, int(count), key].add(int(index))
+    for (name, count, key), found in there.items():
+        if missing := sorted(set(range(count)) - found):
+            raise DataError(f"of {count} shards {name}_…{key} {len(missing)} are missing: "
+                            f"{', '.join(map(str, missing[:10]))}{' …' * (len(missing) > 10)}. Make them with "
+                            f"tools/preprocess_data.py --num-shards {count} --shard-index I, and merge then.")
+
+
+def run(args: argparse.Namespace) -> None:
+    if args.workers < 1:
+        raise ConfigError(f"--workers {args.workers}: use a positive number.")
+    prefixes, started = prefixes_of(args.input, args.output_prefix), time.monotonic()
+    check_shards(prefixes)
+    output = str(corpus_paths(args.output_prefix)[0])[:-4]
+    record = merge(prefixes, output, workers=args.workers)
+    if record is None:
+        logger.info("%s has no checksums, as not all of its parts have", output)
+    corpus = IndexedDataset(output)
+    logger.info("%s documents, %s tokens of %d corpora in %.1f s: %s", f"{corpus.num_documents:,}", f"{corpus.num_tokens:,}",
+                len(prefixes), time.monotonic() - started, output)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    return main_guard(lambda: run(make_parser().parse_args(argv)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
