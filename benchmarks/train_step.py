@@ -3,6 +3,7 @@
     python benchmarks/train_step.py --workload S --contestants eager compile ours --rounds 3
     python benchmarks/train_step.py --workload S --dtype bf16 --contestants ddp ddp-zero ours:dp=2 ours:dp=2,zero=1
     python benchmarks/train_step.py --contestants fsdp2:3 deepspeed:3 ours:dp=2,zero=3 --python deepspeed=DS/bin/python
+    python benchmarks/train_step.py --contestants ddp ours:dp=2 --turns
     python benchmarks/train_step.py --contestants mcore dtensor ours:tp=2
 
     one process     eager, compile (torch.compile)
@@ -12,9 +13,11 @@
     ours[:layout]   the layout language of tools/compare_layouts.py
 
 All ranks of one contestant together use two threads. Each round runs every contestant once in fresh processes, in turn, so
-that a slow minute of the machine hits all alike; medians over rounds are shown with their spread. `loss_last` must be equal:
-to 1e-4 in fp32, within rounding in bf16. `--python` names another interpreter for a contestant's family, for peers that one
-environment does not hold; torch's version must be the same in all. Workload T is for trying whether a contestant runs.
+that a slow minute of the machine hits all alike; medians over rounds are shown with their spread. With `--turns` the
+contestants live together and take their *steps* in turn, one working while the others sleep, and the ratio of each step to
+the step of the first contestant beside it is shown, too: for machines whose speed changes within seconds. `loss_last` must
+be equal: to 1e-4 in fp32, within rounding in bf16. `--python` names another interpreter for a contestant's family, for peers
+that one environment does not hold; torch's version must be the same in all. Workload T is for trying what runs at all.
 
 bf16 is what each offers: autocast over fp32 weights (eager, compile, ddp, ddp-zero), 16-bit compute from fp32 shards (fsdp2),
 16-bit weights with fp32 masters (deepspeed, ours).
@@ -43,6 +46,7 @@ import peak_memory  # noqa: E402
 from workloads import WORKLOADS  # noqa: E402
 
 TOTAL_THREADS = 2
+STEP_DONE = "a step is done"
 
 
 # What is imported only when it is used, by everyone and by a family: loaded before the level of memory is read.
@@ -74,6 +78,8 @@ def run_rank(args: argparse.Namespace, stack: ExitStack) -> None:
     peak_memory.forget_peak()
     seconds, losses = [], []
     for i in range(w.warmup + w.steps):
+        if args.turns:
+            sys.stdin.readline()
         if world > 1:
             dist.barrier()
         start = time.perf_counter()
@@ -81,6 +87,8 @@ def run_rank(args: argparse.Namespace, stack: ExitStack) -> None:
         if world > 1:
             dist.barrier()
         seconds.append(time.perf_counter() - start)
+        if args.turns and rank == 0:
+            print(STEP_DONE, flush=True)
     peak = peak_memory.peak_mib()
     peaks = [(peak, peak - level)]
     if world > 1:
@@ -91,8 +99,8 @@ def run_rank(args: argparse.Namespace, stack: ExitStack) -> None:
         measured = seconds[w.warmup:]
         print(json.dumps({
             "contestant": args.rank_of, "workload": w.name, "dtype": args.dtype, "step_s": statistics.median(measured),
-            "step_min": min(measured), "loss_last": losses[-1], "peak_mib": [round(peak) for peak, _ in peaks],
-            "peak_above_mib": [round(above) for _, above in peaks],
+            "seconds": measured, "step_min": min(measured), "loss_last": losses[-1],
+            "peak_mib": [round(peak) for peak, _ in peaks], "peak_above_mib": [round(above) for _, above in peaks],
             "tokens_s": w.global_batch * w.seq / statistics.median(measured)}), flush=True)
 
 
@@ -156,29 +164,58 @@ def world_of(contestant: str) -> int:
     return 1 if contestant in ("eager", "compile") else 2
 
 
-def run_contestant(contestant: str, args: argparse.Namespace, pythons: dict[str, str]) -> dict:
-    """Start the ranks of one contestant and wait; the record of rank 0."""
-    world = world_of(contestant)
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    threads = str(max(1, TOTAL_THREADS // world))
-    env = os.environ | {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
-                        "MASTER_PORT": str(port), "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads,
-                        "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
-    python = pythons.get(family(contestant), sys.executable)
-    command = [python, "-W", "ignore", __file__, "--workload", args.workload, "--dtype", args.dtype,
-               "--micro-batch", str(args.micro_batch), "--rank-of", contestant]
-    ranks = [subprocess.Popen(command, env=env | {"RANK": str(r), "LOCAL_RANK": str(r)}, text=True,
-                              stdout=subprocess.PIPE if r == 0 else subprocess.DEVNULL) for r in range(world)]
-    text, _ = ranks[0].communicate()
-    for rank in ranks:
-        rank.wait()
-    # Not the exit codes: peers that have done their work sometimes abort while their process groups are taken down.
-    records = [line for line in text.splitlines() if line.startswith('{"contestant"')]
-    if not records:
-        raise SystemExit(f"{contestant}: a rank failed; its error is above")
-    return json.loads(records[-1])
+class Running:
+    """The processes of one contestant, started."""
+
+    def __init__(self, contestant: str, args: argparse.Namespace, pythons: dict[str, str]):
+        self.contestant, world = contestant, world_of(contestant)
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        threads = str(max(1, TOTAL_THREADS // world))
+        env = os.environ | {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
+                            "MASTER_PORT": str(port), "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads,
+                            "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+        python = pythons.get(family(contestant), sys.executable)
+        command = [python, "-W", "ignore", __file__, "--workload", args.workload, "--dtype", args.dtype,
+                   "--micro-batch", str(args.micro_batch), "--rank-of", contestant, *["--turns"] * args.turns]
+        self.ranks = [subprocess.Popen(command, env=env | {"RANK": str(r), "LOCAL_RANK": str(r)}, text=True,
+                                       stdin=subprocess.PIPE, stdout=subprocess.PIPE if r == 0 else subprocess.DEVNULL)
+                      for r in range(world)]
+
+    def take_a_step(self) -> None:
+        for rank in self.ranks:
+            rank.stdin.write("\n")
+            rank.stdin.flush()
+        for line in self.ranks[0].stdout:
+            if line.strip() == STEP_DONE:
+                return
+        raise SystemExit(f"{self.contestant}: a rank failed; its error is above")
+
+    def finish(self) -> dict:
+        """Wait for the end; the record of rank 0."""
+        text = self.ranks[0].stdout.read()
+        for rank in self.ranks:
+            rank.wait()
+        # Not the exit codes: peers that have done their work sometimes abort while their process groups are taken down.
+        records = [line for line in text.splitlines() if line.startswith('{"contestant"')]
+        if not records:
+            raise SystemExit(f"{self.contestant}: a rank failed; its error is above")
+        return json.loads(records[-1])
+
+
+def run_round(args: argparse.Namespace, pythons: dict[str, str]) -> list[dict]:
+    """The record of each contestant, one after the other, or taking their steps in turn."""
+    if not args.turns:
+        return [Running(contestant, args, pythons).finish() for contestant in args.contestants]
+    running, w = [], workload(args)
+    for contestant in args.contestants:                     # their first steps, so that nobody still imports later
+        running.append(Running(contestant, args, pythons))
+        running[-1].take_a_step()
+    for _ in range(w.warmup + w.steps - 1):
+        for one in running:
+            one.take_a_step()
+    return [one.finish() for one in running]
 
 
 def main() -> None:
@@ -190,6 +227,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--python", nargs="+", default=[], metavar="FAMILY=PATH",
                         help="the interpreter of contestants of a family, as in deepspeed=DS/bin/python")
+    parser.add_argument("--turns", action="store_true", help="all contestants live together and take their steps in turn; "
+                        "their memory must fit together")
     parser.add_argument("--output", type=Path, help="append every record to this JSON-lines file")
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -200,14 +239,15 @@ def main() -> None:
     pythons = dict(item.split("=", 1) for item in args.python)
     records = {contestant: [] for contestant in args.contestants}
     for number in range(args.rounds):
-        for contestant in args.contestants:
-            record = run_contestant(contestant, args, pythons)
-            records[contestant].append(record)
-            print(f"round {number + 1}: {contestant:28s} {record['step_s']:.3f} s/step", file=sys.stderr, flush=True)
+        for record in run_round(args, pythons):
+            records[record["contestant"]].append(record)
+            print(f"round {number + 1}: {record['contestant']:28s} {record['step_s']:.3f} s/step", file=sys.stderr, flush=True)
             if args.output:
                 with args.output.open("a") as file:
                     file.write(json.dumps(record) + "\n")
     show(records, f"{args.workload}, {args.dtype}")
+    if args.turns:
+        show_ratios(records)
 
 
 def show(records: dict[str, list[dict]], work: str) -> None:
@@ -222,6 +262,16 @@ def show(records: dict[str, list[dict]], work: str) -> None:
         print(f"| {contestant} | {median:.3f} ({min(times):.3f}–{max(times):.3f}) | {best:.3f} | "
               f"{row['tokens_s']:.0f} | {row['loss_last']:.5f} | "
               f"{_per_rank(rows, 'peak_mib')} | {_per_rank(rows, 'peak_above_mib')} |")
+
+
+def show_ratios(records: dict[str, list[dict]]) -> None:
+    """How many times the steps of the first contestant take the time of the steps beside them."""
+    first = next(iter(records))
+    print(f"\n| times as fast as {first} | median of steps | quarters |\n|---|---|---|")
+    for contestant, rows in records.items():
+        ratios = [a / b for row, other in zip(records[first], rows) for a, b in zip(row["seconds"], other["seconds"])]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        print(f"| {contestant} | {middle:.3f} | {low:.3f}–{high:.3f} |")
 
 
 def _per_rank(rows: list[dict], key: str) -> str:

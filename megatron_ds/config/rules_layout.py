@@ -200,9 +200,6 @@ def pipeline_tuning(config: RunConfig) -> Iterator[str]:
                "it, or use that.")
     if parallel.pipeline_layout and parallel.pipeline_cut != all_options()[cut].default:
         yield f"{say(config, cut)} and {say(config, 'parallel.pipeline_layout')} both say where to cut. Keep one."
-    if parallel.pipeline_memory_limit is not None and parallel.pipeline_schedule != "zb-auto":
-        yield (f"{say(config, 'parallel.pipeline_memory_limit')} is for --pipeline-schedule zb-auto; other schedules keep "
-               "what they keep. Remove it, or use that.")
 
 
 def _said_chunks(config: RunConfig) -> str:

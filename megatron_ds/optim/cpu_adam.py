@@ -3,6 +3,8 @@
 State names and shapes (step, exp_avg, exp_avg_sq) are torch's, so that a checkpoint moves between this and any other AdamW.
 """
 
+import inspect
+
 import torch
 
 from ..ops.adam import AdamRow, adamw_
@@ -25,6 +27,10 @@ class CpuAdamW(torch.optim.Optimizer):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
         self.threads, self.variant = threads, variant
         self.grad_scale: torch.Tensor | None = None
+
+    def add_param_group(self, param_group: dict) -> None:
+        """As inherited, without its decorator, whose first call loads the whole compiler: more than a second of each start."""
+        inspect.unwrap(torch.optim.Optimizer.add_param_group)(self, param_group)
 
     @torch.no_grad()
     def step(self, closure=None):

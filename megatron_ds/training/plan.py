@@ -17,7 +17,7 @@ from ..pipeline.costs import StageCosts
 from ..pipeline.instruction import Op, Program, Schedule
 from ..pipeline.partition import count_stages, parse_layout, partition
 from ..pipeline.placement import placement, stages_of
-from ..pipeline.schedules import SCHEDULES, default_chunks
+from ..pipeline.schedules import OPTIONS, SCHEDULES, check_shape, default_chunks
 from .layer_costs import LayerCost, layer_costs
 
 MOMENTS = {Op.GATHER: "pin", Op.F: "forward", Op.B: "backward", Op.I: "backward", Op.RELEASE: "unpin"}
@@ -130,10 +130,8 @@ def plan_schedule(config: RunConfig, num_microbatches: int, pinned: bool = False
 
 def order(config: RunConfig, shape: PipelineShape, num_microbatches: int, costs: StageCosts | None = None) -> Schedule:
     """F, B, I and W as the registered function orders them."""
-    options = {}
-    if shape.schedule == "zb-auto":
-        options = {"costs": costs, "memory_limit": config.parallel.pipeline_memory_limit}
-    given = {name: value for name, value in options.items() if value is not None}
+    known = {"costs": costs, "memory_limit": config.parallel.pipeline_memory_limit}
+    given = {name: known[name] for name in OPTIONS[shape.schedule] if known[name] is not None}
     return SCHEDULES[shape.schedule](shape.size, num_microbatches, shape.chunks, **given)
 
 
@@ -149,15 +147,19 @@ def moments_of(program: Program) -> Iterable[tuple[str, int]]:
 
 # ---------------------------------------------------------------------------------------------------- rules for `parse`
 def schedule_problems(config: RunConfig) -> list[str]:
-    """Why the schedule cannot serve the run's numbers of chunks and micro-batches."""
+    """Why the schedule cannot serve the run's numbers of chunks and micro-batches, or would not look at an option."""
     try:
         shape = pipeline_shape(config)
         fewest = [config.microbatches(size) for size in (config.train.rampup_batch_size or ())[:1]]
         for num_microbatches in {microbatches_of(config), *fewest}:
-            order(config, shape, num_microbatches)
+            check_shape(shape.schedule, shape.size, num_microbatches, shape.chunks)
     except MegatronDSError as error:
         return [str(error)]
-    return []
+    limit, able = config.parallel.pipeline_memory_limit, [name for name in SCHEDULES if "memory_limit" in OPTIONS[name]]
+    if limit is None or shape.schedule in able:
+        return []
+    return [f"--pipeline-memory-limit {limit} is for --pipeline-schedule {' or '.join(able)}; other schedules keep what they "
+            "keep. Remove it, or use that."]
 
 
 def cut_problems(config: RunConfig) -> list[str]:

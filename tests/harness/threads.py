@@ -2,11 +2,13 @@
 
     results = run_ranks(4, lambda rank, world: my_test(rank, world.group("tp", (0, 1, 2, 3), rank)))
 
-Every rank runs the function in a thread of its own with a `Transport` that meets the other threads at barriers. The first
-exception of any rank is raised in the test; the others are woken up and end. Never touches torch.distributed.
+Every rank runs the function in a thread of its own with a `Transport` that hands tensors to the other threads through queues:
+a rank that waits is woken once a message. The first exception of any rank is raised in the test; the others are woken up and
+end. Never touches torch.distributed.
 """
 
 import queue
+import sys
 import threading
 from collections.abc import Callable
 
@@ -16,6 +18,8 @@ from megatron_ds.mpu.group import DONE, Group
 from megatron_ds.mpu.traffic import Traffic
 
 TIMEOUT_SECONDS = 60
+sys.setswitchinterval(5e-4)             # ten times as often: a rank that got its message waits less for one that computes
+_ABORTED = object()
 
 
 class ThreadWorld:
@@ -51,21 +55,25 @@ class ThreadWorld:
 class _Room:
     def __init__(self, size: int):
         self.size = size
-        self.barrier = threading.Barrier(size)
-        self.table: list = [None] * size
         self.is_aborted = False
-        self._mail: dict[tuple[int, int, int], queue.Queue] = {}
+        self._mail: dict[tuple[int, int, object], queue.SimpleQueue] = {}
 
     def abort(self) -> None:
         """Wake up all who wait here: a rank has failed."""
         self.is_aborted = True
-        self.barrier.abort()
         for mailbox in list(self._mail.values()):
-            mailbox.put(None)
+            mailbox.put(_ABORTED)
 
-    def mailbox(self, source: int, destination: int, tag: int) -> queue.Queue:
+    def mailbox(self, source: int, destination: int, tag: object) -> queue.SimpleQueue:
         # Not a defaultdict: two threads that miss a key together would make two queues, and a message be lost in one.
-        return self._mail.setdefault((source, destination, tag), queue.Queue())
+        key = source, destination, tag
+        return self._mail.get(key) or self._mail.setdefault(key, queue.SimpleQueue())
+
+    def take(self, mailbox: queue.SimpleQueue):
+        message = _ABORTED if self.is_aborted else mailbox.get(timeout=TIMEOUT_SECONDS)
+        if message is _ABORTED:
+            raise threading.BrokenBarrierError
+        return message
 
 
 class ThreadTransport:
@@ -73,13 +81,15 @@ class ThreadTransport:
 
     def __init__(self, room: _Room, rank: int):
         self.room, self.rank, self.size = room, rank, room.size
+        others = [r for r in range(room.size) if r != rank]
+        self._to = [room.mailbox(rank, other, "exchange") for other in others]
+        self._from = {other: room.mailbox(other, rank, "exchange") for other in others}
 
     def _exchange(self, thing) -> list:
-        self.room.table[self.rank] = thing
-        self.room.barrier.wait(TIMEOUT_SECONDS)
-        everything = list(self.room.table)
-        self.room.barrier.wait(TIMEOUT_SECONDS)
-        return everything
+        """Every rank's thing. All share the same objects, so a tensor among them must be nobody's to write."""
+        for mailbox in self._to:
+            mailbox.put(thing)
+        return [thing if r == self.rank else self.room.take(self._from[r]) for r in range(self.size)]
 
     def _reduced(self, tensor, op):
         stack = self._exchange(tensor.detach().clone())
@@ -128,9 +138,7 @@ class _Receive:
         self.tensor, self.room, self.mailbox = tensor, room, mailbox
 
     def wait(self):
-        message = None if self.room.is_aborted else self.mailbox.get(timeout=TIMEOUT_SECONDS)
-        if message is None:
-            raise threading.BrokenBarrierError
+        message = self.room.take(self.mailbox)
         assert message.shape == self.tensor.shape and message.dtype == self.tensor.dtype, (
             f"received {list(message.shape)} {message.dtype}, expected {list(self.tensor.shape)} {self.tensor.dtype}")
         self.tensor.detach().copy_(message)

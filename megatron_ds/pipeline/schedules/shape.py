@@ -1,7 +1,7 @@
 """The table of schedules, and the sizes that they are asked for, checked in one place and in one wording."""
 
 from collections.abc import Callable, Collection
-from functools import wraps
+from functools import lru_cache, wraps
 
 from ...errors import ScheduleError
 from ...registry import Registry
@@ -12,26 +12,30 @@ SCHEDULES: Registry[MakeSchedule] = Registry("pipeline schedule")
 LEGAL_CHUNKS: dict[str, Collection[int] | None] = {}        # schedule → chunks of the model per rank; None: any number
 Peak = Callable[[int, int, int, int], int]                  # (pipeline_size, num_microbatches, chunks, rank) → activations
 PEAKS: dict[str, Peak] = {}
+OPTIONS: dict[str, tuple[str, ...]] = {}                    # schedule → what else its function takes
+REMEMBERED = 8                                              # orders of a schedule: those of training and of evaluation
 
 
 def schedule(name: str, *aliases: str, chunks: Collection[int] | None = (1,),
-             peak: Peak | None = None) -> Callable[[MakeSchedule], MakeSchedule]:
-    """Decorator that registers a schedule, which is then asked for legal sizes only.
+             peak: Peak | None = None, options: Collection[str] = ()) -> Callable[[MakeSchedule], MakeSchedule]:
+    """Decorator that registers a schedule, which is then asked for legal sizes only, and once for each.
 
     chunks    the numbers of model chunks per rank it has an order for; None: any
+    options   keyword arguments that the function takes, of `costs` (a StageCosts) and `memory_limit`
     peak      how many activations (of one micro-batch at one stage) a rank keeps alive at most, which tests hold it to; where
               none is declared only the simulator knows
     """
 
     def register(make: MakeSchedule) -> MakeSchedule:
-        LEGAL_CHUNKS[name] = chunks
+        LEGAL_CHUNKS[name], OPTIONS[name] = chunks, tuple(options)
+        remembering = lru_cache(REMEMBERED)(make)
         if peak is not None:
             PEAKS[name] = peak
 
         @wraps(make)
         def checked(pipeline_size: int, num_microbatches: int, chunks: int = default_chunks(name), **options) -> Schedule:
             check_shape(name, pipeline_size, num_microbatches, chunks)
-            return make(pipeline_size, num_microbatches, chunks, **options)
+            return remembering(pipeline_size, num_microbatches, chunks, **options)
 
         return SCHEDULES.register(name, *aliases)(checked)
 

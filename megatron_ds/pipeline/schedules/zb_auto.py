@@ -34,7 +34,7 @@ NEVER = float("inf")
 ALIKE = StageCosts()
 
 
-@schedule("zb-auto", peak=lambda p, m, v, rank: min(m, p))
+@schedule("zb-auto", peak=lambda p, m, v, rank: min(m, p), options=("costs", "memory_limit"))
 def zb_auto(pipeline_size: int, num_microbatches: int, chunks: int = 1, *, costs: StageCosts = ALIKE,
             memory_limit: float | None = None, weight_share: float = 1.0) -> Schedule:
     """The order in which the rank that takes longest, from its first to its last computation, takes the shortest time; among
