@@ -7,7 +7,7 @@ into runs of whole sentences that reach a target length, and the runs of all doc
     samples                    |--- 0 ---|---- 1 ----|-- 2 --|      the last one is what is left, however short
 
 Random numbers are those of C++: `mt19937(seed)` for the targets, `mt19937_64(seed + 1)` for the shuffle.
-Pure; arrays may be mapped.
+Pure; arrays may be mapped. The compiled builder does the work where it is there (`native_index.py`).
 """
 
 import math
@@ -16,6 +16,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from ..errors import DataError
+from .native_index import extension
 
 LONG_SENTENCE = 512                                         # tokens; a document with a longer one is left out
 SEEDS = range(2**31 - 1)                                    # what std::mt19937_64(seed + 1) takes without wrapping around
@@ -32,7 +33,17 @@ def build_mapping(documents: np.ndarray, sizes: np.ndarray, *, num_epochs: int, 
     Raises DataError for arguments that no corpus of this format has.
     """
     _check(documents, sizes, max_seq_length, seed)
-    targets = _targets(short_ratio(short_seq_prob), max_seq_length, seed)
+    ratio, arguments = short_ratio(short_seq_prob), (num_epochs, max_num_samples, max_seq_length)
+    if extension() and sizes.dtype == np.int32:
+        build = extension().mapping_uint32 if _dtype(sizes) == np.uint32 else extension().mapping_uint64
+        return build(np.ascontiguousarray(documents, np.int64), sizes, *arguments, ratio, seed, min_num_sent)
+    return plain_mapping(documents, sizes, *arguments, ratio, seed, min_num_sent)
+
+
+def plain_mapping(documents: np.ndarray, sizes: np.ndarray, num_epochs: int, max_num_samples: int, max_seq_length: int,
+                  ratio: int, seed: int, min_num_sent: int) -> np.ndarray:
+    """The same in Python. ratio: one in so many samples is short."""
+    targets = _targets(ratio, max_seq_length, seed)
     rows: list[tuple[int, int, int]] = []
     for _ in range(num_epochs):
         if len(rows) >= max_num_samples:
@@ -45,7 +56,7 @@ def build_mapping(documents: np.ndarray, sizes: np.ndarray, *, num_epochs: int, 
                 if not left or tokens >= target and left > 1 and end - begin >= min_num_sent:
                     rows.append((begin, end, target))
                     begin, tokens, target = end, 0, next(targets)
-    return _shuffled(rows, 3, len(sizes), seed)
+    return _shuffled(rows, 3, _dtype(sizes), seed)
 
 
 def build_blocks_mapping(documents: np.ndarray, sizes: np.ndarray, title_sizes: np.ndarray, *, num_epochs: int,
@@ -55,7 +66,16 @@ def build_blocks_mapping(documents: np.ndarray, sizes: np.ndarray, title_sizes: 
     title_sizes: [D], tokens of each document's title, which take room in all its blocks. Others as in `build_mapping`.
     """
     _check(documents, sizes, max_seq_length, seed)
-    least = 1 if use_one_sent_blocks else 2
+    least, arguments = 1 if use_one_sent_blocks else 2, (num_epochs, max_num_samples, max_seq_length, seed)
+    if extension() and sizes.dtype == title_sizes.dtype == np.int32:
+        build = extension().blocks_mapping_uint32 if _dtype(sizes) == np.uint32 else extension().blocks_mapping_uint64
+        return build(np.ascontiguousarray(documents, np.int64), sizes, title_sizes, *arguments, least)
+    return plain_blocks_mapping(documents, sizes, title_sizes, *arguments, least)
+
+
+def plain_blocks_mapping(documents: np.ndarray, sizes: np.ndarray, title_sizes: np.ndarray, num_epochs: int,
+                         max_num_samples: int, max_seq_length: int, seed: int, least: int) -> np.ndarray:
+    """The same in Python. least: sentences of a block, and of what it may leave."""
     rows: list[tuple[int, int, int, int]] = []
     for _ in range(num_epochs):
         if len(rows) >= max_num_samples:
@@ -69,12 +89,16 @@ def build_blocks_mapping(documents: np.ndarray, sizes: np.ndarray, title_sizes: 
                 if not left or tokens >= target and left >= least and end - begin >= least:
                     rows.append((begin, end, document, len(rows) - before))
                     begin, tokens = end, 0
-    return _shuffled(rows, 4, len(sizes), seed)
+    return _shuffled(rows, 4, _dtype(sizes), seed)
 
 
 def short_ratio(short_seq_prob: float) -> int:
     """One sample in so many is short; 0 for none. Halves are rounded up, as C does and Python does not."""
-    return math.floor(1.0 / short_seq_prob + 0.5) if short_seq_prob > 0 else 0
+    return min(math.floor(1.0 / short_seq_prob + 0.5), 2**31 - 1) if short_seq_prob > 0 else 0
+
+
+def _dtype(sizes: np.ndarray) -> type[np.unsignedinteger]:
+    return np.uint32 if len(sizes) <= np.iinfo(np.uint32).max else np.uint64
 
 
 def _documents(documents: np.ndarray, sizes: np.ndarray, least: int, tested_from: int) -> Iterator[tuple[int, list[int], int]]:
@@ -101,9 +125,8 @@ def _targets(ratio: int, longest: int, seed: int) -> Iterator[int]:
         yield from np.where(drawn % ratio == 0, 2 + drawn % (longest - 1), longest).tolist()
 
 
-def _shuffled(rows: list[tuple[int, ...]], width: int, num_sentences: int, seed: int) -> np.ndarray:
+def _shuffled(rows: list[tuple[int, ...]], width: int, dtype: type, seed: int) -> np.ndarray:
     """The rows in the order that Fisher and Yates' shuffle from the back gives them."""
-    dtype = np.uint32 if num_sentences <= np.iinfo(np.uint32).max else np.uint64
     order = list(range(len(rows)))
     sizes = np.arange(len(rows), 1, -1, dtype=np.uint64)    # of what is still to be shuffled
     drawn = (mt19937_64(seed + 1, len(sizes)) % sizes).tolist()

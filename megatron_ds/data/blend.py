@@ -12,9 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..errors import ConfigError
+from .native_index import extension, num_threads
 
 MAX_DATASETS = np.iinfo(np.int16).max
 SURPLUS = 0.005
+SEGMENT = 1 << 16                                           # steps that a thread draws at a time, at least
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,15 @@ def build_exhaustive_index(sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray
 
 
 def _draw(shares: np.ndarray, size: int, limits: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    if not extension():
+        return plain_draw(shares, size, limits)
+    threads = num_threads()
+    segment = max(SEGMENT, 64 * len(shares), -(-size // (4 * threads))) if threads > 1 else size
+    return extension().blend(shares, size, limits, segment, threads)
+
+
+def plain_draw(shares: np.ndarray, size: int, limits: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    """Every lag at every step, by numpy. limits: samples of each dataset, None for any number."""
     which, sample = np.empty(size, np.int16), np.empty(size, np.int64)
     drawn, lag = np.zeros(len(shares)), np.empty(len(shares))
     for step in range(size):

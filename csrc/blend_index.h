@@ -1,0 +1,391 @@
+// Blending: which dataset comes next, for every step, as Megatron's floating-point numbers have it.
+//
+//   lag of dataset d at step i    w_d max(i, 1) − (samples drawn from d so far), rounded twice, in double precision
+//   drawn at step i               the largest lag; of equals, the lowest number
+//
+// Looking at all D lags at all N steps costs N D. Two things make it less, and neither changes a value.
+//
+// Datasets of equal weight take turns: the one that was drawn least is ahead, of equals the lowest number. They are one
+// *source*, whose lag is that of the member whose turn it is.
+//
+// Most sources sleep. One that was drawn has fallen back by one sample and catches up by w a step, so it can be told when its
+// lag reaches a given *floor*; before, it cannot win as long as somebody is above the floor. It lies in a calendar, a ring of
+// lists by day, which is DAY steps long, and only who is awake is looked at, some tens of sources at most.
+//
+//   lag      floor |            awake: compared at every step, exactly as above, four at a time
+//    -1 ------ 0 --|---- +1
+//   asleep: wakes at (floor + drawn) / w, less a little for rounding, as too early is harmless
+//
+// When nobody awake is above the floor, it was too high: all lags are computed, and it goes below the largest of them. From time
+// to time it is raised to just below the lowest lag that won. So the time depends on where the floor is, the result does not.
+//
+// And threads take segments of the steps. What was drawn up to a step is almost told by the shares: each dataset has the whole
+// part of w_d i, and those with the largest fractions one more. From this guess the rule is followed for some steps, in which it
+// finds into what it would have come to from the beginning; whether it did is then compared, exactly, with where the segment
+// before ended, and a segment that began wrong is drawn again.
+
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <numeric>
+#include <utility>
+#include <vector>
+
+#include "pool.h"
+#include "processors.h"
+
+namespace {
+
+// Four numbers side by side; compilers make vector instructions of it.
+struct Lanes {
+    static constexpr int WIDTH = 4;
+#if defined(__GNUC__)
+    typedef double Vector __attribute__((vector_size(WIDTH * sizeof(double))));
+    static INLINE_MEMBER Vector all(double x) { return Vector{x, x, x, x}; }
+    static INLINE_MEMBER Vector larger(Vector a, Vector b) { return a > b ? a : b; }
+    static INLINE_MEMBER Vector smaller(Vector a, Vector b) { return a < b ? a : b; }
+    static INLINE_MEMBER Vector where_equal(Vector a, Vector b, Vector then, Vector otherwise) { return a == b ? then : otherwise; }
+#else
+    struct Vector {
+        double x[WIDTH];
+        double operator[](int i) const { return x[i]; }
+    };
+    template <typename F> static Vector each(F f) { return {{f(0), f(1), f(2), f(3)}}; }
+    static Vector all(double x) { return {{x, x, x, x}}; }
+    static Vector larger(Vector a, Vector b) { return each([&](int i) { return a[i] > b[i] ? a[i] : b[i]; }); }
+    static Vector smaller(Vector a, Vector b) { return each([&](int i) { return a[i] < b[i] ? a[i] : b[i]; }); }
+    static Vector where_equal(Vector a, Vector b, Vector then, Vector otherwise) {
+        return each([&](int i) { return a[i] == b[i] ? then[i] : otherwise[i]; });
+    }
+    friend Vector operator+(Vector a, Vector b) { return each([&](int i) { return a[i] + b[i]; }); }
+    friend Vector operator*(Vector a, Vector b) { return each([&](int i) { return a[i] * b[i]; }); }
+    friend Vector operator-(Vector a, Vector b) { return each([&](int i) { return a[i] - b[i]; }); }
+#endif
+    static INLINE_MEMBER Vector load(const double* from) {
+        Vector v;
+        std::memcpy(&v, from, sizeof v);
+        return v;
+    }
+    static INLINE_MEMBER void store(Vector v, double* to) { std::memcpy(to, &v, sizeof v); }
+    // The largest and the smallest of four, in all four places.
+    static INLINE_MEMBER Vector largest(Vector v) { return v = larger(v, halves(v)), larger(v, pairs(v)); }
+    static INLINE_MEMBER Vector smallest(Vector v) { return v = smaller(v, halves(v)), smaller(v, pairs(v)); }
+
+private:
+#if defined(__clang__) || (defined(__GNUC__) && __GNUC__ >= 12)
+    static INLINE_MEMBER Vector halves(Vector v) { return __builtin_shufflevector(v, v, 2, 3, 0, 1); }
+    static INLINE_MEMBER Vector pairs(Vector v) { return __builtin_shufflevector(v, v, 1, 0, 3, 2); }
+#else
+    static Vector halves(Vector v) { return Vector{v[2], v[3], v[0], v[1]}; }
+    static Vector pairs(Vector v) { return Vector{v[1], v[0], v[3], v[2]}; }
+#endif
+};
+
+class Blend {
+public:
+    // limits: how many samples a dataset has, or nullptr for any number; datasets of equal share have equal limits.
+    Blend(const double* shares, const int64_t* limits, int datasets) : members_(datasets), source_of_(datasets) {
+        std::iota(members_.begin(), members_.end(), 0);
+        std::stable_sort(members_.begin(), members_.end(), [&](int a, int b) { return shares[a] < shares[b]; });
+        for (int i = 0; i < datasets; ++i) {
+            const int dataset = members_[i];
+            if (i == 0 || shares[dataset] != shares[members_[i - 1]]) {
+                share_.push_back(shares[dataset]);
+                days_per_share_.push_back((1 - 1e-12) / (shares[dataset] * DAY));
+                limit_.push_back(limits == nullptr ? INFINITY : static_cast<double>(limits[dataset]));
+                first_member_.push_back(i);
+            }
+            source_of_[dataset] = static_cast<int32_t>(share_.size()) - 1;
+        }
+        sources_ = static_cast<int>(share_.size());
+        first_member_.push_back(datasets);
+        for (int source = 0; source < sources_; ++source) is_alone_.push_back(size_of(source) == 1);
+        turn_.resize(sources_);
+        drawn_.resize(sources_);
+        next_.resize(sources_);
+        place_.resize(sources_);
+        wakes_.resize(sources_);
+        int64_t ring = 16;
+        while (ring * DAY < 2 * sources_ && ring < (1 << 12)) ring *= 2;
+        calendar_.resize(ring);
+        const size_t room = sources_ + 8 * Lanes::WIDTH;
+        awake_share_.resize(room);
+        awake_drawn_.resize(room);
+        awake_number_.resize(room);
+        free_.reserve(room);
+    }
+
+    // From each source, the samples drawn so far; what `begin` takes and tells this state from others.
+    std::vector<int64_t> totals() const {
+        std::vector<int64_t> totals(sources_);
+        for (int source = 0; source < sources_; ++source)
+            totals[source] = static_cast<int64_t>(drawn_[source]) * size_of(source) + turn_[source] - first_member_[source];
+        return totals;
+    }
+
+    void begin(const std::vector<int64_t>& totals) {
+        for (int source = 0; source < sources_; ++source) {
+            turn_[source] = first_member_[source] + static_cast<int32_t>(totals[source] % size_of(source));
+            drawn_[source] = static_cast<double>(totals[source] / size_of(source));
+        }
+    }
+
+    std::vector<int64_t> nothing_drawn() const { return std::vector<int64_t>(sources_, 0); }
+
+    // What has probably been drawn before this step.
+    std::vector<int64_t> guess(int64_t step) const {
+        std::vector<int64_t> totals(sources_);
+        std::vector<std::pair<double, int>> fractions;              // (− fraction, dataset): the next ones come first
+        int64_t left = step;
+        for (int source = 0; source < sources_; ++source) {
+            const double due = share_[source] * static_cast<double>(step), whole = std::min(std::floor(due), limit_[source]);
+            totals[source] = static_cast<int64_t>(whole) * size_of(source);
+            left -= totals[source];
+            if (whole < limit_[source])
+                for (int i = first_member_[source]; i < first_member_[source + 1]; ++i) fractions.emplace_back(whole - due, members_[i]);
+        }
+        left = std::min(left, static_cast<int64_t>(fractions.size()));
+        if (left <= 0) return totals;
+        std::nth_element(fractions.begin(), fractions.begin() + (left - 1), fractions.end());
+        for (int64_t i = 0; i < left; ++i) ++totals[source_of_[fractions[i].second]];
+        return totals;
+    }
+
+    // Steps first … last − 1, from the state after the steps before; written to which[step] and sample[step].
+    void draw(int64_t first, int64_t last, int16_t* which, int64_t* sample);
+
+private:
+    static constexpr int FEW = 8;                                   // so few sources are all kept awake
+    static constexpr int64_t DAY = 8, PERIOD = 2048;
+    static constexpr int32_t NOBODY = -1;
+
+    int32_t size_of(int source) const { return first_member_[source + 1] - first_member_[source]; }
+    bool is_spent(int source) const { return drawn_[source] >= limit_[source]; }
+
+    // The day on which the source may come above the floor; each of the operations rounds by at most 2^-53.
+    INLINE_MEMBER double wakes_on(int source) const { return (floor_ + drawn_[source]) * days_per_share_[source] - 1.0 / DAY; }
+
+    INLINE_MEMBER void wake_up(int source) {
+        int place = count_;
+        if (free_.empty()) ++count_;
+        else place = free_.back(), free_.pop_back();
+        awake_share_[place] = share_[source];
+        awake_drawn_[place] = drawn_[source];
+        awake_number_[place] = members_[turn_[source]];
+        place_[source] = place;
+    }
+
+    // A place that is free never wins: its lag is − infinity.
+    INLINE_MEMBER void leave(int source) {
+        awake_drawn_[place_[source]] = awake_number_[place_[source]] = INFINITY;
+        free_.push_back(place_[source]);
+        place_[source] = NOBODY;
+    }
+
+    INLINE_MEMBER void sleep(int source, double until) {
+        if (!(until < last_day_)) return;                           // found again when the floor moves
+        wakes_[source] = static_cast<int64_t>(until);
+        int32_t& day = calendar_[wakes_[source] & (static_cast<int64_t>(calendar_.size()) - 1)];
+        next_[source] = day;
+        day = source;
+    }
+
+    void move_floor(double floor, int64_t today) {
+        floor_ = floor;
+        count_ = 0;
+        free_.clear();
+        std::fill(calendar_.begin(), calendar_.end(), NOBODY);
+        std::fill(place_.begin(), place_.end(), NOBODY);
+        std::fill(awake_share_.begin(), awake_share_.end(), 0.0);
+        std::fill(awake_drawn_.begin(), awake_drawn_.end(), INFINITY);
+        std::fill(awake_number_.begin(), awake_number_.end(), INFINITY);
+        for (int source = 0; source < sources_; ++source) {
+            if (is_spent(source)) continue;
+            const double until = wakes_on(source);
+            if (until >= static_cast<double>(today + 1)) sleep(source, until);
+            else wake_up(source);
+        }
+    }
+
+    // The largest lag of all, asleep or awake.
+    double largest_lag(double step) const {
+        double lag = -INFINITY;
+        for (int source = 0; source < sources_; ++source)
+            if (!is_spent(source)) lag = std::max(lag, share_[source] * step - drawn_[source]);
+        return lag;
+    }
+
+    INLINE_MEMBER void read_calendar(int64_t today) {
+        int32_t& day = calendar_[today & (static_cast<int64_t>(calendar_.size()) - 1)];
+        int32_t source = day;
+        day = NOBODY;
+        while (source != NOBODY) {
+            const int32_t following = next_[source];
+            if (wakes_[source] <= today) wake_up(source);
+            else sleep(source, static_cast<double>(wakes_[source]));    // in another turn of the ring
+            source = following;
+        }
+    }
+
+    // Whoever was drawn goes to sleep until it is near the floor again, or for ever.
+    INLINE_MEMBER void settle(const int32_t* sources, int count, double tomorrow, bool sleeps) {
+        for (int i = 0; i < count; ++i) {
+            const int source = sources[i];
+            if (place_[source] == NOBODY) continue;                 // drawn twice
+            if (is_spent(source)) {
+                leave(source);
+            } else if (sleeps) {
+                const double until = wakes_on(source);
+                if (until >= tomorrow) {
+                    leave(source);
+                    sleep(source, until);
+                }
+            }
+        }
+    }
+
+    // Steps `i` … `end` − 1, or as far as the floor holds and no source is spent; returns where it stopped. VECTORS of Lanes are
+    // awake; 0 for `vectors`, in memory instead of registers.
+    template <int VECTORS>
+    INLINE_MEMBER int64_t draw_awake(int vectors, int64_t i, int64_t end, int16_t* which, int64_t* sample, int32_t* touched) {
+        typedef Lanes::Vector Vector;
+        const int count = VECTORS ? VECTORS : vectors;
+        Vector kept_drawn[VECTORS + 1], kept_number[VECTORS + 1], lag[VECTORS + 1];
+        for (int v = 0; v < VECTORS; ++v) {
+            kept_drawn[v] = Lanes::load(&awake_drawn_[v * Lanes::WIDTH]);
+            kept_number[v] = Lanes::load(&awake_number_[v * Lanes::WIDTH]);
+        }
+        const auto share = [&](int v) { return Lanes::load(&awake_share_[v * Lanes::WIDTH]); };
+        const auto drawn = [&](int v) { return VECTORS ? kept_drawn[v] : Lanes::load(&awake_drawn_[v * Lanes::WIDTH]); };
+        const auto number = [&](int v) { return VECTORS ? kept_number[v] : Lanes::load(&awake_number_[v * Lanes::WIDTH]); };
+        const auto keep = [&](int v, Vector new_drawn, Vector new_number) {
+            if (VECTORS) kept_drawn[v] = new_drawn, kept_number[v] = new_number;
+            else Lanes::store(new_drawn, &awake_drawn_[v * Lanes::WIDTH]), Lanes::store(new_number, &awake_number_[v * Lanes::WIDTH]);
+        };
+        for (bool goes_on = true; goes_on && i < end; ++i) {
+            const Vector step = Lanes::all(i > 1 ? static_cast<double>(i) : 1.0);
+            Vector best = Lanes::all(-INFINITY), first = Lanes::all(INFINITY);
+            for (int v = 0; v < count; ++v) {
+                const Vector here = share(v) * step - drawn(v);
+                if (VECTORS) lag[v] = here;
+                best = Lanes::larger(here, best);
+            }
+            best = Lanes::largest(best);
+            const double largest = best[0];
+            if (!(largest > floor_)) break;
+            lowest_ = largest < lowest_ ? largest : lowest_;
+            for (int v = 0; v < count; ++v)
+                first = Lanes::smaller(Lanes::where_equal(VECTORS ? lag[v] : share(v) * step - drawn(v), best, number(v), first), first);
+            first = Lanes::smallest(first);
+            const int dataset = static_cast<int>(first[0]), source = source_of_[dataset];
+            which[i] = static_cast<int16_t>(dataset);
+            sample[i] = static_cast<int64_t>(drawn_[source]);
+            // Each step waits for the one before it: the usual case, a source of one, needs no number from memory.
+            if (is_alone_[source]) {
+                drawn_[source] += 1;
+                for (int v = 0; v < count; ++v)
+                    keep(v, drawn(v) + Lanes::where_equal(number(v), first, Lanes::all(1.0), Lanes::all(0.0)), number(v));
+                goes_on = !is_spent(source);
+            } else {
+                if (++turn_[source] == first_member_[source + 1]) {
+                    turn_[source] = first_member_[source];
+                    drawn_[source] += 1;
+                    goes_on = !is_spent(source);
+                }
+                const Vector new_drawn = Lanes::all(drawn_[source]), turn = Lanes::all(members_[turn_[source]]);
+                for (int v = 0; v < count; ++v) {
+                    const Vector n = number(v);
+                    keep(v, Lanes::where_equal(n, first, new_drawn, drawn(v)), Lanes::where_equal(n, first, turn, n));
+                }
+            }
+            *touched++ = source;
+        }
+        for (int v = 0; v < VECTORS; ++v) keep_in_memory(v, kept_drawn[v], kept_number[v]);
+        return i;
+    }
+
+    INLINE_MEMBER void keep_in_memory(int v, Lanes::Vector drawn, Lanes::Vector number) {
+        Lanes::store(drawn, &awake_drawn_[v * Lanes::WIDTH]);
+        Lanes::store(number, &awake_number_[v * Lanes::WIDTH]);
+    }
+
+    int sources_, count_ = 0;                                       // count_: places of the awake, free ones among them
+    double floor_ = -INFINITY, lowest_ = INFINITY, last_day_ = 0;
+    std::vector<int32_t> members_, source_of_;                      // datasets by source; the source of a dataset
+    std::vector<int32_t> first_member_, turn_;                      // of a source, in members_
+    std::vector<double> share_, days_per_share_, drawn_, limit_;    // of a source; drawn from the member whose turn it is
+    std::vector<char> is_alone_;                                    // a source of one dataset
+    std::vector<int32_t> calendar_, next_, place_, free_;
+    std::vector<int64_t> wakes_;
+    std::vector<double> awake_share_, awake_drawn_, awake_number_;  // side by side, for Lanes; number of the member
+};
+
+FOR_EACH_PROCESSOR
+void Blend::draw(int64_t first, int64_t last, int16_t* which, int64_t* sample) {
+    constexpr int64_t LONG_DAY = 64;
+    constexpr double GAP = 0.02;
+    const bool sleeps = sources_ > FEW;
+    int32_t touched[LONG_DAY];
+    last_day_ = static_cast<double>(last / DAY + 1);
+    lowest_ = INFINITY;
+    move_floor(-INFINITY, first / DAY);
+    bool too_high = sleeps;
+    for (int64_t i = first, period_end = first + PERIOD; i < last;) {
+        const int64_t start = i, today = i / DAY;
+        if (too_high || (sleeps && i >= period_end)) {
+            move_floor(too_high ? largest_lag(i > 1 ? static_cast<double>(i) : 1.0) - GAP : lowest_ - 1e-3, today);
+            lowest_ = INFINITY;
+            period_end = i + PERIOD;
+        }
+        if (sleeps) read_calendar(today);
+        const int64_t end = std::min(last, sleeps ? (today + 1) * DAY : i + LONG_DAY);
+        const int vectors = (count_ + Lanes::WIDTH - 1) / Lanes::WIDTH;
+        switch (vectors) {
+            case 1: i = draw_awake<1>(1, i, end, which, sample, touched); break;
+            case 2: i = draw_awake<2>(2, i, end, which, sample, touched); break;
+            case 3: i = draw_awake<3>(3, i, end, which, sample, touched); break;
+            case 4: i = draw_awake<4>(4, i, end, which, sample, touched); break;
+            case 5: i = draw_awake<5>(5, i, end, which, sample, touched); break;
+            case 6: i = draw_awake<6>(6, i, end, which, sample, touched); break;
+            default: i = draw_awake<0>(vectors, i, end, which, sample, touched);
+        }
+        settle(touched, static_cast<int>(i - start), static_cast<double>(i / DAY + 1), sleeps);
+        too_high = i < end && i == start;
+    }
+}
+
+// Which dataset is drawn at each step, and which of its samples, by threads in segments of so many steps.
+inline void draw_blend(const Blend& blend, int64_t size, int64_t segment, int threads, int16_t* which, int64_t* sample) {
+    const int64_t segments = std::max<int64_t>(1, size / std::max<int64_t>(segment, 1));
+    const auto start_of = [&](int64_t i) { return size / segments * i + std::min(i, size % segments); };
+    std::vector<std::vector<int64_t>> before(segments, blend.nothing_drawn()), after(segments);
+    const int64_t warm_up = 2 * static_cast<int64_t>(before[0].size()) + 64;
+    std::atomic<int64_t> taken{0};
+    pool().run(static_cast<int>(std::min<int64_t>(threads, segments)), [&] {
+        Blend mine = blend;
+        std::vector<int16_t> unused_which(warm_up);
+        std::vector<int64_t> unused_sample(warm_up);
+        for (int64_t i; (i = taken.fetch_add(1)) < segments;) {
+            const int64_t first = start_of(i), earlier = std::max<int64_t>(0, first - warm_up);
+            mine.begin(earlier == 0 ? mine.nothing_drawn() : mine.guess(earlier));
+            mine.draw(earlier, first, unused_which.data() - earlier, unused_sample.data() - earlier);
+            before[i] = mine.totals();
+            mine.draw(first, start_of(i + 1), which, sample);
+            after[i] = mine.totals();
+        }
+    });
+    for (int64_t i = 1; i < segments; ++i) {
+        if (before[i] == after[i - 1]) continue;
+        Blend again = blend;
+        again.begin(after[i - 1]);
+        again.draw(start_of(i), start_of(i + 1), which, sample);
+        after[i] = again.totals();
+    }
+}
+
+}  // namespace
