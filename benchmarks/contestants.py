@@ -122,6 +122,7 @@ def our_flags(w: Workload, dtype: str, layout: tuple[str, ...]) -> list[str]:
 def ours(w: Workload, world: int, dtype: str, layout: tuple[str, ...], stack: ExitStack) -> Step:
     """`stack` leaves the other ranks when it closes."""
     from megatron_ds.config import parse
+    from megatron_ds.data.collate import GPTCollator
     from megatron_ds.data.loader import Loader
     from megatron_ds.mpu import launch as launching
     from megatron_ds.progress import Progress
@@ -131,7 +132,7 @@ def ours(w: Workload, world: int, dtype: str, layout: tuple[str, ...], stack: Ex
     config = parse(our_flags(w, dtype, layout), world_size=world)
     engine = build_engine(config, stack.enter_context(joined(config, launching.read_launch(os.environ))))
     _load(engine, initial_weights(w), w)
-    loader = Loader(Samples(w), seq_length=w.seq, micro_batch_size=w.micro_batch)
+    loader = Loader(Samples(w), GPTCollator(w.seq), micro_batch_size=w.micro_batch)
     data = engine.mesh.group("dp", "cp")
 
     def step(i: int) -> float:

@@ -8,9 +8,10 @@ Letters: n samples so far, w samples of warm-up, d samples after which the decay
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from fractions import Fraction
+from typing import Any, Protocol, TypeVar
 
 from .progress import Progress
 
@@ -129,6 +130,19 @@ class WeightDecay:
         return self.start + (self.end - self.start) * (r if self.style == "linear" else FALLS["cosine"](1 - r))
 
 
+class BatchRamp(Protocol):
+    """Global batch size: a function of the samples consumed. `final` holds in the end, `smallest` is the least of all."""
+
+    final: int
+    smallest: int
+
+    def __call__(self, progress: Progress) -> int: ...
+    def at(self, n: int) -> int: ...
+
+    def until(self, n: int) -> float:
+        """Up to where the size at n holds, for sure."""
+
+
 @dataclass(frozen=True)
 class BatchSize:
     """Global batch size: from `start` in steps of `increment` to `final`, reached after `span` samples.
@@ -148,8 +162,73 @@ class BatchSize:
     def at(self, n: int) -> int:
         if n >= self.span:
             return self.final
-        increments = (self.final - self.start) // self.increment
-        return self.start + n * increments // self.span * self.increment
+        return self.start + n * self._increments // self.span * self.increment
+
+    def until(self, n: int) -> float:
+        if n >= self.span:
+            return math.inf
+        passed = n * self._increments // self.span
+        return -(-(passed + 1) * self.span // self._increments) if self._increments else self.span
+
+    @property
+    def smallest(self) -> int:
+        return self.start
+
+    @property
+    def _increments(self) -> int:
+        return (self.final - self.start) // self.increment
+
+
+@dataclass(frozen=True)
+class BatchSteps:
+    """Global batch size: `steps` of (samples, size), each size from so many samples on; the first from 0."""
+
+    steps: tuple[tuple[int, int], ...]
+
+    def __call__(self, progress: Progress) -> int:
+        return self.at(progress.samples)
+
+    def at(self, n: int) -> int:
+        return next(size for samples, size in reversed(self.steps) if n >= samples)
+
+    def until(self, n: int) -> float:
+        return next((samples for samples, _ in self.steps if samples > n), math.inf)
+
+    @property
+    def final(self) -> int:
+        return self.steps[-1][1]
+
+    @property
+    def smallest(self) -> int:
+        return min(size for _, size in self.steps)
+
+
+@dataclass(frozen=True)
+class RoundedDown:
+    """Another batch ramp, each size rounded down to a multiple of what all ranks take at once."""
+
+    ramp: BatchRamp
+    multiple: int
+
+    def __call__(self, progress: Progress) -> int:
+        return self.at(progress.samples)
+
+    def at(self, n: int) -> int:
+        return self._rounded(self.ramp.at(n))
+
+    def until(self, n: int) -> float:
+        return self.ramp.until(n)
+
+    @property
+    def final(self) -> int:
+        return self._rounded(self.ramp.final)
+
+    @property
+    def smallest(self) -> int:
+        return self._rounded(self.ramp.smallest)
+
+    def _rounded(self, size: int) -> int:
+        return size // self.multiple * self.multiple
 
 
 @dataclass(frozen=True)
@@ -162,6 +241,17 @@ class Constant:
         return self.value
 
     def at(self, n: int) -> Any:
+        return self.value
+
+    def until(self, n: int) -> float:
+        return math.inf
+
+    @property
+    def final(self) -> Any:
+        return self.value
+
+    @property
+    def smallest(self) -> Any:
         return self.value
 
 
@@ -195,13 +285,52 @@ def make_weight_decay(config: Any) -> Ramp[float]:
         span=train_span(config.train), style=optimizer.weight_decay_incr_style)
 
 
-def make_batch_size(config: Any) -> Ramp[int]:
+def make_batch_size(config: Any) -> BatchRamp:
     """The global batch size that a `RunConfig` describes."""
+    ramp = _stated_batch_size(config)
+    if config.train.decrease_batch_size_if_needed:
+        return RoundedDown(ramp, config.train.micro_batch_size * config.data_parallel_size)
+    return ramp
+
+
+def _stated_batch_size(config: Any) -> BatchRamp:
     train = config.train
+    if train.step_batch_size_schedule:
+        return BatchSteps(parse_batch_steps(train.step_batch_size_schedule, config.model.seq_length))
     if train.rampup_batch_size is None:
         return Constant(train.global_batch_size)
     start, increment, span = train.rampup_batch_size
     return BatchSize(final=train.global_batch_size, start=start, increment=increment, span=span)
+
+
+def parse_batch_steps(words: Sequence[str], seq_length: int) -> tuple[tuple[int, int], ...]:
+    """`0:768 250B:1536`, TOKENS:SIZE from tokens on, as ((samples, size), …), in the order of the samples.
+
+    Megatron's rule: suffixes K, M, B, T are powers of a thousand, and tokens become samples by whole division.
+    Raises ValueError, with words for the user, for anything else.
+    """
+    pairs = [pair.split(":") for pair in " ".join(words).replace(",", " ").split()]
+    if not pairs or any(len(pair) != 2 for pair in pairs):
+        raise ValueError("is not a list of TOKENS:SIZE, such as 0:256 2B:512")
+    steps = sorted((_count(tokens) // seq_length, _count(size)) for tokens, size in pairs)
+    if steps[0][0] != 0:
+        raise ValueError(f"begins after {steps[0][0]} samples; the first size must hold from 0 on")
+    for (samples, _), (after, _) in zip(steps, steps[1:]):
+        if samples == after:
+            raise ValueError(f"has two sizes from {samples} samples on (tokens / {seq_length})")
+    return tuple(steps)
+
+
+def _count(text: str) -> int:
+    suffix = text[-1:].upper()
+    unit = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}.get(suffix, 1)
+    try:
+        number = Fraction(text[:-1] if unit > 1 else text) * unit
+    except (ValueError, ZeroDivisionError):
+        raise ValueError(f"has {text!r}, which is not a number like 200000, 200K or 1.5B") from None
+    if number < 0 or number.denominator != 1:
+        raise ValueError(f"has {text!r}, which is not a whole number of at least 0")
+    return int(number)
 
 
 def train_span(train: Any) -> int:
@@ -209,16 +338,13 @@ def train_span(train: Any) -> int:
     return train.train_samples or train.train_iters * train.global_batch_size
 
 
-def count_steps(batch_size: BatchSize | Constant, samples: int, consumed: int = 0) -> int:
+def count_steps(batch_size: BatchRamp, samples: int, consumed: int = 0) -> int:
     """Optimizer steps that fit into `samples` when `consumed` are gone; the last ones, too few for a batch, are left over."""
     steps, n = 0, consumed
-    while n < samples:
-        size = batch_size.at(n)
-        if isinstance(batch_size, Constant) or n >= batch_size.span:
-            return steps + (samples - n) // size
-        if n + size > samples:
-            break
-        steps, n = steps + 1, n + size
+    while n + (size := batch_size.at(n)) <= samples:
+        held = min(batch_size.until(n), samples)
+        alike = min(-((n - held) // size), (samples - n) // size)           # steps of this size
+        steps, n = steps + alike, n + alike * size
     return steps
 
 
@@ -227,6 +353,6 @@ def _span(iterations: int | None, samples: int | None, batch: int) -> int:
     return samples or (iterations or 0) * batch
 
 
-def planned_steps(train: Any, batch_size: BatchSize | Constant) -> int:
+def planned_steps(train: Any, batch_size: BatchRamp) -> int:
     """Optimizer steps of the whole training; 0 where it is only evaluated."""
     return count_steps(batch_size, train.train_samples) if train.train_samples else train.train_iters

@@ -40,6 +40,7 @@ STYLES = {
     "bert": ["--model", "bert"],
 }
 DTYPES = {"fp32": [], "bf16": ["--bf16"], "fp16": ["--fp16", "--initial-loss-scale", "65536"]}
+DOCUMENTS = {"joined": [], "apart": ["--reset-position-ids", "--reset-attention-mask"]}
 # Allowed. fp32: another order of summation only. In 16 bits each order rounds differently, and twenty Adam steps carry it
 # on; the figures are what rounding alone may do, with room.
 TOLERANCE = {"fp32": Difference(loss=1e-6, grad_norm=1e-6, weights=1e-5),
@@ -49,8 +50,8 @@ VOCAB, SEQ_LENGTH = 131, 24
 
 
 def tiny_job(style: str, dtype: str, untie: bool, dropout: float, layers: int, global_batch_size: int,
-             steps: int) -> list[str]:
-    """Flags of the model that every layout trains."""
+             steps: int, documents: str = "joined") -> list[str]:
+    """Flags of the model that every layout trains. documents: of a sample, "joined" or "apart"."""
     return [
         "--num-layers", str(layers), "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", str(SEQ_LENGTH),
         "--max-position-embeddings", str(SEQ_LENGTH), "--vocab-size", str(VOCAB), "--make-vocab-size-divisible-by", "8",
@@ -58,7 +59,7 @@ def tiny_job(style: str, dtype: str, untie: bool, dropout: float, layers: int, g
         "--lr-decay-style", "cosine", "--lr-warmup-iters", str(min(2, steps - 1)), "--weight-decay", "0.1",
         "--clip-grad", "1.0", "--hidden-dropout", str(dropout), "--attention-dropout", str(dropout), "--mock-data",
         "--tokenizer-type", "NullTokenizer", *(["--untie-embeddings-and-output-weights"] if untie else []),
-        *STYLES[style], *DTYPES[dtype]]
+        *STYLES[style], *DTYPES[dtype], *DOCUMENTS[documents]]
 
 
 def run_rank(flags: list[str], rank: int, world_size: int, port: int, steps: int):
@@ -101,6 +102,8 @@ def parse_arguments(argv=None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="precision (default fp32)")
     parser.add_argument("--untie", action="store_true", help="separate input and output embeddings")
     parser.add_argument("--dropout", type=float, default=0.0, help="hidden and attention dropout (default 0)")
+    parser.add_argument("--documents", choices=DOCUMENTS, default="joined",
+                        help="those of a sample see one another, or are apart: --reset-position-ids --reset-attention-mask")
     parser.add_argument("--num-layers", type=int, default=4)
     parser.add_argument("--global-batch-size", type=int, default=8)
     return parser.parse_args(argv)
@@ -111,7 +114,8 @@ def main(argv=None) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    job = tiny_job(args.style, args.dtype, args.untie, args.dropout, args.num_layers, args.global_batch_size, args.steps)
+    job = tiny_job(args.style, args.dtype, args.untie, args.dropout, args.num_layers, args.global_batch_size, args.steps,
+                   args.documents)
     layouts = [parse_layout(text, mbs="1") for text in args.layouts]
     references: dict[str, tuple] = {}
     rows: list[tuple[str, Difference]] = []

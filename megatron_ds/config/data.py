@@ -27,10 +27,29 @@ class DataConfig:
     merge_file: str | None = option(None, flags=["--merges-file"], help="merges.txt of GPT2BPETokenizer.")
     tokenizer_model: str | None = option(None, help="File or directory of HuggingFaceTokenizer or SentencePieceTokenizer.")
     eod_mask_loss: bool = option(False, help="Leave the end-of-document token out of the loss.")
-    reset_position_ids: bool = option(False, help="Count positions from each document's start. Not available yet.")
-    reset_attention_mask: bool = option(False, help="Let no token look into another document. Not available yet.")
+    reset_position_ids: bool = option(False, help="Count positions from the beginning of each document of a sample.")
+    reset_attention_mask: bool = option(
+        False, help="Let tokens attend to their own document only, of those in a sample.",
+        avoid="On GPUs it rules out the fastest attention kernel, and saves none of the work.")
+    fim_data: bool = option(
+        False, help="Fill in the middle: move the middle of documents to their end, behind marks, so that the model learns to "
+        "write between two texts.", avoid="It is for models that complete code; a sample loses as many tokens at its end as "
+        "marks come in.")
+    fim_rate: float = option(0.5, at_least=0, at_most=1, help="Part of the documents that are rearranged.")
+    fim_spm_rate: float = option(0.5, at_least=0, at_most=1, help="Part of those in which the suffix comes first.")
+    fim_split_sample: str | None = option(
+        None, help="Token at which a document is cut into fragments, such as files, each rearranged by itself.")
+    fim_fragment_rate: float | None = option(None, at_least=0, at_most=1,
+                                             help="Part of the fragments that are rearranged. Default: --fim-rate.")
+    fim_no_prefix: str | None = option(None, help="Leave texts that begin so as they are.")
+    fim_prefix_token: str = option("<fim_prefix>", help="Mark before the prefix: a token, or its number.")
+    fim_middle_token: str = option("<fim_middle>", help="Mark before the middle.")
+    fim_suffix_token: str = option("<fim_suffix>", help="Mark before the suffix.")
     dataloader_type: str = option("single", choices=("single", "cyclic"),
                                   help="single: the stream of samples once; cyclic: over and over, shuffled anew.")
+    data_readers: str = option(
+        "all", choices=("all", "first"), help="Ranks of a tensor-parallel group that read the data: all, each for itself, or "
+        "the first, which sends the others their batches.", avoid="first takes time; it is for disks that all would overload.")
     num_workers: int = option(2, at_least=0, help="Threads that prepare batches ahead; 0 for none.")
 
     @property

@@ -8,6 +8,7 @@ Two files that give one option different values are an error, since neither is t
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from ..ramps import parse_batch_steps
 from .problems import reject
 from .run import RunConfig, Source, all_options
 from .setting import PartOf, Setting
@@ -40,6 +41,10 @@ def with_batch_sizes(config: RunConfig) -> RunConfig:
         micro = total // (ranks * (steps or 1))
         config = config.with_values({"train.micro_batch_size": micro}, Source(
             "derived", f"global batch {total} / ({f'{steps} steps × ' if steps else ''}{ranks} data-parallel ranks)"))
+    if total is None and (last := _last_of_schedule(config)):
+        total = last
+        config = config.with_values({"train.global_batch_size": total}, Source(
+            "derived", "the last of --step-batch-size-schedule"))
     if total is None and micro is not None:
         total = micro * ranks * (steps or 1)
         config = config.with_values({"train.global_batch_size": total}, Source(
@@ -47,6 +52,16 @@ def with_batch_sizes(config: RunConfig) -> RunConfig:
     if steps is not None and micro is not None and total == micro * steps * ranks:
         config = replace(config, train=replace(config.train, gradient_accumulation_steps=None))
     return config
+
+
+def _last_of_schedule(config: RunConfig) -> int | None:
+    train, seq_length = config.train, config.model.seq_length
+    if not train.step_batch_size_schedule or not seq_length:
+        return None
+    try:
+        return parse_batch_steps(train.step_batch_size_schedule, seq_length)[-1][1]
+    except ValueError:
+        return None
 
 
 def _with(config: RunConfig, setting: Setting) -> RunConfig:

@@ -31,6 +31,8 @@ REFUSED_FLAGS = MappingProxyType({
     "--distributed-timeout": "write --distributed-timeout-minutes.",
     "--exit-signal": _SIGNALS,
     "--exit-signal-handler": _SIGNALS,
+    "--fim-eod-token": "documents end with the tokenizer's own token. Remove it.",
+    "--fim-pad-token": "what pads a short sample is never seen by the model. Remove it.",
     "--fp32-residual-connection": "residuals are added in the format of the weights. Remove it.",
     "--local-rank": "the launcher's environment says it. Remove it.",
     "--no-async-tensor-model-parallel-allreduce": _ASYNC,

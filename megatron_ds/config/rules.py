@@ -11,6 +11,7 @@ from .problems import attempt, reject
 from .rules_bert import BERT_RULES
 from .rules_layout import LAYOUT_RULES
 from .rules_run import RUN_RULES
+from .rules_samples import SAMPLE_RULES
 from .run import RunConfig, all_options
 from .say import either, flag, say
 
@@ -19,7 +20,8 @@ Rule = Callable[[RunConfig], Iterable[str]]
 
 def check(config: RunConfig, known: Mapping[str, Container[str]] | None = None, rules: Sequence[Rule] = ()) -> None:
     """Raises one ConfigError with all problems. `known`, `rules`: see `parse`."""
-    problems = [problem for rule in (missing, *LAYOUT_RULES, *RUN_RULES, *BERT_RULES) for problem in rule(config)]
+    problems = [problem for rule in (missing, *LAYOUT_RULES, *RUN_RULES, *SAMPLE_RULES, *BERT_RULES)
+                for problem in rule(config)]
     reject([*problems, *unknown_names(config, known or {})])
     for rule in rules:                       # they may build on all of the above
         problems += attempt(problems, lambda rule=rule: list(rule(config))) or []

@@ -6,7 +6,7 @@ from .run import RunConfig, all_options
 from .say import flag, say
 
 SHORTEST = 8           # [CLS] A [SEP] B [SEP] with a few tokens in each segment
-OF_GPT = ("data.eod_mask_loss", "data.reset_position_ids", "data.reset_attention_mask")
+OF_GPT = ("data.eod_mask_loss", "data.reset_position_ids", "data.reset_attention_mask", "data.fim_data")
 
 
 def only_for_bert(config: RunConfig) -> Iterator[str]:

@@ -52,9 +52,6 @@ def not_available_yet(config: RunConfig) -> Iterator[str]:
     for path, most in (("parallel.context_parallel_size", 1), ("parallel.expert_model_parallel_size", 1)):
         if config.get(path) > most:
             yield f"{say(config, path)}: only 1 is available yet."
-    for path in ("data.reset_position_ids", "data.reset_attention_mask"):
-        if config.get(path):
-            yield f"{say(config, path)} is not available yet: documents packed into one sample see one another. Remove it."
 
 
 def zero_options(config: RunConfig) -> Iterator[str]:

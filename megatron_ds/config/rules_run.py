@@ -3,11 +3,13 @@
 import re
 from collections.abc import Iterator
 
+from ..ramps import parse_batch_steps
 from .run import RunConfig
 from .say import divisors, either, flag, neighbours, say
 
 MICRO, GLOBAL, STEPS = "train.micro_batch_size", "train.global_batch_size", "train.gradient_accumulation_steps"
 RAMP, ITERS, SAMPLES = "train.rampup_batch_size", "train.train_iters", "train.train_samples"
+SCHEDULE = "train.step_batch_size_schedule"
 
 
 def batch(config: RunConfig) -> Iterator[str]:
@@ -21,6 +23,10 @@ def batch(config: RunConfig) -> Iterator[str]:
     elif micro is not None and steps and micro * steps * ranks != total:
         yield (f"{say(config, GLOBAL)} is not {say(config, MICRO)} × {say(config, STEPS)} × {ranks} data-parallel ranks = "
                f"{micro * steps * ranks}. Leave out one of the three, best the accumulation steps.")
+    elif train.decrease_batch_size_if_needed:
+        if micro is not None and total < micro * ranks:
+            yield (f"{say(config, GLOBAL)} is less than {say(config, MICRO)} × {ranks} data-parallel ranks = {micro * ranks}: "
+                   f"rounded down nothing would be left. Use {flag(GLOBAL)} {micro * ranks} or more.")
     elif micro is not None and total % (micro * ranks):
         yield (f"{say(config, GLOBAL)} is not a multiple of {say(config, MICRO)} × {ranks} data-parallel ranks = "
                f"{micro * ranks}: every rank runs the same number of micro-batches. Use {flag(GLOBAL)} "
@@ -43,10 +49,42 @@ def batch_ramp(config: RunConfig) -> Iterator[str]:
         yield (f"{say(config, RAMP)} cannot grow from {start} to {train.global_batch_size} by {increment} each time. Use an "
                f"increment that divides {grows}{': ' + either(divisors(grows)[-8:]) if grows else ''}.")
     unit = train.micro_batch_size * config.data_parallel_size
+    if train.decrease_batch_size_if_needed:
+        if start < unit:
+            yield f"{say(config, RAMP)} starts below {unit}, one micro-batch on every rank: rounded down nothing is left."
+        return
     for word, number in (("start", start), ("increment", increment)):
         if number % unit:
             yield (f"{say(config, RAMP)}: the {word} {number} is not a multiple of {say(config, MICRO)} × "
                    f"{config.data_parallel_size} data-parallel ranks = {unit}. Use {neighbours(number, unit)}.")
+
+
+def batch_schedule(config: RunConfig) -> Iterator[str]:
+    train = config.train
+    if not train.step_batch_size_schedule:
+        return
+    if train.rampup_batch_size is not None:
+        yield f"{say(config, SCHEDULE)} and {say(config, RAMP)} say twice how the batch grows. Keep one."
+    if train.train_iters is not None:
+        yield (f"{say(config, SCHEDULE)} with {say(config, ITERS)}: while the batch grows, an iteration has no fixed number "
+               "of samples. Say the length with --train-samples.")
+    if not config.model.seq_length:
+        return
+    try:
+        steps = parse_batch_steps(train.step_batch_size_schedule, config.model.seq_length)
+    except ValueError as error:
+        yield f"{say(config, SCHEDULE)} {error}."
+        return
+    if train.global_batch_size != steps[-1][1]:
+        yield f"{say(config, SCHEDULE)} ends with {steps[-1][1]}, not with {say(config, GLOBAL)}. Leave out {flag(GLOBAL)}."
+    if not train.micro_batch_size or not config.data_parallel_size:
+        return
+    unit = train.micro_batch_size * config.data_parallel_size
+    for size in dict.fromkeys(size for _, size in steps):
+        if size < unit or size % unit and not train.decrease_batch_size_if_needed:
+            yield (f"{say(config, SCHEDULE)}: {size} is not a multiple of {say(config, MICRO)} × {config.data_parallel_size} "
+                   f"data-parallel ranks = {unit}. Use {neighbours(size, unit)}"
+                   + (", or add --decrease-batch-size-if-needed." if size > unit else "."))
 
 
 def length(config: RunConfig) -> Iterator[str]:
@@ -56,7 +94,7 @@ def length(config: RunConfig) -> Iterator[str]:
     elif train.train_iters is not None and train.train_samples is not None:
         yield f"{say(config, ITERS)} and {say(config, SAMPLES)} say the length of training twice. Keep one."
         return
-    first = train.rampup_batch_size[0] if train.rampup_batch_size else train.global_batch_size
+    first = _first_batch(config)
     if train.train_samples and first and train.train_samples < first:
         yield (f"{say(config, SAMPLES)} is less than one global batch of {first}: there would be no step. Use {flag(SAMPLES)} "
                f"{first} or more.")
@@ -72,6 +110,16 @@ def length(config: RunConfig) -> Iterator[str]:
         for path in ("optimizer.lr_warmup_iters", "optimizer.lr_warmup_samples"):
             if config.get(path):
                 yield f"{say(config, 'optimizer.lr_warmup_fraction')} and {say(config, path)} say the warm-up twice. Keep one."
+
+
+def _first_batch(config: RunConfig) -> int | None:
+    train = config.train
+    if train.step_batch_size_schedule:
+        try:
+            return parse_batch_steps(train.step_batch_size_schedule, config.model.seq_length or 1)[0][1]
+        except ValueError:                                  # told by `batch_schedule`
+            return None
+    return train.rampup_batch_size[0] if train.rampup_batch_size else train.global_batch_size
 
 
 def learning_rate(config: RunConfig) -> Iterator[str]:
@@ -193,5 +241,5 @@ def traces(config: RunConfig) -> Iterator[str]:
         yield f"{say(config, 'logging.trace_steps')} ends before it begins. Write the first step, then the last."
 
 
-RUN_RULES = (batch, batch_ramp, length, learning_rate, weight_decay, number_format, corpus, checkpoints, recomputation, traces,
-             planning)
+RUN_RULES = (batch, batch_ramp, batch_schedule, length, learning_rate, weight_decay, number_format, corpus, checkpoints,
+             recomputation, traces, planning)

@@ -25,6 +25,12 @@ class TrainConfig:
     rampup_batch_size: tuple[int, ...] | None = option(
         None, count=3, at_least=0, help="START INCREMENT SAMPLES: the global batch begins at START and grows by INCREMENT "
         "until, after SAMPLES samples, it is the global batch size. With --train-samples only.")
+    step_batch_size_schedule: tuple[str, ...] = option(
+        (), help="TOKENS:SIZE …: the global batch has that size from so many tokens on, such as 0:256 2B:512 (K, M, B and T "
+        "are powers of a thousand). The last is the global batch size. With --train-samples only.")
+    decrease_batch_size_if_needed: bool = option(
+        False, help="Round a global batch down to a multiple of micro-batch × data-parallel size.",
+        avoid="The layout becomes part of the experiment: other numbers of ranks train on other batches.")
     train_iters: int | None = option(None, at_least=0, unit="iterations",
                                      help="Length of training; this or --train-samples. 0 only evaluates.")
     train_samples: int | None = option(None, at_least=1, unit="samples", help="Length of training; this or --train-iters.")

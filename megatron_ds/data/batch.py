@@ -3,9 +3,13 @@
 Shapes: b samples, s positions. Batches are [b, s]; hidden states inside a model are [s, b, h].
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 
 import torch
+
+from .documents import Documents
 
 
 @dataclass(frozen=True)
@@ -20,7 +24,9 @@ class Batch:
                   id under every layout, so anything random that is keyed by it is the same under every layout.
     training      False during evaluation and generation: nothing random happens
     attention_mask  None for plain causal attention, else bool [b, 1, s or 1, s], True = may not attend
-    token_types  int64 [b, s], which segment a token belongs to, for models that have such embeddings
+    document_ids    int64 [b, s], not decreasing: a position attends to positions of its own document only. None: a sample
+                    is one document to attention, whatever it holds
+    token_types     int64 [b, s], which segment a token belongs to, for models that have such embeddings
     sentence_order  int64 [b], 1 where the segments of the sample are swapped; -1 counts in no loss
     """
 
@@ -31,6 +37,7 @@ class Batch:
     sample_ids: tuple[int, ...]
     training: bool = True
     attention_mask: torch.Tensor | None = None
+    document_ids: torch.Tensor | None = None
     token_types: torch.Tensor | None = None
     sentence_order: torch.Tensor | None = None
 
@@ -46,15 +53,28 @@ class Batch:
         """Consecutive micro-batches of `micro_batch_size` samples (views, no copies)."""
         return tuple(self._rows(i, i + micro_batch_size) for i in range(0, self.size, micro_batch_size))
 
+    @cached_property
+    def documents(self) -> Documents | None:
+        """What attention asks of `document_ids`, made once for all layers."""
+        return None if self.document_ids is None else Documents(self.document_ids)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The fields that are tensors [b, …], by name."""
+        return {f.name: t for f in fields(self) if isinstance(t := getattr(self, f.name), torch.Tensor)}
+
     def to(self, device: torch.device) -> "Batch":
-        move = lambda t: None if t is None else t.to(device, non_blocking=True)
-        return self._map(move)
+        return self._map(lambda t: t.to(device, non_blocking=True))
+
+    def pin(self) -> "Batch":
+        """In page-locked memory, from which a GPU reads while the host goes on."""
+        return self._map(torch.Tensor.pin_memory)
 
     def _rows(self, start: int, stop: int) -> "Batch":
-        rows = self._map(lambda t: None if t is None else t[start:stop])
-        return replace(rows, sample_ids=self.sample_ids[start:stop])
+        rows = {name: t[start:stop] for name, t in self.tensors().items()}
+        return replace(self, **rows, sample_ids=self.sample_ids[start:stop])
 
-    def _map(self, f) -> "Batch":
-        return replace(self, tokens=f(self.tokens), labels=f(self.labels), loss_mask=f(self.loss_mask),
-                       position_ids=f(self.position_ids), attention_mask=f(self.attention_mask),
-                       token_types=f(self.token_types), sentence_order=f(self.sentence_order))
+    def _map(self, move: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
+        """Each tensor moved; one row that stands for all samples (stride 0) goes once and stays one row."""
+        def moved(t: torch.Tensor) -> torch.Tensor:
+            return move(t[:1]).expand_as(t) if t.shape[0] > 1 and t.stride(0) == 0 else move(t)
+        return replace(self, **{name: moved(t) for name, t in self.tensors().items()})

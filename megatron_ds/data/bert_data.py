@@ -8,6 +8,7 @@ import torch
 
 from .batch import Batch
 from .bert_dataset import MockBertDataset, open_bert_dataset
+from .collate import Sample
 from .gpt_data import blank_batch
 from .kind import DataKind
 from .masking import Masking
@@ -31,13 +32,13 @@ def _open(corpus, documents: range, *, title: str, num_samples: int | None, conf
                              short_seq_prob=config.bert.short_seq_prob)
 
 
-def bert_batch(samples: Sequence[dict], places: Sequence[int], *, training: bool) -> Batch:
-    """samples: as of `BertDataset`; places: of them in the run's stream."""
+def bert_batch(samples: Sequence[Sample], numbers: Sequence[int], sample_ids: tuple[int, ...], training: bool) -> Batch:
+    """The `Collator` of samples of `BertDataset`."""
     column = lambda key: torch.from_numpy(np.stack([sample[key] for sample in samples]))       # [b, s]
     text = column("text")
     return Batch(
         tokens=text, labels=column("labels").clamp_(min=0), loss_mask=column("loss_mask").float(),
-        position_ids=torch.arange(text.shape[1]).expand_as(text), sample_ids=tuple(places), training=training,
+        position_ids=torch.arange(text.shape[1]).expand_as(text), sample_ids=tuple(sample_ids), training=training,
         attention_mask=(column("padding_mask") == 0)[:, None, None, :], token_types=column("types"),
         sentence_order=torch.tensor([sample["is_random"] for sample in samples]))
 
@@ -50,4 +51,4 @@ def _blank(samples: int, positions: int, device: torch.device | str = "cpu") -> 
 
 BERT_DATA = DataKind(
     title="BertDataset", tokens="text", documents=lambda corpus: corpus.num_documents, mock=_mock, open=_open,
-    collate=bert_batch, blank=_blank, identity=lambda config: {**asdict(config.bert)})
+    collator=lambda config, tokenizer: bert_batch, blank=_blank, identity=lambda config: {**asdict(config.bert)})

@@ -3,6 +3,7 @@
 import torch
 
 from .batch import Batch
+from .collate import GPTCollator
 from .gpt_dataset import open_gpt_dataset
 from .kind import DataKind
 from .mock_dataset import MockDataset
@@ -25,4 +26,12 @@ def blank_batch(samples: int, positions: int, device: torch.device | str = "cpu"
     return Batch(tokens, tokens, torch.ones(samples, positions, device=device), places, tuple(range(samples)))
 
 
-GPT_DATA = DataKind(title="GPTDataset", tokens="tokens", documents=len, mock=_mock, open=_open, blank=blank_batch)
+def _collator(config, tokenizer) -> GPTCollator:
+    data = config.data
+    return GPTCollator(
+        config.model.seq_length, tokenizer.vocab_size, tokenizer.eod, eod_mask_loss=data.eod_mask_loss,
+        reset_position_ids=data.reset_position_ids, reset_attention_mask=data.reset_attention_mask)
+
+
+GPT_DATA = DataKind(title="GPTDataset", tokens="tokens", documents=len, mock=_mock, open=_open, collator=_collator,
+                    blank=blank_batch)

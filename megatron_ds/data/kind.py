@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from .batch import Batch
+from .collate import Collator
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,7 @@ class DataKind:
     mock       (number of samples, config, tokenizer, seed) -> a dataset of made-up samples
     open       (corpus, range of documents, *, title, num_samples, config, tokenizer) -> a dataset; num_samples None for
                each sample once
-    collate    (samples, their places in the run's stream, *, training) -> a `Batch` of them all; None: as `Loader` does
+    collator   (config, tokenizer) -> what makes a batch of samples (`collate.py`)
     blank      (samples, positions, device) -> a `Batch` that weighs what real ones do, for plans and timings
     identity   config -> what decides its samples, beside corpus, sequence length and seed; plain values
     """
@@ -26,6 +27,6 @@ class DataKind:
     documents: Callable
     mock: Callable
     open: Callable
+    collator: Callable[..., Collator]
     blank: Callable[..., Batch]
-    collate: Callable[..., Batch] | None = None
     identity: Callable[[object], dict] = lambda config: {}

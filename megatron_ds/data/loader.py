@@ -4,37 +4,29 @@ Stateless: `batch(consumed, ...)` is a pure function of its arguments. With `num
 ahead; asking for another one than was foreseen (after a resume, or when the batch size changes) only costs the wait.
 """
 
-from collections.abc import Callable, Sized
+from collections.abc import Sized
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
-import torch
 
-from ..errors import DataError
 from .batch import Batch
+from .collate import Collator
 from .sampler import ORDERS, local_positions
-
-PAD = -1                                                    # a dataset fills up short samples with it; never seen by a model
 
 
 class Loader:
-    """Makes batches of `dataset`, a sized thing whose `[i]` is `{"tokens": int64 [s + 1]}`.
+    """Makes batches of `dataset`, a sized thing whose `[i]` is a dict of arrays.
 
-    eod              id of the end-of-document token; with eod_mask_loss a position whose *input* is it does not count
-    vocab_size       ids must be below it, else DataError: an embedding would fail far from the cause, or not at all
+    collate          what makes a Batch of samples, as `collate.py` says
     dataloader_type  which sample stands at a position of the stream: a name in `sampler.ORDERS`
-    collate          (samples, places in the stream, training) -> Batch, for samples that are something else; see `DataKind`
     num_workers      batches read ahead, each by a thread (numpy lets go of the interpreter while it copies)
+    pin              put batches into page-locked memory, for a GPU
     """
 
-    def __init__(self, dataset: Sized, *, seq_length: int, micro_batch_size: int, eod: int | None = None,
-                 eod_mask_loss: bool = False, vocab_size: int | None = None, dataloader_type: str = "single",
-                 num_workers: int = 0, collate: Callable[..., Batch] | None = None):
-        assert not eod_mask_loss or eod is not None, "eod_mask_loss needs the id of the end-of-document token"
-        self.dataset, self.seq_length, self.micro_batch_size = dataset, seq_length, micro_batch_size
-        self._order = ORDERS[dataloader_type]
-        self._masked_token = eod if eod_mask_loss else None
-        self._vocab_size, self._collate = vocab_size, collate
+    def __init__(self, dataset: Sized, collate: Collator, *, micro_batch_size: int, dataloader_type: str = "single",
+                 num_workers: int = 0, pin: bool = False):
+        self.dataset, self.collate, self.micro_batch_size = dataset, collate, micro_batch_size
+        self._order, self._pin = ORDERS[dataloader_type], pin
         self._pool = ThreadPoolExecutor(num_workers, "loader") if num_workers else None
         self._ahead: dict[tuple, Future[Batch]] = {}
         self._depth = num_workers
@@ -62,28 +54,6 @@ class Loader:
 
     def _make(self, consumed: int, global_batch: int, dp_rank: int, dp_size: int, training: bool) -> Batch:
         positions = local_positions(consumed, global_batch, self.micro_batch_size, dp_rank, dp_size)
-        samples = self._order(np.array(positions, np.int64), len(self.dataset)).tolist()
-        if self._collate is not None:
-            return self._collate([self.dataset[i] for i in samples], positions, training=training)
-        rows = torch.from_numpy(np.stack([self.dataset[i]["tokens"] for i in samples]))     # [b, s + 1]
-        self._check(rows, samples)
-        tokens, labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()                # each [b, s]
-        loss_mask = (labels != PAD).float()
-        if self._masked_token is not None:
-            loss_mask[tokens == self._masked_token] = 0.0
-        return Batch(
-            tokens=tokens.clamp_(min=0), labels=labels.clamp_(min=0), loss_mask=loss_mask,
-            position_ids=torch.arange(self.seq_length).expand_as(tokens), sample_ids=tuple(positions), training=training)
-
-    def _check(self, rows: torch.Tensor, samples: list[int]) -> None:
-        if rows.shape[1] != self.seq_length + 1:
-            raise DataError(f"the dataset gives samples of {rows.shape[1]} tokens where a sequence length of "
-                            f"{self.seq_length} takes {self.seq_length + 1}, the last one being a label only.")
-        low, high = torch.aminmax(rows)
-        if PAD <= low and (self._vocab_size is None or high < self._vocab_size):
-            return
-        outside = rows < PAD if low < PAD else rows >= self._vocab_size
-        row, column = outside.nonzero()[0].tolist()
-        raise DataError(f"sample {samples[row]} holds token id {rows[row, column]}, outside the vocabulary of "
-                        f"{self._vocab_size}: the corpus was made with another tokenizer than --tokenizer-type and its "
-                        "files say. Give the flags that tools/preprocess_data.py had, or preprocess the text again.")
+        numbers = self._order(np.array(positions, np.int64), len(self.dataset)).tolist()
+        batch = self.collate([self.dataset[i] for i in numbers], numbers, tuple(positions), training)
+        return batch.pin() if self._pin else batch

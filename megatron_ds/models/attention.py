@@ -60,7 +60,7 @@ class SelfAttention(nn.Module):
     def core_attention(self, q, k, v, batch: Batch) -> torch.Tensor:
         """softmax(q kᵀ / √d) v, [s, b, n/t * d]; fewer queries than keys are the last ones."""
         p = self.dropout if batch.training else 0.0
-        return attention(q, k, v, causal=self.causal, mask=batch.attention_mask, dropout=p,
+        return attention(q, k, v, causal=self.causal, mask=batch.attention_mask, documents=batch.documents, dropout=p,
                          keep=self.keep_mask(q, k, p, batch) if p else None)
 
     def keep_mask(self, q, k, p: float, batch: Batch) -> torch.Tensor:

@@ -15,11 +15,12 @@ from .product import is_widened
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True,
-              mask: torch.Tensor | None = None, dropout: float = 0.0, keep: torch.Tensor | None = None,
+              mask: torch.Tensor | None = None, documents=None, dropout: float = 0.0, keep: torch.Tensor | None = None,
               scale: float | None = None) -> torch.Tensor:
     """q [sq, b, n, d], k and v [sk, b, g, d] → [sq, b, n * d].
 
     mask     bool [b or 1, n or 1, sq, sk], True = may not attend; joined with the causal mask when `causal`
+    documents  `data.documents.Documents` of these samples, with sq = sk: a query sees keys of its own document only
     keep     with `dropout` > 0: bool [b, n, sq, sk] from `ops.dropout.attention_keep_mask`. Keeps the probabilities
              for backward, so memory grows with sq * sk; without it torch's fused attention is used, or where that is
              slower `blocked_attention`
@@ -29,17 +30,21 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
     """
     assert (dropout > 0) == (keep is not None), "attention dropout needs its mask, and the mask a probability"
     if is_widened(q):
-        wide = attention(q.float(), k.float(), v.float(), causal=causal, mask=mask, dropout=dropout, keep=keep, scale=scale)
+        wide = attention(q.float(), k.float(), v.float(), causal=causal, mask=mask, documents=documents, dropout=dropout,
+                         keep=keep, scale=scale)
         return wide.to(q.dtype)
+    if causal and mask is None and keep is None and worth_blocking(q, k):
+        return blocked_attention(q, k, v, scale or 1 / math.sqrt(q.shape[-1]), documents)
+    by_documents = documents is not None and causal and mask is None and keep is None
+    if documents is not None and not by_documents:
+        mask = documents.foreign if mask is None else mask | documents.foreign
     if keep is not None:
         return reference_attention(q, k, v, causal=causal, mask=mask, dropout=dropout, keep=keep, scale=scale)
-    if causal and mask is None and worth_blocking(q, k):
-        return blocked_attention(q, k, v, scale or 1 / math.sqrt(q.shape[-1]))
     sq, sk = q.shape[0], k.shape[0]
     queries, keys, values = (t.permute(1, 2, 0, 3) for t in (q, k, v))          # [b, n or g, s, d], views
-    plain_causal = causal and mask is None and sq == sk
-    allowed = None
-    if not plain_causal:
+    plain_causal = causal and mask is None and sq == sk and not by_documents
+    allowed = documents.bias(q.dtype) if by_documents else None
+    if not plain_causal and not by_documents:
         forbidden = _forbidden(sq, sk, causal, mask, q.device)
         allowed = None if forbidden is None else ~forbidden
     out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=allowed, is_causal=plain_causal, scale=scale,

@@ -15,6 +15,9 @@ products round to bf16, and the probabilities are kept in it.
               | block 1 |  sees keys [0, 2B)                r = n/g queries that share a key, d channels, B rows of a block.
               | block 2 |  sees keys [0, 3B)
 
+Of samples that hold several documents a block sees the keys from the beginning of its first query's document on, so what is
+saved grows with their number.
+
 The formulas of backward are those of Dao et al. 2022 (arXiv:2205.14135), appendix B.2.
 """
 
@@ -40,27 +43,29 @@ def is_worth_blocking(positions: int, channels: int) -> bool:
     return 2 * BLOCK <= positions <= 8 * channels
 
 
-def blocked_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """q [s, b, n, d], k and v [s, b, g, d] → [s, b, n * d]; any strides."""
-    return _BlockedAttention.apply(q, k, v, scale)
+def blocked_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, documents=None) -> torch.Tensor:
+    """q [s, b, n, d], k and v [s, b, g, d] → [s, b, n * d]; any strides. documents: as `attention` takes them."""
+    return _BlockedAttention.apply(q, k, v, scale, documents)
 
 
 class _BlockedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, scale):
+    def forward(ctx, q, k, v, scale, documents):
         s, b, n, d = q.shape
         out = q.new_empty(s, b, n * d)
         queries, result = _query_view(q, k), _query_view(out.view(q.shape), k)
         queries, keys, values = (_ready(t) for t in (queries, _key_view(k), _key_view(v)))
         wide_queries, wide_keys = queries.float(), keys.float()                             # in fp32 they are the same
         work, kept = _Workspace(wide_queries, 2), []
-        for heads, rows, seen in _tiles(queries):
-            scores = _scores(wide_queries[heads, rows], wide_keys[heads, seen], rows, scale, work)
+        for heads, rows, seen in _tiles(queries, documents):
+            scores = _scores(wide_queries[heads, rows], wide_keys[heads, seen], rows, seen, scale, work)
+            if documents is not None:
+                _close_other_documents(scores, documents, len(queries), heads, rows, seen)
             p = _probabilities(scores, q.dtype, work)                                       # [heads, r B, seen]
             result[heads, rows] = _rows_first(p.bmm(values[heads, seen]), result)
             kept.append(p)
         ctx.save_for_backward(queries, keys, values, *kept)
-        ctx.scale, ctx.q_shape, ctx.k_shape = scale, q.shape, k.shape
+        ctx.scale, ctx.q_shape, ctx.k_shape, ctx.documents = scale, q.shape, k.shape, documents
         return out
 
     @staticmethod
@@ -70,9 +75,12 @@ class _BlockedAttention(torch.autograd.Function):
         dqueries, dkeys, dvalues = _query_view(dq, dk), _key_view(dk), _key_view(dv)
         dresult = _ready(_query_view(dout.view(ctx.q_shape), dk))
         work = _Workspace(queries, 2)
-        for p, (heads, rows, seen) in zip(reversed(kept), reversed(_tiles(queries)), strict=True):
-            # The last block of queries sees all keys, so it comes first and writes where the others add.
-            put = torch.Tensor.copy_ if seen.stop == queries.shape[1] else torch.Tensor.add_
+        if ctx.documents is not None:
+            dk.zero_(), dv.zero_()
+        for p, (heads, rows, seen) in zip(reversed(kept), reversed(_tiles(queries, ctx.documents)), strict=True):
+            # Without documents the last block of queries sees all keys, so it comes first and writes where the others add.
+            writes = ctx.documents is None and seen.stop == queries.shape[1]
+            put = torch.Tensor.copy_ if writes else torch.Tensor.add_
             q_tile, do_tile = _heads_first(queries[heads, rows]), _heads_first(dresult[heads, rows])
             put(dvalues[heads, seen], p.transpose(1, 2).bmm(do_tile))                       # dv = pᵀ do
             dp = torch.bmm(do_tile, values[heads, seen].transpose(1, 2), out=work.tile(0, p.shape))
@@ -82,7 +90,7 @@ class _BlockedAttention(torch.autograd.Function):
             torch.mul(dq_tile, ctx.scale, out=dqueries[heads, rows])
             put(dkeys[heads, seen], ds.transpose(1, 2).bmm(q_tile))                         # dk = scale dsᵀ q
         dk.mul_(ctx.scale)
-        return dq, dk.to(keys.dtype), dv.to(values.dtype), None
+        return dq, dk.to(keys.dtype), dv.to(values.dtype), None, None
 
 
 class _Workspace:
@@ -112,11 +120,24 @@ def _ready(view: torch.Tensor) -> torch.Tensor:
     return view if view.dtype == torch.float32 else view.contiguous()
 
 
-def _tiles(queries: torch.Tensor) -> list[tuple[slice, slice, slice]]:
-    """(heads, rows, keys seen) as slices: some key-value heads, a block of positions, and the positions up to its last."""
+def _tiles(queries: torch.Tensor, documents) -> list[tuple[slice, slice, slice]]:
+    """(heads, rows, keys seen) as slices: some key-value heads, a block of positions, and the positions up to its last, from
+    where the first document of the block begins."""
     (heads, s, _, _), step = queries.shape, _heads_at_once(queries)
-    return [(slice(first, min(first + step, heads)), slice(start, min(start + BLOCK, s)), slice(0, min(start + BLOCK, s)))
-            for first in range(0, heads, step) for start in range(0, s, BLOCK)]
+    tiles = []
+    for first in range(0, heads, step):
+        some = slice(first, min(first + step, heads))
+        for start in range(0, s, BLOCK):
+            rows = slice(start, min(start + BLOCK, s))
+            begin = int(documents.starts[_samples_of(some, heads, documents), start].amin()) if documents else 0
+            tiles.append((some, rows, slice(begin, rows.stop)))
+    return tiles
+
+
+def _samples_of(some: slice, heads: int, documents) -> slice:
+    """The samples to which these of all `heads` belong; the heads of a sample lie together."""
+    groups = heads // documents.ids.shape[0]
+    return slice(some.start // groups, (some.stop - 1) // groups + 1)
 
 
 def _heads_at_once(queries: torch.Tensor) -> int:
@@ -134,14 +155,26 @@ def _rows_first(tile: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return tile.unflatten(1, (like.shape[2], -1)).transpose(1, 2)
 
 
-def _scores(q_tile: torch.Tensor, k_tile: torch.Tensor, rows: slice, scale: float, work: _Workspace) -> torch.Tensor:
+def _scores(q_tile: torch.Tensor, k_tile: torch.Tensor, rows: slice, seen: slice, scale: float,
+            work: _Workspace) -> torch.Tensor:
     """scale * q kᵀ of a block with the keys that it sees, -inf in the future within the block: [heads, r B, seen]."""
     heads, block, r, _ = q_tile.shape
     scores = work.tile(0, (heads, r * block, k_tile.shape[1]))
     torch.baddbmm(scores, _heads_first(q_tile), k_tile.transpose(1, 2), beta=0, alpha=scale, out=scores)
     future = torch.full((block, block), -math.inf).triu(1)
-    scores.unflatten(1, (r, block))[..., rows.start:].add_(future)
+    scores.unflatten(1, (r, block))[..., rows.start - seen.start:].add_(future)
     return scores
+
+
+def _close_other_documents(scores: torch.Tensor, documents, total: int, heads: slice, rows: slice, seen: slice) -> None:
+    """-inf where query and key are not of one document, in place; most tiles of long documents need nothing."""
+    samples = _samples_of(heads, total, documents)
+    if int(documents.starts[samples, rows.stop - 1].amax()) <= seen.start:
+        return
+    ids = documents.ids[samples]
+    closed = ids[:, rows, None] != ids[:, None, seen]                                       # [samples, B, seen]
+    owner = torch.arange(heads.start, heads.stop) * documents.ids.shape[0] // total - samples.start
+    scores.unflatten(1, (-1, rows.stop - rows.start)).masked_fill_(closed[owner][:, None], -math.inf)
 
 
 def _probabilities(scores: torch.Tensor, dtype: torch.dtype, work: _Workspace) -> torch.Tensor:

@@ -15,6 +15,7 @@ import torch
 
 from ..checkpoint.pieces import views, written_here
 from ..config import RunConfig
+from ..data.gpt_data import GPT_DATA
 from ..errors import ConfigError, LayoutError
 from ..models import MODELS
 from ..mpu.mesh import Mesh
@@ -38,7 +39,8 @@ LAYOUT_KEYS = {
     "sub_group": "--sub-group-size", "hpz": "--zero-hpz-partition-size",
 }
 SWITCHES = {"sp", "prescale"}
-MASKED_EVERY = 7      # positions whose input token is a multiple of it do not count in the loss: masks of all shapes
+MASKED_EVERY = 7      # positions whose input token is a multiple of it do not count in the loss: masks of all shapes.
+                      # Such a token ends a document, too, where the job resets positions or attention.
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ class Trace:
 def made_up_samples(config: RunConfig, count: int, seed: int) -> Sequence:
     """What `train_layout` takes: random ids for a GPT, else samples of what the model reads. The same on every rank."""
     model, kind = config.model, MODELS[config.model.model].data
-    if kind.collate is None:
+    if kind is GPT_DATA:
         return random_samples(count, model.seq_length, model.vocab_size, seed)
     made = kind.mock(count, config, SimpleNamespace(vocab_size=model.vocab_size), seed)
     return [made[i] for i in range(count)]
@@ -131,17 +133,21 @@ def train_layout(config: RunConfig, mesh: Mesh, steps: int, samples: Sequence, *
 def global_batch_share(samples: Sequence, first: int, size: int, config: RunConfig, mesh: Mesh):
     """This rank's `Batch` of the global batch that starts at stream position `first`, in Megatron's sampling order."""
     from ..data.batch import Batch
+    from ..data.documents import ids_of, positions_of
     from ..data.sampler import local_positions
     data = mesh.group("dp", "cp")
     ids = local_positions(first, size, config.train.micro_batch_size, data.rank, data.size)
-    collate = MODELS[config.model.model].data.collate
-    if collate is not None:
-        return collate([samples[i % len(samples)] for i in ids], ids, training=True).to(mesh.device)
+    kind = MODELS[config.model.model].data
+    if kind is not GPT_DATA:
+        numbers = [i % len(samples) for i in ids]
+        return kind.collator(config, None)([samples[i] for i in numbers], numbers, tuple(ids), True).to(mesh.device)
     rows = samples[torch.tensor(ids) % len(samples)]
     tokens, labels = rows[:, :-1], rows[:, 1:]
-    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-    mask = (tokens % MASKED_EVERY != 0).float()
-    return Batch(tokens, labels, mask, positions, tuple(ids)).to(mesh.device)
+    ends = tokens % MASKED_EVERY == 0
+    documents = ids_of(ends)
+    whole = torch.arange(tokens.shape[1]).expand_as(tokens)
+    return Batch(tokens, labels, (~ends).float(), positions_of(documents) if config.data.reset_position_ids else whole,
+                 tuple(ids), document_ids=documents if config.data.reset_attention_mask else None).to(mesh.device)
 
 
 def _weight_boxes(engine):

@@ -7,6 +7,7 @@ from ..mpu.grid import Grid
 from ..mpu.mesh import AXIS_SETS
 from ..mpu.traffic import RING_FACTOR
 from ..pipeline.draw import draw
+from ..ramps import make_batch_size
 from .flops import model_flops
 from .imagine import boundary_shape
 from .plan import order
@@ -198,7 +199,7 @@ def traffic_text(plan: WorldPlan) -> Iterator[str]:
 # ------------------------------------------------------------------ FLOPs and proof
 def flops_text(plan: WorldPlan) -> Iterator[str]:
     config, s = plan.config, plan.config.model.seq_length
-    batch = config.train.global_batch_size
+    batch = make_batch_size(config).final
     model = model_flops(config.model, batch, s, config.model.padded_vocab_size(plan.grid.tp))
     whole = model + batch * plan.again_flops
     tokens = batch * s

@@ -24,7 +24,10 @@ SINKS: Registry = Registry("metric sink")
 
 @dataclass(frozen=True)
 class TrainRecord:
-    """One logged interval; means over its steps. Times in seconds, rates per second over all ranks."""
+    """One logged interval; means over its steps. Times in seconds, rates per second over all ranks.
+
+    data_seconds  in which rank 0 waited for its batch: none, as long as workers are ahead
+    """
 
     step: int
     steps: int
@@ -64,6 +67,7 @@ class TrainRecord:
             f"number of nan iterations: {self.nan_steps:3d}",
             f"tokens per second: {self.tokens_per_second:.1f}",
             f"MFU: {self.mfu:.1%}",
+            f"waiting for data (ms): {self.data_seconds * 1000:.1f}",
             f"memory (GiB): {self.memory_gib:.2f}",
             f"ETA: {timedelta(seconds=round(self.eta_seconds))}",
         ]
@@ -206,7 +210,8 @@ class TensorBoard:
 
     TRAIN_TAGS = {"learning-rate": "learning_rate", "batch-size": "global_batch_size", "lm loss": "loss",
                   "loss-scale": "loss_scale", "grad-norm": "grad_norm", "iteration-time": "step_seconds",
-                  "throughput": "tflops_per_rank"}
+                  "throughput": "tflops_per_rank",
+                  "batch-generator-time": "data_seconds"}
 
     def __init__(self, directory: str, steps_done: int):
         from torch.utils.tensorboard import SummaryWriter

@@ -12,6 +12,7 @@ from ..checkpoint.load import check_same_model, latest, load, read_run
 from ..checkpoint.save import save
 from ..config import RunConfig
 from ..config.dump import to_dict
+from ..config.rules_samples import FIM
 from ..config.train import CheckpointConfig
 from ..data.datasets import identify
 from ..data.split import parse_split
@@ -55,6 +56,7 @@ def _data_identity(config: RunConfig) -> dict:
     return {"data_path": identify(data.data_path), "train_data_path": identify(data.train_data_path),
             "split": list(parse_split(data.splits)) if data.data_path else None, "mock_data": data.mock_data,
             "dataloader_type": data.dataloader_type, "seq_length": config.model.seq_length, "seed": config.train.seed,
+            **({"fill_in_the_middle": [getattr(data, path.partition(".")[2]) for path in FIM]} if data.fim_data else {}),
             **MODELS[config.model.model].data.identity(config)}
 
 

@@ -18,6 +18,7 @@ from ..pipeline.instruction import Op, Program, Schedule
 from ..pipeline.partition import count_stages, parse_layout, partition
 from ..pipeline.placement import placement, stages_of
 from ..pipeline.schedules import OPTIONS, SCHEDULES, check_shape, default_chunks
+from ..ramps import make_batch_size
 from .layer_costs import LayerCost, layer_costs
 
 MOMENTS = {Op.GATHER: "pin", Op.F: "forward", Op.B: "backward", Op.I: "backward", Op.RELEASE: "unpin"}
@@ -150,8 +151,7 @@ def schedule_problems(config: RunConfig) -> list[str]:
     """Why the schedule cannot serve the run's numbers of chunks and micro-batches, or would not look at an option."""
     try:
         shape = pipeline_shape(config)
-        fewest = [config.microbatches(size) for size in (config.train.rampup_batch_size or ())[:1]]
-        for num_microbatches in {microbatches_of(config), *fewest}:
+        for num_microbatches in {microbatches_of(config), config.microbatches(make_batch_size(config).smallest)}:
             check_shape(shape.schedule, shape.size, num_microbatches, shape.chunks)
     except MegatronDSError as error:
         return [str(error)]

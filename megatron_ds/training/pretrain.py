@@ -36,7 +36,7 @@ from .join import joined
 from .log import Log, check_folder, check_log, open_log
 from .persist import describe_run, load_run
 from .plan import RULES
-from .samples import build_loaders, wanted_samples
+from .samples import build_loaders, rearranged, wanted_samples
 from .startup import describe
 from .together import together
 from .trainer import Trainer
@@ -84,7 +84,7 @@ def train(as_given: RunConfig, mesh: Mesh, source: str, started: float) -> str:
     description = describe_run(config, as_given, tokenizer)
     progress = load_run(engine, description)
     log = open_log(config, progress.step) if mesh.rank == 0 else Log(())
-    loaders = build_loaders(config, datasets, tokenizer)
+    loaders = build_loaders(config, datasets, tokenizer, mesh)
     return Trainer(engine, loaders, log, progress, description, started).run()
 
 
@@ -100,7 +100,8 @@ def _open_data(config: RunConfig):
     """(config with the tokenizer's vocabulary size, tokenizer, datasets); reads files, talks to nobody."""
     tokenizer = build_tokenizer(config.data, config.model)
     config = config.with_values({"model.vocab_size": tokenizer.vocab_size}, Source("derived", "the tokenizer"))
-    return config, tokenizer, build_datasets(config, wanted_samples(config), tokenizer, MODELS[config.model.model].data)
+    datasets = build_datasets(config, wanted_samples(config), tokenizer, MODELS[config.model.model].data)
+    return config, tokenizer, rearranged(config, datasets, tokenizer)
 
 
 def _check_outputs(config: RunConfig, rank: int) -> None:

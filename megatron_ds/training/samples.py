@@ -1,9 +1,13 @@
 """How many samples a run wants of each split, and the loaders that deal them out."""
 
 from ..config import RunConfig
+from ..data.datasets import Datasets
+from ..data.fim import FIMDataset, make_fim
 from ..data.loader import Loader
 from ..models import MODELS
+from ..mpu.mesh import Mesh
 from ..ramps import make_batch_size, planned_steps
+from .shared_reader import SharedReader
 from .trainer import Loaders
 
 
@@ -20,13 +24,27 @@ def wanted_samples(config: RunConfig) -> tuple[int, int, int]:
     return samples, evaluations * one, one
 
 
-def build_loaders(config: RunConfig, datasets, tokenizer) -> Loaders:
+def rearranged(config: RunConfig, datasets: Datasets, tokenizer) -> Datasets:
+    """The datasets with their samples changed as --fim-data and its like ask for."""
+    if not config.data.fim_data:
+        return datasets
+    fim = make_fim(config.data, tokenizer)
+    return Datasets(*(None if dataset is None else FIMDataset(dataset, fim, config.train.seed + 1000 * part)
+                      for part, dataset in enumerate(datasets)))
+
+
+def build_loaders(config: RunConfig, datasets, tokenizer, mesh: Mesh) -> Loaders:
     """Loaders over the (train, validation, test) datasets; None where a split has no samples."""
+    data = config.data
+    collate = MODELS[config.model.model].data.collator(config, tokenizer)
+    tp = mesh.group("tp")
+    shared = data.data_readers == "first" and tp.size > 1
+
     def loader(dataset):
-        return None if dataset is None else Loader(
-            dataset, seq_length=config.model.seq_length, micro_batch_size=config.train.micro_batch_size,
-            eod=tokenizer.eod, eod_mask_loss=config.data.eod_mask_loss, vocab_size=tokenizer.vocab_size,
-            dataloader_type=config.data.dataloader_type, num_workers=config.data.num_workers,
-            collate=MODELS[config.model.model].data.collate)
+        if dataset is None:
+            return None
+        own = Loader(dataset, collate, micro_batch_size=config.train.micro_batch_size, dataloader_type=data.dataloader_type,
+                     num_workers=data.num_workers, pin=mesh.device.type == "cuda")
+        return SharedReader(own, tp, mesh.device) if shared else own
 
     return Loaders(*map(loader, datasets))

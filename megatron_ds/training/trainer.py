@@ -22,6 +22,7 @@ from .step import StepOutcome, train_step
 from .tracer import Tracer
 
 logger = logging.getLogger(__name__)
+STALLED = 0.1                                   # part of a step that may be waiting for data without a word about it
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Trainer:
         self.history: list[StepOutcome] = []       # of every step of this process
         self.saved_step = progress.step if config.checkpoint.load else -1
         self._validated_step = -1
+        self._told_of_stall = False
         self._window: list[tuple[StepOutcome, float, int]] = []
         self._vocab = config.model.padded_vocab_size(config.parallel.tensor_model_parallel_size)
         self._peak = peak_flops(engine.mesh.device, _compute_dtype(engine))[0]
@@ -111,7 +113,9 @@ class Trainer:
         self._window.append((outcome, data_seconds, size))
         if mesh.rank == 0 and (_due(self.config.logging.log_interval, self.progress.step) or outcome.stop
                                or self._is_finished()):
-            self.log.train(self._record(size, batch.seq_length))
+            record = self._record(size, batch.seq_length)
+            self.log.train(record)
+            self._warn_of_stall(record)
         if _due(self.config.logging.log_interval, self.progress.step):
             self._window.clear()
         return outcome
@@ -132,6 +136,14 @@ class Trainer:
             data_seconds=statistics.fmean(d for _, d, _ in self._window),
             terms={name: statistics.fmean(o.terms[name] for o in outcomes) for name in last.terms})
 
+    def _warn_of_stall(self, record: TrainRecord) -> None:
+        """Once a run: the data are what a step waits for."""
+        share = record.data_seconds / record.step_seconds
+        if share > STALLED and record.step > 1 and not self._told_of_stall:
+            self._told_of_stall = True
+            logger.warning("%.0f%% of a step is waiting for data. More --num-workers (now %d) read further ahead; "
+                           "if that does not help, the disk is the limit.", 100 * share, self.config.data.num_workers)
+
     @property
     def _world(self) -> int:
         return self.engine.mesh.grid.world_size
@@ -146,7 +158,7 @@ class Trainer:
     def evaluate(self, split: str) -> bool:
         """Evaluate on "validation" or "test" and log it; whether a rank wished to stop meanwhile."""
         train = self.config.train
-        size = train.global_batch_size
+        size = self.batch_size.final
         validation = split == "validation"
         # The position in the validation stream is a function of the step, as in Megatron; a checkpoint may be beyond the plan.
         step = min(self.progress.step, planned_steps(train, self.batch_size))

@@ -38,9 +38,17 @@ class Seen:
     places: set[str]                        # where state is: "device", "cpu", "nvme"
     stages: tuple[int, ...]                 # of the pipeline
     block_inputs: set[tuple] = field(default_factory=set)
+    most_documents: int = 0                 # of a sample, that attention keeps apart
+    restarts: int = 0                       # positions that are not one more than those before them
     forwards: int = 0
     weight_halves: int = 0                  # of split backwards
     peak_alive: int = 0
+
+    def see_block(self, x, batch) -> None:
+        self.block_inputs.add(tuple(x.shape))
+        if batch.documents is not None:
+            self.most_documents = max(self.most_documents, int(batch.documents.ids.max()) + 1)
+        self.restarts += int((batch.position_ids.diff(dim=1) != 1).sum())
 
 
 @dataclass
@@ -99,7 +107,7 @@ def look_at(engine) -> Seen:
                 master_bytes=memory.masters, places=set(engine.optimizer.memory_by_place()),
                 stages=tuple(engine.stages))
     for block in blocks:
-        block.register_forward_pre_hook(lambda module, inputs: seen.block_inputs.add(tuple(inputs[0].shape)))
+        block.register_forward_pre_hook(lambda module, inputs: seen.see_block(*inputs[:2]))
     for stage in engine.stages.values():
         stage.forward = functools.partial(_watched, stage.forward, seen, engine.stages)
         stage.backward_weights = functools.partial(_watched_half, stage.backward_weights, seen)

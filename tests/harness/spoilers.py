@@ -4,6 +4,8 @@ Each is a context manager called as `spoiler(rank, ...)` on every rank; what it 
 """
 
 import contextlib
+import fcntl
+import json
 import signal
 
 import pytest
@@ -20,6 +22,31 @@ def signal_at_step(rank: int, *, number: int, step: int, victim: int):
     def train_step(engine, batch, progress, **options):
         if rank == victim and progress.step + 1 == step:
             signal.raise_signal(number)
+        return real(engine, batch, progress, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "train_step", train_step)
+        yield
+
+
+@contextlib.contextmanager
+def samples_logged(rank: int, *, path, kill_at: int | None = None, victim: int = 0):
+    """Each step a line is added to `path`: step, rank, place in the stream and tokens of each sample that is trained on.
+
+    kill_at: the victim dies by SIGKILL within that step, after the line is written.
+    """
+    from megatron_ds.training import trainer
+
+    real = trainer.train_step
+
+    def train_step(engine, batch, progress, **options):
+        step = progress.step + 1
+        rows = [[place, row] for place, row in zip(batch.sample_ids, batch.tokens.tolist(), strict=True)]
+        with open(path, "a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.write(json.dumps([step, engine.mesh.coordinate("dp"), rows]) + "\n")
+        if step == kill_at and rank == victim:
+            signal.raise_signal(signal.SIGKILL)
         return real(engine, batch, progress, **options)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -199,7 +199,7 @@ def test_the_parts_of_a_corpus_are_cut_by_documents_and_blends_mix_them(tmp_path
 
 def test_a_batch_hides_padding_and_counts_masked_tokens_only():
     samples = dataset()
-    batch = bert_batch([samples[i] for i in (0, 3)], (10, 11), training=True)
+    batch = bert_batch([samples[i] for i in (0, 3)], (0, 3), (10, 11), True)
     assert batch.tokens.tolist() == [samples[0]["text"].tolist(), samples[3]["text"].tolist()]
     assert batch.attention_mask.shape == (2, 1, 1, 20) and batch.attention_mask.sum(-1).flatten().tolist() == [2, 8]
     assert batch.labels.min() == 0 and batch.loss_mask.sum() == 4 and batch.loss_mask.dtype == torch.float32

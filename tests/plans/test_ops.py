@@ -167,7 +167,7 @@ def test_blocked_attention_in_bf16_strays_no_further_than_torch_does(n, g):
 def test_blocked_attention_serves_the_lengths_where_it_is_faster(monkeypatch):
     called = []
     monkeypatch.setattr("megatron_ds.ops.attention.blocked_attention",
-                        lambda q, k, v, scale: (called.append(len(q)), blocked.blocked_attention(q, k, v, scale))[1])
+                        lambda q, k, v, *rest: (called.append(len(q)), blocked.blocked_attention(q, k, v, *rest))[1])
     monkeypatch.setattr(ops_product, "has_products", lambda dtype: dtype is torch.float32)         # a machine without bf16
     for s in (64, 128, 256, 257):
         q, k, v = qkv(s, s, 1, 2, 1, 32)

@@ -10,14 +10,17 @@ from megatron_ds.config import OptimizerConfig, RunConfig, TrainConfig
 from megatron_ds.progress import Progress
 from megatron_ds.ramps import (
     BatchSize,
+    BatchSteps,
     Constant,
     DeepSpeedRate,
     LearningRate,
+    RoundedDown,
     WeightDecay,
     count_steps,
     make_batch_size,
     make_learning_rate,
     make_weight_decay,
+    parse_batch_steps,
 )
 
 # warm-up 100, decay 1000, from 3e-4 to 3e-5, as Megatron's scheduler gives them
@@ -153,3 +156,69 @@ def test_batch_size_is_constant_without_a_ramp():
     assert make_batch_size(SimpleNamespace(train=TrainConfig(global_batch_size=7)))(Progress(samples=99)) == 7
     ramp = make_batch_size(SimpleNamespace(train=TrainConfig(global_batch_size=8, rampup_batch_size=(2, 3, 12))))
     assert [ramp.at(n) for n in (0, 5, 6, 11, 12)] == [2, 2, 5, 5, 8]
+
+
+def config_of(ranks=1, seq_length=2048, **train):
+    return SimpleNamespace(train=TrainConfig(**{"micro_batch_size": 1, **train}), model=SimpleNamespace(seq_length=seq_length),
+                           data_parallel_size=ranks)
+
+
+def test_step_schedule_has_megatrons_values():
+    """Thresholds in tokens become samples by whole division; a size holds from its threshold on."""
+    words = "0:768 250B:1536 500B:3072 750B:6144"
+    ramp = make_batch_size(config_of(step_batch_size_schedule=(words,), global_batch_size=6144))
+    second, third, fourth = (n * 10**9 // 2048 for n in (250, 500, 750))
+    for n, size in ((0, 768), (second - 1, 768), (second, 1536), (third - 1, 1536), (third, 3072), (fourth, 6144)):
+        assert ramp.at(n) == size
+    assert (ramp.smallest, ramp.final) == (768, 6144)
+
+
+@pytest.mark.parametrize("words, steps", [
+    (("0:4", "1.5K:8"), ((0, 4), (150, 8))), (("0:4,200:8",), ((0, 4), (20, 8))),
+    (("3m:2k", "0:1"), ((0, 1), (300_000, 2000)))])
+def test_step_schedule_reads_what_megatron_reads(words, steps):
+    assert parse_batch_steps(words, 10) == steps
+
+
+@pytest.mark.parametrize("text, words", [
+    ("", "TOKENS:SIZE"), ("0:4 8", "TOKENS:SIZE"), ("20:4", "first size must hold from 0"), ("0:4 100:8 109:16", "two sizes"),
+    ("0:x", "'x'"), ("0:4 1.55:8", "'1.55'"), ("0:-4", "'-4'")])
+def test_step_schedule_says_what_is_wrong_with_it(text, words):
+    with pytest.raises(ValueError, match=words):
+        parse_batch_steps((text,), 10)
+
+
+@pytest.mark.parametrize("ranks, sizes", [(1, [30, 50]), (4, [28, 48]), (7, [28, 49]), (16, [16, 48])])
+def test_a_batch_is_rounded_down_to_what_all_ranks_take_at_once(ranks, sizes):
+    """Megatron: the largest multiple of micro-batch times data-parallel size."""
+    ramp = make_batch_size(config_of(ranks, 1, step_batch_size_schedule=("0:30", "90:50"), global_batch_size=50,
+                                     decrease_batch_size_if_needed=True))
+    assert [ramp.at(0), ramp.at(90)] == sizes == [ramp.smallest, ramp.final]
+
+
+batch_ramps = st.one_of(
+    st.builds(Constant, st.integers(1, 9)),
+    st.builds(lambda start, by, times, span: BatchSize(start + by * times, start, by, span),
+              st.integers(1, 5), st.integers(1, 4), st.integers(0, 6), st.integers(0, 90)),
+    st.builds(lambda first, rest: BatchSteps(((0, first), *sorted(rest.items()))), st.integers(1, 9),
+              st.dictionaries(st.integers(1, 80), st.integers(1, 9), max_size=4)))
+batch_ramps |= st.builds(lambda ramp: RoundedDown(ramp, min(ramp.smallest, ramp.final)), batch_ramps)
+
+
+@given(batch_ramps, st.integers(0, 200), st.integers(0, 200))
+def test_steps_are_counted_as_one_takes_them_one_by_one(ramp, samples, consumed):
+    steps, n = 0, consumed
+    while n + ramp.at(n) <= samples:
+        steps, n = steps + 1, n + ramp.at(n)
+    assert count_steps(ramp, samples, consumed) == steps
+
+
+@given(batch_ramps, st.integers(0, 100))
+def test_a_batch_size_holds_until_it_says(ramp, n):
+    until = ramp.until(n)
+    assert until > n and {ramp.at(i) for i in range(n, min(int(min(until, 10**6)), n + 100))} == {ramp.at(n)}
+
+
+def test_counting_the_steps_of_trillions_of_tokens_takes_no_time():
+    ramp = BatchSteps(((0, 768), (122_070_312, 1536)))
+    assert count_steps(ramp, 10**9) == -(-122_070_312 // 768) + (10**9 - -(-122_070_312 // 768) * 768) // 1536

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_ds.data.loader import PAD, Loader
+from megatron_ds.data.collate import PAD, GPTCollator
+from megatron_ds.data.loader import Loader
 from megatron_ds.data.sampler import ORDERS, cyclic, local_positions, single
 from megatron_ds.errors import ConfigError, DataError
 
@@ -20,6 +21,10 @@ class Counting:
 
     def __getitem__(self, i):
         return {"tokens": np.arange(i, i + self.seq_length + 1, dtype=np.int64)}
+
+
+def loader_of(dataset, seq_length=5, **options):
+    return Loader(dataset, GPTCollator(seq_length, **options), micro_batch_size=2)
 
 
 def test_micro_batches_are_contiguous_slices_rank_after_rank():
@@ -84,7 +89,7 @@ def test_cyclic_in_shards_has_megatrons_values(total, micro_batch, dp_size):
 
 
 def test_a_batch_has_tokens_labels_mask_and_stream_positions():
-    batch = Loader(Counting(50), seq_length=5, micro_batch_size=2, eod=13, eod_mask_loss=True).batch(8, 8, 1, 2)
+    batch = loader_of(Counting(50), eod=13, eod_mask_loss=True).batch(8, 8, 1, 2)
     assert batch.sample_ids == (10, 11, 14, 15) and batch.training
     assert batch.tokens[1].tolist() == [11, 12, 13, 14, 15] and batch.labels[1].tolist() == [12, 13, 14, 15, 16]
     assert batch.loss_mask[:2].tolist() == [[1, 1, 1, 0, 1], [1, 1, 0, 1, 1]]       # the input is the end, not the label
@@ -92,7 +97,7 @@ def test_a_batch_has_tokens_labels_mask_and_stream_positions():
     assert batch.tokens.dtype == batch.labels.dtype == torch.int64 and batch.tokens.is_contiguous()
     halves = batch.split(2)
     assert [h.sample_ids for h in halves] == [(10, 11), (14, 15)]
-    plain = Loader(Counting(50), seq_length=5, micro_batch_size=2, eod=13).batch(8, 8, 1, 2, training=False)
+    plain = loader_of(Counting(50), eod=13).batch(8, 8, 1, 2, training=False)
     assert plain.loss_mask.min() == 1 and not plain.training
 
 
@@ -101,13 +106,13 @@ def test_padding_does_not_count_and_is_never_seen():
         def __getitem__(self, i):
             return {"tokens": np.array([1, 2, 3, PAD, PAD, PAD])}
 
-    batch = Loader(Short(4), seq_length=5, micro_batch_size=1).batch(0, 1)
-    assert batch.loss_mask.tolist() == [[1, 1, 0, 0, 0]]
-    assert batch.tokens.tolist() == [[1, 2, 3, 0, 0]] and batch.labels.tolist() == [[2, 3, 0, 0, 0]]
+    batch = loader_of(Short(4)).batch(0, 2)
+    assert batch.loss_mask.tolist() == [[1, 1, 0, 0, 0]] * 2
+    assert batch.tokens.tolist() == [[1, 2, 3, 0, 0]] * 2 and batch.labels.tolist() == [[2, 3, 0, 0, 0]] * 2
 
 
 def test_a_token_outside_the_vocabulary_is_an_error_naming_the_sample():
-    loader = Loader(Counting(50), seq_length=5, micro_batch_size=2, vocab_size=14)
+    loader = loader_of(Counting(50), vocab_size=14)
     assert loader.batch(0, 8).tokens.max() == 11
     with pytest.raises(DataError, match="sample 9 holds token id 14, outside the vocabulary of 14"):
         loader.batch(8, 8)
@@ -115,13 +120,13 @@ def test_a_token_outside_the_vocabulary_is_an_error_naming_the_sample():
 
 def test_samples_of_another_length_are_an_error():
     with pytest.raises(DataError, match="6 tokens where a sequence length of 7 takes 8"):
-        Loader(Counting(50), seq_length=7, micro_batch_size=2).batch(0, 8)
+        Loader(Counting(50), GPTCollator(7), micro_batch_size=2).batch(0, 8)
 
 
 @pytest.mark.parametrize("num_workers", [1, 3])
 def test_reading_ahead_changes_nothing(num_workers):
-    plain = Loader(Counting(40), seq_length=5, micro_batch_size=2, dataloader_type="cyclic")
-    ahead = Loader(Counting(40), seq_length=5, micro_batch_size=2, dataloader_type="cyclic", num_workers=num_workers)
+    plain = Loader(Counting(40), GPTCollator(5), micro_batch_size=2, dataloader_type="cyclic")
+    ahead = Loader(Counting(40), GPTCollator(5), micro_batch_size=2, dataloader_type="cyclic", num_workers=num_workers)
     asked = [(0, 4, 0, 1), (4, 4, 0, 1), (8, 8, 0, 1), (16, 8, 1, 2), (4, 4, 0, 1), (8, 4, 0, 1)]
     for request in asked:
         a, b = plain.batch(*request), ahead.batch(*request)
@@ -130,7 +135,7 @@ def test_reading_ahead_changes_nothing(num_workers):
 
 
 def test_reading_ahead_of_the_end_fails_only_when_the_end_is_asked_for():
-    loader = Loader(Counting(8), seq_length=5, micro_batch_size=2, num_workers=2)
+    loader = Loader(Counting(8), GPTCollator(5), micro_batch_size=2, num_workers=2)
     assert loader.batch(4, 4).sample_ids == (4, 5, 6, 7)
     with pytest.raises(DataError, match="the data ends"):
         loader.batch(8, 4)

@@ -33,7 +33,8 @@ def test_the_line_has_megatrons_fields_in_its_order_and_then_ours():
     line = RECORD.line()
     found = MEGATRON.match(line)
     assert found, line
-    assert line[found.end():] == (" tokens per second: 424672.3 | MFU: 38.1% | memory (GiB): 11.27 | ETA: 1:18:11 |")
+    assert line[found.end():] == (" tokens per second: 424672.3 | MFU: 38.1% | waiting for data (ms): 2.0 |"
+                                  " memory (GiB): 11.27 | ETA: 1:18:11 |")
 
 
 def test_a_loss_that_is_not_a_number_stays_in_the_line():
@@ -108,7 +109,7 @@ def test_tensorboard_has_megatrons_tags_against_steps_and_against_samples(tmp_pa
     events = EventAccumulator(str(tmp_path / "tb"))
     events.Reload()
     both = {"learning-rate": 2.94e-4, "batch-size": 512, "lm loss": 2.831712, "loss-scale": 65536.0, "grad-norm": 0.4118,
-            "iteration-time": 1.23456, "throughput": 187.62, "lm loss validation": 2.5,
+            "iteration-time": 1.23456, "throughput": 187.62, "batch-generator-time": 0.002, "lm loss validation": 2.5,
             "lm loss validation ppl": math.exp(2.5), "lm loss test": 2.25, "lm loss test ppl": math.exp(2.25)}
     once = {"tokens-per-second": 424672.3, "mfu": 0.381}
     assert set(events.Tags()["scalars"]) == {*both, *(f"{tag} vs samples" for tag in both), *once}

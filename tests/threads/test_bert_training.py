@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from megatron_ds.config import parse
+from megatron_ds.data.bert_data import bert_batch
 from megatron_ds.models import MODELS, build_stage
 from megatron_ds.mpu.group import solo
 from megatron_ds.progress import Progress
@@ -77,14 +78,14 @@ def test_one_process_trains_like_a_plain_bert_under_torchs_adamw():
     initialize(ours.parameters(), config.train.seed, 0, 1)
     plain = PlainBert(config.model, {p.spec.name: p.detach()[:p.spec.shape[0]] for p in dict.fromkeys(ours.parameters())})
     decays = {p.spec.name: p.spec.decay for p in ours.parameters()}
-    samples, collate, seen = made_up_samples(config, 4 * GLOBAL_BATCH, seed=1), MODELS["bert"].data.collate, []
+    samples, seen = made_up_samples(config, 4 * GLOBAL_BATCH, seed=1), []
 
     def loss_of(module, batch):
         words, order = module(batch)
         seen.append(words.item())
         return words + order
 
-    steps = [[collate([samples[(step * GLOBAL_BATCH + i) % len(samples)]], (i,), training=True) for i in range(GLOBAL_BATCH)]
+    steps = [[bert_batch([samples[(step * GLOBAL_BATCH + i) % len(samples)]], (i,), (i,), True) for i in range(GLOBAL_BATCH)]
              for step in range(STEPS)]
     rate, progress = make_learning_rate(config), [Progress()]
     for _ in range(STEPS):

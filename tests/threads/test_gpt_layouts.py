@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron_ds import models
+from megatron_ds.data.documents import positions_of
 from tests.harness.gpt_runs import make_batch, make_model, run_gpt
 from tests.harness.plain_gpt import LLAMA, STYLES, TinyConfig, logical_weights, plain_gpt, plain_loss
 from tests.harness.threads import run_ranks
@@ -59,6 +60,30 @@ def test_an_explicit_mask_and_restarting_positions_equal_the_plain_gpt(style):
     reference = oracle(config, weights, batch)
     assert reference[0] != pytest.approx(oracle(config, weights, make_batch(config))[0])
     assert_equal_runs(run_gpt(config, weights, batch, tp_size=2, sequence_parallel=True), reference)
+
+
+@pytest.mark.parametrize("granularity", [None, "full", "selective"])
+@pytest.mark.parametrize("style", STYLES)
+def test_documents_of_a_sample_have_the_logits_that_each_has_by_itself(style, granularity):
+    """The oracle never sees a mask: each document is a sample of its own, from position 0."""
+    config = STYLES[style]
+    ids = torch.tensor([[0] * 4 + [1] * 6, [0] + [1] * 8 + [2], [0] * 10])
+    weights, batch = logical_weights(config, seed=2), make_batch(config)
+    batch = replace(batch, document_ids=ids, position_ids=positions_of(ids))
+    _, logits, grads = run_gpt(config, weights, batch, tp_size=2, sequence_parallel=True, recompute_granularity=granularity)
+    weights = {name: w.clone().requires_grad_() for name, w in weights.items()}
+    total = 0.0
+    for row, document in {(i, n) for i, numbers in enumerate(ids.tolist()) for n in numbers}:
+        here = ids[row] == document
+        tokens = batch.tokens[row:row + 1, here]
+        alone = plain_gpt(weights, config, tokens, torch.arange(tokens.shape[1])[None])
+        torch.testing.assert_close(logits[row, here].double(), alone[0], rtol=1e-5, atol=1e-5)          # fp32 against fp64
+        losses = torch.logsumexp(alone, -1) - alone.gather(-1, batch.labels[row:row + 1, here, None])[..., 0]
+        total = total + (losses * batch.loss_mask[row:row + 1, here]).sum()
+    (total / batch.loss_mask.sum()).backward()
+    for name, grad in grads.items():
+        scale = weights[name].grad.abs().max()
+        torch.testing.assert_close(grad.double() / scale, weights[name].grad / scale, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("granularity", ["full", "selective"])

@@ -31,7 +31,8 @@ OFFLOADS = ("none", "cpu", "nvme")
 # Stages on each pipeline rank, for each schedule.
 SCHEDULES = {"1f1b": (1,), "gpipe": (1,), "interleaved": (2,), "zb-h1": (1,), "zb-h2": (1,), "zb-v": (2,),
              "zb-auto": (1,)}
-SAMPLED = GRID | {"schedule": tuple(SCHEDULES), "chunks": (1, 2), "offload": OFFLOADS, "dropout": (0.0, 0.1)}
+SAMPLED = GRID | {"schedule": tuple(SCHEDULES), "chunks": (1, 2), "offload": OFFLOADS, "dropout": (0.0, 0.1),
+                  "documents": ("joined", "apart")}
 
 
 def ranks(case) -> int:
@@ -59,7 +60,7 @@ def all_cases() -> list[dict]:
     cases = []
     for i, case in enumerate(legal_cases(GRID, is_legal)):
         schedule, chunks = turns[i % len(turns)] if case["pp"] > 1 else ("1f1b", 1)
-        cases.append(case | {"schedule": schedule, "chunks": chunks, "dropout": 0.0,
+        cases.append(case | {"schedule": schedule, "chunks": chunks, "dropout": 0.0, "documents": ("joined", "apart")[i % 2],
                              "offload": OFFLOADS[i // len(turns) % 3] if case["zero"] else "none"})
     return cases
 
@@ -69,6 +70,7 @@ def name_of(case) -> str:
     words += ["sp"] * case["sp"] + [case["recompute"]] * (case["recompute"] != "none") + [case["schedule"]]
     words += [f"chunks{case['chunks']}"] * (case["chunks"] > 1)
     words += [case["offload"]] * (case["offload"] != "none")
+    words += [case["documents"]] * (case["documents"] == "apart")
     return "-".join(words) + f"-dropout{case['dropout']}" * (case["dropout"] > 0)
 
 
@@ -79,7 +81,7 @@ def layers_of(case) -> int:
 
 def job_of(case) -> list[str]:
     return tiny_job(case["style"], case["dtype"], case["embeddings"] == "untied", case["dropout"], layers_of(case),
-                    GLOBAL_BATCH, STEPS)
+                    GLOBAL_BATCH, STEPS, case["documents"])
 
 
 def layout_of(case) -> str:
@@ -134,6 +136,8 @@ def check_in_force(case, run: Run) -> None:
     assert sum(blocks) == layers * t * d and all(0 < n <= layers - p + 1 for n in blocks)
     assert [s.stages for s in seen] == [stages_on(case, pp_rank_of(rank)) for rank in range(len(seen))]
 
+    apart = case["documents"] == "apart"
+    assert {s.most_documents > 1 for s in seen} == {s.restarts > 0 for s in seen} == {apart}
     length = SEQ_LENGTH // t if case["sp"] else SEQ_LENGTH
     assert set.union(*(s.block_inputs for s in seen)) == {(length, 1, HIDDEN)}
     assert {s.forwards for s in seen} == {STEPS * microbatches * chunks}
@@ -203,12 +207,13 @@ def test_fp16_overflows_and_recovers_alike_in_every_layout(style, layout, scale)
     assert run.seen[0].dtypes == {torch.float16}
 
 
-def test_a_growing_batch_gives_every_layout_the_same_samples():
+@pytest.mark.parametrize("growth", ["--rampup-batch-size 4 4 40", f"--step-batch-size-schedule 0:4 {40 * SEQ_LENGTH}:8"])
+def test_a_growing_batch_gives_every_layout_the_same_samples(growth):
     job = tiny_job("gpt2", "fp32", False, 0.1, NUM_LAYERS, GLOBAL_BATCH, STEPS)
     for name, samples in (("--train-iters", "--train-samples"), ("--lr-warmup-iters", "--lr-warmup-samples")):
         at = job.index(name)
         job[at:at + 2] = [samples, str(int(job[at + 1]) * GLOBAL_BATCH)]
-    growing = [*job, "--rampup-batch-size", "4", "4", "40"]
+    growing = [*job, *growth.split()]
     difference, run = stray(growing, "tp=2,pp=2,dp=2,zero=1,sp=1")
     assert difference.is_within(TOLERANCE["fp32"]), difference
     assert {s.forwards for s in run.seen} == {10 * 2 + 10 * 4}

@@ -1,0 +1,23 @@
+"""Rules about what a sample is."""
+
+from collections.abc import Iterator
+
+from .run import RunConfig, all_options
+from .say import say
+
+FIM = ("data.fim_rate", "data.fim_spm_rate", "data.fim_split_sample", "data.fim_fragment_rate", "data.fim_no_prefix",
+       "data.fim_prefix_token", "data.fim_middle_token", "data.fim_suffix_token")
+
+
+def fill_in_the_middle(config: RunConfig) -> Iterator[str]:
+    data = config.data
+    for path in FIM:
+        if not data.fim_data and config.get(path) != all_options()[path].default:
+            yield f"{say(config, path)} means nothing without --fim-data. Add that, or remove it."
+    if data.fim_data and data.mock_data:
+        yield "--fim-data with --mock-data: made-up tokens have no text to rearrange. Remove one."
+    if data.fim_fragment_rate is not None and data.fim_split_sample is None:
+        yield f"{say(config, 'data.fim_fragment_rate')} without --fim-split-sample: there are no fragments. Add that token."
+
+
+SAMPLE_RULES = (fill_in_the_middle,)

@@ -1,0 +1,56 @@
+"""One reader for a tensor-parallel group: its first rank makes the batch, the others are sent it.
+
+For disks that many ranks would overload, and for samples that cost work to make. Where files are mapped from a disk that
+keeps up, each rank reading for itself is faster: nothing is sent, and nobody waits for another.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from ..data.batch import Batch
+from ..data.loader import Loader
+from ..mpu.collectives import broadcast_
+from ..mpu.group import Group
+from .together import together
+
+READER = 0                                                  # position in the group
+
+
+class SharedReader:
+    """A `Loader` seen from every rank of a tensor-parallel group; batches come on `device`."""
+
+    def __init__(self, loader: Loader, tp: Group, device: torch.device):
+        self.loader, self.tp, self.device = loader, tp, device
+
+    def batch(self, *where, training: bool = True) -> Batch:
+        """As `Loader.batch`. Collective over the group: what can be said in a few words, then a broadcast for each tensor.
+
+        What the reader raises is raised on all.
+        """
+        made = None
+
+        def read() -> tuple[Batch, dict]:
+            nonlocal made
+            made = self.loader.batch(*where, training=training).to(self.device)
+            tensors = made.tensors()
+            return replace(made, **dict.fromkeys(tensors)), {name: _form(t) for name, t in tensors.items()}
+
+        frame, forms = together(self.tp, read, only=READER)
+        tensors = {name: self._send(made and getattr(made, name), *form) for name, form in forms.items()}
+        return replace(frame, **tensors)
+
+    def close(self) -> None:
+        self.loader.close()
+
+    def _send(self, tensor: torch.Tensor | None, shape: torch.Size, rows: int, dtype: torch.dtype) -> torch.Tensor:
+        """A row that stands for all samples travels once."""
+        sent = torch.empty(rows, *shape[1:], dtype=dtype, device=self.device)
+        if tensor is not None:
+            sent.copy_(tensor[:rows])
+        broadcast_(sent, self.tp, READER)
+        return sent.expand(shape)
+
+
+def _form(tensor: torch.Tensor) -> tuple[torch.Size, int, torch.dtype]:
+    return tensor.shape, 1 if tensor.stride(0) == 0 else tensor.shape[0], tensor.dtype
