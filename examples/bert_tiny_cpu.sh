@@ -2,14 +2,16 @@
 # Raw text → WordPiece vocabulary → corpus of sentences → BERT on 2 CPU ranks (TP 2) → checkpoint → resume as PP 2 → loss curve.
 #
 #   bash examples/bert_tiny_cpu.sh [FOLDER]     everything is written below FOLDER (default: bert)
-#   STEPS=40 bash examples/bert_tiny_cpu.sh     for the hurried; 600 by default, three to four minutes on two cores
+#   STEPS=40 bash examples/bert_tiny_cpu.sh     for the hurried; 300 by default, five minutes at most on two cores
 #
 # No GPU is needed and nothing is downloaded: the corpus is your own Python's documentation. It takes the extra `data`, for the
-# sentences. Run again, it goes on where it stopped; to start afresh, remove the folder.
+# sentences. Run again, it goes on where it stopped; to start afresh, remove the folder. It shows the way, not a model: of 15 %
+# of the tokens a BERT learns slowly, and 300 steps bring the loss from ln 2048 = 7.6 to 6.1, hardly more than which pieces
+# are frequent.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 out="${1:-bert}"
-steps="${STEPS:-600}"
+steps="${STEPS:-300}"
 first=$((steps / 2))
 PYTHON="${PYTHON:-python}"
 mkdir -p "$out"

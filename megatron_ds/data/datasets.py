@@ -142,14 +142,14 @@ class _Builder:
         return dataset
 
     def _documents(self, corpus: IndexedDataset, part: str, shares: Sequence[float]) -> range:
-        count = self.kind.documents(corpus)
-        ranges = cut(count, shares)
+        bounds = self.kind.documents(corpus)
+        ranges = cut(len(bounds) - 1, shares)
         documents = ranges[PARTS.index(part)]
         if not corpus.num_tokens:
             raise DataError("the corpus is empty. Make it again from some text with tools/preprocess_data.py.")
-        if not len(documents):
+        if not corpus.lengths[bounds[documents.start]:bounds[documents.stop]].any():
             parts = ", ".join(f"{name} {len(r)}" for name, r in zip(PARTS, ranges))
-            raise DataError(f"the {part} part is empty: {self.split} divides the {count} documents into {parts}. "
+            raise DataError(f"the {part} part is empty: {self.split} divides the {len(bounds) - 1} documents into {parts}. "
                             "Choose a --split that gives each part some text (90,10,0 has no test part), take a larger "
                             "corpus, or do without evaluation by --eval-iters 0.")
         return documents

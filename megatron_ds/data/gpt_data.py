@@ -14,6 +14,11 @@ def _mock(count: int, config, tokenizer, seed: int) -> MockDataset:
                        seed=seed)
 
 
+def _documents(corpus) -> range:
+    """Each sequence is one."""
+    return range(len(corpus) + 1)
+
+
 def _open(corpus, documents: range, *, title: str, num_samples: int | None, config, tokenizer):
     return open_gpt_dataset(corpus, documents, title=title, seq_length=config.model.seq_length, num_samples=num_samples,
                             seed=config.train.seed, cache=config.data.data_cache_path)
@@ -33,5 +38,5 @@ def _collator(config, tokenizer) -> GPTCollator:
         reset_position_ids=data.reset_position_ids, reset_attention_mask=data.reset_attention_mask)
 
 
-GPT_DATA = DataKind(title="GPTDataset", tokens="tokens", documents=len, mock=_mock, open=_open, collator=_collator,
+GPT_DATA = DataKind(title="GPTDataset", tokens="tokens", documents=_documents, mock=_mock, open=_open, collator=_collator,
                     blank=blank_batch)

@@ -13,7 +13,8 @@ class DataKind:
 
     title      begins the names of its index maps in the cache
     tokens     key of the token ids in a sample
-    documents  IndexedDataset -> how many documents there are to be shared out to training, validation and test
+    documents  IndexedDataset -> the bounds of its documents, in sequences: document d is bounds[d] … bounds[d + 1] − 1.
+               Documents are what is shared out to training, validation and test
     mock       (number of samples, config, tokenizer, seed) -> a dataset of made-up samples
     open       (corpus, range of documents, *, title, num_samples, config, tokenizer) -> a dataset; num_samples None for
                each sample once
