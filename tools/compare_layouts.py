@@ -27,9 +27,9 @@ from megatron_ds.training.compare import (
     Difference,
     LayoutRequest,
     difference,
+    made_up_samples,
     merge,
     parse_layout,
-    random_samples,
     train_layout,
 )
 
@@ -37,6 +37,7 @@ STYLES = {
     "gpt2": ["--position-embedding-type", "learned_absolute", "--normalization", "LayerNorm"],
     "llama": ["--position-embedding-type", "rope", "--normalization", "RMSNorm", "--swiglu", "--disable-bias-linear",
               "--group-query-attention", "--num-query-groups", "2"],
+    "bert": ["--model", "bert"],
 }
 DTYPES = {"fp32": [], "bf16": ["--bf16"], "fp16": ["--fp16", "--initial-loss-scale", "65536"]}
 DOCUMENTS = {"joined": [], "apart": ["--reset-position-ids", "--reset-attention-mask"]}
@@ -73,7 +74,7 @@ def run_rank(flags: list[str], rank: int, world_size: int, port: int, steps: int
         "RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0" if not torch.cuda.is_available() else str(rank),
         "LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
     config = parse(flags, world_size=world_size)
-    samples = random_samples(4 * config.train.global_batch_size, SEQ_LENGTH, VOCAB, seed=1)
+    samples = made_up_samples(config, 4 * config.train.global_batch_size, seed=1)
     with joined(config, launch) as mesh:
         return train_layout(config, mesh, steps, samples)
 

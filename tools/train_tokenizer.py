@@ -1,24 +1,28 @@
-"""Train a byte-level BPE tokenizer, the kind GPT-2 has, on text of your own.
+"""Train a tokenizer on text of your own: byte-level BPE, the kind GPT-2 has, or BERT's WordPiece.
 
     python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 2048 --output tokenizer/
+    python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 2048 --output tokenizer/ --kind wordpiece
 
-Writes tokenizer.json (--tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer/) and the same vocabulary as
-vocab.json and merges.txt (--tokenizer-type GPT2BPETokenizer --vocab-file … --merge-file …). The text <|endoftext|> has id 0
-and ends a document.
+Writes tokenizer.json (--tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer/) and the same vocabulary for BPE as
+vocab.json and merges.txt (--tokenizer-type GPT2BPETokenizer --vocab-file … --merge-file …), where <|endoftext|> has id 0
+and ends a document; for WordPiece as vocab.txt, which begins with [PAD] [UNK] [CLS] [SEP] [MASK].
 """
 
 import argparse
 import logging
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from megatron_ds.config.arguments import Arguments
 from megatron_ds.config.guard import main_guard
-from megatron_ds.data.bpe_training import train_byte_level_bpe
 from megatron_ds.data.text_files import check_files, read_blocks, texts_of
+from megatron_ds.data.vocabulary_training import train_byte_level_bpe, train_word_pieces
 from megatron_ds.errors import DataError
 
 logger = logging.getLogger(__name__)
+KINDS = {"bpe": train_byte_level_bpe, "wordpiece": train_word_pieces,
+         "wordpiece-cased": partial(train_word_pieces, lower=False)}
 
 
 def make_parser() -> Arguments:
@@ -27,9 +31,11 @@ def make_parser() -> Arguments:
     add("--input", nargs="+", required=True, metavar="FILE", help="JSON lines, plain or .gz; some 100 MB of text are plenty")
     add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys whose text to learn from (default: text)")
     add("--vocab-size", type=int, required=True, metavar="N",
-        help="entries to learn, the 256 bytes and <|endoftext|> included; 2048 for a toy, 32000 to 128000 for real models")
+        help="entries to learn, bytes and special tokens included; 2048 for a toy, 32000 to 128000 for real models")
+    add("--kind", choices=KINDS, default="bpe",
+        help="bpe for a GPT; wordpiece, of text in lower case, or wordpiece-cased for a BERT (default: bpe)")
     add("--min-frequency", type=int, default=2, metavar="N", help="join a pair only if it occurs this often (default 2)")
-    add("--output", required=True, metavar="FOLDER", help="folder for tokenizer.json, vocab.json and merges.txt")
+    add("--output", required=True, metavar="FOLDER", help="folder for tokenizer.json and the vocabulary's own files")
     return parser
 
 
@@ -49,8 +55,8 @@ def read_texts(paths: Sequence[str], keys: Sequence[str]) -> Iterator[str]:
 
 def run(args: argparse.Namespace) -> None:
     check_files(args.input)
-    size = train_byte_level_bpe(read_texts(args.input, args.json_keys), args.vocab_size, args.output,
-                                min_frequency=args.min_frequency)
+    size = KINDS[args.kind](read_texts(args.input, args.json_keys), args.vocab_size, args.output,
+                            min_frequency=args.min_frequency)
     logger.info("wrote a vocabulary of %d entries to %s", size, args.output)
 
 

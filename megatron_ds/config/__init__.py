@@ -3,6 +3,7 @@
     config = parse(sys.argv[1:], world_size=8)      # raises ConfigError with everything that is wrong
 """
 
+from .bert import BertConfig
 from .data import DataConfig
 from .model import ModelConfig
 from .optimizer import OptimizerConfig
@@ -11,5 +12,5 @@ from .parse import parse
 from .run import RunConfig, Source
 from .train import CheckpointConfig, LoggingConfig, TrainConfig
 
-__all__ = ["CheckpointConfig", "DataConfig", "LoggingConfig", "ModelConfig", "OptimizerConfig", "ParallelConfig", "RunConfig",
-           "Source", "TrainConfig", "ZeroConfig", "parse"]
+__all__ = ["BertConfig", "CheckpointConfig", "DataConfig", "LoggingConfig", "ModelConfig", "OptimizerConfig",
+           "ParallelConfig", "RunConfig", "Source", "TrainConfig", "ZeroConfig", "parse"]

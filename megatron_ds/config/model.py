@@ -56,6 +56,9 @@ class ModelConfig:
     make_vocab_size_divisible_by: int = option(
         128, at_least=1, help="The vocabulary is padded to a multiple of this × tensor-parallel size. Padding never "
         "enters the softmax.")
+    bert_binary_head: bool = option(
+        True, switches={"--bert-no-binary-head": False}, help="BERT's samples are pairs of segments, and the model tells "
+        "whether they stand in the right order (--model bert).", avoid="Without it a sample is one run of sentences.")
     vocab_size: int | None = option(None, at_least=1, help="Size of the vocabulary. Default: the tokenizer's.",
                                     avoid="Only NullTokenizer and mock data need it.")
 

@@ -9,6 +9,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any
 
+from .bert import BertConfig
 from .curriculum import CurriculumConfig
 from .data import DataConfig
 from .model import ModelConfig
@@ -21,7 +22,7 @@ from .train import CheckpointConfig, LoggingConfig, TrainConfig
 
 SECTIONS: Mapping[str, type] = MappingProxyType({
     "model": ModelConfig, "parallel": ParallelConfig, "zero": ZeroConfig, "optimizer": OptimizerConfig,
-    "train": TrainConfig, "data": DataConfig, "curriculum": CurriculumConfig, "routing": RoutingConfig,
+    "train": TrainConfig, "data": DataConfig, "bert": BertConfig, "curriculum": CurriculumConfig, "routing": RoutingConfig,
     "checkpoint": CheckpointConfig, "logging": LoggingConfig, "plan": PlanConfig})
 
 
@@ -49,6 +50,7 @@ class RunConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    bert: BertConfig = field(default_factory=BertConfig)
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

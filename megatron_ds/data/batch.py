@@ -32,9 +32,11 @@ class Batch:
                   id under every layout, so anything random that is keyed by it is the same under every layout.
     training      False during evaluation and generation: nothing random happens
     rows_per_sample   how many rows each sample was folded into; row i belongs to the sample i // rows_per_sample
-    attention_mask  None for plain causal attention, else bool [b, 1, s, s], True = may not attend
+    attention_mask  None for plain causal attention, else bool [b, 1, s or 1, s], True = may not attend
     document_ids    int64 [b, s], not decreasing: a position attends to positions of its own document only. None: a sample
                     is one document to attention, whatever it holds
+    token_types     int64 [b, s], which segment a token belongs to, for models that have such embeddings
+    sentence_order  int64 [b], 1 where the segments of the sample are swapped; -1 counts in no loss
     kept_tokens   how many tokens of each sample the layers keep that drop some (models/random_ltd.py); None: all of them
     places        None where all tokens of the samples are here, as they are outside such a layer
     """
@@ -48,6 +50,8 @@ class Batch:
     attention_mask: torch.Tensor | None = None
     rows_per_sample: int = 1
     document_ids: torch.Tensor | None = None
+    token_types: torch.Tensor | None = None
+    sentence_order: torch.Tensor | None = None
     kept_tokens: int | None = None
     places: Places | None = None
 

@@ -24,10 +24,10 @@ from .blend import (
 )
 from .cache import cached_arrays
 from .draws import Draw, count_draws, draws_text
-from .gpt_dataset import corpus_fingerprint, default_cache, open_gpt_dataset
+from .gpt_data import GPT_DATA
+from .gpt_dataset import corpus_fingerprint, default_cache
 from .indexed import IndexedDataset
-from .mock_dataset import MockDataset
-from .packing import open_packed_dataset
+from .kind import DataKind
 from .sources import read_sources
 from .split import PARTS, cut, parse_split
 
@@ -36,7 +36,7 @@ LOOKED_AT = 8               # samples of each part whose ids are compared with t
 
 
 class Dataset(Protocol):
-    """`dataset[i]` is `{"tokens": int64 [s + 1]}`, a pure function of i."""
+    """`dataset[i]` is a dictionary of arrays, `{"tokens": int64 [s + 1]}` for a GPT; a pure function of i."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, i: int) -> dict[str, np.ndarray]: ...
@@ -50,23 +50,19 @@ class Datasets(NamedTuple):
     test: Dataset | None
 
 
-def build_datasets(config, samples: Sequence[int], tokenizer, *, one_epoch: bool = False) -> Datasets:
+def build_datasets(config, samples: Sequence[int], tokenizer, kind: DataKind = GPT_DATA, *,
+                   one_epoch: bool = False) -> Datasets:
     """The datasets of a run, each of at least the wanted number of samples.
 
-    config: a RunConfig (its data, `model.seq_length` and `train.seed`).  samples: (training, validation, test) wanted.
+    config: a RunConfig.  samples: (training, validation, test) wanted.  kind: of what the model reads.
     one_epoch: the training data are one epoch however many samples are wanted, for a curriculum that numbers them.
     Raises DataError for missing or damaged files and for a part without documents, ConfigError for impossible flags.
     """
-    data, seq_length, seed = config.data, config.model.seq_length, config.train.seed
+    data = config.data
     if data.mock_data:
-        return Datasets(*(
-            MockDataset(n, seq_length=seq_length, vocab_size=tokenizer.vocab_size, eod=tokenizer.eod, seed=seed + 1000 * i)
-            if n else None for i, n in enumerate(samples)))
-    builder = _Builder(seq_length, seed, data.data_cache_path, repeats=data.dataloader_type == "cyclic", one_epoch=one_epoch,
-                       by_epochs=data.blend_weights == "epochs",
-                       split=f"--split {data.splits}{' (default)' * (data.splits == DEFAULT_SPLIT)}", tokenizer=tokenizer,
-                       cut=open_packed_dataset if data.pack_documents else open_gpt_dataset)
-    sources = read_sources(data)
+        return Datasets(*(kind.mock(n, config, tokenizer, config.train.seed + 1000 * i) if n else None
+                          for i, n in enumerate(samples)))
+    builder, sources = _Builder(config, tokenizer, kind, one_epoch), read_sources(data)
     if sources.whole:
         named, shares = [sources.whole] * len(PARTS), [parse_split(data.splits)] * len(PARTS)
     else:
@@ -86,14 +82,15 @@ def identify(words: Sequence[str]) -> list[str]:
 class _Builder:
     """Opens each corpus once, and builds the parts from them.
 
-    by_epochs: what weights mean; one_epoch: training takes each sample once; split: words for messages; cut: corpus → samples
+    one_epoch: training takes each sample once
     """
 
-    def __init__(self, seq_length: int, seed: int, cache: str | None, *, repeats: bool, one_epoch: bool, by_epochs: bool,
-                 split: str, tokenizer, cut):
-        self.seq_length, self.seed, self.cache, self.repeats, self.by_epochs = seq_length, seed, cache, repeats, by_epochs
-        self.one_epoch, self.cut_samples = one_epoch, cut
-        self.split, self.tokenizer = split, tokenizer
+    def __init__(self, config, tokenizer, kind: DataKind, one_epoch: bool):
+        data = config.data
+        self.config, self.tokenizer, self.kind, self.one_epoch = config, tokenizer, kind, one_epoch
+        self.cache, self.repeats, self.by_epochs = (
+            data.data_cache_path, data.dataloader_type == "cyclic", data.blend_weights == "epochs")
+        self.split = f"--split {data.splits}{' (default)' * (data.splits == DEFAULT_SPLIT)}"
         self._corpora: dict[str, IndexedDataset] = {}
 
     def part(self, part: str, wanted: int, flag: str, blend: Blend | None, shares: Sequence[float]) -> Dataset | None:
@@ -114,8 +111,9 @@ class _Builder:
             dataset = self._unweighted(part, None if epoch else wanted, [one(None) for one in opened], blend.prefixes[0])
         else:
             dataset = self._weighted(part, wanted, opened, blend)
-        if logger.isEnabledFor(logging.INFO):
-            logger.info("%s", draws_text(part, self._draws(part, wanted, dataset, blend, shares), self.seq_length))
+        if self.kind.fills and logger.isEnabledFor(logging.INFO):
+            draws = self._draws(part, wanted, dataset, blend, shares)
+            logger.info("%s", draws_text(part, draws, self.config.model.seq_length))
         return dataset
 
     def _with_text(self, part: str, flag: str, blend: Blend, shares: Sequence[float]) -> Blend:
@@ -143,10 +141,11 @@ class _Builder:
                 for prefix, share, count in zip(blend.prefixes, asked, counts)]
 
     def _lengths(self, flag: str, prefix: str, part: str, shares: Sequence[float]) -> np.ndarray:
-        """Tokens of each document of the part."""
+        """Tokens of each sequence of the part."""
         corpus = self._corpus(flag, prefix)
-        documents = cut(len(corpus), shares)[PARTS.index(part)]
-        return corpus.lengths[documents.start:documents.stop]
+        bounds = self.kind.documents(corpus)
+        documents = cut(len(bounds) - 1, shares)[PARTS.index(part)]
+        return corpus.lengths[bounds[documents.start]:bounds[documents.stop]]
 
     def _corpus(self, flag: str, prefix: str) -> IndexedDataset:
         try:
@@ -186,28 +185,29 @@ class _Builder:
     def _open(self, flag: str, prefix: str, part: str, shares: Sequence[float], num_samples: int | None) -> Dataset:
         corpus = self._corpus(flag, prefix)
         try:
-            dataset = self.cut_samples(corpus, self._documents(corpus, part, shares), title=f"GPTDataset-{part}",
-                                       seq_length=self.seq_length, num_samples=num_samples, seed=self.seed, cache=self.cache)
+            dataset = self.kind.open(corpus, self._documents(corpus, part, shares), title=f"{self.kind.title}-{part}",
+                                     num_samples=num_samples, config=self.config, tokenizer=self.tokenizer)
             self._check_vocabulary(dataset)
         except DataError as error:
             raise DataError(f"{flag} {prefix}: {error}") from None
         return dataset
 
     def _documents(self, corpus: IndexedDataset, part: str, shares: Sequence[float]) -> range:
-        ranges = cut(len(corpus), shares)
+        bounds = self.kind.documents(corpus)
+        ranges = cut(len(bounds) - 1, shares)
         documents = ranges[PARTS.index(part)]
         if not corpus.num_tokens:
             raise DataError("the corpus is empty. Make it again from some text with tools/preprocess_data.py.")
-        if not corpus.lengths[documents.start:documents.stop].any():
+        if not corpus.lengths[bounds[documents.start]:bounds[documents.stop]].any():
             parts = ", ".join(f"{name} {len(r)}" for name, r in zip(PARTS, ranges))
-            raise DataError(f"the {part} part is empty: {self.split} divides the {len(corpus)} documents into {parts}. "
+            raise DataError(f"the {part} part is empty: {self.split} divides the {len(bounds) - 1} documents into {parts}. "
                             "Choose a --split that gives each part some text (90,10,0 has no test part), take a larger "
                             "corpus, or do without evaluation by --eval-iters 0.")
         return documents
 
     def _check_vocabulary(self, dataset: Dataset) -> None:
         """A corpus of another tokenizer betrays itself in a few samples: better now than at some step, on some rank."""
-        highest = max((int(dataset[i]["tokens"].max()) for i in range(min(len(dataset), LOOKED_AT))), default=-1)
+        highest = max((int(dataset[i][self.kind.tokens].max()) for i in range(min(len(dataset), LOOKED_AT))), default=-1)
         kind, size = type(self.tokenizer).__name__, self.tokenizer.vocab_size
         if highest >= size:
             raise DataError(f"it holds token id {highest}, but {kind} as given has a vocabulary of {size}: the corpus was "

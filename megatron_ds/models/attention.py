@@ -22,15 +22,16 @@ from .rotary import Rotary
 
 
 class SelfAttention(nn.Module):
-    """x [s(/t), b, h] → [s(/t), b, h], causal. Each rank holds n/t heads and g/t groups."""
+    """x [s(/t), b, h] → [s(/t), b, h]. Each rank holds n/t heads and g/t groups. causal: no token sees a later one."""
 
-    def __init__(self, config, name: str, placement: Placement, *, rotary: Rotary | None, output_std: float):
+    def __init__(self, config, name: str, placement: Placement, *, rotary: Rotary | None, output_std: float,
+                 causal: bool = True):
         super().__init__()
         n, g, d = config.num_attention_heads, config.query_groups, config.head_dim
         self.placement, self.site, self.head_dim = placement, f"{name}.core_attention", d
         self.num_heads = check_divides("num_attention_heads", n, placement.tp, "each rank holds whole heads")
         self.num_groups = check_divides("num_query_groups", g, placement.tp, "each rank holds whole groups of heads")
-        self.dropout = config.attention_dropout
+        self.dropout, self.causal = config.attention_dropout, causal
         self.rotary = rotary
         self.recompute_core = False
         to = dict(group=placement.tp, bias=config.add_bias_linear, sequence_parallel=placement.sequence_parallel,
@@ -59,7 +60,7 @@ class SelfAttention(nn.Module):
     def core_attention(self, q, k, v, batch: Batch) -> torch.Tensor:
         """softmax(q kᵀ / √d) v, [s, b, n/t * d]; fewer queries than keys are the last ones."""
         p = self.dropout if batch.training else 0.0
-        return attention(q, k, v, mask=batch.attention_mask, documents=batch.documents, dropout=p,
+        return attention(q, k, v, causal=self.causal, mask=batch.attention_mask, documents=batch.documents, dropout=p,
                          keep=self.keep_mask(q, k, p, batch) if p else None)
 
     def keep_mask(self, q, k, p: float, batch: Batch) -> torch.Tensor:

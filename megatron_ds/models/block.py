@@ -1,4 +1,4 @@
-"""One decoder block, normalisation first: x + attention(norm(x)), then x + mlp(norm(x)), dropout before each sum."""
+"""One transformer block, normalisation first: x + attention(norm(x)), then x + mlp(norm(x)), dropout before each sum."""
 
 import torch
 from torch import nn
@@ -14,15 +14,15 @@ from .rotary import Rotary
 
 
 class Block(nn.Module):
-    """x [s(/t), b, h] → the same shape."""
+    """x [s(/t), b, h] → the same shape. name: global, of the layer; causal: no token sees a later one."""
 
-    def __init__(self, config, index: int, placement: Placement, *, rotary: Rotary | None, granularity: str | None = None):
+    def __init__(self, config, name: str, placement: Placement, *, rotary: Rotary | None, granularity: str | None = None,
+                 causal: bool = True):
         super().__init__()
-        name = f"decoder.layers.{index}"
         output_std = config.init_method_std / (2 * config.num_layers) ** 0.5    # Radford et al. 2019 (GPT-2), section 2.3
         self.input_layernorm = make_norm(config, f"{name}.input_layernorm", placement)
         self.self_attention = SelfAttention(config, f"{name}.self_attention", placement, rotary=rotary,
-                                            output_std=output_std)
+                                            output_std=output_std, causal=causal)
         self.pre_mlp_layernorm = make_norm(config, f"{name}.pre_mlp_layernorm", placement)
         self.mlp = MLP(config, f"{name}.mlp", placement, output_std=output_std)
         self.attention_dropout = HiddenDropout(config.hidden_dropout, f"{name}.self_attention", placement)

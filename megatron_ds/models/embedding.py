@@ -14,12 +14,12 @@ from .layer import Placement
 WORD_EMBEDDINGS = "embedding.word_embeddings"
 
 
-class GPTEmbedding(nn.Module):
-    """Word embedding, plus learned positions where the model has them, then dropout."""
+class Embedding(nn.Module):
+    """Word embedding, plus learned positions and token types where the model has them, then dropout."""
 
     weights_read_in_backward = False         # a gradient with respect to tokens does not exist
 
-    def __init__(self, config, placement: Placement, *, tied: str | None):
+    def __init__(self, config, placement: Placement, *, tied: str | None, token_types: int = 0):
         super().__init__()
         to = dict(dtype=placement.dtype, device=placement.device)
         self.placement = placement
@@ -29,6 +29,7 @@ class GPTEmbedding(nn.Module):
             tied=tied, **to)
         learned = config.position_embedding_type == "learned_absolute"
         self.position_embeddings = PositionEmbedding(config, placement) if learned else None
+        self.tokentype_embeddings = TokenTypeEmbedding(config, placement, token_types) if token_types else None
         self.dropout = HiddenDropout(config.hidden_dropout, "embedding", placement)
 
     @property
@@ -40,6 +41,8 @@ class GPTEmbedding(nn.Module):
         x = self.word_embeddings(batch.tokens)                                  # [s(/t), b, h]
         if self.position_embeddings is not None:
             x = x + self.position_embeddings(batch.position_ids, self.placement.rows(x))
+        if self.tokentype_embeddings is not None:
+            x = x + self.tokentype_embeddings(batch.token_types, self.placement.rows(x))
         return self.dropout(x, batch)
 
 
@@ -61,3 +64,17 @@ class PositionEmbedding(nn.Module):
         if position_ids.stride(0) == 0:                   # one row expanded over the batch: look it up once
             position_ids = position_ids[:1]
         return lookup(self.weight, position_ids[:, rows.start:rows.stop].t())
+
+
+class TokenTypeEmbedding(nn.Module):
+    """A learned vector per type of token: which of the segments of a sample it stands in."""
+
+    def __init__(self, config, placement: Placement, count: int):
+        super().__init__()
+        spec = ParamSpec("embedding.tokentype_embeddings.weight", (count, config.hidden_size),
+                         Init("normal", config.init_method_std), partial_grad=placement.sequence_parallel)
+        self.weight = new_parameter(spec, dtype=placement.dtype, device=placement.device)
+
+    def forward(self, token_types: torch.Tensor, rows: range) -> torch.Tensor:
+        """The vectors of `rows` of token_types [b, s]: [s(/t), b, h]."""
+        return lookup(self.weight, token_types[:, rows.start:rows.stop].t())

@@ -10,15 +10,17 @@ from functools import partial
 import torch
 
 from ..mpu.group import Group
+from .architecture import MODELS, language_model
 from .block import Block
-from .embedding import WORD_EMBEDDINGS, GPTEmbedding
+from .embedding import WORD_EMBEDDINGS, Embedding
 from .heads import FinalNorm, LanguageModelHead
-from .layer import MODELS, Layer, Placement
+from .layer import Layer, Placement
 from .recompute import check_granularity
 from .rotary import Rotary
 
 
 @MODELS.register("gpt")
+@language_model
 def gpt_layers(config, *, tp: Group, sequence_parallel: bool = False, dtype: torch.dtype = torch.float32,
                device: torch.device | str = "cpu", seed: int = 0, recompute_granularity: str | None = None,
                recompute_num_layers: int | None = None) -> list[Layer]:
@@ -35,12 +37,12 @@ def gpt_layers(config, *, tp: Group, sequence_parallel: bool = False, dtype: tor
     rotary = Rotary(config.head_dim, config.rotary_percent, config.rotary_base) if rope else None
     tied = None if config.untie_embeddings_and_output_weights else WORD_EMBEDDINGS
     return [
-        Layer("embedding", partial(GPTEmbedding, config, placement, tied=tied), "embedding"),
+        Layer("embedding", partial(Embedding, config, placement, tied=tied), "embedding"),
         *(Layer(f"decoder.layers.{i}",
-                partial(Block, config, i, placement, rotary=rotary, granularity=recompute_granularity), "block",
-                recompute_num_layers=recompute_num_layers)
+                partial(Block, config, f"decoder.layers.{i}", placement, rotary=rotary, granularity=recompute_granularity),
+                "block", recompute_num_layers=recompute_num_layers)
           for i in range(config.num_layers)),
-        Layer("decoder.final_layernorm", partial(FinalNorm, config, placement), "norm"),
+        Layer("decoder.final_layernorm", partial(FinalNorm, config, placement, "decoder.final_layernorm"), "norm"),
         Layer("output_layer", lambda weight=None: LanguageModelHead(config, placement, tied=tied, weight=weight), "head",
               tied_to=None if tied is None else "embedding"),
     ]

@@ -12,9 +12,9 @@ from .layer import Placement
 
 
 class FinalNorm(nn.Module):
-    def __init__(self, config, placement: Placement):
+    def __init__(self, config, placement: Placement, name: str):
         super().__init__()
-        self.norm = make_norm(config, "decoder.final_layernorm", placement)
+        self.norm = make_norm(config, name, placement)
 
     def forward(self, x: torch.Tensor, batch: Batch, cache=None) -> torch.Tensor:
         return self.norm(x)
@@ -30,14 +30,15 @@ class LanguageModelHead(nn.Module):
     def __init__(self, config, placement: Placement, *, tied: str | None = None, weight: nn.Parameter | None = None):
         super().__init__()
         self.placement = placement
-        self.weight = weight if weight is not None else self._make_weight(config, placement, tied)
+        self.weight = weight if weight is not None else vocabulary_weight(config, placement, tied)
 
     def forward(self, x: torch.Tensor, batch: Batch, cache=None) -> torch.Tensor:
         return parallel_logits(x, self.weight, self.placement.tp, self.placement.sequence_parallel)
 
-    @staticmethod
-    def _make_weight(config, placement, tied):
-        name = "output_layer" if tied is None else WORD_EMBEDDINGS
-        spec = vocabulary_spec(f"{name}.weight", config.vocab_size, config.hidden_size, config.init_method_std,
-                               config.padded_vocab_size(placement.tp.size), tied, tied_copy=tied is not None)
-        return new_parameter(spec, size=placement.tp.size, dtype=placement.dtype, device=placement.device)
+
+def vocabulary_weight(config, placement: Placement, tied: str | None) -> nn.Parameter:
+    """[Vp/t, h] of a head; a tied one is a copy of the embedding's."""
+    name = "output_layer" if tied is None else WORD_EMBEDDINGS
+    spec = vocabulary_spec(f"{name}.weight", config.vocab_size, config.hidden_size, config.init_method_std,
+                           config.padded_vocab_size(placement.tp.size), tied, tied_copy=tied is not None)
+    return new_parameter(spec, size=placement.tp.size, dtype=placement.dtype, device=placement.device)

@@ -5,7 +5,8 @@ nothing is allocated before a stage builds its own slice. Every built layer is a
 
     forward(x, batch, cache=None) -> x         x: [s, b, h], with sequence parallelism [s / t, b, h]
 
-where the embedding ignores x (None) and reads `batch.tokens`, and a head returns logits [s, b, Vp / t].
+where the embedding ignores x (None) and reads `batch.tokens`, and a head returns logits [s, b, Vp / t], or whatever the
+model's loss understands.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,11 +17,7 @@ from torch import nn
 
 from ..errors import ConfigError
 from ..mpu.group import Group
-from ..registry import Registry, did_you_mean
-
-#: name → function(model config, *, tp, sequence_parallel, dtype, device, seed, recompute_granularity,
-#: recompute_num_layers) -> list[Layer]
-MODELS: Registry[Callable[..., list["Layer"]]] = Registry("model")
+from ..registry import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -50,7 +47,7 @@ class Layer:
 
     make  builds the module. A layer that is `tied_to` another takes that layer's weight as its argument when both are on
           one stage; called without, it builds a copy of its own (`spec.tied_copy`), equal because its name is.
-    kind  "embedding", "block", "norm" or "head": what it costs, and what recomputation applies to
+    kind  what it costs (`training.flops`, `training.activations`); recomputation applies to a "block"
     recompute_num_layers  of the blocks on one stage only the first so many recompute; None for all
     drops_tokens  a block that may see some of the tokens only
     """

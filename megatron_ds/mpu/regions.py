@@ -8,6 +8,7 @@
     scatter_to_sequence_region             slice of dim 0          all-gather
     gather_from_sequence_region            all-gather of dim 0     reduce-scatter        g
     reduce_scatter_to_sequence_region      reduce-scatter          all-gather            g-bar
+    first_of_sequence                      broadcast from rank 0   rank 0 keeps it
 
 Shoeybi et al. 2019 (arXiv:1909.08053), section 3; Korthikanti et al. 2022 (arXiv:2205.05198), section 4.2, for the sequence
 ones. All are collective over `group`, forward and backward, and do nothing for a group of one. Inputs are never modified.
@@ -64,6 +65,14 @@ def reduce_scatter_to_sequence_region(x: torch.Tensor, group: Group) -> torch.Te
     Raises LayoutError if s % t != 0.
     """
     return _ReduceScatterSequence.apply(x, group) if group.size > 1 else x
+
+
+def first_of_sequence(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """The first position of a sequence of which each rank holds a slice: [s / t, b, h] → [b, h] on all ranks.
+
+    What follows must be the same on all ranks, as its gradient is taken from one.
+    """
+    return _First.apply(x, group) if group.size > 1 else x[0]
 
 
 def _all_reduced(x: torch.Tensor, group: Group) -> torch.Tensor:
@@ -135,3 +144,19 @@ class _ReduceScatterSequence(Function):
     @staticmethod
     def backward(ctx, grad):
         return collectives.all_gather(grad, ctx.group), None
+
+
+class _First(Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group, ctx.shape = group, x.shape
+        first = x[0].clone(memory_format=torch.contiguous_format)
+        collectives.broadcast_(first, group)
+        return first
+
+    @staticmethod
+    def backward(ctx, grad):
+        dx = grad.new_zeros(ctx.shape)
+        if ctx.group.rank == 0:
+            dx[0] = grad
+        return dx, None

@@ -111,7 +111,7 @@ class Stage:
             self.enter(i, False)
             x = module(x, batch)
             self.leave(i, False)
-            if x.requires_grad and i + 1 < len(self.modules):
+            if i + 1 < len(self.modules) and x.requires_grad:
                 x.register_hook(partial(self._cross, i))
         return x
 

@@ -28,6 +28,7 @@ import torch
 
 from ..config import RunConfig
 from ..config.model import ModelConfig
+from ..models import MODELS
 from ..ops.blocked_attention import BLOCK, KERNELS, is_worth_blocking
 from ..ops.product import has_products
 from ..pipeline.instruction import Op, Program
@@ -144,13 +145,15 @@ def kept_by_layer(work: Workload, kind: str, recompute: str | None = None) -> in
     """kind: as `models.Layer.sort` has it; another one counts as nothing."""
     if kind == "dropping block":
         return _kept_by_dropping(work, recompute) if work.drops else kept_by_layer(work, "block", recompute)
-    if kind == "embedding":
+    if kind in ("embedding", "bert_embedding"):
         makes_rows = work.tp > 1 or work.samples > 1             # else they are a view of the batch
         return work.tokens * (8 * makes_rows + (work.tp > 1)) + _dropout(work)
     if kind == "norm":
         return work.hidden_bytes + _statistics(work)
     if kind == "head":
         return work.hidden_bytes + work.tokens * (4 * work.vocab + 13) + 20
+    if kind == "bert_head":
+        return _bert_head(work)
     if kind != "block":
         return 0
     if recompute == "full":
@@ -181,7 +184,7 @@ def _at_work(work: Workload, kind: str, recompute: str | None) -> int:
         seen = replace(work, positions=work.kept_tokens) if work.drops else work
         return _at_work(seen, "block", recompute) + (2 * work.hidden_bytes if work.drops else 0)
     whole = work.tokens * work.model.hidden_size * work.itemsize if work.sequence_parallel else 0      # gathered
-    if kind == "head":
+    if kind in ("head", "bert_head"):
         return work.tokens * work.vocab * work.itemsize + work.hidden_bytes + whole
     if kind != "block":
         return 3 * work.hidden_bytes + whole
@@ -191,6 +194,17 @@ def _at_work(work: Workload, kind: str, recompute: str | None) -> int:
     scores = work.scores * (4 + 4 + work.itemsize) if work.model.attention_dropout else 0
     attention = 3 * work.query_bytes + 2 * work.key_bytes + scores
     return max(again, 0) + 2 * work.hidden_bytes + whole + max(feed_forward, attention)
+
+
+def _bert_head(work: Workload) -> int:
+    """The head's of a GPT; before it the input of the dense layer, of the activation and of the norm; and of the binary head
+    the pooled first position, and the position itself where it had to come from another rank, and two probabilities."""
+    transform = 3 * work.hidden_bytes + _statistics(work)
+    order = 0
+    if work.model.bert_binary_head:
+        first = work.samples * work.model.hidden_size * work.itemsize
+        order = first * (2 if work.sequence_parallel else 1) + 8 * work.samples + 16
+    return kept_by_layer(work, "head") + transform + order
 
 
 def _statistics(work: Workload) -> int:
@@ -246,18 +260,20 @@ def _core(work: Workload) -> int:
     if work.device == "cpu" and not has_products(work.dtype):            # then it works on copies in fp32
         work = replace(work, dtype=torch.float32)
         own = work.query_bytes + 2 * work.key_bytes
-    model, q = work.model, work.query_bytes
+    model, q, causal = work.model, work.query_bytes, MODELS[work.model.model].causal
     if model.attention_dropout:
         probabilities = work.scores * (4 + 1 + work.itemsize)            # in fp32; the mask; those that stay, as they compute
-        closed = work.tokens * (work.positions + 1) if work.apart else work.positions**2
+        forbidden = work.positions**2 if causal else work.samples        # what no query sees; queries that see nothing
+        closed = work.tokens * (work.positions + 1) if work.apart else forbidden
         return probabilities + closed + _unfused_arguments(work, own)
-    if _goes_by_blocks(work):
+    if causal and _goes_by_blocks(work):
         blocks = [min(BLOCK, work.positions - at) for at in range(0, work.positions, BLOCK)]
         seen = sum(rows * min((i + 1) * BLOCK, work.positions) for i, rows in enumerate(blocks))
         return work.scores // work.positions**2 * seen * work.itemsize + (own or _blocked_arguments(work))
     sums = 4 * work.tokens * model.num_attention_heads // work.tp        # logarithms of the sums of exponentials
     copied = q if own or work.device != "cpu" and work.samples > 1 else 0    # the output, once more as the projection takes it
-    return (own or _arguments(work)) + sums + copied
+    padding = 0 if causal else work.tokens * work.itemsize               # which keys count, as numbers to be added
+    return (own or _arguments(work)) + sums + copied + padding
 
 
 def _blocked_arguments(work: Workload) -> int:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..config import RunConfig
-from ..models import MODELS, Placement, build_stages, count_uses, gpt_loss, with_random_ltd
+from ..models import MODELS, Placement, build_stages, count_uses, with_random_ltd
 from ..mpu.channels import Channels
 from ..mpu.mesh import Mesh
 from ..optim import OPTIMIZERS
@@ -176,5 +176,10 @@ def _build_executor(config: RunConfig, mesh: Mesh, stages: dict[int, Stage], opt
 
 
 def loss_function(config: RunConfig, tp) -> Callable:
-    return partial(gpt_loss, tp=tp, vocab_size=config.model.vocab_size, label_smoothing=config.train.label_smoothing,
-                   per_token=config.train.calculate_per_token_loss)
+    return partial(MODELS[config.model.model].loss, tp=tp, vocab_size=config.model.vocab_size,
+                   label_smoothing=config.train.label_smoothing, per_token=config.train.calculate_per_token_loss)
+
+
+def objective_terms(config: RunConfig) -> tuple[str, ...]:
+    """Names of what the model's objective holds beside the tokens' loss."""
+    return MODELS[config.model.model].terms(config.model)

@@ -9,12 +9,15 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 
 from ..checkpoint.pieces import views, written_here
 from ..config import RunConfig
+from ..data.gpt_data import GPT_DATA
 from ..errors import ConfigError, LayoutError
+from ..models import MODELS
 from ..mpu.mesh import Mesh
 from ..progress import Progress
 from ..ramps import make_batch_size, make_learning_rate, make_weight_decay
@@ -92,14 +95,24 @@ class Trace:
     boxes: list[tuple[str, tuple[int, ...], tuple[int, ...], torch.Tensor]]
 
 
+def made_up_samples(config: RunConfig, count: int, seed: int) -> Sequence:
+    """What `train_layout` takes: random ids for a GPT, else samples of what the model reads. The same on every rank."""
+    model, kind = config.model, MODELS[config.model.model].data
+    if kind is GPT_DATA:
+        return random_samples(count, model.seq_length, model.vocab_size, seed)
+    made = kind.mock(count, config, SimpleNamespace(vocab_size=model.vocab_size), seed)
+    return [made[i] for i in range(count)]
+
+
 def random_samples(count: int, seq_length: int, vocab_size: int, seed: int) -> torch.Tensor:
     """int64 [count, seq_length + 1], the same on every rank."""
     return torch.randint(vocab_size, (count, seq_length + 1), generator=torch.Generator().manual_seed(seed))
 
 
-def train_layout(config: RunConfig, mesh: Mesh, steps: int, samples: torch.Tensor, *,
+def train_layout(config: RunConfig, mesh: Mesh, steps: int, samples: Sequence, *,
                  watch: Callable[[Engine], None] | None = None) -> Trace:
-    """Train `steps` steps on `samples` (global batches in turn, wrapping around). Collective over the world.
+    """Train `steps` steps on `samples`, as of `made_up_samples` (global batches in turn, wrapping around). Collective over
+    the world.
 
     watch: shown the engine before the first step, to look at it or hang hooks on its modules.
     """
@@ -121,13 +134,17 @@ def train_layout(config: RunConfig, mesh: Mesh, steps: int, samples: torch.Tenso
     return Trace(losses, norms, list(_weight_boxes(engine)))
 
 
-def global_batch_share(samples: torch.Tensor, first: int, size: int, config: RunConfig, mesh: Mesh):
+def global_batch_share(samples: Sequence, first: int, size: int, config: RunConfig, mesh: Mesh):
     """This rank's `Batch` of the global batch that starts at stream position `first`, in Megatron's sampling order."""
     from ..data.batch import Batch
     from ..data.documents import ids_of, positions_of
     from ..data.sampler import local_positions
     data = mesh.group("dp", "cp")
     ids = local_positions(first, size, config.train.micro_batch_size, data.rank, data.size)
+    kind = MODELS[config.model.model].data
+    if kind is not GPT_DATA:
+        numbers = [i % len(samples) for i in ids]
+        return kind.collator(config, None)([samples[i] for i in numbers], numbers, tuple(ids), True).to(mesh.device)
     rows = samples[torch.tensor(ids) % len(samples)]
     tokens, labels = rows[:, :-1], rows[:, 1:]
     ends = tokens % MASKED_EVERY == 0

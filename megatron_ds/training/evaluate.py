@@ -1,18 +1,30 @@
 """Mean loss over held-out samples, forward only. The same samples under every layout."""
 
 import time
+from dataclasses import dataclass
 
-from .build import Engine
+from .build import Engine, objective_terms
 from .report import share
 
 
+@dataclass(frozen=True)
+class Evaluation:
+    """Means over the global batches; terms: of what else the objective holds. stop: a rank wished to end the run meanwhile."""
+
+    loss: float
+    terms: dict[str, float]
+    seconds: float
+    stop: bool
+
+
 def evaluate(engine: Engine, loader, *, first_sample: int, iterations: int, global_batch_size: int,
-             should_stop=lambda: False) -> tuple[float, float, bool]:
-    """(mean loss over `iterations` global batches, seconds, whether a rank wished to stop meanwhile).
+             should_stop=lambda: False) -> Evaluation:
+    """Over `iterations` global batches.
 
     Collective over the world. A wish to stop ends the evaluation after the current batch; its mean is then over fewer.
     """
-    start, total, done, stop = time.perf_counter(), 0.0, 0, False
+    names = objective_terms(engine.config)
+    start, total, terms, done, stop = time.perf_counter(), 0.0, dict.fromkeys(names, 0.0), 0, False
     data = engine.mesh.group("dp", "cp")
     train = engine.config.train
     while done < iterations and not stop:
@@ -20,6 +32,8 @@ def evaluate(engine: Engine, loader, *, first_sample: int, iterations: int, glob
                              training=False).to(engine.mesh.device)
         microbatches = batch.split(train.micro_batch_size)
         losses = engine.executor.forward(microbatches)
-        report = share(losses, engine.mesh, should_stop(), train.calculate_per_token_loss)
+        report = share(losses, engine.mesh, should_stop(), train.calculate_per_token_loss, names)
         total, done, stop = total + report.loss, done + 1, report.stop
-    return total / max(done, 1), time.perf_counter() - start, stop
+        terms = {name: terms[name] + report.terms[name] for name in names}
+    mean = lambda x: x / max(done, 1)
+    return Evaluation(mean(total), {name: mean(x) for name, x in terms.items()}, time.perf_counter() - start, stop)

@@ -8,6 +8,7 @@ import time
 
 import torch
 
+from ..models import MODELS
 from ..ops.product import product
 
 # Dense peak of one device, FLOP/s, from the vendors' data sheets; (16-bit, fp32 as torch runs it without TF32).
@@ -21,7 +22,7 @@ DEVICE_PEAKS = {
 def layer_flops(model, kind: str, seq_length: int, vocab_size: int) -> float:
     """FLOPs of one sequence through one layer, forward and backward.
 
-    model: a ModelConfig.  kind: "embedding", "block", "norm" or "head", as `models.Layer.kind` has it.
+    model: a ModelConfig.  kind: as `models.Layer.kind` has it; one that is not named here multiplies no matrices.
     """
     s, h = seq_length, model.hidden_size
     if kind == "block":
@@ -32,12 +33,16 @@ def layer_flops(model, kind: str, seq_length: int, vocab_size: int) -> float:
         return s * (projections + 6 * h * model.ffn_size * fc) + attention_flops(model, s)
     if kind == "head":
         return 6.0 * s * h * vocab_size
+    if kind == "bert_head":
+        order = 6.0 * h * (h + 2) if model.bert_binary_head else 0.0          # of the first position
+        return 6.0 * s * h * (h + vocab_size) + order
     return 0.0
 
 
 def attention_flops(model, seq_length: int) -> float:
     """Of these, the scores of one block's attention and what they weigh: products without weights of the model's."""
-    return 6.0 * seq_length * seq_length * model.num_attention_heads * model.head_dim
+    seen = 0.5 if MODELS[model.model].causal else 1.0
+    return 12.0 * seen * seq_length * seq_length * model.num_attention_heads * model.head_dim
 
 
 def model_flops(model, samples: int, seq_length: int, vocab_size: int, dropping: int = 0, kept: int = 0) -> float:
@@ -47,7 +52,7 @@ def model_flops(model, samples: int, seq_length: int, vocab_size: int, dropping:
     """
     blocks = (model.num_layers - dropping) * layer_flops(model, "block", seq_length, vocab_size)
     blocks += dropping * layer_flops(model, "block", kept, vocab_size)
-    return samples * (blocks + layer_flops(model, "head", seq_length, vocab_size))
+    return samples * (blocks + layer_flops(model, MODELS[model.model].head, seq_length, vocab_size))
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:

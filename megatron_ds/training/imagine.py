@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 from ..config import RunConfig
-from ..data.batch import Batch
 from ..errors import LayoutError
-from ..models import build_stages, count_uses
+from ..models import MODELS, build_stages, count_uses
 from ..mpu.mesh import Mesh
 from ..mpu.traffic import Traffic
 from ..pipeline.instruction import Op, Schedule
@@ -72,11 +71,13 @@ def boundary_shape(config: RunConfig) -> tuple[int, int, int]:
 def _run(config: RunConfig, mesh: Mesh, modules: nn.ModuleList, index: int, num_stages: int, split: bool) -> Traffic:
     """A micro-batch forward and backward, in halves where the schedule splits it; what it sent."""
     first, last = index == 0, index == num_stages - 1
+    batch = MODELS[config.model.model].data.blank(config.train.micro_batch_size, config.model.seq_length, "meta")
+    batch = batch.keeping(make_token_drop(config), last_step(config))
     stage = Stage(index, list(modules), is_first=first, is_last=last,
                   loss=loss_function(config, mesh.group("tp")) if last else None)
     between = torch.empty(boundary_shape(config), dtype=DTYPES[config.optimizer.params_dtype], device="meta")
     mesh.traffic.clear()
-    output = stage.forward(0, _batch(config), None if first else between, 1.0)
+    output = stage.forward(0, batch, None if first else between, 1.0)
     if not last:
         _check(f"stage {index} hands on", output, between)
     gradient = (stage.backward_input if split else stage.backward)(0, None if last else between)
@@ -91,14 +92,6 @@ def _run(config: RunConfig, mesh: Mesh, modules: nn.ModuleList, index: int, num_
     sent.add_all(mesh.traffic)
     mesh.traffic.clear()
     return sent
-
-
-def _batch(config: RunConfig) -> Batch:
-    b, s = config.train.micro_batch_size, config.model.seq_length
-    numbers = torch.empty(b, s, dtype=torch.int64, device="meta")
-    positions = torch.empty(s, dtype=torch.int64, device="meta").expand(b, s)
-    batch = Batch(numbers, numbers, torch.empty(b, s, device="meta"), positions, tuple(range(b)))
-    return batch.keeping(make_token_drop(config), last_step(config))
 
 
 def _check(what: str, tensor: torch.Tensor, expected: torch.Tensor) -> None:

@@ -20,7 +20,7 @@ from torch import nn
 from ..config import RunConfig
 from ..data.batch import Batch
 from ..errors import ConfigError
-from ..models import MODELS, gpt_loss
+from ..models import MODELS
 from ..mpu.collectives import all_gather_object
 from ..mpu.group import Group
 from ..mpu.mesh import Mesh
@@ -82,19 +82,21 @@ def time_layers(config: RunConfig, tp: Group, device: torch.device) -> dict[str,
     """{kind of layer: seconds of one micro-batch} on this rank. Collective over `tp`."""
     model, train = config.model, config.train
     dtype = DTYPES[config.optimizer.params_dtype]
-    layers = MODELS[model.model](
+    architecture = MODELS[model.model]
+    layers = architecture(
         model, tp=tp, sequence_parallel=config.parallel.sequence_parallel, dtype=dtype, device=device, seed=train.seed,
         recompute_granularity=train.recompute_granularity, recompute_num_layers=train.recompute_num_layers)
     rows = model.seq_length // (tp.size if config.parallel.sequence_parallel else 1)
     x = torch.ones(rows, train.micro_batch_size, model.hidden_size, dtype=dtype, device=device)
-    batch = _batch(train.micro_batch_size, model.seq_length, device)
-    loss = lambda y: gpt_loss(y, batch, tp=tp, vocab_size=model.vocab_size).objective
+    batch = architecture.data.blank(train.micro_batch_size, model.seq_length, device)
+    loss = lambda y: architecture.loss(y, batch, tp=tp, vocab_size=model.vocab_size).objective
     costs = {}
+    first, last = layers[0].kind, layers[-1].kind
     for kind, layer in {layer.kind: layer for layer in layers}.items():
         module = layer.make()
         initialize(list(module.parameters()), train.seed, tp.rank, tp.size)
-        given = None if kind == "embedding" else x
-        costs[kind] = _time_layer(module, given, batch, loss if kind == "head" else lambda y: y, device)
+        given = None if kind == first else x
+        costs[kind] = _time_layer(module, given, batch, loss if kind == last else lambda y: y, device)
         del module
     return costs
 
@@ -124,12 +126,6 @@ def _now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
-
-
-def _batch(size: int, length: int, device: torch.device) -> Batch:
-    tokens = torch.zeros(size, length, dtype=torch.long, device=device)
-    positions = torch.arange(length, device=device).expand(size, -1)
-    return Batch(tokens, tokens, torch.ones(size, length, device=device), positions, tuple(range(size)))
 
 
 def _what(config: RunConfig, device: torch.device) -> dict:

@@ -8,8 +8,8 @@ import json
 import logging
 import math
 import tempfile
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Protocol
@@ -54,6 +54,7 @@ class TrainRecord:
     kept_tokens: int | None = None
     layer_tokens: int = 0
     actual_seq_length: int = 0
+    terms: Mapping[str, float] = field(default_factory=dict)      # of the objective, beside the loss
 
     def line(self) -> str:
         """Megatron-LM's fields in its order, then tokens/s, MFU, memory and the time that is left."""
@@ -65,6 +66,7 @@ class TrainRecord:
             f"learning rate: {self.learning_rate:.6E}",
             f"global batch size: {self.global_batch_size:5d}",
             f"lm loss: {self.loss:.6E}",
+            *(f"{name}: {mean:.6E}" for name, mean in self.terms.items()),
             f"loss scale: {self.loss_scale:.1f}",
             f"grad norm: {self.grad_norm:.3f}",
             f"number of skipped iterations: {self.skipped_steps:3d}",
@@ -95,14 +97,16 @@ class EvalRecord:
     split: str
     loss: float
     eval_seconds: float
+    terms: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def perplexity(self) -> float:
         return math.exp(min(20.0, self.loss))
 
     def line(self) -> str:
+        terms = "".join(f"{name} value: {mean:.6E} | " for name, mean in self.terms.items())
         text = (f" {self.split} loss at iteration {self.step} | lm loss value: {self.loss:.6E} | "
-                f"lm loss PPL: {self.perplexity:.6E} | ")
+                f"lm loss PPL: {self.perplexity:.6E} | {terms}")
         return "\n".join(("-" * len(text), text, "-" * len(text)))
 
 
@@ -188,10 +192,10 @@ class JsonLines:
         return Path(path) if path else Path(save) / "metrics.jsonl" if save else None
 
     def train(self, record: TrainRecord) -> None:
-        self._write("train", asdict(record))
+        self._write("train", _flat(record))
 
     def evaluation(self, record: EvalRecord) -> None:
-        self._write(record.split, {**asdict(record), "perplexity": record.perplexity})
+        self._write(record.split, {**_flat(record), "perplexity": record.perplexity})
 
     def _write(self, kind: str, fields: dict) -> None:
         clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()}
@@ -199,6 +203,12 @@ class JsonLines:
 
     def close(self) -> None:
         self.file.close()
+
+
+def _flat(record) -> dict:
+    """Its fields, and those of its terms: "sop loss" as sop_loss."""
+    fields = asdict(record)
+    return fields | {name.replace(" ", "_"): mean for name, mean in fields.pop("terms").items()}
 
 
 def _step_of(line: str | bytes) -> float:
@@ -232,8 +242,10 @@ class TensorBoard:
             check_folder("--tensorboard-dir", Path(config.logging.tensorboard_dir))
 
     def train(self, record: TrainRecord) -> None:
-        for tag, field in self.TRAIN_TAGS.items():
-            self._scalar(tag, getattr(record, field), record)
+        for tag, name in self.TRAIN_TAGS.items():
+            self._scalar(tag, getattr(record, name), record)
+        for name, mean in record.terms.items():
+            self._scalar(name, mean, record)
         self.writer.add_scalar("tokens-per-second", record.tokens_per_second, record.step)
         self.writer.add_scalar("mfu", record.mfu, record.step)
         if record.kept_tokens is not None:
@@ -245,6 +257,8 @@ class TensorBoard:
         suffix = record.split
         self._scalar(f"lm loss {suffix}", record.loss, record)
         self._scalar(f"lm loss {suffix} ppl", record.perplexity, record)
+        for name, mean in record.terms.items():
+            self._scalar(f"{name} {suffix}", mean, record)
 
     def _scalar(self, tag: str, value: float, record) -> None:
         self.writer.add_scalar(tag, value, record.step)

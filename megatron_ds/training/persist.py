@@ -18,6 +18,7 @@ from ..data.datasets import identify
 from ..data.sources import read_sources
 from ..data.split import parse_split
 from ..errors import CheckpointError
+from ..models import MODELS
 from ..mpu.mesh import Mesh
 from ..progress import Progress
 from .build import Engine
@@ -25,7 +26,7 @@ from .together import together
 
 logger = logging.getLogger(__name__)
 
-# Fields of the model that decide shapes or meaning of the weights; a checkpoint is refused when one differs.
+# Fields of every model that decide shapes or meaning of the weights; a checkpoint is refused when one differs.
 MODEL_FIELDS = (
     "model", "num_layers", "hidden_size", "ffn_size", "num_attention_heads", "query_groups", "head_dim", "activation",
     "normalization", "norm_epsilon", "position_embedding_type", "positions", "rotary_base", "rotary_percent",
@@ -44,13 +45,14 @@ def describe_run(config: RunConfig, as_given: RunConfig, tokenizer) -> dict:
 
 def _identity(config: RunConfig, tokenizer) -> dict:
     """{"model": …, "tokenizer": …, "data": …}, plain values; a checkpoint of another identity is refused."""
-    model = {name: getattr(config.model, name) for name in MODEL_FIELDS}
+    names = (*MODEL_FIELDS, *MODELS[config.model.model].fields)
+    model = {name: getattr(config.model, name) for name in names}
     return {"model": model, "tokenizer": {"fingerprint": tokenizer.fingerprint}, "data": _data_identity(config)}
 
 
 def _data_identity(config: RunConfig) -> dict:
-    """What decides the order of training samples. Corpora count by content: they may lie elsewhere, or be split in other
-    words; and a run may go on with another validation set."""
+    """What decides the training samples and their order. Corpora count by content: they may lie elsewhere, or be split in
+    other words; and a run may go on with another validation set."""
     data, sources = config.data, read_sources(config.data)
     whole, train = sources.whole.words if sources.whole else (), sources.parts[0].words if sources.parts else ()
     return {"data_path": identify(whole), "train_data_path": identify(train),
@@ -58,7 +60,7 @@ def _data_identity(config: RunConfig) -> dict:
             "dataloader_type": data.dataloader_type, "seq_length": config.model.seq_length, "seed": config.train.seed,
             **({"blend_weights": data.blend_weights} if data.blend_weights != "samples" else {}),
             **({"fill_in_the_middle": [getattr(data, path.partition(".")[2]) for path in FIM]} if data.fim_data else {}),
-            **({"pack_documents": True} if data.pack_documents else {})}
+            **MODELS[config.model.model].data.identity(config)}
 
 
 def save_run(engine: Engine, progress: Progress, description: dict) -> None:

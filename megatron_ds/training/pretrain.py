@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -47,17 +47,21 @@ KNOWN_NAMES = {"model.model": MODELS, "parallel.pipeline_schedule": SCHEDULES, "
 logger = logging.getLogger(__name__)
 
 
-def pretrain(argv: Sequence[str] | None = None) -> int:
-    """Run a pretraining job from flags (default: the command line); returns the exit code."""
-    return main_guard(lambda: _pretrain(argv))
+def pretrain(argv: Sequence[str] | None = None, **defaults) -> int:
+    """Run a pretraining job from flags (default: the command line); returns the exit code.
+
+    defaults: what an entry script prefers, by name of the option; flags and files win over it.
+    """
+    return main_guard(lambda: _pretrain(argv, defaults))
 
 
-def _pretrain(argv) -> int:
+def _pretrain(argv, defaults: Mapping[str, object]) -> int:
     started = time.monotonic()
     argv = sys.argv[1:] if argv is None else list(argv)
     launch = Launch(rank_in(os.environ)) if names_its_world(argv) else launching.read_launch(os.environ)
     _set_up_logging(launch.rank)
-    config = parse(argv, world_size=launch.world_size, env=os.environ, known=KNOWN_NAMES, rules=RULES)
+    config = parse(argv, world_size=launch.world_size, env=os.environ, known=KNOWN_NAMES, rules=RULES,
+                   defaults=defaults)
     if config.plan.is_dry:
         return dry_run(config, launch)
     with joined(config, launch) as mesh:
@@ -95,7 +99,8 @@ def _open_data(config: RunConfig, mesh: Mesh):
     """(config with the tokenizer's vocabulary size, tokenizer, loaders); reads files, talks to nobody."""
     tokenizer = build_tokenizer(config.data, config.model)
     config = config.with_values({"model.vocab_size": tokenizer.vocab_size}, Source("derived", "the tokenizer"))
-    datasets = build_datasets(config, wanted_samples(config), tokenizer, one_epoch=bool(config.curriculum.curriculum_metrics))
+    datasets = build_datasets(config, wanted_samples(config), tokenizer, MODELS[config.model.model].data,
+                              one_epoch=bool(config.curriculum.curriculum_metrics))
     return config, tokenizer, build_loaders(config, rearranged(config, datasets, tokenizer), tokenizer, mesh)
 
 

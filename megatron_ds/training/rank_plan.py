@@ -31,12 +31,13 @@ from ..zero.policy import policy_of
 from ..zero.sets import SHARED, Fact, SetPlan, plan_sets
 from ..zero.traffic import CountedUnit, foresee_gathers, predict_traffic
 from .activations import at_work, kept_by_stage, most_kept, workload_of
-from .build import bucket_elements
+from .build import bucket_elements, objective_terms
 from .dtypes import DTYPES
 from .imagine import ImaginedStage, boundary_shape
 from .plan import moments_of
+from .report import report_bytes
 
-REPORT_BYTES, NORM_BYTES = 4 * 8, (4 * 8, 3 * 8)      # fp64: `report.share`; `grad_norm.sum_over_ranks`, data and model group
+NORM_BYTES = 4 * 8, 3 * 8                             # fp64: `grad_norm.sum_over_ranks`, data and model group
 
 
 @dataclass(frozen=True)
@@ -209,7 +210,7 @@ def _state_traffic(config: RunConfig, place: Place, plans: Sequence[SetPlan], pa
                     numel = piece.stop - piece.start
                 traffic.add("all_reduce", "embd", place.holders, numel * gradient)
     for axes, size, num_bytes in (("dp-cp", ranks.data.size, NORM_BYTES[0]), ("tp-pp", place.model, NORM_BYTES[1]),
-                                  ("tp-cp-dp-pp", place.world, REPORT_BYTES)):
+                                  ("tp-cp-dp-pp", place.world, report_bytes(objective_terms(config)))):
         if size > 1:
             traffic.add("all_reduce", axes, size, num_bytes)
     return traffic

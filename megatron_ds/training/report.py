@@ -1,8 +1,8 @@
 """What the ranks tell each other after a step: losses of the last stage, and wishes to stop. One small all-reduce."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -12,26 +12,36 @@ from ..mpu.mesh import Mesh
 
 @dataclass(frozen=True)
 class StepReport:
-    """loss: mean over micro-batches and data-parallel ranks; tokens: counted in the loss; the same on every rank."""
+    """loss: mean over micro-batches and data-parallel ranks; tokens: counted in the loss; the same on every rank.
+
+    terms: the means of what else the objective holds, by name.
+    """
 
     loss: float
     tokens: float
     stop: bool
+    terms: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def is_finite(self) -> bool:
-        return math.isfinite(self.loss)
+        return all(map(math.isfinite, (self.loss, *self.terms.values())))
 
 
-def share(losses: Sequence, mesh: Mesh, stop: bool = False, per_token: bool = False) -> StepReport:
-    """Collective over the world: an all-reduce of four float64.
+def report_bytes(terms: Sequence[str]) -> int:
+    """Of the message that `share` sends."""
+    return 8 * (4 + 2 * len(terms))
+
+
+def share(losses: Sequence, mesh: Mesh, stop: bool = False, per_token: bool = False,
+          terms: Sequence[str] = ()) -> StepReport:
+    """Collective over the world: an all-reduce of four float64, and two for each of `terms`, the names of `Loss.terms`.
 
     losses: of the local micro-batches; empty on ranks that do not hold the last stage. Sums are in float64, so that the
     reported loss does not depend on how samples are spread over ranks beyond the last bit.
     per_token: average over all tokens of the step instead of over micro-batches.
     """
     speaks = mesh.coordinate("tp") == 0 and bool(losses)
-    row = torch.zeros(4, dtype=torch.float64)
+    row = torch.zeros(4 + 2 * len(terms), dtype=torch.float64)
     if speaks:
         totals = torch.stack([loss.total.double() for loss in losses]).cpu()
         tokens = torch.stack([loss.tokens.double() for loss in losses]).cpu()
@@ -39,8 +49,12 @@ def share(losses: Sequence, mesh: Mesh, stop: bool = False, per_token: bool = Fa
         row[0] = (totals if per_token else means).sum()
         row[1] = tokens.sum() if per_token else len(losses)
         row[2] = tokens.sum()
+        for i in range(len(terms)):
+            row[4 + 2 * i] = sum(loss.terms[i][0].double() for loss in losses)
+            row[5 + 2 * i] = sum(loss.terms[i][1].double() for loss in losses)
     row[3] = float(stop)
     row = row.to(mesh.device)
     all_reduce_(row, mesh.group("world"))
-    total, count, tokens, stop_votes = row.tolist()
-    return StepReport(total / max(count, 1), tokens, stop_votes > 0)
+    total, count, tokens, stop_votes, *rest = row.tolist()
+    means = {name: rest[2 * i] / max(rest[2 * i + 1], 1) for i, name in enumerate(terms)}
+    return StepReport(total / max(count, 1), tokens, stop_votes > 0, means)

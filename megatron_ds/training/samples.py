@@ -3,10 +3,10 @@
 import logging
 
 from ..config import RunConfig
-from ..data.collate import GPTCollator
 from ..data.datasets import Datasets
 from ..data.fim import FIMDataset, make_fim
 from ..data.loader import Loader
+from ..models import MODELS
 from ..mpu.mesh import Mesh
 from ..ramps import make_batch_size, planned_steps
 from .curriculum import make_order
@@ -54,10 +54,7 @@ def warn_without_ends(data, dataset, eod: int) -> None:
 def build_loaders(config: RunConfig, datasets, tokenizer, mesh: Mesh) -> Loaders:
     """Loaders over the (train, validation, test) datasets; None where a split has no samples."""
     data = config.data
-    collate = GPTCollator(
-        config.model.seq_length, tokenizer.vocab_size, tokenizer.eod, eod_mask_loss=data.eod_mask_loss,
-        reset_position_ids=data.reset_position_ids, reset_attention_mask=data.reset_attention_mask)
-
+    collate = MODELS[config.model.model].data.collator(config, tokenizer)
     if mesh.rank == 0:
         warn_without_ends(data, datasets.train, tokenizer.eod)
     tp = mesh.group("tp")

@@ -1,12 +1,14 @@
 """One optimizer step: forward and backward of all micro-batches, what the ranks agree on, update."""
 
 import logging
+import math
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from ..errors import MegatronDSError
 from ..progress import Progress
-from .build import Engine
+from .build import Engine, objective_terms
 from .locate import locate_nonfinite
 from .report import StepReport, share
 
@@ -21,7 +23,8 @@ class NonFiniteLossError(MegatronDSError):
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What one step did. grad_norm: before clipping, of the unscaled gradient; NaN where it is not finite."""
+    """What one step did. grad_norm: before clipping, of the unscaled gradient; NaN where it is not finite. terms: of the
+    objective, beside the loss."""
 
     loss: float
     tokens: float
@@ -32,6 +35,11 @@ class StepOutcome:
     skipped: bool
     stop: bool
     seconds: float
+    terms: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def is_finite(self) -> bool:
+        return all(map(math.isfinite, (self.loss, *self.terms.values())))
 
 
 def train_step(engine: Engine, batch, progress: Progress, *, learning_rate: float, weight_decay: float,
@@ -52,12 +60,12 @@ def train_step(engine: Engine, batch, progress: Progress, *, learning_rate: floa
     # Gradients are summed over micro-batches and ranks, so each micro-batch counts with its share of the global batch.
     global_microbatches = len(microbatches) * engine.mesh.group("dp", "cp").size
     losses = executor.run(microbatches, loss_scale if per_token else loss_scale / global_microbatches)
-    report = share(losses, engine.mesh, stop, per_token)
+    report = share(losses, engine.mesh, stop, per_token, objective_terms(config))
     if not report.is_finite:
         _tell_nonfinite(engine, executor, microbatches, report, progress)
     result = optimizer.step(learning_rate, weight_decay, max(report.tokens, 1) if per_token else 1.0)
     return StepOutcome(report.loss, report.tokens, result.grad_norm, loss_scale, learning_rate, weight_decay,
-                       result.skipped, report.stop, time.perf_counter() - start)
+                       result.skipped, report.stop, time.perf_counter() - start, report.terms)
 
 
 def _tell_nonfinite(engine: Engine, executor, microbatches, report: StepReport, progress: Progress) -> None:
@@ -65,7 +73,8 @@ def _tell_nonfinite(engine: Engine, executor, microbatches, report: StepReport, 
         return       # dynamic loss scaling: an overflow is part of finding the scale, the optimizer skips the step
     weights = [(p.spec.name, p.tensor) for p in engine.optimizer.pieces() if p.kind == "weight"]
     where = locate_nonfinite(engine.layers, weights, lambda: executor.forward(microbatches), engine.mesh)
-    message = f"loss is {report.loss} at iteration {progress.step + 1}, {where}"
+    also = "".join(f", {name} {mean}" for name, mean in report.terms.items())
+    message = f"loss is {report.loss}{also} at iteration {progress.step + 1}, {where}"
     if engine.config.train.check_for_nan == "stop":
         raise NonFiniteLossError(
             f"{message}. Nothing of this step was applied; the last checkpoint is unharmed. Lower the learning rate or "

@@ -4,7 +4,6 @@
 """
 
 import logging
-import math
 import statistics
 import time
 from dataclasses import dataclass
@@ -123,8 +122,7 @@ class Trainer:
             outcome = train_step(self.engine, batch, before, learning_rate=self.learning_rate(before),
                                  weight_decay=self.weight_decay(before), stop=self._wants_to_stop())
         rows = size * batch.rows_per_sample
-        self.progress = before.after(size, rows * batch.seq_length, skipped=outcome.skipped,
-                                     nan=not math.isfinite(outcome.loss),
+        self.progress = before.after(size, rows * batch.seq_length, skipped=outcome.skipped, nan=not outcome.is_finite,
                                      layer_tokens=rows * self._layer_tokens(before.step, batch.seq_length))
         self.history.append(outcome)
         dropping = (len(self.drop.blocks), batch.kept_tokens) if self.drop else ()
@@ -158,7 +156,8 @@ class Trainer:
             eta_seconds=(self._total_steps() - p.step) * seconds, memory_gib=peak_memory_gib(self.engine.mesh.device),
             data_seconds=statistics.fmean(done.data_seconds for done in self._window), kept_tokens=kept_tokens,
             layer_tokens=p.layer_tokens,
-            actual_seq_length=self._layer_tokens(p.step - 1, seq_length) // self.config.model.num_layers)
+            actual_seq_length=self._layer_tokens(p.step - 1, seq_length) // self.config.model.num_layers,
+            terms={name: statistics.fmean(o.terms[name] for o in outcomes) for name in last.terms})
 
     def _warn_of_stall(self, record: TrainRecord) -> None:
         """Once a run: the data are what a step waits for."""
@@ -187,15 +186,16 @@ class Trainer:
         # The position in the validation stream is a function of the step, as in Megatron; a checkpoint may be beyond the plan.
         step = min(self.progress.step, planned_steps(train, self.batch_size))
         rounds = step // train.eval_interval - 1 if validation and train.eval_interval else 0
-        loss, seconds, stop = evaluate(
+        result = evaluate(
             self.engine, self.loaders.valid if validation else self.loaders.test,
             first_sample=max(0, rounds) * train.eval_iters * size, iterations=train.eval_iters, global_batch_size=size,
             should_stop=self._wants_to_stop)
         if validation:
             self._validated_step = self.progress.step
         if self.engine.mesh.rank == 0:
-            self.log.evaluation(EvalRecord(self.progress.step, self.progress.samples, split, loss, seconds))
-        return stop
+            self.log.evaluation(EvalRecord(self.progress.step, self.progress.samples, split, result.loss, result.seconds,
+                                           result.terms))
+        return result.stop
 
     def _evaluate_everything(self) -> None:
         train = self.config.train

@@ -70,7 +70,7 @@ def environment() -> dict[str, str]:
 
 def link_sources(folder: Path) -> None:
     """What a reader stands in: the root of the repository, but nothing is written into that."""
-    for name in ("tools", "examples", "pretrain_gpt.py"):
+    for name in ("tools", "examples", "pretrain_gpt.py", "pretrain_bert.py"):
         (folder / name).symlink_to(ROOT / name)
 
 

@@ -19,7 +19,7 @@ from megatron_ds.training.plan import RULES
 from megatron_ds.training.pretrain import KNOWN_NAMES
 from tests.harness.documents import ROOT, environment
 
-SCRIPT = "pretrain_gpt.py"
+SCRIPTS = {"pretrain_gpt.py": {}, "pretrain_bert.py": {"model": "bert"}}          # and what each prefers
 STAND_INS = ("torchrun", "srun", "scontrol", "sbatch")
 STAND_IN = """#!{python}
 import json, os, sys
@@ -30,15 +30,17 @@ with open({log!r}, "a") as log:
 
 @dataclass(frozen=True)
 class Started:
-    """One command that a script gave to a launcher. words: those of the training script, without its name."""
+    """One command that a script gave to a launcher. words: those of the training script, which is named by itself."""
 
     launcher: str
     world_size: int
+    script: str
     words: tuple[str, ...]
 
     def config(self) -> RunConfig:
         """What the ranks would make of it. Raises ConfigError as they would, before any process group."""
-        return parse(list(self.words), world_size=self.world_size, known=KNOWN_NAMES, rules=RULES)
+        return parse(list(self.words), world_size=self.world_size, known=KNOWN_NAMES, rules=RULES,
+                     defaults=SCRIPTS[self.script])
 
 
 def started_by(script: str, folder: Path, env: Mapping[str, str] | None = None,
@@ -60,7 +62,7 @@ def started_by(script: str, folder: Path, env: Mapping[str, str] | None = None,
 
 def trainings(commands: list[list[str]], slurm: Mapping[str, str] | None = None) -> list[Started]:
     """Those of the commands that train, with the number of ranks that their launcher would start."""
-    return [_started(words, slurm or {}) for words in commands if any(word.endswith(SCRIPT) for word in words)]
+    return [_started(words, slurm or {}) for words in commands if any(map(_script_of, words))]
 
 
 def sbatch_environment(script: str) -> dict[str, str]:
@@ -73,17 +75,21 @@ def sbatch_environment(script: str) -> dict[str, str]:
             "SLURM_NTASKS": str(nodes * tasks), "SLURM_NTASKS_PER_NODE": str(tasks), "SLURM_JOB_NODELIST": f"node[1-{nodes}]"}
 
 
+def _script_of(word: str) -> str | None:
+    return next((script for script in SCRIPTS if word.endswith(script)), None)
+
+
 def _started(words: list[str], slurm: Mapping[str, str]) -> Started:
     launcher, *rest = words
-    at = next(i for i, word in enumerate(rest) if word.endswith(SCRIPT))
+    at = next(i for i, word in enumerate(rest) if _script_of(word))
     world_size = {"torchrun": _torchrun, "srun": _srun}[launcher](rest[:at + 1], slurm)
-    return Started(launcher, world_size, tuple(rest[at + 1:]))
+    return Started(launcher, world_size, _script_of(rest[at]), tuple(rest[at + 1:]))
 
 
 def _torchrun(words: list[str], slurm) -> int:
     from torch.distributed.run import get_args_parser
     args = get_args_parser().parse_args(words)          # exits when the torchrun at hand does not know a flag
-    return int(args.nnodes) * int(args.nproc_per_node)
+    return int(str(args.nnodes).partition(":")[0]) * int(args.nproc_per_node)
 
 
 def _srun(words: list[str], slurm) -> int:

@@ -17,9 +17,8 @@ from megatron_ds.models.block import Block
 from megatron_ds.models.mlp import MLP
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
-from megatron_ds.training.compare import difference, merge, parse_layout, random_samples, train_layout
+from megatron_ds.training.compare import difference, made_up_samples, merge, parse_layout, train_layout
 from tests.harness.threads import run_ranks
-from tools.compare_layouts import SEQ_LENGTH, VOCAB
 
 GLOBAL_BATCH, NUM_LAYERS, STEPS = 8, 4, 20
 
@@ -68,7 +67,7 @@ def run_layout(job: list[str], layout: str, steps: int = STEPS) -> Run:
     config = parse([*job, *request.flags], world_size=request.world_size)
     grid = Grid.fit(request.world_size, tp=config.parallel.tensor_model_parallel_size,
                     pp=config.parallel.pipeline_model_parallel_size, order=config.parallel.rank_order)
-    samples = random_samples(4 * GLOBAL_BATCH, SEQ_LENGTH, VOCAB, seed=1)
+    samples = made_up_samples(config, 4 * GLOBAL_BATCH, seed=1)
     seen: dict[int, Seen] = {}
 
     def main(rank, world):

@@ -9,9 +9,7 @@ import pytest
 import torch
 
 from megatron_ds.config import parse
-from megatron_ds.data.batch import Batch
 from megatron_ds.models import MODELS, Placement, build_stage, with_random_ltd
-from megatron_ds.models.losses import gpt_loss
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.imagined import imagined_group
 from megatron_ds.mpu.mesh import Mesh
@@ -30,7 +28,8 @@ JOB = ["--num-layers", "3", "--hidden-size", "64", "--num-attention-heads", "4",
        "--train-iters", "1", "--mock-data", "--make-vocab-size-divisible-by", "8"]
 STYLES = {"gpt": [], "gqa": ["--num-query-groups", "2"], "rope": ["--position-embedding-type", "rope"],
           "llama": ["--position-embedding-type", "rope", "--num-query-groups", "2", "--swiglu", "--normalization", "RMSNorm",
-                    "--disable-bias-linear"]}
+                    "--disable-bias-linear"],
+          "bert": ["--model", "bert"], "single": ["--model", "bert", "--bert-no-binary-head"]}
 RANKS = {"alone": (1, []), "tp": (2, ["--tensor-model-parallel-size", "2"]),
          "sp": (2, ["--tensor-model-parallel-size", "2", "--sequence-parallel"])}
 RECOMPUTE = {"kept": [], "selective": ["--recompute-granularity", "selective"], "full": ["--recompute-granularity", "full"],
@@ -42,7 +41,8 @@ def kept(job: list[str], tp: int, layers: slice, apart: bool = False) -> tuple[i
     config = parse([*JOB, *job], world_size=tp)
     model, train, dtype = config.model, config.train, DTYPES[config.optimizer.params_dtype]
     group, split = imagined_group("tp", tp, rank=tp - 1), tp if config.parallel.sequence_parallel else 1
-    stage_layers = MODELS["gpt"](model, tp=group, sequence_parallel=config.parallel.sequence_parallel, dtype=dtype,
+    architecture = MODELS[model.model]
+    stage_layers = architecture(model, tp=group, sequence_parallel=config.parallel.sequence_parallel, dtype=dtype,
                                  recompute_granularity=train.recompute_granularity,
                                  recompute_num_layers=train.recompute_num_layers)
     drop = make_token_drop(config)
@@ -54,16 +54,15 @@ def kept(job: list[str], tp: int, layers: slice, apart: bool = False) -> tuple[i
     modules = build_stage(stage_layers)
     for parameter in modules.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
-    last, s, b = kinds[-1] == "head", model.seq_length, train.micro_batch_size
-    stage = Stage(0, list(modules), is_first=kinds[0] == "embedding", is_last=last, loss=None if not last else (
-        lambda x, batch: gpt_loss(x, batch, tp=group, vocab_size=model.vocab_size)))
+    last, s, b = kinds[-1] == architecture.head, model.seq_length, train.micro_batch_size
+    stage = Stage(0, list(modules), is_first="embedding" in kinds[0], is_last=last, loss=None if not last else (
+        lambda x, batch: architecture.loss(x, batch, tp=group, vocab_size=model.vocab_size)))
     batches, losses = [], []
     with AliveBytes() as alive:
         for k in range(2):      # the second: what a rank holds once, such as the rotary tables used last, is there already
-            tokens = torch.zeros(b, s + 1, dtype=torch.int64)
-            positions = torch.arange(s).expand(b, -1)
-            batch = Batch(tokens[:, :-1], tokens[:, 1:], torch.ones(b, s), positions, tuple(range(b)),
-                          document_ids=torch.arange(s).expand(b, -1) // 9 if apart else None).keeping(drop, 0)
+            batch = architecture.data.blank(b, s).keeping(drop, 0)
+            if apart:
+                batch = replace(batch, document_ids=torch.arange(s).expand(b, -1) // 9)
             batches.append(batch)
             given = alive.now()
             x = None if stage.is_first else torch.zeros(s // split, b, model.hidden_size, dtype=dtype)
@@ -167,8 +166,7 @@ def test_the_most_that_was_ever_alive_is_about_what_was_planned(flags):
            "--global-batch-size", "4", "--tokenizer-type", "NullTokenizer"]
     config = parse([*JOB, *job, *flags], world_size=1)
     engine = build_engine(config, Mesh(Grid(), 0))
-    tokens = torch.zeros(4, 193, dtype=torch.int64)
-    batch = Batch(tokens[:, 1:], tokens[:, 1:], torch.ones(4, 192), torch.arange(192).expand(4, -1), tuple(range(4)))
+    batch = MODELS[config.model.model].data.blank(4, 192)
     engine.optimizer.begin_step()
     with AliveBytes(peak=True) as alive:
         engine.executor.run(batch.split(2))

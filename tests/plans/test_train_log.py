@@ -61,8 +61,23 @@ def test_metrics_lie_in_the_save_folder_one_json_object_a_record(tmp_path):
     log.evaluation(EVALUATION)
     log.close()
     train, validation = map(json.loads, (tmp_path / "save" / "metrics.jsonl").read_text().splitlines())
-    assert train == {"kind": "train", **vars(RECORD), "loss": None}
+    fields = {name: value for name, value in vars(RECORD).items() if name != "terms"}
+    assert train == {"kind": "train", **fields, "loss": None}
     assert validation["kind"] == "validation" and validation["perplexity"] == pytest.approx(math.exp(2.5))
+
+
+def test_further_terms_of_the_objective_stand_behind_the_loss_and_in_fields_of_their_own(tmp_path):
+    terms = {"sop loss": 0.6931}
+    line = TrainRecord(**{**vars(RECORD), "terms": terms}).line()
+    assert "| lm loss: 2.831712E+00 | sop loss: 6.931000E-01 | loss scale: 65536.0 |" in line
+    evaluation = EvalRecord(**{**vars(EVALUATION), "terms": terms})
+    assert evaluation.line().split("\n")[1].endswith("PPL: 1.218249E+01 | sop loss value: 6.931000E-01 | ")
+    log = open_log(logging_to(tmp_path), 0)
+    log.train(TrainRecord(**{**vars(RECORD), "terms": terms}))
+    log.evaluation(evaluation)
+    log.close()
+    records = map(json.loads, (tmp_path / "save" / "metrics.jsonl").read_text().splitlines())
+    assert [record["sop_loss"] for record in records] == [0.6931] * 2
 
 
 def test_a_resumed_run_replaces_the_records_of_steps_it_repeats(tmp_path):

@@ -17,7 +17,7 @@ from tests.harness.documents import ROOT, blocks_of, check_printed, environment
 from tests.harness.launches import sbatch_environment, started_by, trainings
 
 EXAMPLES = sorted(path for path in (ROOT / "examples").iterdir() if path.suffix in (".sh", ".sbatch"))
-TORCHRUN, SBATCH = (ROOT / "examples" / name for name in ("gpt3_torchrun.sh", "llama_7b.sbatch"))
+TORCHRUN, SBATCH, BERT = (ROOT / "examples" / name for name in ("gpt3_torchrun.sh", "llama_7b.sbatch", "bert_tiny_cpu.sh"))
 
 
 def started(recipe, folder, *arguments, **env):
@@ -92,6 +92,21 @@ if "--metrics-path" in sys.argv:
     lengths = length_difficulty(efficient.curriculum, efficient.model.seq_length)
     assert [lengths.at(t) for t in (1, 15, 30, 60)] == [32, 128, 256, 256]
     assert efficient.train == plain.train and efficient.optimizer == plain.optimizer
+
+def test_the_bert_recipe_makes_sentences_and_trains_at_two_layouts(tmp_path):
+    """Its commands for data are those of docs/bert.md, which a test runs; here they find their work done."""
+    out = tmp_path / "out"
+    for name in ("corpus.jsonl", "tokenizer/vocab.txt", "corpus_text_sentence.idx"):
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).touch()
+    script = BERT.read_text().replace('"$PYTHON" -m torch.distributed.run', "command torchrun").replace(
+        '"$PYTHON" "$here/tools/plot_loss.py"', "true")
+    found = trainings(started_by(script, tmp_path, {"STEPS": "40"}, ("out",)))
+    split, piped = (started.config() for started in found)
+    assert {s.script for s in found} == {"pretrain_bert.py"} and {s.world_size for s in found} == {2}
+    assert split.parallel.tensor_model_parallel_size == 2 and split.parallel.sequence_parallel
+    assert piped.parallel.pipeline_model_parallel_size == 2 and split.train.exit_interval == 20
+    assert split.model == piped.model and split.model.model == "bert" and split.checkpoint == piped.checkpoint
 
 
 def test_the_quickstart_in_small_ends_with_a_curve_and_a_text(tmp_path):

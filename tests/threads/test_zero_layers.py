@@ -111,8 +111,8 @@ def test_evaluation_gathers_too_and_gives_the_loss_of_one_process():
     def main(engine):
         loader = Loader()
         loader.engine = engine
-        return [evaluate(engine, loader, first_sample=0, iterations=2, global_batch_size=BATCH)[0], *train(engine, range(1)),
-                evaluate(engine, loader, first_sample=0, iterations=2, global_batch_size=BATCH)[0]]
+        return [evaluate(engine, loader, first_sample=0, iterations=2, global_batch_size=BATCH).loss, *train(engine, range(1)),
+                evaluate(engine, loader, first_sample=0, iterations=2, global_batch_size=BATCH).loss]
 
     [expected] = run(config_of("dp=1"), main)
     for layout in ("dp=2,zero=3", "dp=2,pp=2,zero=3,pin=1"):

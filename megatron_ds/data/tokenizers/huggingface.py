@@ -26,7 +26,8 @@ class HuggingFaceTokenizer:
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self._backend = Backend(self._tokenizer, backend)
-        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        self.vocab = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(self.vocab.values()) + 1
         self.eod = self._end_of_document(file)
         self.fingerprint = fingerprint_of("HuggingFaceTokenizer", self._tokenizer.to_str().encode())
 

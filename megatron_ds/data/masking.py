@@ -1,0 +1,81 @@
+"""Masking for BERT: which tokens of a sample are hidden, and behind what; with Megatron's rules and random numbers.
+
+Tokens are chosen as n-grams of whole words (Devlin et al. 2019, arXiv:1810.04805, section 3.1, and the whole-word masking of
+its authors' code; n-grams as in Joshi et al. 2020 and Lan et al. 2020 (ALBERT), section 3.1): shorter ones more often, in
+proportion to 1/n. Of the chosen tokens 80 % become [MASK], 10 % a random token, 10 % stay.
+
+    [CLS] the  un ##aff ##able  man [SEP] spoke [SEP]           candidates: the | un ##aff ##able | man | spoke
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from .word_pieces import WordPieces
+
+MASKED, REPLACED = 0.8, 0.5          # share behind [MASK]; of the rest, share that becomes another token
+
+
+@dataclass(frozen=True)
+class Masking:
+    """probability: share of the tokens that are chosen. max_ngram: words chosen together at most."""
+
+    probability: float = 0.15
+    max_ngram: int = 3
+    whole_words: bool = True
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """Cumulative probabilities of n = 1, 2, …, as `RandomState.choice` sums them."""
+        p = 1.0 / np.arange(1, self.max_ngram + 1)
+        p /= p.sum()
+        p /= p.sum()
+        total = p.cumsum()
+        return total / total[-1]
+
+    def most(self, length: int, target: int) -> float:
+        """How many tokens of a sample of `length` may be chosen. target: what was asked of it, which it may fall short of."""
+        return min(self.probability * target, max(1, round(length * self.probability)))
+
+
+def mask_tokens(tokens: np.ndarray, target: int, pieces: WordPieces, masking: Masking,
+                random: np.random.RandomState) -> tuple[np.ndarray, np.ndarray]:
+    """(the tokens with some of them hidden, sorted positions of the chosen ones, hidden or not). tokens: int64 [length]."""
+    places, starts = candidates(tokens, pieces, masking.whole_words)
+    bounds = [*starts.tolist(), len(places)]
+    places, most, last = places.tolist(), masking.most(len(tokens), target), len(starts)
+    hidden, chosen = tokens.copy(), set()
+    for first in random.permutation(last).tolist():
+        if len(chosen) >= most:
+            break
+        n = int(masking.lengths.searchsorted(random.random_sample(), side="right")) + 1
+        end = _end_that_fits(first, min(first + n, last), bounds, len(chosen), most)
+        positions = places[bounds[first]:bounds[end]]
+        if not positions or not chosen.isdisjoint(positions):
+            continue
+        for at in positions:
+            if random.random_sample() < MASKED:
+                hidden[at] = pieces.mask
+            elif random.random_sample() >= REPLACED:
+                hidden[at] = random.randint(0, pieces.vocab_size)
+        chosen.update(positions)
+    return hidden, np.array(sorted(chosen), np.int64)
+
+
+def candidates(tokens: np.ndarray, pieces: WordPieces, whole_words: bool) -> tuple[np.ndarray, np.ndarray]:
+    """(positions that may be chosen, where in them each word begins). Special tokens belong to no word.
+
+    A piece that continues a word whose beginning was cut off belongs to the word before it, as in Megatron.
+    """
+    places = np.flatnonzero((tokens != pieces.cls) & (tokens != pieces.sep))
+    begins = ~pieces.continues[tokens[places]] if whole_words else np.ones(len(places), bool)
+    begins[:1] = True
+    return places, np.flatnonzero(begins)
+
+
+def _end_that_fits(first: int, end: int, bounds: list[int], chosen: int, most: float) -> int:
+    """Words [first, end), or fewer of them, that make no more than `most` tokens with those chosen already."""
+    while end > first and chosen + bounds[end] - bounds[first] > most:
+        end -= 1
+    return end
