@@ -61,7 +61,7 @@ def build_datasets(config, samples: Sequence[int], tokenizer) -> Datasets:
             MockDataset(n, seq_length=seq_length, vocab_size=tokenizer.vocab_size, eod=tokenizer.eod, seed=seed + 1000 * i)
             if n else None for i, n in enumerate(samples)))
     builder = _Builder(seq_length, seed, data.data_cache_path, repeats=data.dataloader_type == "cyclic",
-                       by_epochs=data.blend_weights == "epochs",
+                       by_epochs=data.blend_weights == "epochs", is_divided=data.is_divided_by_split,
                        split=f"--split {data.splits}{' (default)' * (data.splits == DEFAULT_SPLIT)}", tokenizer=tokenizer)
     sources = read_sources(data)
     if sources.whole:
@@ -81,10 +81,12 @@ def identify(words: Sequence[str]) -> list[str]:
 
 
 class _Builder:
-    """Opens each corpus once, and builds the parts from them. by_epochs: what weights mean; split: words for messages."""
+    """Opens each corpus once, and builds the parts from them. by_epochs: what weights mean; is_divided: the parts
+    are ranges of the same corpora; split: words for messages."""
 
-    def __init__(self, seq_length: int, seed: int, cache: str | None, *, repeats: bool, by_epochs: bool, split: str,
-                 tokenizer):
+    def __init__(self, seq_length: int, seed: int, cache: str | None, *, repeats: bool, by_epochs: bool,
+                 is_divided: bool, split: str, tokenizer):
+        self.is_divided = is_divided
         self.seq_length, self.seed, self.cache, self.repeats, self.by_epochs = seq_length, seed, cache, repeats, by_epochs
         self.split, self.tokenizer = split, tokenizer
         self._corpora: dict[str, IndexedDataset] = {}
@@ -100,7 +102,7 @@ class _Builder:
             return None
         blend = self._with_text(part, flag, blend, shares)
         opened = [partial(self._open, flag, prefix, part, shares) for prefix in blend.prefixes]
-        if len(opened) == 1:
+        if len(opened) == 1 and (blend.weights is None or not self.is_divided):     # a weight alone is a blend, to Megatron
             dataset = opened[0](wanted)
         elif blend.weights is None:
             dataset = self._unweighted(part, wanted, [one(None) for one in opened], blend.prefixes[0])
@@ -147,10 +149,10 @@ class _Builder:
             raise DataError(f"{flag} {prefix}: {error}") from None
 
     def _weighted(self, part: str, wanted: int, opened: Sequence[partial], blend: Blend) -> BlendedDataset:
-        shares = blend.shares
+        shares = blend.order_shares
         which, sample = self._index(part, blend.prefixes[0], {"shares": shares, "size": wanted},
                                     partial(build_blend_index, shares, wanted))
-        datasets = [one(samples_to_provide(wanted, share)) for one, share in zip(opened, shares)]
+        datasets = [one(samples_to_provide(wanted, share)) for one, share in zip(opened, blend.shares)]
         return BlendedDataset(datasets, which, sample)
 
     def _unweighted(self, part: str, wanted: int, datasets: Sequence[Dataset], first_prefix: str) -> BlendedDataset:
