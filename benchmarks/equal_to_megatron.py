@@ -17,6 +17,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from megatron_ds.config.data import DataConfig
 from megatron_ds.data import bert_maps, blend, index_maps, native_index
 from megatron_ds.data.datasets import build_datasets
 from megatron_ds.data.indexed import DTYPES, IndexedDataset, IndexedWriter
@@ -136,9 +137,7 @@ def check_samples(folder):
 
 def ours_of(folder, prefixes, weights, seq_length, wanted):
     words = prefixes if weights is None else [str(word) for pair in zip(weights, prefixes) for word in pair]
-    data = SimpleNamespace(mock_data=False, data_cache_path=str(folder / "ours"), dataloader_type="cyclic", splits="90,7,3",
-                           blend_weights="samples", per_split_data_args_path=None, has_split_paths=False, data_args_path=None,
-                           data_path=words, is_divided_by_split=True)
+    data = DataConfig(data_path=tuple(words), split="90,7,3", data_cache_path=str(folder / "ours"), dataloader_type="cyclic")
     config = SimpleNamespace(data=data, model=SimpleNamespace(seq_length=seq_length), train=SimpleNamespace(seed=1234))
     return build_datasets(config, wanted, SimpleNamespace(vocab_size=5000))
 

@@ -41,6 +41,10 @@ class DataConfig:
     reset_attention_mask: bool = option(
         False, help="Let tokens attend to their own document only, of those in a sample.",
         avoid="On GPUs it rules out the fastest attention kernel, and saves none of the work.")
+    pack_documents: bool = option(
+        False, help="Put whole documents together into samples, instead of cutting one stream of them: positions and "
+        "attention keep to each document, and one is cut only where it is longer than a sample.",
+        avoid="Orders and numbers of samples are no longer Megatron's, and some parts in a thousand are padding.")
     fim_data: bool = option(
         False, help="Fill in the middle: move the middle of documents to their end, behind marks, so that the model learns to "
         "write between two texts.", avoid="It is for models that complete code; a sample loses as many tokens at its end as "

@@ -27,6 +27,7 @@ from .draws import Draw, count_draws, draws_text
 from .gpt_dataset import corpus_fingerprint, default_cache, open_gpt_dataset
 from .indexed import IndexedDataset
 from .mock_dataset import MockDataset
+from .packing import open_packed_dataset
 from .sources import read_sources
 from .split import PARTS, cut, parse_split
 
@@ -49,10 +50,11 @@ class Datasets(NamedTuple):
     test: Dataset | None
 
 
-def build_datasets(config, samples: Sequence[int], tokenizer) -> Datasets:
+def build_datasets(config, samples: Sequence[int], tokenizer, *, one_epoch: bool = False) -> Datasets:
     """The datasets of a run, each of at least the wanted number of samples.
 
     config: a RunConfig (its data, `model.seq_length` and `train.seed`).  samples: (training, validation, test) wanted.
+    one_epoch: the training data are one epoch however many samples are wanted, for a curriculum that numbers them.
     Raises DataError for missing or damaged files and for a part without documents, ConfigError for impossible flags.
     """
     data, seq_length, seed = config.data, config.model.seq_length, config.train.seed
@@ -60,9 +62,10 @@ def build_datasets(config, samples: Sequence[int], tokenizer) -> Datasets:
         return Datasets(*(
             MockDataset(n, seq_length=seq_length, vocab_size=tokenizer.vocab_size, eod=tokenizer.eod, seed=seed + 1000 * i)
             if n else None for i, n in enumerate(samples)))
-    builder = _Builder(seq_length, seed, data.data_cache_path, repeats=data.dataloader_type == "cyclic",
+    builder = _Builder(seq_length, seed, data.data_cache_path, repeats=data.dataloader_type == "cyclic", one_epoch=one_epoch,
                        by_epochs=data.blend_weights == "epochs", is_divided=data.is_divided_by_split,
-                       split=f"--split {data.splits}{' (default)' * (data.splits == DEFAULT_SPLIT)}", tokenizer=tokenizer)
+                       split=f"--split {data.splits}{' (default)' * (data.splits == DEFAULT_SPLIT)}", tokenizer=tokenizer,
+                       cut=open_packed_dataset if data.pack_documents else open_gpt_dataset)
     sources = read_sources(data)
     if sources.whole:
         named, shares = [sources.whole] * len(PARTS), [parse_split(data.splits)] * len(PARTS)
@@ -81,13 +84,16 @@ def identify(words: Sequence[str]) -> list[str]:
 
 
 class _Builder:
-    """Opens each corpus once, and builds the parts from them. by_epochs: what weights mean; is_divided: the parts
-    are ranges of the same corpora; split: words for messages."""
+    """Opens each corpus once, and builds the parts from them.
 
-    def __init__(self, seq_length: int, seed: int, cache: str | None, *, repeats: bool, by_epochs: bool,
-                 is_divided: bool, split: str, tokenizer):
-        self.is_divided = is_divided
+    by_epochs: what weights mean; one_epoch: training takes each sample once; is_divided: the parts are ranges of the same
+    corpora; split: words for messages; cut: corpus → samples
+    """
+
+    def __init__(self, seq_length: int, seed: int, cache: str | None, *, repeats: bool, one_epoch: bool, by_epochs: bool,
+                 is_divided: bool, split: str, tokenizer, cut):
         self.seq_length, self.seed, self.cache, self.repeats, self.by_epochs = seq_length, seed, cache, repeats, by_epochs
+        self.one_epoch, self.is_divided, self.cut_samples = one_epoch, is_divided, cut
         self.split, self.tokenizer = split, tokenizer
         self._corpora: dict[str, IndexedDataset] = {}
 
@@ -102,10 +108,12 @@ class _Builder:
             return None
         blend = self._with_text(part, flag, blend, shares)
         opened = [partial(self._open, flag, prefix, part, shares) for prefix in blend.prefixes]
-        if len(opened) == 1 and (blend.weights is None or not self.is_divided):     # a weight alone is a blend, to Megatron
-            dataset = opened[0](wanted)
+        epoch = self.one_epoch and part == "train"
+        # A weight before one corpus makes a blend, to Megatron; not where each part has a path of its own.
+        if len(opened) == 1 and (blend.weights is None or epoch or not self.is_divided):
+            dataset = opened[0](None if epoch else wanted)
         elif blend.weights is None:
-            dataset = self._unweighted(part, wanted, [one(None) for one in opened], blend.prefixes[0])
+            dataset = self._unweighted(part, None if epoch else wanted, [one(None) for one in opened], blend.prefixes[0])
         else:
             dataset = self._weighted(part, wanted, opened, blend)
         if logger.isEnabledFor(logging.INFO):
@@ -155,10 +163,11 @@ class _Builder:
         datasets = [one(samples_to_provide(wanted, share)) for one, share in zip(opened, blend.shares)]
         return BlendedDataset(datasets, which, sample)
 
-    def _unweighted(self, part: str, wanted: int, datasets: Sequence[Dataset], first_prefix: str) -> BlendedDataset:
+    def _unweighted(self, part: str, wanted: int | None, datasets: Sequence[Dataset], first_prefix: str) -> BlendedDataset:
         """Every sample at most once; in proportion to the sizes."""
         sizes = [len(d) for d in datasets]
         total = sum(sizes)
+        wanted = total if wanted is None else wanted
         if wanted > total and not self.repeats:
             raise DataError(f"the {part} part of the {len(sizes)} corpora has {total} samples, and {wanted} are wanted. "
                             "Corpora without weights are read once: put a weight before each of them to repeat them, ask "
@@ -179,7 +188,7 @@ class _Builder:
     def _open(self, flag: str, prefix: str, part: str, shares: Sequence[float], num_samples: int | None) -> Dataset:
         corpus = self._corpus(flag, prefix)
         try:
-            dataset = open_gpt_dataset(corpus, self._documents(corpus, part, shares), title=f"GPTDataset-{part}",
+            dataset = self.cut_samples(corpus, self._documents(corpus, part, shares), title=f"GPTDataset-{part}",
                                        seq_length=self.seq_length, num_samples=num_samples, seed=self.seed, cache=self.cache)
             self._check_vocabulary(dataset)
         except DataError as error:

@@ -57,7 +57,8 @@ def _data_identity(config: RunConfig) -> dict:
             "split": list(parse_split(data.splits)) if whole else None, "mock_data": data.mock_data,
             "dataloader_type": data.dataloader_type, "seq_length": config.model.seq_length, "seed": config.train.seed,
             **({"blend_weights": data.blend_weights} if data.blend_weights != "samples" else {}),
-            **({"fill_in_the_middle": [getattr(data, path.partition(".")[2]) for path in FIM]} if data.fim_data else {})}
+            **({"fill_in_the_middle": [getattr(data, path.partition(".")[2]) for path in FIM]} if data.fim_data else {}),
+            **({"pack_documents": True} if data.pack_documents else {})}
 
 
 def save_run(engine: Engine, progress: Progress, description: dict) -> None:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_ds.config.data import DataConfig
 from megatron_ds.data.blend import Blend, build_blend_index, build_exhaustive_index, parse_blend, samples_to_provide
 from megatron_ds.data.datasets import build_datasets
 from megatron_ds.data.draws import Draw, count_draws, draws_text
@@ -71,12 +72,7 @@ def corpora(tmp_path):
 
 
 def configured(**data):
-    defaults = dict(data_path=(), splits="8,1,1", train_data_path=(), valid_data_path=(), test_data_path=(),
-                    data_cache_path=None, mock_data=False, dataloader_type="single", data_args_path=None,
-                    per_split_data_args_path=None, blend_weights="samples")
-    data = SimpleNamespace(**{**defaults, **data})
-    data.is_divided_by_split = bool(data.data_path or data.data_args_path)
-    data.has_split_paths = bool(data.train_data_path or data.valid_data_path or data.test_data_path)
+    data = DataConfig(**{"split": "8,1,1", "dataloader_type": "single", **data})
     return SimpleNamespace(data=data, model=SimpleNamespace(seq_length=4), train=SimpleNamespace(seed=1234))
 
 
@@ -96,12 +92,12 @@ def test_parts_of_a_corpus_share_no_token(corpora):
 
 def test_a_blend_draws_from_each_corpus_by_its_weight_and_repeats_the_small_ones(corpora):
     words = ["0.5", corpora[0], "0.3", corpora[1], "0.2", corpora[2]]
-    train, valid, _ = build_datasets(configured(data_path=words, splits="6,4"), (300, 10, 0), TOKENIZER)
+    train, valid, _ = build_datasets(configured(data_path=words, split="6,4"), (300, 10, 0), TOKENIZER)
     assert len(train) == 300
     drawn = [int(train[i]["tokens"][0]) // 2000 for i in range(300)]
     assert [drawn.count(k) for k in range(3)] == [150, 90, 60]
     assert drawn[:10] == build_blend_index([.5, .3, .2], 10)[0].tolist()
-    again = build_datasets(configured(data_path=words, splits="6,4"), (300, 10, 0), TOKENIZER).train
+    again = build_datasets(configured(data_path=words, split="6,4"), (300, 10, 0), TOKENIZER).train
     assert all((train[i]["tokens"] == again[i]["tokens"]).all() for i in range(300))
     assert samples_to_provide(300, 0.2) == 61 and len(valid) == 10
 
@@ -114,14 +110,14 @@ def test_a_blend_never_draws_more_than_was_provided(weights, size):
 
 
 def test_corpora_without_weights_are_read_once_each(corpora):
-    cfg = configured(data_path=corpora, splits="1")
+    cfg = configured(data_path=corpora, split="1")
     total = sum((n * 9 - 1) // 4 for n in (100, 40, 10))
     train = build_datasets(cfg, (total, 0, 0), TOKENIZER).train
     assert len(train) == total == len({train[i]["tokens"].tobytes() for i in range(total)})
     assert len(build_datasets(cfg, (50, 0, 0), TOKENIZER).train) == 50
     with pytest.raises(DataError, match="put a weight before each"):
         build_datasets(cfg, (total + 1, 0, 0), TOKENIZER)
-    cfg.data.dataloader_type = "cyclic"
+    cfg = configured(data_path=corpora, split="1", dataloader_type="cyclic")
     assert len(build_datasets(cfg, (total + 1, 0, 0), TOKENIZER).train) == total
 
 
@@ -135,11 +131,11 @@ def test_each_part_can_have_a_path_of_its_own(corpora):
 def test_an_empty_part_is_an_error_with_numbers_and_remedy(corpora):
     told = "c: the test part is empty: --split 969,30,1 .* 10 documents .* train 10, valid 0, test 0"
     with pytest.raises(DataError, match=told):
-        build_datasets(configured(data_path=corpora[2:], splits="969,30,1"), (5, 0, 5), TOKENIZER)
-    assert build_datasets(configured(data_path=corpora[2:], splits="969,30,1"), (5, 0, 0), TOKENIZER).valid is None
-    assert build_datasets(configured(data_path=corpora[2:], splits="8,2,0"), (5, 2, 5), TOKENIZER).test is None
+        build_datasets(configured(data_path=corpora[2:], split="969,30,1"), (5, 0, 5), TOKENIZER)
+    assert build_datasets(configured(data_path=corpora[2:], split="969,30,1"), (5, 0, 0), TOKENIZER).valid is None
+    assert build_datasets(configured(data_path=corpora[2:], split="8,2,0"), (5, 2, 5), TOKENIZER).test is None
     with pytest.raises(DataError, match="no training data"):
-        build_datasets(configured(data_path=corpora[2:], splits="0,1,1"), (5, 0, 5), TOKENIZER)
+        build_datasets(configured(data_path=corpora[2:], split="0,1,1"), (5, 0, 5), TOKENIZER)
     with pytest.raises(DataError, match="nowhere.idx does not exist"):
         build_datasets(configured(data_path=["nowhere"]), (5, 0, 0), TOKENIZER)
 
@@ -190,7 +186,7 @@ def test_numbers_may_say_how_often_a_corpus_is_read(corpora, caplog):
     caplog.set_level("INFO")
     words = ["1", corpora[0], "3", corpora[1], "2", corpora[2]]               # 900, 360 and 90 tokens
     wanted = (900 + 3 * 360 + 2 * 90) // 4
-    train = build_datasets(configured(data_path=words, splits="1", blend_weights="epochs"), (wanted, 0, 0), TOKENIZER).train
+    train = build_datasets(configured(data_path=words, split="1", blend_weights="epochs"), (wanted, 0, 0), TOKENIZER).train
     drawn = np.bincount(train.dataset_index) * 4 / [900, 360, 90]
     assert drawn == pytest.approx([1, 3, 2], abs=0.05)
     told = {row.split()[0]: row.split()[-1] for row in caplog.text.splitlines() if row.startswith("  ")}
@@ -200,12 +196,12 @@ def test_numbers_may_say_how_often_a_corpus_is_read(corpora, caplog):
 def test_evaluation_leaves_out_corpora_without_text_in_its_part_and_says_so(corpora, caplog):
     caplog.set_level("INFO")
     words = ["0.5", corpora[0], "0.3", corpora[1], "0.2", corpora[2]]         # 969,30,1 gives valid 3, 1 and 0 documents
-    cfg = configured(data_path=words, splits="969,30,1")
+    cfg = configured(data_path=words, split="969,30,1")
     valid = build_datasets(cfg, (300, 16, 0), TOKENIZER).valid
     assert np.bincount(valid.dataset_index).tolist() == [10, 6]
     assert "the valid part has no text of" in caplog.text and "other 2 of 3 corpora" in caplog.text
     with pytest.raises(DataError, match="test part is empty"):
-        build_datasets(configured(data_path=words, splits="1,0,0.0001"), (300, 0, 5), TOKENIZER)
+        build_datasets(configured(data_path=words, split="1,0,0.0001"), (300, 0, 5), TOKENIZER)
 
 
 def test_the_report_tells_samples_shares_and_epochs_of_each_corpus():
@@ -225,7 +221,7 @@ def test_shares_are_normalised_as_often_as_megatron_does_it():
 
 
 def test_a_weight_before_one_corpus_makes_a_blend_of_one(corpora):
-    alone, blend = (build_datasets(configured(data_path=words, splits="1"), (400, 0, 0), TOKENIZER).train
+    alone, blend = (build_datasets(configured(data_path=words, split="1"), (400, 0, 0), TOKENIZER).train
                     for words in (corpora[:1], ["1", corpora[0]]))
     assert len(alone) == 449 and len(blend) == 400 and len(blend.datasets[0]) == 449
     assert samples_to_provide(400, 1.0) == 402

@@ -108,6 +108,7 @@ CASES = [(1, ""), *((ranks, f"{GOOD} {extra}") for ranks, extra in (
     (1, "--fim-data --fim-rate 1.5"),
     (1, "--fim-data --fim-fragment-rate 0.1 --fim-pad-token <pad>"),
     (1, f"{SAMPLES} 100 --fim-data"),
+    (1, f"{SAMPLES} 100 --pack-documents --fim-data"),
     (1, f"{SAMPLES} 100 --fim-spm-rate 0 --fim-fragment-rate 0.1"),
     (2, f"{SAMPLES} 1000 --global-batch-size 3 --decrease-batch-size-if-needed"),
     (2, f"{SAMPLES} 63 --global-batch-size 64"),

@@ -73,6 +73,18 @@ def test_an_error_while_writing_leaves_nothing_behind(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_another_process_is_writing_is_left_to_it(tmp_path):
+    with IndexedWriter(tmp_path / "c", np.uint16) as w:
+        w.add_document([1, 2])
+        with pytest.raises(DataError, match="c.bin.partial is being written by another process"):
+            IndexedWriter(tmp_path / "c", np.uint16)
+    assert [s.tolist() for s in IndexedDataset(tmp_path / "c")] == [[1, 2]]
+    (tmp_path / "c.bin.partial").write_bytes(b"left by a killed one")
+    with IndexedWriter(tmp_path / "c", np.uint16) as w:
+        w.add_document([3])
+    assert [s.tolist() for s in IndexedDataset(tmp_path / "c")] == [[3]]
+
+
 def test_ids_that_do_not_fit_the_type_are_refused(tmp_path):
     for bad in ([65536], [-1]):
         with pytest.raises(DataError, match="do not fit uint16"), IndexedWriter(tmp_path / "c", np.uint16) as w:
