@@ -39,9 +39,13 @@ class Blend:
 
     @property
     def shares(self) -> list[float]:
-        """Weights summing to 1, by numpy as Megatron does it: another order of summation could break a tie elsewhere."""
-        weights = np.array(self.weights, np.float64)
-        return (weights / weights.sum()).tolist()
+        """Weights summing to 1. They say how many samples each corpus is built with."""
+        return normalized(self.weights)
+
+    @property
+    def order_shares(self) -> list[float]:
+        """The same for the order of samples: Megatron divides by the sum once more, which can change a last bit, and a tie."""
+        return normalized(self.shares)
 
 
 def parse_blend(words: Sequence[str], flag: str) -> Blend:
@@ -65,6 +69,12 @@ def parse_blend(words: Sequence[str], flag: str) -> Blend:
         raise ConfigError(f"{flag} names {len(prefixes)} corpora; at most {MAX_DATASETS} can be blended. Merge some of them.")
     kept, left_out = ([i for i, w in enumerate(weights) if bool(w) == wanted] for wanted in (True, False))
     return Blend(tuple(prefixes[i] for i in kept), tuple(weights[i] for i in kept), tuple(prefixes[i] for i in left_out))
+
+
+def normalized(weights: Sequence[float]) -> list[float]:
+    """By numpy, as Megatron does it: another order of summation could break a tie elsewhere."""
+    array = np.array(weights, np.float64)
+    return (array / array.sum()).tolist()
 
 
 def samples_to_provide(num_samples: int, share: float) -> int:

@@ -82,7 +82,7 @@ def identify(words: Sequence[str]) -> list[str]:
 class _Builder:
     """Opens each corpus once, and builds the parts from them.
 
-    one_epoch: training takes each sample once
+    one_epoch: training takes each sample once; is_divided: the parts are ranges of the same corpora
     """
 
     def __init__(self, config, tokenizer, kind: DataKind, one_epoch: bool):
@@ -90,6 +90,7 @@ class _Builder:
         self.config, self.tokenizer, self.kind, self.one_epoch = config, tokenizer, kind, one_epoch
         self.cache, self.repeats, self.by_epochs = (
             data.data_cache_path, data.dataloader_type == "cyclic", data.blend_weights == "epochs")
+        self.is_divided = data.is_divided_by_split
         self.split = f"--split {data.splits}{' (default)' * (data.splits == DEFAULT_SPLIT)}"
         self._corpora: dict[str, IndexedDataset] = {}
 
@@ -105,7 +106,8 @@ class _Builder:
         blend = self._with_text(part, flag, blend, shares)
         opened = [partial(self._open, flag, prefix, part, shares) for prefix in blend.prefixes]
         epoch = self.one_epoch and part == "train"
-        if len(opened) == 1:
+        # A weight before one corpus makes a blend, to Megatron; not where each part has a path of its own.
+        if len(opened) == 1 and (blend.weights is None or epoch or not self.is_divided):
             dataset = opened[0](None if epoch else wanted)
         elif blend.weights is None:
             dataset = self._unweighted(part, None if epoch else wanted, [one(None) for one in opened], blend.prefixes[0])
@@ -154,10 +156,10 @@ class _Builder:
             raise DataError(f"{flag} {prefix}: {error}") from None
 
     def _weighted(self, part: str, wanted: int, opened: Sequence[partial], blend: Blend) -> BlendedDataset:
-        shares = blend.shares
+        shares = blend.order_shares
         which, sample = self._index(part, blend.prefixes[0], {"shares": shares, "size": wanted},
                                     partial(build_blend_index, shares, wanted))
-        datasets = [one(samples_to_provide(wanted, share)) for one, share in zip(opened, shares)]
+        datasets = [one(samples_to_provide(wanted, share)) for one, share in zip(opened, blend.shares)]
         return BlendedDataset(datasets, which, sample)
 
     def _unweighted(self, part: str, wanted: int | None, datasets: Sequence[Dataset], first_prefix: str) -> BlendedDataset:

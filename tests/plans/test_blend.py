@@ -212,3 +212,16 @@ def test_the_report_tells_samples_shares_and_epochs_of_each_corpus():
     many = draws_text("train", [Draw(f"c{i}", None, i, 40) for i in range(100)], 4).splitlines()
     assert len(many) == 26 and many[1].split()[0] == "c99" and "of 100 corpora" in many[-1]
     assert count_draws(np.array([2, 0, 2], np.int16), 4).tolist() == [1, 0, 2, 0]
+
+
+def test_shares_are_normalised_as_often_as_megatron_does_it():
+    blend = parse_blend(["0.6", "a", "0.3", "b", "0.1", "c"], "--data-path")      # these sum to 0.9999999999999999
+    assert blend.shares == [0.6000000000000001, 0.30000000000000004, 0.10000000000000002]
+    assert blend.order_shares == [0.6, 0.3, 0.09999999999999999]
+
+
+def test_a_weight_before_one_corpus_makes_a_blend_of_one(corpora):
+    alone, blend = (build_datasets(configured(data_path=words, split="1"), (400, 0, 0), TOKENIZER).train
+                    for words in (corpora[:1], ["1", corpora[0]]))
+    assert len(alone) == 449 and len(blend) == 400 and len(blend.datasets[0]) == 449
+    assert samples_to_provide(400, 1.0) == 402
