@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 
 from .deepspeed import TRANSLATED, declared_keys
+from .deepspeed_curriculum import MEANINGS
 from .help import TITLES, default_text, invocation
 from .option import Option
 from .refused import REFUSED_FLAGS, REFUSED_KEYS
@@ -44,9 +45,18 @@ TRANSLATIONS = {
     "scheduler.params.total_num_steps": "`--lr-decay-iters`",
     "scheduler.params.warmup_min_ratio": "`--lr-warmup-init`, as a part of the learning rate",
     "scheduler.params.cos_min_ratio": "`--min-lr`, as a part of the learning rate; 0.0001 unless given",
+    "data_efficiency.data_routing.enabled": "whether the block counts",
+    "data_efficiency.data_routing.random_ltd.enabled": "`--random-ltd`, if the blocks around it are enabled, too",
+    "data_efficiency.data_routing.random_ltd.random_ltd_layer_num": "must be how many `random_ltd_layer_id` names",
+    "data_efficiency.data_routing.random_ltd.model_type": "decoder or encoder: masks follow from the model",
+    "data_efficiency.data_routing.random_ltd.model_mask_name": "attention_mask, the only one there is",
+    "data_efficiency.data_routing.random_ltd.hidden_state_order": "seq_batch_dim, the only one there is",
+    "data_efficiency.data_routing.random_ltd.random_ltd_schedule.schedule_type": "fixed_linear, the only one there is",
+    "data_efficiency.data_routing.random_ltd.layer_token_lr_schedule.enabled": "must be false: there is none, nor upstream",
     "tensorboard.enabled": "whether the block counts",
     "tensorboard.output_path": "`--tensorboard-dir`, together with the job name",
     "tensorboard.job_name": "the directory under the output path",
+    **MEANINGS,
 }
 
 

@@ -9,6 +9,8 @@ from ..registry import did_you_mean
 from .help import value_text
 from .run import SECTIONS, RunConfig, Source, all_options, non_default
 
+WIDEST = 48                                                 # column; a longer value sticks out
+
 
 def report_non_default(config: RunConfig) -> str:
     """A table of every value that is not the default, by section, with where it came from.
@@ -21,7 +23,7 @@ def report_non_default(config: RunConfig) -> str:
             for option, value in non_default(config)]
     if not rows:
         return "every option is at its default"
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    widths = [min(WIDEST, max(len(row[column]) for row in rows)) for column in range(3)]
     lines, above = ["not at their defaults:"], ""
     for section, *cells in rows:
         cells = [cell.ljust(width) for cell, width in zip(("" if section == above else section, *cells), [*widths, 0])]

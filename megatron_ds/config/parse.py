@@ -28,6 +28,14 @@ def parse(argv: Sequence[str], world_size: int = 1, *, defaults: Mapping[str, An
     rules: more functions from the config to problems, for what only the layers above can judge; asked when all else is right.
     `--help` prints, on rank 0 of the launcher's environment, and exits with code 0.
     """
+    config = read(argv, world_size, defaults=defaults, env=env)
+    check(config, known, rules)
+    return config
+
+
+def read(argv: Sequence[str], world_size: int = 1, *, defaults: Mapping[str, Any] | None = None,
+         env: Mapping[str, str] | None = None) -> RunConfig:
+    """What the words and the files that they name say, before any rule: for a tool that needs a part of a run's flags."""
     line = read_flags(argv)
     if line.wants_help:
         if rank_in(os.environ if env is None else env) == 0:
@@ -42,5 +50,4 @@ def parse(argv: Sequence[str], world_size: int = 1, *, defaults: Mapping[str, An
     scripted = [Setting(names()[name].path, value, Source("script", "the script")) for name, value in (defaults or {}).items()]
     config = attempt(problems, merge, files, line.settings, world_size, scripted)
     reject(problems)               # before the rules, to whom a value that could not be read would look like a missing one
-    check(config, known, rules)
     return config

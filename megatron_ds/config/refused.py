@@ -88,8 +88,10 @@ REFUSED_KEYS = MappingProxyType({
     "compression_training": _LATER,
     "csv_monitor": _MONITOR,
     "comet": _MONITOR,
-    "curriculum_learning": _LATER,
-    "data_efficiency": _LATER,
+    "data_efficiency.data_sampling.dynamic_batching": "a batch has a fixed number of samples, and the learning rate is not "
+                                                      "scaled behind your back. Remove it.",
+    "data_efficiency.data_sampling.num_epochs": "the length of training is --train-iters or --train-samples. Remove it.",
+    "data_efficiency.data_sampling.pin_memory": "host memory is page-locked where there is a GPU. Remove it.",
     "dataloader_drop_last": _LOADER,
     "disable_allgather": _FLAT,
     "dump_state": "startup always prints every value that is not default. Remove it.",

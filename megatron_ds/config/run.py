@@ -9,18 +9,20 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any
 
+from .curriculum import CurriculumConfig
 from .data import DataConfig
 from .model import ModelConfig
 from .optimizer import OptimizerConfig
 from .option import Option, options_of
 from .parallel import ParallelConfig, ZeroConfig
 from .plan import PlanConfig
+from .routing import RoutingConfig
 from .train import CheckpointConfig, LoggingConfig, TrainConfig
 
 SECTIONS: Mapping[str, type] = MappingProxyType({
     "model": ModelConfig, "parallel": ParallelConfig, "zero": ZeroConfig, "optimizer": OptimizerConfig,
-    "train": TrainConfig, "data": DataConfig, "checkpoint": CheckpointConfig, "logging": LoggingConfig,
-    "plan": PlanConfig})
+    "train": TrainConfig, "data": DataConfig, "curriculum": CurriculumConfig, "routing": RoutingConfig,
+    "checkpoint": CheckpointConfig, "logging": LoggingConfig, "plan": PlanConfig})
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,8 @@ class RunConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
+    routing: RoutingConfig = field(default_factory=RoutingConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)

@@ -13,6 +13,14 @@ from .documents import Documents
 
 
 @dataclass(frozen=True)
+class Places:
+    """Where tokens stand of which only some are present.  index: int64 [b, k], ascending;  length: of the whole sequence."""
+
+    index: torch.Tensor
+    length: int
+
+
+@dataclass(frozen=True)
 class Batch:
     """Some samples of a global batch.
 
@@ -23,9 +31,12 @@ class Batch:
     sample_ids    b integers: the place of each sample in the whole run's stream (0, 1, 2, …). The same sample has the same
                   id under every layout, so anything random that is keyed by it is the same under every layout.
     training      False during evaluation and generation: nothing random happens
+    rows_per_sample   how many rows each sample was folded into; row i belongs to the sample i // rows_per_sample
     attention_mask  None for plain causal attention, else bool [b, 1, s, s], True = may not attend
     document_ids    int64 [b, s], not decreasing: a position attends to positions of its own document only. None: a sample
                     is one document to attention, whatever it holds
+    kept_tokens   how many tokens of each sample the layers keep that drop some (models/random_ltd.py); None: all of them
+    places        None where all tokens of the samples are here, as they are outside such a layer
     """
 
     tokens: torch.Tensor
@@ -35,7 +46,10 @@ class Batch:
     sample_ids: tuple[int, ...]
     training: bool = True
     attention_mask: torch.Tensor | None = None
+    rows_per_sample: int = 1
     document_ids: torch.Tensor | None = None
+    kept_tokens: int | None = None
+    places: Places | None = None
 
     @property
     def size(self) -> int:
@@ -47,7 +61,8 @@ class Batch:
 
     def split(self, micro_batch_size: int) -> tuple["Batch", ...]:
         """Consecutive micro-batches of `micro_batch_size` samples (views, no copies)."""
-        return tuple(self._rows(i, i + micro_batch_size) for i in range(0, self.size, micro_batch_size))
+        rows = micro_batch_size * self.rows_per_sample
+        return tuple(self._rows(i, i + rows) for i in range(0, self.size, rows))
 
     @cached_property
     def documents(self) -> Documents | None:
@@ -64,6 +79,22 @@ class Batch:
     def pin(self) -> "Batch":
         """In page-locked memory, from which a GPU reads while the host goes on."""
         return self._map(torch.Tensor.pin_memory)
+
+    def keeping(self, drop, step: int) -> "Batch":
+        """This batch for a step of a run that drops tokens: a `TokenDrop`, or None."""
+        return self if drop is None else replace(self, kept_tokens=drop.kept_at(step, self.seq_length))
+
+    def at_places(self, index: torch.Tensor) -> "Batch":
+        """Only the tokens at index [b, k], ascending: what a layer sees that is given no others. They keep their positions."""
+        assert self.places is None, "tokens are dropped from a whole sequence only"
+        kept = {name: t.gather(1, index) for name, t in self.tensors().items() if t.dim() == 2}
+        mask = self.attention_mask
+        if mask is not None:
+            columns = index[:, None, None].expand(-1, mask.shape[1], mask.shape[2], -1)
+            kept["attention_mask"] = mask = mask.gather(3, columns)             # [b, n, s or 1, k]
+            if mask.shape[2] > 1:
+                kept["attention_mask"] = mask.gather(2, index[:, None, :, None].expand(-1, mask.shape[1], -1, mask.shape[3]))
+        return replace(self, **kept, places=Places(index, self.seq_length))
 
     def _rows(self, start: int, stop: int) -> "Batch":
         rows = {name: t[start:stop] for name, t in self.tensors().items()}

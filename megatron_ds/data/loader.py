@@ -11,7 +11,7 @@ import numpy as np
 
 from .batch import Batch
 from .collate import Collator
-from .sampler import ORDERS, local_positions
+from .sampler import ORDERS, Order, local_positions
 
 
 class Loader:
@@ -19,14 +19,15 @@ class Loader:
 
     collate          what makes a Batch of samples, as `collate.py` says
     dataloader_type  which sample stands at a position of the stream: a name in `sampler.ORDERS`
+    order            the same, where no name says it: that of a curriculum
     num_workers      batches read ahead, each by a thread (numpy lets go of the interpreter while it copies)
     pin              put batches into page-locked memory, for a GPU
     """
 
     def __init__(self, dataset: Sized, collate: Collator, *, micro_batch_size: int, dataloader_type: str = "single",
-                 num_workers: int = 0, pin: bool = False):
+                 order: Order | None = None, num_workers: int = 0, pin: bool = False):
         self.dataset, self.collate, self.micro_batch_size = dataset, collate, micro_batch_size
-        self._order, self._pin = ORDERS[dataloader_type], pin
+        self._order, self._pin = order or ORDERS[dataloader_type], pin
         self._pool = ThreadPoolExecutor(num_workers, "loader") if num_workers else None
         self._ahead: dict[tuple, Future[Batch]] = {}
         self._depth = num_workers

@@ -72,7 +72,7 @@ def _pretrain(argv) -> int:
 
 def train(as_given: RunConfig, mesh: Mesh, source: str, started: float) -> str:
     """Build everything on this rank and train; why it ended. Collective over the world."""
-    config, tokenizer, datasets = together(mesh.group("world"), lambda: _open_data(as_given))
+    config, tokenizer, loaders = together(mesh.group("world"), lambda: _open_data(as_given, mesh))
     together(mesh.group("world"), lambda: _check_outputs(config, mesh.rank))
     engine = build_engine(config, mesh)
     if mesh.rank == 0:
@@ -80,7 +80,6 @@ def train(as_given: RunConfig, mesh: Mesh, source: str, started: float) -> str:
     description = describe_run(config, as_given, tokenizer)
     progress = load_run(engine, description)
     log = open_log(config, progress.step) if mesh.rank == 0 else Log(())
-    loaders = build_loaders(config, datasets, tokenizer, mesh)
     return Trainer(engine, loaders, log, progress, description, started).run()
 
 
@@ -92,11 +91,12 @@ def _what_would_fit(error: Exception, mesh: Mesh) -> str:
             f"--tensor-model-parallel-size or --pipeline-model-parallel-size. The device said: {said}")
 
 
-def _open_data(config: RunConfig):
-    """(config with the tokenizer's vocabulary size, tokenizer, datasets); reads files, talks to nobody."""
+def _open_data(config: RunConfig, mesh: Mesh):
+    """(config with the tokenizer's vocabulary size, tokenizer, loaders); reads files, talks to nobody."""
     tokenizer = build_tokenizer(config.data, config.model)
     config = config.with_values({"model.vocab_size": tokenizer.vocab_size}, Source("derived", "the tokenizer"))
-    return config, tokenizer, rearranged(config, build_datasets(config, wanted_samples(config), tokenizer), tokenizer)
+    datasets = build_datasets(config, wanted_samples(config), tokenizer, one_epoch=bool(config.curriculum.curriculum_metrics))
+    return config, tokenizer, build_loaders(config, rearranged(config, datasets, tokenizer), tokenizer, mesh)
 
 
 def _check_outputs(config: RunConfig, rank: int) -> None:

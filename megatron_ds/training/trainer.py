@@ -13,7 +13,9 @@ import torch
 
 from ..progress import Progress
 from ..ramps import count_steps, make_batch_size, make_learning_rate, make_weight_decay, planned_steps
+from ..token_drop import make_token_drop
 from .build import Engine
+from .curriculum import make_lengths
 from .evaluate import evaluate
 from .flops import model_flops, peak_flops
 from .log import EvalRecord, Log, TrainRecord
@@ -35,6 +37,16 @@ class Loaders:
     test: object | None = None
 
 
+@dataclass(frozen=True)
+class _Done:
+    """A step that the next log line is about. data_seconds: waiting for the batch; tokens and flops: of all ranks."""
+
+    outcome: StepOutcome
+    data_seconds: float
+    tokens: int
+    flops: float
+
+
 class Trainer:
     """Trains `engine` on `loaders` until the config says enough, or somebody asks to stop."""
 
@@ -46,6 +58,7 @@ class Trainer:
         self.learning_rate = make_learning_rate(config)
         self.weight_decay = make_weight_decay(config)
         self.batch_size = make_batch_size(config)
+        self.lengths, self.drop = make_lengths(config), make_token_drop(config)
         self.started = started or time.monotonic()
         self.stop = StopRequest()
         self.tracer = Tracer(engine)
@@ -53,7 +66,7 @@ class Trainer:
         self.saved_step = progress.step if config.checkpoint.load else -1
         self._validated_step = -1
         self._told_of_stall = False
-        self._window: list[tuple[StepOutcome, float, int]] = []
+        self._window: list[_Done] = []
         self._vocab = config.model.padded_vocab_size(config.parallel.tensor_model_parallel_size)
         self._peak = peak_flops(engine.mesh.device, _compute_dtype(engine))[0]
 
@@ -103,38 +116,49 @@ class Trainer:
         mesh, before = self.engine.mesh, self.progress
         data = mesh.group("dp", "cp")
         size = self.batch_size(before)
-        batch = self.loaders.train.batch(before.samples, size, data.rank, data.size).to(mesh.device)
+        batch = self.loaders.train.batch(before.samples, size, data.rank, data.size)
+        batch = self.lengths(before, batch).keeping(self.drop, before.step).to(mesh.device)
         data_seconds = time.perf_counter() - begin
         with self.tracer.step():
             outcome = train_step(self.engine, batch, before, learning_rate=self.learning_rate(before),
                                  weight_decay=self.weight_decay(before), stop=self._wants_to_stop())
-        self.progress = before.after(size, size * batch.seq_length, skipped=outcome.skipped,
-                                     nan=not math.isfinite(outcome.loss))
+        rows = size * batch.rows_per_sample
+        self.progress = before.after(size, rows * batch.seq_length, skipped=outcome.skipped,
+                                     nan=not math.isfinite(outcome.loss),
+                                     layer_tokens=rows * self._layer_tokens(before.step, batch.seq_length))
         self.history.append(outcome)
-        self._window.append((outcome, data_seconds, size))
+        dropping = (len(self.drop.blocks), batch.kept_tokens) if self.drop else ()
+        flops = model_flops(self.config.model, rows, batch.seq_length, self._vocab, *dropping)
+        self._window.append(_Done(outcome, data_seconds, rows * batch.seq_length, flops))
         if mesh.rank == 0 and (_due(self.config.logging.log_interval, self.progress.step) or outcome.stop
                                or self._is_finished()):
-            record = self._record(size, batch.seq_length)
+            record = self._record(size, batch.seq_length, batch.kept_tokens)
             self.log.train(record)
             self._warn_of_stall(record)
         if _due(self.config.logging.log_interval, self.progress.step):
             self._window.clear()
         return outcome
 
-    def _record(self, size: int, seq_length: int) -> TrainRecord:
-        outcomes = [outcome for outcome, _, _ in self._window]
+    def _layer_tokens(self, step: int, seq_length: int) -> int:
+        """Tokens of one sequence, once for each block that sees them."""
+        return self.drop.layer_tokens(step, seq_length) if self.drop else self.config.model.num_layers * seq_length
+
+    def _record(self, size: int, seq_length: int, kept_tokens: int | None) -> TrainRecord:
+        outcomes = [done.outcome for done in self._window]
         last, p = outcomes[-1], self.progress
-        seconds = statistics.fmean(o.seconds + d for o, d, _ in self._window)
-        samples_a_second = sum(n for _, _, n in self._window) / (seconds * len(self._window))
-        flops = model_flops(self.config.model, 1, seq_length, self._vocab) * samples_a_second / self._world
+        seconds = statistics.fmean(done.outcome.seconds + done.data_seconds for done in self._window)
+        flops = statistics.fmean(done.flops for done in self._window) / seconds / self._world
         return TrainRecord(
             step=p.step, steps=self._total_steps(), samples=p.samples, tokens=p.tokens, step_seconds=seconds,
             learning_rate=last.learning_rate, weight_decay=last.weight_decay, global_batch_size=size,
             loss=statistics.fmean(o.loss for o in outcomes), loss_scale=last.loss_scale, grad_norm=last.grad_norm,
-            skipped_steps=p.skipped_steps, nan_steps=p.nan_steps, tokens_per_second=samples_a_second * seq_length,
+            skipped_steps=p.skipped_steps, nan_steps=p.nan_steps, seq_length=seq_length,
+            tokens_per_second=statistics.fmean(done.tokens for done in self._window) / seconds,
             tflops_per_rank=flops / 1e12, mfu=flops / self._peak,
             eta_seconds=(self._total_steps() - p.step) * seconds, memory_gib=peak_memory_gib(self.engine.mesh.device),
-            data_seconds=statistics.fmean(d for _, d, _ in self._window))
+            data_seconds=statistics.fmean(done.data_seconds for done in self._window), kept_tokens=kept_tokens,
+            layer_tokens=p.layer_tokens,
+            actual_seq_length=self._layer_tokens(p.step - 1, seq_length) // self.config.model.num_layers)
 
     def _warn_of_stall(self, record: TrainRecord) -> None:
         """Once a run: the data are what a step waits for."""

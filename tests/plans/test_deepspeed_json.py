@@ -148,3 +148,91 @@ def test_a_key_that_stands_twice_is_refused(tmp_path):
     path.write_text('{"fp16": {"enabled": true}, "fp16": {"enabled": false}}')
     with pytest.raises(ConfigError, match="'fp16' stands twice"):
         read_deepspeed(str(path))
+
+
+# ------------------------------------------------------------------ curricula
+RISING = {"min_difficulty": 64, "max_difficulty": 512, "schedule_type": "fixed_root",
+          "schedule_config": {"total_curriculum_step": 50, "difficulty_step": 16, "root_degree": 2}}
+RARITY = {"index_to_sample_path": "a/s", "index_to_metric_path": "a/m", "difficulty_type": "value",
+          "clustering_type": "schedule_based", **RISING}
+RUN = ("--lr", "1", "--micro-batch-size", "1")
+CORPUS = ("--data-path", "a", "--tokenizer-type", "NullTokenizer", "--no-mock-data")
+LENGTHS = ("--curriculum-type", "seqlen", "--curriculum-steps", "5")
+
+
+def sampling(metrics, **more) -> dict:
+    return {"data_efficiency": {"enabled": True, "seed": 7, "data_sampling": {
+        "enabled": True, "num_workers": 3, "curriculum_learning": {"enabled": True, "curriculum_metrics": metrics, **more}}}}
+
+
+def of_lengths(curriculum) -> tuple:
+    return (curriculum.curriculum_type, curriculum.curriculum_schedule, curriculum.curriculum_min_length,
+            curriculum.curriculum_max_length, curriculum.curriculum_steps, curriculum.curriculum_length_step,
+            curriculum.curriculum_root_degree)
+
+
+def test_the_legacy_block_is_a_curriculum_over_lengths(read):
+    curriculum = read({"curriculum_learning": {"enabled": True, "curriculum_type": "seqlen", **RISING}}, *RUN).curriculum
+    assert of_lengths(curriculum) == ("seqlen_truncate", "fixed_root", 64, 512, 50, 16, 2.0)
+    from megatron_ds.config.curriculum import length_difficulty
+    assert [length_difficulty(curriculum, 1024).at(step) for step in (1, 13, 50, 99)] == [112, 288, 512, 512]
+    off = read({"curriculum_learning": {"enabled": False, **RISING}}, *RUN).curriculum
+    assert of_lengths(off) == (None, "fixed_linear", None, None, None, 8, None)
+    steps = {"min_difficulty": 8, "max_difficulty": 64, "schedule_type": "fixed_discrete",
+             "schedule_config": {"difficulty": [8, 32, 64], "max_step": [5, 9]}}
+    curriculum = read({"curriculum_learning": {"enabled": True, **steps}}, *RUN).curriculum
+    assert [length_difficulty(curriculum, 1024).at(step) for step in (5, 6, 9, 10)] == [8, 32, 32, 64]
+
+
+@pytest.mark.parametrize("name", ["seqlen_truncate", "seqlen_reshape"])
+def test_metrics_called_like_lengths_are_lengths_and_others_choose_samples(read, name):
+    length = {"difficulty_type": "value", "clustering_type": "single_cluster", **RISING}
+    document = sampling({"rarity": RARITY, "also": RARITY, name: length}, data_cluster_path="clusters")
+    config = read(document, *RUN, *CORPUS)
+    assert of_lengths(config.curriculum) == (name, "fixed_root", 64, 512, 50, 16, 2.0)
+    assert [json.loads(text) for text in config.curriculum.curriculum_metrics] == [
+        {"name": "rarity", **RARITY}, {"name": "also", **RARITY}]
+    assert (config.curriculum.data_efficiency_seed, config.data.num_workers) == (7, 3)
+    assert config.curriculum.curriculum_cluster_path == "clusters"
+    alone = read(sampling({"rarity": RARITY}, data_cluster_path="clusters"), *RUN, *CORPUS).curriculum
+    assert alone.curriculum_type is None and alone.curriculum_cluster_path is None
+    for block in ("enabled", "data_sampling"):
+        document["data_efficiency"][block] = False if block == "enabled" else {}
+        assert read(document, *RUN).curriculum.curriculum_metrics == ()
+
+
+def test_a_curriculum_survives_run_json(read):
+    from megatron_ds.config.dump import from_dict, to_dict
+    config = read(sampling({"rarity": RARITY}), *RUN, *CORPUS)
+    assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
+
+
+@pytest.mark.parametrize("document, words, said", [
+    ({"curriculum_learning": {"enabled": True, "curriculum_type": "vocab", **RISING}}, (), "only \"seqlen\" exists"),
+    ({"curriculum_learning": {"enabled": "yes", **RISING}}, (), "'yes' is not true or false"),
+    ({"curriculum_learning": {"enabled": True, **RISING, "schedule": 1}}, (), "unknown key \"curriculum_learning.schedule\""),
+    ({"curriculum_learning": {"enabled": True, **RISING, "max_difficulty": 2048}}, (), "longer than --seq-length 1024"),
+    ({"curriculum_learning": {"enabled": True, **RISING, "schedule_config": {"difficulty_step": 8}}}, (),
+     "missing: --curriculum-steps, --curriculum-root-degree"),
+    ({"curriculum_learning": {"enabled": True, **RISING, "min_difficulty": 0}}, (), "it must be at least 1"),
+    ({}, ("--curriculum-steps", "5"), "--curriculum-steps 5 means nothing without --curriculum-type"),
+    ({}, (*LENGTHS, "--curriculum-min-length", "8", "--curriculum-lengths", "9"),
+     "--curriculum-lengths 9 means nothing to --curriculum-schedule fixed_linear"),
+    ({}, LENGTHS, "--curriculum-min-length is missing; give an integer"),
+    (sampling({}), (), "give a block for each metric"), (sampling({"a": {**RARITY, "kind": 1}}), (), "unknown key"),
+    (sampling({"a": RARITY}), (), "made-up samples have no analysis"),
+    (sampling({"a": {**RARITY, "difficulty_type": "rank"}}), (), "it must be value or percentile"),
+    (sampling({"a": RARITY}), ("--dataloader-type", "cyclic"), "Use --dataloader-type single"),
+    (sampling({"a": RARITY}), ("--no-mock-data", "--data-path", "0.5", "a", "0.5", "b"), "a blend with weights has none"),
+    ({"data_efficiency": {"enabled": True, "data_sampling": {"dynamic_batching": {"enabled": True}}}}, (), "is refused"),
+    ({"data_efficiency": {"enabled": True, "data_sampling": {"num_epochs": 3}}}, (), "length of training is --train-iters")])
+def test_a_curriculum_that_cannot_be_is_refused_with_a_reason(read, document, words, said):
+    assert said in problem_of(read, document, *RUN, *words)
+
+
+def test_lengths_that_tensor_parallel_ranks_cannot_share_are_refused(read):
+    words = (*LENGTHS, "--curriculum-min-length", "9", "--curriculum-length-step")
+    layout = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
+    assert "a length of 415, which --sequence-parallel cannot cut" in problem_of(read, {}, *RUN, *layout, *words, "1", ranks=2)
+    assert read({}, *RUN, *layout, *words, "2", ranks=2).curriculum.curriculum_length_step == 2
+    assert read({}, *RUN, *words, "1").curriculum.curriculum_length_step == 1

@@ -3,6 +3,7 @@
 import re
 
 from tests.harness.documents import ROOT
+from tests.threads.test_curriculum_layouts import CURRICULA
 from tests.threads.test_layout_grid import SAMPLED
 from tools.compare_layouts import TOLERANCE
 
@@ -11,7 +12,8 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 def test_the_table_of_what_composes_has_the_axes_of_the_grid_and_their_values():
     rows = re.findall(r"^\| [^|]+ \| `(\w+)` \| ([^|]+) \|$", README, re.MULTILINE)
-    assert {key: values for key, values in rows} == {key: ", ".join(map(str, values)) for key, values in SAMPLED.items()}
+    axes = SAMPLED | {"curriculum": tuple(CURRICULA)}
+    assert {key: values for key, values in rows} == {key: ", ".join(map(str, values)) for key, values in axes.items()}
 
 
 def test_the_tolerances_it_tells_are_those_in_force():

@@ -11,7 +11,7 @@ from megatron_ds.training.log import EvalRecord, Log, TrainRecord, open_log
 
 RECORD = TrainRecord(
     step=1200, steps=5000, samples=614400, tokens=629145600, step_seconds=1.23456, learning_rate=2.94e-4, weight_decay=0.1,
-    global_batch_size=512, loss=2.831712, loss_scale=65536.0, grad_norm=0.4118, skipped_steps=3, nan_steps=1,
+    global_batch_size=512, loss=2.831712, loss_scale=65536.0, grad_norm=0.4118, skipped_steps=3, nan_steps=1, seq_length=1024,
     tokens_per_second=424672.3, tflops_per_rank=187.62, mfu=0.381, eta_seconds=4691.3, memory_gib=11.271, data_seconds=0.002)
 EVALUATION = EvalRecord(step=1200, samples=614400, split="validation", loss=2.5, eval_seconds=3.0)
 
@@ -33,8 +33,14 @@ def test_the_line_has_megatrons_fields_in_its_order_and_then_ours():
     line = RECORD.line()
     found = MEGATRON.match(line)
     assert found, line
-    assert line[found.end():] == (" tokens per second: 424672.3 | MFU: 38.1% | waiting for data (ms): 2.0 |"
-                                  " memory (GiB): 11.27 | ETA: 1:18:11 |")
+    assert line[found.end():] == (" seq length:  1024 | tokens per second: 424672.3 | MFU: 38.1% |"
+                                  " waiting for data (ms): 2.0 | memory (GiB): 11.27 | ETA: 1:18:11 |")
+
+
+def test_where_blocks_drop_tokens_the_line_says_how_many_stay():
+    line = TrainRecord(**vars(RECORD) | {"kept_tokens": 256, "layer_tokens": 5 * 10**9, "actual_seq_length": 448}).line()
+    assert "| random ltd reserved length:   256 | actual seqlen:   448 | consumed layer tokens:   5000000000 |" in line
+    assert "reserved" not in RECORD.line()
 
 
 def test_a_loss_that_is_not_a_number_stays_in_the_line():

@@ -1,0 +1,185 @@
+"""Difficulties: how hard the data of a step may be, a pure function of the step. DeepSpeed's integers, without its state.
+
+A difficulty is whatever a curriculum grows: a sequence length, the largest value of a metric, a percentile, the tokens that a
+layer keeps. Steps count from 1: the first step of a run asks for `at(1)`, which is `Progress.step + 1`.
+
+    Rise      from `minimum` to `maximum` along the p-th root of the time, in multiples of a step (p = 1: a line)
+    Stairs    a list of values, each until a step of its own
+    Custom    what a function of the user's returns
+
+Letters: t step, T steps of the rise, p degree of the root, k multiple.
+Li et al. 2022 (arXiv:2108.06084), section 4.1, paces the sequence length like this (equation 1 is Rise with p = 1).
+"""
+
+import importlib
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+from .errors import ConfigError
+from .registry import did_you_mean
+
+
+class Difficulty(Protocol):
+    """`maximum` is where it ends; `at` never exceeds it."""
+
+    maximum: int
+
+    def at(self, step: int) -> int: ...
+
+
+@dataclass(frozen=True)
+class Rise:
+    """floor((t/T)^(1/p) (max − min) + min), rounded down to a multiple of k, at least `lowest`, at most `maximum`.
+
+    lowest   None: the first multiple of k that is not below `minimum`. Rounding down alone would begin below it, at a
+             sequence length of 0 for instance (DeepSpeed before 0.19 did); 0 gives those integers.
+    The maximum itself need not be a multiple of k: it is reached once t is far enough past T.
+    """
+
+    minimum: int
+    maximum: int
+    steps: int
+    multiple: int = 1
+    root: float = 1
+    lowest: int | None = None
+
+    def at(self, step: int) -> int:
+        if self.minimum == self.maximum:
+            return self.maximum                                  # upstream never asks a schedule that cannot rise
+        risen = (step / self.steps) ** (1.0 / self.root)         # in floats, as upstream: the integers must be the same
+        value = math.floor(risen * (self.maximum - self.minimum) + self.minimum)
+        value -= value % self.multiple
+        return min(max(value, self.floor), self.maximum)
+
+    @property
+    def floor(self) -> int:
+        return -(-self.minimum // self.multiple) * self.multiple if self.lowest is None else self.lowest
+
+
+@dataclass(frozen=True)
+class Stairs:
+    """values[i] until step until[i], the last value for good. Once `maximum` is reached it stays."""
+
+    values: tuple[int, ...]
+    until: tuple[int, ...]
+    maximum: int
+
+    def at(self, step: int) -> int:
+        return self.values[min(bisect_left(self.until, step), self._top)]
+
+    @cached_property
+    def _top(self) -> int:
+        return next((i for i, value in enumerate(self.values) if value >= self.maximum), len(self.values) - 1)
+
+
+@dataclass(frozen=True)
+class Custom:
+    """function(step), an integer in [1, maximum]. It must depend on nothing else, or a resumed run differs.
+
+    Upstream ceases to ask once the maximum was returned; here it is asked at every step.
+    """
+
+    function: Callable[[int], int]
+    maximum: int
+    name: str = "the schedule function"
+
+    def at(self, step: int) -> int:
+        value = self.function(step)
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= self.maximum:
+            raise ConfigError(f"{self.name} returned {value!r} for step {step}: a difficulty is an integer from 1 to the "
+                              f"max_difficulty, {self.maximum}.")
+        return value
+
+
+def make_difficulty(settings: Mapping[str, Any], where: str = "the curriculum") -> Difficulty:
+    """What a block of DeepSpeed's JSON describes: min_difficulty, max_difficulty, schedule_type, schedule_config.
+
+    where: begins messages. Raises ConfigError. Keys of the block that say nothing about the schedule are left alone.
+    """
+    low, high = (_integer(settings, key, where) for key in ("min_difficulty", "max_difficulty"))
+    if low > high:
+        raise ConfigError(f"{where}: min_difficulty {low} is above max_difficulty {high}, but difficulty only rises. "
+                          "Exchange them.")
+    kind = settings.get("schedule_type")
+    if kind not in KINDS:
+        raise ConfigError(f"{where}: schedule_type is {kind!r}{did_you_mean(str(kind), list(KINDS)) or '.'} "
+                          f"Known: {', '.join(KINDS)}.")
+    make, needed, optional = KINDS[kind]
+    config = settings.get("schedule_config", {})
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"{where}: schedule_config is {config!r}, not a block; {kind} needs {', '.join(needed)} in it.")
+    missing = [key for key in needed if key not in config]
+    unknown = sorted(config.keys() - {*needed, *optional})
+    if missing or unknown:
+        raise ConfigError(f"{where}: the schedule_config of {kind} holds {', '.join(needed)}; " + " and ".join(
+            filter(None, [missing and f"missing: {', '.join(missing)}", unknown and f"unknown: {', '.join(unknown)}"])) + ".")
+    made = make(low, high, config, where)
+    return Stairs((high,), (), high) if low == high else made           # upstream never asks a schedule that cannot rise
+
+
+def _rise(low: int, high: int, config: Mapping[str, Any], where: str) -> Rise:
+    root = config.get("root_degree", 1)
+    if isinstance(root, bool) or not isinstance(root, int | float) or not 0 < root < math.inf:
+        raise ConfigError(f"{where}: root_degree is {root!r}; it must be a number above 0: 1 is a line, 2 the square root.")
+    return Rise(low, high, _integer(config, "total_curriculum_step", where, 1), _integer(config, "difficulty_step", where, 1),
+                root)
+
+
+def _stairs(low: int, high: int, config: Mapping[str, Any], where: str) -> Stairs:
+    values, until = (_integers(config, key, where) for key in ("difficulty", "max_step"))
+    if len(values) != len(until) + 1 or not until:
+        raise ConfigError(f"{where}: difficulty has {len(values)} values and max_step {len(until)}. The last difficulty "
+                          "has no last step, so max_step must be shorter by one, and hold one at least.")
+    if list(until) != sorted(set(until)) or until[0] < 1:
+        raise ConfigError(f"{where}: max_step is {list(until)}; the steps must rise, from 1 on, or a difficulty is skipped.")
+    if max(values) > high:
+        raise ConfigError(f"{where}: difficulty holds {max(values)}, above max_difficulty {high}. Raise max_difficulty.")
+    return Stairs(values, until, high)
+
+
+def _custom(low: int, high: int, config: Mapping[str, Any], where: str) -> Custom:
+    name = config["function"]
+    return Custom(import_function(name, f"{where}: function"), high, f"{where}: {name}")
+
+
+# schedule_type → (maker, keys of schedule_config that it needs, keys that it may have)
+KINDS: Mapping[str, tuple[Callable[..., Difficulty], tuple[str, ...], tuple[str, ...]]] = {
+    "fixed_linear": (_rise, ("total_curriculum_step", "difficulty_step"), ()),
+    "fixed_root": (_rise, ("total_curriculum_step", "difficulty_step", "root_degree"), ()),
+    "fixed_discrete": (_stairs, ("difficulty", "max_step"), ()),
+    "custom": (_custom, ("function",), ()),
+}
+
+
+def import_function(name: Any, where: str) -> Callable:
+    """The function that "package.module:function" names. Raises ConfigError."""
+    module, colon, attribute = str(name).partition(":")
+    if not (module and colon and attribute):
+        raise ConfigError(f"{where} is {name!r}; give an import path such as my_package.my_module:my_function.")
+    try:
+        function = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{where} {name!r} cannot be imported: {error}. Is its folder in PYTHONPATH?") from error
+    if not callable(function):
+        raise ConfigError(f"{where} {name!r} is {function!r}, not a function.")
+    return function
+
+
+def _integer(settings: Mapping[str, Any], key: str, where: str, at_least: int | None = None) -> int:
+    value = settings.get(key)
+    if isinstance(value, bool) or not isinstance(value, int) or at_least is not None and value < at_least:
+        bound = "" if at_least is None else f" of at least {at_least}"
+        said = "is missing" if key not in settings else f"is {value!r}"
+        raise ConfigError(f"{where}: {key} {said}; give an integer{bound}.")
+    return value
+
+
+def _integers(settings: Mapping[str, Any], key: str, where: str) -> tuple[int, ...]:
+    values = settings[key]
+    if not isinstance(values, list | tuple) or any(isinstance(v, bool) or not isinstance(v, int) for v in values):
+        raise ConfigError(f"{where}: {key} is {values!r}; give a list of integers.")
+    return tuple(values)

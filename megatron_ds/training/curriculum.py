@@ -1,0 +1,53 @@
+"""The curriculum of a run: how long the sequences of a step are, and the order in which samples come."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..config import RunConfig
+from ..config.curriculum import RESHAPE, length_difficulty, read_metric
+from ..data.admission import order_by_difficulty
+from ..data.analysis import identity
+from ..data.batch import Batch
+from ..data.curriculum import CurriculumOrder
+from ..data.gpt_dataset import default_cache
+from ..data.shorten import fold, truncate
+from ..difficulty import Difficulty
+from ..progress import Progress
+from ..ramps import make_batch_size, planned_steps
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """A ramp over batches: `lengths(progress, batch)` is the batch as long as its step wants it.
+
+    difficulty: None for whole samples at every step.
+    """
+
+    difficulty: Difficulty | None
+    shorten: Callable[[Batch, int], Batch] = truncate
+
+    def __call__(self, progress: Progress, batch: Batch) -> Batch:
+        return batch if self.difficulty is None else self.shorten(batch, self.difficulty.at(progress.step + 1))
+
+
+def make_lengths(config: RunConfig) -> Lengths:
+    """The curriculum over lengths that a config describes."""
+    curriculum = config.curriculum
+    if curriculum.curriculum_type is None:
+        return Lengths(None)
+    return Lengths(length_difficulty(curriculum, config.model.seq_length),
+                   fold if curriculum.curriculum_type == RESHAPE else truncate)
+
+
+def make_order(config: RunConfig, total: int) -> CurriculumOrder | None:
+    """The order of the training samples, `total` an epoch; None without metrics. Reads files: raises DataError."""
+    curriculum, data, train = config.curriculum, config.data, config.train
+    if not curriculum.curriculum_metrics:
+        return None
+    metrics = [read_metric(text) for text in curriculum.curriculum_metrics]
+    cache = curriculum.curriculum_cluster_path or data.data_cache_path or default_cache(metrics[0].index_to_sample_path)
+    batch_size = make_batch_size(config)
+    return order_by_difficulty(
+        metrics, total, seed=curriculum.data_efficiency_seed, steps=planned_steps(train, batch_size), batch_at=batch_size.at,
+        cache=Path(cache), identity=identity(data, config.model.seq_length, train.seed, total))

@@ -1,0 +1,60 @@
+"""A run with both curricula, from a corpus over its analysis to the end, stopped halfway and resumed with more ranks."""
+
+import json
+
+import numpy as np
+import pytest
+
+from megatron_ds.data.indexed import IndexedWriter
+from tests.harness.pretraining import GLOBAL_BATCH, SEQ_LENGTH, STEPS, TINY, VOCAB, losses, records, run_file, train
+from tools.analyze_data import main as analyze
+
+LENGTHS = [8, 8, 12, 12, 16, 16]                            # of the six steps: 6 + 2 t, down to a multiple of 4
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    draw, prefix = np.random.default_rng(5), tmp_path_factory.mktemp("corpus") / "text"
+    with IndexedWriter(prefix, np.uint16) as writer:
+        for length in draw.integers(3, 60, size=60):
+            writer.add_document(np.minimum(draw.zipf(1.4, length), VOCAB) - 1)
+    return ["--data-path", str(prefix), "--split", "90,10,0"]
+
+
+def curriculum(folder) -> dict:
+    prefix = f"{folder}/vocab_rarity/vocab_rarity_index_to"
+    rarity = {"index_to_sample_path": f"{prefix}_sample", "difficulty_type": "percentile", "clustering_type": "schedule_based",
+              "min_difficulty": 3, "max_difficulty": 10, "schedule_type": "fixed_linear",
+              "schedule_config": {"total_curriculum_step": 5, "difficulty_step": 1}}
+    length = {"difficulty_type": "value", "clustering_type": "single_cluster", "min_difficulty": 6, "max_difficulty": 16,
+              "schedule_type": "fixed_linear", "schedule_config": {"total_curriculum_step": 5, "difficulty_step": 4}}
+    metrics = {"vocab_rarity": rarity, "seqlen_truncate": length}
+    return {"data_efficiency": {"enabled": True, "data_sampling": {
+        "enabled": True, "curriculum_learning": {"enabled": True, "curriculum_metrics": metrics}}}}
+
+
+def test_a_curriculum_goes_on_where_it_stopped_with_other_ranks(tmp_path, corpus):
+    assert analyze(["--metrics", "vocab_rarity", "--output", str(tmp_path / "analysis"), "--num-shards", "2",
+                    *TINY, *corpus]) == 0
+    (tmp_path / "ds.json").write_text(json.dumps(curriculum(tmp_path / "analysis")))
+    plain = [*TINY[:TINY.index("--eval-iters")], *TINY[TINY.index("--eval-iters") + 2:], *corpus, "--train-iters", str(STEPS),
+             "--eval-iters", "1", "--eval-interval", "3"]
+    job = [*plain, "--deepspeed_config", tmp_path / "ds.json"]
+    train(1, [*job, "--save", tmp_path / "whole"])
+    stopping = [*job, "--save", tmp_path / "parts", "--load", tmp_path / "parts", "--exit-interval", "3"]
+    train(1, stopping)
+    train(2, stopping)
+    whole, parts = losses(tmp_path / "whole"), losses(tmp_path / "parts")
+    assert list(parts) == [1, 2, 3, 4, 5, 6] and parts == pytest.approx(whole, rel=1e-6)
+    assert [record["seq_length"] for record in records(tmp_path / "parts")] == LENGTHS
+    tokens = GLOBAL_BATCH * sum(LENGTHS)
+    assert run_file(tmp_path / "whole", STEPS)["progress"]["tokens"] == tokens
+    assert run_file(tmp_path / "parts", STEPS)["progress"] == run_file(tmp_path / "whole", STEPS)["progress"]
+
+    train(1, [*plain, "--load", tmp_path / "whole", "--save", tmp_path / "evaluated"])     # without a curriculum
+    evaluations = [records(tmp_path / name, "validation")[-1]["loss"] for name in ("whole", "evaluated")]
+    assert evaluations[0] == evaluations[1]
+
+    train(1, [*plain, "--save", tmp_path / "plain"])
+    assert run_file(tmp_path / "plain", STEPS)["progress"]["tokens"] == GLOBAL_BATCH * SEQ_LENGTH * STEPS
+    assert losses(tmp_path / "plain")[1] != pytest.approx(whole[1], rel=1e-4)

@@ -1,0 +1,82 @@
+"""A curriculum over lengths trains the same under every layout as in one process, and as shorter samples would."""
+
+import pytest
+import torch
+
+from megatron_ds.config import parse
+from megatron_ds.mpu.grid import Grid
+from megatron_ds.mpu.mesh import Mesh
+from megatron_ds.training.compare import merge, random_samples, train_layout
+from tests.harness.layout_runs import GLOBAL_BATCH, NUM_LAYERS, STEPS, stray
+from tests.harness.threads import run_ranks
+from tests.threads.test_layout_grid import HIDDEN, SAMPLED, job_of, layout_of, name_of, sampled_cases
+from tools.compare_layouts import SEQ_LENGTH, TOLERANCE, VOCAB, tiny_job
+
+CURRICULA = {"none": [], "truncate": ["--curriculum-type", "seqlen_truncate"],
+             "reshape": ["--curriculum-type", "seqlen_reshape"]}
+# 8 of the 24 tokens, then 16 in steps 2 and 3, then all of them.
+LAST_STEP = 5
+GROWING = ["--curriculum-min-length", "8", "--curriculum-steps", "4", "--curriculum-length-step", "8"]
+
+
+def covering_cases() -> list[dict]:
+    """Cases of the grid that together hold every value of every option, with both curricula by turns."""
+    missing = {(option, value) for option in SAMPLED for value in SAMPLED[option]} - {("dtype", "bf16")}
+    pool, chosen = [case for case in sampled_cases() if case["dtype"] == "fp32"], []
+    while missing:
+        case = max(pool, key=lambda case: len(missing & case.items()))
+        missing -= case.items()
+        chosen.append(case | {"curriculum": list(CURRICULA)[1 + len(chosen) % 2]})
+    return chosen
+
+
+@pytest.mark.parametrize("case", covering_cases(), ids=lambda case: f"{case['curriculum']}-{name_of(case)}")
+def test_lengths_that_grow_train_like_one_process(case):
+    difference, run = stray([*job_of(case), *CURRICULA[case["curriculum"]], *GROWING], layout_of(case), LAST_STEP)
+    assert difference.is_within(TOLERANCE["fp32"]), difference
+    split = case["tp"] if case["sp"] else 1
+    rows = {length: SEQ_LENGTH // length if case["curriculum"] == "reshape" else 1 for length in (8, 16, 24)}
+    assert set.union(*(seen.block_inputs for seen in run.seen)) >= {(n // split, rows[n], HIDDEN) for n in rows}
+    assert {seen.forwards for seen in run.seen} == {LAST_STEP * GLOBAL_BATCH // case["dp"] * case["chunks"]}
+
+
+def trained(flags, samples, micro_batch=2, steps=4):
+    """(losses, weights) of one process on int64 [n, s + 1] samples."""
+    config = parse([*flags, "--micro-batch-size", str(micro_batch)], world_size=1)
+    grid = Grid.fit(1, tp=1, pp=1, order=config.parallel.rank_order)
+    trace, weights = merge(run_ranks(1, lambda rank, world: train_layout(
+        config, Mesh(grid, rank, world.connect, torch.device("cpu")), steps, samples)))
+    return trace.losses, weights
+
+
+def same(run, other) -> bool:
+    return run[0] == other[0] and all(torch.equal(run[1][name], other[1][name]) for name in other[1])
+
+
+def with_values(job, **values):
+    job = list(job)
+    for name, value in values.items():
+        job[job.index(f"--{name.replace('_', '-')}") + 1] = str(value)
+    return job
+
+
+@pytest.mark.parametrize("style", ["gpt2", "llama"])
+def test_truncated_samples_train_as_samples_that_were_never_longer(style):
+    job = tiny_job(style, "fp32", False, 0.1, NUM_LAYERS, GLOBAL_BATCH, STEPS)
+    samples = random_samples(4 * GLOBAL_BATCH, SEQ_LENGTH, VOCAB, seed=1)
+    length = ["--curriculum-min-length", "16", "--curriculum-max-length", "16", "--curriculum-steps", "1"]
+    run = trained([*job, *CURRICULA["truncate"], *length], samples)
+    assert same(run, trained(with_values(job, seq_length=16), samples[:, :17]))
+    assert not same(run, trained(job, samples))
+
+
+@pytest.mark.parametrize("style", ["gpt2", "llama"])
+def test_folded_samples_train_as_twice_as_many_of_half_the_length(style):
+    """22 of the 24 tokens: what fills no row is left out. Each sample's rows stand one after the other in its micro-batch."""
+    job = tiny_job(style, "fp32", False, 0.0, NUM_LAYERS, GLOBAL_BATCH, STEPS)
+    samples = random_samples(4 * GLOBAL_BATCH, SEQ_LENGTH, VOCAB, seed=1)
+    length = ["--curriculum-min-length", "11", "--curriculum-max-length", "11", "--curriculum-steps", "1"]
+    run = trained([*job, *CURRICULA["reshape"], *length], samples)
+    halves = torch.stack([samples[:, :12], samples[:, 11:23]], 1).flatten(0, 1)
+    twice = with_values(job, seq_length=11, global_batch_size=2 * GLOBAL_BATCH)
+    assert same(run, trained(twice, halves, micro_batch=4))

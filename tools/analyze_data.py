@@ -1,0 +1,161 @@
+"""Measure how difficult each training sample is, for a curriculum that deals out the easy ones first.
+
+    python tools/analyze_data.py --metrics vocab_rarity seqlen --output analysis --workers 2 \\
+        --data-path corpus_text_document --seq-length 128 --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer
+
+Give it the flags of the training (those about the model and the run do no harm): the samples are those of one epoch of the
+training data. For each metric, {output}/{metric}/ gets the index files that a "curriculum_metrics" block of a DeepSpeed JSON
+names; DeepSpeed reads them as well. What is complete is never done again, so a command that was killed is repeated as it was.
+
+On a cluster: one task for each shard (--task map; the number comes from --shard-index, SLURM_ARRAY_TASK_ID or RANK), then one
+--task reduce. vocab_rarity needs total_vocab_freq, mapped and reduced before it; --task all sees to that by itself.
+"""
+
+import argparse
+import logging
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from megatron_ds.config.arguments import Arguments
+from megatron_ds.config.guard import main_guard
+from megatron_ds.config.parse import read
+from megatron_ds.data.analysis import identity, is_reduced, map_shard, percentiles, reduce_metric
+from megatron_ds.data.datasets import build_datasets
+from megatron_ds.data.metrics import FREQUENCY, METRICS, TOTALS, MetricSpec, parse_metric
+from megatron_ds.data.tokenizers import build_tokenizer
+from megatron_ds.errors import ConfigError, DataError
+
+logger = logging.getLogger(__name__)
+SHARDS = 16
+
+
+def make_parser() -> Arguments:
+    parser = Arguments(__doc__)
+    add = parser.add_argument_group("analysis; other flags are those of the training").add_argument
+    add("--metrics", nargs="+", required=True, metavar="METRIC",
+        help=f"{', '.join({**METRICS, **TOTALS})}, or name=module:function, a function of your own: it is given the samples "
+             "as arrays by name ({\"tokens\": [b, s + 1]}) and returns b whole numbers")
+    add("--output", required=True, metavar="DIR", help="folder for the results")
+    add("--task", choices=("all", "map", "reduce"), default="all", help="default: all")
+    add("--num-shards", type=int, default=SHARDS, metavar="N",
+        help=f"parts that are mapped, and repeated after a failure, one by one (default {SHARDS})")
+    add("--shard-index", type=int, metavar="I", help="with --task map, only this shard: 0 to N - 1")
+    add("--workers", type=int, default=1, metavar="N", help="processes that map shards (default 1)")
+    return parser
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
+    """(the tool's own flags, the words that are the training's)."""
+    args, training = make_parser().parse_known_args(sys.argv[1:] if argv is None else list(argv))
+    for name in ("workers", "num_shards"):
+        if getattr(args, name) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)}: use a positive number.")
+    if args.task == "map" and args.shard_index is None:
+        said = next((name for name in ("SLURM_ARRAY_TASK_ID", "RANK") if os.environ.get(name, "").isdigit()), None)
+        args.shard_index = int(os.environ[said]) if said else None
+    if args.shard_index is not None and not 0 <= args.shard_index < args.num_shards:
+        raise ConfigError(f"--shard-index {args.shard_index}: with --num-shards {args.num_shards}, shards are 0 to "
+                          f"{args.num_shards - 1}.")
+    if args.shard_index is not None and args.task != "map":
+        raise ConfigError(f"--shard-index {args.shard_index} with --task {args.task}: it can only be mapped. Use --task map.")
+    return args, training
+
+
+class Corpus:
+    """An epoch of the training data that the words describe, and what its samples depend on."""
+
+    def __init__(self, training: Sequence[str]):
+        config = read(training)
+        if config.data.mock_data or not (config.data.data_path or config.data.train_data_path):
+            raise ConfigError("missing: the data to analyse. Give the --data-path, or --train-data-path, of the training.")
+        if config.model.seq_length is None:
+            raise ConfigError("missing: --seq-length. Give that of the training: it cuts the corpus into samples.")
+        tokenizer = build_tokenizer(config.data, config.model)
+        self.dataset = build_datasets(config, (1, 0, 0), tokenizer, one_epoch=True).train
+        self.identity = identity(config.data, config.model.seq_length, config.train.seed, len(self.dataset))
+        self.vocab_size, self.seq_length = tokenizer.vocab_size, config.model.seq_length
+
+
+def run(args: argparse.Namespace, training: Sequence[str]) -> None:
+    corpus, output = Corpus(training), Path(args.output)
+    specs = [parse_metric(word, corpus.vocab_size, corpus.seq_length) for word in dict.fromkeys(args.metrics)]
+    logger.info("%s samples of %d tokens in %d shards", f"{len(corpus.dataset):,}", corpus.seq_length + 1, args.num_shards)
+    frequency = MetricSpec(FREQUENCY, vocab_size=corpus.vocab_size, seq_length=corpus.seq_length)
+    if any(spec.needs_frequency for spec in specs):
+        specs = [spec for spec in specs if spec != frequency]
+        if args.task == "all":
+            analyse([frequency], args, training, corpus, output)
+        elif not is_reduced(output, frequency, corpus.identity):
+            raise DataError(f"{output / FREQUENCY} is not complete, or of other data, and vocab_rarity is computed from it. "
+                            f"Run --metrics {FREQUENCY} with --task map, then with --task reduce, then this again.")
+    analyse(specs, args, training, corpus, output)
+
+
+def analyse(specs: Sequence[MetricSpec], args: argparse.Namespace, training: Sequence[str], corpus: Corpus,
+            output: Path) -> None:
+    todo = [spec for spec in specs if not is_reduced(output, spec, corpus.identity)]
+    for spec in specs:
+        if spec not in todo:
+            logger.info("%s: complete already", spec.name)
+    if todo and args.task != "reduce":
+        map_shards(todo, args, training, corpus, output)
+    if args.task != "map":
+        for spec in todo:
+            values = reduce_metric(output, spec, args.num_shards, corpus.identity)
+            said = f"{np.count_nonzero(values):,} of {len(values):,} ids occur" if spec.is_total else percentiles(values)
+            logger.info("%s: %s", spec.name, said)
+
+
+def map_shards(specs: Sequence[MetricSpec], args: argparse.Namespace, training: Sequence[str], corpus: Corpus,
+               output: Path) -> None:
+    shards = range(args.num_shards) if args.shard_index is None else [args.shard_index]
+    started = time.monotonic()
+    work = partial(map_shard, save=output, num_shards=args.num_shards, specs=specs, dataset_id=corpus.identity)
+    for done, (shard, names) in enumerate(_mapped(work, shards, min(args.workers, len(shards)), training, corpus), 1):
+        seconds = time.monotonic() - started
+        logger.info("shard %d: %s (%d of %d shards, %.0f s, about %.0f s left)", shard, ", ".join(names) or "complete already",
+                    done, len(shards), seconds, seconds / done * (len(shards) - done))
+
+
+def _mapped(work: partial, shards: Sequence[int], workers: int, training: Sequence[str], corpus: Corpus):
+    if workers <= 1:
+        yield from ((shard, work(corpus.dataset, shard=shard)) for shard in shards)
+        return
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start_worker, (list(training),))
+    try:
+        yield from zip(shards, pool.map(partial(_map_here, work), shards))
+    except BrokenProcessPool:
+        raise DataError("a worker process died, perhaps for want of memory. Shards that are complete are kept. Try fewer "
+                        "--workers.") from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+_corpus: Corpus | None = None                               # a worker's own, opened once when the worker starts
+
+
+def _start_worker(training: list[str]) -> None:
+    global _corpus
+    _corpus = Corpus(training)
+
+
+def _map_here(work: partial, shard: int) -> list[str]:
+    return work(_corpus.dataset, shard=shard)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    return main_guard(lambda: run(*parse_arguments(argv)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
