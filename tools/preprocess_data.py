@@ -47,7 +47,7 @@ def make_parser() -> Arguments:
         help="a sequence for each sentence of a document, as BERT wants it; learns the abbreviations of the text from its "
              f"first {TRAINING_BYTES >> 20} MB. Not for GPT, whose documents are one sequence")
     add("--keep-newlines", action="store_true", help="keep the white space between two sentences with the first of them")
-    add("--lang", default="english", choices=ABBREVIATIONS, help="language whose abbreviations are known from the beginning")
+    add("--lang", choices=ABBREVIATIONS, help="language whose abbreviations are known from the beginning (default english)")
     add = parser.add_argument_group("tokenizer").add_argument
     add("--tokenizer-type", required=True, help=f"one of {', '.join(TOKENIZERS)}")
     add("--tokenizer-model", metavar="PATH", help="tokenizer.json, its folder, or a sentencepiece .model")
@@ -146,15 +146,15 @@ def run_in_shards(args: argparse.Namespace, make: Callable, task: partial) -> Wr
 def splitter(args: argparse.Namespace) -> Splitter | None:
     """Learned from the start of all the input, so that every shard has the same."""
     if not args.split_sentences:
-        if args.keep_newlines:
-            raise ConfigError("--keep-newlines is about white space between sentences: give --split-sentences too.")
+        if args.keep_newlines or args.lang:
+            raise ConfigError("--keep-newlines and --lang are about sentences: give --split-sentences too.")
         return None
     if STDIN in args.input:
         raise ConfigError("--split-sentences reads the start of the input twice, which standard input does not allow: write "
                           "it to a file first.")
     texts = (text for path in args.input for block in read_blocks(path, keys=args.json_keys)
              for column in texts_of(block, args.json_keys, True)[0] for text in column if isinstance(text, str))
-    return learn_splitter(texts, args.lang, args.keep_newlines)
+    return learn_splitter(texts, args.lang or "english", args.keep_newlines)
 
 
 def report(args: argparse.Namespace, written: Written, shard: Shard | None, seconds: float) -> None:

@@ -7,9 +7,11 @@ import time
 SECONDS = 1.0
 
 
-def end_with_parent() -> None:
-    """Watch over the parent from a thread of this process; end it, without any clearing up, within a second or so."""
-    parent = os.getppid()
+def end_with_parent(parent: int) -> None:
+    """Watch over the parent from a thread of this process; end it, without any clearing up, within a second or so.
+
+    parent: the number of the process, told by itself; it may be gone before this one has begun.
+    """
 
     def watch() -> None:
         while os.getppid() == parent:

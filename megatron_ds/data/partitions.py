@@ -5,6 +5,7 @@ was killed goes on where it was. The shards lie beside the output until they are
 """
 
 import multiprocessing
+import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -23,7 +24,7 @@ Run = Callable[[Task, int], Iterator[Written]]              # does task for each
 
 def run_here(task: Task, count: int) -> Iterator[Written]:
     """Each shard in a process of its own, all at once."""
-    pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), end_with_parent)
+    pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), end_with_parent, (os.getpid(),))
     try:
         for future in as_completed([pool.submit(task, shard=(i, count)) for i in range(count)]):
             yield future.result()

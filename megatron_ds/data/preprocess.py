@@ -192,7 +192,8 @@ def _encoded(blocks: Iterable[AnyBlock], encode: partial, make_tokenizer: MakeTo
         yield from (encode(block, tokenizer) for block in blocks)
         return
     # "spawn": a forked copy of a process that has threads (tokenizers has) may deadlock.
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start_worker, (make_tokenizer,))
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start_worker,
+                               (make_tokenizer, os.getpid()))
     try:
         pending = deque()
         for block in blocks:
@@ -208,9 +209,9 @@ def _encoded(blocks: Iterable[AnyBlock], encode: partial, make_tokenizer: MakeTo
         pool.shutdown(cancel_futures=True)
 
 
-def _start_worker(make_tokenizer: MakeTokenizer) -> None:
+def _start_worker(make_tokenizer: MakeTokenizer, parent: int) -> None:
     global _tokenizer
-    end_with_parent()
+    end_with_parent(parent)
     _tokenizer = make_tokenizer()
 
 

@@ -76,8 +76,8 @@ def test_native_ids_are_the_librarys_on_any_text(way, file_of, monkeypatch):
 
 @needs_native
 @pytest.mark.parametrize("way", WAYS, ids=["gpt2", "three digits", "single digits"])
-def test_every_character_is_of_the_librarys_class(way, file_of):
-    codes = [c for c in range(0, 0x33500, 1 if way == "gpt2" else 17) if not 0xD800 <= c < 0xE000]
+def test_characters_are_of_the_librarys_class(way, file_of):
+    codes = [c for c in range(0, 0x33500, 2 if way == "gpt2" else 17) if not 0xD800 <= c < 0xE000]
     assert_same(file_of(way), ["".join(f"a{chr(c)}1{chr(c)}! {chr(c)}" for c in codes[i::16]) for i in range(16)])
 
 
@@ -85,7 +85,7 @@ def test_every_character_is_of_the_librarys_class(way, file_of):
 def test_a_memory_that_overflows_changes_no_id(file_of):
     native, library = both(file_of())
     random = np.random.RandomState(5)
-    words = [" " + "".join(row) for row in random.choice(list("abcdefghijklm"), (700_000, 5))]
+    words = [" " + "".join(row) for row in random.choice(list("abcdefghijklm"), (560_000, 5))]
     ids, _ = native.encode_arrays(["".join(words[:100])])
     lengths = [native.encode_arrays(["".join(words[i:i + 100_000])])[1][0] for i in range(0, len(words), 100_000)]
     again, _ = native.encode_arrays(["".join(words[:100])])
@@ -160,3 +160,5 @@ def test_a_backend_that_is_not_there_is_an_error(file_of, monkeypatch):
     for name, told in [("gigatoken", "needs the package gigatoken"), ("fast", "use one of auto, native")]:
         with pytest.raises(ConfigError, match=told):
             make_tokenizer("HuggingFaceTokenizer", tokenizer_model=file_of(), backend=name)
+    with pytest.raises(ConfigError, match="NullTokenizer has one way to encode"):
+        make_tokenizer("NullTokenizer", vocab_size=9, backend="native")

@@ -193,6 +193,18 @@ def test_sentences_become_sequences_and_the_last_has_the_end(tmp_path):
     assert corpus.document_indices.tolist() == [0, 2, 2, 4]
 
 
+def test_the_command_learns_from_the_text_how_to_split_it(tmp_path, capsys):
+    (tmp_path / "vocab.txt").write_text("\n".join("[PAD] [UNK] [CLS] [SEP] [MASK] . prof who came left".split()))
+    path = write_lines(tmp_path / "a.jsonl", [{"text": "Prof. Who came.\n\nWho left."}, {"text": "Left."}])
+    argv = ["preprocess_data", "--input", path, "--split-sentences", "--tokenizer-type", "BertWordPieceLowerCase",
+            "--vocab-file", tmp_path / "vocab.txt", "--output-prefix", tmp_path / "c"]
+    for flags, want in [([], [[6, 5, 7, 8, 5], [7, 9, 5], [9, 5]]),
+                        (["--lang", "none"], [[6, 5], [7, 8, 5], [7, 9, 5], [9, 5]]),
+                        (["--keep-newlines", "--append-eod"], [[6, 5, 7, 8, 5], [7, 9, 5, 3], [9, 5, 3]])]:
+        assert run_tool(capsys, *argv, *flags)[0] == 0
+        assert [s.tolist() for s in IndexedDataset(tmp_path / "c_text_sentence")] == want
+
+
 def test_a_list_of_sentences_is_bad_where_sentences_are_not_wanted(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", [{"text": ["a", "b"]}])
     with pytest.raises(DataError, match="'text' is list, not text"):

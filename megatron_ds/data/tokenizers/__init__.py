@@ -26,5 +26,7 @@ def make_tokenizer(tokenizer_type: str, *, vocab_file: str | None = None, merge_
 
     vocab_size: only `NullTokenizer` reads it.  backend: what encodes (backend.py); the ids do not depend on it.
     """
-    options = TokenizerOptions(vocab_file, merge_file, tokenizer_model, vocab_size, backend)
-    return TOKENIZERS[tokenizer_type].from_options(options)
+    kind = TOKENIZERS[tokenizer_type]
+    if backend != "auto" and not getattr(kind, "has_backends", False):
+        raise ConfigError(f"--tokenizer-backend {backend}: {tokenizer_type} has one way to encode; leave the flag out.")
+    return kind.from_options(TokenizerOptions(vocab_file, merge_file, tokenizer_model, vocab_size, backend))

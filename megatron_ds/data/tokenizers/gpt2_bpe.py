@@ -23,6 +23,8 @@ PIECES = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S
 class GPT2BPETokenizer:
     """GPT-2's tokenizer over any vocabulary of that form. The text `<|endoftext|>` is plain text, not the special id."""
 
+    has_backends = True
+
     def __init__(self, vocab: dict[str, int], merges: list[Pair], backend: str = "auto"):
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers
         self._tokenizer = Tokenizer(models.BPE(vocab, merges))

@@ -16,6 +16,8 @@ END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[E
 class HuggingFaceTokenizer:
     """Ids of the text alone: the template of the file (a begin token, `[CLS] … [SEP]`) is not applied."""
 
+    has_backends = True
+
     def __init__(self, path: str, backend: str = "auto"):
         from tokenizers import Tokenizer
         file = os.path.join(path, "tokenizer.json") if os.path.isdir(path) else path
