@@ -70,7 +70,7 @@ def corpora(tmp_path):
 
 def configured(**data):
     defaults = dict(data_path=(), splits="8,1,1", train_data_path=(), valid_data_path=(), test_data_path=(),
-                    data_cache_path=None, mock_data=False, dataloader_type="single")
+                    data_cache_path=None, mock_data=False, dataloader_type="single", pack_documents=False)
     data = SimpleNamespace(**{**defaults, **data})
     data.has_split_paths = bool(data.train_data_path or data.valid_data_path or data.test_data_path)
     return SimpleNamespace(data=data, model=SimpleNamespace(seq_length=4), train=SimpleNamespace(seed=1234))
