@@ -20,7 +20,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
     """q [sq, b, n, d], k and v [sk, b, g, d] → [sq, b, n * d].
 
     mask     bool [b or 1, n or 1, sq, sk], True = may not attend; joined with the causal mask when `causal`
-    documents  `data.documents.Documents` of these samples, with sq = sk: a query sees keys of its own document only
+    documents  of these samples, as `data.documents.Documents`, with sq = sk: a query sees keys of its own document only
     keep     with `dropout` > 0: bool [b, n, sq, sk] from `ops.dropout.attention_keep_mask`. Keeps the probabilities
              for backward, so memory grows with sq * sk; without it torch's fused attention is used, or where that is
              slower `blocked_attention`
@@ -35,16 +35,15 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
         return wide.to(q.dtype)
     if causal and mask is None and keep is None and worth_blocking(q, k):
         return blocked_attention(q, k, v, scale or 1 / math.sqrt(q.shape[-1]), documents)
-    by_documents = documents is not None and causal and mask is None and keep is None
-    if documents is not None and not by_documents:
-        mask = documents.foreign if mask is None else mask | documents.foreign
+    if documents is not None and (keep is not None or mask is not None or not causal):
+        mask, documents = documents.foreign if mask is None else mask | documents.foreign, None
     if keep is not None:
         return reference_attention(q, k, v, causal=causal, mask=mask, dropout=dropout, keep=keep, scale=scale)
     sq, sk = q.shape[0], k.shape[0]
     queries, keys, values = (t.permute(1, 2, 0, 3) for t in (q, k, v))          # [b, n or g, s, d], views
-    plain_causal = causal and mask is None and sq == sk and not by_documents
-    allowed = documents.bias(q.dtype) if by_documents else None
-    if not plain_causal and not by_documents:
+    plain_causal = causal and mask is None and documents is None and sq == sk
+    allowed = None if documents is None else documents.bias(q.dtype)            # bool or to be added; None where all may be
+    if documents is None and not plain_causal:
         forbidden = _forbidden(sq, sk, causal, mask, q.device)
         allowed = None if forbidden is None else ~forbidden
     out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=allowed, is_causal=plain_causal, scale=scale,

@@ -7,10 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_ds.config import parse
 from megatron_ds.data.collate import PAD, GPTCollator
+from megatron_ds.data.datasets import build_datasets
 from megatron_ds.data.indexed import IndexedDataset, IndexedWriter
 from megatron_ds.data.loader import Loader
 from megatron_ds.data.packing import PackedDataset, build_packs, open_packed_dataset, pack_lengths
+from megatron_ds.data.tokenizers import build_tokenizer
 
 
 @settings(deadline=None)
@@ -102,6 +105,19 @@ def test_packs_are_cached_and_hold_as_many_samples_as_are_wanted(tmp_path):
     assert (len(first), len(again)) == (50, 70) and len(list((tmp_path / "cache").glob("*.npy"))) == 5
     assert all(np.array_equal(first[i]["tokens"], again[i]["tokens"]) for i in range(50))
     assert (first[3]["tokens"] >= PAD).all() and len(first[3]["tokens"]) == S + 1
+
+
+def test_the_flag_packs_each_corpus_of_a_blend(tmp_path):
+    corpora = [str(write(tmp_path / name, [5] * 40).prefix) for name in "ab"]
+    job = ["--num-layers", "1", "--hidden-size", "8", "--num-attention-heads", "1", "--lr", "1", "--micro-batch-size", "1",
+           "--train-iters", "30", "--eval-iters", "0", "--seq-length", "14", "--split", "1,0,0", "--tokenizer-type",
+           "NullTokenizer", "--vocab-size", "9999", "--data-path", "3", corpora[0], "1", corpora[1]]
+    samples = {}
+    for flags in ((), ("--pack-documents",)):
+        config = parse([*job, *flags])
+        samples[flags] = build_datasets(config, (30, 0, 0), build_tokenizer(config.data, config.model)).train[0]
+    cut, packed = samples.values()
+    assert set(cut) == {"tokens"} and packed["document_ids"].tolist() == [0] * 5 + [1] * 5 + [2] * 5
 
 
 def test_ten_million_pieces_are_planned_in_a_moment():
