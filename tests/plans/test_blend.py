@@ -1,5 +1,6 @@
 """Splits, blends, and the datasets that a run's flags ask for."""
 
+import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -7,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ds.data.blend import build_blend_index, build_exhaustive_index, parse_blend, samples_to_provide
+from megatron_ds.data.blend import Blend, build_blend_index, build_exhaustive_index, parse_blend, samples_to_provide
 from megatron_ds.data.datasets import build_datasets
+from megatron_ds.data.draws import Draw, count_draws, draws_text
 from megatron_ds.data.indexed import IndexedWriter
 from megatron_ds.data.split import cut, parse_split
 from megatron_ds.data.tokenizers import make_tokenizer
@@ -49,7 +51,7 @@ def test_weights_are_told_from_prefixes():
     assert parse_blend(["a"], "--data-path") == parse_blend(["a"], "--data-path")
     assert parse_blend(["a", "b"], "--data-path").weights is None
     assert parse_blend(["3", "a", "1", "b"], "--data-path").shares == [0.75, 0.25]
-    for words in (["3", "a", "b"], ["3", "a", "b", "4"], ["0", "a", "1", "b"], ["-1", "a"], ["nan", "a"]):
+    for words in (["3", "a", "b"], ["3", "a", "b", "4"], ["0", "a"], ["-1", "a"], ["nan", "a"]):
         with pytest.raises(ConfigError, match="--valid-data-path"):
             parse_blend(words, "--valid-data-path")
 
@@ -70,7 +72,8 @@ def corpora(tmp_path):
 
 def configured(**data):
     defaults = dict(data_path=(), splits="8,1,1", train_data_path=(), valid_data_path=(), test_data_path=(),
-                    data_cache_path=None, mock_data=False, dataloader_type="single")
+                    data_cache_path=None, mock_data=False, dataloader_type="single", data_args_path=None,
+                    per_split_data_args_path=None, blend_weights="samples")
     data = SimpleNamespace(**{**defaults, **data})
     data.has_split_paths = bool(data.train_data_path or data.valid_data_path or data.test_data_path)
     return SimpleNamespace(data=data, model=SimpleNamespace(seq_length=4), train=SimpleNamespace(seed=1234))
@@ -149,3 +152,66 @@ def test_mock_data_is_a_function_of_seed_and_number_alone():
         assert tokens.shape == (5,) and 0 <= tokens.min() and tokens.max() <= 50 and 50 in tokens
         assert (tokens == two.train[i]["tokens"]).all()
     assert (one.train[0]["tokens"] != one.valid[0]["tokens"]).any()
+
+
+def test_words_of_a_blend_may_stand_in_a_file(corpora, tmp_path):
+    words = ["0.5", corpora[0], "0.5", corpora[1]]
+    (tmp_path / "words").write_text(f"0.5 {corpora[0]}\n0.5 {corpora[1]}\n")
+    (tmp_path / "parts.json").write_text(json.dumps({"train": words, "valid": [1, corpora[2]]}))
+    direct, from_file = (build_datasets(configured(**named), (90, 5, 0), TOKENIZER) for named in (
+        {"data_path": words}, {"data_args_path": str(tmp_path / "words")}))
+    assert (direct.train.dataset_index == from_file.train.dataset_index).all()
+    assert all((direct.train[i]["tokens"] == from_file.train[i]["tokens"]).all() for i in range(90))
+    parts = build_datasets(configured(per_split_data_args_path=str(tmp_path / "parts.json")), (90, 5, 0), TOKENIZER)
+    assert tokens_of(parts.valid) <= {*range(5000, 5090)} and tokens_of(parts.train) & {*range(3000, 3360)} and not parts.test
+
+
+@pytest.mark.parametrize("text, told", [
+    ("", "it is no JSON"), ("[1]", "no training data"), ('{"train": []}', "no training data"), ('{"train": "a"}', "no list"),
+    ('{"train": ["a"], "validation": ["b"]}', "a part 'validation'"), ('{"train": [["a"]]}', "no list")])
+def test_a_file_of_parts_that_is_none_is_an_error_with_an_example(tmp_path, text, told):
+    (tmp_path / "parts.json").write_text(text)
+    with pytest.raises(DataError, match=f"parts.json: .*{told}.* It must hold .\"train\""):
+        build_datasets(configured(per_split_data_args_path=str(tmp_path / "parts.json")), (9, 0, 0), TOKENIZER)
+    with pytest.raises(DataError, match="nowhere cannot be read: No such file"):
+        build_datasets(configured(data_args_path=str(tmp_path / "nowhere")), (9, 0, 0), TOKENIZER)
+
+
+def test_weights_of_zero_leave_a_corpus_out_and_nothing_but_zeros_is_an_error():
+    blend = parse_blend(["3", "a", "0", "b", "1", "c"], "--data-path")
+    assert blend.prefixes == ("a", "c") and blend.shares == [0.75, 0.25] and blend.left_out == ("b",)
+    assert parse_blend(["0", "a", "1", "a"], "--data-path") == Blend(("a",), (1.0,), ("a",))
+    with pytest.raises(ConfigError, match="all weights are 0"):
+        parse_blend(["0", "a", "0", "b"], "--data-path")
+
+
+def test_numbers_may_say_how_often_a_corpus_is_read(corpora, caplog):
+    caplog.set_level("INFO")
+    words = ["1", corpora[0], "3", corpora[1], "2", corpora[2]]               # 900, 360 and 90 tokens
+    wanted = (900 + 3 * 360 + 2 * 90) // 4
+    train = build_datasets(configured(data_path=words, splits="1", blend_weights="epochs"), (wanted, 0, 0), TOKENIZER).train
+    drawn = np.bincount(train.dataset_index) * 4 / [900, 360, 90]
+    assert drawn == pytest.approx([1, 3, 2], abs=0.05)
+    told = {row.split()[0]: row.split()[-1] for row in caplog.text.splitlines() if row.startswith("  ")}
+    assert told == {"a": "1.00", "b": "3.00", "c": "2.00"}
+
+
+def test_evaluation_leaves_out_corpora_without_text_in_its_part_and_says_so(corpora, caplog):
+    caplog.set_level("INFO")
+    words = ["0.5", corpora[0], "0.3", corpora[1], "0.2", corpora[2]]         # 969,30,1 gives valid 3, 1 and 0 documents
+    cfg = configured(data_path=words, splits="969,30,1")
+    valid = build_datasets(cfg, (300, 16, 0), TOKENIZER).valid
+    assert np.bincount(valid.dataset_index).tolist() == [10, 6]
+    assert "the valid part has no text of" in caplog.text and "other 2 of 3 corpora" in caplog.text
+    with pytest.raises(DataError, match="test part is empty"):
+        build_datasets(configured(data_path=words, splits="1,0,0.0001"), (300, 0, 5), TOKENIZER)
+
+
+def test_the_report_tells_samples_shares_and_epochs_of_each_corpus():
+    draws = [Draw("web", 0.7, 700, 9000), Draw("books", 0.3, 300, 300)]
+    rows = draws_text("train", draws, 4).splitlines()
+    assert rows[1].split() == ["web", "70.00%", "700", "70.00%", "0.31"]
+    assert rows[2].split() == ["books", "30.00%", "300", "30.00%", "4.00"]
+    many = draws_text("train", [Draw(f"c{i}", None, i, 40) for i in range(100)], 4).splitlines()
+    assert len(many) == 26 and many[1].split()[0] == "c99" and "of 100 corpora" in many[-1]
+    assert count_draws(np.array([2, 0, 2], np.int16), 4).tolist() == [1, 0, 2, 0]
