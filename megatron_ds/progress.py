@@ -14,6 +14,7 @@ class Progress:
                        as in Megatron, where a step skipped for overflow does not advance the scheduler
     skipped_steps      steps skipped because a gradient was not finite
     nan_steps          steps whose loss was not finite
+    layer_tokens       tokens consumed, counted once for each block that saw them
     """
 
     step: int = 0
@@ -22,13 +23,16 @@ class Progress:
     scheduled_samples: int = 0
     skipped_steps: int = 0
     nan_steps: int = 0
+    layer_tokens: int = 0
 
-    def after(self, samples: int, tokens: int, *, skipped: bool = False, nan: bool = False) -> "Progress":
+    def after(self, samples: int, tokens: int, *, skipped: bool = False, nan: bool = False,
+              layer_tokens: int = 0) -> "Progress":
         """The progress after one more step that consumed `samples` sequences and `tokens` tokens."""
         return Progress(
             step=self.step + 1, samples=self.samples + samples, tokens=self.tokens + tokens,
             scheduled_samples=self.scheduled_samples + (0 if skipped else samples),
-            skipped_steps=self.skipped_steps + skipped, nan_steps=self.nan_steps + nan)
+            skipped_steps=self.skipped_steps + skipped, nan_steps=self.nan_steps + nan,
+            layer_tokens=self.layer_tokens + layer_tokens)
 
     def to_dict(self) -> dict[str, int]:
         return asdict(self)

@@ -15,6 +15,7 @@ from ..errors import ConfigError
 from ..registry import did_you_mean
 from . import deepspeed_curriculum
 from .coerce import coerce, shown
+from .deepspeed_routing import LTD, ROUTING_KEYS, random_ltd_is_off, translate_random_ltd
 from .option import Option
 from .problems import reject
 from .refused import REFUSED_KEYS
@@ -31,7 +32,8 @@ TRANSLATED: Mapping[str, Option] = {
     "scheduler.type": _TEXT, "scheduler.params.warmup_type": Option(None, "", kind=str, choices=("log", "linear")),
     "scheduler.params.warmup_min_lr": _FLOAT, "scheduler.params.warmup_max_lr": _FLOAT,
     "scheduler.params.warmup_num_steps": _INT, "scheduler.params.total_num_steps": _INT,
-    "scheduler.params.warmup_min_ratio": _FLOAT, "scheduler.params.cos_min_ratio": _FLOAT, **deepspeed_curriculum.KEYS}
+    "scheduler.params.warmup_min_ratio": _FLOAT, "scheduler.params.cos_min_ratio": _FLOAT, **deepspeed_curriculum.KEYS,
+    **ROUTING_KEYS}
 
 OPTIMIZERS = {"adam": "adam", "adamw": "adam", "sgd": "sgd"}
 OPTIMIZER_PARAMS = {"adam": {"lr", "betas", "eps", "weight_decay"}, "sgd": {"lr", "momentum", "weight_decay"}}
@@ -50,7 +52,8 @@ def read_block(path: str, block: Mapping[str, Any]) -> list[Setting]:
     """The settings of a file's block, however it came here; `path` names it in messages."""
     document = _Document(path)
     document.walk("", block)
-    for translate in (_declared, _fp16, _optimizer, _scheduler, _tensorboard, deepspeed_curriculum.translate):
+    for translate in (_declared, _fp16, _optimizer, _scheduler, _tensorboard, deepspeed_curriculum.translate,
+                      translate_random_ltd):
         translate(document)
     reject(document.wrong)
     return document.settings
@@ -109,6 +112,7 @@ class _Document:
 def _declared(document: _Document) -> None:
     """Keys that are an option each."""
     off = {block + "." for block in ("fp16", "bf16") if document.keys.get(block + ".enabled", False) is False}
+    off |= {LTD + "."} if random_ltd_is_off(document.keys) else set()
     for key, option in declared_keys().items():
         if not key.startswith(tuple(off)) or key.endswith(".enabled"):
             document.give(option.path, document.take(key, option), key)

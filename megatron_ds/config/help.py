@@ -9,7 +9,8 @@ from .run import SECTIONS, all_options
 
 WIDTH, COLUMN = 120, 44
 TITLES = {"model": "Model", "parallel": "Parallelism", "zero": "ZeRO", "optimizer": "Optimizer", "train": "Training",
-          "data": "Data", "curriculum": "Curriculum", "checkpoint": "Checkpoints", "logging": "Logging",
+          "data": "Data", "curriculum": "Curriculum", "routing": "Routing of tokens", "checkpoint": "Checkpoints",
+          "logging": "Logging",
           "plan": "Planning"}
 FILES = (
     (f"{CONFIG_FLAG} FILE …", "YAML files with the names below (num_layers: 12), or a checkpoint's run.json. Flags win over "

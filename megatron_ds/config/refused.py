@@ -88,7 +88,6 @@ REFUSED_KEYS = MappingProxyType({
     "compression_training": _LATER,
     "csv_monitor": _MONITOR,
     "comet": _MONITOR,
-    "data_efficiency.data_routing": _LATER,
     "data_efficiency.data_sampling.dynamic_batching": "a batch has a fixed number of samples, and the learning rate is not "
                                                       "scaled behind your back. Remove it.",
     "data_efficiency.data_sampling.num_epochs": "the length of training is --train-iters or --train-samples. Remove it.",

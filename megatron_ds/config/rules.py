@@ -10,6 +10,7 @@ from ..errors import ConfigError
 from .problems import attempt, reject
 from .rules_curriculum import CURRICULUM_RULES
 from .rules_layout import LAYOUT_RULES
+from .rules_routing import ROUTING_RULES
 from .rules_run import RUN_RULES
 from .rules_samples import SAMPLE_RULES
 from .run import RunConfig, all_options
@@ -20,7 +21,7 @@ Rule = Callable[[RunConfig], Iterable[str]]
 
 def check(config: RunConfig, known: Mapping[str, Container[str]] | None = None, rules: Sequence[Rule] = ()) -> None:
     """Raises one ConfigError with all problems. `known`, `rules`: see `parse`."""
-    rules_of_sections = (*LAYOUT_RULES, *RUN_RULES, *SAMPLE_RULES, *CURRICULUM_RULES)
+    rules_of_sections = (*LAYOUT_RULES, *RUN_RULES, *SAMPLE_RULES, *CURRICULUM_RULES, *ROUTING_RULES)
     problems = [problem for rule in (missing, *rules_of_sections) for problem in rule(config)]
     reject([*problems, *unknown_names(config, known or {})])
     for rule in rules:                       # they may build on all of the above

@@ -16,12 +16,13 @@ from .optimizer import OptimizerConfig
 from .option import Option, options_of
 from .parallel import ParallelConfig, ZeroConfig
 from .plan import PlanConfig
+from .routing import RoutingConfig
 from .train import CheckpointConfig, LoggingConfig, TrainConfig
 
 SECTIONS: Mapping[str, type] = MappingProxyType({
     "model": ModelConfig, "parallel": ParallelConfig, "zero": ZeroConfig, "optimizer": OptimizerConfig,
-    "train": TrainConfig, "data": DataConfig, "curriculum": CurriculumConfig, "checkpoint": CheckpointConfig,
-    "logging": LoggingConfig, "plan": PlanConfig})
+    "train": TrainConfig, "data": DataConfig, "curriculum": CurriculumConfig, "routing": RoutingConfig,
+    "checkpoint": CheckpointConfig, "logging": LoggingConfig, "plan": PlanConfig})
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,7 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     data: DataConfig = field(default_factory=DataConfig)
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
+    routing: RoutingConfig = field(default_factory=RoutingConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)

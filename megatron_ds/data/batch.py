@@ -13,6 +13,14 @@ from .documents import Documents
 
 
 @dataclass(frozen=True)
+class Places:
+    """Where tokens stand of which only some are present.  index: int64 [b, k], ascending;  length: of the whole sequence."""
+
+    index: torch.Tensor
+    length: int
+
+
+@dataclass(frozen=True)
 class Batch:
     """Some samples of a global batch.
 
@@ -27,6 +35,8 @@ class Batch:
     attention_mask  None for plain causal attention, else bool [b, 1, s, s], True = may not attend
     document_ids    int64 [b, s], not decreasing: a position attends to positions of its own document only. None: a sample
                     is one document to attention, whatever it holds
+    kept_tokens   how many tokens of each sample the layers keep that drop some (models/random_ltd.py); None: all of them
+    places        None where all tokens of the samples are here, as they are outside such a layer
     """
 
     tokens: torch.Tensor
@@ -38,6 +48,8 @@ class Batch:
     attention_mask: torch.Tensor | None = None
     rows_per_sample: int = 1
     document_ids: torch.Tensor | None = None
+    kept_tokens: int | None = None
+    places: Places | None = None
 
     @property
     def size(self) -> int:
@@ -67,6 +79,22 @@ class Batch:
     def pin(self) -> "Batch":
         """In page-locked memory, from which a GPU reads while the host goes on."""
         return self._map(torch.Tensor.pin_memory)
+
+    def keeping(self, drop, step: int) -> "Batch":
+        """This batch for a step of a run that drops tokens: a `TokenDrop`, or None."""
+        return self if drop is None else replace(self, kept_tokens=drop.kept_at(step, self.seq_length))
+
+    def at_places(self, index: torch.Tensor) -> "Batch":
+        """Only the tokens at index [b, k], ascending: what a layer sees that is given no others. They keep their positions."""
+        assert self.places is None, "tokens are dropped from a whole sequence only"
+        kept = {name: t.gather(1, index) for name, t in self.tensors().items() if t.dim() == 2}
+        mask = self.attention_mask
+        if mask is not None:
+            columns = index[:, None, None].expand(-1, mask.shape[1], mask.shape[2], -1)
+            kept["attention_mask"] = mask = mask.gather(3, columns)             # [b, n, s or 1, k]
+            if mask.shape[2] > 1:
+                kept["attention_mask"] = mask.gather(2, index[:, None, :, None].expand(-1, mask.shape[1], -1, mask.shape[3]))
+        return replace(self, **kept, places=Places(index, self.seq_length))
 
     def _rows(self, start: int, stop: int) -> "Batch":
         rows = {name: t[start:stop] for name, t in self.tensors().items()}

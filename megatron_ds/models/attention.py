@@ -42,7 +42,7 @@ class SelfAttention(nn.Module):
     def forward(self, x: torch.Tensor, batch: Batch, cache=None) -> torch.Tensor:
         q, k, v = self.project(x)
         if self.rotary is not None:
-            q, k = self.rotary(q, k, batch.position_ids)
+            q, k = self.rotary(q, k, batch.position_ids, once=batch.places is not None)
         if cache is not None:
             k, v = cache.append(k, v)                                           # [all positions so far, b, g/t, d]
         core = recompute if self.recompute_core else _call
@@ -65,9 +65,12 @@ class SelfAttention(nn.Module):
     def keep_mask(self, q, k, p: float, batch: Batch) -> torch.Tensor:
         """Which probabilities survive: keyed by the global number of the head, so a head keeps its mask on any rank."""
         first = self.placement.tp.rank * self.num_heads
+        rows, cols, places = range(q.shape[0]), k.shape[0], batch.places
+        if places is not None:
+            rows, cols = range(places.length), places.length
         return attention_keep_mask(p, seed=self.placement.seed, site=self.site, sample_ids=batch.sample_ids,
-                                   heads=range(first, first + self.num_heads), rows=range(q.shape[0]), cols=k.shape[0],
-                                   device=q.device)
+                                   heads=range(first, first + self.num_heads), rows=rows, cols=cols,
+                                   picked=None if places is None else places.index, device=q.device)
 
 
 def _call(function, *args):

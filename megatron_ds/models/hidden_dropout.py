@@ -16,5 +16,8 @@ class HiddenDropout:
     def __call__(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         if not self.p or not batch.training:
             return x
-        return dropout(x, self.p, seed=self.placement.seed, site=self.site, sample_ids=batch.sample_ids,
-                       rows=self.placement.rows(x))
+        rows, picked = self.placement.rows(x), None
+        if batch.places is not None:
+            rows, picked = range(batch.places.length), batch.places.index[:, rows.start:rows.stop]
+        return dropout(x, self.p, seed=self.placement.seed, site=self.site, sample_ids=batch.sample_ids, rows=rows,
+                       picked=picked)

@@ -52,6 +52,7 @@ class Layer:
           one stage; called without, it builds a copy of its own (`spec.tied_copy`), equal because its name is.
     kind  "embedding", "block", "norm" or "head": what it costs, and what recomputation applies to
     recompute_num_layers  of the blocks on one stage only the first so many recompute; None for all
+    drops_tokens  a block that may see some of the tokens only
     """
 
     name: str
@@ -59,6 +60,12 @@ class Layer:
     kind: str
     tied_to: str | None = None
     recompute_num_layers: int | None = None
+    drops_tokens: bool = False
+
+    @property
+    def sort(self) -> str:
+        """`kind`, and "dropping block" for a block that drops tokens: layers of one sort do and keep alike."""
+        return "dropping block" if self.drops_tokens else self.kind
 
 
 def check_divides(what: str, number: int, tp: Group, reason: str) -> int:

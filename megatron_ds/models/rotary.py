@@ -6,14 +6,18 @@ from ..ops.rotary import apply_rotary, rotary_channels, rotary_tables
 
 
 class Rotary:
-    """Turns queries and keys [s, b, n, d] by the positions [b, s] of their tokens. Holds the tables of the last positions."""
+    """Turns queries and keys [s, b, n, d] by the positions [b, s] of their tokens. Holds the tables of the last positions.
+
+    Positions that one layer alone has (`once`) get tables of their own, which are not held.
+    """
 
     def __init__(self, head_dim: int, percent: float, base: float):
         self.channels, self.base = rotary_channels(head_dim, percent), base
         self._positions, self._tables = None, None
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        cos, sin = self.tables(position_ids)
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, position_ids: torch.Tensor,
+                 once: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        cos, sin = rotary_tables(position_ids, self.channels, self.base) if once else self.tables(position_ids)
         return apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
 
     def tables(self, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,7 +8,8 @@ and a resumed run all see the same mask, and no generator's state is ever saved.
              row r starts at counter r * ceil(cols / 16), each counter giving sixteen numbers
     others   the device's own generator, seeded afresh for each block of ROWS_PER_BLOCK rows
 
-The two differ, so a mask belongs to a kind of device.
+The two differ, so a mask belongs to a kind of device. Where only some tokens of a sequence are present, their masks are picked
+from the whole table: a token keeps the mask that it has among all.
 """
 
 import numpy as np
@@ -21,19 +22,26 @@ NUMBERS_PER_COUNTER = 16     # 4 words of 64 bits
 ROWS_PER_BLOCK = 64
 
 
-def dropout(x: torch.Tensor, p: float, *, seed: int, site: str, sample_ids: tuple[int, ...], rows: range) -> torch.Tensor:
+def dropout(x: torch.Tensor, p: float, *, seed: int, site: str, sample_ids: tuple[int, ...], rows: range,
+            picked: torch.Tensor | None = None) -> torch.Tensor:
     """Zero elements with probability `p`, scale the others so that the mean stays.
 
     x [s, b, h]; `rows` the s positions it holds of each sequence; `sample_ids` the b samples it holds; `site` names the place
     in the model. p = 0 returns x itself. In evaluation, pass 0.
+    picked   int64 [b, s]: of each sample x holds only these of the `rows`, counted from their first
     """
     if p == 0.0:
         return x
     s, b, h = x.shape
-    assert len(sample_ids) == b and len(rows) == s, f"x is {list(x.shape)}, got {len(sample_ids)} samples, {len(rows)} rows"
+    held = len(rows) if picked is None else picked.shape[1]
+    assert len(sample_ids) == b and held == s, f"x is {list(x.shape)}, got {len(sample_ids)} samples, {held} rows"
     mask = torch.empty(s, b, h, dtype=torch.bool, device=x.device)
     for i, sample in enumerate(sample_ids):
-        draw_keep_mask_(mask[:, i], p, (seed, site, int(sample)), rows)
+        key = seed, site, int(sample)
+        if picked is None:
+            draw_keep_mask_(mask[:, i], p, key, rows)
+        else:
+            mask[:, i] = keep_mask(p, key, rows, h, device=x.device)[picked[i]]
     return apply_mask(x, mask, p)
 
 
@@ -46,12 +54,20 @@ def keep_mask(p: float, key: tuple[int | str, ...], rows: range, cols: int, *,
 
 
 def attention_keep_mask(p: float, *, seed: int, site: str, sample_ids: tuple[int, ...], heads: range, rows: range,
-                        cols: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """bool [b, n, sq, sk] for attention probabilities: `heads` are global head numbers, `rows` query positions."""
-    mask = torch.empty(len(sample_ids), len(heads), len(rows), cols, dtype=torch.bool, device=device)
+                        cols: int, picked: torch.Tensor | None = None, device: torch.device | str = "cpu") -> torch.Tensor:
+    """bool [b, n, sq, sk] for attention probabilities: `heads` are global head numbers, `rows` query positions.
+
+    picked   int64 [b, k]: of each sample only these of the `rows`, counted from their first, and of the columns: [b, n, k, k]
+    """
+    shape = (len(rows), cols) if picked is None else (picked.shape[1], picked.shape[1])
+    mask = torch.empty(len(sample_ids), len(heads), *shape, dtype=torch.bool, device=device)
     for i, sample in enumerate(sample_ids):
         for j, head in enumerate(heads):
-            draw_keep_mask_(mask[i, j], p, (seed, site, int(sample), head), rows)
+            key = seed, site, int(sample), head
+            if picked is None:
+                draw_keep_mask_(mask[i, j], p, key, rows)
+            else:
+                mask[i, j] = keep_mask(p, key, rows, cols, device=device)[picked[i][:, None], picked[i]]
     return mask
 
 

@@ -5,10 +5,12 @@ every layout, in a recomputed forward, and after a resume.
 """
 
 import hashlib
+from collections.abc import Sequence
 
 import torch
 
 BITS = 63          # of a seed: torch.Generator takes a signed 64-bit number
+GOLDEN = -0x61C8864680B583EB         # 2**64 / golden ratio, as a signed number
 
 
 def seed_of(*key: int | str) -> int:
@@ -20,3 +22,31 @@ def seed_of(*key: int | str) -> int:
 def generator_of(*key: int | str, device: torch.device | str = "cpu") -> torch.Generator:
     """A fresh generator that belongs to the key alone."""
     return torch.Generator(device=device).manual_seed(seed_of(*key))
+
+
+def random_numbers(keys: Sequence[tuple[int | str, ...]], count: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """int64 [len(keys), count], uniform over all 64 bits: number i of a key, the same bits on every kind of device.
+
+    SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators", figure 16): the key is where the
+    stream starts, i how far it has gone.
+    """
+    starts = torch.tensor([seed_of(*key) for key in keys], dtype=torch.int64).to(device, non_blocking=True)
+    z = starts[:, None] + GOLDEN * torch.arange(1, count + 1, device=device)     # whole numbers wrap around at 64 bits
+    z = (z ^ _shifted(z, 30)) * -0x40A7B892E31B1A47
+    z = (z ^ _shifted(z, 27)) * -0x6B2FB644ECCEEE15
+    return z ^ _shifted(z, 31)
+
+
+def random_subset(keys: Sequence[tuple[int | str, ...]], kept: int, of: int,
+                  device: torch.device | str = "cpu") -> torch.Tensor:
+    """int64 [len(keys), kept]: for each key `kept` different numbers below `of`, ascending, each subset as likely as another.
+
+    Those are taken whose random numbers are smallest; so a larger subset of a key holds the smaller ones.
+    """
+    order = random_numbers(keys, of, device).argsort(dim=1, stable=True)
+    return order[:, :kept].sort(dim=1).values
+
+
+def _shifted(z: torch.Tensor, bits: int) -> torch.Tensor:
+    """z >> bits as if it had no sign."""
+    return (z >> bits) & ((1 << (64 - bits)) - 1)

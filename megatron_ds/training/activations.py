@@ -10,6 +10,9 @@ feed-forward width and V the padded vocabulary, each divided by t:
     hidden dropout        a byte an element, S b h                     head               its input S b h e
     loss                  fp32 probabilities and 13 bytes a token      embedding          rows, 8 bytes a token
 
+A block that drops tokens keeps what it needs of those it sees, and where they stand: eight bytes a token (nine with sequence
+parallelism), rotary tables of its own, and what recomputation wants to know of them.
+
 Full recomputation keeps the block's input only, selective all but what core attention needs beside q, k and v. So this is
 Korthikanti et al. 2022 (arXiv:2205.05198), equations 1 to 4, for the layers as they are: attention that keeps no scores where
 it is fused, half of them where it goes by blocks (CPU), and six bytes or more of each where its probabilities drop out.
@@ -28,12 +31,19 @@ from ..config.model import ModelConfig
 from ..ops.blocked_attention import BLOCK, KERNELS, is_worth_blocking
 from ..ops.product import has_products
 from ..pipeline.instruction import Op, Program
+from ..ramps import make_batch_size, planned_steps
+from ..token_drop import make_token_drop
 from .dtypes import DTYPES
+
+BLOCKS = ("block", "dropping block")
 
 
 @dataclass(frozen=True)
 class Workload:
-    """One micro-batch on one rank. vocab: rows of the padded vocabulary on this rank; device: "cpu" or "cuda"."""
+    """One micro-batch on one rank. vocab: rows of the padded vocabulary on this rank; device: "cpu" or "cuda".
+
+    kept_tokens  of each sample, by blocks that drop tokens; None: all
+    """
 
     model: ModelConfig
     samples: int
@@ -43,6 +53,7 @@ class Workload:
     dtype: torch.dtype
     vocab: int
     device: str
+    kept_tokens: int | None = None
 
     @property
     def itemsize(self) -> int:
@@ -51,6 +62,11 @@ class Workload:
     @property
     def tokens(self) -> int:
         return self.samples * self.positions
+
+    @property
+    def drops(self) -> bool:
+        """Whether blocks that may drop tokens do."""
+        return self.kept_tokens is not None and self.kept_tokens < self.positions
 
     @property
     def rows(self) -> int:
@@ -82,10 +98,16 @@ class Workload:
 
 
 def workload_of(config: RunConfig, device: str) -> Workload:
-    """A full micro-batch of a run on devices of a kind."""
-    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    """A full micro-batch of a run on devices of a kind, at the step that keeps the most tokens."""
+    model, tp, drop = config.model, config.parallel.tensor_model_parallel_size, make_token_drop(config)
     return Workload(model, config.train.micro_batch_size, model.seq_length, tp, config.parallel.sequence_parallel,
-                    DTYPES[config.optimizer.params_dtype], model.padded_vocab_size(tp) // tp, device)
+                    DTYPES[config.optimizer.params_dtype], model.padded_vocab_size(tp) // tp, device,
+                    drop and drop.kept_at(last_step(config), model.seq_length))
+
+
+def last_step(config: RunConfig) -> int:
+    """The number of the last step, from 0."""
+    return max(0, planned_steps(config.train, make_batch_size(config)) - 1)
 
 
 def most_kept(program: Program, kept: Mapping[int, int]) -> int:
@@ -103,17 +125,21 @@ def most_kept(program: Program, kept: Mapping[int, int]) -> int:
 
 def kept_by_stage(work: Workload, kinds: Sequence[str], recompute: str | None = None, recomputed: int | None = None) -> int:
     """Bytes that a micro-batch keeps on a stage of these layers. recomputed: of its blocks only so many; None: all."""
-    kept, blocks = 0, 0
+    kept, blocks, wants_tables = 0, 0, False
+    if kinds[0] == "dropping block" and work.drops:
+        kept = work.hidden_bytes                            # a stage keeps its input, of which other layers keep no copy
     for kind in kinds:
-        if kind == "block":
-            blocks += 1
-        kept += kept_by_layer(work, kind, recompute if recomputed is None or blocks <= recomputed else None)
-    ordinary = blocks if recompute != "full" else blocks - (blocks if recomputed is None else min(blocks, recomputed))
-    return kept + (_rotary_tables(work) if ordinary else 0)
+        blocks += kind in BLOCKS
+        how = recompute if recomputed is None or blocks <= recomputed else None
+        kept += kept_by_layer(work, kind, how)
+        wants_tables |= kind in BLOCKS and how != "full" and not (kind == "dropping block" and work.drops)
+    return kept + (_rotary_tables(work) if wants_tables else 0)
 
 
 def kept_by_layer(work: Workload, kind: str, recompute: str | None = None) -> int:
-    """kind: as `models.Layer.kind` has it; another one counts as nothing."""
+    """kind: as `models.Layer.sort` has it; another one counts as nothing."""
+    if kind == "dropping block":
+        return _kept_by_dropping(work, recompute) if work.drops else kept_by_layer(work, "block", recompute)
     if kind == "embedding":
         makes_rows = work.tp > 1 or work.samples > 1             # else they are a view of the batch
         return work.tokens * (8 * makes_rows + (work.tp > 1)) + _dropout(work)
@@ -131,6 +157,14 @@ def kept_by_layer(work: Workload, kind: str, recompute: str | None = None) -> in
     return norms + inputs + core + _into_activation(work) + 2 * _dropout(work)
 
 
+def _kept_by_dropping(work: Workload, recompute: str | None) -> int:
+    seen = replace(work, positions=work.kept_tokens)
+    places = seen.tokens * (8 + (work.sequence_parallel and work.tp > 1))
+    batch = seen.tokens * (4 * 8 + 4) if recompute else 0           # positions, tokens, labels, places, and the mask in fp32
+    tables = seen.samples * _rotary_tables(seen) if recompute != "full" else 0
+    return kept_by_layer(seen, "block", recompute) + places + batch + tables
+
+
 def at_work(work: Workload, kinds: Sequence[str], recompute: str | None = None) -> int:
     """The most bytes that a layer of the stage needs beside what is kept, roughly: gradients on their way through it, what it
     computes again, logits."""
@@ -139,6 +173,9 @@ def at_work(work: Workload, kinds: Sequence[str], recompute: str | None = None) 
 
 
 def _at_work(work: Workload, kind: str, recompute: str | None) -> int:
+    if kind == "dropping block":
+        seen = replace(work, positions=work.kept_tokens) if work.drops else work
+        return _at_work(seen, "block", recompute) + (2 * work.hidden_bytes if work.drops else 0)
     whole = work.tokens * work.model.hidden_size * work.itemsize if work.sequence_parallel else 0      # gathered
     if kind == "head":
         return work.tokens * work.vocab * work.itemsize + work.hidden_bytes + whole

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..config import RunConfig
-from ..models import MODELS, build_stages, count_uses, gpt_loss
+from ..models import MODELS, Placement, build_stages, count_uses, gpt_loss, with_random_ltd
 from ..mpu.channels import Channels
 from ..mpu.mesh import Mesh
 from ..optim import OPTIMIZERS
@@ -21,6 +21,7 @@ from ..pipeline.executor import Executor
 from ..pipeline.instruction import Op
 from ..pipeline.stage import Stage
 from ..tensor_parallel.init import initialize, initialize_interval
+from ..token_drop import make_token_drop
 from ..zero.optimizer import DataGroups, LayerPlan, ZeroOptimizer
 from ..zero.policy import HIERARCHICAL, STAGES
 from ..zero.scaler import make_scaler
@@ -41,10 +42,12 @@ def describe_layers(config: RunConfig, mesh: Mesh) -> list:
     """
     dtype = DTYPES[config.optimizer.params_dtype]
     device = torch.device("meta") if config.zero.stage == 3 else mesh.device
-    return MODELS[config.model.model](
-        config.model, tp=mesh.group("tp"), sequence_parallel=config.parallel.sequence_parallel, dtype=dtype,
-        device=device, seed=config.train.seed, recompute_granularity=config.train.recompute_granularity,
-        recompute_num_layers=config.train.recompute_num_layers)
+    tp, split, train = mesh.group("tp"), config.parallel.sequence_parallel, config.train
+    layers = MODELS[config.model.model](
+        config.model, tp=tp, sequence_parallel=split, dtype=dtype, device=device, seed=train.seed,
+        recompute_granularity=train.recompute_granularity, recompute_num_layers=train.recompute_num_layers)
+    drop = make_token_drop(config)
+    return with_random_ltd(layers, drop.blocks, Placement(tp, split, dtype, device, train.seed)) if drop else layers
 
 
 @dataclass
@@ -98,7 +101,7 @@ def build_engine(config: RunConfig, mesh: Mesh) -> Engine:
         initialize(parameters, config.train.seed, mesh.group("tp").rank, mesh.size("tp"))
     # Together: a rank's disk may be full.
     optimizer = together(mesh.group("world"), lambda: _build_optimizer(config, mesh, built, parameters))
-    kinds = {stage: [layer.kind for layer in layers] for stage, layers in slices.items()}
+    kinds = {stage: [layer.sort for layer in layers] for stage, layers in slices.items()}
     pinned, why_pinned = _pinning(config, mesh, memory, optimizer, kinds, plan)
     stages = {index: _build_stage(config, mesh, index, list(built[index]), optimizer, plan) for index in built}
     return Engine(config, mesh, plan, stages, modules, parameters, optimizer,

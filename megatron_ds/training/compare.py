@@ -19,6 +19,7 @@ from ..mpu.mesh import Mesh
 from ..progress import Progress
 from ..ramps import make_batch_size, make_learning_rate, make_weight_decay
 from ..registry import did_you_mean
+from ..token_drop import make_token_drop
 from .build import Engine, build_engine
 from .curriculum import make_lengths
 from .step import train_step
@@ -106,11 +107,12 @@ def train_layout(config: RunConfig, mesh: Mesh, steps: int, samples: torch.Tenso
     if watch is not None:
         watch(engine)
     learning_rate, weight_decay, batch_size = make_learning_rate(config), make_weight_decay(config), make_batch_size(config)
-    lengths = make_lengths(config)
+    lengths, drop = make_lengths(config), make_token_drop(config)
     progress, losses, norms = Progress(), [], []
     for _ in range(steps):
         size = batch_size(progress)
         batch = lengths(progress, global_batch_share(samples, progress.samples, size, config, mesh))
+        batch = batch.keeping(drop, progress.step)
         outcome = train_step(engine, batch, progress, learning_rate=learning_rate(progress),
                              weight_decay=weight_decay(progress))
         progress = progress.after(size, size * config.model.seq_length, skipped=outcome.skipped)

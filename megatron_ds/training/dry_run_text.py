@@ -8,10 +8,13 @@ from ..mpu.mesh import AXIS_SETS
 from ..mpu.traffic import RING_FACTOR
 from ..pipeline.draw import draw
 from ..ramps import make_batch_size
+from ..token_drop import make_token_drop
+from .activations import last_step
 from .flops import model_flops
 from .imagine import boundary_shape
 from .plan import order
 from .rank_plan import RankPlan
+from .saving import saving_of
 from .tables import in_bytes, in_large, in_short, ranks_in_short, table
 from .world_plan import WorldPlan, wire_bytes
 
@@ -198,15 +201,22 @@ def traffic_text(plan: WorldPlan) -> Iterator[str]:
 
 # ------------------------------------------------------------------ FLOPs and proof
 def flops_text(plan: WorldPlan) -> Iterator[str]:
-    config, s = plan.config, plan.config.model.seq_length
+    config, s, drop = plan.config, plan.config.model.seq_length, make_token_drop(plan.config)
     batch = make_batch_size(config).final
-    model = model_flops(config.model, batch, s, config.model.padded_vocab_size(plan.grid.tp))
+    dropping = (len(drop.blocks), drop.kept_at(last_step(config), s)) if drop else ()
+    model = model_flops(config.model, batch, s, config.model.padded_vocab_size(plan.grid.tp), *dropping)
     whole = model + batch * plan.again_flops
     tokens = batch * s
     yield f"FLOPs of a step: {tokens:,} tokens in {batch:,} sequences"
     yield from table([["", "a step", "a token", "a rank and step"],
                       *([name, in_large(n, "FLOP"), in_large(n / tokens, "FLOP"), in_large(n / plan.grid.world_size, "FLOP")]
                         for name, n in (("model", model), ("with what is recomputed", whole)))])
+    if drop:
+        saving = saving_of(config, drop)
+        yield (f"  this is the last step; blocks {', '.join(map(str, drop.blocks))} keep {saving.first:,} of {s:,} tokens in "
+               f"the first step, {saving.last:,} in the last")
+        yield (f"  over the run the blocks see {saving.layer_tokens:,} tokens, {saving.token_share:.1%} of all; model FLOPs "
+               f"{saving.flop_share:.1%}")
 
 
 def proof_text(plan: WorldPlan) -> Iterator[str]:

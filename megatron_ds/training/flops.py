@@ -40,10 +40,14 @@ def attention_flops(model, seq_length: int) -> float:
     return 6.0 * seq_length * seq_length * model.num_attention_heads * model.head_dim
 
 
-def model_flops(model, samples: int, seq_length: int, vocab_size: int) -> float:
-    """FLOPs of one optimizer step over `samples` sequences. vocab_size: the padded vocabulary."""
-    per_sample = model.num_layers * layer_flops(model, "block", seq_length, vocab_size)
-    return samples * (per_sample + layer_flops(model, "head", seq_length, vocab_size))
+def model_flops(model, samples: int, seq_length: int, vocab_size: int, dropping: int = 0, kept: int = 0) -> float:
+    """FLOPs of one optimizer step over `samples` sequences. vocab_size: the padded vocabulary.
+
+    dropping: of the blocks, so many see only `kept` tokens of each sequence
+    """
+    blocks = (model.num_layers - dropping) * layer_flops(model, "block", seq_length, vocab_size)
+    blocks += dropping * layer_flops(model, "block", kept, vocab_size)
+    return samples * (blocks + layer_flops(model, "head", seq_length, vocab_size))
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:

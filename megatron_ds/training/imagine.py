@@ -19,6 +19,8 @@ from ..mpu.mesh import Mesh
 from ..mpu.traffic import Traffic
 from ..pipeline.instruction import Op, Schedule
 from ..pipeline.stage import Stage
+from ..token_drop import make_token_drop
+from .activations import last_step
 from .build import loss_function
 from .dtypes import DTYPES
 from .plan import RunPlan
@@ -52,7 +54,7 @@ def imagine_stages(config: RunConfig, mesh: Mesh, plan: RunPlan, layers: Sequenc
     for pp_rank in range(shape.size):
         built = build_stages({stage: layers[plan.slice_of(stage)] for stage in shape.stages_of(pp_rank)})
         for index, modules in built.items():
-            kinds, uses = tuple(layer.kind for layer in layers[plan.slice_of(index)]), count_uses(modules)
+            kinds, uses = tuple(layer.sort for layer in layers[plan.slice_of(index)]), count_uses(modules)
             sort = kinds, tuple((tuple(p.shape), count) for p, count in uses.items()), index in split
             runs = sort not in ran or pp_rank == mesh.coordinate("pp")
             if runs:
@@ -95,7 +97,8 @@ def _batch(config: RunConfig) -> Batch:
     b, s = config.train.micro_batch_size, config.model.seq_length
     numbers = torch.empty(b, s, dtype=torch.int64, device="meta")
     positions = torch.empty(s, dtype=torch.int64, device="meta").expand(b, s)
-    return Batch(numbers, numbers, torch.empty(b, s, device="meta"), positions, tuple(range(b)))
+    batch = Batch(numbers, numbers, torch.empty(b, s, device="meta"), positions, tuple(range(b)))
+    return batch.keeping(make_token_drop(config), last_step(config))
 
 
 def _check(what: str, tensor: torch.Tensor, expected: torch.Tensor) -> None:

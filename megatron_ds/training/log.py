@@ -26,6 +26,8 @@ SINKS: Registry = Registry("metric sink")
 class TrainRecord:
     """One logged interval; means over its steps. Times in seconds, rates per second over all ranks.
 
+    kept_tokens        of each sequence, by the blocks that drop some; None where none do.  layer_tokens: as `Progress` has it
+    actual_seq_length  tokens of a sequence that a block sees, on the mean over the blocks, rounded down
     data_seconds  in which rank 0 waited for its batch: none, as long as workers are ahead
     """
 
@@ -49,6 +51,9 @@ class TrainRecord:
     eta_seconds: float
     memory_gib: float
     data_seconds: float
+    kept_tokens: int | None = None
+    layer_tokens: int = 0
+    actual_seq_length: int = 0
 
     def line(self) -> str:
         """Megatron-LM's fields in its order, then tokens/s, MFU, memory and the time that is left."""
@@ -68,10 +73,17 @@ class TrainRecord:
             f"tokens per second: {self.tokens_per_second:.1f}",
             f"MFU: {self.mfu:.1%}",
             f"waiting for data (ms): {self.data_seconds * 1000:.1f}",
+            *self._dropping(),
             f"memory (GiB): {self.memory_gib:.2f}",
             f"ETA: {timedelta(seconds=round(self.eta_seconds))}",
         ]
         return " | ".join(fields) + " |"
+
+    def _dropping(self) -> list[str]:
+        if self.kept_tokens is None:
+            return []
+        return [f"random ltd reserved length: {self.kept_tokens:5d}", f"actual seqlen: {self.actual_seq_length:5d}",
+                f"consumed layer tokens: {self.layer_tokens:12d}"]
 
 
 @dataclass(frozen=True)
@@ -224,6 +236,10 @@ class TensorBoard:
             self._scalar(tag, getattr(record, field), record)
         self.writer.add_scalar("tokens-per-second", record.tokens_per_second, record.step)
         self.writer.add_scalar("mfu", record.mfu, record.step)
+        if record.kept_tokens is not None:
+            self._scalar("seqlen/random_ltd_reserved_length", record.kept_tokens, record)
+            self._scalar("seqlen/actual_seq_length", record.actual_seq_length, record)
+            self._scalar("consumed-layer-tokens", record.layer_tokens, record)
 
     def evaluation(self, record: EvalRecord) -> None:
         suffix = record.split

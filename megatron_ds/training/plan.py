@@ -53,7 +53,7 @@ class RunPlan:
     bounds       stage i holds layers [bounds[i], bounds[i + 1])
     layer_costs  what the cut was made by
     shape        of the pipeline
-    kinds        of the layers, as `models.Layer.kind` has them
+    kinds        of the layers, as `models.Layer.sort` has them
     """
 
     layer_names: tuple[str, ...]
@@ -105,7 +105,8 @@ def plan_run(config: RunConfig, layers: Sequence[Layer], costs: Mapping[str, Lay
     found = costs or layer_costs(config, layers)
     of_layers = tuple(found[kind] for kind in kinds)
     bounds = _cut(config, kinds, [cost.total for cost in of_layers], shape.num_stages)
-    return RunPlan(tuple(layer.name for layer in layers), bounds, of_layers, shape, tuple(kinds))
+    return RunPlan(tuple(layer.name for layer in layers), bounds, of_layers, shape,
+                   tuple(layer.sort for layer in layers))
 
 
 def _cut(config: RunConfig, kinds: list[str], costs: Sequence[float], stages: int) -> tuple[int, ...]:

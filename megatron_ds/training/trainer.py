@@ -13,6 +13,7 @@ import torch
 
 from ..progress import Progress
 from ..ramps import count_steps, make_batch_size, make_learning_rate, make_weight_decay, planned_steps
+from ..token_drop import make_token_drop
 from .build import Engine
 from .curriculum import make_lengths
 from .evaluate import evaluate
@@ -57,7 +58,7 @@ class Trainer:
         self.learning_rate = make_learning_rate(config)
         self.weight_decay = make_weight_decay(config)
         self.batch_size = make_batch_size(config)
-        self.lengths = make_lengths(config)
+        self.lengths, self.drop = make_lengths(config), make_token_drop(config)
         self.started = started or time.monotonic()
         self.stop = StopRequest()
         self.tracer = Tracer(engine)
@@ -116,27 +117,33 @@ class Trainer:
         data = mesh.group("dp", "cp")
         size = self.batch_size(before)
         batch = self.loaders.train.batch(before.samples, size, data.rank, data.size)
-        batch = self.lengths(before, batch).to(mesh.device)
+        batch = self.lengths(before, batch).keeping(self.drop, before.step).to(mesh.device)
         data_seconds = time.perf_counter() - begin
         with self.tracer.step():
             outcome = train_step(self.engine, batch, before, learning_rate=self.learning_rate(before),
                                  weight_decay=self.weight_decay(before), stop=self._wants_to_stop())
         rows = size * batch.rows_per_sample
         self.progress = before.after(size, rows * batch.seq_length, skipped=outcome.skipped,
-                                     nan=not math.isfinite(outcome.loss))
+                                     nan=not math.isfinite(outcome.loss),
+                                     layer_tokens=rows * self._layer_tokens(before.step, batch.seq_length))
         self.history.append(outcome)
-        flops = model_flops(self.config.model, rows, batch.seq_length, self._vocab)
+        dropping = (len(self.drop.blocks), batch.kept_tokens) if self.drop else ()
+        flops = model_flops(self.config.model, rows, batch.seq_length, self._vocab, *dropping)
         self._window.append(_Done(outcome, data_seconds, rows * batch.seq_length, flops))
         if mesh.rank == 0 and (_due(self.config.logging.log_interval, self.progress.step) or outcome.stop
                                or self._is_finished()):
-            record = self._record(size, batch.seq_length)
+            record = self._record(size, batch.seq_length, batch.kept_tokens)
             self.log.train(record)
             self._warn_of_stall(record)
         if _due(self.config.logging.log_interval, self.progress.step):
             self._window.clear()
         return outcome
 
-    def _record(self, size: int, seq_length: int) -> TrainRecord:
+    def _layer_tokens(self, step: int, seq_length: int) -> int:
+        """Tokens of one sequence, once for each block that sees them."""
+        return self.drop.layer_tokens(step, seq_length) if self.drop else self.config.model.num_layers * seq_length
+
+    def _record(self, size: int, seq_length: int, kept_tokens: int | None) -> TrainRecord:
         outcomes = [done.outcome for done in self._window]
         last, p = outcomes[-1], self.progress
         seconds = statistics.fmean(done.outcome.seconds + done.data_seconds for done in self._window)
@@ -149,7 +156,9 @@ class Trainer:
             tokens_per_second=statistics.fmean(done.tokens for done in self._window) / seconds,
             tflops_per_rank=flops / 1e12, mfu=flops / self._peak,
             eta_seconds=(self._total_steps() - p.step) * seconds, memory_gib=peak_memory_gib(self.engine.mesh.device),
-            data_seconds=statistics.fmean(done.data_seconds for done in self._window))
+            data_seconds=statistics.fmean(done.data_seconds for done in self._window), kept_tokens=kept_tokens,
+            layer_tokens=p.layer_tokens,
+            actual_seq_length=self._layer_tokens(p.step - 1, seq_length) // self.config.model.num_layers)
 
     def _warn_of_stall(self, record: TrainRecord) -> None:
         """Once a run: the data are what a step waits for."""

@@ -18,6 +18,8 @@ from ..pipeline.costs import StageCosts
 from ..pipeline.instruction import Schedule
 from ..pipeline.passes import COMPUTE
 from ..pipeline.simulate import Simulation, simulate
+from ..token_drop import make_token_drop
+from .activations import BLOCKS, last_step
 from .build import describe_layers
 from .flops import attention_flops, layer_flops
 from .imagine import ImaginedStage, imagine_stages
@@ -132,10 +134,12 @@ def with_vocabulary(config: RunConfig) -> tuple[RunConfig, list[str]]:
 
 def recomputed_flops(config: RunConfig, kinds: Sequence[str]) -> float:
     """FLOPs of one sequence that the backward of a stage computes again."""
-    train, model, s = config.train, config.model, config.model.seq_length
-    again = {None: 0.0, "full": layer_flops(model, "block", s, 0) / 3, "selective": attention_flops(model, s) / 3}
-    blocks = kinds.count("block")
-    return min(blocks, train.recompute_num_layers or blocks) * again[train.recompute_granularity]
+    train, model, drop = config.train, config.model, make_token_drop(config)
+    kept = drop.kept_at(last_step(config), model.seq_length) if drop else 0
+    blocks = [kept if kind == "dropping block" else model.seq_length for kind in kinds if kind in BLOCKS]
+    again = {None: lambda s: 0.0, "full": lambda s: layer_flops(model, "block", s, 0) / 3,
+             "selective": lambda s: attention_flops(model, s) / 3}[train.recompute_granularity]
+    return sum(again(s) for s in blocks[:train.recompute_num_layers])
 
 
 def wire_bytes(plan: RankPlan) -> float:

@@ -3,7 +3,7 @@
 import torch
 
 from megatron_ds.data.batch import Batch
-from megatron_ds.models import MODELS, build_stage, gpt_loss, run_layers
+from megatron_ds.models import MODELS, Placement, build_stage, gpt_loss, run_layers, with_random_ltd
 
 from .plain_gpt import gather_logical, load_logical
 from .threads import run_ranks
@@ -19,9 +19,10 @@ def make_batch(config, b: int = 3, s: int = 10, seed: int = 0, **changes) -> Bat
                            position_ids=torch.arange(s).expand(b, s), sample_ids=tuple(range(100, 100 + b))), **changes})
 
 
-def make_model(config, tp, weights, **options):
-    """The whole model as one stage, holding this rank's shards of the logical `weights`."""
-    model = build_stage(MODELS["gpt"](config, tp=tp, **options))
+def make_model(config, tp, weights, drops=(), **options):
+    """The whole model as one stage, holding this rank's shards of the logical `weights`. drops: blocks that drop tokens."""
+    placement = Placement(tp, options.get("sequence_parallel", False), torch.float32, "cpu", options.get("seed", 0))
+    model = build_stage(with_random_ltd(MODELS["gpt"](config, tp=tp, **options), drops, placement))
     load_logical(model.parameters(), weights, tp)
     return model
 

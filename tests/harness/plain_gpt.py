@@ -80,8 +80,11 @@ def logical_weights(config: TinyConfig, seed: int) -> dict[str, torch.Tensor]:
 
 
 def plain_gpt(w: dict[str, torch.Tensor], config: TinyConfig, tokens, position_ids, *, attention_mask=None,
-              drop=lambda site, x: x, drop_scores=lambda site, p: p) -> torch.Tensor:
-    """Logits [b, s, v]. `drop(site, x [b, s, h])` and `drop_scores(site, p [b, n, s, s])` are where dropout goes."""
+              drop=lambda site, x: x, drop_scores=lambda site, p: p, kept_by=lambda layer: None) -> torch.Tensor:
+    """Logits [b, s, v]. `drop(site, x [b, s, h])` and `drop_scores(site, p [b, n, s, s])` are where dropout goes.
+
+    kept_by  layer number → which tokens of each sample the layer sees, [b, k]; the others pass by it. None: all
+    """
     x = w["embedding.word_embeddings.weight"][tokens]
     if "embedding.position_embeddings.weight" in w:
         x = x + w["embedding.position_embeddings.weight"][position_ids]
@@ -89,14 +92,45 @@ def plain_gpt(w: dict[str, torch.Tensor], config: TinyConfig, tokens, position_i
     hidden = torch.ones(tokens.shape[1], tokens.shape[1]).triu(1).bool() if attention_mask is None else attention_mask[:, 0]
     hidden = hidden.expand(len(tokens), -1, -1)
     for i in range(config.num_layers):
-        layer = f"decoder.layers.{i}"
-        y = _norm(w, f"{layer}.input_layernorm", x, config)
-        y = _attention(w, f"{layer}.self_attention", y, position_ids, hidden, config, drop_scores)
-        x = x + drop(f"{layer}.self_attention", y)
-        y = _linear(w, f"{layer}.mlp.linear_fc1", _norm(w, f"{layer}.pre_mlp_layernorm", x, config))
-        x = x + drop(f"{layer}.mlp", _linear(w, f"{layer}.mlp.linear_fc2", _activation(y, config)))
+        kept = kept_by(i)
+        if kept is None:
+            x = _block(w, f"decoder.layers.{i}", x, position_ids, hidden, config, drop, drop_scores)
+            continue
+        samples = []
+        for n, places in enumerate(kept):                                   # one sample at a time
+            one = slice(n, n + 1)
+            part = _block(w, f"decoder.layers.{i}", x[one, places], position_ids[one, places],
+                          hidden[one, places][..., places], config, _among_all(drop, n, places, x.shape),
+                          _scores_among_all(drop_scores, n, places, x.shape))
+            samples.append(x[n].index_put((places,), part[0]))
+        x = torch.stack(samples)
     x = _norm(w, "decoder.final_layernorm", x, config)
     return x @ w.get("output_layer.weight", w["embedding.word_embeddings.weight"]).T
+
+
+def _block(w, layer, x, position_ids, hidden, config, drop, drop_scores):
+    y = _norm(w, f"{layer}.input_layernorm", x, config)
+    y = _attention(w, f"{layer}.self_attention", y, position_ids, hidden, config, drop_scores)
+    x = x + drop(f"{layer}.self_attention", y)
+    y = _linear(w, f"{layer}.mlp.linear_fc1", _norm(w, f"{layer}.pre_mlp_layernorm", x, config))
+    return x + drop(f"{layer}.mlp", _linear(w, f"{layer}.mlp.linear_fc2", _activation(y, config)))
+
+
+def _among_all(drop, n, places, shape):
+    """Dropout of the tokens of sample n at these places: what would befall them among all tokens of all samples."""
+    def dropped(site, x):
+        whole = x.new_zeros(*shape[:2], x.shape[-1])
+        whole[n, places] = x[0]
+        return drop(site, whole)[n:n + 1, places]
+    return dropped
+
+
+def _scores_among_all(drop_scores, n, places, shape):
+    def dropped(site, p):
+        whole = p.new_zeros(shape[0], p.shape[1], shape[1], shape[1])
+        whole[n, :, places[:, None], places] = p[0]
+        return drop_scores(site, whole)[n:n + 1, :, places[:, None], places]
+    return dropped
 
 
 def plain_loss(logits, labels, loss_mask):

@@ -10,13 +10,14 @@ import torch
 
 from megatron_ds.config import parse
 from megatron_ds.data.batch import Batch
-from megatron_ds.models import MODELS, build_stage
+from megatron_ds.models import MODELS, Placement, build_stage, with_random_ltd
 from megatron_ds.models.losses import gpt_loss
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.imagined import imagined_group
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.ops import product
 from megatron_ds.pipeline.stage import Stage
+from megatron_ds.token_drop import make_token_drop
 from megatron_ds.training import activations
 from megatron_ds.training.activations import Workload, kept_by_layer, kept_by_stage
 from megatron_ds.training.build import build_engine
@@ -43,8 +44,13 @@ def kept(job: list[str], tp: int, layers: slice) -> tuple[int, int]:
     group, split = imagined_group("tp", tp, rank=tp - 1), tp if config.parallel.sequence_parallel else 1
     stage_layers = MODELS["gpt"](model, tp=group, sequence_parallel=config.parallel.sequence_parallel, dtype=dtype,
                                  recompute_granularity=train.recompute_granularity,
-                                 recompute_num_layers=train.recompute_num_layers)[layers]
-    kinds = [layer.kind for layer in stage_layers]
+                                 recompute_num_layers=train.recompute_num_layers)
+    drop = make_token_drop(config)
+    if drop is not None:
+        stage_layers = with_random_ltd(stage_layers, drop.blocks, Placement(
+            group, config.parallel.sequence_parallel, dtype, "cpu", 0))
+    stage_layers = stage_layers[layers]
+    kinds = [layer.sort for layer in stage_layers]
     modules = build_stage(stage_layers)
     for parameter in modules.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
@@ -56,7 +62,7 @@ def kept(job: list[str], tp: int, layers: slice) -> tuple[int, int]:
         for k in range(2):      # the second: what a rank holds once, such as the rotary tables used last, is there already
             tokens = torch.zeros(b, s + 1, dtype=torch.int64)
             positions = torch.arange(s).expand(b, -1)
-            batch = Batch(tokens[:, :-1], tokens[:, 1:], torch.ones(b, s), positions, tuple(range(b)))
+            batch = Batch(tokens[:, :-1], tokens[:, 1:], torch.ones(b, s), positions, tuple(range(b))).keeping(drop, 0)
             batches.append(batch)
             given = alive.now()
             x = None if stage.is_first else torch.zeros(s // split, b, model.hidden_size, dtype=dtype)
@@ -64,7 +70,8 @@ def kept(job: list[str], tp: int, layers: slice) -> tuple[int, int]:
             losses += [output] if last else []
             del x, output
             measured = alive.now() - given
-    work = Workload(model, b, s, tp, config.parallel.sequence_parallel, dtype, model.padded_vocab_size(tp) // tp, "cpu")
+    work = Workload(model, b, s, tp, config.parallel.sequence_parallel, dtype, model.padded_vocab_size(tp) // tp, "cpu",
+                    drop and drop.kept_at(0, s))
     return measured, kept_by_stage(work, kinds, train.recompute_granularity, train.recompute_num_layers)
 
 
@@ -99,6 +106,19 @@ def test_queries_of_one_group_and_of_one_sample_are_views_where_others_are_copie
 @pytest.mark.parametrize("activation", ["gelu", "gelu_exact", "relu", "squared_relu", "swiglu"])
 def test_every_activation_keeps_what_is_said(activation):
     measured, said = kept(["--activation", activation, "--seq-length", "32", "--micro-batch-size", "2"], 1, slice(1, 3))
+    assert measured == said
+
+
+DROPPING = {"style": ("gpt", "llama"), "dtype": ("fp32", "bf16"), "kept": ("24", "128"), "dropout": ("0", "0.1"),
+            "samples": (1, 3), "ranks": tuple(RANKS), "recompute": tuple(RECOMPUTE), "blocks": ("1", "0 1", "2")}
+
+
+@pytest.mark.parametrize("case", cover_pairs(legal_cases(DROPPING)), ids=lambda case: "-".join(map(str, case.values())))
+def test_blocks_that_drop_tokens_keep_what_is_said_to_the_byte(case):
+    """Of 130 tokens, in three blocks, of which some drop."""
+    job = [*flags_of(case | {"length": 130}), "--random-ltd", "--random-ltd-min-tokens", case["kept"], "--random-ltd-steps",
+           "9", "--random-ltd-tokens-per-step", "8", "--random-ltd-layer-ids", *case["blocks"].split()]
+    measured, said = kept(job, RANKS[case["ranks"]][0], slice(1, 4))
     assert measured == said
 
 

@@ -36,6 +36,13 @@ def test_recomputation_does_not_count_and_samples_count_linearly():
     assert model_flops(GPT2_MEDIUM, 6, 1024, 50304) == 6 * model_flops(GPT2_MEDIUM, 1, 1024, 50304)
 
 
+def test_of_blocks_that_drop_tokens_the_kept_ones_count():
+    dropping = model_flops(GPT2_MEDIUM, 3, 1024, 50304, 22, 256)
+    blocks = 2 * layer_flops(GPT2_MEDIUM, "block", 1024, 0) + 22 * layer_flops(GPT2_MEDIUM, "block", 256, 0)
+    assert dropping == pytest.approx(3 * (blocks + layer_flops(GPT2_MEDIUM, "head", 1024, 50304)), rel=1e-12)
+    assert model_flops(GPT2_MEDIUM, 3, 1024, 50304, 22, 1024) == pytest.approx(model_flops(GPT2_MEDIUM, 3, 1024, 50304))
+
+
 @pytest.mark.parametrize("name, dtype, peak", [
     ("NVIDIA H100 PCIe", torch.bfloat16, 756e12), ("NVIDIA H100 80GB HBM3", torch.bfloat16, 989e12),
     ("NVIDIA A100-SXM4-80GB", torch.float32, 19.5e12)])

@@ -37,6 +37,12 @@ def test_the_line_has_megatrons_fields_in_its_order_and_then_ours():
                                   " waiting for data (ms): 2.0 | memory (GiB): 11.27 | ETA: 1:18:11 |")
 
 
+def test_where_blocks_drop_tokens_the_line_says_how_many_stay():
+    line = TrainRecord(**vars(RECORD) | {"kept_tokens": 256, "layer_tokens": 5 * 10**9, "actual_seq_length": 448}).line()
+    assert "| random ltd reserved length:   256 | actual seqlen:   448 | consumed layer tokens:   5000000000 |" in line
+    assert "reserved" not in RECORD.line()
+
+
 def test_a_loss_that_is_not_a_number_stays_in_the_line():
     line = TrainRecord(**{**vars(RECORD), "loss": math.nan, "grad_norm": math.inf}).line()
     assert "| lm loss: NAN |" in line and "| grad norm: inf |" in line

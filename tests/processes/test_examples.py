@@ -4,11 +4,15 @@ import json
 import math
 import re
 import subprocess
+import sys
 from contextlib import chdir
 
 import pytest
 
+from megatron_ds.config import parse
+from megatron_ds.config.curriculum import length_difficulty
 from megatron_ds.data.tokenizers import TOKENIZERS
+from megatron_ds.token_drop import make_token_drop
 from tests.harness.documents import ROOT, blocks_of, check_printed, environment
 from tests.harness.launches import sbatch_environment, started_by, trainings
 
@@ -63,6 +67,31 @@ def test_a_slurm_job_is_told_of_its_time_limit_through_its_ranks():
     """`--signal=B:…` would reach this shell alone, which has nothing to save."""
     signal, = re.findall(r"^#SBATCH --signal=(\S+)$", SBATCH.read_text(), re.MULTILINE)
     assert re.fullmatch(r"USR1@\d{3,}", signal)
+
+
+def test_the_recipe_of_data_efficiency_trains_plainly_and_then_with_short_sequences_and_dropped_tokens(tmp_path):
+    """Its commands are told to a stand-in of Python, which makes the metrics that a run leaves behind."""
+    python = tmp_path / "python"
+    python.write_text(f"""#!{sys.executable}
+import json, pathlib, sys
+with open({str(tmp_path / "log")!r}, "a") as log:
+    log.write(json.dumps(sys.argv[1:]) + "\\n")
+if "--metrics-path" in sys.argv:
+    pathlib.Path(sys.argv[sys.argv.index("--metrics-path") + 1]).touch()
+""")
+    python.chmod(0o755)
+    subprocess.run(["bash", str(ROOT / "examples" / "data_efficiency_cpu.sh"), "out"], cwd=tmp_path, check=True,
+                   env=environment() | {"STEPS": "60", "PYTHON": str(python)}, timeout=60, stdout=subprocess.DEVNULL)
+    commands = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    launches = [words for words in commands if any(word.endswith("pretrain_gpt.py") for word in words)]
+    with chdir(tmp_path):
+        plain, efficient = (parse(words[words.index(str(ROOT / "pretrain_gpt.py")) + 1:], world_size=2) for words in launches)
+    assert make_token_drop(plain) is None and plain.curriculum.curriculum_type is None
+    drop = make_token_drop(efficient)
+    assert drop.blocks == (1, 2, 3, 4) and [drop.kept_at(t) for t in (0, 20, 40, 59)] == [64, 160, 256, 256]
+    lengths = length_difficulty(efficient.curriculum, efficient.model.seq_length)
+    assert [lengths.at(t) for t in (1, 15, 30, 60)] == [32, 128, 256, 256]
+    assert efficient.train == plain.train and efficient.optimizer == plain.optimizer
 
 
 def test_the_quickstart_in_small_ends_with_a_curve_and_a_text(tmp_path):

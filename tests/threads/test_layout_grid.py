@@ -32,7 +32,9 @@ OFFLOADS = ("none", "cpu", "nvme")
 SCHEDULES = {"1f1b": (1,), "gpipe": (1,), "interleaved": (2,), "zb-h1": (1,), "zb-h2": (1,), "zb-v": (2,),
              "zb-auto": (1,)}
 SAMPLED = GRID | {"schedule": tuple(SCHEDULES), "chunks": (1, 2), "offload": OFFLOADS, "dropout": (0.0, 0.1),
-                  "documents": ("joined", "apart")}
+                  "documents": ("joined", "apart"), "ltd": (0, 1)}
+# Blocks but the first and the last: from 4 of the 24 tokens to all of them in 16 of the 20 steps.
+LTD = "--random-ltd --random-ltd-min-tokens 4 --random-ltd-steps 16 --random-ltd-tokens-per-step 2".split()
 
 
 def ranks(case) -> int:
@@ -61,6 +63,7 @@ def all_cases() -> list[dict]:
     for i, case in enumerate(legal_cases(GRID, is_legal)):
         schedule, chunks = turns[i % len(turns)] if case["pp"] > 1 else ("1f1b", 1)
         cases.append(case | {"schedule": schedule, "chunks": chunks, "dropout": 0.0, "documents": ("joined", "apart")[i % 2],
+                             "ltd": i // 2 % 2,
                              "offload": OFFLOADS[i // len(turns) % 3] if case["zero"] else "none"})
     return cases
 
@@ -70,7 +73,7 @@ def name_of(case) -> str:
     words += ["sp"] * case["sp"] + [case["recompute"]] * (case["recompute"] != "none") + [case["schedule"]]
     words += [f"chunks{case['chunks']}"] * (case["chunks"] > 1)
     words += [case["offload"]] * (case["offload"] != "none")
-    words += [case["documents"]] * (case["documents"] == "apart")
+    words += [case["documents"]] * (case["documents"] == "apart") + ["ltd"] * case["ltd"]
     return "-".join(words) + f"-dropout{case['dropout']}" * (case["dropout"] > 0)
 
 
@@ -81,7 +84,7 @@ def layers_of(case) -> int:
 
 def job_of(case) -> list[str]:
     return tiny_job(case["style"], case["dtype"], case["embeddings"] == "untied", case["dropout"], layers_of(case),
-                    GLOBAL_BATCH, STEPS, case["documents"])
+                    GLOBAL_BATCH, STEPS, case["documents"]) + LTD * case["ltd"]
 
 
 def layout_of(case) -> str:
@@ -139,7 +142,8 @@ def check_in_force(case, run: Run) -> None:
     apart = case["documents"] == "apart"
     assert {s.most_documents > 1 for s in seen} == {s.restarts > 0 for s in seen} == {apart}
     length = SEQ_LENGTH // t if case["sp"] else SEQ_LENGTH
-    assert set.union(*(s.block_inputs for s in seen)) == {(length, 1, HIDDEN)}
+    kept = {tokens * length // SEQ_LENGTH for tokens in range(4, SEQ_LENGTH, 2)} if case["ltd"] else set()
+    assert set.union(*(s.block_inputs for s in seen)) == {(tokens, 1, HIDDEN) for tokens in {length} | kept}
     assert {s.forwards for s in seen} == {STEPS * microbatches * chunks}
     assert {s.weight_halves for s in seen} == {STEPS * microbatches * chunks * case["schedule"].startswith("zb")}
     assert [s.peak_alive for s in seen] == [alive_on(case, microbatches, pp_rank_of(rank)) for rank in range(len(seen))]

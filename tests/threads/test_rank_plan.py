@@ -60,6 +60,17 @@ def test_every_rank_sends_and_holds_what_was_planned(number, layout):
     check(tiny_job(*style, LAYERS, BATCH, STEPS), layout)
 
 
+@pytest.mark.parametrize("layout", ["tp=2,sp=1,pp=2", "tp=2,sp=1,recompute=full", "tp=2,pp=2,schedule=zb-h1"])
+def test_blocks_that_drop_tokens_send_what_was_planned(layout):
+    """With the same kept tokens at each step; the plan is for the last one."""
+    drop = ["--random-ltd", "--random-ltd-min-tokens", "10", "--random-ltd-max-tokens", "10", "--random-ltd-steps", "1"]
+    job, request = tiny_job("llama", "fp32", True, 0.1, LAYERS, BATCH, STEPS), parse_layout(layout, mbs="1")
+    check([*job, *drop], layout)
+    sent = [plan_world(parse([*job, *flags, *request.flags], world_size=request.world_size), 0, "cpu").rank_plan(0).traffic
+            for flags in ([], drop)]
+    assert sum(sent[0].bytes.values()) > sum(sent[1].bytes.values())
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES.names())
 @pytest.mark.parametrize("zero", [0, 2, 3])
 def test_so_it_does_under_every_schedule(schedule, zero):
