@@ -31,6 +31,7 @@ from megatron_ds.config.parse import read
 from megatron_ds.data.analysis import identity, is_reduced, map_shard, percentiles, reduce_metric
 from megatron_ds.data.datasets import build_datasets
 from megatron_ds.data.metrics import FREQUENCY, METRICS, TOTALS, MetricSpec, parse_metric
+from megatron_ds.data.sources import read_sources
 from megatron_ds.data.tokenizers import build_tokenizer
 from megatron_ds.errors import ConfigError, DataError
 
@@ -75,7 +76,8 @@ class Corpus:
 
     def __init__(self, training: Sequence[str]):
         config = read(training)
-        if config.data.mock_data or not (config.data.data_path or config.data.train_data_path):
+        sources = read_sources(config.data)
+        if config.data.mock_data or not (sources.whole or sources.parts[0]).words:
             raise ConfigError("missing: the data to analyse. Give the --data-path, or --train-data-path, of the training.")
         if config.model.seq_length is None:
             raise ConfigError("missing: --seq-length. Give that of the training: it cuts the corpus into samples.")

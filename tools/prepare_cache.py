@@ -36,7 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ConfigError("--mock-data has no index maps to prepare. Name the corpora of the run.")
     for folder in _folders(config):
         _check_writable(folder)
-    build_datasets(config, wanted_samples(config), build_tokenizer(config.data, config.model))
+    build_datasets(config, wanted_samples(config), build_tokenizer(config.data, config.model),
+                   one_epoch=bool(config.curriculum.curriculum_metrics))
     print("index maps are in", ", ".join(map(str, _folders(config))))
     return 0
 

@@ -122,6 +122,13 @@ def read_metric(text: str) -> Metric:
     return Metric(block["name"], *paths, kind, difficulty)
 
 
+def order_identity(curriculum: CurriculumConfig) -> list[Any]:
+    """What of a curriculum decides the order of samples, in plain values; files may lie elsewhere."""
+    blocks = [json.loads(text) for text in curriculum.curriculum_metrics]
+    return [{key: value for key, value in block.items() if not key.endswith("_path")} for block in blocks] + [
+        curriculum.data_efficiency_seed]
+
+
 def _in_flags(message: str) -> str:
     for key, flag in (("min_difficulty", "--curriculum-min-length"), ("max_difficulty", "--curriculum-max-length"),
                       ("total_curriculum_step", "--curriculum-steps"), ("difficulty_step", "--curriculum-length-step"),

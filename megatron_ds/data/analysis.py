@@ -19,6 +19,7 @@ from ..errors import DataError
 from .datasets import Dataset, identify
 from .metric_index import ListFile, write_list_file, write_metric, write_total
 from .metrics import MetricSpec
+from .sources import read_sources
 
 logger = logging.getLogger(__name__)
 BATCH = 256                                                 # samples looked at together: bounds the memory of a map
@@ -27,9 +28,10 @@ Values = dict[str, np.ndarray]
 
 def identity(data, seq_length: int, seed: int, total: int) -> dict:
     """What the numbers of the samples of an epoch depend on; data: a DataConfig."""
-    words = data.train_data_path or data.data_path
-    return {"data": identify(words), "split": None if data.train_data_path else data.splits, "seq_length": seq_length,
-            "seed": seed, "samples": total}
+    sources = read_sources(data)
+    words = (sources.whole or sources.parts[0]).words
+    return {"data": identify(words), "split": data.splits if sources.whole else None, "seq_length": seq_length, "seed": seed,
+            "samples": total}
 
 
 def describes(description: Mapping, wanted: Mapping) -> str:

@@ -11,6 +11,7 @@ from .. import __version__
 from ..checkpoint.load import check_same_model, latest, load, read_run
 from ..checkpoint.save import save
 from ..config import RunConfig
+from ..config.curriculum import order_identity
 from ..config.dump import to_dict
 from ..config.rules_samples import FIM
 from ..config.train import CheckpointConfig
@@ -59,6 +60,7 @@ def _data_identity(config: RunConfig) -> dict:
             "split": list(parse_split(data.splits)) if whole else None, "mock_data": data.mock_data,
             "dataloader_type": data.dataloader_type, "seq_length": config.model.seq_length, "seed": config.train.seed,
             **({"blend_weights": data.blend_weights} if data.blend_weights != "samples" else {}),
+            **({"curriculum": order_identity(config.curriculum)} if config.curriculum.curriculum_metrics else {}),
             **({"fill_in_the_middle": [getattr(data, path.partition(".")[2]) for path in FIM]} if data.fim_data else {}),
             **MODELS[config.model.model].data.identity(config)}
 

@@ -205,6 +205,18 @@ def test_the_tool_says_what_is_wrong(corpus, capfd, words, said):
     assert said in capfd.readouterr().err
 
 
+def test_corpora_may_be_named_in_a_file_but_without_weights(tmp_path, corpus, capfd):
+    (tmp_path / "words").write_text("text_document\n")
+    (tmp_path / "weights").write_text("0.5 text_document 0.5 text_document")
+    own = ["--metrics", "mine=tests.plans.test_analysis:largest", "--num-shards", "1", "--output"]
+    assert run(*own, "named", *corpus) == 0
+    written = (tmp_path / "named" / "mine" / "analysis.json").stat().st_mtime_ns
+    assert run(*own, "named", "--data-args-path", "words", *corpus[2:]) == 0
+    assert (tmp_path / "named" / "mine" / "analysis.json").stat().st_mtime_ns == written       # the same data: nothing to do
+    assert run(*own, "weighted", "--data-args-path", "weights", *corpus[2:]) == 2
+    assert "Name the corpora without weights" in capfd.readouterr().err
+
+
 KILLER = """
 import os, signal
 

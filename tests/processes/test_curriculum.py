@@ -6,7 +6,18 @@ import numpy as np
 import pytest
 
 from megatron_ds.data.indexed import IndexedWriter
-from tests.harness.pretraining import GLOBAL_BATCH, SEQ_LENGTH, STEPS, TINY, VOCAB, losses, records, run_file, train
+from tests.harness.pretraining import (
+    GLOBAL_BATCH,
+    SEQ_LENGTH,
+    STEPS,
+    TINY,
+    VOCAB,
+    losses,
+    records,
+    run_file,
+    run_pretrain,
+    train,
+)
 from tools.analyze_data import main as analyze
 
 LENGTHS = [8, 8, 12, 12, 16, 16]                            # of the six steps: 6 + 2 t, down to a multiple of 4
@@ -51,10 +62,16 @@ def test_a_curriculum_goes_on_where_it_stopped_with_other_ranks(tmp_path, corpus
     assert run_file(tmp_path / "whole", STEPS)["progress"]["tokens"] == tokens
     assert run_file(tmp_path / "parts", STEPS)["progress"] == run_file(tmp_path / "whole", STEPS)["progress"]
 
-    train(1, [*plain, "--load", tmp_path / "whole", "--save", tmp_path / "evaluated"])     # without a curriculum
+    document = curriculum(tmp_path / "analysis")
+    del document["data_efficiency"]["data_sampling"]["curriculum_learning"]["curriculum_metrics"]["seqlen_truncate"]
+    (tmp_path / "whole.json").write_text(json.dumps(document))
+    at_full_length = [*plain, "--deepspeed_config", tmp_path / "whole.json", "--load", tmp_path / "whole"]
+    train(1, [*at_full_length, "--save", tmp_path / "evaluated"])
     evaluations = [records(tmp_path / name, "validation")[-1]["loss"] for name in ("whole", "evaluated")]
     assert evaluations[0] == evaluations[1]
 
+    refused = run_pretrain(1, [*plain, "--load", tmp_path / "whole"])[0]       # the order of the samples would be another
+    assert refused.code == 2 and "curriculum" in refused.err
     train(1, [*plain, "--save", tmp_path / "plain"])
     assert run_file(tmp_path / "plain", STEPS)["progress"]["tokens"] == GLOBAL_BATCH * SEQ_LENGTH * STEPS
     assert losses(tmp_path / "plain")[1] != pytest.approx(whole[1], rel=1e-4)
