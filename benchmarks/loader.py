@@ -135,9 +135,9 @@ def report(children: dict, what: str, seq_length: int, args) -> None:
             rows[name].append(ask(child, f"{what} {seq_length}")[0])
     for name, seconds in rows.items():
         rates = sorted(args.samples / s for s in seconds)
-        spread = f"{rates[0]:.0f}–{rates[-1]:.0f}"
-        print(f"{seq_length:6d}  {what:6s}  {name:9s}  {statistics.median(rates):9.0f} samples/s ({spread})"
-              f"  {statistics.median(seconds) / args.samples * BATCH * 1e3:.3f} ms a batch of {BATCH}")
+        batch = statistics.median(seconds) / args.samples * BATCH * 1e3
+        print(f"{seq_length:6d}  {what:6s}  {name:9s}  {statistics.median(rates):9.0f} samples/s "
+              f"({rates[0]:.0f}–{rates[-1]:.0f})  {batch:.3f} ms a batch of {BATCH}")
     if len(rows) > 1:
         ratios = sorted(theirs / mine for mine, theirs in zip(rows["ours"], rows["megatron"]))
         print(f"{seq_length:6d}  {what:6s}  ratio      {statistics.median(ratios):.2f} ({ratios[0]:.2f}–{ratios[-1]:.2f})")

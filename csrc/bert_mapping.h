@@ -4,7 +4,8 @@
 // Targets come from one stream of random numbers, and how many are drawn depends on the rows before, so documents are taken one
 // after the other. Each is first summed up as a whole, which also finds its longest sentence: where the rest of a document is
 // shorter than the target, which is most of them, its last row is known without going through its sentences again.
-// Rows go to memory that grows, in one pass; memory never written to is only promised, so the peak is the size of the result.
+// Rows go, in one pass, to more memory than they need; what is never written to is only promised, so the peak is the size of
+// the result.
 
 #pragma once
 
@@ -12,8 +13,8 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <limits>
 #include <new>
-#include <random>
 #include <utility>
 
 #include "processors.h"
@@ -26,7 +27,8 @@ constexpr int32_t LONG_SENTENCE = 512;
 template <typename Number, int WIDTH>
 class Rows {
 public:
-    Rows() = default;
+    // At most so many rows, if that can be told; what is not written to takes no memory.
+    explicit Rows(int64_t most) { grow(std::clamp<int64_t>(most, 1024, (64 << 20) / (WIDTH * sizeof(Number)))); }
     Rows(const Rows&) = delete;
     Rows& operator=(const Rows&) = delete;
     ~Rows() { std::free(numbers_); }
@@ -34,7 +36,7 @@ public:
     int64_t size() const { return size_; }
 
     INLINE_MEMBER Number* add() {
-        if (size_ == room_) grow(room_ < 1024 ? 1024 : room_ + room_ / 2);
+        if (size_ == room_) grow(room_ + room_ / 2);
         return numbers_ + WIDTH * size_++;
     }
 
@@ -63,6 +65,8 @@ class Lengths {
 public:
     explicit Lengths(const char* bytes) : bytes_(bytes) {}
 
+    const char* at(int64_t sentence) const { return bytes_ + 4 * sentence; }
+
     INLINE_MEMBER int32_t operator[](int64_t sentence) const {
         int32_t length;
         std::memcpy(&length, bytes_ + 4 * sentence, sizeof length);
@@ -72,6 +76,28 @@ public:
 private:
     const char* bytes_;
 };
+
+struct Summary {
+    int64_t tokens;
+    int32_t longest;
+};
+
+constexpr int64_t SENTENCES_AT_ONCE = 1 << 20;
+
+// Sum and maximum of at most SENTENCES_AT_ONCE lengths. The 32-bit sum is right where it matters: sentences of at most
+// LONG_SENTENCE tokens cannot overflow it; of others a document is left out, unless it has but one.
+FOR_EACH_PROCESSOR
+Summary sum_up(const char* lengths, int64_t count) {
+    uint32_t tokens = 0;
+    int32_t longest = 0;
+    for (int64_t i = 0; i < count; ++i) {
+        int32_t length;
+        std::memcpy(&length, lengths + 4 * i, sizeof length);
+        tokens += static_cast<uint32_t>(length);
+        longest = length > longest ? length : longest;
+    }
+    return {static_cast<int64_t>(tokens), longest};
+}
 
 // Calls start(document, first, last) → target, then row(first, last, target) → target of the next, for every run of sentences.
 // tested_from: documents of so many sentences are left out if one of these is too long.
@@ -83,10 +109,10 @@ INLINE void cut_documents(const int64_t* bounds, int64_t documents, Lengths leng
         if (last - first < std::max<int64_t>(least, 1)) continue;
         int64_t rest = 0;
         int32_t longest = 0;
-        for (int64_t i = first; i < last; ++i) {
-            const int32_t length = lengths[i];
-            rest += length;
-            longest = length > longest ? length : longest;
+        for (int64_t i = first; i < last; i += SENTENCES_AT_ONCE) {
+            const Summary part = sum_up(lengths.at(i), std::min(SENTENCES_AT_ONCE, last - i));
+            rest += part.tokens;
+            longest = std::max(longest, part.longest);
         }
         if (last - first >= tested_from && longest > LONG_SENTENCE) continue;
         int64_t target = start(document);
@@ -109,11 +135,14 @@ INLINE void cut_documents(const int64_t* bounds, int64_t documents, Lengths leng
 template <typename Number>
 void map_sentences(Rows<Number, 3>& rows, const int64_t* bounds, int64_t documents, Lengths lengths, int64_t epochs,
                    uint64_t max_samples, int64_t longest, int64_t ratio, uint32_t seed, int64_t least) {
-    std::mt19937 random(seed);
+    uint32_t key[Twister::WORDS];
+    Twister random = Twister::seeded(key, seed);
+    // drawn % ratio == 0 without a division: Lemire, Kaser and Kurz 2019 (arXiv:1902.01961), section 3.2.
+    const uint64_t inverse = ratio == 0 ? 0 : std::numeric_limits<uint64_t>::max() / static_cast<uint64_t>(ratio) + 1;
     const auto draw = [&]() -> int64_t {
         if (ratio == 0) return longest;
-        const uint32_t drawn = static_cast<uint32_t>(random());
-        return drawn % static_cast<uint32_t>(ratio) == 0 ? 2 + drawn % static_cast<uint32_t>(longest - 1) : longest;
+        const uint32_t drawn = random();
+        return drawn * inverse <= inverse - 1 ? 2 + drawn % static_cast<uint32_t>(longest - 1) : longest;
     };
     for (int64_t epoch = 0; epoch < epochs && static_cast<uint64_t>(rows.size()) < max_samples; ++epoch)
         cut_documents(bounds, documents, lengths, least, 2, 2, [&](int64_t) { return draw(); },

@@ -36,55 +36,11 @@
 #include <utility>
 #include <vector>
 
+#include "lanes.h"
 #include "pool.h"
 #include "processors.h"
 
 namespace {
-
-// Four numbers side by side; compilers make vector instructions of it.
-struct Lanes {
-    static constexpr int WIDTH = 4;
-#if defined(__GNUC__)
-    typedef double Vector __attribute__((vector_size(WIDTH * sizeof(double))));
-    static INLINE_MEMBER Vector all(double x) { return Vector{x, x, x, x}; }
-    static INLINE_MEMBER Vector larger(Vector a, Vector b) { return a > b ? a : b; }
-    static INLINE_MEMBER Vector smaller(Vector a, Vector b) { return a < b ? a : b; }
-    static INLINE_MEMBER Vector where_equal(Vector a, Vector b, Vector then, Vector otherwise) { return a == b ? then : otherwise; }
-#else
-    struct Vector {
-        double x[WIDTH];
-        double operator[](int i) const { return x[i]; }
-    };
-    template <typename F> static Vector each(F f) { return {{f(0), f(1), f(2), f(3)}}; }
-    static Vector all(double x) { return {{x, x, x, x}}; }
-    static Vector larger(Vector a, Vector b) { return each([&](int i) { return a[i] > b[i] ? a[i] : b[i]; }); }
-    static Vector smaller(Vector a, Vector b) { return each([&](int i) { return a[i] < b[i] ? a[i] : b[i]; }); }
-    static Vector where_equal(Vector a, Vector b, Vector then, Vector otherwise) {
-        return each([&](int i) { return a[i] == b[i] ? then[i] : otherwise[i]; });
-    }
-    friend Vector operator+(Vector a, Vector b) { return each([&](int i) { return a[i] + b[i]; }); }
-    friend Vector operator*(Vector a, Vector b) { return each([&](int i) { return a[i] * b[i]; }); }
-    friend Vector operator-(Vector a, Vector b) { return each([&](int i) { return a[i] - b[i]; }); }
-#endif
-    static INLINE_MEMBER Vector load(const double* from) {
-        Vector v;
-        std::memcpy(&v, from, sizeof v);
-        return v;
-    }
-    static INLINE_MEMBER void store(Vector v, double* to) { std::memcpy(to, &v, sizeof v); }
-    // The largest and the smallest of four, in all four places.
-    static INLINE_MEMBER Vector largest(Vector v) { return v = larger(v, halves(v)), larger(v, pairs(v)); }
-    static INLINE_MEMBER Vector smallest(Vector v) { return v = smaller(v, halves(v)), smaller(v, pairs(v)); }
-
-private:
-#if defined(__clang__) || (defined(__GNUC__) && __GNUC__ >= 12)
-    static INLINE_MEMBER Vector halves(Vector v) { return __builtin_shufflevector(v, v, 2, 3, 0, 1); }
-    static INLINE_MEMBER Vector pairs(Vector v) { return __builtin_shufflevector(v, v, 1, 0, 3, 2); }
-#else
-    static Vector halves(Vector v) { return Vector{v[2], v[3], v[0], v[1]}; }
-    static Vector pairs(Vector v) { return Vector{v[1], v[0], v[3], v[2]}; }
-#endif
-};
 
 class Blend {
 public:
@@ -147,7 +103,8 @@ public:
             totals[source] = static_cast<int64_t>(whole) * size_of(source);
             left -= totals[source];
             if (whole < limit_[source])
-                for (int i = first_member_[source]; i < first_member_[source + 1]; ++i) fractions.emplace_back(whole - due, members_[i]);
+                for (int i = first_member_[source]; i < first_member_[source + 1]; ++i)
+                    fractions.emplace_back(whole - due, members_[i]);
         }
         left = std::min(left, static_cast<int64_t>(fractions.size()));
         if (left <= 0) return totals;
@@ -265,7 +222,7 @@ private:
         const auto number = [&](int v) { return VECTORS ? kept_number[v] : Lanes::load(&awake_number_[v * Lanes::WIDTH]); };
         const auto keep = [&](int v, Vector new_drawn, Vector new_number) {
             if (VECTORS) kept_drawn[v] = new_drawn, kept_number[v] = new_number;
-            else Lanes::store(new_drawn, &awake_drawn_[v * Lanes::WIDTH]), Lanes::store(new_number, &awake_number_[v * Lanes::WIDTH]);
+            else keep_in_memory(v, new_drawn, new_number);
         };
         for (bool goes_on = true; goes_on && i < end; ++i) {
             const Vector step = Lanes::all(i > 1 ? static_cast<double>(i) : 1.0);
@@ -279,8 +236,10 @@ private:
             const double largest = best[0];
             if (!(largest > floor_)) break;
             lowest_ = largest < lowest_ ? largest : lowest_;
-            for (int v = 0; v < count; ++v)
-                first = Lanes::smaller(Lanes::where_equal(VECTORS ? lag[v] : share(v) * step - drawn(v), best, number(v), first), first);
+            for (int v = 0; v < count; ++v) {
+                const Vector here = VECTORS ? lag[v] : share(v) * step - drawn(v);
+                first = Lanes::smaller(Lanes::where_equal(here, best, number(v), first), first);
+            }
             first = Lanes::smallest(first);
             const int dataset = static_cast<int>(first[0]), source = source_of_[dataset];
             which[i] = static_cast<int16_t>(dataset);

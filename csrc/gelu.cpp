@@ -22,16 +22,9 @@
 #include <stdexcept>
 
 #include "pool.h"
+#include "processors.h"
 
-#define INLINE static inline __attribute__((always_inline))
-#if defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12 && defined(__x86_64__) && defined(__gnu_linux__)
-#define FOR_EACH_PROCESSOR __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define FOR_EACH_PROCESSOR
-#endif
 #if !defined(__GNUC__)
-#undef INLINE
-#define INLINE static inline
 #define __restrict__ __restrict
 #endif
 

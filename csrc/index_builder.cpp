@@ -24,7 +24,7 @@ namespace {
 
 // Contiguous, of this type; aligned or not, so that a mapped .idx file is not copied.
 const char* bytes_of(const py::array& array, const char* type, const char* name) {
-    if (array.ndim() != 1 || !array.dtype().is(py::dtype(type)) || (array.size() > 0 && array.strides(0) != array.itemsize()))
+    if (array.ndim() != 1 || !array.dtype().equal(py::dtype(type)) || (array.size() > 0 && array.strides(0) != array.itemsize()))
         throw std::invalid_argument(std::string(name) + " must be a contiguous array of one dimension and type " + type);
     return static_cast<const char*>(array.data());
 }
@@ -32,7 +32,7 @@ const char* bytes_of(const py::array& array, const char* type, const char* name)
 template <typename Row>
 py::array sample_index(const py::array& lengths, const py::array& order, int64_t seq_length, int64_t num_tokens, int threads) {
     const char* from = bytes_of(lengths, "int32", "lengths");
-    const bool is_narrow = order.dtype().is(py::dtype("int32"));
+    const bool is_narrow = order.dtype().equal(py::dtype("int32"));
     const void* documents = bytes_of(order, is_narrow ? "int32" : "int64", "order");
     if (seq_length < 1 || num_tokens < 1) throw std::invalid_argument("a sequence length and a number of tokens are positive");
     py::array_t<Row> rows({(num_tokens - 1) / seq_length + 1, static_cast<int64_t>(2)});
@@ -41,8 +41,10 @@ py::array sample_index(const py::array& lengths, const py::array& order, int64_t
         Row* to = rows.mutable_data();
         const int64_t count = order.size();
         py::gil_scoped_release released;
-        found = is_narrow ? write_sample_index(from, static_cast<const int32_t*>(documents), count, seq_length, num_tokens, to, threads)
-                          : write_sample_index(from, static_cast<const int64_t*>(documents), count, seq_length, num_tokens, to, threads);
+        const auto write = [&](auto* typed) {
+            return write_sample_index(from, typed, count, seq_length, num_tokens, to, threads);
+        };
+        found = is_narrow ? write(static_cast<const int32_t*>(documents)) : write(static_cast<const int64_t*>(documents));
     }
     if (found != num_tokens)
         throw std::invalid_argument("the documents hold " + std::to_string(found) + " tokens, not " + std::to_string(num_tokens));
@@ -52,10 +54,10 @@ py::array sample_index(const py::array& lengths, const py::array& order, int64_t
 int shuffle(py::array array, py::array_t<uint32_t, py::array::c_style> key, int position) {
     const bool is_narrow = array.itemsize() == 4;
     if (array.ndim() != 1 || (!is_narrow && array.itemsize() != 8) || array.strides(0) != array.itemsize() ||
-        array.size() > (int64_t{1} << 32) || key.size() != 624 || position < 0 || position > 624)
+        array.size() > (int64_t{1} << 32) || key.size() != Twister::WORDS || position < 0 || position > Twister::WORDS)
         throw std::invalid_argument("only contiguous arrays of one dimension, 32 or 64 bits and at most 2^32 elements");
     void* data = array.mutable_data();
-    NumpyTwister random(key.mutable_data(), position);
+    Twister random(key.mutable_data(), position);
     const int64_t count = array.size();
     py::gil_scoped_release released;
     if (is_narrow) shuffle_as_numpy(static_cast<uint32_t*>(data), count, random);
@@ -82,12 +84,12 @@ py::tuple blend(const py::array& shares, int64_t size, const py::object& limits,
 }
 
 template <typename Number, int WIDTH, typename Fill>
-py::array shuffled_rows(int64_t seed, Fill fill) {
+py::array shuffled_rows(int64_t seed, int64_t most, Fill fill) {
     Number* numbers;
     int64_t count;
     {
         py::gil_scoped_release released;
-        Rows<Number, WIDTH> rows;
+        Rows<Number, WIDTH> rows(most);
         fill(rows);
         count = rows.size();
         shuffle_rows<WIDTH>(rows.numbers(), count, static_cast<uint64_t>(seed + 1));
@@ -97,13 +99,19 @@ py::array shuffled_rows(int64_t seed, Fill fill) {
     return py::array_t<Number>({count, static_cast<int64_t>(WIDTH)}, numbers, owner);
 }
 
+// A row has a sentence at least.
+int64_t most_rows(const py::array& documents, const int64_t* bounds, int64_t epochs) {
+    const int64_t sentences = bounds[documents.size() - 1] - bounds[0];
+    return sentences < (int64_t{1} << 40) / std::max<int64_t>(epochs, 1) ? sentences * epochs : int64_t{1} << 40;
+}
+
 template <typename Number>
 py::array mapping(const py::array& documents, const py::array& sizes, int64_t epochs, uint64_t max_samples, int64_t longest,
                   int64_t ratio, int64_t seed, int64_t least) {
     const auto* bounds = reinterpret_cast<const int64_t*>(bytes_of(documents, "int64", "documents"));
     const Lengths lengths(bytes_of(sizes, "int32", "sizes"));
     const int64_t count = documents.size() - 1;
-    return shuffled_rows<Number, 3>(seed, [&](auto& rows) {
+    return shuffled_rows<Number, 3>(seed, most_rows(documents, bounds, epochs), [&](auto& rows) {
         map_sentences(rows, bounds, count, lengths, epochs, max_samples, longest, ratio, static_cast<uint32_t>(seed), least);
     });
 }
@@ -115,7 +123,7 @@ py::array blocks_mapping(const py::array& documents, const py::array& sizes, con
     const Lengths lengths(bytes_of(sizes, "int32", "sizes")), title_lengths(bytes_of(titles, "int32", "title_sizes"));
     const int64_t count = documents.size() - 1;
     if (titles.size() < count) throw std::invalid_argument("every document has a title");
-    return shuffled_rows<Number, 4>(seed, [&](auto& rows) {
+    return shuffled_rows<Number, 4>(seed, most_rows(documents, bounds, epochs), [&](auto& rows) {
         map_blocks(rows, bounds, count, lengths, title_lengths, epochs, max_samples, longest, least);
     });
 }

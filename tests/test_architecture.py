@@ -114,7 +114,8 @@ def test_every_room_needs_torch_and_numpy_only_and_starts_nothing():
     statement = "; ".join(["import torch, numpy", "before = set(sys.modules)", *(f"import megatron_ds.{r}" for r in rooms),
                            "import megatron_ds.training.pretrain", "import torch.distributed as dist",
                            "assert not dist.is_initialized()"])
-    optional = {"regex", "tokenizers", "sentencepiece", "safetensors", "tensorboard", "yaml", "tqdm", "matplotlib"}
+    optional = {"regex", "tokenizers", "sentencepiece", "safetensors", "tensorboard", "yaml", "tqdm", "matplotlib", "pyarrow",
+                "zstandard", "nltk", "h5py", "ray"}
     assert not modules_after(statement) & optional
 
 

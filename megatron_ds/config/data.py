@@ -9,7 +9,7 @@ DEFAULT_SPLIT = "969, 30, 1"
 
 @dataclass(frozen=True)
 class DataConfig:
-    """One of: mock data; --data-path, split by --split; or one path for each split."""
+    """One of: mock data; --data-path, split by --split; or one path for each split. Both may be words in a file."""
 
     data_path: tuple[str, ...] = option(
         (), help="Prefix of the .bin/.idx pair, or several of them, each preceded by its weight or none.")
@@ -17,6 +17,16 @@ class DataConfig:
     train_data_path: tuple[str, ...] = option((), help="Like --data-path, for training only.")
     valid_data_path: tuple[str, ...] = option((), help="Like --data-path, for validation only.")
     test_data_path: tuple[str, ...] = option((), help="Like --data-path, for the test only.")
+    data_args_path: str | None = option(
+        None, help="File with the words of --data-path, on any number of lines.",
+        avoid="For a few corpora --data-path is plainer.")
+    per_split_data_args_path: str | None = option(
+        None, help="JSON file with such words for each part: {\"train\": [...], \"valid\": [...], \"test\": [...]}.")
+    blend_weights: str = option(
+        "samples", choices=("samples", "epochs"),
+        help="What the numbers before prefixes say: a proportion of the samples, or how often to read the corpus relative to "
+             "the others, whatever their sizes (2 a 1 b: a twice for each time that b is read).",
+        avoid="epochs: where proportions were tuned; they change when a corpus grows.")
     mock_data: bool = option(False, help="Made-up tokens, to try a layout without a corpus.",
                              avoid="Its loss says nothing about the model.")
     data_cache_path: str | None = option(None, help="Directory for the index maps. Default: beside the data.",
@@ -31,6 +41,10 @@ class DataConfig:
     reset_attention_mask: bool = option(
         False, help="Let tokens attend to their own document only, of those in a sample.",
         avoid="On GPUs it rules out the fastest attention kernel, and saves none of the work.")
+    pack_documents: bool = option(
+        False, help="Put whole documents together into samples, instead of cutting one stream of them: positions and "
+        "attention keep to each document, and one is cut only where it is longer than a sample.",
+        avoid="Orders and numbers of samples are no longer Megatron's, and some parts in a thousand are padding.")
     fim_data: bool = option(
         False, help="Fill in the middle: move the middle of documents to their end, behind marks, so that the model learns to "
         "write between two texts.", avoid="It is for models that complete code; a sample loses as many tokens at its end as "
@@ -59,3 +73,8 @@ class DataConfig:
     @property
     def has_split_paths(self) -> bool:
         return bool(self.train_data_path or self.valid_data_path or self.test_data_path)
+
+    @property
+    def is_divided_by_split(self) -> bool:
+        """Whether the parts are ranges of the same corpora."""
+        return bool(self.data_path or self.data_args_path)

@@ -176,23 +176,34 @@ def corpus(config: RunConfig) -> Iterator[str]:
     data = config.data
     paths = [path for path in ("data.train_data_path", "data.valid_data_path", "data.test_data_path") if config.get(path)]
     given = [say(config, path) for path in (("data.mock_data",) if data.mock_data else ()) + (
-        ("data.data_path",) if data.data_path else ()) + tuple(paths[:1])]
+        ("data.data_path",) if data.data_path else ()) + tuple(paths[:1]) + tuple(
+        path for path in ("data.data_args_path", "data.per_split_data_args_path") if config.get(path))]
     if not given and not config.plan.is_dry:                          # a plan can come before its data
         yield "missing: the data. Give --data-path PREFIX, or --train-data-path and its like, or --mock-data to try without."
     elif len(given) > 1:
         yield f"{' and '.join(given)} say the data twice. Keep one."
-    if data.split is not None and not data.data_path:
+    if data.split is not None and not data.is_divided_by_split:
         yield (f"{say(config, 'data.split')} divides a --data-path, and there is none. Remove it"
-               f"{', since each split has a path of its own' if paths else ''}.")
+               f"{', since each split has a path of its own' if paths or data.per_split_data_args_path else ''}.")
     elif data.split is not None and not _is_split(data.split):
         yield (f"{say(config, 'data.split')} is not a list of up to three proportions, none negative and not all zero. Write "
                "for instance 969,30,1, or 98,2,0 to have no test part.")
     if paths and not data.train_data_path:
         yield f"{say(config, paths[0])} without --train-data-path: there is nothing to train on."
+    words = next(filter(None, (data.data_path, data.train_data_path)), ())
+    if data.blend_weights == "epochs" and (data.mock_data or words and not _is_number(words[0])):
+        yield f"{say(config, 'data.blend_weights')} without numbers before the prefixes: nothing says how often. Add them."
     if given and not data.mock_data and data.tokenizer_type is None:
         yield "missing: --tokenizer-type, the tokenizer that the corpus was made with (NullTokenizer for bare ids)."
     if data.tokenizer_type == "NullTokenizer" and config.model.vocab_size is None:
         yield f"missing: --vocab-size, which {say(config, 'data.tokenizer_type')} cannot know."
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return float(text) is not None
+    except ValueError:
+        return False
 
 
 def _is_split(text: str) -> bool:

@@ -20,4 +20,13 @@ def fill_in_the_middle(config: RunConfig) -> Iterator[str]:
         yield f"{say(config, 'data.fim_fragment_rate')} without --fim-split-sample: there are no fragments. Add that token."
 
 
-SAMPLE_RULES = (fill_in_the_middle,)
+def packing(config: RunConfig) -> Iterator[str]:
+    data = config.data
+    if data.pack_documents and data.mock_data:
+        yield "--pack-documents with --mock-data: made-up samples have no documents to pack. Remove one."
+    if data.pack_documents and data.fim_data:
+        yield ("--pack-documents with --fim-data: the marks would not fit into samples that are full. Remove one; "
+               "--reset-attention-mask keeps documents apart, too.")
+
+
+SAMPLE_RULES = (fill_in_the_middle, packing)

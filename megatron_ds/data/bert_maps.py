@@ -19,6 +19,7 @@ from ..errors import DataError
 from .native_index import extension
 
 LONG_SENTENCE = 512                                         # tokens; a document with a longer one is left out
+CHECKED_AT_ONCE = 1 << 16
 SEEDS = range(2**31 - 1)                                    # what std::mt19937_64(seed + 1) takes without wrapping around
 
 
@@ -163,7 +164,8 @@ def mt19937_64(seed: int, count: int) -> np.ndarray:
 
 def _check(documents: np.ndarray, sizes: np.ndarray, max_seq_length: int, seed: int) -> None:
     bounds = np.asarray(documents)
-    if len(bounds) == 0 or bounds[0] < 0 or bounds[-1] > len(sizes) or (bounds[1:] < bounds[:-1]).any():
+    pieces = (bounds[first:first + CHECKED_AT_ONCE + 1] for first in range(0, len(bounds), CHECKED_AT_ONCE))
+    if len(bounds) == 0 or bounds[0] < 0 or bounds[-1] > len(sizes) or any((p[1:] < p[:-1]).any() for p in pieces):
         raise DataError(f"the document boundaries do not lie in 0 … {len(sizes)} in rising order: give document_indices of "
                         "the corpus whose sentences these are, or a slice of them with its last boundary.")
     if max_seq_length < 2:

@@ -6,8 +6,8 @@ stretch of the training sees the mixture.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -25,6 +25,17 @@ class Blend:
 
     prefixes: tuple[str, ...]
     weights: tuple[float, ...] | None
+    left_out: tuple[str, ...] = ()              # of weight 0
+
+    def without(self, prefixes: Collection[str]) -> "Blend":
+        """The others, at the same proportions."""
+        kept = [i for i, prefix in enumerate(self.prefixes) if prefix not in prefixes]
+        weights = None if self.weights is None else tuple(self.weights[i] for i in kept)
+        return Blend(tuple(self.prefixes[i] for i in kept), weights, (*self.left_out, *prefixes))
+
+    def times(self, sizes: Sequence[float]) -> "Blend":
+        """Weights that said how often a corpus is read, made weights of samples."""
+        return replace(self, weights=tuple(w * size for w, size in zip(self.weights, sizes)))
 
     @property
     def shares(self) -> list[float]:
@@ -34,18 +45,26 @@ class Blend:
 
 
 def parse_blend(words: Sequence[str], flag: str) -> Blend:
-    """`["0.3", "a", "0.7", "b"]`, or prefixes alone. Raises ConfigError naming the flag that the words were given to."""
+    """`["0.3", "a", "0.7", "b"]`, or prefixes alone. Raises ConfigError naming the flag that the words were given to.
+
+    Corpora of weight 0 are left out.
+    """
     weights = [_number(word) for word in words[0::2]]
     if weights[0] is None:
         return Blend(tuple(words), None)
     prefixes = tuple(words[1::2])
     if len(words) % 2 or None in weights:
-        raise ConfigError(f"{flag} {' '.join(words)}: give either prefixes alone, or a weight before each of them.")
-    if not all(0 < w < math.inf for w in weights):
-        raise ConfigError(f"{flag} {' '.join(words)}: a weight must be a positive number. Leave out a corpus of weight 0.")
+        raise ConfigError(f"{_short(flag, words)}: give either prefixes alone, or a weight before each of them.")
+    if not all(0 <= w < math.inf for w in weights):
+        raise ConfigError(f"{_short(flag, words)}: weight {next(w for w in weights if not 0 <= w < math.inf):g} is not one. "
+                          "Weights are proportions: numbers from 0 on, in any unit.")
+    if not any(weights):
+        raise ConfigError(f"{_short(flag, words)}: all weights are 0, so there is nothing to draw. Give a corpus a weight "
+                          "above 0, or leave out the weights to read each corpus once.")
     if len(prefixes) > MAX_DATASETS:
         raise ConfigError(f"{flag} names {len(prefixes)} corpora; at most {MAX_DATASETS} can be blended. Merge some of them.")
-    return Blend(prefixes, tuple(weights))
+    kept, left_out = ([i for i, w in enumerate(weights) if bool(w) == wanted] for wanted in (True, False))
+    return Blend(tuple(prefixes[i] for i in kept), tuple(weights[i] for i in kept), tuple(prefixes[i] for i in left_out))
 
 
 def samples_to_provide(num_samples: int, share: float) -> int:
@@ -102,6 +121,10 @@ class BlendedDataset:
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
         return self.datasets[self.dataset_index[i]][int(self.sample_index[i])]
+
+
+def _short(flag: str, words: Sequence[str], longest: int = 12) -> str:
+    return f"{flag} {' '.join(words[:longest])}{' …' * (len(words) > longest)}"
 
 
 def _number(word: str) -> float | None:

@@ -6,7 +6,8 @@ A cache entry is some `.npy` files and a description, whose hash is in all their
     {md5}-{title}-document_index.npy    ...
 
 Any number of processes may ask at once: the first builds under a file lock, the others wait and map the same pages. A
-process that dies lets go of the lock. No communication between ranks is needed, so none can be left waiting.
+process that dies lets go of the lock, and what it left half-written has another name, which the next one that builds the same
+removes. No communication between ranks is needed, so none can be left waiting. On disks of their own, nodes build each once.
 """
 
 import contextlib
@@ -15,6 +16,7 @@ import hashlib
 import json
 import logging
 import os
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -36,18 +38,23 @@ def cached_arrays(directory: Path, title: str, key: Mapping[str, object], names:
     found = _load(directory, stem, description, names)
     if found is not None:
         return found
+    arrays = None
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with _locked(directory):
+        with _locked(directory, title) as is_alone:
             found = _load(directory, stem, description, names)
             if found is not None:
                 return found
+            logger.info("building the indices of %s in %s", title, directory)
+            start = time.monotonic()
             arrays = dict(build())
-            _store(directory, stem, description, arrays)
+            built = time.monotonic()
+            _store(directory, stem, description, arrays, is_alone)
     except OSError as e:
-        _warn_once(directory, e.strerror)
-        return dict(build())
-    logger.info("built the indices of %s in %s", title, directory)
+        _warn_once(directory, e.strerror)                  # a full disk, too: what was written of it has another name
+        return dict(build()) if arrays is None else arrays
+    logger.info("built the indices of %s: %.1f s, and %.1f s to write %.1f MiB", title, built - start,
+                time.monotonic() - built, sum(a.nbytes for a in arrays.values()) / 2**20)
     return _load(directory, stem, description, names) or arrays
 
 
@@ -70,7 +77,10 @@ def _load(directory: Path, stem: str, description: str, names: Sequence[str]) ->
         return None
 
 
-def _store(directory: Path, stem: str, description: str, arrays: Mapping[str, np.ndarray]) -> None:
+def _store(directory: Path, stem: str, description: str, arrays: Mapping[str, np.ndarray], is_alone: bool) -> None:
+    if is_alone:
+        for left_behind in directory.glob(f".{stem}-*"):    # by a process that was killed
+            left_behind.unlink(missing_ok=True)
     done = directory / f"{stem}-description.txt"
     done.unlink(missing_ok=True)
     for name, value in arrays.items():
@@ -92,12 +102,24 @@ def _write(path: Path, write: Callable) -> None:
 
 
 @contextlib.contextmanager
-def _locked(directory: Path):
-    """Hold the directory's lock. Where the file system has none, go on: two may then build the same, which is harmless."""
+def _locked(directory: Path, title: str):
+    """Hold the directory's lock; yields whether it is held.
+
+    Where the file system has none, go on: two may then build the same, which is harmless.
+    """
     with open(directory / ".lock", "a") as f:
+        yield _take(f, directory, title)                    # closing the file lets go of the lock
+
+
+def _take(file, directory: Path, title: str) -> bool:
+    try:
+        import fcntl
         try:
-            import fcntl
-            fcntl.flock(f, fcntl.LOCK_EX)
-        except (ImportError, OSError) as e:
-            logger.warning("no file lock in %s (%s): several processes may build the same indices", directory, e)
-        yield                                               # closing the file lets go of the lock
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.info("waiting for the process that builds indices in %s, for those of %s", directory, title)
+            fcntl.flock(file, fcntl.LOCK_EX)
+    except (ImportError, OSError) as e:
+        logger.warning("no file lock in %s (%s): several processes may build the same indices", directory, e)
+        return False
+    return True

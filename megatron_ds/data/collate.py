@@ -23,6 +23,9 @@ PAD = -1                                                    # a dataset fills up
 class GPTCollator:
     """Batches of samples `{"tokens": int64 [s + 1]}`: inputs, and the same shifted by one as labels.
 
+    Samples that bring "document_ids" [s + 1] are packed: positions and attention keep to each document, and what follows a
+    document is not predicted from it.
+
     vocab_size            ids must be below it, else DataError: an embedding would fail far from the cause, or not at all
     eod                   id of the end-of-document token, which belongs to the document that it ends
     eod_mask_loss         a position whose *input* is the end of a document does not count
@@ -50,13 +53,18 @@ class GPTCollator:
         ends = None if self.eod is None else tokens == self.eod
         if self.eod_mask_loss:
             loss_mask[ends] = 0.0
-        resets = self.reset_position_ids or self.reset_attention_mask
-        document_ids = ids_of(ends) if resets else None
+        packed = "document_ids" in samples[0]
+        if packed:
+            ids = torch.from_numpy(np.stack([sample["document_ids"] for sample in samples]))
+            loss_mask[ids[:, 1:] != ids[:, :-1]] = 0.0
+            document_ids = ids[:, :-1].contiguous()
+        elif self.reset_position_ids or self.reset_attention_mask:
+            document_ids = ids_of(ends)
+        restarts, apart = packed or self.reset_position_ids, packed or self.reset_attention_mask
         return Batch(
             tokens=tokens.clamp_(min=0), labels=labels.clamp_(min=0), loss_mask=loss_mask,
-            position_ids=(positions_of(document_ids) if self.reset_position_ids
-                          else torch.arange(self.seq_length).expand_as(tokens)),
-            document_ids=document_ids if self.reset_attention_mask else None, sample_ids=sample_ids, training=training)
+            position_ids=positions_of(document_ids) if restarts else torch.arange(self.seq_length).expand_as(tokens),
+            document_ids=document_ids if apart else None, sample_ids=sample_ids, training=training)
 
     def _check(self, rows: torch.Tensor, numbers: Sequence[int]) -> None:
         if rows.shape[1] != self.seq_length + 1:

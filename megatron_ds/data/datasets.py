@@ -23,9 +23,12 @@ from .blend import (
     samples_to_provide,
 )
 from .cache import cached_arrays
+from .draws import Draw, count_draws, draws_text
 from .gpt_dataset import corpus_fingerprint, default_cache, open_gpt_dataset
 from .indexed import IndexedDataset
 from .mock_dataset import MockDataset
+from .packing import open_packed_dataset
+from .sources import read_sources
 from .split import PARTS, cut, parse_split
 
 logger = logging.getLogger(__name__)
@@ -60,16 +63,17 @@ def build_datasets(config, samples: Sequence[int], tokenizer, *, one_epoch: bool
             MockDataset(n, seq_length=seq_length, vocab_size=tokenizer.vocab_size, eod=tokenizer.eod, seed=seed + 1000 * i)
             if n else None for i, n in enumerate(samples)))
     builder = _Builder(seq_length, seed, data.data_cache_path, repeats=data.dataloader_type == "cyclic", one_epoch=one_epoch,
-                       split=f"--split {data.splits}{' (default)' * (data.splits == DEFAULT_SPLIT)}", tokenizer=tokenizer)
-    if data.has_split_paths:
-        paths = [(f"--{part}-data-path", getattr(data, f"{part}_data_path")) for part in PARTS]
-        shares = [tuple(float(other == part) for other in PARTS) for part in PARTS]
+                       by_epochs=data.blend_weights == "epochs",
+                       split=f"--split {data.splits}{' (default)' * (data.splits == DEFAULT_SPLIT)}", tokenizer=tokenizer,
+                       cut=open_packed_dataset if data.pack_documents else open_gpt_dataset)
+    sources = read_sources(data)
+    if sources.whole:
+        named, shares = [sources.whole] * len(PARTS), [parse_split(data.splits)] * len(PARTS)
     else:
-        paths = [("--data-path", data.data_path)] * len(PARTS)
-        shares = [parse_split(data.splits)] * len(PARTS)
+        named, shares = sources.parts, [tuple(float(other == part) for other in PARTS) for part in PARTS]
     return Datasets(*(
         builder.part(part, n, flag, parse_blend(words, flag) if words else None, share)
-        for part, n, (flag, words), share in zip(PARTS, samples, paths, shares)))
+        for part, n, (flag, words), share in zip(PARTS, samples, named, shares)))
 
 
 def identify(words: Sequence[str]) -> list[str]:
@@ -80,12 +84,15 @@ def identify(words: Sequence[str]) -> list[str]:
 
 
 class _Builder:
-    """Opens each corpus once, and builds the parts from them. split: words for messages."""
+    """Opens each corpus once, and builds the parts from them.
 
-    def __init__(self, seq_length: int, seed: int, cache: str | None, *, repeats: bool, one_epoch: bool, split: str,
-                 tokenizer):
-        self.seq_length, self.seed, self.cache, self.repeats = seq_length, seed, cache, repeats
-        self.one_epoch = one_epoch
+    by_epochs: what weights mean; one_epoch: training takes each sample once; split: words for messages; cut: corpus → samples
+    """
+
+    def __init__(self, seq_length: int, seed: int, cache: str | None, *, repeats: bool, one_epoch: bool, by_epochs: bool,
+                 split: str, tokenizer, cut):
+        self.seq_length, self.seed, self.cache, self.repeats, self.by_epochs = seq_length, seed, cache, repeats, by_epochs
+        self.one_epoch, self.cut_samples = one_epoch, cut
         self.split, self.tokenizer = split, tokenizer
         self._corpora: dict[str, IndexedDataset] = {}
 
@@ -98,13 +105,54 @@ class _Builder:
                                 "--split a share, or name one with --train-data-path.")
             logger.info("no %s data: nothing is named for it, or --split gives it no share", part)
             return None
+        blend = self._with_text(part, flag, blend, shares)
         opened = [partial(self._open, flag, prefix, part, shares) for prefix in blend.prefixes]
         epoch = self.one_epoch and part == "train"
         if len(opened) == 1:
-            return opened[0](None if epoch else wanted)
-        if blend.weights is None:
-            return self._unweighted(part, None if epoch else wanted, [one(None) for one in opened], blend.prefixes[0])
-        return self._weighted(part, wanted, opened, blend)
+            dataset = opened[0](None if epoch else wanted)
+        elif blend.weights is None:
+            dataset = self._unweighted(part, None if epoch else wanted, [one(None) for one in opened], blend.prefixes[0])
+        else:
+            dataset = self._weighted(part, wanted, opened, blend)
+        if logger.isEnabledFor(logging.INFO):
+            logger.info("%s", draws_text(part, self._draws(part, wanted, dataset, blend, shares), self.seq_length))
+        return dataset
+
+    def _with_text(self, part: str, flag: str, blend: Blend, shares: Sequence[float]) -> Blend:
+        """The blend of those corpora that have text in this part, the others' weights in proportion.
+
+        Training data that are not there are an error, told when they are opened; so is a part without any text.
+        """
+        if blend.left_out:
+            logger.info("%s: %s of weight 0 is left out", flag, ", ".join(blend.left_out))
+        if len(blend.prefixes) > 1 and part != "train":
+            empty = [p for p in blend.prefixes if not self._lengths(flag, p, part, shares).any()]
+            if 0 < len(empty) < len(blend.prefixes):
+                logger.info("the %s part has no text of %s: it is made of the other %d of %d corpora, their weights in "
+                            "proportion", part, ", ".join(empty), len(blend.prefixes) - len(empty), len(blend.prefixes))
+                blend = blend.without(empty)
+        if self.by_epochs and blend.weights is not None:
+            tokens = [int(self._lengths(flag, p, part, shares).sum(dtype=np.int64)) for p in blend.prefixes]
+            blend = blend.times(tokens) if any(tokens) else blend
+        return blend
+
+    def _draws(self, part: str, wanted: int, dataset: Dataset, blend: Blend, shares: Sequence[float]) -> list[Draw]:
+        counts = count_draws(dataset.dataset_index, len(blend.prefixes)) if isinstance(dataset, BlendedDataset) else [wanted]
+        asked = [None] * len(counts) if blend.weights is None else blend.shares
+        return [Draw(Path(prefix).name, share, int(count), int(self._lengths("", prefix, part, shares).sum(dtype=np.int64)))
+                for prefix, share, count in zip(blend.prefixes, asked, counts)]
+
+    def _lengths(self, flag: str, prefix: str, part: str, shares: Sequence[float]) -> np.ndarray:
+        """Tokens of each document of the part."""
+        corpus = self._corpus(flag, prefix)
+        documents = cut(len(corpus), shares)[PARTS.index(part)]
+        return corpus.lengths[documents.start:documents.stop]
+
+    def _corpus(self, flag: str, prefix: str) -> IndexedDataset:
+        try:
+            return self._corpora.get(prefix) or self._corpora.setdefault(prefix, IndexedDataset(prefix))
+        except DataError as error:
+            raise DataError(f"{flag} {prefix}: {error}") from None
 
     def _weighted(self, part: str, wanted: int, opened: Sequence[partial], blend: Blend) -> BlendedDataset:
         shares = blend.shares
@@ -136,9 +184,9 @@ class _Builder:
         return arrays[names[0]], arrays[names[1]]
 
     def _open(self, flag: str, prefix: str, part: str, shares: Sequence[float], num_samples: int | None) -> Dataset:
+        corpus = self._corpus(flag, prefix)
         try:
-            corpus = self._corpora.get(prefix) or self._corpora.setdefault(prefix, IndexedDataset(prefix))
-            dataset = open_gpt_dataset(corpus, self._documents(corpus, part, shares), title=f"GPTDataset-{part}",
+            dataset = self.cut_samples(corpus, self._documents(corpus, part, shares), title=f"GPTDataset-{part}",
                                        seq_length=self.seq_length, num_samples=num_samples, seed=self.seed, cache=self.cache)
             self._check_vocabulary(dataset)
         except DataError as error:

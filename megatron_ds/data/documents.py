@@ -6,7 +6,7 @@
     positions      0  1  2  0  1  2  3  0
 """
 
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 
@@ -31,27 +31,37 @@ def positions_of(document_ids: torch.Tensor) -> torch.Tensor:
 
 
 class Documents:
-    """What attention asks of the documents of a micro-batch. Each answer is made once and serves all layers.
+    """What attention asks of the documents of a micro-batch, made once for all layers.
 
     ids  int64 [b, s], not decreasing along a sample
     """
 
     def __init__(self, ids: torch.Tensor):
         self.ids = ids
-        self._bias: dict[torch.dtype, torch.Tensor] = {}
 
     @cached_property
     def starts(self) -> torch.Tensor:
         return starts_of(self.ids)
 
-    @cached_property
+    @property
     def foreign(self) -> torch.Tensor:
         """bool [b, 1, s, s], True where the key belongs to another document than the query."""
-        return (self.ids[:, :, None] != self.ids[:, None, :])[:, None]
+        return _foreign(self)
 
     def bias(self, dtype: torch.dtype) -> torch.Tensor:
         """[b, 1, s, s] to add to the scores: 0 for earlier positions of the same document and the own one, else -inf."""
-        if dtype not in self._bias:
-            closed = self.foreign | torch.ones_like(self.foreign[0, 0]).triu(1)
-            self._bias[dtype] = torch.zeros_like(closed, dtype=dtype).masked_fill_(closed, -torch.inf)
-        return self._bias[dtype]
+        return _bias(self, dtype)
+
+
+# Squares of the sequence: only those used last are kept, since the micro-batches of a step live as long as the step. One is
+# used in forward while another is in backward, each perhaps with two sets of positions.
+@lru_cache(maxsize=4)
+def _foreign(documents: Documents) -> torch.Tensor:
+    return (documents.ids[:, :, None] != documents.ids[:, None, :])[:, None]
+
+
+@lru_cache(maxsize=4)
+def _bias(documents: Documents, dtype: torch.dtype) -> torch.Tensor:
+    closed = (documents.ids[:, :, None] != documents.ids[:, None, :])[:, None]
+    closed |= torch.ones_like(closed[0, 0]).triu(1)
+    return torch.zeros_like(closed, dtype=dtype).masked_fill_(closed, -torch.inf)

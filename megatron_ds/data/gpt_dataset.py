@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from .cache import cached_arrays
-from .index_maps import IndexMaps, build_index_maps
+from .index_maps import INT32, IndexMaps, build_index_maps
 from .indexed import IndexedDataset
 
 MAPS = ("document_index", "sample_index", "shuffle_index")
@@ -55,8 +55,8 @@ def open_gpt_dataset(corpus: IndexedDataset, documents: range, *, title: str, se
 
     def build() -> dict[str, np.ndarray]:
         corpus.check()                                      # by the one process that builds: every row is read anyway
-        maps = build_index_maps(corpus.lengths, np.arange(documents.start, documents.stop, dtype=np.int32), seq_length,
-                                num_samples, seed)
+        numbers = np.arange(documents.start, documents.stop, dtype=np.int32 if documents.stop <= INT32 else np.int64)
+        maps = build_index_maps(corpus.lengths, numbers, seq_length, num_samples, seed)
         return {name: getattr(maps, name) for name in MAPS}
 
     return GPTDataset(corpus, IndexMaps(**cached_arrays(directory, title, key, MAPS, build)), seq_length)

@@ -17,6 +17,7 @@ import struct
 from array import array
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -120,7 +121,7 @@ class IndexedWriter:
         self._low, self._high = _limits(self.dtype)
         try:
             self.bin_path.parent.mkdir(parents=True, exist_ok=True)
-            self._bin = open(self._partial[0], "wb")
+            self._bin = _open_alone(self._partial[0])
         except OSError as e:
             raise DataError(f"cannot write {self.bin_path}: {e.strerror}. Choose another output prefix.") from None
 
@@ -244,6 +245,25 @@ def _column(index: memoryview, dtype: str, count: int, at: int) -> tuple[np.ndar
 def _limits(dtype: np.dtype) -> tuple[float, float]:
     info = np.iinfo(dtype) if dtype.kind in "iu" else np.finfo(dtype)
     return info.min, info.max
+
+
+def _open_alone(path: Path) -> BinaryIO:
+    """Open for writing, empty, unless another process writes it: a command given twice, or what a killed one left running."""
+    while True:
+        file = open(path, "ab")
+        try:
+            import fcntl
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            raise DataError(f"{path} is being written by another process. Wait for it or end it, or choose another output "
+                            "prefix.") from None
+        except (ImportError, OSError):
+            pass                                            # a system, or a file system, without locks
+        if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            file.truncate(0)
+            return file
+        file.close()                                        # the other was done, and renamed it, in between
 
 
 def _sync(file) -> None:

@@ -7,6 +7,7 @@
 The result is complete or invisible: it is written beside and renamed, `.idx` last.
 """
 
+import contextlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -46,7 +47,8 @@ def merge(prefixes: Sequence[str], output: str, *, workers: int = 4) -> CorpusRe
                         "--output-prefix.") from None
     finally:
         for path in partial:
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                path.unlink()
     record = _merged(records, corpora, idx_path)
     if record:
         record.write(output)

@@ -13,6 +13,7 @@ from ..errors import ConfigError, DataError
 from .corpus_record import record_path
 from .indexed import corpus_paths
 from .merge import merge
+from .orphans import end_with_parent
 from .preprocess import Shard, Written, output_prefix, shard_prefix
 from .tables import needs
 
@@ -22,7 +23,7 @@ Run = Callable[[Task, int], Iterator[Written]]              # does task for each
 
 def run_here(task: Task, count: int) -> Iterator[Written]:
     """Each shard in a process of its own, all at once."""
-    pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"))
+    pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), end_with_parent)
     try:
         for future in as_completed([pool.submit(task, shard=(i, count)) for i in range(count)]):
             yield future.result()

@@ -26,6 +26,7 @@ from ..errors import DataError
 from .corpus_record import CorpusRecord, Piece, done_before, remove_record, sha256_of
 from .indexed import IndexedWriter, corpus_paths, dtype_for
 from .json_lines import BadLine
+from .orphans import end_with_parent
 from .sentences import Splitter
 from .text_files import AnyBlock, check_files, place_of, read_blocks, size_of, slices_of_shard, texts_of
 from .tokenizers import Tokenizer, arrays_of
@@ -209,6 +210,7 @@ def _encoded(blocks: Iterable[AnyBlock], encode: partial, make_tokenizer: MakeTo
 
 def _start_worker(make_tokenizer: MakeTokenizer) -> None:
     global _tokenizer
+    end_with_parent()
     _tokenizer = make_tokenizer()
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from ..errors import DataError
+from ..errors import ConfigError, DataError
 from .json_lines import BadLine, Block, Text, line_range, texts_of_lines
 from .tables import TableBlock, num_rows, read_rows, texts_of_rows
 from .zst_file import open_zst
@@ -113,6 +113,8 @@ def _read_lines(path: str, block_bytes: int, start: int, stop: int | None) -> It
             while lines := _lines(file, block_bytes, stop):
                 yield Block(path, number, lines, raw.tell() if raw.seekable() else 0, start)
                 number += len(lines)
+    except ConfigError:                                     # a ValueError, too
+        raise
     except (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError, ValueError) as e:
         raise DataError(f"{path} is damaged after line {number - 1}: {e}.") from None
     except OSError as e:
@@ -122,7 +124,7 @@ def _read_lines(path: str, block_bytes: int, start: int, stop: int | None) -> It
 
 
 def _lines(file: BinaryIO, block_bytes: int, stop: int | None) -> list[bytes]:
-    if stop is not None:
-        left = stop - file.tell()
-        return file.readlines(min(block_bytes, left)) if left > 0 else []
-    return file.readlines(block_bytes)
+    left = block_bytes if stop is None else min(block_bytes, stop - file.tell())
+    if left <= 1:                                           # readlines stops behind more bytes than it is told, and 0 is all
+        return [file.readline()] if left == 1 else []
+    return file.readlines(left - 1)

@@ -40,8 +40,10 @@ BLOCKS = ("block", "dropping block")
 
 @dataclass(frozen=True)
 class Workload:
-    """One micro-batch on one rank. vocab: rows of the padded vocabulary on this rank; device: "cpu" or "cuda".
+    """One micro-batch on one rank.
 
+    vocab   rows of the padded vocabulary on this rank;  device  "cpu" or "cuda"
+    apart   attention keeps the documents of a sample apart
     kept_tokens  of each sample, by blocks that drop tokens; None: all
     """
 
@@ -53,6 +55,7 @@ class Workload:
     dtype: torch.dtype
     vocab: int
     device: str
+    apart: bool = False
     kept_tokens: int | None = None
 
     @property
@@ -102,6 +105,7 @@ def workload_of(config: RunConfig, device: str) -> Workload:
     model, tp, drop = config.model, config.parallel.tensor_model_parallel_size, make_token_drop(config)
     return Workload(model, config.train.micro_batch_size, model.seq_length, tp, config.parallel.sequence_parallel,
                     DTYPES[config.optimizer.params_dtype], model.padded_vocab_size(tp) // tp, device,
+                    config.data.reset_attention_mask or config.data.pack_documents,
                     drop and drop.kept_at(last_step(config), model.seq_length))
 
 
@@ -133,7 +137,7 @@ def kept_by_stage(work: Workload, kinds: Sequence[str], recompute: str | None = 
         how = recompute if recomputed is None or blocks <= recomputed else None
         kept += kept_by_layer(work, kind, how)
         wants_tables |= kind in BLOCKS and how != "full" and not (kind == "dropping block" and work.drops)
-    return kept + (_rotary_tables(work) if wants_tables else 0)
+    return kept + (_rotary_tables(work) + _document_bias(work, recompute) if wants_tables else 0)
 
 
 def kept_by_layer(work: Workload, kind: str, recompute: str | None = None) -> int:
@@ -209,6 +213,20 @@ def _rotary_tables(work: Workload) -> int:
     return 2 * 4 * work.positions * (channels // 2)
 
 
+def _document_bias(work: Workload, recompute: str | None) -> int:
+    """What is added to the scores of documents that are kept apart, or with dropout their mask, shared by all blocks of a
+    stage. Blocked attention needs none, and keeps less the more documents there are: what is said of it is the most."""
+    if not work.apart or recompute or _goes_by_blocks(work) and not work.model.attention_dropout:
+        return 0
+    if work.model.attention_dropout:
+        return work.tokens * work.positions
+    return work.tokens * work.positions * (work.itemsize if work.device != "cpu" or has_products(work.dtype) else 4)
+
+
+def _goes_by_blocks(work: Workload) -> bool:
+    return work.device == "cpu" and work.dtype in KERNELS and is_worth_blocking(work.positions, work.model.head_dim)
+
+
 def _into_activation(work: Workload) -> int:
     return work.wide_bytes * {"relu": 0, "swiglu": 2}.get(work.model.activation, 1)
 
@@ -231,8 +249,9 @@ def _core(work: Workload) -> int:
     model, q = work.model, work.query_bytes
     if model.attention_dropout:
         probabilities = work.scores * (4 + 1 + work.itemsize)            # in fp32; the mask; those that stay, as they compute
-        return probabilities + work.positions**2 + _unfused_arguments(work, own)
-    if work.device == "cpu" and work.dtype in KERNELS and is_worth_blocking(work.positions, model.head_dim):
+        closed = work.tokens * (work.positions + 1) if work.apart else work.positions**2
+        return probabilities + closed + _unfused_arguments(work, own)
+    if _goes_by_blocks(work):
         blocks = [min(BLOCK, work.positions - at) for at in range(0, work.positions, BLOCK)]
         seen = sum(rows * min((i + 1) * BLOCK, work.positions) for i, rows in enumerate(blocks))
         return work.scores // work.positions**2 * seen * work.itemsize + (own or _blocked_arguments(work))

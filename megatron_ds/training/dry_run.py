@@ -37,7 +37,7 @@ def dry_run(as_given: RunConfig, launch: Launch) -> int:
 def _unchecked(config: RunConfig) -> list[str]:
     """What a launch would look at beside, and a plan leaves alone."""
     data, zero, checkpoint = config.data, config.zero, config.checkpoint
-    given = data.data_path or data.train_data_path
+    given = data.data_path or data.train_data_path or [*filter(None, (data.data_args_path, data.per_split_data_args_path))]
     files = f"the data in {' '.join(given)}" if given else "" if data.mock_data else "the data: none are named yet"
     folders = [f"that {folder} can be written" for folder in (checkpoint.save, *dict.fromkeys(zero.disk_folders().values()))
                if folder]

@@ -15,6 +15,7 @@ from ..config.dump import to_dict
 from ..config.rules_samples import FIM
 from ..config.train import CheckpointConfig
 from ..data.datasets import identify
+from ..data.sources import read_sources
 from ..data.split import parse_split
 from ..errors import CheckpointError
 from ..mpu.mesh import Mesh
@@ -50,11 +51,14 @@ def _identity(config: RunConfig, tokenizer) -> dict:
 def _data_identity(config: RunConfig) -> dict:
     """What decides the order of training samples. Corpora count by content: they may lie elsewhere, or be split in other
     words; and a run may go on with another validation set."""
-    data = config.data
-    return {"data_path": identify(data.data_path), "train_data_path": identify(data.train_data_path),
-            "split": list(parse_split(data.splits)) if data.data_path else None, "mock_data": data.mock_data,
+    data, sources = config.data, read_sources(config.data)
+    whole, train = sources.whole.words if sources.whole else (), sources.parts[0].words if sources.parts else ()
+    return {"data_path": identify(whole), "train_data_path": identify(train),
+            "split": list(parse_split(data.splits)) if whole else None, "mock_data": data.mock_data,
             "dataloader_type": data.dataloader_type, "seq_length": config.model.seq_length, "seed": config.train.seed,
-            **({"fill_in_the_middle": [getattr(data, path.partition(".")[2]) for path in FIM]} if data.fim_data else {})}
+            **({"blend_weights": data.blend_weights} if data.blend_weights != "samples" else {}),
+            **({"fill_in_the_middle": [getattr(data, path.partition(".")[2]) for path in FIM]} if data.fim_data else {}),
+            **({"pack_documents": True} if data.pack_documents else {})}
 
 
 def save_run(engine: Engine, progress: Progress, description: dict) -> None:

@@ -1,5 +1,7 @@
 """How many samples a run wants of each split, and the loaders that deal them out."""
 
+import logging
+
 from ..config import RunConfig
 from ..data.collate import GPTCollator
 from ..data.datasets import Datasets
@@ -10,6 +12,10 @@ from ..ramps import make_batch_size, planned_steps
 from .curriculum import make_order
 from .shared_reader import SharedReader
 from .trainer import Loaders
+
+logger = logging.getLogger(__name__)
+NEED_ENDS = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
+LOOKED_AT = 32              # training samples in which an end of document is looked for
 
 
 def wanted_samples(config: RunConfig) -> tuple[int, int, int]:
@@ -34,6 +40,17 @@ def rearranged(config: RunConfig, datasets: Datasets, tokenizer) -> Datasets:
                       for part, dataset in enumerate(datasets)))
 
 
+def warn_without_ends(data, dataset, eod: int) -> None:
+    """Options that look for the end of documents change nothing in a corpus that has none. data: a DataConfig."""
+    named = [f"--{name.replace('_', '-')}" for name in NEED_ENDS if getattr(data, name)]
+    if not named or data.pack_documents or dataset is None:
+        return
+    looked_at = min(len(dataset), LOOKED_AT)
+    if not any((dataset[i]["tokens"] == eod).any() for i in range(looked_at)):
+        logger.warning("none of the first %d training samples holds the end-of-document token %d, so that %s changed nothing "
+                       "in them. Was the corpus made without --append-eod?", looked_at, eod, " and ".join(named))
+
+
 def build_loaders(config: RunConfig, datasets, tokenizer, mesh: Mesh) -> Loaders:
     """Loaders over the (train, validation, test) datasets; None where a split has no samples."""
     data = config.data
@@ -41,6 +58,8 @@ def build_loaders(config: RunConfig, datasets, tokenizer, mesh: Mesh) -> Loaders
         config.model.seq_length, tokenizer.vocab_size, tokenizer.eod, eod_mask_loss=data.eod_mask_loss,
         reset_position_ids=data.reset_position_ids, reset_attention_mask=data.reset_attention_mask)
 
+    if mesh.rank == 0:
+        warn_without_ends(data, datasets.train, tokenizer.eod)
     tp = mesh.group("tp")
     shared = data.data_readers == "first" and tp.size > 1
 

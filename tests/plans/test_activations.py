@@ -37,7 +37,7 @@ RECOMPUTE = {"kept": [], "selective": ["--recompute-granularity", "selective"], 
              "some": ["--recompute-granularity", "full", "--recompute-num-layers", "1"]}
 
 
-def kept(job: list[str], tp: int, layers: slice) -> tuple[int, int]:
+def kept(job: list[str], tp: int, layers: slice, apart: bool = False) -> tuple[int, int]:
     """(measured, said) bytes of a micro-batch on a stage of these layers."""
     config = parse([*JOB, *job], world_size=tp)
     model, train, dtype = config.model, config.train, DTYPES[config.optimizer.params_dtype]
@@ -62,7 +62,8 @@ def kept(job: list[str], tp: int, layers: slice) -> tuple[int, int]:
         for k in range(2):      # the second: what a rank holds once, such as the rotary tables used last, is there already
             tokens = torch.zeros(b, s + 1, dtype=torch.int64)
             positions = torch.arange(s).expand(b, -1)
-            batch = Batch(tokens[:, :-1], tokens[:, 1:], torch.ones(b, s), positions, tuple(range(b))).keeping(drop, 0)
+            batch = Batch(tokens[:, :-1], tokens[:, 1:], torch.ones(b, s), positions, tuple(range(b)),
+                          document_ids=torch.arange(s).expand(b, -1) // 9 if apart else None).keeping(drop, 0)
             batches.append(batch)
             given = alive.now()
             x = None if stage.is_first else torch.zeros(s // split, b, model.hidden_size, dtype=dtype)
@@ -70,7 +71,7 @@ def kept(job: list[str], tp: int, layers: slice) -> tuple[int, int]:
             losses += [output] if last else []
             del x, output
             measured = alive.now() - given
-    work = Workload(model, b, s, tp, config.parallel.sequence_parallel, dtype, model.padded_vocab_size(tp) // tp, "cpu",
+    work = Workload(model, b, s, tp, config.parallel.sequence_parallel, dtype, model.padded_vocab_size(tp) // tp, "cpu", apart,
                     drop and drop.kept_at(0, s))
     return measured, kept_by_stage(work, kinds, train.recompute_granularity, train.recompute_num_layers)
 
@@ -101,6 +102,14 @@ def test_queries_of_one_group_and_of_one_sample_are_views_where_others_are_copie
     for ranks in ("alone", "tp"):
         measured, said = kept(flags_of(case | {"ranks": ranks}), RANKS[ranks][0], slice(1, 2))
         assert measured == said
+
+
+@pytest.mark.parametrize("style", ["gpt", "llama"])
+@pytest.mark.parametrize("dtype, dropout", [([], "0"), (["--bf16"], "0"), ([], "0.1")])
+def test_documents_kept_apart_keep_what_is_said(style, dtype, dropout):
+    job = [*STYLES[style], *dtype, "--seq-length", "40", "--micro-batch-size", "3", "--attention-dropout", dropout]
+    (measured, said), (_, joined) = (kept(job, 1, slice(1, 4), apart) for apart in (True, False))
+    assert measured == said > joined
 
 
 @pytest.mark.parametrize("activation", ["gelu", "gelu_exact", "relu", "squared_relu", "swiglu"])

@@ -1,5 +1,6 @@
 """Splits, blends, and the datasets that a run's flags ask for."""
 
+import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -7,8 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ds.data.blend import build_blend_index, build_exhaustive_index, parse_blend, samples_to_provide
+from megatron_ds.config.data import DataConfig
+from megatron_ds.data.blend import Blend, build_blend_index, build_exhaustive_index, parse_blend, samples_to_provide
 from megatron_ds.data.datasets import build_datasets
+from megatron_ds.data.draws import Draw, count_draws, draws_text
 from megatron_ds.data.indexed import IndexedWriter
 from megatron_ds.data.split import cut, parse_split
 from megatron_ds.data.tokenizers import make_tokenizer
@@ -49,7 +52,7 @@ def test_weights_are_told_from_prefixes():
     assert parse_blend(["a"], "--data-path") == parse_blend(["a"], "--data-path")
     assert parse_blend(["a", "b"], "--data-path").weights is None
     assert parse_blend(["3", "a", "1", "b"], "--data-path").shares == [0.75, 0.25]
-    for words in (["3", "a", "b"], ["3", "a", "b", "4"], ["0", "a", "1", "b"], ["-1", "a"], ["nan", "a"]):
+    for words in (["3", "a", "b"], ["3", "a", "b", "4"], ["0", "a"], ["-1", "a"], ["nan", "a"]):
         with pytest.raises(ConfigError, match="--valid-data-path"):
             parse_blend(words, "--valid-data-path")
 
@@ -69,10 +72,7 @@ def corpora(tmp_path):
 
 
 def configured(**data):
-    defaults = dict(data_path=(), splits="8,1,1", train_data_path=(), valid_data_path=(), test_data_path=(),
-                    data_cache_path=None, mock_data=False, dataloader_type="single")
-    data = SimpleNamespace(**{**defaults, **data})
-    data.has_split_paths = bool(data.train_data_path or data.valid_data_path or data.test_data_path)
+    data = DataConfig(**{"split": "8,1,1", "dataloader_type": "single", **data})
     return SimpleNamespace(data=data, model=SimpleNamespace(seq_length=4), train=SimpleNamespace(seed=1234))
 
 
@@ -92,12 +92,12 @@ def test_parts_of_a_corpus_share_no_token(corpora):
 
 def test_a_blend_draws_from_each_corpus_by_its_weight_and_repeats_the_small_ones(corpora):
     words = ["0.5", corpora[0], "0.3", corpora[1], "0.2", corpora[2]]
-    train, valid, _ = build_datasets(configured(data_path=words, splits="6,4"), (300, 10, 0), TOKENIZER)
+    train, valid, _ = build_datasets(configured(data_path=words, split="6,4"), (300, 10, 0), TOKENIZER)
     assert len(train) == 300
     drawn = [int(train[i]["tokens"][0]) // 2000 for i in range(300)]
     assert [drawn.count(k) for k in range(3)] == [150, 90, 60]
     assert drawn[:10] == build_blend_index([.5, .3, .2], 10)[0].tolist()
-    again = build_datasets(configured(data_path=words, splits="6,4"), (300, 10, 0), TOKENIZER).train
+    again = build_datasets(configured(data_path=words, split="6,4"), (300, 10, 0), TOKENIZER).train
     assert all((train[i]["tokens"] == again[i]["tokens"]).all() for i in range(300))
     assert samples_to_provide(300, 0.2) == 61 and len(valid) == 10
 
@@ -110,14 +110,14 @@ def test_a_blend_never_draws_more_than_was_provided(weights, size):
 
 
 def test_corpora_without_weights_are_read_once_each(corpora):
-    cfg = configured(data_path=corpora, splits="1")
+    cfg = configured(data_path=corpora, split="1")
     total = sum((n * 9 - 1) // 4 for n in (100, 40, 10))
     train = build_datasets(cfg, (total, 0, 0), TOKENIZER).train
     assert len(train) == total == len({train[i]["tokens"].tobytes() for i in range(total)})
     assert len(build_datasets(cfg, (50, 0, 0), TOKENIZER).train) == 50
     with pytest.raises(DataError, match="put a weight before each"):
         build_datasets(cfg, (total + 1, 0, 0), TOKENIZER)
-    cfg.data.dataloader_type = "cyclic"
+    cfg = configured(data_path=corpora, split="1", dataloader_type="cyclic")
     assert len(build_datasets(cfg, (total + 1, 0, 0), TOKENIZER).train) == total
 
 
@@ -131,11 +131,11 @@ def test_each_part_can_have_a_path_of_its_own(corpora):
 def test_an_empty_part_is_an_error_with_numbers_and_remedy(corpora):
     told = "c: the test part is empty: --split 969,30,1 .* 10 documents .* train 10, valid 0, test 0"
     with pytest.raises(DataError, match=told):
-        build_datasets(configured(data_path=corpora[2:], splits="969,30,1"), (5, 0, 5), TOKENIZER)
-    assert build_datasets(configured(data_path=corpora[2:], splits="969,30,1"), (5, 0, 0), TOKENIZER).valid is None
-    assert build_datasets(configured(data_path=corpora[2:], splits="8,2,0"), (5, 2, 5), TOKENIZER).test is None
+        build_datasets(configured(data_path=corpora[2:], split="969,30,1"), (5, 0, 5), TOKENIZER)
+    assert build_datasets(configured(data_path=corpora[2:], split="969,30,1"), (5, 0, 0), TOKENIZER).valid is None
+    assert build_datasets(configured(data_path=corpora[2:], split="8,2,0"), (5, 2, 5), TOKENIZER).test is None
     with pytest.raises(DataError, match="no training data"):
-        build_datasets(configured(data_path=corpora[2:], splits="0,1,1"), (5, 0, 5), TOKENIZER)
+        build_datasets(configured(data_path=corpora[2:], split="0,1,1"), (5, 0, 5), TOKENIZER)
     with pytest.raises(DataError, match="nowhere.idx does not exist"):
         build_datasets(configured(data_path=["nowhere"]), (5, 0, 0), TOKENIZER)
 
@@ -149,3 +149,66 @@ def test_mock_data_is_a_function_of_seed_and_number_alone():
         assert tokens.shape == (5,) and 0 <= tokens.min() and tokens.max() <= 50 and 50 in tokens
         assert (tokens == two.train[i]["tokens"]).all()
     assert (one.train[0]["tokens"] != one.valid[0]["tokens"]).any()
+
+
+def test_words_of_a_blend_may_stand_in_a_file(corpora, tmp_path):
+    words = ["0.5", corpora[0], "0.5", corpora[1]]
+    (tmp_path / "words").write_text(f"0.5 {corpora[0]}\n0.5 {corpora[1]}\n")
+    (tmp_path / "parts.json").write_text(json.dumps({"train": words, "valid": [1, corpora[2]]}))
+    direct, from_file = (build_datasets(configured(**named), (90, 5, 0), TOKENIZER) for named in (
+        {"data_path": words}, {"data_args_path": str(tmp_path / "words")}))
+    assert (direct.train.dataset_index == from_file.train.dataset_index).all()
+    assert all((direct.train[i]["tokens"] == from_file.train[i]["tokens"]).all() for i in range(90))
+    parts = build_datasets(configured(per_split_data_args_path=str(tmp_path / "parts.json")), (90, 5, 0), TOKENIZER)
+    assert tokens_of(parts.valid) <= {*range(5000, 5090)} and tokens_of(parts.train) & {*range(3000, 3360)} and not parts.test
+
+
+@pytest.mark.parametrize("text, told", [
+    ("", "it is no JSON"), ("[1]", "no training data"), ('{"train": []}', "no training data"), ('{"train": "a"}', "no list"),
+    ('{"train": ["a"], "validation": ["b"]}', "a part 'validation'"), ('{"train": [["a"]]}', "no list")])
+def test_a_file_of_parts_that_is_none_is_an_error_with_an_example(tmp_path, text, told):
+    (tmp_path / "parts.json").write_text(text)
+    with pytest.raises(DataError, match=f"parts.json: .*{told}.* It must hold .\"train\""):
+        build_datasets(configured(per_split_data_args_path=str(tmp_path / "parts.json")), (9, 0, 0), TOKENIZER)
+    with pytest.raises(DataError, match="nowhere cannot be read: No such file"):
+        build_datasets(configured(data_args_path=str(tmp_path / "nowhere")), (9, 0, 0), TOKENIZER)
+
+
+def test_weights_of_zero_leave_a_corpus_out_and_nothing_but_zeros_is_an_error():
+    blend = parse_blend(["3", "a", "0", "b", "1", "c"], "--data-path")
+    assert blend.prefixes == ("a", "c") and blend.shares == [0.75, 0.25] and blend.left_out == ("b",)
+    assert parse_blend(["0", "a", "1", "a"], "--data-path") == Blend(("a",), (1.0,), ("a",))
+    with pytest.raises(ConfigError, match="all weights are 0"):
+        parse_blend(["0", "a", "0", "b"], "--data-path")
+
+
+def test_numbers_may_say_how_often_a_corpus_is_read(corpora, caplog):
+    caplog.set_level("INFO")
+    words = ["1", corpora[0], "3", corpora[1], "2", corpora[2]]               # 900, 360 and 90 tokens
+    wanted = (900 + 3 * 360 + 2 * 90) // 4
+    train = build_datasets(configured(data_path=words, split="1", blend_weights="epochs"), (wanted, 0, 0), TOKENIZER).train
+    drawn = np.bincount(train.dataset_index) * 4 / [900, 360, 90]
+    assert drawn == pytest.approx([1, 3, 2], abs=0.05)
+    told = {row.split()[0]: row.split()[-1] for row in caplog.text.splitlines() if row.startswith("  ")}
+    assert told == {"a": "1.00", "b": "3.00", "c": "2.00"}
+
+
+def test_evaluation_leaves_out_corpora_without_text_in_its_part_and_says_so(corpora, caplog):
+    caplog.set_level("INFO")
+    words = ["0.5", corpora[0], "0.3", corpora[1], "0.2", corpora[2]]         # 969,30,1 gives valid 3, 1 and 0 documents
+    cfg = configured(data_path=words, split="969,30,1")
+    valid = build_datasets(cfg, (300, 16, 0), TOKENIZER).valid
+    assert np.bincount(valid.dataset_index).tolist() == [10, 6]
+    assert "the valid part has no text of" in caplog.text and "other 2 of 3 corpora" in caplog.text
+    with pytest.raises(DataError, match="test part is empty"):
+        build_datasets(configured(data_path=words, split="1,0,0.0001"), (300, 0, 5), TOKENIZER)
+
+
+def test_the_report_tells_samples_shares_and_epochs_of_each_corpus():
+    draws = [Draw("web", 0.7, 700, 9000), Draw("books", 0.3, 300, 300)]
+    rows = draws_text("train", draws, 4).splitlines()
+    assert rows[1].split() == ["web", "70.00%", "700", "70.00%", "0.31"]
+    assert rows[2].split() == ["books", "30.00%", "300", "30.00%", "4.00"]
+    many = draws_text("train", [Draw(f"c{i}", None, i, 40) for i in range(100)], 4).splitlines()
+    assert len(many) == 26 and many[1].split()[0] == "c99" and "of 100 corpora" in many[-1]
+    assert count_draws(np.array([2, 0, 2], np.int16), 4).tolist() == [1, 0, 2, 0]

@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_ds.config import DataConfig
 from megatron_ds.data.batch import Batch
 from megatron_ds.data.collate import GPTCollator
 from megatron_ds.data.documents import Documents, ids_of, positions_of, starts_of
 from megatron_ds.data.loader import Loader
 from megatron_ds.ops.attention import attention, reference_attention
 from megatron_ds.ops.blocked_attention import BLOCK, blocked_attention
+from megatron_ds.training.samples import warn_without_ends
 
 EOD = 9
 
@@ -63,6 +65,14 @@ def test_each_option_does_its_own_part():
     assert plain.document_ids is plain.documents is positions.document_ids is None
     assert torch.equal(plain.position_ids, mask.position_ids) and not torch.equal(plain.position_ids, positions.position_ids)
     assert mask.document_ids.tolist() == [[0, 0, 0, 1, 1, 1, 1], [0, 1, 2, 2, 2, 2, 2], [0] * 7]
+
+
+@pytest.mark.parametrize("rows, packed, told", [
+    (ROWS, False, False), (Rows([1, 2, 3]), False, True), (Rows([1, 2]), True, False)])
+def test_a_corpus_without_ends_of_documents_is_told_of(caplog, rows, packed, told):
+    data = DataConfig(reset_attention_mask=True, eod_mask_loss=True, pack_documents=packed)
+    warn_without_ends(data, rows, EOD)
+    assert ("--eod-mask-loss and --reset-attention-mask changed nothing" in caplog.text) == told
 
 
 def test_micro_batches_keep_their_documents():

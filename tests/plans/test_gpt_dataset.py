@@ -2,6 +2,9 @@
 
 import multiprocessing
 import os
+import signal
+from itertools import count
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -118,3 +121,61 @@ def test_a_corpus_damaged_in_the_middle_is_found_when_the_indices_are_built(tmp_
     (tmp_path / "c.idx").write_bytes(content)
     with pytest.raises(DataError, match="does not continue"):
         open_dataset(IndexedDataset(tmp_path / "c"), 9)
+
+
+def open_until_killed(n, prefix, cache):
+    """Open in a child that is killed in its n-th change of the file system; whether it came so far."""
+    pid = os.fork()
+    if pid:
+        return os.WIFSIGNALED(os.waitpid(pid, 0)[1])
+    changes = count()
+
+    def killed(change):
+        def changed(*args, **more):
+            if next(changes) == n:
+                if change is np.save:                                         # in the middle of a file
+                    args[0].write(b"\x93NUMPY")
+                    args[0].flush()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return change(*args, **more)
+        return changed
+
+    try:
+        for owner, name in ((np, "save"), (os, "fsync"), (Path, "replace"), (Path, "unlink"), (Path, "mkdir")):
+            setattr(owner, name, killed(getattr(owner, name)))
+        open_dataset(IndexedDataset(prefix), 9, cache)
+    finally:
+        os._exit(0)
+
+
+def test_a_process_killed_at_any_moment_of_building_leaves_nothing_that_is_taken_for_complete(tmp_path):
+    corpus = write(tmp_path / "c", [5, 3, 8])
+    whole = open_dataset(corpus, 9, tmp_path / "whole")
+    want = [whole[i]["tokens"].tolist() for i in range(len(whole))]
+    names = sorted(os.listdir(tmp_path / "whole"))
+    for n in count():
+        cache = tmp_path / f"kept{n}"
+        was_killed = open_until_killed(n, tmp_path / "c", cache)
+        after = open_dataset(corpus, 9, cache)
+        assert [after[i]["tokens"].tolist() for i in range(len(after))] == want
+        assert sorted(os.listdir(cache)) == names                             # and nothing half-written stays behind
+        if not was_killed:
+            break
+    assert n > 12                                                             # three arrays and a description, four steps each
+
+
+def test_a_full_disk_means_indices_in_memory_built_once(tmp_path, monkeypatch, caplog):
+    corpus = write(tmp_path / "c", [5, 3, 8])
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(np, "save", full)
+    builds = []
+    build = gpt_dataset.build_index_maps
+    monkeypatch.setattr(gpt_dataset, "build_index_maps", lambda *args: builds.append(1) or build(*args))
+    dataset = open_dataset(corpus, 9, tmp_path / "kept")
+    assert "No space left on device" in caplog.text and len(builds) == 1 and len(dataset) == 11
+    monkeypatch.undo()
+    assert len(os.listdir(tmp_path / "kept")) == 1                            # the lock
+    assert len(open_dataset(corpus, 9, tmp_path / "kept")) == 11

@@ -5,6 +5,7 @@ import struct
 import numpy as np
 import pytest
 
+from megatron_ds.data import indexed
 from megatron_ds.data.indexed import IndexedDataset, IndexedWriter, dtype_for
 from megatron_ds.errors import DataError
 
@@ -72,6 +73,18 @@ def test_an_error_while_writing_leaves_nothing_behind(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_another_process_is_writing_is_left_to_it(tmp_path):
+    with IndexedWriter(tmp_path / "c", np.uint16) as w:
+        w.add_document([1, 2])
+        with pytest.raises(DataError, match="c.bin.partial is being written by another process"):
+            IndexedWriter(tmp_path / "c", np.uint16)
+    assert [s.tolist() for s in IndexedDataset(tmp_path / "c")] == [[1, 2]]
+    (tmp_path / "c.bin.partial").write_bytes(b"left by a killed one")
+    with IndexedWriter(tmp_path / "c", np.uint16) as w:
+        w.add_document([3])
+    assert [s.tolist() for s in IndexedDataset(tmp_path / "c")] == [[3]]
+
+
 def test_ids_that_do_not_fit_the_type_are_refused(tmp_path):
     for bad in ([65536], [-1]):
         with pytest.raises(DataError, match="do not fit uint16"), IndexedWriter(tmp_path / "c", np.uint16) as w:
@@ -126,3 +139,19 @@ def test_a_missing_file_is_an_error_naming_it(tmp_path):
         IndexedDataset(prefix)
     with pytest.raises(DataError, match=r"nowhere\.idx does not exist"):
         IndexedDataset(tmp_path / "nowhere")
+
+
+def test_a_corpus_above_four_gibibytes_is_read_to_its_end(tmp_path):
+    lengths = np.array([2**30 + 7, 3, 5], np.int32)                           # int32 tokens; the first are a hole in the file
+    sizes = lengths.astype(np.int64) * 4
+    with open(tmp_path / "large.idx", "wb") as f:
+        f.write(indexed.HEADER.pack(indexed.MAGIC, 1, 4, 3, 4) + lengths.tobytes())
+        f.write((np.cumsum(sizes) - sizes).tobytes() + np.arange(4, dtype=np.int64).tobytes())
+    with open(tmp_path / "large.bin", "wb") as f:
+        f.seek(int(sizes[0]) - 4)
+        f.write(np.arange(100, 109, dtype=np.int32).tobytes())
+    assert (tmp_path / "large.bin").stat().st_size > 2**32 and (tmp_path / "large.bin").stat().st_blocks < 100
+    corpus = IndexedDataset(tmp_path / "large")
+    corpus.check()
+    assert corpus[1].tolist() == [101, 102, 103] and corpus[2].tolist() == [104, 105, 106, 107, 108]
+    assert corpus.get(0, 2**30 + 5).tolist() == [0, 100] and corpus.num_tokens == lengths.sum(dtype=np.int64)

@@ -89,6 +89,7 @@ def test_shares_that_do_not_sum_to_one_are_drawn_the_same():
     rng = np.random.default_rng(0)
     for total in (0.3, 0.999, 1.7):
         shares = shares_of("random", 20, rng) * total
+        shares[3::7] = 0
         assert all(map(equal, native_index.extension().blend(shares, 3000, None, 500, 2), plain_draw(shares, 3000, None)))
 
 

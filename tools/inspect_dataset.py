@@ -1,0 +1,131 @@
+"""What is in a `.bin/.idx` corpus, and whether it is whole.
+
+    python tools/inspect_dataset.py corpus_text_document
+    python tools/inspect_dataset.py corpus_text_document --document 7 --tokenizer-type HuggingFaceTokenizer \\
+        --tokenizer-model tokenizer/
+    python tools/inspect_dataset.py *_text_document.idx --check
+
+Counts documents, sequences and tokens, and draws how long documents are. --check reads every byte: every row of the index, and
+the checksums where tools/preprocess_data.py wrote them.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from megatron_ds.config.arguments import Arguments
+from megatron_ds.config.guard import main_guard
+from megatron_ds.data.corpus_record import CorpusRecord, check_sums, read_record
+from megatron_ds.data.indexed import IndexedDataset
+from megatron_ds.data.tokenizers import TOKENIZERS, make_tokenizer
+from megatron_ds.errors import ConfigError, DataError
+
+ROWS = 1 << 20                                              # documents looked at together
+BAR = 40                                                    # characters of the longest bar
+SHOWN_TOKENS = 200
+TOKENIZER_FLAGS = ("vocab_file", "merge_file", "tokenizer_model", "vocab_size")
+
+
+def make_parser() -> Arguments:
+    parser = Arguments(__doc__)
+    add = parser.add_argument
+    add("prefix", nargs="+", help="prefix of a .bin/.idx pair, or either file's name")
+    add("--check", action="store_true", help="verify every offset and checksum; exit code 2 if one is wrong")
+    add("--document", type=int, metavar="N", help="show this document, counted from 0; from the end if negative")
+    add("--tokens", type=int, default=SHOWN_TOKENS, metavar="N", help=f"how many of its tokens (default {SHOWN_TOKENS})")
+    add("--tokenizer-type", help=f"to show its text: one of {', '.join(TOKENIZERS)}, the one the corpus was made with")
+    add("--tokenizer-model", metavar="PATH", help="tokenizer.json, its folder, or a sentencepiece .model")
+    add("--vocab-file", metavar="FILE", help="vocab.json or vocab.txt")
+    add("--merge-file", metavar="FILE", help="merges.txt of GPT2BPETokenizer")
+    add("--vocab-size", type=int, metavar="N", help="number of ids, for NullTokenizer only")
+    return parser
+
+
+def document_lengths(corpus: IndexedDataset) -> Iterator[np.ndarray]:
+    """Tokens of each document, int64, a million at a time: the index may be larger than memory."""
+    size, item = corpus.num_tokens * corpus.dtype.itemsize, corpus.dtype.itemsize
+    for first in range(0, corpus.num_documents, ROWS):
+        bounds = corpus.document_indices[first:first + ROWS + 1]
+        starts = np.full(len(bounds), size, np.int64)
+        inside = bounds < len(corpus)
+        starts[inside] = corpus.offsets[bounds[inside]]
+        yield np.diff(starts) // item
+
+
+def histogram(corpus: IndexedDataset) -> tuple[np.ndarray, int, int]:
+    """Documents by length, entry 0 those without tokens, entry k those of 2^(k−1) to 2^k − 1; the shortest, the longest."""
+    counts, least, most = np.zeros(64, np.int64), None, 0
+    for lengths in document_lengths(corpus):
+        least = int(lengths.min() if least is None else min(least, lengths.min()))
+        most = max(most, int(lengths.max()))
+        bits = np.zeros(len(lengths), np.int64)
+        bits[lengths > 0] = np.floor(np.log2(lengths[lengths > 0])).astype(np.int64) + 1
+        counts += np.bincount(bits, minlength=64)
+    return np.trim_zeros(counts, "b"), least or 0, most
+
+
+def describe(corpus: IndexedDataset, record: CorpusRecord | None) -> None:
+    counts, least, most = histogram(corpus)
+    print(f"{corpus.prefix}: {corpus.num_documents:,} documents, {len(corpus):,} sequences, {corpus.num_tokens:,} tokens of "
+          f"{corpus.dtype.newbyteorder('=')}")
+    print(f"tokens of a document: {least:,} to {most:,}, {corpus.num_tokens / max(1, corpus.num_documents):,.1f} on average")
+    for k, count in enumerate(counts):
+        span = "none" if k == 0 else f"{1 << k - 1:,} to {(1 << k) - 1:,}" if k > 1 else "1"
+        if count:
+            print(f"  {span:>23}  {count:>13,}  {'#' * int(np.ceil(BAR * count / counts.max()))}")
+    if record:
+        made = record.made_from
+        print(f"tokenizer {record.tokenizer}" + (f", from {', '.join(name for name, *_ in made['inputs'])}" if made else "") +
+              (f", {record.skipped:,} bad lines left out" if record.skipped else ""))
+
+
+def show(corpus: IndexedDataset, number: int, args: argparse.Namespace) -> None:
+    count = corpus.num_documents
+    if not -count <= number < count:
+        raise ConfigError(f"--document {number}: {corpus.prefix} has {count:,} documents, 0 to {count - 1}.")
+    number %= count
+    first, last = corpus.document_indices[number:number + 2].tolist()
+    left = args.tokens
+    tokenizer = args.tokenizer_type and make_tokenizer(
+        args.tokenizer_type, **{name: getattr(args, name) for name in TOKENIZER_FLAGS})
+    print(f"document {number}: {last - first} sequences, {int(corpus.lengths[first:last].sum())} tokens")
+    for i in range(first, last):
+        ids = corpus.get(i, 0, min(left, int(corpus.lengths[i]))).tolist()
+        left -= len(ids)
+        print(f"  [{' '.join(map(str, ids))}]" + (f" {tokenizer.decode(ids)!r}" if tokenizer else ""))
+        if not left:
+            break
+
+
+def check(corpus: IndexedDataset, record: CorpusRecord | None) -> None:
+    corpus.check()
+    if record is None:
+        print("the index is whole; there is no record with checksums")
+        return
+    if (record.documents, record.tokens) != (corpus.num_documents, corpus.num_tokens):
+        raise DataError(f"{corpus.prefix} has {corpus.num_documents} documents and {corpus.num_tokens} tokens, and its record "
+                        f"speaks of {record.documents} and {record.tokens}: one of them is of another making.")
+    with ThreadPoolExecutor() as pool:
+        check_sums(corpus.prefix, record, pool.map)
+    print("the index is whole, and all checksums are right")
+
+
+def run(args: argparse.Namespace) -> None:
+    for prefix in args.prefix:
+        corpus, record = IndexedDataset(prefix), read_record(prefix)
+        describe(corpus, record)
+        if args.document is not None:
+            show(corpus, args.document, args)
+        if args.check:
+            check(corpus, record)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return main_guard(lambda: run(make_parser().parse_args(argv)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""Build the index maps of a run before it starts: on one machine, without GPUs, from the run's own flags.
+
+    python tools/prepare_cache.py --prepare-cache-world-size 64 --data-cache-path cache FLAGS_OF_PRETRAIN_GPT
+
+The run then maps what lies there and starts at once. Also tells what it will draw from each corpus. The number of ranks counts
+for the checks of the flags and, with --micro-batch-size but no --global-batch-size, for the number of samples; index maps are
+the same for any number of ranks.
+"""
+
+import logging
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_ds.config import RunConfig, parse
+from megatron_ds.config.guard import main_guard
+from megatron_ds.data.blend import parse_blend
+from megatron_ds.data.datasets import build_datasets
+from megatron_ds.data.gpt_dataset import default_cache
+from megatron_ds.data.sources import read_sources
+from megatron_ds.data.tokenizers import build_tokenizer
+from megatron_ds.errors import ConfigError, DataError
+from megatron_ds.training.plan import RULES
+from megatron_ds.training.pretrain import KNOWN_NAMES
+from megatron_ds.training.samples import wanted_samples
+
+WORLD = "--prepare-cache-world-size"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout, force=True)
+    words, world_size = _world_size(list(sys.argv[1:] if argv is None else argv))
+    config = parse(words, world_size=world_size, known=KNOWN_NAMES, rules=RULES)
+    if config.data.mock_data:
+        raise ConfigError("--mock-data has no index maps to prepare. Name the corpora of the run.")
+    for folder in _folders(config):
+        _check_writable(folder)
+    build_datasets(config, wanted_samples(config), build_tokenizer(config.data, config.model))
+    print("index maps are in", ", ".join(map(str, _folders(config))))
+    return 0
+
+
+def _world_size(words: list[str]) -> tuple[list[str], int]:
+    if WORLD not in words:
+        return words, 1
+    at = words.index(WORLD)
+    number = words[at + 1] if at + 1 < len(words) else ""
+    if not number.isdigit() or int(number) < 1:
+        raise ConfigError(f"{WORLD} {number} is not a number of ranks. Give that of the run.")
+    return words[:at] + words[at + 2:], int(number)
+
+
+def _folders(config: RunConfig) -> list[Path]:
+    if config.data.data_cache_path:
+        return [Path(config.data.data_cache_path)]
+    sources = read_sources(config.data)
+    named = [sources.whole] if sources.whole else [part for part in sources.parts if part.words]
+    prefixes = [prefix for flag, words in named for prefix in parse_blend(words, flag).prefixes]
+    return list(dict.fromkeys(map(default_cache, prefixes)))
+
+
+def _check_writable(folder: Path) -> None:
+    """A run builds in memory where it cannot write; here that would be work for nothing."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise DataError(f"{folder} cannot be written: {error.strerror}. Name another folder with --data-cache-path, here and "
+                        "in the run.") from None
+
+
+if __name__ == "__main__":
+    sys.exit(main_guard(main))
