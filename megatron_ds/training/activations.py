@@ -167,9 +167,10 @@ def kept_by_layer(work: Workload, kind: str, recompute: str | None = None) -> in
 def _kept_by_dropping(work: Workload, recompute: str | None) -> int:
     seen = replace(work, positions=work.kept_tokens)
     places = seen.tokens * (8 + (work.sequence_parallel and work.tp > 1))
-    batch = seen.tokens * (4 * 8 + 4) if recompute else 0           # positions, tokens, labels, places, and the mask in fp32
+    # Attention keeps the documents, recomputation the batch: positions, tokens, labels, places, the mask in fp32.
+    batch = seen.tokens * (8 * work.apart + (4 * 8 + 4 if recompute else 0))
     tables = seen.samples * _rotary_tables(seen) if recompute != "full" else 0
-    return kept_by_layer(seen, "block", recompute) + places + batch + tables
+    return kept_by_layer(seen, "block", recompute) + places + batch + tables + _document_bias(seen, recompute)
 
 
 def at_work(work: Workload, kinds: Sequence[str], recompute: str | None = None) -> int:

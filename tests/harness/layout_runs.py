@@ -39,7 +39,7 @@ class Seen:
     stages: tuple[int, ...]                 # of the pipeline
     block_inputs: set[tuple] = field(default_factory=set)
     most_documents: int = 0                 # of a sample, that attention keeps apart
-    restarts: int = 0                       # positions that are not one more than those before them
+    restarts: int = 0                       # positions that are not above those before them
     forwards: int = 0
     weight_halves: int = 0                  # of split backwards
     peak_alive: int = 0
@@ -48,7 +48,7 @@ class Seen:
         self.block_inputs.add(tuple(x.shape))
         if batch.documents is not None:
             self.most_documents = max(self.most_documents, int(batch.documents.ids.max()) + 1)
-        self.restarts += int((batch.position_ids.diff(dim=1) != 1).sum())
+        self.restarts += int((batch.position_ids.diff(dim=1) < 1).sum())       # where tokens are dropped some are left out
 
 
 @dataclass

@@ -105,8 +105,10 @@ def test_queries_of_one_group_and_of_one_sample_are_views_where_others_are_copie
 
 @pytest.mark.parametrize("style", ["gpt", "llama"])
 @pytest.mark.parametrize("dtype, dropout", [([], "0"), (["--bf16"], "0"), ([], "0.1")])
-def test_documents_kept_apart_keep_what_is_said(style, dtype, dropout):
-    job = [*STYLES[style], *dtype, "--seq-length", "40", "--micro-batch-size", "3", "--attention-dropout", dropout]
+@pytest.mark.parametrize("drops", [[], ["--random-ltd", "--random-ltd-min-tokens", "24", "--random-ltd-steps", "9",
+                                         "--random-ltd-tokens-per-step", "8"]], ids=["whole", "ltd"])
+def test_documents_kept_apart_keep_what_is_said(style, dtype, dropout, drops):
+    job = [*STYLES[style], *dtype, "--seq-length", "40", "--micro-batch-size", "3", "--attention-dropout", dropout, *drops]
     (measured, said), (_, joined) = (kept(job, 1, slice(1, 4), apart) for apart in (True, False))
     assert measured == said > joined
 
