@@ -80,7 +80,10 @@ class Sparse:
 
     def write(self, data):
         if data.count(0) == len(data):
-            self._file.seek(len(data), os.SEEK_CUR)
+            self._file.flush()
+            end = os.fstat(self._file.fileno()).st_size + len(data)
+            os.ftruncate(self._file.fileno(), end)          # a hole, also where a file is only appended to
+            self._file.seek(end)
         else:
             self._file.write(data)
 
