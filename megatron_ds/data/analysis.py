@@ -31,7 +31,7 @@ def identity(data, seq_length: int, seed: int, total: int) -> dict:
     sources = read_sources(data)
     words = (sources.whole or sources.parts[0]).words
     return {"data": identify(words), "split": data.splits if sources.whole else None, "seq_length": seq_length, "seed": seed,
-            "samples": total}
+            "samples": total, **({"pack_documents": True} if data.pack_documents else {})}
 
 
 def describes(description: Mapping, wanted: Mapping) -> str:

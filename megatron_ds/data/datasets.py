@@ -111,10 +111,13 @@ class _Builder:
             dataset = opened[0](None if epoch else wanted)
         elif blend.weights is None:
             dataset = self._unweighted(part, None if epoch else wanted, [one(None) for one in opened], blend.prefixes[0])
+        elif epoch:
+            raise DataError(f"{flag}: a curriculum numbers the samples of one epoch, and a blend with weights has none. Name "
+                            "the corpora without weights.")
         else:
             dataset = self._weighted(part, wanted, opened, blend)
-        if self.kind.fills and logger.isEnabledFor(logging.INFO):
-            draws = self._draws(part, wanted, dataset, blend, shares)
+        if self.kind.fills and not epoch and logger.isEnabledFor(logging.INFO):
+            draws = self._draws(part, wanted, dataset, blend, shares)       # of an epoch, the curriculum says what is drawn
             logger.info("%s", draws_text(part, draws, self.config.model.seq_length))
         return dataset
 

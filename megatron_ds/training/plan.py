@@ -133,7 +133,7 @@ def plan_schedule(config: RunConfig, num_microbatches: int, pinned: bool = False
 def order(config: RunConfig, shape: PipelineShape, num_microbatches: int, costs: StageCosts | None = None) -> Schedule:
     """F, B, I and W as the registered function orders them."""
     known = {"costs": costs, "memory_limit": config.parallel.pipeline_memory_limit}
-    given = {name: known[name] for name in OPTIONS[shape.schedule] if known[name] is not None}
+    given = {name: known[name] for name in OPTIONS.get(shape.schedule, ()) if known[name] is not None}
     return SCHEDULES[shape.schedule](shape.size, num_microbatches, shape.chunks, **given)
 
 
@@ -156,7 +156,8 @@ def schedule_problems(config: RunConfig) -> list[str]:
             check_shape(shape.schedule, shape.size, num_microbatches, shape.chunks)
     except MegatronDSError as error:
         return [str(error)]
-    limit, able = config.parallel.pipeline_memory_limit, [name for name in SCHEDULES if "memory_limit" in OPTIONS[name]]
+    limit = config.parallel.pipeline_memory_limit
+    able = [name for name in SCHEDULES if "memory_limit" in OPTIONS.get(name, ())]
     if limit is None or shape.schedule in able:
         return []
     return [f"--pipeline-memory-limit {limit} is for --pipeline-schedule {' or '.join(able)}; other schedules keep what they "
