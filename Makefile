@@ -13,10 +13,10 @@ quickstart: $(VENV)/.installed
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m ruff check .
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-all: $(VENV)/.installed-test
-	OMP_NUM_THREADS=1 MEGATRON_DS_TEST_ALL=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 MEGATRON_DS_TEST_ALL=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: $(VENV)/.installed-test
 	$(BIN)/python -m ruff check .
