@@ -16,6 +16,13 @@ from torch.distributed.checkpoint import metadata as dcp
 from ..errors import CheckpointError
 from .folder import INDEX_FILE
 
+def _member(enumeration: type, name: str):
+    """What pickles of Python up to 3.11.3 mean by `getattr`: a member of an enumeration, by its name. Nothing else."""
+    if enumeration is not dcp._MEM_FORMAT_ENCODING:
+        raise pickle.UnpicklingError(f"it asks for an attribute of {enumeration!r}, which no index needs")
+    return enumeration[name]
+
+
 _DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
 _ALLOWED = {
     (dcp.__name__, "Metadata"): dcp.Metadata,
@@ -26,6 +33,7 @@ _ALLOWED = {
     (dcp.__name__, "StorageMeta"): dcp.StorageMeta,
     (dcp.__name__, "_MEM_FORMAT_ENCODING"): dcp._MEM_FORMAT_ENCODING,
     (dcp_files.__name__, "_StorageInfo"): dcp_files._StorageInfo,
+    ("builtins", "getattr"): _member,
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,      # a look-up in a table
 } | {("torch", name): getattr(torch, name) for name in _DTYPES}

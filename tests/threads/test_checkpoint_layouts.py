@@ -3,10 +3,12 @@ import json
 import pickle
 import random
 from collections import Counter
+from enum import Enum
 
 import pytest
 import torch
 
+from megatron_ds.checkpoint.index import read_index
 from megatron_ds.checkpoint.load import check_same_model, latest, load, load_weights, read_run
 from megatron_ds.checkpoint.pieces import key, written_here
 from megatron_ds.checkpoint.save import save
@@ -217,6 +219,29 @@ def test_a_checkpoint_that_carries_code_is_refused_and_not_executed(place, tmp_p
             file.truncate(size)
     with pytest.raises(CheckpointError, match="exec|damaged"):
         load_state(tmp_path, Layout())
+
+
+class OldPickler(pickle.Pickler):
+    """Members of enumerations as Python up to 3.11.3 pickles them: getattr(class, name)."""
+
+    def reducer_override(self, thing):
+        return (getattr, (type(thing), thing.name)) if isinstance(thing, Enum) else NotImplemented
+
+
+def test_an_index_pickled_by_an_older_python_is_read_and_getattr_gives_nothing_else(tmp_path):
+    save_state(tmp_path, Layout(), seed=0)
+    path = tmp_path / "iter_0000005"
+    index = read_index(path)
+    with open(path / ".metadata", "wb") as file:
+        OldPickler(file).dump(index)
+    assert b"getattr" in (path / ".metadata").read_bytes() and read_index(path) == index
+    for thing in (torch.Size, torch.serialization._get_layout):
+        class Reach:
+            def __reduce__(self, thing=thing):
+                return getattr, (thing, "__doc__")
+        (path / ".metadata").write_bytes(pickle.dumps(Reach()))
+        with pytest.raises(CheckpointError, match="asks for an attribute"):
+            read_index(path)
 
 
 @pytest.mark.parametrize("damage", ["missing file", "short file", "missing index", "garbled index"])
