@@ -16,6 +16,7 @@ from torch.distributed.checkpoint import metadata as dcp
 from ..errors import CheckpointError
 from .folder import INDEX_FILE
 
+
 def _member(enumeration: type, name: str):
     """What pickles of Python up to 3.11.3 mean by `getattr`: a member of an enumeration, by its name. Nothing else."""
     if enumeration is not dcp._MEM_FORMAT_ENCODING:
