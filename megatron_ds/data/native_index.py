@@ -5,13 +5,14 @@ tests compare with.
 """
 
 import functools
-import importlib
 import logging
 import os
 from types import ModuleType
 from typing import Any
 
 import numpy as np
+
+from ..compiled import load_compiled
 
 logger = logging.getLogger(__name__)
 
@@ -21,12 +22,8 @@ MOST_THREADS = 16                                           # reading at random 
 @functools.cache
 def extension() -> ModuleType | Any:
     """The compiled module; None, said once, where the package was installed without a compiler."""
-    try:
-        return importlib.import_module("megatron_ds._index_builder")
-    except ImportError as reason:
-        logger.warning("the index builder is not compiled (%s): numpy builds index maps instead, slowly where there are "
-                       "millions of samples. Reinstall megatron_ds with a C++17 compiler to have it.", reason)
-        return None
+    return load_compiled("_index_builder", "the index builder", "numpy builds index maps instead, "
+                         "slowly where there are millions of samples", logger)
 
 
 def num_threads() -> int:

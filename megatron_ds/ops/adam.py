@@ -7,7 +7,6 @@ however the tensors are cut.
 """
 
 import functools
-import importlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +15,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from ..compiled import load_compiled
 
 logger = logging.getLogger(__name__)
 
@@ -75,12 +76,8 @@ def variants() -> list[str]:
 @functools.cache
 def extension() -> ModuleType | Any:
     """The compiled module; None, said once, where the package was installed without a compiler."""
-    try:
-        return importlib.import_module("megatron_ds._cpu_adam")
-    except ImportError as reason:
-        logger.warning("CPU Adam is not compiled (%s): torch's AdamW runs instead, slower where gradients are unscaled or "
-                       "weights have 16 bits. Reinstall megatron_ds with a C++17 compiler to have it.", reason)
-        return None
+    return load_compiled("_cpu_adam", "CPU Adam", "torch's AdamW runs instead, slower where gradients are "
+                         "unscaled or weights have 16 bits", logger)
 
 
 def _fp32(x: float) -> float:

@@ -1,13 +1,14 @@
 """GELU in its tanh form: torch's, and on CPU one pass of csrc/gelu.cpp, an optional extension, at a third of the time."""
 
 import functools
-import importlib
 import logging
 from types import ModuleType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+
+from ..compiled import load_compiled
 
 logger = logging.getLogger(__name__)
 
@@ -28,12 +29,8 @@ def reference_gelu(x: torch.Tensor) -> torch.Tensor:
 @functools.cache
 def extension() -> ModuleType | Any:
     """The compiled module; None, said once, where the package was installed without a compiler."""
-    try:
-        return importlib.import_module("megatron_ds._gelu")
-    except ImportError as reason:
-        logger.warning("GELU is not compiled (%s): torch's runs instead, three times slower on CPU. Reinstall megatron_ds "
-                       "with a C++17 compiler to have it.", reason)
-        return None
+    return load_compiled("_gelu", "GELU", "torch's runs instead, three "
+                         "times slower on CPU", logger)
 
 
 class _FastGELU(torch.autograd.Function):
