@@ -22,7 +22,7 @@ from megatron_ds.pipeline.draw import draw
 from megatron_ds.pipeline.instruction import Op
 from megatron_ds.pipeline.passes import add_transfers
 from megatron_ds.pipeline.picture import Panel, save_png, svg
-from megatron_ds.pipeline.schedules import SCHEDULES, default_chunks
+from megatron_ds.pipeline.schedules import OPTIONS, SCHEDULES, default_chunks
 from megatron_ds.pipeline.simulate import Simulation, simulate
 from megatron_ds.pipeline.trace import Entry, as_simulation, read_traces, steps_of, timelines_of, typical_cost, write_trace
 
@@ -67,6 +67,8 @@ def _parser() -> Arguments:
                       help="time of a tensor between two ranks (default 0)")
     plan.add_argument("--memory-limit", type=float, metavar="A",
                       help="zb-auto: micro-batches that a rank may keep alive (default: P)")
+    plan.add_argument("--group-size", type=int, metavar="G",
+                      help="interleaved: micro-batches, at least, that a rank takes through a stage in a row (default: P)")
     parser.add_argument("--measured", nargs="+", type=Path, metavar="PATH",
                         help="timelines written by a run with --trace: a folder, or the files of one pipeline")
     parser.add_argument("--step", type=int, default=-1, metavar="N",
@@ -82,9 +84,9 @@ def _planned(name: str, args, measured: dict | None) -> Panel:
     m = _or(args.microbatches, len({i.microbatch for i, *_ in measured[0] if i.op is Op.F}) if measured else 8)
     chunks = _or(args.chunks, 2 if name == "interleaved" else default_chunks(name))
     make, whole = SCHEDULES[name], args.costs or (1.0, 1.0, 1.0)
-    options = {}
-    if name == "zb-auto":
-        options = {"costs": StageCosts(*whole, transfer=args.transfer), "memory_limit": args.memory_limit}
+    said = {"costs": StageCosts(*whole, transfer=args.transfer), "memory_limit": args.memory_limit,
+            "group_size": args.group_size}
+    options = {option: said[option] for option in OPTIONS[name]}
     cost = StageCosts(*(time / chunks for time in whole), transfer=args.transfer).of
     if measured and not args.costs:
         cost = typical_cost(measured)

@@ -31,6 +31,11 @@ class ParallelConfig:
         "Default: 2 for interleaved and zb-v, else 1.", avoid="Each more is a transfer more for every micro-batch.")
     num_layers_per_virtual_pipeline_stage: int | None = option(
         None, at_least=1, help="The same, said by the decoder layers of one stage: layers / pipeline size / this.")
+    microbatch_group_size_per_virtual_pipeline_stage: int | None = option(
+        None, at_least=1, unit="micro-batches", help="interleaved: how many micro-batches, at least, a rank takes through one "
+        "of its stages before it turns to the next. Default: as many as there are pipeline ranks.",
+        avoid="One or two more hide the transfers between stages, and keep that many more activations alive for each stage "
+        "of a rank but one. Fewer than the pipeline size would let ranks wait.")
     pipeline_layout: str | None = option(
         None, flags=["--pipeline-model-parallel-layout"], help="Decoder layers of each pipeline stage, such as 3,2,3; or a "
         "letter a layer, such as Et*3|tt|t*3L (E embedding, t decoder layer, L norm and head). With several stages on a rank "

@@ -21,6 +21,8 @@ from ..pipeline.schedules import OPTIONS, SCHEDULES, check_shape, default_chunks
 from ..ramps import make_batch_size
 from .layer_costs import LayerCost, layer_costs
 
+# Option of a schedule's function → the field of the config that gives it.
+SCHEDULE_OPTIONS = {"memory_limit": "pipeline_memory_limit", "group_size": "microbatch_group_size_per_virtual_pipeline_stage"}
 MOMENTS = {Op.GATHER: "pin", Op.F: "forward", Op.B: "backward", Op.I: "backward", Op.RELEASE: "unpin"}
 
 
@@ -132,7 +134,7 @@ def plan_schedule(config: RunConfig, num_microbatches: int, pinned: bool = False
 
 def order(config: RunConfig, shape: PipelineShape, num_microbatches: int, costs: StageCosts | None = None) -> Schedule:
     """F, B, I and W as the registered function orders them."""
-    known = {"costs": costs, "memory_limit": config.parallel.pipeline_memory_limit}
+    known = {"costs": costs} | {name: getattr(config.parallel, field) for name, field in SCHEDULE_OPTIONS.items()}
     given = {name: known[name] for name in OPTIONS.get(shape.schedule, ()) if known[name] is not None}
     return SCHEDULES[shape.schedule](shape.size, num_microbatches, shape.chunks, **given)
 
@@ -154,14 +156,14 @@ def schedule_problems(config: RunConfig) -> list[str]:
         shape = pipeline_shape(config)
         for num_microbatches in {microbatches_of(config), config.microbatches(make_batch_size(config).smallest)}:
             check_shape(shape.schedule, shape.size, num_microbatches, shape.chunks)
+        order(config, shape, num_microbatches=1)                            # an option may be out of its range
     except MegatronDSError as error:
         return [str(error)]
-    limit = config.parallel.pipeline_memory_limit
-    able = [name for name in SCHEDULES if "memory_limit" in OPTIONS.get(name, ())]
-    if limit is None or shape.schedule in able:
-        return []
-    return [f"--pipeline-memory-limit {limit} is for --pipeline-schedule {' or '.join(able)}; other schedules keep what they "
-            "keep. Remove it, or use that."]
+    given = {name: getattr(config.parallel, field) for name, field in SCHEDULE_OPTIONS.items()}
+    return [f"--{SCHEDULE_OPTIONS[name].replace('_', '-')} {value} is for --pipeline-schedule "
+            f"{' or '.join(other for other in SCHEDULES if name in OPTIONS[other])}; {shape.schedule} has no use for it. "
+            "Remove it, or use that."
+            for name, value in given.items() if value is not None and name not in OPTIONS[shape.schedule]]
 
 
 def cut_problems(config: RunConfig) -> list[str]:

@@ -31,6 +31,7 @@ def plan_of(config, costs=None):
 
 PP, CHUNKS, THICK = ("--pipeline-model-parallel-size", "--num-virtual-stages-per-pipeline-rank",
                      "--num-layers-per-virtual-pipeline-stage")
+GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
 
 
 @pytest.mark.parametrize("flags, shape", [
@@ -68,7 +69,9 @@ def test_flags_of_megatron_and_deepspeed_name_schedule_and_stages(flags, shape):
     ((PP, 2, "--virtual-pipeline-model-parallel-size", 2), "write --num-virtual-stages-per-pipeline-rank"),
     ((PP, 2, "--pipeline-layout", "3,3", "--pipeline-cut", "uniform"), "both say where to cut. Keep one."),
     ((PP, 2, "--pipeline-costs-path", "t.json"), "is for --pipeline-cut measured, but --pipeline-cut flops (default)"),
-    ((PP, 2, "--pipeline-memory-limit", 3), "is for --pipeline-schedule zb-auto")])
+    ((PP, 2, "--pipeline-memory-limit", 3), "--pipeline-memory-limit 3 is for --pipeline-schedule zb-auto; 1f1b has no use"),
+    ((PP, 2, GROUP, 4), f"{GROUP} 4 is for --pipeline-schedule interleaved; 1f1b has no use for it"),
+    ((PP, 2, CHUNKS, 2, GROUP, 1), "groups of 1 micro-batches on 2 pipeline ranks: rank 0 would wait")])
 def test_what_cannot_be_is_refused_with_what_can(flags, words):
     with pytest.raises(ConfigError) as caught:
         config_of(*flags)
@@ -107,6 +110,12 @@ def test_the_cut_makes_the_costliest_stage_cheapest(flags, blocks):
     plan = plan_of(config_of(*flags))
     assert blocks_of(plan) == blocks
     assert sum(plan.stage_cost_shares()) == pytest.approx(1)
+
+
+def test_the_flag_of_megatron_sets_the_group_of_interleaved():
+    order = lambda *flags: plan_schedule(config_of(PP, 2, CHUNKS, 2, *flags), 8)
+    first = lambda *flags: [i.microbatch for i in order(*flags)[0] if i.op is Op.F][:5]
+    assert first() == [0, 1, 0, 1, 2] and first(GROUP, 4) == [0, 1, 2, 3, 0]
 
 
 def test_recomputation_makes_layers_dearer_than_the_head():

@@ -126,6 +126,21 @@ def test_interleaved_has_the_bubble_of_the_paper_for_any_number_of_microbatches_
     assert simulation.bubble == pytest.approx((p - 1) / (v * m + p - 1), abs=1e-12)
 
 
+@pytest.mark.parametrize("p, m, v, size", [
+    (2, 7, 2, 3), (3, 16, 3, 4), (4, 8, 2, 5), (4, 21, 4, 6), (8, 40, 2, 9), (5, 3, 2, 7)])
+def test_larger_groups_of_interleaved_cost_memory_and_no_time(p, m, v, size):
+    order = SCHEDULES["interleaved"](p, m, v, group_size=size)
+    simulation, longest = check(lower(order, p * v), p * v, m), -(-m // max(1, m // size))
+    assert m < p or simulation.span == 3 * (v * m + p - 1)
+    assert simulation.peak_live[0] == min(v * m, 2 * (p - 1) + (v - 1) * longest + 1)
+    assert [i.microbatch for i in order[0][:longest + 1]] == [*range(longest), 0]
+
+
+def test_interleaved_refuses_groups_in_which_a_rank_would_wait():
+    with pytest.raises(ScheduleError, match="groups of 3 micro-batches on 4 pipeline ranks.*Use 4 or more"):
+        SCHEDULES["interleaved"](4, 8, 2, group_size=3)
+
+
 def test_zb_h1_has_a_third_of_the_bubble_with_the_peak_of_1f1b_and_zb_h2_none_within_a_rank():
     for p, m in SHAPES:
         h1, h2 = (simulate(SCHEDULES[name](p, m)) for name in ("zb-h1", "zb-h2"))

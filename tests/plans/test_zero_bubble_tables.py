@@ -3,13 +3,18 @@
 The rate is (cost - m (F + I + W)) / cost, cost the longest time of a rank from its first to its last computation.
 """
 
+import os
+from math import ceil
+
 import pytest
 
 from megatron_ds.pipeline.costs import StageCosts
+from megatron_ds.pipeline.instruction import Op
 from megatron_ds.pipeline.passes import add_transfers
 from megatron_ds.pipeline.schedules import SCHEDULES
 from megatron_ds.pipeline.simulate import simulate
 
+# The two largest cells take as long as the other ten: they come with `make test-all`.
 # model, p, m, milliseconds of (F, I, W, transfer), rates of (1F1B, interleaved, ZB-H1, ZB-H2, automatic with 2 p alive)
 ROWS = [
     ("1.5B", 8, 24, (18.522, 18.086, 9.337, 0.601), (0.2431, 0.1055, 0.1585, 0.1083, 0.0433)),
@@ -25,6 +30,7 @@ ROWS = [
     ("28.3B", 32, 128, (10.408, 10.204, 7.703, 0.408), (0.2168, 0.1164, 0.1106, 0.049, 0.0029)),
     ("28.3B", 32, 256, (10.402, 10.248, 7.698, 0.46), (0.1352, 0.0624, 0.0594, 0.0257, 0.0018)),
 ]
+ROWS = ROWS if os.environ.get("MEGATRON_DS_TEST_ALL") else ROWS[:-2]
 LAYERS_PER_RANK = {"1.5B": 3, "6.2B": 4, "14.6B": 3, "28.3B": 2}              # one per chunk in the interleaved schedule
 # What W needs of an activation: 32 / (34 + 5 a s / h) bytes (their section 3), for s = 1024 and their heads a and widths h.
 WEIGHT_SHARE = {"1.5B": 32 / (34 + 5 * 24 * 1024 / 2304), "6.2B": 32 / (34 + 5 * 32 * 1024 / 4096),
@@ -42,17 +48,59 @@ def test_1f1b_zb_h1_and_zb_h2_to_four_decimals(model, p, m, times, rates):
     assert got == [rates[0], rates[2], rates[3]]
 
 
+# Interleaved 1F1B. The program that made their table (sail-sg/zero-bubble-pipeline-parallelism, efficiency.py) lets only the
+# first micro-batch of each group wait when a tensor goes back from the last rank to the first, a chunk further; the others
+# pass without it, while it is still being made. So p transfers of the last group are waited for nowhere. By their rule our
+# order has their rates in all cells. With every dependency kept the same order waits for 2 (p v - 1) transfers, each hop of
+# the first group and of the last, which is 2.3 to 4.2 % more bubble. Groups of p leave nothing to hide them behind: where the
+# chunk changes in those two, a rank has p computations from one of a micro-batch to its next, and the chain between takes p
+# and p transfers. Groups of more than p hide them all.
+def rate_by_hand(order, p, costs, waits):
+    """Times of F and B by the longest path; waits(microbatch): does it wait for the transfer where the chunk changes?"""
+    ends, done, stages = {}, [0] * p, 1 + max(i.stage for program in order for i in program)
+
+    def start(i):
+        """When what i needs is there; None if that is not known yet."""
+        source = i.stage - 1 if i.op is Op.F else i.stage + 1
+        needed = [(Op.F, i.stage, i.microbatch, 0)] if i.op is Op.B else []
+        if 0 <= source < stages and (source // p == i.stage // p or waits(i.microbatch)):
+            needed.append((i.op, source, i.microbatch, costs.transfer))
+        times = [ends[op, stage, k] + transfer if (op, stage, k) in ends else None for op, stage, k, transfer in needed]
+        return None if None in times else max(times, default=0)
+
+    clocks, moved = [0.0] * p, True
+    while moved:
+        moved = False
+        for rank, program in enumerate(order):
+            while done[rank] < len(program) and (ready := start(program[done[rank]])) is not None:
+                i, moved = program[done[rank]], True
+                ends[i] = clocks[rank] = max(clocks[rank], ready) + costs.of(i)
+                done[rank] += 1
+    assert done == [len(program) for program in order]
+    return 1 - sum(map(costs.of, order[0])) / max(clocks)
+
+
 @pytest.mark.parametrize("model, p, m, times, rates", ROWS, ids=IDS)
-def test_interleaved_waits_for_p_transfers_more_than_theirs_which_is_within_5_percent(model, p, m, times, rates):
-    # All but the transfers agrees to four decimals: adding theirs, 2 p v - 2 - p exposed ones, to the closed form gives their
-    # rates, and ours has 2 (p v - 1), each hop of the first and of the last group. The paper does not say how p are hidden.
+def test_interleaved_has_their_rates_by_their_rule_and_2_to_4_percent_more_with_every_dependency_kept(
+        model, p, m, times, rates):
     v, (f, i, w, transfer), work = LAYERS_PER_RANK[model], times, m * sum(times[:3])
-    fill = (p - 1) * (f + i + w) / v
-    exposed = lambda number: 1 - work / (work + fill + number * transfer)
-    assert exposed(2 * p * v - 2 - p) == pytest.approx(rates[1], abs=1e-4)
-    ours = rate(SCHEDULES["interleaved"](p, m, v), v, StageCosts(f / v, i / v, w / v, transfer))
-    assert ours == pytest.approx(exposed(2 * (p * v - 1)), abs=1e-9)
-    assert ours == pytest.approx(rates[1], rel=0.05)
+    order, costs = SCHEDULES["interleaved"](p, m, v), StageCosts(f / v, i / v, w / v, transfer)
+    assert rate_by_hand(order, p, costs, waits=lambda k: k % p == 0) == pytest.approx(rates[1], abs=1e-4)
+    ours = rate_by_hand(order, p, costs, waits=lambda k: True)
+    assert ours == pytest.approx(1 - work / (work + (p - 1) * (f + i + w) / v + 2 * (p * v - 1) * transfer), abs=1e-9)
+    assert ours == pytest.approx(rates[1], rel=0.042)
+    assert p > 8 or ours == pytest.approx(rate(order, v, costs), abs=1e-9)
+
+
+@pytest.mark.parametrize("model, p, m, times, rates", ROWS, ids=IDS)
+def test_larger_groups_wait_for_2_p_minus_2_transfers_only_which_is_less_than_theirs_in_all_cells(
+        model, p, m, times, rates):
+    v, (f, i, w, transfer), work = LAYERS_PER_RANK[model], times, m * sum(times[:3])
+    hide = ceil(p * transfer / (f / v))                                 # forwards that take as long as p transfers
+    order = SCHEDULES["interleaved"](p, m, v, group_size=p + hide)
+    got = rate(order, v, StageCosts(f / v, i / v, w / v, transfer))
+    assert got == pytest.approx(1 - work / (work + (p - 1) * (f + i + w) / v + 2 * (p - 1) * transfer), abs=1e-9)
+    assert got < rates[1]
 
 
 @pytest.mark.parametrize("model, p, m, times, rates", ROWS, ids=IDS)

@@ -21,7 +21,7 @@ def schedule(name: str, *aliases: str, chunks: Collection[int] | None = (1,),
     """Decorator that registers a schedule, which is then asked for legal sizes only, and once for each.
 
     chunks    the numbers of model chunks per rank it has an order for; None: any
-    options   keyword arguments that the function takes, of `costs` (a StageCosts) and `memory_limit`
+    options   keyword arguments that the function takes, of `costs` (a StageCosts), `memory_limit` and `group_size`
     peak      how many activations (of one micro-batch at one stage) a rank keeps alive at most, which tests hold it to; where
               none is declared only the simulator knows
     """
