@@ -43,7 +43,8 @@ class ParallelConfig:
     pipeline_cut: str = option(
         "flops", choices=("flops", "parameters", "uniform", "measured"), json="pipeline.partition", values={"best": "flops"},
         help="The layers are cut into stages so that the costliest stage is cheapest, exactly. A layer costs its arithmetic, "
-        "its parameters, one for each decoder layer (uniform), or the time that it takes here when the run starts (measured).",
+        "its parameters, one for each decoder layer (uniform), or the time that it takes here when the run starts "
+        "(measured; with it the transfers, which zb-auto looks at).",
         avoid="measured takes seconds at the start, and another machine may be cut otherwise.")
     pipeline_costs_path: str | None = option(
         None, help="File of measured times (--pipeline-cut measured): read if it fits this run, else written.")

@@ -28,7 +28,7 @@ from ..zero.scaler import make_scaler
 from ..zero.sets import SHARED
 from .allocator import keep_freed_memory
 from .dtypes import DTYPES
-from .layer_timing import measured_costs
+from .layer_timing import measured_times
 from .offloading import make_offload
 from .pinning import agree_on_pinning, is_automatic, memory_of_rank, pinning_text
 from .plan import RunPlan, microbatches_of, moments_of, plan_run, plan_schedule
@@ -91,7 +91,7 @@ def build_engine(config: RunConfig, mesh: Mesh) -> Engine:
             keep_freed_memory()
     memory = memory_of_rank(mesh) if is_automatic(config) else 0
     layers = describe_layers(config, mesh)
-    plan = plan_run(config, layers, measured_costs(config, mesh))
+    plan = plan_run(config, layers, measured_times(config, mesh))
     mesh.place_stages(plan.shape.placement)
     slices = {stage: layers[plan.slice_of(stage)] for stage in plan.shape.stages_of(mesh.coordinate("pp"))}
     built = build_stages(slices)

@@ -127,7 +127,7 @@ def schedule_text(plan: WorldPlan) -> Iterator[str]:
     busy, span = plan.simulation.busy, plan.simulation.span
     idle = [1 - time / span for time in busy]
     live = plan.simulation.peak_live
-    yield (f"  bubble about {plan.simulation.bubble:.1%} (estimate: time counted as FLOPs, transfers free), rank by rank "
+    yield (f"  bubble about {plan.simulation.bubble:.1%} ({plan.run.times.source}), rank by rank "
            f"{min(idle):.1%} to {max(idle):.1%}")
     yield f"  micro-batches alive at most, rank by rank: {_spread(live)}"
     yield from (f"  {line}" for line in _drawing(plan))

@@ -29,9 +29,27 @@ class LayerCost:
         return self.forward + self.input_grad + self.weight_grad
 
 
+@dataclass(frozen=True)
+class Times:
+    """How long things take, in any one unit: layers by their kind, and what travels between two stages. What a schedule is
+    planned and judged by, whatever the model is cut by.
+
+    source   where the numbers come from, in words
+    """
+
+    layers: Mapping[str, LayerCost]
+    transfer: float
+    source: str
+
+
 def layer_costs(config: RunConfig, layers: Sequence[Layer]) -> dict[str, LayerCost]:
     """{kind of layer: its cost} by the rule --pipeline-cut. Raises ConfigError for costs that have to be measured."""
     return COSTS[config.parallel.pipeline_cut](config, {layer.kind for layer in layers})
+
+
+def reckoned_times(config: RunConfig, layers: Sequence[Layer]) -> Times:
+    """Without anything measured: how fast the network is, a config does not say."""
+    return Times(_by_flops(config, {layer.kind for layer in layers}), 0.0, "estimate: time counted as FLOPs, transfers free")
 
 
 def _by_flops(config: RunConfig, kinds: set[str]) -> dict[str, LayerCost]:

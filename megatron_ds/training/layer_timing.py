@@ -1,4 +1,7 @@
-"""Seconds that a layer of each kind takes here: one of each kind is built, run forward and backward a few times, and dropped.
+"""Seconds that a layer of each kind takes here, and a transfer between two pipeline ranks.
+
+One layer of each kind is built, run forward and backward a few times, and dropped. An activation goes round the pipeline's
+ranks.
 
 All ranks measure at once, as they will compute at once, and agree on the mean of what they saw, so that all cut alike. The two
 halves of backward: with weights that want no gradient it is the gradient of the input alone; what it takes beyond that when
@@ -21,20 +24,22 @@ from ..config import RunConfig
 from ..data.batch import Batch
 from ..errors import ConfigError
 from ..models import MODELS
+from ..mpu.channels import Channels
 from ..mpu.collectives import all_gather_object
 from ..mpu.group import Group
 from ..mpu.mesh import Mesh
 from ..tensor_parallel.init import initialize
 from .dtypes import DTYPES
-from .layer_costs import LayerCost
+from .layer_costs import LayerCost, Times
 from .together import together
 
 logger = logging.getLogger(__name__)
 REPEATS, WARM_UP = 5, 2
+SOURCE = "by times measured here"
 
 
-def measured_costs(config: RunConfig, mesh: Mesh) -> dict[str, LayerCost] | None:
-    """{kind of layer: seconds}, the same on all ranks; None where the model is cut by something else.
+def measured_times(config: RunConfig, mesh: Mesh) -> Times | None:
+    """In seconds, the same on all ranks; None where the model is cut by something else.
 
     Read from --pipeline-costs-path where that holds times of such a run; else measured, and written there. Collective over the
     world.
@@ -46,35 +51,39 @@ def measured_costs(config: RunConfig, mesh: Mesh) -> dict[str, LayerCost] | None
     if path and (found := together(world, lambda: read_costs(Path(path), what), only=0)):
         return found
     mine = time_layers(config, mesh.group("tp"), mesh.device)
-    everybody = all_gather_object({kind: astuple(cost) for kind, cost in mine.items()}, world)
-    agreed = {kind: LayerCost(*map(statistics.fmean, zip(*(rank[kind] for rank in everybody)))) for kind in mine}
+    transfer = time_transfer(config, mesh.group("pp"), mesh.device)
+    everybody = all_gather_object((transfer, {kind: astuple(cost) for kind, cost in mine.items()}), world)
+    layers = {kind: LayerCost(*map(statistics.fmean, zip(*(rank[kind] for _, rank in everybody)))) for kind in mine}
+    agreed = Times(layers, statistics.fmean(seconds for seconds, _ in everybody), SOURCE)
     if path:
         together(world, lambda: write_costs(Path(path), what, agreed), only=0)
     return agreed
 
 
-def read_costs(path: Path, what: dict) -> dict[str, LayerCost] | None:
+def read_costs(path: Path, what: dict) -> Times | None:
     """The times in a file, None where there is none or they are of another run. Raises ConfigError where it cannot be read."""
     if not path.exists():
         return None
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         told, parts = document["of"], LayerCost.__dataclass_fields__
-        costs = {kind: LayerCost(*(float(row[part]) for part in parts)) for kind, row in document["seconds"].items()}
+        layers = {kind: LayerCost(*(float(row[part]) for part in parts)) for kind, row in document["seconds"].items()}
+        times = Times(layers, float(document["transfer_seconds"]), SOURCE)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"--pipeline-costs-path {path} holds no measured times ({type(error).__name__}: {error}). Remove "
                           "the file, and it is written anew.") from None
     differing = [f"{name} {told.get(name)} there, {value} here" for name, value in what.items() if told.get(name) != value]
     if differing:
         logger.warning("--pipeline-costs-path %s has times of another run (%s): measured anew", path, "; ".join(differing))
-    return None if differing else costs
+    return None if differing else times
 
 
-def write_costs(path: Path, what: dict, costs: dict[str, LayerCost]) -> None:
-    rows = {kind: dict(zip(LayerCost.__dataclass_fields__, astuple(cost))) for kind, cost in costs.items()}
+def write_costs(path: Path, what: dict, times: Times) -> None:
+    rows = {kind: dict(zip(LayerCost.__dataclass_fields__, astuple(cost))) for kind, cost in times.layers.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f"{path.name}.{os.getpid()}")
-    beside.write_text(json.dumps({"of": what, "seconds": rows}, indent=2) + "\n", encoding="utf-8")
+    document = {"of": what, "seconds": rows, "transfer_seconds": times.transfer}
+    beside.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     beside.replace(path)
 
 
@@ -86,8 +95,7 @@ def time_layers(config: RunConfig, tp: Group, device: torch.device) -> dict[str,
     layers = architecture(
         model, tp=tp, sequence_parallel=config.parallel.sequence_parallel, dtype=dtype, device=device, seed=train.seed,
         recompute_granularity=train.recompute_granularity, recompute_num_layers=train.recompute_num_layers)
-    rows = model.seq_length // (tp.size if config.parallel.sequence_parallel else 1)
-    x = torch.ones(rows, train.micro_batch_size, model.hidden_size, dtype=dtype, device=device)
+    x = _activation(config, tp.size, device)
     batch = architecture.data.blank(train.micro_batch_size, model.seq_length, device)
     loss = lambda y: architecture.loss(y, batch, tp=tp, vocab_size=model.vocab_size).objective
     costs = {}
@@ -99,6 +107,35 @@ def time_layers(config: RunConfig, tp: Group, device: torch.device) -> dict[str,
         costs[kind] = _time_layer(module, given, batch, loss if kind == last else lambda y: y, device)
         del module
     return costs
+
+
+def time_transfer(config: RunConfig, pp: Group, device: torch.device) -> float:
+    """Seconds that an activation takes from a pipeline rank to the next, with nothing else under way; 0 on a single rank.
+
+    It goes round all of them, one after another. Collective over `pp`.
+    """
+    if pp.size == 1:
+        return 0.0
+    channels, x = Channels(pp), _activation(config, config.parallel.tensor_model_parallel_size, device)
+    behind, ahead = (pp.rank - 1) % pp.size, (pp.rank + 1) % pp.size
+    rounds = []
+    for _ in range(WARM_UP + REPEATS):
+        start = _now(device)
+        if pp.rank == 0:
+            channels.send("act", ahead, x)
+        came = channels.recv("act", behind, tuple(x.shape), x.dtype, device).wait()
+        if pp.rank:
+            channels.send("act", ahead, came)
+        channels.drain()
+        rounds.append(_now(device) - start)
+    return min(rounds[WARM_UP:]) / pp.size
+
+
+def _activation(config: RunConfig, tp_size: int, device: torch.device) -> torch.Tensor:
+    """What travels between stages: [s, b, h], with sequence parallelism a slice of s."""
+    rows = config.model.seq_length // (tp_size if config.parallel.sequence_parallel else 1)
+    return torch.ones(rows, config.train.micro_batch_size, config.model.hidden_size,
+                      dtype=DTYPES[config.optimizer.params_dtype], device=device)
 
 
 def _time_layer(module: nn.Module, x: torch.Tensor | None, batch: Batch, finish: Callable, device: torch.device) -> LayerCost:
@@ -137,5 +174,6 @@ def _what(config: RunConfig, device: torch.device) -> dict:
             "vocab_size": m.padded_vocab_size(parallel.tensor_model_parallel_size), "model": m.model,
             "dropout": [m.hidden_dropout, m.attention_dropout], "micro_batch_size": train.micro_batch_size,
             "recompute": train.recompute_granularity, "tensor_parallel": parallel.tensor_model_parallel_size,
+            "pipeline_parallel": parallel.pipeline_model_parallel_size,
             "sequence_parallel": parallel.sequence_parallel, "dtype": config.optimizer.params_dtype,
             "device": chip}

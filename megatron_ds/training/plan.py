@@ -3,7 +3,7 @@
 Pure: the same on every rank and in a process of its own. `build.py` makes the objects that carry it out.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,7 +19,7 @@ from ..pipeline.partition import count_stages, parse_layout, partition
 from ..pipeline.placement import placement, stages_of
 from ..pipeline.schedules import OPTIONS, SCHEDULES, check_shape, default_chunks
 from ..ramps import make_batch_size
-from .layer_costs import LayerCost, layer_costs
+from .layer_costs import LayerCost, Times, layer_costs, reckoned_times
 
 # Option of a schedule's function → the field of the config that gives it.
 SCHEDULE_OPTIONS = {"memory_limit": "pipeline_memory_limit", "group_size": "microbatch_group_size_per_virtual_pipeline_stage"}
@@ -55,6 +55,8 @@ class RunPlan:
     bounds       stage i holds layers [bounds[i], bounds[i + 1])
     layer_costs  what the cut was made by
     shape        of the pipeline
+    times        of layers and transfers
+    layer_kinds  which of `times` is whose
     kinds        of the layers, as `models.Layer.sort` has them
     """
 
@@ -62,7 +64,9 @@ class RunPlan:
     bounds: tuple[int, ...]
     layer_costs: tuple[LayerCost, ...]
     shape: PipelineShape
-    kinds: tuple[str, ...] = ()
+    times: Times
+    layer_kinds: tuple[str, ...]
+    kinds: tuple[str, ...]
 
     def slice_of(self, stage: int) -> slice:
         """The stage's part of the list of layers."""
@@ -80,11 +84,12 @@ class RunPlan:
         return tuple(sum(self.costs[a:b]) / total for a, b in zip(self.bounds, self.bounds[1:]))
 
     def stage_costs(self) -> StageCosts:
-        """For schedules that look at costs: in parts of the mean forward of a stage."""
-        stages = [self.layer_costs[self.slice_of(stage)] for stage in range(self.shape.num_stages)]
-        unit = sum(cost.forward for cost in self.layer_costs) / len(stages) or 1.0
+        """What schedules are planned and judged by: times, in parts of the mean forward of a stage."""
+        times = [self.times.layers[kind] for kind in self.layer_kinds]
+        stages = [times[self.slice_of(stage)] for stage in range(self.shape.num_stages)]
+        unit = sum(cost.forward for cost in times) / len(stages) or 1.0
         of = lambda part: tuple(sum(getattr(cost, part) for cost in stage) / unit for stage in stages)
-        return StageCosts(of("forward"), of("input_grad"), of("weight_grad"))
+        return StageCosts(of("forward"), of("input_grad"), of("weight_grad"), self.times.transfer / unit)
 
 
 def pipeline_shape(config: RunConfig) -> PipelineShape:
@@ -97,18 +102,18 @@ def pipeline_shape(config: RunConfig) -> PipelineShape:
     return PipelineShape(name, p, chunks or (2 if name == "interleaved" else default_chunks(name)))
 
 
-def plan_run(config: RunConfig, layers: Sequence[Layer], costs: Mapping[str, LayerCost] | None = None) -> RunPlan:
+def plan_run(config: RunConfig, layers: Sequence[Layer], measured: Times | None = None) -> RunPlan:
     """Cut the model into pipeline stages: as the user says, else so that the costliest stage is cheapest.
 
-    costs: of each kind of layer; where --pipeline-cut is "measured" they must be given
+    measured: must be given where --pipeline-cut is "measured"
     """
     shape = pipeline_shape(config)
     kinds = [layer.kind for layer in layers]
-    found = costs or layer_costs(config, layers)
+    found = measured.layers if measured else layer_costs(config, layers)
     of_layers = tuple(found[kind] for kind in kinds)
     bounds = _cut(config, kinds, [cost.total for cost in of_layers], shape.num_stages)
-    return RunPlan(tuple(layer.name for layer in layers), bounds, of_layers, shape,
-                   tuple(layer.sort for layer in layers))
+    return RunPlan(tuple(layer.name for layer in layers), bounds, of_layers, shape, measured or reckoned_times(config, layers),
+                   tuple(kinds), tuple(layer.sort for layer in layers))
 
 
 def _cut(config: RunConfig, kinds: list[str], costs: Sequence[float], stages: int) -> tuple[int, ...]:

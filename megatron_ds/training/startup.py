@@ -76,8 +76,8 @@ def _schedule(config: RunConfig, plan: RunPlan, pinned: bool, widest: int = 16) 
     if shape.size == 1:
         return title
     costs = plan.stage_costs()
-    result = simulate(plan_schedule(config, microbatches, pinned, costs))
+    result = simulate(plan_schedule(config, microbatches, pinned, costs), costs.of)
     shown = min(microbatches, widest)
     picture = draw(plan_schedule(config, shown, pinned, costs))
     note = "" if shown == microbatches else f"\n(drawn for {shown} micro-batches)"
-    return f"{title}, bubble {result.bubble:.1%}\n{picture}{note}"
+    return f"{title}, bubble about {result.bubble:.1%} ({plan.times.source})\n{picture}{note}"

@@ -5,7 +5,7 @@ schedule speak here, and the layers themselves when they are built and run on th
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from ..config import RunConfig, Source
@@ -23,7 +23,6 @@ from .activations import BLOCKS, last_step
 from .build import describe_layers
 from .flops import attention_flops, layer_flops
 from .imagine import ImaginedStage, imagine_stages
-from .layer_costs import layer_costs
 from .plan import RunPlan, microbatches_of, plan_run, plan_schedule
 from .rank_plan import RankPlan, place_of, plan_rank
 
@@ -35,7 +34,7 @@ class WorldPlan:
     rank      the one that was asked for
     device    kind of devices that activations are counted for
     schedule  lowered, for a full batch
-    costs     of the stages, in FLOPs
+    costs     of the stages, as `run` has them
     stages    of the whole model, as the tensor-parallel rank of `rank` holds them
     """
 
@@ -106,13 +105,12 @@ def plan_world(config: RunConfig, rank: int = 0, device: str = "cuda") -> WorldP
     mesh = imagined_mesh(grid, rank)
     layers = describe_layers(config, mesh)
     by_flops = config.with_values({"parallel.pipeline_cut": "flops"}, Source("derived", "the plan"))
-    flops = layer_costs(by_flops, layers)
     run = plan_run(by_flops if config.parallel.pipeline_cut == "measured" else config, layers)
     microbatches = microbatches_of(config)
     mesh.place_stages(run.shape.placement)
     pinned = config.zero.stage == 3 and config.zero.zero3_pin_stage == "on"
-    schedule = plan_schedule(config, microbatches, pinned, run.stage_costs())
-    costs = replace(run, layer_costs=tuple(flops[layer.kind] for layer in layers)).stage_costs()
+    costs = run.stage_costs()
+    schedule = plan_schedule(config, microbatches, pinned, costs)
     stages = imagine_stages(config, mesh, run, layers, schedule)
     return WorldPlan(config, grid, rank, device, run, costs, microbatches, pinned, schedule, tuple(stages))
 

@@ -10,8 +10,8 @@ from megatron_ds.errors import ConfigError
 from megatron_ds.models import MODELS
 from megatron_ds.mpu.group import solo
 from megatron_ds.pipeline.instruction import Op
-from megatron_ds.training.layer_costs import LayerCost
-from megatron_ds.training.layer_timing import read_costs, time_layers, write_costs
+from megatron_ds.training.layer_costs import LayerCost, Times
+from megatron_ds.training.layer_timing import SOURCE, read_costs, time_layers, time_transfer, write_costs
 from megatron_ds.training.plan import RULES, PipelineShape, pipeline_shape, plan_run, plan_schedule
 from megatron_ds.training.pretrain import KNOWN_NAMES
 
@@ -25,8 +25,8 @@ def config_of(*flags, layers=6, world=4, batch=16):
     return parse([*job, *map(str, flags)], world_size=world, known=KNOWN_NAMES, rules=RULES)
 
 
-def plan_of(config, costs=None):
-    return plan_run(config, MODELS["gpt"](config.model, tp=solo("tp")), costs)
+def plan_of(config, measured=None):
+    return plan_run(config, MODELS["gpt"](config.model, tp=solo("tp")), measured)
 
 
 PP, CHUNKS, THICK = ("--pipeline-model-parallel-size", "--num-virtual-stages-per-pipeline-rank",
@@ -131,22 +131,33 @@ def test_costs_that_were_measured_decide_the_cut_and_reach_the_schedule():
         plan_of(config)
     costs = {"embedding": LayerCost(1, 0, 1), "block": LayerCost(2, 2, 2), "norm": LayerCost(0, 0, 0),
              "head": LayerCost(9, 9, 9)}
-    plan = plan_of(config, costs)
+    plan = plan_of(config, Times(costs, 5.5, "of a clock"))
     assert blocks_of(plan) == [5, 1]
     stages = plan.stage_costs()
     assert stages.forward == pytest.approx((11 / 11, 11 / 11)) and stages.input_grad == pytest.approx((10 / 11, 1))
+    assert stages.transfer == pytest.approx(5.5 / 11)
+
+
+def test_what_the_model_is_cut_by_does_not_change_what_its_computations_are_said_to_take():
+    flops = plan_of(config_of(PP, 2, "--pipeline-layout", "3,3")).stage_costs()
+    assert flops.forward[1] > 1.5 * flops.forward[0] > 0 == flops.transfer                 # the head is on the second
+    for cut in ("uniform", "parameters"):
+        plan = plan_of(config_of(PP, 2, "--pipeline-cut", cut))
+        assert blocks_of(plan) == [3, 3] and plan.stage_costs() == flops
 
 
 def test_measuring_finds_where_the_time_goes_and_the_file_keeps_it(tmp_path):
     """The embedding reads rows only and has no input to differentiate for."""
-    costs = time_layers(config_of(PP, 2, "--pipeline-cut", "measured"), solo("tp"), torch.device("cpu"))
+    config = config_of(PP, 2, "--pipeline-cut", "measured", "--seq-length", 64)
+    costs = time_layers(config, solo("tp"), torch.device("cpu"))
     assert set(costs) == {"embedding", "block", "norm", "head"} and costs["embedding"].input_grad == 0
     block, head = costs["block"], costs["head"]
     assert min(block.forward, block.input_grad, head.forward, head.input_grad) > 0
     assert min(block.total, head.total) > 5 * costs["norm"].total
-    path = tmp_path / "deeper" / "costs.json"
-    write_costs(path, {"hidden_size": 384}, costs)
-    assert read_costs(path, {"hidden_size": 384}) == costs
+    assert time_transfer(config, solo("pp"), torch.device("cpu")) == 0
+    path, times = tmp_path / "deeper" / "costs.json", Times(costs, 0.25, SOURCE)
+    write_costs(path, {"hidden_size": 384}, times)
+    assert read_costs(path, {"hidden_size": 384}) == times
     assert read_costs(path, {"hidden_size": 385}) is None and read_costs(tmp_path / "none.json", {}) is None
     path.write_text("[]")
     with pytest.raises(ConfigError, match="holds no measured times"):

@@ -1,11 +1,16 @@
 """Channels on threads: order within a channel, none between channels, a rank talking to itself."""
 
+import time
+from dataclasses import replace
+
 import pytest
 import torch
 
+from megatron_ds.config import RunConfig
 from megatron_ds.errors import CommunicationError
 from megatron_ds.mpu.channels import Channels
 from megatron_ds.mpu.group import Group, solo
+from megatron_ds.training.layer_timing import time_transfer
 from tests.harness.threads import run_ranks
 
 
@@ -123,3 +128,19 @@ def test_a_message_that_does_not_come_names_sender_receiver_and_kind():
     channels = Channels(Group("pp", (4, 5), 1, SlowMail()))
     with pytest.raises(CommunicationError, match="rank 5 .* waiting for a gradient from rank 4 to rank 5: timed out"):
         channels.recv("grad", 0, (2,), torch.float32).wait()
+
+
+def test_the_time_of_a_transfer_is_that_of_one_hop_whatever_the_number_of_ranks(monkeypatch):
+    send, seconds = Channels.send, 0.02
+
+    def slow(*args):
+        time.sleep(seconds)
+        send(*args)
+
+    monkeypatch.setattr(Channels, "send", slow)
+    config = RunConfig()
+    config = replace(config, model=replace(config.model, hidden_size=8, seq_length=4),
+                     train=replace(config.train, micro_batch_size=1))
+    for ranks in (2, 3):
+        told = on_ranks(lambda rank, group: time_transfer(config, group, torch.device("cpu")), ranks)
+        assert all(0.9 * seconds <= one < 2 * seconds for one in told)
