@@ -35,6 +35,7 @@ from .instruction import Instruction, Op, Program, Schedule
 
 COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W})
 BACKWARD = frozenset({Op.B, Op.I, Op.W})
+READS_WEIGHTS = frozenset({Op.F, Op.B, Op.I})              # W needs what went in and the gradient of what came out
 SENDS = frozenset({Op.SEND_ACT, Op.SEND_GRAD})
 RECEIVES = frozenset({Op.RECV_ACT, Op.RECV_GRAD})
 CONSUMED_BY = {Op.F: Op.RECV_ACT, Op.B: Op.RECV_GRAD, Op.I: Op.RECV_GRAD}     # computation ← what it waits for
@@ -116,17 +117,17 @@ def add_zero(schedule: Schedule, *, gather: bool = False, reduce_each: bool = Fa
     """Add REDUCE right before the last B or W of each stage: "the next one completes the gradients of this stage".
 
     reduce_each  REDUCE before every B or W: gradients live only as shards, so each micro-batch is reduced by itself
-    gather       pin parameters that live in shards: GATHER before the first computation of each stage, RELEASE after its
-                 last. Without it, layers come and go one by one, which is no matter of the schedule
+    gather       pin parameters that live in shards: GATHER before the first computation of each stage, RELEASE after the
+                 last that reads them. Without it, layers come and go one by one, which is no matter of the schedule
     """
     reduced = tuple(_with_reduces(program, reduce_each) for program in schedule)
     return tuple(map(_pinned, reduced)) if gather else reduced
 
 
 def _pinned(program: Program) -> Program:
-    computations = [(at, i.stage) for at, i in enumerate(program) if i.op in COMPUTE]
-    last = {stage: at for at, stage in computations}
-    first = {stage: at for at, stage in reversed(computations)}
+    readers = [(at, i.stage) for at, i in enumerate(program) if i.op in READS_WEIGHTS]
+    last = {stage: at for at, stage in readers}
+    first = {stage: at for at, stage in reversed(readers)}
     pinned: list[Instruction] = []
     for at, i in enumerate(program):
         if first.get(i.stage) == at:

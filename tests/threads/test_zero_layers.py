@@ -231,6 +231,34 @@ def test_what_pinning_plans_for_is_what_a_step_takes():
             assert (budget.state, budget.weights) == (held, whole) and 0 < gradients <= budget.gradients
 
 
+@pytest.mark.parametrize("untie", [False, True])
+@pytest.mark.parametrize("schedule, recompute", [("zb-h1", "none"), ("zb-v", "full")])
+def test_pinned_weights_are_gone_when_only_weight_halves_are_left(schedule, recompute, untie):
+    def main(engine):
+        inputs, whole = {}, []
+
+        def watch(stage, input_half, weight_half):
+            def backward_input(microbatch, grad):
+                inputs[stage.index] = inputs.get(stage.index, 0) + 1
+                return input_half(microbatch, grad)
+
+            def backward_weights(microbatch):
+                if len(inputs) == len(engine.stages) and min(inputs.values()) == BATCH // 2:
+                    whole.append(bytes_whole(engine))
+                weight_half(microbatch)
+
+            stage.backward_input, stage.backward_weights = backward_input, backward_weights
+
+        for stage in engine.stages.values() if engine.pinned else ():
+            watch(stage, stage.backward_input, stage.backward_weights)
+        return train(engine, range(1)), whole
+
+    layout = f"dp=2,pp=2,zero=3,schedule={schedule},recompute={recompute}"
+    pinned, plain = (run(config_of(f"{layout}{pin}", untie=untie, layers=4), main) for pin in (",pin=1", ""))
+    assert [losses for losses, _ in pinned] == [losses for losses, _ in plain]
+    assert all(whole and not any(whole) for _, whole in pinned)
+
+
 # ---------------------------------------------------------------------------------------------------- checkpoints
 @pytest.mark.parametrize("before, after", [
     ("dp=2,zero=3", "dp=1"), ("dp=1", "dp=2,zero=3,pp=2"), ("dp=2,zero=2,tp=2", "dp=4,zero=3"), ("dp=4,zero=3", "dp=2,zero=1"),
