@@ -34,11 +34,11 @@ def locate_nonfinite(layers: Mapping[str, tuple[int, nn.Module]], weights: Itera
 
 def _bad_parameter(weights: Iterable[tuple[str, torch.Tensor]],
                    layers: Mapping[str, tuple[int, nn.Module]]) -> tuple[int, str] | None:
-    """(stage, what) of the first stage that holds one."""
-    bad = [name for name, values in weights if not torch.isfinite(values).all()]
-    stage_of = lambda name: next((stage for layer, (stage, _) in layers.items() if name.startswith(f"{layer}.")), 0)
-    first = min(bad, key=stage_of, default=None)
-    return None if first is None else (stage_of(first), f"parameter {first} holds non-finite values")
+    """(stage, what) of the first stage that holds one. Its layer is not known by its name: heads hold several."""
+    bad = {name for name, values in weights if not torch.isfinite(values).all()}
+    found = [(stage, p.spec.name) for stage, module in layers.values() for p in module.parameters() if p.spec.name in bad]
+    stage, name = min(found, key=lambda entry: entry[0], default=(None, None))
+    return None if name is None else (stage, f"parameter {name} holds non-finite values")
 
 
 def _bad_output(layers: Mapping[str, tuple[int, nn.Module]], rerun: Callable[[], object]) -> tuple[int, str] | None:
