@@ -84,10 +84,10 @@ def _planned(name: str, args, measured: dict | None) -> Panel:
     m = _or(args.microbatches, len({i.microbatch for i, *_ in measured[0] if i.op is Op.F}) if measured else 8)
     chunks = _or(args.chunks, 2 if name == "interleaved" else default_chunks(name))
     make, whole = SCHEDULES[name], args.costs or (1.0, 1.0, 1.0)
-    said = {"costs": StageCosts(*whole, transfer=args.transfer), "memory_limit": args.memory_limit,
-            "group_size": args.group_size}
+    costs = StageCosts(*(time / chunks for time in whole), transfer=args.transfer)
+    said = {"costs": costs, "memory_limit": args.memory_limit, "group_size": args.group_size}
     options = {option: said[option] for option in OPTIONS[name]}
-    cost = StageCosts(*(time / chunks for time in whole), transfer=args.transfer).of
+    cost = costs.of
     if measured and not args.costs:
         cost = typical_cost(measured)
     order = make(p, m, chunks, **options)

@@ -20,10 +20,9 @@ from heapq import heapify, heappop, heappush
 from itertools import product
 
 from ...errors import ScheduleError
-from ..clock import run_clocks
 from ..costs import StageCosts
 from ..instruction import Instruction, Op, Program, Schedule
-from ..passes import add_transfers
+from .judge import ALIKE, judge
 from .shape import schedule
 from .zero_bubble import zb_h1, zb_h2
 
@@ -31,7 +30,6 @@ DELAYS = (0.25, 0.75)
 FIRST_DELAYS = (0.0, 0.5)
 GAPS = (0.0, 0.75)
 NEVER = float("inf")
-ALIKE = StageCosts()
 
 
 @schedule("zb-auto", peak=lambda p, m, v, rank: min(m, p), options=("costs", "memory_limit"))
@@ -54,17 +52,8 @@ def zb_auto(pipeline_size: int, num_microbatches: int, chunks: int = 1, *, costs
     for known, needed in ((zb_h1, min(m, p)), (zb_h2, min(m, 2 * p - 1))):
         if needed <= limit:
             order = known(p, m)
-            found.append((_judge(order, costs), order))
+            found.append((judge(order, p, costs), order))
     return min(found, key=lambda entry: entry[0])[1]
-
-
-def _judge(order: Schedule, costs: StageCosts) -> tuple[float, float]:
-    """(longest time from first to last computation of a rank, of all ranks together)"""
-    lowered = add_transfers(order, len(order))
-    starts, ends = run_clocks(lowered, costs.of)
-    first = [next(start for i, start in zip(program, its) if i.op is Op.F) for program, its in zip(lowered, starts)]
-    last = [its[-1] for its in ends]
-    return max(end - begin for begin, end in zip(first, last)), max(last)
 
 
 class _Greedy:
