@@ -68,7 +68,7 @@ def test_when_a_rank_is_killed_all_others_say_what_they_waited_for(tmp_path, nam
 def fall_asleep(rank, world, name, chunks):
     def before_forward(k):
         if rank == 1 and k == 3:
-            time.sleep(3 * TIMEOUT)
+            time.sleep(2 * TIMEOUT)
 
     return run_a_step(rank, name, chunks, before_forward, make_batches(M))
 
