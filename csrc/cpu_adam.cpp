@@ -11,7 +11,9 @@
 // Traffic: reads p g m v, writes p m v, 28 bytes per element, and 2 more for low. Prefetching by hand and stores past the cache
 // (low, or all of them) were measured and gain nothing; large pages under the arrays gain a fifth (ops/huge_pages.py).
 //
-// Work: rows (tensors) are cut into chunks of CHUNK elements, which threads take in turn, the caller among them.
+// Work: rows (tensors) are cut into chunks, which threads take in turn, the caller among them. Two threads that work within a
+// megabyte of each other, on large pages, slow each other down (memory banks, presumably): chunks of 64 Ki elements ran at
+// 0.95 to 0.97 of torch's speed on two threads of an AVX2 machine, of 256 Ki at 1.03. Less where threads would be idle.
 //
 // Bits: each product, sum, quotient and root is rounded by itself, no fused multiply-add (the build says -ffp-contract=off),
 // so AVX-512, AVX2, the scalar code and its tail, and the torch reference give the same bits. Where a buffer is cut, by
@@ -39,7 +41,12 @@ namespace py = pybind11;
 
 namespace {
 
-constexpr int64_t CHUNK = 1 << 16;      // elements: 1 MiB of p, g, m and v, some 50 µs
+constexpr int64_t LEAST_CHUNK = 1 << 16, MOST_CHUNK = 1 << 18;     // elements: 1 and 4 MiB of p, g, m and v; some 50 and 200 µs
+constexpr int64_t CHUNKS_PER_THREAD = 8;
+
+int64_t chunk_for(int64_t elements, int threads) {
+    return std::clamp(elements / (CHUNKS_PER_THREAD * std::max(threads, 1)) / 64 * 64, LEAST_CHUNK, MOST_CHUNK);
+}
 
 enum class Low { none = 0, bf16 = 1, fp16 = 2 };
 
@@ -267,11 +274,14 @@ void adamw(const py::array_t<int64_t, py::array::c_style>& table, const Hyper& h
     if (table.ndim() != 2 || table.shape(1) != COLUMNS) throw std::invalid_argument("rows have 8 columns");
     const Variant& variant = variant_named(name);
     std::vector<Row> rows;
-    std::vector<int64_t> first_chunk{0};      // of each row, and the number of all
+    int64_t elements = 0;
     for (py::ssize_t i = 0; i < table.shape(0); ++i) {
         rows.push_back(make_row(table.data(i, 0), hyper, variant));
-        first_chunk.push_back(first_chunk.back() + (rows.back().span.count + CHUNK - 1) / CHUNK);
+        elements += rows.back().span.count;
     }
+    const int64_t size = chunk_for(elements, threads);
+    std::vector<int64_t> first_chunk{0};      // of each row, and the number of all
+    for (const Row& row : rows) first_chunk.push_back(first_chunk.back() + (row.span.count + size - 1) / size);
     const int64_t chunks = first_chunk.back();
 
     py::gil_scoped_release released;
@@ -280,8 +290,8 @@ void adamw(const py::array_t<int64_t, py::array::c_style>& table, const Hyper& h
         for (int64_t chunk; (chunk = next.fetch_add(1)) < chunks;) {
             const auto row = std::upper_bound(first_chunk.begin(), first_chunk.end(), chunk) - first_chunk.begin() - 1;
             const Span& span = rows[row].span;
-            const int64_t start = (chunk - first_chunk[row]) * CHUNK;
-            rows[row].update(rows[row].rates, span.part(start, std::min(start + CHUNK, span.count)));
+            const int64_t start = (chunk - first_chunk[row]) * size;
+            rows[row].update(rows[row].rates, span.part(start, std::min(start + size, span.count)));
         }
     };
     pool().run(int(std::min<int64_t>(threads, chunks)), job);

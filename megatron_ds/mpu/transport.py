@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import CommunicationError
-from .piece_sums import PieceSums
+from .pieces import Pieces
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -54,20 +54,22 @@ class TorchTransport:
         self.ranks = tuple(dist.get_process_group_ranks(process_group))
         self.rank, self.size = dist.get_rank(process_group), len(self.ranks)
         self._outbox = _Outbox()
-        self._sums = PieceSums(self.rank, self.size, self._send_piece, self._receive_piece)
+        self._pieces = Pieces(self.rank, self.size, self._send_piece, self._receive_piece)
 
     def all_reduce(self, tensor, op):
         # Of two ranks gloo's has the same bits, a + b = b + a, is as fast, and needs nobody to wait for its second round.
         if op == "sum" and self.size > 2 and not tensor.is_cuda:
-            return self._sums.all_reduce(tensor.detach())
+            return self._pieces.all_reduce(tensor.detach())
         return self._start("all-reduce", dist.all_reduce, tensor.detach(), _OPS[op])
 
     def all_gather(self, out, tensor):
+        if not tensor.is_cuda:
+            return self._pieces.all_gather(out.detach(), tensor.detach())
         return self._start("all-gather", _all_gather, out.detach(), tensor.detach())
 
     def reduce_scatter(self, out, tensor, op):
         if op == "sum" and not tensor.is_cuda:
-            return self._sums.reduce_scatter(out.detach(), tensor.detach())
+            return self._pieces.reduce_scatter(out.detach(), tensor.detach())
         return self._start("reduce-scatter", _reduce_scatter, out.detach(), tensor.detach(), _OPS[op])
 
     def all_to_all(self, out, tensor):
@@ -106,11 +108,11 @@ class TorchTransport:
         return self.lanes[2 * (tag % 2) + (source < destination)] if self.lanes else self.process_group
 
     def _send_piece(self, tensor, destination, tag):
-        return self._guard(f"sum, to rank {self.ranks[destination]}",
+        return self._guard(f"sending a piece to rank {self.ranks[destination]}",
                            lambda: dist.isend(tensor, self.ranks[destination], self.process_group, tag))
 
     def _receive_piece(self, tensor, source, tag):
-        return self._guard(f"sum, from rank {self.ranks[source]}",
+        return self._guard(f"receiving a piece from rank {self.ranks[source]}",
                            lambda: dist.irecv(tensor, self.ranks[source], self.process_group, tag))
 
     def _start(self, what, function, *arguments):

@@ -26,7 +26,6 @@ from ..zero.optimizer import DataGroups, LayerPlan, ZeroOptimizer
 from ..zero.policy import HIERARCHICAL, STAGES
 from ..zero.scaler import make_scaler
 from ..zero.sets import SHARED
-from .allocator import keep_freed_memory
 from .dtypes import DTYPES
 from .layer_timing import measured_times
 from .offloading import make_offload
@@ -86,9 +85,6 @@ class Engine:
 
 def build_engine(config: RunConfig, mesh: Mesh) -> Engine:
     """Build this rank's stages and optimizer. Collective: the optimizer may gather its first parameters."""
-    if mesh.device.type == "cpu":
-        if config.zero.offload_optimizer == config.zero.offload_param == "none":        # else memory is what there is least of
-            keep_freed_memory()
     memory = memory_of_rank(mesh) if is_automatic(config) else 0
     layers = describe_layers(config, mesh)
     plan = plan_run(config, layers, measured_times(config, mesh))

@@ -57,15 +57,17 @@ def test_every_operation_is_right_for_every_dtype():
 
 
 def sums_of_reals(rank, world):
-    """For several sizes and dtypes: (all-reduced, this rank's piece of the reduced), all under way at the same time."""
+    """By size and dtype: (all-reduced, this rank's piece of the reduced, all ranks' numbers), all under way at once."""
     group, n, results, works = world.group("dp", range(world.size), rank), world.size, {}, []
     for dtype in (torch.float32, torch.bfloat16):
         for numel in (n, 333 * n, 20_001 * n):              # a number a piece; a message of one round; of two
             tensor = numbers(rank, numel, dtype)
             total, piece = torch.cat((tensor, tensor[:1])), tensor.chunk(n)[rank]      # the total is of no multiple of n
+            everybody = torch.empty(n * numel, dtype=dtype)
+            works.append(collectives.all_gather_into_(everybody, tensor.clone(), group, async_op=True))
             works.append(collectives.all_reduce_(total, group, async_op=True))
             works.append(collectives.reduce_scatter_into_(piece, tensor, group, async_op=True))     # in place
-            results[dtype, numel] = total, piece
+            results[dtype, numel] = total, piece, everybody
     for work in works:
         work.wait()
         work.wait()
@@ -77,12 +79,14 @@ def numbers(rank, numel, dtype):
 
 
 @pytest.mark.parametrize("n", [2, 3])
-def test_sums_have_the_bits_of_adding_in_rank_order_on_all_ranks_in_both_operations(n):
+def test_sums_have_the_bits_of_adding_in_rank_order_on_all_ranks_in_both_operations_and_gathers_are_whole(n):
     ranks = run_processes(n, sums_of_reals)
-    for (dtype, numel), (total, _) in ranks[0].items():
-        expected = numbers(0, numel, dtype)
+    for (dtype, numel), (total, *_) in ranks[0].items():
+        given = [numbers(rank, numel, dtype) for rank in range(n)]
+        expected = given[0]
         for rank in range(1, n):
-            expected = expected + numbers(rank, numel, dtype)
+            expected = expected + given[rank]
+        assert all(torch.equal(of_rank[dtype, numel][2], torch.cat(given)) for of_rank in ranks)
         assert total.numel() == numel + 1 and torch.equal(total[:numel], expected)
         assert all(torch.equal(of_rank[dtype, numel][0], total) for of_rank in ranks)
         assert torch.equal(torch.cat([of_rank[dtype, numel][1] for of_rank in ranks]), expected)

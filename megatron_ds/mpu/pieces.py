@@ -1,11 +1,14 @@
-"""Sums over the ranks of a gloo group, made of messages: each rank adds up its piece of everybody's tensor.
+"""Sums and gathers over the ranks of a gloo group, made of messages of pieces: each rank sends each other one its piece.
 
 gloo's reduce-scatter is an all-reduce of a copy, in an order of summing that depends on where it cuts. Sending each rank its
 piece moves half of that and adds each element once. Reduce-scatter, times as fast as gloo's with a core a rank: 3.5 for two
-ranks and 32 MB, 2 to 4 for 2 to 16 MB, never slower below. All-reduce: the same within the noise.
+ranks and 32 MB, 2 to 4 for 2 to 16 MB, never slower below. All-reduce: the same within the noise. gloo's all-gather copies
+everything into a buffer and out of it again; of two ranks and 4 MB, messages that arrive where they belong are 2.5 times as
+fast, take 0.6 of the processor's time, and of memory nothing.
 
     reduce-scatter   piece i of each tensor → rank i, which adds them
-    all-reduce       the same, then each rank sends its sum to all; a small tensor goes to all as a whole, in one round
+    all-gather       the tensor of each rank → all, piece i of whose result it is
+    all-reduce       a reduce-scatter, then an all-gather; a small tensor goes to all as a whole, in one round
 
 Note: rank order. Pieces are added in the order of the ranks, p0 + p1 + …, in either operation and wherever tensors are cut. So
 the result has the same bits on all ranks, and a reduce-scatter those of an all-reduce.
@@ -26,12 +29,20 @@ WHOLE_BYTES = 1 << 14                       # tensors up to here go to all as a 
 Message = Callable[[torch.Tensor, int, int], Work]
 
 
-class PieceSums:
+class Pieces:
     """send, receive: start a message (tensor, other rank's position, tag)."""
 
     def __init__(self, rank: int, size: int, send: Message, receive: Message):
         self.rank, self.size, self._send, self._receive = rank, size, send, receive
         self._count = 0
+
+    def all_gather(self, out: torch.Tensor, tensor: torch.Tensor) -> Work:
+        """tensor [numel] may be this rank's piece of the flat `out` [n * numel]."""
+        pieces = out.chunk(self.size)
+        works = self._swap([tensor] * self.size, pieces, self._next_tag())
+        if pieces[self.rank].data_ptr() != tensor.data_ptr():
+            pieces[self.rank].copy_(tensor)
+        return _Steps(works, _nothing)
 
     def reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor) -> Work:
         """out [numel / n] may be this rank's piece of the flat `tensor` [numel]."""
@@ -91,7 +102,7 @@ class _Steps:
         then()
 
     def is_completed(self) -> bool:
-        return self._then is _nothing
+        return not self._works and self._then is _nothing
 
 
 def _nothing() -> None:
