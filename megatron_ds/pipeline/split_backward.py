@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
+from .root import backward_from
+
 Begin = Callable[[], Callable[[], Tensor | None]]
 
 
@@ -37,10 +39,11 @@ class SplitBackward:
             self._completed_with[layers[0]].append(p)
         self.waiting: dict[int, tuple[list[tuple[nn.Parameter, Begin]], dict[nn.Parameter, Tensor]]] = {}
 
-    def input_half(self, microbatch: int, edge: GradientEdge | None, grad: Tensor, x: Tensor | None) -> Tensor | None:
-        """The gradient of x, a leaf, from that of `edge`. What is left to do waits under the micro-batch's number.
+    def input_half(self, microbatch: int, edge: GradientEdge | None, x: Tensor | None) -> Tensor | None:
+        """The gradient of x, a leaf, in a backward from the `Root` at `edge`.
 
-        Nothing is, where edge is None or nothing wants a gradient: frozen layers."""
+        What is left to do waits under the micro-batch's number. Nothing is, where edge is None or nothing wants a
+        gradient: frozen layers."""
         self.waiting[microbatch] = [], {}
         queue: list[tuple[nn.Parameter, Begin]] = []
         wanted = [p for p in self.parameters if p.requires_grad]
@@ -50,7 +53,7 @@ class SplitBackward:
         for p in wanted:
             p.grad_queue = queue
         try:
-            found = torch.autograd.grad(edge, inputs, grad, allow_unused=True)
+            found = torch.autograd.grad(edge, inputs, allow_unused=True)
         finally:
             for p in wanted:
                 del p.grad_queue
@@ -81,7 +84,7 @@ class SplitBackward:
         mine = [p for p in self._completed_with[layer] if p in gradients]
         if mine:
             # The backward of a leaf is the accumulation of its gradient, hooks and all.
-            torch.autograd.backward(mine, [gradients.pop(p) for p in mine])
+            backward_from(mine, [gradients.pop(p) for p in mine])
         completed(layer)
 
 

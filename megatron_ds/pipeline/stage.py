@@ -1,21 +1,21 @@
 """`Stage`: consecutive layers on one rank, with the activations of the micro-batches that are between F and B.
 
-A stage keeps, for each live micro-batch, its input and the *gradient edge* of its output: the place in the autograd graph
-where the backward starts. The output itself is not kept; it is freed as soon as it has been sent, unless an operation
+A stage keeps, for each live micro-batch, its input and the `Root` of its output: the place in the autograd graph where the
+backward starts. The output itself is not kept; it is freed as soon as it has been sent, unless an operation
 saved it for its own backward. A backward comes whole, or in two halves (split_backward.py).
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..data.batch import Batch
+from .root import Root
 from .split_backward import SplitBackward
 
 LayerHook = Callable[[int, bool], None]
@@ -26,8 +26,7 @@ class _Live:
     """A micro-batch between its forward and its backward."""
 
     input: Tensor | None              # None on the first stage, which reads tokens
-    edge: GradientEdge | None         # None when nothing in the output needs a gradient (frozen layers)
-    start: Tensor | None              # gradient of the objective (the scale), where the stage ends in a loss
+    root: Root | None                 # None when nothing in the output needs a gradient (frozen layers)
 
 
 class Stage:
@@ -60,12 +59,14 @@ class Stage:
         output = self._run(x, batch)
         if self.loss is None or not self.is_last:
             if training:
-                self.live[microbatch] = _Live(x, _edge_of(output), None)
+                self.live[microbatch] = _Live(x, _root_of(output))
             return output.detach()
         loss = self.loss(output, batch)
         if training:
-            start = torch.full_like(loss.objective, scale)
-            self.live[microbatch] = _Live(x, _edge_of(loss.objective), start)
+            root = _root_of(loss.objective)
+            if root is not None:
+                root.give(torch.full_like(loss.objective, scale))
+            self.live[microbatch] = _Live(x, root)
             loss.objective.detach_()
         return loss
 
@@ -74,21 +75,29 @@ class Stage:
 
         Gradients of parameters go where autograd and the layers put them.
         """
-        live = self.live.pop(microbatch)
-        if live.edge is not None:
+        live = self._to_start(microbatch, grad)
+        if live.root is not None:
             with self._layers_in_backward():
-                torch.autograd.backward(live.edge, live.start if grad is None else grad)
+                torch.autograd.backward(live.root.edge)
         return None if live.input is None else live.input.grad
 
     def backward_input(self, microbatch: int, grad: Tensor | None) -> Tensor | None:
         """The first half of `backward`: its result, and no parameter's gradient. `backward_weights` must follow."""
-        live = self.live.pop(microbatch)
-        with self._layers_in_backward() if live.edge is not None else nullcontext():
-            return self._split.input_half(microbatch, live.edge, live.start if grad is None else grad, live.input)
+        live = self._to_start(microbatch, grad)
+        if live.root is None:
+            return self._split.input_half(microbatch, None, live.input)
+        with self._layers_in_backward():
+            return self._split.input_half(microbatch, live.root.edge, live.input)
 
     def backward_weights(self, microbatch: int) -> None:
         """The other half: the gradients of parameters go where `backward` would have put them."""
         self._split.weight_half(microbatch, self.complete)
+
+    def _to_start(self, microbatch: int, grad: Tensor | None) -> _Live:
+        live = self.live.pop(microbatch)
+        if live.root is not None and grad is not None:
+            live.root.give(grad)
+        return live
 
     @cached_property
     def _split(self) -> SplitBackward:
@@ -136,5 +145,5 @@ def _no_hook(layer: int) -> None:
     pass
 
 
-def _edge_of(output: Tensor) -> GradientEdge | None:
-    return get_gradient_edge(output) if output.requires_grad else None
+def _root_of(output: Tensor) -> Root | None:
+    return Root(output) if output.requires_grad else None

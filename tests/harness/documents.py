@@ -13,16 +13,20 @@ Blocks of ```bash and ```python are under this rule; other languages only when a
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.harness.warm import warm_environment
+
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^(?:<!-- (?P<mark>[^>]*) -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 MARKS = re.compile(r"needs GPUs|file: \S+|runs in: .+|printed( by: \S+)?")
 RUNNABLE = ("bash", "python")
+COLD = ("docs/quickstart.md",)
 
 
 @dataclass(frozen=True)
@@ -75,14 +79,18 @@ def link_sources(folder: Path) -> None:
 
 
 def run_page(page: str, folder: Path, seconds: int = 200) -> str:
-    """Run the page's blocks in `folder`; what they printed. A block that fails is an AssertionError that shows it."""
+    """Run the page's blocks in `folder`; what they printed. A block that fails is an AssertionError that shows it.
+
+    Commands start warm (`warm.py`), except those of the first page that a newcomer reads.
+    """
     link_sources(folder)
+    where = environment() if page in COLD else warm_environment(environment())
     said = ""
     for block in blocks_of(page):
         if block.file:
             (folder / block.file).write_text(block.text, encoding="utf-8")
         elif block.runs:
-            said += _run(block, folder, seconds)
+            said += _run(block, folder, where, seconds)
         elif block.mark == "printed":
             check_printed(block, said)
     return said
@@ -95,9 +103,9 @@ def check_printed(block: Block, said: str) -> None:
     assert not missing, f"{block}: nobody printed {missing}"
 
 
-def _run(block: Block, folder: Path, seconds: int) -> str:
-    interpreter = ["bash", "-euo", "pipefail", "-c"] if block.language == "bash" else [sys.executable, "-c"]
-    done = subprocess.run([*interpreter, block.text], cwd=folder, env=environment(), capture_output=True, text=True,
+def _run(block: Block, folder: Path, where: dict[str, str], seconds: int) -> str:
+    text = block.text if block.language == "bash" else f"exec python -c {shlex.quote(block.text)}"
+    done = subprocess.run(["bash", "-euo", "pipefail", "-c", text], cwd=folder, env=where, capture_output=True, text=True,
                           timeout=seconds)
     assert done.returncode == 0, (f"{block} ended with {done.returncode}:\n{block.text}\n{done.stdout[-2000:]}\n"
                                   f"{done.stderr[-4000:]}")
