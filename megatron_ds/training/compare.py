@@ -8,6 +8,7 @@ checking that each element is there; `difference` compares two merged traces.
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -128,24 +129,25 @@ def train_layout(config: RunConfig, mesh: Mesh, steps: int, samples: Sequence, *
         watch(engine)
     learning_rate, weight_decay, batch_size = make_learning_rate(config), make_weight_decay(config), make_batch_size(config)
     lengths, drop = make_lengths(config), make_token_drop(config)
-    loader, data = open_loader(config, samples, mesh), mesh.group("dp", "cp")
     progress, losses, norms = Progress(), [], []
-    for _ in range(steps):
-        size = batch_size(progress)
-        batch = loader.batch(progress.samples, size, data.rank, data.size).to(mesh.device)
-        batch = lengths(progress, batch).keeping(drop, progress.step)
-        outcome = train_step(engine, batch, progress, learning_rate=learning_rate(progress),
-                             weight_decay=weight_decay(progress))
-        progress = progress.after(size, size * config.model.seq_length, skipped=outcome.skipped)
-        losses.append(outcome.loss)
-        norms.append(outcome.grad_norm)
+    data = mesh.group("dp", "cp")
+    with closing(open_loader(config, samples, mesh)) as loader:
+        for _ in range(steps):
+            size = batch_size(progress)
+            batch = loader.batch(progress.samples, size, data.rank, data.size).to(mesh.device)
+            outcome = train_step(engine, lengths(progress, batch).keeping(drop, progress.step), progress,
+                                 learning_rate=learning_rate(progress), weight_decay=weight_decay(progress))
+            progress = progress.after(size, size * config.model.seq_length, skipped=outcome.skipped)
+            losses.append(outcome.loss)
+            norms.append(outcome.grad_norm)
     return Trace(losses, norms, list(_weight_boxes(engine)))
 
 
 def global_batch_share(samples: Sequence, first: int, size: int, config: RunConfig, mesh: Mesh) -> Batch:
     """This rank's `Batch` of the global batch that starts at stream position `first`, in Megatron's sampling order."""
     data = mesh.group("dp", "cp")
-    return open_loader(config, samples, mesh).batch(first, size, data.rank, data.size).to(mesh.device)
+    with closing(open_loader(config, samples, mesh)) as loader:
+        return loader.batch(first, size, data.rank, data.size).to(mesh.device)
 
 
 def open_loader(config: RunConfig, samples: Sequence, mesh: Mesh) -> Loader:
