@@ -28,6 +28,8 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
+from tests.harness.warm import warm_python
+
 TIMEOUT_SECONDS = 60
 START_SECONDS = 90                # to import torch, on a busy machine
 GRACE_SECONDS = 1                 # for the peers of a failed rank to tell their own error
@@ -79,9 +81,8 @@ class _Rank:
         environment |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": "",
                         "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         self.process = subprocess.Popen(
-            [sys.executable, "-c", "from tests.harness.processes import serve; serve()", str(theirs.fileno())],
-            pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL, stderr=self.errors,
-            cwd=Path(__file__).parents[2])
+            [warm_python(), "-c", "from tests.harness.processes import serve; serve()"], env=environment,
+            stdin=theirs.fileno(), stderr=self.errors, cwd=Path(__file__).parents[2])
         theirs.close()
 
     def is_ready(self) -> bool:
@@ -187,7 +188,7 @@ def serve() -> None:
     """Main of a process: answer jobs till the test's process goes away."""
     import torch.distributed  # noqa: F401
 
-    connection = Connection(int(sys.argv[1]))
+    connection = Connection(os.dup(sys.stdin.fileno()))
     faulthandler.register(signal.SIGUSR2, file=sys.stderr, all_threads=True)
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     connection.send("ready")

@@ -1,6 +1,7 @@
 """A warm Python: commands run in copies of an interpreter that has imported torch already.
 
     environment = warm_environment(environment)     # `python` and `torchrun` on its PATH, and torchrun's ranks, start warm
+    Popen([warm_python(), "-c", "..."])
 
 Importing torch takes seconds of a slow processor, and the blocks of the pages start a hundred Pythons. Here a server imports
 it once and forks for each command; a small client stands in the command's place, lends it its descriptors, folder and
@@ -9,6 +10,7 @@ environment, passes signals on and ends as it ended. What a fresh interpreter do
 """
 
 import atexit
+import contextlib
 import functools
 import json
 import os
@@ -55,6 +57,11 @@ def warm_environment(environment: dict[str, str]) -> dict[str, str]:
     return environment | {"PATH": f"{bin_folder}{os.pathsep}{environment['PATH']}", "PYTHON_EXEC": str(bin_folder / "python")}
 
 
+def warm_python() -> str:
+    """The path of a `python` that starts warm."""
+    return str(_started(os.pathsep.join(p for p in sys.path if p)) / "python")
+
+
 @functools.cache
 def _started(python_path: str) -> Path:
     folder = tempfile.TemporaryDirectory(prefix="warm-")
@@ -99,7 +106,10 @@ def serve(path: str) -> list[str]:
                 os._exit(0)
             elif key.fileobj is wake:
                 wake.recv(4096)
-                _tell_the_ended(running)
+                _tell_the_ended(running, selector)
+            elif key.fileobj is not listening:              # a client was killed: its command is to go as well
+                selector.unregister(key.fileobj)
+                os.kill(key.data, signal.SIGKILL)
             else:
                 client, _ = listening.accept()
                 words, folder, environment, descriptors = _receive(client)
@@ -113,6 +123,7 @@ def serve(path: str) -> list[str]:
                 for descriptor in descriptors:
                     os.close(descriptor)
                 running[child] = client
+                selector.register(client, selectors.EVENT_READ, child)
                 client.sendall(child.to_bytes(8, "little"))
 
 
@@ -124,16 +135,16 @@ def _receive(client: socket.socket):
     return *json.loads(told), descriptors
 
 
-def _tell_the_ended(running: dict[int, socket.socket]) -> None:
+def _tell_the_ended(running: dict[int, socket.socket], selector: selectors.BaseSelector) -> None:
     while running:
         child, status = os.waitpid(-1, os.WNOHANG)
         if child == 0:
             return
         with running.pop(child) as client:
-            try:
-                client.sendall(status.to_bytes(8, "little"))
-            except BrokenPipeError:                        # the client was killed
-                pass
+            if client in selector.get_map():                # or it was killed
+                selector.unregister(client)
+                with contextlib.suppress(BrokenPipeError):
+                    client.sendall(status.to_bytes(8, "little"))
 
 
 def _take_place(words: list[str], folder: str, environment: dict[str, str], descriptors: list[int]) -> list[str]:

@@ -15,6 +15,7 @@ from megatron_ds.data.tokenizers import TOKENIZERS
 from megatron_ds.token_drop import make_token_drop
 from tests.harness.documents import ROOT, blocks_of, check_printed, environment
 from tests.harness.launches import sbatch_environment, started_by, trainings
+from tests.harness.warm import warm_environment
 
 EXAMPLES = sorted(path for path in (ROOT / "examples").iterdir() if path.suffix in (".sh", ".sbatch"))
 TORCHRUN, SBATCH, BERT = (ROOT / "examples" / name for name in ("gpt3_torchrun.sh", "llama_7b.sbatch", "bert_tiny_cpu.sh"))
@@ -111,8 +112,8 @@ def test_the_bert_recipe_makes_sentences_and_trains_at_two_layouts(tmp_path):
 
 def test_the_quickstart_in_small_ends_with_a_curve_and_a_text(tmp_path):
     command = ["bash", str(ROOT / "examples" / "gpt_tiny_cpu.sh"), "out"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment() | {"STEPS": "20"}, capture_output=True, text=True,
-                          timeout=240)
+    where = warm_environment(environment()) | {"STEPS": "20"}
+    done = subprocess.run(command, cwd=tmp_path, env=where, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     records = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     trained = [r for r in records if r["kind"] == "train"]

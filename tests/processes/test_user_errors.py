@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +18,7 @@ import pytest
 
 from megatron_ds.data.indexed import IndexedWriter
 from tests.harness.pretraining import MOCK, TINY, VOCAB, run_pretrain, train
+from tests.harness.warm import warm_python
 
 ROOT = Path(__file__).parents[2]
 TP2, PP2 = ["--tensor-model-parallel-size", "2"], ["--pipeline-model-parallel-size", "2"]
@@ -227,9 +227,10 @@ sys.exit(pretrain.pretrain())
 def torchrun(tmp_path: Path, ranks: int, argv: list[str]) -> str:
     """The stderr of a script that ends badly under torchrun."""
     (tmp_path / "broken.py").write_text(BROKEN_ON_ONE_RANK)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    launcher = [warm_python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     ended = subprocess.run([*launcher, str(tmp_path / "broken.py"), *argv], capture_output=True, text=True, timeout=120,
-                           env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)})
+                           env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT),
+                                "PYTHON_EXEC": warm_python()})
     assert ended.returncode == 1, ended.stderr
     return ended.stderr
 
