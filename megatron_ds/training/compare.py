@@ -50,7 +50,7 @@ LAYOUT_KEYS = {
 }
 SWITCHES = {"sp", "prescale"}
 FOR_EVER = 1 << 40    # samples
-DOCUMENT_ENDS = 7     # multiples of it among the ids of made-up GPT samples end documents: masks of all shapes
+DOCUMENT_ENDS = 11    # multiples of it among the ids of made-up GPT samples end documents: masks of all shapes
 
 
 @dataclass(frozen=True)
