@@ -319,31 +319,33 @@ void Blend::draw(int64_t first, int64_t last, int16_t* which, int64_t* sample) {
 }
 
 // Which dataset is drawn at each step, and which of its samples, by threads in segments of so many steps.
-inline void draw_blend(const Blend& blend, int64_t size, int64_t segment, int threads, int16_t* which, int64_t* sample) {
+//
+// What is needed besides the result is a Blend a thread and the totals at the segments' borders: steps before a segment are
+// drawn into its own place, to be written over.
+inline void draw_blend(const double* shares, const int64_t* limits, int datasets, int64_t size, int64_t segment, int threads,
+                       int16_t* which, int64_t* sample) {
     const int64_t segments = std::max<int64_t>(1, size / std::max<int64_t>(segment, 1));
+    const int64_t warm_up = std::min<int64_t>(2 * datasets + 64, size / segments);
     const auto start_of = [&](int64_t i) { return size / segments * i + std::min(i, size % segments); };
-    std::vector<std::vector<int64_t>> before(segments, blend.nothing_drawn()), after(segments);
-    const int64_t warm_up = 2 * static_cast<int64_t>(before[0].size()) + 64;
+    std::vector<std::vector<int64_t>> before(segments), after(segments);
     std::atomic<int64_t> taken{0};
     pool().run(static_cast<int>(std::min<int64_t>(threads, segments)), [&] {
-        Blend mine = blend;
-        std::vector<int16_t> unused_which(warm_up);
-        std::vector<int64_t> unused_sample(warm_up);
+        Blend blend(shares, limits, datasets);
         for (int64_t i; (i = taken.fetch_add(1)) < segments;) {
-            const int64_t first = start_of(i), earlier = std::max<int64_t>(0, first - warm_up);
-            mine.begin(earlier == 0 ? mine.nothing_drawn() : mine.guess(earlier));
-            mine.draw(earlier, first, unused_which.data() - earlier, unused_sample.data() - earlier);
-            before[i] = mine.totals();
-            mine.draw(first, start_of(i + 1), which, sample);
-            after[i] = mine.totals();
+            const int64_t first = start_of(i), earlier = std::max<int64_t>(0, first - warm_up), moved = first - earlier;
+            blend.begin(earlier == 0 ? blend.nothing_drawn() : blend.guess(earlier));
+            blend.draw(earlier, first, which + moved, sample + moved);
+            if (i > 0) before[i] = blend.totals();
+            blend.draw(first, start_of(i + 1), which, sample);
+            if (i + 1 < segments) after[i] = blend.totals();
         }
     });
     for (int64_t i = 1; i < segments; ++i) {
         if (before[i] == after[i - 1]) continue;
-        Blend again = blend;
+        Blend again(shares, limits, datasets);
         again.begin(after[i - 1]);
         again.draw(start_of(i), start_of(i + 1), which, sample);
-        after[i] = again.totals();
+        if (i + 1 < segments) after[i] = again.totals();
     }
 }
 

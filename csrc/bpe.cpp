@@ -3,8 +3,11 @@
 //   text ── cut into pieces ──► " the" ── remembered? ──► ids                 Radford et al. 2019, section 2.2
 //                                  └─ no: bytes, then joints, first learned first; remember       arXiv:1508.07909, algorithm 1
 //
-// Text is mostly words that were met before, so the cost is that of cutting and of one look-up a piece. Pieces of up to 15
-// bytes are kept in a table of 32-byte slots, two to a cache line, key and up to three ids inside:
+//   bpe_cutter.h     where a piece ends
+//   bpe_joints.h     which neighbours are joined
+//
+// Here is the memory of pieces. Text is mostly words that were met before, so the cost is that of cutting and of one look-up a
+// piece. Pieces of up to 15 bytes are kept in a table of 32-byte slots, two to a cache line, key and up to three ids inside:
 //
 //   | 15 bytes of the piece, zeros after it | its length | number of ids | id | id | id |       more ids: their place in `many_`
 //
@@ -21,218 +24,24 @@
 #include <array>
 #include <cstdint>
 #include <cstring>
-#include <queue>
 #include <string>
 #include <string_view>
 #include <unordered_map>
 #include <utility>
 #include <vector>
 
+#include "bpe_cutter.h"
+#include "bpe_joints.h"
+
 namespace py = pybind11;
 
 namespace {
-
-using Ids = std::vector<int32_t>;
-
-enum Class : uint8_t { OTHER = 0, LETTER = 1, NUMBER = 2, SPACE = 3 };
 
 constexpr size_t SHORT = 15;                    // bytes of a piece that fit a slot
 constexpr size_t LONGEST_KEPT = 256;
 constexpr size_t MOST_SLOTS = size_t(1) << 20;  // 32 MiB
 constexpr size_t MOST_LONG = size_t(1) << 15;
 constexpr size_t AHEAD = 32;                   // pieces cut before they are looked up
-constexpr size_t FEW = 48;                      // symbols up to which scanning all pairs beats a queue
-constexpr uint32_t NO_RANK = UINT32_MAX;
-
-uint64_t mix(uint64_t a, uint64_t b) {
-    const unsigned __int128 product = (unsigned __int128)(a ^ 0x9e3779b97f4a7c15ull) * (b ^ 0xd1b54a32d192ed03ull);
-    return uint64_t(product) ^ uint64_t(product >> 64);
-}
-
-// ------------------------------------------------------------------------------------------------ cutting into pieces
-
-struct Character {
-    uint32_t code;
-    uint32_t size;          // bytes
-};
-
-Character character_at(const char* p) {
-    const auto* u = reinterpret_cast<const uint8_t*>(p);
-    if (u[0] < 0x80) return {u[0], 1};
-    if (u[0] < 0xe0) return {uint32_t(u[0] & 0x1f) << 6 | (u[1] & 0x3fu), 2};
-    if (u[0] < 0xf0) return {uint32_t(u[0] & 0x0f) << 12 | (u[1] & 0x3fu) << 6 | (u[2] & 0x3fu), 3};
-    return {uint32_t(u[0] & 0x07) << 18 | (u[1] & 0x3fu) << 12 | (u[2] & 0x3fu) << 6 | (u[3] & 0x3fu), 4};
-}
-
-struct Cutter {
-    std::string classes;    // a Class for each code point
-    bool newer;             // the pattern of GPT-4 and Llama 3 instead of GPT-2's
-    int most_digits;        // of a number, in the newer pattern
-
-    Class of(uint32_t code) const { return Class(classes[code]); }
-    Class at(const char* p) const { return uint8_t(*p) < 0x80 ? Class(classes[uint8_t(*p)]) : of(character_at(p).code); }
-
-    // Where the run of characters of a class ends that begins at p.
-    const char* run(const char* p, const char* end, Class wanted) const {
-        while (p < end) {
-            while (p < end && uint8_t(*p) < 0x80) {
-                if (Class(classes[uint8_t(*p)]) != wanted) return p;
-                ++p;
-            }
-            if (p == end) break;
-            const Character c = character_at(p);
-            if (of(c.code) != wanted) break;
-            p += c.size;
-        }
-        return p;
-    }
-
-    const char* next(const char* p, const char* end) const { return newer ? next_newer(p, end) : next_gpt2(p, end); }
-
-    // 's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
-    const char* next_gpt2(const char* p, const char* end) const {
-        if (*p == '\'')
-            if (const int size = contraction(p, end, false)) return p + size;
-        const char* q = p + (*p == ' ' && p + 1 < end);
-        const Class first = at(q);
-        return first == SPACE ? spaces(p, end) : run(q, end, first);
-    }
-
-    // (?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+
-    const char* next_newer(const char* p, const char* end) const {
-        if (*p == '\'')
-            if (const int size = contraction(p, end, true)) return p + size;
-        const Character c = character_at(p);
-        const Class first = of(c.code);
-        const char* q = p + c.size;
-        if (first == LETTER) return run(q, end, LETTER);
-        if (first == NUMBER) {
-            for (int n = 1; n < most_digits && q < end && at(q) == NUMBER; ++n) q += character_at(q).size;
-            return q;
-        }
-        if (q < end && c.code != '\r' && c.code != '\n' && at(q) == LETTER) return run(q, end, LETTER);
-        if (first == OTHER || (c.code == ' ' && q < end && at(q) == OTHER)) {
-            q = run(q, end, OTHER);
-            while (q < end && (*q == '\r' || *q == '\n')) ++q;
-            return q;
-        }
-        const char* after = run(p, end, SPACE);
-        for (const char* last = after; last > p; --last)
-            if (last[-1] == '\r' || last[-1] == '\n') return last;
-        return spaces(p, end);
-    }
-
-    // White space up to the last character before a word, which goes with the word; all of it at the end of the text.
-    const char* spaces(const char* p, const char* end) const {
-        const char* after = run(p, end, SPACE);
-        if (after == end) return after;
-        const char* last = after - 1;
-        while ((*last & 0xc0) == 0x80) --last;
-        return last > p ? last : after;
-    }
-
-    static int contraction(const char* p, const char* end, bool any_case) {
-        const auto letter = [&](ptrdiff_t i) -> int {
-            if (end - p <= i) return 0;
-            return any_case && p[i] >= 'A' && p[i] <= 'Z' ? p[i] + 32 : uint8_t(p[i]);
-        };
-        const int a = letter(1), b = letter(2);
-        if (a == 's' || a == 't' || a == 'm' || a == 'd') return 2;
-        if ((a == 'r' && b == 'e') || (a == 'v' && b == 'e') || (a == 'l' && b == 'l')) return 3;
-        if (any_case && a == 0xc5 && b == 0xbf) return 3;       // U+017F, the long s, is an s when case does not count
-        return 0;
-    }
-};
-
-// ------------------------------------------------------------------------------------------------------------ joining
-
-struct Joint {
-    uint64_t pair = UINT64_MAX;
-    uint32_t rank = NO_RANK;
-    int32_t id = 0;
-};
-
-class Joints {
-public:
-    explicit Joints(size_t count) {
-        size_t size = 16;
-        while (size < 2 * count) size *= 2;
-        slots_.resize(size);
-    }
-
-    void set(int32_t left, int32_t right, uint32_t rank, int32_t id) {
-        const uint64_t pair = key(left, right);
-        slots_[place(pair)] = {pair, rank, id};
-    }
-
-    const Joint& get(int32_t left, int32_t right) const { return slots_[place(key(left, right))]; }
-
-private:
-    static uint64_t key(int32_t left, int32_t right) { return uint64_t(uint32_t(left)) << 32 | uint32_t(right); }
-
-    size_t place(uint64_t pair) const {
-        const size_t mask = slots_.size() - 1;
-        size_t i = mix(pair, pair) & mask;
-        while (slots_[i].pair != pair && slots_[i].pair != UINT64_MAX) i = (i + 1) & mask;
-        return i;
-    }
-
-    std::vector<Joint> slots_;
-};
-
-void join_few(const Joints& joints, Ids& ids) {
-    std::array<Joint, FEW> pairs;
-    size_t n = ids.size();
-    for (size_t i = 0; i + 1 < n; ++i) pairs[i] = joints.get(ids[i], ids[i + 1]);
-    while (n > 1) {
-        size_t best = 0;
-        for (size_t i = 1; i + 1 < n; ++i)
-            if (pairs[i].rank < pairs[best].rank) best = i;
-        if (pairs[best].rank == NO_RANK) break;
-        ids[best] = pairs[best].id;
-        std::copy(ids.begin() + best + 2, ids.begin() + n, ids.begin() + best + 1);
-        if (best + 2 < n) std::copy(pairs.begin() + best + 2, pairs.begin() + n - 1, pairs.begin() + best + 1);
-        --n;
-        if (best > 0) pairs[best - 1] = joints.get(ids[best - 1], ids[best]);
-        if (best + 1 < n) pairs[best] = joints.get(ids[best], ids[best + 1]);
-    }
-    ids.resize(n);
-}
-
-// The same with a queue and a linked list: a text without spaces is one piece, however long.
-void join_many(const Joints& joints, Ids& ids) {
-    const size_t n = ids.size(), none = n;
-    std::vector<size_t> before(n), after(n);
-    using Entry = std::pair<uint64_t, int32_t>;                  // rank and place, in this order; the joint's id
-    std::priority_queue<Entry, std::vector<Entry>, std::greater<Entry>> queue;
-    const auto offer = [&](size_t i) {
-        if (i == none || after[i] == none) return;
-        const Joint& joint = joints.get(ids[i], ids[after[i]]);
-        if (joint.rank != NO_RANK) queue.push({uint64_t(joint.rank) << 32 | i, joint.id});
-    };
-    for (size_t i = 0; i < n; ++i) {
-        before[i] = i ? i - 1 : none;
-        after[i] = i + 1;                                        // n at the end, which is `none`
-    }
-    for (size_t i = 0; i < n; ++i) offer(i);
-    while (!queue.empty()) {
-        const auto [order, id] = queue.top();
-        queue.pop();
-        const size_t i = order & UINT32_MAX, j = ids[i] < 0 ? none : after[i];
-        if (j == none) continue;
-        const Joint& joint = joints.get(ids[i], ids[j]);
-        if (joint.rank != order >> 32) continue;                 // one of the two has been joined to another since
-        ids[i] = id;
-        ids[j] = -1;
-        after[i] = after[j];
-        if (after[j] != none) before[after[j]] = i;
-        offer(before[i]);
-        offer(i);
-    }
-    ids.erase(std::remove(ids.begin(), ids.end(), -1), ids.end());
-}
-
-// ----------------------------------------------------------------------------------------------------------- encoding
 
 struct Slot {
     uint64_t low = 0, high = 0;     // the piece, its length in the last byte; no piece is empty, so 0 is a free slot

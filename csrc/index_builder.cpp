@@ -78,7 +78,7 @@ py::tuple blend(const py::array& shares, int64_t size, const py::object& limits,
         int16_t* to = which.mutable_data();
         int64_t* and_to = sample.mutable_data();
         py::gil_scoped_release released;
-        draw_blend(Blend(share, limit, static_cast<int>(datasets)), size, segment, threads, to, and_to);
+        draw_blend(share, limit, static_cast<int>(datasets), size, segment, threads, to, and_to);
     }
     return py::make_tuple(which, sample);
 }

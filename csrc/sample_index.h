@@ -22,7 +22,7 @@
 
 namespace {
 
-constexpr int64_t DOCUMENTS_OF_A_BLOCK = 1 << 14;
+constexpr int64_t DOCUMENTS_OF_A_BLOCK = 1 << 12;
 
 // lengths may lie at any byte: those of an .idx file begin at byte 34.
 template <typename Document>

@@ -287,13 +287,14 @@ def make_weight_decay(config: Any) -> Ramp[float]:
 
 def make_batch_size(config: Any) -> BatchRamp:
     """The global batch size that a `RunConfig` describes."""
-    ramp = _stated_batch_size(config)
+    ramp = stated_batch_size(config)
     if config.train.decrease_batch_size_if_needed:
         return RoundedDown(ramp, config.train.micro_batch_size * config.data_parallel_size)
     return ramp
 
 
-def _stated_batch_size(config: Any) -> BatchRamp:
+def stated_batch_size(config: Any) -> BatchRamp:
+    """The same without --decrease-batch-size-if-needed: it does not depend on the number of ranks."""
     train = config.train
     if train.step_batch_size_schedule:
         return BatchSteps(parse_batch_steps(train.step_batch_size_schedule, config.model.seq_length))

@@ -3,9 +3,10 @@
     python tools/analyze_data.py --metrics vocab_rarity seqlen --output analysis --workers 2 \\
         --data-path corpus_text_document --seq-length 128 --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer
 
-Give it the flags of the training (those about the model and the run do no harm): the samples are those of one epoch of the
-training data. For each metric, {output}/{metric}/ gets the index files that a "curriculum_metrics" block of a DeepSpeed JSON
-names; DeepSpeed reads them as well. What is complete is never done again, so a command that was killed is repeated as it was.
+Give it the flags of the training (those about the model's size and the run do no harm), and for a BERT --model bert: the
+samples are those of one epoch of the training data. For each metric, {output}/{metric}/ gets the index files that a
+"curriculum_metrics" block of a DeepSpeed JSON names; DeepSpeed reads them as well. What is complete is never done again, so a
+command that was killed is repeated as it was.
 
 On a cluster: one task for each shard (--task map; the number comes from --shard-index, SLURM_ARRAY_TASK_ID or RANK), then one
 --task reduce. vocab_rarity needs total_vocab_freq, mapped and reduced before it; --task all sees to that by itself.
@@ -34,6 +35,7 @@ from megatron_ds.data.metrics import FREQUENCY, METRICS, TOTALS, MetricSpec, par
 from megatron_ds.data.sources import read_sources
 from megatron_ds.data.tokenizers import build_tokenizer
 from megatron_ds.errors import ConfigError, DataError
+from megatron_ds.models import MODELS
 
 logger = logging.getLogger(__name__)
 SHARDS = 16
@@ -44,7 +46,8 @@ def make_parser() -> Arguments:
     add = parser.add_argument_group("analysis; other flags are those of the training").add_argument
     add("--metrics", nargs="+", required=True, metavar="METRIC",
         help=f"{', '.join({**METRICS, **TOTALS})}, or name=module:function, a function of your own: it is given the samples "
-             "as arrays by name ({\"tokens\": [b, s + 1]}) and returns b whole numbers")
+             "as arrays by name ({\"tokens\": [b, s + 1]}; of a BERT {\"text\": [b, s], \"padding_mask\": [b, s], …}) and "
+             "returns b whole numbers")
     add("--output", required=True, metavar="DIR", help="folder for the results")
     add("--task", choices=("all", "map", "reduce"), default="all", help="default: all")
     add("--num-shards", type=int, default=SHARDS, metavar="N",
@@ -81,16 +84,17 @@ class Corpus:
             raise ConfigError("missing: the data to analyse. Give the --data-path, or --train-data-path, of the training.")
         if config.model.seq_length is None:
             raise ConfigError("missing: --seq-length. Give that of the training: it cuts the corpus into samples.")
-        tokenizer = build_tokenizer(config.data, config.model)
-        self.dataset = build_datasets(config, (1, 0, 0), tokenizer, one_epoch=True).train
-        self.identity = identity(config.data, config.model.seq_length, config.train.seed, len(self.dataset))
+        tokenizer, kind = build_tokenizer(config.data, config.model), MODELS[config.model.model].data
+        self.dataset = build_datasets(config, (1, 0, 0), tokenizer, kind, one_epoch=True).train
+        self.identity = identity(config, kind, len(self.dataset))
         self.vocab_size, self.seq_length = tokenizer.vocab_size, config.model.seq_length
 
 
 def run(args: argparse.Namespace, training: Sequence[str]) -> None:
     corpus, output = Corpus(training), Path(args.output)
     specs = [parse_metric(word, corpus.vocab_size, corpus.seq_length) for word in dict.fromkeys(args.metrics)]
-    logger.info("%s samples of %d tokens in %d shards", f"{len(corpus.dataset):,}", corpus.seq_length + 1, args.num_shards)
+    logger.info("%s samples of sequence length %d in %d shards", f"{len(corpus.dataset):,}", corpus.seq_length,
+                args.num_shards)
     frequency = MetricSpec(FREQUENCY, vocab_size=corpus.vocab_size, seq_length=corpus.seq_length)
     if any(spec.needs_frequency for spec in specs):
         specs = [spec for spec in specs if spec != frequency]

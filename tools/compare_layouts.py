@@ -41,6 +41,10 @@ STYLES = {
 }
 DTYPES = {"fp32": [], "bf16": ["--bf16"], "fp16": ["--fp16", "--initial-loss-scale", "65536"]}
 DOCUMENTS = {"joined": [], "apart": ["--reset-position-ids", "--reset-attention-mask"]}
+# Nothing lies at this path: the samples are made up in any case.
+SAMPLES = {"cut": ["--mock-data"], "packed": ["--data-path", "made_up", "--pack-documents"],
+           "fim": ["--data-path", "made_up", "--fim-data", "--fim-rate", "0.9", "--fim-prefix-token", "1",
+                   "--fim-middle-token", "2", "--fim-suffix-token", "3"]}
 # Allowed. fp32: another order of summation only. In 16 bits each order rounds differently, and twenty Adam steps carry it
 # on; the figures are what rounding alone may do, with room.
 TOLERANCE = {"fp32": Difference(loss=1e-6, grad_norm=1e-6, weights=1e-5),
@@ -50,15 +54,21 @@ VOCAB, SEQ_LENGTH = 131, 24
 
 
 def tiny_job(style: str, dtype: str, untie: bool, dropout: float, layers: int, global_batch_size: int,
-             steps: int, documents: str = "joined") -> list[str]:
-    """Flags of the model that every layout trains. documents: of a sample, "joined" or "apart"."""
+             steps: int, documents: str = "joined", samples: str = "cut", readers: str = "all") -> list[str]:
+    """Flags of the job that every layout trains.
+
+    documents  of a sample: "joined", or "apart"
+    samples    "cut" out of the stream of documents, "packed" of whole ones, or "fim": with documents' middles filled in
+    readers    ranks of a tensor-parallel group that read them
+    """
     return [
         "--num-layers", str(layers), "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", str(SEQ_LENGTH),
         "--max-position-embeddings", str(SEQ_LENGTH), "--vocab-size", str(VOCAB), "--make-vocab-size-divisible-by", "8",
         "--global-batch-size", str(global_batch_size), "--train-iters", str(steps), "--lr", "1e-3", "--min-lr", "1e-4",
         "--lr-decay-style", "cosine", "--lr-warmup-iters", str(min(2, steps - 1)), "--weight-decay", "0.1",
-        "--clip-grad", "1.0", "--hidden-dropout", str(dropout), "--attention-dropout", str(dropout), "--mock-data",
-        "--tokenizer-type", "NullTokenizer", *(["--untie-embeddings-and-output-weights"] if untie else []),
+        "--clip-grad", "1.0", "--hidden-dropout", str(dropout), "--attention-dropout", str(dropout), "--num-workers",
+        "0", "--data-readers", readers, *SAMPLES[samples], "--tokenizer-type", "NullTokenizer",
+        *(["--untie-embeddings-and-output-weights"] if untie else []), *([] if style == "bert" else ["--eod-mask-loss"]),
         *STYLES[style], *DTYPES[dtype], *DOCUMENTS[documents]]
 
 
@@ -104,6 +114,10 @@ def parse_arguments(argv=None) -> argparse.Namespace:
     parser.add_argument("--dropout", type=float, default=0.0, help="hidden and attention dropout (default 0)")
     parser.add_argument("--documents", choices=DOCUMENTS, default="joined",
                         help="those of a sample see one another, or are apart: --reset-position-ids --reset-attention-mask")
+    parser.add_argument("--samples", choices=SAMPLES, default="cut",
+                        help="cut from the stream of documents, packed of whole ones, or with documents' middles filled in")
+    parser.add_argument("--readers", choices=("all", "first"), default="all",
+                        help="ranks of a tensor-parallel group that read: all, or the first, which sends its batches")
     parser.add_argument("--num-layers", type=int, default=4)
     parser.add_argument("--global-batch-size", type=int, default=8)
     return parser.parse_args(argv)
@@ -115,7 +129,7 @@ def main(argv=None) -> int:
 
 def run(args: argparse.Namespace) -> int:
     job = tiny_job(args.style, args.dtype, args.untie, args.dropout, args.num_layers, args.global_batch_size, args.steps,
-                   args.documents)
+                   args.documents, args.samples, args.readers)
     layouts = [parse_layout(text, mbs="1") for text in args.layouts]
     references: dict[str, tuple] = {}
     rows: list[tuple[str, Difference]] = []

@@ -28,7 +28,8 @@ KINDS = {"bpe": train_byte_level_bpe, "wordpiece": train_word_pieces,
 def make_parser() -> Arguments:
     parser = Arguments(__doc__)
     add = parser.add_argument
-    add("--input", nargs="+", required=True, metavar="FILE", help="JSON lines, plain or .gz; some 100 MB of text are plenty")
+    add("--input", nargs="+", required=True, metavar="FILE", help="JSON lines, plain, .gz, .bz2, .xz or .zst; .parquet; "
+        ".h5; - for standard input. Some 100 MB of text are plenty")
     add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys whose text to learn from (default: text)")
     add("--vocab-size", type=int, required=True, metavar="N",
         help="entries to learn, bytes and special tokens included; 2048 for a toy, 32000 to 128000 for real models")

@@ -17,6 +17,7 @@ import numpy as np
 
 from ..errors import DataError
 from .datasets import Dataset, identify
+from .kind import DataKind
 from .metric_index import ListFile, write_list_file, write_metric, write_total
 from .metrics import MetricSpec
 from .sources import read_sources
@@ -26,12 +27,12 @@ BATCH = 256                                                 # samples looked at 
 Values = dict[str, np.ndarray]
 
 
-def identity(data, seq_length: int, seed: int, total: int) -> dict:
-    """What the numbers of the samples of an epoch depend on; data: a DataConfig."""
-    sources = read_sources(data)
+def identity(config, kind: DataKind, total: int) -> dict:
+    """What the numbers of the samples of an epoch depend on; config: a RunConfig."""
+    sources = read_sources(config.data)
     words = (sources.whole or sources.parts[0]).words
-    return {"data": identify(words), "split": data.splits if sources.whole else None, "seq_length": seq_length, "seed": seed,
-            "samples": total, **({"pack_documents": True} if data.pack_documents else {})}
+    return {"data": identify(words), "split": config.data.splits if sources.whole else None,
+            "seq_length": config.model.seq_length, "seed": config.train.seed, "samples": total, **kind.identity(config)}
 
 
 def describes(description: Mapping, wanted: Mapping) -> str:

@@ -51,4 +51,5 @@ def _blank(samples: int, positions: int, device: torch.device | str = "cpu") -> 
 
 BERT_DATA = DataKind(
     title="BertDataset", tokens="text", documents=lambda corpus: corpus.document_indices, mock=_mock, open=_open,
-    collator=lambda config, tokenizer: bert_batch, blank=_blank, identity=lambda config: {**asdict(config.bert)})
+    collator=lambda config, tokenizer: bert_batch, blank=_blank,
+    identity=lambda config: {**asdict(config.bert), "pairs": config.model.bert_binary_head})

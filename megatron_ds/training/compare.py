@@ -8,14 +8,21 @@ checking that each element is there; `difference` compares two merged traces.
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 
 from ..checkpoint.pieces import views, written_here
 from ..config import RunConfig
+from ..data.batch import Batch
+from ..data.datasets import Datasets
 from ..data.gpt_data import GPT_DATA
+from ..data.loader import Loader
+from ..data.packing import PackedDataset, build_packs
+from ..data.tokenizers.null import NullTokenizer
 from ..errors import ConfigError, LayoutError
 from ..models import MODELS
 from ..mpu.mesh import Mesh
@@ -25,6 +32,7 @@ from ..registry import did_you_mean
 from ..token_drop import make_token_drop
 from .build import Engine, build_engine
 from .curriculum import make_lengths
+from .samples import build_loaders, rearranged
 from .step import train_step
 
 # Shorthand of a layout → the flag it stands for. A value of "" takes the flag without a value when the number is 1.
@@ -41,8 +49,8 @@ LAYOUT_KEYS = {
     "sub_group": "--sub-group-size", "hpz": "--zero-hpz-partition-size",
 }
 SWITCHES = {"sp", "prescale"}
-MASKED_EVERY = 7      # positions whose input token is a multiple of it do not count in the loss: masks of all shapes.
-                      # Such a token ends a document, too, where the job resets positions or attention.
+FOR_EVER = 1 << 40    # samples
+DOCUMENT_ENDS = 11    # multiples of it among the ids of made-up GPT samples end documents: masks of all shapes
 
 
 @dataclass(frozen=True)
@@ -122,36 +130,67 @@ def train_layout(config: RunConfig, mesh: Mesh, steps: int, samples: Sequence, *
     learning_rate, weight_decay, batch_size = make_learning_rate(config), make_weight_decay(config), make_batch_size(config)
     lengths, drop = make_lengths(config), make_token_drop(config)
     progress, losses, norms = Progress(), [], []
-    for _ in range(steps):
-        size = batch_size(progress)
-        batch = lengths(progress, global_batch_share(samples, progress.samples, size, config, mesh))
-        batch = batch.keeping(drop, progress.step)
-        outcome = train_step(engine, batch, progress, learning_rate=learning_rate(progress),
-                             weight_decay=weight_decay(progress))
-        progress = progress.after(size, size * config.model.seq_length, skipped=outcome.skipped)
-        losses.append(outcome.loss)
-        norms.append(outcome.grad_norm)
+    data = mesh.group("dp", "cp")
+    with closing(open_loader(config, samples, mesh)) as loader:
+        for _ in range(steps):
+            size = batch_size(progress)
+            batch = loader.batch(progress.samples, size, data.rank, data.size).to(mesh.device)
+            outcome = train_step(engine, lengths(progress, batch).keeping(drop, progress.step), progress,
+                                 learning_rate=learning_rate(progress), weight_decay=weight_decay(progress))
+            progress = progress.after(size, size * config.model.seq_length, skipped=outcome.skipped)
+            losses.append(outcome.loss)
+            norms.append(outcome.grad_norm)
     return Trace(losses, norms, list(_weight_boxes(engine)))
 
 
-def global_batch_share(samples: Sequence, first: int, size: int, config: RunConfig, mesh: Mesh):
+def global_batch_share(samples: Sequence, first: int, size: int, config: RunConfig, mesh: Mesh) -> Batch:
     """This rank's `Batch` of the global batch that starts at stream position `first`, in Megatron's sampling order."""
-    from ..data.batch import Batch
-    from ..data.documents import ids_of, positions_of
-    from ..data.sampler import local_positions
     data = mesh.group("dp", "cp")
-    ids = local_positions(first, size, config.train.micro_batch_size, data.rank, data.size)
-    kind = MODELS[config.model.model].data
-    if kind is not GPT_DATA:
-        numbers = [i % len(samples) for i in ids]
-        return kind.collator(config, None)([samples[i] for i in numbers], numbers, tuple(ids), True).to(mesh.device)
-    rows = samples[torch.tensor(ids) % len(samples)]
-    tokens, labels = rows[:, :-1], rows[:, 1:]
-    ends = tokens % MASKED_EVERY == 0
-    documents = ids_of(ends)
-    whole = torch.arange(tokens.shape[1]).expand_as(tokens)
-    return Batch(tokens, labels, (~ends).float(), positions_of(documents) if config.data.reset_position_ids else whole,
-                 tuple(ids), document_ids=documents if config.data.reset_attention_mask else None).to(mesh.device)
+    with closing(open_loader(config, samples, mesh)) as loader:
+        return loader.batch(first, size, data.rank, data.size).to(mesh.device)
+
+
+def open_loader(config: RunConfig, samples: Sequence, mesh: Mesh) -> Loader:
+    """The loader that a run has, over `samples` in turns: packed, rearranged and sent as the config says."""
+    words = NullTokenizer(config.model.vocab_size - 1)
+    if MODELS[config.model.model].data is not GPT_DATA:
+        dataset = InTurns(samples)
+    elif config.data.pack_documents:
+        corpus = MadeUpCorpus(_with_ends(samples, words.eod), words.eod)
+        packs = build_packs(corpus.lengths, range(len(corpus.lengths)), config.model.seq_length, config.train.seed)
+        dataset = PackedDataset(corpus, packs, config.model.seq_length, FOR_EVER, config.train.seed)
+    else:
+        dataset = InTurns([{"tokens": row} for row in _with_ends(samples, words.eod)])
+    return build_loaders(config, rearranged(config, Datasets(dataset, None, None), words), words, mesh).train
+
+
+def _with_ends(samples: torch.Tensor, eod: int) -> np.ndarray:
+    return samples.where(samples % DOCUMENT_ENDS != 0, eod).numpy()
+
+
+class InTurns:
+    """A dataset that begins again when it is over."""
+
+    def __init__(self, samples: Sequence):
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return FOR_EVER
+
+    def __getitem__(self, i: int):
+        return self.samples[i % len(self.samples)]
+
+
+class MadeUpCorpus:
+    """The documents of samples laid end to end, as `PackedDataset` reads them."""
+
+    def __init__(self, rows: np.ndarray, eod: int):
+        tokens = rows.ravel()
+        self.documents = [d for d in np.split(tokens, np.flatnonzero(tokens == eod) + 1) if len(d)]
+        self.lengths = np.array([len(d) for d in self.documents], np.int32)
+
+    def get(self, document: int, start: int, count: int) -> np.ndarray:
+        return self.documents[document][start:start + count]
 
 
 def _weight_boxes(engine):

@@ -13,8 +13,9 @@ from ..data.curriculum import CurriculumOrder
 from ..data.gpt_dataset import default_cache
 from ..data.shorten import fold, truncate
 from ..difficulty import Difficulty
+from ..models import MODELS
 from ..progress import Progress
-from ..ramps import make_batch_size, planned_steps
+from ..ramps import planned_steps, stated_batch_size
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,8 @@ def make_order(config: RunConfig, total: int) -> CurriculumOrder | None:
         return None
     metrics = [read_metric(text) for text in curriculum.curriculum_metrics]
     cache = curriculum.curriculum_cluster_path or data.data_cache_path or default_cache(metrics[0].index_to_sample_path)
-    batch_size = make_batch_size(config)
+    # As stated, not as rounded down for the ranks at hand: samples are the same on any number of them.
+    batch_size = stated_batch_size(config)
     return order_by_difficulty(
         metrics, total, seed=curriculum.data_efficiency_seed, steps=planned_steps(train, batch_size), batch_at=batch_size.at,
-        cache=Path(cache), identity=identity(data, config.model.seq_length, train.seed, total))
+        cache=Path(cache), identity=identity(config, MODELS[config.model.model].data, total))

@@ -1,12 +1,14 @@
-"""One forward and backward of our BERT on threaded ranks, and batches of it, as the model tests need them."""
+"""Batches and runs of our BERT, as the model tests need them."""
+
+from functools import partial
 
 import torch
 
 from megatron_ds.data.batch import Batch
-from megatron_ds.models import MODELS, build_stage, run_layers
 
-from .plain_gpt import gather_logical, load_logical
-from .threads import run_ranks
+from .model_runs import run_model
+
+run_bert = partial(run_model, "bert")
 
 
 def random_bert_batch(vocab_size: int, ids: tuple[int, ...], s: int, seed: int = 0, **changes) -> Batch:
@@ -30,23 +32,3 @@ def _sample(vocab_size, i, s, seed):
     loss_mask[1] = 1.0
     types = ((places >= pivot) & (places < length)).long()
     return tokens, labels, loss_mask, types, places >= length, torch.tensor(number(0, 2))
-
-
-def run_bert(config, weights, batch, tp_size=1, per_token=False, **options):
-    """(loss, logits [b, s, v], logical gradients) of `tp_size` threaded ranks."""
-
-    def main(rank, world):
-        tp = world.group("tp", tuple(range(tp_size)), rank)
-        model = build_stage(MODELS["bert"](config, tp=tp, **options))
-        load_logical(model.parameters(), weights, tp)
-        output = run_layers(model, None, batch)
-        shown = output.logits.detach().clone()
-        loss = MODELS["bert"].loss(output, batch, tp=tp, vocab_size=config.vocab_size, per_token=per_token)
-        loss.objective.backward()
-        return loss, shown, [(p.spec, p.grad) for p in model.parameters()]
-
-    ranks = run_ranks(tp_size, main)
-    losses = [loss.objective.item() for loss, _, _ in ranks]
-    assert len(set(losses)) == 1, f"the ranks disagree on the loss: {losses}"
-    logits = torch.cat([shown for _, shown, _ in ranks], dim=-1)[..., :config.vocab_size].transpose(0, 1)
-    return ranks[0][0], logits, gather_logical([grads for _, _, grads in ranks])

@@ -12,6 +12,9 @@ import pytest
 import torch
 
 from megatron_ds.config import parse
+from megatron_ds.data.fim import FillInMiddle
+from megatron_ds.data.loader import Loader
+from megatron_ds.data.packing import PackedDataset
 from megatron_ds.models.attention import SelfAttention
 from megatron_ds.models.block import Block
 from megatron_ds.models.mlp import MLP
@@ -128,10 +131,12 @@ def _watched_half(backward_weights, seen: Seen, *args):
 
 @contextmanager
 def counted_calls():
-    """Yields a list to which each run of core attention and of an MLP adds its name, in any thread of this process."""
+    """Yields a list to which runs add their names, in any thread of this process: core attention, MLPs, what makes batches."""
     calls: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        for name, owner, method in (("attention", SelfAttention, "core_attention"), ("mlp", MLP, "forward")):
+        for name, owner, method in (("attention", SelfAttention, "core_attention"), ("mlp", MLP, "forward"),
+                                    ("read", Loader, "_make"), ("packed", PackedDataset, "__getitem__"),
+                                    ("fim", FillInMiddle, "_rearranged")):
             patch.setattr(owner, method, _counting(name, getattr(owner, method), calls))
         yield calls
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .plain_gpt import TinyConfig, _activation, _attention, _linear, _norm, logical_shapes
+from .plain_gpt import TinyConfig, _linear, _norm, logical_shapes, plain_blocks
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ def bert_weights(config: TinyBert, seed: int) -> dict[str, torch.Tensor]:
 
 
 def plain_bert(w: dict[str, torch.Tensor], config: TinyBert, tokens, position_ids, token_types, padding, *,
-               drop=lambda site, x: x, drop_scores=lambda site, p: p):
-    """(logits [b, s, v], order [b, 2] or None). padding: bool [b, s], True where there is no token."""
+               drop=lambda site, x: x, drop_scores=lambda site, p: p, kept_by=lambda layer: None):
+    """(logits [b, s, v], order [b, 2] or None). padding: bool [b, s], True where there is no token; others as `plain_gpt`."""
     x = w["embedding.word_embeddings.weight"][tokens]
     if config.position_embedding_type == "learned_absolute":
         x = x + w["embedding.position_embeddings.weight"][position_ids]
@@ -50,13 +50,7 @@ def plain_bert(w: dict[str, torch.Tensor], config: TinyBert, tokens, position_id
         x = x + w["embedding.tokentype_embeddings.weight"][token_types]
     x = drop("embedding", x)
     hidden = padding[:, None, :].expand(-1, tokens.shape[1], -1)            # [b, query, key]
-    for i in range(config.num_layers):
-        layer = f"encoder.layers.{i}"
-        y = _norm(w, f"{layer}.input_layernorm", x, config)
-        x = x + drop(f"{layer}.self_attention", _attention(w, f"{layer}.self_attention", y, position_ids, hidden, config,
-                                                           drop_scores))
-        y = _linear(w, f"{layer}.mlp.linear_fc1", _norm(w, f"{layer}.pre_mlp_layernorm", x, config))
-        x = x + drop(f"{layer}.mlp", _linear(w, f"{layer}.mlp.linear_fc2", _activation(y, config)))
+    x = plain_blocks(w, "encoder", x, position_ids, hidden, config, drop, drop_scores, kept_by)
     x = _norm(w, "encoder.final_layernorm", x, config)
     order = None
     if config.bert_binary_head:

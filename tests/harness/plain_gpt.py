@@ -91,21 +91,26 @@ def plain_gpt(w: dict[str, torch.Tensor], config: TinyConfig, tokens, position_i
     x = drop("embedding", x)
     hidden = torch.ones(tokens.shape[1], tokens.shape[1]).triu(1).bool() if attention_mask is None else attention_mask[:, 0]
     hidden = hidden.expand(len(tokens), -1, -1)
+    x = plain_blocks(w, "decoder", x, position_ids, hidden, config, drop, drop_scores, kept_by)
+    x = _norm(w, "decoder.final_layernorm", x, config)
+    return x @ w.get("output_layer.weight", w["embedding.word_embeddings.weight"]).T
+
+
+def plain_blocks(w, name, x, position_ids, hidden, config, drop, drop_scores, kept_by):
+    """x [b, s, h] through all blocks. hidden: bool [b, query, key], True where a query may not look; others as `plain_gpt`."""
     for i in range(config.num_layers):
-        kept = kept_by(i)
+        layer, kept = f"{name}.layers.{i}", kept_by(i)
         if kept is None:
-            x = _block(w, f"decoder.layers.{i}", x, position_ids, hidden, config, drop, drop_scores)
+            x = _block(w, layer, x, position_ids, hidden, config, drop, drop_scores)
             continue
         samples = []
         for n, places in enumerate(kept):                                   # one sample at a time
             one = slice(n, n + 1)
-            part = _block(w, f"decoder.layers.{i}", x[one, places], position_ids[one, places],
-                          hidden[one, places][..., places], config, _among_all(drop, n, places, x.shape),
-                          _scores_among_all(drop_scores, n, places, x.shape))
+            part = _block(w, layer, x[one, places], position_ids[one, places], hidden[one, places][..., places], config,
+                          _among_all(drop, n, places, x.shape), _scores_among_all(drop_scores, n, places, x.shape))
             samples.append(x[n].index_put((places,), part[0]))
         x = torch.stack(samples)
-    x = _norm(w, "decoder.final_layernorm", x, config)
-    return x @ w.get("output_layer.weight", w["embedding.word_embeddings.weight"]).T
+    return x
 
 
 def _block(w, layer, x, position_ids, hidden, config, drop, drop_scores):

@@ -11,12 +11,19 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_ds.config import parse
 from megatron_ds.data.analysis import map_shard, percentiles, reduce_metric
+from megatron_ds.data.bert_data import BERT_DATA
+from megatron_ds.data.datasets import build_datasets
 from megatron_ds.data.indexed import IndexedWriter
 from megatron_ds.data.metric_index import ListFile
 from megatron_ds.data.metrics import MetricSpec, parse_metric
+from megatron_ds.data.tokenizers import build_tokenizer
 from megatron_ds.errors import ConfigError, DataError
+from megatron_ds.ramps import make_batch_size
+from megatron_ds.training.curriculum import make_order
 from tests.harness.documents import ROOT
+from tests.harness.sentences import write_sentences
 from tools.analyze_data import main
 
 VOCAB = 50
@@ -215,6 +222,50 @@ def test_corpora_may_be_named_in_a_file_but_without_weights(tmp_path, corpus, ca
     assert (tmp_path / "named" / "mine" / "analysis.json").stat().st_mtime_ns == written       # the same data: nothing to do
     assert run(*own, "weighted", "--data-args-path", "weights", *corpus[2:]) == 2
     assert "Name the corpora without weights" in capfd.readouterr().err
+
+
+def with_metric(folder, name, **more) -> list[str]:
+    """Flags of a curriculum by the files of an analysis: two tenths of the samples at first, all of them from step 9 on."""
+    return ["--curriculum-metrics", json.dumps({
+        "name": name, "index_to_sample_path": f"{folder}/{name}/{name}_index_to_sample", "difficulty_type": "percentile",
+        "min_difficulty": 1, "max_difficulty": 10, "schedule_type": "fixed_linear", "clustering_type": "schedule_based",
+        "schedule_config": {"total_curriculum_step": 9, "difficulty_step": 1}})]
+
+
+SIZES = ["--num-layers", "1", "--hidden-size", "8", "--num-attention-heads", "2", "--lr", "1e-3", "--train-samples", "300",
+         "--micro-batch-size", "1", "--global-batch-size", "10"]
+
+
+def test_a_batch_rounded_down_for_the_ranks_at_hand_leaves_the_samples_as_they_are(tmp_path, corpus):
+    assert run("--metrics", "mine=tests.plans.test_analysis:largest", "--output", "out", *corpus) == 0
+    total = json.loads((tmp_path / "out" / "mine" / "analysis.json").read_text())["dataset"]["samples"]
+    job = [*corpus, *SIZES, "--decrease-batch-size-if-needed", *with_metric("out", "mine")]
+    configs = [parse(job, world_size=ranks) for ranks in (1, 3, 4)]
+    assert [make_batch_size(config).final for config in configs] == [10, 9, 8]
+    orders = [make_order(config, total) for config in configs]
+    one = orders[0](np.arange(300), total)
+    assert orders[0].starts.tolist() == list(range(0, 90, 10)) and len(set(one[:10])) <= total // 5 < len(set(one))
+    assert all((order(np.arange(300), total) == one).all() for order in orders)
+
+
+def test_a_corpus_of_sentences_is_analysed_as_a_bert_reads_it(tmp_path, capfd):
+    prefix, tokenizer = write_sentences(tmp_path)
+    corpus = ["--data-path", prefix, "--split", "80,20,0", "--seq-length", "24", "--tokenizer-type", "HuggingFaceTokenizer",
+              "--tokenizer-model", tokenizer, "--model", "bert"]
+    out = tmp_path / "out"
+    assert run("--metrics", "seqlen", "vocab_rarity", "--num-shards", "3", "--output", out, *corpus) == 0
+    config = parse([*corpus, *SIZES, *with_metric(out, "vocab_rarity")])
+    words = build_tokenizer(config.data, config.model)
+    samples = build_datasets(config, (1, 0, 0), words, BERT_DATA, one_epoch=True).train
+    texts = [samples[i]["text"][:1 + np.flatnonzero(samples[i]["text"] != 0).max()] for i in range(len(samples))]   # 0: [PAD]
+    counts = np.maximum(1, np.bincount(np.concatenate(texts), minlength=words.vocab_size))
+    rarity = [int(-np.log(counts[text] / counts.sum()).sum()) for text in texts]
+    for name, numbers in (("seqlen", list(map(len, texts))), ("vocab_rarity", rarity)):
+        assert ListFile(out / name / f"{name}_sample_to_metric").flat.tolist() == numbers, name
+    first = make_order(config, len(samples))(np.arange(10), len(samples))
+    assert max(rarity[i] for i in first) <= sorted(rarity)[2 * (len(samples) // 10) - 1] < max(rarity)
+    with pytest.raises(DataError, match="pairs True instead of False"):
+        make_order(parse([*corpus, *SIZES, *with_metric(out, "vocab_rarity"), "--bert-no-binary-head"]), len(samples))
 
 
 KILLER = """

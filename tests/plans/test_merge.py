@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from megatron_ds.data.corpus_record import CorpusRecord, Piece, check_sums, read
 from megatron_ds.data.indexed import IndexedDataset, IndexedWriter
 from megatron_ds.data.merge import merge
 from megatron_ds.errors import DataError
+from tests.harness.deaths import die_at_change, forked, survived
 
 
 def documents(seed, count):
@@ -111,6 +113,34 @@ def test_a_disk_that_is_full_leaves_nothing(tmp_path, monkeypatch):
     with pytest.raises(DataError, match="No space left on device. Nothing was kept"):
         merge(prefixes, str(tmp_path / "all"))
     assert not list(tmp_path.glob("all*"))
+
+
+def test_killed_at_any_change_of_the_disk_a_merge_leaves_the_old_the_new_or_nothing(tmp_path):
+    """SIGKILL before each change in turn, over a corpus of that name; the same command then ends with the same bytes."""
+    prefixes = [with_record(write(tmp_path / f"p{i}", documents(i, 6))) for i in range(2)]
+    merge(prefixes, str(tmp_path / "want"))
+    old = [*bytes_of(prefixes[0]), (tmp_path / "p0.json").read_bytes()]
+    new = [*bytes_of(tmp_path / "want"), (tmp_path / "want.json").read_bytes()]
+    out, left, n = tmp_path / "out", [], 0
+    while True:
+        n += 1
+        for end, content in zip(("bin", "idx", "json"), old):
+            Path(f"{out}.{end}").write_bytes(content)
+        done = survived(forked(lambda: (die_at_change(n), merge(prefixes, str(out)))))      # noqa: B023
+        if not out.with_suffix(".idx").exists():
+            left.append("nothing")
+            with pytest.raises(DataError, match="out.idx does not exist"):
+                IndexedDataset(out)
+            assert not out.with_suffix(".json").exists()
+        else:
+            found, record = bytes_of(out), read_record(out)
+            left.append("old" if found == old[:2] else "new")
+            assert found in (old[:2], new[:2]) and (record is None or check_sums(out, record) is None)
+        if done:
+            break
+        merge(prefixes, str(out))
+        assert [*bytes_of(out), out.with_suffix(".json").read_bytes()] == new and not list(tmp_path.glob("*.partial"))
+    assert left == sorted(left, key=["old", "nothing", "new"].index) and set(left) == {"old", "nothing", "new"}
 
 
 def test_something_else_under_the_name_of_a_record_is_an_error(tmp_path):

@@ -20,9 +20,9 @@ from megatron_ds.checkpoint.folder import steps_in
 from megatron_ds.checkpoint.load import latest, load, read_run
 from megatron_ds.checkpoint.save import save
 from megatron_ds.mpu.group import solo
+from tests.harness.deaths import die_at_change, forked, survived
 from tests.harness.states import Layout, pieces_of
 
-CHANGES = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree", "os.truncate", "os.link"}
 MOST_CHANGES = 200
 
 
@@ -39,32 +39,6 @@ def loaded_seed(folder: Path) -> int:
     for piece, right in zip(pieces, pieces_of(Layout(), 0, seed), strict=True):
         assert torch.equal(piece.tensor, right.tensor), f"iteration {step} is damaged"
     return seed
-
-
-def die_at_change(n: int) -> None:
-    """SIGKILL this process just before its n-th change of the file system."""
-    left = [n]
-
-    def count(event: str, arguments: tuple) -> None:
-        opens_to_write = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
-        if event in CHANGES or opens_to_write:
-            left[0] -= 1
-            if left[0] == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(count)
-
-
-def forked(action) -> int:
-    process = os.fork()
-    if process == 0:
-        action()
-        os._exit(0)
-    return process
-
-
-def survived(process: int) -> bool:
-    return os.waitpid(process, 0)[1] == 0
 
 
 def die_everywhere(base: Path, step: int, limit: int | None) -> int:

@@ -5,7 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron_ds.data.shorten import truncate
 from megatron_ds.models import attention
+from megatron_ds.ops.random import random_subset
 from tests.harness.bert_runs import random_bert_batch, run_bert
 from tests.harness.plain_bert import TinyBert, bert_shapes, bert_weights, plain_bert, plain_bert_losses
 from tests.harness.plain_gpt import LLAMA
@@ -21,10 +23,10 @@ def batch_of(config, **changes):
     return random_bert_batch(config.vocab_size, IDS, 10, **changes)
 
 
-def oracle(config, weights, batch):
+def oracle(config, weights, batch, **kept):
     weights = {name: w.clone().requires_grad_() for name, w in weights.items()}
     logits, order = plain_bert(weights, config, batch.tokens, batch.position_ids, batch.token_types,
-                               batch.attention_mask[:, 0, 0])
+                               batch.attention_mask[:, 0, 0], **kept)
     words, sentences = plain_bert_losses(logits, order, batch.labels, batch.loss_mask, batch.sentence_order)
     (words + sentences).backward()
     return words.item(), sentences.item(), logits.detach(), {name: w.grad for name, w in weights.items()}
@@ -35,8 +37,11 @@ def oracle(config, weights, batch):
 def test_bert_equals_plain_bert_forward_and_backward(style, layout):
     config = STYLES[style]
     weights, batch = bert_weights(config, seed=1), batch_of(config)
-    loss, logits, grads = run_bert(config, weights, batch, **layout)
-    words, sentences, true_logits, true_grads = oracle(config, weights, batch)
+    assert_equal_runs(config, run_bert(config, weights, batch, **layout), oracle(config, weights, batch))
+
+
+def assert_equal_runs(config, ours, reference):
+    (loss, logits, grads), (words, sentences, true_logits, true_grads) = ours, reference
     # fp32 against fp64; a gradient's error is measured against its largest element
     assert loss.objective.item() == pytest.approx(words + sentences, rel=1e-6)
     assert (loss.total / loss.tokens).item() == pytest.approx(words, rel=1e-6)
@@ -50,6 +55,21 @@ def test_bert_equals_plain_bert_forward_and_backward(style, layout):
         assert scale > 0
         torch.testing.assert_close(grad.double() / scale, true_grads[name] / scale, rtol=0, atol=2e-5,
                                    msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("style", STYLES)
+def test_blocks_that_drop_tokens_of_shortened_samples_equal_a_plain_bert_that_leaves_them_out(style, layout):
+    """Padding stays hidden among the kept, and a curriculum cuts samples before tokens are drawn from them."""
+    config, seed, length, kept = STYLES[style], 11, 8, 4
+    # with seed 1, the samples' gradients of binary_head.bias all but cancel, and rounding shows
+    weights, batch = bert_weights(config, seed=2), truncate(batch_of(config, kept_tokens=kept), length)
+    assert batch.attention_mask.any() and batch.seq_length == length
+    places = {layer: random_subset([(seed, "random_ltd", f"encoder.layers.{layer}", i) for i in IDS], kept, length)
+              for layer in (0, 1)}
+    reference = oracle(config, weights, batch, kept_by=places.get)
+    assert reference[0] != pytest.approx(oracle(config, weights, batch)[0], rel=1e-3)
+    assert_equal_runs(config, run_bert(config, weights, batch, drops=tuple(places), seed=seed, **layout), reference)
 
 
 def test_what_stands_in_the_padding_reaches_no_loss_and_no_gradient():

@@ -23,7 +23,12 @@ from tools.compare_layouts import TOLERANCE, tiny_job
 STEPS, LAYERS = 5, 4
 AXES = {"embeddings": ("tied", "untied"), "head": ("pairs", "single"), "tp": (1, 2), "pp": (1, 2), "dp": (1, 2),
         "zero": (0, 1, 2, 3), "sp": (0, 1), "recompute": ("none", "selective", "full"),
-        "schedule": ("1f1b", "zb-v"), "dropout": (0.0, 0.1)}
+        "schedule": ("1f1b", "zb-v"), "dropout": (0.0, 0.1), "ltd": (0, 1), "curriculum": ("none", "truncate")}
+# What grows, step by step. Blocks 1 and 2 of the four drop tokens.
+LENGTHS, KEPT = (8, 16, 16, 24, 24), (4, 8, 14, 18, 24)
+CURRICULUM = ("--curriculum-type seqlen_truncate --curriculum-min-length 8 --curriculum-steps 4 "
+              "--curriculum-length-step 8").split()
+LTD = "--random-ltd --random-ltd-min-tokens 4 --random-ltd-steps 4 --random-ltd-tokens-per-step 2".split()
 LAYOUT = ("tp", "pp", "dp", "zero", "sp", "recompute", "schedule")
 
 
@@ -42,7 +47,15 @@ def cases() -> list[dict]:
 
 def job_of(case) -> list[str]:
     job = tiny_job("bert", "fp32", case["embeddings"] == "untied", case["dropout"], LAYERS, GLOBAL_BATCH, STEPS)
-    return [*job, *(["--bert-no-binary-head"] if case["head"] == "single" else [])]
+    return [*job, *["--bert-no-binary-head"] * (case["head"] == "single"), *LTD * case["ltd"],
+            *CURRICULUM * (case["curriculum"] == "truncate")]
+
+
+def block_inputs(case) -> set[tuple]:
+    """Shapes of what blocks are given on a rank: in whole blocks the sequence, in the others what they keep of it."""
+    lengths = LENGTHS if case["curriculum"] == "truncate" else (24,) * STEPS
+    kept = [min(pair) for pair in zip(lengths, KEPT)] if case["ltd"] else []
+    return {(tokens // (case["tp"] if case["sp"] else 1), 1, 32) for tokens in (*lengths, *kept)}
 
 
 @pytest.mark.parametrize("case", cases(), ids=lambda case: "-".join(f"{key}={value}" for key, value in case.items()))
@@ -55,8 +68,7 @@ def test_a_layout_trains_a_bert_like_one_process(case):
     assert ("output_layer.weight" in weights) == (case["embeddings"] == "untied") and "lm_head.dense.weight" in weights
     forwards = STEPS * GLOBAL_BATCH * LAYERS * case["tp"]
     assert run.calls.count("attention") == forwards * (1 if case["recompute"] == "none" else 2)
-    length = 24 // case["tp"] if case["sp"] else 24
-    assert set.union(*(seen.block_inputs for seen in run.seen)) == {(length, 1, 32)}
+    assert set.union(*(seen.block_inputs for seen in run.seen)) == block_inputs(case)
 
 
 class PlainBert(nn.Module):

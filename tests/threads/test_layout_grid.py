@@ -83,8 +83,9 @@ def layers_of(case) -> int:
 
 
 def job_of(case) -> list[str]:
+    reading = {option: case[option] for option in ("samples", "readers") if option in case}         # test_sample_layouts.py
     return tiny_job(case["style"], case["dtype"], case["embeddings"] == "untied", case["dropout"], layers_of(case),
-                    GLOBAL_BATCH, STEPS, case["documents"]) + LTD * case["ltd"]
+                    GLOBAL_BATCH, STEPS, case["documents"], **reading) + LTD * case["ltd"]
 
 
 def layout_of(case) -> str:

@@ -1,4 +1,9 @@
-"""A curriculum over lengths trains the same under every layout as in one process, and as shorter samples would."""
+"""However samples are made, every layout trains as one process does: growing, packed, rearranged, sent by a reader.
+
+And a curriculum over lengths trains as shorter samples would.
+"""
+
+from functools import cache
 
 import pytest
 import torch
@@ -7,37 +12,69 @@ from megatron_ds.config import parse
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.training.compare import merge, random_samples, train_layout
+from tests.harness.covering import legal_cases
 from tests.harness.layout_runs import GLOBAL_BATCH, NUM_LAYERS, STEPS, stray
 from tests.harness.threads import run_ranks
-from tests.threads.test_layout_grid import HIDDEN, SAMPLED, job_of, layout_of, name_of, sampled_cases
-from tools.compare_layouts import SEQ_LENGTH, TOLERANCE, VOCAB, tiny_job
+from tests.threads.test_layout_grid import HIDDEN, SAMPLED, job_of, layout_of, name_of, ranks, sampled_cases
+from tools.compare_layouts import SAMPLES, SEQ_LENGTH, TOLERANCE, VOCAB, tiny_job
 
 CURRICULA = {"none": [], "truncate": ["--curriculum-type", "seqlen_truncate"],
              "reshape": ["--curriculum-type", "seqlen_reshape"]}
 # 8 of the 24 tokens, then 16 in steps 2 and 3, then all of them.
 LAST_STEP = 5
 GROWING = ["--curriculum-min-length", "8", "--curriculum-steps", "4", "--curriculum-length-step", "8"]
+OWN = {"curriculum": ("truncate", "reshape"), "samples": tuple(SAMPLES), "readers": ("all", "first")}
+# Which part of a batch a rank has, and what is done to it; the others move state, or work in time.
+TOUCHED = ("style", "tp", "pp", "dp", "sp", "documents", "ltd", "dropout")
 
 
+def is_legal(case) -> bool:
+    """With one rank in a tensor-parallel group there is nothing to send."""
+    return case["tp"] > 1 or case["readers"] == "all"
+
+
+def met_in(case) -> set[tuple]:
+    """Pairs of our values with those of options that samples have to do with, and with one another; and each other value."""
+    items = [item for item in case.items() if item != ("dtype", "bf16")]
+    return {frozenset((own, item)) if item[0] in (*TOUCHED, *OWN) else item
+            for own in items if own[0] in OWN for item in items}
+
+
+@cache
 def covering_cases() -> list[dict]:
-    """Cases of the grid that together hold every value of every option, with both curricula by turns."""
-    missing = {(option, value) for option in SAMPLED for value in SAMPLED[option]} - {("dtype", "bf16")}
-    pool, chosen = [case for case in sampled_cases() if case["dtype"] == "fp32"], []
+    """Cases of the grid which together hold all that `met_in` tells."""
+    pool = [case | own for case in sampled_cases() if case["dtype"] == "fp32" for own in legal_cases(OWN)]
+    pool = [case for case in pool if is_legal(case)]
+    missing, chosen = set().union(*map(met_in, pool)), []
     while missing:
-        case = max(pool, key=lambda case: len(missing & case.items()))
-        missing -= case.items()
-        chosen.append(case | {"curriculum": list(CURRICULA)[1 + len(chosen) % 2]})
+        chosen.append(max(pool, key=lambda case: (len(missing & met_in(case)), -ranks(case))))
+        missing -= met_in(chosen[-1])
     return chosen
 
 
-@pytest.mark.parametrize("case", covering_cases(), ids=lambda case: f"{case['curriculum']}-{name_of(case)}")
-def test_lengths_that_grow_train_like_one_process(case):
+def test_each_way_to_make_samples_meets_each_part_of_a_batch_and_every_value_of_the_grid_is_there():
+    cases = covering_cases()
+    for option, values in (SAMPLED | OWN).items():
+        assert {case[option] for case in cases} == set(values) - {"bf16"}
+        for own in OWN if option in TOUCHED else ():
+            pairs = {(value, made) for value in values for made in OWN[own] if (option, value, made) != ("tp", 1, "first")}
+            assert {(case[option], case[own]) for case in cases} == pairs, (option, own)
+
+
+@pytest.mark.parametrize("case", covering_cases(), ids=lambda case: "-".join([*(case[own] for own in OWN), name_of(case)]))
+def test_samples_made_in_any_way_and_growing_train_like_one_process(case):
     difference, run = stray([*job_of(case), *CURRICULA[case["curriculum"]], *GROWING], layout_of(case), LAST_STEP)
     assert difference.is_within(TOLERANCE["fp32"]), difference
     split = case["tp"] if case["sp"] else 1
     rows = {length: SEQ_LENGTH // length if case["curriculum"] == "reshape" else 1 for length in (8, 16, 24)}
     assert set.union(*(seen.block_inputs for seen in run.seen)) >= {(n // split, rows[n], HIDDEN) for n in rows}
     assert {seen.forwards for seen in run.seen} == {LAST_STEP * GLOBAL_BATCH // case["dp"] * case["chunks"]}
+    readers = ranks(case) // (case["tp"] if case["readers"] == "first" else 1)
+    assert run.calls.count("read") == LAST_STEP * readers
+    assert (run.calls.count("packed") > 0) == (case["samples"] == "packed")
+    assert (run.calls.count("fim") > 0) == (case["samples"] == "fim")
+    apart = case["documents"] == "apart" or case["samples"] == "packed"
+    assert {seen.most_documents > 1 for seen in run.seen} == {apart}
 
 
 def trained(flags, samples, micro_batch=2, steps=4):
