@@ -34,6 +34,7 @@ $(VENV)/.installed: $(VENV)/bin/python pyproject.toml setup.py
 	$(BIN)/python -m pip install --quiet --editable ".[report]"
 	touch $@
 
+# Not compiled, as most modules of what is installed are never imported.
 $(VENV)/.installed-test: $(VENV)/bin/python pyproject.toml setup.py
-	$(BIN)/python -m pip install --quiet --editable ".[test]"
+	$(BIN)/python -m pip install --quiet --no-compile --editable ".[test]"
 	touch $@

@@ -5,15 +5,22 @@ Python, do their work, which is then said once in the log. They know nothing of 
 of it.
 """
 
+import os
 import sys
 
 from setuptools import setup
 
 try:
-    from pybind11.setup_helpers import Pybind11Extension, build_ext
+    from pybind11.setup_helpers import Pybind11Extension
+    from pybind11.setup_helpers import build_ext as BuildExt
 except ImportError:         # built without isolation and without pybind11: as without a compiler
     setup()
 else:
+    class SideBySide(BuildExt):
+        def finalize_options(self):
+            super().finalize_options()
+            self.parallel = self.parallel or os.cpu_count()
+
     # Without -march: instruction sets are chosen at run time. Without contraction: see "Bits" in the file.
     # gcc 12 warns of its own intrinsics.
     flags = ["-O3", "-ffp-contract=off", "-fno-math-errno", "-pthread", "-Wno-maybe-uninitialized"]
@@ -33,4 +40,4 @@ else:
     if sys.platform == "linux":
         extensions.append(Pybind11Extension("megatron_ds._async_io", ["csrc/async_io.cpp"], cxx_std=17,
                                             extra_compile_args=["-O2", "-pthread"], optional=True))
-    setup(ext_modules=extensions, cmdclass={"build_ext": build_ext})
+    setup(ext_modules=extensions, cmdclass={"build_ext": SideBySide})
