@@ -42,75 +42,92 @@
 
 namespace {
 
+// The number of a dataset, a source or a place among the awake: there are at most 32767 of each.
+using Number = int16_t;
+
+// Datasets of equal share, as one: what does not change while they are drawn from, for all threads.
+struct Sources {
+    // limits: how many samples a dataset has, or nullptr for any number; datasets of equal share have equal limits.
+    Sources(const double* shares, const int64_t* limits, int datasets) : members(datasets), source_of(datasets) {
+        std::iota(members.begin(), members.end(), 0);
+        std::stable_sort(members.begin(), members.end(), [&](int a, int b) { return shares[a] < shares[b]; });
+        for (auto* numbers : {&share, &days_per_share, &limit}) numbers->reserve(datasets);
+        first_member.reserve(datasets + 1);
+        for (int i = 0; i < datasets; ++i) {
+            const int dataset = members[i];
+            if (i == 0 || shares[dataset] != shares[members[i - 1]]) {
+                share.push_back(shares[dataset]);
+                days_per_share.push_back((1 - 1e-12) / (shares[dataset] * DAY));
+                limit.push_back(limits == nullptr ? INFINITY : static_cast<double>(limits[dataset]));
+                first_member.push_back(static_cast<Number>(i));
+            }
+            source_of[dataset] = static_cast<Number>(share.size() - 1);
+        }
+        first_member.push_back(static_cast<Number>(datasets));
+        count = static_cast<int>(share.size());
+    }
+
+    int size_of(int source) const { return first_member[source + 1] - first_member[source]; }
+
+    std::vector<int64_t> nothing_drawn() const { return std::vector<int64_t>(count, 0); }
+
+    // What has probably been drawn before this step, from each source.
+    std::vector<int64_t> guess(int64_t step) const {
+        std::vector<int64_t> totals(count);
+        std::vector<Number> may_be_next;                            // datasets
+        may_be_next.reserve(members.size());
+        int64_t left = step;
+        const auto due = [&](int source) { return share[source] * static_cast<double>(step); };
+        const auto whole = [&](int source) { return std::min(std::floor(due(source)), limit[source]); };
+        for (int source = 0; source < count; ++source) {
+            totals[source] = static_cast<int64_t>(whole(source)) * size_of(source);
+            left -= totals[source];
+            if (whole(source) < limit[source])
+                for (int i = first_member[source]; i < first_member[source + 1]; ++i) may_be_next.push_back(members[i]);
+        }
+        left = std::min(left, static_cast<int64_t>(may_be_next.size()));
+        if (left <= 0) return totals;
+        const auto order = [&](Number dataset) {
+            const int source = source_of[dataset];
+            return std::make_pair(whole(source) - due(source), dataset);    // − fraction: the largest comes first
+        };
+        std::nth_element(may_be_next.begin(), may_be_next.begin() + (left - 1), may_be_next.end(),
+                         [&](Number a, Number b) { return order(a) < order(b); });
+        for (int64_t i = 0; i < left; ++i) ++totals[source_of[may_be_next[i]]];
+        return totals;
+    }
+
+    static constexpr int64_t DAY = 8;
+
+    int count;
+    std::vector<Number> members, source_of;                         // datasets by source; the source of a dataset
+    std::vector<Number> first_member;                               // of a source, in members; at the end, of none
+    std::vector<double> share, days_per_share, limit;               // of each member of a source
+};
+
+// What has been drawn, and who is awake: the state of a thread.
 class Blend {
 public:
-    // limits: how many samples a dataset has, or nullptr for any number; datasets of equal share have equal limits.
-    Blend(const double* shares, const int64_t* limits, int datasets) : members_(datasets), source_of_(datasets) {
-        std::iota(members_.begin(), members_.end(), 0);
-        std::stable_sort(members_.begin(), members_.end(), [&](int a, int b) { return shares[a] < shares[b]; });
-        for (int i = 0; i < datasets; ++i) {
-            const int dataset = members_[i];
-            if (i == 0 || shares[dataset] != shares[members_[i - 1]]) {
-                share_.push_back(shares[dataset]);
-                days_per_share_.push_back((1 - 1e-12) / (shares[dataset] * DAY));
-                limit_.push_back(limits == nullptr ? INFINITY : static_cast<double>(limits[dataset]));
-                first_member_.push_back(i);
-            }
-            source_of_[dataset] = static_cast<int32_t>(share_.size()) - 1;
-        }
-        sources_ = static_cast<int>(share_.size());
-        first_member_.push_back(datasets);
-        for (int source = 0; source < sources_; ++source) is_alone_.push_back(size_of(source) == 1);
-        turn_.resize(sources_);
-        drawn_.resize(sources_);
-        next_.resize(sources_);
-        place_.resize(sources_);
-        wakes_.resize(sources_);
-        int64_t ring = 16;
-        while (ring * DAY < 2 * sources_ && ring < (1 << 12)) ring *= 2;
+    explicit Blend(const Sources& sources)
+        : sources_(sources), turn_(sources.count), next_(sources.count), place_(sources.count), drawn_(sources.count) {
+        size_t ring = 16;
+        while (ring * DAY < 2 * drawn_.size() && ring < (1 << 12)) ring *= 2;
         calendar_.resize(ring);
-        const size_t room = sources_ + 8 * Lanes::WIDTH;
-        awake_share_.resize(room);
-        awake_drawn_.resize(room);
-        awake_number_.resize(room);
-        free_.reserve(room);
     }
 
     // From each source, the samples drawn so far; what `begin` takes and tells this state from others.
     std::vector<int64_t> totals() const {
-        std::vector<int64_t> totals(sources_);
-        for (int source = 0; source < sources_; ++source)
-            totals[source] = static_cast<int64_t>(drawn_[source]) * size_of(source) + turn_[source] - first_member_[source];
+        std::vector<int64_t> totals(sources_.count);
+        for (int source = 0; source < sources_.count; ++source)
+            totals[source] = static_cast<int64_t>(drawn_[source]) * sources_.size_of(source) + turn_[source] - first_member(source);
         return totals;
     }
 
     void begin(const std::vector<int64_t>& totals) {
-        for (int source = 0; source < sources_; ++source) {
-            turn_[source] = first_member_[source] + static_cast<int32_t>(totals[source] % size_of(source));
-            drawn_[source] = static_cast<double>(totals[source] / size_of(source));
+        for (int source = 0; source < sources_.count; ++source) {
+            turn_[source] = static_cast<Number>(first_member(source) + totals[source] % sources_.size_of(source));
+            drawn_[source] = static_cast<double>(totals[source] / sources_.size_of(source));
         }
-    }
-
-    std::vector<int64_t> nothing_drawn() const { return std::vector<int64_t>(sources_, 0); }
-
-    // What has probably been drawn before this step.
-    std::vector<int64_t> guess(int64_t step) const {
-        std::vector<int64_t> totals(sources_);
-        std::vector<std::pair<double, int>> fractions;              // (− fraction, dataset): the next ones come first
-        int64_t left = step;
-        for (int source = 0; source < sources_; ++source) {
-            const double due = share_[source] * static_cast<double>(step), whole = std::min(std::floor(due), limit_[source]);
-            totals[source] = static_cast<int64_t>(whole) * size_of(source);
-            left -= totals[source];
-            if (whole < limit_[source])
-                for (int i = first_member_[source]; i < first_member_[source + 1]; ++i)
-                    fractions.emplace_back(whole - due, members_[i]);
-        }
-        left = std::min(left, static_cast<int64_t>(fractions.size()));
-        if (left <= 0) return totals;
-        std::nth_element(fractions.begin(), fractions.begin() + (left - 1), fractions.end());
-        for (int64_t i = 0; i < left; ++i) ++totals[source_of_[fractions[i].second]];
-        return totals;
     }
 
     // Steps first … last − 1, from the state after the steps before; written to which[step] and sample[step].
@@ -118,23 +135,25 @@ public:
 
 private:
     static constexpr int FEW = 8;                                   // so few sources are all kept awake
-    static constexpr int64_t DAY = 8, PERIOD = 2048;
-    static constexpr int32_t NOBODY = -1;
+    static constexpr int64_t DAY = Sources::DAY, PERIOD = 2048;
+    static constexpr Number NOBODY = -1;
 
-    int32_t size_of(int source) const { return first_member_[source + 1] - first_member_[source]; }
-    bool is_spent(int source) const { return drawn_[source] >= limit_[source]; }
+    Number first_member(int source) const { return sources_.first_member[source]; }
+    bool is_spent(int source) const { return drawn_[source] >= sources_.limit[source]; }
 
     // The day on which the source may come above the floor; each of the operations rounds by at most 2^-53.
-    INLINE_MEMBER double wakes_on(int source) const { return (floor_ + drawn_[source]) * days_per_share_[source] - 1.0 / DAY; }
+    INLINE_MEMBER double wakes_on(int source) const {
+        return (floor_ + drawn_[source]) * sources_.days_per_share[source] - 1.0 / DAY;
+    }
 
     INLINE_MEMBER void wake_up(int source) {
         int place = count_;
-        if (free_.empty()) ++count_;
-        else place = free_.back(), free_.pop_back();
-        awake_share_[place] = share_[source];
+        if (!free_.empty()) place = free_.back(), free_.pop_back();
+        else if (++count_ > static_cast<int>(awake_share_.size())) add_places();
+        awake_share_[place] = sources_.share[source];
         awake_drawn_[place] = drawn_[source];
-        awake_number_[place] = members_[turn_[source]];
-        place_[source] = place;
+        awake_number_[place] = sources_.members[turn_[source]];
+        place_[source] = static_cast<Number>(place);
     }
 
     // A place that is free never wins: its lag is − infinity.
@@ -144,12 +163,20 @@ private:
         place_[source] = NOBODY;
     }
 
+    void add_places() {
+        const size_t places = awake_share_.size() + 8 * Lanes::WIDTH;
+        awake_share_.resize(places, 0.0);
+        awake_drawn_.resize(places, INFINITY);
+        awake_number_.resize(places, INFINITY);
+    }
+
+    INLINE_MEMBER Number& on_calendar(int64_t day) { return calendar_[day & (static_cast<int64_t>(calendar_.size()) - 1)]; }
+
     INLINE_MEMBER void sleep(int source, double until) {
         if (!(until < last_day_)) return;                           // found again when the floor moves
-        wakes_[source] = static_cast<int64_t>(until);
-        int32_t& day = calendar_[wakes_[source] & (static_cast<int64_t>(calendar_.size()) - 1)];
+        Number& day = on_calendar(static_cast<int64_t>(until));
         next_[source] = day;
-        day = source;
+        day = static_cast<Number>(source);
     }
 
     void move_floor(double floor, int64_t today) {
@@ -161,7 +188,7 @@ private:
         std::fill(awake_share_.begin(), awake_share_.end(), 0.0);
         std::fill(awake_drawn_.begin(), awake_drawn_.end(), INFINITY);
         std::fill(awake_number_.begin(), awake_number_.end(), INFINITY);
-        for (int source = 0; source < sources_; ++source) {
+        for (int source = 0; source < sources_.count; ++source) {
             if (is_spent(source)) continue;
             const double until = wakes_on(source);
             if (until >= static_cast<double>(today + 1)) sleep(source, until);
@@ -172,19 +199,19 @@ private:
     // The largest lag of all, asleep or awake.
     double largest_lag(double step) const {
         double lag = -INFINITY;
-        for (int source = 0; source < sources_; ++source)
-            if (!is_spent(source)) lag = std::max(lag, share_[source] * step - drawn_[source]);
+        for (int source = 0; source < sources_.count; ++source)
+            if (!is_spent(source)) lag = std::max(lag, sources_.share[source] * step - drawn_[source]);
         return lag;
     }
 
     INLINE_MEMBER void read_calendar(int64_t today) {
-        int32_t& day = calendar_[today & (static_cast<int64_t>(calendar_.size()) - 1)];
-        int32_t source = day;
-        day = NOBODY;
+        Number source = NOBODY;
+        std::swap(source, on_calendar(today));
         while (source != NOBODY) {
-            const int32_t following = next_[source];
-            if (wakes_[source] <= today) wake_up(source);
-            else sleep(source, static_cast<double>(wakes_[source]));    // in another turn of the ring
+            const Number following = next_[source];
+            const double until = wakes_on(source);
+            if (until < static_cast<double>(today + 1)) wake_up(source);
+            else sleep(source, until);                              // in another turn of the ring
             source = following;
         }
     }
@@ -241,22 +268,22 @@ private:
                 first = Lanes::smaller(Lanes::where_equal(here, best, number(v), first), first);
             }
             first = Lanes::smallest(first);
-            const int dataset = static_cast<int>(first[0]), source = source_of_[dataset];
+            const int dataset = static_cast<int>(first[0]), source = sources_.source_of[dataset];
             which[i] = static_cast<int16_t>(dataset);
             sample[i] = static_cast<int64_t>(drawn_[source]);
             // Each step waits for the one before it: the usual case, a source of one, needs no number from memory.
-            if (is_alone_[source]) {
+            if (sources_.size_of(source) == 1) {
                 drawn_[source] += 1;
                 for (int v = 0; v < count; ++v)
                     keep(v, drawn(v) + Lanes::where_equal(number(v), first, Lanes::all(1.0), Lanes::all(0.0)), number(v));
                 goes_on = !is_spent(source);
             } else {
-                if (++turn_[source] == first_member_[source + 1]) {
-                    turn_[source] = first_member_[source];
+                if (++turn_[source] == first_member(source + 1)) {
+                    turn_[source] = first_member(source);
                     drawn_[source] += 1;
                     goes_on = !is_spent(source);
                 }
-                const Vector new_drawn = Lanes::all(drawn_[source]), turn = Lanes::all(members_[turn_[source]]);
+                const Vector new_drawn = Lanes::all(drawn_[source]), turn = Lanes::all(sources_.members[turn_[source]]);
                 for (int v = 0; v < count; ++v) {
                     const Vector n = number(v);
                     keep(v, Lanes::where_equal(n, first, new_drawn, drawn(v)), Lanes::where_equal(n, first, turn, n));
@@ -273,14 +300,12 @@ private:
         Lanes::store(number, &awake_number_[v * Lanes::WIDTH]);
     }
 
-    int sources_, count_ = 0;                                       // count_: places of the awake, free ones among them
+    const Sources& sources_;
+    int count_ = 0;                                                 // places of the awake, free ones among them
     double floor_ = -INFINITY, lowest_ = INFINITY, last_day_ = 0;
-    std::vector<int32_t> members_, source_of_;                      // datasets by source; the source of a dataset
-    std::vector<int32_t> first_member_, turn_;                      // of a source, in members_
-    std::vector<double> share_, days_per_share_, drawn_, limit_;    // of a source; drawn from the member whose turn it is
-    std::vector<char> is_alone_;                                    // a source of one dataset
-    std::vector<int32_t> calendar_, next_, place_, free_;
-    std::vector<int64_t> wakes_;
+    std::vector<Number> turn_, next_, place_;                       // of a source; turn_: whose, in Sources::members
+    std::vector<double> drawn_;                                     // from the member whose turn it is
+    std::vector<Number> calendar_, free_;
     std::vector<double> awake_share_, awake_drawn_, awake_number_;  // side by side, for Lanes; number of the member
 };
 
@@ -288,11 +313,11 @@ FOR_EACH_PROCESSOR
 void Blend::draw(int64_t first, int64_t last, int16_t* which, int64_t* sample) {
     constexpr int64_t LONG_DAY = 64;
     constexpr double GAP = 0.02;
-    const bool sleeps = sources_ > FEW;
+    const bool sleeps = sources_.count > FEW;
     int32_t touched[LONG_DAY];
     last_day_ = static_cast<double>(last / DAY + 1);
     lowest_ = INFINITY;
-    move_floor(-INFINITY, first / DAY);
+    if (!sleeps) move_floor(-INFINITY, first / DAY);
     bool too_high = sleeps;
     for (int64_t i = first, period_end = first + PERIOD; i < last;) {
         const int64_t start = i, today = i / DAY;
@@ -320,20 +345,23 @@ void Blend::draw(int64_t first, int64_t last, int16_t* which, int64_t* sample) {
 
 // Which dataset is drawn at each step, and which of its samples, by threads in segments of so many steps.
 //
-// What is needed besides the result is a Blend a thread and the totals at the segments' borders: steps before a segment are
-// drawn into its own place, to be written over.
+// Steps before a segment are drawn into its own place, to be written over. What is needed besides the result is the Sources, 30
+// bytes a dataset if no two have the same share; a Blend a thread, 15 to 20 and 26 for each that is awake, which is all of them
+// at the beginning only; and the totals on both sides of each border between segments, 16. So one more thread of two segments
+// needs some 50 bytes a dataset: what plan_threads in megatron_ds/data/blend.py goes by.
 inline void draw_blend(const double* shares, const int64_t* limits, int datasets, int64_t size, int64_t segment, int threads,
                        int16_t* which, int64_t* sample) {
     const int64_t segments = std::max<int64_t>(1, size / std::max<int64_t>(segment, 1));
     const int64_t warm_up = std::min<int64_t>(2 * datasets + 64, size / segments);
     const auto start_of = [&](int64_t i) { return size / segments * i + std::min(i, size % segments); };
+    const Sources sources(shares, limits, datasets);
     std::vector<std::vector<int64_t>> before(segments), after(segments);
     std::atomic<int64_t> taken{0};
     pool().run(static_cast<int>(std::min<int64_t>(threads, segments)), [&] {
-        Blend blend(shares, limits, datasets);
+        Blend blend(sources);
         for (int64_t i; (i = taken.fetch_add(1)) < segments;) {
             const int64_t first = start_of(i), earlier = std::max<int64_t>(0, first - warm_up), moved = first - earlier;
-            blend.begin(earlier == 0 ? blend.nothing_drawn() : blend.guess(earlier));
+            blend.begin(earlier == 0 ? sources.nothing_drawn() : sources.guess(earlier));
             blend.draw(earlier, first, which + moved, sample + moved);
             if (i > 0) before[i] = blend.totals();
             blend.draw(first, start_of(i + 1), which, sample);
@@ -342,7 +370,7 @@ inline void draw_blend(const double* shares, const int64_t* limits, int datasets
     });
     for (int64_t i = 1; i < segments; ++i) {
         if (before[i] == after[i - 1]) continue;
-        Blend again(shares, limits, datasets);
+        Blend again(sources);
         again.begin(after[i - 1]);
         again.draw(start_of(i), start_of(i + 1), which, sample);
         if (i + 1 < segments) after[i] = again.totals();

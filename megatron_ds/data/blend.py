@@ -17,6 +17,9 @@ from .native_index import extension, num_threads
 MAX_DATASETS = np.iinfo(np.int16).max
 SURPLUS = 0.005
 SEGMENT = 1 << 16                                           # steps that a thread draws at a time, at least
+BYTES_PER_STEP = 2 + 8                                      # of the result
+BYTES_PER_THREAD = 60                                       # and dataset, besides the result: see csrc/blend_index.h
+SPARE = 1 / 2000                                            # of the result, for that
 
 
 @dataclass(frozen=True)
@@ -100,9 +103,19 @@ def build_exhaustive_index(sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray
 def _draw(shares: np.ndarray, size: int, limits: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
     if not extension():
         return plain_draw(shares, size, limits)
-    threads = num_threads()
-    segment = max(SEGMENT, 64 * len(shares), -(-size // (4 * threads))) if threads > 1 else size
+    threads, segment = plan_threads(len(shares), size, num_threads())
     return extension().blend(shares, size, limits, segment, threads)
+
+
+def plan_threads(datasets: int, size: int, processors: int) -> tuple[int, int]:
+    """(threads that draw, steps that one draws at a time).
+
+    One more thread needs one more state of every dataset. All processors draw where these states are little beside the
+    result; a short blend of many datasets is drawn by fewer threads, which takes longer, but not long.
+    """
+    affordable = int(SPARE * BYTES_PER_STEP * size / (BYTES_PER_THREAD * datasets))
+    threads = max(1, min(processors, affordable, size // (2 * SEGMENT)))
+    return threads, size if threads == 1 else size // (2 * threads)     # two turns each: none waits long for the slowest
 
 
 def plain_draw(shares: np.ndarray, size: int, limits: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:

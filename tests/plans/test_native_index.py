@@ -2,11 +2,12 @@
 
 import sys
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from megatron_ds.data import bert_maps, native_index
+from megatron_ds.data import bert_maps, blend, native_index
 from megatron_ds.data.blend import plain_draw
 from megatron_ds.data.index_maps import build_index_maps, build_sample_index, plain_sample_index
 
@@ -83,6 +84,25 @@ def test_long_blends_equal_the_plain_ones():
     rng = np.random.default_rng(0)
     for shares in (shares_of("random", 64, rng), shares_of("wide", 12, rng)):
         assert all(map(equal, native_index.extension().blend(shares, 40000, None, 9000, 2), plain_draw(shares, 40000, None)))
+
+
+def test_all_processors_draw_a_long_blend_and_one_a_short_one_of_many_datasets(monkeypatch):
+    asked = []
+    compiled = native_index.extension()
+    recorder = SimpleNamespace(blend=lambda *call: asked.append(call[3:]) or compiled.blend(*call))
+    monkeypatch.setattr(blend, "extension", lambda: recorder)
+    monkeypatch.setattr(blend, "num_threads", lambda: 2)
+    for datasets in (64, 1000):
+        shares = shares_of("random", datasets, np.random.default_rng(0))
+        which, _ = blend.build_blend_index(shares, 2_000_000)
+        assert equal(which[:300], plain_draw(shares, 300, None)[0])
+    assert asked == [(500_000, 2), (2_000_000, 1)]                      # (segment, threads)
+    for datasets in (1, 8, 64, 1000, 32767):
+        for size in (0, 1, 131_071, 262_144, 10**7, 10**8 + 1, 10**10):
+            threads, segment = blend.plan_threads(datasets, size, 16)
+            assert 1 <= threads <= 16 and (threads == 1 or size // segment == 2 * threads)
+            assert threads == 1 or threads * datasets * 60 <= size * 10 / 2000
+    assert [blend.plan_threads(1000, size, 16)[0] for size in (10**7, 10**8, 10**9)] == [1, 8, 16]
 
 
 def test_shares_that_do_not_sum_to_one_are_drawn_the_same():
