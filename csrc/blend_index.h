@@ -53,6 +53,7 @@ struct Sources {
         std::stable_sort(members.begin(), members.end(), [&](int a, int b) { return shares[a] < shares[b]; });
         for (auto* numbers : {&share, &days_per_share, &limit}) numbers->reserve(datasets);
         first_member.reserve(datasets + 1);
+        is_alone.reserve(datasets);
         for (int i = 0; i < datasets; ++i) {
             const int dataset = members[i];
             if (i == 0 || shares[dataset] != shares[members[i - 1]]) {
@@ -65,6 +66,7 @@ struct Sources {
         }
         first_member.push_back(static_cast<Number>(datasets));
         count = static_cast<int>(share.size());
+        for (int source = 0; source < count; ++source) is_alone.push_back(size_of(source) == 1);
     }
 
     int size_of(int source) const { return first_member[source + 1] - first_member[source]; }
@@ -103,6 +105,7 @@ struct Sources {
     std::vector<Number> members, source_of;                         // datasets by source; the source of a dataset
     std::vector<Number> first_member;                               // of a source, in members; at the end, of none
     std::vector<double> share, days_per_share, limit;               // of each member of a source
+    std::vector<char> is_alone;                                     // a source of one dataset; size_of would do, but takes longer
 };
 
 // What has been drawn, and who is awake: the state of a thread.
@@ -239,6 +242,8 @@ private:
     INLINE_MEMBER int64_t draw_awake(int vectors, int64_t i, int64_t end, int16_t* which, int64_t* sample, int32_t* touched) {
         typedef Lanes::Vector Vector;
         const int count = VECTORS ? VECTORS : vectors;
+        const Number* const source_of = sources_.source_of.data();
+        const char* const is_alone = sources_.is_alone.data();
         Vector kept_drawn[VECTORS + 1], kept_number[VECTORS + 1], lag[VECTORS + 1];
         for (int v = 0; v < VECTORS; ++v) {
             kept_drawn[v] = Lanes::load(&awake_drawn_[v * Lanes::WIDTH]);
@@ -268,11 +273,11 @@ private:
                 first = Lanes::smaller(Lanes::where_equal(here, best, number(v), first), first);
             }
             first = Lanes::smallest(first);
-            const int dataset = static_cast<int>(first[0]), source = sources_.source_of[dataset];
+            const int dataset = static_cast<int>(first[0]), source = source_of[dataset];
             which[i] = static_cast<int16_t>(dataset);
             sample[i] = static_cast<int64_t>(drawn_[source]);
             // Each step waits for the one before it: the usual case, a source of one, needs no number from memory.
-            if (sources_.size_of(source) == 1) {
+            if (is_alone[source]) {
                 drawn_[source] += 1;
                 for (int v = 0; v < count; ++v)
                     keep(v, drawn(v) + Lanes::where_equal(number(v), first, Lanes::all(1.0), Lanes::all(0.0)), number(v));
@@ -345,7 +350,7 @@ void Blend::draw(int64_t first, int64_t last, int16_t* which, int64_t* sample) {
 
 // Which dataset is drawn at each step, and which of its samples, by threads in segments of so many steps.
 //
-// Steps before a segment are drawn into its own place, to be written over. What is needed besides the result is the Sources, 30
+// Steps before a segment are drawn into its own place, to be written over. What is needed besides the result is the Sources, 31
 // bytes a dataset if no two have the same share; a Blend a thread, 15 to 20 and 26 for each that is awake, which is all of them
 // at the beginning only; and the totals on both sides of each border between segments, 16. So one more thread of two segments
 // needs some 50 bytes a dataset: what plan_threads in megatron_ds/data/blend.py goes by.
