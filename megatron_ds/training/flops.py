@@ -58,7 +58,7 @@ def model_flops(model, samples: int, seq_length: int, vocab_size: int, dropping:
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     """(FLOP/s, where the figure comes from) of this rank's device: its data sheet, or a short measurement.
 
-    On a CPU a 0.2-second matrix multiplication on this rank's threads tells; all ranks of a host measure at once, so
+    On a CPU some 0.06 seconds of matrix multiplications on this rank's threads tells; all ranks of a host measure at once, so
     each sees its share of the machine.
     """
     if device.type == "cuda":
@@ -69,7 +69,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     return _measured_peak(device, dtype), "measured matrix multiplication"
 
 
-def _measured_peak(device: torch.device, dtype: torch.dtype, n: int = 768, seconds: float = 0.2) -> float:
+def _measured_peak(device: torch.device, dtype: torch.dtype, n: int = 512, seconds: float = 0.06) -> float:
     a = torch.ones(n, n, dtype=dtype, device=device)
     product(a, a)
     best, end = float("inf"), time.perf_counter() + seconds

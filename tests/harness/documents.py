@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^(?:<!-- (?P<mark>[^>]*) -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 MARKS = re.compile(r"needs GPUs|file: \S+|runs in: .+|printed( by: \S+)?")
 RUNNABLE = ("bash", "python")
-COLD = ("docs/quickstart.md",)
+COLD = ("docs/planning.md",)
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def link_sources(folder: Path) -> None:
 def run_page(page: str, folder: Path, seconds: int = 200) -> str:
     """Run the page's blocks in `folder`; what they printed. A block that fails is an AssertionError that shows it.
 
-    Commands start warm (`warm.py`), except those of the first page that a newcomer reads.
+    Commands start warm (`warm.py`), except those of a page or two that show it is not needed.
     """
     link_sources(folder)
     where = environment() if page in COLD else warm_environment(environment())

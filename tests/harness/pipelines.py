@@ -111,7 +111,7 @@ def run_pipeline(schedule, bounds, microbatches, stage_rank, make_channels=None)
 
     def main(rank, world):
         layers = make_layers(num_blocks)
-        channels = make_channels(rank) if make_channels else Channels(pipeline_group(world, rank))
+        channels = make_channels(rank, world) if make_channels else Channels(pipeline_group(world, rank))
         reduced = []
         executor = make_executor(lowered[rank], layers, bounds, channels, stage_rank, rank, {Op.REDUCE: reduced.append})
         losses = executor.run(microbatches, SCALE)
@@ -163,14 +163,14 @@ class PostOffice:
 class RendezvousChannels:
     """The strictest legal transport: a send blocks until the peer has posted its receive."""
 
-    def __init__(self, office: PostOffice, rank: int, timeout: float = 20):
-        self.office, self.rank, self.timeout = office, rank, timeout
+    def __init__(self, office: PostOffice, rank: int, world, timeout: float = 20):
+        self.office, self.rank, self.baton, self.timeout = office, rank, world.baton, timeout
 
     def begin(self, shapes, dtype):
         pass
 
     def send(self, kind, destination, tensor):
-        self.office.box("posted", self.rank, destination, kind).get(timeout=self.timeout)
+        self.baton.take(self.office.box("posted", self.rank, destination, kind), self.timeout)
         self.office.box("mail", self.rank, destination, kind).put(tensor.clone())
 
     def recv(self, kind, source, shape, dtype, device):
@@ -181,6 +181,6 @@ class RendezvousChannels:
         pass
 
     def _take(self, kind, source, shape):
-        tensor = self.office.box("mail", source, self.rank, kind).get(timeout=self.timeout)
+        tensor = self.baton.take(self.office.box("mail", source, self.rank, kind), self.timeout)
         assert tuple(tensor.shape) == tuple(shape), f"expected {shape}, received {tuple(tensor.shape)}"
         return tensor

@@ -19,7 +19,7 @@ import torch
 
 from tests.harness.processes import run_processes
 
-VOCAB, SEQ_LENGTH, GLOBAL_BATCH, STEPS = 61, 16, 8, 6
+VOCAB, SEQ_LENGTH, GLOBAL_BATCH, STEPS = 61, 16, 4, 6
 TINY = ["--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", str(SEQ_LENGTH),
         "--max-position-embeddings", str(SEQ_LENGTH), "--vocab-size", str(VOCAB), "--make-vocab-size-divisible-by", "1",
         "--tokenizer-type", "NullTokenizer", "--micro-batch-size", "1", "--global-batch-size", str(GLOBAL_BATCH),

@@ -84,15 +84,16 @@ def test_a_world_size_of_ones_own_wins_over_the_launchers_and_one_rank_speaks(ca
 
 
 def test_a_trillion_parameters_on_3072_ranks_take_seconds_and_less_than_two_gigabytes():
-    """The clock is in docs/benchmarks.md; here CPU time, which a busy machine does not stretch as much, with room."""
-    code = ("import json, resource, sys; from megatron_ds.training.pretrain import pretrain; code = pretrain(sys.argv[1:]); "
-            "used = resource.getrusage(resource.RUSAGE_SELF); "
-            "print(json.dumps([code, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024]))")
+    """The clock is in docs/benchmarks.md. Here processor time, beside that of importing torch: 2 to 3 times as long."""
+    code = ("import json, resource, sys; used = lambda: resource.getrusage(resource.RUSAGE_SELF); "
+            "seconds = lambda: used().ru_utime + used().ru_stime; start = seconds(); import torch; imported = seconds(); "
+            "from megatron_ds.training.pretrain import pretrain; code = pretrain(sys.argv[1:]); "
+            "print(json.dumps([code, (seconds() - imported) / (imported - start), used().ru_maxrss * 1024]))")
     command = [sys.executable, "-c", code, *TRILLION, "--dry-run", "--world-size", "3072", "--rank", "3071"]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
                           check=True, timeout=120)
-    exit_code, seconds, peak = json.loads(done.stdout.splitlines()[-1])
-    assert exit_code == 0 and seconds < 15 and peak < 2e9
+    exit_code, times_as_long, peak = json.loads(done.stdout.splitlines()[-1])
+    assert exit_code == 0 and times_as_long < 6 and peak < 2e9
     h, v = 25600, 51201                                          # NullTokenizer adds the end of a document
     count = 128 * (12 * h * h + 13 * h) + 2 * h + (v + 2048) * h
     assert f"the model has {count:,} parameters (1.008 T)" in done.stdout

@@ -37,6 +37,7 @@ def test_a_run_killed_twice_and_resumed_with_other_ranks_sees_each_sample_once(t
            "--save", tmp_path / "run", "--load", tmp_path / "run", "--save-interval", SAVED_EVERY]
     at = job.index("--lr-warmup-iters")
     job[at:at + 2] = []
+    job[job.index("--global-batch-size") + 1] = "8"
     lives = [  # ranks, flags, step in which a rank is killed, its number
         (2, ["--num-workers", "3", "--zero-stage", "1"], 4, 1),                                             # DP 2
         (2, ["--tensor-model-parallel-size", "2", "--data-readers", "first"], 7, 0),                        # DP 1

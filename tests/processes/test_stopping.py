@@ -74,6 +74,7 @@ def test_train_samples_with_a_growing_batch_ends_with_the_last_whole_batch(tmp_p
     at = job.index("--lr-warmup-iters")
     job[at:at + 2] = ["--lr-warmup-samples", "8"]
     job[job.index("--eval-iters") + 1] = "1"
+    job[job.index("--global-batch-size") + 1] = "8"
     train(1, [*job, "--save", tmp_path])
     sizes = [record["global_batch_size"] for record in records(tmp_path)]
     assert sizes == [2, 2, 2, 4, 4, 6, 8, 8], "a last batch of 4 of 8 samples is left over"

@@ -131,7 +131,7 @@ def test_a_message_that_does_not_come_names_sender_receiver_and_kind():
 
 
 def test_the_time_of_a_transfer_is_that_of_one_hop_whatever_the_number_of_ranks(monkeypatch):
-    send, seconds = Channels.send, 0.02
+    send, seconds = Channels.send, 0.05
 
     def slow(*args):
         time.sleep(seconds)

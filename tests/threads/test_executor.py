@@ -28,7 +28,7 @@ from tests.harness.pipelines import (
     token_loss,
     train_in_one_piece,
 )
-from tests.harness.threads import run_ranks
+from tests.harness.threads import ThreadWorld, run_ranks
 
 CUTS = {1: (0, 5), 2: (0, 1, 5), 4: (0, 2, 3, 4, 5)}             # of embedding, three blocks and head; uneven
 
@@ -185,8 +185,8 @@ def test_frozen_layers_before_the_first_trained_one_are_passed_by():
 
 def alone(program, hooks=None, layers=None, bounds=(0, 3)):
     """An executor without neighbours."""
-    return make_executor(program, layers or make_layers(1), bounds, RendezvousChannels(PostOffice(), 0), lambda stage: 0, 0,
-                         hooks)
+    return make_executor(program, layers or make_layers(1), bounds, RendezvousChannels(PostOffice(), 0, ThreadWorld(1)),
+                         lambda stage: 0, 0, hooks)
 
 
 F, B = Instruction(Op.F, 0, 0), Instruction(Op.B, 0, 0)

@@ -4,7 +4,7 @@ byte."""
 import pytest
 import torch
 
-from megatron_ds.config import parse
+from megatron_ds.config import Source, parse
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.pipeline.schedules import SCHEDULES
@@ -14,6 +14,7 @@ from tests.harness.threads import run_ranks
 from tools.compare_layouts import SEQ_LENGTH, VOCAB, tiny_job
 
 LAYERS, BATCH, STEPS = 4, 12, 2
+MICROBATCHES = 3                  # on each rank, whatever the layout
 LAYOUTS = [
     "tp=2", "tp=2,sp=1", "pp=3,dp=2", "dp=3,mbs=2", "tp=2,pp=2,dp=2,sp=1,zero=1", "tp=2,sp=1,pp=2,dp=2,zero=2",
     "tp=2,sp=1,pp=2,dp=2,zero=3", "pp=2,dp=2,zero=3,pin=on", "dp=4,zero=3,hpz=2", "dp=2,zero=2,accumulate=full,comm=bf16",
@@ -22,13 +23,19 @@ LAYOUTS = [
 ]
 
 
-def run(job: list[str], layout: str):
-    """(config, per rank what its mesh counted in a step, per rank the engine's state)."""
+def parsed(job: list[str], layout: str):
+    """The config of a job whose batch is as large as the layout needs."""
     request = parse_layout(layout, mbs="1")
     config = parse([*job, *request.flags], world_size=request.world_size)
+    samples = config.train.micro_batch_size * config.data_parallel_size
+    return config.with_values({"train.global_batch_size": MICROBATCHES * samples}, Source("derived", "the test"))
+
+
+def run(config):
+    """Per rank what its mesh counted, and its engine."""
     p = config.parallel
-    grid = Grid.fit(request.world_size, tp=p.tensor_model_parallel_size, pp=p.pipeline_model_parallel_size, order=p.rank_order)
-    samples = random_samples(4 * BATCH, SEQ_LENGTH, VOCAB, seed=1)
+    grid = Grid.fit(config.world_size, tp=p.tensor_model_parallel_size, pp=p.pipeline_model_parallel_size, order=p.rank_order)
+    samples = random_samples(4 * config.train.global_batch_size, SEQ_LENGTH, VOCAB, seed=1)
 
     def main(rank, world):
         mesh, engines = Mesh(grid, rank, world.connect, torch.device("cpu")), []
@@ -40,13 +47,15 @@ def run(job: list[str], layout: str):
         train_layout(config, mesh, STEPS, samples, watch=watch)
         return mesh.traffic, engines[0]
 
-    return config, run_ranks(request.world_size, main)
+    return run_ranks(config.world_size, main)
 
 
 def check(job: list[str], layout: str) -> None:
-    config, ranks = run(job, layout)
-    for rank, (traffic, engine) in enumerate(ranks):
-        plan = plan_world(config, rank, "cpu").rank_plan(rank)
+    config = parsed(job, layout)
+    tp = config.parallel.tensor_model_parallel_size                     # whose ranks are neighbours
+    worlds = [plan_world(config, rank, "cpu") for rank in range(tp)]
+    for rank, (traffic, engine) in enumerate(run(config)):
+        plan = worlds[rank % tp].rank_plan(rank)
         assert {key: STEPS * count for key, count in plan.traffic.bytes.items()} == dict(traffic.bytes)
         assert {key: STEPS * count for key, count in plan.traffic.calls.items()} == dict(traffic.calls)
         assert plan.state == engine.optimizer.memory()
