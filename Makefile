@@ -1,5 +1,5 @@
 # make quickstart   from raw text to a trained, resumed and sampled GPT on this machine's CPU
-# make test         everything that needs no GPU, in ten to twenty minutes on two cores
+# make test         everything that needs no GPU, in ten to fifteen minutes on two cores, installing included
 # make test-all     the same with the whole layout-equivalence grid
 
 PYTHON ?= python3

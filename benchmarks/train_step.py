@@ -131,7 +131,8 @@ def make_step(contestant: str, w, rank: int, world: int, dtype: str, stack: Exit
 
 def workload(args: argparse.Namespace):
     w = WORKLOADS[args.workload]
-    return replace(w, micro_batch=args.micro_batch or w.micro_batch)
+    w = replace(w, micro_batch=args.micro_batch or w.micro_batch)
+    return replace(w, warmup=0, steps=args.steps) if args.steps else w
 
 
 def family(contestant: str) -> str:
@@ -178,7 +179,8 @@ class Running:
                             "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
         python = pythons.get(family(contestant), sys.executable)
         command = [python, "-W", "ignore", __file__, "--workload", args.workload, "--dtype", args.dtype,
-                   "--micro-batch", str(args.micro_batch), "--rank-of", contestant, *["--turns"] * args.turns]
+                   "--micro-batch", str(args.micro_batch), "--steps", str(args.steps), *["--turns"] * args.turns,
+                   "--rank-of", contestant]
         self.ranks = [subprocess.Popen(command, env=env | {"RANK": str(r), "LOCAL_RANK": str(r)}, text=True,
                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE if r == 0 else subprocess.DEVNULL)
                       for r in range(world)]
@@ -224,6 +226,8 @@ def main() -> None:
     parser.add_argument("--contestants", nargs="+", default=["eager", "ours", "ddp", "ours:dp=2"])
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--micro-batch", type=int, default=0, help="samples of a micro-batch, in place of the workload's")
+    parser.add_argument("--steps", type=int, default=0, help="measure the first steps, so many, and no others: for "
+                        "contestants that take minutes for one")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--python", nargs="+", default=[], metavar="FAMILY=PATH",
                         help="the interpreter of contestants of a family, as in deepspeed=DS/bin/python")
