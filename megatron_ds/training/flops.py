@@ -58,7 +58,7 @@ def model_flops(model, samples: int, seq_length: int, vocab_size: int, dropping:
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     """(FLOP/s, where the figure comes from) of this rank's device: its data sheet, or a short measurement.
 
-    On a CPU some 0.06 seconds of matrix multiplications on this rank's threads tells; all ranks of a host measure at once, so
+    On a CPU 0.06 seconds of matrix multiplications on this rank's threads tell; all ranks of a host measure at once, so
     each sees its share of the machine.
     """
     if device.type == "cuda":

@@ -81,7 +81,7 @@ def link_sources(folder: Path) -> None:
 def run_page(page: str, folder: Path, seconds: int = 200) -> str:
     """Run the page's blocks in `folder`; what they printed. A block that fails is an AssertionError that shows it.
 
-    Commands start warm (`warm.py`), except those of a page or two that show it is not needed.
+    Commands start warm (`warm.py`), except those of `COLD`, which shows that it is not needed.
     """
     link_sources(folder)
     where = environment() if page in COLD else warm_environment(environment())

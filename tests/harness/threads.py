@@ -70,7 +70,7 @@ class ThreadWorld:
 
 
 class _Room:
-    def __init__(self, size: int, baton: "Baton"):
+    def __init__(self, size: int, baton: Baton):
         self.size, self.baton = size, baton
         self.is_aborted = False
         self._mail: dict[tuple[int, int, object], queue.SimpleQueue] = {}

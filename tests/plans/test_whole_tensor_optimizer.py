@@ -27,5 +27,6 @@ def test_shards_are_refused_to_an_optimizer_of_whole_tensors(stage, whitening):
 
 
 def test_stage_0_and_elementwise_optimizers_are_not(whitening):
-    parse([*JOB, "--optimizer", "whiten"], world_size=2, rules=(optimizer_problems,))
-    parse([*JOB, "--zero-stage", "3"], world_size=2, rules=(optimizer_problems,))
+    whole = parse([*JOB, "--optimizer", "whiten"], world_size=2, rules=(optimizer_problems,))
+    shards = parse([*JOB, "--zero-stage", "3"], world_size=2, rules=(optimizer_problems,))
+    assert (whole.optimizer.optimizer, whole.zero.stage, shards.zero.stage) == ("whiten", 0, 3)
