@@ -7,6 +7,7 @@ A group is a value handed down to the layers that need it; nothing looks one up 
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from .host_memory import SharedPages
 from .traffic import Traffic
 
 
@@ -46,6 +47,7 @@ class Transport(Protocol):
     def irecv(self, tensor, source: int, tag: int) -> Work: ...
     def all_gather_object(self, obj) -> list: ...
     def barrier(self) -> None: ...
+    def share_memory(self, nbytes: int) -> SharedPages | None: ...     # None: the ranks are on several hosts
 
 
 @dataclass(frozen=True, eq=False)

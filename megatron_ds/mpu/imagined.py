@@ -50,6 +50,9 @@ class ImaginedTransport:
     def barrier(self):
         pass
 
+    def share_memory(self, nbytes):
+        return None
+
     def _check(self, what: str, parts: int, whole: int) -> None:
         if parts != whole:
             raise LayoutError(f"{what} over the {self.axes} group of {self.size}: the ranks' parts are {parts} elements "

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import CommunicationError
+from .host_memory import share_pages
 from .pieces import Pieces
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -96,6 +97,9 @@ class TorchTransport:
     def barrier(self):
         with _Translated(self, "barrier"):
             dist.barrier(self.process_group)
+
+    def share_memory(self, nbytes):
+        return share_pages(nbytes, self.rank, self.all_gather_object)
 
     def close(self) -> None:
         """Give the process groups back to torch and forget them: one that outlives the interpreter's threads aborts it."""

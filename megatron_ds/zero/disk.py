@@ -46,7 +46,7 @@ class DiskHome:
     Raises ConfigError where the directory is missing or cannot be written; MegatronDSError when the disk is full.
     """
 
-    place = "nvme"
+    place, is_plain = "nvme", False
 
     def __init__(self, directory: str, io: AsyncIO):
         self._file = ScratchFile(directory, io)

@@ -29,9 +29,10 @@ class Array(Protocol):
 
 
 class Home(Protocol):
-    """place: "device", "cpu" or "nvme"."""
+    """place: "device", "cpu" or "nvme". is_plain: memory of the host, and of no particular kind."""
 
     place: str
+    is_plain: bool
 
     def arrays(self, sizes: Sequence[int], dtype: torch.dtype) -> list[Array]: ...      # of zeros
     def settle(self) -> None: ...       # what was written through `Array.tensor` is what `read` finds
@@ -63,6 +64,7 @@ class MemoryHome:
 
     def __init__(self, device: torch.device, place: str = "device", pin: bool = False):
         self.device, self.place, self._pin = device, place, pin
+        self.is_plain = device.type == "cpu" and not pin
 
     def arrays(self, sizes: Sequence[int], dtype: torch.dtype) -> list[Array]:
         numel = sum(sizes)

@@ -226,7 +226,7 @@ class ZeroOptimizer:
             s.buckets.finish()
         scale = self.loss_scale
         divisor = scale * grad_divisor
-        norm, zeros = self._norm(divisor)
+        norm, zeros = self._norm(divisor)           # a meeting of all ranks: nobody reads weights that change now
         overflow = not math.isfinite(norm)
         self.scaler.update(overflow)
         skipped = overflow and self.scaler.check_overflow
@@ -255,6 +255,11 @@ class ZeroOptimizer:
         for inner in (self._inner, *(group.inner for group in self._offloaded.groups)):
             inner.set_num_updates(int(numbers["num_updates"]))
         self.scaler.load_numbers(numbers)
+
+    def before_load(self) -> None:
+        """Pieces will be overwritten: on return nobody gathers what is in them. Collective over the data group."""
+        for s in self._sets:
+            s.store.meet()
 
     @torch.no_grad()
     def after_load(self) -> None:

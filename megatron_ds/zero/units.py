@@ -22,11 +22,13 @@ from torch import nn
 
 from ..mpu.collectives import all_gather_into_
 from ..mpu.group import DONE, Group, Work
+from ..mpu.host_memory import Mapping
 from ..mpu.param_spec import ParamSpec
 from ..ops.async_io import aligned_empty
 from .hierarchy import Hierarchy
 from .home import Array, Home
 from .layout import Layout, ShardPiece, SlotPiece
+from .shared_parts import share_parts
 
 Draw = Callable[[ParamSpec, int, torch.Tensor], None]
 """Fills a flat tensor with the initial values of elements [start, start + len) of a local parameter."""
@@ -40,12 +42,9 @@ class Unit:
     claims   who needs it whole: it is freed when the last one lets go
     """
 
-    def __init__(self, layer: int, numel: int, first_bucket: int, last_bucket: int, dtype: torch.dtype, device: torch.device,
-                 group: Group):
-        self.layer, self.numel, self.first_bucket, self.last_bucket = layer, numel, first_bucket, last_bucket
-        self.flat = torch.empty(numel, dtype=dtype, device=device)
-        self.nbytes = self.flat.untyped_storage().nbytes()
-        self.group = group
+    def __init__(self, layer: int, first_bucket: int, last_bucket: int, flat: torch.Tensor, group: Group):
+        self.layer, self.numel, self.first_bucket, self.last_bucket = layer, flat.numel(), first_bucket, last_bucket
+        self.flat, self.nbytes, self.group = flat, flat.nbytes, group
         self.buckets: list[tuple[torch.Tensor, Array]] = []
         self.claims: set = set()
         self.is_free = False
@@ -93,6 +92,35 @@ class Unit:
             self.is_free = True
 
 
+class MappedUnit(Unit):
+    """Of ranks that see each other's shards: whole is who has them in his address space, in their order.
+
+    A gather is counted as one, and moves nothing. Of `flat`, whose storage stays, pages come and go.
+    """
+
+    def __init__(self, layer: int, first_bucket: int, last_bucket: int, dtype: torch.dtype, mapping: Mapping, group: Group):
+        super().__init__(layer, first_bucket, last_bucket, mapping.bytes.view(dtype), group)
+        self._mapping, self._is_there = mapping, False
+
+    def fetch(self) -> None:
+        pass
+
+    def start(self) -> None:
+        if self.is_free:
+            self.is_free = False
+            for whole, _ in self.buckets:
+                self.group.traffic.add("all_gather", self.group.axes, self.group.size, whole.nbytes)
+
+    def wait(self) -> None:
+        if not self.is_free and not self._is_there:
+            self._mapping.populate()
+            self._is_there = True
+
+    def free(self) -> None:
+        self._mapping.drop()
+        self.is_free, self._is_there = True, False
+
+
 class ShardedParams:
     """The surface of `ParamStore`, for parameters that live in shards.
 
@@ -111,10 +139,13 @@ class ShardedParams:
         here = ranks.inner.rank, ranks.inner.size
         self._parts = layout.shard_pieces(*here)
         dtype = parameters[0].dtype
-        self._arrays = home.arrays([part.stop - part.start for part in self._parts], dtype)      # one a bucket
+        self._shared = share_parts(layout, ranks.inner, dtype) if home.is_plain else None
+        self._arrays = (self._shared.arrays if self._shared
+                        else home.arrays([part.stop - part.start for part in self._parts], dtype))      # one a bucket
         for piece in layout.slot_intersections(*here):
             fill(self.values_of(piece)[:piece.stop - piece.start], parameters[piece.slot], piece.start, draw)
         home.settle()
+        self.meet()
         self.units: list[Unit] = []
         for layer, first, stop in units:
             self.units.append(self._make_unit(layer, first, stop, dtype, device))
@@ -127,7 +158,7 @@ class ShardedParams:
     @property
     def nbytes(self) -> int:
         """Bytes of parameters held now, wherever they are."""
-        return (self.shard_bytes + sum(unit.flat.untyped_storage().nbytes() for unit in self.units))
+        return self.shard_bytes + sum(unit.nbytes for unit in self.units if not unit.is_free)
 
     def values_of(self, piece: SlotPiece) -> torch.Tensor:
         """The model's weights of a piece of this rank's part, padding included: a view."""
@@ -147,11 +178,17 @@ class ShardedParams:
         for unit in self.units:
             unit.claims.clear()
             unit.free()
-        if self.ranks.outer.size == 1:
-            return
-        works = [self._refresh_part(*of) for of in zip(self._arrays, self._parts, self.layout.shard_pieces(self.ranks.shard))]
-        for work in works:
-            work.wait()
+        if self.ranks.outer.size > 1:
+            shards = self.layout.shard_pieces(self.ranks.shard)
+            works = [self._refresh_part(*of) for of in zip(self._arrays, self._parts, shards)]
+            for work in works:
+                work.wait()
+        self.meet()
+
+    def meet(self) -> None:
+        """Before somebody writes to parts, and after it: see `SharedParts.meet`. Collective over the inner group."""
+        if self._shared:
+            self._shared.meet()
 
     def _refresh_part(self, array: Array, part: ShardPiece, shard: ShardPiece) -> Work:
         """An array that is elsewhere comes to the device for it."""
@@ -167,7 +204,11 @@ class ShardedParams:
     def _make_unit(self, layer: int, first: int, stop: int, dtype: torch.dtype, device: torch.device) -> Unit:
         buckets = self.layout.buckets
         start = buckets[first].start
-        unit = Unit(layer, buckets[stop - 1].stop - start, first, stop - 1, dtype, device, self.ranks.inner)
+        if self._shared:
+            unit = MappedUnit(layer, first, stop - 1, dtype, self._shared.map(first, stop), self.ranks.inner)
+        else:
+            flat = torch.empty(buckets[stop - 1].stop - start, dtype=dtype, device=device)
+            unit = Unit(layer, first, stop - 1, flat, self.ranks.inner)
         for b in range(first, stop):
             whole = unit.flat[buckets[b].start - start:buckets[b].stop - start]
             unit.buckets.append((whole, self._arrays[b]))

@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 
 from megatron_ds.mpu.group import DONE, Group
+from megatron_ds.mpu.host_memory import share_pages
 from megatron_ds.mpu.traffic import Traffic
 
 TIMEOUT_SECONDS = 60
@@ -42,8 +43,8 @@ class Baton:
 class ThreadWorld:
     """Meeting places of all groups, shared by the threads."""
 
-    def __init__(self, size: int):
-        self.size = size
+    def __init__(self, size: int, shares_memory: bool = False):
+        self.size, self.shares_memory = size, shares_memory
         self._lock, self.baton = threading.Lock(), Baton()
         self._rooms: dict[tuple, _Room] = {}
         self.traffic = [Traffic() for _ in range(size)]
@@ -60,7 +61,7 @@ class ThreadWorld:
         if len(ranks) == 1:
             return None
         with self._lock:
-            room = self._rooms.setdefault((axes, ranks), _Room(len(ranks), self.baton))
+            room = self._rooms.setdefault((axes, ranks), _Room(len(ranks), self.baton, self.shares_memory))
         return ThreadTransport(room, ranks.index(rank))
 
     def abort(self) -> None:
@@ -70,8 +71,8 @@ class ThreadWorld:
 
 
 class _Room:
-    def __init__(self, size: int, baton: Baton):
-        self.size, self.baton = size, baton
+    def __init__(self, size: int, baton: Baton, shares_memory: bool):
+        self.size, self.baton, self.shares_memory = size, baton, shares_memory
         self.is_aborted = False
         self._mail: dict[tuple[int, int, object], queue.SimpleQueue] = {}
 
@@ -149,6 +150,9 @@ class ThreadTransport:
     def barrier(self):
         self._exchange(None)
 
+    def share_memory(self, nbytes):
+        return share_pages(nbytes, self.rank, self._exchange) if self.room.shares_memory else None
+
 
 class _Receive:
     def __init__(self, tensor, room, mailbox):
@@ -161,9 +165,12 @@ class _Receive:
         self.tensor.detach().copy_(message)
 
 
-def run_ranks(size: int, function: Callable[[int, ThreadWorld], object]) -> list:
-    """Run `function(rank, world)` on `size` threads; the results in rank order. Raises the first error of any rank."""
-    world, results, errors = ThreadWorld(size), [None] * size, []
+def run_ranks(size: int, function: Callable[[int, ThreadWorld], object], shares_memory: bool = False) -> list:
+    """Run `function(rank, world)` on `size` threads; the results in rank order. Raises the first error of any rank.
+
+    shares_memory: ranks can read each other's memory, as processes of one host can
+    """
+    world, results, errors = ThreadWorld(size, shares_memory), [None] * size, []
 
     def main(rank: int) -> None:
         try:

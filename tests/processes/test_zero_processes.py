@@ -1,9 +1,13 @@
 """ZeRO over gloo: the same bits as over threads, where the backend reduces in place and while backward goes on."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from megatron_ds.zero.layout import plan_layout
 from megatron_ds.zero.policy import HIERARCHICAL
+from megatron_ds.zero.shared_parts import share_parts
 from tests.harness.processes import run_processes
 from tests.harness.threads import run_ranks
 from tests.threads.test_zero_hierarchy import train as train_hierarchy
@@ -33,3 +37,26 @@ def test_sharding_over_three_processes_equals_whole_states_within_summation_orde
         assert norms0 == pytest.approx(norms1, rel=1e-6)
         for a, b in zip(whole, split):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def see_each_other(rank, world):
+    """(the other's weights as seen from here, before and after it wrote again; the file they are in)"""
+    group = world.group("dp-cp", (0, 1), rank)
+    parts = share_parts(plan_layout([("w", 5000)], 10**6, shards=2), group, torch.float32)
+    mapping = parts.map(0, 1)
+    seen = []
+    for step in (1, 2):
+        parts.arrays[0].tensor.fill_(10 * step + rank)
+        parts.meet()
+        mapping.populate()
+        seen.append(mapping.bytes.view(torch.float32).chunk(2)[1 - rank].unique().tolist())
+        mapping.drop()
+        parts.meet()
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return seen, {line.split()[4] for line in maps if "memfd:megatron_ds" in line}
+
+
+def test_processes_of_one_host_see_each_others_weights_where_they_lie():
+    (of_1, files_of_0), (of_0, files_of_1) = run_processes(2, see_each_other)
+    assert of_1 == [[11.0], [21.0]] and of_0 == [[10.0], [20.0]]
+    assert len(files_of_0) == 2 and files_of_0 == files_of_1            # by inode: its own, and the other's
