@@ -5,11 +5,11 @@ Each rank takes the softmax over its own columns and its own log of the sum, lse
 
     lse = log Σ_r exp(lse_r)      loss = lse - logit[label]      p = p_r * exp(lse_r - lse)      dlogit = p - target
 
-so there is one small collective a call, none in backward, and one fp32 buffer of the size of the logits, which holds p_r until
-backward turns it into the gradient in place.
+so there is one small collective a call, none in backward, and one fp32 buffer of the size of the logits, which becomes p_r and
+then, in backward, the gradient. Logits in fp32 are that buffer themselves: nothing is as large as they are, so a second one
+would be what a training step takes most memory with.
 
-Columns from `vocab_size` on are padding. They are set to -inf *in the logits* (they hold nothing anyone may read, and writing
-them is cheaper than copying the rest): their probability and gradient are exactly zero.
+Columns from `vocab_size` on are padding, set to -inf in the logits: their probability and gradient are exactly zero.
 """
 
 import torch
@@ -23,6 +23,7 @@ def vocab_parallel_cross_entropy(logits: torch.Tensor, labels: torch.Tensor, gro
                                  label_smoothing: float = 0.0) -> torch.Tensor:
     """logits [s, b, V'/t], labels [s, b] in [0, vocab_size) → loss per token, fp32 [s, b], the same on every rank.
 
+    The logits are used up: whoever wants them afterwards keeps a copy.
     Smoothing as in `ops.cross_entropy.cross_entropy`, over the whole vocabulary for any t. One backward per forward.
     """
     return _CrossEntropy.apply(logits, labels, group, vocab_size, label_smoothing)
@@ -41,12 +42,11 @@ class _CrossEntropy(torch.autograd.Function):
         logits = logits.detach()
         if valid < width:
             logits[..., valid:] = -torch.inf
-        p, own_lse = _softmax(logits, valid)
         label_logit = logits.gather(-1, column).squeeze(-1).float().masked_fill_(elsewhere, 0)
-        facts = [own_lse, label_logit]
         weight = smoothing_weight(label_smoothing, vocab_size) if label_smoothing else 0.0
-        if weight:
-            facts.append(logits[..., :valid].sum(-1, dtype=torch.float32))
+        sums = [logits[..., :valid].sum(-1, dtype=torch.float32)] * bool(weight)
+        p, own_lse = _softmax(logits, valid)
+        facts = [own_lse, label_logit, *sums]
         facts = collectives.all_gather(torch.stack(facts).unsqueeze(0), group)   # [t, facts, s, b]
         lse = torch.logsumexp(facts[:, 0], dim=0)
         loss = lse - facts[:, 1].sum(0)
@@ -73,9 +73,10 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _softmax(logits: torch.Tensor, valid: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """fp32 softmax over this rank's columns, and the log of the sum they were divided by."""
+    """fp32 softmax over this rank's columns, in place of logits in fp32, and the log of the sum they were divided by."""
     if valid == 0:
         return torch.zeros_like(logits, dtype=torch.float32), torch.full_like(logits[..., 0], -torch.inf, dtype=torch.float32)
-    p = torch.softmax(logits, dim=-1, dtype=torch.float32)
+    largest, p = logits.amax(-1).float(), logits.float()
+    torch.softmax(p, dim=-1, out=p)
     # p_max = exp(max - lse) is at least 1 / columns, so its logarithm is accurate.
-    return p, logits.amax(-1).float() - p.amax(-1).log()
+    return p, largest - p.amax(-1).log()

@@ -186,7 +186,8 @@ def _at_work(work: Workload, kind: str, recompute: str | None) -> int:
         return _at_work(seen, "block", recompute) + (2 * work.hidden_bytes if work.drops else 0)
     whole = work.tokens * work.model.hidden_size * work.itemsize if work.sequence_parallel else 0      # gathered
     if kind in ("head", "bert_head"):
-        return work.tokens * work.vocab * work.itemsize + work.hidden_bytes + whole
+        logits = work.tokens * work.vocab * work.itemsize if work.itemsize < 4 else 0       # in fp32 they are what is kept
+        return logits + work.hidden_bytes + whole
     if kind != "block":
         return 3 * work.hidden_bytes + whole
     again = {"full": kept_by_layer(work, "block") - work.hidden_bytes + _rotary_tables(work),

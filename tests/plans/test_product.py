@@ -6,6 +6,7 @@ import torch
 from megatron_ds.ops import product as products
 from megatron_ds.ops.attention import attention, reference_attention
 from megatron_ds.ops.product import add_product_, affine, product
+from tests.harness.alive_bytes import AliveBytes
 
 
 def factors(dtype, seed=0):
@@ -19,8 +20,11 @@ def is_without(request, monkeypatch):
     return request.param
 
 
+@pytest.mark.parametrize("rows", [2, 3, 100])             # widened at a time
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_products_are_exact_but_for_one_rounding(dtype, is_without):
+def test_products_are_exact_but_for_one_rounding(dtype, rows, is_without, monkeypatch):
+    monkeypatch.setattr(products, "BLOCK_ELEMENTS", 0)
+    monkeypatch.setattr(products, "LEAST_ROWS", rows)
     a, b, weight, bias = factors(dtype)
     half_ulp = torch.finfo(dtype).eps / 2
     for ours, exact in ((product(a, b), a.double() @ b.double()),
@@ -41,8 +45,24 @@ def test_a_processor_without_16_bit_products_multiplies_in_fp32(monkeypatch):
     assert torch.equal(product(a, b), mm(a.float(), b.float()).bfloat16()) and used == [torch.float32]
 
 
+def test_no_more_than_some_rows_are_held_in_fp32(monkeypatch):
+    monkeypatch.setattr(products, "has_products", lambda dtype: dtype == torch.float32)
+    a, b = torch.ones(8192, 64).bfloat16(), torch.ones(64, 1024).bfloat16()
+    gradient = torch.zeros(8192, 1024)
+    with AliveBytes(peak=True) as alive:
+        product(a, b)
+    assert 2 * 8192 * 1024 < alive.peak < 2 * 8192 * 1024 + 2 * 4 * products.BLOCK_ELEMENTS
+    with AliveBytes(peak=True) as alive:
+        add_product_(gradient, a, b)
+    assert alive.peak < 4 * products.BLOCK_ELEMENTS
+    assert gradient.unique().tolist() == [64.0]
+
+
+@pytest.mark.parametrize("rows", [2, 100])
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
-def test_products_are_added_to_gradients_of_either_width(out_dtype, is_without):
+def test_products_are_added_to_gradients_of_either_width(out_dtype, rows, is_without, monkeypatch):
+    monkeypatch.setattr(products, "BLOCK_ELEMENTS", 0)
+    monkeypatch.setattr(products, "LEAST_ROWS", rows)
     a, b, *_ = factors(torch.bfloat16)
     out = torch.linspace(-3, 3, 35).view(7, 5).to(out_dtype)
     expected = out.double() + a.double() @ b.double()

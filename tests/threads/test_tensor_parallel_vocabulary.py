@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_ds.mpu.group import solo
 from megatron_ds.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron_ds.tensor_parallel.embedding import VocabParallelEmbedding, parallel_logits
+from tests.harness.alive_bytes import AliveBytes
 from tests.harness.shards import assemble, cut
 from tests.harness.threads import run_ranks
 
@@ -154,6 +155,20 @@ def test_cross_entropy_keeps_one_buffer_of_the_size_of_the_logits():
     assert gradient.numel() == S * B * V
     with pytest.raises(AssertionError, match="run the forward again"):
         torch.autograd.grad(loss.sum(), logits)
+
+
+@pytest.mark.parametrize("dtype, copies", [(torch.float32, 0), (torch.bfloat16, 2)])
+def test_fp32_logits_become_probabilities_and_gradient_where_they_lie(dtype, copies):
+    """Beside 16-bit logits there are probabilities, twice their size, and in backward a gradient of theirs."""
+    logits = randn(64, 2, 512, seed=5).to(dtype).requires_grad_()
+    labels = torch.zeros(64, 2, dtype=torch.int64)
+    with AliveBytes(peak=True) as alive:
+        loss = vocab_parallel_cross_entropy(logits, labels, solo("tp"), 512)
+        forward = alive.peak
+        loss.sum().backward()
+    room = logits.nbytes // 8                              # for numbers per token
+    assert copies * logits.nbytes <= forward < copies * logits.nbytes + room
+    assert alive.peak < (copies + bool(copies)) * logits.nbytes + room
 
 
 def test_a_certain_prediction_costs_nothing_and_a_wrong_one_its_logit():
