@@ -48,19 +48,25 @@ def initialize(*, model: nn.Module, config: Mapping[str, Any] | str | os.PathLik
     write_passports(model, world.model, decay)
     agree(model, world.data)
     layers = find_layers(model) if settings.zero.stage == 3 else []
+    groups = _data_groups(settings, world)
     # Together: a rank's disk may be full, or its file of weights missing.
-    inner = settings.zero.zero_hpz_partition_size
-    halves = world.split_data(inner) if inner > 1 else (None, None)
-    optimizer = together(world.world, lambda: _make_optimizer(model, settings, world, halves, layers, draw))
+    optimizer = together(world.world, lambda: _make_optimizer(model, settings, world, groups, layers, draw))
     gathering = optimizer.gathering_of(0) if layers else None
     hooks = ModuleGathering(model, layers, gathering, settings.zero.prefetch_bucket_size) if gathering else None
     return Engine(model, settings, world, optimizer, hooks)
 
 
-def _make_optimizer(model: nn.Module, config: RunConfig, world: DataParallelWorld, halves: tuple,
+def _data_groups(config: RunConfig, world: DataParallelWorld) -> DataGroups:
+    """Collective over all ranks."""
+    inner = config.zero.zero_hpz_partition_size
+    halves = world.split_data(inner) if inner > 1 else (None, None)
+    groups = DataGroups(world.data, world.data, world.model, world.model, solo("embd"), *halves)
+    return groups.sharing_memory() if config.zero.stage == 3 and world.device.type == "cpu" else groups
+
+
+def _make_optimizer(model: nn.Module, config: RunConfig, world: DataParallelWorld, groups: DataGroups,
                     layers: list[ModuleLayer], draw: DrawByName | None) -> ZeroOptimizer:
     o, zero = config.optimizer, config.zero
-    groups = DataGroups(world.data, world.data, world.model, world.model, solo("embd"), *halves)
     parameters = list(model.parameters())
     unread = frozenset((0, i) for i, layer in enumerate(layers) if not layer.read_in_backward)
     return ZeroOptimizer(

@@ -33,7 +33,7 @@ def gpt_loss(logits: torch.Tensor, batch: Batch, *, tp: Group, vocab_size: int, 
     The objective is the mean over the counted tokens of this micro-batch (0 when none counts), so every micro-batch weighs
     the same, as in Megatron. `per_token`: it is their sum instead, and the gradient is divided by the tokens of the whole
     global batch at the step, so every token weighs the same. Smoothing is for training; evaluation measures without.
-    The logits may be overwritten. Collective over tp.
+    The logits are used up. Collective over tp.
     """
     smoothing = label_smoothing if batch.training else 0.0
     losses = vocab_parallel_cross_entropy(logits, batch.labels.t(), tp, vocab_size, smoothing)      # [s, b]

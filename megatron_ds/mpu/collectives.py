@@ -4,6 +4,8 @@ Names ending in `_` write in place. `n` is the group size. A group of one is no 
 operations leave the tensor as it is, the others return their input. Raises LayoutError where a size does not divide.
 """
 
+from dataclasses import replace
+
 import torch
 
 from ..errors import LayoutError
@@ -92,6 +94,11 @@ def barrier(group: Group) -> None:
     """Return once every rank of the group has come here."""
     if group.size > 1:
         group.transport.barrier()
+
+
+def share_memory(group: Group) -> Group:
+    """The group with memory that its ranks see of each other, where they are processes of one host. Collective."""
+    return group if group.transport is None else replace(group, memory=group.transport.share_memory())
 
 
 def _run(operation: str, group: Group, counted: torch.Tensor, async_op: bool, call) -> Work:

@@ -5,10 +5,12 @@ A group is a value handed down to the layers that need it; nothing looks one up 
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from .host_memory import SharedPages
 from .traffic import Traffic
+
+if TYPE_CHECKING:
+    from .host_memory import SharedPages
 
 
 class Work(Protocol):
@@ -47,7 +49,7 @@ class Transport(Protocol):
     def irecv(self, tensor, source: int, tag: int) -> Work: ...
     def all_gather_object(self, obj) -> list: ...
     def barrier(self) -> None: ...
-    def share_memory(self, nbytes: int) -> SharedPages | None: ...     # None: the ranks are on several hosts
+    def share_memory(self) -> "SharedPages | None": ...     # not a Work: the files, or None where ranks are apart
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +60,7 @@ class Group:
     ranks      their global ranks, in group order
     rank       the position of this process in `ranks`
     transport  None exactly when the group has one rank
+    memory     that its ranks see of each other; None: not asked for (`collectives.share_memory`), or they cannot
     """
 
     axes: str
@@ -65,6 +68,7 @@ class Group:
     rank: int
     transport: Transport | None = None
     traffic: Traffic = field(default_factory=Traffic)
+    memory: "SharedPages | None" = None
 
     @property
     def size(self) -> int:

@@ -11,6 +11,8 @@ import functools
 import logging
 import mmap
 import os
+import platform
+import secrets
 import socket
 import weakref
 from collections.abc import Callable, Sequence
@@ -23,7 +25,8 @@ logger = logging.getLogger(__name__)
 
 PAGE = mmap.PAGESIZE
 _NAME = "megatron_ds"
-_PROT_NONE, _MAP_FIXED, _MAP_NORESERVE, _MADV_POPULATE_READ = 0, 0x10, 0x4000, 22         # Linux's, on all processors
+_MACHINES = ("x86_64", "aarch64")
+_PROT_NONE, _MAP_FIXED, _MAP_NORESERVE, _MADV_POPULATE_READ = 0, 0x10, 0x4000, 22       # Linux's on these
 
 
 @dataclass(frozen=True)
@@ -36,20 +39,21 @@ class Part:
 
 
 class SharedPages:
-    """own: this rank's, uint8 [nbytes], zeros at first: an anonymous file in memory, gone with the last who holds it.
+    """An anonymous file in memory for each rank, gone with the last who holds it. files: of all ranks; `rank` is this one."""
 
-    files: of all ranks, in order
-    """
+    def __init__(self, rank: int, files: Sequence[int]):
+        self.files, self._rank, self._end = files, rank, 0
+        weakref.finalize(self, _close, files).atexit = False
 
-    def __init__(self, own: torch.Tensor, files: list[int]):
-        self.own, self._files = own, files
+    def allocate(self, nbytes: int) -> tuple[int, torch.Tensor]:
+        """(first byte, uint8 [nbytes] of zeros) in this rank's file. All ranks allocate alike, then have it at the same place.
 
-    def map(self, parts: Sequence[Part]) -> "Mapping":
-        """These parts, one after the other without gaps. Where a part ends within a page, the next one must go on there."""
-        return Mapping(parts, self._files)
-
-    def __del__(self):
-        _close(self._files)
+        Raises OSError where there is no room.
+        """
+        start, self._end = self._end, self._end + _up_to_page(nbytes)
+        os.ftruncate(self.files[self._rank], self._end)
+        address = _map(None, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE, self.files[self._rank], start)
+        return start, torch.frombuffer(_memory_at(address, nbytes), dtype=torch.uint8)
 
 
 class Mapping:
@@ -61,31 +65,31 @@ class Mapping:
     A page that two parts meet in is a copy of its pieces. Raises OSError where the system has no room.
     """
 
-    def __init__(self, parts: Sequence[Part], files: Sequence[int]):
+    def __init__(self, shared: SharedPages, parts: Sequence[Part]):
+        """Where a part ends within a page, the next one must go on there."""
+        self._shared = shared                                       # its files stay open
         begin = parts[0].start % PAGE
         stop = begin + sum(part.nbytes for part in parts)
-        size = _up_to_page(stop)
-        base = _map(None, size, mmap.MAP_ANONYMOUS, -1, 0)
-        memory = (ctypes.c_char * size).from_address(base)
-        weakref.finalize(memory, _libc().munmap, base, size).atexit = False         # when no tensor looks at it any more
+        base, size = _map(None, _up_to_page(stop), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, _PROT_NONE, -1, 0), _up_to_page(stop)
+        memory = _memory_at(base, size)
         self._span, self.bytes = (base, size), torch.frombuffer(memory, dtype=torch.uint8)[begin:stop]
         self._pieces: list[tuple[memoryview, int, int]] = []        # where, file, from which byte on
         for part in parts:
             assert part.start % PAGE == begin % PAGE, "a part does not go on where the last one ended within a page"
-            self._lay(memoryview(memory), base, begin, files[part.rank], part)
+            self._lay(memoryview(memory), base, begin, shared.files[part.rank], part)
             begin += part.nbytes
 
     def _lay(self, memory: memoryview, base: int, begin: int, file: int, part: Part) -> None:
         """Whole pages of a part are mapped, to byte `begin` on; pieces of pages will be read."""
         stop, first, last = begin + part.nbytes, _up_to_page(begin), (begin + part.nbytes) // PAGE * PAGE
         if first < last:
-            _map(base + first, last - first, _MAP_FIXED, file, part.start + first - begin)
+            _map(base + first, last - first, mmap.MAP_PRIVATE | _MAP_FIXED, _PROT_NONE, file, part.start + first - begin)
         for low, high in [(begin, first), (last, stop)] if first <= last else [(begin, stop)]:
             if low < high:
                 self._pieces.append((memory[low:high], file, part.start + low - begin))
 
     def populate(self) -> None:
-        _libc().mprotect(*self._span, mmap.PROT_READ | mmap.PROT_WRITE)
+        _check(_libc().mprotect(*self._span, mmap.PROT_READ | mmap.PROT_WRITE), self._span[1])
         # All pages at once rather than each when it is read; the latter is what a kernel before 5.14 does.
         _libc().madvise(*self._span, _MADV_POPULATE_READ)
         for piece, file, start in self._pieces:
@@ -94,64 +98,67 @@ class Mapping:
 
     def drop(self) -> None:
         """Let go of the memory. Who reads it nevertheless is ended, as with memory that was freed, rather than misled."""
-        _libc().madvise(*self._span, mmap.MADV_DONTNEED)
-        _libc().mprotect(*self._span, _PROT_NONE)
+        _check(_libc().madvise(*self._span, mmap.MADV_DONTNEED), self._span[1])
+        _check(_libc().mprotect(*self._span, _PROT_NONE), self._span[1])
 
 
-def share_pages(nbytes: int, rank: int, exchange: Callable[[object], list]) -> SharedPages | None:
-    """`nbytes` of each rank that all ranks see; None where they are on several hosts, or not on Linux.
+def share_pages(rank: int, exchange: Callable[[object], list]) -> SharedPages | None:
+    """Memory that all ranks see; None where they are on several hosts, or not on Linux.
 
     rank: the position of this one. exchange: every rank's object, in order. Collective over its ranks.
     """
-    host, file = _host(), _make_file(nbytes)
-    entries = exchange((host if file is not None else None, os.getpid(), file))
+    host, name = _host(), f"{_NAME}-{secrets.token_hex(8)}"
+    file = None if host is None else _make_file(name)
+    entries = exchange((host if file is not None else None, os.getpid(), file, name))
     hosts = {entry[0] for entry in entries}
     if None in hosts or len(hosts) > 1:
         _close([file])
         return None
-    files, trouble = _open_all(entries, nbytes)
+    files, trouble = _open_others(entries, rank)
     told = [words for words in exchange(trouble) if words]
-    own = torch.frombuffer(mmap.mmap(file, nbytes), dtype=torch.uint8) if not told else None
-    _close([file])
     if told:
         _close(files)
         if rank == 0:
             _warn_once(told[0])
         return None
-    return SharedPages(own, files)
+    return SharedPages(rank, files)
 
 
 def _host() -> tuple[str, str, str] | None:
-    """Equal for two processes that know each other's ids; None where there are no such files."""
+    """Equal for two processes that know each other's ids; None where this file does not know the system."""
     try:
+        if platform.machine() not in _MACHINES:
+            return None
         return socket.gethostname(), Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid")
     except OSError:
         return None
 
 
-def _make_file(nbytes: int) -> int | None:
+def _make_file(name: str) -> int | None:
     try:
-        file = os.memfd_create(_NAME)
-        os.ftruncate(file, nbytes)
-        return file
+        return os.memfd_create(name)
     except (AttributeError, OSError):       # not on Linux; or the system forbids it
         return None
 
 
-def _open_all(entries: Sequence[tuple], nbytes: int) -> tuple[list[int], str]:
-    """(the files opened, why one could not be)"""
-    opened: list[int] = []
-    for _, pid, file in entries:
+def _open_others(entries: Sequence[tuple], rank: int) -> tuple[list[int], str]:
+    """(this rank's file and the others', as far as they could be opened; why one could not be)"""
+    files: list[int] = []
+    trouble = ""
+    for position, (_, pid, file, name) in enumerate(entries):
         path = f"/proc/{pid}/fd/{file}"
         try:
-            if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
-                return opened, f"{path} is another file than process {pid} said"
-            opened.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+            if position == rank:
+                files.append(file)
+            elif trouble:
+                continue
+            elif os.readlink(path) != f"/memfd:{name} (deleted)":
+                trouble = f"{path} is another file than process {pid} said"
+            else:
+                files.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
         except OSError as error:
-            return opened, f"process {os.getpid()} may not see memory of process {pid}: {error}"
-        if (found := os.fstat(opened[-1]).st_size) != nbytes:
-            return opened, f"process {pid} shares {found} bytes where process {os.getpid()} shares {nbytes}"
-    return opened, ""
+            trouble = f"process {os.getpid()} may not see memory of process {pid}: {error}"
+    return files, trouble
 
 
 @functools.cache
@@ -176,15 +183,26 @@ def _libc() -> ctypes.CDLL:
     return libc
 
 
+def _map(address: int | None, nbytes: int, flags: int, protection: int, file: int, offset: int) -> int:
+    at = _libc().mmap(address, nbytes, protection, flags | _MAP_NORESERVE, file, offset)
+    _check(at == ctypes.c_void_p(-1).value, nbytes)
+    return at
+
+
+def _check(failed: int, nbytes: int) -> None:
+    if failed:
+        code = ctypes.get_errno()
+        raise OSError(code, f"cannot map {nbytes} bytes of this host's memory, where the ranks of one host share the weights "
+                            f"of ZeRO stage 3: {os.strerror(code)}. Look at ulimit -v and -d, and at vm.max_map_count and "
+                            "vm.overcommit_memory")
+
+
+def _memory_at(address: int, nbytes: int) -> ctypes.Array:
+    """A buffer there, unmapped when nobody looks at it any more."""
+    memory = (ctypes.c_char * nbytes).from_address(address)
+    weakref.finalize(memory, _libc().munmap, address, nbytes).atexit = False
+    return memory
+
+
 def _up_to_page(nbytes: int) -> int:
     return -(-nbytes // PAGE) * PAGE
-
-
-def _map(address: int | None, nbytes: int, flags: int, file: int, offset: int) -> int:
-    """Private, so that writing changes nobody's pages but one's own."""
-    flags |= mmap.MAP_PRIVATE | _MAP_NORESERVE
-    at = _libc().mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, file, offset)
-    if at == ctypes.c_void_p(-1).value:
-        code = ctypes.get_errno()
-        raise OSError(code, f"cannot map {nbytes} bytes of the host's memory: {os.strerror(code)}")
-    return at

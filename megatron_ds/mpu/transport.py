@@ -98,8 +98,8 @@ class TorchTransport:
         with _Translated(self, "barrier"):
             dist.barrier(self.process_group)
 
-    def share_memory(self, nbytes):
-        return share_pages(nbytes, self.rank, self.all_gather_object)
+    def share_memory(self):
+        return share_pages(self.rank, self.all_gather_object)
 
     def close(self) -> None:
         """Give the process groups back to torch and forget them: one that outlives the interpreter's threads aborts it."""

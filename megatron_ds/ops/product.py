@@ -9,7 +9,7 @@ import functools
 
 import torch
 
-LEAST_ROWS, BLOCK_ELEMENTS = 64, 2**20
+LEAST_ROWS, BLOCK_ELEMENTS = 256, 2**20
 
 _ASK_ONEDNN = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
 
@@ -61,6 +61,6 @@ def _widened(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> tor
 
 
 def _blocks(a: torch.Tensor, b: torch.Tensor) -> list[slice]:
-    """Rows of a that are widened at a time, so that no more is held in fp32 than BLOCK_ELEMENTS or some rows."""
+    """Rows of a that are widened, and multiplied, at a time: BLOCK_ELEMENTS in fp32, or some rows, beside b as a whole."""
     rows = max(LEAST_ROWS, BLOCK_ELEMENTS // (a.shape[1] + b.shape[1]))
     return [slice(start, start + rows) for start in range(0, a.shape[0], rows)]

@@ -44,7 +44,7 @@ class _CrossEntropy(torch.autograd.Function):
             logits[..., valid:] = -torch.inf
         label_logit = logits.gather(-1, column).squeeze(-1).float().masked_fill_(elsewhere, 0)
         weight = smoothing_weight(label_smoothing, vocab_size) if label_smoothing else 0.0
-        sums = [logits[..., :valid].sum(-1, dtype=torch.float32)] * bool(weight)
+        sums = [logits[..., :valid].sum(-1, dtype=torch.float32)] if weight else []
         p, own_lse = _softmax(logits, valid)
         facts = [own_lse, label_logit, *sums]
         facts = collectives.all_gather(torch.stack(facts).unsqueeze(0), group)   # [t, facts, s, b]
@@ -76,7 +76,11 @@ def _softmax(logits: torch.Tensor, valid: int) -> tuple[torch.Tensor, torch.Tens
     """fp32 softmax over this rank's columns, in place of logits in fp32, and the log of the sum they were divided by."""
     if valid == 0:
         return torch.zeros_like(logits, dtype=torch.float32), torch.full_like(logits[..., 0], -torch.inf, dtype=torch.float32)
-    largest, p = logits.amax(-1).float(), logits.float()
-    torch.softmax(p, dim=-1, out=p)
+    largest = logits.amax(-1).float()
+    if logits.is_cuda and logits.dtype != torch.float32:
+        p = torch.softmax(logits, dim=-1, dtype=torch.float32)          # reads 16 bits and writes 32 in one kernel
+    else:
+        p = logits.float()
+        torch.softmax(p, dim=-1, out=p)
     # p_max = exp(max - lse) is at least 1 / columns, so its logarithm is accurate.
     return p, largest - p.amax(-1).log()

@@ -23,7 +23,7 @@ from ..pipeline.stage import Stage
 from ..tensor_parallel.init import initialize, initialize_interval
 from ..token_drop import make_token_drop
 from ..zero.optimizer import DataGroups, LayerPlan, ZeroOptimizer
-from ..zero.policy import HIERARCHICAL, STAGES
+from ..zero.policy import policy_of
 from ..zero.scaler import make_scaler
 from ..zero.sets import SHARED
 from .dtypes import DTYPES
@@ -95,8 +95,9 @@ def build_engine(config: RunConfig, mesh: Mesh) -> Engine:
     parameters = list(modules.parameters())
     if not parameters or not parameters[0].is_meta:
         initialize(parameters, config.train.seed, mesh.group("tp").rank, mesh.size("tp"))
+    groups = _data_groups(config, mesh)
     # Together: a rank's disk may be full.
-    optimizer = together(mesh.group("world"), lambda: _build_optimizer(config, mesh, built, parameters))
+    optimizer = together(mesh.group("world"), lambda: _build_optimizer(config, mesh, groups, built, parameters))
     kinds = {stage: [layer.sort for layer in layers] for stage, layers in slices.items()}
     pinned, why_pinned = _pinning(config, mesh, memory, optimizer, kinds, plan)
     stages = {index: _build_stage(config, mesh, index, list(built[index]), optimizer, plan) for index in built}
@@ -123,12 +124,18 @@ def _pinning(config: RunConfig, mesh: Mesh, memory: int, optimizer: ZeroOptimize
     return decision.pinned, pinning_text(decision)
 
 
-def _build_optimizer(config: RunConfig, mesh: Mesh, stages: Mapping[int, nn.ModuleList],
+def _data_groups(config: RunConfig, mesh: Mesh) -> DataGroups:
+    """Collective over the world."""
+    inner = config.zero.zero_hpz_partition_size
+    halves = mesh.split_data(inner) if inner > 1 else (None, None)
+    groups = DataGroups(mesh.group("dp", "cp"), mesh.group("edp"), mesh.group("tp"), mesh.group("tp", "pp"),
+                        mesh.group("embd"), *halves)
+    return groups.sharing_memory() if config.zero.stage == 3 and mesh.device.type == "cpu" else groups
+
+
+def _build_optimizer(config: RunConfig, mesh: Mesh, groups: DataGroups, stages: Mapping[int, nn.ModuleList],
                      parameters: list[nn.Parameter]) -> ZeroOptimizer:
-    o, zero, tp = config.optimizer, config.zero, mesh.group("tp")
-    is_hierarchical = zero.zero_hpz_partition_size > 1
-    halves = mesh.split_data(zero.zero_hpz_partition_size) if is_hierarchical else (None, None)
-    groups = DataGroups(mesh.group("dp", "cp"), mesh.group("edp"), tp, mesh.group("tp", "pp"), mesh.group("embd"), *halves)
+    o, zero, tp = config.optimizer, config.zero, groups.tp
     layers = {stage: [list(module.parameters()) for module in modules] for stage, modules in stages.items()
               if zero.stage == 3}
     unread = frozenset((stage, i) for stage, modules in stages.items() for i, module in enumerate(modules)
@@ -139,7 +146,7 @@ def _build_optimizer(config: RunConfig, mesh: Mesh, stages: Mapping[int, nn.Modu
         stage_of |= {p: SHARED if p in stage_of else stage for p in uses[stage]}
     return ZeroOptimizer(
         parameters, uses={p: count for counts in uses.values() for p, count in counts.items()}, stage_of=stage_of,
-        groups=groups, policy=HIERARCHICAL if is_hierarchical else STAGES[zero.stage],
+        groups=groups, policy=policy_of(zero.stage, zero.zero_hpz_partition_size),
         make_optimizer=partial(OPTIMIZERS[o.optimizer], settings=o), scaler=make_scaler(o),
         clip_grad=o.clip_grad, bucket_elements=bucket_elements(zero, sum(p.numel() for p in parameters)),
         overlap=zero.overlap_comm is not False, grad_dtype=DTYPES[o.gradient_dtype], device=mesh.device,

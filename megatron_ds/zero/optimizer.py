@@ -15,12 +15,12 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
-from ..mpu.collectives import all_reduce_
+from ..mpu.collectives import all_reduce_, barrier, share_memory
 from ..mpu.group import Group
 from ..mpu.param_spec import ParamSpec
 from .buckets import Holder
@@ -63,6 +63,11 @@ class DataGroups:
     tied: Group
     inner: Group | None = None
     outer: Group | None = None
+
+    def sharing_memory(self) -> "DataGroups":
+        """The same, where ranks that gather weights see each other's where they can. Collective over the data group."""
+        name = "inner" if self.inner else "data"
+        return replace(self, **{name: share_memory(getattr(self, name))})
 
 
 @dataclass(frozen=True)
@@ -257,9 +262,8 @@ class ZeroOptimizer:
         self.scaler.load_numbers(numbers)
 
     def before_load(self) -> None:
-        """Pieces will be overwritten: on return nobody gathers what is in them. Collective over the data group."""
-        for s in self._sets:
-            s.store.meet()
+        """Pieces will be overwritten: on return nobody looks at what is in them. Collective over the data group."""
+        self._meet()
 
     @torch.no_grad()
     def after_load(self) -> None:
@@ -369,6 +373,13 @@ class ZeroOptimizer:
     def _refresh(self) -> None:
         for s in self._sets:
             s.store.refresh()
+        self._meet()
+
+    def _meet(self) -> None:
+        """Ranks that see each other's weights have all come here. (One after an update; before it the norm is another.)"""
+        groups = {id(s.store.ranks.inner): s.store.ranks.inner for s in self._sets if s.plan.units and s.store.is_shared}
+        for group in groups.values():
+            barrier(group)
 
     def _inner_of(self, leaf: Leaf) -> InnerOptimizer:
         return self._inner_of_offloaded.get(id(leaf.tensor), self._inner)

@@ -48,9 +48,6 @@ class ParamStore:
         """Those of `numel` elements from the beginning of a piece on, in one bucket."""
         return InMemory(self.flat[first.flat:first.flat + numel])
 
-    def meet(self) -> None:
-        """Nobody reads this rank's weights but itself."""
-
     def refresh(self) -> None:
         """This rank's share was updated: the others' too, on return. Collective where sharded."""
         if not self.sharded:

@@ -10,41 +10,34 @@ lies in the flat buffer, at the same place of a page:
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
-from ..mpu.collectives import barrier
 from ..mpu.group import Group
-from ..mpu.host_memory import PAGE, Mapping, Part, SharedPages
+from ..mpu.host_memory import PAGE, Mapping, Part
 from .home import InMemory
 from .layout import Bucket, Layout
 
 
 class SharedParts:
-    """arrays: of each bucket this rank's part."""
+    """arrays: of each bucket this rank's part, of zeros. All ranks of the group make theirs alike, without a word.
 
-    def __init__(self, places: Sequence[Sequence[Part]], memory: SharedPages, dtype: torch.dtype, group: Group):
-        """places: of each bucket the part of each rank."""
-        self._places, self._memory, self._group = places, memory, group
-        mine = [parts[group.rank] for parts in places]
-        self.arrays = [InMemory(memory.own[part.start:part.start + part.nbytes].view(dtype)) for part in mine]
+    They must meet (a barrier) between writing to parts and mapping them, and between using what was mapped and writing.
+    Raises OSError where there is no room.
+    """
+
+    def __init__(self, layout: Layout, group: Group, dtype: torch.dtype):
+        self._memory = group.memory
+        self._places, nbytes = _places(layout.buckets, group.size, dtype.itemsize)
+        self._start, own = self._memory.allocate(nbytes)
+        mine = [parts[group.rank] for parts in self._places]
+        self.arrays = [InMemory(own[part.start:part.start + part.nbytes].view(dtype)) for part in mine]
 
     def map(self, first: int, stop: int) -> Mapping:
         """Buckets [first, stop), one after the other, as in the flat buffer."""
-        return self._memory.map([part for parts in self._places[first:stop] for part in parts])
-
-    def meet(self) -> None:
-        """On return all ranks see what was written before, and nobody looks any more at what was there. Collective."""
-        barrier(self._group)
-
-
-def share_parts(layout: Layout, group: Group, dtype: torch.dtype) -> SharedParts | None:
-    """Of zeros; None where the ranks of `group` are on several hosts. Collective over it."""
-    if group.transport is None:
-        return None
-    places, nbytes = _places(layout.buckets, group.size, dtype.itemsize)
-    memory = group.transport.share_memory(nbytes)
-    return None if memory is None else SharedParts(places, memory, dtype, group)
+        return Mapping(self._memory, [replace(part, start=self._start + part.start)
+                                      for parts in self._places[first:stop] for part in parts])
 
 
 def _places(buckets: Sequence[Bucket], ranks: int, itemsize: int) -> tuple[list[list[Part]], int]:

@@ -2,7 +2,7 @@
 
 Terms:  a *unit* is what one layer owns of a set of parameters, a run of whole buckets: what is gathered at a time.
         Its *flat* buffer holds the parameters while they are whole; they are views of it all the time.
-        *Free* means that the flat buffer has a storage of no bytes; *whole* that it is gathered.
+        *Free* means that the flat buffer has a storage of no bytes, or addresses without memory; *whole* that it is gathered.
 
     part     this rank's weights, in their home: on the device, or offloaded to the host or a disk; one of as many as an inner
              group has ranks (hierarchy.py), which are the ranks that gather. Of it, this rank updates its shard
@@ -28,7 +28,7 @@ from ..ops.async_io import aligned_empty
 from .hierarchy import Hierarchy
 from .home import Array, Home
 from .layout import Layout, ShardPiece, SlotPiece
-from .shared_parts import share_parts
+from .shared_parts import SharedParts
 
 Draw = Callable[[ParamSpec, int, torch.Tensor], None]
 """Fills a flat tensor with the initial values of elements [start, start + len) of a local parameter."""
@@ -93,9 +93,9 @@ class Unit:
 
 
 class MappedUnit(Unit):
-    """Of ranks that see each other's shards: whole is who has them in his address space, in their order.
+    """Of ranks that see each other's parts: whole when their pages are mapped, one part after the other.
 
-    A gather is counted as one, and moves nothing. Of `flat`, whose storage stays, pages come and go.
+    A gather is counted as one, and moves nothing. When it is free, `flat` has addresses that nobody may touch.
     """
 
     def __init__(self, layer: int, first_bucket: int, last_bucket: int, dtype: torch.dtype, mapping: Mapping, group: Group):
@@ -126,7 +126,7 @@ class ShardedParams:
 
     parameters  in the order of layout.slots, all of one dtype, on any device or on "meta"
     units       (layer, first bucket, last bucket + 1), in the order of the buckets
-    home        of the shards
+    home        of the parts, unless other ranks see them where they lie
     draw        gives the values of parameters on "meta"
     """
 
@@ -139,13 +139,12 @@ class ShardedParams:
         here = ranks.inner.rank, ranks.inner.size
         self._parts = layout.shard_pieces(*here)
         dtype = parameters[0].dtype
-        self._shared = share_parts(layout, ranks.inner, dtype) if home.is_plain else None
+        self._shared = SharedParts(layout, ranks.inner, dtype) if ranks.inner.memory and home.is_plain else None
         self._arrays = (self._shared.arrays if self._shared
                         else home.arrays([part.stop - part.start for part in self._parts], dtype))      # one a bucket
         for piece in layout.slot_intersections(*here):
             fill(self.values_of(piece)[:piece.stop - piece.start], parameters[piece.slot], piece.start, draw)
         home.settle()
-        self.meet()
         self.units: list[Unit] = []
         for layer, first, stop in units:
             self.units.append(self._make_unit(layer, first, stop, dtype, device))
@@ -154,6 +153,11 @@ class ShardedParams:
     @property
     def shard_bytes(self) -> int:
         return sum(array.tensor.nbytes for array in self._arrays)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other ranks see the parts where they lie."""
+        return self._shared is not None
 
     @property
     def nbytes(self) -> int:
@@ -183,12 +187,6 @@ class ShardedParams:
             works = [self._refresh_part(*of) for of in zip(self._arrays, self._parts, shards)]
             for work in works:
                 work.wait()
-        self.meet()
-
-    def meet(self) -> None:
-        """Before somebody writes to parts, and after it: see `SharedParts.meet`. Collective over the inner group."""
-        if self._shared:
-            self._shared.meet()
 
     def _refresh_part(self, array: Array, part: ShardPiece, shard: ShardPiece) -> Work:
         """An array that is elsewhere comes to the device for it."""

@@ -150,8 +150,8 @@ class ThreadTransport:
     def barrier(self):
         self._exchange(None)
 
-    def share_memory(self, nbytes):
-        return share_pages(nbytes, self.rank, self._exchange) if self.room.shares_memory else None
+    def share_memory(self):
+        return share_pages(self.rank, self._exchange) if self.room.shares_memory else None
 
 
 class _Receive:

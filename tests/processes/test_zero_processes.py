@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_ds.mpu.collectives import barrier, share_memory
 from megatron_ds.zero.layout import plan_layout
 from megatron_ds.zero.policy import HIERARCHICAL
-from megatron_ds.zero.shared_parts import share_parts
+from megatron_ds.zero.shared_parts import SharedParts
 from tests.harness.processes import run_processes
 from tests.harness.threads import run_ranks
 from tests.threads.test_zero_hierarchy import train as train_hierarchy
@@ -41,17 +42,18 @@ def test_sharding_over_three_processes_equals_whole_states_within_summation_orde
 
 def see_each_other(rank, world):
     """(the other's weights as seen from here, before and after it wrote again; the file they are in)"""
-    group = world.group("dp-cp", (0, 1), rank)
-    parts = share_parts(plan_layout([("w", 5000)], 10**6, shards=2), group, torch.float32)
+    group = share_memory(world.group("dp-cp", (0, 1), rank))
+    parts = SharedParts(plan_layout([("w", 5000)], 10**6, shards=2), group, torch.float32)
+    barrier(group)
     mapping = parts.map(0, 1)
     seen = []
     for step in (1, 2):
         parts.arrays[0].tensor.fill_(10 * step + rank)
-        parts.meet()
+        barrier(group)
         mapping.populate()
         seen.append(mapping.bytes.view(torch.float32).chunk(2)[1 - rank].unique().tolist())
         mapping.drop()
-        parts.meet()
+        barrier(group)
     maps = Path("/proc/self/maps").read_text().splitlines()
     return seen, {line.split()[4] for line in maps if "memfd:megatron_ds" in line}
 

@@ -5,22 +5,27 @@ import mmap
 import os
 import random
 import re
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_ds.config import parse
+from megatron_ds.errors import ConfigError
 from megatron_ds.mpu import host_memory
+from megatron_ds.mpu.collectives import barrier, share_memory
 from megatron_ds.mpu.grid import Grid
-from megatron_ds.mpu.host_memory import share_pages
+from megatron_ds.mpu.host_memory import PAGE, Mapping, Part, share_pages
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.progress import Progress
 from megatron_ds.training.build import build_engine
 from megatron_ds.training.compare import global_batch_share, parse_layout, random_samples
 from megatron_ds.training.step import train_step
+from megatron_ds.zero.disk import DiskHome
 from megatron_ds.zero.layout import plan_layout
-from megatron_ds.zero.shared_parts import SharedParts, share_parts
+from megatron_ds.zero.optimizer import ZeroOptimizer
+from megatron_ds.zero.shared_parts import SharedParts
 from megatron_ds.zero.units import MappedUnit
 from tests.harness.threads import run_ranks
 from tools.compare_layouts import SEQ_LENGTH, VOCAB, tiny_job
@@ -41,18 +46,21 @@ def test_buckets_of_any_size_are_mapped_as_an_all_gather_would_lay_them(seed):
     start = layout.buckets[first].start
 
     def main(rank, world):
-        parts = share_parts(layout, world.group("dp", tuple(range(ranks)), rank), dtype)
+        group = share_memory(world.group("dp", tuple(range(ranks)), rank))
+        SharedParts(layout, group, torch.float64)           # there are others before them
+        parts = SharedParts(layout, group, dtype)
+        barrier(group)
         mapping = parts.map(first, stop)
         results = []
         for factor in (1, 2):                          # the owners' second values are seen, too
             for array, piece in zip(parts.arrays, layout.shard_pieces(rank)):
                 array.tensor.copy_(factor * values[piece.start:piece.stop])
-            parts.meet()
+            barrier(group)
             mapping.populate()
             results.append(mapping.bytes.view(dtype).clone())
             mapping.bytes.zero_()                      # nobody else sees that
             mapping.drop()
-            parts.meet()
+            barrier(group)
         return results
 
     expected = values[start:layout.buckets[stop - 1].stop]
@@ -64,13 +72,13 @@ def test_dropped_pages_leave_memory_and_cannot_be_read():
     nbytes = 64 << 20
 
     def main(rank, world):
-        memory = share_pages(nbytes, rank, world.group("dp", (0, 1), rank).transport.all_gather_object)
-        memory.own.fill_(rank + 1)
-        world.group("dp", (0, 1), rank).transport.barrier()
+        group = share_memory(world.group("dp", (0, 1), rank))
+        group.memory.allocate(nbytes)[1].fill_(rank + 1)
+        barrier(group)
         if rank:
             return None
         before = resident()
-        mapping = memory.map([host_memory.Part(1, 0, nbytes)])
+        mapping = Mapping(group.memory, [Part(1, 0, nbytes)])
         mapping.populate()
         whole, total = resident() - before, int(mapping.bytes.sum(dtype=torch.int64))
         mapping.drop()
@@ -100,8 +108,7 @@ def files_here() -> list[str]:
 
 
 def share(rank, world):
-    memory = share_pages(1 << 16, rank, world.group("dp", (0, 1), rank).transport.all_gather_object)
-    return memory is None
+    return share_pages(rank, world.group("dp", (0, 1), rank).transport.all_gather_object) is None
 
 
 @pytest.mark.parametrize("what, warns", [("hosts", False), ("no files", False), ("no rights", True),
@@ -112,7 +119,8 @@ def test_ranks_that_cannot_see_each_other_agree_that_they_do_not(what, warns, mo
         monkeypatch.setattr(host_memory, "_host", lambda: calls.append(0) or (f"host{len(calls)}", "", ""))
     elif what == "no files":                            # on one rank
         make = host_memory._make_file
-        monkeypatch.setattr(host_memory, "_make_file", lambda n: calls.append(0) or (make(n) if len(calls) == 1 else None))
+        first = lambda name: calls.append(0) or (make(name) if len(calls) == 1 else None)
+        monkeypatch.setattr(host_memory, "_make_file", first)
     elif what == "no rights":
         refuse = PermissionError(13, "Permission denied")
         monkeypatch.setattr(os, "readlink", _raising(refuse, os.readlink))
@@ -134,9 +142,23 @@ def _raising(error, otherwise):
     return readlink
 
 
-def test_memory_and_files_are_given_back():
+def test_memory_and_files_are_given_back_with_the_last_tensor_that_looks_at_them():
     files = files_here()
-    assert run_ranks(2, share, shares_memory=True) == [False, False]
+
+    def main(rank, world):
+        group = share_memory(world.group("dp", (0, 1), rank))
+        group.memory.allocate(PAGE)[1].fill_(rank + 1)
+        barrier(group)
+        mapping = Mapping(group.memory, [Part(1, 0, 100), Part(0, 100, 60)])
+        barrier(group)
+        return mapping
+
+    mappings = run_ranks(2, main, shares_memory=True)
+    assert len(files_here()) == len(files) + 4          # whoever looks can go on doing so
+    for mapping in mappings:
+        mapping.populate()
+        assert mapping.bytes.unique(return_counts=True)[1].tolist() == [60, 100]
+    del mapping, mappings
     assert files_here() == files
 
 
@@ -174,7 +196,22 @@ def test_training_has_the_bits_and_the_traffic_of_messages(layout, dtype):
         assert all(torch.equal(seen[1][name], sent[1][name]) for name in sent[1])
 
 
+def test_a_rank_that_cannot_begin_tells_the_others_also_where_they_share_memory(monkeypatch):
+    """Its disk is full before weights are laid out: all ranks tell that, and none waits for another."""
+    calls, arrays = [], DiskHome.arrays
+
+    def full_on_one(home, sizes, dtype):
+        calls.append(0)
+        if len(calls) == 2:
+            raise ConfigError("the disk is full")
+        return arrays(home, sizes, dtype)
+
+    monkeypatch.setattr(DiskHome, "arrays", full_on_one)
+    with pytest.raises(ConfigError, match="on rank.*the disk is full"):
+        train(f"dp=2,zero=3,offload=nvme,nvme={tempfile.gettempdir()}", "fp32", True)
+
+
 def test_without_meeting_after_an_update_a_rank_would_see_weights_of_two_steps(monkeypatch):
     expected = [rank[0] for rank in train("dp=2,zero=3", "fp32", True)]
-    monkeypatch.setattr(SharedParts, "meet", lambda parts: None)
+    monkeypatch.setattr(ZeroOptimizer, "_meet", lambda optimizer: None)
     assert [rank[0] for rank in train("dp=2,zero=3", "fp32", True)] != expected
