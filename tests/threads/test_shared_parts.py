@@ -1,5 +1,6 @@
 """Weights that ranks of one host see where they lie: what is mapped, who may look when, and where it cannot be."""
 
+import gc
 import logging
 import mmap
 import os
@@ -69,7 +70,7 @@ def test_buckets_of_any_size_are_mapped_as_an_all_gather_would_lay_them(seed):
 
 
 def test_dropped_pages_leave_memory_and_cannot_be_read():
-    nbytes = 64 << 20
+    nbytes = 128 << 20
 
     def main(rank, world):
         group = share_memory(world.group("dp", (0, 1), rank))
@@ -77,6 +78,7 @@ def test_dropped_pages_leave_memory_and_cannot_be_read():
         barrier(group)
         if rank:
             return None
+        gc.collect()
         before = resident()
         mapping = Mapping(group.memory, [Part(1, 0, nbytes)])
         mapping.populate()
@@ -103,6 +105,7 @@ def protection(address: int) -> str:
 
 # ---------------------------------------------------------------------------------------------------- where it cannot be
 def files_here() -> list[str]:
+    gc.collect()                                        # what other tests left may hold some
     links = (os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd"))
     return [os.readlink(link) for link in links if os.path.lexists(link) and "memfd" in os.readlink(link)]
 
