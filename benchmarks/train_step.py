@@ -89,6 +89,8 @@ def run_rank(args: argparse.Namespace, stack: ExitStack) -> None:
         seconds.append(time.perf_counter() - start)
         if args.turns and rank == 0:
             print(STEP_DONE, flush=True)
+    if args.turns:
+        sys.stdin.readline()                         # it takes a second to end: not beside another's last step
     peak = peak_memory.peak_mib()
     peaks = [(peak, peak - level)]
     if world > 1:
@@ -196,6 +198,8 @@ class Running:
 
     def finish(self) -> dict:
         """Wait for the end; the record of rank 0."""
+        for rank in self.ranks:
+            rank.stdin.close()
         text = self.ranks[0].stdout.read()
         for rank in self.ranks:
             rank.wait()
