@@ -43,7 +43,7 @@ def _keep(engine: "Engine", parameters: list[nn.Parameter], source: int) -> None
     for p in parameters:
         broadcast_(p.detach(), engine.world.data, source)
         values[p.spec.name] = p.detach().view(-1)
-    engine.optimizer.before_load()
+    engine.optimizer.before_change()
     for piece in engine.optimizer.pieces():
         if piece.kind == "weight" and piece.spec.name in values:
             value = values[piece.spec.name][piece.start:piece.stop].to(piece.tensor.device)

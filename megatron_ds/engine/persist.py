@@ -70,7 +70,6 @@ def load_checkpoint(engine: "Engine", directory: str | os.PathLike, tag: str | N
         return None, {}
     folder, step, run = found
     kinds = None if load_optimizer_states else ("weight", BUFFER)
-    engine.optimizer.before_load()
     load(folder, step, [*engine.optimizer.pieces(), *_buffers(engine)], tp=engine.world.model, world=world, kinds=kinds)
     if load_optimizer_states:
         engine.optimizer.load_extra_state(run["optimizer"])

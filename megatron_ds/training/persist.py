@@ -86,7 +86,6 @@ def load_run(engine: Engine, description: dict) -> Progress:
             logger.warning("no checkpoint in %s yet: starting from the initial weights", directory)
         return Progress()
     with_optimizer = not (checkpoint.finetune or checkpoint.no_load_optim)
-    engine.optimizer.before_load()
     load(directory, step, list(engine.optimizer.pieces()), tp=mesh.group("tp"), world=mesh.group("world"),
          kinds=None if with_optimizer else ("weight",))
     if with_optimizer:

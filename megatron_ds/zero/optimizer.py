@@ -261,8 +261,11 @@ class ZeroOptimizer:
             inner.set_num_updates(int(numbers["num_updates"]))
         self.scaler.load_numbers(numbers)
 
-    def before_load(self) -> None:
-        """Pieces will be overwritten: on return nobody looks at what is in them. Collective over the data group."""
+    def before_change(self) -> None:
+        """Pieces will be overwritten: on return nobody looks at what is in them. Collective over the data group.
+
+        Loading a checkpoint needs no such call: ranks agree on what to read before any of them writes.
+        """
         self._meet()
 
     @torch.no_grad()

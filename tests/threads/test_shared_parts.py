@@ -115,7 +115,7 @@ def share(rank, world):
 
 
 @pytest.mark.parametrize("what, warns", [("hosts", False), ("no files", False), ("no rights", True),
-                                         ("no such process", True)])
+                                         ("no such process", True), ("another file", True)])
 def test_ranks_that_cannot_see_each_other_agree_that_they_do_not(what, warns, monkeypatch, caplog):
     calls, files = [], files_here()
     if what == "hosts":
@@ -127,6 +127,8 @@ def test_ranks_that_cannot_see_each_other_agree_that_they_do_not(what, warns, mo
     elif what == "no rights":
         refuse = PermissionError(13, "Permission denied")
         monkeypatch.setattr(os, "readlink", _raising(refuse, os.readlink))
+    elif what == "another file":                        # under a number that was used again
+        monkeypatch.setattr(host_memory, "_make_file", lambda name: os.memfd_create("somebody-else"))
     else:
         monkeypatch.setattr(os, "getpid", lambda: 2**22 + 1)
     host_memory._warn_once.cache_clear()
@@ -163,6 +165,15 @@ def test_memory_and_files_are_given_back_with_the_last_tensor_that_looks_at_them
         assert mapping.bytes.unique(return_counts=True)[1].tolist() == [60, 100]
     del mapping, mappings
     assert files_here() == files
+
+
+def test_no_room_for_a_map_is_told_with_what_limits_it():
+    def main(rank, world):
+        group = share_memory(world.group("dp", (0, 1), rank))
+        with pytest.raises(OSError, match=r"cannot map 4503599627370496 bytes.*Cannot allocate memory.*ulimit -v"):
+            Mapping(group.memory, [Part(0, 0, 2**52)])
+
+    run_ranks(2, main, shares_memory=True)
 
 
 # ---------------------------------------------------------------------------------------------------- training
