@@ -29,12 +29,12 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
     In fp32 where the processor has no products of the dtype.
     """
     assert (dropout > 0) == (keep is not None), "attention dropout needs its mask, and the mask a probability"
+    if causal and mask is None and keep is None and worth_blocking(q, k):
+        return blocked_attention(q, k, v, scale or 1 / math.sqrt(q.shape[-1]), documents)
     if is_widened(q):
         wide = attention(q.float(), k.float(), v.float(), causal=causal, mask=mask, documents=documents, dropout=dropout,
                          keep=keep, scale=scale)
         return wide.to(q.dtype)
-    if causal and mask is None and keep is None and worth_blocking(q, k):
-        return blocked_attention(q, k, v, scale or 1 / math.sqrt(q.shape[-1]), documents)
     if documents is not None and (keep is not None or mask is not None or not causal):
         mask, documents = documents.foreign if mask is None else mask | documents.foreign, None
     if keep is not None:

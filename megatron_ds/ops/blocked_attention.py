@@ -8,8 +8,9 @@ Measured on one core of an AMD EPYC, forward and backward, times as fast as torc
 1.5 for 512 (d = 64), 1.7 with grouped queries; 1.0 for 1024, 0.9 below 64. In bf16 2.3 to 3 up to 512, 1.5 for 1024. On two
 cores the gain is less, and 1.0 for 1024. Hence `worth_blocking`.
 
-In bf16 the scores and their softmax are fp32, as in torch's, and so are the sums of dk and dv over the blocks; the other
-products round to bf16, and the probabilities are kept in it.
+In 16 bits the scores and their softmax are fp32, as in torch's, and so are the sums of dk and dv over the blocks; the other
+products round to 16 bits, and the probabilities are kept in them. Where a processor has no products of the dtype (`product`),
+all of them are fp32 and round nothing: queries, keys and values are widened for the time of the call.
 
     queries   | block 0 |  sees keys [0, B)                 Shapes: s positions, b samples, n query heads, g key-value heads,
               | block 1 |  sees keys [0, 2B)                r = n/g queries that share a key, d channels, B rows of a block.
@@ -27,14 +28,14 @@ import torch
 
 from .product import is_widened
 
-KERNELS = (torch.float32, torch.bfloat16)        # what oneDNN and torch's softmax are fast in
+KERNELS = (torch.float32, torch.bfloat16)        # what oneDNN and torch's softmax are fast in, beside what is widened
 BLOCK = 64
 TILE = 1 << 20                   # scores worked on at once: 4 MiB, two of them in backward
 
 
 def worth_blocking(q: torch.Tensor, k: torch.Tensor) -> bool:
     """Whether `blocked_attention` is the faster way, and keeps at most four times the memory of the queries."""
-    return (q.device.type == "cpu" and q.dtype in KERNELS and not is_widened(q) and q.shape[0] == k.shape[0]
+    return (q.device.type == "cpu" and (q.dtype in KERNELS or is_widened(q)) and q.shape[0] == k.shape[0]
             and is_worth_blocking(q.shape[0], q.shape[3]))
 
 
@@ -53,8 +54,8 @@ class _BlockedAttention(torch.autograd.Function):
     def forward(ctx, q, k, v, scale, documents):
         s, b, n, d = q.shape
         out = q.new_empty(s, b, n * d)
-        queries, result = _query_view(q, k), _query_view(out.view(q.shape), k)
-        queries, keys, values = (_ready(t) for t in (queries, _key_view(k), _key_view(v)))
+        result = _query_view(out.view(q.shape), k)
+        queries, keys, values = _factors(q, k, v)
         wide_queries, wide_keys = queries.float(), keys.float()                             # in fp32 they are the same
         work, kept = _Workspace(wide_queries, 2), []
         for heads, rows, seen in _tiles(queries, documents):
@@ -62,25 +63,29 @@ class _BlockedAttention(torch.autograd.Function):
             if documents is not None:
                 _close_other_documents(scores, documents, len(queries), heads, rows, seen)
             p = _probabilities(scores, q.dtype, work)                                       # [heads, r B, seen]
+            kept.append(p.to(q.dtype))
+            p = p if values.dtype == p.dtype else kept[-1]
             result[heads, rows] = _rows_first(p.bmm(values[heads, seen]), result)
-            kept.append(p)
-        ctx.save_for_backward(queries, keys, values, *kept)
+        ctx.save_for_backward(*((q, k, v) if is_widened(q) else (queries, keys, values)), *kept)
         ctx.scale, ctx.q_shape, ctx.k_shape, ctx.documents = scale, q.shape, k.shape, documents
         return out
 
     @staticmethod
     def backward(ctx, dout):
         queries, keys, values, *kept = ctx.saved_tensors
-        dq, dk, dv = queries.new_empty(ctx.q_shape), *(torch.empty(ctx.k_shape, device=keys.device) for _ in range(2))
+        dq, dk, dv = dout.new_empty(ctx.q_shape), *(torch.empty(ctx.k_shape, device=dout.device) for _ in range(2))
+        if is_widened(dout):
+            queries, keys, values = _factors(queries, keys, values)
         dqueries, dkeys, dvalues = _query_view(dq, dk), _key_view(dk), _key_view(dv)
         dresult = _ready(_query_view(dout.view(ctx.q_shape), dk))
-        work = _Workspace(queries, 2)
+        work = _Workspace(queries, 2 + is_widened(dout))
         if ctx.documents is not None:
             dk.zero_(), dv.zero_()
         for p, (heads, rows, seen) in zip(reversed(kept), reversed(_tiles(queries, ctx.documents)), strict=True):
             # Without documents the last block of queries sees all keys, so it comes first and writes where the others add.
             writes = ctx.documents is None and seen.stop == queries.shape[1]
             put = torch.Tensor.copy_ if writes else torch.Tensor.add_
+            p = p if p.dtype == values.dtype else work.tile(2, p.shape).copy_(p)
             q_tile, do_tile = _heads_first(queries[heads, rows]), _heads_first(dresult[heads, rows])
             put(dvalues[heads, seen], p.transpose(1, 2).bmm(do_tile))                       # dv = pᵀ do
             dp = torch.bmm(do_tile, values[heads, seen].transpose(1, 2), out=work.tile(0, p.shape))
@@ -90,7 +95,7 @@ class _BlockedAttention(torch.autograd.Function):
             torch.mul(dq_tile, ctx.scale, out=dqueries[heads, rows])
             put(dkeys[heads, seen], ds.transpose(1, 2).bmm(q_tile))                         # dk = scale dsᵀ q
         dk.mul_(ctx.scale)
-        return dq, dk.to(keys.dtype), dv.to(values.dtype), None, None
+        return dq, dk.to(dout.dtype), dv.to(dout.dtype), None, None
 
 
 class _Workspace:
@@ -115,8 +120,16 @@ def _key_view(k: torch.Tensor) -> torch.Tensor:
     return k.flatten(1, 2).transpose(0, 1)
 
 
+def _factors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
+    """Queries, keys and values, heads in front, as the products want them."""
+    return [_ready(t) for t in (_query_view(q, k), _key_view(k), _key_view(v))]
+
+
 def _ready(view: torch.Tensor) -> torch.Tensor:
-    """As the products want it: those of fp32 take any strides, those of bf16 would copy for each tile."""
+    """In fp32 where there are no products of the dtype. Those of fp32 take any strides, those of bf16 would copy for each
+    tile."""
+    if is_widened(view):
+        return view.float()
     return view if view.dtype == torch.float32 else view.contiguous()
 
 
@@ -177,8 +190,6 @@ def _close_other_documents(scores: torch.Tensor, documents, total: int, heads: s
     scores.unflatten(1, (-1, rows.stop - rows.start)).masked_fill_(closed[owner][:, None], -math.inf)
 
 
-def _probabilities(scores: torch.Tensor, dtype: torch.dtype, work: _Workspace) -> torch.Tensor:
-    """softmax(scores) in new memory, for it is kept."""
-    if dtype == scores.dtype:
-        return torch.softmax(scores, dim=-1)
-    return torch.softmax(scores, dim=-1, out=work.tile(1, scores.shape)).to(dtype)
+def _probabilities(scores: torch.Tensor, kept: torch.dtype, work: _Workspace) -> torch.Tensor:
+    """softmax(scores), in new memory if it will be kept as it is."""
+    return torch.softmax(scores, dim=-1, out=None if kept == scores.dtype else work.tile(1, scores.shape))

@@ -2,14 +2,18 @@
 
 torch multiplies bf16 and fp16 matrices on a CPU through oneDNN where the processor has instructions for it (AVX-512 with
 BF16, AMX), and otherwise element by element: on two AVX2 cores 0.7 GFLOP/s, where fp32 reaches 100. Such products are computed
-here in fp32 and rounded once, which is what the instructions do, too; some rows at a time, as logits in fp32 are large.
+here in fp32 and rounded once, which is what the instructions do, too; in parts of the longest dimension, as vocabularies in
+fp32 are large.
 """
 
 import functools
+from collections.abc import Iterator
 
 import torch
 
-LEAST_ROWS, BLOCK_ELEMENTS = 256, 2**20
+# Of the longest dimension at a time: as much as makes so many numbers of fp32, but no less than keeps the product fast.
+PART_ELEMENTS, LEAST_PART = 2**20, 256
+EVERYTHING = slice(None)
 
 _ASK_ONEDNN = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
 
@@ -41,9 +45,7 @@ def affine(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
 def add_product_(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     """out += a b, in place. `out` may be wider than the factors."""
     if out.dtype == torch.float32 and is_widened(a):
-        b = b.float()
-        for rows in _blocks(a, b):
-            out[rows].addmm_(a[rows].float(), b)
+        _add_widened_(out, a, b)
     elif out.dtype == a.dtype and not is_widened(a):
         out.addmm_(a, b)
     else:
@@ -52,15 +54,43 @@ def add_product_(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 
 def _widened(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """a b, or a b + bias, in fp32, rounded."""
-    out, b = a.new_empty(a.shape[0], b.shape[1]), b.float()
+    (n, k), m = a.shape, b.shape[1]
     bias = None if bias is None else bias.float()
-    for rows in _blocks(a, b):
-        wide = a[rows].float()
-        out[rows] = wide.mm(b) if bias is None else torch.addmm(bias, wide, b)
+    if k > max(n, m):
+        sums = torch.zeros(n, m) if bias is None else bias.repeat(n, 1)
+        _add_widened_(sums, a, b)
+        return sums.to(a.dtype)
+    out = a.new_empty(n, m)
+    for rows, columns, wide_a, wide_b in _parts(a, b):
+        out[rows, columns] = wide_a.mm(wide_b) if bias is None else torch.addmm(bias[columns], wide_a, wide_b)
+        del wide_a, wide_b                               # before the next are made
     return out
 
 
-def _blocks(a: torch.Tensor, b: torch.Tensor) -> list[slice]:
-    """Rows of a that are widened, and multiplied, at a time: BLOCK_ELEMENTS in fp32, or some rows, beside b as a whole."""
-    rows = max(LEAST_ROWS, BLOCK_ELEMENTS // (a.shape[1] + b.shape[1]))
-    return [slice(start, start + rows) for start in range(0, a.shape[0], rows)]
+def _add_widened_(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    for rows, columns, wide_a, wide_b in _parts(a, b):
+        out[rows, columns].addmm_(wide_a, wide_b)
+        del wide_a, wide_b
+
+
+def _parts(a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[slice, slice, torch.Tensor, torch.Tensor]]:
+    """(rows of a, columns of b, factors in fp32) whose products are those rows and columns of a b, or where what is summed
+    over is the longest, add up to it."""
+    (n, k), m = a.shape, b.shape[1]
+    if k > max(n, m):
+        for some in _split(k, n + m):
+            yield EVERYTHING, EVERYTHING, a[:, some].float(), b[some].float()
+    elif n >= m:
+        wide = b.float()
+        for some in _split(n, k + m):
+            yield some, EVERYTHING, a[some].float(), wide
+    else:
+        wide = a.float()
+        for some in _split(m, k + n):
+            yield EVERYTHING, some, wide, b[:, some].float()
+
+
+def _split(size: int, each: int) -> list[slice]:
+    """[0, size) in equal parts, as many as PART_ELEMENTS and LEAST_PART say where one index takes `each` numbers."""
+    count = max(1, min(-(-size * each // PART_ELEMENTS), size // LEAST_PART))
+    return [slice(size * i // count, size * (i + 1) // count) for i in range(count)]

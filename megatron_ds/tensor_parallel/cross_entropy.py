@@ -5,9 +5,10 @@ Each rank takes the softmax over its own columns and its own log of the sum, lse
 
     lse = log Σ_r exp(lse_r)      loss = lse - logit[label]      p = p_r * exp(lse_r - lse)      dlogit = p - target
 
-so there is one small collective a call, none in backward, and one fp32 buffer of the size of the logits, which becomes p_r and
-then, in backward, the gradient. Logits in fp32 are that buffer themselves: nothing is as large as they are, so a second one
-would be what a training step takes most memory with.
+so there is one small collective a call, none in backward, and no buffer of the size of the logits but the logits: they become
+p_r, and in backward the gradient. Nothing is as large as they are, so a second one would be what a training step takes most
+memory with. The arithmetic is fp32, some rows at a time. What is kept in 16 bits are probabilities, not their differences from
+the target: where the label is predicted well the difference is small, so its probability is kept apart in fp32.
 
 Columns from `vocab_size` on are padding, set to -inf in the logits: their probability and gradient are exactly zero.
 """
@@ -17,6 +18,11 @@ import torch
 from ..mpu import collectives
 from ..mpu.group import Group
 from ..ops.cross_entropy import smoothing_weight
+
+# Numbers of fp32 worked on at once, in whole rows: what stays in a CPU's cache, and what keeps a GPU busy.
+CPU_BLOCK, GPU_BLOCK = 2**18, 2**26
+# fp16 has no exponent for unlikely tokens: there probabilities are kept times this, the largest power of two with p = 1 finite.
+KEPT_TIMES = {torch.float16: 2.0**15}
 
 
 def vocab_parallel_cross_entropy(logits: torch.Tensor, labels: torch.Tensor, group: Group, vocab_size: int,
@@ -35,52 +41,71 @@ class _CrossEntropy(torch.autograd.Function):
         width = logits.shape[-1]
         start = group.rank * width
         valid = max(0, min(width, vocab_size - start))          # columns of this rank that are no padding
-        column = labels - start
+        column = labels.reshape(-1, 1) - start                                   # [s b, 1]
         elsewhere = (column < 0) | (column >= valid)
-        column = column.masked_fill(elsewhere, 0).unsqueeze(-1)                  # [s, b, 1]
+        column = column.masked_fill(elsewhere, 0)
 
-        logits = logits.detach()
-        if valid < width:
-            logits[..., valid:] = -torch.inf
-        label_logit = logits.gather(-1, column).squeeze(-1).float().masked_fill_(elsewhere, 0)
+        p = logits.detach().view(-1, width)
+        p[:, valid:] = -torch.inf
         weight = smoothing_weight(label_smoothing, vocab_size) if label_smoothing else 0.0
-        sums = [logits[..., :valid].sum(-1, dtype=torch.float32)] if weight else []
-        p, own_lse = _softmax(logits, valid)
-        facts = [own_lse, label_logit, *sums]
-        facts = collectives.all_gather(torch.stack(facts).unsqueeze(0), group)   # [t, facts, s, b]
+        label_logit = p.gather(-1, column).float().masked_fill_(elsewhere, 0)
+        sums = [p[:, :valid].sum(-1, keepdim=True, dtype=torch.float32)] if weight else []
+        label_p, own_lse = _softmax_(p, column, valid)
+        facts = torch.stack([own_lse, label_logit, *sums])
+        facts = collectives.all_gather(facts.unsqueeze(0), group)                # [t, facts, s b, 1]
         lse = torch.logsumexp(facts[:, 0], dim=0)
         loss = lse - facts[:, 1].sum(0)
         if weight:
             # -mean log p = lse - mean logit
             loss = (1 - weight) * loss + weight * (lse - facts[:, 2].sum(0) / vocab_size)
 
-        ctx.save_for_backward(column, elsewhere, (own_lse - lse).exp_())
-        ctx.p, ctx.valid, ctx.dtype = p, valid, logits.dtype
+        ctx.save_for_backward(column, elsewhere, label_p, (own_lse - lse).exp_())
+        ctx.p, ctx.valid, ctx.shape = p, valid, logits.shape
         ctx.on_label, ctx.on_all = 1 - weight, weight / vocab_size
-        return loss
+        return loss.view(labels.shape)
 
     @staticmethod
     def backward(ctx, dloss):
-        column, elsewhere, share = ctx.saved_tensors
+        column, elsewhere, label_p, share = ctx.saved_tensors
         assert ctx.p is not None, "the loss turned its probabilities into the gradient: run the forward again"
         gradient, ctx.p = ctx.p, None
-        gradient.mul_((share * dloss).unsqueeze(-1))
-        on_label = (dloss * -ctx.on_label).masked_fill_(elsewhere, 0).unsqueeze(-1)
-        gradient.scatter_add_(-1, column, on_label)
-        if ctx.on_all:
-            gradient[..., :ctx.valid].sub_((dloss * ctx.on_all).unsqueeze(-1))
-        return gradient.to(ctx.dtype), None, None, None, None
+        dloss = dloss.reshape(-1, 1)
+        factor, on_all = share * dloss / KEPT_TIMES.get(gradient.dtype, 1.0), dloss * ctx.on_all
+        on_label = (label_p * share - ctx.on_label) * dloss - on_all
+        for rows in _blocks(gradient):
+            part = gradient[rows]
+            wide = part.float()                                                  # in fp32 itself
+            wide.mul_(factor[rows])
+            if ctx.on_all:
+                wide[:, :ctx.valid].sub_(on_all[rows])
+            at_label = torch.where(elsewhere[rows], wide.gather(-1, column[rows]), on_label[rows])
+            wide.scatter_(-1, column[rows], at_label)
+            if wide is not part:
+                part.copy_(wide)
+        return gradient.view(ctx.shape), None, None, None, None
 
 
-def _softmax(logits: torch.Tensor, valid: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """fp32 softmax over this rank's columns, in place of logits in fp32, and the log of the sum they were divided by."""
+def _softmax_(logits: torch.Tensor, column: torch.Tensor, valid: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Softmax over this rank's columns, times KEPT_TIMES, in place of the logits [n, V'/t]. Returns that of `column` [n, 1],
+    and the log of the sum they were divided by, fp32 [n, 1] both."""
+    at_column, lse = (torch.empty(len(logits), 1, device=logits.device) for _ in range(2))
     if valid == 0:
-        return torch.zeros_like(logits, dtype=torch.float32), torch.full_like(logits[..., 0], -torch.inf, dtype=torch.float32)
-    largest = logits.amax(-1).float()
-    if logits.is_cuda and logits.dtype != torch.float32:
-        p = torch.softmax(logits, dim=-1, dtype=torch.float32)          # reads 16 bits and writes 32 in one kernel
-    else:
-        p = logits.float()
-        torch.softmax(p, dim=-1, out=p)
-    # p_max = exp(max - lse) is at least 1 / columns, so its logarithm is accurate.
-    return p, largest - p.amax(-1).log()
+        logits.zero_()
+        return at_column.zero_(), lse.fill_(-torch.inf)
+    for rows in _blocks(logits):
+        part = logits[rows]
+        largest = part.amax(-1, keepdim=True).float()
+        wide = part.dtype == torch.float32
+        p = torch.softmax(part, dim=-1, out=part) if wide else torch.softmax(part, dim=-1, dtype=torch.float32)
+        # p_max = exp(max - lse) is at least 1 / columns, so its logarithm is accurate.
+        lse[rows] = largest - p.amax(-1, keepdim=True).log_()
+        at_column[rows] = p.gather(-1, column[rows])
+        if not wide:
+            times = KEPT_TIMES.get(part.dtype)
+            part.copy_(p.mul_(times) if times else p)
+    return at_column, lse
+
+
+def _blocks(t: torch.Tensor) -> list[slice]:
+    rows = max(1, (CPU_BLOCK if t.device.type == "cpu" else GPU_BLOCK) // t.shape[1])
+    return [slice(start, start + rows) for start in range(0, t.shape[0], rows)]

@@ -8,7 +8,7 @@ feed-forward width and V the padded vocabulary, each divided by t:
     attention             q, k, v; what the core needs (`_core`)       projection         its input s b n d e
     activation            its input s b f e; gated 2, ReLU 0 times     second linear      its input s b f e
     hidden dropout        a byte an element, S b h                     head               its input S b h e
-    loss                  fp32 probabilities and 13 bytes a token      embedding          rows, 8 bytes a token
+    loss                  probabilities, and 17 bytes a token          embedding          rows, 8 bytes a token
 
 A block that drops tokens keeps what it needs of those it sees, and where they stand: eight bytes a token (nine with sequence
 parallelism), rotary tables of its own, and what recomputation wants to know of them.
@@ -151,7 +151,7 @@ def kept_by_layer(work: Workload, kind: str, recompute: str | None = None) -> in
     if kind == "norm":
         return work.hidden_bytes + _statistics(work)
     if kind == "head":
-        return work.hidden_bytes + work.tokens * (4 * work.vocab + 13) + 20
+        return work.hidden_bytes + work.tokens * (work.itemsize * work.vocab + 17) + 20
     if kind == "bert_head":
         return _bert_head(work)
     if kind != "block":
@@ -185,9 +185,8 @@ def _at_work(work: Workload, kind: str, recompute: str | None) -> int:
         seen = replace(work, positions=work.kept_tokens) if work.drops else work
         return _at_work(seen, "block", recompute) + (2 * work.hidden_bytes if work.drops else 0)
     whole = work.tokens * work.model.hidden_size * work.itemsize if work.sequence_parallel else 0      # gathered
-    if kind in ("head", "bert_head"):
-        logits = work.tokens * work.vocab * work.itemsize if work.itemsize < 4 else 0       # in fp32 they are what is kept
-        return logits + work.hidden_bytes + whole
+    if kind in ("head", "bert_head"):                       # the logits are what is kept
+        return work.hidden_bytes + whole
     if kind != "block":
         return 3 * work.hidden_bytes + whole
     again = {"full": kept_by_layer(work, "block") - work.hidden_bytes + _rotary_tables(work),
@@ -236,11 +235,16 @@ def _document_bias(work: Workload, recompute: str | None) -> int:
         return 0
     if work.model.attention_dropout:
         return work.tokens * work.positions
-    return work.tokens * work.positions * (work.itemsize if work.device != "cpu" or has_products(work.dtype) else 4)
+    return work.tokens * work.positions * (4 if _is_widened(work) else work.itemsize)
 
 
 def _goes_by_blocks(work: Workload) -> bool:
-    return work.device == "cpu" and work.dtype in KERNELS and is_worth_blocking(work.positions, work.model.head_dim)
+    return (work.device == "cpu" and (work.dtype in KERNELS or _is_widened(work))
+            and is_worth_blocking(work.positions, work.model.head_dim))
+
+
+def _is_widened(work: Workload) -> bool:
+    return work.device == "cpu" and not has_products(work.dtype)
 
 
 def _into_activation(work: Workload) -> int:
@@ -258,20 +262,21 @@ def _arguments(work: Workload) -> int:
 
 def _core(work: Workload) -> int:
     """What core attention keeps, its output apart."""
+    causal = MODELS[work.model.model].causal
+    if causal and not work.model.attention_dropout and _goes_by_blocks(work):
+        blocks = [min(BLOCK, work.positions - at) for at in range(0, work.positions, BLOCK)]
+        seen = sum(rows * min((i + 1) * BLOCK, work.positions) for i, rows in enumerate(blocks))
+        return work.scores // work.positions**2 * seen * work.itemsize + _blocked_arguments(work)
     own = None
-    if work.device == "cpu" and not has_products(work.dtype):            # then it works on copies in fp32
+    if _is_widened(work):                                                # then it works on copies in fp32
         work = replace(work, dtype=torch.float32)
         own = work.query_bytes + 2 * work.key_bytes
-    model, q, causal = work.model, work.query_bytes, MODELS[work.model.model].causal
+    model, q = work.model, work.query_bytes
     if model.attention_dropout:
         probabilities = work.scores * (4 + 1 + work.itemsize)            # in fp32; the mask; those that stay, as they compute
         forbidden = work.positions**2 if causal else work.samples        # what no query sees; queries that see nothing
         closed = work.tokens * (work.positions + 1) if work.apart else forbidden
         return probabilities + closed + _unfused_arguments(work, own)
-    if causal and _goes_by_blocks(work):
-        blocks = [min(BLOCK, work.positions - at) for at in range(0, work.positions, BLOCK)]
-        seen = sum(rows * min((i + 1) * BLOCK, work.positions) for i, rows in enumerate(blocks))
-        return work.scores // work.positions**2 * seen * work.itemsize + (own or _blocked_arguments(work))
     sums = 4 * work.tokens * model.num_attention_heads // work.tp        # logarithms of the sums of exponentials
     copied = q if own or work.device != "cpu" and work.samples > 1 else 0    # the output, once more as the projection takes it
     padding = 0 if causal else work.tokens * work.itemsize               # which keys count, as numbers to be added
@@ -279,8 +284,10 @@ def _core(work: Workload) -> int:
 
 
 def _blocked_arguments(work: Workload) -> int:
-    """Copies in 16 bits. In fp32 they are views, but for queries of one group, which lie between its keys and values, when
-    there are several samples."""
+    """Copies in 16 bits that are multiplied as such, and the arguments themselves where they are widened. In fp32 they are
+    views, but for queries of one group, which lie between its keys and values, when there are several samples."""
+    if _is_widened(work):
+        return _arguments(work)
     if work.dtype != torch.float32:
         return work.query_bytes + 2 * work.key_bytes
     alone = work.query_bytes > work.key_bytes and work.model.query_groups == work.tp and work.samples > 1

@@ -140,8 +140,10 @@ def test_blocked_attention_equals_the_reference(n, g, s, tile, monkeypatch):
     torch.testing.assert_close(gradients(out, packed), gradients(expected, packed), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("has_products", [True, False], ids=["native", "widened"])
 @pytest.mark.parametrize("n, g", [(4, 4), (6, 2)])
-def test_blocked_attention_in_bf16_strays_no_further_than_torch_does(n, g):
+def test_blocked_attention_in_bf16_strays_no_further_than_torch_does(n, g, has_products, monkeypatch):
+    monkeypatch.setattr(ops_product, "has_products", lambda dtype: dtype is torch.float32 or has_products)
     s, d = 150, 16
     packed = (3 * randn(s, 2, n + 2 * g, d).detach()).bfloat16()
     weight = randn(s, 2, n * d, seed=1).detach().bfloat16()

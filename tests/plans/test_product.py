@@ -20,11 +20,11 @@ def is_without(request, monkeypatch):
     return request.param
 
 
-@pytest.mark.parametrize("rows", [2, 3, 100])             # widened at a time
+@pytest.mark.parametrize("part", [2, 3, 100])             # widened at a time
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_products_are_exact_but_for_one_rounding(dtype, rows, is_without, monkeypatch):
-    monkeypatch.setattr(products, "BLOCK_ELEMENTS", 0)
-    monkeypatch.setattr(products, "LEAST_ROWS", rows)
+def test_products_are_exact_but_for_one_rounding(dtype, part, is_without, monkeypatch):
+    monkeypatch.setattr(products, "PART_ELEMENTS", 1)
+    monkeypatch.setattr(products, "LEAST_PART", part)
     a, b, weight, bias = factors(dtype)
     half_ulp = torch.finfo(dtype).eps / 2
     for ours, exact in ((product(a, b), a.double() @ b.double()),
@@ -37,32 +37,35 @@ def test_products_are_exact_but_for_one_rounding(dtype, rows, is_without, monkey
 
 
 def test_a_processor_without_16_bit_products_multiplies_in_fp32(monkeypatch):
-    a, b, *_ = factors(torch.bfloat16)
+    a, *_ = factors(torch.bfloat16)
     monkeypatch.setattr(products, "has_products", lambda dtype: dtype == torch.float32)
     used = []
     mm = torch.Tensor.mm
     monkeypatch.setattr(torch.Tensor, "mm", lambda self, other: (used.append(self.dtype), mm(self, other))[1])
-    assert torch.equal(product(a, b), mm(a.float(), b.float()).bfloat16()) and used == [torch.float32]
+    x = a.t().contiguous()                                   # 7 products are summed, of 33 rows
+    assert torch.equal(product(x, a), mm(x.float(), a.float()).bfloat16()) and used == [torch.float32]
 
 
-def test_no_more_than_some_rows_are_held_in_fp32(monkeypatch):
+@pytest.mark.parametrize("n, k, m", [(8192, 64, 256), (64, 256, 8192), (256, 8192, 64)])
+def test_no_more_than_a_part_of_the_longest_dimension_is_held_in_fp32(n, k, m, monkeypatch):
     monkeypatch.setattr(products, "has_products", lambda dtype: dtype == torch.float32)
-    a, b = torch.ones(8192, 64).bfloat16(), torch.ones(64, 1024).bfloat16()
-    gradient = torch.zeros(8192, 1024)
+    a, b = torch.full((n, k), 2**-7).bfloat16(), torch.ones(k, m).bfloat16()
+    gradient, rounded = torch.zeros(n, m), 2 * n * m
+    held = 4 * (n * k * m // max(n, k, m) + products.PART_ELEMENTS)         # the factor or sum that is not cut, and a part
     with AliveBytes(peak=True) as alive:
-        product(a, b)
-    assert 2 * 8192 * 1024 < alive.peak < 2 * 8192 * 1024 + 2 * 4 * products.BLOCK_ELEMENTS
+        out = product(a, b)
+    assert rounded < alive.peak < rounded + 1.1 * held
     with AliveBytes(peak=True) as alive:
         add_product_(gradient, a, b)
-    assert alive.peak < 4 * products.BLOCK_ELEMENTS
-    assert gradient.unique().tolist() == [64.0]
+    assert alive.peak < 1.1 * held < 4 * max(n * k, k * m, n * m)
+    assert out.unique().tolist() == gradient.unique().tolist() == [k * 2**-7]
 
 
-@pytest.mark.parametrize("rows", [2, 100])
+@pytest.mark.parametrize("part", [2, 100])
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
-def test_products_are_added_to_gradients_of_either_width(out_dtype, rows, is_without, monkeypatch):
-    monkeypatch.setattr(products, "BLOCK_ELEMENTS", 0)
-    monkeypatch.setattr(products, "LEAST_ROWS", rows)
+def test_products_are_added_to_gradients_of_either_width(out_dtype, part, is_without, monkeypatch):
+    monkeypatch.setattr(products, "PART_ELEMENTS", 1)
+    monkeypatch.setattr(products, "LEAST_PART", part)
     a, b, *_ = factors(torch.bfloat16)
     out = torch.linspace(-3, 3, 35).view(7, 5).to(out_dtype)
     expected = out.double() + a.double() @ b.double()

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from megatron_ds.mpu.group import solo
+from megatron_ds.tensor_parallel import cross_entropy
 from megatron_ds.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron_ds.tensor_parallel.embedding import VocabParallelEmbedding, parallel_logits
 from tests.harness.alive_bytes import AliveBytes
@@ -122,15 +123,44 @@ def test_cross_entropy_equals_torch_on_the_true_vocabulary(t, padded, smoothing,
     assert gradient[..., V:].count_nonzero() == 0
 
 
-def test_cross_entropy_of_bf16_logits_is_computed_in_fp32():
-    logits = randn(S, B, V, seed=5).bfloat16().requires_grad_()
-    loss = vocab_parallel_cross_entropy(logits, LABELS, solo("tp"), V)
-    plain = F.cross_entropy(logits.float().flatten(0, 1), LABELS.flatten(), reduction="none").view(S, B)
-    assert loss.dtype == torch.float32
-    torch.testing.assert_close(loss, plain)
-    (ours,), (theirs,) = torch.autograd.grad(loss.sum(), logits), torch.autograd.grad(plain.sum(), logits)
-    assert ours.dtype == torch.bfloat16
-    torch.testing.assert_close(ours, theirs)
+@pytest.mark.parametrize("rows", [1, 4, 1000])             # worked on at once
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("t, padded", LAYOUTS)
+def test_cross_entropy_of_16_bit_logits_is_computed_in_fp32(t, padded, dtype, smoothing, rows, monkeypatch):
+    monkeypatch.setattr(cross_entropy, "CPU_BLOCK", rows * padded // t)
+    whole = torch.full((S, B, padded), 100.0, dtype=dtype)
+    whole[..., :V] = (3 * randn(S, B, V, seed=5)).to(dtype)
+    dloss = randn(S, B, seed=6)
+
+    def rank_main(rank, world):
+        logits = whole.chunk(t, dim=-1)[rank].clone().requires_grad_()
+        loss = vocab_parallel_cross_entropy(logits, LABELS, world.group("tp", tuple(range(t)), rank), V, smoothing)
+        loss.backward(dloss)
+        return loss.detach(), logits.grad
+
+    losses, gradients = zip(*run_ranks(t, rank_main))
+    wide = whole[..., :V].float().requires_grad_()
+    plain = F.cross_entropy(wide.flatten(0, 1), LABELS.flatten(), reduction="none",
+                            label_smoothing=smoothing * V / (V - 1)).view(S, B)
+    plain.backward(dloss)
+    assert losses[0].dtype == torch.float32
+    torch.testing.assert_close(losses[0], plain.detach())
+    gradient = torch.cat(gradients, dim=-1)
+    assert gradient.dtype == dtype and gradient[..., V:].count_nonzero() == 0
+    # Probabilities and the gradient are rounded, and with smoothing the difference of what was rounded is taken.
+    least = smoothing / V * torch.finfo(dtype).eps
+    torch.testing.assert_close(gradient[..., :V].float(), wide.grad, rtol=torch.finfo(dtype).eps, atol=1e-7 + least)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_of_16_bit_logits_are_as_exact_where_the_label_is_certain_and_where_tokens_are_unlikely(dtype):
+    whole = torch.zeros(1, 1, V, dtype=dtype)
+    whole[..., 3], whole[..., 7] = 8.0, -10.0                # p = 1 - 0.0040 and 1.5e-8: neither is a number of 16 bits
+    logits, labels = whole.clone().requires_grad_(), torch.tensor([[3]])
+    vocab_parallel_cross_entropy(logits, labels, solo("tp"), V).backward(torch.full((1, 1), 2.0**16))
+    exact = (whole.double().softmax(-1) - F.one_hot(labels, V)) * 2.0**16
+    torch.testing.assert_close(logits.grad.double(), exact, rtol=torch.finfo(dtype).eps, atol=0)
 
 
 def test_cross_entropy_talks_once_and_little():
@@ -157,18 +187,15 @@ def test_cross_entropy_keeps_one_buffer_of_the_size_of_the_logits():
         torch.autograd.grad(loss.sum(), logits)
 
 
-@pytest.mark.parametrize("dtype, copies", [(torch.float32, 0), (torch.bfloat16, 2)])
-def test_fp32_logits_become_probabilities_and_gradient_where_they_lie(dtype, copies):
-    """Beside 16-bit logits there are probabilities, twice their size, and in backward a gradient of theirs."""
-    logits = randn(64, 2, 512, seed=5).to(dtype).requires_grad_()
-    labels = torch.zeros(64, 2, dtype=torch.int64)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_become_probabilities_and_gradient_where_they_lie(dtype, monkeypatch):
+    monkeypatch.setattr(cross_entropy, "CPU_BLOCK", 4 * 512)
+    logits = randn(128, 2, 512, seed=5).to(dtype).requires_grad_()
+    labels = torch.zeros(128, 2, dtype=torch.int64)
     with AliveBytes(peak=True) as alive:
-        loss = vocab_parallel_cross_entropy(logits, labels, solo("tp"), 512)
-        forward = alive.peak
-        loss.sum().backward()
-    room = logits.nbytes // 8                              # for numbers per token
-    assert copies * logits.nbytes <= forward < copies * logits.nbytes + room
-    assert alive.peak < (copies + bool(copies)) * logits.nbytes + room
+        vocab_parallel_cross_entropy(logits, labels, solo("tp"), 512).sum().backward()
+    few_rows, numbers_of_a_token = 3 * 4 * 512 * 4, 12 * 4
+    assert alive.peak < few_rows + 256 * numbers_of_a_token < logits.nbytes / 3
 
 
 def test_a_certain_prediction_costs_nothing_and_a_wrong_one_its_logit():
