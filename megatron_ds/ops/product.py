@@ -11,6 +11,8 @@ from collections.abc import Iterator
 
 import torch
 
+from .workspace import WORKSPACE
+
 # Of the longest dimension at a time: as much as makes so many numbers of fp32, but no less than keeps the product fast.
 PART_ELEMENTS, LEAST_PART = 2**20, 256
 EVERYTHING = slice(None)
@@ -56,41 +58,52 @@ def _widened(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> tor
     """a b, or a b + bias, in fp32, rounded."""
     (n, k), m = a.shape, b.shape[1]
     bias = None if bias is None else bias.float()
-    if k > max(n, m):
-        sums = torch.zeros(n, m) if bias is None else bias.repeat(n, 1)
-        _add_widened_(sums, a, b)
-        return sums.to(a.dtype)
     out = a.new_empty(n, m)
+    if k > max(n, m):
+        sums = WORKSPACE.take("product", n, m)
+        sums.zero_() if bias is None else sums.copy_(bias)
+        _add_widened_(sums, a, b)
+        return out.copy_(sums)
     for rows, columns, wide_a, wide_b in _parts(a, b):
-        out[rows, columns] = wide_a.mm(wide_b) if bias is None else torch.addmm(bias[columns], wide_a, wide_b)
-        del wide_a, wide_b                               # before the next are made
+        part = WORKSPACE.take("product", len(wide_a), wide_b.shape[1])
+        torch.mm(wide_a, wide_b, out=part) if bias is None else torch.addmm(bias[columns], wide_a, wide_b, out=part)
+        out[rows, columns] = part
     return out
 
 
 def _add_widened_(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     for rows, columns, wide_a, wide_b in _parts(a, b):
         out[rows, columns].addmm_(wide_a, wide_b)
-        del wide_a, wide_b
 
 
 def _parts(a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[slice, slice, torch.Tensor, torch.Tensor]]:
     """(rows of a, columns of b, factors in fp32) whose products are those rows and columns of a b, or where what is summed
-    over is the longest, add up to it."""
+    over is the longest, add up to it. The factors are good until the next ones are asked for."""
     (n, k), m = a.shape, b.shape[1]
+    wide_a, wide_b = functools.partial(_widen, "factor a"), functools.partial(_widen, "factor b")
     if k > max(n, m):
         for some in _split(k, n + m):
-            yield EVERYTHING, EVERYTHING, a[:, some].float(), b[some].float()
+            yield EVERYTHING, EVERYTHING, wide_a(a[:, some]), wide_b(b[some])
     elif n >= m:
-        wide = b.float()
+        whole = wide_b(b)
         for some in _split(n, k + m):
-            yield some, EVERYTHING, a[some].float(), wide
+            yield some, EVERYTHING, wide_a(a[some]), whole
     else:
-        wide = a.float()
+        whole = wide_a(a)
         for some in _split(m, k + n):
-            yield EVERYTHING, some, wide, b[:, some].float()
+            yield EVERYTHING, some, whole, wide_b(b[:, some])
 
 
 def _split(size: int, each: int) -> list[slice]:
-    """[0, size) in equal parts, as many as PART_ELEMENTS and LEAST_PART say where one index takes `each` numbers."""
+    """[0, size) in parts of equal length, or one less, as many as PART_ELEMENTS and LEAST_PART say where one index
+    takes `each` numbers."""
     count = max(1, min(-(-size * each // PART_ELEMENTS), size // LEAST_PART))
-    return [slice(size * i // count, size * (i + 1) // count) for i in range(count)]
+    ends = [-(-size * i // count) for i in range(count + 1)]
+    return [slice(start, stop) for start, stop in zip(ends, ends[1:])]
+
+
+def _widen(role: str, t: torch.Tensor) -> torch.Tensor:
+    """A matrix in fp32 in the workspace, its numbers in the order in which they lie."""
+    if t.stride(0) < t.stride(1):
+        return _widen(role, t.t()).t()
+    return WORKSPACE.take(role, *t.shape).copy_(t)
