@@ -26,7 +26,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
              slower `blocked_attention`
     scale    of the scores, 1 / sqrt(d) unless given
 
-    In fp32 where the processor has no products of the dtype.
+    In fp32 where the processor has no products of the dtype; `blocked_attention` keeps 16 bits for backward even so.
     """
     assert (dropout > 0) == (keep is not None), "attention dropout needs its mask, and the mask a probability"
     if causal and mask is None and keep is None and worth_blocking(q, k):

@@ -1,4 +1,4 @@
-"""Causal attention on CPU in fp32 or bf16, by blocks of queries: batched matrix products and torch's softmax kernel.
+"""Causal attention on CPU by blocks of queries: batched matrix products and torch's softmax kernel.
 
 torch's fused attention for CPU works head by head on tiles that are small for a matrix product. Here a block of queries of
 all heads is multiplied with the keys that it may see, so the products run at full speed, and the upper triangle is never
@@ -73,7 +73,7 @@ class _BlockedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout):
         queries, keys, values, *kept = ctx.saved_tensors
-        dq, dk, dv = dout.new_empty(ctx.q_shape), *(torch.empty(ctx.k_shape, device=dout.device) for _ in range(2))
+        dq, dk, dv = dout.new_empty(ctx.q_shape), *(dout.new_empty(ctx.k_shape, dtype=torch.float32) for _ in range(2))
         if is_widened(dout):
             queries, keys, values = _factors(queries, keys, values)
         dqueries, dkeys, dvalues = _query_view(dq, dk), _key_view(dk), _key_view(dv)

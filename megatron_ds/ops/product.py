@@ -54,6 +54,7 @@ def add_product_(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         out.add_(product(a, b))
 
 
+@torch.no_grad()
 def _widened(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """a b, or a b + bias, in fp32, rounded."""
     (n, k), m = a.shape, b.shape[1]
@@ -71,6 +72,7 @@ def _widened(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> tor
     return out
 
 
+@torch.no_grad()
 def _add_widened_(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     for rows, columns, wide_a, wide_b in _parts(a, b):
         out[rows, columns].addmm_(wide_a, wide_b)
@@ -92,6 +94,18 @@ def _parts(a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[slice, slice, tor
         whole = wide_a(a)
         for some in _split(m, k + n):
             yield EVERYTHING, some, whole, wide_b(b[:, some])
+
+
+def working_elements(n: int, k: int, m: int) -> dict[str, int]:
+    """Numbers of fp32 that the workspace holds for [n, k] [k, m], by role."""
+    if k > max(n, m):
+        part = _split(k, n + m)[0].stop
+        return {"factor a": n * part, "factor b": part * m, "product": n * m}
+    if n >= m:
+        part = _split(n, k + m)[0].stop
+        return {"factor a": part * k, "factor b": k * m, "product": part * m}
+    part = _split(m, k + n)[0].stop
+    return {"factor a": n * k, "factor b": k * part, "product": n * part}
 
 
 def _split(size: int, each: int) -> list[slice]:

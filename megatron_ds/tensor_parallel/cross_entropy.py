@@ -20,7 +20,7 @@ from ..mpu.group import Group
 from ..ops.cross_entropy import smoothing_weight
 
 # Numbers of fp32 worked on at once, in whole rows: what stays in a CPU's cache, and what keeps a GPU busy.
-CPU_BLOCK, GPU_BLOCK = 2**18, 2**26
+CPU_BLOCK, GPU_BLOCK = 2**18, 2**24
 # fp16 has no exponent for unlikely tokens: there probabilities are kept times this, the largest power of two with p = 1 finite.
 KEPT_TIMES = {torch.float16: 2.0**15}
 
@@ -38,6 +38,7 @@ def vocab_parallel_cross_entropy(logits: torch.Tensor, labels: torch.Tensor, gro
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, labels, group, vocab_size, label_smoothing):
+        assert labels.shape == logits.shape[:-1], (labels.shape, logits.shape)
         width = logits.shape[-1]
         start = group.rank * width
         valid = max(0, min(width, vocab_size - start))          # columns of this rank that are no padding
@@ -45,7 +46,7 @@ class _CrossEntropy(torch.autograd.Function):
         elsewhere = (column < 0) | (column >= valid)
         column = column.masked_fill(elsewhere, 0)
 
-        p = logits.detach().view(-1, width)
+        p = logits.detach().flatten(0, -2)
         p[:, valid:] = -torch.inf
         weight = smoothing_weight(label_smoothing, vocab_size) if label_smoothing else 0.0
         label_logit = p.gather(-1, column).float().masked_fill_(elsewhere, 0)
@@ -62,7 +63,7 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(column, elsewhere, label_p, (own_lse - lse).exp_())
         ctx.p, ctx.valid, ctx.shape = p, valid, logits.shape
         ctx.on_label, ctx.on_all = 1 - weight, weight / vocab_size
-        return loss.view(labels.shape)
+        return torch.ops.aten._unsafe_view(loss, labels.shape)         # a view could not be changed in place
 
     @staticmethod
     def backward(ctx, dloss):
@@ -88,7 +89,7 @@ class _CrossEntropy(torch.autograd.Function):
 def _softmax_(logits: torch.Tensor, column: torch.Tensor, valid: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Softmax over this rank's columns, times KEPT_TIMES, in place of the logits [n, V'/t]. Returns that of `column` [n, 1],
     and the log of the sum they were divided by, fp32 [n, 1] both."""
-    at_column, lse = (torch.empty(len(logits), 1, device=logits.device) for _ in range(2))
+    at_column, lse = (logits.new_empty(len(logits), 1, dtype=torch.float32) for _ in range(2))
     if valid == 0:
         logits.zero_()
         return at_column.zero_(), lse.fill_(-torch.inf)

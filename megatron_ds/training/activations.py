@@ -30,9 +30,10 @@ from ..config import RunConfig
 from ..config.model import ModelConfig
 from ..models import MODELS
 from ..ops.blocked_attention import BLOCK, KERNELS, is_worth_blocking
-from ..ops.product import has_products
+from ..ops.product import has_products, working_elements
 from ..pipeline.instruction import Op, Program
 from ..ramps import make_batch_size, planned_steps
+from ..tensor_parallel.cross_entropy import CPU_BLOCK, GPU_BLOCK
 from ..token_drop import make_token_drop
 from .dtypes import DTYPES
 
@@ -175,9 +176,32 @@ def _kept_by_dropping(work: Workload, recompute: str | None) -> int:
 
 def at_work(work: Workload, kinds: Sequence[str], recompute: str | None = None) -> int:
     """The most bytes that a layer of the stage needs beside what is kept, roughly: gradients on their way through it, what it
-    computes again, logits."""
+    computes again; and the workspace of products, which stays."""
     widened = 2 if work.device == "cpu" and work.itemsize == 2 else 1         # much of it is fp32 there
-    return widened * max((_at_work(work, kind, recompute) for kind in kinds), default=0)
+    return widened * max((_at_work(work, kind, recompute) for kind in kinds), default=0) + _workspace(work, kinds)
+
+
+def _workspace(work: Workload, kinds: Sequence[str]) -> int:
+    """Of products in fp32 where there are none of the dtype."""
+    most: dict[str, int] = {}
+    if _is_widened(work):
+        for kind in kinds:
+            tokens = work.kept_tokens * work.samples if kind == "dropping block" and work.drops else work.tokens
+            for n, m in _linears(work, kind):                               # forward, gradients of input and weight
+                for shape in ((tokens, n, m), (tokens, m, n), (m, tokens, n)):
+                    for role, numel in working_elements(*shape).items():
+                        most[role] = max(most.get(role, 0), numel)
+    return 4 * sum(most.values())
+
+
+def _linears(work: Workload, kind: str) -> list[tuple[int, int]]:
+    """(in, out) features of the layer's matrices on this rank."""
+    model, tp = work.model, work.tp
+    h, q, f = model.hidden_size, model.num_attention_heads * model.head_dim // tp, model.ffn_size // tp
+    k = model.query_groups * model.head_dim // tp
+    if kind in BLOCKS:
+        return [(h, q + 2 * k), (q, h), (h, 2 * f if model.is_gated else f), (f, h)]
+    return {"head": [(h, work.vocab)], "bert_head": [(h, h), (h, work.vocab)]}.get(kind, [])
 
 
 def _at_work(work: Workload, kind: str, recompute: str | None) -> int:
@@ -185,15 +209,16 @@ def _at_work(work: Workload, kind: str, recompute: str | None) -> int:
         seen = replace(work, positions=work.kept_tokens) if work.drops else work
         return _at_work(seen, "block", recompute) + (2 * work.hidden_bytes if work.drops else 0)
     whole = work.tokens * work.model.hidden_size * work.itemsize if work.sequence_parallel else 0      # gathered
-    if kind in ("head", "bert_head"):                       # the logits are what is kept
-        return work.hidden_bytes + whole
+    if kind in ("head", "bert_head"):                       # of the logits, which are what is kept, some rows in fp32
+        rows = 4 * min(work.tokens * work.vocab, CPU_BLOCK if work.device == "cpu" else GPU_BLOCK)
+        return (rows if work.itemsize < 4 else 0) + work.hidden_bytes + whole
     if kind != "block":
         return 3 * work.hidden_bytes + whole
     again = {"full": kept_by_layer(work, "block") - work.hidden_bytes + _rotary_tables(work),
              "selective": _core(work) - _arguments(work), None: 0}[recompute]
     feed_forward = work.wide_bytes * (4 if work.model.is_gated else 2)
     scores = work.scores * (4 + 4 + work.itemsize) if work.model.attention_dropout else 0
-    attention = 3 * work.query_bytes + 2 * work.key_bytes + scores
+    attention = 3 * work.query_bytes + 4 * work.key_bytes + scores                      # with gradients, in backward
     return max(again, 0) + 2 * work.hidden_bytes + whole + max(feed_forward, attention)
 
 

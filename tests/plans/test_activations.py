@@ -14,6 +14,7 @@ from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.imagined import imagined_group
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.ops import product
+from megatron_ds.ops.workspace import Workspace
 from megatron_ds.pipeline.stage import Stage
 from megatron_ds.token_drop import make_token_drop
 from megatron_ds.training import activations
@@ -162,8 +163,9 @@ def test_a_processor_without_products_of_sixteen_bits_keeps_copies_in_fp32(monke
 
 @pytest.mark.parametrize("flags", [[], ["--bf16"], STYLES["llama"], ["--hidden-dropout", "0.1", "--attention-dropout", "0.1"],
                                    RECOMPUTE["full"], RECOMPUTE["selective"]], ids=" ".join)
-def test_the_most_that_was_ever_alive_is_about_what_was_planned(flags):
+def test_the_most_that_was_ever_alive_is_about_what_was_planned(flags, monkeypatch):
     """One rank, two micro-batches: a twentieth below at most, half above: a layer at work counts beside all that is kept."""
+    monkeypatch.setattr(product, "WORKSPACE", Workspace())            # of which nothing is alive yet
     job = ["--hidden-dropout", "0", "--attention-dropout", "0", "--seq-length", "192", "--micro-batch-size", "2",
            "--global-batch-size", "4", "--tokenizer-type", "NullTokenizer"]
     config = parse([*JOB, *job, *flags], world_size=1)

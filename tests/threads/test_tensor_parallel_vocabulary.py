@@ -198,6 +198,17 @@ def test_logits_become_probabilities_and_gradient_where_they_lie(dtype, monkeypa
     assert alive.peak < few_rows + 256 * numbers_of_a_token < logits.nbytes / 3
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cross_entropy_takes_logits_that_lie_anyhow_and_gives_a_loss_of_its_own(dtype):
+    logits, labels = randn(B, S, V, seed=5).to(dtype), LABELS
+    losses = [vocab_parallel_cross_entropy(x.requires_grad_(), labels, solo("tp"), V)
+              for x in (logits.clone().transpose(0, 1), logits.transpose(0, 1).contiguous())]
+    torch.testing.assert_close(*losses)
+    losses[0].mul_(2)                                                       # in place: it is no view of anything
+    with pytest.raises(AssertionError):
+        vocab_parallel_cross_entropy(logits, labels, solo("tp"), V)         # labels [s, b] of logits [b, s, V]
+
+
 def test_a_certain_prediction_costs_nothing_and_a_wrong_one_its_logit():
     logits = torch.zeros(1, 2, V)
     logits[..., 4] = 500.0
