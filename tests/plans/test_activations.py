@@ -176,3 +176,20 @@ def test_the_most_that_was_ever_alive_is_about_what_was_planned(flags, monkeypat
         engine.executor.run(batch.split(2))
     plan = plan_world(config, 0, "cpu").rank_plan(0)
     assert 0.95 * alive.peak < plan.kept + plan.at_work + plan.buffers < 1.55 * alive.peak
+
+
+@pytest.mark.parametrize("style", ["gpt", "llama", "bert"])
+def test_the_workspace_of_widened_products_is_what_is_said_to_the_byte(style, monkeypatch):
+    workspace = Workspace()
+    monkeypatch.setattr(product, "WORKSPACE", workspace)
+    for module in (product, activations):
+        monkeypatch.setattr(module, "has_products", lambda dtype: dtype is torch.float32)
+    config = parse([*JOB, *STYLES[style], "--bf16", "--seq-length", "192", "--micro-batch-size", "2", "--global-batch-size", "2",
+                    "--vocab-size", "900", "--tokenizer-type", "NullTokenizer"], world_size=1)
+    engine = build_engine(config, Mesh(Grid(), 0))
+    engine.optimizer.begin_step()
+    engine.executor.run([MODELS[config.model.model].data.blank(2, 192)])
+    held = sum(memory.nbytes for memory in workspace._memory.values())
+    said = plan_world(config, 0, "cpu").rank_plan(0).at_work
+    monkeypatch.setattr(activations, "has_products", lambda dtype: True)
+    assert held == said - plan_world(config, 0, "cpu").rank_plan(0).at_work > 0
