@@ -36,6 +36,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -210,10 +211,11 @@ class Running:
         return json.loads(records[-1])
 
 
-def run_round(args: argparse.Namespace, pythons: dict[str, str]) -> list[dict]:
-    """The record of each contestant, one after the other, or taking their steps in turn."""
+def run_round(args: argparse.Namespace, pythons: dict[str, str]) -> Iterator[dict]:
+    """The record of each contestant, when it has ended: one after the other, or taking their steps in turn."""
     if not args.turns:
-        return [Running(contestant, args, pythons).finish() for contestant in args.contestants]
+        yield from (Running(contestant, args, pythons).finish() for contestant in args.contestants)
+        return
     running, w = [], workload(args)
     for contestant in args.contestants:                     # their first steps, so that nobody still imports later
         running.append(Running(contestant, args, pythons))
@@ -221,7 +223,7 @@ def run_round(args: argparse.Namespace, pythons: dict[str, str]) -> list[dict]:
     for _ in range(w.warmup + w.steps - 1):
         for one in running:
             one.take_a_step()
-    return [one.finish() for one in running]
+    yield from (one.finish() for one in running)
 
 
 def main() -> None:

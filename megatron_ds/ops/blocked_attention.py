@@ -25,6 +25,7 @@ The formulas of backward are those of Dao et al. 2022 (arXiv:2205.14135), append
 import math
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from .product import is_widened
 
@@ -71,6 +72,7 @@ class _BlockedAttention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dout):
         queries, keys, values, *kept = ctx.saved_tensors
         dq, dk, dv = dout.new_empty(ctx.q_shape), *(dout.new_empty(ctx.k_shape, dtype=torch.float32) for _ in range(2))

@@ -14,6 +14,7 @@ Columns from `vocab_size` on are padding, set to -inf in the logits: their proba
 """
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from ..mpu import collectives
 from ..mpu.group import Group
@@ -66,6 +67,7 @@ class _CrossEntropy(torch.autograd.Function):
         return torch.ops.aten._unsafe_view(loss, labels.shape)         # a view could not be changed in place
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dloss):
         column, elsewhere, label_p, share = ctx.saved_tensors
         assert ctx.p is not None, "the loss turned its probabilities into the gradient: run the forward again"

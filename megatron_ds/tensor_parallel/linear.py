@@ -21,6 +21,7 @@ from functools import partial
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from ..mpu import collectives
 from ..mpu.group import DONE, Group, Work
@@ -97,6 +98,7 @@ class _ColumnLinear(torch.autograd.Function):
         return _affine(collectives.all_gather(x, group) if sequence_parallel else x, weight, bias)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy):
         (x,), weight, group = ctx.saved_tensors, ctx.weight, ctx.group
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
@@ -131,6 +133,7 @@ class _RowLinear(torch.autograd.Function):
         return y if bias is None else y.add_(bias)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy):
         (x,), weight, group = ctx.saved_tensors, ctx.weight, ctx.group
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]

@@ -209,6 +209,14 @@ def test_cross_entropy_takes_logits_that_lie_anyhow_and_gives_a_loss_of_its_own(
         vocab_parallel_cross_entropy(logits, labels, solo("tp"), V)         # labels [s, b] of logits [b, s, V]
 
 
+def test_second_derivatives_are_refused_not_wrong():
+    logits = randn(S, B, V, seed=5).requires_grad_()
+    loss = vocab_parallel_cross_entropy(logits, LABELS, solo("tp"), V).square().sum()
+    (gradient,) = torch.autograd.grad(loss, logits, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
 def test_a_certain_prediction_costs_nothing_and_a_wrong_one_its_logit():
     logits = torch.zeros(1, 2, V)
     logits[..., 4] = 500.0
