@@ -101,7 +101,8 @@ class _BlockedAttention(torch.autograd.Function):
 
 
 class _Workspace:
-    """Memory for tiles of scores, written again and again, so that it stays in the cache, as new tensors would not."""
+    """Memory for tiles of scores, written again and again, so that it stays in the cache, as new tensors would not. Of one
+    call: kept longer (workspace.py) it would lie idle beside the logits, where a step peaks."""
 
     def __init__(self, queries: torch.Tensor, tiles: int):
         heads, s, r, _ = queries.shape

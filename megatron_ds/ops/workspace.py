@@ -1,4 +1,4 @@
-"""Memory on the CPU that is written again and again, of each thread."""
+"""Memory in fp32 on the CPU that is written again and again, of each thread."""
 
 import math
 import threading
@@ -7,7 +7,7 @@ import torch
 
 
 class Workspace(threading.local):
-    """Tensors for what lives no longer than the function that computes it, one for each role and dtype.
+    """Tensors for what lives no longer than the function that computes it, one for each role.
 
     They stay in the cache, as new ones would not. And new ones would lie between what layers keep for backward, and leave
     holes there that nothing else fits in: of a training step in bf16 with fp32 inside, a twentieth of the peak.
@@ -15,15 +15,15 @@ class Workspace(threading.local):
     """
 
     def __init__(self):
-        self._memory: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+        self._memory: dict[str, torch.Tensor | None] = {}
 
-    def take(self, role: str, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    def take(self, role: str, *shape: int) -> torch.Tensor:
         """A tensor of any content, good until the thread takes the role again: two that are alive at once have two roles."""
-        memory, numel = self._memory.get((role, dtype)), math.prod(shape)
+        memory, numel = self._memory.get(role), math.prod(shape)
         if memory is None or memory.numel() < numel:
-            memory = self._memory[role, dtype] = None               # the old one goes before the new one comes
+            memory = self._memory[role] = None                      # the old one goes before the new one comes
             with torch.inference_mode(False):                       # what is made inside could not be written to outside
-                memory = self._memory[role, dtype] = torch.empty(numel, dtype=dtype, device="cpu")
+                memory = self._memory[role] = torch.empty(numel, dtype=torch.float32, device="cpu")
         return memory[:numel].view(shape)
 
 

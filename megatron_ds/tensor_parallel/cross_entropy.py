@@ -22,7 +22,7 @@ from ..ops.cross_entropy import smoothing_weight
 
 # Numbers of fp32 worked on at once, in whole rows: what stays in a CPU's cache, and what keeps a GPU busy.
 CPU_BLOCK, GPU_BLOCK = 2**18, 2**24
-# fp16 has no exponent for unlikely tokens: there probabilities are kept times this, the largest power of two with p = 1 finite.
+# fp16 has no exponent for unlikely tokens: there probabilities are kept times this, the largest power of two that fits.
 KEPT_TIMES = {torch.float16: 2.0**15}
 
 
@@ -98,12 +98,12 @@ def _softmax_(logits: torch.Tensor, column: torch.Tensor, valid: int) -> tuple[t
     for rows in _blocks(logits):
         part = logits[rows]
         largest = part.amax(-1, keepdim=True).float()
-        wide = part.dtype == torch.float32
-        p = torch.softmax(part, dim=-1, out=part) if wide else torch.softmax(part, dim=-1, dtype=torch.float32)
+        in_place = part.dtype == torch.float32
+        p = torch.softmax(part, dim=-1, out=part) if in_place else torch.softmax(part, dim=-1, dtype=torch.float32)
         # p_max = exp(max - lse) is at least 1 / columns, so its logarithm is accurate.
         lse[rows] = largest - p.amax(-1, keepdim=True).log_()
         at_column[rows] = p.gather(-1, column[rows])
-        if not wide:
+        if not in_place:
             times = KEPT_TIMES.get(part.dtype)
             part.copy_(p.mul_(times) if times else p)
     return at_column, lse

@@ -184,8 +184,8 @@ def test_the_workspace_of_widened_products_is_what_is_said_to_the_byte(style, mo
     monkeypatch.setattr(product, "WORKSPACE", workspace)
     for module in (product, activations):
         monkeypatch.setattr(module, "has_products", lambda dtype: dtype is torch.float32)
-    config = parse([*JOB, *STYLES[style], "--bf16", "--seq-length", "192", "--micro-batch-size", "2", "--global-batch-size", "2",
-                    "--vocab-size", "900", "--tokenizer-type", "NullTokenizer"], world_size=1)
+    config = parse([*JOB, *STYLES[style], "--bf16", "--seq-length", "192", "--micro-batch-size", "2",
+                    "--global-batch-size", "2", "--vocab-size", "900", "--tokenizer-type", "NullTokenizer"], world_size=1)
     engine = build_engine(config, Mesh(Grid(), 0))
     engine.optimizer.begin_step()
     engine.executor.run([MODELS[config.model.model].data.blank(2, 192)])

@@ -166,6 +166,13 @@ def test_blocked_attention_in_bf16_strays_no_further_than_torch_does(n, g, has_p
         assert (a - e).abs().max() < 2 * (b - e).abs().max()
 
 
+def test_second_derivatives_of_blocked_attention_are_refused():
+    q, k, v = (t.detach().requires_grad_() for t in qkv(128, 128, 1, 2, 2, 32))
+    (dq,) = torch.autograd.grad(blocked.blocked_attention(q, k, v, 0.3).square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dq.sum().backward()
+
+
 def test_blocked_attention_serves_the_lengths_where_it_is_faster(monkeypatch):
     called = []
     monkeypatch.setattr("megatron_ds.ops.attention.blocked_attention",

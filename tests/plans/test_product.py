@@ -54,7 +54,7 @@ def test_no_more_than_a_part_of_the_longest_dimension_is_held_in_fp32(n, k, m, m
     a, b = torch.full((n, k), 2**-7).bfloat16(), torch.ones(k, m).bfloat16()
     gradient, rounded = torch.zeros(n, m), 2 * n * m
     held = 4 * sum(products.working_elements(n, k, m).values())
-    assert held <= 4 * (n * k * m // max(n, k, m) + products.PART_ELEMENTS)         # the factor or sum that is not cut, and a part
+    assert held <= 4 * (n * k * m // max(n, k, m) + products.PART_ELEMENTS)    # what is not cut, and a part
     with AliveBytes(peak=True) as alive:
         out = product(a, b)
     assert rounded + held <= alive.peak < rounded + 1.1 * held

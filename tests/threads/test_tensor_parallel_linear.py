@@ -217,3 +217,12 @@ def test_an_output_that_ranks_cannot_share_is_refused():
 
     with pytest.raises(LayoutError, match="odd.weight"):
         run_ranks(2, rank_main)
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["column", "row"])
+def test_second_derivatives_are_refused_not_wrong(which):
+    layer = make_pair(solo("tp"))[0][which]
+    x = (X if which == 0 else randn(S, B, MIDDLE, seed=7)).clone().requires_grad_()
+    (dx,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
