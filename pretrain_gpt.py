@@ -9,9 +9,7 @@ Four CPU ranks as TP 2 × PP 2:  torchrun --nproc-per-node 4 pretrain_gpt.py --t
 All flags: python pretrain_gpt.py --help, or docs/flags.md.
 """
 
-import sys
-
-from megatron_ds.training.pretrain import pretrain
+from megatron_ds.config.guard import run_command
 
 if __name__ == "__main__":
-    sys.exit(pretrain())
+    run_command("megatron_ds.training.pretrain", "pretrain")

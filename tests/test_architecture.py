@@ -7,7 +7,7 @@
     3  tensor_parallel  pipeline  zero  optim        siblings never import one another
     2  ops  data
     1  config  mpu
-    0  compiled  errors  registry  progress  ramps  difficulty  token_drop  version    standard library only
+    0  compiled  errors  registry  progress  ramps  difficulty  stop_request  token_drop  version    standard library only
 """
 
 import ast
@@ -21,9 +21,10 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "megatron_ds"
 LAYERS = {
     "compiled": 0, "errors": 0, "registry": 0, "progress": 0, "ramps": 0, "difficulty": 0, "token_drop": 0, "version": 0,
+    "stop_request": 0,
     "config": 1, "mpu": 1, "ops": 2, "data": 2, "tensor_parallel": 3, "pipeline": 3, "zero": 3, "optim": 3, "models": 4,
     "checkpoint": 5, "training": 6, "engine": 7}
-WITHOUT_TORCH = ("compiled", "errors", "registry", "progress", "ramps", "difficulty", "token_drop", "version", "config",
+WITHOUT_TORCH = ("compiled", "errors", "registry", "progress", "ramps", "difficulty", "stop_request", "token_drop", "version", "config",
                  "mpu.grid", "pipeline.partition")
 MOST_LINES = 400
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -99,13 +100,10 @@ def test_what_plans_without_torch_imports_the_standard_library_alone(module):
     assert not {name for name in foreign if not name.startswith("_")}
 
 
-def test_importing_the_package_adds_less_than_a_third_of_a_second_and_no_module_to_torch():
-    code = ("import time, torch, numpy, sys; before = set(sys.modules); start = time.perf_counter(); import megatron_ds; "
-            "print(time.perf_counter() - start, *(set(sys.modules) - before))")
+def test_importing_the_package_imports_two_files_of_its_own_and_nothing_else():
+    code = "import torch, numpy, sys; before = set(sys.modules); import megatron_ds; print(*(set(sys.modules) - before))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True, timeout=120)
-    seconds, *modules = done.stdout.split()
-    assert float(seconds) < 0.3
-    assert {name.split(".")[0] for name in modules} == {"megatron_ds"}
+    assert set(done.stdout.split()) == {"megatron_ds", "megatron_ds.version"}
 
 
 def test_every_room_needs_torch_and_numpy_only_and_starts_nothing():

@@ -1,6 +1,7 @@
-"""`main_guard`: how a command ends when something is wrong: one paragraph on stderr, exit code 2, no traceback.
+"""How a command ends when something is wrong: one paragraph on stderr, exit code 2, no traceback.
 
-Of an error that all ranks have alike, rank 0 tells, once. The others keep quiet and wait a while (Note: the last word).
+`main_guard` runs a command; `run_command` also imports it and handles stop signals from the first import to the exit. An error
+that all ranks raise alike is printed once, by rank 0; the other ranks wait before they exit (Note: the order of exits).
 """
 
 import json
@@ -9,26 +10,41 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import NoReturn
 
 from ..errors import CommunicationError, ConfigError, LayoutError, MegatronDSError, ScheduleError
+from ..stop_request import Stopped, StopRequest, ignore_stop_signals
 from .launched import ends_siblings, is_launched, local_rank_in, rank_in
 
-EVERYWHERE = (ConfigError, LayoutError, ScheduleError)       # they follow from the same words, so every rank raises them
+EVERYWHERE = (ConfigError, LayoutError, ScheduleError)       # they follow from the same flags, so every rank raises them
 WAIT_SECONDS = 5.0
 
-# Note: the last word.  torchrun, mpirun and srun -K end all ranks as soon as one of them fails. Were rank 1 the quicker to
-# fail, rank 0 would be gone before it told why, and nobody would. So the others wait: when rank 0 has told and failed, the
-# launcher ends them. A rank that is still there after the wait has an error that rank 0 does not have (a machine without
-# the --config file, or with fewer GPUs), and tells it itself.
+# Note: the order of exits.  torchrun, mpirun and srun -K end all ranks as soon as one of them fails. If rank 1 failed before
+# rank 0 had printed the error, rank 0 would be killed and the error would never be seen. So the other ranks wait: once rank 0
+# has printed the error and failed, the launcher ends them. A rank that still runs after the wait has an error that rank 0 does
+# not have (a machine without the --config file, or with fewer GPUs), and prints it itself.
+
+
+def run_command(module: str, function: str, **arguments) -> NoReturn:
+    """Import `module` and exit with the code of its `function(**arguments)`; the last line of an entry script.
+
+    Stop signals (`stop_request.py`) are handled while the module is imported, which takes seconds, and ignored once the exit
+    code is known.
+    """
+    StopRequest().install()
+    code = main_guard(lambda: getattr(import_module(module), function)(**arguments))
+    ignore_stop_signals()
+    sys.exit(code)
 
 
 def main_guard(main: Callable[[], int | None], rank: int | None = None) -> int:
-    """Run `main`; the exit code. `sys.exit(main_guard(main))` is the last line of a command.
+    """Run `main`; the exit code. `sys.exit(main_guard(main))` is the last line of a tool.
 
-    An error that all ranks raise alike is told by rank 0 alone: those of the configuration, and any with a true attribute
-    `on_all_ranks`, which whoever made the ranks agree on it sets. Another error is told by the rank that has it, with its
-    number, because nobody else knows. rank: by default the launcher's environment says it.
-    Errors that nobody raised on purpose keep their traceback; torchrun's summary quotes it for the rank that failed first.
+    An error that all ranks raise alike is printed by rank 0 alone: errors of the configuration, and any error whose attribute
+    `on_all_ranks` is true. Any other error is printed by the rank that raised it, with its number. An exception that is not a
+    MegatronDSError keeps its traceback, which torchrun's summary quotes for the rank that failed first.
+    rank: by default the rank in the launcher's environment.
     """
     rank = rank_in(os.environ) if rank is None else rank
     try:
@@ -36,24 +52,27 @@ def main_guard(main: Callable[[], int | None], rank: int | None = None) -> int:
     except MegatronDSError as error:
         sys.stdout.flush()
         shared = isinstance(error, EVERYWHERE) or getattr(error, "on_all_ranks", False)
-        if rank == 0 or not shared or _is_mine_alone(os.environ):
-            begin = f"error{f' on rank {rank}' * (rank > 0)}:"
-            print(begin, error, file=sys.stderr, flush=True)
-            note_for_torchrun(os.environ, f"told above, in the line that begins with {begin}",
-                              is_consequence=isinstance(error, CommunicationError))
+        if rank == 0 or not shared or _must_print(os.environ):
+            text = f"error{f' on rank {rank}' * (rank > 0)}: {error}"
+            print(text, file=sys.stderr, flush=True)
+            note_for_torchrun(os.environ, text, is_consequence=isinstance(error, CommunicationError))
         return 2
+    except Stopped as stop:
+        if rank == 0:
+            print(stop, flush=True)
+        return 0
     except KeyboardInterrupt:
-        return 130                                           # what a shell expects of a command ended by Ctrl-C
+        return 130                                           # a shell's code for a command ended by Ctrl-C
     except Exception:
         note_for_torchrun(os.environ, traceback.format_exc())
         raise
 
 
 def note_for_torchrun(env: Mapping[str, str], text: str, is_consequence: bool = False) -> None:
-    """What torchrun's summary says of this rank, instead of advice on how to get a traceback.
+    """Set what torchrun's summary shows for this rank, so that the summary ends with the error itself.
 
-    The summary calls the earliest failure the cause. That a peer is gone is told within the second in which it went, and
-    torchrun dates a killed rank by when it noticed: so a consequence is dated later.
+    The summary calls the earliest failure the cause. Ranks notice within the same second that a peer is gone, and torchrun
+    dates a killed rank by when it noticed: so a consequence is dated later.
     """
     path = env.get("TORCHELASTIC_ERROR_FILE")
     if not path:
@@ -63,14 +82,14 @@ def note_for_torchrun(env: Mapping[str, str], text: str, is_consequence: bool = 
         with open(path, "w") as file:
             json.dump({"message": {"message": text, "extraInfo": details}}, file)
     except OSError:
-        pass                                                 # the error itself has been told
+        pass                                                 # the error itself is on stderr already
 
 
-def _is_mine_alone(env: Mapping[str, str]) -> bool:
-    """Whether an error that all ranks should have turns out, after a wait, to be one that rank 0 does not tell."""
+def _must_print(env: Mapping[str, str]) -> bool:
+    """Whether this rank, not rank 0, prints an error that all ranks should have: rank 0 did not fail during the wait."""
     if not rank_in(env):
-        return False                                         # the caller's rank, which no launcher knows of
+        return False                                         # the rank was given by the caller; no launcher is known
     if not is_launched(env):
         return local_rank_in(env) == 0
-    time.sleep(WAIT_SECONDS + 0.5 * local_rank_in(env))      # one after the other, so that the first ends the rest
+    time.sleep(WAIT_SECONDS + 0.5 * local_rank_in(env))      # in turns, so that the first to fail ends the others
     return ends_siblings(env) or local_rank_in(env) == 0

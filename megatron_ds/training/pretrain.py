@@ -26,10 +26,12 @@ from ..data.tokenizers import TOKENIZERS, build_tokenizer
 from ..errors import DeviceMemoryError
 from ..models import MODELS
 from ..mpu import launch as launching
+from ..mpu.collectives import all_gather_object
 from ..mpu.launch import Launch
 from ..mpu.mesh import Mesh
 from ..optim import OPTIMIZERS
 from ..pipeline.schedules import SCHEDULES
+from ..stop_request import Stopped, StopRequest, before_training
 from .build import build_engine
 from .dry_run import dry_run, names_its_world
 from .join import joined
@@ -52,10 +54,14 @@ def pretrain(argv: Sequence[str] | None = None, **defaults) -> int:
 
     defaults: what an entry script prefers, by name of the option; flags and files win over it.
     """
-    return main_guard(lambda: _pretrain(argv, defaults))
+    def run() -> int:
+        with StopRequest() as stop:
+            return _pretrain(argv, defaults, stop)
+
+    return main_guard(run)
 
 
-def _pretrain(argv, defaults: Mapping[str, object]) -> int:
+def _pretrain(argv, defaults: Mapping[str, object], stop: StopRequest) -> int:
     started = time.monotonic()
     argv = sys.argv[1:] if argv is None else list(argv)
     launch = Launch(rank_in(os.environ)) if names_its_world(argv) else launching.read_launch(os.environ)
@@ -64,9 +70,11 @@ def _pretrain(argv, defaults: Mapping[str, object]) -> int:
                    defaults=defaults)
     if config.plan.is_dry:
         return dry_run(config, launch)
+    if launch.world_size > 1:        # a rank that left alone would let the others wait for it
+        stop.defer()
     with joined(config, launch) as mesh:
         try:
-            reason = train(config, mesh, launch.source, started)
+            reason = train(config, mesh, launch.source, started, stop)
         except torch.OutOfMemoryError as error:
             raise DeviceMemoryError(_what_would_fit(error, mesh)) from error
         if mesh.rank == 0:
@@ -74,17 +82,30 @@ def _pretrain(argv, defaults: Mapping[str, object]) -> int:
     return 0
 
 
-def train(as_given: RunConfig, mesh: Mesh, source: str, started: float) -> str:
-    """Build everything on this rank and train; why it ended. Collective over the world."""
+def train(as_given: RunConfig, mesh: Mesh, source: str, started: float, stop: StopRequest) -> str:
+    """Build everything on this rank and train; why it ended. Collective over the world.
+
+    Raises `Stopped` on all ranks when one of them received a stop signal before the first step.
+    """
     config, tokenizer, loaders = together(mesh.group("world"), lambda: _open_data(as_given, mesh))
     together(mesh.group("world"), lambda: _check_outputs(config, mesh.rank))
+    _leave_if_stopped(stop, mesh)
     engine = build_engine(config, mesh)
     if mesh.rank == 0:
         logger.info("%s", describe(engine, source))
     description = describe_run(config, as_given, tokenizer)
+    _leave_if_stopped(stop, mesh)
     progress = load_run(engine, description)
+    _leave_if_stopped(stop, mesh)
     log = open_log(config, progress.step) if mesh.rank == 0 else Log(())
-    return Trainer(engine, loaders, log, progress, description, started).run()
+    return Trainer(engine, loaders, log, progress, description, started, stop).run()
+
+
+def _leave_if_stopped(stop: StopRequest, mesh: Mesh) -> None:
+    """Collective over the world: one all-gather of the signals received."""
+    received = all_gather_object(stop.received, mesh.group("world"))
+    if any(received):
+        raise Stopped(before_training(next(filter(None, received))))
 
 
 def _what_would_fit(error: Exception, mesh: Mesh) -> str:

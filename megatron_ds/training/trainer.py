@@ -12,6 +12,7 @@ import torch
 
 from ..progress import Progress
 from ..ramps import count_steps, make_batch_size, make_learning_rate, make_weight_decay, planned_steps
+from ..stop_request import StopRequest
 from ..token_drop import make_token_drop
 from .build import Engine
 from .curriculum import make_lengths
@@ -19,7 +20,6 @@ from .evaluate import evaluate
 from .flops import model_flops, peak_flops
 from .log import EvalRecord, Log, TrainRecord
 from .persist import save_run
-from .signals import StopRequest
 from .step import StepOutcome, train_step
 from .tracer import Tracer
 
@@ -50,7 +50,7 @@ class Trainer:
     """Trains `engine` on `loaders` until the config says enough, or somebody asks to stop."""
 
     def __init__(self, engine: Engine, loaders: Loaders, log: Log, progress: Progress, description: dict,
-                 started: float | None = None):
+                 started: float | None = None, stop: StopRequest | None = None):
         self.engine, self.loaders, self.log, self.progress, self.description = engine, loaders, log, progress, description
         config = engine.config
         self.config = config
@@ -59,7 +59,7 @@ class Trainer:
         self.batch_size = make_batch_size(config)
         self.lengths, self.drop = make_lengths(config), make_token_drop(config)
         self.started = started or time.monotonic()
-        self.stop = StopRequest()
+        self.stop = stop or StopRequest()
         self.tracer = Tracer(engine)
         self.history: list[StepOutcome] = []       # of every step of this process
         self.saved_step = progress.step if config.checkpoint.load else -1
@@ -72,12 +72,12 @@ class Trainer:
     # ------------------------------------------------------------------ the loop
     def run(self) -> str:
         """Train to the end; returns why it ended. Saves before leaving when there is something unsaved."""
-        with self.stop:
-            reason = self._loop()
-            if self.config.checkpoint.save and self.saved_step != self.progress.step:
-                self.save()
-            if reason == "finished":
-                self._evaluate_everything()
+        self.stop.defer()
+        reason = self._loop()
+        if self.config.checkpoint.save and self.saved_step != self.progress.step:
+            self.save()
+        if reason == "finished":
+            self._evaluate_everything()
         self.log.close()
         return reason
 

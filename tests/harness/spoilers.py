@@ -72,6 +72,25 @@ def signal_in_evaluation(rank: int, *, number: int, victim: int):
 
 
 @contextlib.contextmanager
+def signal_outside_the_loop(rank: int, *, number: int, at: str, victim: int):
+    """The victim sends itself the signal in start-up ("build_engine", "load_run") or after the last save ("close")."""
+    from megatron_ds.mpu.mesh import Mesh
+    from megatron_ds.training import pretrain
+
+    owner = Mesh if at == "close" else pretrain
+    real = getattr(owner, at)
+
+    def signalled(*arguments):
+        if rank == victim:
+            signal.raise_signal(number)
+        return real(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, at, signalled)
+        yield
+
+
+@contextlib.contextmanager
 def killed_in_save(rank: int, *, step: int, change: int, victim: int):
     """The victim dies by SIGKILL just before its `change`-th change of the file system in the save of `step`."""
     from megatron_ds.training import trainer

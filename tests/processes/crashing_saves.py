@@ -1,8 +1,8 @@
 """Child of `test_checkpoint_crash.py`: saves in forked processes that die by SIGKILL, then loads what is left.
 
 Run as `python -m tests.processes.crashing_saves FOLDER SEED`. torch is imported once; each save is a fork. A process dies
-either at its n-th change of the file system, for every n until it survives, or after a random time. After each death the
-state on disk must be that of the last save that was reported done, or of the one that was going on; nothing else.
+either at its n-th change of the file system, for every n until it survives, or a random part of a measured save after a
+finished one. After each death the state on disk must be that of the last save that was reported done, or of the one that was going on; nothing else.
 """
 
 import os
@@ -61,9 +61,13 @@ def die_everywhere(base: Path, step: int, limit: int | None) -> int:
 
 
 def die_sometime(folder: Path, draw: random.Random, times: int) -> int:
-    """Saves one after the other, killed at a random moment; how many saves went through in all."""
-    seed = 1
+    """Saves one after the other, killed at a random moment after the first or second; how many saves went through in all.
+
+    The moment is drawn as a multiple of what a save takes on this machine, so a slow machine is killed inside saves too.
+    """
+    seed, begin = 1, time.monotonic()
     save_seed(folder, 1, seed=1)
+    seconds = time.monotonic() - begin
     for _ in range(times):
         report, told = os.pipe()
 
@@ -73,11 +77,12 @@ def die_sometime(folder: Path, draw: random.Random, times: int) -> int:
                 os.write(told, b".")  # noqa: B023
 
         process = forked(save_on)
-        time.sleep(draw.uniform(0.0, 0.15))
+        os.close(told)
+        finished = len([os.read(report, 1) for _ in range(draw.randint(1, 2))])
+        time.sleep(draw.uniform(0.0, 2.0) * seconds)
         os.kill(process, signal.SIGKILL)
         os.waitpid(process, 0)
-        os.close(told)
-        done = seed + len(os.read(report, 4096))
+        done = seed + finished + len(os.read(report, 4096))
         os.close(report)
         seed = loaded_seed(folder)
         assert seed in (done, done + 1), f"{done} was reported done, {seed} was loaded"
