@@ -1,8 +1,9 @@
 """Child of `test_checkpoint_crash.py`: saves in forked processes that die by SIGKILL, then loads what is left.
 
 Run as `python -m tests.processes.crashing_saves FOLDER SEED`. torch is imported once; each save is a fork. A process dies
-either at its n-th change of the file system, for every n until it survives, or a random part of a measured save after a
-finished one. After each death the state on disk must be that of the last save that was reported done, or of the one that was going on; nothing else.
+either at its n-th change of the file system, for every n until it survives, or, after a finished save, at a random time that
+is drawn in units of a measured save. After each death the state on disk must be that of the last save that was reported done,
+or of the one that was going on; nothing else.
 """
 
 import os
@@ -78,7 +79,7 @@ def die_sometime(folder: Path, draw: random.Random, times: int) -> int:
 
         process = forked(save_on)
         os.close(told)
-        finished = len([os.read(report, 1) for _ in range(draw.randint(1, 2))])
+        finished = len(b"".join(os.read(report, 1) for _ in range(draw.randint(1, 2))))
         time.sleep(draw.uniform(0.0, 2.0) * seconds)
         os.kill(process, signal.SIGKILL)
         os.waitpid(process, 0)
