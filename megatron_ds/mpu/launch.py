@@ -7,6 +7,8 @@ world of one rank opens no socket and makes no process group.
 import os
 import platform
 import re
+import socket
+import time
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -178,13 +180,34 @@ def _own_device(launch: Launch) -> torch.device:
 def _join(launch: Launch, backend: str, timeout: timedelta) -> None:
     import torch.distributed as dist
 
+    begin = time.monotonic()
     try:
+        if launch.rank > 0:
+            _wait_for_listener(launch.address, launch.port, begin + timeout.total_seconds())
         dist.init_process_group(backend, init_method=f"tcp://{launch.address}:{launch.port}", rank=launch.rank,
                                 world_size=launch.world_size, timeout=timeout)
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, OSError) as error:
         hint = "srun, not plain python, starts the ranks of a Slurm job" if launch.source == "Slurm" else \
-            "start all of them, with the same address and port, and look whether one ended with an error of its own"
+            "start all of them, with the same address and port, and check whether one exited with an error of its own"
         raise CommunicationError(
-            f"rank {launch.rank} of {launch.world_size} (from {launch.source}) could not meet the others at "
-            f"{launch.address}:{launch.port} within {timeout.total_seconds():.0f} s: {hint}; MASTER_PORT chooses "
-            f"another port if this one is taken. The backend said: {error}") from error
+            f"rank {launch.rank} of {launch.world_size} (from {launch.source}) could not connect to the other ranks at "
+            f"{launch.address}:{launch.port} within {time.monotonic() - begin:.0f} s: {hint}; MASTER_PORT chooses "
+            f"another port if this one is taken. The cause: {error}") from error
+
+
+def _wait_for_listener(address: str, port: int, deadline: float) -> None:
+    """Return when rank 0 (or torchrun's agent) listens. Raises OSError, the last one, when it does not by `deadline`.
+
+    torch's own store waits too, but tries twice, up to 2.4 times the timeout, and prints C++ stack frames.
+    """
+    pause = 0.05
+    while True:
+        try:
+            socket.create_connection((address, port), timeout=max(1.0, deadline - time.monotonic())).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise OSError(f"no process listens there ({error.strerror or error}): rank 0 did not start or has exited") \
+                    from error
+        time.sleep(max(0.0, min(pause, deadline - time.monotonic())))
+        pause = min(1.0, 1.5 * pause)

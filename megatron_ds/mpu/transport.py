@@ -1,7 +1,7 @@
 """`TorchTransport`: how the bytes of a group travel in real runs. gloo on CPU, nccl on CUDA.
 
-torch.distributed speaks in global ranks and raises RuntimeError with the address of a socket; a group speaks in positions,
-and an error must say who waited for what. This file is the translation.
+torch.distributed takes global ranks and raises RuntimeError with the address of a socket; a group takes positions, and an
+error must name the rank, the group, the operation and the rank that is stuck. This file translates between the two.
 
 Note: lanes. nccl has no tags: between two ranks, messages of one communicator arrive in the order in which both sides call.
 Activations and gradients, up and down the pipeline, are four streams without an order among them, so on nccl a pipeline
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from ..errors import CommunicationError
 from .host_memory import share_pages
 from .pieces import Pieces
+from .stuck_ranks import name_stuck_ranks, report_failure
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -219,11 +220,14 @@ def _story(transport: TorchTransport, what: str, error: RuntimeError) -> str:
     me, peers = transport.ranks[transport.rank], list(transport.ranks)
     said = str(error).split("This is typically caused")[0].strip()
     if any(words in said.lower() for words in _GONE):
-        why = "A peer ended: the first error among those ranks tells why; if none does, it was killed (out of memory?)"
+        report_failure()
+        why = ("A peer exited: the earliest error among these ranks is the cause; if there is none, the peer was killed "
+               "(out of memory?)")
     elif "timed out" in said.lower() or "timeout" in said.lower():
-        why = ("A peer never came: look for a rank that is busy or stuck, or took another path "
-               "(--distributed-timeout-minutes is how long to wait)")
+        stuck = name_stuck_ranks() or "Look for a rank that is busy or stuck, or that took another path"
+        why = f"A peer did not arrive in time (--distributed-timeout-minutes sets how long ranks wait). {stuck}"
     else:
-        why = "Look for the first error among those ranks"
+        report_failure()
+        why = "Look for the earliest error among these ranks"
     return (f"rank {me}: {what} failed in the {transport.axes or 'unnamed'} group of ranks {peers}. {why}. The backend said: "
             f"{said}")

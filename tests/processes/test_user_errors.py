@@ -244,7 +244,7 @@ def test_under_torchrun_an_error_is_told_once_even_if_rank_0_is_the_last_to_have
 
 def test_ranks_that_lose_one_say_what_they_waited_for_and_end(tmp_path):
     said = torchrun(tmp_path, 4, [*MOCK, *TP2, *PP2, "--num-workers", "0"])
-    assert re.search(r"^error.* rank \d: .* failed in the \S+ group of ranks \[.*\]\. A peer ended: ", said, re.MULTILINE)
+    assert re.search(r"^error.* rank \d: .* failed in the \S+ group of ranks \[.*\]\. A peer exited: ", said, re.MULTILINE)
     cause = said[said.index("Root Cause"):]
     assert re.search(r"rank +: 1 ", cause) and "SIGKILL" in cause
 

@@ -1,0 +1,88 @@
+"""Which rank is stuck: after a failed operation each rank reports in the store that ranks met at; a stuck rank does not.
+
+A timeout names the group that did not complete, not the rank that is stuck: in an all-reduce every rank waits for every other,
+and across groups rank 1 may wait for rank 3, which waits for rank 2. All of them time out within a moment of one another. So
+each rank writes down that it failed, waits a while for the others to do the same, and names those that did not.
+
+Nothing here raises or blocks: the store may be on the very rank that is stuck, so a thread talks to it, with a time limit.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import torch.distributed as dist
+
+REPORT_SECONDS = 10.0        # ranks that waited alike time out within a step of one another
+ANSWER_SECONDS = 3.0         # how long the store may take to answer
+_NAMED = 8
+
+
+def report_failure() -> None:
+    """Let the other ranks know that this one is not stuck. Not collective."""
+    _within(ANSWER_SECONDS, lambda: _write(_store()))
+
+
+def name_stuck_ranks(wait_seconds: float = REPORT_SECONDS) -> str | None:
+    """Report this rank, wait for the reports of the others, and name the ranks that are missing. Not collective.
+
+    Returns a sentence; None when the store does not answer although it is not known to be on a rank that is stuck.
+    """
+    size, store = dist.get_world_size(), _within(ANSWER_SECONDS, _store)
+    if store is None or not _within(ANSWER_SECONDS, lambda: _write(store)):
+        return "The store at which ranks meet does not answer: the rank or launcher that holds it is stuck or gone"
+    deadline = time.monotonic() + wait_seconds
+    while (count := _within(ANSWER_SECONDS, lambda: store.add("count", 0))) is not None:
+        if count >= size - 1 or time.monotonic() > deadline:
+            missing = _within(ANSWER_SECONDS, lambda: _absent(store, range(size)))
+            return None if missing is None else _sentence(missing, size, wait_seconds)
+        time.sleep(0.05)
+    return None
+
+
+def _store() -> dist.Store:
+    """A connection of its own: the process group may hold the first one in the middle of a request."""
+    return dist.PrefixStore("failed ranks", dist.group.WORLD.get_group_store().clone())
+
+
+def _write(store: dist.Store) -> bool:
+    key = str(dist.get_rank())
+    if not store.check([key]):
+        store.set(key, "failed")
+        store.add("count", 1)
+    return True
+
+
+def _absent(store: dist.Store, ranks: Sequence[int]) -> list[int]:
+    """The ranks without a report; in halves, as one request tells whether all keys of a list exist."""
+    if store.check([str(rank) for rank in ranks]):
+        return []
+    if len(ranks) == 1:
+        return list(ranks)
+    half = len(ranks) // 2
+    return _absent(store, ranks[:half]) + _absent(store, ranks[half:])
+
+
+def _sentence(missing: list[int], size: int, seconds: float) -> str:
+    if not missing:
+        return f"All {size} ranks report that they waited: they took different paths through the program"
+    names = ", ".join(map(str, missing[:_NAMED])) + (" and others" if len(missing) > _NAMED else "")
+    which = f"rank {names} is" if len(missing) == 1 else f"ranks {names} are"
+    return (f"Of {size} ranks, all but {len(missing)} report that they waited; {which} stuck: stopped, busy with something "
+            f"else, or on a host that is gone")
+
+
+def _within(seconds: float, call: Callable):
+    """The result of `call`, None if it raises or takes longer; its thread ends with the process."""
+    result: list = []
+
+    def run() -> None:
+        try:
+            result.append(call())
+        except Exception:      # noqa: BLE001  a report is an extra: the failure that is under way has its own error
+            pass
+
+    thread = threading.Thread(target=run, name="failure report", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return result[0] if result else None
