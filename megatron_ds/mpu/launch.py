@@ -17,6 +17,7 @@ from datetime import timedelta
 import torch
 
 from ..errors import CommunicationError, ConfigError
+from .stuck_ranks import register_host
 
 DEFAULT_PORT = 29500
 DEFAULT_TIMEOUT = timedelta(minutes=10)
@@ -186,6 +187,7 @@ def _join(launch: Launch, backend: str, timeout: timedelta) -> None:
             _wait_for_listener(launch.address, launch.port, begin + timeout.total_seconds())
         dist.init_process_group(backend, init_method=f"tcp://{launch.address}:{launch.port}", rank=launch.rank,
                                 world_size=launch.world_size, timeout=timeout)
+        register_host()
     except (RuntimeError, ValueError, OSError) as error:
         hint = "srun, not plain python, starts the ranks of a Slurm job" if launch.source == "Slurm" else \
             "start all of them, with the same address and port, and check whether one exited with an error of its own"

@@ -7,6 +7,7 @@ each rank writes down that it failed, waits a while for the others to do the sam
 Nothing here raises or blocks: the store may be on the very rank that is stuck, so a thread talks to it, with a time limit.
 """
 
+import platform
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -14,8 +15,14 @@ from collections.abc import Callable, Sequence
 import torch.distributed as dist
 
 REPORT_SECONDS = 10.0        # ranks that waited alike time out within a step of one another
+LAST_REPORT_SECONDS = 2.0    # for the last one, when all others have reported
 ANSWER_SECONDS = 3.0         # how long the store may take to answer
 _NAMED = 8
+
+
+def register_host() -> None:
+    """Write this rank's host name into the store, so that a stuck rank can be named with its host. Not collective."""
+    _store().set(_host_key(dist.get_rank()), platform.node())
 
 
 def report_failure() -> None:
@@ -30,12 +37,13 @@ def name_stuck_ranks(wait_seconds: float = REPORT_SECONDS) -> str | None:
     """
     size, store = dist.get_world_size(), _within(ANSWER_SECONDS, _store)
     if store is None or not _within(ANSWER_SECONDS, lambda: _write(store)):
-        return "The store at which ranks meet does not answer: the rank or launcher that holds it is stuck or gone"
+        return "The store that ranks met at does not answer: rank 0, or torchrun's agent, which holds it, is stuck or gone"
     deadline = time.monotonic() + wait_seconds
     while (count := _within(ANSWER_SECONDS, lambda: store.add("count", 0))) is not None:
-        if count >= size - 1 or time.monotonic() > deadline:
-            missing = _within(ANSWER_SECONDS, lambda: _absent(store, range(size)))
-            return None if missing is None else _sentence(missing, size, wait_seconds)
+        if count == size - 1:        # the last one may be about to report
+            deadline = min(deadline, time.monotonic() + LAST_REPORT_SECONDS)
+        if count == size or time.monotonic() > deadline:
+            return _within(ANSWER_SECONDS, lambda: _sentence(store, size))
         time.sleep(0.05)
     return None
 
@@ -63,10 +71,20 @@ def _absent(store: dist.Store, ranks: Sequence[int]) -> list[int]:
     return _absent(store, ranks[:half]) + _absent(store, ranks[half:])
 
 
-def _sentence(missing: list[int], size: int, seconds: float) -> str:
+def _host_key(rank: int) -> str:
+    return f"host of {rank}"
+
+
+def _host(store: dist.Store, rank: int) -> str:
+    key = _host_key(rank)
+    return f" (host {store.get(key).decode()})" if store.check([key]) else ""
+
+
+def _sentence(store: dist.Store, size: int) -> str:
+    missing = _absent(store, range(size))
     if not missing:
         return f"All {size} ranks report that they waited: they took different paths through the program"
-    names = ", ".join(map(str, missing[:_NAMED])) + (" and others" if len(missing) > _NAMED else "")
+    names = ", ".join(f"{rank}{_host(store, rank)}" for rank in missing[:_NAMED]) + " and others" * (len(missing) > _NAMED)
     which = f"rank {names} is" if len(missing) == 1 else f"ranks {names} are"
     return (f"Of {size} ranks, all but {len(missing)} report that they waited; {which} stuck: stopped, busy with something "
             f"else, or on a host that is gone")

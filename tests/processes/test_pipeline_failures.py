@@ -1,6 +1,7 @@
 """Pipelines of real processes in which one rank goes wrong: every other one ends, and says what it waited for."""
 
 import os
+import platform
 import signal
 import time
 from datetime import timedelta
@@ -13,6 +14,7 @@ from megatron_ds.errors import CommunicationError
 from megatron_ds.mpu.channels import Channels
 from megatron_ds.mpu.collectives import all_reduce_
 from megatron_ds.mpu.group import Group
+from megatron_ds.mpu.stuck_ranks import register_host
 from megatron_ds.mpu.transport import connect_torch
 from megatron_ds.pipeline.instruction import Op
 from megatron_ds.pipeline.passes import lower
@@ -88,6 +90,7 @@ def wait_for_rank_2(rank, world, folder):
     """Rank 2 does nothing. Rank 3 waits for it in an all-reduce, rank 1 for rank 3, rank 0 for rank 2, as in TP 2 × PP 2."""
     tp, pp = (connect_torch(axes, ranks, rank, timeout=timedelta(seconds=TIMEOUT))
               for axes, ranks in (("tp", [(0, 1), (2, 3)]), ("pp", [(0, 2), (1, 3)])))
+    register_host()
     if rank == 2:
         while not all((folder / str(other)).exists() for other in (0, 1, 3)):
             time.sleep(0.05)
@@ -105,7 +108,7 @@ def wait_for_rank_2(rank, world, folder):
 def test_the_stuck_rank_is_named_by_ranks_that_wait_for_others(tmp_path):
     stories = run_processes(4, wait_for_rank_2, tmp_path)
     for rank in (0, 1, 3):
-        assert "Of 4 ranks, all but 1 report that they waited; rank 2 is stuck" in stories[rank], stories[rank]
+        assert f"Of 4 ranks, all but 1 report that they waited; rank 2 (host {platform.node()}) is stuck" in stories[rank]
 
 
 def mean_other_tensors(rank, world, longer):
