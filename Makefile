@@ -1,6 +1,11 @@
-# make quickstart   from raw text to a trained, resumed and sampled GPT on this machine's CPU
-# make test         everything that needs no GPU, in ten to fifteen minutes on two cores, installing included
-# make test-all     the same with the whole layout-equivalence grid
+# make quickstart   train, resume and sample a small GPT from raw text on this machine's CPU
+# make test         ruff and all tests that need no GPU: ten to fifteen minutes on two cores, including the installation
+# make test-all     the same with every case of the layout grid
+# make lint         ruff
+# make docs         regenerate docs/flags.md
+# make clean        remove the virtual environment, the build and the quickstart's files
+#
+# All targets run in the virtual environment .venv. For your own commands activate it: source .venv/bin/activate
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -34,7 +39,7 @@ $(VENV)/.installed: $(VENV)/bin/python pyproject.toml setup.py
 	$(BIN)/python -m pip install --quiet --editable ".[report]"
 	touch $@
 
-# Not compiled, as most modules of what is installed are never imported.
+# --no-compile: most modules of the installed packages are never imported.
 $(VENV)/.installed-test: $(VENV)/bin/python pyproject.toml setup.py
 	$(BIN)/python -m pip install --quiet --no-compile --editable ".[test]"
 	touch $@

@@ -2,12 +2,12 @@
 # Raw text → WordPiece vocabulary → corpus of sentences → BERT on 2 CPU ranks (TP 2) → checkpoint → resume as PP 2 → loss curve.
 #
 #   bash examples/bert_tiny_cpu.sh [FOLDER]     everything is written below FOLDER (default: bert)
-#   STEPS=40 bash examples/bert_tiny_cpu.sh     for the hurried; 300 by default, five minutes at most on two cores
+#   STEPS=40 bash examples/bert_tiny_cpu.sh     a shorter run; the default is 300 steps, five minutes at most on two cores
 #
-# No GPU is needed and nothing is downloaded: the corpus is your own Python's documentation. It takes the extra `data`, for the
-# sentences. Run again, it goes on where it stopped; to start afresh, remove the folder. It shows the way, not a model: of 15 %
-# of the tokens a BERT learns slowly, and 300 steps bring the loss from ln 2048 = 7.6 to 6.1, hardly more than which pieces
-# are frequent.
+# Before it: `make quickstart`, then `source .venv/bin/activate` and `pip install -e '.[data]'` (nltk splits sentences).
+# It needs no GPU, and the corpus is the documentation of your own Python. Run it again to continue where it stopped; remove the
+# folder to start from scratch. It demonstrates the steps, not a useful model: a BERT is trained on 15 % of the tokens and learns
+# slowly, and 300 steps reduce the loss from ln 2048 = 7.6 to 6.1, little more than the frequencies of the word pieces.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 out="${1:-bert}"
@@ -31,7 +31,7 @@ step "3. sentences on disk, .bin and .idx"
 [ -f "$out/corpus_text_sentence.idx" ] || "$PYTHON" "$here/tools/preprocess_data.py" --input "$out/corpus.jsonl" \
     --output-prefix "$out/corpus" --split-sentences "${tokenizer[@]}" --workers 2
 
-# What both runs share: the job. The layout is not part of it.
+# The job that both runs share. The layout is set at each start.
 job=(
     --num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --make-vocab-size-divisible-by 64
     --init-method-std 0.05 --hidden-dropout 0 --attention-dropout 0
@@ -48,10 +48,10 @@ step "4. train on 2 ranks, TP 2 with sequence parallelism, and stop after $first
 [ -d "$out/checkpoints" ] || torchrun "$here/pretrain_bert.py" "${job[@]}" --exit-interval "$first" \
     --tensor-model-parallel-size 2 --sequence-parallel
 
-step "5. the same job goes on at another layout, PP 2"
+step "5. continue the same job under another layout, PP 2"
 torchrun "$here/pretrain_bert.py" "${job[@]}" --pipeline-model-parallel-size 2
 
-step "6. what it learned"
+step "6. results"
 "$PYTHON" "$here/tools/plot_loss.py" --metrics "$out/metrics.jsonl" --output "$out/loss.png" --vocab-size 2048 \
     --mark "$first=PP 2" --mark "0=TP 2" --title "BERT of a million parameters on Python's own documentation"
 printf '\nloss curve:   %s\ndashboard:    tensorboard --logdir %s\n' "$out/loss.png" "$out/tensorboard"

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # A curriculum over lengths and random layer-wise token dropping, beside a plain run, on two CPU ranks (TP 2 with sequence
-# parallelism): the same model, samples and learning rates, and what each run saw, took and learned.
+# parallelism): the same model, samples and learning rates. Prints the tokens, time and validation loss of each run.
 #
 #   bash examples/data_efficiency_cpu.sh [FOLDER]      everything is written below FOLDER (default: data_efficiency)
-#   STEPS=100 bash examples/data_efficiency_cpu.sh     400 by default, five minutes on two cores
+#   STEPS=100 bash examples/data_efficiency_cpu.sh     a shorter run; the default is 400 steps, five minutes on two cores
 #
-# No GPU is needed and nothing is downloaded: the corpus is your own Python's documentation. To start afresh, remove the folder.
+# Before it: `make quickstart`, then `source .venv/bin/activate`. It needs no GPU and downloads nothing: the corpus is the
+# documentation of your own Python. Remove the folder to start from scratch.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 out="${1:-data_efficiency}"
@@ -23,8 +24,8 @@ step "1. corpus, tokenizer, tokens"
     --output-prefix "$out/corpus" --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$out/tokenizer" \
     --append-eod --workers 2
 
-# In DeepSpeed's words: sequences of 32 tokens grow to 256 over a half of the run; blocks 1 to 4 of 6 keep 64 tokens at first,
-# and all of them after two thirds.
+# A DeepSpeed configuration: sequences grow from 32 to 256 tokens over the first half of the run; blocks 1 to 4 of 6 keep
+# 64 tokens at first and all of them after two thirds of the run.
 cat > "$out/efficient.json" <<JSON
 {"data_efficiency": {
     "enabled": true,
@@ -54,11 +55,11 @@ train() { "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node 2 "$h
 step "2. a plain run"
 [ -f "$out/plain.jsonl" ] || { train --metrics-path "$out/plain.part" && mv "$out/plain.part" "$out/plain.jsonl"; }
 
-step "3. short sequences first, and blocks that drop tokens"
+step "3. a run with short sequences first and token dropping"
 [ -f "$out/efficient.jsonl" ] || { train --metrics-path "$out/efficient.part" --deepspeed_config "$out/efficient.json" \
     && mv "$out/efficient.part" "$out/efficient.jsonl"; }
 
-step "4. what each saw, took and learned"
+step "4. tokens, time and validation loss of both runs"
 "$PYTHON" - "$out" <<'PY'
 import json, sys
 print(f"{'run':10} {'tokens':>10} {'layer tokens':>13} {'seconds':>8} {'validation loss':>16}")

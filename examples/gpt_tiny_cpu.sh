@@ -2,10 +2,10 @@
 # Raw text → tokenizer → dataset → GPT on 4 CPU ranks (TP 2 × PP 2) → checkpoint → resume as TP 1 × PP 2 × DP 2 → text.
 #
 #   bash examples/gpt_tiny_cpu.sh [FOLDER]      everything is written below FOLDER (default: quickstart)
-#   STEPS=100 bash examples/gpt_tiny_cpu.sh     for the hurried; 640 by default, two to three minutes on two cores
+#   STEPS=100 bash examples/gpt_tiny_cpu.sh     a shorter run; the default is 640 steps, two to three minutes on two cores
 #
-# No GPU is needed and nothing is downloaded: the corpus is your own Python's documentation. Run again, it goes on where it
-# stopped; to start afresh, remove the folder.
+# It needs no GPU and downloads nothing: the corpus is the documentation of your own Python. Run it again to continue where it
+# stopped; remove the folder to start from scratch.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 out="${1:-quickstart}"
@@ -29,8 +29,8 @@ step "3. tokens on disk, .bin and .idx"
     --output-prefix "$out/corpus" --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$out/tokenizer" \
     --append-eod --workers 2
 
-# What both runs share: the job. The layout is not part of it, nor is the micro-batch, which the layout asks for.
-# A model of a million parameters learns most from many small batches and from weights that begin larger than usual.
+# The job that both runs share. The layout and the micro-batch size, which depends on the layout, are set at each start.
+# A model of a million parameters learns most from many small batches and from initial weights larger than usual.
 job=(
     --num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --make-vocab-size-divisible-by 64
     --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --init-method-std 0.06
@@ -50,15 +50,26 @@ step "4. train on 4 ranks, TP 2 × PP 2, and stop after $first of $steps steps"
 [ -d "$out/checkpoints" ] || torchrun "$here/pretrain_gpt.py" "${job[@]}" --exit-interval "$first" \
     --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --micro-batch-size 4
 
-step "5. the same job goes on at another layout, TP 1 × PP 2 × DP 2"
+step "5. continue the same job under another layout, TP 1 × PP 2 × DP 2"
 torchrun "$here/pretrain_gpt.py" "${job[@]}" --tensor-model-parallel-size 1 --pipeline-model-parallel-size 2 \
     --micro-batch-size 2
 
-step "6. what it learned"
+step "6. results"
 "$PYTHON" "$here/tools/plot_loss.py" --metrics "$out/metrics.jsonl" --output "$out/loss.png" --vocab-size 2048 \
     --mark "$first=TP 1 × PP 2 × DP 2" --mark "0=TP 2 × PP 2" --title "GPT of a million parameters on Python's own documentation"
-printf '\nA text of its own:\n\n'
+printf '\nSample text from the trained model:\n\n'
 "$PYTHON" "$here/tools/generate_text.py" --load "$out/checkpoints" --prompt "If the file" --min-new-tokens 80 --max-new-tokens 120 \
     --temperature 0.6 --top-p 0.9 --seed 1 --tokenizer-model "$out/tokenizer"
-printf '\nloss curve:   %s\ndashboard:    tensorboard --logdir %s\nmore text:    %s\n' "$out/loss.png" "$out/tensorboard" \
-    "python tools/generate_text.py --load $out/checkpoints --prompt \"The value\" --temperature 0.6"
+printf '\nloss curve: %s\n' "$out/loss.png"
+
+# A new shell has no Python with torch in its PATH: where $PYTHON belongs to a virtual environment, print how to activate it.
+activate="$("$PYTHON" -c 'import os, shlex, sys
+path = os.path.join(sys.prefix, "bin", "activate")
+inside = path.startswith(os.getcwd() + os.sep)
+print("source", shlex.quote(os.path.relpath(path) if inside else path)) if os.path.exists(path) else None')"
+tools="$here/tools"
+[ "$here" != "$PWD" ] || tools=tools
+printf '\nCommands to try next:\n\n'
+[ -z "$activate" ] || printf '    %s\n' "$activate"
+printf '    python %q --load %q --prompt "The value" --temperature 0.6\n' "$tools/generate_text.py" "$out/checkpoints"
+printf '    tensorboard --logdir %q\n' "$out/tensorboard"

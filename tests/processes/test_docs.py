@@ -1,5 +1,6 @@
-"""The pages tell the truth: their commands run, their launches are understood, their links and their table hold."""
+"""The pages are correct: their commands run, their launches parse, their links and their tables hold."""
 
+import math
 import re
 from contextlib import chdir
 
@@ -20,6 +21,29 @@ BLOCKS = [block for page in pages() for block in blocks_of(page)]
 def test_the_blocks_of_a_page_run_one_after_the_other(page, tmp_path):
     said = run_page(page, tmp_path)
     assert "Traceback" not in said and re.search(SAID.get(page, ""), said)
+    if page == "README.md":
+        check_that_layouts_print_one_loss(said)
+
+
+def check_that_layouts_print_one_loss(said):
+    """Each loss of README's table is printed by the run of its row. Another processor may round the last digit otherwise."""
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    table = re.search(r"^\| `lm loss` at step ((?:\| \d+ )+)\|\n.*\n((?:\|.*\n)+)", page, re.MULTILINE)
+    steps = [int(step) for step in re.findall(r"\d+", table[1])]
+    rows = [[cell.strip() for cell in row.split("|")[2:-1]] for row in table[2].splitlines()]
+    shown = [(step, float(loss)) for row in rows for step, loss in zip(steps, row, strict=True) if loss]
+    printed = [(int(step), float(loss)) for step, loss in re.findall(r"iteration +(\d+)/ +20 .* lm loss: (\S+)", said)]
+    assert [step for step, _ in shown] == [step for step, _ in printed] and len(rows) == 3
+    of_one_process = dict(printed[:len(steps)])
+    for (step, loss), (_, in_table) in zip(printed, shown):
+        assert math.isclose(loss, of_one_process[step], rel_tol=1e-6) and math.isclose(loss, in_table, rel_tol=1e-5)
+
+
+@pytest.mark.parametrize("page", sorted({block.page for block in BLOCKS if block.runs and block.language == "bash"}))
+def test_a_page_names_the_virtual_environment_before_its_first_command(page):
+    first = next(block for block in BLOCKS if block.page == page and block.runs and block.language == "bash")
+    lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
+    assert any("source .venv/bin/activate" in line for line in lines[:first.line]), f"{first}: the activation is not given"
 
 
 @pytest.mark.parametrize("block", [b for b in BLOCKS if b.mark == "needs GPUs"], ids=str)

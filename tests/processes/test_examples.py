@@ -2,10 +2,12 @@
 
 import json
 import math
+import os
 import re
 import subprocess
 import sys
 from contextlib import chdir
+from pathlib import Path
 
 import pytest
 
@@ -123,5 +125,17 @@ def test_the_quickstart_in_small_ends_with_a_curve_and_a_text(tmp_path):
     assert "tp 1 × cp 1 × ep 1 × pp 2 × dp 2" in done.stdout
     assert "loaded out/checkpoints, iteration 4" in done.stdout
     assert (tmp_path / "out" / "loss.png").stat().st_size > 10_000
-    text = done.stdout.partition("A text of its own:")[2].partition("loss curve:")[0]
+    text = done.stdout.partition("Sample text from the trained model:")[2].partition("loss curve:")[0]
     assert text.strip().startswith("If the file") and len(text) > 100
+    run_in_a_new_shell(re.findall(r"^    (\S.*)$", done.stdout.partition("Commands to try next:")[2], re.MULTILINE), tmp_path)
+
+
+def run_in_a_new_shell(commands, folder):
+    """The printed commands run from the folder of the recipe, in a shell whose PATH has no virtual environment."""
+    *before, generate, dashboard = commands
+    assert before if Path(sys.prefix, "bin", "activate").exists() else not before
+    assert dashboard == "tensorboard --logdir out/tensorboard"
+    plain = {"HOME": str(folder), "PATH": "/usr/bin:/bin" if before else os.environ["PATH"]}
+    done = subprocess.run(["bash", "-euc", "\n".join([*before, "command -v tensorboard", generate + " --max-new-tokens 4"])],
+                          cwd=folder, env=plain, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "The value" in done.stdout, done.stdout + done.stderr
