@@ -23,11 +23,9 @@ class StoredTensors:
         from .storage import Reader
 
         self._reader = Reader(find_checkpoint(Path(directory), step))
-        self._index = self._reader.read_metadata()
-        self._reader.set_up_storage_reader(self._index, is_coordinator=True)
         self._kind_of: dict[str, str] = {}
         self.entries: list[TensorEntry] = []
-        for key, stored in self._index.state_dict_metadata.items():
+        for key, stored in self._reader.index.state_dict_metadata.items():
             kind, _, name = key.partition("/")
             if kind in kinds:
                 self._kind_of[name] = kind
@@ -40,7 +38,7 @@ class StoredTensors:
         flat = torch.empty(torch.Size(entry.shape).numel(), dtype=entry.dtype)
         piece = ParameterPiece(ParamSpec(entry.name, entry.shape, Init("zeros")), flat, self._kind_of[entry.name])
         planner = PieceLoadPlanner([piece], solo("tp"), exact=False)
-        planner.set_up_planner({}, self._index)
+        planner.set_up_planner({}, self._reader.index)
         self._reader.read_data(planner.create_local_plan(), planner).wait()
         return flat.view(entry.shape)
 
