@@ -1,4 +1,4 @@
-"""Checkpoints changed on purpose: with checksums that fit again, or as format 1 wrote them."""
+"""Small checkpoints, and such as were changed on purpose: with checksums that fit again, or as format 1 wrote them."""
 
 import json
 import pickle
@@ -6,6 +6,23 @@ import zlib
 from pathlib import Path
 
 from megatron_ds.checkpoint.run_file import checksum_of, entry_of
+from megatron_ds.checkpoint.save import save
+from megatron_ds.mpu.group import solo
+from tests.harness.states import Layout, pieces_of
+
+OLD, NEW = 2, 4
+RUN = {"progress": {"step": NEW, "samples": 16, "tokens": 160, "scheduled_samples": 16, "skipped_steps": 0, "nan_steps": 0},
+       "optimizer": {"num_updates": 4}, "config": {"train": {"lr": 0.001}}}
+
+
+def some_pieces(seed):
+    """Five of the pieces: enough for two files, few enough for hundreds of loads."""
+    return pieces_of(Layout(), 0, seed)[2:7]
+
+
+def save_small(folder, step=NEW):
+    run = RUN | {"progress": RUN["progress"] | {"step": step}}
+    return save(folder, step, some_pieces(step), tp=solo(), world=solo(), run=run)
 
 
 def entry(file: Path) -> dict:
