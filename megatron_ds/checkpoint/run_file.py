@@ -149,8 +149,6 @@ def _progress_problems(progress: Mapping, step: int) -> Iterator[str]:
     p = {field.name: progress.get(field.name, 0) for field in fields(Progress)}
     if p["step"] != step:
         yield f"progress.step is {p['step']} at step {step}"
-    if p["samples"] < step:
-        yield f"progress.samples is {p['samples']} after {step} steps, and each consumes one at least"
     for name, most in {"scheduled_samples": "samples", "skipped_steps": "step", "nan_steps": "step"}.items():
         if p[name] > p[most]:
             yield f"progress.{name} is {p[name]}, more than progress.{most}, {p[most]}"

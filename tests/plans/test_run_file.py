@@ -19,7 +19,6 @@ WRONG = {
     "samples 10**30": dict(progress=RUN["progress"] | {"samples": 10**30}),
     "samples 1.5": dict(progress=RUN["progress"] | {"samples": 1.5}),
     "samples null": dict(progress={"step": 4, "samples": None}),
-    "too few samples": dict(progress={"step": 4, "samples": 3}),
     "more scheduled than consumed": dict(progress=RUN["progress"] | {"scheduled_samples": 17}),
     "more skipped than done": dict(progress=RUN["progress"] | {"skipped_steps": 5}),
     "progress a list": dict(progress=[4]),
@@ -81,3 +80,28 @@ def test_a_save_that_could_not_be_loaded_is_refused_and_the_one_before_stays(tmp
     with pytest.raises(CheckpointError, match="could not be read again: progress.step is 3 at step 6"):
         save(tmp_path, 6, some_pieces(6), tp=solo(), world=solo(), run={"progress": {"step": 3, "samples": 9}})
     assert latest(tmp_path) == NEW
+
+
+IDENTITY = {"model": {"num_layers": 2}, "tokenizer": {"fingerprint": "a"}, "data": {"seed": 1}}
+DESCRIPTION = {"identity": IDENTITY, "config": {"optimizer": {"optimizer": "adam"}}}
+
+
+@pytest.mark.parametrize("missing", ["identity", "config", "progress", "optimizer", "identity.data", "config.optimizer"])
+def test_a_training_run_names_what_the_run_json_of_a_checkpoint_lacks(missing, tmp_path):
+    from megatron_ds.config.train import CheckpointConfig
+    from megatron_ds.training.persist import _check_same_run
+
+    saved = json.loads(json.dumps(DESCRIPTION | {name: RUN[name] for name in ("progress", "optimizer")}))
+    _check_same_run(tmp_path, saved, DESCRIPTION, CheckpointConfig())
+    section, _, name = missing.partition(".")
+    (saved[section] if name else saved).pop(name or section)
+    with pytest.raises(CheckpointError, match=f"has no '{missing}"):
+        _check_same_run(tmp_path, saved, DESCRIPTION, CheckpointConfig())
+
+
+def test_a_training_run_refuses_the_checkpoint_of_an_engine(tmp_path):
+    from megatron_ds.config.train import CheckpointConfig
+    from megatron_ds.training.persist import _check_same_run
+
+    with pytest.raises(CheckpointError, match="saved by an engine .* engine.load_checkpoint"):
+        _check_same_run(tmp_path, {"engine": {"parameters": 3}, **RUN}, DESCRIPTION, CheckpointConfig())
