@@ -2,16 +2,25 @@
 
     python tools/checkpoint_to_safetensors.py --load quickstart/checkpoints --output quickstart/safetensors
 
-Tensors keep their names and go through memory one at a time. Of an engine's checkpoint the buffers come along.
+Tensors go through memory one at a time. Of an engine's checkpoint the buffers come along, and the names are those of the
+module that was trained: `from_pretrained` reads the folder once the model's config.json is beside the files.
+
+Tensors of a pretraining run keep this package's names, such as decoder.layers.0.self_attention.linear_qkv.weight.
+`from_pretrained` of Hugging Face needs other names, and some tensors split or joined: convert them first. A config.json with
+the sizes of the model, the tokenizer and the iteration is written beside them, unless the folder has one.
 """
 
 import argparse
+import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
-from megatron_ds.checkpoint.load import latest
+from megatron_ds.checkpoint.folder import write_durably
+from megatron_ds.checkpoint.load import latest, read_run
+from megatron_ds.checkpoint.run_file import require
 from megatron_ds.checkpoint.safetensors_folder import TensorEntry, write_folder
 from megatron_ds.checkpoint.stored import StoredTensors
 from megatron_ds.config.arguments import Arguments
@@ -19,6 +28,7 @@ from megatron_ds.config.guard import main_guard
 from megatron_ds.errors import CheckpointError, ConfigError
 from megatron_ds.mpu.group import solo
 
+CONFIG = "config.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -39,13 +49,30 @@ def main(args: argparse.Namespace) -> int:
     step = args.iteration if args.iteration is not None else latest(args.load)
     if step is None:
         raise CheckpointError(f"--load {args.load}: no complete checkpoint there. Give what was --save in training.")
+    run = read_run(args.load, step)
+    if "config" in run:
+        require(run, args.load, "identity.model", "config.data.tokenizer_type")
     stored = StoredTensors(args.load, step, ("weight", "buffer"))
     entries = [TensorEntry(e.name, e.shape, DTYPES[args.dtype] if e.dtype == torch.float32 else e.dtype)
                for e in stored.entries]
     write_folder(args.output, entries, stored.read_all, solo(), args.max_shard_bytes)
     mebibytes = sum(entry.nbytes for entry in entries) / 2**20
     print(f"wrote {len(entries)} tensors, {mebibytes:.1f} MiB, of iteration {step} to {args.output}")
+    if "config" in run:
+        write_config(args.output / CONFIG, run, args.dtype)
     return 0
+
+
+def write_config(file: Path, run: Mapping, dtype: str) -> None:
+    """What is known of the model, for readers of the files. A config.json that is there already stays as it is."""
+    if file.exists():
+        print(f"{file} was there and is left as it is")
+        return
+    tokenizer = {name: value for name, value in run["config"]["data"].items() if name.startswith("tokenizer")}
+    values = {"model_type": "megatron_ds", "tensor_names": "megatron_ds", "dtype": dtype, "iteration": run["step"],
+              "megatron_ds_version": run.get("version"), "model": run["identity"]["model"], "tokenizer": tokenizer}
+    write_durably(file, json.dumps(values, indent=2) + "\n")
+    print(f"wrote {file}. Tensors have the names of this package: from_pretrained of Hugging Face needs converted ones")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from megatron_ds.checkpoint.load import latest, load_weights, read_run
+from megatron_ds.checkpoint.run_file import require
 from megatron_ds.config.arguments import Arguments
 from megatron_ds.config.dump import from_dict
 from megatron_ds.config.guard import main_guard
@@ -57,7 +58,9 @@ def main(args: argparse.Namespace, launch) -> int:
     step = args.iteration if args.iteration is not None else latest(args.load)
     if step is None:
         raise CheckpointError(f"--load {args.load}: no complete checkpoint there. Give what was --save in training.")
-    config = from_dict(read_run(args.load, step)["config"])
+    run = read_run(args.load, step)
+    require(run, args.load, "config")
+    config = from_dict(run["config"])
     if args.tokenizer_model:
         config = replace(config, data=replace(config.data, tokenizer_model=args.tokenizer_model))
     tokenizer = build_tokenizer(config.data, config.model)

@@ -5,7 +5,8 @@ A rank reads the stored chunks that meet its pieces, whatever layout wrote them;
 
 import logging
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -22,6 +23,9 @@ __all__ = ["latest", "read_run", "load", "load_weights", "check_same_model"]
 
 logger = logging.getLogger(__name__)
 
+MOST_DIGITS = 18      # of a step
+MOST_REASONS = 3      # of how many incomplete checkpoints a message gives the reason
+
 
 def latest(directory: str | os.PathLike) -> int | None:
     """The step to load: what the tracker says, or, with a warning, the newest complete one if that is not loadable.
@@ -29,8 +33,6 @@ def latest(directory: str | os.PathLike) -> int | None:
     None when there is no checkpoint. Raises CheckpointError when there are some and none is complete: to start afresh
     without a word would look like a resumed run.
     """
-    from .index import is_complete
-
     folder = Path(directory)
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder} is a file: --load takes the directory that was given as --save.")
@@ -41,16 +43,39 @@ def latest(directory: str | os.PathLike) -> int | None:
     wanted, steps = folders.read_tracker(folder), folders.steps_in(folder)
     if wanted is None and not steps:
         return None
-    complete = lambda step: (path := folders.find(folder, step)) is not None and folders.is_ours(path) and is_complete(path)
-    named = int(wanted) if wanted and wanted.isdecimal() else None
-    if named is not None and complete(named):
-        return named
-    newest = next((step for step in reversed(steps) if step != named and complete(step)), None)
-    if newest is None:
-        raise CheckpointError(f"no complete checkpoint in {folder}: {_state(folder, wanted, steps)}. Starting afresh there "
-                              "would look like resuming. Restore one, or give another folder.")
-    logger.warning("%s; loading the newest complete checkpoint, iteration %d", _state(folder, wanted, steps), newest)
-    return newest
+    named = int(wanted) if wanted and wanted.isdecimal() and len(wanted) <= MOST_DIGITS else None
+    problems: list[str] = []
+    for step in dict.fromkeys([*([] if named is None else [named]), *reversed(steps)]):
+        problem = problem_of(folder, step)
+        if problem is None:
+            break
+        problems.append(problem)
+    state = "; ".join([_state(folder, wanted, steps), *problems[:MOST_REASONS]])
+    if len(problems) > MOST_REASONS:
+        state += f"; and {len(problems) - MOST_REASONS} more are incomplete"
+    if problem is not None:
+        raise CheckpointError(f"no complete checkpoint in {folder}: {state}. Starting afresh there would look like resuming. "
+                              "Restore one, or give another folder.")
+    if step != named:
+        logger.warning("%s. Loading the newest complete checkpoint, iteration %d", state, step)
+    return step
+
+
+def problem_of(folder: Path, step: int) -> str | None:
+    """Why the checkpoint of `step` cannot be loaded, as its index and run.json show; None when it can.
+
+    Tensors are not read: their files have the right sizes, and their checksums are compared when they are loaded.
+    """
+    from .index import read_index
+
+    path = folders.find(folder, step)
+    if path is None:
+        return f"there is no {folders.name_of(step)}"
+    try:
+        read_index(path)
+    except CheckpointError as error:
+        return str(error).rstrip(".")
+    return None
 
 
 def read_run(directory: str | os.PathLike, step: int) -> dict:
@@ -81,12 +106,38 @@ def load_weights(directory: str | os.PathLike, step: int, parameters: Iterable[t
 
 
 def _fill(directory: str | os.PathLike, step: int, pieces: Iterable[Piece], tp: Group, world: Group, exact: bool) -> None:
-    from .storage import plan_reading
+    from .storage import Reader, plan_reading
 
-    what = f"cannot load iteration {step} from {directory}"
+    folder, what = Path(directory), f"cannot load iteration {step} from {directory}"
     readings = []       # stays on this rank; what an action returns travels
-    together(world, what, lambda: readings.append(plan_reading(find_checkpoint(directory, step), pieces, tp, exact)))
-    together(world, what, readings[0].run)
+
+    def plan() -> bool:
+        with way_back(folder, step):
+            reader = Reader(find_checkpoint(folder, step))
+        readings.append(plan_reading(reader, pieces, tp, exact))
+        return reader.has_checksums
+
+    def fill() -> None:
+        with way_back(folder, step):
+            readings[0].run()
+
+    if not all(together(world, what, plan)) and world.rank == 0:
+        logger.warning("%s was saved in format 1, without checksums of its files: files of other saves would not be noticed",
+                       find_checkpoint(folder, step))
+    together(world, what, fill)
+
+
+@contextmanager
+def way_back(folder: Path, step: int) -> Iterator[None]:
+    """Adds to the error of a damaged checkpoint which one can be loaded instead, and how."""
+    try:
+        yield
+    except CheckpointError as error:
+        others = [other for other in reversed(folders.steps_in(folder)) if other != step]
+        intact = next((other for other in others if problem_of(folder, other) is None), None)
+        advice = (f"To go back to iteration {intact}, the newest complete one besides, write {intact} into "
+                  f"{folder / folders.TRACKER}" if intact is not None else f"No other complete checkpoint is in {folder}")
+        raise CheckpointError(f"{str(error).rstrip('.')}. {advice}.") from error
 
 
 def find_checkpoint(directory: str | os.PathLike, step: int) -> Path:

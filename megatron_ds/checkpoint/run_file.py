@@ -1,47 +1,202 @@
-"""`run.json`: what a checkpoint says of the run that wrote it, in plain JSON.
+"""`run.json`: what a checkpoint says of the run that wrote it and of its own files, in plain JSON.
 
     format_version   of the checkpoint; a reader refuses a later one
     step             optimizer steps done
+    save_id          random, of this save; the index has the same
     versions         of python and torch that wrote it; informative
     ...              whatever the trainer adds: config, progress, identity of model and data, scaler state
+    files            size in bytes and CRC-32 of every other file of the checkpoint
+    checksum         CRC-32 of all values above, as JSON with sorted keys and without spaces
+
+Format 1 had no save_id, files and checksum. It is still read.
 """
 
 import json
+import math
 import platform
-from collections.abc import Mapping
+import re
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ..errors import CheckpointError
-from .folder import RUN_FILE, write_durably
+from ..progress import Progress
+from .folder import INDEX_FILE, RUN_FILE, write_durably
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+MOST = 2**62        # counters beyond this do not fit into the integers of torch
 
 
-def run_text(step: int, run: Mapping) -> str:
-    """The file's text. Raises TypeError when `run` holds something that is no plain value."""
+# ---- Writing.
+
+def plain(run: Mapping) -> dict:
+    """The values of `run` as JSON keeps them. Raises TypeError when one is no plain value."""
+    return json.loads(json.dumps(dict(run)))
+
+
+def write_run_file(path: Path, step: int, run: Mapping, save_id: str, files: Mapping[str, Mapping]) -> None:
+    """Write it durably; `run` is what the caller adds, `files` what `storage.write_index` returned.
+
+    Raises CheckpointError where `read_run_file` would refuse it, while the former checkpoint is still there.
+    """
     versions = {"python": platform.python_version(), "torch": torch.__version__}
-    return json.dumps({"format_version": FORMAT_VERSION, "step": step, "versions": versions, **run}, indent=2) + "\n"
+    content = plain({"format_version": FORMAT_VERSION, "step": step, "save_id": save_id, "versions": versions, **run,
+                     "files": files})
+    content["checksum"] = checksum_of(content)
+    if problem := next(_problems(content, step), None):
+        raise CheckpointError(f"{RUN_FILE} could not be read again: {problem}.")
+    write_durably(path / RUN_FILE, json.dumps(content, indent=2) + "\n")
 
 
-def write_run_file(path: Path, text: str) -> None:
-    write_durably(path / RUN_FILE, text)
+def checksum_of(content: Mapping) -> str:
+    """Eight hex digits, of all values but the checksum itself: the same however the file is indented or ordered."""
+    rest = {name: value for name, value in content.items() if name != "checksum"}
+    return f"{zlib.crc32(json.dumps(rest, sort_keys=True, separators=(',', ':')).encode()):08x}"
 
+
+def entry_of(size: int, crc32: int) -> dict[str, Any]:
+    """What `files` keeps of a file."""
+    return {"bytes": size, "crc32": f"{crc32:08x}"}
+
+
+def check_crc32(content: bytes, entry: Mapping) -> None:
+    """Raises ValueError when `content` is not what `entry_of` described."""
+    if len(content) != entry["bytes"]:
+        raise ValueError(f"it has {len(content)} bytes, and {entry['bytes']} were saved")
+    if (found := f"{zlib.crc32(content):08x}") != entry["crc32"]:
+        raise ValueError(f"its CRC-32 is {found}, and run.json says {entry['crc32']}. Either bytes have changed, or one of "
+                         "the two files is that of another save")
+
+
+# ---- Reading.
 
 def read_run_file(path: Path) -> dict:
-    """Raises CheckpointError when it is missing, damaged, or of a format that came later."""
+    """Its values, validated. Raises CheckpointError when it is missing, damaged, or of a format that came later."""
     file = path / RUN_FILE
     try:
-        run = json.loads(file.read_bytes())
+        return _validated(file, json.loads(file.read_bytes()))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} has no {RUN_FILE}: it was not saved by this package, or is incomplete.") from error
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror or error}.") from error
+    except RecursionError as error:
+        raise CheckpointError(f"{file} is damaged: its values are nested too deeply.") from error
     except ValueError as error:
         raise CheckpointError(f"{file} is damaged: {error}.") from error
+
+
+def _validated(file: Path, run: Any) -> dict:
     version = run.get("format_version") if isinstance(run, dict) else None
-    if not isinstance(version, int):
-        raise CheckpointError(f"{file} is damaged: it does not say its format_version.")
+    if type(version) is not int or version < 1:
+        raise CheckpointError(f"{file} is damaged: it has no format_version.")
     if version > FORMAT_VERSION:
         raise CheckpointError(f"{file} is of format {version}; this version reads formats up to {FORMAT_VERSION}. Load it "
                               "with the version that wrote it, or a newer one.")
+    if problem := next(_problems(run, _step_of(file.parent)), None):
+        raise CheckpointError(f"{file} is damaged, or was changed after it was saved: {problem}.")
     return run
+
+
+def _step_of(path: Path) -> int | None:
+    """The step in the name of a checkpoint's directory; None where a user has given it another name."""
+    found = re.search(r"iter_(\d{7,})", path.name)
+    return int(found[1]) if found else None
+
+
+def require(run: Mapping, path: str | Path, *names: str) -> None:
+    """Raises CheckpointError unless `run`, of the checkpoint `path`, has all values `names`, dotted like "identity.model"."""
+    for name in names:
+        value: Any = run
+        for part in name.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if value is None:
+            raise CheckpointError(f"{RUN_FILE} of {path} has no {name!r}: it is damaged, or another program has saved it.")
+
+
+def progress_of(run: Mapping) -> Progress:
+    """Where training stood; counters that this version does not know are left out."""
+    known = {field.name for field in fields(Progress)}
+    return Progress(**{name: value for name, value in run["progress"].items() if name in known})
+
+
+def _problems(run: Mapping, step_of_folder: int | None) -> Iterator[str]:
+    """What is wrong with `run`. Take the first problem only: later checks rely on those before."""
+    if "checksum" in run or run["format_version"] >= 2:
+        if run.get("checksum") != (found := checksum_of(run)):
+            yield f"its values have the checksum {found}, and it records {run.get('checksum')}"
+        for name in ("save_id", "files"):
+            if name not in run:
+                yield f"it has no {name}"
+    elif not run.keys().isdisjoint(("save_id", "files")):
+        yield "it has no checksum"
+    step = run.get("step")
+    if not _is_count(step):
+        yield f"step is {_show(step)}, not a number of steps"
+    elif step_of_folder is not None and step != step_of_folder:
+        yield f"it is of step {step}, and its directory of step {step_of_folder}"
+    for name, (is_valid, meaning) in _VALUES.items():
+        if name in run and not is_valid(run[name]):
+            yield f"{name} is {_show(run[name])}, not {meaning}"
+    if "progress" in run:
+        yield from _progress_problems(run["progress"], step)
+
+
+def _progress_problems(progress: Mapping, step: int) -> Iterator[str]:
+    p = {field.name: progress.get(field.name, 0) for field in fields(Progress)}
+    if p["step"] != step:
+        yield f"progress.step is {p['step']} at step {step}"
+    for name, most in {"scheduled_samples": "samples", "skipped_steps": "step", "nan_steps": "step"}.items():
+        if p[name] > p[most]:
+            yield f"progress.{name} is {p[name]}, more than progress.{most}, {p[most]}"
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < MOST
+
+
+def _is_checksum(value: Any) -> bool:
+    return isinstance(value, str) and len(value) == 8 and set(value) <= set("0123456789abcdef")
+
+
+def _is_file_table(value: Any) -> bool:
+    return isinstance(value, dict) and INDEX_FILE in value and all(
+        isinstance(entry, dict) and _is_count(entry.get("bytes")) and _is_checksum(entry.get("crc32"))
+        for entry in value.values())
+
+
+def _is_progress(value: Any) -> bool:
+    return isinstance(value, dict) and {"step", "samples"} <= value.keys() and all(
+        _is_count(value.get(field.name, 0)) for field in fields(Progress))
+
+
+def _is_optimizer(value: Any) -> bool:
+    if not isinstance(value, dict) or not _is_count(value.get("num_updates")):
+        return False
+    scaler = {"loss_scale": _is_scale, "loss_scale_lives": _is_count, "loss_scale_iteration": _is_count,
+              "loss_scale_last_overflow": lambda n: n == -1 and type(n) is int or _is_count(n)}
+    return value.keys().isdisjoint(scaler) or all(is_valid(value.get(name)) for name, is_valid in scaler.items())
+
+
+def _is_scale(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and value > 0
+
+
+_VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "save_id": (lambda value: isinstance(value, str) and value != "", "the text that identifies a save"),
+    "run_id": (lambda value: isinstance(value, str), "the text that identifies a run"),
+    "files": (_is_file_table, f"a table with bytes and crc32 of each file, {INDEX_FILE} among them"),
+    "world_size": (lambda value: _is_count(value) and value > 0, "a number of ranks"),
+    "progress": (_is_progress, "a table of counters with step and samples"),
+    "optimizer": (_is_optimizer, "a table of num_updates and, with dynamic loss scaling, its four numbers"),
+    **{name: (lambda value: isinstance(value, dict), "a table")
+       for name in ("versions", "config", "identity", "engine", "client_state")},
+}
+
+
+def _show(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 100 else text[:100] + " ..."

@@ -55,9 +55,14 @@ def write_folder(directory: str | os.PathLike, entries: Sequence[TensorEntry],
     files = cut_into_files(entries, max_shard_bytes)
     together(world, what, lambda: folder.mkdir(parents=True, exist_ok=True), only=0)
     writing = _Writing(folder, files) if world.rank == 0 else None
-    for tensor in tensors([entry for file in files for entry in file]):
+    try:
+        for tensor in tensors([entry for file in files for entry in file]):
+            if writing:
+                writing.add(tensor)
+    except BaseException:
         if writing:
-            writing.add(tensor)
+            writing.abandon()
+        raise
     together(world, what, lambda: writing.publish(), only=0)
 
 
@@ -105,8 +110,7 @@ class _Writing:
     def publish(self) -> None:
         self._attempt(self._end)
         if self._error is not None:
-            for name in self._names:
-                self._hidden(name).unlink(missing_ok=True)
+            self.abandon()
             raise self._error
         if len(self._names) > 1 or not (self._folder / SINGLE).exists():       # one file replaces another at once
             self._forget((SINGLE, INDEX))
@@ -117,6 +121,13 @@ class _Writing:
             write_durably(self._folder / INDEX, self._index())
         self._forget({path.name for path in self._folder.glob("model*.safetensors*")} - {
             *self._names, *([INDEX] if len(self._names) > 1 else [])})
+
+    def abandon(self) -> None:
+        """Remove what has been written; the old files stay."""
+        if self._open is not None:
+            self._open.close()
+        for name in self._names:
+            self._hidden(name).unlink(missing_ok=True)
 
     def _write(self, number: int, tensor: torch.Tensor) -> None:
         if number != self._number:

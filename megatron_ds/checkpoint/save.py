@@ -7,6 +7,7 @@ A crash at any byte leaves the checkpoint that the tracker pointed to before (`f
 """
 
 import os
+import secrets
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from . import folder as folders
 from .folder import check_writable
 from .pieces import Piece, written_here
 from .retain import prune
-from .run_file import run_text, write_run_file
+from .run_file import plain, write_run_file
 from .together import together
 
 __all__ = ["save", "check_writable"]
@@ -36,18 +37,18 @@ def save(directory: str | os.PathLike, step: int, pieces: Iterable[Piece], *, tp
     folder, what = Path(directory), f"could not save iteration {step} to {directory}"
     writing = folders.writing_path(folder, step)
 
-    def prepare() -> str:
-        text = run_text(step, run)
+    def prepare() -> dict:
+        values = plain(run)
         folders.begin(folder, step)
-        return text
+        return values
 
     def finish() -> None:
-        write_index(writing, parts)
-        write_run_file(writing, text)
+        save_id = secrets.token_hex(16)
+        write_run_file(writing, step, values, save_id, write_index(writing, parts, save_id))
         folders.publish(folder, step)
         prune(folder, step, limit)
 
-    text = together(world, what, prepare, only=0)[0]
+    values = together(world, what, prepare, only=0)[0]
     try:
         parts = together(world, what, lambda: write_pieces(writing, written_here(pieces, tp), tp, world.rank))
         together(world, what, finish, only=0)

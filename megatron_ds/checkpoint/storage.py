@@ -1,8 +1,8 @@
 """Tensors to and from one checkpoint directory: planners, a writer and a reader on torch.distributed.checkpoint ("DCP").
 
 The files are a plain DCP checkpoint: `.metadata`, the index of chunks (boxes of logical tensors), and one
-`__{rank}_0.distcp` for each rank that wrote something. DCP's own tools read them. A chunk is compared with its checksum and
-loaded with `weights_only=True`.
+`__{rank}_0.distcp` for each rank that wrote something. DCP's own tools read them. A chunk is compared with the checksum that
+the index keeps of it (chunk_file.py) and loaded with `weights_only=True`.
 
 Note: why DCP's parts and not `dcp.save` / `dcp.load`. Those speak torch.distributed by themselves. Driven through `Group`,
 the same planners serve one process without a process group, gloo, nccl, and ranks that are threads.
@@ -11,15 +11,13 @@ the same planners serve one process without a process group, gloo, nccl, and ran
 import io
 import itertools
 import math
-import pickle
-import zipfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
     LoadPlanner,
@@ -36,8 +34,11 @@ from torch.futures import Future
 
 from ..errors import CheckpointError
 from ..mpu.group import Group
-from .index import read_index
+from .chunk_file import ChecksummedFiles, read_chunk, saved_crc32
+from .folder import INDEX_FILE
+from .index import index_of, read_index
 from .pieces import WEIGHT, Piece, View, key, views
+from .run_file import entry_of
 
 LISTED = 20       # how many tensors an error message names
 
@@ -52,10 +53,26 @@ def write_pieces(path: Path, pieces: Iterable[Piece], tp: Group, rank: int) -> t
     return plan, writer.write_data(plan, planner).wait() if plan.items else []
 
 
-def write_index(path: Path, parts: Sequence[tuple[SavePlan, list[WriteResult]]]) -> None:
-    """Write the index of what all ranks wrote. Raises CheckpointError unless that is everything, once, and readable here."""
-    Writer(path).finish(merge_plans([plan for plan, _ in parts]), [results for _, results in parts])
-    read_index(path)
+def write_index(path: Path, parts: Sequence[tuple[SavePlan, list[WriteResult]]], save_id: str) -> dict[str, dict]:
+    """Write the index of what all ranks wrote; {file: its size and checksum}, for run.json.
+
+    Raises CheckpointError unless the ranks wrote every element, once, and the files are readable here.
+    """
+    writer = Writer(path, save_id)
+    writer.finish(merge_plans([plan for plan, _ in parts]), [results for _, results in parts])
+    files = _table_of(result.storage_data for _, results in parts for result in results)
+    files[INDEX_FILE] = entry_of((path / INDEX_FILE).stat().st_size, writer.crc32_of_index)
+    index_of(path, save_id, files)
+    return files
+
+
+def _table_of(places: Iterable[_StorageInfo]) -> dict[str, dict]:
+    """Size and checksum of each file: its last chunk ends where the file ends."""
+    last: dict[str, _StorageInfo] = {}
+    for place in places:
+        if place.relative_path not in last or last[place.relative_path].offset < place.offset:
+            last[place.relative_path] = place
+    return {name: entry_of(place.offset + place.length, saved_crc32(place)[1]) for name, place in sorted(last.items())}
 
 
 class PieceSavePlanner(SavePlanner):
@@ -92,10 +109,28 @@ class PieceSavePlanner(SavePlanner):
 
 
 class Writer(FileSystemWriter):
-    """DCP's writer: one synced file per rank. Leaves the temporary path out of the index."""
+    """DCP's writer: one synced file per rank. Leaves the temporary path out of the index, and adds checksums to it.
+
+    A chunk's place in the index has the attribute `crc32` (chunk_file.py); DCP's own reader does not look at it.
+    """
+
+    def __init__(self, path: Path, save_id: str | None = None):
+        super().__init__(path)
+        self.fs, self._save_id = ChecksummedFiles(), save_id
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future:
+        written = super().write_data(plan, planner)
+        for result in written.wait():
+            result.storage_data.crc32 = self.fs.crc32_around(result.storage_data)
+        return written
 
     def storage_meta(self) -> dcp.StorageMeta:
-        return dcp.StorageMeta()
+        return dcp.StorageMeta(save_id=self._save_id)
+
+    @property
+    def crc32_of_index(self) -> int:
+        """After `finish`, which writes the index under another name and renames it."""
+        return self.fs.crc32_of(f"{INDEX_FILE}.tmp")
 
 
 def merge_plans(plans: Sequence[SavePlan]) -> dcp.Metadata:
@@ -115,15 +150,13 @@ def merge_plans(plans: Sequence[SavePlan]) -> dcp.Metadata:
 
 # ---- Loading: each rank reads the index and, of the chunks that meet its pieces, what it wants.
 
-def plan_reading(path: Path, pieces: Iterable[Piece], tp: Group, exact: bool) -> "Reading":
+def plan_reading(reader: "Reader", pieces: Iterable[Piece], tp: Group, exact: bool) -> "Reading":
     """What will be read, checked. Raises CheckpointError listing every tensor that is missing or has another shape.
 
     exact   the stored dtype must be that of the piece; otherwise values are converted
     """
-    reader, planner = Reader(path), PieceLoadPlanner(pieces, tp, exact)
-    index = reader.read_metadata()
-    planner.set_up_planner({}, index)
-    reader.set_up_storage_reader(index, is_coordinator=False)
+    planner = PieceLoadPlanner(pieces, tp, exact)
+    planner.set_up_planner({}, reader.index)
     return Reading(reader, planner, planner.create_local_plan())
 
 
@@ -210,10 +243,14 @@ class Reader(FileSystemReader):
     """DCP's reader with a guarded index (`index.py`), reading each chunk once.
 
     DCP's own loads a chunk anew for every rectangle wanted from it: up to 2n - 1 times for a slice of a flat buffer.
+    Raises CheckpointError when the checkpoint is damaged.
     """
 
-    def read_metadata(self, *args, **kwargs) -> dcp.Metadata:
-        return read_index(Path(self.path))
+    def __init__(self, path: Path):
+        super().__init__(path)
+        self.index = read_index(path)
+        self.has_checksums = self.index.storage_meta.save_id is not None
+        self.set_up_storage_reader(self.index, is_coordinator=False)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future:
         place = lambda item: (self.storage_data[item.storage_index].relative_path,
@@ -230,18 +267,9 @@ class Reader(FileSystemReader):
         return done
 
     def _read_chunk(self, index: dcp.MetadataIndex) -> torch.Tensor:
-        place = self.storage_data[index]
-        path = Path(self.path) / place.relative_path
-        try:
-            with open(path, "rb") as file:
-                file.seek(place.offset)
-                chunk = io.BytesIO(file.read(place.length))
-            if record := zipfile.ZipFile(chunk).testzip():       # torch.load does not compare checksums
-                raise ValueError(f"{record} has another checksum than when it was written")
-            chunk.seek(0)
-            return torch.load(chunk, map_location="cpu", weights_only=True)
-        except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
-            raise CheckpointError(f"{path} is damaged: {index.fqn} at byte {place.offset}: {error}") from error
+        place, stored = self.storage_data[index], self.index.state_dict_metadata[index.fqn]
+        return read_chunk(Path(self.path) / place.relative_path, index.fqn, place, stored.chunks[index.index],
+                          stored.properties.dtype)
 
 
 def _chunk(view: View) -> dcp.ChunkStorageMetadata:

@@ -8,7 +8,7 @@ import torch
 
 from ..mpu.group import solo
 from ..mpu.param_spec import Init, ParamSpec
-from .load import find_checkpoint
+from .load import find_checkpoint, way_back
 from .pieces import ParameterPiece
 from .safetensors_folder import TensorEntry
 
@@ -22,12 +22,12 @@ class StoredTensors:
     def __init__(self, directory: str | os.PathLike, step: int, kinds: tuple[str, ...]):
         from .storage import Reader
 
-        self._reader = Reader(find_checkpoint(Path(directory), step))
-        self._index = self._reader.read_metadata()
-        self._reader.set_up_storage_reader(self._index, is_coordinator=True)
+        self._folder, self._step = Path(directory), step
+        with way_back(self._folder, step):
+            self._reader = Reader(find_checkpoint(self._folder, step))
         self._kind_of: dict[str, str] = {}
         self.entries: list[TensorEntry] = []
-        for key, stored in self._index.state_dict_metadata.items():
+        for key, stored in self._reader.index.state_dict_metadata.items():
             kind, _, name = key.partition("/")
             if kind in kinds:
                 self._kind_of[name] = kind
@@ -40,8 +40,9 @@ class StoredTensors:
         flat = torch.empty(torch.Size(entry.shape).numel(), dtype=entry.dtype)
         piece = ParameterPiece(ParamSpec(entry.name, entry.shape, Init("zeros")), flat, self._kind_of[entry.name])
         planner = PieceLoadPlanner([piece], solo("tp"), exact=False)
-        planner.set_up_planner({}, self._index)
-        self._reader.read_data(planner.create_local_plan(), planner).wait()
+        planner.set_up_planner({}, self._reader.index)
+        with way_back(self._folder, self._step):
+            self._reader.read_data(planner.create_local_plan(), planner).wait()
         return flat.view(entry.shape)
 
     def read_all(self, entries: list[TensorEntry]) -> Iterator[torch.Tensor]:

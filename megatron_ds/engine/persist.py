@@ -14,10 +14,10 @@ from .. import __version__
 from ..checkpoint.folder import write_durably
 from ..checkpoint.load import latest, load, read_run
 from ..checkpoint.pieces import ParameterPiece
+from ..checkpoint.run_file import progress_of, require
 from ..checkpoint.save import save
 from ..errors import CheckpointError, ConfigError
 from ..mpu.param_spec import ParamSpec
-from ..progress import Progress
 from ..training.together import together
 from .passports import NOT_DRAWN, saved_buffers
 
@@ -73,7 +73,7 @@ def load_checkpoint(engine: "Engine", directory: str | os.PathLike, tag: str | N
     load(folder, step, [*engine.optimizer.pieces(), *_buffers(engine)], tp=engine.world.model, world=world, kinds=kinds)
     if load_optimizer_states:
         engine.optimizer.load_extra_state(run["optimizer"])
-        engine.progress = Progress(**run["progress"])
+        engine.progress = progress_of(run)
     engine.optimizer.after_load()
     engine.zero_grad()
     return os.path.join(folder, f"iter_{step:07d}"), run["client_state"]
@@ -91,6 +91,7 @@ def _check(engine: "Engine", folder: Path, run: Mapping[str, Any], with_optimize
     if theirs is None:
         raise CheckpointError(f"{folder} was saved by a training script, not by an engine: its tensors have other names. "
                               "tools/checkpoint_to_safetensors.py takes them out of it.")
+    require(run, folder, "engine.parameters", "engine.elements", "engine.optimizer", "progress", "optimizer", "client_state")
     if any(theirs[key] != ours[key] for key in ("parameters", "elements")):
         raise CheckpointError(f"{folder} is of another module: {theirs['parameters']} parameters with {theirs['elements']} "
                               f"elements there, {ours['parameters']} with {ours['elements']} here.")

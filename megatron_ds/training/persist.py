@@ -4,11 +4,11 @@
 """
 
 import logging
-from dataclasses import fields
 from pathlib import Path
 
 from .. import __version__
 from ..checkpoint.load import check_same_model, latest, load, read_run
+from ..checkpoint.run_file import progress_of, require
 from ..checkpoint.save import save
 from ..config import RunConfig
 from ..config.curriculum import order_identity
@@ -91,7 +91,7 @@ def load_run(engine: Engine, description: dict) -> Progress:
     if with_optimizer:
         engine.optimizer.load_extra_state(run["optimizer"])
     engine.optimizer.after_load()
-    progress = Progress() if checkpoint.finetune else Progress(**_known(run["progress"]))
+    progress = Progress() if checkpoint.finetune else progress_of(run)
     if mesh.rank == 0:
         logger.info("loaded %s, iteration %d%s", directory, step, " (weights only)" if not with_optimizer else "")
     return progress
@@ -115,7 +115,11 @@ def _find(directory: Path, config: RunConfig, mesh: Mesh, description: dict) -> 
 
 def _check_same_run(directory: Path, saved: dict, current: dict, wanted: CheckpointConfig) -> None:
     """Raises CheckpointError where this run is not the one that was saved, or not enough of it to take that much."""
+    if "engine" in saved:
+        raise CheckpointError(f"--load {directory} was saved by an engine (megatron_ds.initialize), not by a training script: "
+                              "its tensors have other names. Load it with engine.load_checkpoint.")
     parts = ("model", "tokenizer") if wanted.finetune else ("model", "tokenizer", "data")
+    require(saved, directory, *(f"identity.{part}" for part in parts), "config.optimizer.optimizer", "progress", "optimizer")
     theirs, ours = saved["identity"], current["identity"]
     try:
         check_same_model({p: theirs[p] for p in parts}, {p: ours[p] for p in parts})
@@ -127,8 +131,3 @@ def _check_same_run(directory: Path, saved: dict, current: dict, wanted: Checkpo
     if before != now and not (wanted.finetune or wanted.no_load_optim):
         raise CheckpointError(f"--load {directory} holds the state of --optimizer {before}, which is of no use to --optimizer "
                               f"{now}. Use --optimizer {before}, or start the new one afresh with --no-load-optim.")
-
-
-def _known(progress: dict) -> dict:
-    names = {f.name for f in fields(Progress)}
-    return {k: v for k, v in progress.items() if k in names}

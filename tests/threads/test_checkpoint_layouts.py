@@ -14,6 +14,7 @@ from megatron_ds.checkpoint.pieces import key, written_here
 from megatron_ds.checkpoint.save import save
 from megatron_ds.errors import CheckpointError
 from megatron_ds.mpu.group import Group, solo
+from tests.harness.checkpoints import reseal, reseal_chunks
 from tests.harness.states import KINDS, Layout, logical_tensor, model_specs, pieces_of, shard, tp_group, world_group
 from tests.harness.threads import run_ranks
 
@@ -212,11 +213,13 @@ def test_a_checkpoint_that_carries_code_is_refused_and_not_executed(place, tmp_p
     path = tmp_path / "iter_0000005"
     if place == "index":
         (path / ".metadata").write_bytes(pickle.dumps(Bomb()))
+        reseal(path)
     else:
         with open(path / "__0_0.distcp", "r+b") as file:
             size = (path / "__0_0.distcp").stat().st_size
             torch.save(Bomb(), file)
             file.truncate(size)
+        reseal_chunks(path)
     with pytest.raises(CheckpointError, match="exec|damaged"):
         load_state(tmp_path, Layout())
 
@@ -234,12 +237,14 @@ def test_an_index_pickled_by_an_older_python_is_read_and_getattr_gives_nothing_e
     index = read_index(path)
     with open(path / ".metadata", "wb") as file:
         OldPickler(file).dump(index)
+    reseal(path)
     assert b"getattr" in (path / ".metadata").read_bytes() and read_index(path) == index
     for thing in (torch.Size, torch.serialization._get_layout):
         class Reach:
             def __reduce__(self, thing=thing):
                 return getattr, (thing, "__doc__")
         (path / ".metadata").write_bytes(pickle.dumps(Reach()))
+        reseal(path)
         with pytest.raises(CheckpointError, match="asks for an attribute"):
             read_index(path)
 

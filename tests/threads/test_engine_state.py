@@ -1,5 +1,6 @@
 """What an engine saves, loads and shows whole: any stage and number of ranks into any other, bit for bit."""
 
+import json
 from functools import partial
 
 import pytest
@@ -12,6 +13,7 @@ from megatron_ds.engine import from_safetensors
 from megatron_ds.errors import CheckpointError, ConfigError
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
+from tests.harness.checkpoints import rewrite_run
 from tests.harness.engine_runs import WIDTH, Odd, config_of, loss_of, make, on_ranks, train, weights
 from tests.harness.threads import run_ranks
 from tools.checkpoint_to_safetensors import main as checkpoint_to_safetensors
@@ -39,6 +41,19 @@ build = partial(make, Counting)
 
 
 # ---------------------------------------------------------------------------------------------------- checkpoints
+@pytest.mark.parametrize("missing", ["progress", "optimizer", "client_state", "engine.elements"])
+def test_what_the_run_json_of_an_engines_checkpoint_lacks_is_named(missing, tmp_path):
+    def main(engine, rank):
+        path = engine.save_checkpoint(tmp_path)
+        run = json.loads((path / "run.json").read_text())
+        section, _, name = missing.partition(".")
+        rewrite_run(path, **{section: {key: value for key, value in run[section].items() if key != name} if name else None})
+        with pytest.raises(CheckpointError, match=f"has no '{missing}'"):
+            engine.load_checkpoint(tmp_path)
+
+    on_ranks(1, main, build, config_of(0, 1))
+
+
 @pytest.mark.parametrize("before, after", [((0, 1), (3, 2)), ((3, 3), (1, 2)), ((2, 2), (0, 1)), ((1, 2), (3, 3))])
 @pytest.mark.parametrize("more", [{}, BF16], ids=["fp32", "bf16"])
 def test_a_run_saved_at_one_stage_goes_on_at_another(before, after, more, tmp_path):

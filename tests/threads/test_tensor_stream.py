@@ -17,6 +17,7 @@ from megatron_ds.checkpoint.save import save
 from megatron_ds.checkpoint.tensor_stream import TensorStream
 from megatron_ds.errors import CheckpointError
 from megatron_ds.mpu.group import solo
+from tests.harness.checkpoints import change_index, reseal
 from tests.harness.states import Layout, logical_tensor, model_specs, pieces_of, tp_group, world_group
 from tests.harness.threads import run_ranks
 from tools.checkpoint_to_safetensors import main, parse_arguments
@@ -195,3 +196,51 @@ def test_the_tool_takes_the_weights_out_of_a_checkpoint_of_any_layout(layout, tm
         assert all(torch.equal(found[n], t.to(found[n].dtype)) for n, t in expected().items())
         assert {str(t.dtype) for t in found.values()} == {f"torch.{dtype}"}
     assert "iteration 12" in capsys.readouterr().out
+
+
+def exported(tmp_path, **run):
+    """Run the tool on a checkpoint that says `run` of itself."""
+    save(tmp_path / "saved", 12, pieces_of(Layout(), 0, 5), tp=solo(), world=solo(), run=run)
+    return main(parse_arguments(["--load", str(tmp_path / "saved"), "--output", str(tmp_path / "out")]))
+
+
+MODEL = {"num_layers": 2, "hidden_size": 6}
+RUN = {"identity": {"model": MODEL}, "config": {"data": {"tokenizer_type": "NullTokenizer", "seed": 3}}, "version": "0.9"}
+
+
+def test_a_config_json_says_what_the_tensors_are(tmp_path, capsys):
+    assert exported(tmp_path, **RUN) == 0
+    found = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert found == {"model_type": "megatron_ds", "tensor_names": "megatron_ds", "dtype": "float32", "iteration": 12,
+                     "megatron_ds_version": "0.9", "model": MODEL, "tokenizer": {"tokenizer_type": "NullTokenizer"}}
+    assert "from_pretrained of Hugging Face needs converted ones" in capsys.readouterr().out
+
+
+def test_a_config_json_of_the_user_stays_and_an_engines_export_gets_none(tmp_path):
+    (tmp_path / "a" / "out").mkdir(parents=True)
+    (tmp_path / "a" / "out" / "config.json").write_text("mine")
+    assert exported(tmp_path / "a", **RUN) == 0 and exported(tmp_path / "b", engine={}) == 0
+    assert (tmp_path / "a" / "out" / "config.json").read_text() == "mine"
+    assert files_in(tmp_path / "b" / "out") == ["model.safetensors"]
+
+
+@pytest.mark.parametrize("damage", ["index", "chunk"])
+def test_a_damaged_checkpoint_ends_the_tool_with_an_error_and_leaves_nothing_behind(damage, tmp_path):
+    exported(tmp_path, **RUN)
+    path, before = tmp_path / "saved" / "iter_0000012", files_in(tmp_path / "out")
+    if damage == "index":                     # asks for 4 TiB
+
+        def huge(index):
+            tensor = next(t for t in index.state_dict_metadata.values() if len(t.chunks) == 1)
+            tensor.size = tensor.chunks[0].sizes = torch.Size([2**40] + [1] * (len(tensor.size) - 1))
+
+        change_index(path, huge)
+        reseal(path)
+    else:
+        content = bytearray((path / "__0_0.distcp").read_bytes())
+        content[content.find(expected()["decoder.layers.1.mlp.linear_fc1.weight"].numpy().tobytes()) + 5] ^= 1
+        (path / "__0_0.distcp").write_bytes(content)
+    words = ["--load", str(tmp_path / "saved"), "--iteration", "12", "--output", str(tmp_path / "out")]
+    with pytest.raises(CheckpointError, match="No other complete checkpoint"):
+        main(parse_arguments([*words, "--max-shard-bytes", "3000"]))
+    assert files_in(tmp_path / "out") == before

@@ -1,0 +1,128 @@
+"""Files of chunks: their checksums, computed while they are written, and the reading of one chunk, which is believed last.
+
+    __3_0.distcp      |  chunk  |  chunk  |  chunk  |      each chunk is an archive that torch.save wrote
+    running CRC-32    0         a         b         c      of the file up to this byte
+
+The index keeps, for each chunk, the CRC-32 of its file before and after it. The bytes of a chunk are those that the save
+wrote if CRC-32, continued from the value before, gives the value after. The value at the end is that of the whole file, which
+run.json keeps. So one pass over the bytes, when they are written and when they are read, serves the chunk and the file.
+
+CRC-32 finds damage and mixed-up files. It is no protection against a file that was made to deceive: whoever can write the
+checkpoint can write its checksums too. What such a file can do is limited to wrong values: nothing in it is executed, and
+it makes the reader allocate no more than its own size.
+"""
+
+import io
+import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+from ..errors import CheckpointError
+
+
+class ChecksummedFiles(FileSystem):
+    """DCP's file system. Knows the CRC-32 of what it has written, at the end and at each border between chunks.
+
+    DCP's writer calls `tell()` where a chunk begins and where it ends; these positions are the borders.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self._written: dict[str, _ChecksummedFile] = {}
+
+    @contextmanager
+    def create_stream(self, path: Path, mode: str) -> Iterator["_ChecksummedFile"]:
+        assert mode == "wb", f"{path} is opened with mode {mode}: this file system only writes"
+        with _ChecksummedFile(io.FileIO(path, mode)) as file:
+            self._written[Path(path).name] = file
+            yield file
+
+    def crc32_around(self, place: _StorageInfo) -> tuple[int, int]:
+        """CRC-32 of the file before and after a chunk that was written there."""
+        borders = self._written[place.relative_path].crc32_at
+        return borders[place.offset], borders[place.offset + place.length]
+
+    def crc32_of(self, name: str) -> int:
+        return self._written[name].crc32
+
+
+class _ChecksummedFile(io.BufferedWriter):
+    def __init__(self, raw: io.FileIO):
+        super().__init__(raw)
+        self.crc32 = 0
+        self.crc32_at: dict[int, int] = {}
+
+    def write(self, data) -> int:
+        self.crc32 = zlib.crc32(data, self.crc32)
+        return super().write(data)
+
+    def tell(self) -> int:
+        at = super().tell()
+        self.crc32_at[at] = self.crc32
+        return at
+
+
+def read_chunk(path: Path, name: str, place: _StorageInfo, chunk: ChunkStorageMetadata, dtype: torch.dtype) -> torch.Tensor:
+    """The chunk of tensor `name` that lies at `place` of file `path`, on the CPU.
+
+    The bytes must be the saved ones, and the tensor must have the size and dtype that the index promises. Raises
+    CheckpointError naming file, tensor and byte.
+    """
+    try:
+        content = _read(path, place)
+        largest = _check_archive(content, with_checksums=saved_crc32(place) is None)
+        tensor = torch.load(content, map_location="cpu", weights_only=True)
+        _check_tensor(tensor, chunk, dtype, largest)
+        return tensor
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    except Exception as error:      # torch.load raises almost anything on a damaged archive
+        raise CheckpointError(f"{path} is damaged: {name} at byte {place.offset}: {error}") from error
+
+
+def _read(path: Path, place: _StorageInfo) -> io.BytesIO:
+    with open(path, "rb") as file:
+        file.seek(place.offset)
+        content = file.read(place.length)
+    if len(content) != place.length:
+        raise ValueError(f"it ends after {len(content)} of {place.length} bytes")
+    if (around := saved_crc32(place)) is not None:
+        before, after = around
+        if (found := zlib.crc32(content, before)) != after:
+            raise ValueError(f"its CRC-32 is {found:08x} and was {after:08x} when it was saved. Either bytes have changed, or "
+                             "the file is that of another save or another rank")
+    return io.BytesIO(content)
+
+
+def saved_crc32(place: _StorageInfo) -> tuple[int, int] | None:
+    """CRC-32 of the file before and after the chunk; None for checkpoints of format 1, which have none."""
+    return vars(place).get("crc32")
+
+
+def _check_archive(content: io.BytesIO, with_checksums: bool) -> int:
+    """The size of its largest record. Refuses compressed records: inflated they may be a thousand times as large."""
+    archive = zipfile.ZipFile(content)
+    for record in archive.infolist():
+        if record.compress_type != zipfile.ZIP_STORED or record.file_size != record.compress_size:
+            raise ValueError(f"its record {record.filename} is compressed; this package writes none that are")
+    if with_checksums and (damaged := archive.testzip()):       # torch.load does not compare them
+        raise ValueError(f"{damaged} has another checksum than when it was written")
+    content.seek(0)
+    return max((record.file_size for record in archive.infolist()), default=0)
+
+
+def _check_tensor(tensor: torch.Tensor, chunk: ChunkStorageMetadata, dtype: torch.dtype, largest: int) -> None:
+    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.device.type != "cpu":
+        raise ValueError(f"it holds no plain tensor, but a {type(tensor).__name__}")
+    if tensor.shape != chunk.sizes or tensor.dtype != dtype:
+        raise ValueError(f"it holds a tensor of shape {list(tensor.shape)} and {tensor.dtype}, and the index says "
+                         f"{list(chunk.sizes)} and {dtype}")
+    # torch.load takes the size of the memory from the archive's pickle and does not compare it with the record
+    if tensor.untyped_storage().nbytes() > largest:
+        raise ValueError(f"its tensor takes {tensor.untyped_storage().nbytes()} bytes, and its largest record has {largest}")
