@@ -81,7 +81,7 @@ class SaveLock:
         self._thread = threading.Thread(target=self._renew_regularly, daemon=True, name="save folder lock")
 
     def try_acquire(self) -> str | None:
-        """None when the lock is held now; else the reason to try again in a second.
+        """None when the lock is held now; else its owner, which may be gone: try again in a second.
 
         Raises CheckpointError when a live process holds it, OSError when the folder cannot be written.
         """
@@ -101,7 +101,7 @@ class SaveLock:
                     f"it is in use by {owner}. Two jobs in one folder would overwrite each other's checkpoints. Wait for that "
                     f"job, stop it, or give another folder. If you are sure that it is gone, delete {self.path}.")
             else:
-                return f"{owner or 'an unknown process'}, and shows no sign of life here"
+                return str(owner or "an unknown process")
         self._thread.start()
         return None
 
@@ -137,25 +137,18 @@ class SaveLock:
         return True
 
     def _read(self) -> tuple[Owner | None, int] | None:
-        """(its owner, its time of modification in ns); no owner where the file is not readable as one; None without a file."""
+        """None without a file; else see `_read`."""
         try:
-            text, beat = read_regular(self.path), self.path.stat().st_mtime_ns
+            return _read(self.path)
         except FileNotFoundError:
             return None
-        try:
-            values = json.loads(text)
-            owner = Owner(**{field.name: field.type(values[field.name]) for field in fields(Owner)})
-        except (ValueError, KeyError, TypeError):
-            owner = None
-        return owner, beat
 
     def _remove(self, owner: Owner | None) -> None:
         """Remove the lock that `owner` left. Renamed first: another job may have taken it over a moment ago."""
         aside = self.folder / f"{LOCK}.{self.mine.token}.old"
         with contextlib.suppress(FileNotFoundError):
             os.rename(self.path, aside)
-            values = json.loads(read_regular(aside) or b"{}")
-            if owner and values.get("token") != owner.token:
+            if _read(aside)[0] != owner:
                 with contextlib.suppress(OSError):          # its owner makes it anew at its next beat
                     os.link(aside, self.path)
             aside.unlink()
@@ -208,6 +201,16 @@ class SaveLock:
             self._lost = found[0]
 
 
+def _read(path: Path) -> tuple[Owner | None, int]:
+    """(owner of a lock, its time of modification in ns); no owner where the file does not name one."""
+    text, beat = read_regular(path), path.stat().st_mtime_ns
+    try:
+        values = json.loads(text)
+        return Owner(**{field.name: field.type(values[field.name]) for field in fields(Owner)}), beat
+    except (ValueError, KeyError, TypeError):
+        return None, beat
+
+
 def _write_new(path: Path, text: str) -> bool:
     """Make a file; False when there is one."""
     try:
@@ -237,9 +240,10 @@ def locked(folder: Path, world: Group, *, beat: float = BEAT, stale: float = STA
     acquire = held.check if held else lock and lock.try_acquire
     try:
         waiting = False
-        while reason := together(world, f"cannot save in {folder}", acquire, only=0)[0]:
+        while owner := together(world, f"cannot save in {folder}", acquire, only=0)[0]:
             if lock and not waiting:
-                logger.warning("%s is locked by %s: waiting to be certain, at most %.0f seconds", folder, reason, stale)
+                logger.warning("%s is locked by %s, which may be gone: waiting for a sign of life, at most %.0f seconds",
+                               folder, owner, stale)
             waiting = True
             time.sleep(poll)
         if lock:

@@ -6,6 +6,8 @@
 
 import logging
 import os
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -23,7 +25,7 @@ METRICS = "metrics.jsonl"
 class Occupant:
     """What lies in a save folder.
 
-    step      of the newest checkpoint; None where there are only metrics
+    step      of the newest checkpoint; None where there are only metrics, or a tracker
     run_id    of the run that wrote it; None where it does not say
     saved_at  when, as text in local time
     """
@@ -33,7 +35,7 @@ class Occupant:
     saved_at: str
 
     def __str__(self) -> str:
-        what = "metrics, but no checkpoint," if self.step is None else f"iteration {self.step}"
+        what = "files of a run without a checkpoint" if self.step is None else f"iteration {self.step}"
         return f"{what} (run id {self.run_id or 'unknown'}, written {self.saved_at})"
 
 
@@ -42,7 +44,7 @@ def occupant_of(folder: Path) -> Occupant | None:
     steps, metrics = folders.steps_in(folder), folder / METRICS
     if steps:
         path = folders.find(folder, steps[-1])
-        return Occupant(steps[-1], _run_id(path), _time_of(path))
+        return Occupant(steps[-1], _read_run_id(path), _time_of(path))
     if folders.read_tracker(folder) is not None:
         return Occupant(None, None, _time_of(folder / folders.TRACKER))
     if metrics.is_file() and metrics.stat().st_size:
@@ -83,12 +85,17 @@ def move_aside(folder: Path, now: datetime | None = None) -> Path | None:
     return aside
 
 
-def _run_id(path: Path) -> str | None:
+def run_id_of(run: Mapping) -> str | None:
+    """Of a run.json; None where it has none, or one that could not be part of a file name."""
+    run_id = run.get("run_id")
+    return run_id if isinstance(run_id, str) and re.fullmatch("[0-9A-Za-z]{1,64}", run_id) else None
+
+
+def _read_run_id(path: Path) -> str | None:
     try:
-        run_id = read_run_file(path).get("run_id")
+        return run_id_of(read_run_file(path))
     except CheckpointError:
         return None
-    return run_id if isinstance(run_id, str) and run_id.isalnum() else None     # it becomes part of a file's name
 
 
 def _time_of(path: Path) -> str:

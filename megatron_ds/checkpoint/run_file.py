@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from ..errors import CheckpointError
-from .folder import RUN_FILE, write_durably
+from .folder import RUN_FILE, read_regular, write_durably
 
 FORMAT_VERSION = 1
 
@@ -33,7 +33,7 @@ def read_run_file(path: Path) -> dict:
     """Raises CheckpointError when it is missing, damaged, or of a format that came later."""
     file = path / RUN_FILE
     try:
-        run = json.loads(file.read_bytes())
+        run = json.loads(read_regular(file))
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror or error}.") from error
     except ValueError as error:

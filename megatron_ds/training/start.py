@@ -19,7 +19,7 @@ from pathlib import Path
 
 from ..checkpoint.load import latest, read_run
 from ..checkpoint.lock import locked
-from ..checkpoint.occupant import check_vacant, move_aside
+from ..checkpoint.occupant import check_vacant, move_aside, run_id_of
 from ..config.train import CheckpointConfig
 from ..errors import CheckpointError
 from ..mpu.group import Group
@@ -76,7 +76,7 @@ def _look(checkpoint: CheckpointConfig) -> Start:
         logger.info("%s holds no checkpoint: starting from scratch", checkpoint.load)
         return Start(None, {}, run_id)
     run = read_run(checkpoint.load, step)
-    return Start(step, run, run_id if checkpoint.finetune else run.get("run_id") or run_id)
+    return Start(step, run, run_id if checkpoint.finetune else run_id_of(run) or run_id)
 
 
 def _check_may_start(checkpoint: CheckpointConfig) -> None:
