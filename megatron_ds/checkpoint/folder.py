@@ -2,20 +2,23 @@
 
     latest_checkpointed_iteration.txt     the tracker: "200"; replaced by a rename, may be edited to go back
     iter_0000100/  iter_0000200/          complete checkpoints
-    .iter_0000300.writing/                being written, or left by a crash: never looked at, removed by the next save
+    .iter_0000300.writing-5f0c2a91/       being written, or left by a crash: never looked at, removed by the next save
     .iter_0000200.replaced/               what iter_0000200 was before it was saved a second time
     .iter_0000050.deleting/               on its way out
 
 A save writes and syncs `.writing`, renames it to its name, then replaces the tracker. Renames are atomic, so at any moment
 the tracker leads to a complete checkpoint. Saving a step a second time needs two renames; between them only `.replaced`
-has the state, which is why `find` looks there too. One job at a time may save into a folder.
+has the state, which is why `find` looks there too. One job at a time saves into a folder (`lock.py`); the name of `.writing`
+has a random part all the same, so that the files of two jobs never meet.
 """
 
 import errno
 import logging
 import os
 import re
+import secrets
 import shutil
+import stat
 import tempfile
 from pathlib import Path
 
@@ -27,15 +30,11 @@ TRACKER = "latest_checkpointed_iteration.txt"
 RUN_FILE = "run.json"
 INDEX_FILE = ".metadata"
 _NAME = re.compile(r"iter_(\d{7,})")
-_HIDDEN = re.compile(r"\.(iter_\d{7,})\.(writing|replaced|deleting)")
+_HIDDEN = re.compile(r"\.(iter_\d{7,})\.(writing|replaced|deleting)(?:-[0-9a-f]+)?")
 
 
 def name_of(step: int) -> str:
     return f"iter_{step:07d}"
-
-
-def writing_path(folder: Path, step: int) -> Path:
-    return folder / f".{name_of(step)}.writing"
 
 
 def find(folder: Path, step: int) -> Path | None:
@@ -61,32 +60,39 @@ def is_ours(path: Path) -> bool:
 
 
 def read_tracker(folder: Path) -> str | None:
-    """The tracker's text; None when there is no tracker."""
+    """The tracker's text; None when there is no tracker. Raises CheckpointError when it is no regular file."""
     try:
-        return (folder / TRACKER).read_text(errors="replace").strip()
+        return read_regular(folder / TRACKER).decode(errors="replace").strip()
     except FileNotFoundError:
         return None
 
 
-def begin(folder: Path, step: int) -> None:
-    """Clear what crashed saves left, and make the directory to write into."""
+def begin(folder: Path, step: int) -> Path:
+    """Clear what crashed saves left; the new directory to write the checkpoint of `step` into.
+
+    The caller holds the folder's lock: whatever else is being written there has no living writer.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     _restore_replaced(folder)
     for path in list(folder.iterdir()):
         hidden = _HIDDEN.fullmatch(path.name)
         if hidden and hidden[2] in ("writing", "deleting"):
             shutil.rmtree(path)
-    writing_path(folder, step).mkdir()
+        elif path.name.startswith(f".{TRACKER}."):
+            path.unlink(missing_ok=True)
+    writing = folder / f".{name_of(step)}.writing-{secrets.token_hex(4)}"
+    writing.mkdir()
+    return writing
 
 
-def abandon(folder: Path, step: int) -> None:
+def abandon(writing: Path) -> None:
     """Remove a directory that will not become a checkpoint."""
-    shutil.rmtree(writing_path(folder, step), ignore_errors=True)
+    shutil.rmtree(writing, ignore_errors=True)
 
 
-def publish(folder: Path, step: int) -> Path:
-    """Make what lies in `writing_path` the checkpoint of `step`, and let the tracker point to it. All files are synced."""
-    writing, target, replaced = writing_path(folder, step), folder / name_of(step), _replaced_path(folder, step)
+def publish(folder: Path, step: int, writing: Path) -> Path:
+    """Make what lies in `writing` the checkpoint of `step`, and let the tracker point to it. All its files are synced."""
+    target, replaced = folder / name_of(step), _replaced_path(folder, step)
     sync_directory(writing)
     if target.exists():
         _move_aside(target, replaced)
@@ -123,14 +129,32 @@ def check_writable(directory: str | os.PathLike) -> None:
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Write beside, sync, rename into place: readers see the old text or the new one."""
-    beside = path.with_name(f".{path.name}.new")
-    with open(beside, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, path)
+    """Write beside, sync, rename into place: readers see the old text or the new one.
+
+    The file beside has a random name and is made by this call: a link that was put there is not followed.
+    """
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+    try:
+        with open(handle, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
     sync_directory(path.parent)
+
+
+def read_regular(path: Path) -> bytes:
+    """The bytes of a file. Raises OSError as `open` does, and CheckpointError for a pipe or a device, which could block."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise CheckpointError(f"{path} is not a regular file. Remove it, or restore the file that belongs there.")
+    with open(handle, "rb") as file:
+        return file.read()
 
 
 def sync_directory(path: Path) -> None:

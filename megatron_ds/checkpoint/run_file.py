@@ -25,7 +25,7 @@ import torch
 
 from ..errors import CheckpointError
 from ..progress import Progress
-from .folder import INDEX_FILE, RUN_FILE, write_durably
+from .folder import INDEX_FILE, RUN_FILE, read_regular, write_durably
 
 FORMAT_VERSION = 2
 MOST = 2**62        # counters beyond this do not fit into the integers of torch
@@ -78,7 +78,7 @@ def read_run_file(path: Path) -> dict:
     """Its values, validated. Raises CheckpointError when it is missing, damaged, or of a format that came later."""
     file = path / RUN_FILE
     try:
-        return _validated(file, json.loads(file.read_bytes()))
+        return _validated(file, json.loads(read_regular(file)))
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} has no {RUN_FILE}: it was not saved by this package, or is incomplete.") from error
     except OSError as error:

@@ -1,25 +1,30 @@
 """Save: every rank writes its share into a hidden directory, rank 0 makes it visible when all of it is on disk.
 
-    all     write own chunks, sync                                 .iter_0000200.writing/__{rank}_0.distcp
+    all     write own chunks, sync                                 .iter_0000200.writing-5f0c2a91/__{rank}_0.distcp
     rank 0  index, run.json, sync; rename; tracker; delete old     iter_0000200/, latest_checkpointed_iteration.txt
 
-A crash at any byte leaves the checkpoint that the tracker pointed to before (`folder.py` says why).
+A crash at any byte leaves the checkpoint that the tracker pointed to before (`folder.py` says why). Rank 0 holds the lock of
+the folder meanwhile (`lock.py`); a run holds it from its start to its end.
 """
 
 import os
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 from ..mpu.group import Group
 from . import folder as folders
 from .folder import check_writable
+from .lock import locked
 from .pieces import Piece, written_here
 from .retain import prune
 from .run_file import plain, write_run_file
+from .space import bytes_written_here, explained, free_bytes
 from .together import together
 
 __all__ = ["save", "check_writable"]
+T = TypeVar("T")
 
 
 def save(directory: str | os.PathLike, step: int, pieces: Iterable[Piece], *, tp: Group, world: Group, run: Mapping,
@@ -30,30 +35,46 @@ def save(directory: str | os.PathLike, step: int, pieces: Iterable[Piece], *, tp
     run      plain JSON values about the run, of rank 0; `load.read_run` returns them
     limit    how many checkpoints to keep in `directory`; None keeps all
 
-    Collective over `world`. Raises CheckpointError on all ranks when any failed; the previous checkpoint is then untouched.
+    Collective over `world`. Raises CheckpointError on all ranks when any failed, or when another live job saves into the
+    folder; the previous checkpoint is then untouched.
     """
     from .storage import write_index, write_pieces  # 0.8 s of imports, for processes that do save
 
-    folder, what = Path(directory), f"could not save iteration {step} to {directory}"
-    writing = folders.writing_path(folder, step)
+    folder, what, pieces = Path(directory), f"could not save iteration {step} to {directory}", list(pieces)
+    values = together(world, what, lambda: plain(run), only=0)[0]
+    share = bytes_written_here(pieces, tp)
+    with locked(folder, world) as lock:
+        def prepare() -> tuple[int, int | None, Path | None]:
+            if world.rank:
+                return share, None, None
+            lock.check()
+            writing = folders.begin(folder, step)
+            return share, free_bytes(folder), writing
 
-    def prepare() -> dict:
-        values = plain(run)
-        folders.begin(folder, step)
-        return values
+        def finish() -> None:
+            save_id = secrets.token_hex(16)
+            write_run_file(writing, step, values, save_id, write_index(writing, parts, save_id))
+            lock.check()
+            folders.publish(folder, step, writing)
+            prune(folder, step, limit)
 
-    def finish() -> None:
-        save_id = secrets.token_hex(16)
-        write_run_file(writing, step, values, save_id, write_index(writing, parts, save_id))
-        folders.publish(folder, step)
-        prune(folder, step, limit)
-
-    values = together(world, what, prepare, only=0)[0]
-    try:
-        parts = together(world, what, lambda: write_pieces(writing, written_here(pieces, tp), tp, world.rank))
-        together(world, what, finish, only=0)
-    except BaseException:
-        if world.rank == 0:
-            folders.abandon(folder, step)
-        raise
+        begun = together(world, what, prepare)
+        needed, (_, free, writing) = sum(share for share, *_ in begun), begun[0]
+        guarded = lambda action: _explaining(action, folder, needed, free, share)
+        try:
+            parts = together(world, what, lambda: guarded(
+                lambda: write_pieces(writing, written_here(pieces, tp), tp, world.rank)))
+            together(world, what, lambda: guarded(finish), only=0)
+        except BaseException:
+            if world.rank == 0:
+                folders.abandon(writing)
+            raise
     return folder / folders.name_of(step)
+
+
+def _explaining(action: Callable[[], T], folder: Path, *numbers: int | None) -> T:
+    """`action()`; of a disk that is full its error says so, with the numbers (`space.explained`)."""
+    try:
+        return action()
+    except (OSError, RuntimeError) as error:
+        raise explained(error, folder, *numbers) from error

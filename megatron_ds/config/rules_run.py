@@ -214,7 +214,7 @@ def _is_split(text: str) -> bool:
 
 
 def checkpoints(config: RunConfig) -> Iterator[str]:
-    for path in ("checkpoint.save_interval", "checkpoint.save_total_limit", "checkpoint.no_save_optim"):
+    for path in ("checkpoint.save_total_limit", "checkpoint.no_save_optim", "checkpoint.overwrite_save"):
         if config.get(path) and config.checkpoint.save is None:
             yield f"{say(config, path)} without --save: there is no directory to save in. Add --save DIR, or remove it."
     for path in ("checkpoint.no_load_optim", "checkpoint.finetune", "checkpoint.exit_on_missing_checkpoint"):

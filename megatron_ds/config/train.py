@@ -66,14 +66,18 @@ class CheckpointConfig:
     """A checkpoint loads at any layout; only the model must be the same."""
 
     save: str | None = option(None, help="Directory for checkpoints. Default: none are written.")
-    load: str | None = option(None, help="Directory to resume from; with none in it, training starts anew.")
+    load: str | None = option(None, help="Directory to resume from. When it is also --save and holds no checkpoint yet, "
+                              "training starts from scratch; otherwise a directory without a checkpoint is an error.")
+    overwrite_save: bool = option(
+        False, help="If --save holds another run, move that run into a subfolder replaced-RUN_ID-TIME and start here.",
+        avoid="A script that restarts by itself would start from scratch each time: use --load there.")
     save_interval: int | None = option(None, at_least=1, unit="iterations",
                                        help="Steps between checkpoints. Default: only at the end.")
     save_total_limit: int | None = option(None, at_least=1, help="Keep the newest so many checkpoints. Default: all.")
     no_save_optim: bool = option(False, help="Write weights only.", avoid="Training cannot resume from such a checkpoint.")
     no_load_optim: bool = option(False, help="Load weights only, and start the optimizer anew.")
     finetune: bool = option(False, help="Load weights only, and start at step 0 of the data.")
-    exit_on_missing_checkpoint: bool = option(False, help="An error if --load holds no checkpoint.",
+    exit_on_missing_checkpoint: bool = option(False, help="An error if --load holds no checkpoint, also when it is --save.",
                                               avoid="A script that starts and resumes with one command needs it off.")
 
 

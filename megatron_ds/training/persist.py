@@ -4,13 +4,15 @@
 """
 
 import logging
+import time
 from pathlib import Path
 
 from .. import __version__
-from ..checkpoint.load import check_same_model, latest, load, read_run
+from ..checkpoint.load import check_same_model, load
 from ..checkpoint.run_file import progress_of, require
 from ..checkpoint.save import save
-from ..config import RunConfig
+from ..checkpoint.space import size
+from ..config import RunConfig, Source
 from ..config.curriculum import order_identity
 from ..config.dump import to_dict
 from ..config.rules_samples import FIM
@@ -20,10 +22,9 @@ from ..data.sources import read_sources
 from ..data.split import parse_split
 from ..errors import CheckpointError
 from ..models import MODELS
-from ..mpu.mesh import Mesh
 from ..progress import Progress
 from .build import Engine
-from .together import together
+from .start import Start
 
 logger = logging.getLogger(__name__)
 
@@ -35,13 +36,15 @@ MODEL_FIELDS = (
 )
 
 
-def describe_run(config: RunConfig, as_given: RunConfig, tokenizer) -> dict:
+def describe_run(config: RunConfig, as_given: RunConfig, tokenizer, run_id: str) -> dict:
     """What every checkpoint of a run says of it: how to start it again, and what it is a checkpoint *of*.
 
     as_given: the config as the user wrote it, from which the tokenizer was made; `config` knows the vocabulary besides.
+    --overwrite-save is left out: a permission for one start, not for each that uses run.json as its --config.
     """
-    return {"version": __version__, "config": to_dict(as_given), "identity": _identity(config, tokenizer),
-            "world_size": config.world_size}
+    once = as_given.with_values({"checkpoint.overwrite_save": False}, Source("derived", "given for one start only"))
+    return {"version": __version__, "run_id": run_id, "identity": _identity(config, tokenizer),
+            "config": to_dict(once if as_given.checkpoint.overwrite_save else as_given), "world_size": config.world_size}
 
 
 def _identity(config: RunConfig, tokenizer) -> dict:
@@ -67,54 +70,44 @@ def _data_identity(config: RunConfig) -> dict:
 
 def save_run(engine: Engine, progress: Progress, description: dict) -> None:
     """Write a checkpoint under `config.checkpoint.save`. Collective over the world."""
-    config, mesh = engine.config, engine.mesh
+    config, mesh, begin = engine.config, engine.mesh, time.perf_counter()
     run = description | {"progress": progress.to_dict(), "optimizer": engine.optimizer.extra_state()}
-    pieces = [p for p in engine.optimizer.pieces() if p.kind == "weight" or not config.checkpoint.no_save_optim]
-    save(Path(config.checkpoint.save), progress.step, pieces, tp=mesh.group("tp"), world=mesh.group("world"),
-         run=run, limit=config.checkpoint.save_total_limit)
+    path = save(Path(config.checkpoint.save), progress.step, saved_pieces(engine), tp=mesh.group("tp"),
+                world=mesh.group("world"), run=run, limit=config.checkpoint.save_total_limit)
+    if mesh.rank == 0:
+        bytes_ = sum(file.stat().st_size for file in path.iterdir())
+        logger.info("saved %s in %.1f s (%s)", path, time.perf_counter() - begin, size(bytes_))
 
 
-def load_run(engine: Engine, description: dict) -> Progress:
+def saved_pieces(engine: Engine) -> list:
+    """What this rank has of a checkpoint."""
+    return [p for p in engine.optimizer.pieces() if p.kind == "weight" or not engine.config.checkpoint.no_save_optim]
+
+
+def load_run(engine: Engine, start: Start) -> Progress:
     """Fill weights and optimizer from `config.checkpoint.load`; where training stands then. Collective over the world."""
-    checkpoint, mesh = engine.config.checkpoint, engine.mesh
-    if not checkpoint.load:
-        return Progress()
-    directory = Path(checkpoint.load)
-    step, run = _find(directory, engine.config, mesh, description)
-    if step is None:
-        if mesh.rank == 0:
-            logger.warning("no checkpoint in %s yet: starting from the initial weights", directory)
+    checkpoint, mesh, begin = engine.config.checkpoint, engine.mesh, time.perf_counter()
+    if start.step is None:
         return Progress()
     with_optimizer = not (checkpoint.finetune or checkpoint.no_load_optim)
-    load(directory, step, list(engine.optimizer.pieces()), tp=mesh.group("tp"), world=mesh.group("world"),
+    load(checkpoint.load, start.step, list(engine.optimizer.pieces()), tp=mesh.group("tp"), world=mesh.group("world"),
          kinds=None if with_optimizer else ("weight",))
     if with_optimizer:
-        engine.optimizer.load_extra_state(run["optimizer"])
+        engine.optimizer.load_extra_state(start.run["optimizer"])
     engine.optimizer.after_load()
-    progress = Progress() if checkpoint.finetune else progress_of(run)
+    progress = Progress() if checkpoint.finetune else progress_of(start.run)
     if mesh.rank == 0:
-        logger.info("loaded %s, iteration %d%s", directory, step, " (weights only)" if not with_optimizer else "")
+        logger.info("loaded %s, iteration %d%s, in %.1f s", checkpoint.load, start.step,
+                    "" if with_optimizer else " (weights only)", time.perf_counter() - begin)
     return progress
 
 
-def _find(directory: Path, config: RunConfig, mesh: Mesh, description: dict) -> tuple[int | None, dict]:
-    """(step to load, what its checkpoint says of its run), as rank 0 sees the folder; (None, {}) where there is none yet."""
-    def look() -> tuple[int | None, dict]:
-        step = latest(directory)
-        if step is None:
-            if config.checkpoint.exit_on_missing_checkpoint:
-                raise CheckpointError(f"--load {directory}: no complete checkpoint there, and --exit-on-missing-checkpoint is "
-                                      "given. Check the path, or drop the flag to start afresh.")
-            return None, {}
-        run = read_run(directory, step)
-        _check_same_run(directory, run, description, config.checkpoint)
-        return step, run
+def check_same_run(saved: dict, current: dict, wanted: CheckpointConfig) -> None:
+    """Raises CheckpointError where this run is not the one that was saved, or too different from it to load that much.
 
-    return together(mesh.group("world"), look, only=0)
-
-
-def _check_same_run(directory: Path, saved: dict, current: dict, wanted: CheckpointConfig) -> None:
-    """Raises CheckpointError where this run is not the one that was saved, or not enough of it to take that much."""
+    saved, current: what `describe_run` returned then and now.
+    """
+    directory = wanted.load
     if "engine" in saved:
         raise CheckpointError(f"--load {directory} was saved by an engine (megatron_ds.initialize), not by a training script: "
                               "its tensors have other names. Load it with engine.load_checkpoint.")

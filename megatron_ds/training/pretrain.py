@@ -16,7 +16,9 @@ from pathlib import Path
 
 import torch
 
+from ..checkpoint.load import find_checkpoint, latest
 from ..checkpoint.save import check_writable
+from ..checkpoint.space import check_room
 from ..config import RunConfig, Source, parse
 from ..config.guard import main_guard
 from ..config.launched import rank_in
@@ -31,14 +33,17 @@ from ..mpu.launch import Launch
 from ..mpu.mesh import Mesh
 from ..optim import OPTIMIZERS
 from ..pipeline.schedules import SCHEDULES
+from ..progress import Progress
+from ..ramps import make_batch_size, planned_steps
 from ..stop_request import Stopped, StopRequest, before_training
-from .build import build_engine
+from .build import Engine, build_engine
 from .dry_run import dry_run, names_its_world
 from .join import joined
 from .log import Log, check_folder, check_log, open_log
-from .persist import describe_run, load_run
+from .persist import check_same_run, describe_run, load_run, saved_pieces
 from .plan import RULES
 from .samples import build_loaders, rearranged, wanted_samples
+from .start import clear_save_folder, find_start, save_folder
 from .startup import describe
 from .together import together
 from .trainer import Trainer
@@ -68,6 +73,9 @@ def _pretrain(argv, defaults: Mapping[str, object], stop: StopRequest) -> int:
     _set_up_logging(launch.rank)
     config = parse(argv, world_size=launch.world_size, env=os.environ, known=KNOWN_NAMES, rules=RULES,
                    defaults=defaults)
+    if config.checkpoint.save_interval and config.checkpoint.save is None and launch.rank == 0:
+        logger.warning("--save-interval %d without --save: no checkpoint will be written. Add --save DIR to keep the work.",
+                       config.checkpoint.save_interval)
     if config.plan.is_dry:
         return dry_run(config, launch)
     if launch.world_size > 1:        # a rank that left alone would let the others wait for it
@@ -85,20 +93,32 @@ def _pretrain(argv, defaults: Mapping[str, object], stop: StopRequest) -> int:
 def train(as_given: RunConfig, mesh: Mesh, source: str, started: float, stop: StopRequest) -> str:
     """Build everything on this rank and train; why it ended. Collective over the world.
 
-    Raises `Stopped` on all ranks when one of them received a stop signal before the first step.
+    The save folder is checked and locked before anything is built, which may take minutes. Raises `Stopped` on all ranks when
+    one of them received a stop signal before the first step.
     """
-    config, tokenizer, loaders = together(mesh.group("world"), lambda: _open_data(as_given, mesh))
-    together(mesh.group("world"), lambda: _check_outputs(config, mesh.rank))
-    _leave_if_stopped(stop, mesh)
-    engine = build_engine(config, mesh)
-    if mesh.rank == 0:
-        logger.info("%s", describe(engine, source))
-    description = describe_run(config, as_given, tokenizer)
-    _leave_if_stopped(stop, mesh)
-    progress = load_run(engine, description)
-    _leave_if_stopped(stop, mesh)
-    log = open_log(config, progress.step) if mesh.rank == 0 else Log(())
-    return Trainer(engine, loaders, log, progress, description, started, stop).run()
+    world, checkpoint = mesh.group("world"), as_given.checkpoint
+    together(world, lambda: _check_outputs(as_given, mesh.rank))
+    with save_folder(checkpoint, world):
+        start = find_start(checkpoint, world)
+        config, tokenizer, loaders = together(world, lambda: _open_data(as_given, mesh))
+        description = describe_run(config, as_given, tokenizer, start.run_id)
+        if start.step is not None:
+            together(world, lambda: check_same_run(start.run, description, checkpoint))
+        _leave_if_stopped(stop, mesh)
+        engine = build_engine(config, mesh)
+        if mesh.rank == 0:
+            logger.info("%s", describe(engine, source))
+        _leave_if_stopped(stop, mesh)
+        progress = load_run(engine, start)
+        _leave_if_stopped(stop, mesh)
+        if checkpoint.save:
+            clear_save_folder(checkpoint, world)
+            _check_room(engine, progress)
+        log = open_log(config, progress.step) if mesh.rank == 0 else Log(())
+        trainer = Trainer(engine, loaders, log, progress, description, started, stop)
+        reason = trainer.run()
+        _say_where_it_is(checkpoint.save, mesh.rank)
+    return _nothing_to_do(config, progress) if reason == "finished" and progress.step == trainer.progress.step > 0 else reason
 
 
 def _leave_if_stopped(stop: StopRequest, mesh: Mesh) -> None:
@@ -106,6 +126,27 @@ def _leave_if_stopped(stop: StopRequest, mesh: Mesh) -> None:
     received = all_gather_object(stop.received, mesh.group("world"))
     if any(received):
         raise Stopped(before_training(next(filter(None, received))))
+
+
+def _check_room(engine: Engine, progress: Progress) -> None:
+    """A save folder that cannot hold one checkpoint ends the run here, not at its first save. Collective."""
+    config, mesh = engine.config, engine.mesh
+    checkpoint, steps = config.checkpoint, planned_steps(config.train, make_batch_size(config)) - progress.step
+    saves = -(-steps // (checkpoint.save_interval or max(1, steps))) if steps > 0 else 0
+    check_room(Path(checkpoint.save), saved_pieces(engine), tp=mesh.group("tp"), world=mesh.group("world"), saves=saves,
+               limit=checkpoint.save_total_limit)
+
+
+def _say_where_it_is(save: str | None, rank: int) -> None:
+    step = latest(save) if save and rank == 0 else None
+    if step is not None:
+        logger.info("the last checkpoint is %s", find_checkpoint(save, step))
+
+
+def _nothing_to_do(config: RunConfig, progress: Progress) -> str:
+    train = config.train
+    length = f"--train-samples is {train.train_samples}" if train.train_samples else f"--train-iters is {train.train_iters}"
+    return f"nothing to do: the checkpoint is at iteration {progress.step} ({progress.samples} samples) and {length}"
 
 
 def _what_would_fit(error: Exception, mesh: Mesh) -> str:

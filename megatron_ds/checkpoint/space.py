@@ -1,0 +1,117 @@
+"""Room on the disk: bytes that a checkpoint needs, bytes that are free, and what a failed write says of them."""
+
+import errno
+import logging
+import os
+import resource
+from collections.abc import Iterable
+from pathlib import Path
+
+from ..errors import CheckpointError
+from ..mpu.group import Group
+from .pieces import Piece, written_here
+from .together import together
+
+logger = logging.getLogger(__name__)
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+PROBE = 1 << 20          # bytes of the file that finds out whether a disk is full
+
+
+def bytes_written_here(pieces: Iterable[Piece], tp: Group) -> int:
+    """Bytes of tensors that this rank writes; headers and padding come on top, some hundred bytes a tensor."""
+    return sum(piece.tensor.numel() * piece.tensor.element_size() for piece in written_here(pieces, tp))
+
+
+def free_bytes(folder: Path) -> int | None:
+    """Bytes that this user may write in the file system of `folder`; None where it does not know."""
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize if found.f_blocks else None
+
+
+def file_limit() -> int | None:
+    """Size of the largest file that this process may write (`ulimit -f`); None for any."""
+    soft = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def check_room(folder: Path, pieces: Iterable[Piece], *, tp: Group, world: Group, saves: int, limit: int | None) -> None:
+    """Raises CheckpointError on all ranks when not even one checkpoint fits; a warning when there is no room for all of them.
+
+    saves   how many checkpoints the run will write
+    limit   how many it keeps; while one is written there is one more
+
+    Collective over `world`.
+    """
+    share = bytes_written_here(pieces, tp)
+
+    def look() -> tuple[int, int | None]:
+        if (most := file_limit()) is not None and share > most:
+            raise CheckpointError(f"a file of the checkpoint needs {share:,} bytes, and this process may write files of "
+                                  f"{most:,} bytes (ulimit -f). Raise the limit.")
+        return share, free_bytes(folder) if world.rank == 0 else None
+
+    found = together(world, f"--save {folder}", look)
+    needed, free = sum(share for share, _ in found), found[0][1]
+    kept = saves if limit is None else min(saves, limit + 1)
+    if free is None or not saves:
+        return
+    if free < needed:
+        def refuse() -> None:
+            raise CheckpointError(f"no space left for a checkpoint: {needed:,} bytes needed, {free:,} free. Free some, give a "
+                                  "folder on another disk, or save less: --no-save-optim writes weights only.")
+        together(world, f"--save {folder}", refuse)
+    if free < kept * needed and world.rank == 0:
+        logger.warning("--save %s: there is room for %d checkpoints (%s each, %s free), and this run keeps up to %d at a "
+                       "time. %s", folder, free // needed, size(needed), size(free), kept,
+                       "Free some, or keep fewer with --save-total-limit." if kept > 2 else "Free some.")
+
+
+def explained(error: Exception, folder: Path, needed: int, free: int | None, share: int) -> Exception:
+    """The error of a failed write, as a CheckpointError that names the bytes where the disk or a limit is the reason.
+
+    needed   bytes of the whole checkpoint.  free: when its save began.  share: bytes that this rank was to write
+    """
+    most = file_limit()
+    code = _errno_of(error) or _errno_of_probe(folder)
+    if code == errno.EFBIG or code is None and most is not None and share > most:
+        allowed = "fewer" if most is None else f"{most:,}"
+        return CheckpointError(f"File too large: a file of about {share:,} bytes needed, and this process may write files of "
+                               f"{allowed} bytes (ulimit -f). Raise the limit.")
+    if code in FULL or isinstance(error, RuntimeError) and free is not None and free < needed:
+        words = "Disk quota exceeded" if code == errno.EDQUOT else "No space left on device"
+        begun = "an unknown number" if free is None else f"{free:,}"
+        return CheckpointError(f"{words}: about {needed:,} bytes needed, {begun} free in {folder} when the save began. Free "
+                               "some, or keep fewer checkpoints with --save-total-limit.")
+    return error
+
+
+def size(count: int) -> str:
+    """For a line of the log: "33.6 MB"."""
+    for unit, value in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= value:
+            return f"{count / value:.1f} {unit}"
+    return f"{count} bytes"
+
+
+def _errno_of(error: BaseException | None) -> int | None:
+    """Of the first OSError among the error and those that it came from."""
+    while error is not None:
+        if isinstance(error, OSError):
+            return error.errno
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _errno_of_probe(folder: Path) -> int | None:
+    """torch's writer hides the reason of a failed write: find it by writing a little. None when that succeeds."""
+    probe = folder / f".probe-{os.getpid()}"
+    try:
+        with open(probe, "xb") as file:
+            file.write(bytes(PROBE))
+            os.fsync(file.fileno())
+    except OSError as error:
+        return error.errno
+    finally:
+        probe.unlink(missing_ok=True)
+    return None

@@ -1,0 +1,117 @@
+"""Where a run starts: which checkpoint it loads, which run it is, and whether its save folder is free for it.
+
+    --load D, D holds a checkpoint       that run continues, under its run id      (with --finetune: a new run begins)
+    --load D --save D, D holds none      a new run: one command starts and resumes
+    --load D, D holds none               an error: a misspelt folder must not start a run from scratch
+    no --load                            a new run
+
+A *run id* is random, made at a start from scratch, and in run.json of each checkpoint.
+"""
+
+import difflib
+import logging
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..checkpoint.load import latest, read_run
+from ..checkpoint.lock import locked
+from ..checkpoint.occupant import check_vacant, move_aside, run_id_of
+from ..config.train import CheckpointConfig
+from ..errors import CheckpointError
+from ..mpu.group import Group
+from .together import together
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Start:
+    """step: of the checkpoint to load, None for a start from scratch.  run: its run.json, {} without one."""
+
+    step: int | None
+    run: dict
+    run_id: str
+
+
+@contextmanager
+def save_folder(checkpoint: CheckpointConfig, world: Group) -> Iterator[None]:
+    """Hold the lock of the --save folder, if there is one. Collective; CheckpointError while another job uses it."""
+    if checkpoint.save is None:
+        yield
+        return
+    with locked(Path(checkpoint.save), world):
+        yield
+
+
+def find_start(checkpoint: CheckpointConfig, world: Group) -> Start:
+    """As rank 0 sees the folders; the same on all ranks. Collective.
+
+    Raises CheckpointError when there is nothing to load, or when --save holds another run. Inside `save_folder`.
+    """
+    def look() -> Start:
+        start = _look(checkpoint)
+        _check_save_folder(checkpoint, start)
+        return start
+
+    return together(world, look, only=0)
+
+
+def clear_save_folder(checkpoint: CheckpointConfig, world: Group) -> None:
+    """With --overwrite-save, move another run that --save holds into a subfolder, after the load from there. Collective."""
+    if checkpoint.overwrite_save and not _continues_in_place(checkpoint):
+        together(world, lambda: move_aside(Path(checkpoint.save)) and None, only=0)
+
+
+def _look(checkpoint: CheckpointConfig) -> Start:
+    run_id = secrets.token_hex(4)
+    if checkpoint.load is None:
+        return Start(None, {}, run_id)
+    step = latest(checkpoint.load)
+    if step is None:
+        _check_may_start(checkpoint)
+        logger.info("%s holds no checkpoint: starting from scratch", checkpoint.load)
+        return Start(None, {}, run_id)
+    run = read_run(checkpoint.load, step)
+    return Start(step, run, run_id if checkpoint.finetune else run_id_of(run) or run_id)
+
+
+def _check_may_start(checkpoint: CheckpointConfig) -> None:
+    """Raises CheckpointError unless a start from scratch is what the user can have meant by --load of an empty folder."""
+    folder = Path(checkpoint.load)
+    if checkpoint.exit_on_missing_checkpoint:
+        raise CheckpointError(f"--load {folder}: no complete checkpoint there, and --exit-on-missing-checkpoint is given. "
+                              "Check the path, or remove the flag to start from scratch.")
+    if checkpoint.save and _same_folder(folder, Path(checkpoint.save)):
+        return
+    what = "holds no checkpoint" if folder.is_dir() else "is not there"
+    names = [path.name for path in folder.parent.iterdir() if path.is_dir()] if folder.parent.is_dir() else []
+    close = [str(folder.parent / name) for name in difflib.get_close_matches(folder.name, names)]
+    hint = f" Did you mean {' or '.join(close)}?" if close and not folder.is_dir() else ""
+    raise CheckpointError(f"--load {folder}: the folder {what}, and a start from scratch would look like a resumed run.{hint} "
+                          "Correct the path, or leave out --load to start from scratch. To start and resume with one command, "
+                          "give the same folder to --save and --load.")
+
+
+def _check_save_folder(checkpoint: CheckpointConfig, start: Start) -> None:
+    if checkpoint.save is None or checkpoint.overwrite_save or _continues_in_place(checkpoint):
+        return
+    from_there = checkpoint.load and _same_folder(Path(checkpoint.load), Path(checkpoint.save))
+    advice = "Remove --finetune to continue that run" if from_there else f"Add --load {checkpoint.save} to continue that run"
+    if checkpoint.load and not from_there:
+        advice = f"Use --load {checkpoint.save}{' without --finetune' * checkpoint.finetune} to continue that run"
+    check_vacant(Path(checkpoint.save), start.run_id, start.step or 0, advice)
+
+
+def _continues_in_place(checkpoint: CheckpointConfig) -> bool:
+    return bool(checkpoint.load and checkpoint.save and not checkpoint.finetune
+                and _same_folder(Path(checkpoint.load), Path(checkpoint.save)))
+
+
+def _same_folder(one: Path, other: Path) -> bool:
+    if one.exists() and other.exists():
+        return one.samefile(other)
+    return os.path.realpath(one) == os.path.realpath(other)
