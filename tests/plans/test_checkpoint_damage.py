@@ -3,6 +3,7 @@
 import itertools
 import json
 import logging
+import os
 import random
 import shutil
 import struct
@@ -348,16 +349,18 @@ def test_a_file_that_may_not_be_read_is_not_called_damaged(name, two_saves, tmp_
     import builtins
     import io
 
-    folder, real = tmp_path / "saves", io.open
+    folder = tmp_path / "saves"
     shutil.copytree(two_saves, folder)
 
-    def guarded(file, *args, **options):
-        if str(file).endswith(f"iter_0000004/{name}"):
-            raise PermissionError(13, "Permission denied")
-        return real(file, *args, **options)
+    def guarded(real):
+        def open_file(file, *args, **options):
+            if str(file).endswith(f"iter_0000004/{name}"):
+                raise PermissionError(13, "Permission denied")
+            return real(file, *args, **options)
+        return open_file
 
-    monkeypatch.setattr(builtins, "open", guarded)
-    monkeypatch.setattr(io, "open", guarded)
+    for module in (builtins, io, os):
+        monkeypatch.setattr(module, "open", guarded(module.open))
     with pytest.raises(CheckpointError, match=f"{name} cannot be read: Permission denied") as caught:
         load_all(folder, NEW, some_pieces(None))
     assert "damaged" not in str(caught.value)

@@ -89,19 +89,19 @@ DESCRIPTION = {"identity": IDENTITY, "config": {"optimizer": {"optimizer": "adam
 @pytest.mark.parametrize("missing", ["identity", "config", "progress", "optimizer", "identity.data", "config.optimizer"])
 def test_a_training_run_names_what_the_run_json_of_a_checkpoint_lacks(missing, tmp_path):
     from megatron_ds.config.train import CheckpointConfig
-    from megatron_ds.training.persist import _check_same_run
+    from megatron_ds.training.persist import check_same_run
 
     saved = json.loads(json.dumps(DESCRIPTION | {name: RUN[name] for name in ("progress", "optimizer")}))
-    _check_same_run(tmp_path, saved, DESCRIPTION, CheckpointConfig())
+    check_same_run(saved, DESCRIPTION, CheckpointConfig(load=str(tmp_path)))
     section, _, name = missing.partition(".")
     (saved[section] if name else saved).pop(name or section)
     with pytest.raises(CheckpointError, match=f"has no '{missing}"):
-        _check_same_run(tmp_path, saved, DESCRIPTION, CheckpointConfig())
+        check_same_run(saved, DESCRIPTION, CheckpointConfig(load=str(tmp_path)))
 
 
 def test_a_training_run_refuses_the_checkpoint_of_an_engine(tmp_path):
     from megatron_ds.config.train import CheckpointConfig
-    from megatron_ds.training.persist import _check_same_run
+    from megatron_ds.training.persist import check_same_run
 
     with pytest.raises(CheckpointError, match="saved by an engine .* engine.load_checkpoint"):
-        _check_same_run(tmp_path, {"engine": {"parameters": 3}, **RUN}, DESCRIPTION, CheckpointConfig())
+        check_same_run({"engine": {"parameters": 3}, **RUN}, DESCRIPTION, CheckpointConfig(load=str(tmp_path)))
