@@ -122,7 +122,7 @@ def test_the_tool_draws_a_plan_beside_what_was_measured(tmp_path):
     (("--schedule", "zb-w"), "unknown pipeline schedule 'zb-w'; did you mean"),
     (("--schedule", "zb-v", "--chunks", "3"), "Legal: 2. Schedules for 3 chunks: interleaved"),
     (("--microbatches", "0"), "0 micro-batches"),
-    (("--output", "a.gif"), "pictures end in .svg or .png"),
+    (("--output", "a.gif"), "the file name must end in .svg or .png"),
     (("--measured", "nowhere.json"), "nowhere.json: no such file"),
     (("--costs", "1", "-1", "1"), "input_grad=-1.0 is no cost")])
 def test_the_tool_refuses_with_the_alternatives(flags, message):
