@@ -24,9 +24,9 @@ def test_the_tolerances_in_readme_are_those_in_force():
     assert [float(number) for number in given] == [limit.loss, limit.weights] and limit.grad_norm == limit.loss
 
 
-# Words of riddles and metaphors that have a plain term, see CONTRIBUTING.md. docs/flags.md is generated from the options' help.
+# Words with a plain replacement, see the glossary of CONTRIBUTING.md. docs/flags.md is generated from the help of the options.
 UNCLEAR = (r"nobody|somebody|everybody|whoever|passport|foretold|made-up|go(?:es)? on|so many|by itself|"
-           r"say (?:so|which|what|it|that)|says (?:so|which|what|it|why|how|that)|tells? (?:what|how|which|where|why|that)|"
+           r"says? (?:so|which|what|it|why|how|that)|tells? (?:what|how|which|where|why|that)|"
            r"speaks?|talks?|knows? (?:of|nothing|no)|no word|the words of|will do|legal alternatives")
 
 
