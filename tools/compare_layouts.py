@@ -1,12 +1,12 @@
-"""Train the same tiny model under several layouts, each on real gloo ranks, and show how far each strays from one process.
+"""Train the same tiny model under several layouts, each on gloo ranks, and print the differences from one process.
 
     python tools/compare_layouts.py --layouts "tp=2,pp=2,dp=1,sp=1,schedule=1f1b" "tp=1,pp=1,dp=2,zero=1" --steps 20
 
-A layout is a list of key=value: tp, pp, dp (sizes), sp (0 or 1), schedule, chunks (stages on each pipeline rank), cut (by
-what), layout (an explicit cut), recompute (none, selective, full), mbs (micro-batch size), zero; for ZeRO bucket, accumulate,
-grads, comm, persist, prefetch, pin, hpz.
-The reference is always one process with the same micro-batch size: micro-batches weigh alike, whatever the number of tokens
-that count in them. Exit code 1 when a layout strays further than the tolerance.
+A layout is a list of key=value: tp, pp, dp (sizes), sp (0 or 1), schedule, chunks (stages on each pipeline rank), cut (the
+costs that it balances), layout (an explicit cut), recompute (none, selective, full), mbs (micro-batch size), zero; for ZeRO
+bucket, accumulate, grads, comm, persist, prefetch, pin, hpz.
+The reference is always one process with the same micro-batch size, because every micro-batch has the same weight, whatever the
+number of tokens in its loss. The exit code is 1 if a difference exceeds the tolerance.
 """
 
 import argparse
@@ -41,12 +41,12 @@ STYLES = {
 }
 DTYPES = {"fp32": [], "bf16": ["--bf16"], "fp16": ["--fp16", "--initial-loss-scale", "65536"]}
 DOCUMENTS = {"joined": [], "apart": ["--reset-position-ids", "--reset-attention-mask"]}
-# Nothing lies at this path: the samples are made up in any case.
+# The path made_up does not exist: all samples are mock samples.
 SAMPLES = {"cut": ["--mock-data"], "packed": ["--data-path", "made_up", "--pack-documents"],
            "fim": ["--data-path", "made_up", "--fim-data", "--fim-rate", "0.9", "--fim-prefix-token", "1",
                    "--fim-middle-token", "2", "--fim-suffix-token", "3"]}
-# Allowed. fp32: another order of summation only. In 16 bits each order rounds differently, and twenty Adam steps carry it
-# on; the figures are what rounding alone may do, with room.
+# Tolerances. fp32: only the order of summation differs. In 16 bits each order rounds differently, and twenty Adam steps
+# amplify this; the figures are the effect of rounding with a margin.
 TOLERANCE = {"fp32": Difference(loss=1e-6, grad_norm=1e-6, weights=1e-5),
              "bf16": Difference(loss=2e-4, grad_norm=1e-2, weights=5e-2),
              "fp16": Difference(loss=5e-5, grad_norm=2e-3, weights=1e-2)}
@@ -59,7 +59,7 @@ def tiny_job(style: str, dtype: str, untie: bool, dropout: float, layers: int, g
 
     documents  of a sample: "joined", or "apart"
     samples    "cut" out of the stream of documents, "packed" of whole ones, or "fim": with documents' middles filled in
-    readers    ranks of a tensor-parallel group that read them
+    readers    ranks of a tensor-parallel group that read the samples
     """
     return [
         "--num-layers", str(layers), "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", str(SEQ_LENGTH),
@@ -99,8 +99,8 @@ def run_layout(pool: ProcessPoolExecutor, layout: LayoutRequest, job: list[str],
     try:
         return merge([rank.result() for rank in ranks])
     except BrokenProcessPool:
-        raise CommunicationError(f"layout {layout.text}: a rank died without a word. Memory, or a crash in native code? "
-                                 "Run this layout alone to see.") from None
+        raise CommunicationError(f"layout {layout.text}: a rank exited without an error message, because of a lack of memory "
+                                 "or a crash in native code. Run this layout alone to find out.") from None
 
 
 def parse_arguments(argv=None) -> argparse.Namespace:
@@ -113,13 +113,16 @@ def parse_arguments(argv=None) -> argparse.Namespace:
     parser.add_argument("--untie", action="store_true", help="separate input and output embeddings")
     parser.add_argument("--dropout", type=float, default=0.0, help="hidden and attention dropout (default 0)")
     parser.add_argument("--documents", choices=DOCUMENTS, default="joined",
-                        help="those of a sample see one another, or are apart: --reset-position-ids --reset-attention-mask")
+                        help="documents of a sample attend to each other, or are separate: --reset-position-ids "
+                             "--reset-attention-mask (default joined)")
     parser.add_argument("--samples", choices=SAMPLES, default="cut",
-                        help="cut from the stream of documents, packed of whole ones, or with documents' middles filled in")
+                        help="cut from the stream of documents, packed from whole ones, or with fill-in-the-middle "
+                             "(default cut)")
     parser.add_argument("--readers", choices=("all", "first"), default="all",
-                        help="ranks of a tensor-parallel group that read: all, or the first, which sends its batches")
-    parser.add_argument("--num-layers", type=int, default=4)
-    parser.add_argument("--global-batch-size", type=int, default=8)
+                        help="ranks of a tensor-parallel group that read samples: all, or the first, which sends them "
+                             "(default all)")
+    parser.add_argument("--num-layers", type=int, default=4, help="blocks of the model (default 4)")
+    parser.add_argument("--global-batch-size", type=int, default=8, help="samples per step (default 8)")
     return parser.parse_args(argv)
 
 
@@ -149,13 +152,13 @@ def show(rows: list[tuple[str, Difference]], args: argparse.Namespace) -> int:
     limit = TOLERANCE[args.dtype]
     width = max(len(text) for text, _ in rows)
     print(f"{args.style}, {args.dtype}, {'un' if args.untie else ''}tied, {args.steps} steps; "
-          f"largest relative difference to one process (allowed: {limit})\n")
+          f"largest relative difference from one process (tolerance: {limit})\n")
     print(f"{'layout':{width}}  {'loss':>9}  {'grad norm':>9}  {'weights':>9}")
     failures = 0
     for text, d in rows:
         ok = d.is_within(limit)
         failures += not ok
-        print(f"{text:{width}}  {d.loss:9.2e}  {d.grad_norm:9.2e}  {d.weights:9.2e}  {'ok' if ok else 'STRAYS'}")
+        print(f"{text:{width}}  {d.loss:9.2e}  {d.grad_norm:9.2e}  {d.weights:9.2e}  {'ok' if ok else 'TOO LARGE'}")
     return 1 if failures else 0
 
 

@@ -31,25 +31,27 @@ from megatron_ds.training.dtypes import DTYPES
 def parse_arguments(argv=None) -> argparse.Namespace:
     parser = Arguments(__doc__)
     add = parser.add_argument
-    add("--load", type=Path, required=True, help="checkpoint folder of a run (what was its --save)")
+    add("--load", type=Path, required=True, help="checkpoint folder of a run (its --save)")
     add("--prompt", action="append", required=True, help="text to continue; may be given several times")
-    add("--iteration", type=int, help="which checkpoint of the folder (default: the latest)")
-    add("--max-new-tokens", type=int, default=64, help="at most this many (default 64)")
-    add("--min-new-tokens", type=int, default=0, help="do not end the document before so many (default 0)")
-    add("--temperature", type=float, default=1.0, help="0 = greedy; lower is safer, higher is wilder (default 1)")
-    add("--greedy", action="store_true", help="always the likeliest token; the same as --temperature 0")
-    add("--top-k", type=int, default=0, help="only the k likeliest tokens (default 0: no limit)")
-    add("--top-p", type=float, default=1.0, help="only tokens that together hold this probability (default 1: no limit)")
-    add("--seed", type=int, default=0, help="the same seed draws the same text at every tensor-parallel size (default 0)")
-    add("--tokenizer-model", help="where the tokenizer lies now, when it moved since training")
-    add("--ignore-eod", action="store_true", help="go on after the end-of-document token")
+    add("--iteration", type=int, help="step of the checkpoint to load (default: the latest)")
+    add("--max-new-tokens", type=int, default=64, help="generate at most this many tokens (default 64)")
+    add("--min-new-tokens", type=int, default=0, help="generate at least this many tokens (default 0)")
+    add("--temperature", type=float, default=1.0,
+        help="divides the logits; lower values give more likely text, 0 is greedy (default 1)")
+    add("--greedy", action="store_true", help="always select the most likely token; the same as --temperature 0")
+    add("--top-k", type=int, default=0, help="sample from the k most likely tokens only (default 0: no limit)")
+    add("--top-p", type=float, default=1.0,
+        help="sample from the most likely tokens whose probabilities sum to this (default 1: no limit)")
+    add("--seed", type=int, default=0, help="the same seed gives the same text at every tensor-parallel size (default 0)")
+    add("--tokenizer-model", help="path of the tokenizer, if it was moved after training")
+    add("--ignore-eod", action="store_true", help="continue after the end-of-document token")
     add("--tensor-model-parallel-size", type=int, default=None, help="default: the number of processes")
     return parser.parse_args(argv)
 
 
 def main(args: argparse.Namespace, launch) -> int:
     if args.max_new_tokens < 1:
-        raise ConfigError(f"--max-new-tokens {args.max_new_tokens}: nothing to generate. Use a positive number.")
+        raise ConfigError(f"--max-new-tokens {args.max_new_tokens} generates no text. Use a positive number.")
     tp_size = args.tensor_model_parallel_size or launch.world_size
     if tp_size != launch.world_size:
         raise ConfigError(f"--tensor-model-parallel-size {tp_size} with {launch.world_size} process(es): generation splits "
@@ -57,7 +59,8 @@ def main(args: argparse.Namespace, launch) -> int:
     sampling = Sampling(0.0 if args.greedy else args.temperature, args.top_k, args.top_p, args.seed)
     step = args.iteration if args.iteration is not None else latest(args.load)
     if step is None:
-        raise CheckpointError(f"--load {args.load}: no complete checkpoint there. Give what was --save in training.")
+        raise CheckpointError(f"--load {args.load} contains no complete checkpoint. Give the folder that was --save in "
+                               "training.")
     run = read_run(args.load, step)
     require(run, args.load, "config")
     config = from_dict(run["config"])
@@ -77,7 +80,7 @@ def main(args: argparse.Namespace, launch) -> int:
 
 
 def load_model(config, mesh: Mesh, directory: Path, step: int) -> torch.nn.ModuleList:
-    """The whole model on this tensor-parallel rank, weights filled from the checkpoint."""
+    """The whole model on this tensor-parallel rank, weights loaded from the checkpoint."""
     layers = MODELS[config.model.model](config.model, tp=mesh.group("tp"), dtype=DTYPES[config.optimizer.params_dtype],
                                         device=mesh.device, seed=config.train.seed)
     modules = build_stage(layers)

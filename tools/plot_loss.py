@@ -19,7 +19,7 @@ STYLES = {"train": dict(linewidth=1.5), "validation": dict(marker="o", linestyle
 def read(path: Path) -> dict[str, list[dict]]:
     """Records by kind ("train", "validation", "test"), each in order of steps."""
     if not path.exists():
-        raise DataError(f"--metrics {path}: no such file. A run writes it when started with --metrics-jsonl.")
+        raise DataError(f"--metrics {path}: no such file. Start the run with --save or --metrics-jsonl to write one.")
     records: dict[str, list[dict]] = {}
     for number, line in enumerate(path.read_text().splitlines(), 1):
         try:
@@ -46,7 +46,7 @@ def draw(records: dict[str, list[dict]], output: Path, *, title: str, marks: lis
             axes.plot(steps, losses, label=f"{kind}, {losses[-1]:.2f} at the end", **style)
     if vocab_size:
         axes.axhline(math.log(vocab_size), color="grey", linestyle=":",
-                     label=f"guessing, ln({vocab_size}) = {math.log(vocab_size):.2f}")
+                     label=f"uniform guess, ln({vocab_size}) = {math.log(vocab_size):.2f}")
     for step, text in marks:
         if step:
             axes.axvline(step, color="grey", linewidth=0.8)
@@ -73,9 +73,10 @@ def main() -> int:
     parser = Arguments(__doc__)
     parser.add_argument("--metrics", type=Path, required=True, help="metrics.jsonl of a run")
     parser.add_argument("--output", type=Path, required=True, help="picture to write (.png, .svg, .pdf)")
-    parser.add_argument("--title", default="", help="a line above the picture")
-    parser.add_argument("--vocab-size", type=int, help="draw the loss of guessing among so many tokens too")
-    parser.add_argument("--mark", action="append", default=[], metavar="STEP=TEXT", help="a line at a step, with a word on it")
+    parser.add_argument("--title", default="", help="title of the picture")
+    parser.add_argument("--vocab-size", type=int, help="also draw the loss of a uniform guess among this many tokens")
+    parser.add_argument("--mark", action="append", default=[], metavar="STEP=TEXT",
+                        help="vertical line at a step, with a label; may be given several times")
     args = parser.parse_args()
     draw(read(args.metrics), args.output, title=args.title, marks=[read_mark(text) for text in args.mark],
          vocab_size=args.vocab_size)

@@ -1,4 +1,4 @@
-"""Show a pipeline schedule: in the terminal, as a picture, as a Chrome trace; planned beside what a run has measured.
+"""Show a pipeline schedule in the terminal, as a picture or as a Chrome trace; planned, and as measured in a run.
 
     python tools/show_schedule.py --schedule 1f1b --pipeline-size 4 --microbatches 8
     python tools/show_schedule.py --schedule zb-v --pipeline-size 4 --microbatches 8 --output zb-v.svg
@@ -6,9 +6,9 @@
         --costs 1 1.2 0.7 --transfer 0.05 --memory-limit 8 --output compared.png
     python tools/show_schedule.py --schedule zb-h1 --pipeline-size 2 --microbatches 4 --measured runs/traces --output both.svg
 
-Times are in units of your choice (those of --costs; seconds with --measured). The bubble is the share of all ranks' time in
-which they do not compute. Pictures end in .svg (needs nothing) or .png (needs matplotlib). A Chrome trace opens in
-https://ui.perfetto.dev. "peak alive" counts activations of one micro-batch at one stage.
+Times are in the units of --costs (seconds with --measured). The bubble is the fraction of all ranks' time in which they do not
+compute. Pictures are .svg files, or .png files if matplotlib is installed. A Chrome trace opens in https://ui.perfetto.dev.
+"peak alive" is the maximum number of live activations, each of one micro-batch at one stage.
 """
 
 import sys
@@ -42,7 +42,7 @@ def main() -> int:
         _print(panel.timeline)
     if args.output:
         if args.output.suffix not in DRAW:
-            raise ConfigError(f"--output {args.output}: pictures end in {' or '.join(DRAW)}.")
+            raise ConfigError(f"--output {args.output}: the file name must end in {' or '.join(DRAW)}.")
         args.output.parent.mkdir(parents=True, exist_ok=True)
         DRAW[args.output.suffix](panels, args.output, args.width)
         print(f"wrote {args.output}")
@@ -61,21 +61,21 @@ def _parser() -> Arguments:
                       "interleaved)")
     plan.add_argument("--costs", nargs=3, type=float, metavar=("F", "I", "W"),
                       help="time of a rank's share of the model for one micro-batch: forward, backward of the input, of the "
-                      "weights; B takes I + W, and a stage of V its V-th part (default 1 1 1; with --measured what the "
-                      "computations of each stage took)")
+                      "weights; B takes I + W, and each of V stages takes 1/V of it (default 1 1 1; with --measured the "
+                      "measured times of each stage)")
     plan.add_argument("--transfer", type=float, default=0.0, metavar="T",
-                      help="time of a tensor between two ranks (default 0)")
+                      help="time to send a tensor between two ranks (default 0)")
     plan.add_argument("--memory-limit", type=float, metavar="A",
-                      help="zb-auto: micro-batches that a rank may keep alive (default: P)")
+                      help="zb-auto: maximum number of micro-batches alive on a rank (default: P)")
     plan.add_argument("--group-size", type=int, metavar="G",
-                      help="interleaved: micro-batches, at least, that a rank takes through a stage in a row (default: P)")
+                      help="interleaved: minimum number of consecutive micro-batches of a stage (default: P)")
     parser.add_argument("--measured", nargs="+", type=Path, metavar="PATH",
                         help="timelines written by a run with --trace: a folder, or the files of one pipeline")
     parser.add_argument("--step", type=int, default=-1, metavar="N",
-                        help="which step of --measured, from 0 (default: the last)")
+                        help="step of --measured to show, from 0 (default: the last)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="picture to write, .svg or .png")
-    parser.add_argument("--width", type=int, default=1100, metavar="PIXELS", help="of the picture (default 1100)")
-    parser.add_argument("--chrome-trace", type=Path, metavar="FILE", help="JSON to write, of the first schedule")
+    parser.add_argument("--width", type=int, default=1100, metavar="PIXELS", help="width of the picture (default 1100)")
+    parser.add_argument("--chrome-trace", type=Path, metavar="FILE", help="JSON file to write, with the first schedule")
     return parser
 
 
@@ -100,8 +100,8 @@ def _planned(name: str, args, measured: dict | None) -> Panel:
 
 def _check_stages(name: str, planned: int, measured: set[int]) -> None:
     if measured != {*range(planned)}:
-        raise ConfigError(f"--measured has times of {len(measured)} stages, but {name} was to be drawn with {planned}, and "
-                          f"what those would take was not measured. Give --costs, or sizes that make {len(measured)} stages.")
+        raise ConfigError(f"--measured has times of {len(measured)} stages, but {name} would have {planned} stages, "
+                          f"whose times were not measured. Give --costs, or sizes that make {len(measured)} stages.")
 
 
 def _measured(args) -> dict[int, list[Entry]]:
@@ -112,7 +112,7 @@ def _measured(args) -> dict[int, list[Entry]]:
                         "--trace.")
     steps = steps_of(read_traces(paths))
     if not -len(steps) <= args.step < len(steps):
-        raise ConfigError(f"--step {args.step}: {len(steps)} steps were recorded. Legal: 0 to {len(steps) - 1}, or -1 for the "
+        raise ConfigError(f"--step {args.step}: {len(steps)} steps were recorded. Valid: 0 to {len(steps) - 1}, or -1 for the "
                           "last.")
     return steps[args.step]
 
@@ -127,7 +127,7 @@ def _print(timeline: Simulation) -> None:
     picture = draw(timeline)
     widest = max(len(line) for line in picture.splitlines())
     if widest > WIDEST:
-        print(f"  ({widest} columns wide; the drawing is left out here: --output makes a picture)")
+        print(f"  ({widest} columns wide, too wide for the terminal: use --output for a picture)")
     else:
         print(picture)
     print(f"  peak alive {' '.join(map(str, timeline.peak_live))}\n")
@@ -136,7 +136,7 @@ def _print(timeline: Simulation) -> None:
 def _write_trace(panel: Panel, args) -> None:
     args.chrome_trace.parent.mkdir(parents=True, exist_ok=True)
     write_trace(args.chrome_trace, timelines_of(panel.timeline, unit=1e-3))
-    print(f"wrote {args.chrome_trace}: {panel.title}; a unit of time is a millisecond in it")
+    print(f"wrote {args.chrome_trace}: {panel.title}; one unit of time is one millisecond")
 
 
 def _or(value: int | None, default: int) -> int:

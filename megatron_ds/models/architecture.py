@@ -52,8 +52,8 @@ class Models(Registry[Architecture]):
 
         def checked(thing: Architecture) -> Architecture:
             if not isinstance(thing, Architecture):
-                raise TypeError(f"model {name!r} is registered as {thing!r}, which does not say its loss and its data. Write "
-                                "@language_model below @MODELS.register, if they are those of a GPT; else register an "
+                raise TypeError(f"model {name!r} is registered as {thing!r}, which has no loss and no data kind. Write "
+                                "@language_model below @MODELS.register, if they are those of a GPT; otherwise register an "
                                 "Architecture.")
             return add(thing)
 

@@ -37,9 +37,9 @@ class Sampling:
         if self.temperature < 0:
             raise ConfigError(f"temperature={self.temperature} is negative. Use 0 for greedy, around 0.7 to 1 to sample.")
         if self.top_k < 0:
-            raise ConfigError(f"top_k={self.top_k} is negative. Use 0 for no limit, or a number of tokens to choose among.")
+            raise ConfigError(f"top_k={self.top_k} is negative. Use 0 for no limit, or the number of tokens to sample from.")
         if not 0 < self.top_p <= 1:
-            raise ConfigError(f"top_p={self.top_p} is not a share of probability. Use a number in (0, 1]; 1 for no limit.")
+            raise ConfigError(f"top_p={self.top_p} is not a probability. Use a number in (0, 1]; 1 for no limit.")
 
 
 def next_token(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:
@@ -66,7 +66,7 @@ def generate(modules: Sequence[nn.Module], prompt: Sequence[int], *, max_new_tok
     Collective over tp: an all-gather of [V/t] logits a token.
     """
     if not prompt:
-        raise ConfigError("the prompt holds no token, and a model continues something. Give a prompt of at least one.")
+        raise ConfigError("the prompt has no tokens, so there is no text to continue. Give a prompt of at least one token.")
     caches = make_caches(modules, 1, len(prompt) + max_new_tokens)
     generator = torch.Generator().manual_seed(sampling.seed)
     device = next(modules[0].parameters()).device

@@ -28,8 +28,8 @@ class KVCache:
         """
         stop = self.offset + k.shape[0]
         if stop > len(self.keys):
-            raise ConfigError(f"position {stop - 1} does not fit a cache of {len(self.keys)} positions: the text outgrew "
-                              "what was reserved. Generate fewer tokens, or make the cache longer.")
+            raise ConfigError(f"position {stop - 1} does not fit a cache of {len(self.keys)} positions: the text is "
+                              "longer than the cache. Generate fewer tokens, or make the cache longer.")
         self.keys[self.offset:stop] = k
         self.values[self.offset:stop] = v
         self.offset = stop

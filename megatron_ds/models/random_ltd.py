@@ -72,8 +72,8 @@ class RandomLTD(nn.Module):
     def draw(self, kept: int, batch: Batch) -> torch.Tensor:
         """Which tokens of each sample: int64 [b, k], ascending."""
         if self.placement.sequence_parallel and kept % self.placement.tp.size:
-            raise LayoutError(f"{self.name}: {kept} kept tokens cannot be split over {self.placement.tp.size} tensor-parallel "
-                              "ranks, of which each holds a part of the sequence. Keep a multiple of that.")
+            raise LayoutError(f"{self.name}: {kept} kept tokens are not divisible by {self.placement.tp.size}, the number of "
+                              "tensor-parallel ranks that share a sequence. Keep a multiple of it.")
         keys = [(self.placement.seed, "random_ltd", self.name, int(sample)) for sample in batch.sample_ids]
         return random_subset(keys, kept, batch.seq_length, batch.tokens.device)
 

@@ -85,9 +85,9 @@ class Channels:
         if words := difference(self._promise, theirs):
             ranks, me = self.group.ranks, self.group.rank
             raise CommunicationError(
-                f"rank {ranks[me]} (pipeline position {me}) and rank {ranks[source]} (position {source}), which sends it "
-                f"{WORDS[kind]} next, disagree: {words}. All stages must cut the same batch alike and run in one dtype: look "
-                "for a rank with other data, another sequence length, micro-batch size or precision.")
+                f"rank {ranks[me]} (pipeline position {me}) and rank {ranks[source]} (position {source}), which sends "
+                f"{WORDS[kind]} to it, disagree: {words}. All stages must divide the same batch in the same way and use one "
+                "dtype: look for a rank with other data, another sequence length, micro-batch size or precision.")
 
     @property
     def num_waiting(self) -> int:

@@ -192,8 +192,8 @@ def _chunk(mesh: Mesh, vp_stage: int | None) -> int:
     if vp_stage is None and len(stages) == 1:
         vp_stage = 0
     if vp_stage is None or not 0 <= vp_stage < len(stages):
-        raise ConfigError(f"vp_stage={vp_stage}: this rank holds {len(stages)} stages of the model, so a chunk of it is "
-                          f"one of 0 to {len(stages) - 1}. Say which, or ask about the rank with ignore_virtual=True.")
+        raise ConfigError(f"vp_stage={vp_stage}: this rank holds {len(stages)} stages of the model, numbered 0 to "
+                          f"{len(stages) - 1}. Give one of these numbers, or query the rank with ignore_virtual=True.")
     return stages[vp_stage]
 
 

@@ -53,7 +53,7 @@ class Grid:
         if data % self.ep:
             raise ConfigError(
                 f"expert_model_parallel_size={self.ep} does not divide context x data = {self.cp} x {self.dp} = {data}: "
-                f"experts are spread over those ranks. Use a size in {_listed(divisors(data))}.")
+                f"experts are distributed over those ranks. Use a size in {_listed(divisors(data))}.")
 
     @classmethod
     def fit(cls, world_size: int, tp: int = 1, cp: int = 1, ep: int = 1, pp: int = 1, order: str = DEFAULT_ORDER) -> "Grid":

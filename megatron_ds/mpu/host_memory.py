@@ -163,7 +163,7 @@ def _open_others(entries: Sequence[tuple], rank: int) -> tuple[list[int], str]:
 
 @functools.cache
 def _warn_once(why: str) -> None:
-    logger.warning("sharded weights travel in messages between the processes of this host, which is slower: %s", why)
+    logger.warning("the processes of this host send sharded weights as messages, which is slower than shared memory: %s", why)
 
 
 def _close(files: Sequence[int | None]) -> None:
@@ -193,7 +193,7 @@ def _check(failed: int, nbytes: int) -> None:
     if failed:
         code = ctypes.get_errno()
         raise OSError(code, f"cannot map {nbytes} bytes of this host's memory, where the ranks of one host share the weights "
-                            f"of ZeRO stage 3: {os.strerror(code)}. Look at ulimit -v and -d, and at vm.max_map_count and "
+                            f"of ZeRO stage 3: {os.strerror(code)}. Check ulimit -v and -d, vm.max_map_count and "
                             "vm.overcommit_memory")
 
 

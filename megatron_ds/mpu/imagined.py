@@ -55,8 +55,8 @@ class ImaginedTransport:
 
     def _check(self, what: str, parts: int, whole: int) -> None:
         if parts != whole:
-            raise LayoutError(f"{what} over the {self.axes} group of {self.size}: the ranks' parts are {parts} elements "
-                              f"together, but the whole is {whole}.")
+            raise LayoutError(f"{what} over the {self.axes} group of {self.size}: the parts of all ranks have {parts} "
+                              f"elements in total, but the whole has {whole}.")
 
 
 def imagined_mesh(grid: Grid, rank: int, device: torch.device | str = "meta") -> Mesh:

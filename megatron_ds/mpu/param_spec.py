@@ -74,8 +74,8 @@ class ParamSpec:
         total = self.padded or self.shape[self.split_dim]
         if total % (size * self.parts):
             raise LayoutError(
-                f"{self.name}: dimension {self.split_dim} holds {total} in {self.parts} part(s), which "
-                f"{size} tensor-parallel ranks cannot share evenly. Use a size that divides {total // self.parts}.")
+                f"{self.name}: dimension {self.split_dim} has size {total} in {self.parts} part(s), which is not "
+                f"divisible by {size} tensor-parallel ranks. Use a size that divides {total // self.parts}.")
         return tuple(total // size if d == self.split_dim else n for d, n in enumerate(self.shape))
 
     def boxes(self, rank: int, size: int) -> tuple[Box, ...]:

@@ -44,8 +44,8 @@ def get_mesh() -> Mesh:
     """Raises NotInitializedError before `initialize_model_parallel` or `set_mesh`."""
     mesh = _MESH.get()
     if mesh is None:
-        raise NotInitializedError("the process has no mesh yet, so no rank has a place in any group. Call "
-                                  "mpu.initialize_model_parallel(...) first; a thread of its own calls mpu.set_mesh(mesh).")
+        raise NotInitializedError("the process has no mesh yet, so there are no groups to query. Call "
+                                  "mpu.initialize_model_parallel(...) first; in a new thread, call mpu.set_mesh(mesh).")
     return mesh
 
 

@@ -64,15 +64,15 @@ def make_io(kind: str = "auto", *, queue_depth: int = 32, threads: int = 8, bloc
     Raises ConfigError for another name or impossible numbers, and for io_uring where it does not work.
     """
     if kind not in ENGINES:
-        raise ConfigError(f"There is no disk access '{kind}': use one of {', '.join(ENGINES)}.")
+        raise ConfigError(f"Disk access '{kind}' does not exist. Use one of {', '.join(ENGINES)}.")
     if kind == "threads":
         return ThreadIO(threads, block_bytes)
     try:
         return UringIO(queue_depth, block_bytes)
     except OSError as reason:
         if kind == "io_uring":
-            raise ConfigError(f"Disk access by io_uring was asked for and does not work: {reason.strerror}. "
-                              "Use 'threads', or 'auto', which takes io_uring only where it works.") from reason
+            raise ConfigError(f"Disk access by io_uring was requested but does not work: {reason.strerror}. "
+                              "Use 'threads', or 'auto', which uses io_uring only if it works.") from reason
         _say_threads(reason.strerror)
         return ThreadIO(threads, block_bytes)
 
@@ -185,7 +185,7 @@ class UringIO:
         finally:
             os.close(fd)
         if not torch.equal(there, back):
-            raise OSError(errno.EIO, "io_uring moved a page and it is not the same")
+            raise OSError(errno.EIO, "io_uring returned a page with different content")
 
 
 class _UringWork:
@@ -244,13 +244,13 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def _checked_block(block_bytes: int) -> int:
     if block_bytes < ALIGNMENT or block_bytes % ALIGNMENT or block_bytes > 1 << 30:
-        raise ConfigError(f"Disk access by blocks of {block_bytes} bytes is impossible: disks are reached by whole pages. Use "
-                          f"a multiple of {ALIGNMENT}, at most {1 << 30}; a mebibyte or more is fast.")
+        raise ConfigError(f"Disk access by blocks of {block_bytes} bytes is impossible: direct access transfers whole pages. "
+                          f"Use a multiple of {ALIGNMENT}, at most {1 << 30}; a mebibyte or more is fast.")
     return block_bytes
 
 
 def _checked_depth(blocks: int) -> int:
     if not 1 <= blocks <= MOST_IN_FLIGHT:
-        raise ConfigError(f"{blocks} blocks cannot be on their way to a disk together: use 1 to {MOST_IN_FLIGHT}; 32 keep a "
-                          "disk busy.")
+        raise ConfigError(f"{blocks} blocks in flight are not possible: use 1 to {MOST_IN_FLIGHT}; 32 are enough to "
+                          "keep a disk busy.")
     return blocks

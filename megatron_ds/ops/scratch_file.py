@@ -75,9 +75,9 @@ class ScratchFile:
             os.ftruncate(self.buffered_fd, self._end)       # of what was asked, some may have been granted
             status = os.statvfs(self.buffered_fd)
             raise ConfigError(
-                f"{self.directory} has no room for {_size(length)} of offloaded state ({error.strerror}): "
+                f"{self.directory} has not enough space for {_size(length)} of offloaded state ({error.strerror}): "
                 f"{_size(status.f_bavail * status.f_frsize)} are free, {_size(self._end)} were reserved before. "
-                "Make room, name a directory on a larger disk, or offload less.") from error
+                "Free disk space, give a directory on a larger disk, or offload less.") from error
 
 
 class Region:
@@ -220,8 +220,8 @@ def _open_nameless(directory: Path) -> int:
         os.unlink(name)
         return fd
     except OSError as error:
-        raise ConfigError(f"{directory} cannot hold offloaded state: {error.strerror}. Name a directory that exists and that "
-                          "this process may write to, best on a local NVMe disk.") from error
+        raise ConfigError(f"{directory} cannot hold offloaded state: {error.strerror}. Give an existing directory that "
+                          "this process may write to, preferably on a local NVMe disk.") from error
 
 
 def _reopen_direct(fd: int, directory: Path) -> int | None:

@@ -29,8 +29,8 @@ class StageCosts:
             value = getattr(self, field.name)
             values = value if isinstance(value, tuple) else (value,)
             if not values or any(not 0 <= v < float("inf") for v in values):
-                raise ScheduleError(f"{field.name}={value} is no cost: times are finite and not negative. Give a number of 0 "
-                                    "or more, or a tuple with one for each stage.")
+                raise ScheduleError(f"{field.name}={value} is not a cost: times are finite and not negative. Give a number of "
+                                    "0 or more, or a tuple with one for each stage.")
             if isinstance(value, tuple):
                 lengths[field.name] = len(value)
         if len(set(lengths.values())) > 1:

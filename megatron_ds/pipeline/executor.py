@@ -197,7 +197,7 @@ class Executor:
         if output.shape != expected or output.dtype != self.dtype:
             receiver = self.stage_rank(i.stage + 1)
             raise CommunicationError(
-                f"stage {i.stage} on pipeline rank {self.rank} has made {list(output.shape)} {_name(output.dtype)} of "
+                f"stage {i.stage} on pipeline rank {self.rank} computed {list(output.shape)} {_name(output.dtype)} of "
                 f"micro-batch {i.microbatch} for stage {i.stage + 1} on pipeline rank {receiver}, which expects "
                 f"{list(expected)} {_name(self.dtype)}. A layer of stage {i.stage} changes the shape or the dtype of the "
                 "hidden states: all layers but the last keep both.")
@@ -207,8 +207,8 @@ class Executor:
     def _steps_for(self, num_microbatches: int, forward: bool) -> list[tuple[Handler, Instruction]]:
         if not callable(self._plan):
             legal = program_length(self._plan)
-            raise ScheduleError(f"this executor was handed {num_microbatches} micro-batches, but its program is for {legal}: "
-                                f"a program is made for one number. Legal: {legal}; or make the executor with a function "
+            raise ScheduleError(f"this executor received {num_microbatches} micro-batches, but its program is for {legal}: "
+                                f"a program is made for one number. Valid: {legal}; or make the executor with a function "
                                 "from the number of micro-batches to the program.")
         self._compile(self._plan(num_microbatches), num_microbatches)
         return self._steps[num_microbatches, forward]
@@ -219,9 +219,9 @@ class Executor:
                                 f"{num_microbatches}: some would be lost. Make it for exactly {num_microbatches}.")
         for i in program:
             if i.op not in self._handlers:
-                raise ScheduleError(f"{i}: nothing here executes {i.op.name}. Executed: "
+                raise ScheduleError(f"{i}: this executor has no handler for {i.op.name}. Handlers: "
                                     f"{', '.join(op.name for op in self._handlers)}; "
-                                    "REDUCE, TIE, GATHER and RELEASE when a hook is given for them.")
+                                    "REDUCE, TIE, GATHER and RELEASE need a hook.")
             if i.stage not in self.stages:
                 raise ScheduleError(f"{i} is for stage {i.stage}, which is not on this rank. Stages here: "
                                     f"{sorted(self.stages)}.")

@@ -36,7 +36,7 @@ def check_complete(schedule: Schedule, num_stages: int, num_microbatches: int, f
         if halves != (0 if whole else 2):
             ops = "+".join(str(op) for op in (Op.B, Op.I, Op.W) if Instruction(op, s, k) in counts)
             raise ScheduleError(f"the backward of micro-batch {k} at stage {s} consists of {ops or 'nothing'}: its gradient "
-                                "would be missing or counted twice. Legal: B alone, or I and W.")
+                                "would be missing or counted twice. Valid: B alone, or I and W.")
 
 
 def check_transfers(schedule: Schedule, num_stages: int) -> None:
@@ -67,21 +67,21 @@ def check_marks(schedule: Schedule) -> None:
         for at, i in enumerate(program):
             if i.op is Op.TIE and at < last.get(i.stage, len(program)):
                 raise ScheduleError(f"rank {rank}: {i} at position {at} comes before the last backward of its stage, so it "
-                                    "would sum unfinished gradients. Legal: any position after that backward.")
+                                    "would sum unfinished gradients. Valid: any position after that backward.")
         for stage, at in reduces.items():
             between = [i for i in program[at:] if i.op in (Op.B, Op.W) and i.stage == stage]
             if len(between) != 1:
                 raise ScheduleError(f"rank {rank}: {len(between)} backwards of stage {stage} follow its last REDUCE, which "
-                                    "announces the one that completes the gradients. Legal: right before the last B or W.")
+                                    "announces the one that completes the gradients. Valid: right before the last B or W.")
 
 
 def _check_numbers(i: Instruction, num_stages: int, num_microbatches: int) -> None:
     if not 0 <= i.stage < num_stages:
-        raise ScheduleError(f"{i} names stage {i.stage}, but there are {num_stages}. Legal: 0 to {num_stages - 1}.")
+        raise ScheduleError(f"{i} names stage {i.stage}, but there are {num_stages}. Valid: 0 to {num_stages - 1}.")
     about_one = i.op in ABOUT_ONE_MICROBATCH
     if about_one != (i.microbatch is not None) or about_one and not 0 <= i.microbatch < num_microbatches:
         legal = f"0 to {num_microbatches - 1}" if about_one else "none, it is about the whole stage"
-        raise ScheduleError(f"{i} names micro-batch {i.microbatch}. Legal for {i.op.name}: {legal}.")
+        raise ScheduleError(f"{i} names micro-batch {i.microbatch}. Valid for {i.op.name}: {legal}.")
 
 
 def _needed(schedule: Schedule, num_stages: int) -> dict[Channel, set[tuple[int, int]]]:
@@ -108,8 +108,8 @@ def _channels(schedule: Schedule, ops: frozenset[Op], num_stages: int) -> dict[C
             forth = 1 if KIND[i.op] == "act" else -1                   # direction in which this kind travels
             peer = i.stage + forth if i.op in SENDS else i.stage - forth
             if not 0 <= peer < num_stages:
-                raise ScheduleError(f"{i} on rank {rank} would speak with stage {peer}, but there are {num_stages}: stages 0 "
-                                    f"to {num_stages - 1}. Remove it.")
+                raise ScheduleError(f"{i} on rank {rank} would communicate with stage {peer}, but there are "
+                                    f"{num_stages}: stages 0 to {num_stages - 1}. Remove it.")
             if i.op in SENDS:
                 channels[rank, home[peer], KIND[i.op]].append((peer, i.microbatch))
             else:

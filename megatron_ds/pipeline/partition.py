@@ -25,7 +25,7 @@ def partition(costs: Sequence[float], stages: int) -> Bounds:
         raise LayoutError(f"{n} layers cannot be cut into {stages} pipeline stages: each stage holds at least one layer. "
                           f"Use a pipeline size times chunks of 1 to {n}, or more layers.")
     if bad := [c for c in costs if not 0 <= c < math.inf]:
-        raise LayoutError(f"a layer cannot cost {bad[0]}: costs are added up and compared. Use finite numbers from 0 up.")
+        raise LayoutError(f"a layer cannot cost {bad[0]}: costs are summed and compared. Use finite numbers from 0 up.")
     prefix = [0, *accumulate(_as_integers(costs))]
     limit = _least_maximum(prefix, stages)
     return _most_even(prefix, stages, limit)
@@ -73,7 +73,7 @@ def _parts(text: str, num_blocks: int, stages: int) -> list[str]:
     if "L" not in "".join(parts):
         parts[-1] += "L"
     if "".join(parts) != "E" + "t" * num_blocks + "L":
-        raise _wrong(text, "E comes once, before the decoder layers, and L once, behind them", num_blocks, stages)
+        raise _wrong(text, "E comes once, before the decoder layers, and L once, after them", num_blocks, stages)
     return parts
 
 
@@ -144,12 +144,12 @@ def _expand(text: str) -> str:
         group, group_times, letter, letter_times = found.groups()
         times = int(group_times or letter_times or 1)
         if times > MOST_REPEATS or len(expanded) > MOST_REPEATS:
-            raise ConfigError(f"pipeline layout {text!r} repeats something {times} times: no model has so many layers. "
+            raise ConfigError(f"pipeline layout {text!r} repeats a part {times} times: no model has that many layers. "
                               f"Use at most {MOST_REPEATS}.")
         expanded = expanded[:found.start()] + (letter or group) * times + expanded[found.end():]
     if strange := re.search(r"[^EtL|]", expanded):
-        raise ConfigError(f"pipeline layout {text!r} holds {strange.group()!r}, which is not understood at that place. Legal: "
-                          "decoder layers per stage, such as 3,2,3; or E (embedding), t (decoder layer), L (norm and "
+        raise ConfigError(f"pipeline layout {text!r} contains {strange.group()!r}, which is not valid at that position. "
+                          "Valid: decoder layers per stage, such as 3,2,3; or E (embedding), t (decoder layer), L (norm and "
                           "head), | between stages, *n to repeat, parentheses, such as Et*3|t*2|t*3L.")
     return expanded
 

@@ -48,7 +48,7 @@ def stage_ranks(schedule: Schedule) -> dict[int, int]:
     for rank, program in enumerate(schedule):
         for i in program:
             if i.op in COMPUTE and ranks.setdefault(i.stage, rank) != rank:
-                raise ScheduleError(f"{i} is on pipeline rank {rank}, but stage {i.stage} lives on rank {ranks[i.stage]}: "
+                raise ScheduleError(f"{i} is on pipeline rank {rank}, but stage {i.stage} is on rank {ranks[i.stage]}: "
                                     f"the activations of a stage stay on its rank. Move it to rank {ranks[i.stage]}.")
     return ranks
 
@@ -107,7 +107,7 @@ def add_ties(schedule: Schedule, stages: Iterable[int]) -> Schedule:
     trained = {i.stage for program in schedule for i in program if i.op in BACKWARD}
     for stage in stages:
         if stage not in trained:
-            raise ScheduleError(f"stage {stage} was named as holder of a tied parameter, but the schedule computes no "
+            raise ScheduleError(f"stage {stage} was given as a holder of a tied parameter, but the schedule computes no "
                                 f"backward of it. Stages with a backward: {sorted(trained) or 'none (forward only)'}.")
     return tuple(program + tuple(Instruction(Op.TIE, s) for s in stages if home[s] == rank)
                  for rank, program in enumerate(schedule))

@@ -106,8 +106,8 @@ def save_png(panels: list[Panel], path: Path, width: int = 1100, dots: float = 2
     try:
         import matplotlib
     except ImportError:
-        raise ConfigError("writing a PNG needs matplotlib, which is not installed: pip install matplotlib. An .svg needs "
-                          "nothing.") from None
+        raise ConfigError("writing a PNG needs matplotlib, which is not installed: pip install matplotlib. Or write "
+                          "an .svg, which needs no package.") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
     from matplotlib.patches import Rectangle

@@ -99,7 +99,7 @@ def simulate(schedule: Schedule, cost: Cost = unit_cost, sends: str = "buffered"
     sends   "buffered" or "rendezvous"
     """
     if sends not in ("buffered", "rendezvous"):
-        raise ScheduleError(f"sends={sends!r} is no kind of send. Legal: 'buffered', 'rendezvous'.")
+        raise ScheduleError(f"sends={sends!r} is not a kind of send. Valid: 'buffered', 'rendezvous'.")
     num_stages = 1 + max((i.stage for program in schedule for i in program), default=-1)
     check_transfers(schedule, num_stages)
     check_marks(schedule)

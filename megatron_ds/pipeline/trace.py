@@ -40,8 +40,8 @@ def read_traces(paths: Iterable[Path | str]) -> dict[int, list[Entry]]:
     for path in paths:
         found = _read(Path(path))
         if twice := sorted(timelines.keys() & found.keys()):
-            raise DataError(f"{path} holds pipeline rank {twice[0]}, and so does a file before it: timelines of several "
-                            "pipelines (data-parallel ranks) cannot be one picture. Name the files of one.")
+            raise DataError(f"{path} contains pipeline rank {twice[0]}, and so does an earlier file: timelines of several "
+                            "pipelines (data-parallel ranks) cannot be drawn together. Give the files of one pipeline.")
         timelines |= found
     return timelines
 
@@ -102,7 +102,7 @@ def _read(path: Path) -> dict[int, list[Entry]]:
                 i = Instruction(Op(args["op"]), args["stage"], args["microbatch"])
                 timelines.setdefault(event["pid"], []).append((i, start, start + event["dur"] / 1e6))
     except FileNotFoundError:
-        raise DataError(f"{path}: no such file. A run writes timelines when started with --trace.") from None
+        raise DataError(f"{path}: no such file. A run with --trace writes timelines.") from None
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path} is not a timeline of a pipeline ({type(error).__name__}: {error}). Such files are written by "
                         "--trace and by tools/show_schedule.py --chrome-trace.") from None

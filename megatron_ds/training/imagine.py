@@ -96,6 +96,6 @@ def _run(config: RunConfig, mesh: Mesh, modules: nn.ModuleList, index: int, num_
 
 def _check(what: str, tensor: torch.Tensor, expected: torch.Tensor) -> None:
     if tensor.shape != expected.shape or tensor.dtype != expected.dtype:
-        raise LayoutError(f"{what} {list(tensor.shape)} of {tensor.dtype}, but {list(expected.shape)} of {expected.dtype} is "
-                          "what travels between stages. A layer changes the shape or the dtype of the hidden states; it must "
-                          "return what it was given.")
+        raise LayoutError(f"{what} {list(tensor.shape)} of {tensor.dtype}, but stages send {list(expected.shape)} of "
+                          f"{expected.dtype}. A layer changes the shape or the dtype of the hidden states; it must return the "
+                          "shape and dtype of its input.")

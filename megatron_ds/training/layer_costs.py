@@ -79,8 +79,8 @@ def _uniform(config: RunConfig, kinds: set[str]) -> dict[str, LayerCost]:
 
 
 def _not_measured(config: RunConfig, kinds: set[str]) -> dict[str, LayerCost]:
-    raise ConfigError("--pipeline-cut measured cuts by times that are measured when a run starts, and nothing was measured "
-                      "here. Use --pipeline-cut flops, or name a file of times with --pipeline-costs-path.")
+    raise ConfigError("--pipeline-cut measured uses times that are measured when a run starts, but there are no measured "
+                      "times here. Use --pipeline-cut flops, or give a file of times with --pipeline-costs-path.")
 
 
 COSTS: Mapping[str, Callable[[RunConfig, set[str]], dict[str, LayerCost]]] = {

@@ -70,11 +70,12 @@ def read_costs(path: Path, what: dict) -> Times | None:
         layers = {kind: LayerCost(*(float(row[part]) for part in parts)) for kind, row in document["seconds"].items()}
         times = Times(layers, float(document["transfer_seconds"]), SOURCE)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"--pipeline-costs-path {path} holds no measured times ({type(error).__name__}: {error}). Remove "
-                          "the file, and it is written anew.") from None
+        raise ConfigError(f"--pipeline-costs-path {path} contains no measured times ({type(error).__name__}: {error}). Remove "
+                          "the file; the next run measures them again.") from None
     differing = [f"{name} {told.get(name)} there, {value} here" for name, value in what.items() if told.get(name) != value]
     if differing:
-        logger.warning("--pipeline-costs-path %s has times of another run (%s): measured anew", path, "; ".join(differing))
+        logger.warning("--pipeline-costs-path %s has times of another run (%s); they are measured again", path,
+                       "; ".join(differing))
     return None if differing else times
 
 

@@ -47,8 +47,8 @@ def warn_without_ends(data, dataset, eod: int) -> None:
         return
     looked_at = min(len(dataset), LOOKED_AT)
     if not any((dataset[i]["tokens"] == eod).any() for i in range(looked_at)):
-        logger.warning("none of the first %d training samples holds the end-of-document token %d, so that %s changed nothing "
-                       "in them. Was the corpus made without --append-eod?", looked_at, eod, " and ".join(named))
+        logger.warning("none of the first %d training samples contains the end-of-document token %d, so %s had no effect "
+                       "on them. Was the corpus made without --append-eod?", looked_at, eod, " and ".join(named))
 
 
 def build_loaders(config: RunConfig, datasets, tokenizer, mesh: Mesh) -> Loaders:

@@ -77,7 +77,7 @@ def _tell_nonfinite(engine: Engine, executor, microbatches, report: StepReport, 
     message = f"loss is {report.loss}{also} at iteration {progress.step + 1}, {where}"
     if engine.config.train.check_for_nan == "stop":
         raise NonFiniteLossError(
-            f"{message}. Nothing of this step was applied; the last checkpoint is unharmed. Lower the learning rate or "
-            "check the data; to skip such steps and train on: --check-for-nan continue.")
+            f"{message}. The step was not applied; the last checkpoint is not affected. Lower the learning rate or check "
+            "the data; use --check-for-nan continue to skip such steps.")
     if engine.mesh.rank == 0:
         logger.warning("%s. The step is skipped (--check-for-nan continue).", message)

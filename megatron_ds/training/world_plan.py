@@ -124,7 +124,7 @@ def with_vocabulary(config: RunConfig) -> tuple[RunConfig, list[str]]:
         tokenizer = build_tokenizer(config.data, config.model)
     except (ConfigError, DataError, ImportError, OSError) as problem:
         if config.model.vocab_size is None:
-            raise ConfigError(f"{problem} For a plan the size of the vocabulary is enough: --vocab-size N.") from problem
+            raise ConfigError(f"{problem} A plan needs only the size of the vocabulary: --vocab-size N.") from problem
         what = str(problem).rstrip(".") if config.data.tokenizer_type else "none is named yet"
         return config, [f"the tokenizer: {what}; its vocabulary is taken to be --vocab-size {config.model.vocab_size}"]
     return config.with_values({"model.vocab_size": tokenizer.vocab_size}, Source("derived", "the tokenizer")), []

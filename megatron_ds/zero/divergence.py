@@ -29,8 +29,9 @@ def tell_divergence(received: Mapping[str, bool], data: Group, model: Group) -> 
             first = f"{name} received a gradient on rank(s) {_list(having)} but not on {_list(without)}"
             break
     what = next((text for text in all_gather_object(first, model) if text), "their sets of parameters with a gradient differ")
-    raise MegatronDSError(f"data-parallel ranks took different paths through the model: {what}. Their sum would lack a part. "
-                          "Let every rank use the same parameters in each step, if need be with a factor of zero.")
+    raise MegatronDSError(f"data-parallel ranks took different paths through the model: {what}. The sum of their gradients "
+                          "would be incomplete. Every rank must use the same parameters in each step, if necessary with a "
+                          "factor of zero.")
 
 
 def _list(ranks) -> str:

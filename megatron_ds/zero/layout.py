@@ -169,6 +169,6 @@ def _check(items, bucket_elements, shards, align) -> None:
     seen: set[str] = set()
     for name, numel in items:
         if numel < 0 or name in seen:
-            raise LayoutError(f"{name}: {'given twice' if name in seen else f'{numel} elements'}; each parameter has one "
-                              "slot, found by its name.")
+            raise LayoutError(f"{name}: {'given twice' if name in seen else f'{numel} elements'}; each parameter needs "
+                              "one slot with a unique name and at least one element.")
         seen.add(name)

@@ -53,7 +53,7 @@ class ScalerState:
         if self.scale <= rule.minimum:
             raise ConfigError(
                 f"gradients overflow at iteration {self.iteration} of the loss scaler although the loss scale is at its "
-                f"minimum of {rule.minimum:g}: halving it further would not help, the loss itself diverges. Lower the "
+                f"minimum of {rule.minimum:g}: a lower scale would not help because the loss itself diverges. Lower the "
                 "learning rate, train in bf16, or lower --min-loss-scale.")
         return replace(self, scale=max(self.scale / FACTOR, rule.minimum), last_overflow=self.iteration)
 

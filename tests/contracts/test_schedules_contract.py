@@ -30,7 +30,7 @@ def _accepted(name):
         try:
             yield p, m, chunks, SCHEDULES[name](p, m, chunks)
         except ScheduleError as refusal:
-            assert "Legal" in str(refusal) or "Use" in str(refusal), f"{name}{p, m, chunks}: no alternative in {refusal}"
+            assert "Valid" in str(refusal) or "Use" in str(refusal), f"{name}{p, m, chunks}: no alternative in {refusal}"
 
 
 @pytest.mark.parametrize("name", SCHEDULES.names())

@@ -243,7 +243,7 @@ def test_without_the_extension_threads_serve_and_that_is_said_once(monkeypatch, 
         engines = [make_io("auto"), make_io("auto")]
     assert all(isinstance(io, ThreadIO) for io in engines)
     assert len(caplog.messages) == 1 and "runs on threads" in caplog.text and "not compiled" in caplog.text
-    with pytest.raises(ConfigError, match="asked for and does not work: io_uring is not compiled"):
+    with pytest.raises(ConfigError, match="requested but does not work: io_uring is not compiled"):
         make_io("io_uring")
 
 

@@ -72,7 +72,7 @@ def test_each_option_does_its_own_part():
 def test_a_corpus_without_ends_of_documents_is_told_of(caplog, rows, packed, told):
     data = DataConfig(reset_attention_mask=True, eod_mask_loss=True, pack_documents=packed)
     warn_without_ends(data, rows, EOD)
-    assert ("--eod-mask-loss and --reset-attention-mask changed nothing" in caplog.text) == told
+    assert ("--eod-mask-loss and --reset-attention-mask had no effect" in caplog.text) == told
 
 
 def test_micro_batches_keep_their_documents():

@@ -76,13 +76,13 @@ def test_a_layout_is_read_as_written(text, bounds):
     ("t*4E|t*4L", 2, "E comes once"),
     ("t*4L|t*4", 2, "L once"),
     ("Et*4|Et*4L", 2, "E comes once"),
-    ("x*4|t*4", 2, "holds 'x', which is not understood.*Legal: "),
-    ("(t*4|t*4", 2, r"holds '\('"),
-    ("t*|t*4", 2, r"holds '\*'"),
+    ("x*4|t*4", 2, "contains 'x', which is not valid.*Valid: "),
+    ("(t*4|t*4", 2, r"contains '\('"),
+    ("t*|t*4", 2, r"contains '\*'"),
     ("", 2, "1 stages"),
-    ("t*999999999|t", 2, "repeats something 999999999 times.*at most"),
+    ("t*999999999|t", 2, "repeats a part 999999999 times.*at most"),
     ("((((t*9999)*9999)*9999)*9999)", 2, "at most"),
-    ("4,-4", 2, "holds '4'")])
+    ("4,-4", 2, "contains '4'")])
 def test_a_wrong_layout_is_refused_with_an_example_of_a_right_one(text, stages, message):
     with pytest.raises(ConfigError, match=message):
         parse_layout(text, KINDS, stages)

@@ -24,8 +24,8 @@ def test_a_cost_is_one_number_or_one_for_each_stage_and_b_is_i_and_w():
 
 
 @pytest.mark.parametrize("make, message", [
-    (lambda: StageCosts(forward=-1), "forward=-1 is no cost.*0 or more"),
-    (lambda: StageCosts(weight_grad=(1, float("nan"))), "weight_grad=.*is no cost"),
+    (lambda: StageCosts(forward=-1), "forward=-1 is not a cost.*0 or more"),
+    (lambda: StageCosts(weight_grad=(1, float("nan"))), "weight_grad=.*is not a cost"),
     (lambda: StageCosts(forward=(1, 2), transfer=(1, 2, 3)), "2 stages for forward, 3 stages for transfer"),
     (lambda: StageCosts(forward=(1, 2)).of(Instruction(Op.F, 2, 0)), "costs of 2 stages, but .* stage 2")])
 def test_costs_that_make_no_sense_are_refused(make, message):

@@ -91,8 +91,8 @@ def test_the_long_name_of_1f1b_finds_it_too_and_an_unknown_one_is_refused_with_t
 @pytest.mark.parametrize("shape, message", [
     ((0, 1), "0 pipeline ranks.*1 or more"),
     ((2, 0), "0 micro-batches.*any number from 1 up"),
-    ((2, 4, 3), "3 chunks.*Legal: 1. Schedules for 3 chunks: interleaved"),
-    ((2, 4, 0), "0 chunks.*Legal: 1. Schedules for 0 chunks: none, use 1 or more")])
+    ((2, 4, 3), "3 chunks.*Valid: 1. Schedules for 3 chunks: interleaved"),
+    ((2, 4, 0), "0 chunks.*Valid: 1. Schedules for 0 chunks: none, use 1 or more")])
 def test_an_impossible_shape_is_refused_with_the_legal_ones(shape, message):
     for name in ("gpipe", "1f1b"):
         with pytest.raises(ScheduleError, match=message):
@@ -100,9 +100,9 @@ def test_an_impossible_shape_is_refused_with_the_legal_ones(shape, message):
 
 
 def test_zb_v_lists_who_serves_the_chunks_that_it_does_not():
-    with pytest.raises(ScheduleError, match="1 chunks.*Legal: 2. Schedules for 1 chunks: gpipe, interleaved"):
+    with pytest.raises(ScheduleError, match="1 chunks.*Valid: 2. Schedules for 1 chunks: gpipe, interleaved"):
         SCHEDULES["zb-v"](4, 8, 1)
-    with pytest.raises(ScheduleError, match="'interleaved' was asked for 0 chunks.*Legal: any number from 1 up"):
+    with pytest.raises(ScheduleError, match="'interleaved' does not support 0 chunks.*Valid: any number from 1 up"):
         SCHEDULES["interleaved"](4, 8, 0)
 
 

@@ -248,7 +248,7 @@ def test_a_limit_on_the_size_of_files_is_an_error_of_the_same_kind(threads, tmp_
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
     try:
-        with pytest.raises(ConfigError, match="no room for 2,097,152 bytes.*File too large"):
+        with pytest.raises(ConfigError, match="not enough space for 2,097,152 bytes.*File too large"):
             file.allocate(2 << 20)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -62,7 +62,7 @@ def test_the_typical_cost_of_a_recording_is_the_median_over_microbatches():
 @pytest.mark.parametrize("text, message", [
     ("{", "is not a timeline.*JSONDecodeError"), ('{"traceEvents": [{"ph": "X"}]}', "not a timeline.*'args'"),
     ('{"traceEvents": [{"ph": "X", "ts": 0, "dur": 1, "pid": 0, "args": {"op": "Q", "stage": 0, "microbatch": 0}}]}',
-     "'Q' is not a valid Op"), (None, "no such file. A run writes timelines when started with --trace")])
+     "'Q' is not a valid Op"), (None, "no such file. A run with --trace writes timelines")])
 def test_what_is_no_trace_is_refused_by_name(tmp_path, text, message):
     if text is not None:
         (tmp_path / "a.json").write_text(text)
@@ -73,7 +73,7 @@ def test_what_is_no_trace_is_refused_by_name(tmp_path, text, message):
 def test_two_files_of_one_rank_are_not_mixed(tmp_path):
     for name in ("a", "b"):
         write_trace(tmp_path / f"{name}.json", {0: [(Instruction(Op.F, 0, 0), 0, 1)]})
-    with pytest.raises(DataError, match="b.json holds pipeline rank 0, and so does a file before it"):
+    with pytest.raises(DataError, match="b.json contains pipeline rank 0, and so does an earlier file"):
         read_traces([tmp_path / "a.json", tmp_path / "b.json"])
 
 
@@ -120,11 +120,11 @@ def test_the_tool_draws_a_plan_beside_what_was_measured(tmp_path):
 
 @pytest.mark.parametrize("flags, message", [
     (("--schedule", "zb-w"), "unknown pipeline schedule 'zb-w'; did you mean"),
-    (("--schedule", "zb-v", "--chunks", "3"), "Legal: 2. Schedules for 3 chunks: interleaved"),
+    (("--schedule", "zb-v", "--chunks", "3"), "Valid: 2. Schedules for 3 chunks: interleaved"),
     (("--microbatches", "0"), "0 micro-batches"),
-    (("--output", "a.gif"), "pictures end in .svg or .png"),
+    (("--output", "a.gif"), "the file name must end in .svg or .png"),
     (("--measured", "nowhere.json"), "nowhere.json: no such file"),
-    (("--costs", "1", "-1", "1"), "input_grad=-1.0 is no cost")])
+    (("--costs", "1", "-1", "1"), "input_grad=-1.0 is not a cost")])
 def test_the_tool_refuses_with_the_alternatives(flags, message):
     done = show(*flags)
     assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr

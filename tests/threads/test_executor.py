@@ -193,8 +193,9 @@ F, B = Instruction(Op.F, 0, 0), Instruction(Op.B, 0, 0)
 
 
 @pytest.mark.parametrize("program, message", [
-    ((Instruction(Op.GATHER, 0), F, B), "GATHER@0: nothing here executes GATHER. Executed: F, B, I, W, SEND_ACT.*REDUCE, TIE"),
-    ((F, B, Instruction(Op.TIE, 0)), "TIE@0: nothing here executes TIE.*when a hook is given"),
+    ((Instruction(Op.GATHER, 0), F, B),
+     "GATHER@0: this executor has no handler for GATHER. Handlers: F, B, I, W, SEND_ACT.*REDUCE, TIE"),
+    ((F, B, Instruction(Op.TIE, 0)), "TIE@0: this executor has no handler for TIE.*need a hook"),
     ((F, B, Instruction(Op.F, 1, 0)), r"F0@1 is for stage 1.*Stages here: \[0\]")])
 def test_a_program_that_cannot_be_executed_is_refused_before_it_starts(program, message):
     with pytest.raises(ScheduleError, match=message):
@@ -204,7 +205,7 @@ def test_a_program_that_cannot_be_executed_is_refused_before_it_starts(program, 
 def test_another_number_of_microbatches_than_the_program_is_for_is_refused_with_the_right_one():
     executor = alone((F, B))
     for step in (executor.run, executor.forward):
-        with pytest.raises(ScheduleError, match="handed 3 micro-batches, but its program is for 1.*Legal: 1"):
+        with pytest.raises(ScheduleError, match="received 3 micro-batches, but its program is for 1.*Valid: 1"):
             step(make_batches(3))
     with pytest.raises(ScheduleError, match="program for 1 micro-batches was made for a step of 2"):
         alone(lambda m: (F, B)).run(make_batches(2))

@@ -73,5 +73,5 @@ def test_impossible_sampling_is_refused(wrong):
 
 
 def test_an_empty_prompt_is_refused():
-    with pytest.raises(ConfigError, match="holds no token"):
+    with pytest.raises(ConfigError, match="has no tokens"):
         next(generate([], [], max_new_tokens=1, sampling=GREEDY, tp=solo(), vocab_size=37))

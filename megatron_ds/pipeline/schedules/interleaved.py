@@ -32,8 +32,8 @@ def interleaved(pipeline_size: int, num_microbatches: int, chunks: int = 1, *, g
     """group_size: the fewest micro-batches of a group, if there are as many; None: pipeline_size"""
     size = pipeline_size if group_size is None else group_size
     if size < pipeline_size:
-        raise ScheduleError(f"schedule 'interleaved' was asked for groups of {size} micro-batches on {pipeline_size} pipeline "
-                            f"ranks: rank 0 would wait for each group to come round. Use {pipeline_size} or more.")
+        raise ScheduleError(f"schedule 'interleaved' cannot use groups of {size} micro-batches on {pipeline_size} pipeline "
+                            f"ranks: rank 0 would wait for each group to return. Use {pipeline_size} or more.")
     groups = _groups(num_microbatches, size)
     return tuple(_program(rank, pipeline_size, chunks, groups) for rank in range(pipeline_size))
 

@@ -57,16 +57,16 @@ def serves(name: str, chunks: int) -> bool:
 def check_shape(name: str, pipeline_size: int, num_microbatches: int, chunks: int) -> None:
     """Raise ScheduleError naming what this schedule, and which other schedules, can do instead."""
     if pipeline_size < 1:
-        raise ScheduleError(f"schedule {name!r} was asked for {pipeline_size} pipeline ranks: "
-                            "somebody has to compute. Use a pipeline size of 1 or more.")
+        raise ScheduleError(f"schedule {name!r} cannot run on {pipeline_size} pipeline ranks: "
+                            "at least one rank has to compute. Use a pipeline size of 1 or more.")
     if num_microbatches < 1:
-        raise ScheduleError(f"schedule {name!r} was asked for {num_microbatches} micro-batches: a step needs data. "
+        raise ScheduleError(f"schedule {name!r} cannot run {num_microbatches} micro-batches: a step needs at least one. "
                             "Use any number from 1 up (global batch / micro-batch / data-parallel size); every schedule "
-                            "takes any.")
+                            "accepts all of them.")
     if not serves(name, chunks):
         able = [other for other in SCHEDULES if serves(other, chunks)]
-        raise ScheduleError(f"schedule {name!r} was asked for {chunks} chunks of the model per rank, which it has no "
-                            f"order for. Legal: {chunks_text(name)}. Schedules for {chunks} chunks: "
+        raise ScheduleError(f"schedule {name!r} does not support {chunks} chunks of the model per rank. "
+                            f"Valid: {chunks_text(name)}. Schedules for {chunks} chunks: "
                             f"{', '.join(able) or 'none, use 1 or more'}.")
 
 

@@ -44,9 +44,9 @@ def zb_auto(pipeline_size: int, num_microbatches: int, chunks: int = 1, *, costs
     p, m = pipeline_size, num_microbatches
     limit = p if memory_limit is None else memory_limit
     if not limit >= 1 or not 0 <= weight_share <= 1:
-        raise ScheduleError(f"schedule 'zb-auto' was asked to keep at most {limit} activations with a weight share of "
-                            f"{weight_share}: a micro-batch has to pass. Use a memory limit of 1 or more (1F1B's rank 0 keeps "
-                            f"{p}, twice that leaves hardly a bubble) and a share from 0 to 1.")
+        raise ScheduleError(f"schedule 'zb-auto' cannot keep at most {limit} activations with a weight share of "
+                            f"{weight_share}: one micro-batch must fit. Use a memory limit of 1 or more (1F1B's rank 0 keeps "
+                            f"{p}; twice that leaves almost no bubble) and a share from 0 to 1.")
     tries = [_Greedy(p, m, costs, limit, weight_share, *knobs) for knobs in product(FIRST_DELAYS, DELAYS, GAPS)]
     found = [(greedy.judgement(), greedy.schedule()) for greedy in tries]
     for known, needed in ((zb_h1, min(m, p)), (zb_h2, min(m, 2 * p - 1))):
