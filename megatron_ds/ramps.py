@@ -283,7 +283,7 @@ def make_learning_rate(config: Any) -> Ramp[float]:
     optimizer, train = config.optimizer, config.train
     batch = train.global_batch_size
     if counts_tokens(config):
-        decay = optimizer.lr_decay_tokens or train.train_tokens
+        decay = optimizer.lr_decay_tokens or train.train_tokens or 1          # none is needed for a constant rate
         warmup = optimizer.lr_warmup_tokens
         if optimizer.lr_warmup_fraction is not None:
             warmup = optimizer.lr_warmup_fraction * decay

@@ -91,7 +91,7 @@ FLAGS: Mapping[str, Answer] = MappingProxyType({
     "--dist-ckpt-format": _FORMAT,
     "--distributed-backend": nothing("it is NCCL on CUDA devices and gloo on CPUs"),
     "--distributed-timeout": refused("write --distributed-timeout-minutes."),
-    "--exit-signal": only("SIGTERM", "SIGUSR1", note=_SIGNALS.note,
+    "--exit-signal": only("SIGTERM", "SIGUSR1", "SIGINT", note=_SIGNALS.note,
                           refusal="the run saves and exits on SIGTERM, SIGUSR1 and Ctrl-C only. Send one of these, and "
                                   "remove the flag."),
     "--exit-signal-handler": _SIGNALS,

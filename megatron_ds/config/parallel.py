@@ -19,7 +19,7 @@ class ParallelConfig:
     context_parallel_size: int = option(1, at_least=1, help="Number of ranks that split the sequence. Only 1 is "
                                         "available yet.")
     expert_model_parallel_size: int = option(1, at_least=1, flags=["--moe-expert-parallel-size"],
-                                             help="Number of ranks that share the experts. Only 1 is available yet.")
+                                             help="Number of ranks that share the experts. Only 1 is supported so far.")
     sequence_parallel: bool = option(
         False, help="Split normalization and dropout along the sequence inside a tensor-parallel group: saves activation "
         "memory.",

@@ -51,7 +51,7 @@ def positions(config: RunConfig) -> Iterator[str]:
 def not_available_yet(config: RunConfig) -> Iterator[str]:
     for path, most in (("parallel.context_parallel_size", 1), ("parallel.expert_model_parallel_size", 1)):
         if config.get(path) > most:
-            yield f"{say(config, path)}: only 1 is available yet."
+            yield f"{say(config, path)}: only 1 is supported so far."
 
 
 def zero_options(config: RunConfig) -> Iterator[str]:

@@ -114,7 +114,7 @@ def _units(config: RunConfig) -> Iterator[str]:
         return
     if counts_tokens(config):
         unit, why = "tokens", "the other spans of the learning rate are in tokens"
-        if not rate.lr_decay_tokens and not train.train_tokens:
+        if not rate.lr_decay_tokens and not train.train_tokens and rate.lr_decay_style != "constant":
             yield (f"{say(config, 'optimizer.lr_warmup_tokens')} without the end of the decay in tokens. Add "
                    f"{flag('optimizer.lr_decay_tokens')} or {flag(TOKENS)}.")
     elif train.train_iters is not None or train.train_samples is not None or train.train_tokens is not None:

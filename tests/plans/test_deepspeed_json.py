@@ -233,6 +233,7 @@ def test_a_curriculum_that_cannot_be_is_refused_with_a_reason(read, document, wo
 def test_lengths_that_tensor_parallel_ranks_cannot_share_are_refused(read):
     words = (*LENGTHS, "--curriculum-min-length", "9", "--curriculum-length-step")
     layout = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
-    assert "a length of 415, which --sequence-parallel cannot split" in problem_of(read, {}, *RUN, *layout, *words, "1", ranks=2)
+    found = problem_of(read, {}, *RUN, *layout, *words, "1", ranks=2)
+    assert "a length of 415, which --sequence-parallel cannot split" in found
     assert read({}, *RUN, *layout, *words, "2", ranks=2).curriculum.curriculum_length_step == 2
     assert read({}, *RUN, *words, "1").curriculum.curriculum_length_step == 1
