@@ -1,10 +1,11 @@
-"""Ramps: pure functions from `Progress` to the value that a knob has there. Nobody stores a schedule's state.
+"""Ramps: pure functions from `Progress` to the value of a setting at that point. A schedule has no state to store.
 
-Learning rate and weight decay advance on *scheduled samples* (samples of steps that were not skipped), batch size on samples
-consumed. A span given in iterations is that many times the global batch size, as in Megatron; since a batch that grows would
-make "iteration" mean two things, a batch ramp needs its spans in samples.
+Learning rate and weight decay advance on *scheduled samples* (samples of steps that were not skipped) or, with spans in
+tokens, on the tokens consumed (of all steps); batch size on samples consumed. A span in iterations is that many times the
+global batch size, as in Megatron. A batch that grows has no fixed number of samples per iteration, so a batch ramp needs its
+spans in samples or tokens.
 
-Letters: n samples so far, w samples of warm-up, d samples after which the decay is over.
+Letters: n samples (or tokens) so far, w of warm-up, d after which the decay is over.
 """
 
 import math
@@ -18,7 +19,27 @@ from .progress import Progress
 T = TypeVar("T")
 Ramp = Callable[[Progress], T]
 
-# Shapes of a decay: part of it that is over, r in [0, 1] → part of the height that is left.
+
+def scheduled_samples(progress: Progress) -> int:
+    return progress.scheduled_samples
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Tokens consumed, as Megatron-DeepSpeed counts them: after a curriculum shortened the sequences, and with random-LTD the
+    mean over the layers of the tokens that each of them saw. layers: their number with random-LTD, else None.
+
+    Tokens of skipped steps count. Megatron-DeepSpeed hands its schedule the tokens before the last step; here they include it,
+    as its samples do.
+    """
+
+    layers: int | None = None
+
+    def __call__(self, progress: Progress) -> int:
+        return progress.tokens if self.layers is None else progress.layer_tokens // self.layers
+
+
+# Shapes of a decay: the part of it that is over, r in [0, 1] → the part of the height that is left.
 FALLS: Mapping[str, Callable[[float], float]] = {
     "linear": lambda r: 1 - r,
     "cosine": lambda r: 0.5 * (math.cos(math.pi * r) + 1),
@@ -33,7 +54,7 @@ class LearningRate:
 
     With "WSD" (warm-up, stable, decay: Hu et al. 2024, arXiv:2404.06395, section 4) the fall takes the last `final` samples
     of `decay` and has the shape `final_style`. "inverse-square-root" is Vaswani et al. 2017, equation 3, scaled to pass
-    through `highest` at the end of the warm-up.
+    through `highest` at the end of the warm-up. count: what n is, the scheduled samples or `Tokens`.
 
         highest      ____                     ____________
                     /    \                   /            \
@@ -50,9 +71,10 @@ class LearningRate:
     style: str = "linear"
     final: int = 0
     final_style: str = "exponential"
+    count: Callable[[Progress], int] = scheduled_samples
 
     def __call__(self, progress: Progress) -> float:
-        return self.at(progress.scheduled_samples)
+        return self.at(self.count(progress))
 
     def at(self, n: int) -> float:
         if 0 < self.warmup and n <= self.warmup:
@@ -113,15 +135,16 @@ class DeepSpeedRate:
 
 @dataclass(frozen=True)
 class WeightDecay:
-    """From `start` to `end` over `span` samples, constant, linear, or along half a cosine."""
+    """From `start` to `end` over a `span` of what `count` counts, constant, linear, or along half a cosine."""
 
     start: float
     end: float
     span: int = 1
     style: str = "constant"
+    count: Callable[[Progress], int] = scheduled_samples
 
     def __call__(self, progress: Progress) -> float:
-        return self.at(progress.scheduled_samples)
+        return self.at(self.count(progress))
 
     def at(self, n: int) -> float:
         if self.style == "constant" or n > self.span:
@@ -259,6 +282,13 @@ def make_learning_rate(config: Any) -> Ramp[float]:
     """The learning rate that a `RunConfig` describes."""
     optimizer, train = config.optimizer, config.train
     batch = train.global_batch_size
+    if counts_tokens(config):
+        decay = optimizer.lr_decay_tokens or train.train_tokens or 1          # none is needed for a constant rate
+        warmup = optimizer.lr_warmup_tokens
+        if optimizer.lr_warmup_fraction is not None:
+            warmup = optimizer.lr_warmup_fraction * decay
+        return LearningRate(highest=optimizer.lr, lowest=optimizer.min_lr, initial=optimizer.lr_warmup_init, warmup=warmup,
+                            decay=decay, style=optimizer.lr_decay_style, count=token_count(config))
     decay = _span(optimizer.lr_decay_iters, optimizer.lr_decay_samples, batch) or train_span(train)
     if optimizer.lr_decay_style.startswith("Warmup"):
         warmup = optimizer.lr_warmup_iters
@@ -276,13 +306,28 @@ def make_learning_rate(config: Any) -> Ramp[float]:
         style=optimizer.lr_decay_style, final=final, final_style=optimizer.lr_wsd_decay_style)
 
 
+def counts_tokens(config: Any) -> bool:
+    """Whether the learning rate is a function of tokens: a span in tokens is given, or the training is and no span is."""
+    optimizer, spans = config.optimizer, ("lr_decay", "lr_warmup", "lr_wsd_decay")
+    if optimizer.lr_decay_tokens or optimizer.lr_warmup_tokens:
+        return True
+    others = any(getattr(optimizer, f"{span}_{unit}") for span in spans for unit in ("iters", "samples"))
+    return bool(config.train.train_tokens) and not others and not optimizer.lr_decay_style.startswith("Warmup")
+
+
+def token_count(config: Any) -> Tokens:
+    """How a run counts its tokens."""
+    return Tokens(config.model.num_layers if config.routing.random_ltd else None)
+
+
 def make_weight_decay(config: Any) -> Ramp[float]:
     """The weight decay that a `RunConfig` describes."""
-    optimizer = config.optimizer
+    optimizer, tokens = config.optimizer, config.train.train_tokens
     start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
     return WeightDecay(
         start=optimizer.weight_decay if start is None else start, end=optimizer.weight_decay if end is None else end,
-        span=train_span(config.train), style=optimizer.weight_decay_incr_style)
+        span=tokens or train_span(config.train), style=optimizer.weight_decay_incr_style,
+        count=token_count(config) if tokens else scheduled_samples)
 
 
 def make_batch_size(config: Any) -> BatchRamp:
@@ -335,7 +380,7 @@ def _count(text: str) -> int:
 
 
 def train_span(train: Any) -> int:
-    """Samples of the whole training."""
+    """Samples of the whole training, where it has a length in samples or iterations."""
     return train.train_samples or train.train_iters * train.global_batch_size
 
 
@@ -350,10 +395,5 @@ def count_steps(batch_size: BatchRamp, samples: int, consumed: int = 0) -> int:
 
 
 def _span(iterations: int | None, samples: int | None, batch: int) -> int:
-    """Samples meant by whichever of the two is given."""
+    """The span in samples, given in one of the two units."""
     return samples or (iterations or 0) * batch
-
-
-def planned_steps(train: Any, batch_size: BatchRamp) -> int:
-    """Optimizer steps of the whole training; 0 where it is only evaluated."""
-    return count_steps(batch_size, train.train_samples) if train.train_samples else train.train_iters

@@ -1,7 +1,6 @@
 """`Arguments`: the few flags of a tool, with errors like those of the training scripts.
 
-argparse as it comes ends with a page of usage, takes any beginning of a flag for the flag, and, when a required flag is
-misspelt, only says that it is missing.
+Plain argparse prints a page of usage, accepts abbreviated flags, and reports a misspelt required flag only as missing.
 """
 
 import argparse

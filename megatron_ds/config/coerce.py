@@ -1,4 +1,4 @@
-"""Words and file values → values of an option's type.
+"""Words of the command line and values of files → values of an option's type.
 
 YAML 1.1 reads `1e-4` as a text and JSON writes 5e8 for a count, so the option's type decides, not the file's.
 """
@@ -14,7 +14,7 @@ from .option import Option
 
 
 def coerce(option: Option, raw: Any, where: str) -> Any:
-    """The value of `option` meant by `raw`. Raises ConfigError that begins with `where`."""
+    """`raw` as a value of the option's type. Raises a ConfigError whose message begins with `where`."""
     if not option.is_list:
         return _one(option, raw, where)
     items = tuple(raw) if isinstance(raw, list | tuple) else (raw,) if option.kind is str else tuple(str(raw).split())
@@ -24,11 +24,13 @@ def coerce(option: Option, raw: Any, where: str) -> Any:
 
 
 def _one(option: Option, raw: Any, where: str) -> Any:
-    if isinstance(raw, bool) and shown(raw) in option.values:       # a choice that was, or looks like, yes or no: YAML's `on`
+    if isinstance(raw, bool) and shown(raw) in option.values:       # YAML reads the choice `on` as true
         raw = shown(raw)
     value = _CONVERT[option.kind](raw)
     if value is None:
         raise ConfigError(f"{where}: {shown(raw)} is not {option.noun}.")
+    if option.strip and isinstance(value, str):
+        value = value.strip(option.strip)
     value = option.values.get(value, value)
     if option.choices and value not in option.choices:
         near = did_you_mean(str(value), [*map(str, option.choices), *option.values])
@@ -41,7 +43,7 @@ def _one(option: Option, raw: Any, where: str) -> Any:
 
 
 def shown(raw: Any) -> str:
-    """A value as its writer would know it again."""
+    """A value as it was written, for messages."""
     if isinstance(raw, bool):
         return str(raw).lower()
     return "an empty value" if raw is None or raw == "" else repr(raw)

@@ -1,7 +1,7 @@
 """`CurriculumConfig`: short sequences first, or easy samples first. DeepSpeed's two curricula.
 
-A curriculum over lengths (`--curriculum-type`) is said by flags or by the legacy block "curriculum_learning". A curriculum
-over samples takes a block for each metric, as "data_efficiency" has them; each is kept as one JSON text.
+A curriculum over lengths (`--curriculum-type`) is given with flags or with the legacy block "curriculum_learning". A
+curriculum over samples takes a block for each metric, as in "data_efficiency"; each is kept as one JSON text.
 """
 
 import json
@@ -26,34 +26,35 @@ class CurriculumConfig:
     curriculum_type: str | None = option(
         None, choices=(TRUNCATE, RESHAPE), values={"seqlen": TRUNCATE},
         help="Train on short sequences first: seqlen_truncate drops the rest of each sample, seqlen_reshape folds it into "
-        "more rows.", avoid="Truncation reads more samples for the same tokens. Evaluation is always at full length.")
+        "more rows.", avoid="Truncation needs more samples for the same tokens. Evaluation is always at full length.")
     curriculum_schedule: str = option("fixed_linear", choices=tuple(KINDS), help="How the length grows.")
     curriculum_min_length: int | None = option(None, at_least=1, unit="tokens", help="Length of the first step.")
     curriculum_max_length: int | None = option(None, at_least=1, unit="tokens",
-                                               help="Length that is kept once reached. Default: --seq-length.")
-    curriculum_steps: int | None = option(None, at_least=1, unit="steps", help="Steps until the length is the largest "
-                                          "(fixed_linear, fixed_root).")
-    curriculum_length_step: int = option(8, at_least=1, unit="tokens", help="The length is a multiple of it (fixed_linear, "
-                                         "fixed_root).", avoid="Multiples of 8 are what GPUs want; each length costs a GPU "
-                                         "some memory and a search for kernels.")
-    curriculum_root_degree: float | None = option(None, above=0, help="2 grows like the root of the steps (fixed_root).")
-    curriculum_lengths: tuple[int, ...] = option((), at_least=1, unit="tokens", help="One length after the other "
+                                               help="Length at the end of the curriculum. Default: --seq-length.")
+    curriculum_steps: int | None = option(None, at_least=1, unit="steps", help="Steps until the largest length is "
+                                          "reached (fixed_linear, fixed_root).")
+    curriculum_length_step: int = option(8, at_least=1, unit="tokens", help="The length is a multiple of this (fixed_linear, "
+                                         "fixed_root).", avoid="Multiples of 8 are fast on GPUs; each new length costs some "
+                                         "memory and a search for kernels.")
+    curriculum_root_degree: float | None = option(None, above=0, help="Degree of the root: with 2 the length grows with the "
+                                                "square root of the steps (fixed_root).")
+    curriculum_lengths: tuple[int, ...] = option((), at_least=1, unit="tokens", help="The lengths, in order "
                                                  "(fixed_discrete).")
-    curriculum_until_steps: tuple[int, ...] = option((), at_least=1, unit="steps", help="The last step of each length but the "
-                                                     "last (fixed_discrete).")
+    curriculum_until_steps: tuple[int, ...] = option((), at_least=1, unit="steps", help="The last step of each length "
+                                                     "except the last (fixed_discrete).")
     curriculum_function: str | None = option(None, help="package.module:function from the step, counted from 1, to the length "
-                                             "(custom).", avoid="A function of anything but the step breaks resuming.")
+                                             "(custom).", avoid="If it depends on anything else, a resumed run differs.")
     curriculum_metrics: tuple[str, ...] = option(
-        (), help="Deal out easy samples first: for each metric, a block of \"curriculum_metrics\" with its \"name\" inside, "
-        "as JSON text. Better said in a DeepSpeed JSON.", avoid="It needs an analysis by tools/analyze_data.py.")
+        (), help="Easy samples first: for each metric, a block of \"curriculum_metrics\" with its \"name\" inside, as JSON "
+        "text. Easier to write in a DeepSpeed JSON.", avoid="It needs an analysis by tools/analyze_data.py.")
     curriculum_cluster_path: str | None = option(
-        None, help="Directory where the samples that several metrics admit are kept. Default: --data-cache-path, or beside "
-        "the first index.")
+        None, help="Directory for the samples that several metrics admit. Default: --data-cache-path, or next to the first "
+        "index.")
     data_efficiency_seed: int = option(1234, at_least=0, help="Seed of the order in which a curriculum draws samples.")
 
     @property
     def length_settings(self) -> dict[str, Any]:
-        """The curriculum over lengths as a block of DeepSpeed's JSON, without max_difficulty where none was given."""
+        """The curriculum over lengths as a block of DeepSpeed's JSON; without max_difficulty if none was given."""
         said = {"total_curriculum_step": self.curriculum_steps, "root_degree": self.curriculum_root_degree,
                 "difficulty": list(self.curriculum_lengths) or None, "max_step": list(self.curriculum_until_steps) or None,
                 "function": self.curriculum_function}
@@ -78,7 +79,7 @@ class Metric:
 
 
 def length_difficulty(curriculum: CurriculumConfig, seq_length: int) -> Difficulty:
-    """The sequence length of a step. Raises ConfigError in the words of the flags."""
+    """The sequence length of a step. Raises ConfigError, which names the flags."""
     settings = {"max_difficulty": seq_length, **curriculum.length_settings}
     if curriculum.curriculum_schedule == "fixed_discrete":
         settings.setdefault("min_difficulty", min(curriculum.curriculum_lengths, default=1))
@@ -97,24 +98,24 @@ def read_metric(text: str) -> Metric:
     except ValueError as error:
         raise ConfigError(f"--curriculum-metrics {text!r} is not JSON: {error}.") from None
     if not isinstance(block, Mapping) or not isinstance(block.get("name"), str) or not block["name"]:
-        raise ConfigError(f"--curriculum-metrics {text!r}: give a block {{ … }} with the metric's \"name\" and the keys that "
-                          "DeepSpeed has for it.")
+        raise ConfigError(f"--curriculum-metrics {text!r}: give a block {{ … }} with the metric's \"name\" and DeepSpeed's "
+                          "keys for it.")
     where = f"curriculum metric {block['name']}"
     if unknown := sorted(block.keys() - METRIC_KEYS):
         raise ConfigError(f"{where}: unknown {', '.join(unknown)}. Known: {', '.join(sorted(METRIC_KEYS))}.")
     if block.get("clustering_type") not in CLUSTERINGS:
         raise ConfigError(f"{where}: clustering_type is {block.get('clustering_type')!r}; it must be schedule_based.")
     if block["clustering_type"] == "single_cluster":
-        raise ConfigError(f"{where}: with clustering_type single_cluster it would choose no samples, so it would change "
-                          f"nothing. Use schedule_based; only {TRUNCATE} and {RESHAPE} go without.")
+        raise ConfigError(f"{where}: with clustering_type single_cluster it would select no samples and have no "
+                          f"effect. Use schedule_based; only {TRUNCATE} and {RESHAPE} work without it.")
     kind = block.get("difficulty_type")
     if kind not in ("value", "percentile"):
         raise ConfigError(f"{where}: difficulty_type is {kind!r}; it must be value or percentile.")
     paths = [block.get(key) for key in ("index_to_sample_path", "index_to_metric_path")]
     for key, path in zip(("index_to_sample_path", "index_to_metric_path"), paths):
         if not (isinstance(path, str) and path) and (key == "index_to_sample_path" or kind == "value"):
-            raise ConfigError(f"{where}: {key} is {path!r}; give the prefix of a .bin/.idx pair, as tools/analyze_data.py "
-                              "names it.")
+            raise ConfigError(f"{where}: {key} is {path!r}; give the prefix of a .bin/.idx pair that "
+                              "tools/analyze_data.py wrote.")
     difficulty = make_difficulty(block, where)
     if kind == "percentile" and block["min_difficulty"] < 1:
         raise ConfigError(f"{where}: min_difficulty {block['min_difficulty']} of {block['max_difficulty']} percentiles admits "
@@ -123,7 +124,7 @@ def read_metric(text: str) -> Metric:
 
 
 def order_identity(curriculum: CurriculumConfig) -> list[Any]:
-    """What of a curriculum decides the order of samples, in plain values; files may lie elsewhere."""
+    """The part of a curriculum that decides the order of samples, as plain values; without paths, so files may move."""
     blocks = [json.loads(text) for text in curriculum.curriculum_metrics]
     return [{key: value for key, value in block.items() if not key.endswith("_path")} for block in blocks] + [
         curriculum.data_efficiency_seed]

@@ -1,4 +1,4 @@
-"""`DataConfig`: the corpus, its tokenizer, and the order in which it is read."""
+"""`DataConfig`: the corpus, its tokenizer, and the order in which samples are read."""
 
 from dataclasses import dataclass
 
@@ -9,62 +9,65 @@ DEFAULT_SPLIT = "969, 30, 1"
 
 @dataclass(frozen=True)
 class DataConfig:
-    """One of: mock data; --data-path, split by --split; or one path for each split. Both may be words in a file."""
+    """One of: mock data; --data-path, divided by --split; or one path for each split. Paths may be listed in a file."""
 
     data_path: tuple[str, ...] = option(
-        (), help="Prefix of the .bin/.idx pair, or several of them, each preceded by its weight or none.")
-    split: str | None = option(None, help=f"Parts for training, validation and test of --data-path. Default: {DEFAULT_SPLIT}.")
+        (), help="Prefix of the .bin/.idx pair; or several prefixes, all or none of them preceded by a weight.")
+    split: str | None = option(None, strip="'\" ", help="Proportions of --data-path for training, validation and test. "
+                               f"Default: {DEFAULT_SPLIT}.")
     train_data_path: tuple[str, ...] = option((), help="Like --data-path, for training only.")
     valid_data_path: tuple[str, ...] = option((), help="Like --data-path, for validation only.")
-    test_data_path: tuple[str, ...] = option((), help="Like --data-path, for the test only.")
+    test_data_path: tuple[str, ...] = option((), help="Like --data-path, for testing only.")
     data_args_path: str | None = option(
-        None, help="File with the words of --data-path, on any number of lines.",
-        avoid="For a few corpora --data-path is plainer.")
+        None, help="File with the words of --data-path, separated by spaces or line breaks.",
+        avoid="For a few corpora --data-path is simpler.")
     per_split_data_args_path: str | None = option(
-        None, help="JSON file with such words for each part: {\"train\": [...], \"valid\": [...], \"test\": [...]}.")
+        None, help="JSON file with such words for each split: {\"train\": [...], \"valid\": [...], \"test\": [...]}.")
     blend_weights: str = option(
         "samples", choices=("samples", "epochs"),
-        help="What the numbers before prefixes say: a proportion of the samples, or how often to read the corpus relative to "
-             "the others, whatever their sizes (2 a 1 b: a twice for each time that b is read).",
-        avoid="epochs: where proportions were tuned; they change when a corpus grows.")
-    mock_data: bool = option(False, help="Made-up tokens, to try a layout without a corpus.",
-                             avoid="Its loss says nothing about the model.")
-    data_cache_path: str | None = option(None, help="Directory for the index maps. Default: beside the data.",
-                                         avoid="Needed when the data lie on a read-only disk.")
+        help="Meaning of the weights before prefixes. samples: proportions of the samples. epochs: how often each corpus is "
+             "read relative to the others, whatever their sizes (2 a 1 b: a is read twice as often as b).",
+        avoid="With epochs, the proportions of the samples change when a corpus grows.")
+    mock_data: bool = option(
+        False, help="Train on random tokens, to try a layout without a corpus. As a flag it replaces the data options of a "
+        "recipe.", avoid="The loss has no meaning.")
+    data_cache_path: str | None = option(None, help="Directory for the index maps. Default: next to the data.",
+                                         avoid="Only needed if the data are on a read-only disk.")
     tokenizer_type: str | None = option(None, values={"HFTokenizer": "HuggingFaceTokenizer"},
-                                        help="Name of a registered tokenizer, the one the corpus was made with.")
+                                        help="Name of a registered tokenizer, the one that the corpus was tokenized with.")
     vocab_file: str | None = option(None, help="vocab.json of GPT2BPETokenizer.")
     merge_file: str | None = option(None, flags=["--merges-file"], help="merges.txt of GPT2BPETokenizer.")
     tokenizer_model: str | None = option(None, help="File or directory of HuggingFaceTokenizer or SentencePieceTokenizer.")
-    eod_mask_loss: bool = option(False, help="Leave the end-of-document token out of the loss.")
-    reset_position_ids: bool = option(False, help="Count positions from the beginning of each document of a sample.")
+    eod_mask_loss: bool = option(False, help="Exclude the end-of-document token from the loss.")
+    reset_position_ids: bool = option(False, help="Count positions from the beginning of each document in a sample.")
     reset_attention_mask: bool = option(
-        False, help="Let tokens attend to their own document only, of those in a sample.",
-        avoid="On GPUs it rules out the fastest attention kernel, and saves none of the work.")
+        False, help="Let tokens attend only to their own document in a sample.",
+        avoid="On GPUs it excludes the fastest attention kernel, and saves no work.")
     pack_documents: bool = option(
-        False, help="Put whole documents together into samples, instead of cutting one stream of them: positions and "
-        "attention keep to each document, and one is cut only where it is longer than a sample.",
-        avoid="Orders and numbers of samples are no longer Megatron's, and some parts in a thousand are padding.")
+        False, help="Pack whole documents into samples, instead of cutting one stream of documents: positions and attention "
+        "stay within each document, and only a document longer than a sample is cut.",
+        avoid="The order and number of samples differ from Megatron's, and a few tokens in a thousand are padding.")
     fim_data: bool = option(
-        False, help="Fill in the middle: move the middle of documents to their end, behind marks, so that the model learns to "
-        "write between two texts.", avoid="It is for models that complete code; a sample loses as many tokens at its end as "
-        "marks come in.")
-    fim_rate: float = option(0.5, at_least=0, at_most=1, help="Part of the documents that are rearranged.")
-    fim_spm_rate: float = option(0.5, at_least=0, at_most=1, help="Part of those in which the suffix comes first.")
+        False, help="Fill in the middle: move the middle of documents to their end, after special tokens, so that the model "
+        "learns to write between two texts.", avoid="It is for code completion. A sample loses one token at its end for each "
+        "special token.")
+    fim_rate: float = option(0.5, at_least=0, at_most=1, help="Share of the documents that are rearranged.")
+    fim_spm_rate: float = option(0.5, at_least=0, at_most=1, help="Share of those in which the suffix comes first.")
     fim_split_sample: str | None = option(
-        None, help="Token at which a document is cut into fragments, such as files, each rearranged by itself.")
+        None, help="Token at which a document is cut into fragments, such as files, each rearranged separately.")
     fim_fragment_rate: float | None = option(None, at_least=0, at_most=1,
-                                             help="Part of the fragments that are rearranged. Default: --fim-rate.")
-    fim_no_prefix: str | None = option(None, help="Leave texts that begin so as they are.")
-    fim_prefix_token: str = option("<fim_prefix>", help="Mark before the prefix: a token, or its number.")
-    fim_middle_token: str = option("<fim_middle>", help="Mark before the middle.")
-    fim_suffix_token: str = option("<fim_suffix>", help="Mark before the suffix.")
+                                             help="Share of the fragments that are rearranged. Default: --fim-rate.")
+    fim_no_prefix: str | None = option(None, help="Do not rearrange texts that begin with this.")
+    fim_prefix_token: str = option("<fim_prefix>", help="Token before the prefix, or its id.")
+    fim_middle_token: str = option("<fim_middle>", help="Token before the middle, or its id.")
+    fim_suffix_token: str = option("<fim_suffix>", help="Token before the suffix, or its id.")
     dataloader_type: str = option("single", choices=("single", "cyclic"),
-                                  help="single: the stream of samples once; cyclic: over and over, shuffled anew.")
+                                  help="single: the stream of samples once; cyclic: repeatedly, reshuffled each time.")
     data_readers: str = option(
-        "all", choices=("all", "first"), help="Ranks of a tensor-parallel group that read the data: all, each for itself, or "
-        "the first, which sends the others their batches.", avoid="first takes time; it is for disks that all would overload.")
-    num_workers: int = option(2, at_least=0, help="Threads that prepare batches ahead; 0 for none.")
+        "all", choices=("all", "first"), help="Which ranks of a tensor-parallel group read the data: all, or only the "
+        "first, which sends the batches to the others.",
+        avoid="first takes time; it is for disks that all ranks would overload.")
+    num_workers: int = option(2, at_least=0, help="Threads that prepare batches ahead; 0: none.")
 
     @property
     def splits(self) -> str:
@@ -76,5 +79,5 @@ class DataConfig:
 
     @property
     def is_divided_by_split(self) -> bool:
-        """Whether the parts are ranges of the same corpora."""
+        """Whether the splits are ranges of the same corpora."""
         return bool(self.data_path or self.data_args_path)

@@ -1,8 +1,8 @@
 """A DeepSpeed JSON (`--deepspeed_config`) → settings.
 
 Most keys are declared with their option (`option(json="gradient_clipping")`); those that need arithmetic are below. "auto"
-means "take it from the flags". A key that would change nothing here is refused by name, with the reason (`refused.py`). Of a
-block that is switched off (`"fp16": {"enabled": false, …}`) the values are left alone; the names are checked all the same.
+means "take it from the flags". Keys that have no option here are accepted or refused by `foreign.py`, with the reason. In a
+block that is switched off (`"fp16": {"enabled": false, …}`) values are ignored, but names are checked.
 """
 
 import json
@@ -16,12 +16,12 @@ from ..registry import did_you_mean
 from . import deepspeed_curriculum
 from .coerce import coerce, shown
 from .deepspeed_routing import LTD, ROUTING_KEYS, random_ltd_is_off, translate_random_ltd
+from .foreign import KEYS, answer_to_key
 from .option import Option
-from .problems import reject
-from .refused import REFUSED_KEYS
 from .run import Source, all_options
-from .setting import PartOf, Setting
-from .yaml_file import text_of
+from .setting import PartOf, Reading, Setting
+from .suggest import near_key
+from .yaml_file import names, text_of
 
 # Keys that the functions below translate → what the value is.
 _FLOAT, _INT, _TEXT = Option(None, "", kind=float), Option(None, "", kind=int), Option(None, "", kind=str)
@@ -43,44 +43,88 @@ SCHEDULER_PARAMS = {"WarmupLR": _WARMUP | {"warmup_min_lr", "warmup_max_lr"},
                     "WarmupCosineLR": _WARMUP | {"warmup_min_ratio", "cos_min_ratio", "total_num_steps"}}
 
 
-def read_deepspeed(path: str) -> list[Setting]:
-    """Raises one ConfigError with everything that is wrong."""
-    return read_block(path, load_json(path, "--deepspeed_config"))
+def read_deepspeed(path: str) -> Reading:
+    """The settings of a file, and its problems."""
+    try:
+        block = load_json(path, "--deepspeed_config")
+    except ConfigError as error:
+        reading = Reading(is_complete=False)
+        reading.refuse(error)
+        return reading
+    return reading_of(path, block)
 
 
 def read_block(path: str, block: Mapping[str, Any]) -> list[Setting]:
-    """The settings of a file's block, however it came here; `path` names it in messages."""
+    """The settings of a block that was read already; `path` names it in messages. Raises ConfigError with all problems."""
+    return reading_of(path, block).settings_or_error()
+
+
+def reading_of(path: str, block: Mapping[str, Any]) -> Reading:
+    """The same with its problems, and with the keys that were accepted although there is nothing to do."""
     document = _Document(path)
     document.walk("", block)
     for translate in (_declared, _fp16, _optimizer, _scheduler, _tensorboard, deepspeed_curriculum.translate,
                       translate_random_ltd):
         translate(document)
-    reject(document.wrong)
-    return document.settings
+    return document.reading
+
+
+def auto_keys(block: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """The dotted keys whose value is "auto", in the order of the block."""
+    found = []
+    for name, value in block.items():
+        if isinstance(value, Mapping):
+            found += auto_keys(value, f"{prefix}{name}.")
+        elif value == "auto":
+            found.append(prefix + name)
+    return found
+
+
+def with_autos(block: Mapping[str, Any], values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A copy of the block in which the "auto" of each dotted key of `values` is replaced by its value."""
+    return {name: with_autos(value, values, f"{prefix}{name}.") if isinstance(value, Mapping)
+            else values.get(prefix + name, value) if value == "auto" else value for name, value in block.items()}
 
 
 class _Document:
-    """The known keys of one file, {dotted key: value}, what they mean so far, and what is wrong with them."""
+    """The known keys of one file, {dotted key: value}, and what they mean so far."""
 
     def __init__(self, path: str):
         self.path = path
         self.keys: dict[str, Any] = {}
-        self.settings: list[Setting] = []
-        self.wrong: list[str] = []
+        self.reading = Reading()
+
+    @property
+    def wrong(self) -> list[str]:
+        return self.reading.problems
 
     def walk(self, prefix: str, block: Mapping[str, Any]) -> None:
-        """Collect the known keys; report the others."""
+        """Collect the known keys; answer the others."""
+        is_off = block.get("enabled") is False
         for name, value in block.items():
             key = prefix + name
             is_block = any(known.startswith(key + ".") for known in known_keys())
             if is_block and isinstance(value, dict):
                 self.walk(key + ".", value)
             elif is_block:
-                self.wrong.append(f'{self.path}: "{key}" is a block {{ … }}, not {shown(value)}.')
+                self.wrong.append(f'{self.path}: "{key}" should be a block {{ … }}, not {shown(value)}.')
             elif key in known_keys():
                 self.keys[key] = value
             else:
-                self.wrong.append(_unknown(self.path, key))
+                self._answer(key, value, is_off)
+
+    def _answer(self, key: str, value: Any, is_off: bool) -> None:
+        """A key that has no option here. is_off: its block is switched off."""
+        covered = answer_to_key(key)
+        if covered is None:
+            near = _near(key)
+            self.reading.refuse(f'{self.path}: unknown key "{key}"{near or "."} docs/flags.md lists all keys.')
+            self.reading.unread |= {option.path for known, option in declared_keys().items()
+                                    if repr(known) in near or repr(known.rpartition(".")[2]) in near}
+        elif is_off or covered[1].accepts(value):
+            self.reading.without_effect[f"{self.path} {key}"] = "its block is off" if is_off else covered[1].note
+        else:
+            self.reading.refuse(f'{self.path}: "{key}" is not supported: {covered[1].refusal}')
 
     def take(self, key: str, option: Option | None = None) -> Any:
         """The value of a key, None when it is absent, "auto", or wrong (which is noted)."""
@@ -90,12 +134,13 @@ class _Document:
         try:
             return coerce(option or known_keys()[key], value, f'{self.path}: "{key}"')
         except ConfigError as error:
-            self.wrong.append(str(error))
+            self.reading.refuse(error)
+            self.reading.unread |= _paths_of(key)
             return None
 
     def give(self, path: str, value: Any, key: str) -> None:
         if value is not None:
-            self.settings.append(Setting(path, value, Source("deepspeed", f"{self.path} {key}")))
+            self.reading.settings.append(Setting(path, value, Source("deepspeed", f"{self.path} {key}")))
 
     def is_auto(self, key: str) -> bool:
         return self.keys.get(key) == "auto"
@@ -105,7 +150,7 @@ class _Document:
         for key in self.keys:
             name = key.removeprefix(f"{block}.params.")
             if name != key and name not in allowed:
-                self.wrong.append(f'{self.path}: "{key}" means nothing to the {block} {kind}, which has '
+                self.wrong.append(f'{self.path}: "{key}" does not apply to the {block} {kind}, which has '
                                   f"{', '.join(sorted(allowed))}. Remove it.")
 
 
@@ -129,8 +174,8 @@ def _fp16(document: _Document) -> None:
 def _optimizer(document: _Document) -> None:
     kind = document.take("optimizer.type")
     if kind is not None and kind.lower() not in OPTIMIZERS:
-        document.wrong.append(f'{document.path}: "optimizer.type" is {kind!r}, which is not available. Available: Adam, AdamW '
-                              "(both with decoupled weight decay), SGD.")
+        document.reading.refuse(f'{document.path}: "optimizer.type" is {kind!r}, which is not available. Available: Adam, '
+                                "AdamW (both with decoupled weight decay), SGD.", "optimizer.optimizer")
     elif kind is not None:
         name = OPTIMIZERS[kind.lower()]
         document.give("optimizer.optimizer", name, "optimizer.type")
@@ -140,14 +185,15 @@ def _optimizer(document: _Document) -> None:
 
 
 def _scheduler(document: _Document) -> None:
-    """DeepSpeed's own defaults where the file is silent: 1000 steps of logarithmic warm-up, cosine down to 1e-4 of the top."""
+    """Keys that are missing take DeepSpeed's defaults: 1000 steps of logarithmic warm-up, cosine down to 1e-4 of the top."""
     kind = document.take("scheduler.type")
     if kind is None:
         return
     if kind not in SCHEDULER_PARAMS:
         near = did_you_mean(kind, list(SCHEDULER_PARAMS)) or "."
         document.wrong.append(f'{document.path}: "scheduler.type" is {kind!r}, which is not available{near} '
-                              f"Available: {', '.join(SCHEDULER_PARAMS)}; or say --lr-decay-style instead.")
+                              f"Available: {', '.join(SCHEDULER_PARAMS)}; or use --lr-decay-style instead.")
+        document.reading.unread |= _paths_of("scheduler.type")
         return
     document.refuse_params("scheduler", kind, SCHEDULER_PARAMS[kind])
     document.give("optimizer.lr_decay_style", kind, "scheduler.type")
@@ -175,7 +221,7 @@ def _tensorboard(document: _Document) -> None:
     folder = document.take("tensorboard.output_path")
     if folder is None and not document.is_auto("tensorboard.output_path"):
         document.wrong.append(f'{document.path}: "tensorboard" is enabled without "output_path", the directory for the '
-                              "events. Add it, or disable the block and write --tensorboard-dir.")
+                              "events. Add it, or disable the block and use --tensorboard-dir.")
     elif folder is not None:
         folder = os.path.join(folder, document.take("tensorboard.job_name") or "DeepSpeedJobName")
         document.give("logging.tensorboard_dir", folder, "tensorboard.output_path")
@@ -189,8 +235,8 @@ def load_json(path: str, flag: str) -> dict[str, Any]:
         names = [name for name, _ in pairs]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
-            raise ConfigError(f"{path}: {', '.join(map(repr, twice))} stands twice in one block, and JSON would keep only "
-                              "the last. Keep one.")
+            raise ConfigError(f"{path}: {', '.join(map(repr, twice))} occurs twice in one block; JSON would keep only the "
+                              "last. Keep one.")
         return dict(pairs)
 
     try:
@@ -200,19 +246,29 @@ def load_json(path: str, flag: str) -> dict[str, Any]:
     except RecursionError:
         raise ConfigError(f"{path}: this is not a file of settings: its brackets are nested too deep.") from None
     if not isinstance(document, dict):
-        raise ConfigError(f"{path} holds no block {{ … }} of keys.")
+        raise ConfigError(f"{path} should hold a block {{ … }} of keys.")
     return document
 
 
-def _unknown(path: str, key: str) -> str:
-    for refused, reason in REFUSED_KEYS.items():
-        if key == refused or key.startswith(refused + "."):
-            return f'{path}: "{key}" is refused: {reason}'
+def _near(key: str) -> str:
+    """A suggestion for an unknown key: another project's name for an option, a key of the same block, or of any other."""
     parent, _, name = key.rpartition(".")
-    candidates = [*known_keys(), *REFUSED_KEYS]
-    siblings = {other.rpartition(".")[2]: other for other in candidates if other.rpartition(".")[0] == parent}
-    near = did_you_mean(name, list(siblings)) or did_you_mean(key, candidates)
-    return f'{path}: unknown key "{key}"{near or "."} docs/flags.md lists the known ones, and the refused ones.'
+    candidates = [*known_keys(), *KEYS]
+    siblings = {other.rpartition(".")[2]: other.rpartition(".")[2] for other in candidates
+                if other.rpartition(".")[0] == parent}
+    by_option = {other: option.json for other, option in names().items() if option.json}
+    direct = by_option.get(name) if not parent else None
+    if direct:
+        return f"; did you mean {direct!r}?"
+    return near_key(name, siblings) or (not parent and near_key(name, by_option)) or near_key(key, {k: k for k in candidates})
+
+
+def _paths_of(key: str) -> set[str]:
+    """The options that a key decides; all of the optimizer's for a key that several of them depend on."""
+    if key in declared_keys():
+        return {declared_keys()[key].path}
+    section = {"scheduler": "optimizer", "fp16": "optimizer"}.get(key.partition(".")[0], key.partition(".")[0])
+    return {path for path in all_options() if path.startswith(section + ".")}
 
 
 @cache

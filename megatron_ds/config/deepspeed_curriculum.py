@@ -1,7 +1,7 @@
 """The blocks "curriculum_learning" and "data_efficiency" of a DeepSpeed JSON → settings.
 
-Metrics have names of the user's, so these blocks are read here whole and not key by key. The metrics `seqlen_truncate` and
-`seqlen_reshape` are lengths, as in Megatron-DeepSpeed; all others choose samples.
+The user chooses the names of metrics, so these blocks are read as a whole and not key by key. The metrics
+`seqlen_truncate` and `seqlen_reshape` are lengths, as in Megatron-DeepSpeed; all others choose samples.
 """
 
 import json
@@ -25,10 +25,10 @@ KEYS: Mapping[str, Option] = {
     f"{SAMPLING}.curriculum_learning.data_cluster_path": Option(None, "", kind=str), METRICS: _BLOCK}
 MEANINGS = {
     LEGACY: "`--curriculum-type` seqlen_truncate and the lengths of its schedule",
-    "data_efficiency.enabled": "whether the block counts", f"{SAMPLING}.enabled": "whether the block counts",
-    f"{SAMPLING}.curriculum_learning.enabled": "whether the block counts",
+    "data_efficiency.enabled": "whether the block is used", f"{SAMPLING}.enabled": "whether the block is used",
+    f"{SAMPLING}.curriculum_learning.enabled": "whether the block is used",
     "data_efficiency.seed": "`--data-efficiency-seed`", f"{SAMPLING}.num_workers": "`--num-workers`",
-    f"{SAMPLING}.curriculum_learning.data_cluster_path": "`--curriculum-cluster-path`, where several metrics choose samples",
+    f"{SAMPLING}.curriculum_learning.data_cluster_path": "`--curriculum-cluster-path`, if several metrics choose samples",
     METRICS: "`--curriculum-metrics`; the metrics `seqlen_truncate` and `seqlen_reshape` are `--curriculum-type`"}
 LENGTHS = {"min_difficulty": "min_length", "max_difficulty": "max_length", "schedule_type": "schedule"}
 SCHEDULES = {"total_curriculum_step": "steps", "difficulty_step": "length_step", "root_degree": "root_degree",
@@ -78,7 +78,7 @@ def _metrics(document) -> None:
             texts.append(json.dumps({"name": name, **block}))
     document.give("curriculum.curriculum_metrics", tuple(texts) or None, METRICS)
     folder = f"{SAMPLING}.curriculum_learning.data_cluster_path"
-    if len(texts) > 1:                           # upstream demands it in any case; of one metric there is nothing to keep
+    if len(texts) > 1:                           # upstream always requires it; with one metric it has no use
         document.give("curriculum.curriculum_cluster_path", document.take(folder), folder)
 
 
@@ -89,7 +89,7 @@ def _lengths(document, key: str, kind: str, block: Mapping[str, Any]) -> None:
         return
     for values, names, prefix in ((block, LENGTHS, key), (schedule, SCHEDULES, f"{key}.schedule_config")):
         for name, option in names.items():
-            if name in values:
+            if name in values and values[name] != "auto":
                 path = f"curriculum.curriculum_{option}"
                 try:
                     document.give(path, coerce(all_options()[path], values[name], f'{document.path}: "{prefix}.{name}"'),
@@ -99,9 +99,9 @@ def _lengths(document, key: str, kind: str, block: Mapping[str, Any]) -> None:
 
 
 def _is_block(document, key: str, block: Any, known: set[str]) -> bool:
-    """Whether it is a block with known keys; else notes what is wrong."""
+    """Whether it is a block with known keys; notes the problem if not."""
     if not isinstance(block, dict):
-        document.wrong.append(f'{document.path}: "{key}" is a block {{ … }}, not {shown(block)}.')
+        document.wrong.append(f'{document.path}: "{key}" should be a block {{ … }}, not {shown(block)}.')
         return False
     for name in block:
         if name not in known:

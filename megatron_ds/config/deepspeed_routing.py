@@ -1,7 +1,7 @@
 """DeepSpeed's `data_efficiency.data_routing` → the settings of random-LTD.
 
-What the schedule needs is declared with its options. The keys here switch the block on, or describe the model to a library
-that does not know it; ours is known, so these are only held against it.
+The keys of the schedule are declared with their options. The keys here switch the block on, or describe the model to a library
+that does not know it; here they are only checked against the model.
 """
 
 from collections.abc import Mapping
@@ -25,12 +25,12 @@ ROUTING_KEYS: Mapping[str, Option] = {
 
 
 def random_ltd_is_off(keys: Mapping[str, Any]) -> bool:
-    """Whether one of the three blocks around the schedule is not switched on; its values are then left alone."""
+    """Whether one of the three blocks around the schedule is not switched on; its values are then ignored."""
     return not all(keys.get(switch) is True for switch in SWITCHES)
 
 
 def translate_random_ltd(document) -> None:
-    """document: of the file, as `deepspeed.py` reads it."""
+    """document: a `deepspeed._Document`."""
     on = [document.take(switch) for switch in SWITCHES]
     if not all(on):
         return
@@ -44,4 +44,4 @@ def translate_random_ltd(document) -> None:
     count, ids = document.take(f"{LTD}.random_ltd_layer_num"), document.take(f"{LTD}.random_ltd_layer_id")
     if count is not None and count != len(ids or ()):
         document.wrong.append(f'{document.path}: "{LTD}.random_ltd_layer_num" is {count}, but "random_ltd_layer_id" names '
-                              f"{len(ids or ())} layers. Make them agree, or leave out the number.")
+                              f"{len(ids or ())} layers. Make them equal, or remove the number.")

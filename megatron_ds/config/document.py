@@ -1,12 +1,12 @@
 """docs/flags.md, made from the same declarations as the flags. `tools/write_flags_doc.py` writes it; a test compares it."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from .deepspeed import TRANSLATED, declared_keys
 from .deepspeed_curriculum import MEANINGS
+from .foreign import FAMILIES, FLAGS, KEYS, Answer
 from .help import TITLES, default_text, invocation
 from .option import Option
-from .refused import REFUSED_FLAGS, REFUSED_KEYS
 from .run import SECTIONS, all_options
 
 INTRO = """# Flags
@@ -17,8 +17,8 @@ Every option can be given in three ways:
 
 * as a flag, in any spelling below; hyphens and underscores are the same, and so are `--lr 1e-4` and `--lr=1e-4`;
 * in a YAML file, `--config run.yaml` (several are allowed): by its name, bare or inside its section. A checkpoint's `run.json`
-  is such a file too, and re-runs its job;
-* in a DeepSpeed JSON, `--deepspeed_config ds.json`, where the table names a key. `"auto"` means: take it from the flags.
+  is such a file too, and repeats its run;
+* in a DeepSpeed JSON, `--deepspeed_config ds.json`, if a key is listed for it below. `"auto"` means: take it from the flags.
 
 ```yaml
 model:
@@ -29,8 +29,13 @@ optimizer:
 train_iters: 1000
 ```
 
-Flags win over files. Two files that give one option different values are an error, and so is a name that nobody knows.
-Startup prints every value that is not the default, and where it came from."""
+Flags override files. It is an error if two files give one option different values, or if a name is unknown. All errors of a
+command line and its files are reported at once. Startup prints every value that is not the default, with its source.
+
+`--help` prints all flags, `--version` the versions of megatron_ds, torch and Python, and `--print-config` the complete
+configuration as YAML that `--config` reads, with the source of each value. Each exits without starting the run.
+`--local-rank N`, which `torch.distributed.launch` and DeepSpeed's launcher append, is accepted; the launcher's environment
+sets the rank."""
 
 TRANSLATIONS = {
     "fp16.loss_scale": "`--loss-scale`; 0 is dynamic",
@@ -43,17 +48,17 @@ TRANSLATIONS = {
     "scheduler.params.warmup_max_lr": "`--lr`",
     "scheduler.params.warmup_num_steps": "`--lr-warmup-iters`; 1000 unless given",
     "scheduler.params.total_num_steps": "`--lr-decay-iters`",
-    "scheduler.params.warmup_min_ratio": "`--lr-warmup-init`, as a part of the learning rate",
-    "scheduler.params.cos_min_ratio": "`--min-lr`, as a part of the learning rate; 0.0001 unless given",
-    "data_efficiency.data_routing.enabled": "whether the block counts",
+    "scheduler.params.warmup_min_ratio": "`--lr-warmup-init`, as a fraction of the learning rate",
+    "scheduler.params.cos_min_ratio": "`--min-lr`, as a fraction of the learning rate; 0.0001 unless given",
+    "data_efficiency.data_routing.enabled": "whether the block is used",
     "data_efficiency.data_routing.random_ltd.enabled": "`--random-ltd`, if the blocks around it are enabled, too",
-    "data_efficiency.data_routing.random_ltd.random_ltd_layer_num": "must be how many `random_ltd_layer_id` names",
+    "data_efficiency.data_routing.random_ltd.random_ltd_layer_num": "must be the number of `random_ltd_layer_id`",
     "data_efficiency.data_routing.random_ltd.model_type": "decoder or encoder: masks follow from the model",
     "data_efficiency.data_routing.random_ltd.model_mask_name": "attention_mask, the only one there is",
     "data_efficiency.data_routing.random_ltd.hidden_state_order": "seq_batch_dim, the only one there is",
     "data_efficiency.data_routing.random_ltd.random_ltd_schedule.schedule_type": "fixed_linear, the only one there is",
-    "data_efficiency.data_routing.random_ltd.layer_token_lr_schedule.enabled": "must be false: there is none, nor upstream",
-    "tensorboard.enabled": "whether the block counts",
+    "data_efficiency.data_routing.random_ltd.layer_token_lr_schedule.enabled": "must be false, as in DeepSpeed",
+    "tensorboard.enabled": "whether the block is used",
     "tensorboard.output_path": "`--tensorboard-dir`, together with the job name",
     "tensorboard.job_name": "the directory under the output path",
     **MEANINGS,
@@ -67,12 +72,32 @@ def flags_document() -> str:
         rows = [_row(option) for option in all_options().values() if option.section == section]
         parts += [f"\n## {TITLES[section]} (`{section}:`)\n", *_table(("Flag", "Default", "Meaning", "Advice"), rows)]
     parts += ["\n## DeepSpeed keys\n", *_table(("Key", "Option"), _keys())]
-    parts += ["\n## Flags of Megatron that are refused\n",
-              "A flag that is accepted has an effect. These would have none here:\n",
-              *_table(("Flag", "Why"), ((f"`{flag}`", reason) for flag, reason in sorted(REFUSED_FLAGS.items())))]
-    parts += ["\n## DeepSpeed keys that are refused\n", "Each covers the block under it, if it has one.\n",
-              *_table(("Key", "Why"), ((f"`{key}`", reason) for key, reason in sorted(REFUSED_KEYS.items())))]
+    parts += ["\n## Flags of Megatron without an option\n", WITHOUT_OPTION, *_answers({
+        **FLAGS, **{f"{start}…": answer for start, answer in FAMILIES.items()}}, "Flag")]
+    parts += ["\n## DeepSpeed keys without an option\n",
+              "The same for the JSON. Each key covers the block under it. A value that switches the feature off is "
+              "accepted.\n",
+              *_answers(KEYS, "Key")]
     return "\n".join(parts) + "\n"
+
+
+WITHOUT_OPTION = """A flag is accepted, and listed at startup, if there is nothing to do for it: it asks for what always
+happens, or it chooses an implementation that cannot change any number. A flag is refused if the run would differ from what it
+asks for.
+"""
+
+
+def _answers(table: Mapping[str, Answer], head: str) -> Iterator[str]:
+    rows = []
+    for name, answer in sorted(table.items()):
+        values = [] if not answer.values else [str(value).lower() for value in answer.values if value not in (None, "auto")]
+        if answer.values is None or not answer.refusal:
+            accepted, refused = answer.note, ""
+        else:
+            listed = ", ".join(f"`{value}`" for value in values if value != "false")
+            accepted, refused = f"{listed}: {answer.note}" if listed else "", answer.refusal
+        rows.append((f"`{name}`", accepted, refused))
+    return _table((head, "Accepted, because", "Refused, because"), rows)
 
 
 def _row(option: Option) -> tuple[str, ...]:
@@ -92,7 +117,7 @@ def _spellings(option: Option) -> list[str]:
 
 def _keys() -> Iterator[tuple[str, str]]:
     keys = {key: f"`{option.flag}`" for key, option in declared_keys().items()}
-    assert set(TRANSLATIONS) == set(TRANSLATED), "a translated key lacks its line here"
+    assert set(TRANSLATIONS) == set(TRANSLATED), "a translated key has no line here"
     for key, meaning in sorted({**keys, **TRANSLATIONS}.items()):
         yield f"`{key}`", meaning
 

@@ -1,5 +1,6 @@
-"""The configuration as text for people and as plain values for run.json."""
+"""The configuration as a report, as YAML, and as plain values for run.json."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -7,13 +8,14 @@ from typing import Any
 from ..errors import ConfigError
 from ..registry import did_you_mean
 from .help import value_text
+from .option import Option
 from .run import SECTIONS, RunConfig, Source, all_options, non_default
 
-WIDEST = 48                                                 # column; a longer value sticks out
+WIDEST = 48                                                 # widest column; longer values are not aligned
 
 
 def report_non_default(config: RunConfig) -> str:
-    """A table of every value that is not the default, by section, with where it came from.
+    """A table of every value that is not the default, by section, with its source.
 
         not at their defaults:
           model      num_layers    12      gpt.yaml:3
@@ -30,6 +32,45 @@ def report_non_default(config: RunConfig) -> str:
         lines.append(("  " + "  ".join(cells)).rstrip())
         above = section
     return "\n".join(lines)
+
+
+def report_without_effect(config: RunConfig) -> str:
+    """What was accepted although there is nothing to do, by reason; empty if there is nothing.
+
+        accepted, nothing to do:
+          --use-flash-attn, --transformer-impl    kernels are chosen by what the device supports
+    """
+    by_reason: dict[str, list[str]] = {}
+    for name, why in config.without_effect.items():
+        by_reason.setdefault(why, []).append(name)
+    if not by_reason:
+        return ""
+    names = {why: ", ".join(listed) for why, listed in by_reason.items()}
+    width = min(WIDEST, max(map(len, names.values())))
+    return "\n".join(["accepted, nothing to do:", *(f"  {listed.ljust(width)}  {why}" for why, listed in names.items())])
+
+
+def to_yaml(config: RunConfig) -> str:
+    """Every option as YAML for `--config`, with its source as a comment."""
+    lines = ["# The complete configuration. Use it with --config FILE; flags override it."]
+    for section in SECTIONS:
+        lines.append(f"\n{section}:")
+        for option in all_options().values():
+            if option.section == section:
+                value = f"  {option.name}: {_yaml_value(option, config.get(option.path))}"
+                lines.append(f"{value.rstrip().ljust(WIDEST)}  # {config.source(option.path)}")
+    return "\n".join(lines) + "\n"
+
+
+def _yaml_value(option: Option, value: Any) -> str:
+    """Texts are quoted, so that YAML reads them as they are; an empty value leaves the default."""
+    if value is None:
+        return ""
+    if isinstance(value, tuple):
+        return f"[{', '.join(_yaml_value(option, item) for item in value)}]"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
 
 
 def to_dict(config: RunConfig) -> dict[str, Any]:
@@ -51,6 +92,6 @@ def _fields(section: str, saved: Mapping[str, Any]) -> dict[str, Any]:
     names = [option.name for option in all_options().values() if option.section == section]
     for name in saved:
         if name not in names:
-            raise ConfigError(f"the saved configuration has {section}.{name}, which this version does not know"
+            raise ConfigError(f"the saved configuration has {section}.{name}, which does not exist in this version"
                               f"{did_you_mean(name, names) or '.'} It was written by another version.")
     return {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}

@@ -1,36 +1,39 @@
 """The command line → settings.
 
-A scanner of our own over the table of options, not argparse: it reports every wrong word at once, remembers the spelling
-that was used, and explains flags of Megatron that have no meaning here.
+A scanner of our own over the table of options, not argparse: it reports every mistake at once, remembers the spelling that was
+used, and explains flags of Megatron that have no option here.
 """
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 from ..errors import ConfigError
-from ..registry import did_you_mean
 from .coerce import coerce
+from .foreign import answer_to_flag
 from .option import Option
-from .refused import REFUSED_FLAGS
 from .run import Source, all_options
-from .setting import Setting
+from .setting import Reading, Setting
+from .suggest import near_flag
 
 CONFIG_FLAG, DEEPSPEED_FLAG = "--config", "--deepspeed-config"
-HELP_FLAGS = ("--help", "-h")
+LOCAL_RANK_FLAG = "--local-rank"                     # appended by torch.distributed.launch and DeepSpeed's launcher
+# Flags that print something and exit → what they ask for.
+ASKING = {"--help": "help", "-h": "help", "--version": "version", "--print-config": "config"}
+# Switches that only say what is not wanted: they give way to these values of the same option, as in Megatron.
+GIVES_WAY = {"--no-position-embedding": ("rope",)}
 
 
-@dataclass(frozen=True)
-class CommandLine:
-    """What the command line says, before any file is read."""
+@dataclass
+class CommandLine(Reading):
+    """What the command line says, before any file is read. asks_for: "help", "version", "config" or nothing."""
 
-    settings: tuple[Setting, ...]
-    yaml_files: tuple[str, ...] = ()
-    deepspeed_files: tuple[str, ...] = ()
-    wants_help: bool = False
-    problems: tuple[str, ...] = ()
+    yaml_files: list[str] = field(default_factory=list)
+    deepspeed_files: list[str] = field(default_factory=list)
+    asks_for: str | None = None
+    local_rank: int | None = None
 
 
 @dataclass(frozen=True)
@@ -64,23 +67,27 @@ def spellings() -> Mapping[str, Spelling]:
 
 
 def read_flags(argv: Sequence[str]) -> CommandLine:
-    """What the flags say; `problems` holds what is wrong with them. The same flag twice: the later wins."""
-    settings: list[Setting] = []
-    files: dict[str, list[str]] = {CONFIG_FLAG: [], DEEPSPEED_FLAG: []}
-    wrong: list[str] = []
-    wants_help = False
-    for flag, words in _flags_with_words(argv, wrong):
+    """What the flags say, and what is wrong with them. The same flag twice: the later wins."""
+    line = CommandLine()
+    files = {CONFIG_FLAG: line.yaml_files, DEEPSPEED_FLAG: line.deepspeed_files}
+    for typed, words in _flags_with_words(argv, line):
+        flag = canonical(typed)
         try:
-            if flag in HELP_FLAGS:
-                wants_help = True
-            elif canonical(flag) in files:
-                files[canonical(flag)].extend(_file_names(flag, words))
+            if flag in ASKING:
+                line.asks_for = line.asks_for or ASKING[flag]
+            elif flag == LOCAL_RANK_FLAG:
+                line.local_rank = coerce(_LOCAL_RANK, _one_word(flag, words, _LOCAL_RANK), flag)
+            elif flag in files:
+                files[flag].extend(_file_names(flag, words))
+            elif flag in spellings():
+                line.settings.append(_setting(flag, words))
             else:
-                settings.append(_setting(flag, words))
+                _without_option(line, typed, words)
         except ConfigError as error:
-            wrong.append(str(error))
-    wrong += _contradictions(settings)
-    return CommandLine(tuple(settings), tuple(files[CONFIG_FLAG]), tuple(files[DEEPSPEED_FLAG]), wants_help, tuple(wrong))
+            line.refuse(error, spellings()[flag].option.path if flag in spellings() else None)
+    line.settings = _given_way(line.settings)
+    line.problems += _contradictions(line.settings)
+    return line
 
 
 def canonical(flag: str) -> str:
@@ -88,7 +95,10 @@ def canonical(flag: str) -> str:
     return flag.replace("_", "-")
 
 
-def _flags_with_words(argv: Sequence[str], wrong: list[str]) -> Iterator[tuple[str, list[str]]]:
+_LOCAL_RANK = Option(None, "", kind=int, flag=LOCAL_RANK_FLAG)
+
+
+def _flags_with_words(argv: Sequence[str], line: CommandLine) -> Iterator[tuple[str, list[str]]]:
     """(flag, the words after it): `--lr 1 --bf16 --x=2` → ("--lr", ["1"]), ("--bf16", []), ("--x", ["2"])."""
     flag, words, is_misspelt = None, [], False
     for word in argv:
@@ -98,50 +108,58 @@ def _flags_with_words(argv: Sequence[str], wrong: list[str]) -> Iterator[tuple[s
             name, equals, value = word.partition("=")
             flag, words, is_misspelt = name, [value] if equals else [], False
         elif re.match("[-–—]+[A-Za-z]", word):                        # -lr, and dashes that a text processor made
-            wrong.append(_misspelt(word))
+            _misspelt(line, word)
             is_misspelt = True
         elif is_misspelt:
             continue                                                  # its value
         elif flag is None:
-            wrong.append(f"{word!r} stands before any flag; everything here is said with flags, such as --num-layers 12.")
+            line.refuse(f"{word!r} is not preceded by a flag. Every setting is a flag and its value, such as --num-layers 12.")
         else:
             words.append(word)
     if flag:
         yield flag, words
 
 
-def _setting(typed: str, words: list[str]) -> Setting:
-    flag = canonical(typed)
-    spelling = spellings().get(flag)
-    if spelling is None:
-        raise ConfigError(_unknown(typed))
+def _setting(flag: str, words: list[str]) -> Setting:
+    spelling = spellings()[flag]
     option, source = spelling.option, Source("flag", flag)
     if spelling.is_switch:
         if words:
             raise ConfigError(f"{flag} takes no value, but {' '.join(words)!r} follows it{_other_way(option, spelling)}.")
         return Setting(option.path, spelling.value, source)
-    if not words and option.alone is None:
-        raise ConfigError(f"{flag} needs {option.noun} after it.")
-    if not words:
+    if not words and option.alone is not None:
         return Setting(option.path, option.alone, source)
-    if option.is_list:
+    if option.is_list and words:
         return Setting(option.path, coerce(option, words, flag), source)
+    return Setting(option.path, coerce(option, _one_word(flag, words, option), flag), source)
+
+
+def _one_word(flag: str, words: list[str], option: Option) -> str:
+    if not words:
+        raise ConfigError(f"{flag} needs {option.noun} after it.")
     if len(words) > 1:
         raise ConfigError(f"{flag} takes one value, but {len(words)} words follow it: {' '.join(words)!r}. Put quotes around "
-                          "a value with blanks in it.")
-    return Setting(option.path, coerce(option, words[0], flag), source)
+                          "a value that contains spaces.")
+    return words[0]
 
 
-def _misspelt(word: str) -> str:
+def _misspelt(line: CommandLine, word: str) -> None:
     flag = "--" + canonical(word.partition("=")[0]).lstrip("-–—")
-    near = f"; did you mean {flag!r}?" if flag in spellings() else did_you_mean(flag, list(spellings()))
-    return f"{word!r} is not a flag: they begin with two plain hyphens{near or '.'}"
+    near = f"; did you mean {flag!r}?" if flag in spellings() else near_flag(flag, spellings())
+    line.refuse(f"{word!r} is not a flag: flags begin with two plain hyphens{near or '.'}")
+    _mark_meant(line, near)
+
+
+def _mark_meant(line: CommandLine, near: str) -> None:
+    """The options that a suggestion names were probably meant, so their values are not known."""
+    line.unread |= {spelling.option.path for name, spelling in spellings().items() if repr(name) in near}
 
 
 def _other_way(option: Option, spelling: Spelling) -> str:
     if option.kind is not bool:
         return f"; {option.flag} takes one"
-    return f"; to say the contrary, write {option.flag if spelling.value is False else option.negative}"
+    other = option.flag if spelling.value is False else option.negative
+    return f"; use {other} to {'enable' if spelling.value is False else 'disable'} it"
 
 
 def _file_names(flag: str, words: list[str]) -> list[str]:
@@ -150,12 +168,24 @@ def _file_names(flag: str, words: list[str]) -> list[str]:
     return words
 
 
-def _unknown(typed: str) -> str:
-    flag = canonical(typed)
-    if flag in REFUSED_FLAGS:
-        return f"{flag}, a flag of Megatron, is refused: {REFUSED_FLAGS[flag]}"
-    known = [*spellings(), CONFIG_FLAG, DEEPSPEED_FLAG, "--help"]
-    return f"unknown flag {typed}{did_you_mean(flag, known) or '.'} All flags: --help."
+def _without_option(line: CommandLine, typed: str, words: list[str]) -> None:
+    """A flag of Megatron that has no option here, or an unknown one."""
+    flag, value = canonical(typed), " ".join(words)
+    answer = answer_to_flag(flag)
+    if answer is None:
+        known = [*spellings(), CONFIG_FLAG, DEEPSPEED_FLAG, *ASKING]
+        near = near_flag(flag, known)
+        line.refuse(f"unknown flag {typed}{near or '.'} All flags: --help.")
+        _mark_meant(line, near)
+    elif answer.accepts(value):
+        line.without_effect[flag] = answer.note
+    else:
+        line.refuse(f"{flag}{' ' * bool(value)}{value}, a flag of Megatron, is not supported: {answer.refusal}")
+
+
+def _given_way(settings: Sequence[Setting]) -> list[Setting]:
+    values = {(setting.path, setting.value) for setting in settings}
+    return [s for s in settings if not any((s.path, value) in values for value in GIVES_WAY.get(s.source.name, ()))]
 
 
 def _contradictions(settings: Sequence[Setting]) -> list[str]:
@@ -166,7 +196,7 @@ def _contradictions(settings: Sequence[Setting]) -> list[str]:
         pair = {option.flag, option.negative, *option.flags}
         if before and before.value != setting.value and before.source != setting.source and not (
                 {before.source.name, setting.source.name} <= pair):
-            wrong.append(f"{before.source} and {setting.source} contradict each other: the first makes {option.name} "
-                         f"{before.value!r}, the second {setting.value!r}. Keep one.")
+            wrong.append(f"{before.source} and {setting.source} contradict each other: the first sets {option.name} to "
+                         f"{before.value!r}, the second to {setting.value!r}. Give only one.")
         last[setting.path] = setting
     return wrong

@@ -13,18 +13,22 @@ TITLES = {"model": "Model", "parallel": "Parallelism", "zero": "ZeRO", "optimize
           "checkpoint": "Checkpoints", "logging": "Logging",
           "plan": "Planning"}
 FILES = (
-    (f"{CONFIG_FLAG} FILE …", "YAML files with the names below (num_layers: 12), or a checkpoint's run.json. Flags win over "
-     "files; two files may not disagree."),
-    (f"{DEEPSPEED_FLAG} FILE", "A DeepSpeed JSON. \"auto\" in it means: take it from the flags."),
-    ("--help, -h", "This text."))
+    (f"{CONFIG_FLAG} FILE …", "YAML files with the names below (num_layers: 12), or a checkpoint's run.json. Flags override "
+     "files; two files may not give an option different values."),
+    (f"{DEEPSPEED_FLAG} FILE", "A DeepSpeed JSON. \"auto\" in it means: take the value from the flags."))
+COMMANDS = (
+    ("--help, -h", "Print this text and exit."),
+    ("--version", "Print the versions of megatron_ds, torch and Python, and exit."),
+    ("--print-config", "Print the complete configuration as YAML for --config, with the source of each value, and exit."),
+    ("--local-rank N", "Accepted because launchers append it; the launcher's environment sets the rank."))
 
 
 def help_text() -> str:
-    """All options by section, with defaults and with a word on when not to use them."""
-    parts = ["Required: " + ", ".join(o.flag for o in all_options().values() if o.required) + ", --train-iters or "
-             "--train-samples, and data (--data-path with --tokenizer-type, or --mock-data). "
-             "Words may be joined by hyphens or underscores, values given as --lr 1e-4 or --lr=1e-4."]
-    lines = [*textwrap.wrap(parts[0], WIDTH), "", "Files", *_rows(FILES)]
+    """All options by section, with defaults and advice on when not to use them."""
+    parts = ["Required: " + ", ".join(o.flag for o in all_options().values() if o.required) + ", --train-iters, "
+             "--train-samples or --train-tokens, and data (--data-path with --tokenizer-type, or --mock-data). "
+             "--num-layers and --num_layers are the same flag, and so are --lr 1e-4 and --lr=1e-4."]
+    lines = [*textwrap.wrap(parts[0], WIDTH), "", "Files", *_rows(FILES), "", "Information", *_rows(COMMANDS)]
     for section in SECTIONS:
         lines += ["", TITLES[section], *_rows((invocation(o), explanation(o)) for o in all_options().values()
                                               if o.section == section)]
@@ -32,7 +36,7 @@ def help_text() -> str:
 
 
 def invocation(option: Option) -> str:
-    """How the option is written: all spellings, and what follows them."""
+    """How the option is written: all spellings, and the placeholder of the value."""
     if option.kind is bool:
         main = [option.flag, option.negative] if option.default in (None, True) else [option.flag]
         return ", ".join([*main, *(s for s in option.switches if s not in main)])
@@ -52,7 +56,7 @@ def explanation(option: Option) -> str:
 
 
 def default_text(option: Option) -> str:
-    """The default as one would write it; nothing where there is none, and for switches that are off."""
+    """The default as it is written after the flag; empty if there is none, and for switches that are off."""
     if option.default in (None, ()) or option.default is False:
         return ""
     if option.default is True:
@@ -61,7 +65,7 @@ def default_text(option: Option) -> str:
 
 
 def value_text(value) -> str:
-    """A value as one would write it after a flag."""
+    """A value as it is written after a flag."""
     if isinstance(value, tuple):
         return " ".join(map(value_text, value))
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e16:

@@ -1,6 +1,6 @@
-"""The launcher's word on this process, for what is said before any group exists."""
+"""What the launcher's environment says about this process, before any process group exists."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
@@ -13,18 +13,43 @@ def rank_in(env: Mapping[str, str]) -> int:
 
 
 def local_rank_in(env: Mapping[str, str]) -> int:
-    """The place on this machine; 0 where nobody says."""
+    """The number of this process on its machine; 0 where the environment has none."""
     return _first_number(env, LOCAL_RANKS) or 0
 
 
 def is_launched(env: Mapping[str, str]) -> bool:
-    """There is a launcher, and not just its variables: it may end all ranks when one of them fails."""
+    """Whether a launcher started this process, which may end all ranks when one of them fails."""
     return any(env.get(name) for name in LAUNCHERS)
 
 
 def ends_siblings(env: Mapping[str, str]) -> bool:
-    """The launcher surely does so. srun must be told (-K), and torchrun's workers may see srun's variables."""
+    """Whether the launcher certainly does so. srun only does with -K, and workers of torchrun may see srun's variables."""
     return bool(env.get("TORCHELASTIC_RUN_ID") or env.get("OMPI_COMM_WORLD_RANK"))
+
+
+# torch.distributed.launch and DeepSpeed's launcher append --local-rank N to the command and set LOCAL_RANK, too.
+def with_local_rank(env: Mapping[str, str], local_rank: int | None) -> Mapping[str, str]:
+    """The environment with the number of --local-rank, where a launcher set RANK and WORLD_SIZE but no local rank."""
+    needs_it = env.get("RANK") and env.get("WORLD_SIZE") and not _has_local_rank(env)
+    return {**env, "LOCAL_RANK": str(local_rank)} if needs_it and local_rank is not None and local_rank >= 0 else env
+
+
+def problems_of_local_rank(env: Mapping[str, str], local_rank: int | None) -> Sequence[str]:
+    """What is wrong with --local-rank in this environment. A negative number means that none was given."""
+    if local_rank is None or local_rank < 0:
+        return ()
+    name = next((name for name in LOCAL_RANKS if env.get(name, "").isdigit()), None)
+    if name is not None and int(env[name]) != local_rank:
+        return (f"--local-rank {local_rank}, but {name} is {env[name]} in the environment: they number the same process. "
+                "Remove the flag; the launcher's variable is enough.",)
+    if name is None and local_rank and not is_launched(env) and not (env.get("RANK") and env.get("WORLD_SIZE")):
+        return (f"--local-rank {local_rank} without RANK and WORLD_SIZE in the environment: this process cannot find the "
+                "others. Start with torchrun, or remove the flag to run a single process.",)
+    return ()
+
+
+def _has_local_rank(env: Mapping[str, str]) -> bool:
+    return any(env.get(name) for name in LOCAL_RANKS)
 
 
 def _first_number(env: Mapping[str, str], names: tuple[str, ...]) -> int | None:

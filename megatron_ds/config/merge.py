@@ -2,7 +2,7 @@
 
     dataclass defaults  <  the script's  <  files (YAML and DeepSpeed JSON, equal among themselves)  <  flags
 
-Two files that give one option different values are an error, since neither is the stronger.
+Two files that give one option different values are an error, because neither takes precedence.
 """
 
 from collections.abc import Iterable, Sequence
@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from ..ramps import parse_batch_steps
 from .problems import reject
+from .resolve import resolved
 from .run import RunConfig, Source, all_options
 from .setting import PartOf, Setting
 
@@ -17,20 +18,42 @@ from .setting import PartOf, Setting
 def merge(files: Sequence[Setting], flags: Sequence[Setting], world_size: int = 1,
           scripted: Sequence[Setting] = ()) -> RunConfig:
     """Raises ConfigError where files contradict each other. Checks nothing else: see `rules`."""
-    chosen = {setting.path: setting for setting in (*scripted, *_without_contradictions(files, flags), *flags)}
+    reject(contradictions(files, flags))
+    return combined(files, flags, world_size, scripted)
+
+
+def contradictions(files: Iterable[Setting], flags: Iterable[Setting]) -> list[str]:
+    """Options to which files give different values, unless a flag decides."""
+    decided = {setting.path for setting in flags}
+    first: dict[str, Setting] = {}
+    wrong = []
+    for setting in files:
+        before = first.setdefault(setting.path, setting)
+        if before.value != setting.value and setting.path not in decided:
+            option = all_options()[setting.path]
+            wrong.append(f"{option.flag} is {before.value} in {before.source} but {setting.value} in {setting.source}: "
+                         f"files do not override each other. Remove one of them, or decide with {option.flag}.")
+    return wrong
+
+
+def combined(files: Sequence[Setting], flags: Sequence[Setting], world_size: int = 1,
+             scripted: Sequence[Setting] = ()) -> RunConfig:
+    """The same without that check: the first of two files wins."""
+    chosen = {setting.path: setting for setting in (*scripted, *reversed(files), *flags)}
     config = RunConfig(world_size=world_size)
     for setting in sorted(chosen.values(), key=lambda s: isinstance(s.value, PartOf)):
         config = _with(config, setting)
     if config.plan.is_dry and config.plan.world_size:
         config = replace(config, world_size=config.plan.world_size)
-    return with_batch_sizes(_resolved(config))
+    return with_batch_sizes(resolved(config))
 
 
 def with_batch_sizes(config: RunConfig) -> RunConfig:
     """Fill in what is missing of: global batch = micro-batch × accumulation steps × data-parallel size.
 
-    The micro-batch is derived only where somebody spoke DeepSpeed: in Megatron's words it is required, and the largest that
-    fits is not what a forgotten flag should mean. Does nothing where the numbers do not work out; `rules` reports that.
+    The micro-batch is derived only if a DeepSpeed JSON gave one of the others, as DeepSpeed does. With Megatron's flags it is
+    required: a forgotten flag should not mean the largest micro-batch. Does nothing where the numbers do not divide; `rules`
+    reports that.
     """
     train, ranks = config.train, config.data_parallel_size
     micro, total, steps = train.micro_batch_size, train.global_batch_size, train.gradient_accumulation_steps
@@ -72,28 +95,3 @@ def _with(config: RunConfig, setting: Setting) -> RunConfig:
         if value is None:                                             # the missing whole is reported by `rules`
             return config
     return config.with_values({setting.path: value}, setting.source)
-
-
-def _resolved(config: RunConfig) -> RunConfig:
-    """Values that follow from others."""
-    train, data = config.train, config.data
-    if data.mock_data and data.tokenizer_type is None:
-        config = config.with_values({"data.tokenizer_type": "NullTokenizer"}, Source("derived", "for --mock-data"))
-    if train.recompute_method == "uniform" and train.recompute_num_layers == 1:       # layers one by one, and all of them
-        config = replace(config, train=replace(train, recompute_num_layers=None))
-    return config
-
-
-def _without_contradictions(files: Iterable[Setting], flags: Iterable[Setting]) -> list[Setting]:
-    """The files' settings that no flag decides."""
-    decided = {setting.path for setting in flags}
-    first: dict[str, Setting] = {}
-    wrong = []
-    for setting in files:
-        before = first.setdefault(setting.path, setting)
-        if before.value != setting.value and setting.path not in decided:
-            option = all_options()[setting.path]
-            wrong.append(f"{option.flag} is {before.value} in {before.source} but {setting.value} in {setting.source}: "
-                         f"neither is the stronger. Remove one of them, or decide with {option.flag}.")
-    reject(wrong)
-    return list(first.values())

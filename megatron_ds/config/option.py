@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}      # as options say them → as torch does
+DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}      # names of options → names of torch
 NOUNS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
 
@@ -30,7 +30,8 @@ class Option:
     flags      more spellings that take a value
     switches   spellings that take none → the value each sets
     values     other spellings of a value → the value
-    alone      what the flag means without a value, where it may stand alone
+    alone      the value of the flag when none follows it, where that is allowed
+    strip      characters that are removed from both ends of a text
     avoid      when *not* to use it
     at_least, above, at_most, below   the range of legal values
     """
@@ -45,6 +46,7 @@ class Option:
     alone: Any = None
     choices: tuple = ()
     json: str = ""
+    strip: str = ""
     unit: str = ""
     required: bool = False
     count: int | None = None
@@ -73,12 +75,12 @@ class Option:
 
     @property
     def negative(self) -> str:
-        """The switch that turns a yes/no field off: `--no-x` for `--x`, and `--x` for `--no-x`."""
+        """The switch that turns a boolean field off: `--no-x` for `--x`, and `--x` for `--no-x`."""
         return "--" + self.flag[5:] if self.flag.startswith("--no-") else "--no-" + self.flag[2:]
 
 
 def option(default: Any = None, *, help: str, **more: Any) -> Any:
-    """A dataclass field. A required field has no default: it is None until somebody gives it."""
+    """A dataclass field. A required field has no default: it is None until a source gives it."""
     more["flags"] = tuple(more.get("flags", ()))
     return field(default=default, metadata={"option": Option(default=default, help=help, **more)})
 

@@ -1,53 +1,96 @@
-"""`parse`: the way in. Command line → files → merge → rules → `RunConfig`."""
+"""`parse`: from the command line to a `RunConfig`: flags → files → merge → rules."""
 
 import os
 import sys
 from collections.abc import Container, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as version_of
 from typing import Any
 
+from ..version import __version__
 from .deepspeed import read_deepspeed
-from .flags import read_flags
+from .dump import to_yaml
+from .flags import CommandLine, read_flags
 from .help import help_text
-from .launched import rank_in
-from .merge import merge
-from .problems import attempt, reject
+from .launched import problems_of_local_rank, rank_in
+from .merge import combined, contradictions
+from .problems import reject
 from .rules import Rule, check
 from .run import RunConfig, Source
-from .setting import Setting
+from .setting import Reading, Setting
 from .yaml_file import names, read_yaml
 
 
 def parse(argv: Sequence[str], world_size: int = 1, *, defaults: Mapping[str, Any] | None = None,
           known: Mapping[str, Container[str]] | None = None, rules: Sequence[Rule] = (),
           env: Mapping[str, str] | None = None) -> RunConfig:
-    """The configuration said by `argv`, for `world_size` ranks. Raises one ConfigError with everything that is wrong.
+    """The configuration that `argv` describes, for `world_size` ranks. Raises one ConfigError with all problems.
 
-    defaults: field name → value, what an entry script prefers; files and flags win over it.
+    defaults: field name → value, the defaults of an entry script; files and flags override them.
     known: path → names that the option may have, for options that name an entry of a registry (registries lie in the layers
     above): {"parallel.pipeline_schedule": SCHEDULES}.
-    rules: more functions from the config to problems, for what only the layers above can judge; asked when all else is right.
-    `--help` prints, on rank 0 of the launcher's environment, and exits with code 0.
+    rules: more functions from the config to problems, for what only the layers above can check; called if all else is right.
+    `--help`, `--version` and `--print-config` print on rank 0 of the launcher's environment, and exit with code 0.
     """
-    config = read(argv, world_size, defaults=defaults, env=env)
-    check(config, known, rules)
+    env = os.environ if env is None else env
+    line, readings = _read_all(argv, env)
+    config = _config_of(line, readings, world_size, defaults)
+    problems, unread = _problems_of(line, readings, env), set().union(*(reading.unread for reading in readings))
+    if not all(reading.is_complete for reading in readings):
+        reject(problems)                       # a file that could not be read might have given anything that seems missing
+    check(config, known, rules, problems, unread)
+    if line.asks_for == "config":
+        _print_and_exit(to_yaml(config), env)
     return config
 
 
 def read(argv: Sequence[str], world_size: int = 1, *, defaults: Mapping[str, Any] | None = None,
          env: Mapping[str, str] | None = None) -> RunConfig:
-    """What the words and the files that they name say, before any rule: for a tool that needs a part of a run's flags."""
+    """The same before any rule is checked: for a tool that needs only some of a run's flags."""
+    env = os.environ if env is None else env
+    line, readings = _read_all(argv, env)
+    reject(_problems_of(line, readings, env))
+    return _config_of(line, readings, world_size, defaults)
+
+
+def version_text() -> str:
+    """The versions that a bug report needs. Does not import torch."""
+    try:
+        torch = version_of("torch")
+    except PackageNotFoundError:
+        torch = "not installed"
+    python = ".".join(map(str, sys.version_info[:3]))
+    return f"megatron_ds {__version__}, torch {torch}, Python {python}"
+
+
+def _read_all(argv: Sequence[str], env: Mapping[str, str]) -> tuple[CommandLine, list[Reading]]:
+    """The command line, and what it and each of its files say."""
     line = read_flags(argv)
-    if line.wants_help:
-        if rank_in(os.environ if env is None else env) == 0:
-            sys.stdout.write(help_text())
-        raise SystemExit(0)
-    problems = list(line.problems)
-    files = []
-    for path in line.yaml_files:
-        files += attempt(problems, read_yaml, path) or []
-    for path in line.deepspeed_files:
-        files += attempt(problems, read_deepspeed, path) or []
+    if line.asks_for == "help":
+        _print_and_exit(help_text(), env)
+    if line.asks_for == "version":
+        _print_and_exit(version_text() + "\n", env)
+    return line, [line, *map(read_yaml, line.yaml_files), *map(read_deepspeed, line.deepspeed_files)]
+
+
+def _config_of(line: CommandLine, readings: Sequence[Reading], world_size: int,
+               defaults: Mapping[str, Any] | None) -> RunConfig:
     scripted = [Setting(names()[name].path, value, Source("script", "the script")) for name, value in (defaults or {}).items()]
-    config = attempt(problems, merge, files, line.settings, world_size, scripted)
-    reject(problems)               # before the rules, to whom a value that could not be read would look like a missing one
-    return config
+    config = combined(_of_files(readings), line.settings, world_size, scripted)
+    notes = {name: why for reading in readings for name, why in reading.without_effect.items()}
+    return config.with_notes(notes)
+
+
+def _problems_of(line: CommandLine, readings: Sequence[Reading], env: Mapping[str, str]) -> list[str]:
+    return [*(problem for reading in readings for problem in reading.problems),
+            *contradictions(_of_files(readings), line.settings), *problems_of_local_rank(env, line.local_rank)]
+
+
+def _of_files(readings: Sequence[Reading]) -> list[Setting]:
+    return [setting for reading in readings[1:] for setting in reading.settings]
+
+
+def _print_and_exit(text: str, env: Mapping[str, str]) -> None:
+    if rank_in(env) == 0:
+        sys.stdout.write(text)
+    raise SystemExit(0)

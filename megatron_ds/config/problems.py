@@ -7,14 +7,14 @@ from ..errors import ConfigError
 
 
 class ConfigProblems(ConfigError):
-    """A ConfigError that remembers its problems one by one."""
+    """A ConfigError that keeps its problems one by one."""
 
     def __init__(self, problems: Sequence[str]):
         self.problems = tuple(problems)
         several = [f"{len(problems)} problems in the configuration:", *(f"  {i}. {p}" for i, p in enumerate(problems, 1))]
         super().__init__(problems[0] if len(problems) == 1 else "\n".join(several))
 
-    def __reduce__(self):                    # it travels between processes as the problems, not as the text made of them
+    def __reduce__(self):                    # it is pickled as its problems, not as the text made of them
         return ConfigProblems, (self.problems,)
 
 
@@ -25,7 +25,7 @@ def reject(problems: Sequence[str]) -> None:
 
 
 def attempt(problems: list[str], function: Callable, *arguments: Any) -> Any:
-    """`function(*arguments)`, or None after noting what it found wrong."""
+    """`function(*arguments)`, or None after appending the problems that it raised."""
     try:
         return function(*arguments)
     except ConfigProblems as error:

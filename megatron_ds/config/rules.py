@@ -1,12 +1,14 @@
-"""What must hold between the values: every broken rule is reported at once, before anything is built.
+"""What must hold between the values: all violations are reported at once, before anything is built.
 
-A rule is a function from the config to the problems it sees. Each problem says the numbers and where they came from, why it
-matters, and the legal alternatives. A rule keeps quiet when a value that it needs is missing; `missing` speaks of that.
+A rule is a function from the config to the problems it finds. Each problem gives the numbers and their sources, why it
+matters, and the valid alternatives. A rule returns nothing when a value that it needs is missing; `missing` reports that.
 """
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 
 from ..errors import ConfigError
+from .flags import spellings
 from .problems import attempt, reject
 from .rules_bert import BERT_RULES
 from .rules_curriculum import CURRICULUM_RULES
@@ -20,24 +22,37 @@ from .say import either, flag, say
 Rule = Callable[[RunConfig], Iterable[str]]
 
 
-def check(config: RunConfig, known: Mapping[str, Container[str]] | None = None, rules: Sequence[Rule] = ()) -> None:
-    """Raises one ConfigError with all problems. `known`, `rules`: see `parse`."""
+def check(config: RunConfig, known: Mapping[str, Container[str]] | None = None, rules: Sequence[Rule] = (),
+          problems: Sequence[str] = (), unread: Collection[str] = ()) -> None:
+    """Raises one ConfigError with all problems. `known`, `rules`: see `parse`.
+
+    problems: those that reading found.  unread: paths of options whose value could not be read; a rule that names one of them
+    judged its default, so its finding is left out.
+    """
     rules_of_sections = (*LAYOUT_RULES, *RUN_RULES, *SAMPLE_RULES, *BERT_RULES, *CURRICULUM_RULES, *ROUTING_RULES)
-    problems = [problem for rule in (missing, *rules_of_sections) for problem in rule(config)]
-    reject([*problems, *unknown_names(config, known or {})])
+    found = [problem for rule in rules_of_sections for problem in rule(config)]
+    found += unknown_names(config, known or {})
+    reject([*problems, *missing(config, unread), *(p for p in found if not _names_one_of(p, unread))])
+    higher: list[str] = []
     for rule in rules:                       # they may build on all of the above
-        problems += attempt(problems, lambda rule=rule: list(rule(config))) or []
-    reject(problems)
+        higher += attempt(higher, lambda rule=rule: list(rule(config))) or []
+    reject(higher)
 
 
-def missing(config: RunConfig) -> Iterator[str]:
-    names = [option.flag for path, option in all_options().items() if option.required and config.get(path) is None]
+def _names_one_of(problem: str, paths: Collection[str]) -> bool:
+    flags = set(re.findall(r"--[a-zA-Z0-9_-]+", problem))
+    return any(spelling.option.path in paths for flag, spelling in spellings().items() if flag in flags)
+
+
+def missing(config: RunConfig, unread: Collection[str] = ()) -> Iterator[str]:
+    names = [option.flag for path, option in all_options().items()
+             if option.required and config.get(path) is None and path not in unread]
     if names:
         yield f"missing: {', '.join(names)}. Give {'it' if len(names) == 1 else 'them'} as flags or in a --config file."
 
 
 def unknown_names(config: RunConfig, known: Mapping[str, Container[str]]) -> Iterator[str]:
-    """Names of registered things, looked up early so that a typo is reported with everything else."""
+    """Names of registry entries that do not exist; looked up here so that a typo is reported with all other problems."""
     for path, registry in known.items():
         name = config.get(path)
         if name is not None and name not in registry:

@@ -1,4 +1,4 @@
-"""Rules about BERT: its options mean nothing to other models, and some of theirs nothing to it."""
+"""Rules about BERT: its options do not apply to other models, and some of theirs do not apply to it."""
 
 from collections.abc import Iterator
 
@@ -15,8 +15,8 @@ def only_for_bert(config: RunConfig) -> Iterator[str]:
         return
     for path, option in all_options().items():
         if (option.section == "bert" or path == "model.bert_binary_head") and config.get(path) != option.default:
-            yield (f"{say(config, path)} is about BERT's samples, but {say(config, 'model.model')}. Remove it, or train a "
-                   "BERT: pretrain_bert.py, which means --model bert.")
+            yield (f"{say(config, path)} applies to BERT, but {say(config, 'model.model')}. Remove it, or train a BERT with "
+                   "pretrain_bert.py or --model bert.")
 
 
 def not_for_bert(config: RunConfig) -> Iterator[str]:
@@ -24,11 +24,11 @@ def not_for_bert(config: RunConfig) -> Iterator[str]:
         return
     for path in OF_GPT:
         if config.get(path):
-            yield (f"{say(config, path)} is about documents that lie end to end in a sample; a sample of BERT is of one "
-                   "document, with [SEP] between its segments. Remove it.")
+            yield (f"{say(config, path)} applies to samples of several documents; a sample of BERT is from one document. "
+                   "Remove it.")
     if config.model.position_embedding_type == "none":
-        yield (f"{say(config, 'model.position_embedding_type')}: a BERT sees all tokens at once, and without positions their "
-               f"order would be lost. Use {flag('model.position_embedding_type')} learned_absolute or rope.")
+        yield (f"{say(config, 'model.position_embedding_type')}: BERT has no causal mask, so without position embeddings the "
+               f"order of tokens would be lost. Use {flag('model.position_embedding_type')} learned_absolute or rope.")
     if config.model.seq_length and config.model.seq_length < SHORTEST:
         yield (f"{say(config, 'model.seq_length')} leaves no room for [CLS] A [SEP] B [SEP]. Use "
                f"{flag('model.seq_length')} {SHORTEST} or more.")

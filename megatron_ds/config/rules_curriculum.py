@@ -1,4 +1,4 @@
-"""Rules about curricula: what they are said with, and what they go together with."""
+"""Rules about curricula: their own options, and the options that they work with."""
 
 from collections.abc import Iterator
 
@@ -19,7 +19,7 @@ def lengths(config: RunConfig) -> Iterator[str]:
     given = [name for name in LENGTH_OPTIONS if _is_given(config, f"curriculum.curriculum_{name}")]
     if curriculum.curriculum_type is None:
         if given:
-            yield (f"{say(config, f'curriculum.curriculum_{given[0]}')} means nothing without --curriculum-type. Add "
+            yield (f"{say(config, f'curriculum.curriculum_{given[0]}')} has no effect without --curriculum-type. Add "
                    "--curriculum-type seqlen_truncate or seqlen_reshape, or remove it.")
         return
     if whole is None:
@@ -27,12 +27,13 @@ def lengths(config: RunConfig) -> Iterator[str]:
     kind, longest = curriculum.curriculum_schedule, curriculum.curriculum_max_length
     for name in given:
         if kind not in USED_BY.get(name, (kind,)):
-            yield (f"{say(config, f'curriculum.curriculum_{name}')} means nothing to --curriculum-schedule {kind}. Remove it, "
+            yield (f"{say(config, f'curriculum.curriculum_{name}')} has no effect with --curriculum-schedule {kind}. "
+                   "Remove it, "
                    f"or use {' or '.join(USED_BY[name])}.")
             return
     if longest is not None and longest > whole:
         yield (f"{say(config, 'curriculum.curriculum_max_length')} is longer than {say(config, 'model.seq_length')}, the "
-               "length of a sample. Use at most that.")
+               "length of a sample. Use that or less.")
         return
     problems: list[str] = []
     difficulty = attempt(problems, length_difficulty, curriculum, whole)
@@ -43,15 +44,16 @@ def lengths(config: RunConfig) -> Iterator[str]:
 
 def _split_by_tensor_ranks(config: RunConfig, difficulty) -> Iterator[str]:
     tp, train = config.parallel.tensor_model_parallel_size, config.train
-    steps = train.train_iters or (train.train_samples or 0) // (train.global_batch_size or 1)
+    samples = train.train_samples or (train.train_tokens or 0) // max(1, getattr(difficulty, "minimum", 1))
+    steps = train.train_iters or samples // (train.global_batch_size or 1)
     if not (config.parallel.sequence_parallel and tp > 1):
         return
     problems: list[str] = []
     odd = attempt(problems, lambda: _length_not_divided(difficulty, steps, tp))
     yield from problems
     if odd is not None:
-        yield (f"the curriculum has a length of {odd}, which {say(config, 'parallel.sequence_parallel')} cannot cut among "
-               f"{tp} tensor-parallel ranks. Use lengths, and a --curriculum-length-step, that are multiples of {tp}.")
+        yield (f"the curriculum has a length of {odd}, which {say(config, 'parallel.sequence_parallel')} cannot split "
+               f"over {tp} tensor-parallel ranks. Use lengths, and a --curriculum-length-step, that are multiples of {tp}.")
 
 
 def _length_not_divided(difficulty, steps: int, tp: int) -> int | None:
@@ -68,7 +70,7 @@ def samples(config: RunConfig) -> Iterator[str]:
     curriculum, data = config.curriculum, config.data
     if not curriculum.curriculum_metrics:
         if curriculum.curriculum_cluster_path is not None:
-            yield (f"{say(config, 'curriculum.curriculum_cluster_path')} means nothing without metrics. Add a "
+            yield (f"{say(config, 'curriculum.curriculum_cluster_path')} has no effect without metrics. Add a "
                    "\"curriculum_metrics\" block, or remove it.")
         return
     problems: list[str] = []
@@ -76,25 +78,26 @@ def samples(config: RunConfig) -> Iterator[str]:
     yield from problems
     names = [metric.name for metric in metrics if metric]
     if len(set(names)) < len(names):
-        yield f"two curriculum metrics are called {max(names, key=names.count)}. Keep one."
+        yield f"two curriculum metrics are named {max(names, key=names.count)}. Keep one."
     if curriculum.curriculum_cluster_path is not None and len(names) == 1:
-        yield (f"{say(config, 'curriculum.curriculum_cluster_path')} is where clusters of several metrics are kept; of one "
-               "metric there is nothing to keep. Remove it.")
+        yield (f"{say(config, 'curriculum.curriculum_cluster_path')} is for the clusters of several metrics; one metric needs "
+               "none. Remove it.")
     if data.dataloader_type != "single":
-        yield (f"{say(config, 'data.dataloader_type')} with curriculum metrics: the curriculum says in which order samples "
-               "come. Use --dataloader-type single.")
+        yield (f"{say(config, 'data.dataloader_type')} with curriculum metrics: the curriculum sets the order of the samples. "
+               "Use --dataloader-type single.")
     if data.mock_data:
-        yield f"{say(config, 'data.mock_data')} with curriculum metrics: made-up samples have no analysis. Use --data-path."
+        yield f"{say(config, 'data.mock_data')} with curriculum metrics: random samples have no analysis. Use --data-path."
     words = data.train_data_path or data.data_path
     if len(words) > 1 and _is_number(words[0]):
-        yield ("curriculum metrics number the samples of one epoch, and a blend with weights has none. Name the corpora "
-               "without weights: each sample then is one of the curriculum's.")
+        yield ("curriculum metrics number the samples of one epoch, and a weighted blend has no epochs. Give the "
+               "corpora without "
+               "weights.")
 
 
 def folding(config: RunConfig) -> Iterator[str]:
     if config.curriculum.curriculum_type == RESHAPE and config.model.model not in (None, "gpt"):
-        yield (f"{say(config, 'curriculum.curriculum_type')} cuts a sample anywhere, and a sample of {config.model.model} is "
-               "one whole. Use seqlen_truncate.")
+        yield (f"{say(config, 'curriculum.curriculum_type')} cuts a sample at any token, but a sample of {config.model.model} "
+               "cannot be cut. Use seqlen_truncate.")
 
 
 def _is_given(config: RunConfig, path: str) -> bool:

@@ -1,4 +1,4 @@
-"""Rules about shapes: the model by itself, and cut over the ranks."""
+"""Rules about shapes: of the model, and of its split over the ranks."""
 
 import os
 import re
@@ -20,14 +20,14 @@ def heads(config: RunConfig) -> Iterator[str]:
         yield (f"{say(config, HEADS)} is not a multiple of {say(config, GROUPS)}: each key/value head serves the same "
                f"number of query heads. Use {flag(GROUPS)} {either(divisors(n))}.")
     if model.group_query_attention and model.num_query_groups is None:
-        yield (f"{say(config, 'model.group_query_attention')} without {flag(GROUPS)}: it does not say how many key/value "
-               f"heads there are. Add {flag(GROUPS)} N{f', N one of {either(divisors(n))}' if n else ''}.")
+        yield (f"{say(config, 'model.group_query_attention')} without {flag(GROUPS)}: the number of key/value heads "
+               f"is missing. Add {flag(GROUPS)} N{f', N one of {either(divisors(n))}' if n else ''}.")
     if n and h and model.kv_channels is None and h % n:
         yield (f"{say(config, 'model.hidden_size')} is not a multiple of {say(config, HEADS)}: a head would have {h / n:g} "
-               f"channels. Use {flag(HEADS)} {either([d for d in divisors(h) if d <= 4 * n][-8:])}, or say the width of a "
+               f"channels. Use {flag(HEADS)} {either([d for d in divisors(h) if d <= 4 * n][-8:])}, or set the width of a "
                "head with --kv-channels.")
     elif n and h and model.position_embedding_type == "rope" and int(model.head_dim * model.rotary_percent) % 2:
-        yield (f"rotary embeddings turn pairs of channels, but {say(config, 'model.rotary_percent')} of a head of "
+        yield (f"rotary embeddings rotate pairs of channels, but {say(config, 'model.rotary_percent')} of a head of "
                f"{model.head_dim} channels is {int(model.head_dim * model.rotary_percent)}, an odd number. Change "
                f"{flag(HEADS)}, --kv-channels or --rotary-percent.")
 
@@ -36,8 +36,8 @@ def feed_forward(config: RunConfig) -> Iterator[str]:
     model = config.model
     if model.hidden_size and not model.ffn_size:
         yield (f"{say(config, 'model.activation')} with {say(config, 'model.hidden_size')}: the default width of the "
-               "feed-forward block, 8/3 × hidden size rounded down to a multiple of 64, would be 0. Say it with "
-               f"--ffn-hidden-size, for instance --ffn-hidden-size {max(1, 8 * model.hidden_size // 3)}.")
+               "feed-forward block, 8/3 × hidden size rounded down to a multiple of 64, would be 0. Set it, "
+               f"for instance --ffn-hidden-size {max(1, 8 * model.hidden_size // 3)}.")
 
 
 def positions(config: RunConfig) -> Iterator[str]:
@@ -51,50 +51,49 @@ def positions(config: RunConfig) -> Iterator[str]:
 def not_available_yet(config: RunConfig) -> Iterator[str]:
     for path, most in (("parallel.context_parallel_size", 1), ("parallel.expert_model_parallel_size", 1)):
         if config.get(path) > most:
-            yield f"{say(config, path)}: only 1 is available yet."
+            yield f"{say(config, path)}: only 1 is supported so far."
 
 
 def zero_options(config: RunConfig) -> Iterator[str]:
-    """Options of stages that are not in force would change nothing."""
+    """Options of a higher ZeRO stage would have no effect."""
     for path, least in (("zero.zero_accumulate", 2), ("zero.param_persistence_threshold", 3),
                         ("zero.prefetch_bucket_size", 3), ("zero.zero3_pin_stage", 3),
                         ("zero.zero_hpz_partition_size", 3)):
         if config.zero.stage < least and config.get(path) != all_options()[path].default:
-            yield (f"{say(config, path)} tunes ZeRO stage {least}{' and 3' if least == 2 else ''}, but "
+            yield (f"{say(config, path)} applies to ZeRO stage {least}{' and 3' if least == 2 else ''}, but "
                    f"{say(config, 'zero.stage')}. Remove it, or use {flag('zero.stage')} {least}.")
     h, n = config.zero.zero_hpz_partition_size, config.data_parallel_size
     if config.zero.stage == 3 and n % h:
         yield (f"{say(config, 'zero.zero_hpz_partition_size')} does not divide {n} data-parallel rank{'s' * (n > 1)} into "
                f"equal groups. Use {flag('zero.zero_hpz_partition_size')} {either(divisors(n))}; 1 is off.")
     if h > 1 and config.zero.offload_param == "nvme":
-        yield (f"{say(config, 'zero.zero_hpz_partition_size')} keeps more weights than ZeRO 3 must, next to "
-               f"{say(config, 'zero.offload_param')} for when memory is short: a disk would be read in pages that several "
-               "ranks write. Remove one, or use --offload-param cpu.")
+        yield (f"{say(config, 'zero.zero_hpz_partition_size')} stores additional weights, but "
+               f"{say(config, 'zero.offload_param')} is for too little memory, and several ranks would write the same pages "
+               "of the disk. Remove one, or use --offload-param cpu.")
     grads, params = config.optimizer.gradient_dtype, config.optimizer.params_dtype
     if grads not in ("float32", params):
         yield (f"{say(config, 'optimizer.main_grads_dtype')}, but the weights are {params}: gradients accumulate in fp32 or "
-               f"in the format of the weights. Use {flag('optimizer.main_grads_dtype')} fp32.")
+               f"in the dtype of the weights. Use {flag('optimizer.main_grads_dtype')} fp32.")
 
 
 def communication(config: RunConfig) -> Iterator[str]:
-    """Dividing what travels keeps an fp16 sum in range; in any other form it would change nothing, or only rounding."""
-    zero, accumulate = config.zero, config.optimizer.main_grads_dtype
+    """Dividing gradients while they are summed prevents an overflow of fp16; with other dtypes `resolve` ignores it."""
+    accumulate = config.optimizer.main_grads_dtype
     given = [path for path in ("zero.gradient_predivide_factor", "zero.prescale_gradients")
              if config.get(path) != all_options()[path].default]
-    for path in given:
-        if zero.communication_data_type != "fp16" or accumulate == "fp16":
-            travel = zero.communication_data_type or accumulate
-            yield (f"{say(config, path)} guards sums that travel in fp16 and accumulate in a wider format from leaving its "
-                   f"range, but gradients travel in {travel} and accumulate in {accumulate}: they are sums, each loss being "
-                   "scaled by its share of the global batch, so there is nothing else to divide. Remove it, or use "
-                   f"{flag('zero.communication_data_type')} fp16{' and --main-grads-dtype fp32' * (accumulate == 'fp16')}.")
+    for path in given if accumulate == "fp16" else ():
+        yield (f"{say(config, path)} prevents overflow when gradients are reduced in fp16 and accumulate in fp32, but "
+               "here they "
+               f"accumulate in fp16 as well, where dividing them would lose the smallest. Remove it, or use "
+               f"{flag('zero.communication_data_type')} fp16 --main-grads-dtype fp32.")
     if len(given) == 2:
-        yield (f"{say(config, given[0])} and {say(config, given[1])} are two divisors of the same sum: the second means the "
-               "number of data-parallel ranks. Keep one.")
+        yield (f"{say(config, given[0])} and {say(config, given[1])} both set the divisor of the same sum; the second "
+               "sets it to "
+               "the number of data-parallel ranks. Give only one.")
 
 
 def offloading(config: RunConfig) -> Iterator[str]:
-    """Offloading needs a stage that splits what is offloaded, and a disk a folder that can be written."""
+    """Offloading needs a ZeRO stage that splits what is offloaded; a disk needs a writable folder."""
     zero = config.zero
     for path, least in (("zero.offload_optimizer", 1), ("zero.offload_param", 3)):
         if config.get(path) != "none" and zero.stage < least:
@@ -102,36 +101,38 @@ def offloading(config: RunConfig) -> Iterator[str]:
                    f"{flag('zero.stage')} {least}{'' if least == 3 else ', 2 or 3'}, or remove it.")
     for path in ("zero.offload_optimizer_ratio", "zero.sub_group_size"):
         if zero.offload_optimizer == "none" and config.get(path) != all_options()[path].default:
-            yield f"{say(config, path)} tunes offloading, but nothing is offloaded. Remove it, or use --offload-optimizer cpu."
+            yield (f"{say(config, path)} applies to offloading, but nothing is offloaded. Remove it, or use "
+                   "--offload-optimizer cpu.")
     folders = zero.disk_folders()
     for path in ("zero.offload_nvme_path", "zero.offload_param_nvme_path", "zero.nvme_io", "zero.nvme_block_size",
                  "zero.nvme_queue_depth", "zero.nvme_threads"):
         if not folders and config.get(path) != all_options()[path].default:
-            yield (f"{say(config, path)} is for what is offloaded to a disk, and nothing is. Remove it, or use "
-                   "--offload-optimizer nvme.")
+            yield (f"{say(config, path)} applies to offloading to a disk, but nothing is offloaded there. Remove it, or "
+                   "use --offload-optimizer nvme.")
     for path, folder in folders.items():
         name = flag("zero.offload_nvme_path")
         if folder is None:
-            yield f"{say(config, path)}: on which disk? Name a folder on a fast local one with {name}."
+            yield f"{say(config, path)} needs a folder. Name one on a fast local disk with {name}."
         elif config.plan.is_dry:
             continue                                         # the folder is on the machines that will run
         elif not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
-            wrong = "cannot be written" if os.path.isdir(folder) else "is not there"
-            yield f"{say(config, path)}: the folder {folder} {wrong}. Name another with {name}, or make it on every node."
+            wrong = "is not writable" if os.path.isdir(folder) else "does not exist"
+            yield f"{say(config, path)}: the folder {folder} {wrong}. Name another with {name}, or create it on every node."
 
 
 def world(config: RunConfig) -> Iterator[str]:
     ranks, size = config.world_size, config.parallel.model_parallel_size
-    if ranks % size and config.parallel.context_parallel_size == 1:       # a larger one is refused as it is
+    if ranks % size and config.parallel.context_parallel_size == 1:       # a larger one is refused anyway
         tp, pp = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
         fits = [t for t in divisors(ranks) if (ranks // t) % pp == 0 and _tp_fits(config, t)]
         options = [f"{flag(TP)} {either(fits)}"] if fits and ranks % pp == 0 else []
         stages = [p for p in divisors(ranks) if (ranks // p) % tp == 0 and p <= (config.model.num_layers or p)]
         options += [f"{flag(PP)} {either(stages)}"] if stages and ranks % tp == 0 else []
-        yield (f"{ranks} rank{'s' * (ranks > 1)} cannot be shared out: one copy of the model takes {say(config, TP)} × "
-               f"{say(config, PP)} = {size} ranks, and the world must be a multiple of that. Start {size}, {2 * size} or "
-               f"{3 * size} ranks{', or use ' + ' or '.join(options) if options else ''}."
-               f"{' A plan is told how many there would be by --world-size.' * config.plan.is_dry}")
+        yield (f"world size {ranks} is not divisible by {say(config, TP)} × {say(config, PP)} = {size}, the ranks "
+               "that hold one "
+               f"copy of the model. Start {size}, {2 * size} or {3 * size} ranks"
+               f"{', or use ' + ' or '.join(options) if options else ''}."
+               f"{' In a plan, --world-size sets the number of ranks.' * config.plan.is_dry}")
 
 
 def tensor_parallel(config: RunConfig) -> Iterator[str]:
@@ -157,8 +158,9 @@ def pipeline(config: RunConfig) -> Iterator[str]:
     several = f" × {say(config, _said_chunks(config))}" if config.pipeline_chunks else ""
     if layers and cut is None and layers < stages:
         fits = f"{flag(PP)} {either(range(1, layers + 1))}" if stages == ranks else f"at most {layers} stages in all"
-        yield (f"{say(config, 'model.num_layers')} is less than {say(config, PP)}{several}: each stage takes a layer. Use "
-               f"{fits}, or --pipeline-layout, which can give the embedding a stage of its own.")
+        yield (f"{say(config, 'model.num_layers')} is less than {say(config, PP)}{several}: each stage needs at least "
+               "one layer. Use "
+               f"{fits}, or --pipeline-layout, which can give the embedding its own stage.")
     elif layers and cut is not None and re.fullmatch(r"\d+(,\d+)*", cut):
         counts = [int(count) for count in cut.split(",")]
         example = ",".join(str(layers // stages + (i < layers % stages)) for i in range(stages))
@@ -174,29 +176,29 @@ def virtual_stages(config: RunConfig) -> Iterator[str]:
     parallel, layers = config.parallel, config.model.num_layers
     given = [path for path in (CHUNKS, CHUNK_LAYERS) if config.get(path) is not None]
     if len(given) == 2:
-        yield f"{say(config, CHUNKS)} and {say(config, CHUNK_LAYERS)} say the same thing twice. Keep one."
+        yield f"{say(config, CHUNKS)} and {say(config, CHUNK_LAYERS)} both set the number of stages per rank. Give only one."
         return
     ranks, thick = parallel.pipeline_model_parallel_size, parallel.num_layers_per_virtual_pipeline_stage
     if given and ranks == 1:
-        yield (f"{say(config, given[0])} cuts what a pipeline rank holds into several stages, so that ranks wait less for one "
-               f"another, but {say(config, PP)}. Remove it, or use {flag(PP)} 2 or more.")
+        yield (f"{say(config, given[0])} puts several stages on each pipeline rank, so that ranks wait less for each "
+               f"other, but {say(config, PP)}. Remove it, or use {flag(PP)} 2 or more.")
     elif thick and layers and layers % (ranks * thick):
         even = divisors(layers // ranks) if layers % ranks == 0 else []
         advice = f"Use {flag(CHUNK_LAYERS)} {either(even)}" if even else (
             f"Use {flag(PP)} {either([p for p in divisors(layers) if p > 1] or [1])}")
         yield (f"{say(config, 'model.num_layers')} is not a multiple of {say(config, PP)} × {say(config, CHUNK_LAYERS)} = "
-               f"{ranks * thick}: every rank holds the same number of stages. {advice}, or say how many stages with "
-               f"{flag(CHUNKS)}, which may differ in layers.")
+               f"{ranks * thick}: every rank holds the same number of stages. {advice}, or set the number of stages "
+               f"with {flag(CHUNKS)}; they may then differ in layers.")
 
 
 def pipeline_tuning(config: RunConfig) -> Iterator[str]:
-    """Options of what is not in force would change nothing."""
+    """Options of a cut that is not used would have no effect."""
     parallel, cut = config.parallel, "parallel.pipeline_cut"
     if parallel.pipeline_costs_path is not None and parallel.pipeline_cut != "measured":
-        yield (f"{say(config, 'parallel.pipeline_costs_path')} is for --pipeline-cut measured, but {say(config, cut)}. Remove "
-               "it, or use that.")
+        yield (f"{say(config, 'parallel.pipeline_costs_path')} applies to --pipeline-cut measured, but {say(config, cut)}. "
+               "Remove it, or use that.")
     if parallel.pipeline_layout and parallel.pipeline_cut != all_options()[cut].default:
-        yield f"{say(config, cut)} and {say(config, 'parallel.pipeline_layout')} both say where to cut. Keep one."
+        yield f"{say(config, cut)} and {say(config, 'parallel.pipeline_layout')} both set where to cut. Give only one."
 
 
 def _said_chunks(config: RunConfig) -> str:
@@ -206,8 +208,8 @@ def _said_chunks(config: RunConfig) -> str:
 def rank_order(config: RunConfig) -> Iterator[str]:
     default = "tp-cp-ep-dp-pp"
     if sorted(config.parallel.rank_order.split("-")) != sorted(default.split("-")):
-        yield (f"{say(config, 'parallel.rank_order')} does not name each axis once. It is an order of {default}, the "
-               "fastest varying first.")
+        yield (f"{say(config, 'parallel.rank_order')} does not name each axis once. Use the axes of {default} in any "
+               "order, the fastest varying first.")
 
 
 def _tp_fits(config: RunConfig, size: int) -> bool:

@@ -1,4 +1,4 @@
-"""Rules about random-LTD: what the blocks that drop tokens may keep."""
+"""Rules about random-LTD: which blocks drop tokens, and how many they may keep."""
 
 from collections.abc import Iterator
 
@@ -29,14 +29,14 @@ def schedule(config: RunConfig) -> Iterator[str]:
     least, multiple = routing.random_ltd_min_tokens, routing.random_ltd_tokens_per_step
     most = routing.random_ltd_max_tokens or length
     if length and most and most > length:
-        yield (f"{say(config, MOST)} is more than {say(config, LENGTH)} has. Use {length} or less, or leave it out: then "
-               "all are kept.")
+        yield (f"{say(config, MOST)} is more than {say(config, LENGTH)}. Use {length} or less, or remove it to keep all "
+               "tokens in the end.")
     if least and most and least > most:
-        yield (f"{say(config, LEAST)} is more than the {most} tokens that are kept in the end: the number only grows. Use "
+        yield (f"{say(config, LEAST)} is more than the {most} tokens kept in the end, but the number only grows. Use "
                f"{flag(LEAST)} {most} or less.")
     elif least and least < multiple and least != most:
-        yield (f"{say(config, LEAST)} is less than {say(config, MULTIPLE)}: rounded down to a multiple of that, nothing would "
-               f"be kept at first. Use {flag(LEAST)} {multiple} or more, or {flag(MULTIPLE)} {least} or less.")
+        yield (f"{say(config, LEAST)} is less than {say(config, MULTIPLE)}: rounded down to a multiple of that, no token "
+               f"would be kept at first. Use {flag(LEAST)} {multiple} or more, or {flag(MULTIPLE)} {least} or less.")
 
 
 def blocks(config: RunConfig) -> Iterator[str]:
@@ -45,7 +45,7 @@ def blocks(config: RunConfig) -> Iterator[str]:
         return
     ids, total = routing.random_ltd_layer_ids, routing.random_ltd_total_layers
     if total is not None and total != layers:
-        yield f"{say(config, TOTAL)}, but {say(config, 'model.num_layers')}. Make them agree, or leave out the first."
+        yield f"{say(config, TOTAL)}, but {say(config, 'model.num_layers')}. Make them equal, or remove the first."
     outside, twice = sorted({i for i in ids if i >= layers}), sorted({i for i in ids if ids.count(i) > 1})
     if outside:
         yield (f"{say(config, IDS)}: there is no block {', '.join(map(str, outside))} among {layers}, numbered from 0. "
@@ -53,12 +53,12 @@ def blocks(config: RunConfig) -> Iterator[str]:
     if twice:
         yield f"{say(config, IDS)} names {', '.join(map(str, twice))} twice. Name each block once."
     if not dropping_blocks(routing, layers):
-        yield (f"{say(config, ON)} with {say(config, 'model.num_layers')}: without the first and the last block none is left "
-               f"to drop tokens. Name some with {flag(IDS)}.")
+        yield (f"{say(config, ON)} with {say(config, 'model.num_layers')}: no block remains besides the first and the last to "
+               f"drop tokens. Choose blocks with {flag(IDS)}.")
 
 
 def sequence_parallel(config: RunConfig) -> Iterator[str]:
-    """Each rank works on an equal part of the kept tokens."""
+    """Each rank holds an equal part of the kept tokens."""
     routing, t, length = config.routing, config.parallel.tensor_model_parallel_size, config.model.seq_length
     if not routing.random_ltd or not config.parallel.sequence_parallel or t == 1 or not length:
         return

@@ -1,4 +1,4 @@
-"""Rules about what a sample is."""
+"""Rules about how samples are made of documents."""
 
 from collections.abc import Iterator
 
@@ -13,20 +13,21 @@ def fill_in_the_middle(config: RunConfig) -> Iterator[str]:
     data = config.data
     for path in FIM:
         if not data.fim_data and config.get(path) != all_options()[path].default:
-            yield f"{say(config, path)} means nothing without --fim-data. Add that, or remove it."
+            yield f"{say(config, path)} has no effect without --fim-data. Add that, or remove it."
     if data.fim_data and data.mock_data:
-        yield "--fim-data with --mock-data: made-up tokens have no text to rearrange. Remove one."
+        yield "--fim-data with --mock-data: random tokens have no text to rearrange. Remove one."
     if data.fim_fragment_rate is not None and data.fim_split_sample is None:
-        yield f"{say(config, 'data.fim_fragment_rate')} without --fim-split-sample: there are no fragments. Add that token."
+        yield (f"{say(config, 'data.fim_fragment_rate')} without --fim-split-sample: documents are not cut into "
+               "fragments. Add that token.")
 
 
 def packing(config: RunConfig) -> Iterator[str]:
     data = config.data
     if data.pack_documents and data.mock_data:
-        yield "--pack-documents with --mock-data: made-up samples have no documents to pack. Remove one."
+        yield "--pack-documents with --mock-data: random samples have no documents to pack. Remove one."
     if data.pack_documents and data.fim_data:
-        yield ("--pack-documents with --fim-data: the marks would not fit into samples that are full. Remove one; "
-               "--reset-attention-mask keeps documents apart, too.")
+        yield ("--pack-documents with --fim-data: packed samples have no room for the special tokens. Remove one; "
+               "--reset-attention-mask also separates documents.")
 
 
 SAMPLE_RULES = (fill_in_the_middle, packing)

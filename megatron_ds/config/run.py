@@ -1,6 +1,6 @@
-"""`RunConfig`: the whole configuration of one run, frozen, with the origin of every value.
+"""`RunConfig`: the whole configuration of one run, frozen, with the source of every value.
 
-Only `training/build.py` sees it whole; everything below receives numbers.
+Only `training/build.py` uses all of it; the layers below receive numbers.
 """
 
 from collections.abc import Iterator, Mapping
@@ -42,7 +42,10 @@ class Source:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """`sources` maps the path of each value that somebody gave ("train.seed") to its `Source`."""
+    """`sources` maps the path of each value that was given ("train.seed") to its `Source`.
+
+    without_effect: what was accepted although there is nothing to do, as written → why; startup prints it.
+    """
 
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -58,6 +61,7 @@ class RunConfig:
     plan: PlanConfig = field(default_factory=PlanConfig)
     world_size: int = 1
     sources: Mapping[str, Source] = field(default_factory=dict, compare=False)
+    without_effect: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @property
     def data_parallel_size(self) -> int:
@@ -73,7 +77,7 @@ class RunConfig:
 
     @property
     def pipeline_chunks(self) -> int | None:
-        """Stages on each pipeline rank, if a flag says so."""
+        """Stages on each pipeline rank, if an option gives them."""
         p = self.parallel
         if p.num_virtual_stages_per_pipeline_rank or not p.num_layers_per_virtual_pipeline_stage:
             return p.num_virtual_stages_per_pipeline_rank
@@ -85,7 +89,7 @@ class RunConfig:
         return getattr(getattr(self, section), name)
 
     def source(self, path: str) -> str:
-        """Words for messages: `--lr`, `gpt.yaml:12`, or `default`."""
+        """For messages: `--lr`, `gpt.yaml:12`, or `default`."""
         return str(self.sources.get(path, "default"))
 
     def with_values(self, values: Mapping[str, Any], source: Source) -> "RunConfig":
@@ -94,6 +98,10 @@ class RunConfig:
             path.split(".")[1]: value for path, value in values.items() if path.startswith(section + ".")})
             for section in SECTIONS}
         return replace(self, **sections, sources={**self.sources, **dict.fromkeys(values, source)})
+
+    def with_notes(self, notes: Mapping[str, str]) -> "RunConfig":
+        """A copy with more entries of `without_effect`."""
+        return replace(self, without_effect={**notes, **self.without_effect})
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Words for problems: a value with its flag and origin, a list of alternatives, the divisors of a number."""
+"""Parts of messages: a value with its flag and source, a list of alternatives, the divisors of a number."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +12,7 @@ def flag(path: str) -> str:
 
 
 def say(config: RunConfig, path: str) -> str:
-    """`--tensor-model-parallel-size 3`, with the origin in brackets unless that was this very flag."""
+    """`--tensor-model-parallel-size 3`, with the source in brackets unless it was this flag."""
     option, source, value = all_options()[path], config.sources.get(path), config.get(path)
     if source is not None and source.kind == "flag" and source.name not in (option.flag, *option.flags):
         return source.name                                            # a switch: --fp16, --swiglu
@@ -27,7 +27,7 @@ def say(config: RunConfig, path: str) -> str:
 
 
 def either(values: Sequence[Any]) -> str:
-    """`1, 2 or 4`; a longer unbroken row of numbers is `1 to 12`."""
+    """`1, 2 or 4`; more than four consecutive numbers are `1 to 12`."""
     if len(values) > 4 and list(values) == list(range(values[0], values[0] + len(values))):
         return f"{values[0]} to {values[-1]}"
     words = [str(value) for value in values]

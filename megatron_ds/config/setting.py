@@ -1,8 +1,9 @@
-"""`Setting`: one value given by somebody, before the sources are merged."""
+"""`Setting`: one value given by a source. `Reading`: all that one source gave, and all that is wrong with it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from .problems import reject
 from .run import Source
 
 
@@ -24,3 +25,30 @@ class PartOf:
 
     def __str__(self) -> str:
         return f"{self.part:g} × {self.path.split('.')[1]}"
+
+
+@dataclass
+class Reading:
+    """What the command line or one file says; filled in while it is read, so that one mistake does not hide the others.
+
+    unread          paths of the options that were given, but with a value or name that cannot be used
+    is_complete     False for a file that could not be read at all: it might have given any option
+    without_effect  what was accepted although there is nothing to do, as written → why
+    """
+
+    settings: list[Setting] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    unread: set[str] = field(default_factory=set)
+    is_complete: bool = True
+    without_effect: dict[str, str] = field(default_factory=dict)
+
+    def refuse(self, problem: object, path: str | None = None) -> None:
+        """Note a problem, and the option whose value is therefore unknown."""
+        self.problems.append(str(problem))
+        if path is not None:
+            self.unread.add(path)
+
+    def settings_or_error(self) -> list[Setting]:
+        """Raises one ConfigError with all problems."""
+        reject(self.problems)
+        return self.settings

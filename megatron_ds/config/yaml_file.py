@@ -5,7 +5,7 @@
       lr: 6e-4
     data_path: [0.3, books, 0.7, web]
 
-Scalars are read as written and coerced by the option's type, since YAML 1.1 takes 1e-4 for a text, 010 for eight and 1:30 for
+Scalars are read as written and coerced by the option's type, since YAML 1.1 reads 1e-4 as a text, 010 as eight and 1:30 as
 ninety. A checkpoint's run.json is such a file too: it holds the whole configuration under `config`.
 """
 
@@ -18,31 +18,41 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from ..registry import did_you_mean
 from .coerce import coerce
 from .flags import spellings
+from .help import value_text
 from .option import Option
-from .problems import reject
 from .run import SECTIONS, Source, all_options
-from .setting import Setting
+from .setting import Reading, Setting
+from .suggest import near_key
 
 NULL = "tag:yaml.org,2002:null"
-RECORDS = ("world_size", "sources")      # in a run.json, what was, not what is wanted
+RECORDS = ("world_size", "sources")      # in a run.json: they describe the run that wrote it
 
 
-def read_yaml(path: str) -> list[Setting]:
-    """Raises one ConfigError with everything that is wrong; it never builds Python objects from the file."""
-    import yaml
-    wrong: list[str] = []
+def read_yaml(path: str) -> Reading:
+    """The settings of a file, and its problems. Never builds Python objects from it."""
+    reading = Reading()
     try:
-        root = yaml.compose(text_of(path, "--config"), Loader=yaml.SafeLoader)
+        root = _compose(path)
+    except ConfigError as error:
+        reading.refuse(error)
+        reading.is_complete = False
+        return reading
+    if root is not None:
+        _top(path, root, reading)
+    return reading
+
+
+def _compose(path: str) -> Any:
+    """The root node, None for an empty file. Raises ConfigError for what is not YAML."""
+    import yaml
+    try:
+        return yaml.compose(text_of(path, "--config"), Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}{_what(error)}.") from None
     except RecursionError:
         raise ConfigError(f"{path}: this is not a file of settings: its brackets are nested too deep.") from None
-    settings = [] if root is None else list(_top(path, root, wrong))
-    reject(wrong)
-    return settings
 
 
 def _what(error: Any) -> str:
@@ -63,47 +73,51 @@ def text_of(path: str, flag: str) -> str:
         raise ConfigError(f"{flag} {path}: {error.strerror.lower()}{where}.") from None
 
 
-def _top(path: str, root: Any, wrong: list[str]) -> Iterator[Setting]:
+def _top(path: str, root: Any, reading: Reading) -> None:
     if root.id != "mapping":
-        wrong.append(f"{path} holds no `name: value` lines, but a {root.id}.")
+        reading.refuse(f"{path} should hold `name: value` lines, but holds a {root.id}.")
+        reading.is_complete = False
         return
     inner = _by_key(root)
     if "format_version" in inner and "config" in inner and inner["config"].id == "mapping":
         root = inner["config"]                                        # a run.json
     ignored = RECORDS if set(RECORDS) <= set(_by_key(root)) else ()
-    for name, value, line in _entries(path, root, wrong):
+    for name, value, line in _entries(path, root, reading):
         if name in SECTIONS and value.id == "mapping":
-            for field, inner_value, inner_line in _entries(path, value, wrong):
-                yield from _setting(Entry(path, inner_line, field, inner_value, name), wrong)
+            for field, inner_value, inner_line in _entries(path, value, reading):
+                _read(Entry(path, inner_line, field, inner_value, name), reading)
         elif name not in ignored:
-            yield from _setting(Entry(path, line, name, value), wrong)
+            _read(Entry(path, line, name, value), reading)
 
 
 def _by_key(mapping: Any) -> dict[str, Any]:
     return {str(key.value): value for key, value in mapping.value}
 
 
-def _entries(path: str, mapping: Any, wrong: list[str]) -> Iterator[tuple[str, Any, int]]:
-    """(key, value, line number); a key that stands twice is wrong, where YAML itself would keep the last."""
+def _entries(path: str, mapping: Any, reading: Reading) -> Iterator[tuple[str, Any, int]]:
+    """(key, value, line number). A key that occurs twice is an error; YAML itself would keep the last."""
     first: dict[str, int] = {}
     for key, value in mapping.value:
         name, line = str(key.value), key.start_mark.line + 1
         if name in first:
-            wrong.append(f"{path}:{line}: {name} stands here and on line {first[name]} too. Keep one.")
+            reading.refuse(f"{path}:{line}: {name} occurs here and on line {first[name]}. Keep one.")
         else:
             first[name] = line
             yield name, value, line
 
 
-def _setting(entry: Entry, wrong: list[str]) -> Iterator[Setting]:
-    """None for an empty value: `lr:` leaves lr to the other sources."""
+def _read(entry: Entry, reading: Reading) -> None:
+    """An empty value sets nothing: `lr:` leaves lr to the other sources."""
+    option = None
     try:
         option = entry.option()
         if entry.value.tag != NULL:
             value = coerce(option, entry.plain(), f"{entry.where}: {entry.name}")
-            yield Setting(option.path, value, Source("yaml", entry.where))
+            reading.settings.append(Setting(option.path, value, Source("yaml", entry.where)))
     except ConfigError as error:
-        wrong.append(str(error))
+        reading.refuse(error, option.path if option else None)
+        if option is None:
+            reading.unread |= entry.probably_meant()
 
 
 @dataclass(frozen=True)
@@ -129,20 +143,31 @@ class Entry:
         return self.value.value
 
     def option(self) -> Option:
-        """The option that the name means. Raises ConfigError with the nearest one."""
-        name = self.name.replace("-", "_")
-        option = names().get(name)
+        """The option that the name means. Raises ConfigError with a suggestion."""
+        option = names().get(self._name)
         if option is not None and self.section in (None, option.section):
             return option
         if option is not None:
-            raise ConfigError(f"{self.where}: {self.name} belongs to the section {option.section}, not to {self.section}.")
-        switch = spellings().get("--" + name.replace("_", "-"))
+            raise ConfigError(f"{self.where}: {self.name} belongs in the section {option.section}, not in {self.section}.")
+        switch = spellings().get("--" + self._name.replace("_", "-"))
         if switch is not None:
             raise ConfigError(f"{self.where}: {self.name} is a flag without a value; in a file write "
-                              f"{switch.option.name}: {switch.value}.")
-        known = [key for key, o in names().items() if self.section in (None, o.section)]
-        near = did_you_mean(name, known) or did_you_mean(name, list(names()))
-        raise ConfigError(f"{self.where}: unknown key {self.name!r}{near or '. All of them are in docs/flags.md.'}")
+                              f"{switch.option.name}: {value_text(switch.value)}.")
+        raise ConfigError(f"{self.where}: unknown key {self.name!r}{self._near() or '. All keys are in docs/flags.md.'}")
+
+    def probably_meant(self) -> set[str]:
+        """Paths of the options that an unusable name probably stands for."""
+        switch, near = spellings().get("--" + self._name.replace("_", "-")), self._near()
+        meant = {option.path for name, option in names().items() if repr(name) in near or name == self._name}
+        return meant | ({switch.option.path} if switch else set())
+
+    @property
+    def _name(self) -> str:
+        return self.name.replace("-", "_")
+
+    def _near(self) -> str:
+        here = {name: name for name, option in names().items() if self.section in (None, option.section)}
+        return near_key(self.name, here) or near_key(self.name, {name: name for name in names()})
 
 
 @cache

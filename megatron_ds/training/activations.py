@@ -32,10 +32,10 @@ from ..models import MODELS
 from ..ops.blocked_attention import BLOCK, KERNELS, is_worth_blocking
 from ..ops.product import has_products, working_elements
 from ..pipeline.instruction import Op, Program
-from ..ramps import make_batch_size, planned_steps
 from ..tensor_parallel.cross_entropy import CPU_BLOCK, GPU_BLOCK
 from ..token_drop import make_token_drop
 from .dtypes import DTYPES
+from .length import planned_steps
 
 BLOCKS = ("block", "dropping block")
 
@@ -113,7 +113,7 @@ def workload_of(config: RunConfig, device: str) -> Workload:
 
 def last_step(config: RunConfig) -> int:
     """The number of the last step, from 0."""
-    return max(0, planned_steps(config.train, make_batch_size(config)) - 1)
+    return max(0, planned_steps(config) - 1)
 
 
 def most_kept(program: Program, kept: Mapping[int, int]) -> int:

@@ -15,7 +15,8 @@ from ..data.shorten import fold, truncate
 from ..difficulty import Difficulty
 from ..models import MODELS
 from ..progress import Progress
-from ..ramps import planned_steps, stated_batch_size
+from ..ramps import stated_batch_size
+from .length import planned_steps
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ def make_lengths(config: RunConfig) -> Lengths:
 
 def make_order(config: RunConfig, total: int) -> CurriculumOrder | None:
     """The order of the training samples, `total` an epoch; None without metrics. Reads files: raises DataError."""
-    curriculum, data, train = config.curriculum, config.data, config.train
+    curriculum, data = config.curriculum, config.data
     if not curriculum.curriculum_metrics:
         return None
     metrics = [read_metric(text) for text in curriculum.curriculum_metrics]
@@ -51,5 +52,5 @@ def make_order(config: RunConfig, total: int) -> CurriculumOrder | None:
     # As stated, not as rounded down for the ranks at hand: samples are the same on any number of them.
     batch_size = stated_batch_size(config)
     return order_by_difficulty(
-        metrics, total, seed=curriculum.data_efficiency_seed, steps=planned_steps(train, batch_size), batch_at=batch_size.at,
+        metrics, total, seed=curriculum.data_efficiency_seed, steps=planned_steps(config, batch_size), batch_at=batch_size.at,
         cache=Path(cache), identity=identity(config, MODELS[config.model.model].data, total))

@@ -34,11 +34,11 @@ from ..mpu.mesh import Mesh
 from ..optim import OPTIMIZERS
 from ..pipeline.schedules import SCHEDULES
 from ..progress import Progress
-from ..ramps import make_batch_size, planned_steps
 from ..stop_request import Stopped, StopRequest, before_training
 from .build import Engine, build_engine
 from .dry_run import dry_run, names_its_world
 from .join import joined
+from .length import make_length
 from .log import Log, check_folder, check_log, open_log
 from .persist import check_same_run, describe_run, load_run, saved_pieces
 from .plan import RULES
@@ -73,9 +73,6 @@ def _pretrain(argv, defaults: Mapping[str, object], stop: StopRequest) -> int:
     _set_up_logging(launch.rank)
     config = parse(argv, world_size=launch.world_size, env=os.environ, known=KNOWN_NAMES, rules=RULES,
                    defaults=defaults)
-    if config.checkpoint.save_interval and config.checkpoint.save is None and launch.rank == 0:
-        logger.warning("--save-interval %d without --save: no checkpoint will be written. Add --save DIR to keep the work.",
-                       config.checkpoint.save_interval)
     if config.plan.is_dry:
         return dry_run(config, launch)
     if launch.world_size > 1:        # a rank that left alone would let the others wait for it
@@ -131,8 +128,8 @@ def _leave_if_stopped(stop: StopRequest, mesh: Mesh) -> None:
 def _check_room(engine: Engine, progress: Progress) -> None:
     """A save folder that cannot hold one checkpoint ends the run here, not at its first save. Collective."""
     config, mesh = engine.config, engine.mesh
-    checkpoint, steps = config.checkpoint, planned_steps(config.train, make_batch_size(config)) - progress.step
-    saves = -(-steps // (checkpoint.save_interval or max(1, steps))) if steps > 0 else 0
+    checkpoint, steps = config.checkpoint, make_length(config).steps_after(progress)
+    saves = -(-steps // (checkpoint.save_interval or max(1, steps)))
     check_room(Path(checkpoint.save), saved_pieces(engine), tp=mesh.group("tp"), world=mesh.group("world"), saves=saves,
                limit=checkpoint.save_total_limit)
 
@@ -145,8 +142,11 @@ def _say_where_it_is(save: str | None, rank: int) -> None:
 
 def _nothing_to_do(config: RunConfig, progress: Progress) -> str:
     train = config.train
-    length = f"--train-samples is {train.train_samples}" if train.train_samples else f"--train-iters is {train.train_iters}"
-    return f"nothing to do: the checkpoint is at iteration {progress.step} ({progress.samples} samples) and {length}"
+    lengths = {"--train-iters": train.train_iters, "--train-samples": train.train_samples,
+               "--train-tokens": train.train_tokens}
+    limits = " and ".join(f"{name} is {limit}" for name, limit in lengths.items() if limit is not None)
+    return (f"nothing to do: the checkpoint is at iteration {progress.step} ({progress.samples} samples, {progress.tokens} "
+            f"tokens) and {limits}")
 
 
 def _what_would_fit(error: Exception, mesh: Mesh) -> str:

@@ -8,8 +8,8 @@ from ..data.fim import FIMDataset, make_fim
 from ..data.loader import Loader
 from ..models import MODELS
 from ..mpu.mesh import Mesh
-from ..ramps import make_batch_size, planned_steps
 from .curriculum import make_order
+from .length import make_length
 from .shared_reader import SharedReader
 from .trainer import Loaders
 
@@ -24,8 +24,10 @@ def wanted_samples(config: RunConfig) -> tuple[int, int, int]:
     Validation: one evaluation every `eval_interval` steps and one at the end, `eval_iters` global batches each.
     """
     train, size = config.train, config.train.global_batch_size
-    steps = planned_steps(train, make_batch_size(config))
-    samples = train.train_samples or steps * size
+    length = make_length(config)
+    steps = length.steps_after()
+    # A length in samples or iterations, also where it is only a bound, decides the order of the samples, as in Megatron.
+    samples = train.train_samples or (length.samples_after() if train.train_iters is None else train.train_iters * size)
     evaluations = steps // train.eval_interval + 1 if train.eval_interval else 1
     one = (train.eval_iters or 0) * size
     return samples, evaluations * one, one

@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 
 from ..config import RunConfig
-from ..ramps import make_batch_size, planned_steps
+from ..ramps import make_batch_size
 from ..token_drop import TokenDrop
 from .flops import model_flops
+from .length import planned_steps
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ def saving_of(config: RunConfig, drop: TokenDrop) -> Saving:
     model, length, batch_size = config.model, config.model.seq_length, make_batch_size(config)
     vocab = model.padded_vocab_size(config.parallel.tensor_model_parallel_size)
     samples_at: dict[int, int] = {}                                             # kept tokens → samples of such steps
-    samples, steps = 0, planned_steps(config.train, batch_size)
+    samples, steps = 0, planned_steps(config)
     for step in range(steps):
         kept, size = drop.kept_at(step, length), batch_size.at(samples)
         samples_at[kept] = samples_at.get(kept, 0) + size

@@ -3,7 +3,7 @@
 from dataclasses import fields
 
 from ..config import RunConfig
-from ..config.dump import report_non_default
+from ..config.dump import report_non_default, report_without_effect
 from ..mpu.mesh import Mesh
 from ..pipeline.draw import draw
 from ..pipeline.simulate import simulate
@@ -22,7 +22,7 @@ def describe(engine: Engine, launch_source: str) -> str:
         _schedule(config, engine.plan, engine.pinned), "",
         f"optimizer: {config.optimizer.optimizer}, {config.optimizer.params_dtype} weights, {config.optimizer.gradient_dtype} "
         "gradients, fp32 optimizer state", _zero(engine), _memory(engine), "",
-        report_non_default(config)))
+        report_non_default(config), *filter(None, (report_without_effect(config),))))
 
 
 def _memory(engine: Engine) -> str:

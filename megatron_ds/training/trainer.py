@@ -11,13 +11,14 @@ from dataclasses import dataclass
 import torch
 
 from ..progress import Progress
-from ..ramps import count_steps, make_batch_size, make_learning_rate, make_weight_decay, planned_steps
+from ..ramps import make_batch_size, make_learning_rate, make_weight_decay
 from ..stop_request import StopRequest
 from ..token_drop import make_token_drop
 from .build import Engine
 from .curriculum import make_lengths
 from .evaluate import evaluate
 from .flops import model_flops, peak_flops
+from .length import make_length
 from .log import EvalRecord, Log, TrainRecord
 from .persist import save_run
 from .step import StepOutcome, train_step
@@ -57,6 +58,8 @@ class Trainer:
         self.learning_rate = make_learning_rate(config)
         self.weight_decay = make_weight_decay(config)
         self.batch_size = make_batch_size(config)
+        self.length = make_length(config)
+        self._planned, self._total = self.length.steps_after(), progress.step + self.length.steps_after(progress)
         self.lengths, self.drop = make_lengths(config), make_token_drop(config)
         self.started = started or time.monotonic()
         self.stop = stop or StopRequest()
@@ -97,10 +100,7 @@ class Trainer:
         return "finished"
 
     def _is_finished(self) -> bool:
-        train = self.config.train
-        if train.train_samples:      # the last samples, too few for a batch, are left over, as in Megatron
-            return not count_steps(self.batch_size, train.train_samples, self.progress.samples)
-        return self.progress.step >= train.train_iters
+        return self.length.is_reached(self.progress)
 
     def _wants_to_stop(self) -> bool:
         minutes = self.config.train.exit_duration_in_mins
@@ -147,13 +147,13 @@ class Trainer:
         seconds = statistics.fmean(done.outcome.seconds + done.data_seconds for done in self._window)
         flops = statistics.fmean(done.flops for done in self._window) / seconds / self._world
         return TrainRecord(
-            step=p.step, steps=self._total_steps(), samples=p.samples, tokens=p.tokens, step_seconds=seconds,
+            step=p.step, steps=self._total, samples=p.samples, tokens=p.tokens, step_seconds=seconds,
             learning_rate=last.learning_rate, weight_decay=last.weight_decay, global_batch_size=size,
             loss=statistics.fmean(o.loss for o in outcomes), loss_scale=last.loss_scale, grad_norm=last.grad_norm,
             skipped_steps=p.skipped_steps, nan_steps=p.nan_steps, seq_length=seq_length,
             tokens_per_second=statistics.fmean(done.tokens for done in self._window) / seconds,
             tflops_per_rank=flops / 1e12, mfu=flops / self._peak,
-            eta_seconds=(self._total_steps() - p.step) * seconds, memory_gib=peak_memory_gib(self.engine.mesh.device),
+            eta_seconds=(self._total - p.step) * seconds, memory_gib=peak_memory_gib(self.engine.mesh.device),
             data_seconds=statistics.fmean(done.data_seconds for done in self._window), kept_tokens=kept_tokens,
             layer_tokens=p.layer_tokens,
             actual_seq_length=self._layer_tokens(p.step - 1, seq_length) // self.config.model.num_layers,
@@ -171,12 +171,6 @@ class Trainer:
     def _world(self) -> int:
         return self.engine.mesh.grid.world_size
 
-    def _total_steps(self) -> int:
-        train, p = self.config.train, self.progress
-        if train.train_samples:
-            return p.step + count_steps(self.batch_size, train.train_samples, p.samples)
-        return train.train_iters
-
     # ------------------------------------------------------------------ evaluation and checkpoints
     def evaluate(self, split: str) -> bool:
         """Evaluate on "validation" or "test" and log it; whether a rank wished to stop meanwhile."""
@@ -184,7 +178,7 @@ class Trainer:
         size = self.batch_size.final
         validation = split == "validation"
         # The position in the validation stream is a function of the step, as in Megatron; a checkpoint may be beyond the plan.
-        step = min(self.progress.step, planned_steps(train, self.batch_size))
+        step = min(self.progress.step, self._planned)
         rounds = step // train.eval_interval - 1 if validation and train.eval_interval else 0
         result = evaluate(
             self.engine, self.loaders.valid if validation else self.loaders.test,

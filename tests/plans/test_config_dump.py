@@ -84,7 +84,7 @@ def test_a_bug_keeps_its_traceback():
 
 def test_the_configuration_needs_neither_torch_nor_yaml_and_ends_a_command_with_code_two():
     program = ("import sys; from megatron_ds.config import parse; from megatron_ds.config.guard import main_guard; "
-               "code = main_guard(lambda: parse(['--num-layer', '2']) and 0); "
+               f"code = main_guard(lambda: parse({[*FLAGS[2:], '--num-layer', '2']}) and 0); "
                "sys.exit(99 if {'torch', 'yaml', 'numpy'} & set(sys.modules) else code)")
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (

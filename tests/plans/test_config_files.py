@@ -21,7 +21,7 @@ def written(tmp_path, text: str, name: str = "run.yaml") -> str:
 
 
 def values(tmp_path, text: str) -> dict:
-    return {setting.path: setting.value for setting in read_yaml(written(tmp_path, text))}
+    return {setting.path: setting.value for setting in read_yaml(written(tmp_path, text)).settings_or_error()}
 
 
 def test_names_may_be_bare_or_in_their_section_and_in_any_spelling(tmp_path):
@@ -60,7 +60,7 @@ def test_an_empty_value_leaves_the_option_to_others(tmp_path):
 
 def test_a_tag_that_would_run_code_is_only_a_text(tmp_path):
     with pytest.raises(ConfigError, match="not a whole number|block under it"):
-        read_yaml(written(tmp_path, "seed: !!python/object/apply:os.system ['echo hi']"))
+        read_yaml(written(tmp_path, "seed: !!python/object/apply:os.system ['echo hi']")).settings_or_error()
 
 
 def test_flags_win_over_files_and_files_over_the_script(tmp_path):

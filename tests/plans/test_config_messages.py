@@ -22,6 +22,10 @@ SAMPLES = f"{MODEL} {RUN} --mock-data --train-samples"
 FILES = {
     "gpt.yaml": "num_layers: 12\nhiden_size: 768\noptimizer:\n  lr: fast\n  hidden_size: 768\n  lr: 6e-4\nswiglu: true\n"
                 "seed: {a: 1}\n",
+    "mock.yaml": "mock_data: true\n",
+    "synonyms.yaml": "learning_rate: 1\nmax-steps: 5\nfrobnicate: 1\nno_position_embedding: true\n",
+    "off.json": '{"wall_clock_breakdown": false, "zero_optimization": {"contiguous_gradients": true, "stge": 2}, "wandb": '
+                '{"enabled": true}, "learning_rate": 1, "optimizer": {"type": "Adam", "params": {"bias_correction": false}}}',
     "large.yaml": "hidden_size: 1024\nmin_lr: 1e-5\n",
     "broken.yaml": "a: [1, 2\nb: 3\n",
     "other.yaml": "min-lr: 2e-5\n",
@@ -43,7 +47,11 @@ FILES = {
 CASES = [(1, ""), *((ranks, f"{GOOD} {extra}") for ranks, extra in (
     (1, "--num_lyers 12 --lr fast --bf16 true --seed"),
     (1, "-lr 1e-3 –bf16 —hidden-siz 5 --seed 1"),
-    (1, "--use-flash-attn --transformer-impl local --no-load-rng"),
+    (1, "--use-flash-attn --data-impl lazy --exit-signal SIGHUP --num-experts 8 --moe-router-topk 2"),
+    (1, "--learning-rate 1 --output-dir out --tp 2 --epochs 3 --compile --gpus 8 --frobnicate"),
+    (1, "--lr fast --num_lyers 3 --fp16 --bf16 --config synonyms.yaml --deepspeed_config off.json"),
+    (1, "--local-rank 3"),
+    (1, "--local_rank first"),
     (1, "--swiglu --squared-relu"),
     (1, "--activation gulu --hidden-dropout 1 --normalization batchnorm"),
     (1, "--data-path"),
@@ -72,7 +80,6 @@ CASES = [(1, ""), *((ranks, f"{GOOD} {extra}") for ranks, extra in (
     (1, "--zero-accumulate full --main-grads-dtype bf16"),
     (1, "--start-weight-decay 0"),
     (1, "--weight-decay-incr-style linear"),
-    (1, "--data-path corpus --tokenizer-type GPT2BPETokenizer"),
     (1, "--save-interval 10 --finetune"),
     (1, "--recompute-num-layers 2"),
     (1, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2"),
@@ -92,6 +99,13 @@ CASES = [(1, ""), *((ranks, f"{GOOD} {extra}") for ranks, extra in (
 )), *((ranks, words) for ranks, words in (
     (1, f"{MODEL} {RUN} --train-iters 100"),
     (1, f"{MODEL} {RUN} --train-iters 100 --data-path corpus"),
+    (1, f"{MODEL} {RUN} --train-iters 100 --data-path corpus --config mock.yaml --tokenizer-type NullTokenizer"),
+    (1, f"{MODEL} {RUN} --train-tokens 1e6 --lr-warmup-samples 10 --lr-decay-tokens 1e6 --mock-data"),
+    (1, f"{MODEL} {RUN} --train-tokens 1e6 --lr-warmup-samples 10 --mock-data"),
+    (1, f"{MODEL} {RUN} --train-tokens 1e6 --lr-warmup-tokens 2e6 --lr-decay-style cosine --mock-data"),
+    (1, f"{MODEL} {RUN} --train-iters 100 --lr-warmup-tokens 100 --mock-data"),
+    (1, f"{MODEL} {RUN} --train-tokens 1e6 --lr-decay-tokens 1e6 --lr-decay-style WSD --mock-data"),
+    (1, f"{MODEL} {RUN} --train-tokens 1e6 --lr-decay-style WarmupLR --mock-data"),
     (1, f"{MODEL} {RUN} --train-iters 100 --train-data-path corpus --split 9,1"),
     (1, f"{MODEL} {RUN} --train-iters 100 --valid-data-path corpus --tokenizer-type GPT2BPETokenizer"),
     (1, f"{MODEL} {RUN} --train-iters 100 --data-path corpus --split none --tokenizer-type GPT2BPETokenizer"),
@@ -127,7 +141,7 @@ CASES = [(1, ""), *((ranks, f"{GOOD} {extra}") for ranks, extra in (
 
 def message(ranks: int, words: str) -> str:
     try:
-        parse(words.split(), ranks)
+        parse(words.split(), ranks, env={})
     except ConfigError as error:
         return str(error)
     return "(accepted)"

@@ -75,3 +75,20 @@ def test_a_curriculum_goes_on_where_it_stopped_with_other_ranks(tmp_path, corpus
     train(1, [*plain, "--save", tmp_path / "plain"])
     assert run_file(tmp_path / "plain", STEPS)["progress"]["tokens"] == GLOBAL_BATCH * SEQ_LENGTH * STEPS
     assert losses(tmp_path / "plain")[1] != pytest.approx(whole[1], rel=1e-4)
+
+
+def test_a_run_in_tokens_ends_and_decays_by_the_tokens_that_were_trained_on(tmp_path):
+    job = [*TINY, "--lr-warmup-iters", "0", "--mock-data", "--train-tokens", "300", "--train-iters", "99",
+           "--lr-warmup-tokens", "64", "--lr-decay-style", "linear", "--min-lr", "0", "--curriculum-type", "seqlen",
+           "--curriculum-min-length", "8", "--curriculum-steps", "4", "--curriculum-length-step", "4", "--save", tmp_path,
+           "--load", tmp_path]
+    train(1, [*job, "--exit-interval", "2"])
+    train(2, job)
+    found, tokens = records(tmp_path), 0
+    assert [record["seq_length"] for record in found] == [8, 12, 12, 16, 16, 16]
+    for record in found:
+        rate = tokens / 64 if tokens <= 64 else (300 - tokens) / (300 - 64)
+        assert record["learning_rate"] == pytest.approx(1e-3 * rate) and record["steps"] == 6
+        tokens += GLOBAL_BATCH * record["seq_length"]
+        assert record["tokens"] == tokens
+    assert tokens - GLOBAL_BATCH * 16 < 300 <= tokens

@@ -1,0 +1,101 @@
+"""`TrainingLength`: when a run ends, and how many steps and samples that takes.
+
+A length in samples leaves out the last samples if they are fewer than a batch, as in Megatron. A length in tokens ends with
+the step that reaches it, as in Megatron-DeepSpeed; beside it a length in iterations or samples is an upper bound.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..config import RunConfig
+from ..config.curriculum import RESHAPE, length_difficulty
+from ..difficulty import Custom
+from ..progress import Progress
+from ..ramps import BatchRamp, Tokens, count_steps, make_batch_size, token_count
+from ..token_drop import make_token_drop
+
+START = Progress()
+
+
+@dataclass(frozen=True)
+class TrainingLength:
+    """iters, samples, tokens: the limits, None where there is none.
+
+    tokens_at    step, from 0 → tokens of one of its samples, times `num_layers`
+    is_settled   whether tokens_at is the same at a step and at all later ones
+    """
+
+    batch_size: BatchRamp
+    iters: int | None
+    samples: int | None
+    tokens: int | None
+    count: Tokens
+    num_layers: int
+    tokens_at: Callable[[int], int]
+    is_settled: Callable[[int], bool]
+
+    def is_reached(self, progress: Progress) -> bool:
+        return (self.iters is not None and progress.step >= self.iters
+                or self.samples is not None and progress.samples + self.batch_size(progress) > self.samples
+                or self.tokens is not None and self.count(progress) >= self.tokens)
+
+    def steps_after(self, progress: Progress = START) -> int:
+        """Steps from there to the end."""
+        return self._rest(progress)[0]
+
+    def samples_after(self, progress: Progress = START) -> int:
+        """Samples of those steps."""
+        return self._rest(progress)[1]
+
+    def _rest(self, progress: Progress) -> tuple[int, int]:
+        most = math.inf
+        if self.iters is not None:
+            most = max(0, self.iters - progress.step)
+        if self.samples is not None:
+            most = min(most, count_steps(self.batch_size, self.samples, progress.samples))
+        left = math.inf
+        if self.tokens is not None:
+            seen = progress.tokens * self.num_layers if self.count.layers is None else progress.layer_tokens
+            left = self.tokens * self.num_layers - seen
+        return self._walk(progress, most, left)
+
+    def _walk(self, progress: Progress, most: float, left: float) -> tuple[int, int]:
+        """Take steps until there are `most`, or until no tokens are `left`; many at a time where they are alike."""
+        steps, n = 0, progress.samples
+        while steps < most and left > 0:
+            size, step = self.batch_size.at(n), progress.step + steps
+            of_step = size * self.tokens_at(step) if left < math.inf else 0
+            alike = min(most - steps, _steps_within(self.batch_size.until(n) - n, size))
+            if left < math.inf:
+                alike = min(alike, -(-left // of_step)) if self.is_settled(step) else 1
+            steps, n, left = steps + alike, n + alike * size, left - alike * of_step
+        return int(steps), int(n - progress.samples)
+
+
+def _steps_within(samples: float, size: int) -> float:
+    return -(-samples // size) if samples < math.inf else math.inf
+
+
+def make_length(config: RunConfig, batch_size: BatchRamp | None = None) -> TrainingLength:
+    """The length that a config describes. batch_size: by default `make_batch_size(config)`."""
+    model, train, drop, full = config.model, config.train, make_token_drop(config), config.model.seq_length
+    difficulty = length_difficulty(config.curriculum, full) if config.curriculum.curriculum_type else None
+    folds = config.curriculum.curriculum_type == RESHAPE
+
+    def tokens_at(step: int) -> int:
+        length = full if difficulty is None else min(full, difficulty.at(step + 1))
+        rows = full // length if folds else 1
+        return rows * (drop.layer_tokens(step, length) if drop else model.num_layers * length)
+
+    def is_settled(step: int) -> bool:
+        return (difficulty is None or not isinstance(difficulty, Custom) and difficulty.at(step + 1) == difficulty.maximum) \
+            and (drop is None or drop.kept_at(step) == drop.kept.maximum)
+
+    return TrainingLength(batch_size or make_batch_size(config), train.train_iters, train.train_samples, train.train_tokens,
+                          token_count(config), model.num_layers, tokens_at, is_settled)
+
+
+def planned_steps(config: RunConfig, batch_size: BatchRamp | None = None) -> int:
+    """Optimizer steps of the whole training; 0 where it is only evaluated."""
+    return make_length(config, batch_size).steps_after()
