@@ -60,10 +60,12 @@ step "3. short sequences first, and blocks that drop tokens"
 
 step "4. what each saw, took and learned"
 "$PYTHON" - "$out" <<'PY'
-import json, sys
+import sys
+from pathlib import Path
+from megatron_ds.training.metrics_file import read_metrics
 print(f"{'run':10} {'tokens':>10} {'layer tokens':>13} {'seconds':>8} {'validation loss':>16}")
 for name in ("plain", "efficient"):
-    records = [json.loads(line) for line in open(f"{sys.argv[1]}/{name}.jsonl")]
+    records = read_metrics(Path(sys.argv[1], f"{name}.jsonl"))
     train = [r for r in records if r["kind"] == "train"]
     seconds = sum((b["step"] - a) * b["step_seconds"] for a, b in zip([0, *(r["step"] for r in train)], train))
     loss = [r["loss"] for r in records if r["kind"] == "validation"][-1]

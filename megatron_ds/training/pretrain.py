@@ -33,10 +33,11 @@ from ..pipeline.schedules import SCHEDULES
 from .build import build_engine
 from .dry_run import dry_run, names_its_world
 from .join import joined
-from .log import Log, check_folder, check_log, open_log
+from .log import Log, check_log, open_log
 from .persist import describe_run, load_run
 from .plan import RULES
 from .samples import build_loaders, rearranged, wanted_samples
+from .sink import check_folder
 from .startup import describe
 from .together import together
 from .trainer import Trainer
@@ -83,7 +84,7 @@ def train(as_given: RunConfig, mesh: Mesh, source: str, started: float) -> str:
         logger.info("%s", describe(engine, source))
     description = describe_run(config, as_given, tokenizer)
     progress = load_run(engine, description)
-    log = open_log(config, progress.step) if mesh.rank == 0 else Log(())
+    log = open_log(config, progress, description.get("run_id")) if mesh.rank == 0 else Log()
     return Trainer(engine, loaders, log, progress, description, started).run()
 
 
