@@ -81,7 +81,7 @@ def train(as_given: RunConfig, mesh: Mesh, source: str, started: float) -> str:
     together(mesh.group("world"), lambda: _check_outputs(config, mesh.rank))
     engine = build_engine(config, mesh)
     if mesh.rank == 0:
-        logger.info("%s", describe(engine, source))
+        logger.info("%s", describe(engine, source, as_given))
     description = describe_run(config, as_given, tokenizer)
     progress = load_run(engine, description)
     log = open_log(config, progress, description.get("run_id")) if mesh.rank == 0 else Log()

@@ -1,6 +1,7 @@
 """How runs end: signals, limits of steps, samples and time; each saves, says why, and exits with code 0."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from tests.harness.pretraining import (
     run_file,
     train,
 )
-from tests.harness.spoilers import signal_at_step, signal_in_evaluation
+from tests.harness.spoilers import files_limited, signal_at_step, signal_in_evaluation
 
 ROOT = Path(__file__).parents[2]
 LONG = [*TINY, "--mock-data", "--train-iters", "100000"]
@@ -104,6 +105,16 @@ def test_evaluation_changes_nothing_of_the_training(tmp_path):
     train(1, [*MOCK, "--save", tmp_path / "plain"])
     train(1, [*MOCK, *EVALUATING, "--save", tmp_path / "evaluated"])
     assert losses(tmp_path / "plain") == losses(tmp_path / "evaluated")
+
+
+def test_a_disk_that_is_too_full_for_logs_ends_no_run(tmp_path):
+    sinks = {"--metrics-path": "m.jsonl", "--tensorboard-dir": "tb", "--trace": "traces"}
+    flags = [word for flag, name in sinks.items() for word in (flag, str(tmp_path / name))]
+    out = train(1, [*MOCK, *flags], spoil=partial(files_limited, size=1000))[0].out
+    for name in ("to .*m.jsonl", "to .*tb", ".*pipeline-rank-0.json"):
+        assert len(re.findall(f"cannot write {name}: File too large", out)) == 1, out
+    assert len(re.findall(r"[1-9] record\(s\) of this run are missing in ", out)) == 2
+    assert f"iteration        {STEPS}/" in out and "training ended: finished" in out
 
 
 # From outside, as users do it.
