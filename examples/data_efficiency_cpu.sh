@@ -61,10 +61,12 @@ step "3. a run with short sequences first and token dropping"
 
 step "4. tokens, time and validation loss of both runs"
 "$PYTHON" - "$out" <<'PY'
-import json, sys
+import sys
+from pathlib import Path
+from megatron_ds.training.metrics_file import read_metrics
 print(f"{'run':10} {'tokens':>10} {'layer tokens':>13} {'seconds':>8} {'validation loss':>16}")
 for name in ("plain", "efficient"):
-    records = [json.loads(line) for line in open(f"{sys.argv[1]}/{name}.jsonl")]
+    records = read_metrics(Path(sys.argv[1], f"{name}.jsonl"))
     train = [r for r in records if r["kind"] == "train"]
     seconds = sum((b["step"] - a) * b["step_seconds"] for a, b in zip([0, *(r["step"] for r in train)], train))
     loss = [r["loss"] for r in records if r["kind"] == "validation"][-1]

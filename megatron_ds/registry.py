@@ -1,6 +1,6 @@
 """Name → thing, with a helpful error for a name that nobody registered.
 
-Models, schedules, tokenizers, optimizers and metric sinks each keep one `Registry`; `tests/contracts/` run over them,
+Models, schedules, tokenizers and optimizers each keep one `Registry`; `tests/contracts/` run over them,
 so an entry is tested by existing.
 """
 

@@ -1,9 +1,8 @@
-"""Draw the loss curve of a run from its metrics.jsonl.
+"""Draw the loss curve of a run from its metrics.jsonl: of the newest run in the file, each step once.
 
     python tools/plot_loss.py --metrics quickstart/metrics.jsonl --output loss.png
 """
 
-import json
 import math
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 from megatron_ds.config.arguments import Arguments
 from megatron_ds.config.guard import main_guard
 from megatron_ds.errors import ConfigError, DataError
+from megatron_ds.training.metrics_file import read_metrics
 
 STYLES = {"train": dict(linewidth=1.5), "validation": dict(marker="o", linestyle="--", markersize=4),
           "test": dict(marker="s", linestyle="none")}
@@ -21,12 +21,8 @@ def read(path: Path) -> dict[str, list[dict]]:
     if not path.exists():
         raise DataError(f"--metrics {path}: no such file. Start the run with --save or --metrics-jsonl to write one.")
     records: dict[str, list[dict]] = {}
-    for number, line in enumerate(path.read_text().splitlines(), 1):
-        try:
-            record = json.loads(line)
-            records.setdefault(record["kind"], []).append(record)
-        except (ValueError, KeyError, TypeError):
-            raise DataError(f"{path}, line {number}: not a record of a run. Was the file edited, or cut short?") from None
+    for record in read_metrics(path):
+        records.setdefault(record["kind"], []).append(record)
     return records
 
 

@@ -98,6 +98,9 @@ class LoggingConfig:
     metrics_path: str | None = option(None, flags=["--metrics-jsonl"],
                                       help="File to which the record of each log line is appended as JSON. Default: "
                                       "metrics.jsonl in the --save directory, if there is one.")
+    progress_bar: bool = option(
+        True, help="Show a progress bar while stdout is a terminal. Log files never contain one.",
+        avoid="Turn it off where a recording of the terminal must hold plain lines.")
     trace: str | None = option(
         None, help="Directory for timelines of the pipeline's instructions, one file per pipeline rank, for "
         "tools/show_schedule.py or chrome://tracing. Default: none are written.")

@@ -9,7 +9,7 @@ from .report import share
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Means over the global batches; terms: of what else the objective holds. stop: a rank wished to end the run meanwhile."""
+    """Means over the global batches; terms: of the rest of the objective. stop: a rank asked to end the run meanwhile."""
 
     loss: float
     terms: dict[str, float]
@@ -18,10 +18,10 @@ class Evaluation:
 
 
 def evaluate(engine: Engine, loader, *, first_sample: int, iterations: int, global_batch_size: int,
-             should_stop=lambda: False) -> Evaluation:
-    """Over `iterations` global batches.
+             should_stop=lambda: False, after_batch=lambda: None) -> Evaluation:
+    """Over `iterations` global batches; `after_batch()` is called after each.
 
-    Collective over the world. A wish to stop ends the evaluation after the current batch; its mean is then over fewer.
+    Collective over the world. A request to stop ends the evaluation after the current batch; its mean is then over fewer.
     """
     names = objective_terms(engine.config)
     start, total, terms, done, stop = time.perf_counter(), 0.0, dict.fromkeys(names, 0.0), 0, False
@@ -35,5 +35,6 @@ def evaluate(engine: Engine, loader, *, first_sample: int, iterations: int, glob
         report = share(losses, engine.mesh, should_stop(), train.calculate_per_token_loss, names)
         total, done, stop = total + report.loss, done + 1, report.stop
         terms = {name: terms[name] + report.terms[name] for name in names}
+        after_batch()
     mean = lambda x: x / max(done, 1)
     return Evaluation(mean(total), {name: mean(x) for name, x in terms.items()}, time.perf_counter() - start, stop)

@@ -1,15 +1,12 @@
-"""Model FLOPs by Megatron's formula, and what share of the machine's peak they are (MFU).
+"""Model FLOPs by Megatron's formula, and which fraction of the device's peak they are (MFU).
 
 Counted are the matrix multiplications of forward and backward (backward costs twice the forward), causal attention at half
 its full matrix, nothing for recomputation: the FLOPs of the *model*, whatever the implementation does.
 """
 
-import time
-
 import torch
 
 from ..models import MODELS
-from ..ops.product import product
 
 # Dense peak of one device, FLOP/s, from the vendors' data sheets; (16-bit, fp32 as torch runs it without TF32).
 DEVICE_PEAKS = {
@@ -55,28 +52,24 @@ def model_flops(model, samples: int, seq_length: int, vocab_size: int, dropping:
     return samples * (blocks + layer_flops(model, MODELS[model.model].head, seq_length, vocab_size))
 
 
-def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
-    """(FLOP/s, where the figure comes from) of this rank's device: its data sheet, or a short measurement.
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Peak FLOP/s of this rank's device by its data sheet; None for a CPU and for a GPU that is not in the table.
 
-    On a CPU 0.06 seconds of matrix multiplications on this rank's threads tell; all ranks of a host measure at once, so
-    each sees its share of the machine.
+    No peak is measured: on a busy machine the measurement comes out below what the run itself achieves later.
     """
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        for model in sorted(DEVICE_PEAKS, key=len, reverse=True):
-            if all(word in name for word in model.split()):
-                return DEVICE_PEAKS[model][0 if dtype != torch.float32 else 1], f"data sheet of {model}"
-    return _measured_peak(device, dtype), "measured matrix multiplication"
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    for model in sorted(DEVICE_PEAKS, key=len, reverse=True):
+        if all(word in name for word in model.split()):
+            return DEVICE_PEAKS[model][0 if dtype != torch.float32 else 1]
+    return None
 
 
-def _measured_peak(device: torch.device, dtype: torch.dtype, n: int = 512, seconds: float = 0.06) -> float:
-    a = torch.ones(n, n, dtype=dtype, device=device)
-    product(a, a)
-    best, end = float("inf"), time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        start = time.perf_counter()
-        product(a, a)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - start)
-    return 2 * n**3 / best
+def utilization(flops: float, peak: float | None) -> float | None:
+    """MFU: model FLOP/s as a fraction of the peak, at most 1.
+
+    None without a peak, and where the fraction exceeds 1: the peak is then another arithmetic's (fp32 weights multiplied in
+    TF32), so the fraction means nothing.
+    """
+    return flops / peak if peak and flops <= peak else None

@@ -39,10 +39,11 @@ from .build import Engine, build_engine
 from .dry_run import dry_run, names_its_world
 from .join import joined
 from .length import make_length
-from .log import Log, check_folder, check_log, open_log
+from .log import Log, check_log, open_log
 from .persist import check_same_run, describe_run, load_run, saved_pieces
 from .plan import RULES
 from .samples import build_loaders, rearranged, wanted_samples
+from .sink import check_folder
 from .start import clear_save_folder, find_start, save_folder
 from .startup import describe
 from .together import together
@@ -104,18 +105,17 @@ def train(as_given: RunConfig, mesh: Mesh, source: str, started: float, stop: St
         _leave_if_stopped(stop, mesh)
         engine = build_engine(config, mesh)
         if mesh.rank == 0:
-            logger.info("%s", describe(engine, source))
+            logger.info("%s", describe(engine, source, as_given))
         _leave_if_stopped(stop, mesh)
         progress = load_run(engine, start)
         _leave_if_stopped(stop, mesh)
         if checkpoint.save:
             clear_save_folder(checkpoint, world)
             _check_room(engine, progress)
-        log = open_log(config, progress.step) if mesh.rank == 0 else Log(())
-        trainer = Trainer(engine, loaders, log, progress, description, started, stop)
-        reason = trainer.run()
+        log = open_log(config, progress, start.run_id) if mesh.rank == 0 else Log()
+        reason = Trainer(engine, loaders, log, progress, description, started, stop).run()
         _say_where_it_is(checkpoint.save, mesh.rank)
-    return _nothing_to_do(config, progress) if reason == "finished" and progress.step == trainer.progress.step > 0 else reason
+    return _nothing_to_do(config, progress) if progress.step and make_length(config).is_reached(progress) else reason
 
 
 def _leave_if_stopped(stop: StopRequest, mesh: Mesh) -> None:

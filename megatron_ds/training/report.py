@@ -1,4 +1,4 @@
-"""What the ranks tell each other after a step: losses of the last stage, and wishes to stop. One small all-reduce."""
+"""What the ranks exchange after a step: losses of the last stage, and requests to stop. One small all-reduce."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,6 +8,7 @@ import torch
 
 from ..mpu.collectives import all_reduce_
 from ..mpu.mesh import Mesh
+from .tables import ranks_in_short
 
 
 @dataclass(frozen=True)
@@ -58,3 +59,23 @@ def share(losses: Sequence, mesh: Mesh, stop: bool = False, per_token: bool = Fa
     total, count, tokens, stop_votes, *rest = row.tolist()
     means = {name: rest[2 * i] / max(rest[2 * i + 1], 1) for i, name in enumerate(terms)}
     return StepReport(total / max(count, 1), tokens, stop_votes > 0, means)
+
+
+def stop_reason(requests: Sequence[tuple[str | None, float | None]]) -> str:
+    """Why the run stops, in words: "rank 3 received SIGTERM", "time limit of 30 min reached".
+
+    requests: of each rank, the name of the signal that it received, and the time limit in minutes if that is over
+    """
+    received: dict[str, list[int]] = {}
+    for rank, (name, _) in enumerate(requests):
+        if name:
+            received.setdefault(name, []).append(rank)
+    reasons = [f"{_of_all(ranks, len(requests))}received {name}" for name, ranks in received.items()]
+    limits = sorted({minutes for _, minutes in requests if minutes is not None})
+    return ", ".join([*reasons, *(f"time limit of {minutes:g} min reached" for minutes in limits)])
+
+
+def _of_all(ranks: Sequence[int], world: int) -> str:
+    if len(ranks) == world:
+        return f"all {world} ranks " if world > 1 else ""
+    return f"rank{'s' * (len(ranks) > 1)} {ranks_in_short(ranks)} "

@@ -1,39 +1,54 @@
-"""What a run says before its first step: grid, stages, schedule, kernels, and every value that is not default."""
+"""What a run prints before its first step: grid, model, stages, schedule, memory, and every value that is not default."""
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import fields
+from pathlib import Path
 
 from ..config import RunConfig
-from ..config.dump import report_non_default, report_without_effect
-from ..mpu.mesh import Mesh
+from ..config.dump import report_without_effect
+from ..config.help import value_text
+from ..config.run import non_default
+from ..models import build_stages
+from ..mpu.grid import Grid
+from ..mpu.imagined import imagined_mesh
 from ..pipeline.draw import draw
 from ..pipeline.simulate import simulate
 from .activations import kept_by_stage, most_kept, workload_of
-from .build import Engine
+from .build import Engine, describe_layers
 from .plan import RunPlan, microbatches_of, plan_schedule
 
 SHARES = {"flops": "FLOPs", "parameters": "parameters", "uniform": "decoder layers", "measured": "measured time"}
+NOUNS = {"embedding": "embedding", "bert_embedding": "embedding", "norm": "final norm", "head": "output head",
+         "bert_head": "output heads"}
+# Kind of a value's source → the group that the value is listed in, from the name of the source.
+GROUPS = {"flag": lambda name: "flags", "script": lambda name: name, "derived": lambda name: "derived",
+          "yaml": lambda name: Path(name.rpartition(":")[0]).name,
+          "deepspeed": lambda name: Path(name.rpartition(" ")[0]).name}
+WIDTH = 110
 
 
-def describe(engine: Engine, launch_source: str) -> str:
-    """The whole start-up text of rank 0."""
+def describe(engine: Engine, launch_source: str, given: RunConfig) -> str:
+    """The whole start-up text of rank 0. given: the config before the tokenizer set the size of the vocabulary."""
     config, mesh = engine.config, engine.mesh
     return "\n".join((
-        _grid(mesh, launch_source), "", _stages(engine.plan, SHARES[config.parallel.pipeline_cut]), "",
+        grid_text(mesh.grid, launch_source, mesh.device.type), _model(engine, given), "",
+        _stages(engine.plan, SHARES[config.parallel.pipeline_cut]), "",
         _schedule(config, engine.plan, engine.pinned), "",
         f"optimizer: {config.optimizer.optimizer}, {config.optimizer.params_dtype} weights, {config.optimizer.gradient_dtype} "
         "gradients, fp32 optimizer state", _zero(engine), _memory(engine), "",
-        report_non_default(config), *filter(None, (report_without_effect(config),))))
+        values_text(config), *filter(None, (report_without_effect(config),))))
 
 
 def _memory(engine: Engine) -> str:
     held = engine.optimizer.memory()
     kinds = {field.name: getattr(held, field.name) for field in fields(held)}
     words = ", ".join(f"{name} {count / 2**20:.1f}" for name, count in (kinds | _activations(engine)).items() if count)
-    return f"memory of rank 0 for {sum(p.numel() for p in engine.parameters):,} parameters (MiB): {words}"
+    return f"memory of rank 0 (MiB): {words}"
 
 
 def _activations(engine: Engine) -> dict[str, int]:
-    """What the micro-batches of a full batch keep at the worst moment, as --dry-run says it."""
+    """What the micro-batches of a full batch keep at the worst moment, as --dry-run shows it."""
     config, train = engine.config, engine.config.train
     work = workload_of(config, engine.mesh.device.type)
     program = plan_schedule(config, microbatches_of(config), engine.pinned, engine.plan.stage_costs())
@@ -43,10 +58,74 @@ def _activations(engine: Engine) -> dict[str, int]:
     return {"activations": most_kept(program[engine.mesh.coordinate("pp")], kept)}
 
 
-def _grid(mesh: Mesh, launch_source: str) -> str:
-    g = mesh.grid
-    sizes = " × ".join(f"{axis} {getattr(g, axis)}" for axis in ("tp", "cp", "ep", "pp", "dp"))
-    return f"grid: {g.world_size} rank(s) = {sizes}, order {g.order}, launched by {launch_source}, device {mesh.device.type}"
+def grid_text(grid: Grid, launch_source: str, device: str) -> str:
+    """The sizes of the mesh. Context and expert parallelism are left out while their size is 1."""
+    axes = [axis for axis in grid.order.split("-") if axis not in ("cp", "ep") or getattr(grid, axis) > 1]
+    sizes = " × ".join(f"{axis} {getattr(grid, axis)}" for axis in ("tp", "cp", "ep", "pp", "dp") if axis in axes)
+    return (f"grid: {grid.world_size} rank{'s' * (grid.world_size > 1)} = {sizes}, order {'-'.join(axes)}, launched by "
+            f"{launch_source}, device {device}")
+
+
+def _model(engine: Engine, given: RunConfig) -> str:
+    """The size of the whole model and of this rank's part, and of the vocabulary."""
+    config = engine.config
+    found, padded = config.model.vocab_size, config.model.padded_vocab_size(config.parallel.tensor_model_parallel_size)
+    here = f"{sum(p.numel() for p in engine.parameters):,}" + " with the padding of the vocabulary" * (padded != found)
+    return (f"model: {count_parameters(config, engine.mesh.grid):,} parameters; rank 0 trains {here}\n"
+            + vocabulary_text(given.model.vocab_size, found, padded, config.data.tokenizer_type == "NullTokenizer"))
+
+
+def count_parameters(config: RunConfig, grid: Grid) -> int:
+    """Of the whole model: logical shapes without padding, tied weights once. Builds the layers without memory."""
+    layers = describe_layers(config, imagined_mesh(grid, 0))
+    modules = build_stages({0: layers})[0]
+    return sum({p.spec.name: p.spec.numel for p in modules.parameters()}.values())
+
+
+def vocabulary_text(given: int | None, found: int, padded: int, adds_end: bool) -> str:
+    """Why the vocabulary has the size that it has.
+
+    given: --vocab-size, if any; found: tokens of the tokenizer; adds_end: it is `given` tokens and one that ends documents
+    """
+    tokens = f"vocabulary: {found:,} tokens"
+    if given is not None and adds_end:
+        tokens += f" (--vocab-size {given} and one for the end of a document)"
+    elif given is not None and given != found:
+        tokens += f" (of the tokenizer; --vocab-size {given} is not used)"
+    return tokens + (f", padded to {padded:,} rows (--make-vocab-size-divisible-by)" if padded != found else "")
+
+
+def values_text(config: RunConfig) -> str:
+    """Every value that is not the default, by its source.
+
+    not at their defaults:
+      gpt.yaml  num_layers 12, hidden_size 768, …
+      flags     lr 0.0006
+      derived   vocab_size 50257 (the tokenizer)
+    """
+    groups: dict[str, list[str]] = {}
+    for option, value in non_default(config):
+        name = option.flag.removeprefix("--").replace("-", "_")                    # zero_stage, where the field is `stage`
+        source, text = config.sources.get(option.path), f"{name} {value_text(value)}"
+        group = GROUPS[source.kind](source.name) if source else "default"
+        groups.setdefault(group, []).append(f"{text} ({source})" if group == "derived" else text)
+    if not groups:
+        return "every option is at its default"
+    width = max(map(len, groups))
+    order = sorted(groups, key="derived".__eq__)                                   # the user's own values first
+    return "\n".join(("not at their defaults:", *(_wrapped(f"  {group:{width}}  ", groups[group]) for group in order)))
+
+
+def _wrapped(title: str, values: Sequence[str]) -> str:
+    """`title` and the values in lines of at most `WIDTH` characters; no value is broken."""
+    lines, line = [], title
+    for number, value in enumerate(values):
+        value += "," * (number + 1 < len(values))
+        if len(line) + len(value) > WIDTH and line.strip() and line != title:
+            lines.append(line.rstrip())
+            line = " " * len(title)
+        line += value + " "
+    return "\n".join((*lines, line.rstrip()))
 
 
 def _zero(engine: Engine) -> str:
@@ -61,13 +140,26 @@ def _zero(engine: Engine) -> str:
 
 
 def _stages(plan: RunPlan, counted: str) -> str:
-    rows = [f"pipeline stages (share of the {counted}):"]
+    """A row for each stage: its share, its layers by kind, and the first and last of them."""
+    rows = []
     for stage, share in enumerate(plan.stage_cost_shares()):
         names = plan.stage_names(stage)
-        what = f"{names[0]} … {names[-1]}" if len(names) > 1 else "".join(names)
-        where = f"rank {plan.shape.placement[stage]}   " if plan.shape.chunks > 1 else ""
-        rows.append(f"  stage {stage}: {len(names):3d} layers, {share:5.1%}   {where}{what}")
-    return "\n".join(rows)
+        span = f"{names[0]} … {names[-1]}" if len(names) > 1 else "".join(names)
+        where = f"rank {plan.shape.placement[stage]}" if plan.shape.chunks > 1 else ""
+        rows.append((share, where, layers_text(plan.layer_kinds[plan.slice_of(stage)]), span))
+    ranks, layers = (max(len(row[column]) for row in rows) for column in (1, 2))
+    lines = (f"  stage {stage}: {share:6.1%}  {where:{ranks}}{'  ' * bool(ranks)}{text:{layers}}   {span}"
+             for stage, (share, where, text, span) in enumerate(rows))
+    return "\n".join((f"pipeline stages (share of the {counted}):", *lines))
+
+
+def layers_text(kinds: Sequence[str]) -> str:
+    """Layers in words, blocks first: "2 blocks, embedding, final norm, output head"."""
+    counts = Counter(kinds)
+    blocks = counts.pop("block", 0)
+    words = [f"{blocks} block{'s' * (blocks > 1)}"] if blocks else []
+    words += [NOUNS.get(kind, kind) if count == 1 else f"{count} × {NOUNS.get(kind, kind)}" for kind, count in counts.items()]
+    return ", ".join(words) or "no layers"
 
 
 def _schedule(config: RunConfig, plan: RunPlan, pinned: bool, widest: int = 16) -> str:

@@ -4,23 +4,26 @@ One file a pipeline rank, FOLDER/pipeline-rank-N.json, written by the first tens
 ranks are one pipeline. The others record nothing.
 """
 
+import logging
 from contextlib import contextmanager
 from pathlib import Path
 
 from ..pipeline.timeline import Timeline
 from ..pipeline.trace import write_trace
 from .build import Engine
+from .sink import reason_of
 
+logger = logging.getLogger(__name__)
 TRACED = (2, 3)          # the first step allocates and connects
 
 
 class Tracer:
     def __init__(self, engine: Engine):
-        logging, mesh = engine.config.logging, engine.mesh
+        wanted, mesh = engine.config.logging, engine.mesh
         is_first = not any(at for axis, at in mesh.grid.coordinates(mesh.rank).items() if axis != "pp")
         self._engine, self._done, self._entries = engine, 0, []
-        self._folder = Path(logging.trace) if logging.trace and is_first else None
-        first, last = logging.trace_steps or TRACED
+        self._folder = Path(wanted.trace) if wanted.trace and is_first else None
+        first, last = wanted.trace_steps or TRACED
         self._steps = range(first, last + 1)
 
     @contextmanager
@@ -37,4 +40,13 @@ class Tracer:
         finally:
             executor.timeline = None
         self._entries += timeline.read()
-        write_trace(self._folder / f"pipeline-rank-{rank}.json", {rank: self._entries})
+        self._write(self._folder / f"pipeline-rank-{rank}.json", rank)
+
+    def _write(self, path: Path, rank: int) -> None:
+        """A full disk must not end the run: no further step is recorded then."""
+        try:
+            write_trace(path, {rank: self._entries})
+        except OSError as error:
+            logger.warning("cannot write %s: %s. Training goes on; the %d recorded instruction(s) are lost, and --trace is "
+                           "switched off.", path, reason_of(error), len(self._entries))
+            self._folder, self._entries = None, []

@@ -7,9 +7,11 @@ import logging
 import statistics
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 
+from ..mpu.collectives import all_gather_object
 from ..progress import Progress
 from ..ramps import make_batch_size, make_learning_rate, make_weight_decay
 from ..stop_request import StopRequest
@@ -17,15 +19,17 @@ from ..token_drop import make_token_drop
 from .build import Engine
 from .curriculum import make_lengths
 from .evaluate import evaluate
-from .flops import model_flops, peak_flops
+from .flops import model_flops, peak_flops, utilization
 from .length import make_length
-from .log import EvalRecord, Log, TrainRecord
+from .log import Log
 from .persist import save_run
+from .records import EvalRecord, TrainRecord
+from .report import stop_reason
 from .step import StepOutcome, train_step
 from .tracer import Tracer
 
 logger = logging.getLogger(__name__)
-STALLED = 0.1                                   # part of a step that may be waiting for data without a word about it
+STALLED = 0.1                                   # fraction of a step that may be waiting for data without a warning
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,7 @@ class Loaders:
 
 @dataclass(frozen=True)
 class _Done:
-    """A step that the next log line is about. data_seconds: waiting for the batch; tokens and flops: of all ranks."""
+    """A step that the next log line covers. data_seconds: waiting for the batch; tokens and flops: of all ranks."""
 
     outcome: StepOutcome
     data_seconds: float
@@ -48,7 +52,7 @@ class _Done:
 
 
 class Trainer:
-    """Trains `engine` on `loaders` until the config says enough, or somebody asks to stop."""
+    """Trains `engine` on `loaders` until the run is complete, or a signal or a limit ends it."""
 
     def __init__(self, engine: Engine, loaders: Loaders, log: Log, progress: Progress, description: dict,
                  started: float | None = None, stop: StopRequest | None = None):
@@ -64,25 +68,32 @@ class Trainer:
         self.started = started or time.monotonic()
         self.stop = stop or StopRequest()
         self.tracer = Tracer(engine)
-        self.history: list[StepOutcome] = []       # of every step of this process
         self.saved_step = progress.step if config.checkpoint.load else -1
         self._validated_step = -1
-        self._told_of_stall = False
+        self._has_warned_of_stall = False
         self._window: list[_Done] = []
         self._vocab = config.model.padded_vocab_size(config.parallel.tensor_model_parallel_size)
-        self._peak = peak_flops(engine.mesh.device, _compute_dtype(engine))[0]
+        self._peak = peak_flops(engine.mesh.device, _compute_dtype(engine))
 
     # ------------------------------------------------------------------ the loop
     def run(self) -> str:
-        """Train to the end; returns why it ended. Saves before leaving when there is something unsaved."""
+        """Train to the end. Saves before leaving when there is something unsaved.
+
+        Returns why training ended, the number of steps and the time since the process started.
+        """
+        first = self.progress.step
         self.stop.defer()
-        reason = self._loop()
-        if self.config.checkpoint.save and self.saved_step != self.progress.step:
-            self.save()
-        if reason == "finished":
-            self._evaluate_everything()
-        self.log.close()
-        return reason
+        self.log.begin(first, self._total)
+        try:
+            reason = self._loop()
+            if self.config.checkpoint.save and self.saved_step != self.progress.step:
+                self.save()
+            if reason == "finished":
+                self._evaluate_everything()
+        finally:
+            self.log.close()
+        total = timedelta(seconds=round(time.monotonic() - self.started))
+        return f"{reason}; {self.progress.step - first} step(s), total time {total}"
 
     def _loop(self) -> str:
         while not self._is_finished():
@@ -103,11 +114,16 @@ class Trainer:
         return self.length.is_reached(self.progress)
 
     def _wants_to_stop(self) -> bool:
+        return bool(self.stop.received) or self._is_over_time()
+
+    def _is_over_time(self) -> bool:
         minutes = self.config.train.exit_duration_in_mins
-        return bool(self.stop.received) or (minutes is not None and time.monotonic() - self.started > minutes * 60)
+        return minutes is not None and time.monotonic() - self.started > minutes * 60
 
     def _stop_reason(self) -> str:
-        return f"signal {self.stop.received}" if self.stop.received else "asked to stop (time limit, or another rank)"
+        """Collective over the world, once a run: the ranks know that one of them asks to stop, and exchange why."""
+        limit = self.config.train.exit_duration_in_mins if self._is_over_time() else None
+        return stop_reason(all_gather_object((self.stop.received, limit), self.engine.mesh.group("world")))
 
     # ------------------------------------------------------------------ one step
     def _step(self) -> StepOutcome:
@@ -124,10 +140,10 @@ class Trainer:
         rows = size * batch.rows_per_sample
         self.progress = before.after(size, rows * batch.seq_length, skipped=outcome.skipped, nan=not outcome.is_finite,
                                      layer_tokens=rows * self._layer_tokens(before.step, batch.seq_length))
-        self.history.append(outcome)
         dropping = (len(self.drop.blocks), batch.kept_tokens) if self.drop else ()
         flops = model_flops(self.config.model, rows, batch.seq_length, self._vocab, *dropping)
         self._window.append(_Done(outcome, data_seconds, rows * batch.seq_length, flops))
+        self.log.advance(self.progress.step, outcome.loss, rows * batch.seq_length / (outcome.seconds + data_seconds))
         if mesh.rank == 0 and (_due(self.config.logging.log_interval, self.progress.step) or outcome.stop
                                or self._is_finished()):
             record = self._record(size, batch.seq_length, batch.kept_tokens)
@@ -152,7 +168,7 @@ class Trainer:
             loss=statistics.fmean(o.loss for o in outcomes), loss_scale=last.loss_scale, grad_norm=last.grad_norm,
             skipped_steps=p.skipped_steps, nan_steps=p.nan_steps, seq_length=seq_length,
             tokens_per_second=statistics.fmean(done.tokens for done in self._window) / seconds,
-            tflops_per_rank=flops / 1e12, mfu=flops / self._peak,
+            tflops_per_rank=flops / 1e12, mfu=utilization(flops, self._peak),
             eta_seconds=(self._total - p.step) * seconds, memory_gib=peak_memory_gib(self.engine.mesh.device),
             data_seconds=statistics.fmean(done.data_seconds for done in self._window), kept_tokens=kept_tokens,
             layer_tokens=p.layer_tokens,
@@ -160,12 +176,11 @@ class Trainer:
             terms={name: statistics.fmean(o.terms[name] for o in outcomes) for name in last.terms})
 
     def _warn_of_stall(self, record: TrainRecord) -> None:
-        """Once a run: the data are what a step waits for."""
+        """Once a run: steps wait for data."""
         share = record.data_seconds / record.step_seconds
-        if share > STALLED and record.step > 1 and not self._told_of_stall:
-            self._told_of_stall = True
-            logger.warning("%.0f%% of a step is waiting for data. More --num-workers (now %d) read further ahead; "
-                           "if that does not help, the disk is the limit.", 100 * share, self.config.data.num_workers)
+        if share > STALLED and record.step > 1 and not self._has_warned_of_stall:
+            self._has_warned_of_stall = True
+            logger.warning("%s", stall_text(share, self.config.data.num_workers, self.config.data.mock_data))
 
     @property
     def _world(self) -> int:
@@ -173,17 +188,18 @@ class Trainer:
 
     # ------------------------------------------------------------------ evaluation and checkpoints
     def evaluate(self, split: str) -> bool:
-        """Evaluate on "validation" or "test" and log it; whether a rank wished to stop meanwhile."""
+        """Evaluate on "validation" or "test" and log it; returns whether a rank asked to stop meanwhile."""
         train = self.config.train
         size = self.batch_size.final
         validation = split == "validation"
         # The position in the validation stream is a function of the step, as in Megatron; a checkpoint may be beyond the plan.
         step = min(self.progress.step, self._planned)
         rounds = step // train.eval_interval - 1 if validation and train.eval_interval else 0
-        result = evaluate(
-            self.engine, self.loaders.valid if validation else self.loaders.test,
-            first_sample=max(0, rounds) * train.eval_iters * size, iterations=train.eval_iters, global_batch_size=size,
-            should_stop=self._wants_to_stop)
+        with self.log.evaluating(split, train.eval_iters, size) as after_batch:
+            result = evaluate(
+                self.engine, self.loaders.valid if validation else self.loaders.test,
+                first_sample=max(0, rounds) * train.eval_iters * size, iterations=train.eval_iters, global_batch_size=size,
+                should_stop=self._wants_to_stop, after_batch=after_batch)
         if validation:
             self._validated_step = self.progress.step
         if self.engine.mesh.rank == 0:
@@ -204,6 +220,15 @@ class Trainer:
         """Write a checkpoint of this moment. Collective over the world."""
         save_run(self.engine, self.progress, self.description)
         self.saved_step = self.progress.step
+
+
+def stall_text(share: float, workers: int, mock: bool) -> str:
+    """The warning that a fraction `share` of a step waits for data, and what to do. workers: --num-workers."""
+    if mock:
+        return (f"{share:.0%} of a step is waiting for mock data, which is computed on the CPU: no disk is read. A larger "
+                f"--num-workers (now {workers}) computes it ahead of the step. The share will be another with a real corpus.")
+    return (f"{share:.0%} of a step is waiting for data. A larger --num-workers (now {workers}) reads further ahead; if that "
+            "does not help, the disk is the limit.")
 
 
 def _due(interval: int | None, step: int) -> bool:

@@ -75,9 +75,10 @@ def _rank(rank, world, port, argv, spoil) -> Ended:
 # What a run left behind.
 
 def records(folder, kind: str = "train") -> list[dict]:
-    """The records of metrics.jsonl."""
+    """The records of metrics.jsonl, in order of steps; of a repeated step the last one in the file."""
     lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
-    return [record for record in map(json.loads, lines) if record["kind"] == kind]
+    last = {record["step"]: record for record in map(json.loads, lines) if record["kind"] == kind}
+    return [last[step] for step in sorted(last)]
 
 
 def losses(folder) -> dict[int, float]:

@@ -146,3 +146,16 @@ def poisoned(rank: int, *, module: str, samples: range, value: float):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pretrain, "build_engine", build_engine)
         yield
+
+
+@contextlib.contextmanager
+def files_limited(rank: int, *, size: int):
+    """No file can grow beyond `size` bytes: writes fail as on a full disk."""
+    import resource
+
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)

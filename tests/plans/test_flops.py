@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_ds.config.model import ModelConfig
-from megatron_ds.training.flops import DEVICE_PEAKS, layer_flops, model_flops, peak_flops
+from megatron_ds.training.flops import layer_flops, model_flops, peak_flops, utilization
 
 GPT3 = ModelConfig(num_layers=96, hidden_size=12288, num_attention_heads=96, seq_length=2048)
 GPT2_MEDIUM = ModelConfig(num_layers=24, hidden_size=1024, num_attention_heads=16, seq_length=1024)
@@ -48,9 +48,15 @@ def test_of_blocks_that_drop_tokens_the_kept_ones_count():
     ("NVIDIA A100-SXM4-80GB", torch.float32, 19.5e12)])
 def test_the_longest_name_on_the_data_sheet_wins(monkeypatch, name, dtype, peak):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    assert peak_flops(torch.device("cuda", 0), dtype)[0] == peak
+    assert peak_flops(torch.device("cuda", 0), dtype) == peak
 
 
-def test_the_peak_of_a_cpu_is_measured():
-    flops, where = peak_flops(torch.device("cpu"), torch.float32)
-    assert 1e8 < flops < min(fp16 for fp16, _ in DEVICE_PEAKS.values()) and "measured" in where
+def test_where_no_data_sheet_gives_the_peak_there_is_none(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some New GPU")
+    assert peak_flops(torch.device("cuda", 0), torch.bfloat16) is None
+    assert peak_flops(torch.device("cpu"), torch.float32) is None
+
+
+@pytest.mark.parametrize("flops, peak, mfu", [(2e12, 8e12, 0.25), (8e12, 8e12, 1.0), (8.1e12, 8e12, None), (2e12, None, None)])
+def test_utilization_never_exceeds_100_percent(flops, peak, mfu):
+    assert utilization(flops, peak) == mfu

@@ -122,7 +122,7 @@ def test_the_quickstart_in_small_ends_with_a_curve_and_a_text(tmp_path):
     assert trained[-1]["step"] == 20 and trained[-1]["loss"] < math.log(2048) - 0.2
     told, = [block for block in blocks_of("docs/quickstart.md") if block.mark == "printed by: examples/gpt_tiny_cpu.sh"]
     check_printed(told, done.stdout)
-    assert "tp 1 × cp 1 × ep 1 × pp 2 × dp 2" in done.stdout
+    assert "tp 1 × pp 2 × dp 2" in done.stdout
     assert "loaded out/checkpoints, iteration 4" in done.stdout
     assert (tmp_path / "out" / "loss.png").stat().st_size > 10_000
     text = done.stdout.partition("Sample text from the trained model:")[2].partition("loss curve:")[0]

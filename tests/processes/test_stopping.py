@@ -22,7 +22,7 @@ from tests.harness.pretraining import (
     run_file,
     train,
 )
-from tests.harness.spoilers import signal_at_step, signal_in_evaluation, signal_outside_the_loop
+from tests.harness.spoilers import files_limited, signal_at_step, signal_in_evaluation, signal_outside_the_loop
 
 ROOT = Path(__file__).parents[2]
 LONG = [*TINY, "--mock-data", "--train-iters", "100000"]
@@ -36,15 +36,17 @@ def test_a_signal_to_any_one_rank_saves_after_the_step_and_exits_well_on_all(tmp
     job = [*MOCK, "--pipeline-model-parallel-size", "2", "--save", tmp_path]
     ended = train(2, job, spoil=partial(signal_at_step, number=number, step=3, victim=victim))
     assert latest(tmp_path) == 4, "the ranks agree in the step after"
-    assert re.search(f"training ended: .*({name}|another rank)", ended[0].out)
+    assert f"training ended: rank {victim} received {name}; 4 step(s), total time 0:0" in ended[0].out
     assert run_file(tmp_path, latest(tmp_path))["progress"]["samples"] == latest(tmp_path) * GLOBAL_BATCH
 
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_signal_during_evaluation_saves_and_exits_well(tmp_path, victim):
     job = [*MOCK, *EVALUATING, "--tensor-model-parallel-size", "2", "--save", tmp_path]
-    train(2, job, spoil=partial(signal_in_evaluation, number=signal.SIGTERM, victim=victim))
+    ended = train(2, job, spoil=partial(signal_in_evaluation, number=signal.SIGTERM, victim=victim))
     assert latest(tmp_path) == 2 and list(losses(tmp_path)) == [1, 2]
+    assert f"training ended: rank {victim} received SIGTERM; " in ended[0].out
+    assert "evaluating on validation: 3 batches of 4 samples\n" in ended[0].out and "evaluation time (s): " in ended[0].out
 
 
 def test_without_a_save_folder_a_signal_still_ends_the_run_well():
@@ -78,7 +80,7 @@ def test_exit_interval_ends_at_its_next_multiple(tmp_path):
 
 def test_exit_duration_ends_in_good_time_and_saves(tmp_path):
     ended = train(2, [*LONG, "--save", tmp_path, "--exit-duration-in-mins", "0.05"])
-    assert "time limit" in ended[0].out
+    assert "training ended: time limit of 0.05 min reached; " in ended[0].out
     assert latest(tmp_path) == max(losses(tmp_path)) < 100000
 
 
@@ -116,6 +118,16 @@ def test_evaluation_changes_nothing_of_the_training(tmp_path):
     train(1, [*MOCK, "--save", tmp_path / "plain"])
     train(1, [*MOCK, *EVALUATING, "--save", tmp_path / "evaluated"])
     assert losses(tmp_path / "plain") == losses(tmp_path / "evaluated")
+
+
+def test_a_disk_that_is_too_full_for_logs_ends_no_run(tmp_path):
+    sinks = {"--metrics-path": "m.jsonl", "--tensorboard-dir": "tb", "--trace": "traces"}
+    flags = [word for flag, name in sinks.items() for word in (flag, str(tmp_path / name))]
+    out = train(1, [*MOCK, *flags], spoil=partial(files_limited, size=1000))[0].out
+    for name in ("to .*m.jsonl", "to .*tb", ".*pipeline-rank-0.json"):
+        assert len(re.findall(f"cannot write {name}: File too large", out)) == 1, out
+    assert len(re.findall(r"[1-9] record\(s\) of this run are missing in ", out)) == 2
+    assert f"iteration        {STEPS}/" in out and "training ended: finished" in out
 
 
 # From outside, as users do it.

@@ -116,7 +116,7 @@ def test_a_tokenizer_that_cannot_be_made_is_told_with_its_flags(corpora, tokeniz
     ("--tensorboard-dir", "file/events", "--tensorboard-dir: nothing can be written in"),
     ("--metrics-path", "file/metrics.jsonl", r"--metrics-path: nothing can be written in .*file \(it is a file\)"),
     ("--metrics-path", ".", "is not a file. Name a file, such as"),
-    ("--metrics-path", "file", "does not hold metrics: it would be overwritten"),
+    ("--metrics-path", "file", "does not hold metrics, so no records can be appended to it"),
 ])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_where_nothing_can_be_written_is_found_before_the_first_step(tmp_path, flag, inside, words, ranks):

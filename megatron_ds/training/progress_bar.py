@@ -1,0 +1,132 @@
+"""A progress bar on a terminal; log lines are printed above it.
+
+    step 1200/5000 |████████▍                         |  24%, loss 2.8317 | 41.2k tok/s | ETA 1:18:11
+
+The bar shows numbers that the step's report has brought to the host anyway. Where stdout is not a terminal there is no bar.
+"""
+
+import logging
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, TextIO
+
+from .records import rate
+
+FORMAT = "step {n_fmt}/{total_fmt} |{bar}| {percentage:3.0f}%{postfix} | ETA {remaining}"
+EVALUATION_FORMAT = "{desc} {n_fmt}/{total_fmt} |{bar}| ETA {remaining}"
+
+
+def is_terminal(stream: TextIO) -> bool:
+    return hasattr(stream, "isatty") and stream.isatty()
+
+
+def columns() -> int:
+    """Width of the terminal of stdout, in characters."""
+    return shutil.get_terminal_size().columns
+
+
+def make_bar(wanted: bool) -> "ProgressBar | NoBar":
+    """A bar on stdout where that is a terminal that can draw one."""
+    draws = wanted and is_terminal(sys.stdout) and os.environ.get("TERM") != "dumb"
+    return ProgressBar(sys.stdout) if draws else NoBar()
+
+
+class NoBar:
+    """Stands for the bar where there is none."""
+
+    def begin(self, step: int, steps: int) -> None: ...
+    def advance(self, step: int, loss: float, tokens_per_second: float) -> None: ...
+    def close(self) -> None: ...
+
+    @contextmanager
+    def evaluating(self, what: str, batches: int) -> Iterator[Callable[[], Any]]:
+        yield lambda: None
+
+
+class ProgressBar:
+    """One bar for the steps of a run, and below it one for an evaluation while it lasts.
+
+    An error of the terminal (it was closed) removes the bar and does not end the run.
+    """
+
+    def __init__(self, stream: TextIO):
+        self._stream, self._bar, self._redirected = stream, None, []
+
+    def begin(self, step: int, steps: int) -> None:
+        """Draw the bar at `step` of `steps`. Until `close`, what is logged to the stream is printed above it."""
+        self._bar = self._new(total=steps, initial=step, bar_format=FORMAT)
+        for handler in logging.getLogger().handlers:
+            if getattr(handler, "stream", None) is self._stream:
+                handler.stream = _Above(self._stream)
+                self._redirected.append(handler)
+
+    def advance(self, step: int, loss: float, tokens_per_second: float) -> None:
+        """After each step. tqdm draws at most ten times a second."""
+        if self._bar is not None:
+            self._bar.set_postfix_str(f"loss {loss:.4f} | {rate(tokens_per_second)}", refresh=False)
+            self._attempt(lambda: self._bar.update(step - self._bar.n))
+
+    @contextmanager
+    def evaluating(self, what: str, batches: int) -> Iterator[Callable[[], Any]]:
+        """Yields a function to call after each batch."""
+        bar = self._bar and self._new(total=batches, desc=what, bar_format=EVALUATION_FORMAT)
+        if bar is None:
+            yield lambda: None
+            return
+        try:
+            yield lambda: self._attempt(bar.update)
+        finally:
+            self._attempt(bar.close)
+
+    def close(self) -> None:
+        """Remove the bar; log lines go to the stream as before."""
+        for handler in self._redirected:
+            handler.stream = self._stream            # `setStream` flushes, which a closed terminal refuses
+        self._redirected.clear()
+        bar, self._bar = self._bar, None
+        if bar is not None:
+            self._attempt(bar.close)
+
+    def _new(self, **options):
+        """A bar, or None where the terminal fails."""
+        return self._attempt(lambda: _tqdm()(file=self._stream, dynamic_ncols=True, leave=False, **options))
+
+    def _attempt(self, draw: Callable[[], Any]) -> Any:
+        try:
+            return draw()
+        except OSError:
+            bar, self._bar = self._bar, None
+            if bar is not None:
+                bar.disable = True
+            self.close()
+            return None
+
+
+class _Above:
+    """A stream for a log handler: text goes to the real stream, above the bars on it."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def write(self, text: str) -> None:
+        _tqdm().write(text, file=self._stream, end="")
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+
+@cache
+def _tqdm() -> type:
+    """tqdm without its monitor thread and its lock between processes: one process draws, from one thread."""
+    from tqdm import tqdm
+
+    class Bar(tqdm):
+        monitor_interval = 0
+
+    Bar.set_lock(threading.RLock())
+    return Bar

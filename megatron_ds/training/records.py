@@ -1,0 +1,146 @@
+"""What a run reports: the record of a log line and the record of an evaluation, as text and as plain fields.
+
+Each record has a `line()` in Megatron-LM's format for log files, and a `short()` that fits a terminal of 100 columns.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timedelta
+from typing import Any
+
+
+@dataclass(frozen=True)
+class TrainRecord:
+    """One logged interval; means over its steps. Times in seconds, rates per second over all ranks.
+
+    mfu                model FLOP/s as a fraction of the device's peak; None where no data sheet gives the peak
+    kept_tokens        of each sequence, in the blocks that drop tokens; None where no block does
+    layer_tokens       tokens consumed, counted once for each block that saw them
+    actual_seq_length  tokens of a sequence that a block sees, averaged over the blocks, rounded down
+    data_seconds       time that rank 0 waited for its batch; 0 while workers are ahead
+    terms              further terms of the objective, by name
+    """
+
+    step: int
+    steps: int
+    samples: int
+    tokens: int
+    step_seconds: float
+    learning_rate: float
+    weight_decay: float
+    global_batch_size: int
+    loss: float
+    loss_scale: float
+    grad_norm: float
+    skipped_steps: int
+    nan_steps: int
+    seq_length: int
+    tokens_per_second: float
+    tflops_per_rank: float
+    mfu: float | None
+    eta_seconds: float
+    memory_gib: float
+    data_seconds: float
+    kept_tokens: int | None = None
+    layer_tokens: int = 0
+    actual_seq_length: int = 0
+    terms: Mapping[str, float] = field(default_factory=dict)
+
+    kind = "train"
+
+    def line(self) -> str:
+        """Megatron-LM's fields in its order, then tokens/s, MFU, memory and the remaining time."""
+        fields = [
+            f" [{datetime.now():%Y-%m-%d %H:%M:%S.%f}] iteration {self.step:8d}/{self.steps:8d}",
+            f"consumed samples: {self.samples:12d}",
+            f"elapsed time per iteration (ms): {self.step_seconds * 1000:.1f}",
+            f"throughput per GPU (TFLOP/s/GPU): {self.tflops_per_rank:.{1 if self.tflops_per_rank >= 1 else 3}f}",
+            f"learning rate: {self.learning_rate:.6E}",
+            f"global batch size: {self.global_batch_size:5d}",
+            f"lm loss: {self.loss:.6E}",
+            *(f"{name}: {mean:.6E}" for name, mean in self.terms.items()),
+            f"loss scale: {self.loss_scale:.1f}",
+            f"grad norm: {self.grad_norm:.3f}",
+            f"number of skipped iterations: {self.skipped_steps:3d}",
+            f"number of nan iterations: {self.nan_steps:3d}",
+            f"seq length: {self.seq_length:5d}",
+            f"tokens per second: {self.tokens_per_second:.1f}",
+            *([] if self.mfu is None else [f"MFU: {self.mfu:.1%}"]),
+            f"waiting for data (ms): {self.data_seconds * 1000:.1f}",
+            *self._dropping(),
+            f"memory (GiB): {self.memory_gib:.2f}",
+            f"ETA: {timedelta(seconds=round(self.eta_seconds))}",
+        ]
+        return " | ".join(fields) + " |"
+
+    def _dropping(self) -> list[str]:
+        if self.kept_tokens is None:
+            return []
+        return [f"random ltd reserved length: {self.kept_tokens:5d}", f"actual seqlen: {self.actual_seq_length:5d}",
+                f"consumed layer tokens: {self.layer_tokens:12d}"]
+
+    def short(self) -> str:
+        """The fields to watch while a run is young; skipped and NaN steps only where there are some."""
+        return " | ".join((
+            f"step {self.step}/{self.steps}", f"loss {self.loss:.4f}",
+            *(f"{name} {mean:.4f}" for name, mean in self.terms.items()),
+            f"grad norm {self.grad_norm:.3f}", f"lr {self.learning_rate:.2e}", rate(self.tokens_per_second),
+            *([] if self.mfu is None else [f"{self.mfu:.1%} MFU"]),
+            *([f"{self.skipped_steps} skipped"] if self.skipped_steps else []),
+            *([f"{self.nan_steps} NaN"] if self.nan_steps else []),
+            f"ETA {timedelta(seconds=round(self.eta_seconds))}"))
+
+    def fields(self) -> dict[str, Any]:
+        return _flat(self)
+
+
+@dataclass(frozen=True)
+class EvalRecord:
+    """A finished evaluation. split: "validation" or "test"; terms: as in `TrainRecord`."""
+
+    step: int
+    samples: int
+    split: str
+    loss: float
+    eval_seconds: float
+    terms: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> str:
+        return self.split
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(min(20.0, self.loss))
+
+    def line(self) -> str:
+        terms = "".join(f"{name} value: {mean:.6E} | " for name, mean in self.terms.items())
+        text = (f" {self.split} loss at iteration {self.step} | lm loss value: {self.loss:.6E} | "
+                f"lm loss PPL: {self.perplexity:.6E} | {terms}evaluation time (s): {self.eval_seconds:.2f} | ")
+        return "\n".join(("-" * len(text), text, "-" * len(text)))
+
+    def short(self) -> str:
+        return " | ".join((f"{self.split} at step {self.step}", f"loss {self.loss:.4f}",
+                           *(f"{name} {mean:.4f}" for name, mean in self.terms.items()),
+                           f"perplexity {self.perplexity:.2f}", f"{self.eval_seconds:.2f} s"))
+
+    def fields(self) -> dict[str, Any]:
+        return _flat(self) | {"perplexity": self.perplexity}
+
+
+Record = TrainRecord | EvalRecord
+
+
+def rate(tokens_per_second: float) -> str:
+    """Tokens per second in three digits: 874 tok/s, 41.2k tok/s, 1.31M tok/s."""
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if tokens_per_second >= size:
+            return f"{tokens_per_second / size:.3g}{letter} tok/s"
+    return f"{tokens_per_second:.0f} tok/s"
+
+
+def _flat(record: Record) -> dict[str, Any]:
+    """The fields of the record, and those of its terms: "sop loss" as sop_loss."""
+    fields = asdict(record)
+    return fields | {name.replace(" ", "_"): mean for name, mean in fields.pop("terms").items()}
