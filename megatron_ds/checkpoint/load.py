@@ -150,5 +150,5 @@ def find_checkpoint(directory: str | os.PathLike, step: int) -> Path:
 
 
 def _state(folder: Path, wanted: str | None, steps: list[int]) -> str:
-    tracker = "is missing" if wanted is None else f"says {wanted!r}, which is no complete checkpoint of ours"
+    tracker = "is missing" if wanted is None else f"says {wanted!r}, which is not a complete checkpoint"
     return f"{folder / folders.TRACKER} {tracker} (iterations there: {', '.join(map(str, steps)) or 'none'})"
