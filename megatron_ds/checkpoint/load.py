@@ -112,8 +112,9 @@ def _fill(directory: str | os.PathLike, step: int, pieces: Iterable[Piece], tp: 
     readings = []       # stays on this rank; what an action returns travels
 
     def plan() -> bool:
+        path = find_checkpoint(folder, step)
         with way_back(folder, step):
-            reader = Reader(find_checkpoint(folder, step))
+            reader = Reader(path)
         readings.append(plan_reading(reader, pieces, tp, exact))
         return reader.has_checksums
 
