@@ -7,7 +7,7 @@ module that was trained: `from_pretrained` reads the folder once the model's con
 
 Tensors of a pretraining run keep this package's names, such as decoder.layers.0.self_attention.linear_qkv.weight.
 `from_pretrained` of Hugging Face needs other names, and some tensors split or joined: convert them first. A config.json with
-the sizes of the model, the tokenizer and the iteration is written beside them, unless the folder has one.
+the sizes of the model, the tokenizer and the iteration is written beside them, unless the folder has one of another program.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from megatron_ds.config.guard import main_guard
 from megatron_ds.errors import CheckpointError, ConfigError
 from megatron_ds.mpu.group import solo
 
-CONFIG = "config.json"
+CONFIG, MODEL_TYPE = "config.json", "megatron_ds"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -64,12 +64,12 @@ def main(args: argparse.Namespace) -> int:
 
 
 def write_config(file: Path, run: Mapping, dtype: str) -> None:
-    """What is known of the model, for readers of the files. A config.json that is there already stays as it is."""
-    if file.exists():
+    """What is known of the model, for readers of the files. A config.json that another program wrote stays as it is."""
+    if file.exists() and MODEL_TYPE not in file.read_text(errors="replace"):
         print(f"{file} was there and is left as it is")
         return
     tokenizer = {name: value for name, value in run["config"]["data"].items() if name.startswith("tokenizer")}
-    values = {"model_type": "megatron_ds", "tensor_names": "megatron_ds", "dtype": dtype, "iteration": run["step"],
+    values = {"model_type": MODEL_TYPE, "tensor_names": "megatron_ds", "dtype": dtype, "iteration": run["step"],
               "megatron_ds_version": run.get("version"), "model": run["identity"]["model"], "tokenizer": tokenizer}
     write_durably(file, json.dumps(values, indent=2) + "\n")
     print(f"wrote {file}. Tensors have the names of this package: from_pretrained of Hugging Face needs converted ones")

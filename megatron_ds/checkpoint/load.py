@@ -112,8 +112,9 @@ def _fill(directory: str | os.PathLike, step: int, pieces: Iterable[Piece], tp: 
     readings = []       # stays on this rank; what an action returns travels
 
     def plan() -> bool:
+        path = find_checkpoint(folder, step)
         with way_back(folder, step):
-            reader = Reader(find_checkpoint(folder, step))
+            reader = Reader(path)
         readings.append(plan_reading(reader, pieces, tp, exact))
         return reader.has_checksums
 
@@ -150,5 +151,5 @@ def find_checkpoint(directory: str | os.PathLike, step: int) -> Path:
 
 
 def _state(folder: Path, wanted: str | None, steps: list[int]) -> str:
-    tracker = "is missing" if wanted is None else f"says {wanted!r}, which is no complete checkpoint of ours"
+    tracker = "is missing" if wanted is None else f"says {wanted!r}, which is not a complete checkpoint"
     return f"{folder / folders.TRACKER} {tracker} (iterations there: {', '.join(map(str, steps)) or 'none'})"

@@ -23,8 +23,9 @@ class StoredTensors:
         from .storage import Reader
 
         self._folder, self._step = Path(directory), step
+        path = find_checkpoint(self._folder, step)
         with way_back(self._folder, step):
-            self._reader = Reader(find_checkpoint(self._folder, step))
+            self._reader = Reader(path)
         self._kind_of: dict[str, str] = {}
         self.entries: list[TensorEntry] = []
         for key, stored in self._reader.index.state_dict_metadata.items():

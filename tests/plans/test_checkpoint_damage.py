@@ -364,3 +364,27 @@ def test_a_file_that_may_not_be_read_is_not_called_damaged(name, two_saves, tmp_
     with pytest.raises(CheckpointError, match=f"{name} cannot be read: Permission denied") as caught:
         load_all(folder, NEW, some_pieces(None))
     assert "damaged" not in str(caught.value)
+
+
+# ---- The tool that reads everything.
+
+def test_the_tool_names_every_file_that_is_not_the_saved_one(two_saves, tmp_path, capsys):
+    from tools.verify_checkpoint import main, parse_arguments
+
+    folder = tmp_path / "saves"
+    shutil.copytree(two_saves, folder)
+    path = folder / "iter_0000004"
+    assert main(parse_arguments(["--load", str(folder)])) == 0
+    assert "all files are as they were saved" in capsys.readouterr().out
+    content = (path / "__0_0.distcp").read_bytes()
+    for bit in (0, 4 * len(content), 8 * len(content) - 1):      # any byte, padding too
+        (path / "__0_0.distcp").write_bytes(flip(content, bit))
+        with pytest.raises(CheckpointError, match="__0_0.distcp has the CRC-32 .* was saved"):
+            main(parse_arguments(["--load", str(folder)]))
+    (path / "__0_0.distcp").unlink()
+    (path / ".metadata").write_bytes((path / ".metadata").read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="__0_0.distcp cannot be read: No such file.*; .*.metadata has .* bytes, and"):
+        main(parse_arguments(["--load", str(folder)]))
+    make_format_1(folder / "iter_0000002")
+    with pytest.raises(CheckpointError, match="format 1, without checksums"):
+        main(parse_arguments(["--load", str(folder), "--iteration", "2"]))

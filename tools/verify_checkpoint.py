@@ -1,0 +1,45 @@
+"""Read every byte of a checkpoint and compare it with the checksums that were saved, for instance after copying it.
+
+    python tools/verify_checkpoint.py --load quickstart/checkpoints
+
+Ends with code 0 when all files are as they were saved, else with 2 and a line for each that is not.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from megatron_ds.checkpoint.folder import read_tracker, steps_in
+from megatron_ds.checkpoint.load import find_checkpoint
+from megatron_ds.checkpoint.verify import problems_of
+from megatron_ds.config.arguments import Arguments
+from megatron_ds.config.guard import main_guard
+from megatron_ds.errors import CheckpointError
+
+
+def parse_arguments(argv=None) -> argparse.Namespace:
+    parser = Arguments(__doc__)
+    parser.add_argument("--load", type=Path, required=True, help="checkpoint folder of a run (what was its --save)")
+    parser.add_argument("--iteration", type=int, help="which checkpoint of the folder (default: the one in the tracker)")
+    return parser.parse_args(argv)
+
+
+def main(args: argparse.Namespace) -> int:
+    step = args.iteration
+    if step is None:
+        tracker = read_tracker(args.load)
+        if tracker is None or not tracker.isdecimal():
+            raise CheckpointError(f"--load {args.load}: no tracker there names an iteration. Give --iteration, one of "
+                                  f"{', '.join(map(str, steps_in(args.load))) or 'none'}.")
+        step = int(tracker)
+    path = find_checkpoint(args.load, step)
+    problems = list(problems_of(path))
+    if problems:
+        raise CheckpointError(f"{path} is not what was saved: {'; '.join(problems)}. Copy these files again, or load another "
+                              "iteration.")
+    print(f"{path}: all files are as they were saved")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main_guard(lambda: main(parse_arguments()), rank=0))
