@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from ..checkpoint.load import find_checkpoint, latest
+from ..checkpoint.folder import find
 from ..checkpoint.save import check_writable
 from ..checkpoint.space import check_room
 from ..config import RunConfig, Source, parse
@@ -105,7 +105,8 @@ def train(as_given: RunConfig, mesh: Mesh, source: str, started: float) -> str:
         log = open_log(config, progress.step) if mesh.rank == 0 else Log(())
         trainer = Trainer(engine, loaders, log, progress, description, started)
         reason = trainer.run()
-        _say_where_it_is(checkpoint.save, mesh.rank)
+        if checkpoint.save and mesh.rank == 0 and (path := find(Path(checkpoint.save), trainer.saved_step)):
+            logger.info("the last checkpoint is %s", path)
     return _nothing_to_do(config, progress) if reason == "finished" and progress.step == trainer.progress.step > 0 else reason
 
 
@@ -116,12 +117,6 @@ def _check_room(engine: Engine, progress: Progress) -> None:
     saves = -(-steps // (checkpoint.save_interval or max(1, steps))) if steps > 0 else 0
     check_room(Path(checkpoint.save), saved_pieces(engine), tp=mesh.group("tp"), world=mesh.group("world"), saves=saves,
                limit=checkpoint.save_total_limit)
-
-
-def _say_where_it_is(save: str | None, rank: int) -> None:
-    step = latest(save) if save and rank == 0 else None
-    if step is not None:
-        logger.info("the last checkpoint is %s", find_checkpoint(save, step))
 
 
 def _nothing_to_do(config: RunConfig, progress: Progress) -> str:
