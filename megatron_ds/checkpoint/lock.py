@@ -6,7 +6,7 @@ Rank 0 writes the file under another name and links it to this one, which is ato
 lock. (flock is not used: it may not reach other machines, and forked workers keep it when their parent was killed.) While the
 lock is held, a thread renews the file's modification time, the *beat*. A lock left behind is taken over
 
-    same machine    at once, when no process has that pid and start time
+    same machine    at once, when no process has that pid and start time; never while there is one
     another one     when the beat did not change for STALE seconds, watched here, so that clocks need not agree
 
 A holder that was suspended and lost its lock finds another token in the file, and publishes nothing (`SaveLock.check`).
@@ -93,13 +93,13 @@ class SaveLock:
             owner, beat = found
             if owner == self.mine:                          # the file server did what it then reported as failed
                 break
-            if _is_gone(owner) or self._is_silent(owner, beat):
-                logger.warning("%s: taking over the lock of %s, which is gone", self.folder, owner or "an unknown process")
-                self._remove(owner)
-            elif _is_alive(owner) or self._has_moved(owner, beat):
+            if _is_alive(owner) or self._has_moved(owner, beat):
                 raise CheckpointError(
                     f"it is in use by {owner}. Two jobs in one folder would overwrite each other's checkpoints. Wait for that "
                     f"job, stop it, or give another folder. If you are sure that it is gone, delete {self.path}.")
+            if _is_gone(owner) or self._is_silent(owner, beat):
+                logger.warning("%s: taking over the lock of %s, which is gone", self.folder, owner or "an unknown process")
+                self._remove(owner)
             else:
                 return str(owner or "an unknown process")
         self._thread.start()

@@ -11,7 +11,7 @@ from .. import __version__
 from ..checkpoint.load import check_same_model, load
 from ..checkpoint.run_file import progress_of, require
 from ..checkpoint.save import save
-from ..checkpoint.space import size
+from ..checkpoint.space import bytes_in, size
 from ..config import RunConfig, Source
 from ..config.curriculum import order_identity
 from ..config.dump import to_dict
@@ -75,8 +75,7 @@ def save_run(engine: Engine, progress: Progress, description: dict) -> None:
     path = save(Path(config.checkpoint.save), progress.step, saved_pieces(engine), tp=mesh.group("tp"),
                 world=mesh.group("world"), run=run, limit=config.checkpoint.save_total_limit)
     if mesh.rank == 0:
-        bytes_ = sum(file.stat().st_size for file in path.iterdir())
-        logger.info("saved %s in %.1f s (%s)", path, time.perf_counter() - begin, size(bytes_))
+        logger.info("saved %s in %.1f s (%s)", path, time.perf_counter() - begin, size(bytes_in(path)))
 
 
 def saved_pieces(engine: Engine) -> list:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from ..checkpoint.load import find_checkpoint, latest
+from ..checkpoint.folder import find
 from ..checkpoint.save import check_writable
 from ..checkpoint.space import check_room
 from ..config import RunConfig, Source, parse
@@ -113,8 +113,10 @@ def train(as_given: RunConfig, mesh: Mesh, source: str, started: float, stop: St
             clear_save_folder(checkpoint, world)
             _check_room(engine, progress)
         log = open_log(config, progress, start.run_id) if mesh.rank == 0 else Log()
-        reason = Trainer(engine, loaders, log, progress, description, started, stop).run()
-        _say_where_it_is(checkpoint.save, mesh.rank)
+        trainer = Trainer(engine, loaders, log, progress, description, started, stop)
+        reason = trainer.run()
+        if checkpoint.save and mesh.rank == 0 and (path := find(Path(checkpoint.save), trainer.saved_step)):
+            logger.info("the last checkpoint is %s", path)
     return _nothing_to_do(config, progress) if progress.step and make_length(config).is_reached(progress) else reason
 
 
@@ -132,12 +134,6 @@ def _check_room(engine: Engine, progress: Progress) -> None:
     saves = -(-steps // (checkpoint.save_interval or max(1, steps)))
     check_room(Path(checkpoint.save), saved_pieces(engine), tp=mesh.group("tp"), world=mesh.group("world"), saves=saves,
                limit=checkpoint.save_total_limit)
-
-
-def _say_where_it_is(save: str | None, rank: int) -> None:
-    step = latest(save) if save and rank == 0 else None
-    if step is not None:
-        logger.info("the last checkpoint is %s", find_checkpoint(save, step))
 
 
 def _nothing_to_do(config: RunConfig, progress: Progress) -> str:

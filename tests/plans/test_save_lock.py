@@ -44,6 +44,7 @@ def test_a_live_process_of_this_machine_keeps_others_out_at_once_and_is_named(tm
     try:
         machine = this_process({}).machine
         left_behind(tmp_path, machine=machine, pid=keeper.pid, born=locks._born(keeper.pid), since="Monday", job="Slurm job 7")
+        os.utime(tmp_path / LOCK, (0, 0))       # suspended for long
         with pytest.raises(CheckpointError, match=rf"cannot save in .*: it is in use by process {keeper.pid} on node7 "
                                                   r"\(Slurm job 7\), since Monday\. .*delete .*/\.lock"), \
              locked(tmp_path, solo(), stale=LATE):
@@ -106,7 +107,7 @@ def test_the_holder_renews_the_time_of_its_lock(tmp_path):
             time.sleep(0.01)
 
 
-def test_who_lost_the_lock_publishes_nothing_and_leaves_the_lock_of_the_other(tmp_path):
+def test_a_process_that_lost_the_lock_publishes_nothing_and_leaves_the_new_lock(tmp_path):
     save_step(tmp_path, 1, seed=1)
     with pytest.raises(CheckpointError, match="taken over by process .* on node7"), locked(tmp_path, solo(), beat=LATE):
         left_behind(tmp_path)
