@@ -38,7 +38,7 @@ class Log:
 
     def evaluating(self, split: str, batches: int, size: int) -> AbstractContextManager:
         """An evaluation begins; the context yields a function to call after each batch."""
-        logger.info("evaluating on %s: %d batches of %d samples", split, batches, size)
+        logger.info("evaluating on %s: %d batch%s of %d samples", split, batches, "es" * (batches > 1), size)
         return self.bar.evaluating(split, batches)
 
     def evaluation(self, record: EvalRecord) -> None:
