@@ -96,7 +96,7 @@ class Channels:
 
     @property
     def _transport(self):
-        assert self.group.transport is not None, f"{self.group} has nobody to talk to"
+        assert self.group.transport is not None, f"{self.group} has no transport: it has only one rank"
         return self.group.transport
 
     def _start(self, kind, destination, chunk, tensor, tag):

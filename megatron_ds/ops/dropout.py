@@ -107,7 +107,7 @@ class _Masked(torch.autograd.Function):
 
 
 def _threshold(p: float) -> int:
-    assert 0.0 <= p < 1.0, f"a drop probability lies in [0, 1), not {p}"
+    assert 0.0 <= p < 1.0, f"a drop probability must be in [0, 1), got {p}"
     return max(1, round((1.0 - p) * LEVELS))
 
 

@@ -168,12 +168,12 @@ def _check_finished(schedule: Schedule, ends: Times, needs, numbers: _Numbers, d
             missing = [schedule[other][len(ends[other])] for other in unfinished
                        if schedule[other][len(ends[other])].op is not Op.TIE]
         what = ", ".join(f"{other} ({_place_of(other, place, rank, at)})" for other in missing)
-        stuck.append(f"rank {rank} stands at instruction {at} of {len(schedule[rank])}, {schedule[rank][at]}, "
+        stuck.append(f"rank {rank} is at instruction {at} of {len(schedule[rank])}, {schedule[rank][at]}, "
                      f"and waits for {what}")
     advice = ("Post receives before the sends that precede their use (add_transfers does unless told not to), or use "
-              "sends that do not wait." if rendezvous else
-              "Legal orders put F of a stage after F of the stage before it, and B after F of its own stage and after "
-              "B of the stage behind it.")
+              "sends that do not block." if rendezvous else
+              "In a valid order F of a stage comes after F of the previous stage, and B after F of its own stage and "
+              "after B of the next stage.")
     kind = "rendezvous" if rendezvous else "buffered"
     raise ScheduleError(f"deadlock with {kind} sends: {'; '.join(stuck)}. {advice}")
 

@@ -113,7 +113,7 @@ class Executor:
             raise
         self._microbatches = ()
         assert not self._activations and not self._gradients, (
-            f"tensors nobody consumed: activations {list(self._activations)}, gradients {list(self._gradients)}")
+            f"tensors left unconsumed: activations {list(self._activations)}, gradients {list(self._gradients)}")
         return [loss for _, loss in sorted(self._losses.items())]
 
     def _carry_out(self, steps: Sequence[tuple[Handler, Instruction]]) -> None:

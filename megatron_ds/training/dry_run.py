@@ -24,7 +24,7 @@ def names_its_world(argv: Sequence[str]) -> bool:
 
 
 def dry_run(as_given: RunConfig, launch: Launch) -> int:
-    """The exit code. Of several processes that a launcher started, rank 0 speaks."""
+    """Print the plan on rank 0; returns the exit code."""
     if launch.rank:
         return 0
     gc.freeze()             # a schedule is many small objects: leave those of the imports out of every collection
@@ -35,16 +35,16 @@ def dry_run(as_given: RunConfig, launch: Launch) -> int:
 
 
 def _unchecked(config: RunConfig) -> list[str]:
-    """What a launch would look at beside, and a plan leaves alone."""
+    """What a launch would check and a plan does not, one line each."""
     data, zero, checkpoint = config.data, config.zero, config.checkpoint
     given = data.data_path or data.train_data_path or [*filter(None, (data.data_args_path, data.per_split_data_args_path))]
-    files = f"the data in {' '.join(given)}" if given else "" if data.mock_data else "the data: none are named yet"
-    folders = [f"that {folder} can be written" for folder in (checkpoint.save, *dict.fromkeys(zero.disk_folders().values()))
+    files = f"the data in {' '.join(given)}" if given else "" if data.mock_data else "the data: none are given"
+    folders = [f"write access to {folder}" for folder in (checkpoint.save, *dict.fromkeys(zero.disk_folders().values()))
                if folder]
     loads = [f"the checkpoint in {checkpoint.load}"] if checkpoint.load else []
-    pins = ["whether stages are pinned, which --zero3-pin-stage auto decides by the devices' memory; not pinned here"] \
+    pins = ["--zero3-pin-stage auto, which depends on the memory of the devices; planned as off"] \
         if zero.stage == 3 and zero.zero3_pin_stage == "auto" else []
-    cuts = ["what layers cost here, by which --pipeline-cut measured cuts; cut by FLOPs here"] \
+    cuts = ["the times of layers, which --pipeline-cut measured needs; cut by FLOPs in this plan"] \
         if config.parallel.pipeline_cut == "measured" else []
     devices = "memory and speed of the devices, the network between them, and memory that libraries and allocators take"
     return [*filter(None, [files]), *folders, *loads, *pins, *cuts, devices]

@@ -98,7 +98,7 @@ def stages_text(plan: WorldPlan) -> Iterator[str]:
     shares, config = plan.run.stage_cost_shares(), plan.config
     counted = SHARES[config.parallel.pipeline_cut]
     how = f"--pipeline-layout {config.parallel.pipeline_layout}" if config.parallel.pipeline_layout else \
-        f"cut so that the costliest is cheapest, by {counted}"
+        f"cut to minimize the costliest stage, by {counted}"
     yield f"stages: {len(plan.stages)} of {len(plan.run.layer_names)} layers, {how}"
     several = len(plan.stages) > plan.grid.pp
     rows = [["stage", *(["pp"] * several), "layers", "parameters", counted, "what"]]
@@ -120,9 +120,9 @@ def schedule_text(plan: WorldPlan) -> Iterator[str]:
     config, m = plan.config, plan.microbatches
     p = plan.grid.pp
     yield (f"schedule: {plan.run.shape.schedule}, {m:,} micro-batch{'es' * (m > 1)} of "
-           f"{config.train.micro_batch_size} × {config.model.seq_length:,} tokens a step and data-parallel rank")
+           f"{config.train.micro_batch_size} × {config.model.seq_length:,} tokens per step and data-parallel rank")
     if p == 1:
-        yield "  one pipeline rank: nothing to wait for"
+        yield "  one pipeline rank: no bubble"
         return
     busy, span = plan.simulation.busy, plan.simulation.span
     idle = [1 - time / span for time in busy]
@@ -154,7 +154,7 @@ def _drawing(plan: WorldPlan) -> list[str]:
 def memory_text(plan: WorldPlan) -> Iterator[str]:
     worst, mine = plan.worst, plan.rank_plan(plan.rank)
     zero, o, train = plan.config.zero, plan.config.optimizer, plan.config.train
-    recompute = f"recomputation {train.recompute_granularity}" if train.recompute_granularity else "nothing recomputed"
+    recompute = f"recomputation {train.recompute_granularity}" if train.recompute_granularity else "no recomputation"
     yield (f"memory of a rank on {plan.device.upper()} devices: ZeRO stage {zero.stage}, {o.params_dtype} weights, "
            f"{o.gradient_dtype} gradients, {o.optimizer}, {recompute}")
     plans = [worst] if worst.rank == mine.rank else [worst, mine]
@@ -180,13 +180,13 @@ MEMORY_ROWS = (
     ("communication buffers, up to", lambda p: in_bytes(p.buffers)),
     ("activations", _alive),
     ("  of one micro-batch", lambda p: in_bytes(p.kept_each)),
-    ("layer at work, about", lambda p: in_bytes(p.at_work)),
+    ("working memory, about", lambda p: in_bytes(p.at_work)),
     ("peak, about", lambda p: in_bytes(p.peak)))
 
 
 def traffic_text(plan: WorldPlan) -> Iterator[str]:
     mine, busiest = plan.rank_plan(plan.rank), plan.busiest
-    yield f"traffic of a step, payload of rank {plan.rank} (what a ring sends of it in the last column):"
+    yield f"traffic of a step, payload of rank {plan.rank} (last column: the part sent in a ring):"
     rows = [["operation", "over", "ranks", "count", "bytes", "", "ring"]]
     for key in sorted(mine.traffic.bytes, key=lambda key: -mine.traffic.bytes[key]):
         operation, axes, size = key
@@ -195,8 +195,8 @@ def traffic_text(plan: WorldPlan) -> Iterator[str]:
                      in_bytes(count), in_bytes(count * RING_FACTOR[operation](size))])
     yield from table(rows, left=2) if len(rows) > 1 else ["  none"]
     if len(rows) > 1:
-        yield (f"  together {in_bytes(wire_bytes(mine))} a step; the most of any rank: {in_bytes(wire_bytes(busiest))}, rank "
-               f"{busiest.rank}")
+        yield (f"  in total {in_bytes(wire_bytes(mine))} per step; the highest of any rank: "
+               f"{in_bytes(wire_bytes(busiest))}, rank {busiest.rank}")
 
 
 # ------------------------------------------------------------------ FLOPs and proof
@@ -208,23 +208,23 @@ def flops_text(plan: WorldPlan) -> Iterator[str]:
     whole = model + batch * plan.again_flops
     tokens = batch * s
     yield f"FLOPs of a step: {tokens:,} tokens in {batch:,} sequences"
-    yield from table([["", "a step", "a token", "a rank and step"],
+    yield from table([["", "per step", "per token", "per rank and step"],
                       *([name, in_large(n, "FLOP"), in_large(n / tokens, "FLOP"), in_large(n / plan.grid.world_size, "FLOP")]
-                        for name, n in (("model", model), ("with what is recomputed", whole)))])
+                        for name, n in (("model", model), ("with recomputation", whole)))])
     if drop:
         saving = saving_of(config, drop)
         yield (f"  this is the last step; blocks {', '.join(map(str, drop.blocks))} keep {saving.first:,} of {s:,} tokens in "
                f"the first step, {saving.last:,} in the last")
-        yield (f"  over the run the blocks see {saving.layer_tokens:,} tokens, {saving.token_share:.1%} of all; model FLOPs "
-               f"{saving.flop_share:.1%}")
+        yield (f"  over the run the blocks process {saving.layer_tokens:,} tokens, {saving.token_share:.1%} of all; "
+               f"model FLOPs {saving.flop_share:.1%}")
 
 
 def proof_text(plan: WorldPlan) -> Iterator[str]:
     ran = [stage for stage in plan.stages if stage.ran]
     mine = plan.stages_of(plan.grid.coordinates(plan.rank)["pp"])
     shape = list(boundary_shape(plan.config))
-    yield (f"proof: rank {plan.rank}'s modules were built on the meta device among {plan.grid.world_size:,} imagined ranks, "
-           "and a micro-batch went through")
+    yield (f"proof: rank {plan.rank}'s modules were built on the meta device among {plan.grid.world_size:,} simulated "
+           "ranks, with a forward and a backward of one micro-batch")
     for stage in mine:
         given = "tokens" if stage.index == 0 else f"{shape}"
         made = "the loss" if stage.index == len(plan.stages) - 1 else f"{shape}"
@@ -232,5 +232,5 @@ def proof_text(plan: WorldPlan) -> Iterator[str]:
                f"{sum(p.numel() for p in stage.parameters):,} elements")
     others = [str(stage.index) for stage in ran if stage not in mine]
     if others:
-        yield (f"  so did one stage of each other sort: {', '.join(others)}. Between stages travels {shape}, "
+        yield (f"  also checked, one stage of each other kind: {', '.join(others)}. Stages send {shape}, "
                f"{plan.config.optimizer.params_dtype}")

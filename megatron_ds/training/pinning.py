@@ -69,8 +69,8 @@ def pinning_text(decision: PinDecision) -> str:
     """For the start of a run: what was decided, and why."""
     b, mib = decision.budget, lambda count: f"{count / 2**20:,.1f}"
     if not b.memory:
-        return f"ZeRO 3 pins no stage: rank {decision.rank} cannot tell how much memory is free"
-    verb = "pins each stage" if decision.pinned else "pins no stage"
-    return (f"ZeRO 3 {verb}: rank {decision.rank}, the tightest, needs {mib(b.needed)} MiB (state {mib(b.state)}, gradient "
-            f"buffers {mib(b.gradients)}, about {mib(b.activations)} of activations, weights of the stage {mib(b.weights)}) "
-            f"of {mib(b.memory)} free at the start, a tenth of it spared")
+        return f"ZeRO 3 keeps no stage gathered: the free memory of rank {decision.rank} is unknown"
+    verb = "keeps each stage gathered" if decision.pinned else "keeps no stage gathered"
+    return (f"ZeRO 3 {verb}: rank {decision.rank}, which has the least memory left, needs {mib(b.needed)} MiB "
+            f"(state {mib(b.state)}, gradient buffers {mib(b.gradients)}, about {mib(b.activations)} of activations, weights "
+            f"of the stage {mib(b.weights)}) of {mib(b.memory)} free at the start, with a reserve of 10 %")

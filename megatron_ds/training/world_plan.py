@@ -116,17 +116,17 @@ def plan_world(config: RunConfig, rank: int = 0, device: str = "cuda") -> WorldP
 
 
 def with_vocabulary(config: RunConfig) -> tuple[RunConfig, list[str]]:
-    """(the config with the size of the vocabulary, what was not checked for want of files).
+    """(the config with the size of the vocabulary, what was not checked because files are missing).
 
-    The tokenizer says it, as in a run; where its files are not on this machine, --vocab-size does.
+    The size is the tokenizer's, as in a run; if its files are not on this machine, it is --vocab-size.
     """
     try:
         tokenizer = build_tokenizer(config.data, config.model)
     except (ConfigError, DataError, ImportError, OSError) as problem:
         if config.model.vocab_size is None:
             raise ConfigError(f"{problem} A plan needs only the size of the vocabulary: --vocab-size N.") from problem
-        what = str(problem).rstrip(".") if config.data.tokenizer_type else "none is named yet"
-        return config, [f"the tokenizer: {what}; its vocabulary is taken to be --vocab-size {config.model.vocab_size}"]
+        what = str(problem).rstrip(".") if config.data.tokenizer_type else "none is given"
+        return config, [f"the tokenizer: {what}; --vocab-size {config.model.vocab_size} is assumed"]
     return config.with_values({"model.vocab_size": tokenizer.vocab_size}, Source("derived", "the tokenizer")), []
 
 

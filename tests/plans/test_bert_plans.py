@@ -63,4 +63,4 @@ def test_the_entry_script_plans_a_bert():
     h, v = 1024, 30522
     count = 24 * (12 * h * h + 13 * h) + (v + 512 + 2) * h + 2 * 2 * h + 2 * (h * h + h) + v + 2 * h + 2
     assert f"the model has {count:,} parameters (336.2 M)" in done.stdout
-    assert "0, the worst" in done.stdout and "data: none are named yet" in done.stdout
+    assert "0, the worst" in done.stdout and "data: none are given" in done.stdout

@@ -42,7 +42,7 @@ def test_1f1b_posted_right_before_use_deadlocks_when_sends_wait_but_not_posted_o
     schedule = SCHEDULES["1f1b"](3, 4)
     late, early = add_transfers(schedule, 3, early=False), add_transfers(schedule, 3)
     assert simulate(late).span == simulate(early).span
-    with pytest.raises(ScheduleError, match="rendezvous sends: rank 0 stands at .*SA2@0, and waits for RA2@1.*Post receives"):
+    with pytest.raises(ScheduleError, match="rendezvous sends: rank 0 is at .*SA2@0, and waits for RA2@1.*Post receives"):
         simulate(late, sends="rendezvous")
     simulate(early, sends="rendezvous")
 

@@ -44,8 +44,8 @@ def swapped(first, second):
     (changed(2, lambda p: [*p, Instruction(Op.SEND_ACT, 2, 0)]), "SA0@2 on rank 2 would communicate with stage 3"),
     (changed(0, lambda p: [*p, Instruction(Op.RECV_ACT, 0, 0)]), "RA0@0 on rank 0 would communicate with stage -1"),
     (changed(1, swapped("RA0@1", "RA1@1")), "message 0 is sent for micro-batch 0 at stage 1, but received for micro-batch 1"),
-    (changed(1, swapped("B0@1", "B3@1")), "rank 1 stands at .*B3@1, and waits for F3@1 .later in the same program"),
-    (changed(1, swapped("SA0@1", "F0@1")), "rank 1 stands at .*SA0@1, and waits for F0@1 .later in the same program"),
+    (changed(1, swapped("B0@1", "B3@1")), "rank 1 is at .*B3@1, and waits for F3@1 .later in the same program"),
+    (changed(1, swapped("SA0@1", "F0@1")), "rank 1 is at .*SA0@1, and waits for F0@1 .later in the same program"),
     (changed(2, lambda p: [p[-1], *p[:-1]]), "TIE@2 at position 0 comes before the last backward"),
     (changed(1, swapped("REDUCE@1", "B0@1")), "4 backwards of stage 1 follow its last REDUCE"),
     (changed(1, lambda p: [*p, Instruction(Op.REDUCE, 1)]), "0 backwards of stage 1 follow its last REDUCE"),
@@ -59,7 +59,7 @@ def test_a_broken_schedule_is_refused_with_what_is_wrong(schedule, message):
 def test_a_receive_posted_after_the_computation_that_needs_it_is_a_deadlock_with_any_sends():
     first, second = lower(SCHEDULES["gpipe"](2, 1), 2)
     assert [str(i) for i in second[:2]] == ["RA0@1", "F0@1"]
-    with pytest.raises(ScheduleError, match="buffered sends.*rank 1 stands at instruction 0 .*waits for RA0@1 .later in the"):
+    with pytest.raises(ScheduleError, match="buffered sends.*rank 1 is at instruction 0 .*waits for RA0@1 .later in the"):
         simulate((first, (second[1], second[0], *second[2:])))
 
 

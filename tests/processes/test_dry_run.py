@@ -37,7 +37,7 @@ def test_a_plan_needs_no_data_no_tokenizer_and_writes_nothing(capsys, tmp_path, 
     assert [line.split(":")[0].split(" of ")[0] for line in out.splitlines() if line and not line.startswith(" ")] == [
         "grid", "stages", "schedule", "memory", "traffic", "FLOPs", "proof", "not checked"]
     assert "16 ranks = tensor 2 × pipeline 2 × data 4" in out and "rank 9 is tp 1, pp 1, dp 0" in out
-    for unchecked in ("the data in nowhere", "the tokenizer: --tokenizer-model nowhere", "that run can be written"):
+    for unchecked in ("the data in nowhere", "the tokenizer: --tokenizer-model nowhere", "write access to run"):
         assert unchecked in out
 
 

@@ -193,8 +193,8 @@ def test_stages_are_pinned_where_all_ranks_have_room(layout, monkeypatch):
         return run(config_of(f"{layout},pin=auto"), main)
 
     roomy, tight = with_memory(10**11), with_memory(10**5)
-    assert all(pinned and "pins each stage: rank 1, the tightest" in text for pinned, text, _, _ in roomy)
-    assert all(not pinned and "pins no stage: rank 1, the tightest" in text for pinned, text, _, _ in tight)
+    assert all(pinned and "keeps each stage gathered: rank 1, which has the least" in text for pinned, text, _, _ in roomy)
+    assert all(not pinned and "keeps no stage gathered: rank 1, which has the least" in text for pinned, text, _, _ in tight)
     for (_, _, losses, few), (_, _, expected, many) in zip(roomy, tight):
         assert losses == expected and few < many
     told = run(config_of(f"{layout},pin=1"), lambda engine: (engine.pinned, engine.why_pinned))
