@@ -1,4 +1,4 @@
-"""Flags of Megatron and keys of DeepSpeed without an option here: what is accepted, what is refused, and where it is listed."""
+"""Flags of Megatron and keys of DeepSpeed without an option here: what is accepted and listed, and what is refused."""
 
 import json
 
