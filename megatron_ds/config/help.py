@@ -82,7 +82,7 @@ def _rows(pairs) -> Iterator[str]:
     for left, right in pairs:
         head = textwrap.wrap(left, WIDTH - 2, initial_indent="  ", subsequent_indent="    ")
         body = textwrap.wrap(right, WIDTH, initial_indent=" " * COLUMN, subsequent_indent=" " * COLUMN,
-                             break_long_words=False)
+                             break_long_words=False, break_on_hyphens=False)
         if len(head) == 1 and len(head[0]) < COLUMN - 1 and body:
             body[0] = head.pop().ljust(COLUMN) + body[0][COLUMN:]
         yield from (*head, *body)

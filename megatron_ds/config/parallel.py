@@ -16,8 +16,8 @@ class ParallelConfig:
         1, at_least=1, json="pipeline.stages", switches={"--no-pipeline-parallel": 1},
         help="Number of ranks that each hold some of the layers.",
         avoid="With fewer than about four times as many micro-batches, ranks wait for each other.")
-    context_parallel_size: int = option(1, at_least=1, help="Number of ranks that split the sequence. Only 1 is "
-                                        "available yet.")
+    context_parallel_size: int = option(
+        1, at_least=1, help="Number of ranks that split the sequence. Only 1 is supported so far.")
     expert_model_parallel_size: int = option(1, at_least=1, flags=["--moe-expert-parallel-size"],
                                              help="Number of ranks that share the experts. Only 1 is supported so far.")
     sequence_parallel: bool = option(

@@ -20,8 +20,9 @@ from ..checkpoint.folder import find
 from ..checkpoint.save import check_writable
 from ..checkpoint.space import check_room
 from ..config import RunConfig, Source, parse
+from ..config.flags import read_flags
 from ..config.guard import main_guard
-from ..config.launched import rank_in
+from ..config.launched import rank_in, with_local_rank
 from ..data.datasets import build_datasets
 from ..data.sampler import ORDERS
 from ..data.tokenizers import TOKENIZERS, build_tokenizer
@@ -70,7 +71,8 @@ def pretrain(argv: Sequence[str] | None = None, **defaults) -> int:
 def _pretrain(argv, defaults: Mapping[str, object], stop: StopRequest) -> int:
     started = time.monotonic()
     argv = sys.argv[1:] if argv is None else list(argv)
-    launch = Launch(rank_in(os.environ)) if names_its_world(argv) else launching.read_launch(os.environ)
+    env = with_local_rank(os.environ, read_flags(argv).local_rank)
+    launch = Launch(rank_in(env)) if names_its_world(argv) else launching.read_launch(env)
     _set_up_logging(launch.rank)
     config = parse(argv, world_size=launch.world_size, env=os.environ, known=KNOWN_NAMES, rules=RULES,
                    defaults=defaults)

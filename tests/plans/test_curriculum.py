@@ -238,7 +238,7 @@ def test_an_analysis_of_other_data_is_a_data_error(tmp_path):
 
 @pytest.mark.parametrize("change, said", [
     ({"name": ""}, "with the metric's \"name\""), ({"difficulty": 5}, "unknown difficulty"),
-    ({"clustering_type": "schedule"}, "it must be schedule_based"), ({"clustering_type": "single_cluster"}, "change nothing"),
+    ({"clustering_type": "schedule"}, "it must be schedule_based"), ({"clustering_type": "single_cluster"}, "have no effect"),
     ({"difficulty_type": "values"}, "it must be value or percentile"), ({"index_to_metric_path": None}, "give the prefix"),
     ({"schedule_type": "linear"}, "schedule_type is 'linear'"),
     ({"difficulty_type": "percentile", "min_difficulty": 0}, "0 of 50 percentiles admits no sample")])

@@ -1,4 +1,4 @@
-"""Flags of Megatron and keys of DeepSpeed without an option here: what is accepted, refused and listed."""
+"""Flags of Megatron and keys of DeepSpeed without an option here: what is accepted and listed, and what is refused."""
 
 import json
 

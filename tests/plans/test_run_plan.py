@@ -53,13 +53,13 @@ def test_flags_of_megatron_and_deepspeed_name_schedule_and_stages(flags, shape):
 
 
 @pytest.mark.parametrize("flags, words", [
-    ((PP, 2, CHUNKS, 2, THICK, 1), "say the same thing twice. Keep one."),
+    ((PP, 2, CHUNKS, 2, THICK, 1), "both set the number of stages per rank. Give only one."),
     ((CHUNKS, 2), "but --pipeline-model-parallel-size 1 (default). Remove it, or use --pipeline-model-parallel-size 2"),
     ((PP, 2, THICK, 2), "is not a multiple of --pipeline-model-parallel-size 2 × "
      "--num-layers-per-virtual-pipeline-stage 2 = 4: every rank holds the same number of stages. "
      "Use --num-layers-per-virtual-pipeline-stage 1 or 3"),
     ((PP, 2, CHUNKS, 4), "--num-layers 6 is less than --pipeline-model-parallel-size 2 × "
-     "--num-virtual-stages-per-pipeline-rank 4: each stage takes a layer. Use at most 6 stages in all"),
+     "--num-virtual-stages-per-pipeline-rank 4: each stage needs at least one layer. Use at most 6 stages in all"),
     ((PP, 2, "--pipeline-schedule", "1f1b", CHUNKS, 2), "schedule '1f1b' does not support 2 chunks of the model per rank. "
      "Valid: 1. Schedules for 2 chunks: interleaved, zb-v"),
     ((PP, 2, "--pipeline-schedule", "zb-v", CHUNKS, 3), "schedule 'zb-v' does not support 3 chunks"),
@@ -67,8 +67,8 @@ def test_flags_of_megatron_and_deepspeed_name_schedule_and_stages(flags, shape):
     ((PP, 2, CHUNKS, 3, "--pipeline-layout", "2,2,1,1"), "For instance --pipeline-layout 1,1,1,1,1,1."),
     ((PP, 2, "--pipeline-schedule", "zbv"), "did you mean 'zb-v'?"),
     ((PP, 2, "--virtual-pipeline-model-parallel-size", 2), "write --num-virtual-stages-per-pipeline-rank"),
-    ((PP, 2, "--pipeline-layout", "3,3", "--pipeline-cut", "uniform"), "both say where to cut. Keep one."),
-    ((PP, 2, "--pipeline-costs-path", "t.json"), "is for --pipeline-cut measured, but --pipeline-cut flops (default)"),
+    ((PP, 2, "--pipeline-layout", "3,3", "--pipeline-cut", "uniform"), "both set where to cut. Give only one."),
+    ((PP, 2, "--pipeline-costs-path", "t.json"), "applies to --pipeline-cut measured, but --pipeline-cut flops (default)"),
     ((PP, 2, "--pipeline-memory-limit", 3), "--pipeline-memory-limit 3 is for --pipeline-schedule zb-auto; 1f1b has no use"),
     ((PP, 2, GROUP, 4), f"{GROUP} 4 is for --pipeline-schedule interleaved; 1f1b has no use for it"),
     ((PP, 2, CHUNKS, 2, GROUP, 1), "groups of 1 micro-batches on 2 pipeline ranks: rank 0 would wait")])
@@ -92,7 +92,7 @@ def test_the_pipeline_block_of_deepspeed_says_how_many_stages_and_what_they_are_
     file.write_text(json.dumps({"pipeline": {"stages": "auto", "partition": "best"}}))
     assert pipeline_shape(config_of(PP, 4, "--deepspeed_config", file)).size == 4
     file.write_text(json.dumps({"pipeline": {"seed_layers": True, "partition": "type:Block"}}))
-    with pytest.raises(ConfigError, match='"pipeline.seed_layers" is refused(.|\n)*type:Block'):
+    with pytest.raises(ConfigError, match='"pipeline.seed_layers" is not supported(.|\n)*type:Block'):
         config_of("--deepspeed_config", file)
 
 

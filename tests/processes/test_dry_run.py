@@ -69,7 +69,7 @@ def test_a_plan_says_what_it_lacks(capsys):
     assert said(capsys, "--dry-run", "--rank", "4", "--world-size", "4")[::2] == (
         2, "error: --rank 4 is not one of 4 ranks. Use --rank 0 or 1 … 3, or a larger --world-size.\n")
     code, _, err = said(capsys, "--dry-run", "--pipeline-model-parallel-size", "2")
-    assert code == 2 and "A plan is told how many there would be by --world-size." in err
+    assert code == 2 and "In a plan, --world-size sets the number of ranks." in err
     code, _, err = said(capsys, "--mock-data", "--world-size", "4")
     assert code == 2 and "add --dry-run" in err
 

@@ -53,7 +53,8 @@ def test_saves_and_the_end_are_logged_with_path_seconds_and_size(used):
 def test_a_finished_run_has_nothing_to_do(used):
     folder, _ = used
     out = train(2, [*TINY, "--mock-data", "--train-iters", "5", "--load", folder])[0].out
-    assert "training ended: nothing to do: the checkpoint is at iteration 6 (24 samples, 384 tokens) and --train-iters is 5" in out
+    assert ("training ended: nothing to do: the checkpoint is at iteration 6 (24 samples, 384 tokens) and --train-iters is 5"
+            in out)
     assert re.search(rf"^loaded {folder}, iteration 6, in \d+\.\d s$", out, re.MULTILINE)
 
 
