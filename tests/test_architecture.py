@@ -1,4 +1,4 @@
-"""The house keeps its order: imports go strictly downward, torch.distributed stays in two rooms, importing is light.
+"""Architecture rules: imports go strictly downward, torch.distributed stays in two packages, importing is light.
 
     7  scripts, tools, engine
     6  training
@@ -50,25 +50,25 @@ def imports(path: Path) -> list[tuple[int, str]]:
     return found
 
 
-def rooms_imported(path: Path) -> list[tuple[int, str]]:
+def packages_imported(path: Path) -> list[tuple[int, str]]:
     return [(line, name.split(".")[1]) for line, name in imports(path)
             if name.startswith("megatron_ds.") and name.split(".")[1] in LAYERS]
 
 
-def test_every_room_has_its_layer():
-    rooms = {module_of(path)[0] for path in FILES} - {"__init__"}
-    assert rooms == set(LAYERS)
+def test_every_package_has_its_layer():
+    packages = {module_of(path)[0] for path in FILES} - {"__init__"}
+    assert packages == set(LAYERS)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_imports_go_strictly_downward(path):
     here = module_of(path)[0]
     if here == "__init__":
-        assert not [name for _, name in rooms_imported(path) if name != "version"]
+        assert not [name for _, name in packages_imported(path) if name != "version"]
         return
-    wrong = [f"line {line}: {here} (layer {LAYERS[here]}) imports {room} (layer {LAYERS[room]})"
-             for line, room in rooms_imported(path) if room != here and LAYERS[room] >= LAYERS[here] > 0 or
-             LAYERS[here] == 0 and room != here and LAYERS[room] > 0]
+    wrong = [f"line {line}: {here} (layer {LAYERS[here]}) imports {package} (layer {LAYERS[package]})"
+             for line, package in packages_imported(path) if package != here and LAYERS[package] >= LAYERS[here] > 0 or
+             LAYERS[here] == 0 and package != here and LAYERS[package] > 0]
     assert not wrong, "\n".join(wrong)
 
 
@@ -106,10 +106,10 @@ def test_importing_the_package_imports_two_files_of_its_own_and_nothing_else():
     assert set(done.stdout.split()) == {"megatron_ds", "megatron_ds.version"}
 
 
-def test_every_room_needs_torch_and_numpy_only_and_starts_nothing():
+def test_every_package_needs_torch_and_numpy_only_and_starts_nothing():
     """Tokenizers, TensorBoard, YAML and their like are imported when they are used."""
-    rooms = [room for room in LAYERS if (PACKAGE / room).is_dir()]
-    statement = "; ".join(["import torch, numpy", "before = set(sys.modules)", *(f"import megatron_ds.{r}" for r in rooms),
+    packages = [package for package in LAYERS if (PACKAGE / package).is_dir()]
+    statement = "; ".join(["import torch, numpy", "before = set(sys.modules)", *(f"import megatron_ds.{r}" for r in packages),
                            "import megatron_ds.training.pretrain", "import torch.distributed as dist",
                            "assert not dist.is_initialized()"])
     optional = {"regex", "tokenizers", "sentencepiece", "safetensors", "tensorboard", "yaml", "tqdm", "matplotlib", "pyarrow",

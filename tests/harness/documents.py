@@ -1,14 +1,14 @@
-"""Code blocks of Markdown pages, and how each is kept true.
+"""Code blocks of Markdown pages, and how each is tested.
 
-An HTML comment right above a block says what becomes of it:
+An HTML comment directly above a block selects what is done with it:
 
-    (none)                       run, in the order of the page, in one folder for the page
-    <!-- file: NAME -->          written to NAME in that folder, where later blocks find it
-    <!-- needs GPUs -->          not run; its launches are taken apart and their flags parsed (`launches.py`)
-    <!-- runs in: COMMAND -->    not run here; COMMAND, elsewhere in the tests, does it
-    <!-- printed -->             what earlier blocks print, line by line; with `by: FILE`, what the test of FILE finds printed
+    (none)                       run, in the order of the page, in one folder per page
+    <!-- file: NAME -->          written to NAME in that folder, for later blocks
+    <!-- needs GPUs -->          not run; the flags of its launches are parsed (`launches.py`)
+    <!-- runs in: COMMAND -->    not run here; COMMAND, elsewhere in the tests, runs it
+    <!-- printed -->             lines that earlier blocks print; with `by: FILE`, lines that FILE prints in its test
 
-Blocks of ```bash and ```python are under this rule; other languages only when a comment stands above them.
+This applies to blocks of ```bash and ```python, and to other languages only below a comment.
 """
 
 import os
@@ -31,7 +31,7 @@ COLD = ("docs/planning.md",)
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block. mark: what the comment above it says, "" without one."""
+    """One fenced block. mark: the comment above it, "" without one."""
 
     page: str
     line: int
@@ -45,7 +45,7 @@ class Block:
 
     @property
     def file(self) -> str:
-        """Where the block is to be written; "" for others."""
+        """The file to write the block to; "" for other blocks."""
         return self.mark.removeprefix("file: ") if self.mark.startswith("file: ") else ""
 
     def __str__(self) -> str:
@@ -66,22 +66,22 @@ def blocks_of(page: str) -> Iterator[Block]:
 
 
 def environment() -> dict[str, str]:
-    """For the blocks: this Python first, one thread a rank, ranks that meet on this machine."""
+    """Environment of the blocks: this Python first in PATH, one thread per rank, gloo on the loopback interface."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "OMPI_"))}
     return kept | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT),
                    "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
 
 
 def link_sources(folder: Path) -> None:
-    """What a reader stands in: the root of the repository, but nothing is written into that."""
+    """Give `folder` the tools, examples and entry scripts of the repository root, so that blocks write only to `folder`."""
     for name in ("tools", "examples", "pretrain_gpt.py", "pretrain_bert.py"):
         (folder / name).symlink_to(ROOT / name)
 
 
 def run_page(page: str, folder: Path, seconds: int = 200) -> str:
-    """Run the page's blocks in `folder`; what they printed. A block that fails is an AssertionError that shows it.
+    """Run the page's blocks in `folder`; returns their output. Raises AssertionError with the output of a block that fails.
 
-    Commands start warm (`warm.py`), except those of `COLD`, which shows that it is not needed.
+    Commands start warm (`warm.py`), except those of `COLD`, which check that pages also run without it.
     """
     link_sources(folder)
     where = environment() if page in COLD else warm_environment(environment())
@@ -97,10 +97,10 @@ def run_page(page: str, folder: Path, seconds: int = 200) -> str:
 
 
 def check_printed(block: Block, said: str) -> None:
-    """Each line of the block is a line of what was said; blank ones are for the reader."""
+    """Each line of the block, except blank ones, is a line of the output."""
     there = {line.rstrip() for line in said.splitlines()}
     missing = [line for line in block.text.splitlines() if line.strip() and line.rstrip() not in there]
-    assert not missing, f"{block}: nobody printed {missing}"
+    assert not missing, f"{block}: not printed: {missing}"
 
 
 def _run(block: Block, folder: Path, where: dict[str, str], seconds: int) -> str:

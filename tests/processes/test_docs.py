@@ -9,7 +9,7 @@ import pytest
 from tests.harness.documents import MARKS, ROOT, RUNNABLE, blocks_of, pages, run_page
 from tests.harness.launches import sbatch_environment, started_by, trainings
 
-# What is told by blocks whose output is not on the page.
+# Output of blocks that is not shown on the page.
 SAID = {"docs/data.md": r"\d+ documents, \d+ tokens: \w", "docs/checkpoints.md": r"step 12 of 12 saved by 2 ranks",
         "docs/quickstart.md": r"On day 7.* walked to (.|\n)*did you mean '--num-attention-heads'",
         "README.md": r"loaded runs/tiny, iteration 10"}
@@ -60,11 +60,11 @@ def test_every_mark_is_one_that_this_test_knows_and_files_are_used():
         assert not block.mark or MARKS.fullmatch(block.mark), f"{block}: {block.mark}"
         if block.file:
             later = [b for b in BLOCKS if b.page == block.page and b.line > block.line and b.runs]
-            assert any(block.file in b.text for b in later), f"{block}: nobody uses {block.file}"
+            assert any(block.file in b.text for b in later), f"{block}: {block.file} is not used"
 
 
 def test_no_block_escapes():
-    """A fence that the pattern does not see, or a command in another language's name, would be run by nobody."""
+    """Every fence matches the pattern, and commands are marked as bash; otherwise they would not be run."""
     for page in pages():
         text = (ROOT / page).read_text(encoding="utf-8")
         fences = len(re.findall(r"^\s*```", text, re.MULTILINE))
