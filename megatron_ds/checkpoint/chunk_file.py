@@ -1,4 +1,4 @@
-"""Files of chunks: their checksums, computed while they are written, and the reading of one chunk, which is believed last.
+"""Files of chunks: their checksums, computed while they are written, and the reading of one chunk, with its checks.
 
     __3_0.distcp      |  chunk  |  chunk  |  chunk  |      each chunk is an archive that torch.save wrote
     running CRC-32    0         a         b         c      of the file up to this byte
@@ -7,12 +7,13 @@ The index keeps, for each chunk, the CRC-32 of its file before and after it. The
 wrote if CRC-32, continued from the value before, gives the value after. The value at the end is that of the whole file, which
 run.json keeps. So one pass over the bytes, when they are written and when they are read, serves the chunk and the file.
 
-CRC-32 finds damage and mixed-up files. It is no protection against a file that was made to deceive: whoever can write the
-checkpoint can write its checksums too. What such a file can do is limited to wrong values: nothing in it is executed, and
-it makes the reader allocate no more than its own size.
+CRC-32 finds damage and mixed-up files. It does not protect against a forged checkpoint, whose author can compute checksums
+too. For that case the archive of a chunk is limited to what torch.save writes for a tensor: uncompressed records, and a pickle
+that names nothing but the constructor of a tensor and the types of storage. (`weights_only` alone admits `bytearray(2**40)`.)
 """
 
 import io
+import pickletools
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -24,6 +25,10 @@ from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from ..errors import CheckpointError
+
+MOST_BYTES_OF_PICKLE = 2**16        # of the description of one tensor; 500 are usual
+STORAGES = ("Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool")
+NAMES = {"torch._utils _rebuild_tensor_v2", "collections OrderedDict", *(f"torch {name}Storage" for name in STORAGES)}
 
 
 class ChecksummedFiles(FileSystem):
@@ -46,6 +51,7 @@ class ChecksummedFiles(FileSystem):
     def crc32_around(self, place: _StorageInfo) -> tuple[int, int]:
         """CRC-32 of the file before and after a chunk that was written there."""
         borders = self._written[place.relative_path].crc32_at
+        assert {place.offset, place.offset + place.length} <= borders.keys(), "DCP's writer has not called tell() at a border"
         return borders[place.offset], borders[place.offset + place.length]
 
     def crc32_of(self, name: str) -> int:
@@ -111,10 +117,20 @@ def _check_archive(content: io.BytesIO, with_checksums: bool) -> int:
     for record in archive.infolist():
         if record.compress_type != zipfile.ZIP_STORED or record.file_size != record.compress_size:
             raise ValueError(f"its record {record.filename} is compressed; this package writes none that are")
+        if record.filename.endswith("data.pkl"):
+            _check_pickle(archive, record)
     if with_checksums and (damaged := archive.testzip()):       # torch.load does not compare them
         raise ValueError(f"{damaged} has another checksum than when it was written")
     content.seek(0)
     return max((record.file_size for record in archive.infolist()), default=0)
+
+
+def _check_pickle(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> None:
+    if record.file_size > MOST_BYTES_OF_PICKLE:
+        raise ValueError(f"its {record.filename} has {record.file_size} bytes, more than a tensor needs")
+    for opcode, name, _ in pickletools.genops(archive.read(record)):
+        if opcode.name == "STACK_GLOBAL" or opcode.name == "GLOBAL" and name not in NAMES:
+            raise ValueError(f"it asks for {name or 'a computed name'}, which no tensor needs")
 
 
 def _check_tensor(tensor: torch.Tensor, chunk: ChunkStorageMetadata, dtype: torch.dtype, largest: int) -> None:

@@ -45,20 +45,22 @@ def latest(directory: str | os.PathLike) -> int | None:
         return None
     named = int(wanted) if wanted and wanted.isdecimal() and len(wanted) <= MOST_DIGITS else None
     problems: list[str] = []
+    found = None
     for step in dict.fromkeys([*([] if named is None else [named]), *reversed(steps)]):
         problem = problem_of(folder, step)
         if problem is None:
+            found = step
             break
         problems.append(problem)
     state = "; ".join([_state(folder, wanted, steps), *problems[:MOST_REASONS]])
     if len(problems) > MOST_REASONS:
         state += f"; and {len(problems) - MOST_REASONS} more are incomplete"
-    if problem is not None:
+    if found is None:
         raise CheckpointError(f"no complete checkpoint in {folder}: {state}. Starting afresh there would look like resuming. "
                               "Restore one, or give another folder.")
-    if step != named:
-        logger.warning("%s. Loading the newest complete checkpoint, iteration %d", state, step)
-    return step
+    if found != named:
+        logger.warning("%s. Loading the newest complete checkpoint, iteration %d", state, found)
+    return found
 
 
 def problem_of(folder: Path, step: int) -> str | None:
@@ -130,14 +132,14 @@ def _fill(directory: str | os.PathLike, step: int, pieces: Iterable[Piece], tp: 
 
 @contextmanager
 def way_back(folder: Path, step: int) -> Iterator[None]:
-    """Adds to the error of a damaged checkpoint which one can be loaded instead, and how."""
+    """Adds to the error of a damaged checkpoint which earlier one can be loaded instead, and how."""
     try:
         yield
     except CheckpointError as error:
-        others = [other for other in reversed(folders.steps_in(folder)) if other != step]
-        intact = next((other for other in others if problem_of(folder, other) is None), None)
-        advice = (f"To go back to iteration {intact}, the newest complete one besides, write {intact} into "
-                  f"{folder / folders.TRACKER}" if intact is not None else f"No other complete checkpoint is in {folder}")
+        earlier = [other for other in reversed(folders.steps_in(folder)) if other < step]
+        intact = next((other for other in earlier if problem_of(folder, other) is None), None)
+        advice = (f"To go back to iteration {intact}, the last complete one before it, write {intact} into "
+                  f"{folder / folders.TRACKER}" if intact is not None else f"{folder} has no earlier complete checkpoint")
         raise CheckpointError(f"{str(error).rstrip('.')}. {advice}.") from error
 
 

@@ -74,6 +74,13 @@ def test_a_folder_of_another_program_is_refused_and_not_taken_for_a_fresh_start(
         latest(tmp_path)
 
 
+def test_a_tracker_without_any_checkpoint_is_an_error(tmp_path):
+    for text in ("release", "7", "9" * 5000):
+        (tmp_path / TRACKER).write_text(text)
+        with pytest.raises(CheckpointError, match="no complete checkpoint.*says"):
+            latest(tmp_path)
+
+
 def test_what_another_program_left_under_our_name_is_kept_aside(tmp_path):
     theirs = tmp_path / "iter_0000100" / "mp_rank_00"
     theirs.mkdir(parents=True)

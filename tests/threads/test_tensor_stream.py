@@ -243,6 +243,6 @@ def test_a_damaged_checkpoint_ends_the_tool_with_an_error_and_leaves_nothing_beh
         content[content.find(expected()["decoder.layers.1.mlp.linear_fc1.weight"].numpy().tobytes()) + 5] ^= 1
         (path / "__0_0.distcp").write_bytes(content)
     words = ["--load", str(tmp_path / "saved"), "--iteration", "12", "--output", str(tmp_path / "out")]
-    with pytest.raises(CheckpointError, match="No other complete checkpoint"):
+    with pytest.raises(CheckpointError, match="has no earlier complete checkpoint"):
         main(parse_arguments([*words, "--max-shard-bytes", "3000"]))
     assert files_in(tmp_path / "out") == before
