@@ -141,7 +141,8 @@ SP = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
     ([*LTD, "--random-ltd-max-tokens", "129"], "more than --seq-length 128"),
     ([*LTD, "--random-ltd-max-tokens", "16"], "the number only grows"),
     ([*LTD, "--random-ltd-tokens-per-step", "33"], "no token would be kept at first"),
-    ([*LTD, "--random-ltd-layer-ids", "2", "2"], "names 2 twice"), ([*LTD, "--num-layers", "2"], "no block remains besides the first and the last"),
+    ([*LTD, "--random-ltd-layer-ids", "2", "2"], "names 2 twice"),
+    ([*LTD, "--num-layers", "2"], "no block remains besides the first and the last"),
     ([*LTD, *SP, "--random-ltd-tokens-per-step", "15"], "Use --random-ltd-tokens-per-step 14 or 16"),
     ([*LTD, *SP, "--random-ltd-max-tokens", "65"], "Use --random-ltd-max-tokens 64 or 66")])
 def test_flags_that_cannot_be_are_told_with_what_could(flags, words):
