@@ -18,7 +18,9 @@ import pytest
 from megatron_ds.data import preprocess as preprocessing
 from megatron_ds.data.corpus_record import check_sums, read_record
 from megatron_ds.data.indexed import IndexedDataset
+from megatron_ds.data.inputs import files_of
 from megatron_ds.data.partitions import preprocess_in_shards, run_on_ray
+from megatron_ds.data.plain_text import TextCut
 from megatron_ds.data.preprocess import preprocess
 from megatron_ds.data.sentences import learn_splitter
 from megatron_ds.data.tokenizers import make_tokenizer
@@ -95,6 +97,44 @@ def test_partitions_write_the_bytes_of_one_run_and_clear_up(tmp_path, capsys, ca
     for key in ("text", "title"):
         assert bytes_of(tmp_path / f"one_{key}_document") == bytes_of(tmp_path / f"two_{key}_document")
     assert not list(tmp_path.glob("*_of_*"))
+
+
+def text_files(folder, count=12):
+    """A folder of plain text: numbers in lines and paragraphs, some files blank."""
+    random = np.random.RandomState(5)
+    for i in range(count):
+        path = folder / f"part {i % 3}" / f"{i:02d}.{'md' if i % 4 else 'txt'}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        sizes = random.randint(0, 5, 0 if i == 5 else 40)
+        path.write_text("".join(" ".join(map(str, random.randint(0, 100, size))) + "\n" for size in sizes))
+    return folder
+
+
+@pytest.mark.parametrize("flags", [
+    [], ["--text-documents", "paragraph"], ["--text-documents", "line"], ["--text-separator", "7"], ["--split-sentences"]],
+    ids=lambda flags: " ".join(flags))
+def test_shards_of_a_folder_of_text_merged_are_the_bytes_of_one_run(tmp_path, capsys, flags):
+    folder = text_files(tmp_path / "books")
+    kind = "sentence" if "--split-sentences" in flags else "document"
+    base = ["preprocess_data", "--input", folder, *NULL_FLAGS, *flags, "--output-prefix"]
+    assert run_tool(capsys, *base, tmp_path / "one")[0] == 0
+    for i in range(3):
+        assert run_tool(capsys, *base, tmp_path / "shards" / "c", "--num-shards", 3, "--shard-index", i)[0] == 0
+    merge = ["--input", tmp_path / "shards", "--output-prefix", tmp_path / "merged"]
+    assert run_tool(capsys, "merge_datasets", *merge)[0] == 0
+    assert bytes_of(tmp_path / "merged") == bytes_of(tmp_path / f"one_text_{kind}")
+    text = [line for path in sorted(folder.rglob("*.*"), key=lambda path: path.parts) for line in path.read_text().split("\n")]
+    separators = text.count("7") if "--text-separator" in flags else 0
+    corpus = IndexedDataset(tmp_path / "merged")
+    ids = [i for i in np.concatenate([corpus[i] for i in range(len(corpus))]).tolist() if i < 100]
+    assert len(ids) == sum(len(line.split()) for line in text) - separators
+    assert flags or corpus.num_documents == 11
+
+
+def test_a_shard_of_text_cut_otherwise_is_made_again(tmp_path):
+    make = partial(preprocess, files_of([str(text_files(tmp_path / "books"))]), str(tmp_path / "c"), NULL, shard=(0, 2))
+    assert not make().done_before and make().done_before
+    assert not make(cut=TextCut("line")).done_before
 
 
 def in_turn(task, count):
@@ -275,7 +315,7 @@ def test_flags_that_do_not_go_together_are_told(tmp_path, capsys):
             (["--partitions", 2, "--workers", 2, "--num-shards", 2], "give one of them"), (["--num-shards", 0], "positive"),
             (["--ray"], "--ray needs --num-shards"),
             (["--ray", "local", "--num-shards", 2, "--shard-index", 0], "makes them all"),
-            (["--keep-newlines"], "give --split-sentences too"),
+            (["--keep-newlines"], "only apply with --split-sentences"),
             (["--num-shards", 2, "--shard-index", 2], "counted from 0 to 1")]:
         code, said = run_tool(capsys, *base, *flags)
         assert code == 2 and told in said and said.count("\n") == 1, (flags, said)
