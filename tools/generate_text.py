@@ -12,11 +12,11 @@ from pathlib import Path
 
 import torch
 
+from megatron_ds.checkpoint.folder import is_ours
 from megatron_ds.checkpoint.load import latest, load_weights, read_run
 from megatron_ds.config.arguments import Arguments
 from megatron_ds.config.dump import from_dict
 from megatron_ds.config.guard import main_guard
-from megatron_ds.data.tokenizers import build_tokenizer
 from megatron_ds.errors import CheckpointError, ConfigError
 from megatron_ds.models import MODELS, build_stage
 from megatron_ds.models.generation import Sampling, generate
@@ -25,24 +25,31 @@ from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.mpu.transport import connect_torch
 from megatron_ds.training.dtypes import DTYPES
+from megatron_ds.training.tokenizer_files import FIELDS, tokenizer_of
 
 
 def parse_arguments(argv=None) -> argparse.Namespace:
     parser = Arguments(__doc__)
     add = parser.add_argument
-    add("--load", type=Path, required=True, help="checkpoint folder of a run (what was its --save)")
+    add("--load", type=Path, required=True, help="folder of checkpoints: what was --save in training")
     add("--prompt", action="append", required=True, help="text to continue; may be given several times")
     add("--iteration", type=int, help="which checkpoint of the folder (default: the latest)")
-    add("--max-new-tokens", type=int, default=64, help="at most this many (default 64)")
-    add("--min-new-tokens", type=int, default=0, help="do not end the document before so many (default 0)")
-    add("--temperature", type=float, default=1.0, help="0 = greedy; lower is safer, higher is wilder (default 1)")
-    add("--greedy", action="store_true", help="always the likeliest token; the same as --temperature 0")
-    add("--top-k", type=int, default=0, help="only the k likeliest tokens (default 0: no limit)")
-    add("--top-p", type=float, default=1.0, help="only tokens that together hold this probability (default 1: no limit)")
-    add("--seed", type=int, default=0, help="the same seed draws the same text at every tensor-parallel size (default 0)")
-    add("--tokenizer-model", help="where the tokenizer lies now, when it moved since training")
-    add("--ignore-eod", action="store_true", help="go on after the end-of-document token")
-    add("--tensor-model-parallel-size", type=int, default=None, help="default: the number of processes")
+    add("--max-new-tokens", type=int, default=64, help="generate at most this many tokens (default 64)")
+    add("--min-new-tokens", type=int, default=0, help="generate at least this many tokens (default 0)")
+    add("--temperature", type=float, default=1.0,
+        help="divides the logits: 0 is greedy, below 1 favours likely tokens, above 1 unlikely ones (default 1)")
+    add("--greedy", action="store_true", help="always take the likeliest token; the same as --temperature 0")
+    add("--top-k", type=int, default=0, help="draw from the k likeliest tokens only (default 0: from all)")
+    add("--top-p", type=float, default=1.0,
+        help="draw from the likeliest tokens that together have this probability (default 1: from all)")
+    add("--seed", type=int, default=0, help="the same seed gives the same text at every tensor-parallel size (default 0)")
+    add("--tokenizer-model", metavar="PATH",
+        help="read the tokenizer here instead of the copy beside the checkpoints; it must be the same one")
+    add("--vocab-file", metavar="FILE", help="the same, for tokenizers with a vocabulary file")
+    add("--merge-file", metavar="FILE", help="the same, for GPT2BPETokenizer")
+    add("--ignore-eod", action="store_true", help="continue after the end-of-document token")
+    add("--tensor-model-parallel-size", type=int, default=None, metavar="N",
+        help="split the model over N processes (default: all processes)")
     return parser.parse_args(argv)
 
 
@@ -54,13 +61,11 @@ def main(args: argparse.Namespace, launch) -> int:
         raise ConfigError(f"--tensor-model-parallel-size {tp_size} with {launch.world_size} process(es): generation splits "
                           f"the model over all processes. Start {tp_size} with torchrun --nproc-per-node {tp_size}.")
     sampling = Sampling(0.0 if args.greedy else args.temperature, args.top_k, args.top_p, args.seed)
-    step = args.iteration if args.iteration is not None else latest(args.load)
-    if step is None:
-        raise CheckpointError(f"--load {args.load}: no complete checkpoint there. Give what was --save in training.")
-    config = from_dict(read_run(args.load, step)["config"])
-    if args.tokenizer_model:
-        config = replace(config, data=replace(config.data, tokenizer_model=args.tokenizer_model))
-    tokenizer = build_tokenizer(config.data, config.model)
+    step = find_step(args.load, args.iteration)
+    run = read_run(args.load, step)
+    config = from_dict(run["config"])
+    given = {field: getattr(args, field) for field in FIELDS if getattr(args, field)}
+    tokenizer = tokenizer_of(args.load, run, config, given)
     config = replace(config, model=replace(config.model, vocab_size=tokenizer.vocab_size))
     device = launching.start(launch)
     try:
@@ -71,6 +76,18 @@ def main(args: argparse.Namespace, launch) -> int:
     finally:
         launching.stop()
     return 0
+
+
+def find_step(directory: Path, iteration: int | None) -> int:
+    """The iteration to load. Raises CheckpointError where there is none, or where the folder is itself a checkpoint."""
+    if is_ours(directory):
+        number = directory.resolve().name.removeprefix("iter_").lstrip("0") or "0"
+        raise CheckpointError(f"--load {directory} is a checkpoint, and --load takes the folder that holds it. Use --load "
+                              f"{directory.resolve().parent}{f' --iteration {number}' * number.isdecimal()}.")
+    step = iteration if iteration is not None else latest(directory)
+    if step is None:
+        raise CheckpointError(f"--load {directory}: there is no checkpoint. Give the folder that was --save in training.")
+    return step
 
 
 def load_model(config, mesh: Mesh, directory: Path, step: int) -> torch.nn.ModuleList:

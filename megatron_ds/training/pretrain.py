@@ -39,6 +39,7 @@ from .plan import RULES
 from .samples import build_loaders, rearranged, wanted_samples
 from .startup import describe
 from .together import together
+from .tokenizer_files import keep_tokenizer_files
 from .trainer import Trainer
 
 # Options that name an entry of a registry, and the registry; config lies below them all and cannot know.
@@ -81,7 +82,8 @@ def train(as_given: RunConfig, mesh: Mesh, source: str, started: float) -> str:
     engine = build_engine(config, mesh)
     if mesh.rank == 0:
         logger.info("%s", describe(engine, source))
-    description = describe_run(config, as_given, tokenizer)
+    copies = together(mesh.group("world"), lambda: keep_tokenizer_files(config), only=0)
+    description = describe_run(config, as_given, tokenizer) | copies
     progress = load_run(engine, description)
     log = open_log(config, progress.step) if mesh.rank == 0 else Log(())
     return Trainer(engine, loaders, log, progress, description, started).run()
