@@ -16,7 +16,7 @@ from pathlib import Path
 from megatron_ds.config import RunConfig, parse
 from megatron_ds.config.guard import main_guard
 from megatron_ds.data.blend import parse_blend
-from megatron_ds.data.datasets import build_datasets
+from megatron_ds.data.datasets import build_datasets, fit_default_split
 from megatron_ds.data.gpt_dataset import default_cache
 from megatron_ds.data.sources import read_sources
 from megatron_ds.data.tokenizers import build_tokenizer
@@ -36,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ConfigError("--mock-data has no index maps to prepare. Name the corpora of the run.")
     for folder in _folders(config):
         _check_writable(folder)
+    config = fit_default_split(config, wanted_samples(config))
     build_datasets(config, wanted_samples(config), build_tokenizer(config.data, config.model),
                    one_epoch=bool(config.curriculum.curriculum_metrics))
     print("index maps are in", ", ".join(map(str, _folders(config))))

@@ -20,7 +20,7 @@ from ..checkpoint.save import check_writable
 from ..config import RunConfig, Source, parse
 from ..config.guard import main_guard
 from ..config.launched import rank_in
-from ..data.datasets import build_datasets
+from ..data.datasets import build_datasets, fit_default_split
 from ..data.sampler import ORDERS
 from ..data.tokenizers import TOKENIZERS, build_tokenizer
 from ..errors import DeviceMemoryError
@@ -101,7 +101,9 @@ def _open_data(config: RunConfig, mesh: Mesh):
     """(config with the tokenizer's vocabulary size, tokenizer, loaders); reads files, talks to nobody."""
     tokenizer = build_tokenizer(config.data, config.model)
     config = config.with_values({"model.vocab_size": tokenizer.vocab_size}, Source("derived", "the tokenizer"))
-    datasets = build_datasets(config, wanted_samples(config), tokenizer, MODELS[config.model.model].data,
+    kind = MODELS[config.model.model].data
+    config = fit_default_split(config, wanted_samples(config), kind)
+    datasets = build_datasets(config, wanted_samples(config), tokenizer, kind,
                               one_epoch=bool(config.curriculum.curriculum_metrics))
     return config, tokenizer, build_loaders(config, rearranged(config, datasets, tokenizer), tokenizer, mesh)
 
