@@ -114,7 +114,8 @@ class Entry:
     def _states(self, sums: Mapping[str, "Sums"]) -> dict[str, list]:
         """Of each array what a write or a replacement changes, and what a copy to another place does not keep."""
         found = {name: self._path(name).stat() for name in self._names}
-        return {name: [s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino, *asdict(sums[name]).values()] for name, s in found.items()}
+        return {name: [s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino, sums[name].bytes, sums[name].crc32]
+                for name, s in found.items()}
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ A *shard* is the same for a stretch of the input (`text_files.slices_of_shard`);
 corpus (`merge.py`).
 """
 
-import hashlib
 import multiprocessing
 import os
 from collections import deque
@@ -23,7 +22,7 @@ from functools import partial
 import numpy as np
 
 from ..errors import DataError
-from .corpus_record import CorpusRecord, Piece, done_before, remove_record, sha256_of
+from .corpus_record import CorpusRecord, PieceSums, done_before, remove_record, sha256_of
 from .indexed import IndexedWriter, corpus_paths, dtype_for
 from .json_lines import BadLine
 from .orphans import end_with_parent
@@ -130,7 +129,7 @@ class _Outputs:
 
     def __init__(self, names: Sequence[str], dtype: np.dtype):
         self.names, self._dtype = names, dtype
-        self._tokens, self._sums = [0] * len(names), [hashlib.sha256() for _ in names]
+        self._tokens, self._sums = [0] * len(names), [PieceSums() for _ in names]
 
     def __enter__(self) -> "_Outputs":
         with ExitStack() as stack:
@@ -156,16 +155,15 @@ class _Outputs:
             except OSError as e:
                 raise DataError(f"cannot write {self.names[i]}.bin: {e.strerror}. Nothing was kept; make room, or choose "
                                 "another --output-prefix.") from None
-            self._sums[i].update(tokens.data)
+            self._sums[i].update(tokens.view(np.uint8).data)
             self._tokens[i] += len(tokens)
             written.tokens += len(tokens)
         written.documents += len(encoded.columns[0][2])
 
     def record(self, keys: Sequence[str], written: Written, fingerprint: str, made_from: dict) -> None:
         for name, key, tokens, sums in zip(self.names, keys, self._tokens, self._sums):
-            piece = Piece(tokens * self._dtype.itemsize, sums.hexdigest())
-            CorpusRecord(written.documents, tokens, fingerprint, [piece], sha256_of(corpus_paths(name)[1]), written.num_bad,
-                         {**made_from, "key": key}).write(name)
+            CorpusRecord(written.documents, tokens, fingerprint, sums.finish(), sha256_of(corpus_paths(name)[1]),
+                         written.num_bad, {**made_from, "key": key}).write(name)
 
 
 # ------------------------------------------------------------------------------------------------------------ encoding

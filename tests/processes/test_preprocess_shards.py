@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_ds.data import corpus_record
 from megatron_ds.data import preprocess as preprocessing
 from megatron_ds.data.corpus_record import check_sums, read_record
 from megatron_ds.data.indexed import IndexedDataset
@@ -23,6 +24,7 @@ from megatron_ds.data.partitions import preprocess_in_shards, run_on_ray
 from megatron_ds.data.plain_text import TextCut
 from megatron_ds.data.preprocess import preprocess
 from megatron_ds.data.sentences import learn_splitter
+from megatron_ds.data.text_files import read_blocks
 from megatron_ds.data.tokenizers import make_tokenizer
 from megatron_ds.errors import ConfigError, DataError
 
@@ -265,8 +267,30 @@ def test_what_is_seen_of_a_corpus_and_a_byte_that_changed(tmp_path, capsys):
     code, said = run_tool(capsys, "inspect_dataset", f"{prefix}.idx", "--check")
     assert code == 2 and "c_text_document.bin is damaged between bytes 0 and 12" in said
     Path(f"{prefix}.json").unlink()
-    assert "no record with checksums" in run_tool(capsys, "inspect_dataset", prefix, "--check")[1]
+    assert "there are no checksums" in run_tool(capsys, "inspect_dataset", prefix, "--check")[1]
+    assert run_tool(capsys, "inspect_dataset", prefix, "--write-checksums", "--check")[1].endswith("checksums are right\n")
+    Path(f"{prefix}.bin").write_bytes(data[::-1])
+    assert run_tool(capsys, "inspect_dataset", prefix, "--write-checksums", "--check")[0] == 2
     assert "0 to 3." in run_tool(capsys, "inspect_dataset", prefix, "--document", 4)[1]
+
+
+def test_the_damaged_block_of_a_long_corpus_is_named(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(corpus_record, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(preprocessing, "read_blocks", partial(read_blocks, block_bytes=700))
+    paths = [write_lines(tmp_path / f"{i}.jsonl", corpus_lines(200)) for i in range(2)]
+    for i, path in enumerate(paths):
+        preprocess([path], str(tmp_path / "parts" / str(i)), NULL)
+    merge = ["merge_datasets", "--input", tmp_path / "parts", "--output-prefix", tmp_path / "all"]
+    assert run_tool(capsys, *merge)[0] == 0
+    whole = Path(tmp_path / "all.bin").read_bytes()
+    pieces = read_record(tmp_path / "all").pieces
+    assert sum(piece.bytes for piece in pieces) == len(whole) and max(piece.bytes for piece in pieces) == 1000
+    starts = np.cumsum([0, *(piece.bytes for piece in pieces)])
+    for at in (0, 999, 1000, len(whole) // 2, len(whole) - 1):
+        Path(tmp_path / "all.bin").write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1:])
+        code, said = run_tool(capsys, "inspect_dataset", tmp_path / "all", "--check")
+        low, high = starts[starts <= at][-1], starts[starts > at][0]
+        assert code == 2 and f"all.bin is damaged between bytes {low:,} and {high:,}" in said
 
 
 class RayInAPocket(types.ModuleType):
