@@ -31,31 +31,30 @@ from megatron_ds.training.tokenizer_files import FIELDS, tokenizer_of
 def parse_arguments(argv=None) -> argparse.Namespace:
     parser = Arguments(__doc__)
     add = parser.add_argument
-    add("--load", type=Path, required=True, help="folder of checkpoints: what was --save in training")
+    add("--load", type=Path, required=True, help="checkpoint folder of a run (its --save)")
     add("--prompt", action="append", required=True, help="text to continue; may be given several times")
-    add("--iteration", type=int, help="which checkpoint of the folder (default: the latest)")
+    add("--iteration", type=int, help="step of the checkpoint to load (default: the latest)")
     add("--max-new-tokens", type=int, default=64, help="generate at most this many tokens (default 64)")
     add("--min-new-tokens", type=int, default=0, help="generate at least this many tokens (default 0)")
     add("--temperature", type=float, default=1.0,
-        help="divides the logits: 0 is greedy, below 1 favours likely tokens, above 1 unlikely ones (default 1)")
-    add("--greedy", action="store_true", help="always take the likeliest token; the same as --temperature 0")
-    add("--top-k", type=int, default=0, help="draw from the k likeliest tokens only (default 0: from all)")
+        help="divides the logits; lower values give more likely text, 0 is greedy (default 1)")
+    add("--greedy", action="store_true", help="always select the most likely token; the same as --temperature 0")
+    add("--top-k", type=int, default=0, help="sample from the k most likely tokens only (default 0: no limit)")
     add("--top-p", type=float, default=1.0,
-        help="draw from the likeliest tokens that together have this probability (default 1: from all)")
+        help="sample from the most likely tokens whose probabilities sum to this (default 1: no limit)")
     add("--seed", type=int, default=0, help="the same seed gives the same text at every tensor-parallel size (default 0)")
     add("--tokenizer-model", metavar="PATH",
         help="read the tokenizer here instead of the copy beside the checkpoints; it must be the same one")
     add("--vocab-file", metavar="FILE", help="the same, for tokenizers with a vocabulary file")
     add("--merge-file", metavar="FILE", help="the same, for GPT2BPETokenizer")
     add("--ignore-eod", action="store_true", help="continue after the end-of-document token")
-    add("--tensor-model-parallel-size", type=int, default=None, metavar="N",
-        help="split the model over N processes (default: all processes)")
+    add("--tensor-model-parallel-size", type=int, default=None, help="default: the number of processes")
     return parser.parse_args(argv)
 
 
 def main(args: argparse.Namespace, launch) -> int:
     if args.max_new_tokens < 1:
-        raise ConfigError(f"--max-new-tokens {args.max_new_tokens}: nothing to generate. Use a positive number.")
+        raise ConfigError(f"--max-new-tokens {args.max_new_tokens} generates no text. Use a positive number.")
     tp_size = args.tensor_model_parallel_size or launch.world_size
     if tp_size != launch.world_size:
         raise ConfigError(f"--tensor-model-parallel-size {tp_size} with {launch.world_size} process(es): generation splits "
@@ -86,12 +85,13 @@ def find_step(directory: Path, iteration: int | None) -> int:
                               f"{directory.resolve().parent}{f' --iteration {number}' * number.isdecimal()}.")
     step = iteration if iteration is not None else latest(directory)
     if step is None:
-        raise CheckpointError(f"--load {directory}: there is no checkpoint. Give the folder that was --save in training.")
+        what = "contains no complete checkpoint" if directory.is_dir() else "does not exist"
+        raise CheckpointError(f"--load {directory} {what}. Give the folder that was --save in training.")
     return step
 
 
 def load_model(config, mesh: Mesh, directory: Path, step: int) -> torch.nn.ModuleList:
-    """The whole model on this tensor-parallel rank, weights filled from the checkpoint."""
+    """The whole model on this tensor-parallel rank, weights loaded from the checkpoint."""
     layers = MODELS[config.model.model](config.model, tp=mesh.group("tp"), dtype=DTYPES[config.optimizer.params_dtype],
                                         device=mesh.device, seed=config.train.seed)
     modules = build_stage(layers)
