@@ -6,10 +6,12 @@ import os
 
 import pytest
 
-from megatron_ds.data import plain_text
+from megatron_ds.data import plain_text, vocabulary_training
 from megatron_ds.data.inputs import files_of
 from megatron_ds.data.plain_text import TextCut
 from megatron_ds.data.text_files import Slice, check_files, place_of, read_blocks, slices_of_shard, texts_of
+from megatron_ds.data.tokenizers.backend import CHECKED_BYTES, CheckedBackend
+from megatron_ds.data.tokenizers.base import flat
 from megatron_ds.errors import DataError
 
 FILE, PARAGRAPHS, LINES, MARKED = TextCut(), TextCut("paragraph"), TextCut("line"), TextCut(separator="---")
@@ -124,3 +126,27 @@ def test_plain_text_has_one_key(tmp_path):
     check_files([path], ["body"])
     with pytest.raises(DataError, match="--json-keys text title: .*a.txt is plain text"):
         check_files([path], ["text", "title"])
+
+
+def test_a_long_text_is_learned_from_in_pieces_that_are_the_whole(monkeypatch):
+    monkeypatch.setattr(vocabulary_training, "PIECE", 10)
+    for text in ("", "short", "a longer text, cut at  its blanks\nand lines", "x" * 35, "y" * 10 + " " + "z" * 25):
+        pieces = list(vocabulary_training._pieces(text))
+        assert "".join(pieces) == text and all(len(piece) <= 10 for piece in pieces)
+    assert pieces[:2] == ["y" * 10, " " + "z" * 9]
+
+
+def test_of_a_long_text_only_the_beginning_is_encoded_twice():
+    lengths = []
+
+    class Spy:
+        def encode_batch(self, texts):
+            lengths.extend(map(len, texts))
+            return [list(text.encode()) for text in texts]
+
+        def encode_arrays(self, texts):
+            return flat([list(text.encode()) for text in texts])
+
+    backend = CheckedBackend("native", Spy(), Spy())
+    ids, sizes = backend.encode_arrays(["ab", "c" * 10 * CHECKED_BYTES, "d"])
+    assert len(ids) == sum(sizes) == 10 * CHECKED_BYTES + 3 and lengths == [2, CHECKED_BYTES - 2]
