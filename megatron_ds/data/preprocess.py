@@ -196,8 +196,8 @@ def _column(texts: list, tokenizer: Tokenizer, eod: int | None, dtype: np.dtype,
 
 def _narrow(ids: np.ndarray, dtype: np.dtype) -> np.ndarray:
     if len(ids) and not 0 <= ids.min() <= ids.max() <= np.iinfo(dtype).max:
-        raise DataError(f"the tokenizer gave ids from {ids.min()} to {ids.max()}, which do not fit {dtype}, the type for the "
-                        "vocabulary size it tells.")
+        raise DataError(f"the tokenizer gave ids from {ids.min()} to {ids.max()}, which do not fit {dtype}, the type for its "
+                        "vocabulary size.")
     return ids.astype(dtype)
 
 
@@ -218,7 +218,7 @@ def _encoded(blocks: Iterable[AnyBlock], encode: partial, make_tokenizer: MakeTo
         while pending:
             yield pending.popleft().result()
     except BrokenProcessPool:
-        raise DataError("a worker process died, perhaps for want of memory. Nothing was written. Try fewer "
+        raise DataError("a worker process was killed, perhaps because memory ran out. Nothing was written. Use fewer "
                         "--workers.") from None
     finally:
         pool.shutdown(cancel_futures=True)

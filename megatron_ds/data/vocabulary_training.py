@@ -44,8 +44,8 @@ def train_word_pieces(texts: Iterable[str], vocab_size: int, folder: str | os.Pa
     Ids 0 to 4 are [PAD] [UNK] [CLS] [SEP] [MASK].  Returns the size reached.
     """
     if vocab_size <= len(BERT_TOKENS):
-        raise ConfigError(f"--vocab-size {vocab_size} is too small: {', '.join(BERT_TOKENS)} alone are {len(BERT_TOKENS)}. A "
-                          "thousand do for a toy; BERT has 30,522.")
+        raise ConfigError(f"--vocab-size {vocab_size} is too small: {', '.join(BERT_TOKENS)} alone are {len(BERT_TOKENS)}. "
+                          "Use a thousand for a toy model; BERT has 30,522.")
 
     def train(texts: Iterable[str]):
         from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -93,6 +93,6 @@ def _learn(texts: Iterable[str], vocab_size: int, folder: str | os.PathLike, fil
         shutil.rmtree(beside, ignore_errors=True)
     size = tokenizer.get_vocab_size()
     if size < vocab_size:
-        logger.warning("only %d of %d entries: the text has no more pairs that occur %d times", size, vocab_size,
+        logger.warning("only %d of %d entries: no other pairs occur %d times in the text", size, vocab_size,
                        min_frequency)
     return size

@@ -55,8 +55,8 @@ class HuggingFaceTokenizer:
         ids = (self._tokenizer.token_to_id(name) for name in names)
         found = next((i for i in ids if i is not None), None)
         if found is None:
-            raise DataError(f"{file} has no token that ends a document: none of {', '.join(names)}. Name one as eos_token "
-                            "in a tokenizer_config.json beside it.")
+            raise DataError(f"{file} has no end-of-document token: none of {', '.join(names)}. Name one as eos_token "
+                            "in a tokenizer_config.json next to it.")
         return found
 
 
