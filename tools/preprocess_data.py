@@ -215,13 +215,13 @@ def progress_bar(args: argparse.Namespace):
 
 def progress_lines(args: argparse.Namespace):
     total, done = bytes_done(args.input)
-    told = 0
+    shown = 0
 
     def show(path: str, position: int, written: Written) -> None:
-        nonlocal told
-        if written.documents - told >= args.log_interval:
-            told = written.documents
-            logger.info("%s documents, %.1f of %.1f MB read", f"{told:,}", done(path, position) / 1e6, total / 1e6)
+        nonlocal shown
+        if written.documents - shown >= args.log_interval:
+            shown = written.documents
+            logger.info("%s documents, %.1f of %.1f MB read", f"{shown:,}", done(path, position) / 1e6, total / 1e6)
 
     return show
 

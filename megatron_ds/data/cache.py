@@ -70,8 +70,8 @@ def _in_memory(entry: Entry, arrays: dict[str, np.ndarray] | None, error: OSErro
         why = f"{error.strerror or error}; they take {_mib(arrays):.1f} MiB{_free(entry.directory)}"
     if entry.directory not in _warned:
         _warned.add(entry.directory)
-        logger.warning("cannot keep indices in %s (%s): each process builds them in memory. Name a writable folder with "
-                       "--data-cache-path, or make room.", entry.directory, why)
+        logger.warning("cannot keep indices in %s (%s): each process builds them in memory. Make room, or name a writable "
+                       "folder with --data-cache-path.", entry.directory, why)
     return dict(build()) if arrays is None else arrays
 
 

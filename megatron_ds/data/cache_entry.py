@@ -58,7 +58,7 @@ class Entry:
                 return None
             # `np.asarray` drops the memmap class, whose every small index costs microseconds; the pages stay mapped.
             return {name: np.asarray(np.load(self._path(name), mmap_mode="r")) for name in self._names}
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except DamagedEntry:
             raise
@@ -95,8 +95,8 @@ class Entry:
             return True
         if is_large and not verify_large:
             return False
-        for name, told in sums.items():
-            _check(self._path(name), told)
+        for name, recorded in sums.items():
+            _check(self._path(name), recorded)
         if is_large:
             with contextlib.suppress(OSError):              # a folder that cannot be written: each process verifies
                 self._write_stamp(sums)
@@ -134,12 +134,12 @@ def sums_of(path: Path) -> Sums:
         return Sums(size, list(pool.map(lambda start: _crc32(path, start), range(0, size, BLOCK_BYTES))))
 
 
-def _check(path: Path, told: Sums) -> None:
+def _check(path: Path, recorded: Sums) -> None:
     found = sums_of(path)
-    if found.bytes != told.bytes:
-        raise DamagedEntry(f"{path.name} has {found.bytes} bytes, and {told.bytes} were written")
-    if found != told:
-        block = next(i for i, pair in enumerate(zip(found.crc32, told.crc32)) if pair[0] != pair[1])
+    if found.bytes != recorded.bytes:
+        raise DamagedEntry(f"{path.name} has {found.bytes} bytes, and {recorded.bytes} were written")
+    if found != recorded:
+        block = next(i for i, pair in enumerate(zip(found.crc32, recorded.crc32)) if pair[0] != pair[1])
         raise DamagedEntry(f"the bytes of {path.name} from {block * BLOCK_BYTES} on are not those that were written")
 
 

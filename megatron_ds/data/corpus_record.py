@@ -131,9 +131,9 @@ def sha256_of(path: Path) -> str:
 def check_sums(prefix: str | os.PathLike, record: CorpusRecord, run: Callable[..., Iterable] = map) -> None:
     """Raises DataError for the first bytes that are not those that were written.  run: `map`, or that of a pool."""
     bin_path, idx_path = corpus_paths(prefix)
-    size, told = bin_path.stat().st_size, sum(piece.bytes for piece in record.pieces)
-    if size != told:
-        raise DataError(f"{bin_path} has {size} bytes, and {record_path(prefix)} is about {told}: they do not belong "
+    size, recorded = bin_path.stat().st_size, sum(piece.bytes for piece in record.pieces)
+    if size != recorded:
+        raise DataError(f"{bin_path} has {size} bytes, and {record_path(prefix)} is about {recorded}: they do not belong "
                         "together. Copy both again.")
     starts = list(accumulate((piece.bytes for piece in record.pieces), initial=0))
     spans = [(start, piece.bytes) for start, piece in zip(starts, record.pieces)]

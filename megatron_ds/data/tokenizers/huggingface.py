@@ -8,7 +8,7 @@ from ...errors import DataError
 from .backend import Backend
 from .base import TOKENIZERS, Arrays, TokenizerOptions, fingerprint_of, required_file
 
-# Names that tokenizers give to the end of a document, tried when no tokenizer_config.json tells.
+# Names that tokenizers give to the end of a document, tried when no tokenizer_config.json names it.
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
 
 
