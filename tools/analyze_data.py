@@ -1,15 +1,15 @@
-"""Measure how difficult each training sample is, for a curriculum that deals out the easy ones first.
+"""Measure how difficult each training sample is, for a curriculum that starts with the easy ones.
 
     python tools/analyze_data.py --metrics vocab_rarity seqlen --output analysis --workers 2 \\
         --data-path corpus_text_document --seq-length 128 --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer
 
-Give it the flags of the training (those about the model's size and the run do no harm), and for a BERT --model bert: the
+Give it the flags of the training (flags about the model's size and the run are ignored), and --model bert for a BERT: the
 samples are those of one epoch of the training data. For each metric, {output}/{metric}/ gets the index files that a
-"curriculum_metrics" block of a DeepSpeed JSON names; DeepSpeed reads them as well. What is complete is never done again, so a
-command that was killed is repeated as it was.
+"curriculum_metrics" block of a DeepSpeed JSON names; DeepSpeed reads them, too. Finished parts are not computed again, so
+repeat the same command after a failure.
 
 On a cluster: one task for each shard (--task map; the number comes from --shard-index, SLURM_ARRAY_TASK_ID or RANK), then one
---task reduce. vocab_rarity needs total_vocab_freq, mapped and reduced before it; --task all sees to that by itself.
+--task reduce. vocab_rarity needs total_vocab_freq, mapped and reduced before it; --task all does that by itself.
 """
 
 import argparse
@@ -45,15 +45,16 @@ def make_parser() -> Arguments:
     parser = Arguments(__doc__)
     add = parser.add_argument_group("analysis; other flags are those of the training").add_argument
     add("--metrics", nargs="+", required=True, metavar="METRIC",
-        help=f"{', '.join({**METRICS, **TOTALS})}, or name=module:function, a function of your own: it is given the samples "
+        help=f"{', '.join({**METRICS, **TOTALS})}, or name=module:function for a function of your own, which gets the samples "
              "as arrays by name ({\"tokens\": [b, s + 1]}; of a BERT {\"text\": [b, s], \"padding_mask\": [b, s], …}) and "
-             "returns b whole numbers")
+             "returns b integers")
     add("--output", required=True, metavar="DIR", help="folder for the results")
-    add("--task", choices=("all", "map", "reduce"), default="all", help="default: all")
+    add("--task", choices=("all", "map", "reduce"), default="all",
+        help="map computes the shards, reduce combines them (default: all, both)")
     add("--num-shards", type=int, default=SHARDS, metavar="N",
-        help=f"parts that are mapped, and repeated after a failure, one by one (default {SHARDS})")
+        help=f"number of shards; after a failure only unfinished ones are computed again (default {SHARDS})")
     add("--shard-index", type=int, metavar="I", help="with --task map, only this shard: 0 to N - 1")
-    add("--workers", type=int, default=1, metavar="N", help="processes that map shards (default 1)")
+    add("--workers", type=int, default=1, metavar="N", help="number of processes that map shards (default 1)")
     return parser
 
 
@@ -70,7 +71,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
         raise ConfigError(f"--shard-index {args.shard_index}: with --num-shards {args.num_shards}, shards are 0 to "
                           f"{args.num_shards - 1}.")
     if args.shard_index is not None and args.task != "map":
-        raise ConfigError(f"--shard-index {args.shard_index} with --task {args.task}: it can only be mapped. Use --task map.")
+        raise ConfigError(f"--shard-index {args.shard_index} with --task {args.task}: only map works on one shard. "
+                          "Use --task map.")
     return args, training
 
 
@@ -101,8 +103,9 @@ def run(args: argparse.Namespace, training: Sequence[str]) -> None:
         if args.task == "all":
             analyse([frequency], args, training, corpus, output)
         elif not is_reduced(output, frequency, corpus.identity):
-            raise DataError(f"{output / FREQUENCY} is not complete, or of other data, and vocab_rarity is computed from it. "
-                            f"Run --metrics {FREQUENCY} with --task map, then with --task reduce, then this again.")
+            raise DataError(f"{output / FREQUENCY} is not complete, or was made from other data, and vocab_rarity is "
+                            f"computed from it. Run --metrics {FREQUENCY} with --task map, then with --task reduce, then "
+                            "this command again.")
     analyse(specs, args, training, corpus, output)
 
 
@@ -140,7 +143,7 @@ def _mapped(work: partial, shards: Sequence[int], workers: int, training: Sequen
     try:
         yield from zip(shards, pool.map(partial(_map_here, work), shards))
     except BrokenProcessPool:
-        raise DataError("a worker process died, perhaps for want of memory. Shards that are complete are kept. Try fewer "
+        raise DataError("a worker process was killed, perhaps because memory ran out. Finished shards are kept. Use fewer "
                         "--workers.") from None
     finally:
         pool.shutdown(cancel_futures=True)

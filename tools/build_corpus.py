@@ -94,7 +94,7 @@ def write(texts: Sequence[str], output: Path) -> None:
             f.writelines(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts)
         beside.replace(output)
     except OSError as e:
-        raise DataError(f"--output {output} cannot be written: {e.strerror}. Choose another place.") from None
+        raise DataError(f"--output {output} cannot be written: {e.strerror}. Choose another --output.") from None
     finally:
         with contextlib.suppress(OSError):
             beside.unlink()

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import torch
 
+from megatron_ds.checkpoint.folder import is_ours
 from megatron_ds.checkpoint.load import latest, load_weights, read_run
 from megatron_ds.checkpoint.run_file import require
 from megatron_ds.config.arguments import Arguments
 from megatron_ds.config.dump import from_dict
 from megatron_ds.config.guard import main_guard
-from megatron_ds.data.tokenizers import build_tokenizer
 from megatron_ds.errors import CheckpointError, ConfigError
 from megatron_ds.models import MODELS, build_stage
 from megatron_ds.models.generation import Sampling, generate
@@ -26,6 +26,7 @@ from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.mpu.transport import connect_torch
 from megatron_ds.training.dtypes import DTYPES
+from megatron_ds.training.tokenizer_files import FIELDS, tokenizer_of
 
 
 def parse_arguments(argv=None) -> argparse.Namespace:
@@ -43,7 +44,10 @@ def parse_arguments(argv=None) -> argparse.Namespace:
     add("--top-p", type=float, default=1.0,
         help="sample from the most likely tokens whose probabilities sum to this (default 1: no limit)")
     add("--seed", type=int, default=0, help="the same seed gives the same text at every tensor-parallel size (default 0)")
-    add("--tokenizer-model", help="path of the tokenizer, if it was moved after training")
+    add("--tokenizer-model", metavar="PATH",
+        help="read the tokenizer here instead of the copy beside the checkpoints; it must be the same one")
+    add("--vocab-file", metavar="FILE", help="the same, for tokenizers with a vocabulary file")
+    add("--merge-file", metavar="FILE", help="the same, for GPT2BPETokenizer")
     add("--ignore-eod", action="store_true", help="continue after the end-of-document token")
     add("--tensor-model-parallel-size", type=int, default=None, help="default: the number of processes")
     return parser.parse_args(argv)
@@ -57,16 +61,12 @@ def main(args: argparse.Namespace, launch) -> int:
         raise ConfigError(f"--tensor-model-parallel-size {tp_size} with {launch.world_size} process(es): generation splits "
                           f"the model over all processes. Start {tp_size} with torchrun --nproc-per-node {tp_size}.")
     sampling = Sampling(0.0 if args.greedy else args.temperature, args.top_k, args.top_p, args.seed)
-    step = args.iteration if args.iteration is not None else latest(args.load)
-    if step is None:
-        raise CheckpointError(f"--load {args.load} contains no complete checkpoint. Give the folder that was --save in "
-                               "training.")
+    step = find_step(args.load, args.iteration)
     run = read_run(args.load, step)
     require(run, args.load, "config")
     config = from_dict(run["config"])
-    if args.tokenizer_model:
-        config = replace(config, data=replace(config.data, tokenizer_model=args.tokenizer_model))
-    tokenizer = build_tokenizer(config.data, config.model)
+    given = {field: getattr(args, field) for field in FIELDS if getattr(args, field)}
+    tokenizer = tokenizer_of(args.load, run, config, given)
     config = replace(config, model=replace(config.model, vocab_size=tokenizer.vocab_size))
     device = launching.start(launch)
     try:
@@ -77,6 +77,19 @@ def main(args: argparse.Namespace, launch) -> int:
     finally:
         launching.stop()
     return 0
+
+
+def find_step(directory: Path, iteration: int | None) -> int:
+    """The iteration to load. Raises CheckpointError where there is none, or where the folder is itself a checkpoint."""
+    if is_ours(directory):
+        number = directory.resolve().name.removeprefix("iter_").lstrip("0") or "0"
+        raise CheckpointError(f"--load {directory} is a checkpoint, and --load takes the folder that holds it. Use --load "
+                              f"{directory.resolve().parent}{f' --iteration {number}' * number.isdecimal()}.")
+    step = iteration if iteration is not None else latest(directory)
+    if step is None:
+        what = "contains no complete checkpoint" if directory.is_dir() else "does not exist"
+        raise CheckpointError(f"--load {directory} {what}. Give the folder that was --save in training.")
+    return step
 
 
 def load_model(config, mesh: Mesh, directory: Path, step: int) -> torch.nn.ModuleList:

@@ -1,12 +1,13 @@
-"""What is in a `.bin/.idx` corpus, and whether it is whole.
+"""What is in a `.bin/.idx` corpus, and whether it is undamaged.
 
     python tools/inspect_dataset.py corpus_text_document
     python tools/inspect_dataset.py corpus_text_document --document 7 --tokenizer-type HuggingFaceTokenizer \\
         --tokenizer-model tokenizer/
     python tools/inspect_dataset.py *_text_document.idx --check
 
-Counts documents, sequences and tokens, and draws how long documents are. --check reads every byte: every row of the index, and
-the checksums where tools/preprocess_data.py wrote them.
+Counts documents, sequences and tokens, and draws how long documents are. --check reads every byte: every row of the index,
+and the tokens if there are checksums to compare with. The .bin/.idx pair holds none, as in Megatron; tools/preprocess_data.py
+writes them into PREFIX.json, and --write-checksums adds them to a corpus of another origin.
 """
 
 import argparse
@@ -18,7 +19,7 @@ import numpy as np
 
 from megatron_ds.config.arguments import Arguments
 from megatron_ds.config.guard import main_guard
-from megatron_ds.data.corpus_record import CorpusRecord, check_sums, read_record
+from megatron_ds.data.corpus_record import CorpusRecord, check_sums, read_record, record_of, record_path
 from megatron_ds.data.indexed import IndexedDataset
 from megatron_ds.data.tokenizers import TOKENIZERS, make_tokenizer
 from megatron_ds.errors import ConfigError, DataError
@@ -26,6 +27,7 @@ from megatron_ds.errors import ConfigError, DataError
 ROWS = 1 << 20                                              # documents looked at together
 BAR = 40                                                    # characters of the longest bar
 SHOWN_TOKENS = 200
+SHOWN_FILES = 5
 TOKENIZER_FLAGS = ("vocab_file", "merge_file", "tokenizer_model", "vocab_size")
 
 
@@ -34,7 +36,10 @@ def make_parser() -> Arguments:
     add = parser.add_argument
     add("prefix", nargs="+", help="prefix of a .bin/.idx pair, or either file's name")
     add("--check", action="store_true", help="verify every offset and checksum; exit code 2 if one is wrong")
-    add("--document", type=int, metavar="N", help="show this document, counted from 0; from the end if negative")
+    add("--write-checksums", action="store_true",
+        help="write PREFIX.json with checksums of the files as they are now, if there is none. Not after a doubtful copy: "
+             "damage that is there already is not noticed")
+    add("--document", type=int, metavar="N", help="show this document, from 0; negative numbers count from the end")
     add("--tokens", type=int, default=SHOWN_TOKENS, metavar="N", help=f"how many of its tokens (default {SHOWN_TOKENS})")
     add("--tokenizer-type", help=f"to show its text: one of {', '.join(TOKENIZERS)}, the one the corpus was made with")
     add("--tokenizer-model", metavar="PATH", help="tokenizer.json, its folder, or a sentencepiece .model")
@@ -77,8 +82,9 @@ def describe(corpus: IndexedDataset, record: CorpusRecord | None) -> None:
         if count:
             print(f"  {span:>23}  {count:>13,}  {'#' * int(np.ceil(BAR * count / counts.max()))}")
     if record:
-        made = record.made_from
-        print(f"tokenizer {record.tokenizer}" + (f", from {', '.join(name for name, *_ in made['inputs'])}" if made else "") +
+        made = [name for name, *_ in record.made_from.get("inputs", [])]
+        shown = ", ".join(made[:SHOWN_FILES]) + f" and {len(made) - SHOWN_FILES:,} other files" * (len(made) > SHOWN_FILES)
+        print(f"tokenizer {record.tokenizer or 'not recorded'}" + (f", from {shown}" if made else "") +
               (f", {record.skipped:,} bad lines left out" if record.skipped else ""))
 
 
@@ -103,19 +109,30 @@ def show(corpus: IndexedDataset, number: int, args: argparse.Namespace) -> None:
 def check(corpus: IndexedDataset, record: CorpusRecord | None) -> None:
     corpus.check()
     if record is None:
-        print("the index is whole; there is no record with checksums")
+        print("the index is whole. The tokens cannot be verified: there are no checksums (see --write-checksums)")
         return
     if (record.documents, record.tokens) != (corpus.num_documents, corpus.num_tokens):
         raise DataError(f"{corpus.prefix} has {corpus.num_documents} documents and {corpus.num_tokens} tokens, and its record "
-                        f"speaks of {record.documents} and {record.tokens}: one of them is of another making.")
+                        f"is about {record.documents} and {record.tokens}: they do not belong together. Copy both again.")
     with ThreadPoolExecutor() as pool:
         check_sums(corpus.prefix, record, pool.map)
     print("the index is whole, and all checksums are right")
 
 
+def write_checksums(corpus: IndexedDataset) -> CorpusRecord:
+    corpus.check()
+    with ThreadPoolExecutor() as pool:
+        record = record_of(corpus.prefix, pool.map)
+    record.write(corpus.prefix)
+    print(f"checksums of {len(record.pieces):,} pieces are in {record_path(corpus.prefix)}")
+    return record
+
+
 def run(args: argparse.Namespace) -> None:
     for prefix in args.prefix:
         corpus, record = IndexedDataset(prefix), read_record(prefix)
+        if args.write_checksums and not record:
+            record = write_checksums(corpus)
         describe(corpus, record)
         if args.document is not None:
             show(corpus, args.document, args)

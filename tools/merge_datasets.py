@@ -4,7 +4,7 @@
     python tools/merge_datasets.py --input corpus_00000_of_00002_text_document corpus_00001_of_00002_text_document \\
         --output-prefix corpus_text_document
 
-Of a folder all pairs of .bin and .idx are taken, ordered by name. Shards must be there in full.
+Of a folder all pairs of .bin and .idx are taken, ordered by name. No shard may be missing.
 """
 
 import argparse
@@ -31,7 +31,8 @@ def make_parser() -> Arguments:
     add = parser.add_argument
     add("--input", nargs="+", required=True, metavar="PATH", help="prefixes of .bin/.idx pairs, in order, or folders of them")
     add("--output-prefix", required=True, metavar="PREFIX", help="the merged pair is PREFIX.bin and PREFIX.idx")
-    add("--workers", type=int, default=4, metavar="N", help="threads that copy (default 4); more only pay on many disks")
+    add("--workers", type=int, default=4, metavar="N",
+        help="number of threads that copy (default 4); more help on several disks")
     return parser
 
 
@@ -71,7 +72,8 @@ def run(args: argparse.Namespace) -> None:
     output = str(corpus_paths(args.output_prefix)[0])[:-4]
     record = merge(prefixes, output, workers=args.workers)
     if record is None:
-        logger.info("%s has no checksums, as not all of its parts have", output)
+        logger.info("%s gets no checksums, since some of its parts have none. To add them: tools/inspect_dataset.py %s "
+                    "--write-checksums", output, output)
     corpus = IndexedDataset(output)
     logger.info("%s documents, %s tokens of %d corpora in %.1f s: %s", f"{corpus.num_documents:,}", f"{corpus.num_tokens:,}",
                 len(prefixes), time.monotonic() - started, output)

@@ -2,9 +2,9 @@
 
     python tools/prepare_cache.py --prepare-cache-world-size 64 --data-cache-path cache FLAGS_OF_PRETRAIN_GPT
 
-The run then maps what lies there and starts at once. Also tells what it will draw from each corpus. The number of ranks counts
-for the checks of the flags and, with --micro-batch-size but no --global-batch-size, for the number of samples; index maps are
-the same for any number of ranks.
+The run then maps these files and starts at once. The tool also prints how many samples the run draws from each corpus. The
+number of ranks matters for the checks of the flags and, with --micro-batch-size but no --global-batch-size, for the number of
+samples; index maps are the same for any number of ranks.
 """
 
 import logging
@@ -16,7 +16,7 @@ from pathlib import Path
 from megatron_ds.config import RunConfig, parse
 from megatron_ds.config.guard import main_guard
 from megatron_ds.data.blend import parse_blend
-from megatron_ds.data.datasets import build_datasets
+from megatron_ds.data.datasets import build_datasets, fit_default_split
 from megatron_ds.data.gpt_dataset import default_cache
 from megatron_ds.data.sources import read_sources
 from megatron_ds.data.tokenizers import build_tokenizer
@@ -33,9 +33,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     words, world_size = _world_size(list(sys.argv[1:] if argv is None else argv))
     config = parse(words, world_size=world_size, known=KNOWN_NAMES, rules=RULES)
     if config.data.mock_data:
-        raise ConfigError("--mock-data has no index maps to prepare. Name the corpora of the run.")
+        raise ConfigError("--mock-data has no index maps to prepare. Give the --data-path of the run.")
     for folder in _folders(config):
         _check_writable(folder)
+    config = fit_default_split(config, wanted_samples(config))
     build_datasets(config, wanted_samples(config), build_tokenizer(config.data, config.model),
                    one_epoch=bool(config.curriculum.curriculum_metrics))
     print("index maps are in", ", ".join(map(str, _folders(config))))
@@ -48,7 +49,7 @@ def _world_size(words: list[str]) -> tuple[list[str], int]:
     at = words.index(WORLD)
     number = words[at + 1] if at + 1 < len(words) else ""
     if not number.isdigit() or int(number) < 1:
-        raise ConfigError(f"{WORLD} {number} is not a number of ranks. Give that of the run.")
+        raise ConfigError(f"{WORLD} {number} is not a number of ranks. Give the one of the run.")
     return words[:at] + words[at + 2:], int(number)
 
 
@@ -62,7 +63,7 @@ def _folders(config: RunConfig) -> list[Path]:
 
 
 def _check_writable(folder: Path) -> None:
-    """A run builds in memory where it cannot write; here that would be work for nothing."""
+    """A run that cannot write here builds index maps in memory; this tool would build them for nothing."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()

@@ -1,13 +1,16 @@
 """Turn text into the tokens that training reads.
 
-    python tools/preprocess_data.py --input corpus.jsonl --output-prefix corpus --append-eod --workers 2 \\
+    python tools/preprocess_data.py --input books/ --output-prefix books --append-eod --workers 2 \\
+        --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer/
+    python tools/preprocess_data.py --input corpus.jsonl more.parquet --output-prefix corpus --append-eod \\
         --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer/
 
-Input: one JSON object a line, plain, .gz, .bz2, .xz, .zst or from standard input (-); .parquet; .h5; several files in order.
-Output: {prefix}_{key}_document.bin and .idx for each key, and a .json with checksums; pass that name without ending to
+Input: plain text (.txt, .md); one JSON object a line (.jsonl and other names, or - for standard input); either of them
+compressed (.gz, .bz2, .xz, .zst); tables (.parquet, .h5); or folders of such files. Several inputs are read in order.
+Output: {prefix}_{key}_document.bin and .idx for each key, and a .json with checksums. Pass that name without its ending to
 training as --data-path. An error leaves no output behind.
 
-On many machines each makes a shard, told by --num-shards and --shard-index, SLURM_ARRAY_TASK_ID or RANK; a shard that is done
+On many machines each makes one shard, chosen by --num-shards and --shard-index, SLURM_ARRAY_TASK_ID or RANK; a finished shard
 is not made again. tools/merge_datasets.py makes one corpus of them.
 """
 
@@ -18,10 +21,13 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 
 from megatron_ds.config.arguments import Arguments
 from megatron_ds.config.guard import main_guard
+from megatron_ds.data.inputs import INPUT_HELP, files_of
 from megatron_ds.data.partitions import preprocess_in_shards, run_here, run_on_ray
+from megatron_ds.data.plain_text import WHERE, TextCut
 from megatron_ds.data.preprocess import Shard, Written, output_prefix, preprocess, shard_prefix
 from megatron_ds.data.sentences import ABBREVIATIONS, TRAINING_BYTES, Splitter, learn_splitter
 from megatron_ds.data.text_files import STDIN, check_files, read_blocks, size_of, texts_of
@@ -36,18 +42,25 @@ TOKENIZER_FLAGS = ("vocab_file", "merge_file", "tokenizer_model", "vocab_size")
 def make_parser() -> Arguments:
     parser = Arguments(__doc__)
     add = parser.add_argument_group("text").add_argument
-    add("--input", nargs="+", required=True, metavar="FILE", help="JSON lines, plain, .gz, .bz2, .xz or .zst; .parquet; .h5; "
-        "or - for JSON lines from standard input")
+    add("--input", nargs="+", required=True, metavar="PATH", help=INPUT_HELP)
+    add("--text-documents", choices=WHERE, default="file",
+        help="what one document is in plain text: the file (default), a paragraph between blank lines, or a line. Not "
+             "paragraph or line if consecutive ones belong together, as in a novel: training shuffles documents. Other inputs "
+             "are not affected")
+    add("--text-separator", metavar="LINE",
+        help="in plain text, documents stand between lines that are equal to this, such as '<|endoftext|>'. Not for text in "
+             "which such a line may stand within a document")
     add("--json-keys", nargs="+", default=["text"], metavar="KEY",
-        help="keys, or columns of tables, whose text to tokenize (default: text)")
+        help="keys of JSON lines, or columns of tables, whose text to tokenize (default: text); each makes a corpus")
     add("--skip-bad-lines", action="store_true",
-        help="leave out lines that are no JSON, no UTF-8, or lack a key, and say how many; without it the first one is an "
-             "error. Not for a corpus you have not looked at: a wrong key leaves out everything")
+        help="leave out lines that are not valid JSON or UTF-8 or lack a key, rows without text, and documents of plain text "
+             "that are not UTF-8, and report how many; without it the first one is an error. Not for a corpus you have not "
+             "looked at: a wrong key leaves out everything")
     add("--split-sentences", action="store_true",
-        help="a sequence for each sentence of a document, as BERT wants it; learns the abbreviations of the text from its "
-             f"first {TRAINING_BYTES >> 20} MB. Not for GPT, whose documents are one sequence")
+        help="store each sentence of a document as a sequence of its own, for BERT; abbreviations are learned from the first "
+             f"{TRAINING_BYTES >> 20} MB of the text. Not for GPT, whose documents are one sequence")
     add("--keep-newlines", action="store_true", help="keep the white space between two sentences with the first of them")
-    add("--lang", choices=ABBREVIATIONS, help="language whose abbreviations are known from the beginning (default english)")
+    add("--lang", choices=ABBREVIATIONS, help="language whose common abbreviations are known in advance (default english)")
     add = parser.add_argument_group("tokenizer").add_argument
     add("--tokenizer-type", required=True, help=f"one of {', '.join(TOKENIZERS)}")
     add("--tokenizer-model", metavar="PATH", help="tokenizer.json, its folder, or a sentencepiece .model")
@@ -55,25 +68,25 @@ def make_parser() -> Arguments:
     add("--merge-file", metavar="FILE", help="merges.txt of GPT2BPETokenizer")
     add("--vocab-size", type=int, metavar="N", help="number of ids, for NullTokenizer only")
     add("--tokenizer-backend", default="auto", choices=BACKENDS,
-        help="what encodes; the ids are the same. auto takes the compiled encoder where it knows the tokenizer; gigatoken "
-             "needs the package of that name, and is not worth it where native serves")
+        help="which encoder to use; the ids are the same. auto takes the compiled encoder if it supports the tokenizer. "
+             "gigatoken needs the package of that name, and gains nothing where native works")
     add("--append-eod", action="store_true",
-        help="end each document with the end-of-document token; almost always wanted: without it a model cannot tell where "
-             "one document ends and the next begins")
+        help="end each document with the end-of-document token; almost always right: without it a model cannot learn where a "
+             "document ends")
     add = parser.add_argument_group("output").add_argument
     add("--output-prefix", required=True, metavar="PREFIX", help="files are named {prefix}_{key}_document.bin and .idx")
     add = parser.add_argument_group("work").add_argument
     add("--workers", type=int, default=1, metavar="N",
-        help="processes that tokenize (default 1), all partitions together; the output is the same")
+        help="number of processes that tokenize, over all partitions (default 1); the output does not depend on it")
     add("--partitions", type=int, default=1, metavar="N",
-        help="make N shards at once and merge them; for more workers than one process can read and write for, about 16")
-    add("--num-shards", type=int, metavar="N", help="the input is cut into N shards, and this command makes one")
+        help="make N shards at the same time and merge them; for more workers than one process can feed, about 16")
+    add("--num-shards", type=int, metavar="N", help="cut the input into N shards; this command makes one of them")
     add("--shard-index", type=int, metavar="I",
-        help="which one, from 0; by default SLURM_ARRAY_TASK_ID, less SLURM_ARRAY_TASK_MIN, or RANK")
+        help="which shard to make, from 0; default: SLURM_ARRAY_TASK_ID less SLURM_ARRAY_TASK_MIN, or RANK")
     add("--ray", nargs="?", const="auto", metavar="ADDRESS",
-        help="make the --num-shards shards as tasks of a Ray cluster, and merge them; files on a disk that all machines share")
+        help="make the --num-shards shards as tasks of a Ray cluster and merge them; all machines must share the disk")
     add("--log-interval", type=int, default=1000, metavar="N",
-        help="where there is no terminal for a progress bar: documents between two lines of log (default 1000)")
+        help="without a terminal for a progress bar: documents between two log lines (default 1000)")
     return parser
 
 
@@ -84,6 +97,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)}: use a positive number.")
     if len(set(args.json_keys)) < len(args.json_keys):
         raise ConfigError(f"--json-keys {' '.join(args.json_keys)}: a key is named twice, and each makes one output.")
+    if args.text_separator is not None and args.text_documents != "file":
+        raise ConfigError(f"--text-separator {args.text_separator!r} and --text-documents {args.text_documents} both say "
+                          "where documents end; give only one.")
     if args.partitions > 1 and args.workers % args.partitions:
         raise ConfigError(f"--workers {args.workers} is not a multiple of --partitions {args.partitions}, and each partition "
                           f"has as many: use --workers {args.partitions * -(-args.workers // args.partitions)}.")
@@ -115,12 +131,13 @@ def shard_of(args: argparse.Namespace, env: Mapping[str, str]) -> Shard | None:
 
 
 def run(args: argparse.Namespace) -> None:
-    check_files(args.input)
+    args.input = files_of(args.input)
+    check_files(args.input, args.json_keys)
     shard, started = shard_of(args, os.environ), time.monotonic()
     make = partial(make_tokenizer, args.tokenizer_type, backend=args.tokenizer_backend,
                    **{name: getattr(args, name) for name in TOKENIZER_FLAGS})
     task = partial(preprocess, args.input, args.output_prefix, make, json_keys=args.json_keys, append_eod=args.append_eod,
-                   skip_bad_lines=args.skip_bad_lines, sentences=splitter(args))
+                   skip_bad_lines=args.skip_bad_lines, sentences=splitter(args), cut=cut_of(args))
     if args.partitions > 1 or args.ray:
         written = run_in_shards(args, make, task)
     else:
@@ -133,7 +150,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def run_in_shards(args: argparse.Namespace, make: Callable, task: partial) -> Written:
-    make()                                                  # what is wrong with the flags is told here, once
+    make()                                                  # raises here, once, if the tokenizer flags are wrong
     each = args.workers // args.partitions
     run = partial(run_on_ray, address=None if args.ray == "local" else args.ray, cores=each) if args.ray else run_here
     return preprocess_in_shards(
@@ -143,16 +160,20 @@ def run_in_shards(args: argparse.Namespace, make: Callable, task: partial) -> Wr
                                    f"{w.documents:,}", f"{w.tokens:,}"))
 
 
+def cut_of(args: argparse.Namespace) -> TextCut:
+    return TextCut(args.text_documents, args.text_separator)
+
+
 def splitter(args: argparse.Namespace) -> Splitter | None:
     """Learned from the start of all the input, so that every shard has the same."""
     if not args.split_sentences:
         if args.keep_newlines or args.lang:
-            raise ConfigError("--keep-newlines and --lang are about sentences: give --split-sentences too.")
+            raise ConfigError("--keep-newlines and --lang only apply with --split-sentences: add it.")
         return None
     if STDIN in args.input:
         raise ConfigError("--split-sentences reads the start of the input twice, which standard input does not allow: write "
                           "it to a file first.")
-    texts = (text for path in args.input for block in read_blocks(path, keys=args.json_keys)
+    texts = (text for path in args.input for block in read_blocks(path, keys=args.json_keys, cut=cut_of(args))
              for column in texts_of(block, args.json_keys, True)[0] for text in column if isinstance(text, str))
     return learn_splitter(texts, args.lang or "english", args.keep_newlines)
 
@@ -175,9 +196,9 @@ def report(args: argparse.Namespace, written: Written, shard: Shard | None, seco
 
 def bytes_done(paths: Sequence[str]) -> tuple[int, Callable[[str, int], int]]:
     """Bytes of all inputs, and a function from (file, position in it) to the bytes read so far."""
-    sizes = [size_of(p) for p in paths]
-    before = {path: sum(sizes[:i]) for i, path in enumerate(paths)}
-    return sum(sizes), lambda path, position: before[path] + position
+    ends = list(accumulate(map(size_of, paths), initial=0))
+    before = dict(zip(paths, ends))
+    return ends[-1], lambda path, position: before[path] + position
 
 
 def progress_bar(args: argparse.Namespace):
@@ -194,13 +215,13 @@ def progress_bar(args: argparse.Namespace):
 
 def progress_lines(args: argparse.Namespace):
     total, done = bytes_done(args.input)
-    told = 0
+    shown = 0
 
     def show(path: str, position: int, written: Written) -> None:
-        nonlocal told
-        if written.documents - told >= args.log_interval:
-            told = written.documents
-            logger.info("%s documents, %.1f of %.1f MB read", f"{told:,}", done(path, position) / 1e6, total / 1e6)
+        nonlocal shown
+        if written.documents - shown >= args.log_interval:
+            shown = written.documents
+            logger.info("%s documents, %.1f of %.1f MB read", f"{shown:,}", done(path, position) / 1e6, total / 1e6)
 
     return show
 

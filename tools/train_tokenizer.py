@@ -1,6 +1,6 @@
 """Train a tokenizer on text of your own: byte-level BPE, the kind GPT-2 has, or BERT's WordPiece.
 
-    python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 2048 --output tokenizer/
+    python tools/train_tokenizer.py --input books/ --vocab-size 2048 --output tokenizer/
     python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 2048 --output tokenizer/ --kind wordpiece
 
 Writes tokenizer.json (--tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer/) and the same vocabulary for BPE as
@@ -16,6 +16,7 @@ from functools import partial
 
 from megatron_ds.config.arguments import Arguments
 from megatron_ds.config.guard import main_guard
+from megatron_ds.data.inputs import INPUT_HELP, files_of
 from megatron_ds.data.text_files import check_files, read_blocks, texts_of
 from megatron_ds.data.vocabulary_training import train_byte_level_bpe, train_word_pieces
 from megatron_ds.errors import DataError
@@ -28,14 +29,15 @@ KINDS = {"bpe": train_byte_level_bpe, "wordpiece": train_word_pieces,
 def make_parser() -> Arguments:
     parser = Arguments(__doc__)
     add = parser.add_argument
-    add("--input", nargs="+", required=True, metavar="FILE", help="JSON lines, plain, .gz, .bz2, .xz or .zst; .parquet; "
-        ".h5; - for standard input. Some 100 MB of text are plenty")
-    add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys whose text to learn from (default: text)")
+    add("--input", nargs="+", required=True, metavar="PATH", help=INPUT_HELP + ". About 100 MB of text are plenty")
+    add("--json-keys", nargs="+", default=["text"], metavar="KEY",
+        help="keys of JSON lines, or columns of tables, whose text to learn from (default: text)")
     add("--vocab-size", type=int, required=True, metavar="N",
-        help="entries to learn, bytes and special tokens included; 2048 for a toy, 32000 to 128000 for real models")
+        help="number of entries, with bytes and special tokens; 2048 for a toy model, 32000 to 128000 for real ones")
     add("--kind", choices=KINDS, default="bpe",
-        help="bpe for a GPT; wordpiece, of text in lower case, or wordpiece-cased for a BERT (default: bpe)")
-    add("--min-frequency", type=int, default=2, metavar="N", help="join a pair only if it occurs this often (default 2)")
+        help="bpe for a GPT; wordpiece (which lowers all text) or wordpiece-cased for a BERT (default: bpe)")
+    add("--min-frequency", type=int, default=2, metavar="N",
+        help="merge a pair only if it occurs at least this often (default 2)")
     add("--output", required=True, metavar="FOLDER", help="folder for tokenizer.json and the vocabulary's own files")
     return parser
 
@@ -55,8 +57,9 @@ def read_texts(paths: Sequence[str], keys: Sequence[str]) -> Iterator[str]:
 
 
 def run(args: argparse.Namespace) -> None:
-    check_files(args.input)
-    size = KINDS[args.kind](read_texts(args.input, args.json_keys), args.vocab_size, args.output,
+    paths = files_of(args.input)
+    check_files(paths, args.json_keys)
+    size = KINDS[args.kind](read_texts(paths, args.json_keys), args.vocab_size, args.output,
                             min_frequency=args.min_frequency)
     logger.info("wrote a vocabulary of %d entries to %s", size, args.output)
 

@@ -64,13 +64,13 @@ class MetricIndex:
         path, found = self.metric.index_to_sample_path, len(self.easiest_first)
         description = read_description(Path(path).parent)
         if description is None:
-            logger.info("%s %s has no description beside it (DeepSpeed writes none): only its size is checked", self, path)
+            logger.info("%s %s has no description next to it (DeepSpeed writes none): only its size is checked", self, path)
         elif identity is not None and (differing := describes(description, identity)):
-            raise DataError(f"{self} {path} was made of other data: {differing}. Give the flags of the analysis, or run "
+            raise DataError(f"{self} {path} was made from other data: {differing}. Give the flags of the analysis, or run "
                             "tools/analyze_data.py again with the flags of the training.")
         if found != total:
             raise DataError(f"{self} {path} sorts {found} samples, and an epoch of the training data has {total}: it was made "
-                            "of other data. Run tools/analyze_data.py with the flags of the training.")
+                            "from other data. Run tools/analyze_data.py with the flags of the training.")
 
 
 def order_by_difficulty(metrics: Sequence[Metric], total: int, *, seed: int, steps: int, batch_at: Callable[[int], int],

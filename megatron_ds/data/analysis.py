@@ -90,9 +90,9 @@ def reduce_metric(save: Path, spec: MetricSpec, num_shards: int, dataset_id: Map
     missing = [shard for shard in range(num_shards) if read_description(shard_folder(save, spec.name, shard), "done.json")
                != _shard_description(save, spec, dataset_id, shard, num_shards)]
     if missing:
-        raise DataError(f"{folder}: {len(missing)} of {num_shards} shards are not complete, or were made of other data: "
-                        f"{', '.join(map(str, missing[:10]))}{' …' * (len(missing) > 10)}. Run the map again: what is "
-                        "complete is kept.")
+        raise DataError(f"{folder}: {len(missing)} of {num_shards} shards are not complete, or were made from other data: "
+                        f"{', '.join(map(str, missing[:10]))}{' …' * (len(missing) > 10)}. Run the map again: finished "
+                        "shards are kept.")
     what = "metric_value" if spec.is_total else "sample_to_metric"
     parts = [ListFile(shard_folder(save, spec.name, shard) / f"{spec.name}_{what}").flat for shard in range(num_shards)]
     values = np.sum([part for part in parts if len(part)], axis=0) if spec.is_total else np.concatenate(parts)

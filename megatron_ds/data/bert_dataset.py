@@ -54,7 +54,7 @@ class BertDataset:
             if len(sentence) and not 0 <= sentence.min() <= sentence.max() < size:
                 raise DataError(
                     f"sentence {number} holds token ids from {sentence.min()} to {sentence.max()}, outside the vocabulary of "
-                    f"{size}: the corpus was made with another tokenizer than --tokenizer-type and its files say. Give the "
+                    f"{size}: the corpus was made with another tokenizer than the one given. Give the "
                     "flags that tools/preprocess_data.py had, or preprocess the text again.")
 
 

@@ -63,8 +63,8 @@ def parse_blend(words: Sequence[str], flag: str) -> Blend:
     if len(words) % 2 or None in weights:
         raise ConfigError(f"{_short(flag, words)}: give either prefixes alone, or a weight before each of them.")
     if not all(0 <= w < math.inf for w in weights):
-        raise ConfigError(f"{_short(flag, words)}: weight {next(w for w in weights if not 0 <= w < math.inf):g} is not one. "
-                          "Weights are proportions: numbers from 0 on, in any unit.")
+        raise ConfigError(f"{_short(flag, words)}: weight {next(w for w in weights if not 0 <= w < math.inf):g} is not "
+                          "allowed. Weights are proportions: numbers of at least 0, in any unit.")
     if not any(weights):
         raise ConfigError(f"{_short(flag, words)}: all weights are 0, so there is nothing to draw. Give a corpus a weight "
                           "above 0, or leave out the weights to read each corpus once.")

@@ -1,114 +1,99 @@
-"""Arrays that are built once and mapped by every rank after: index maps of GPT datasets and blends.
+"""Arrays that are built once and then mapped by every rank: index maps of GPT datasets and blends.
 
-A cache entry is some `.npy` files and a description, whose hash is in all their names:
+An entry of the cache (`cache_entry.py`) is complete or not there, and is verified by checksums when it is loaded. A damaged
+entry is built again.
 
-    {md5}-{title}-description.txt       what it was built from; written last, so its presence says "complete"
-    {md5}-{title}-document_index.npy    ...
-
-Any number of processes may ask at once: the first builds under a file lock, the others wait and map the same pages. A
-process that dies lets go of the lock, and what it left half-written has another name, which the next one that builds the same
-removes. No communication between ranks is needed, so none can be left waiting. On disks of their own, nodes build each once.
+Any number of processes may ask at the same time: the first one builds under a file lock, and the others wait and map the same
+pages. A process that dies releases the lock, and what it left half-written has another name, which the next process that
+builds the same removes. Ranks do not communicate, so none can be left waiting. With disks of their own, nodes build each once.
 """
 
 import contextlib
-import functools
-import hashlib
-import json
 import logging
-import os
+import shutil
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from .cache_entry import DamagedEntry, Entry
+
 logger = logging.getLogger(__name__)
+_warned: set[Path] = set()                                  # folders that cannot keep indices, each reported once a process
 
 
 def cached_arrays(directory: Path, title: str, key: Mapping[str, object], names: Sequence[str],
                   build: Callable[[], Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """The arrays `names` that `build()` makes from what `key` describes, from the cache when they are there.
+    """The arrays `names` that `build()` makes from what `key` describes, from the cache when they are there and whole.
 
     key: everything the values depend on (plain JSON values). Where the directory cannot be written, the arrays are built
     in memory, with a warning.
     """
-    description = json.dumps(key, indent=4, sort_keys=True)
-    stem = f"{hashlib.md5(description.encode(), usedforsecurity=False).hexdigest()}-{title}"
-    found = _load(directory, stem, description, names)
-    if found is not None:
-        return found
-    arrays = None
+    entry, arrays = Entry(directory, title, key, names), None
+    with contextlib.suppress(DamagedEntry):                 # reported below, where it is mended
+        if (found := entry.load(verify_large=False)) is not None:
+            return found
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with _locked(directory, title) as is_alone:
-            found = _load(directory, stem, description, names)
-            if found is not None:
+            if (found := _load(entry)) is not None:
                 return found
             logger.info("building the indices of %s in %s", title, directory)
             start = time.monotonic()
             arrays = dict(build())
             built = time.monotonic()
-            _store(directory, stem, description, arrays, is_alone)
+            entry.store(arrays, is_alone)
     except OSError as e:
-        _warn_once(directory, e.strerror)                  # a full disk, too: what was written of it has another name
-        return dict(build()) if arrays is None else arrays
+        return _in_memory(entry, arrays, e, build)
     logger.info("built the indices of %s: %.1f s, and %.1f s to write %.1f MiB", title, built - start,
-                time.monotonic() - built, sum(a.nbytes for a in arrays.values()) / 2**20)
-    return _load(directory, stem, description, names) or arrays
+                time.monotonic() - built, _mib(arrays))
+    return _load(entry) or arrays
 
 
-@functools.cache
-def _warn_once(directory: Path, why: str) -> None:
-    logger.warning("cannot keep indices in %s (%s): each process builds them in memory. Name a writable folder with "
-                   "--data-cache-path.", directory, why)
-
-
-def _load(directory: Path, stem: str, description: str, names: Sequence[str]) -> dict[str, np.ndarray] | None:
+def _load(entry: Entry) -> dict[str, np.ndarray] | None:
+    """None, with a warning, for an entry that is damaged."""
     try:
-        if (directory / f"{stem}-description.txt").read_text() != description:
-            return None
-        # `np.asarray` drops the memmap class, whose every small index costs microseconds; the pages stay mapped.
-        return {n: np.asarray(np.load(directory / f"{stem}-{n}.npy", mmap_mode="r")) for n in names}
-    except FileNotFoundError:
-        return None
-    except (ValueError, EOFError, OSError) as e:
-        logger.warning("the cached indices %s/%s-* are damaged (%s): building them again", directory, stem, e)
+        return entry.load(verify_large=True)
+    except DamagedEntry as e:
+        logger.warning("the cached indices %s/%s-* cannot be used (%s): building them again", entry.directory, entry.stem, e)
         return None
 
 
-def _store(directory: Path, stem: str, description: str, arrays: Mapping[str, np.ndarray], is_alone: bool) -> None:
-    if is_alone:
-        for left_behind in directory.glob(f".{stem}-*"):    # by a process that was killed
-            left_behind.unlink(missing_ok=True)
-    done = directory / f"{stem}-description.txt"
-    done.unlink(missing_ok=True)
-    for name, value in arrays.items():
-        _write(directory / f"{stem}-{name}.npy", lambda f, value=value: np.save(f, value))
-    _write(done, lambda f: f.write(description.encode()))
+def _in_memory(entry: Entry, arrays: dict[str, np.ndarray] | None, error: OSError, build: Callable) -> dict[str, np.ndarray]:
+    """What the cache cannot keep. A full disk comes here, too: what was written of the entry has another name."""
+    if arrays is None:                                      # no lock: the folder may still be readable, and the entry whole
+        if (found := _load(entry)) is not None:
+            return found
+        why = error.strerror or str(error)
+    else:
+        why = f"{error.strerror or error}; they take {_mib(arrays):.1f} MiB{_free(entry.directory)}"
+    if entry.directory not in _warned:
+        _warned.add(entry.directory)
+        logger.warning("cannot keep indices in %s (%s): each process builds them in memory. Make room, or name a writable "
+                       "folder with --data-cache-path.", entry.directory, why)
+    return dict(build()) if arrays is None else arrays
 
 
-def _write(path: Path, write: Callable) -> None:
-    """Write beside, then rename: a name never stands for half a file."""
-    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+def _mib(arrays: Mapping[str, np.ndarray]) -> float:
+    return sum(array.nbytes for array in arrays.values()) / 2**20
+
+
+def _free(directory: Path) -> str:
     try:
-        with open(beside, "wb") as f:
-            write(f)
-            f.flush()
-            os.fsync(f.fileno())
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
+        return f", and {shutil.disk_usage(directory).free / 2**20:.1f} MiB are free"
+    except OSError:
+        return ""
 
 
 @contextlib.contextmanager
 def _locked(directory: Path, title: str):
     """Hold the directory's lock; yields whether it is held.
 
-    Where the file system has none, go on: two may then build the same, which is harmless.
+    Without file locks on the file system, two processes may build the same, which is harmless.
     """
     with open(directory / ".lock", "a") as f:
-        yield _take(f, directory, title)                    # closing the file lets go of the lock
+        yield _take(f, directory, title)                    # closing the file releases the lock
 
 
 def _take(file, directory: Path, title: str) -> bool:

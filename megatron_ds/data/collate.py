@@ -76,5 +76,5 @@ class GPTCollator:
         outside = rows < PAD if low < PAD else rows >= self.vocab_size
         row, column = outside.nonzero()[0].tolist()
         raise DataError(f"sample {numbers[row]} holds token id {rows[row, column]}, outside the vocabulary of "
-                        f"{self.vocab_size}: the corpus was made with another tokenizer than --tokenizer-type and its "
-                        "files say. Give the flags that tools/preprocess_data.py had, or preprocess the text again.")
+                        f"{self.vocab_size}: the corpus was made with another tokenizer than the one given. "
+                        "Give the flags that tools/preprocess_data.py had, or preprocess the text again.")

@@ -1,7 +1,8 @@
 """`{prefix}.json`: what a corpus was made from, and checksums of its bytes.
 
-It is written after the `.bin/.idx` pair is whole, and taken away before a new pair replaces the old. So a shard is done
-exactly when it has a record that says what would be written now; training does not need the record.
+It is written after the `.bin/.idx` pair is whole, and removed before a new pair replaces the old one. So a shard is done
+exactly when it has a record of what would be written now. The pair itself holds no checksums, as in Megatron, and training
+does not read the record: `tools/inspect_dataset.py --check` compares.
 """
 
 import hashlib
@@ -9,20 +10,48 @@ import json
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
+from itertools import accumulate
 from pathlib import Path
 
 from ..errors import DataError
 from .indexed import IndexedDataset, corpus_paths
 
+PIECE_BYTES = 1 << 26
 CHUNK_BYTES = 1 << 22
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Consecutive bytes of `.bin`, and their SHA-256: a corpus has one, a merged one has those of its parts."""
+    """Consecutive bytes of `.bin`, PIECE_BYTES or fewer, and their SHA-256. A merged corpus has the pieces of its parts."""
 
     bytes: int
     sha256: str
+
+
+class PieceSums:
+    """The pieces of bytes that are handed over one after the other."""
+
+    def __init__(self):
+        self._pieces: list[Piece] = []
+        self._digest, self._bytes = hashlib.sha256(), 0
+
+    def update(self, data: memoryview) -> None:
+        """data: of bytes."""
+        while len(data):
+            now = data[:PIECE_BYTES - self._bytes]
+            self._digest.update(now)
+            self._bytes, data = self._bytes + len(now), data[len(now):]
+            if self._bytes == PIECE_BYTES:
+                self._end_piece()
+
+    def finish(self) -> list[Piece]:
+        if self._bytes or not self._pieces:
+            self._end_piece()
+        return self._pieces
+
+    def _end_piece(self) -> None:
+        self._pieces.append(Piece(self._bytes, self._digest.hexdigest()))
+        self._digest, self._bytes = hashlib.sha256(), 0
 
 
 @dataclass(frozen=True)
@@ -85,6 +114,16 @@ def done_before(prefix: str, made_from: dict) -> CorpusRecord | None:
     return record if (corpus.num_documents, corpus.num_tokens) == (record.documents, record.tokens) else None
 
 
+def record_of(prefix: str | os.PathLike, run: Callable[..., Iterable] = map) -> CorpusRecord:
+    """A record of the files as they are now, for a corpus that has none.  run: `map`, or that of a pool."""
+    corpus = IndexedDataset(prefix)
+    size = corpus.bin_path.stat().st_size
+    spans = [(start, min(PIECE_BYTES, size - start)) for start in range(0, size, PIECE_BYTES)]
+    digests = run(lambda span: _digest(corpus.bin_path, *span), spans)
+    pieces = [Piece(count, digest) for (_, count), digest in zip(spans, digests)]
+    return CorpusRecord(corpus.num_documents, corpus.num_tokens, None, pieces, sha256_of(corpus.idx_path))
+
+
 def sha256_of(path: Path) -> str:
     return _digest(path, 0, path.stat().st_size)
 
@@ -92,17 +131,18 @@ def sha256_of(path: Path) -> str:
 def check_sums(prefix: str | os.PathLike, record: CorpusRecord, run: Callable[..., Iterable] = map) -> None:
     """Raises DataError for the first bytes that are not those that were written.  run: `map`, or that of a pool."""
     bin_path, idx_path = corpus_paths(prefix)
-    size, told = bin_path.stat().st_size, sum(piece.bytes for piece in record.pieces)
-    if size != told:
-        raise DataError(f"{bin_path} has {size} bytes and its record speaks of {told}: one of them is of another making.")
-    starts = [sum(piece.bytes for piece in record.pieces[:i]) for i in range(len(record.pieces))]
+    size, recorded = bin_path.stat().st_size, sum(piece.bytes for piece in record.pieces)
+    if size != recorded:
+        raise DataError(f"{bin_path} has {size} bytes, and {record_path(prefix)} is about {recorded}: they do not belong "
+                        "together. Copy both again.")
+    starts = list(accumulate((piece.bytes for piece in record.pieces), initial=0))
     spans = [(start, piece.bytes) for start, piece in zip(starts, record.pieces)]
     for piece, start, found in zip(record.pieces, starts, run(lambda span: _digest(bin_path, *span), spans)):
         if found != piece.sha256:
-            raise DataError(f"{bin_path} is damaged between bytes {start} and {start + piece.bytes}: their SHA-256 is not the "
-                            "one they were written with. Copy the file again, or make it again with tools/preprocess_data.py.")
+            raise DataError(f"{bin_path} is damaged between bytes {start:,} and {start + piece.bytes:,}: their SHA-256 is not "
+                            "the recorded one. Copy the file again, or make it again with tools/preprocess_data.py.")
     if sha256_of(idx_path) != record.idx_sha256:
-        raise DataError(f"{idx_path} is damaged: its SHA-256 is not the one it was written with. Copy it again.")
+        raise DataError(f"{idx_path} is damaged: its SHA-256 is not the recorded one. Copy it again.")
 
 
 def _digest(path: Path, start: int, count: int) -> str:

@@ -54,11 +54,11 @@ class CurriculumOrder:
         assert all(a.start < b.start and a.admitted < b.admitted for a, b in zip(stages, stages[1:])), "stages must rise"
         assert stages[-1].admitted <= len(easiest_first)
         if stages[-1].admitted >= MOST_SAMPLES:
-            raise DataError(f"a curriculum over {stages[-1].admitted} samples: at most {MOST_SAMPLES - 1} can be told apart. "
+            raise DataError(f"a curriculum over {stages[-1].admitted} samples: at most {MOST_SAMPLES - 1} can be numbered. "
                             "Use a longer --seq-length, or several runs.")
         if len(stages) > MOST_STAGES:
-            raise DataError(f"the curriculum admits more samples {len(stages)} times; at most {MOST_STAGES} are kept apart. "
-                            "Use a larger difficulty_step, or percentiles.")
+            raise DataError(f"the curriculum admits more samples {len(stages)} times; at most {MOST_STAGES} are "
+                            "possible. Use a larger difficulty_step, or percentiles.")
         self.easiest_first, self.seed = easiest_first, seed
         self.starts = np.array([stage.start for stage in stages], np.int64)
         self.bounds = np.array([0, *(stage.admitted for stage in stages)], np.int64)       # cluster c: bounds[c : c + 2]
@@ -78,7 +78,7 @@ class CurriculumOrder:
         samples = self.easiest_first[low + place].astype(np.int64)
         if len(samples) and samples.max() >= total:
             raise DataError(f"the index of the curriculum names sample {samples.max()}, and the dataset has {total}: it was "
-                            "made of other data. Make it again with tools/analyze_data.py.")
+                            "made from other data. Make it again with tools/analyze_data.py.")
         return samples
 
     def _look(self, j: np.ndarray, stage: np.ndarray) -> np.ndarray:

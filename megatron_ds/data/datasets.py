@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from ..config.data import DEFAULT_SPLIT
+from ..config import RunConfig, Source
 from ..errors import DataError
 from .blend import (
     Blend,
@@ -32,6 +32,7 @@ from .sources import read_sources
 from .split import PARTS, cut, parse_split
 
 logger = logging.getLogger(__name__)
+SETS = {"train": "training", "valid": "validation", "test": "test"}
 LOOKED_AT = 8               # samples of each part whose ids are compared with the vocabulary at once
 
 
@@ -43,7 +44,7 @@ class Dataset(Protocol):
 
 
 class Datasets(NamedTuple):
-    """None where nothing was asked for, or where the split gives the part no share."""
+    """None where no samples are wanted, or where the split leaves the part no documents."""
 
     train: Dataset | None
     valid: Dataset | None
@@ -56,7 +57,8 @@ def build_datasets(config, samples: Sequence[int], tokenizer, kind: DataKind = G
 
     config: a RunConfig.  samples: (training, validation, test) wanted.  kind: of what the model reads.
     one_epoch: the training data are one epoch however many samples are wanted, for a curriculum that numbers them.
-    Raises DataError for missing or damaged files and for a part without documents, ConfigError for impossible flags.
+    Raises DataError for missing or damaged files and for a part without text, unless it is the default split that leaves
+    validation or test without it; ConfigError for impossible flags.
     """
     data = config.data
     if data.mock_data:
@@ -70,6 +72,28 @@ def build_datasets(config, samples: Sequence[int], tokenizer, kind: DataKind = G
     return Datasets(*(
         builder.part(part, n, flag, parse_blend(words, flag) if words else None, share)
         for part, n, (flag, words), share in zip(PARTS, samples, named, shares)))
+
+
+def fit_default_split(config: RunConfig, samples: Sequence[int], kind: DataKind = GPT_DATA) -> RunConfig:
+    """The config with a split that suits a small corpus, if validation is wanted and the default split leaves it no text.
+
+    samples: (training, validation, test) wanted.  The last document of the largest corpus is then for validation and the
+    others for training. A --split that the user gave is kept as it is, and so is the default for a curriculum, whose samples
+    are numbered under it. The split in the config is part of the identity of a checkpoint. Reads the corpora.
+    """
+    data = config.data
+    if data.split is not None or not samples[1] or not data.is_divided_by_split or config.curriculum.curriculum_metrics:
+        return config
+    flag, words = read_sources(data).whole
+    prefixes, builder = parse_blend(words, flag).prefixes, _Builder(config, None, kind, one_epoch=False)
+    most = max(builder.num_documents(flag, prefix) for prefix in prefixes)
+    split = f"{most - 1},1,0"
+    if builder.has_text("valid", flag, prefixes, parse_split(data.splits)) or most < 2 or not all(
+            builder.has_text(part, flag, prefixes, parse_split(split)) for part in ("train", "valid")):
+        return config
+    logger.info("the default --split %s leaves no text for validation: --split %s is used, which keeps 1 of %d documents for "
+                "it and has no test set. Give --split to choose otherwise", data.splits, split, most)
+    return config.with_values({"data.split": split}, Source("derived", f"for {most} documents"))
 
 
 def identify(words: Sequence[str]) -> list[str]:
@@ -91,7 +115,8 @@ class _Builder:
         self.cache, self.repeats, self.by_epochs = (
             data.data_cache_path, data.dataloader_type == "cyclic", data.blend_weights == "epochs")
         self.is_divided = data.is_divided_by_split
-        self.split = f"--split {data.splits}{' (default)' * (data.splits == DEFAULT_SPLIT)}"
+        self.split = f"--split {data.splits}{' (default)' * (data.split is None)}"
+        self.is_default = self.is_divided and data.split is None
         self._corpora: dict[str, IndexedDataset] = {}
 
     def part(self, part: str, wanted: int, flag: str, blend: Blend | None, shares: Sequence[float]) -> Dataset | None:
@@ -99,9 +124,13 @@ class _Builder:
             return None
         if blend is None or not shares[PARTS.index(part)]:
             if part == "train":
-                raise DataError("there are no training data: name a corpus with --data-path and give the first part of "
-                                "--split a share, or name one with --train-data-path.")
-            logger.info("no %s data: nothing is named for it, or --split gives it no share", part)
+                raise DataError("there are no training data: name a corpus with --data-path and a --split whose first number "
+                                "is above 0, or name one with --train-data-path.")
+            logger.info("no %s set: no data are given for it, or --split assigns it 0 %%", SETS[part])
+            return None
+        if self.is_default and part != "train" and not self.has_text(part, flag, blend.prefixes, shares):
+            logger.info("no %s set: %s leaves it no text, as the corpus is small. Give --split, such as 80,10,10, to have one",
+                        SETS[part], self.split)
             return None
         blend = self._with_text(part, flag, blend, shares)
         opened = [partial(self._open, flag, prefix, part, shares) for prefix in blend.prefixes]
@@ -122,22 +151,29 @@ class _Builder:
         return dataset
 
     def _with_text(self, part: str, flag: str, blend: Blend, shares: Sequence[float]) -> Blend:
-        """The blend of those corpora that have text in this part, the others' weights in proportion.
+        """The blend of those corpora that have text in this part, with their weights in proportion.
 
-        Training data that are not there are an error, told when they are opened; so is a part without any text.
+        Missing training data, and a part without any text, raise an error later, when they are opened.
         """
         if blend.left_out:
             logger.info("%s: %s of weight 0 is left out", flag, ", ".join(blend.left_out))
         if len(blend.prefixes) > 1 and part != "train":
             empty = [p for p in blend.prefixes if not self._lengths(flag, p, part, shares).any()]
             if 0 < len(empty) < len(blend.prefixes):
-                logger.info("the %s part has no text of %s: it is made of the other %d of %d corpora, their weights in "
+                logger.info("the %s part has no text of %s: it uses the other %d of %d corpora, with their weights in "
                             "proportion", part, ", ".join(empty), len(blend.prefixes) - len(empty), len(blend.prefixes))
                 blend = blend.without(empty)
         if self.by_epochs and blend.weights is not None:
             tokens = [int(self._lengths(flag, p, part, shares).sum(dtype=np.int64)) for p in blend.prefixes]
             blend = blend.times(tokens) if any(tokens) else blend
         return blend
+
+    def num_documents(self, flag: str, prefix: str) -> int:
+        return len(self.kind.documents(self._corpus(flag, prefix))) - 1
+
+    def has_text(self, part: str, flag: str, prefixes: Sequence[str], shares: Sequence[float]) -> bool:
+        """Whether the part has a token in any of the corpora."""
+        return any(self._lengths(flag, prefix, part, shares).any() for prefix in prefixes)
 
     def _draws(self, part: str, wanted: int, dataset: Dataset, blend: Blend, shares: Sequence[float]) -> list[Draw]:
         counts = count_draws(dataset.dataset_index, len(blend.prefixes)) if isinstance(dataset, BlendedDataset) else [wanted]
@@ -206,12 +242,12 @@ class _Builder:
         if not corpus.lengths[bounds[documents.start]:bounds[documents.stop]].any():
             parts = ", ".join(f"{name} {len(r)}" for name, r in zip(PARTS, ranges))
             raise DataError(f"the {part} part is empty: {self.split} divides the {len(bounds) - 1} documents into {parts}. "
-                            "Choose a --split that gives each part some text (90,10,0 has no test part), take a larger "
-                            "corpus, or do without evaluation by --eval-iters 0.")
+                            "Choose a --split that leaves each part some text (90,10,0 has no test part), use a larger "
+                            "corpus, or turn evaluation off with --eval-iters 0.")
         return documents
 
     def _check_vocabulary(self, dataset: Dataset) -> None:
-        """A corpus of another tokenizer betrays itself in a few samples: better now than at some step, on some rank."""
+        """The first samples show whether the corpus was made with another tokenizer, before training starts."""
         highest = max((int(dataset[i][self.kind.tokens].max()) for i in range(min(len(dataset), LOOKED_AT))), default=-1)
         kind, size = type(self.tokenizer).__name__, self.tokenizer.vocab_size
         if highest >= size:

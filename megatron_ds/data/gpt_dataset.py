@@ -63,7 +63,7 @@ def open_gpt_dataset(corpus: IndexedDataset, documents: range, *, title: str, se
 
 
 def default_cache(prefix: str) -> Path:
-    """Where Megatron keeps index maps when it is not told: beside the corpus."""
+    """Where Megatron keeps index maps by default: beside the corpus."""
     return Path(prefix).parent / "cache" / "GPTDataset_indices"
 
 

@@ -132,7 +132,7 @@ class IndexedWriter:
         assert sum(lengths) == len(ids), f"{len(ids)} tokens in sequences of {lengths}"
         if len(ids) and (ids.min() < self._low or ids.max() > self._high):
             raise DataError(f"token ids from {ids.min()} to {ids.max()} do not fit {self.dtype} in {self.bin_path}: "
-                            "the vocabulary is larger than was said when the file was opened.")
+                            "the vocabulary is larger than the one the file was opened for.")
         self._bin.write(ids.astype(self.dtype, copy=False).tobytes())
         self._lengths.extend(lengths)
         self._documents.append(len(self._lengths))

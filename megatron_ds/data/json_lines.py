@@ -15,7 +15,7 @@ Text = str | list[str]                                      # a document, or its
 class Block:
     """Consecutive lines of a file; `position` is where its reader stands, in bytes on disk.
 
-    first_line counts from 1 at byte `start`, where the reader began; nobody counts the lines before unless one is bad.
+    first_line counts from 1 at byte `start`, where the reader began; lines before it are counted only for a message.
     """
 
     path: str
@@ -24,10 +24,14 @@ class Block:
     position: int
     start: int = 0
 
+    @property
+    def last_line(self) -> int:
+        return self.first_line + len(self.lines) - 1
+
 
 @dataclass(frozen=True)
 class BadLine:
-    """A line, or a row of a table, that is no document."""
+    """A line, or a row of a table, that is no document or makes its document unreadable."""
 
     path: str
     line: int
@@ -37,11 +41,6 @@ class BadLine:
 
     def __str__(self) -> str:
         return f"{self.path}, {self.unit} {self.line + lines_before(self.path, self.start)}: {self.reason}"
-
-
-def line_range(block: Block) -> str:
-    first = block.first_line + lines_before(block.path, block.start)
-    return f"lines {first} to {first + len(block.lines) - 1}"
 
 
 @lru_cache(maxsize=64)

@@ -20,7 +20,7 @@ class DataKind:
                each sample once
     collator   (config, tokenizer) -> what makes a batch of samples (`collate.py`)
     blank      (samples, positions, device) -> a `Batch` that weighs what real ones do, for plans and timings
-    fills      each sample takes s tokens of its corpus, so that epochs can be told
+    fills      each sample takes s tokens of its corpus, so that epochs can be counted
     identity   config -> what decides its samples, beside corpus, sequence length and seed; plain values
     """
 

@@ -84,7 +84,7 @@ def write_list_file(prefix: str | os.PathLike, flat: np.ndarray, lengths: Sequen
     assert lengths.sum() == len(flat), f"{len(flat)} numbers in rows of {lengths.sum()}"
     if len(lengths) and lengths.max() > np.iinfo(np.int32).max:
         raise DataError(f"{prefix}: {lengths.max()} samples have the same value, and the format counts up to 2^31 - 1 in a "
-                        "row. Take a metric that tells them apart.")
+                        "row. Use a metric with more different values.")
     bin_path, idx_path = corpus_paths(prefix)
     offsets = (np.cumsum(lengths) - lengths) * flat.dtype.itemsize
     header = HEADER.pack(MAGIC, VERSION, CODE_OF[flat.dtype], len(lengths), 2)
@@ -123,5 +123,5 @@ def _write(path: Path, *parts) -> None:
         beside.replace(path)
     except OSError as error:
         beside.unlink(missing_ok=True)
-        raise DataError(f"cannot write {path}: {error.strerror}. Free some space, or choose another --save, and run it again: "
-                        "what is complete is kept.") from None
+        raise DataError(f"cannot write {path}: {error.strerror}. Free some space, or choose another --output, and run the "
+                        "same command again: finished shards are kept.") from None

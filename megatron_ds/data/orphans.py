@@ -10,7 +10,7 @@ SECONDS = 1.0
 def end_with_parent(parent: int) -> None:
     """Watch over the parent from a thread of this process; end it, without any clearing up, within a second or so.
 
-    parent: the number of the process, told by itself; it may be gone before this one has begun.
+    parent: the process id of the parent, which may be gone before this process has begun.
     """
 
     def watch() -> None:

@@ -29,8 +29,8 @@ def run_here(task: Task, count: int) -> Iterator[Written]:
         for future in as_completed([pool.submit(task, shard=(i, count)) for i in range(count)]):
             yield future.result()
     except BrokenProcessPool:
-        raise DataError("a process died, perhaps for want of memory. Shards that were finished are kept: the same command "
-                        "goes on from there. Try fewer --partitions.") from None
+        raise DataError("a process was killed, perhaps because memory ran out. Finished shards are kept: the same command "
+                        "continues from there. Use fewer --partitions.") from None
     finally:
         pool.shutdown(cancel_futures=True)
 

@@ -9,7 +9,6 @@ A *shard* is the same for a stretch of the input (`text_files.slices_of_shard`);
 corpus (`merge.py`).
 """
 
-import hashlib
 import multiprocessing
 import os
 from collections import deque
@@ -17,18 +16,29 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 
 import numpy as np
 
 from ..errors import DataError
-from .corpus_record import CorpusRecord, Piece, done_before, remove_record, sha256_of
+from .corpus_record import CorpusRecord, PieceSums, done_before, remove_record, sha256_of
 from .indexed import IndexedWriter, corpus_paths, dtype_for
 from .json_lines import BadLine
 from .orphans import end_with_parent
+from .plain_text import TextCut
 from .sentences import Splitter
-from .text_files import AnyBlock, check_files, place_of, read_blocks, size_of, slices_of_shard, texts_of
+from .text_files import (
+    WHOLE_FILES,
+    AnyBlock,
+    check_files,
+    is_plain_text,
+    place_of,
+    read_blocks,
+    size_of,
+    slices_of_shard,
+    texts_of,
+)
 from .tokenizers import Tokenizer, arrays_of
 
 MakeTokenizer = Callable[[], Tokenizer]                     # is sent to the workers, so it must pickle
@@ -68,28 +78,30 @@ def shard_prefix(prefix: str, shard: Shard) -> str:
 
 def preprocess(paths: Sequence[str], prefix: str, make_tokenizer: MakeTokenizer, *, json_keys: Sequence[str] = ("text",),
                append_eod: bool = False, workers: int = 1, skip_bad_lines: bool = False, sentences: Splitter | None = None,
-               shard: Shard | None = None,
+               shard: Shard | None = None, cut: TextCut = WHOLE_FILES,
                progress: Callable[[str, int, Written], None] = lambda path, position, written: None) -> Written:
     """Write `{prefix}_{key}_document.bin/.idx` for every key, or `…_sentence` when texts are split into sentences.
 
     shard: (i, n) writes shard i of n, as `{prefix}_0000i_of_0000n_…`, if it is not there, whole and of the same making.
+    cut: where the documents of plain text end.
     progress: called after each block with its file, the position in it and the sums so far.
     Raises DataError for a missing file, for a bad line unless they are skipped, and when nothing is left. After an error
     no output exists that did not exist before.
     """
-    check_files(paths)
+    check_files(paths, json_keys)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")    # `workers` is how many cores are used, no library decides
     tokenizer = make_tokenizer()
     names = [output_prefix(shard_prefix(prefix, shard) if shard else prefix, key, sentences is not None) for key in json_keys]
     made_from = {"inputs": [_identity(path) for path in paths], "shard": list(shard or (0, 1)), "keys": list(json_keys),
                  "append_eod": append_eod, "skip_bad_lines": skip_bad_lines,
-                 "sentences": sentences.fingerprint if sentences else None, "tokenizer": tokenizer.fingerprint}
+                 "sentences": sentences.fingerprint if sentences else None, "tokenizer": tokenizer.fingerprint,
+                 **({"text": asdict(cut)} if any(map(is_plain_text, paths)) else {})}
     if shard and all(records := [done_before(name, {**made_from, "key": key}) for name, key in zip(names, json_keys)]):
         return Written(records[0].documents, sum(r.tokens for r in records), records[0].skipped, done_before=True)
     encode = partial(encode_block, keys=tuple(json_keys), eod=tokenizer.eod if append_eod else None,
                      dtype=dtype_for(tokenizer.vocab_size), sentences=sentences)
-    blocks = (block for piece in slices_of_shard(paths, json_keys, *(shard or (0, 1)))
-              for block in read_blocks(piece.path, keys=json_keys, start=piece.start, stop=piece.stop))
+    blocks = (block for piece in slices_of_shard(paths, json_keys, *(shard or (0, 1)), cut=cut)
+              for block in read_blocks(piece.path, keys=json_keys, start=piece.start, stop=piece.stop, cut=cut))
     written = Written()
     outputs = _Outputs(names, encode.keywords["dtype"])
     with outputs:
@@ -98,9 +110,13 @@ def preprocess(paths: Sequence[str], prefix: str, make_tokenizer: MakeTokenizer,
             progress(encoded.path, encoded.position, written)
         if not written.documents and not shard:
             left = " is left" if written.num_bad else ""
-            raise DataError(f"{', '.join(paths)}: not one document{left}. Nothing was written.")
+            raise DataError(f"{_named(paths)}: not one document{left}. Nothing was written.")
     outputs.record(json_keys, written, tokenizer.fingerprint, made_from)
     return written
+
+
+def _named(paths: Sequence[str], longest: int = 8) -> str:
+    return f"{', '.join(paths[:longest])}{f' and {len(paths) - longest} others' if len(paths) > longest else ''}"
 
 
 def _identity(path: str) -> list:
@@ -113,7 +129,7 @@ class _Outputs:
 
     def __init__(self, names: Sequence[str], dtype: np.dtype):
         self.names, self._dtype = names, dtype
-        self._tokens, self._sums = [0] * len(names), [hashlib.sha256() for _ in names]
+        self._tokens, self._sums = [0] * len(names), [PieceSums() for _ in names]
 
     def __enter__(self) -> "_Outputs":
         with ExitStack() as stack:
@@ -129,8 +145,8 @@ class _Outputs:
 
     def append(self, encoded: Encoded, written: Written, skip_bad_lines: bool) -> None:
         if encoded.bad and not skip_bad_lines:
-            raise DataError(f"{encoded.bad[0]}. Nothing was written. Mend the line, or leave out such lines with "
-                            "--skip-bad-lines.")
+            raise DataError(f"{encoded.bad[0]}. Nothing was written. Correct it, or leave out such lines, rows and "
+                            "documents of plain text with --skip-bad-lines.")
         written.num_bad += len(encoded.bad)
         written.bad += encoded.bad[:10 - len(written.bad)]
         for i, (tokens, lengths, sequences) in enumerate(encoded.columns):
@@ -139,16 +155,15 @@ class _Outputs:
             except OSError as e:
                 raise DataError(f"cannot write {self.names[i]}.bin: {e.strerror}. Nothing was kept; make room, or choose "
                                 "another --output-prefix.") from None
-            self._sums[i].update(tokens.data)
+            self._sums[i].update(tokens.view(np.uint8).data)
             self._tokens[i] += len(tokens)
             written.tokens += len(tokens)
         written.documents += len(encoded.columns[0][2])
 
     def record(self, keys: Sequence[str], written: Written, fingerprint: str, made_from: dict) -> None:
         for name, key, tokens, sums in zip(self.names, keys, self._tokens, self._sums):
-            piece = Piece(tokens * self._dtype.itemsize, sums.hexdigest())
-            CorpusRecord(written.documents, tokens, fingerprint, [piece], sha256_of(corpus_paths(name)[1]), written.num_bad,
-                         {**made_from, "key": key}).write(name)
+            CorpusRecord(written.documents, tokens, fingerprint, sums.finish(), sha256_of(corpus_paths(name)[1]),
+                         written.num_bad, {**made_from, "key": key}).write(name)
 
 
 # ------------------------------------------------------------------------------------------------------------ encoding
@@ -181,8 +196,8 @@ def _column(texts: list, tokenizer: Tokenizer, eod: int | None, dtype: np.dtype,
 
 def _narrow(ids: np.ndarray, dtype: np.dtype) -> np.ndarray:
     if len(ids) and not 0 <= ids.min() <= ids.max() <= np.iinfo(dtype).max:
-        raise DataError(f"the tokenizer gave ids from {ids.min()} to {ids.max()}, which do not fit {dtype}, the type for the "
-                        "vocabulary size it tells.")
+        raise DataError(f"the tokenizer gave ids from {ids.min()} to {ids.max()}, which do not fit {dtype}, the type for its "
+                        "vocabulary size.")
     return ids.astype(dtype)
 
 
@@ -203,7 +218,7 @@ def _encoded(blocks: Iterable[AnyBlock], encode: partial, make_tokenizer: MakeTo
         while pending:
             yield pending.popleft().result()
     except BrokenProcessPool:
-        raise DataError("a worker process died, perhaps for want of memory. Nothing was written. Try fewer "
+        raise DataError("a worker process was killed, perhaps because memory ran out. Nothing was written. Use fewer "
                         "--workers.") from None
     finally:
         pool.shutdown(cancel_futures=True)

@@ -59,8 +59,8 @@ class Splitter:
 def learn_splitter(texts: Iterable[str], language: str = "english", keep_newlines: bool = False) -> Splitter:
     """A splitter that has read the texts, as many as TRAINING_BYTES hold.  language: whose abbreviations it knows anyway."""
     if language not in ABBREVIATIONS:
-        raise ConfigError(f"--lang {language}: abbreviations are known for {', '.join(ABBREVIATIONS)}. Use none: those of the "
-                          "text are learned anyway.")
+        raise ConfigError(f"--lang {language}: abbreviations are known for {', '.join(ABBREVIATIONS)}. Use none: "
+                          "abbreviations are also learned from the text.")
     nltk, left = _nltk(), TRAINING_BYTES
     trainer = nltk.PunktTrainer()
     for text in texts:

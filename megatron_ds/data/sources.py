@@ -40,7 +40,7 @@ def read_sources(data) -> Sources:
         flag, path = "--data-args-path", data.data_args_path
         words = _text(flag, path).split()
         if not words:
-            raise _unfit(flag, path, "it is empty", "weights and prefixes, as --data-path has them")
+            raise _unfit(flag, path, "it is empty", "weights and prefixes, as for --data-path")
         return Sources(Named(f"{flag} {path}", tuple(words)), ())
     return Sources(Named("--data-path", tuple(data.data_path)), ())
 
@@ -50,7 +50,7 @@ def _json_words(flag: str, path: str) -> dict[str, tuple[str, ...]]:
     try:
         found = json.loads(_text(flag, path))
     except ValueError as error:
-        raise _unfit(flag, path, f"it is no JSON: {error}", form) from None
+        raise _unfit(flag, path, f"it is not valid JSON: {error}", form) from None
     if not isinstance(found, dict) or not found.get("train"):
         raise _unfit(flag, path, "it names no training data", form)
     if unknown := sorted(set(found) - set(PARTS)):
@@ -58,7 +58,7 @@ def _json_words(flag: str, path: str) -> dict[str, tuple[str, ...]]:
     words = {part: found.get(part) or [] for part in PARTS}
     for part, listed in words.items():
         if not isinstance(listed, list) or not all(isinstance(word, str | int | float) for word in listed):
-            raise _unfit(flag, path, f"{part} is no list of weights and prefixes", form)
+            raise _unfit(flag, path, f"{part} is not a list of weights and prefixes", form)
     return {part: tuple(map(str, listed)) for part, listed in words.items()}
 
 
@@ -68,7 +68,7 @@ def _text(flag: str, path: str) -> str:
     except OSError as error:
         raise DataError(f"{flag} {path} cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError as error:
-        raise _unfit(flag, path, f"it is no text: {error}", "weights and prefixes") from None
+        raise _unfit(flag, path, f"it is not text: {error}", "weights and prefixes") from None
 
 
 def _unfit(flag: str, path: str, what: str, form: str) -> DataError:

@@ -126,7 +126,8 @@ class _HDF5:
         _check_keys(path, keys, [name for name, value in self._file.items() if isinstance(value, h5py.Dataset)])
         counts = {key: self._file[key].shape for key in keys}
         if len(set(counts.values())) > 1 or any(len(shape) != 1 for shape in counts.values()):
-            raise DataError(f"{path}: the arrays have shapes {counts}; texts are arrays of one dimension, of one length.")
+            raise DataError(f"{path}: the arrays have shapes {counts}; texts need arrays of one dimension "
+                            "and of equal length.")
         self.num_rows = counts[keys[0]][0]
 
     def read(self, start: int, stop: int) -> Iterator[dict[str, list]]:
@@ -144,5 +145,5 @@ def _check_keys(path: str, keys: Sequence[str], there: Sequence[str]) -> None:
 
 
 def _damaged(path: str, kind: str, error: Exception) -> DataError:
-    return DataError(f"{path} cannot be read as {kind}: {str(error).splitlines()[0]}. Copy it again, or give it the ending of "
-                     "what it is.")
+    return DataError(f"{path} cannot be read as {kind}: {str(error).splitlines()[0]}. Copy it again, or, if it is of "
+                     "another kind, rename it accordingly.")

@@ -3,7 +3,7 @@
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from .tokenizers.gpt2_bpe import EOD
 
 logger = logging.getLogger(__name__)
 SMALLEST = 257                                              # a letter for each byte, and the end of a document
+PIECE = 1 << 20
 BERT_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
@@ -43,8 +44,8 @@ def train_word_pieces(texts: Iterable[str], vocab_size: int, folder: str | os.Pa
     Ids 0 to 4 are [PAD] [UNK] [CLS] [SEP] [MASK].  Returns the size reached.
     """
     if vocab_size <= len(BERT_TOKENS):
-        raise ConfigError(f"--vocab-size {vocab_size} is too small: {', '.join(BERT_TOKENS)} alone are {len(BERT_TOKENS)}. A "
-                          "thousand do for a toy; BERT has 30,522.")
+        raise ConfigError(f"--vocab-size {vocab_size} is too small: {', '.join(BERT_TOKENS)} alone are {len(BERT_TOKENS)}. "
+                          "Use a thousand for a toy model; BERT has 30,522.")
 
     def train(texts: Iterable[str]):
         from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -59,6 +60,16 @@ def train_word_pieces(texts: Iterable[str], vocab_size: int, folder: str | os.Pa
     return _learn(texts, vocab_size, folder, ("vocab.txt", "tokenizer.json"), train, min_frequency)
 
 
+def _pieces(text: str) -> Iterator[str]:
+    """The text cut at white space into pieces of PIECE characters or fewer: the library takes 150 times the memory of each."""
+    while len(text) > PIECE:
+        at = max(text.rfind(" ", 0, PIECE), text.rfind("\n", 0, PIECE))
+        at = at if at > 0 else PIECE
+        yield text[:at]
+        text = text[at:]
+    yield text
+
+
 def _learn(texts: Iterable[str], vocab_size: int, folder: str | os.PathLike, files: tuple[str, ...], train: Callable,
            min_frequency: int) -> int:
     """Train, write beside, rename. `train(texts)` gives a tokenizer of the `tokenizers` library."""
@@ -70,7 +81,7 @@ def _learn(texts: Iterable[str], vocab_size: int, folder: str | os.PathLike, fil
         first = next((text for text in texts if text.strip()), None)
         if first is None:
             raise DataError("the --input files hold no text to learn from. Nothing was written.")
-        tokenizer = train(chain([first], texts))
+        tokenizer = train(piece for text in chain([first], texts) for piece in _pieces(text))
         tokenizer.save(str(beside / "tokenizer.json"))
         tokenizer.model.save(str(beside))
         folder.mkdir(exist_ok=True)
@@ -82,6 +93,6 @@ def _learn(texts: Iterable[str], vocab_size: int, folder: str | os.PathLike, fil
         shutil.rmtree(beside, ignore_errors=True)
     size = tokenizer.get_vocab_size()
     if size < vocab_size:
-        logger.warning("only %d of %d entries: the text has no more pairs that occur %d times", size, vocab_size,
+        logger.warning("only %d of %d entries: no other pairs occur %d times in the text", size, vocab_size,
                        min_frequency)
     return size

@@ -32,7 +32,7 @@ def pieces_of(tokenizer) -> WordPieces:
     if missing:
         raise ConfigError(
             f"{type(tokenizer).__name__} has no {' and no '.join(missing)} token, and a BERT sample is "
-            "[CLS] A [SEP] B [SEP] with some tokens behind a [MASK], filled up with [PAD]. Use a tokenizer with BERT's "
+            "[CLS] A [SEP] B [SEP] with some tokens replaced by [MASK], padded with [PAD]. Use a tokenizer with BERT's "
             "tokens, such as --tokenizer-type BertWordPieceLowerCase --vocab-file vocab.txt.")
     continues = np.zeros(tokenizer.vocab_size, bool)
     continues[[i for token, i in vocab.items() if token.startswith(CONTINUES)]] = True

@@ -23,7 +23,7 @@ from ..config import RunConfig, Source, parse
 from ..config.flags import read_flags
 from ..config.guard import main_guard
 from ..config.launched import rank_in, with_local_rank
-from ..data.datasets import build_datasets
+from ..data.datasets import build_datasets, fit_default_split
 from ..data.sampler import ORDERS
 from ..data.tokenizers import TOKENIZERS, build_tokenizer
 from ..errors import DeviceMemoryError
@@ -48,6 +48,7 @@ from .sink import check_folder
 from .start import clear_save_folder, find_start, save_folder
 from .startup import describe
 from .together import together
+from .tokenizer_files import keep_tokenizer_files
 from .trainer import Trainer
 
 # Options that name an entry of a registry, and the registry; config lies below them all and cannot know.
@@ -114,6 +115,7 @@ def train(as_given: RunConfig, mesh: Mesh, source: str, started: float, stop: St
         if checkpoint.save:
             clear_save_folder(checkpoint, world)
             _check_room(engine, progress)
+            description |= together(world, lambda: keep_tokenizer_files(config), only=0)
         log = open_log(config, progress, start.run_id) if mesh.rank == 0 else Log()
         trainer = Trainer(engine, loaders, log, progress, description, started, stop)
         reason = trainer.run()
@@ -159,7 +161,9 @@ def _open_data(config: RunConfig, mesh: Mesh):
     """(config with the tokenizer's vocabulary size, tokenizer, loaders); reads files, talks to nobody."""
     tokenizer = build_tokenizer(config.data, config.model)
     config = config.with_values({"model.vocab_size": tokenizer.vocab_size}, Source("derived", "the tokenizer"))
-    datasets = build_datasets(config, wanted_samples(config), tokenizer, MODELS[config.model.model].data,
+    kind = MODELS[config.model.model].data
+    config = fit_default_split(config, wanted_samples(config), kind)
+    datasets = build_datasets(config, wanted_samples(config), tokenizer, kind,
                               one_epoch=bool(config.curriculum.curriculum_metrics))
     return config, tokenizer, build_loaders(config, rearranged(config, datasets, tokenizer), tokenizer, mesh)
 

@@ -160,5 +160,5 @@ def test_a_backend_that_is_not_there_is_an_error(file_of, monkeypatch):
     for name, told in [("gigatoken", "needs the package gigatoken"), ("fast", "use one of auto, native")]:
         with pytest.raises(ConfigError, match=told):
             make_tokenizer("HuggingFaceTokenizer", tokenizer_model=file_of(), backend=name)
-    with pytest.raises(ConfigError, match="NullTokenizer has one way to encode"):
+    with pytest.raises(ConfigError, match="NullTokenizer has only one encoder"):
         make_tokenizer("NullTokenizer", vocab_size=9, backend="native")

@@ -121,7 +121,7 @@ def test_a_reduction_wants_every_shard(tmp_path):
     samples, dataset_id = Samples(), {"samples": 100}
     for shard in (0, 2):
         map_shard(samples, tmp_path, shard, 4, [spec("seqlen")], dataset_id)
-    with pytest.raises(DataError, match="2 of 4 shards are not complete, or were made of other data: 1, 3. Run"):
+    with pytest.raises(DataError, match="2 of 4 shards are not complete, or were made from other data: 1, 3. Run"):
         reduce_metric(tmp_path, spec("seqlen"), 4, dataset_id)
     with pytest.raises(DataError, match="2 of 2 shards"):                       # those of four are not those of two
         reduce_metric(tmp_path, spec("seqlen"), 2, dataset_id)

@@ -164,8 +164,9 @@ def test_words_of_a_blend_may_stand_in_a_file(corpora, tmp_path):
 
 
 @pytest.mark.parametrize("text, told", [
-    ("", "it is no JSON"), ("[1]", "no training data"), ('{"train": []}', "no training data"), ('{"train": "a"}', "no list"),
-    ('{"train": ["a"], "validation": ["b"]}', "a part 'validation'"), ('{"train": [["a"]]}', "no list")])
+    ("", "it is not valid JSON"), ("[1]", "no training data"), ('{"train": []}', "no training data"),
+    ('{"train": "a"}', "not a list"),
+    ('{"train": ["a"], "validation": ["b"]}', "a part 'validation'"), ('{"train": [["a"]]}', "not a list")])
 def test_a_file_of_parts_that_is_none_is_an_error_with_an_example(tmp_path, text, told):
     (tmp_path / "parts.json").write_text(text)
     with pytest.raises(DataError, match=f"parts.json: .*{told}.* It must hold .\"train\""):

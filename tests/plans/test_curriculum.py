@@ -97,7 +97,7 @@ def test_another_seed_draws_in_another_order():
 
 def test_more_stages_than_can_be_kept_apart_are_a_data_error():
     stages = [Stage(i, i + 1) for i in range(3000)]
-    with pytest.raises(DataError, match="3000 times; at most 2048 are kept apart. Use a larger difficulty_step"):
+    with pytest.raises(DataError, match="3000 times; at most 2048 are possible. Use a larger difficulty_step"):
         CurriculumOrder(np.arange(3000), stages, 1)
 
 
@@ -232,7 +232,7 @@ def test_an_analysis_of_other_data_is_a_data_error(tmp_path):
     block = metric(tmp_path, np.arange(60) + 1)
     (tmp_path / "rare" / "analysis.json").write_text(json.dumps({"dataset": {"data": ["a"], "seed": 1, "samples": 60}}))
     order_of(tmp_path, block, total=60, identity={"data": ["a"], "seed": 1, "samples": 60})
-    with pytest.raises(DataError, match="made of other data: seed 1 instead of 2"):
+    with pytest.raises(DataError, match="made from other data: seed 1 instead of 2"):
         order_of(tmp_path, block, total=60, identity={"data": ["a"], "seed": 2, "samples": 60})
 
 

@@ -91,6 +91,7 @@ def test_a_folder_that_cannot_be_written_means_indices_in_memory_and_a_warning(t
     (tmp_path / "file").write_text("not a folder")
     dataset = open_dataset(corpus, 9, tmp_path / "file" / "cache")
     assert len(dataset) == len(open_dataset(corpus, 9)) and "in memory" in caplog.text
+    assert "cannot be used" not in caplog.text
 
 
 def count_builds(prefix, cache, queue):

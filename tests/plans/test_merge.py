@@ -79,7 +79,7 @@ def test_a_merged_corpus_has_the_checksums_of_its_parts_and_a_changed_byte_is_fo
             check_sums(tmp_path / "all", record)
         data[at] ^= 1
         (tmp_path / name).write_bytes(data)
-    with pytest.raises(DataError, match="of another making"):
+    with pytest.raises(DataError, match="do not belong together"):
         check_sums(tmp_path / "all", dataclasses.replace(record, pieces=record.pieces[:2]))
 
 

@@ -137,5 +137,5 @@ def test_standard_input_is_read_once_and_not_cut(tmp_path, monkeypatch):
         assert read(slices_of_shard(["-"], ("text",), 0, 1)) == [(t,) for t in TEXTS]
     with pytest.raises(DataError, match="cannot be cut"):
         slices_of_shard(["-"], ("text",), 0, 2)
-    with pytest.raises(DataError, match="read once"):
+    with pytest.raises(DataError, match="read only once"):
         check_files(["-", "-"])

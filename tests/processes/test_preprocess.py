@@ -191,7 +191,7 @@ def test_what_is_wrong_on_the_command_line_is_one_paragraph_and_exit_code_2(tmp_
         ("preprocess_data", ["--inputs", good, *null], "unknown flag --inputs; did you mean '--input'?"),
         ("preprocess_data", null, "the following arguments are required: --input. --help"),
         ("preprocess_data", ["--input", good, *null, "--workers", "many"], "--workers: invalid int value: 'many'"),
-        ("preprocess_data", ["--input", tmp_path, *null], "this is a folder"),
+        ("preprocess_data", ["--input", good, *null, "--text-documents", "line", "--text-separator", "-"], "give only one"),
         ("preprocess_data", ["--input", good, *null[:2], "--vocab-size", "1", *null[4:]], "a.jsonl, in lines 1 to 1: "),
         ("preprocess_data", ["--input", good, *null[:-1], tmp_path / "a.jsonl" / "out"], "cannot write"),
         ("train_tokenizer", ["--input", good, "--vocab-size", "200", "--output", tmp_path / "t"], "257 ids are needed"),

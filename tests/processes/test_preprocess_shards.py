@@ -15,12 +15,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_ds.data import corpus_record
 from megatron_ds.data import preprocess as preprocessing
 from megatron_ds.data.corpus_record import check_sums, read_record
 from megatron_ds.data.indexed import IndexedDataset
+from megatron_ds.data.inputs import files_of
 from megatron_ds.data.partitions import preprocess_in_shards, run_on_ray
+from megatron_ds.data.plain_text import TextCut
 from megatron_ds.data.preprocess import preprocess
 from megatron_ds.data.sentences import learn_splitter
+from megatron_ds.data.text_files import read_blocks
 from megatron_ds.data.tokenizers import make_tokenizer
 from megatron_ds.errors import ConfigError, DataError
 
@@ -95,6 +99,44 @@ def test_partitions_write_the_bytes_of_one_run_and_clear_up(tmp_path, capsys, ca
     for key in ("text", "title"):
         assert bytes_of(tmp_path / f"one_{key}_document") == bytes_of(tmp_path / f"two_{key}_document")
     assert not list(tmp_path.glob("*_of_*"))
+
+
+def text_files(folder, count=12):
+    """A folder of plain text: numbers in lines and paragraphs, some files blank."""
+    random = np.random.RandomState(5)
+    for i in range(count):
+        path = folder / f"part {i % 3}" / f"{i:02d}.{'md' if i % 4 else 'txt'}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        sizes = random.randint(0, 5, 0 if i == 5 else 40)
+        path.write_text("".join(" ".join(map(str, random.randint(0, 100, size))) + "\n" for size in sizes))
+    return folder
+
+
+@pytest.mark.parametrize("flags", [
+    [], ["--text-documents", "paragraph"], ["--text-documents", "line"], ["--text-separator", "7"], ["--split-sentences"]],
+    ids=lambda flags: " ".join(flags))
+def test_shards_of_a_folder_of_text_merged_are_the_bytes_of_one_run(tmp_path, capsys, flags):
+    folder = text_files(tmp_path / "books")
+    kind = "sentence" if "--split-sentences" in flags else "document"
+    base = ["preprocess_data", "--input", folder, *NULL_FLAGS, *flags, "--output-prefix"]
+    assert run_tool(capsys, *base, tmp_path / "one")[0] == 0
+    for i in range(3):
+        assert run_tool(capsys, *base, tmp_path / "shards" / "c", "--num-shards", 3, "--shard-index", i)[0] == 0
+    merge = ["--input", tmp_path / "shards", "--output-prefix", tmp_path / "merged"]
+    assert run_tool(capsys, "merge_datasets", *merge)[0] == 0
+    assert bytes_of(tmp_path / "merged") == bytes_of(tmp_path / f"one_text_{kind}")
+    text = [line for path in sorted(folder.rglob("*.*"), key=lambda path: path.parts) for line in path.read_text().split("\n")]
+    separators = text.count("7") if "--text-separator" in flags else 0
+    corpus = IndexedDataset(tmp_path / "merged")
+    ids = [i for i in np.concatenate([corpus[i] for i in range(len(corpus))]).tolist() if i < 100]
+    assert len(ids) == sum(len(line.split()) for line in text) - separators
+    assert flags or corpus.num_documents == 11
+
+
+def test_a_shard_of_text_cut_otherwise_is_made_again(tmp_path):
+    make = partial(preprocess, files_of([str(text_files(tmp_path / "books"))]), str(tmp_path / "c"), NULL, shard=(0, 2))
+    assert not make().done_before and make().done_before
+    assert not make(cut=TextCut("line")).done_before
 
 
 def in_turn(task, count):
@@ -225,8 +267,30 @@ def test_what_is_seen_of_a_corpus_and_a_byte_that_changed(tmp_path, capsys):
     code, said = run_tool(capsys, "inspect_dataset", f"{prefix}.idx", "--check")
     assert code == 2 and "c_text_document.bin is damaged between bytes 0 and 12" in said
     Path(f"{prefix}.json").unlink()
-    assert "no record with checksums" in run_tool(capsys, "inspect_dataset", prefix, "--check")[1]
+    assert "there are no checksums" in run_tool(capsys, "inspect_dataset", prefix, "--check")[1]
+    assert run_tool(capsys, "inspect_dataset", prefix, "--write-checksums", "--check")[1].endswith("checksums are right\n")
+    Path(f"{prefix}.bin").write_bytes(data[::-1])
+    assert run_tool(capsys, "inspect_dataset", prefix, "--write-checksums", "--check")[0] == 2
     assert "0 to 3." in run_tool(capsys, "inspect_dataset", prefix, "--document", 4)[1]
+
+
+def test_the_damaged_block_of_a_long_corpus_is_named(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(corpus_record, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(preprocessing, "read_blocks", partial(read_blocks, block_bytes=700))
+    paths = [write_lines(tmp_path / f"{i}.jsonl", corpus_lines(200)) for i in range(2)]
+    for i, path in enumerate(paths):
+        preprocess([path], str(tmp_path / "parts" / str(i)), NULL)
+    merge = ["merge_datasets", "--input", tmp_path / "parts", "--output-prefix", tmp_path / "all"]
+    assert run_tool(capsys, *merge)[0] == 0
+    whole = Path(tmp_path / "all.bin").read_bytes()
+    pieces = read_record(tmp_path / "all").pieces
+    assert sum(piece.bytes for piece in pieces) == len(whole) and max(piece.bytes for piece in pieces) == 1000
+    starts = np.cumsum([0, *(piece.bytes for piece in pieces)])
+    for at in (0, 999, 1000, len(whole) // 2, len(whole) - 1):
+        Path(tmp_path / "all.bin").write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1:])
+        code, said = run_tool(capsys, "inspect_dataset", tmp_path / "all", "--check")
+        low, high = starts[starts <= at][-1], starts[starts > at][0]
+        assert code == 2 and f"all.bin is damaged between bytes {low:,} and {high:,}" in said
 
 
 class RayInAPocket(types.ModuleType):
@@ -275,7 +339,7 @@ def test_flags_that_do_not_go_together_are_told(tmp_path, capsys):
             (["--partitions", 2, "--workers", 2, "--num-shards", 2], "give one of them"), (["--num-shards", 0], "positive"),
             (["--ray"], "--ray needs --num-shards"),
             (["--ray", "local", "--num-shards", 2, "--shard-index", 0], "makes them all"),
-            (["--keep-newlines"], "give --split-sentences too"),
+            (["--keep-newlines"], "only apply with --split-sentences"),
             (["--num-shards", 2, "--shard-index", 2], "counted from 0 to 1")]:
         code, said = run_tool(capsys, *base, *flags)
         assert code == 2 and told in said and said.count("\n") == 1, (flags, said)

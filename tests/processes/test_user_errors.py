@@ -80,13 +80,12 @@ def told(argv, ranks: int = 1, spoil=None) -> str:
     ("text", r"it begins with b'xxxxxxxxx'.*: not an index of this format\. Copy"),
     ("flipped", "sequence 21 .* does not continue the sequence before it"),
     ("none", "the corpus is empty"),
-    ("few", r"the valid part is empty: --split 969, 30, 1 \(default\) divides the 2 documents into train 2, valid 0, test 0"),
+    ("few", r"the valid part is empty: --split 80,10,10 divides the 2 documents into train 2, valid 0, test 0"),
     ("wide", f"it holds token id .* NullTokenizer as given has a vocabulary of {VOCAB + 1}: .* another tokenizer"),
 ])
 def test_a_corpus_that_will_not_do_is_named_with_its_flag_and_defect(corpora, corpus, words):
     before = files_in(corpora)
-    split = [] if corpus == "few" else ["--split", "80,10,10"]
-    assert re.search(words, told([*TINY, *STEPS, *split, "--data-path", str(corpora / corpus)]))
+    assert re.search(words, told([*TINY, *STEPS, "--split", "80,10,10", "--data-path", str(corpora / corpus)]))
     assert files_in(corpora) == before
 
 

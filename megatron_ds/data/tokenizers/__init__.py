@@ -13,8 +13,8 @@ __all__ = ["TOKENIZERS", "Tokenizer", "TokenizerOptions", "arrays_of", "build_to
 def build_tokenizer(data, model) -> Tokenizer:
     """The tokenizer that a run's flags ask for: `data` and `model` are the sections of its config."""
     if data.tokenizer_type is None:
-        raise ConfigError(f"no tokenizer is named: give --tokenizer-type, one of {', '.join(TOKENIZERS.names())}, the one "
-                          "that the corpus was made with. NullTokenizer with --vocab-size will do for mock data.")
+        raise ConfigError(f"no tokenizer is given: add --tokenizer-type, one of {', '.join(TOKENIZERS.names())}, the one "
+                          "that the corpus was made with. For mock data, NullTokenizer with --vocab-size is enough.")
     return make_tokenizer(data.tokenizer_type, vocab_file=data.vocab_file, merge_file=data.merge_file,
                           tokenizer_model=data.tokenizer_model, vocab_size=model.vocab_size)
 
@@ -28,5 +28,5 @@ def make_tokenizer(tokenizer_type: str, *, vocab_file: str | None = None, merge_
     """
     kind = TOKENIZERS[tokenizer_type]
     if backend != "auto" and not getattr(kind, "has_backends", False):
-        raise ConfigError(f"--tokenizer-backend {backend}: {tokenizer_type} has one way to encode; leave the flag out.")
+        raise ConfigError(f"--tokenizer-backend {backend}: {tokenizer_type} has only one encoder; leave the flag out.")
     return kind.from_options(TokenizerOptions(vocab_file, merge_file, tokenizer_model, vocab_size, backend))

@@ -61,11 +61,14 @@ class CheckedBackend:
         start = 0
         for text, length in zip(texts, lengths.tolist()):
             mine, start = ids[start:start + length].tolist(), start + length
+            if len(text) > self._unchecked:                 # the library takes 150 bytes for each byte of a text
+                text = text[:self._unchecked]
+                mine = self._fast.encode_arrays([text])[0].tolist()
             theirs = self._library.encode_batch([text])[0]
             if mine != theirs:
                 at = next((i for i, pair in enumerate(zip(mine, theirs)) if pair[0] != pair[1]), min(len(mine), len(theirs)))
                 raise DataError(f"--tokenizer-backend {self._name} gives other ids than the tokenizers library: from token "
-                                f"{at} on {mine[at:at + 4]} and not {theirs[at:at + 4]}, in a text that begins with "
+                                f"{at} on {mine[at:at + 4]} instead of {theirs[at:at + 4]}, in a text that begins with "
                                 f"{text[:40]!r}. Use --tokenizer-backend tokenizers, and please report it.")
             self._unchecked -= len(text)
             if self._unchecked <= 0:
@@ -104,13 +107,13 @@ def _auto(library: LibraryBackend, describe: Callable[[], str]) -> LibraryBacken
 def _native(library: LibraryBackend, describe: Callable[[], str]) -> CheckedBackend:
     made = _native_or_why_not(library, describe)
     if isinstance(made, str):
-        raise ConfigError(f"--tokenizer-backend native cannot serve this tokenizer: {made}. Use auto or tokenizers.")
+        raise ConfigError(f"--tokenizer-backend native does not support this tokenizer: {made}. Use auto or tokenizers.")
     return made
 
 
 def _native_or_why_not(library: LibraryBackend, describe: Callable[[], str]) -> CheckedBackend | str:
     if extension() is None:
-        return "megatron_ds was installed without a C++17 compiler, so the encoder that is much faster is not there"
+        return "megatron_ds was installed without a C++17 compiler, so its faster encoder is missing"
     plan = plan_native(describe())
     return plan if isinstance(plan, str) else CheckedBackend(
         "native", NativeBPE(plan, library.encode_batch, extension().Encoder), library)
@@ -121,11 +124,11 @@ def _gigatoken(library: LibraryBackend, describe: Callable[[], str]) -> CheckedB
         package = importlib.import_module("gigatoken")
     except ImportError as e:
         raise ConfigError(f"--tokenizer-backend gigatoken needs the package gigatoken ({e}): pip install gigatoken, or use "
-                          "native, which needs nothing.") from None
+                          "native, which needs no package.") from None
     try:
         return CheckedBackend("gigatoken", GigatokenBackend(describe(), package), library)
     except Exception as e:                                  # what a tokenizer it does not know raises, it does not say
-        raise ConfigError(f"--tokenizer-backend gigatoken cannot serve this tokenizer: {e}. Use auto.") from None
+        raise ConfigError(f"--tokenizer-backend gigatoken does not support this tokenizer: {e}. Use auto.") from None
 
 
 _MAKERS = {"auto": _auto, "native": _native, "tokenizers": lambda library, describe: library, "gigatoken": _gigatoken}

@@ -64,7 +64,7 @@ def required_file(options: TokenizerOptions, field: str, kind: str, *, folder_ok
 
 
 def required_files(options: TokenizerOptions, fields: Sequence[str], kind: str, *, folder_ok: bool = False) -> list[str]:
-    """Several of them; all that is wrong is told at once."""
+    """Several of them; all problems are in one error."""
     wrong = []
     missing = [_flag(field) for field in fields if not getattr(options, field)]
     if missing:

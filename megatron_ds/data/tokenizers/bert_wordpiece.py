@@ -70,11 +70,11 @@ def read_vocab(vocab_file: str) -> dict[str, int]:
     vocab: dict[str, int] = {}
     for number, token in enumerate(tokens):
         if vocab.setdefault(token.rstrip("\r"), number) != number:
-            raise DataError(f"--vocab-file {vocab_file}, line {number + 1}: {token!r} stands in line {vocab[token] + 1} "
-                            "already, and a token has one id.")
+            raise DataError(f"--vocab-file {vocab_file}, line {number + 1}: {token!r} is in line {vocab[token] + 1} "
+                            "already, and a token has only one id.")
     if missing := [token for token in SPECIAL if token not in vocab]:
-        raise DataError(f"--vocab-file {vocab_file} has no {', '.join(missing)}, which BERT needs: it is a vocab.txt of "
-                        "one token a line.")
+        raise DataError(f"--vocab-file {vocab_file} has no {', '.join(missing)}, which BERT needs: it must be a vocab.txt "
+                        "with one token per line.")
     return vocab
 
 

@@ -121,7 +121,7 @@ def _read_merges(merge_file: str, vocab: Mapping[str, int]) -> list[Pair]:
             continue
         pair = tuple(line.split(" "))
         if len(pair) != 2 or not {*pair, "".join(pair)} <= vocab.keys():
-            raise DataError(f"--merge-file {merge_file}, line {number}: {line!r} is not two tokens that, like their "
-                            "joint, are in the vocabulary. Do --vocab-file and --merge-file belong together?")
+            raise DataError(f"--merge-file {merge_file}, line {number}: {line!r} is not two tokens that are in the "
+                            "vocabulary together with their concatenation. Do --vocab-file and --merge-file belong together?")
         merges.append(pair)
     return merges

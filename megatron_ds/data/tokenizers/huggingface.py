@@ -8,7 +8,7 @@ from ...errors import DataError
 from .backend import Backend
 from .base import TOKENIZERS, Arrays, TokenizerOptions, fingerprint_of, required_file
 
-# Names that tokenizers give to the end of a document, tried when no tokenizer_config.json tells.
+# Names that tokenizers give to the end of a document, tried when no tokenizer_config.json names it.
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
 
 
@@ -55,8 +55,8 @@ class HuggingFaceTokenizer:
         ids = (self._tokenizer.token_to_id(name) for name in names)
         found = next((i for i in ids if i is not None), None)
         if found is None:
-            raise DataError(f"{file} has no token that ends a document: none of {', '.join(names)}. Name one as eos_token "
-                            "in a tokenizer_config.json beside it.")
+            raise DataError(f"{file} has no end-of-document token: none of {', '.join(names)}. Name one as eos_token "
+                            "in a tokenizer_config.json next to it.")
         return found
 
 

@@ -25,7 +25,7 @@ class NullTokenizer:
         try:
             ids = [int(word) for word in text.split()]
         except ValueError as e:
-            raise DataError(f"NullTokenizer reads ids in decimal, between spaces: {e}.") from None
+            raise DataError(f"NullTokenizer reads decimal ids separated by spaces: {e}.") from None
         if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
             raise DataError(f"ids from {min(ids)} to {max(ids)} are not all in [0, {self.vocab_size}), the range that "
                             f"--vocab-size {self.eod} gives.")

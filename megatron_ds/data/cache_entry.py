@@ -1,0 +1,171 @@
+"""One entry of the cache of index maps: its files, their checksums, and when these are compared.
+
+    {md5}-{title}-description.txt       the key, then a line of JSON with the checksums; written last
+    {md5}-{title}-document_index.npy    ...
+    .{md5}-{title}-verified             size, times and inode of each array when it was last verified; large entries only
+
+Every file has a CRC-32 for each block of 16 MiB, computed when it is built. An entry of up to ALWAYS_BYTES is verified each
+time a process loads it. Of a larger one the first process verifies all, and the others see from the last file that the arrays
+have not been written or replaced since: 1,000 ranks do not read them 1,000 times. So a change of bytes below the file system,
+which changes no times, is noticed in small entries only.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import uuid
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+BLOCK_BYTES = 1 << 24
+CHUNK_BYTES = 1 << 20                                       # read at a time, by each of THREADS
+THREADS = 8                                                 # zlib releases the interpreter lock
+ALWAYS_BYTES = 1 << 26                                      # a twentieth of a second
+
+
+class DamagedEntry(Exception):
+    """Files of an entry are not those that were written. The message says which one, and what is wrong."""
+
+
+class Entry:
+    """The arrays `names` made from what `key` describes, in a directory.
+
+    stem: begins the names of all its files
+    """
+
+    def __init__(self, directory: Path, title: str, key: Mapping[str, object], names: Sequence[str]):
+        self._description = json.dumps(key, indent=4, sort_keys=True)
+        self.stem = f"{hashlib.md5(self._description.encode(), usedforsecurity=False).hexdigest()}-{title}"
+        self.directory, self._names = directory, names
+        self._done = directory / f"{self.stem}-description.txt"
+        self._stamp = directory / f".{self.stem}-verified"
+
+    def load(self, verify_large: bool) -> dict[str, np.ndarray] | None:
+        """The arrays, mapped; None where the entry is not there, or where it is large and `verify_large` would be needed.
+
+        verify_large: read a large entry in full unless it was verified since it was written. The caller holds the lock.
+        Raises DamagedEntry.
+        """
+        try:
+            sums = self._read_sums()
+            if sums is None or not self._is_verified(sums, verify_large):
+                return None
+            # `np.asarray` drops the memmap class, whose every small index costs microseconds; the pages stay mapped.
+            return {name: np.asarray(np.load(self._path(name), mmap_mode="r")) for name in self._names}
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except DamagedEntry:
+            raise
+        except Exception as e:                              # a damaged header makes np.load raise anything, even TokenError
+            raise DamagedEntry(str(e) or type(e).__name__) from None
+
+    def store(self, arrays: Mapping[str, np.ndarray], is_alone: bool) -> None:
+        """Write it, complete or invisible. is_alone: the lock is held, so what a killed process left can be removed."""
+        if is_alone:
+            for left_behind in self.directory.glob(f".{self.stem}-*"):
+                left_behind.unlink(missing_ok=True)
+        self._done.unlink(missing_ok=True)
+        sums = {name: _write(self._path(name), lambda f, value=value: np.save(f, value)) for name, value in arrays.items()}
+        if _is_large(sums):
+            self._write_stamp(sums)
+        text = f"{self._description}\n{json.dumps({'checksums': {name: asdict(each) for name, each in sums.items()}})}\n"
+        _write(self._done, lambda f: f.write(text.encode()))
+
+    def _path(self, name: str) -> Path:
+        return self.directory / f"{self.stem}-{name}.npy"
+
+    def _read_sums(self) -> dict[str, "Sums"]:
+        text = self._done.read_text()
+        if text == self._description:                       # as earlier versions wrote it
+            raise DamagedEntry("they were written without checksums")
+        if not text.startswith(self._description + "\n"):
+            raise DamagedEntry(f"{self._done.name} describes others")
+        sums = json.loads(text.removeprefix(self._description))["checksums"]
+        return {name: Sums(int(sums[name]["bytes"]), list(sums[name]["crc32"])) for name in self._names}
+
+    def _is_verified(self, sums: Mapping[str, "Sums"], verify_large: bool) -> bool:
+        is_large = _is_large(sums)
+        if is_large and self._has_stamp(sums):
+            return True
+        if is_large and not verify_large:
+            return False
+        for name, recorded in sums.items():
+            _check(self._path(name), recorded)
+        if is_large:
+            with contextlib.suppress(OSError):              # a folder that cannot be written: each process verifies
+                self._write_stamp(sums)
+        return True
+
+    def _has_stamp(self, sums: Mapping[str, "Sums"]) -> bool:
+        try:
+            return json.loads(self._stamp.read_text()) == self._states(sums)
+        except (OSError, ValueError):
+            return False
+
+    def _write_stamp(self, sums: Mapping[str, "Sums"]) -> None:
+        _write(self._stamp, lambda f: f.write(json.dumps(self._states(sums)).encode()))
+
+    def _states(self, sums: Mapping[str, "Sums"]) -> dict[str, list]:
+        """Of each array what a write or a replacement changes, and what a copy to another place does not keep."""
+        found = {name: self._path(name).stat() for name in self._names}
+        return {name: [s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino, sums[name].bytes, sums[name].crc32]
+                for name, s in found.items()}
+
+
+@dataclass(frozen=True)
+class Sums:
+    """The size of a file, and the CRC-32 of each of its blocks in hexadecimal digits."""
+
+    bytes: int
+    crc32: list[str]
+
+
+def sums_of(path: Path) -> Sums:
+    size = path.stat().st_size
+    if size <= BLOCK_BYTES:
+        return Sums(size, [_crc32(path, 0)])
+    with ThreadPoolExecutor(THREADS) as pool:
+        return Sums(size, list(pool.map(lambda start: _crc32(path, start), range(0, size, BLOCK_BYTES))))
+
+
+def _check(path: Path, recorded: Sums) -> None:
+    found = sums_of(path)
+    if found.bytes != recorded.bytes:
+        raise DamagedEntry(f"{path.name} has {found.bytes} bytes, and {recorded.bytes} were written")
+    if found != recorded:
+        block = next(i for i, pair in enumerate(zip(found.crc32, recorded.crc32)) if pair[0] != pair[1])
+        raise DamagedEntry(f"the bytes of {path.name} from {block * BLOCK_BYTES} on are not those that were written")
+
+
+def _crc32(path: Path, start: int) -> str:
+    crc, left = 0, BLOCK_BYTES
+    with open(path, "rb", buffering=0) as f:
+        f.seek(start)
+        while left and (chunk := f.read(min(left, CHUNK_BYTES))):
+            crc, left = zlib.crc32(chunk, crc), left - len(chunk)
+    return f"{crc:08x}"
+
+
+def _is_large(sums: Mapping[str, Sums]) -> bool:
+    return sum(each.bytes for each in sums.values()) > ALWAYS_BYTES
+
+
+def _write(path: Path, write: Callable) -> Sums:
+    """Write beside, then rename, so that a name never stands for half a file."""
+    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        with open(beside, "wb") as f:
+            write(f)
+            f.flush()
+            os.fsync(f.fileno())
+        sums = sums_of(beside)
+        beside.replace(path)
+        return sums
+    finally:
+        beside.unlink(missing_ok=True)
