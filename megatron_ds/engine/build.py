@@ -155,7 +155,7 @@ def _inner_optimizers(model: nn.Module, settings: RunConfig, block: Mapping[str,
     if client is not None:
         if "optimizer" in block:
             logger.warning('"optimizer" in the config has no effect: initialize was given optimizer=, which comes first')
-        return client_optimizers(client, offloaded=bool(settings.zero.offload_optimizer))
+        return client_optimizers(client, offloaded=settings.zero.offload_optimizer != "none")
     groups = make_groups(model, model_parameters, decay) if "optimizer" in block else []
     return json_optimizers(settings, groups)
 
