@@ -26,6 +26,7 @@ from .data import EngineLoader
 from .engine import Engine
 from .layers import ModuleLayer, find_layers
 from .module_gathering import ModuleGathering
+from .monitor import Monitor
 from .optimizer import EngineOptimizer, InnerOptimizers, json_optimizers
 from .parameter_groups import freeze_others, make_groups
 from .passports import Decays, DrawByName, agree, prepare, write_passports
@@ -108,7 +109,9 @@ def initialize(args: Any = None, model: nn.Module | None = None, optimizer: Clie
     gathering = zero.gathering_of(0) if layers else None
     hooks = ModuleGathering(model, layers, gathering, settings.zero.prefetch_bucket_size) if gathering else None
     defaults = client.defaults if client else {k: v for group in inner.groups[:1] for k, v in group.items() if k != "params"}
-    engine = Engine(model, block, settings, world, EngineOptimizer(zero, inner, defaults), hooks)
+    # Together: its folder may be one that rank 0 cannot write.
+    monitor = together(world.world, lambda: Monitor(settings.logging.tensorboard_dir if world.rank == 0 else None))
+    engine = Engine(model, block, settings, world, EngineOptimizer(zero, inner, defaults), hooks, monitor)
     engine.lr_scheduler = make_scheduler(settings, engine.optimizer, lr_scheduler)
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
