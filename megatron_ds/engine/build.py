@@ -73,7 +73,7 @@ def initialize(args: Any = None, model: nn.Module | None = None, optimizer: Clie
     model_parameters  what the config's optimizer trains: parameters, or groups of them as torch has them; None: all
     training_data     a dataset: a loader of this rank's micro-batches is made of it
     lr_scheduler      one of torch's, or a function from the optimizer to one; `engine.step` steps it after each update
-    distributed_port  where rank 0 listens, unless the launcher has set MASTER_PORT; None: 29500
+    distributed_port  where rank 0 listens, unless the launcher has set MASTER_PORT; None: the launcher's port, else 29500
     mpu               None: all ranks are data-parallel. Else an object with DeepSpeed's six functions, or a Mesh
     dist_init_required  True, None: the process group is made where there is none. False: it is an error if there is none
     collate_fn        of the loader
@@ -134,7 +134,7 @@ def _join(mpu: Any, port: int | None, required: bool | None) -> DataParallelWorl
     if required is False and mpu is None and not has_process_group():
         raise ConfigError("dist_init_required=False, but there is no process group yet. Make it before initialize, with "
                           "torch.distributed.init_process_group, or leave the argument out.")
-    if port is not None:
+    if port is not None and mpu is None:
         os.environ.setdefault("MASTER_PORT", str(port))
     return join_world(mpu)
 
