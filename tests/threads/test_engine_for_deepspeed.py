@@ -1,6 +1,7 @@
 """An engine as programs written for DeepSpeed use it: its arguments, its tuple, its loop, several engines in one program."""
 
 import argparse
+import contextvars
 import json
 import logging
 import subprocess
@@ -87,6 +88,14 @@ def test_the_programs_flags_may_have_a_local_rank_already():
     parser.add_argument("--local_rank", type=int, default=-1)
     args = megatron_ds.add_config_arguments(parser).parse_args(["--deepspeed", "--local_rank", "2"])
     assert (args.deepspeed, args.deepspeed_config, args.local_rank) == (True, None, 2)
+
+
+def test_a_process_group_that_should_be_there_is_asked_for(monkeypatch):
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1")):
+        monkeypatch.setenv(name, value)
+    start = lambda: megatron_ds.initialize(model=nn.Linear(2, 2), config=CONFIG, dist_init_required=False)
+    with pytest.raises(ConfigError, match="dist_init_required=False, but there is no process group"):
+        contextvars.Context().run(start)        # other tests may have left a mesh in this one
 
 
 # ---------------------------------------------------------------------------------------------------- a torch module
@@ -243,6 +252,14 @@ def test_another_batch_size_means_other_accumulation():
         return engine.get_batch_info(), engine.global_steps, engine.global_samples
 
     assert on_ranks(2, main, lambda: make(Stack), config_of(1, 2)) == [((24, 6, 2), 2, 36)] * 2
+
+
+def test_another_microbatch_means_another_batch():
+    engine = one(config=CONFIG | {"gradient_accumulation_steps": 2})
+    engine.set_train_micro_batch_size(3)
+    assert engine.get_batch_info() == (6, 3, 2)
+    with pytest.raises(ConfigError, match="a micro-batch of 0 samples"):
+        engine.set_train_micro_batch_size(0)
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
