@@ -46,8 +46,11 @@ def test_where_the_json_is_silent_deepspeeds_defaults_hold():
     ({"zero_optimisation": {"stage": 1}}, "did you mean 'zero_optimization"),
     ({"zero_optimization": {"stag": 1}}, "did you mean 'stage'?"),
     ({"wall_clock_breakdown": True}, '"wall_clock_breakdown" is not supported'),
-    ({"tensorboard": {"enabled": True, "output_path": "x"}}, "config tensorboard.output_path is refused here"),
-    ({"gradient_clipping": "auto"}, '"gradient_clipping" is "auto", which means: take it from the flags'),
+    ({"curriculum_learning": {"enabled": True, "curriculum_type": "seqlen", "min_difficulty": 8, "max_difficulty": 64,
+                              "schedule_type": "fixed_linear", "schedule_config": {"total_curriculum_step": 9,
+                                                                                   "difficulty_step": 8}}},
+     "config curriculum_learning.schedule_type is refused here"),
+    ({"gradient_clipping": "auto"}, '"gradient_clipping" is "auto", and args.max_grad_norm is not there'),
     ({"train_batch_size": 33, "train_micro_batch_size_per_gpu": 8}, '"train_batch_size" 32 or 48'),
     ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "Give only one"),
     ({"zero_optimization": {"stage": 2, "stage3_prefetch_bucket_size": 9}}, "applies to ZeRO stage 3"),
@@ -70,7 +73,7 @@ def test_all_mistakes_are_told_at_once_and_nonsense_too():
     text = problem_of({"zero": 1, "scheduler": {"type": "OneCycle"}, "optimizer": {"type": "Lamb"}})
     assert all(word in text for word in ("3 problems", '"zero"', "OneCycle", "Lamb"))
     text = problem_of({})
-    assert "missing: the size of a batch" in text and "missing: the learning rate" in text
+    assert "missing: the size of a batch" in text and "missing: the learning rate" not in text     # no optimizer
     assert "give a dict" in problem_of(3) and "no-such.json" in problem_of("no-such.json")
 
 

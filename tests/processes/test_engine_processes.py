@@ -15,13 +15,13 @@ def norms_of_a_hierarchy(rank, world):
     """Two hops over groups made beside those of somebody's mpu; of one inner group, so that the norms are stage 3's."""
     config = config_of(3, 2)
     config["zero_optimization"]["zero_hpz_partition_size"] = 2
-    engine = megatron_ds.initialize(model=make(), config=config, mpu=mpu_of("six functions", rank, world))
+    engine, *_ = megatron_ds.initialize(model=make(), config=config, mpu=mpu_of("six functions", rank, world))
     return train(engine, rank, 2), engine.optimizer.groups.inner.ranks, engine.optimizer.groups.outer.ranks
 
 
 def train_rank(rank, world, stage, folder, kind):
     """Norms, weights, and those after saving, loading and one step more. kind: how the engine learns of the ranks."""
-    engine = megatron_ds.initialize(model=make(), config=config_of(stage, 2), mpu=mpu_of(kind, rank, world))
+    engine, *_ = megatron_ds.initialize(model=make(), config=config_of(stage, 2), mpu=mpu_of(kind, rank, world))
     norms = train(engine, rank, 2)
     engine.save_checkpoint(folder, "end")
     first = train(engine, rank, 1, first=2)
