@@ -45,8 +45,8 @@ def initialize(*, model: nn.Module, config: Mapping[str, Any] | str | os.PathLik
     world = join_world(mpu)
     settings = read_settings(config, world.data.size)
     prepare(model, DTYPES[settings.optimizer.params_dtype], world.device, draw)
-    write_passports(model, world.model, decay)
-    agree(model, world.data)
+    write_passports(model, world, decay)
+    agree(model, world)
     layers = find_layers(model) if settings.zero.stage == 3 else []
     groups = _data_groups(settings, world)
     # Together: a rank's disk may be full, or its file of weights missing.
@@ -60,7 +60,7 @@ def _data_groups(config: RunConfig, world: DataParallelWorld) -> DataGroups:
     """Collective over all ranks."""
     inner = config.zero.zero_hpz_partition_size
     halves = world.split_data(inner) if inner > 1 else (None, None)
-    groups = DataGroups(world.data, world.data, world.model, world.model, solo("embd"), *halves)
+    groups = DataGroups(world.data, world.expert or world.data, world.model, world.model, solo("embd"), *halves)
     return groups.sharing_memory() if config.zero.stage == 3 and world.device.type == "cpu" else groups
 
 
