@@ -1,6 +1,6 @@
 """megatron_ds: pretraining with tensor, pipeline and data parallelism and ZeRO that composes, plans and resumes at any layout.
 
-    engine = megatron_ds.initialize(model=module, config="ds_config.json")      # any torch module: docs/engine.md
+    engine, *_ = megatron_ds.initialize(model=module, config="ds_config.json")      # any torch module: docs/engine.md
 
 Importing the package imports nothing else: its rooms (`megatron_ds.mpu`, `megatron_ds.config`, …) load when first used.
 """
@@ -9,19 +9,22 @@ from importlib import import_module
 
 from .version import __version__
 
-__all__ = ["__version__", "initialize"]
+__all__ = ["RepeatingLoader", "__version__", "add_config_arguments", "initialize"]
 
 _ROOMS = ("checkpoint", "config", "data", "engine", "errors", "models", "mpu", "ops", "optim", "pipeline", "progress", "ramps",
           "registry", "tensor_parallel", "training", "zero")
+
+# The functions under DeepSpeed's names: `import megatron_ds as deepspeed` is the whole migration of many programs.
+_OF_THE_ENGINE = ("RepeatingLoader", "add_config_arguments", "initialize")
 
 
 def __getattr__(name: str):
     if name in _ROOMS:
         return import_module(f".{name}", __name__)
-    if name == "initialize":
-        return import_module(".engine", __name__).initialize
+    if name in _OF_THE_ENGINE:
+        return getattr(import_module(".engine", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_ROOMS, "initialize"])
+    return sorted([*globals(), *_ROOMS, *_OF_THE_ENGINE])

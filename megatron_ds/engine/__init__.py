@@ -1,10 +1,12 @@
 """An engine for any torch module: DeepSpeed's way of training, on this package's ZeRO. See docs/engine.md.
 
-    engine = megatron_ds.initialize(model=module, config="ds_config.json")
+    engine, optimizer, loader, scheduler = megatron_ds.initialize(model=module, config="ds_config.json")
 """
 
 from ..checkpoint.safetensors_folder import from_safetensors
+from .arguments import add_config_arguments
 from .build import initialize
+from .data import RepeatingLoader
 from .engine import Engine
 
-__all__ = ["Engine", "from_safetensors", "initialize"]
+__all__ = ["Engine", "RepeatingLoader", "add_config_arguments", "from_safetensors", "initialize"]

@@ -10,12 +10,16 @@ batch, as in DeepSpeed.
 
 Note: gradients of nothing. A parameter that a step does not use has the gradient zero, not none: weight decay and the moments
 go on, as in DeepSpeed. It must be unused on all ranks.
+
+Note: attributes. An engine is a torch module around the user's; a name that the engine lacks is looked up in the user's module
+(`engine.generate`). Names that both have, such as `config` and `device`, are the engine's: use `engine.module.config`.
 """
 
 import logging
 import os
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,146 +27,206 @@ import torch
 from torch import nn
 
 from ..config import RunConfig
-from ..errors import MegatronDSError
+from ..errors import ConfigError, MegatronDSError
 from ..mpu.customer import DataParallelWorld
 from ..progress import Progress
-from ..ramps import make_learning_rate
-from ..zero.optimizer import StepResult, ZeroOptimizer
+from ..zero.optimizer import StepResult
+from .data import EngineLoader
 from .gathered import full_state_dict, gathered_parameters, save_safetensors
 from .module_gathering import ModuleGathering
+from .optimizer import EngineOptimizer
 from .persist import load_checkpoint, save_checkpoint
+from .settings import drops_last
+from .status import Status
 
 logger = logging.getLogger(__name__)
 
 
-class Engine:
+class Engine(Status, nn.Module):
     """Made by `initialize`.
 
-    module     the user's, its parameters now views of the optimizer's buffers; at stage 3 they show NaN outside of forward,
-               backward and `gathered_parameters`
-    optimizer  the `ZeroOptimizer`
-    progress   where training stands; `global_steps` and `skipped_steps` are read from it
+    module      the user's, its parameters now views of the optimizer's buffers; at stage 3 they show NaN outside of forward,
+                backward and `gathered_parameters`
+    optimizer   what `initialize` returns; `zero`: the `ZeroOptimizer` below it
+    lr_scheduler, training_dataloader   None where there is none
+    config      DeepSpeed's keys as they were given; `settings`: the RunConfig made of them
+    progress    where training stands
     """
 
-    def __init__(self, module: nn.Module, config: RunConfig, world: DataParallelWorld, optimizer: ZeroOptimizer,
-                 gathering: ModuleGathering | None):
-        self.module, self.config, self.world, self.optimizer = module, config, world, optimizer
+    def __init__(self, module: nn.Module, config: Mapping[str, Any], settings: RunConfig, world: DataParallelWorld,
+                 optimizer: EngineOptimizer, gathering: ModuleGathering | None = None):
+        super().__init__()
+        self.module, self.config, self.settings, self.world = module, config, settings, world
         self.gathering = gathering
+        self.optimizer, self.zero = optimizer, optimizer.zero
+        optimizer.zero_grad = self.zero_grad
+        self.lr_scheduler: Any | None = None
+        self.training_dataloader: EngineLoader | None = None
         self.progress = Progress()
-        self.accumulation_steps = config.num_microbatches
-        self._learning_rate = make_learning_rate(config)
-        self._microbatch = 0                    # of this step, those whose step() was called
-        self._had_backward = False
+        self._micro_batch_size, self._accumulation_steps = settings.train.micro_batch_size, settings.num_microbatches
+        self.configured_groups = [dict(group) for group in self.optimizer.param_groups]     # before any scheduler
+        self.micro_steps = 0                    # micro-batches so far, on each rank: calls of `step`
+        self._forced_boundary: bool | None = None
+        self._in_no_sync = False
         self._last: StepResult | None = None
-        self.zero_grad()
+        self._warned_of_loss = False
+        self._begin_step()
 
     # ------------------------------------------------------------------ training
-    def __call__(self, *args, **kwargs):
+    def forward(self, *args, **kwargs):
         """The module's forward. Collective over the data-parallel ranks at stage 3."""
         return self.module(*args, **kwargs)
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """Add the gradient of this micro-batch's loss, one number. Once per `step`. Collective.
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+        """Add the gradient of a loss, one number, to those of this micro-batch. Collective.
 
-        Losses that are to be trained together are added up first.
+        Several calls before one `step` add up: the micro-batch is trained on the sum of the losses. At stages 0 and 1 the
+        gradients are reduced once more for each further call; at the other stages they always are.
+
+        scale_wrt_gas  False: the loss is divided by the accumulation steps already. Inside of `no_sync` it is not divided
+        Returns the loss divided by the accumulation steps, as DeepSpeed does.
         """
         self._check(loss)
-        self._had_backward = True
-        share = self.accumulation_steps * self.world.data.size
-        if self.config.zero.stage >= 2 or self.is_gradient_accumulation_boundary():
-            self.optimizer.arm()
+        self._backwards += 1
+        microbatches = self._accumulation_steps if scale_wrt_gas and not self._in_no_sync else 1
+        if self._armed and self.settings.zero.stage < 2:
+            self.zero.reopen()
+            self._armed = False
+        if self.settings.zero.stage >= 2 or self.is_gradient_accumulation_boundary() and not self._in_no_sync:
+            self.zero.arm()
+            self._armed = True
         with self.gathering.backward() if self.gathering else nullcontext():
-            (loss.float() * (self.optimizer.loss_scale / share)).backward()
+            (loss.float() * (self.zero.loss_scale / (microbatches * self.world.data.size))).backward(retain_graph=retain_graph)
+        return loss if microbatches == 1 else loss.float() / microbatches
 
-    def step(self) -> None:
-        """The micro-batch is done; at the boundary of accumulation update the module. Collective."""
-        if not self._had_backward:
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """The micro-batch is done; at the boundary of accumulation update the module. Collective.
+
+        lr_kwargs: arguments for the step of the learning-rate scheduler
+        """
+        if self._in_no_sync:
+            raise MegatronDSError("engine.step() inside of engine.no_sync(): gradients are not averaged over the ranks yet. "
+                                  "Leave no_sync before the last backward of the update, and call step after it.")
+        if not self._backwards:
             raise MegatronDSError("engine.step() came without an engine.backward(loss) before it: gradients of "
-                                  "loss.backward() would be neither scaled nor averaged. Call engine.backward(loss) once "
+                                  "loss.backward() would be neither scaled nor averaged. Call engine.backward(loss) "
                                   "before each step.")
-        self._had_backward = False
+        updates = self.is_gradient_accumulation_boundary()
+        self._backwards = 0
         self._microbatch += 1
-        if self._microbatch < self.accumulation_steps:
-            return
-        rate = self._learning_rate(self.progress)
-        self._last = self.optimizer.step(rate, self.config.optimizer.weight_decay)
-        self.progress = self.progress.after(self.train_batch_size, 0, skipped=self._last.skipped)
-        self._report(rate)
-        self.zero_grad()
+        self.micro_steps += 1
+        if updates:
+            self._update(lr_kwargs or {})
 
-    def zero_grad(self) -> None:
-        """Begin the step anew: forget the gradients of its micro-batches. `step` does so by itself."""
-        self._microbatch, self._had_backward = 0, False
-        self.optimizer.begin_step()
-        if self.gathering:
-            self.gathering.hide()
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Begin the update anew: forget the gradients of its micro-batches. `step` does so by itself after an update."""
+        if self._microbatch and not self._warned_of_loss:
+            self._warned_of_loss = True
+            logger.warning("engine.zero_grad() drops the gradients of %d of the %d micro-batches of an update, and counts "
+                           "them anew. engine.step() zeroes them after each update: remove the call if this is not meant.",
+                           self._microbatch, self._accumulation_steps)
+        self._begin_step()
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the micro-batch at work is the last of its step: whether the next `step()` updates."""
-        return self._microbatch + 1 == self.accumulation_steps
+        """Whether the micro-batch at work is the last of its update: whether the next `step()` updates."""
+        if self._forced_boundary is not None:
+            return self._forced_boundary
+        return self._microbatch + 1 >= self._accumulation_steps
 
-    def train(self, mode: bool = True) -> "Engine":
-        self.module.train(mode)
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """From now on, until it is set anew, the program itself decides whether `step()` updates. None: the count does."""
+        self._forced_boundary = is_boundary
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, `backward` adds to this rank's gradients, which the next `backward` outside averages. Stages 0 and 1.
+
+        The losses are not divided by the accumulation steps inside, as in DeepSpeed: they are what they were given as.
+        """
+        stage = self.settings.zero.stage
+        if stage >= 2 or self._in_no_sync:
+            raise MegatronDSError("engine.no_sync() cannot be nested." if self._in_no_sync else
+                                  f"engine.no_sync() keeps whole gradients on each rank, and ZeRO stage {stage} shards them "
+                                  "in each backward. Use stage 0 or 1, or leave no_sync out: gradients add up without it.")
+        self._in_no_sync = True
+        try:
+            yield
+        finally:
+            self._in_no_sync = False
+
+    def deepspeed_io(self, dataset: Any, batch_size: int | None = None, route: str = "train", pin_memory: bool | None = None,
+                     data_sampler: Any | None = None, collate_fn: Callable[[list], Any] | None = None,
+                     num_local_io_workers: int = 0) -> EngineLoader:
+        """A loader of this rank's micro-batches of `dataset`; see `EngineLoader`.
+
+        batch_size  None: train_micro_batch_size_per_gpu. route  "train", "eval" or "predict": has no effect on it
+        """
+        pin = self.device.type == "cuda" if pin_memory is None else pin_memory
+        return EngineLoader(dataset, batch_size or self.train_micro_batch_size_per_gpu(), self.world.data,
+                            drop_last=drops_last("config", self.config), sampler=data_sampler,
+                            collate_fn=collate_fn, pin_memory=pin, num_workers=num_local_io_workers)
+
+    # ------------------------------------------------------------------ as a torch module
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is None or not hasattr(module, name):
+                raise AttributeError(f"neither the engine nor its module, {type(module).__name__}, has an attribute "
+                                     f"{name!r}") from None
+            return getattr(module, name)
+
+    def state_dict(self, *args, **kwargs) -> dict[str, Any]:
+        """The module's. At stage 3 only inside of `gathered_parameters()`; `full_state_dict` works everywhere."""
+        if self.gathering and not self.gathering.is_whole:
+            raise ConfigError("engine.state_dict() at ZeRO stage 3: no rank holds whole parameters. Use "
+                              "engine.full_state_dict(), or call it inside of `with engine.gathered_parameters():`.")
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
+        """Into the module and its fp32 masters, those of rank 0 on all ranks. Collective over all ranks."""
+        with self.gathered_parameters(modifier_rank=0):
+            return self.module.load_state_dict(state_dict, strict=strict)
+
+    module_state_dict, load_module_state_dict = state_dict, load_state_dict      # DeepSpeed's names
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "Engine":
+        """For .to(), .half(), .cuda(): refused where they would move parameters out of the engine's buffers."""
+        for dtype, device in {(p.dtype, p.device) for p in self.module.parameters()}:
+            probe = torch.empty(0, dtype=dtype, device=device)
+            if fn(probe) is not probe:
+                raise ConfigError(f"the engine's parameters are {dtype} on {device} and stay so: they are views of its "
+                                  "buffers. Set the number format in the config, and move the module before initialize.")
         return self
 
-    def eval(self) -> "Engine":
-        return self.train(False)
-
-    # ------------------------------------------------------------------ numbers
-    @property
-    def train_batch_size(self) -> int:
-        return self.config.train.global_batch_size
-
-    @property
-    def train_micro_batch_size_per_gpu(self) -> int:
-        return self.config.train.micro_batch_size
-
-    @property
-    def global_steps(self) -> int:
-        """Steps tried, those skipped for overflow included."""
-        return self.progress.step
-
-    @property
-    def skipped_steps(self) -> int:
-        return self.progress.skipped_steps
-
-    @property
-    def loss_scale(self) -> float:
-        """What the next loss is multiplied by; 1 but for fp16."""
-        return self.optimizer.loss_scale
-
-    def get_lr(self) -> list[float]:
-        """The learning rate of the next step, in a list as from torch's schedulers."""
-        return [self._learning_rate(self.progress)]
-
-    def get_global_grad_norm(self) -> float | None:
-        """Of the last update: norm of the whole averaged gradient before clipping; None before the first."""
-        return None if self._last is None else self._last.grad_norm
-
-    @property
-    def has_gradients(self) -> bool:
-        """Whether micro-batches of a step are done that was not made yet."""
-        return self._had_backward or self._microbatch > 0
-
     # ------------------------------------------------------------------ checkpoints and whole values
-    def save_checkpoint(self, directory: str | os.PathLike, tag: str | None = None,
+    def save_checkpoint(self, save_dir: str | os.PathLike, tag: str | None = None,
                         client_state: Mapping[str, Any] | None = None) -> Path:
-        """Save weights, optimizer, loss scale and progress; the path of what was written. Collective over all ranks.
+        """Save weights, optimizer, scheduler, loss scale, progress; the path of what was written. Collective over all ranks.
 
-        tag           saved in a folder of this name, which `load_checkpoint` without a tag then takes; None: in `directory`
+        tag           saved in a folder of this name, which `load_checkpoint` without a tag then takes; None: in `save_dir`
                       itself, by the number of steps
         client_state  plain values (JSON) of yours, given back by `load_checkpoint`; those of rank 0 count
         """
-        return save_checkpoint(self, directory, tag, client_state or {})
+        return save_checkpoint(self, save_dir, None if tag is None else str(tag), client_state or {})
 
-    def load_checkpoint(self, directory: str | os.PathLike, tag: str | None = None, *,
-                        load_optimizer_states: bool = True) -> tuple[str | None, dict[str, Any]]:
+    def load_checkpoint(self, load_dir: str | os.PathLike, tag: str | None = None, load_module_strict: bool = True,
+                        load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True,
+                        load_module_only: bool = False) -> tuple[str | None, dict[str, Any]]:
         """Go on from a checkpoint saved at any stage on any number of ranks. Collective over all ranks.
 
         Returns (path, client_state); (None, {}) where the directory holds none yet. At the layout that saved, training goes
-        on with the same bits. load_optimizer_states False: the weights alone; steps count from where they are.
+        on with the same bits.
+        load_optimizer_states     False: the weights alone; steps count from where they are, the scheduler too
+        load_lr_scheduler_states  False: the scheduler stays as it is
+        load_module_only          the same as load_optimizer_states=False
         """
-        return load_checkpoint(self, directory, tag, load_optimizer_states)
+        if not load_module_strict:
+            raise ConfigError("load_module_strict=False: a checkpoint loads into the module that was saved only. Save with "
+                              "engine.save_safetensors, and load what fits into the module before initialize.")
+        with_optimizer = load_optimizer_states and not load_module_only
+        return load_checkpoint(self, load_dir, None if tag is None else str(tag), with_optimizer, load_lr_scheduler_states)
 
     def gathered_parameters(self, parameters: Iterable[nn.Parameter] | nn.Parameter | None = None,
                             modifier_rank: int | None = None) -> AbstractContextManager[None]:
@@ -190,19 +254,53 @@ class Engine:
         save_safetensors(self, directory, max_shard_bytes, dtype)
 
     # ------------------------------------------------------------------ within
+    @property
+    def has_gradients(self) -> bool:
+        """Whether micro-batches of an update are done that was not made yet."""
+        return self._backwards > 0 or self._microbatch > 0
+
+    def _begin_step(self) -> None:
+        self._microbatch = 0                    # of this update, those whose step() was called
+        self._backwards = 0                     # since the last step()
+        self._armed = False                     # whether a backward of this update has begun to reduce
+        self.zero.begin_step()
+        if self.gathering:
+            self.gathering.hide()
+
+    def _update(self, lr_kwargs: Mapping[str, Any]) -> None:
+        rates = self.get_lr()
+        self._last = self.optimizer.update()
+        self.progress = self.progress.after(self.train_batch_size(), 0, skipped=self._last.skipped)
+        if self.lr_scheduler is not None and not self._last.skipped:
+            self.lr_scheduler.step(**lr_kwargs)
+        self._begin_step()
+        every = self.steps_per_print()
+        if every and self.global_steps % every == 0 and self.global_rank == 0:
+            lr = ", ".join(f"{rate:.3e}" for rate in rates)
+            show(f"step {self.global_steps} | skipped {self.skipped_steps} | lr {lr} | "
+                 f"grad norm {self._last.grad_norm:.4f} | loss scale {self._last.loss_scale:g}")
+
     def _check(self, loss: torch.Tensor) -> None:
-        if self._had_backward:
-            raise MegatronDSError("engine.backward was called twice before engine.step(): each call is one micro-batch. Add "
-                                  "up the losses and call it once.")
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise MegatronDSError(f"engine.backward needs a loss, a tensor of one number, and got {what}. Take its mean.")
+        if not self.optimizer.param_groups:
+            raise MegatronDSError('this engine has no optimizer, so nothing is trained: neither "optimizer" is in its config, '
+                                  "nor was optimizer= given to initialize. Add one of them.")
         if not loss.requires_grad:
             raise MegatronDSError("the loss does not depend on a parameter that is trained: it was computed under "
                                   "torch.no_grad(), detached, or all that it uses is frozen.")
 
-    def _report(self, rate: float) -> None:
-        every = self.config.logging.log_interval
-        if every and self.global_steps % every == 0 and self.world.rank == 0:
-            logger.info("step %d | skipped %d | lr %.3e | grad norm %.4f | loss scale %g", self.global_steps,
-                        self.skipped_steps, rate, self._last.grad_norm, self._last.loss_scale)
+    def _check_between_updates(self, name: str) -> None:
+        if self.has_gradients:
+            raise ConfigError(f"engine.{name} in the middle of an update: {self._microbatch} of its micro-batches are done "
+                              "with the former number. Call it right after an update, or after engine.zero_grad().")
+
+
+def show(line: str) -> None:
+    """To the program's log; where it has configured none, to its output, as DeepSpeed's lines of progress are."""
+    if logger.hasHandlers():
+        logger.info(line)
+    else:
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()

@@ -74,6 +74,11 @@ class ModuleGathering:
         self._hidden: set[nn.Parameter] = set()
         self._install(module)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all parameters can be read now."""
+        return not self._hidden and not any(unit.is_free for unit in self._unit_of.values())
+
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Around a backward."""

@@ -20,6 +20,7 @@ from ..mpu.param_spec import ParamSpec
 from ..progress import Progress
 from ..training.together import together
 from .experts import global_names
+from .loop_state import load_loop_state, loop_state
 from .passports import NOT_DRAWN, saved_buffers
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def save_checkpoint(engine: "Engine", directory: str | os.PathLike, tag: str | N
     folder, tagged = _folder(directory, tag), tag is not None
     buffers = [buffer for buffer in _buffers(engine) if buffer.replica == 0]
     run = {"version": __version__, "engine": _description(engine), "progress": engine.progress.to_dict(),
-           "optimizer": engine.optimizer.extra_state(), "client_state": dict(client_state)}
+           "optimizer": engine.optimizer.extra_state(), "loop": loop_state(engine), "client_state": dict(client_state)}
     path = save(folder, engine.global_steps, [*engine.optimizer.pieces(), *buffers], tp=engine.world.model,
                 world=engine.world.world, run=run, limit=1 if tagged else None)
 
@@ -50,7 +51,7 @@ def save_checkpoint(engine: "Engine", directory: str | os.PathLike, tag: str | N
 
 
 def load_checkpoint(engine: "Engine", directory: str | os.PathLike, tag: str | None,
-                    load_optimizer_states: bool) -> tuple[str | None, dict[str, Any]]:
+                    load_optimizer_states: bool, load_scheduler: bool = True) -> tuple[str | None, dict[str, Any]]:
     """See `Engine.load_checkpoint`."""
     world = engine.world.world
 
@@ -75,6 +76,7 @@ def load_checkpoint(engine: "Engine", directory: str | os.PathLike, tag: str | N
     if load_optimizer_states:
         engine.optimizer.load_extra_state(run["optimizer"])
         engine.progress = Progress(**run["progress"])
+        load_loop_state(engine, run.get("loop", {}), load_scheduler)
     engine.optimizer.after_load()
     engine.zero_grad()
     return os.path.join(folder, f"iter_{step:07d}"), run["client_state"]
@@ -85,7 +87,7 @@ def _description(engine: "Engine") -> dict[str, Any]:
     parts = world.data.size // world.expert.size if world.expert else 1
     times = [parts if spec.expert else 1 for spec in specs]
     return {"parameters": sum(times), "elements": sum(spec.numel * n for spec, n in zip(specs, times)),
-            "optimizer": engine.config.optimizer.optimizer}
+            "optimizer": engine.optimizer.inner.kind}
 
 
 def _check(engine: "Engine", folder: Path, run: Mapping[str, Any], with_optimizer: bool) -> None:

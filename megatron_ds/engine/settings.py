@@ -2,10 +2,11 @@
 
 The keys, their meaning and their errors are those of `--deepspeed_config`. What belongs to a program that owns the model and
 the loop is refused by name. There are no flags, so a problem is told in the words of the JSON, and "auto" has nothing to be
-taken from. Where the JSON is silent DeepSpeed's own defaults hold, not Megatron's: no weight decay, a constant learning
-rate, a first loss scale of 2**16.
+taken from. Where the JSON is silent DeepSpeed's own defaults hold, not Megatron's: no weight decay, no momentum, a constant
+learning rate, a first loss scale of 2**16.
 """
 
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -26,7 +27,8 @@ TAKEN = ("train.global_batch_size", "train.micro_batch_size", "train.gradient_ac
 SECTIONS = ("optimizer.", "zero.")
 # A constant rate has no span, but a ramp wants one.
 DEFAULTS = {"optimizer.weight_decay": 0.0, "optimizer.lr_decay_style": "constant", "optimizer.lr_decay_iters": 1,
-            "optimizer.initial_loss_scale": 2.0**16, "logging.log_interval": 0}
+            "optimizer.initial_loss_scale": 2.0**16, "optimizer.sgd_momentum": 0.0, "logging.log_interval": 0}
+LOADER_KEYS = ("dataloader_drop_last",)               # of the loader that `initialize` makes of training_data
 # Keys of the JSON for options that have none of their own.
 KEYS = {"optimizer.lr_decay_iters": "scheduler.params.total_num_steps", "optimizer.loss_scale": "fp16.loss_scale",
         "optimizer.initial_loss_scale": "fp16.initial_scale_power", "optimizer.lr_decay_style": "scheduler.type",
@@ -35,26 +37,53 @@ KEYS = {"optimizer.lr_decay_iters": "scheduler.params.total_num_steps", "optimiz
 ENDS = ("WarmupDecayLR", "WarmupCosineLR")              # schedulers that must know where the decay ends
 
 
-def read_settings(config: Mapping[str, Any] | str | os.PathLike, data_parallel_size: int) -> RunConfig:
-    """Raises one ConfigError with everything that is wrong. Says nothing of a model: `config.model` stays empty."""
-    name, block = _block_of(config)
+def read_settings(config: Mapping[str, Any] | str | os.PathLike, data_parallel_size: int,
+                  client_lr: float | None = None, name: str | None = None) -> RunConfig:
+    """Raises one ConfigError with everything that is wrong. Says nothing of a model: `config.model` stays empty.
+
+    client_lr: the learning rate of an optimizer that is not the JSON's. name: of the config in messages, where it was read
+    """
+    found, block = block_of(config)
+    name = name or found
+    drops_last(name, block)
+    block = {key: value for key, value in block.items() if key not in LOADER_KEYS}
     settings = read_block(name, block)
     strange = [s for s in settings if s.path not in TAKEN and not s.path.startswith(SECTIONS)]
     reject([*_autos(name, block), *(f"{s.source} is refused here: it belongs to pretrain_gpt.py, where the loop and the log "
                                     "are not yours. Remove it." for s in strange)])
-    scripted = [Setting(path, value, Source("script", "default")) for path, value in DEFAULTS.items()]
+    defaults = DEFAULTS | ({"optimizer.lr": client_lr or 1.0} if client_lr is not None or "optimizer" not in block else {})
+    scripted = [Setting(path, value, Source("script", "default")) for path, value in defaults.items()]
     merged = merge(settings, [], data_parallel_size, scripted)
     reject(list(_missing(merged)))
     reject(list(_broken(merged)))
     return merged
 
 
-def _block_of(config: Any) -> tuple[str, Mapping[str, Any]]:
+def block_of(config: Any) -> tuple[str, Mapping[str, Any]]:
+    """(how messages name it, the keys) of a dict, a path, or the text of a JSON block."""
     if isinstance(config, Mapping):
         return "config", config
+    if isinstance(config, str) and config.lstrip().startswith("{"):
+        return "config", _parsed(config)
     if isinstance(config, str | os.PathLike):
         return os.fspath(config), load_json(os.fspath(config), "config")
     raise ConfigError(f"config is {type(config).__name__}: give a dict of DeepSpeed's keys, or the path of a JSON file.")
+
+
+def drops_last(name: str, block: Mapping[str, Any]) -> bool:
+    """The key "dataloader_drop_last". Raises ConfigError where it is neither true nor false."""
+    value = block.get("dataloader_drop_last", False)
+    if not isinstance(value, bool):
+        raise ConfigError(f'{name}: "dataloader_drop_last" is {value!r}: it is true or false.')
+    return value
+
+
+def _parsed(text: str) -> Mapping[str, Any]:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"config is a text that begins with {{ but is not JSON: {error.msg.lower()} at line {error.lineno}. "
+                          "Give a dict, the path of a JSON file, or valid JSON.") from None
 
 
 def _autos(name: str, block: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

@@ -77,6 +77,13 @@ def join_world(mpu: Any = None) -> DataParallelWorld:
     return _of_six(mpu)
 
 
+def has_process_group() -> bool:
+    """Whether this rank has joined the others, or is the only one."""
+    import torch.distributed as dist
+
+    return model_parallel_is_initialized() or dist.is_initialized() or launching.read_launch().world_size == 1
+
+
 def _mesh_of_all_ranks() -> Mesh:
     import torch.distributed as dist
 

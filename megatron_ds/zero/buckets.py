@@ -81,9 +81,7 @@ class GradBuckets:
         assert not self._works, "begin() while reductions are under way: finish() comes first"
         self.flat.zero_()
         self.received = [False] * len(self.holders)
-        self._next = 0
-        self._missing = [UNARMED] * len(self.holders)
-        self._open = [bucket.last_slot - bucket.first_slot for bucket in self.layout.buckets]
+        self._restart_counting()
 
     def arm(self, stage: int | None = None) -> None:
         """The next backward of `stage` (None: of all) completes its gradients: count from now on."""
@@ -93,12 +91,25 @@ class GradBuckets:
 
     def finish(self) -> None:
         """Reduce what is not reduced yet, wait for everything, then sum partial gradients over tp. Collective."""
-        self._launch_up_to(len(self.layout.buckets))
-        for work in self._works:
-            work.wait()
-        self._works.clear()
-        self._communication.finish()
+        self._complete()
         sum_coalesced(self._partial, self._tp)
+
+    def reopen(self) -> None:
+        """Reduce what is there; more gradients are added to it and reduced later. Collective.
+
+        One rank keeps the sum of each element, its owner where they are sharded, and the others zero: the next reduction adds
+        each rank's further gradients to it.
+        """
+        self._complete()
+        if self.sharded:
+            at = 0
+            for piece in self._shard_pieces:
+                self.flat[at:piece.start].zero_()
+                at = piece.stop
+            self.flat[at:].zero_()
+        elif self.ranks.data.rank:
+            self.flat.zero_()
+        self._restart_counting()
 
     def grad_of(self, piece: SlotPiece) -> torch.Tensor:
         """The gradient of a piece, padding included: a view."""
@@ -132,6 +143,18 @@ class GradBuckets:
             self._open[bucket] -= 1
             if self.overlap and not self._open[bucket]:
                 self._launch_up_to(self._first_open())
+
+    def _restart_counting(self) -> None:
+        self._next = 0
+        self._missing = [UNARMED] * len(self.holders)
+        self._open = [bucket.last_slot - bucket.first_slot for bucket in self.layout.buckets]
+
+    def _complete(self) -> None:
+        self._launch_up_to(len(self.layout.buckets))
+        for work in self._works:
+            work.wait()
+        self._works.clear()
+        self._communication.finish()
 
     def _first_open(self) -> int:
         return next((b for b in range(self._next, len(self._open)) if self._open[b]), len(self._open))

@@ -82,6 +82,9 @@ class GradShards:
         self._is_armed = True
         self._start_cycle()
 
+    def reopen(self) -> None:
+        """As in `GradBuckets`. Nothing is to be done: the next cycle adds to the shards."""
+
     def close(self, bucket: int) -> None:
         """Reduce all buckets up to this one if the cycle is armed: no more contributions are on their way."""
         if self._is_armed:

@@ -4,6 +4,9 @@ It keeps torch's optimizer free of everything distributed: the optimizer sees 1-
 or of a part of one, padded to whole vectors (padding has value and gradient zero and stays so). State exists from the start,
 so that a checkpoint can be loaded into it.
 
+Note: restart. An optimizer whose state does not begin with zeros has a method `restart`, called before the first update: it
+puts the state in place that the optimizer begins with.
+
 Note: grad_scale. A fused optimizer divides each gradient by its attribute `grad_scale` while it reads it, and writes the
 quotient back to `.grad`; unscaling and clipping then cost no pass of their own. Where that is not supported, and only when
 there is something to divide, the gradients are multiplied beforehand.
@@ -26,8 +29,8 @@ MakeOptimizer = Callable[[list[dict]], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class Leaf:
-    """The master of `piece`; tensor.grad is a view of the gradient buffer, tensor.spec the parameter's spec, tensor.low the
-    model's own weight if that has 16 bits, else None."""
+    """The master of `piece`; tensor.grad is a view of the gradient buffer, tensor.spec the parameter's spec, tensor.piece the
+    piece, tensor.low the model's own weight if that has 16 bits, else None."""
 
     spec: ParamSpec
     piece: SlotPiece
@@ -38,7 +41,7 @@ def make_leaf(spec: ParamSpec, piece: SlotPiece, master: torch.Tensor, grad: tor
               low: torch.Tensor | None = None) -> Leaf:
     """grad: a view of the gradients; in another dtype than fp32 they are lent for the update only."""
     tensor = nn.Parameter(master)
-    tensor.spec, tensor.low = spec, low
+    tensor.spec, tensor.piece, tensor.low = spec, piece, low
     if grad is not None and grad.dtype == master.dtype:
         tensor.grad = grad
     return Leaf(spec, piece, tensor)
@@ -57,12 +60,17 @@ class InnerOptimizer:
         self._divides = getattr(self.optimizer, "_step_supports_amp_scaling", False)
         self._create_state()
 
-    def step(self, lr: float, weight_decay: float, divisor: float) -> None:
-        """Update with gradient / divisor; the gradients are used up. weight_decay applies to the groups that decay."""
+    def step(self, lr: float | None, weight_decay: float, divisor: float) -> None:
+        """Update with gradient / divisor; the gradients are used up.
+
+        weight_decay applies to the groups that decay. lr None: the groups keep the values that they have of both.
+        """
         self.num_updates += 1
         if self.optimizer is None:
             return
-        for group in self._groups():
+        if self.num_updates == 1 and hasattr(self.optimizer, "restart"):
+            self.optimizer.restart()
+        for group in self._groups() if lr is not None else ():
             group["lr"], group["weight_decay"] = lr, weight_decay if group["decay"] else 0.0
         self._set_divisor(divisor)
         self.optimizer.step()

@@ -71,7 +71,7 @@ class SubGroup:
         for piece in plan.pieces:
             stop = at + piece.padded_numel
             tensor = nn.Parameter(staged.tensors[MASTER][at:stop])
-            tensor.spec, tensor.low = specs[piece.slot], None
+            tensor.spec, tensor.piece, tensor.low = specs[piece.slot], piece, None
             self.leaves.append(Leaf(tensor.spec, piece, tensor))
             self._spans.append((at, stop))
             at = stop
@@ -94,7 +94,7 @@ class SubGroup:
                 works.append(array.read(buffer))
         return Staged(tensors, works)
 
-    def update(self, staged: Staged, lr: float, weight_decay: float, divisor: float) -> None:
+    def update(self, staged: Staged, lr: float | None, weight_decay: float, divisor: float) -> None:
         staged.wait()
         self._point_to(staged.tensors)
         self.inner.step(lr, weight_decay, divisor)
@@ -151,7 +151,7 @@ class OffloadedUpdate:
     def working_bytes(self) -> int:
         return sum(buffers.nbytes for buffers in self._buffers)
 
-    def step(self, lr: float, weight_decay: float, divisor: float) -> None:
+    def step(self, lr: float | None, weight_decay: float, divisor: float) -> None:
         writing: list[list[Work]] = [[] for _ in self._buffers]
 
         def stage(k: int) -> Staged:

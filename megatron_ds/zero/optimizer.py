@@ -108,7 +108,7 @@ class ZeroOptimizer:
                      gradient is frozen: kept and saved, never updated
     uses             contributions to main_grad per backward, 1 where absent; the tied reduction is not to be counted
     make_optimizer   from parameter groups ({"params": [...], "decay": bool}) to a torch optimizer; `step` sets their "lr",
-                     and "weight_decay" where decay is True
+                     and "weight_decay" where decay is True, unless its lr is None
     clip_grad        largest gradient norm; 0: no clipping
     bucket_elements  of one reduction
     overlap          reduce during backward
@@ -205,6 +205,11 @@ class ZeroOptimizer:
         for s in self._trained:
             s.buckets.arm(stage_index)
 
+    def reopen(self) -> None:
+        """After `arm` and its backward: further gradients are added before the step, and `arm` comes again. Collective."""
+        for s in self._trained:
+            s.buckets.reopen()
+
     def reduce_tied(self, stage_index: int | None = None) -> None:
         """Sum the gradients of parameters held by several stages. Collective over the holders, after all their backwards."""
         for s, i, holder in self._tied_holders():
@@ -220,8 +225,10 @@ class ZeroOptimizer:
                     all_reduce_(s.buckets.flat[piece.offset:piece.offset + piece.stop - piece.start], self.groups.tied)
 
     @torch.no_grad()
-    def step(self, lr: float, weight_decay: float, grad_divisor: float = 1.0) -> StepResult:
+    def step(self, lr: float | None, weight_decay: float = 0.0, grad_divisor: float = 1.0) -> StepResult:
         """Update with the sum over the data group of the gradients, divided by `grad_divisor`. Collective over the world.
+
+        lr, weight_decay: for all parameters. lr None: the inner optimizers' groups have values of their own for both.
 
         Skips the update when a gradient of any rank is not finite. Raises ConfigError when that can no longer be
         helped by a smaller loss scale.
@@ -352,7 +359,7 @@ class ZeroOptimizer:
         return {h.parameter.spec.name: received for s in self._trained if not s.plan.expert
                 for h, received in zip(s.buckets.holders, s.buckets.received)}
 
-    def _update(self, lr: float, weight_decay: float, divisor: float) -> None:
+    def _update(self, lr: float | None, weight_decay: float, divisor: float) -> None:
         for s in self._sets:
             s.lend_grads()
         self._inner.step(lr, weight_decay, divisor)

@@ -8,11 +8,10 @@ The images are made up: of ten classes, each with a pattern of its own under noi
 import argparse
 import json
 
+import deepspeed
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-
-import deepspeed
 
 
 def add_arguments():

@@ -10,11 +10,10 @@ import argparse
 import json
 import os
 
+import deepspeed
 import torch
 import torch.nn as nn
 from torch.utils.data import DataLoader, Dataset
-
-import deepspeed
 
 MASK, VOCABULARY, LENGTH, IGNORED = 1, 64, 24, -100
 

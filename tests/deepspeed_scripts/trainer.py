@@ -1,4 +1,4 @@
-"""A program for DeepSpeed in the manner of Hugging Face's Trainer: a causal language model of transformers, "auto" in the JSON,
+"""A program for DeepSpeed in the manner of Hugging Face's Trainer: a language model of transformers, "auto" in the JSON, an
 an AdamW with two parameter groups, a scheduler of torch's, accumulation, weights changed and saved whole.
 
     torchrun --nproc-per-node 2 trainer.py --stage 3 --dtype bf16 --output_dir out --losses losses.json
@@ -8,12 +8,11 @@ import argparse
 import json
 import os
 
+import deepspeed
 import torch
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 from transformers import LlamaConfig, LlamaForCausalLM
-
-import deepspeed
 
 VOCABULARY, LENGTH = 96, 16
 JSON = {
@@ -121,11 +120,12 @@ def main():
             batch = {key: value.to(engine.device) for key, value in batch.items()}
             loss = engine(**batch).loss
             engine.backward(loss)
-            if engine.is_gradient_accumulation_boundary():
+            updates = engine.is_gradient_accumulation_boundary()
+            if updates:
                 rates.append(scheduler.get_last_lr()[0])
             engine.step()
-            if engine.was_step_applied():
-                norms.append(float(engine.get_global_grad_norm()))
+            if updates and (norm := engine.get_global_grad_norm()) is not None:
+                norms.append(float(norm))
             losses.append(loss.item())
         scale_embedding(engine.module)
     if args.output_dir:

@@ -58,6 +58,8 @@ def differences(name: str, ours: list[dict], theirs: list[dict]) -> list[str]:
     lines = []
     for number, (our_run, their_run) in enumerate(zip(ours, theirs, strict=True)):
         for key, expected in their_run.items():
+            if expected == []:          # DeepSpeed does not know it at this stage
+                continue
             found, limit = our_run[key], tolerance(name, key)
             pairs = list(zip(flat(found), flat(expected)))
             worst = max((abs(a - b) / max(abs(b), 1e-3) for a, b in pairs), default=0.0)

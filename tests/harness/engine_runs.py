@@ -96,7 +96,8 @@ def on_ranks(ranks, main, model, config, **options):
 
     def run(rank, world):
         mesh = Mesh(Grid.fit(ranks), rank, world.connect)
-        return main(megatron_ds.initialize(model=models[rank], config=config, mpu=mesh, **options), rank)
+        engine, *_ = megatron_ds.initialize(model=models[rank], config=config, mpu=mesh, **options)
+        return main(engine, rank)
 
     return run_ranks(ranks, run)
 
@@ -104,7 +105,7 @@ def on_ranks(ranks, main, model, config, **options):
 def train(engine, rank, steps=STEPS, first=0):
     """Gradient norms; the data is that of steps first .. first + steps."""
     norms = []
-    for microbatches in batches(first + steps, engine.accumulation_steps, engine.world.data.size, rank)[first:]:
+    for microbatches in batches(first + steps, engine.gradient_accumulation_steps(), engine.world.data.size, rank)[first:]:
         for tokens in microbatches:
             engine.backward(loss_of(engine, tokens))
             engine.step()

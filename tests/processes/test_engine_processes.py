@@ -20,13 +20,13 @@ def norms_of_a_hierarchy(rank, world):
     """Two hops over groups made beside those of somebody's mpu; of one inner group, so that the norms are stage 3's."""
     config = config_of(3, 2)
     config["zero_optimization"]["zero_hpz_partition_size"] = 2
-    engine = megatron_ds.initialize(model=make(), config=config, mpu=mpu_of("six functions", rank, world))
+    engine, *_ = megatron_ds.initialize(model=make(), config=config, mpu=mpu_of("six functions", rank, world))
     return train(engine, rank, 2), engine.optimizer.groups.inner.ranks, engine.optimizer.groups.outer.ranks
 
 
 def train_rank(rank, world, stage, folder, kind):
     """Norms, weights, and those after saving, loading and one step more. kind: how the engine learns of the ranks."""
-    engine = megatron_ds.initialize(model=make(), config=config_of(stage, 2), mpu=mpu_of(kind, rank, world))
+    engine, *_ = megatron_ds.initialize(model=make(), config=config_of(stage, 2), mpu=mpu_of(kind, rank, world))
     norms = train(engine, rank, 2)
     engine.save_checkpoint(folder, "end")
     first = train(engine, rank, 1, first=2)
@@ -63,9 +63,9 @@ def train_over_groups_of_torch(rank, world):
         get_data_parallel_world_size=lambda: dist.get_world_size(data), get_data_parallel_group=lambda: data, **more)
     group = SimpleNamespace(size=2, rank=rank % 2, transport=TorchTransport(near))
     with_experts = mpu(alone, dist.group.WORLD, get_expert_data_parallel_group=lambda: far)
-    engine = megatron_ds.initialize(model=experts.Experts(group), config=experts.config(2), mpu=with_experts)
+    engine = megatron_ds.initialize(model=experts.Experts(group), config=experts.config(2), mpu=with_experts).engine
     norms = experts.train(engine, rank)
-    split = megatron_ds.initialize(model=Split(rank % 2), config=config_of(1, 2), mpu=mpu(near, far))
+    split = megatron_ds.initialize(model=Split(rank % 2), config=config_of(1, 2), mpu=mpu(near, far)).engine
     split.backward(split(torch.arange(24.0).view(6, 4).chunk(2)[rank // 2] / 24))
     split.step()
     wrong = mpu(alone, dist.group.WORLD, get_expert_data_parallel_group=lambda: far if rank else alone)

@@ -94,7 +94,7 @@ def config(stage, **more):
 def on_expert_ranks(main, stage, ep=2):
     def run(rank, world):
         mesh = Mesh(Grid(dp=4, ep=ep), rank, world.connect)
-        return main(megatron_ds.initialize(model=Experts(mesh.group("ep")), config=config(stage), mpu=mesh), rank)
+        return main(megatron_ds.initialize(model=Experts(mesh.group("ep")), config=config(stage), mpu=mesh).engine, rank)
 
     return run_ranks(4, run)
 
@@ -185,7 +185,7 @@ def test_lists_of_experts_load_at_another_ep(tmp_path):
     def run(ep, main):
         def rank_main(rank, world):
             mesh = Mesh(Grid(dp=4, ep=ep), rank, world.connect)
-            return main(megatron_ds.initialize(model=build(mesh), config=config(1), mpu=mesh), rank)
+            return main(megatron_ds.initialize(model=build(mesh), config=config(1), mpu=mesh).engine, rank)
 
         return run_ranks(4, rank_main)[0]
 

@@ -55,7 +55,7 @@ def test_gpt2_trains_as_with_torch_alone(stage, ranks, recompute, tmp_path):
     models = [make(recompute) for _ in range(ranks)]
 
     def main(rank, world):
-        engine = megatron_ds.initialize(model=models[rank], config=config_of(stage),
+        engine, *_ = megatron_ds.initialize(model=models[rank], config=config_of(stage),
                                         mpu=Mesh(Grid.fit(ranks), rank, world.connect))
         norms = train(engine, rank, ranks)
         engine.save_safetensors(tmp_path, max_shard_bytes=30_000)
@@ -82,7 +82,7 @@ def test_a_pretrained_model_is_read_into_shards(tmp_path):
         with torch.device("meta"):
             model = transformers.GPT2LMHeadModel(saved.config)
         model.tie_weights()
-        engine = megatron_ds.initialize(model=model, config=config_of(3), mpu=Mesh(Grid.fit(2), rank, world.connect),
+        engine, *_ = megatron_ds.initialize(model=model, config=config_of(3), mpu=Mesh(Grid.fit(2), rank, world.connect),
                                         draw=stored)
         return engine.full_state_dict()
 
