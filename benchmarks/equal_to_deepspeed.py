@@ -3,8 +3,8 @@
     python benchmarks/equal_to_deepspeed.py                 # both packages; needs DeepSpeed; minutes; exit code 1 if not equal
     python benchmarks/equal_to_deepspeed.py --write         # and writes tests/golden/deepspeed_losses.json
 
-The programs are those of tests/deepspeed_scripts, on two gloo ranks of this machine, once with `import deepspeed` and once with
-`import megatron_ds as deepspeed`. Nothing else differs.
+The programs are those of tests/deepspeed_scripts, on two gloo ranks of this machine, once with `import deepspeed` and once
+with `import megatron_ds as deepspeed`. Nothing else differs.
 """
 
 import argparse
@@ -65,8 +65,8 @@ def run_rank(package: str, folder: str, only: str) -> int:
             where = Path(folder) / str(number)
             where.mkdir(exist_ok=True)
             records[name] = run_case(package, runs, str(where))
-    if os.environ["RANK"] == "0":
-        (Path(folder) / "records.json").write_text(json.dumps(records))
+        if os.environ["RANK"] == "0":
+            (Path(folder) / "records.json").write_text(json.dumps(records))
     import torch.distributed as dist
     dist.barrier()
     dist.destroy_process_group()

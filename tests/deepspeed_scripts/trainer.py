@@ -1,5 +1,5 @@
 """A program for DeepSpeed in the manner of Hugging Face's Trainer: a language model of transformers, "auto" in the JSON, an
-an AdamW with two parameter groups, a scheduler of torch's, accumulation, weights changed and saved whole.
+AdamW with two parameter groups, a scheduler of torch's, accumulation, weights read whole, changed and saved.
 
     torchrun --nproc-per-node 2 trainer.py --stage 3 --dtype bf16 --output_dir out --losses losses.json
 """
@@ -42,14 +42,18 @@ def filled(config, args, world_size):
 
 
 def make_model(config):
-    """Under `zero.Init` at stage 3, as `from_pretrained` of transformers does it."""
-    torch.manual_seed(11)
+    """Under `zero.Init` at stage 3, then with weights that rank 0 has."""
     shape = LlamaConfig(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
                         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=LENGTH, use_cache=False)
-    if config["zero_optimization"]["stage"] == 3:
-        with deepspeed.zero.Init(config_dict_or_path=config):
-            return LlamaForCausalLM(shape)
-    return LlamaForCausalLM(shape)
+    with deepspeed.zero.Init(config_dict_or_path=config, enabled=config["zero_optimization"]["stage"] == 3):
+        model = LlamaForCausalLM(shape)
+    generator = torch.Generator().manual_seed(11)
+    with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
+        if deepspeed.comm.get_rank() == 0:
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.copy_(torch.randn(p.shape, generator=generator) * 0.05 if p.dim() > 1 else torch.ones(p.shape))
+    return model
 
 
 def make_optimizer(model, args):
@@ -68,13 +72,11 @@ def linear_with_warmup(optimizer, warmup, total):
     return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
-def scale_embedding(model):
-    """What a user does to weights in the middle of things, by rank 0 alone."""
+def embedding_norm(model):
+    """What a user looks at in the middle of things."""
     weight = model.get_input_embeddings().weight
-    with deepspeed.zero.GatheredParameters(weight, modifier_rank=0):
-        if deepspeed.comm.get_rank() == 0:
-            with torch.no_grad():
-                weight.data.mul_(1.25)
+    with deepspeed.zero.GatheredParameters(weight, modifier_rank=None):
+        return weight.detach().float().norm().item()
 
 
 def made_up_text(count):
@@ -105,7 +107,6 @@ def main():
     rank, world_size = deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()
     config = filled(JSON, args, world_size)
     model = make_model(config)
-    scale_embedding(model)
     data = made_up_text(48)
     loader = DataLoader(data, args.per_device_train_batch_size, sampler=DistributedSampler(data, world_size, rank, seed=1))
     optimizer = make_optimizer(model, args)
@@ -113,7 +114,7 @@ def main():
     scheduler = linear_with_warmup(optimizer, args.warmup_steps, updates)
     engine, optimizer, _, scheduler = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler,
                                                            config=config)
-    losses, rates, norms = [], [], []
+    losses, rates, norms, embeddings = [], [], [], []
     for epoch in range(args.num_train_epochs):
         loader.sampler.set_epoch(epoch)
         for batch in loader:
@@ -127,7 +128,7 @@ def main():
             if updates and (norm := engine.get_global_grad_norm()) is not None:
                 norms.append(float(norm))
             losses.append(loss.item())
-        scale_embedding(engine.module)
+        embeddings.append(embedding_norm(engine.module))
     if args.output_dir:
         engine.save_16bit_model(args.output_dir, "pytorch_model.bin")
         deepspeed.comm.barrier()
@@ -135,8 +136,8 @@ def main():
         saved = torch.load(os.path.join(args.output_dir, "pytorch_model.bin"), weights_only=True) if args.output_dir else {}
         if args.losses:
             with open(args.losses, "w") as file:
-                json.dump({"losses": losses, "rates": rates, "norms": norms, "steps": engine.global_steps,
-                           "saved": {name: float(value.float().norm()) for name, value in saved.items()}}, file)
+                json.dump({"losses": losses, "rates": rates, "norms": norms, "embeddings": embeddings,
+                           "steps": engine.global_steps, "saved": {name: float(value.float().norm()) for name, value in saved.items()}}, file)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,6 @@ def all_cases() -> dict[str, list[list[str]]]:
                 ["hello.py", *common, "--checkpoint_dir", "{folder}/saved", "--num_iterations", "6"],
                 ["hello.py", *common, "--load_checkpoint_dir", "{folder}/saved", "--num_iterations", "12"]]
             cases[f"trainer stage {stage} {dtype}"] = [["trainer.py", *common, "--output_dir", "{folder}"]]
-    cases["cifar stage 2 fp16"] = [["cifar.py", "--stage", "2", "--dtype", "fp16"]]
     return cases
 
 
