@@ -20,6 +20,7 @@ from ..zero.optimizer import DataGroups, LayerPlan, ZeroOptimizer
 from ..zero.policy import policy_of
 from ..zero.scaler import make_scaler
 from .arguments import config_of, take_local_rank
+from .auto_values import Sources, fill_autos
 from .client_optimizer import ClientOptimizer, checked_groups, client_optimizers
 from .data import EngineLoader
 from .engine import Engine
@@ -92,6 +93,8 @@ def initialize(args: Any = None, model: nn.Module | None = None, optimizer: Clie
     world = _join(mpu, distributed_port, dist_init_required)
     client = _client_of(model, optimizer, model_parameters)
     name, block = block_of(config)
+    samples = len(training_data) if hasattr(training_data, "__len__") else None
+    block = fill_autos(block, Sources(args, model, world.data.size, samples))
     settings = read_settings(block, world.data.size, _learning_rate_of(client), name)
     prepare(model, DTYPES[settings.optimizer.params_dtype], world.device, draw)
     inner = _inner_optimizers(model, settings, block, client, model_parameters, decay)
@@ -155,7 +158,7 @@ def _inner_optimizers(model: nn.Module, settings: RunConfig, block: Mapping[str,
     if client is not None:
         if "optimizer" in block:
             logger.warning('"optimizer" in the config has no effect: initialize was given optimizer=, which comes first')
-        return client_optimizers(client, offloaded=bool(settings.zero.offload_optimizer))
+        return client_optimizers(client, offloaded=settings.zero.offload_optimizer != "none")
     groups = make_groups(model, model_parameters, decay) if "optimizer" in block else []
     return json_optimizers(settings, groups)
 

@@ -63,6 +63,7 @@ class ModuleGathering:
         gathering.close = self._closing.left
         self._active: list[_Call] = []              # forwards under way, the innermost last
         self._waiting: Counter[int] = Counter()     # calls with a backward to come, per layer
+        self._unannounced: set[int] = set()         # layers of which it is not known how many calls are to come
         self._open: list[_Call] = []                # backwards under way
         self._route: list[int] = []                 # layers in the order of the forward under way
         self._clock = self._depth = self._backwards = 0
@@ -82,20 +83,39 @@ class ModuleGathering:
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Around a backward."""
-        self._in_backward = True
-        self._backwards += 1
-        self._closing.begin()
-        self._show()
+        self._begin_backward()
         try:
             yield
-            while self._open:
-                self._leave_backward(self._open.pop(max(range(len(self._open)), key=lambda i: self._open[i].began)))
-            self._let_go()
+            self._leave_all()
         finally:
-            self._in_backward = False
-            self._open.clear()
-            self._waiting.clear()
-            self.hide()
+            self._end_backward()
+
+    def _begin_backward(self) -> None:
+        self._in_backward = True
+        self._backwards += 1
+        self._unannounced.clear()
+        self._closing.begin()
+        self._show()
+
+    def _leave_all(self) -> None:
+        while self._open:
+            self._leave_backward(self._open.pop(max(range(len(self._open)), key=lambda i: self._open[i].began)))
+        self._let_go()
+
+    def _end_backward(self) -> None:
+        self._in_backward = False
+        self._open.clear()
+        self._waiting.clear()
+        self.hide()
+
+    def _begin_backward_of_another(self) -> None:
+        """Another engine's loss was computed with this module: its backward comes through here, and ends by itself."""
+        def end() -> None:
+            self._leave_all()
+            self._end_backward()
+
+        self._begin_backward()
+        torch.autograd.Variable._execution_engine.queue_callback(end)
 
     @contextmanager
     def whole(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
@@ -206,12 +226,16 @@ class ModuleGathering:
         self.gathering.leave(layer, False)
 
     def _backward_reaches(self, call: _Call, _) -> None:
+        if not self._in_backward:
+            self._begin_backward_of_another()
         if call.reached_in == self._backwards:         # by another of its outputs
             return
         call.reached_in = self._backwards
         for other in [c for c in self._open if c.began > call.ended]:
             self._open.remove(other)
             self._leave_backward(other)
+        if not self._waiting[call.layer]:               # of a graph that is retained, or older than the last backward
+            self._unannounced.add(call.layer)
         self._waiting[call.layer] -= self._waiting[call.layer] > 0
         self._open.append(call)
         self._enter(call.layer, backward=True)
@@ -226,7 +250,7 @@ class ModuleGathering:
         self.gathering.prefetch = prefetch
 
     def _leave_backward(self, call: _Call) -> None:
-        is_over = not self._waiting[call.layer] and not self._is_open(call.layer)
+        is_over = not (self._waiting[call.layer] or self._is_open(call.layer) or call.layer in self._unannounced)
         self.gathering.leave(call.layer, backward=is_over)
 
     def _let_go(self) -> None:

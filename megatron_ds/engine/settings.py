@@ -1,9 +1,11 @@
 """From DeepSpeed's JSON, a dict or a file, to the `RunConfig` of an engine.
 
 The keys, their meaning and their errors are those of `--deepspeed_config`. What belongs to a program that owns the model and
-the loop is refused by name. There are no flags, so a problem is told in the words of the JSON, and "auto" has nothing to be
-taken from. Where the JSON is silent DeepSpeed's own defaults hold, not Megatron's: no weight decay, no momentum, a constant
-learning rate, a first loss scale of 2**16.
+the loop is refused by name. There are no flags, so a problem is told in the words of the JSON; what is still "auto" here could
+not be filled (auto_values.py).
+
+Keys that the JSON omits have DeepSpeed's defaults, not Megatron's: no weight decay, no momentum, a constant learning rate, a
+first loss scale of 2**16.
 """
 
 import json
@@ -21,6 +23,7 @@ from ..config.rules_run import batch, learning_rate, number_format
 from ..config.run import all_options
 from ..config.setting import Setting
 from ..errors import ConfigError
+from .auto_values import autos, source_of
 
 # Beside all of the sections `optimizer` and `zero`.
 TAKEN = ("train.global_batch_size", "train.micro_batch_size", "train.gradient_accumulation_steps", "logging.log_interval")
@@ -86,13 +89,11 @@ def _parsed(text: str) -> Mapping[str, Any]:
                           "Give a dict, the path of a JSON file, or valid JSON.") from None
 
 
-def _autos(name: str, block: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    for key, value in block.items():
-        if isinstance(value, Mapping):
-            yield from _autos(name, value, f"{prefix}{key}.")
-        elif value == "auto":
-            yield (f'{name}: "{prefix}{key}" is "auto", which means: take it from the flags. There are none here. Write the '
-                   "value, or leave the key out.")
+def _autos(name: str, block: Mapping[str, Any]) -> Iterator[str]:
+    for key in autos(block):
+        source = source_of(key)
+        reason = f"{source} is not there to fill it" if source else "nothing fills this key"
+        yield f'{name}: "{key}" is "auto", and {reason}. Write the value, or leave the key out.'
 
 
 def _missing(config: RunConfig) -> Iterator[str]:

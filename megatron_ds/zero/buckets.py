@@ -78,7 +78,7 @@ class GradBuckets:
 
     def begin(self) -> None:
         """Zero all gradients and start counting anew."""
-        assert not self._works, "begin() while reductions are under way: finish() comes first"
+        self._wait()                # for reductions of gradients that are dropped: they write into the buffer
         self.flat.zero_()
         self.received = [False] * len(self.holders)
         self._restart_counting()
@@ -151,6 +151,9 @@ class GradBuckets:
 
     def _complete(self) -> None:
         self._launch_up_to(len(self.layout.buckets))
+        self._wait()
+
+    def _wait(self) -> None:
         for work in self._works:
             work.wait()
         self._works.clear()

@@ -47,7 +47,7 @@ def test_where_the_json_is_silent_deepspeeds_defaults_hold():
     ({"zero_optimization": {"stag": 1}}, "did you mean 'stage'?"),
     ({"zero_optimization": {"contiguous_gradients": True}}, '"zero_optimization.contiguous_gradients" is refused'),
     ({"tensorboard": {"enabled": True, "output_path": "x"}}, "config tensorboard.output_path is refused here"),
-    ({"gradient_clipping": "auto"}, '"gradient_clipping" is "auto", which means: take it from the flags'),
+    ({"gradient_clipping": "auto"}, '"gradient_clipping" is "auto", and args.max_grad_norm is not there'),
     ({"train_batch_size": 33, "train_micro_batch_size_per_gpu": 8}, '"train_batch_size" 32 or 48'),
     ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "Keep one"),
     ({"zero_optimization": {"stage": 2, "stage3_prefetch_bucket_size": 9}}, "tunes ZeRO stage 3"),
