@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +15,7 @@ from ..checkpoint.tensor_stream import TensorStream
 from ..errors import ConfigError
 from ..mpu.collectives import broadcast_
 from ..mpu.param_spec import ParamSpec
+from ..training.together import together
 from .experts import global_names
 from .passports import NOT_DRAWN, saved_buffers
 
@@ -75,6 +77,23 @@ def full_state_dict(engine: "Engine", dtype: torch.dtype | None) -> dict[str, to
         state[names.get(name, name)] = whole[held] if held in whole else _on_host(value)
     here = {p.spec.name for p in engine.module.parameters()}
     return state | {name: tensor for name, tensor in whole.items() if name not in here}      # experts of other ranks
+
+
+def save_16bit_model(engine: "Engine", directory: str | os.PathLike, filename: str, exclude_frozen: bool) -> bool:
+    """See `Engine.save_16bit_model`."""
+    state = full_state_dict(engine, None)
+    frozen = {name for name, p in engine.module.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    kept = {name: value for name, value in state.items() if not (exclude_frozen and name in frozen)}
+    path = Path(directory) / filename
+
+    def write() -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        writing = path.with_name(f".{path.name}.writing")
+        torch.save(kept, writing)
+        os.replace(writing, path)
+
+    together(engine.world.world, write, only=0)
+    return True
 
 
 def save_safetensors(engine: "Engine", directory: str | os.PathLike, max_shard_bytes: int, dtype: torch.dtype | None) -> None:

@@ -26,7 +26,7 @@ from torch import nn
 from ..config.deepspeed import load_json
 from ..errors import ConfigError
 from ..mpu.collectives import all_gather_into_, broadcast_
-from ..mpu.customer import join_world
+from ..mpu.customer import group_of, join_world
 from ..mpu.group import Group
 from ..zero.optimizer import ZeroOptimizer
 from ..zero.units import become
@@ -97,7 +97,7 @@ class Init:
         self._enabled, self._pin = enabled, pin_memory
         if enabled:
             self._dtype = dtype or _dtype_of(config_dict_or_path if config_dict_or_path is not None else config)
-            self._group = Group.over(data_parallel_group) if data_parallel_group is not None else join_world(mpu).data
+            self._group = group_of(data_parallel_group) if data_parallel_group is not None else join_world(mpu).data
             self._enabled = self._group.size > 1
         if module is not None and self._enabled:
             for p in module.parameters():
@@ -220,6 +220,11 @@ unregister_external_parameter = register_external_parameter
 def partitions_of(module: nn.Module) -> dict[nn.Parameter, Partition]:
     """Of the parameters that were cut by `zero.Init`."""
     return {p: p.partition for p in module.parameters() if p.is_meta and hasattr(p, "partition")}
+
+
+def zeros(name: str, start: int, out: torch.Tensor) -> None:
+    """Draws nothing: the values of cut parameters come later."""
+    out.zero_()
 
 
 @torch.no_grad()

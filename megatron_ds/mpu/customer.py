@@ -141,6 +141,13 @@ def _experts_of(mpu: Any, data: Group, world: Group) -> tuple[Group | None, int]
     return expert, parts[data.ranks].index(expert.ranks)
 
 
+def group_of(process_group: Any) -> Group:
+    """A data-parallel Group over torch's process group."""
+    import torch.distributed as dist
+
+    return _borrow("dp-cp", process_group, dist.get_world_size(process_group))
+
+
 def _borrow(axes: str, process_group: Any, size: int) -> Group:
     """A Group over a process group that is there already; None means the whole world, as in torch."""
     import torch.distributed as dist

@@ -137,7 +137,8 @@ def main():
         if args.losses:
             with open(args.losses, "w") as file:
                 json.dump({"losses": losses, "rates": rates, "norms": norms, "embeddings": embeddings,
-                           "steps": engine.global_steps, "saved": {name: float(value.float().norm()) for name, value in saved.items()}}, file)
+                           "steps": engine.global_steps,
+                           "saved": {name: float(value.float().norm()) for name, value in saved.items()}}, file)
 
 
 if __name__ == "__main__":
