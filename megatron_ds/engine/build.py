@@ -27,6 +27,7 @@ from .data import EngineLoader
 from .engine import Engine
 from .layers import ModuleLayer, find_layers
 from .module_gathering import ModuleGathering
+from .monitor import Monitor
 from .optimizer import EngineOptimizer, InnerOptimizers, json_optimizers
 from .parameter_groups import freeze_others, make_groups
 from .partition import move_into, partitions_of, zeros
@@ -74,7 +75,7 @@ def initialize(args: Any = None, model: nn.Module | None = None, optimizer: Clie
     model_parameters  what the config's optimizer trains: parameters, or groups of them as torch has them; None: all
     training_data     a dataset: a loader of this rank's micro-batches is made of it
     lr_scheduler      one of torch's, or a function from the optimizer to one; `engine.step` steps it after each update
-    distributed_port  where rank 0 listens, unless the launcher has set MASTER_PORT; None: 29500
+    distributed_port  where rank 0 listens, unless the launcher has set MASTER_PORT; None: the launcher's port, else 29500
     mpu               None: all ranks are data-parallel. Else an object with DeepSpeed's six functions, or a Mesh
     dist_init_required  True, None: the process group is made where there is none. False: it is an error if there is none
     collate_fn        of the loader
@@ -112,7 +113,9 @@ def initialize(args: Any = None, model: nn.Module | None = None, optimizer: Clie
     gathering = zero.gathering_of(0) if layers else None
     hooks = ModuleGathering(model, layers, gathering, settings.zero.prefetch_bucket_size) if gathering else None
     defaults = client.defaults if client else {k: v for group in inner.groups[:1] for k, v in group.items() if k != "params"}
-    engine = Engine(model, block, settings, world, EngineOptimizer(zero, inner, defaults), hooks)
+    # Together: its folder may be one that rank 0 cannot write.
+    monitor = together(world.world, lambda: Monitor(settings.logging.tensorboard_dir if world.rank == 0 else None))
+    engine = Engine(model, block, settings, world, EngineOptimizer(zero, inner, defaults), hooks, monitor)
     for p in model.parameters():
         p.engine = weakref.ref(engine)          # for zero.GatheredParameters
     engine.lr_scheduler = make_scheduler(settings, engine.optimizer, lr_scheduler)
@@ -137,7 +140,7 @@ def _join(mpu: Any, port: int | None, required: bool | None) -> DataParallelWorl
     if required is False and mpu is None and not has_process_group():
         raise ConfigError("dist_init_required=False, but there is no process group yet. Make it before initialize, with "
                           "torch.distributed.init_process_group, or leave the argument out.")
-    if port is not None:
+    if port is not None and mpu is None:
         os.environ.setdefault("MASTER_PORT", str(port))
     return join_world(mpu)
 

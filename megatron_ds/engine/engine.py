@@ -34,6 +34,7 @@ from ..zero.optimizer import StepResult
 from .data import EngineLoader
 from .gathered import full_state_dict, gathered_parameters, save_16bit_model, save_safetensors
 from .module_gathering import ModuleGathering
+from .monitor import Monitor
 from .optimizer import EngineOptimizer
 from .persist import load_checkpoint, save_checkpoint
 from .settings import drops_last
@@ -49,15 +50,16 @@ class Engine(Status, nn.Module):
                 backward and `gathered_parameters`
     optimizer   what `initialize` returns; `zero`: the `ZeroOptimizer` below it
     lr_scheduler, training_dataloader   None where there is none
-    config      DeepSpeed's keys as they were given; `settings`: the RunConfig made of them
+    monitor     curves for TensorBoard
+    config      DeepSpeed's keys, "auto" values filled; `settings`: the RunConfig made of them
     progress    where training stands
     """
 
     def __init__(self, module: nn.Module, config: Mapping[str, Any], settings: RunConfig, world: DataParallelWorld,
-                 optimizer: EngineOptimizer, gathering: ModuleGathering | None = None):
+                 optimizer: EngineOptimizer, gathering: ModuleGathering | None, monitor: Monitor):
         super().__init__()
         self.module, self.config, self.settings, self.world = module, config, settings, world
-        self.gathering = gathering
+        self.gathering, self.monitor = gathering, monitor
         self.optimizer, self.zero = optimizer, optimizer.zero
         optimizer.zero_grad = self.zero_grad
         self.lr_scheduler: Any | None = None
@@ -88,6 +90,7 @@ class Engine(Status, nn.Module):
         """
         self._check(loss)
         self._backwards += 1
+        self.monitor.add_loss(loss)
         microbatches = self._accumulation_steps if scale_wrt_gas and not self._in_no_sync else 1
         if self._armed and self.settings.zero.stage < 2:
             self.zero.reopen()
@@ -292,6 +295,7 @@ class Engine(Status, nn.Module):
         if self.lr_scheduler is not None and not self._last.skipped:
             self.lr_scheduler.step(**lr_kwargs)
         self._begin_step()
+        self.monitor.end_step(self.global_samples, rates[0], self._last.loss_scale if self.fp16_enabled() else None)
         every = self.steps_per_print()
         if every and self.global_steps % every == 0 and self.global_rank == 0:
             lr = ", ".join(f"{rate:.3e}" for rate in rates)

@@ -26,7 +26,8 @@ from ..errors import ConfigError
 from .auto_values import autos, source_of
 
 # Beside all of the sections `optimizer` and `zero`.
-TAKEN = ("train.global_batch_size", "train.micro_batch_size", "train.gradient_accumulation_steps", "logging.log_interval")
+TAKEN = ("train.global_batch_size", "train.micro_batch_size", "train.gradient_accumulation_steps", "logging.log_interval",
+         "logging.tensorboard_dir")
 SECTIONS = ("optimizer.", "zero.")
 # A constant rate has no span, but a ramp wants one.
 DEFAULTS = {"optimizer.weight_decay": 0.0, "optimizer.lr_decay_style": "constant", "optimizer.lr_decay_iters": 1,

@@ -22,8 +22,9 @@ STANDARD = {
                           "stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": "auto"},
     "gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "train_batch_size": "auto",
     "train_micro_batch_size_per_gpu": "auto"}
-ARGS = dict(per_device_train_batch_size=4, gradient_accumulation_steps=2, max_grad_norm=0.7, learning_rate=1e-3, adam_beta1=0.8,
-            adam_beta2=0.99, adam_epsilon=1e-6, weight_decay=0.2, fp16=False, bf16=True, max_steps=50, warmup_steps=5)
+ARGS = dict(
+    per_device_train_batch_size=4, gradient_accumulation_steps=2, max_grad_norm=0.7, learning_rate=1e-3, adam_beta1=0.8,
+    adam_beta2=0.99, adam_epsilon=1e-6, weight_decay=0.2, fp16=False, bf16=True, max_steps=50, warmup_steps=5)
 
 
 def model(**config):
