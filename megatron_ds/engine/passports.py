@@ -86,6 +86,8 @@ def agree(module: nn.Module, world: DataParallelWorld) -> None:
         broadcast_(whole, group)
         if whole.data_ptr() != tensor.data_ptr():
             tensor.copy_(whole)
+        if not isinstance(tensor, nn.Parameter):
+            continue
         if not torch.equal(before, whole):
             changed.append(name)
         elif whole.numel() > 1 and (whole != whole.view(-1)[0]).any():      # not constant: drawn from the same seed

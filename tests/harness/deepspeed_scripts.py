@@ -69,8 +69,16 @@ def differences(name: str, ours: list[dict], theirs: list[dict]) -> list[str]:
 
 
 def tolerance(name: str, key: str) -> float:
-    """Relative."""
-    return 1e-5 if name.endswith("fp32") or key in ("rates", "steps") else 2e-2
+    """Relative.
+
+    fp32  1e-5; 8e-7 was found. Sums are rounded in another order, and kernels differ between builds of torch
+    bf16  1e-2; 3e-3 was found: a rounding of bf16 is 4e-3, and each update makes others of them
+          5e-2 without ZeRO, where DeepSpeed trains bf16 by another optimizer wrapper, whose losses are as far (1.7e-2) from
+          those of its own stages 1 to 3, and which knows no norm
+    """
+    if key in ("rates", "steps") or name.endswith("fp32"):
+        return 1e-5
+    return 5e-2 if "stage 0" in name else 1e-2
 
 
 def flat(value) -> list[float]:
