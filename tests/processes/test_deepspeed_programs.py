@@ -6,28 +6,39 @@ versions. The limits are in `tolerance` (tests/harness/deepspeed_scripts.py), wi
 
 import json
 import os
+from contextlib import contextmanager
 
 import pytest
 import torch
 
 import megatron_ds
 from megatron_ds.errors import ConfigError
+from megatron_ds.mpu.state import set_mesh
 from tests.harness.deepspeed_scripts import GOLDEN, RANKS, all_cases, differences, run_case
 from tests.harness.processes import run_processes
 
 
-def run_cases(rank, world, names, folder):
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world.size)}
+@contextmanager
+def as_launched(rank, world):
+    """The environment that a launcher gives a rank; afterwards no mesh of this world is left."""
+    there = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world.size), "MASTER_ADDR": "127.0.0.1"}
+    os.environ |= there
     try:
-        records = {}
+        yield
+    finally:
+        set_mesh(None)
+        for name in there:
+            del os.environ[name]
+
+
+def run_cases(rank, world, names, folder):
+    records = {}
+    with as_launched(rank, world):
         for number, name in enumerate(names):
             where = os.path.join(folder, str(number))
             os.makedirs(where, exist_ok=True)
             records[name] = run_case("megatron_ds", all_cases()[name], where)
-        return records
-    finally:
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-            del os.environ[name]
+    return records
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -59,6 +70,11 @@ class Whole(torch.nn.Module):
 
 
 def make_in_parts(rank, world):
+    with as_launched(rank, world):
+        return check_parts(rank)
+
+
+def check_parts(rank):
     from megatron_ds.engine.partition import partitions_of
 
     torch.manual_seed(3)
@@ -95,4 +111,4 @@ def make_in_parts(rank, world):
 
 def test_a_module_made_in_parts_has_the_values_of_a_whole_one():
     for held, whole in run_processes(2, make_in_parts):
-        assert held == whole // 2 + 2           # 7 and 3 × 5 are odd: a pad element each, of which there is one a rank
+        assert (held, whole) == (3 * 13 + 3 * 3 + 4, 3 * 25 + 3 * 5 + 7)
