@@ -1,10 +1,9 @@
 """An engine as programs written for DeepSpeed use it: its arguments, its tuple, its loop, several engines in one program."""
 
 import argparse
+import contextvars
 import json
 import logging
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -87,6 +86,14 @@ def test_the_programs_flags_may_have_a_local_rank_already():
     parser.add_argument("--local_rank", type=int, default=-1)
     args = megatron_ds.add_config_arguments(parser).parse_args(["--deepspeed", "--local_rank", "2"])
     assert (args.deepspeed, args.deepspeed_config, args.local_rank) == (True, None, 2)
+
+
+def test_a_process_group_that_should_be_there_is_asked_for(monkeypatch):
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1")):
+        monkeypatch.setenv(name, value)
+    start = lambda: megatron_ds.initialize(model=nn.Linear(2, 2), config=CONFIG, dist_init_required=False)
+    with pytest.raises(ConfigError, match="dist_init_required=False, but there is no process group"):
+        contextvars.Context().run(start)        # other tests may have left a mesh in this one
 
 
 # ---------------------------------------------------------------------------------------------------- a torch module
@@ -245,6 +252,14 @@ def test_another_batch_size_means_other_accumulation():
     assert on_ranks(2, main, lambda: make(Stack), config_of(1, 2)) == [((24, 6, 2), 2, 36)] * 2
 
 
+def test_another_microbatch_means_another_batch():
+    engine = one(config=CONFIG | {"gradient_accumulation_steps": 2})
+    engine.set_train_micro_batch_size(3)
+    assert engine.get_batch_info() == (6, 3, 2)
+    with pytest.raises(ConfigError, match="a micro-batch of 0 samples"):
+        engine.set_train_micro_batch_size(0)
+
+
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_gradients_that_are_dropped_leave_nothing_behind(stage, caplog):
     def main(engine, rank):
@@ -290,21 +305,14 @@ def test_the_loader_gives_each_rank_other_samples_of_a_microbatch():
 
 
 # ---------------------------------------------------------------------------------------------------- lines of progress
-PROGRAM = """
-import sys, torch, megatron_ds as deepspeed
-engine, *_ = deepspeed.initialize(model=torch.nn.Linear(2, 1), config={"train_batch_size": 2, "steps_per_print": 2,
-                                  "optimizer": {"type": "SGD", "params": {"lr": 0.5}}})
-for _ in range(5):
-    engine.backward(engine(torch.ones(2, 2)).mean())
-    engine.step()
-"""
-
-
-def test_steps_per_print_prints():
-    """In a program of its own: here pytest has configured logging."""
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120)
-    lines = [line.split(" | ")[:3] for line in done.stdout.splitlines()]
-    assert lines == [["step 2", "skipped 0", "lr 5.000e-01"], ["step 4", "skipped 0", "lr 5.000e-01"]], done.stderr
+def test_steps_per_print_prints(monkeypatch, capsys):
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])        # pytest configures logging
+    engine = one(config=CONFIG | {"steps_per_print": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.5}}})
+    for _ in range(5):
+        engine.backward(engine(torch.ones(4, 3)).mean())
+        engine.step()
+    lines = [line.split(" | ")[:3] for line in capsys.readouterr().out.splitlines()]
+    assert lines == [["step 2", "skipped 0", "lr 5.000e-01"], ["step 4", "skipped 0", "lr 5.000e-01"]]
 
 
 def test_where_logging_is_configured_the_lines_go_there(caplog, capsys):

@@ -199,6 +199,17 @@ def test_the_state_dict_of_the_optimizer_brings_a_rank_back(stage):
     assert on_ranks(2, main, without_optimizer(stage, 2), optimizer=ADAMW) == [True, True]
 
 
+@pytest.mark.parametrize("stage, device", [(2, "cpu"), (3, "cpu"), (3, "nvme")])
+def test_a_client_optimizer_updates_offloaded_state_too(stage, device, tmp_path):
+    config = without_optimizer(stage, 2)
+    config["zero_optimization"]["offload_optimizer"] = {"device": device} | (
+        {"nvme_path": str(tmp_path)} if device == "nvme" else {})
+    expected, rates = plainly(ADAMW, ranks=2)
+    assert_trained_as(on_ranks(2, train, config, optimizer=ADAMW), expected, rates)
+    with pytest.raises(ConfigError, match="Adagrad begins with a state that is not zero, and offloaded"):
+        on_ranks(1, train, config, optimizer=OPTIMIZERS["Adagrad"])
+
+
 # ---------------------------------------------------------------------------------------------------- model_parameters
 @pytest.mark.parametrize("stage, ranks", PARTS)
 def test_groups_of_parameters_for_the_optimizer_of_the_json(stage, ranks):
@@ -299,6 +310,29 @@ def test_client_optimizer_and_scheduler_go_on_from_a_checkpoint(optimizer, kind,
     begun = on_ranks(2, first, without_optimizer(2, 2), **given)[0][0]
     for found_rates, found in on_ranks(1, second, without_optimizer(0, 1), **given):
         assert_trained_as([(begun + found_rates, found)], expected, rates, rtol=2e-5, atol=5e-6)
+
+
+@pytest.mark.parametrize("options, rate, steps", [
+    ({}, 0.005, 2), ({"load_lr_scheduler_states": False}, 0.01, 2), ({"load_module_only": True}, 0.01, 0),
+    ({"load_optimizer_states": False}, 0.01, 0)])
+def test_parts_of_a_checkpoint_may_be_left_out(options, rate, steps, tmp_path):
+    given = {"optimizer": ADAMW, "lr_scheduler": lambda module: SCHEDULERS["StepLR"]}
+
+    def save(rank, initialized):
+        _, found = train(rank, initialized, 2)
+        initialized.engine.save_checkpoint(save_dir=tmp_path, tag=7)
+        return found
+
+    def load(rank, initialized):
+        engine = initialized.engine
+        with pytest.raises(ConfigError, match="load_module_strict=False"):
+            engine.load_checkpoint(tmp_path, load_module_strict=False)
+        engine.load_checkpoint(load_dir=tmp_path, tag=7, **options)
+        return engine.get_lr()[0], engine.global_steps, weights(engine)
+
+    [saved] = on_ranks(1, save, without_optimizer(1, 1), **given)
+    [(found_rate, found_steps, found)] = on_ranks(1, load, without_optimizer(1, 1), **given)
+    assert (found_rate, found_steps) == (rate, steps) and all(torch.equal(p, saved[name]) for name, p in found.items())
 
 
 def test_changes_of_the_rate_are_kept_and_a_new_json_has_its_effect(tmp_path):
