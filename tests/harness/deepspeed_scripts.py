@@ -74,7 +74,7 @@ def tolerance(name: str, key: str) -> float:
     fp32  1e-5; 8e-7 was found. Sums are rounded in another order, and kernels differ between builds of torch
     bf16  1e-2; 3e-3 was found: a rounding of bf16 is 4e-3, and each update makes others of them
           5e-2 without ZeRO, where DeepSpeed trains bf16 by another optimizer wrapper, whose losses are as far (1.7e-2) from
-          those of its own stages 1 to 3, and which knows no norm
+          those of its own stages 1 to 3, and which reports no gradient norm
     """
     if key in ("rates", "steps") or name.endswith("fp32"):
         return 1e-5
