@@ -9,10 +9,10 @@ from importlib import import_module
 
 from .version import __version__
 
-__all__ = ["RepeatingLoader", "__version__", "add_config_arguments", "initialize"]
+__all__ = ["RepeatingLoader", "__version__", "add_config_arguments", "init_distributed", "initialize"]
 
-_ROOMS = ("checkpoint", "config", "data", "engine", "errors", "models", "mpu", "ops", "optim", "pipeline", "progress", "ramps",
-          "registry", "tensor_parallel", "training", "zero")
+_ROOMS = ("accelerator", "checkpoint", "checkpointing", "comm", "config", "data", "engine", "errors", "models", "mpu", "ops",
+          "optim", "pipeline", "progress", "ramps", "registry", "tensor_parallel", "training", "utils", "zero")
 
 # The functions under DeepSpeed's names: `import megatron_ds as deepspeed` is the whole migration of many programs.
 _OF_THE_ENGINE = ("RepeatingLoader", "add_config_arguments", "initialize")
@@ -21,10 +21,12 @@ _OF_THE_ENGINE = ("RepeatingLoader", "add_config_arguments", "initialize")
 def __getattr__(name: str):
     if name in _ROOMS:
         return import_module(f".{name}", __name__)
+    if name == "init_distributed":
+        return import_module(".comm", __name__).init_distributed
     if name in _OF_THE_ENGINE:
         return getattr(import_module(".engine", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_ROOMS, *_OF_THE_ENGINE])
+    return sorted([*globals(), *_ROOMS, *_OF_THE_ENGINE, "init_distributed"])

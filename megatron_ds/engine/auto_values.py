@@ -56,8 +56,11 @@ class Sources:
 
 
 def fill_autos(block: Mapping[str, Any], sources: Sources) -> dict[str, Any]:
-    """A copy of the config in which every "auto" that can be filled has its value."""
+    """A copy of the config in which every "auto" that can be filled has its value. Those of stage 3 are left out at others."""
     block = copy.deepcopy(dict(block))
+    zero = block.get("zero_optimization")
+    if isinstance(zero, dict) and zero.get("stage") != 3:
+        block["zero_optimization"] = {k: v for k, v in zero.items() if v != "auto" or not k.startswith("stage3_")}
     for _ in range(2):          # the second time with the batch sizes that the first has filled
         for key in autos(block):
             value = _value(key, block, sources)

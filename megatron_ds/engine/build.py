@@ -2,6 +2,7 @@
 
 import logging
 import os
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ from .module_gathering import ModuleGathering
 from .monitor import Monitor
 from .optimizer import EngineOptimizer, InnerOptimizers, json_optimizers
 from .parameter_groups import freeze_others, make_groups
+from .partition import move_into, partitions_of, zeros
 from .passports import Decays, DrawByName, agree, prepare, write_passports
 from .schedule import SchedulerMaker, make_scheduler
 from .settings import block_of, read_settings
@@ -97,21 +99,25 @@ def initialize(args: Any = None, model: nn.Module | None = None, optimizer: Clie
     samples = len(training_data) if hasattr(training_data, "__len__") else None
     block = fill_autos(block, Sources(args, model, world.data.size, samples))
     settings = read_settings(block, world.data.size, _learning_rate_of(client), name)
-    prepare(model, DTYPES[settings.optimizer.params_dtype], world.device, draw)
+    partitions = partitions_of(model)
+    prepare(model, DTYPES[settings.optimizer.params_dtype], world.device, draw or (zeros if partitions else None))
     inner = _inner_optimizers(model, settings, block, client, model_parameters, decay)
     freeze_others(model, inner.groups)
-    write_passports(model, world.model, None)
-    agree(model, world.data)
+    write_passports(model, world, None)
+    agree(model, world)
     layers = find_layers(model) if settings.zero.stage == 3 else []
     groups = _data_groups(settings, world)
     # Together: a rank's disk may be full, or its file of weights missing.
-    zero = together(world.world, lambda: _make_zero(model, settings, world, groups, layers, inner, draw))
+    zero = together(world.world, lambda: _make_zero(model, settings, world, groups, layers, inner, draw or zeros))
+    move_into(zero, partitions)
     gathering = zero.gathering_of(0) if layers else None
     hooks = ModuleGathering(model, layers, gathering, settings.zero.prefetch_bucket_size) if gathering else None
     defaults = client.defaults if client else {k: v for group in inner.groups[:1] for k, v in group.items() if k != "params"}
     # Together: its folder may be one that rank 0 cannot write.
     monitor = together(world.world, lambda: Monitor(settings.logging.tensorboard_dir if world.rank == 0 else None))
     engine = Engine(model, block, settings, world, EngineOptimizer(zero, inner, defaults), hooks, monitor)
+    for p in model.parameters():
+        p.engine = weakref.ref(engine)          # for zero.GatheredParameters
     engine.lr_scheduler = make_scheduler(settings, engine.optimizer, lr_scheduler)
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
@@ -170,7 +176,7 @@ def _data_groups(config: RunConfig, world: DataParallelWorld) -> DataGroups:
     """Collective over all ranks."""
     inner = config.zero.zero_hpz_partition_size
     halves = world.split_data(inner) if inner > 1 else (None, None)
-    groups = DataGroups(world.data, world.data, world.model, world.model, solo("embd"), *halves)
+    groups = DataGroups(world.data, world.expert or world.data, world.model, world.model, solo("embd"), *halves)
     return groups.sharing_memory() if config.zero.stage == 3 and world.device.type == "cpu" else groups
 
 

@@ -32,7 +32,7 @@ from ..mpu.customer import DataParallelWorld
 from ..progress import Progress
 from ..zero.optimizer import StepResult
 from .data import EngineLoader
-from .gathered import full_state_dict, gathered_parameters, save_safetensors
+from .gathered import full_state_dict, gathered_parameters, save_16bit_model, save_safetensors
 from .module_gathering import ModuleGathering
 from .monitor import Monitor
 from .optimizer import EngineOptimizer
@@ -255,6 +255,24 @@ class Engine(Status, nn.Module):
         max_shard_bytes: of a file; a larger tensor has a file of its own. dtype: as in `full_state_dict`.
         """
         save_safetensors(self, directory, max_shard_bytes, dtype)
+
+    def save_16bit_model(self, save_dir: str | os.PathLike, save_filename: str = "pytorch_model.bin",
+                         exclude_frozen_parameters: bool = False) -> bool:
+        """Write `full_state_dict()` into one file, for torch.load; True. Collective over all ranks, rank 0 writes.
+
+        Rank 0 needs memory for the whole module; `save_safetensors` does not, and writes a format that holds no code.
+        """
+        return save_16bit_model(self, save_dir, save_filename, exclude_frozen_parameters)
+
+    save_fp16_model = save_16bit_model          # its former name
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        """`full_state_dict()` on rank 0, None on the others. Collective over all ranks. For programs that call it."""
+        state = self.full_state_dict()
+        if self.world.rank:
+            return None
+        frozen = {n for n, p in self.module.named_parameters(remove_duplicate=False) if not p.requires_grad}
+        return {name: value for name, value in state.items() if not (exclude_frozen_parameters and name in frozen)}
 
     # ------------------------------------------------------------------ within
     @property

@@ -3,15 +3,21 @@
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from ..checkpoint.pieces import ParameterPiece
 from ..checkpoint.safetensors_folder import TensorEntry, write_folder
 from ..checkpoint.tensor_stream import TensorStream
 from ..errors import ConfigError
 from ..mpu.collectives import broadcast_
+from ..mpu.param_spec import ParamSpec
+from ..training.together import together
+from .experts import global_names
+from .passports import NOT_DRAWN, saved_buffers
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -38,10 +44,15 @@ def gathered_parameters(engine: "Engine", parameters: Iterable[nn.Parameter] | n
 
 @torch.no_grad()
 def _keep(engine: "Engine", parameters: list[nn.Parameter], source: int) -> None:
-    """What rank `source` wrote into parameters is their value from now on, in the masters too."""
-    values = {}
+    """What rank `source` wrote into parameters is their value from now on, in the masters too.
+
+    Experts: of those that `source` holds. Others are taken from the first of their ranks.
+    """
+    values, world = {}, engine.world
     for p in parameters:
-        broadcast_(p.detach(), engine.world.data, source)
+        group = world.expert if p.spec.expert and world.expert else world.data
+        writer = world.data.ranks[source]
+        broadcast_(p.detach(), group, group.ranks.index(writer) if writer in group.ranks else 0)
         values[p.spec.name] = p.detach().view(-1)
     engine.optimizer.before_change()
     for piece in engine.optimizer.pieces():
@@ -60,14 +71,36 @@ def full_state_dict(engine: "Engine", dtype: torch.dtype | None) -> dict[str, to
     whole = {entry.name: tensor for entry, tensor in zip(stream.entries, stream) if tensor is not None}
     if engine.world.rank:
         return {}
-    return {name: whole[value.spec.name] if isinstance(value, nn.Parameter) else _on_host(value)
-            for name, value in engine.module.state_dict(keep_vars=True).items()}
+    names, state = global_names(engine.module, engine.world), {}
+    for name, value in engine.module.state_dict(keep_vars=True).items():
+        held = value.spec.name if isinstance(value, nn.Parameter) else names.get(name, name)
+        state[names.get(name, name)] = whole[held] if held in whole else _on_host(value)
+    here = {p.spec.name for p in engine.module.parameters()}
+    return state | {name: tensor for name, tensor in whole.items() if name not in here}      # experts of other ranks
+
+
+def save_16bit_model(engine: "Engine", directory: str | os.PathLike, filename: str, exclude_frozen: bool) -> bool:
+    """See `Engine.save_16bit_model`."""
+    state = full_state_dict(engine, None)
+    frozen = {name for name, p in engine.module.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    kept = {name: value for name, value in state.items() if not (exclude_frozen and name in frozen)}
+    path = Path(directory) / filename
+
+    def write() -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        writing = path.with_name(f".{path.name}.writing")
+        torch.save(kept, writing)
+        os.replace(writing, path)
+
+    together(engine.world.world, write, only=0)
+    return True
 
 
 def save_safetensors(engine: "Engine", directory: str | os.PathLike, max_shard_bytes: int, dtype: torch.dtype | None) -> None:
     """See `Engine.save_safetensors`."""
+    of_experts = global_names(engine.module, engine.world)
     buffers = {name: value for name, value in engine.module.state_dict(keep_vars=True).items()
-               if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)}
+               if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and name not in of_experts}
     entries = [TensorEntry(name, tuple(value.shape), value.dtype) for name, value in buffers.items()]
     stream = _stream(engine, dtype)
 
@@ -80,10 +113,17 @@ def save_safetensors(engine: "Engine", directory: str | os.PathLike, max_shard_b
 
 
 def _stream(engine: "Engine", dtype: torch.dtype | None) -> TensorStream:
+    """Of all parameters, and of the buffers of experts, which rank 0 has only some of."""
     dtypes = {p.spec.name: dtype or p.dtype for p in engine.module.parameters()}
     world = engine.world
     order = {p.spec.name: i for i, p in enumerate(engine.module.parameters())}
     pieces = sorted((p for p in engine.optimizer.pieces() if p.kind == "weight"), key=lambda p: order[p.spec.name])
+    of_experts = set(global_names(engine.module, world).values())
+    for name, buffer in saved_buffers(engine.module, world).items():
+        if name in of_experts:
+            dtypes[name] = buffer.dtype
+            pieces.append(ParameterPiece(ParamSpec(name, tuple(buffer.shape), NOT_DRAWN), buffer.detach().view(-1),
+                                         replica=world.expert.rank))
     return TensorStream(pieces, tp=world.model, world=world.world, device=world.device, dtype_of=dtypes.__getitem__)
 
 

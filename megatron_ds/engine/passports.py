@@ -2,24 +2,30 @@
 
 The name is that of `named_parameters`; a parameter that stands in several places bears the first of its names. Tensor-parallel
 layers in the manner of Megatron mark a parameter with `tensor_model_parallel` (or `model_parallel`), `partition_dim` and
-`partition_stride`; others are whole on every model-parallel rank. A parameter that has a `.spec` already keeps it.
+`partition_stride`; others are whole on every model-parallel rank. `sequence_parallel` means that the gradient is a partial sum
+over the model-parallel ranks. Experts are marked too (experts.py). A parameter that has a `.spec` already keeps it.
 """
 
-from collections.abc import Callable
+import hashlib
+import logging
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
 
 from ..errors import ConfigError
-from ..mpu.collectives import broadcast_
+from ..mpu.collectives import all_gather_object, broadcast_
+from ..mpu.customer import DataParallelWorld
 from ..mpu.group import Group
 from ..mpu.param_spec import Init, ParamSpec
+from .experts import check_experts, global_names, is_expert
 
 Decays = Callable[[str, nn.Parameter], bool]
 DrawByName = Callable[[str, int, torch.Tensor], None]
 """draw(name, start, out): fill flat `out` with elements [start, start + len(out)) of what the module calls `name`."""
 
 NOT_DRAWN = Init("zeros")       # the values come with the module
+logger = logging.getLogger(__name__)
 
 
 def prepare(module: nn.Module, dtype: torch.dtype, device: torch.device, draw: DrawByName | None) -> None:
@@ -54,43 +60,116 @@ def prepare(module: nn.Module, dtype: torch.dtype, device: torch.device, draw: D
             p.data = p.data.to(device)
 
 
-def write_passports(module: nn.Module, model: Group, decays: Decays | None) -> None:
-    """Set `.spec` of every parameter that has none. decays: whether weight decay applies; None: to all, as in DeepSpeed."""
+def write_passports(module: nn.Module, world: DataParallelWorld, decays: Decays | None) -> None:
+    """Set `.spec` of every parameter that has none. decays: whether weight decay applies; None: to all, as in DeepSpeed.
+
+    Raises ConfigError where experts are marked and their ranks are not known.
+    """
+    check_experts(module, world)
+    names = global_names(module, world)
     for name, p in module.named_parameters():
         if not hasattr(p, "spec"):
-            p.spec = _passport(name, p, model.size, decays is None or bool(decays(name, p)))
+            p.spec = _passport(names.get(name, name), p, world.model.size, decays is None or bool(decays(name, p)))
 
 
 @torch.no_grad()
-def agree(module: nn.Module, data: Group) -> None:
-    """All data-parallel ranks take the values of the first: modules are often made with different seeds. Collective."""
-    for tensor in (*module.parameters(), *module.buffers()):
+def agree(module: nn.Module, world: DataParallelWorld) -> None:
+    """All data-parallel ranks take the values of the first: modules are often made with different seeds. Collective.
+
+    Experts are taken from the first rank that holds the same ones. Raises ConfigError where ranks hold different parameters.
+    """
+    _check_same_parameters(module, world)
+    changed, kept = [], 0
+    for name, tensor, group in _values(module, world):
+        before = tensor.detach().clone()
+        whole = tensor.detach().contiguous()
+        broadcast_(whole, group)
+        if whole.data_ptr() != tensor.data_ptr():
+            tensor.copy_(whole)
+        if not isinstance(tensor, nn.Parameter):
+            continue
+        if not torch.equal(before, whole):
+            changed.append(name)
+        elif whole.numel() > 1 and (whole != whole.view(-1)[0]).any():      # not constant: drawn from the same seed
+            kept += 1
+    _report_changes(changed, kept, world.data)
+
+
+def _values(module: nn.Module, world: DataParallelWorld) -> Iterator[tuple[str, torch.Tensor, Group]]:
+    """Parameters and buffers that are not on the meta device, with the ranks that shall have the same values."""
+    of_experts = global_names(module, world)
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if not tensor.is_meta:
-            whole = tensor.detach().contiguous()
-            broadcast_(whole, data)
-            if whole.data_ptr() != tensor.data_ptr():
-                tensor.copy_(whole)
+            yield name, tensor, world.expert if name in of_experts else world.data
 
 
-def saved_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers that belong into a state_dict, by the first of their names."""
+def _check_same_parameters(module: nn.Module, world: DataParallelWorld) -> None:
+    """Raises ConfigError on all data-parallel ranks where two hold parameters of other names, shapes or marks."""
+    here: dict[bool, dict[str, tuple]] = {False: {}, True: {}}
+    for name, p in module.named_parameters():
+        here[is_expert(p) and world.expert is not None][name] = (tuple(p.shape), p.requires_grad)
+    digest = lambda found: hashlib.sha256(repr(found).encode()).hexdigest()
+    digests = all_gather_object((world.expert_part, digest(here[False]), digest(here[True])), world.data)
+    if len({dense for _, dense, _ in digests}) == 1 and len({(part, experts) for part, _, experts in digests}) == len(
+            {part for part, _, _ in digests}):
+        return
+    all_of = all_gather_object({name: (fact, expert, world.expert_part if expert else 0)
+                                for expert, found in here.items() for name, fact in found.items()}, world.data)
+    for rank, theirs in zip(world.data.ranks[1:], all_of[1:]):
+        for name in {**all_of[0], **theirs}:
+            one, other = all_of[0].get(name), theirs.get(name)
+            alike = one == other or None not in (one, other) and one[1] and other[1] and one[2] != other[2]
+            if not alike:
+                raise ConfigError(
+                    f"data-parallel ranks hold different modules: {name} is {_shown(one)} on rank {world.data.ranks[0]} and "
+                    f"{_shown(other)} on rank {rank}. Their gradients cannot be summed. Make the same module on every rank; "
+                    "mark the parameters of experts that only some ranks hold with p.allreduce = False; list the ranks of "
+                    "tensor parallelism in the mpu's model-parallel group.")
+    raise ConfigError("data-parallel ranks hold the same parameters in different orders, or ranks of one expert-data group "
+                      "hold different experts. Make the same module on every rank.")
+
+
+def _shown(fact: tuple | None) -> str:
+    if fact is None:
+        return "missing"
+    (shape, trained), expert, _ = fact
+    return f"{'an expert ' if expert else ''}of shape {list(shape)}{'' if trained else ', frozen'}"
+
+
+def _report_changes(changed: list[str], kept: int, data: Group) -> None:
+    """Some drawn values equal and others not: the seed was the same, so the difference may be meant. Collective."""
+    found = all_gather_object((changed[:1], len(changed), kept), data)
+    first = next((names[0] for names, _, _ in found if names), None)
+    if data.rank == 0 and first and any(kept for _, count, kept in found if count):
+        logger.warning("%d parameters, first %s, differ between data-parallel ranks although others are equal: every rank now "
+                       "has the values of the first. If each rank shall keep its own (experts), mark them with "
+                       "p.allreduce = False", max(count for _, count, _ in found), first)
+
+
+def saved_buffers(module: nn.Module, world: DataParallelWorld) -> dict[str, torch.Tensor]:
+    """The buffers that belong into a state_dict, by their global names (the first of several)."""
     found: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
+    names = global_names(module, world)
     for prefix, owner in module.named_modules():
         for name, buffer in owner._buffers.items():
             if buffer is not None and name not in owner._non_persistent_buffers_set and id(buffer) not in seen:
                 seen.add(id(buffer))
-                found[f"{prefix}.{name}" if prefix else name] = buffer
+                local = f"{prefix}.{name}" if prefix else name
+                found[names.get(local, local)] = buffer
     return found
 
 
 def _passport(name: str, p: nn.Parameter, size: int, decay: bool) -> ParamSpec:
     is_split = getattr(p, "tensor_model_parallel", False) or getattr(p, "model_parallel", False)
+    expert = is_expert(p)
     if not is_split or size == 1:
-        return ParamSpec(name, tuple(p.shape), NOT_DRAWN, decay=decay)
+        partial = size > 1 and bool(getattr(p, "sequence_parallel", False))
+        return ParamSpec(name, tuple(p.shape), NOT_DRAWN, expert=expert, partial_grad=partial, decay=decay)
     dim = getattr(p, "partition_dim", 0)
     shape = tuple(n * size if d == dim else n for d, n in enumerate(p.shape))
-    return ParamSpec(name, shape, NOT_DRAWN, split_dim=dim, parts=getattr(p, "partition_stride", 1), decay=decay)
+    return ParamSpec(name, shape, NOT_DRAWN, split_dim=dim, parts=getattr(p, "partition_stride", 1), expert=expert,
+                     decay=decay)
 
 
 def _materialize(module: nn.Module, name: str, buffer: torch.Tensor, device: torch.device, draw: DrawByName) -> None:

@@ -19,6 +19,7 @@ from ..checkpoint.save import save
 from ..errors import CheckpointError, ConfigError
 from ..mpu.param_spec import ParamSpec
 from ..training.together import together
+from .experts import global_names
 from .loop_state import load_loop_state, loop_state
 from .passports import NOT_DRAWN, saved_buffers
 
@@ -35,7 +36,7 @@ def save_checkpoint(engine: "Engine", directory: str | os.PathLike, tag: str | N
         raise ConfigError("a checkpoint holds no gradients, and this step has some that would be lost. Save at a boundary of "
                           "accumulation, right after engine.step().")
     folder, tagged = _folder(directory, tag), tag is not None
-    buffers = _buffers(engine) if engine.world.rank == 0 else []
+    buffers = [buffer for buffer in _buffers(engine) if buffer.replica == 0]
     run = {"version": __version__, "engine": _description(engine), "progress": engine.progress.to_dict(),
            "optimizer": engine.optimizer.extra_state(), "loop": loop_state(engine), "client_state": dict(client_state)}
     path = save(folder, engine.global_steps, [*engine.optimizer.pieces(), *buffers], tp=engine.world.model,
@@ -82,8 +83,10 @@ def load_checkpoint(engine: "Engine", directory: str | os.PathLike, tag: str | N
 
 
 def _description(engine: "Engine") -> dict[str, Any]:
-    specs = [p.spec for p in engine.module.parameters()]
-    return {"parameters": len(specs), "elements": sum(spec.numel for spec in specs),
+    specs, world = [p.spec for p in engine.module.parameters()], engine.world
+    parts = world.data.size // world.expert.size if world.expert else 1
+    times = [parts if spec.expert else 1 for spec in specs]
+    return {"parameters": sum(times), "elements": sum(spec.numel * n for spec, n in zip(specs, times)),
             "optimizer": engine.optimizer.inner.kind}
 
 
@@ -120,5 +123,10 @@ def _tags(directory: Path) -> list[str]:
 
 
 def _buffers(engine: "Engine") -> list[ParameterPiece]:
-    return [ParameterPiece(ParamSpec(name, tuple(buffer.shape), NOT_DRAWN), buffer.detach().view(-1), BUFFER)
-            for name, buffer in saved_buffers(engine.module).items()]
+    """Ranks of one copy of the model have equal buffers: `save` chooses one of them."""
+    world = engine.world
+    named = set(global_names(engine.module, world).values())
+    replica = lambda name: (world.expert if name in named else world.data).rank
+    return [ParameterPiece(ParamSpec(name, tuple(buffer.shape), NOT_DRAWN), buffer.detach().view(-1), BUFFER,
+                           replica=replica(name))
+            for name, buffer in saved_buffers(engine.module, world).items()]

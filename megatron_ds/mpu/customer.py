@@ -5,6 +5,9 @@ Three ways to say who the ranks are:
     nothing    torch.distributed as it was started, else the launcher's environment; all ranks are data-parallel
     a Mesh     or `megatron_ds.mpu` itself after `initialize_model_parallel`
     an `mpu`   any object with the six functions that DeepSpeed asks of one; its process groups are used as they are
+
+Expert parallelism: a Mesh with `ep`, or a seventh function of the `mpu`, Megatron-core's `get_expert_data_parallel_group`:
+the data-parallel ranks that hold the same experts as this one.
 """
 
 import atexit
@@ -22,13 +25,16 @@ from .mesh import Mesh
 from .state import get_mesh, initialize_model_parallel, model_parallel_is_initialized
 
 SIX = tuple(f"get_{kind}_parallel_{what}" for kind in ("model", "data") for what in ("rank", "group", "world_size"))
+SEVENTH = "get_expert_data_parallel_group"
 
 
 @dataclass(frozen=True)
 class DataParallelWorld:
     """data: ranks that see different samples of one model part. model: those that hold one copy of the model together.
 
-    mesh: whose groups these are, None where they were borrowed
+    mesh         whose groups these are, None where they were borrowed
+    expert       of the data ranks, those that hold the same experts as this one; None where no expert parallelism was given
+    expert_part  which part of the experts these hold, of data.size / expert.size: parts are numbered by their first data rank
     """
 
     data: Group
@@ -36,6 +42,8 @@ class DataParallelWorld:
     world: Group
     device: torch.device
     mesh: Mesh | None = None
+    expert: Group | None = None
+    expert_part: int = 0
 
     def split_data(self, size: int) -> tuple[Group, Group]:
         """(inner, outer), as `Mesh.split_data`. Collective over all ranks."""
@@ -93,7 +101,9 @@ def _mesh_of_all_ranks() -> Mesh:
 
 def _of_mesh(mesh: Mesh) -> DataParallelWorld:
     _check_stages(mesh.size("pp"))
-    return DataParallelWorld(mesh.group("dp", "cp"), mesh.group("tp"), mesh.group("world"), mesh.device, mesh)
+    expert = mesh.group("edp") if mesh.size("ep") > 1 else None
+    return DataParallelWorld(mesh.group("dp", "cp"), mesh.group("tp"), mesh.group("world"), mesh.device, mesh, expert,
+                             mesh.coordinate("ep"))
 
 
 def _of_six(mpu: Any) -> DataParallelWorld:
@@ -105,7 +115,37 @@ def _of_six(mpu: Any) -> DataParallelWorld:
     data = _borrow("dp-cp", mpu.get_data_parallel_group(), mpu.get_data_parallel_world_size())
     model = _borrow("tp", mpu.get_model_parallel_group(), mpu.get_model_parallel_world_size())
     size = data.size * model.size
-    return DataParallelWorld(data, model, _borrow("tp-cp-dp-pp", None, size), _device())
+    world = _borrow("tp-cp-dp-pp", None, size)
+    return DataParallelWorld(data, model, world, _device(), None, *_experts_of(mpu, data, world))
+
+
+def _experts_of(mpu: Any, data: Group, world: Group) -> tuple[Group | None, int]:
+    """(expert, expert_part) of a `DataParallelWorld`. Collective over the world where the mpu has the function.
+
+    Raises ConfigError, on all ranks, unless the groups are parts of the data group, of equal size and without overlap.
+    """
+    if not callable(getattr(mpu, SEVENTH, None)):
+        return None, 0
+    import torch.distributed as dist
+
+    process_group = getattr(mpu, SEVENTH)()
+    expert = _borrow("edp", process_group, dist.get_world_size(process_group) if dist.is_initialized() else 1)
+    given = all_gather_object((data.ranks, expert.ranks), world)
+    parts = {ranks: sorted({theirs for of, theirs in given if of == ranks}) for ranks, _ in given}
+    for ranks, found in parts.items():
+        if sorted(rank for part in found for rank in part) != sorted(ranks) or len({len(part) for part in found}) > 1:
+            shown = ", ".join(str(list(part)) for part in found)
+            raise ConfigError(f"{SEVENTH}() of the mpu gives the groups {shown} to the data-parallel ranks {list(ranks)}: "
+                              "each of these ranks must be in exactly one group, and all groups must have one size. Make the "
+                              "groups from the data-parallel group.")
+    return expert, parts[data.ranks].index(expert.ranks)
+
+
+def group_of(process_group: Any) -> Group:
+    """A data-parallel Group over torch's process group."""
+    import torch.distributed as dist
+
+    return _borrow("dp-cp", process_group, dist.get_world_size(process_group))
 
 
 def _borrow(axes: str, process_group: Any, size: int) -> Group:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from ..compiled import load_compiled
+from ..errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -102,3 +103,30 @@ def _checked(r: AdamRow) -> tuple[int, ...]:
         return 8, 8, 8, 8, 0, 0, 0, r.step       # any address: nothing is read
     return (*(t.data_ptr() for t in tensors), low[0].data_ptr() if low else 0, LOW_KINDS[low[0].dtype] if low else 0,
             r.p.numel(), r.step)
+
+
+class FusedAdam(torch.optim.Adam):
+    """torch's Adam under the name and with the arguments that programs for DeepSpeed give; an engine runs it on its shards.
+
+    adam_w_mode: weight decay is decoupled (AdamW). set_grad_none has no effect. Raises ConfigError for bias_correction=False.
+    """
+
+    def __init__(self, params: Any, lr: float = 1e-3, bias_correction: bool = True,
+                 betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, adam_w_mode: bool = True,
+                 weight_decay: float = 0.0, amsgrad: bool = False, set_grad_none: bool = True):
+        if not bias_correction:
+            raise ConfigError(f"{type(self).__name__}(bias_correction=False) is not supported: torch's Adam corrects its "
+                              "moments. Leave the argument out, or lower the learning rate of the first steps.")
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, decoupled_weight_decay=adam_w_mode)
+
+
+class DeepSpeedCPUAdam(FusedAdam):
+    """As `FusedAdam`, with the arguments of DeepSpeed's CPU Adam; where its state lies is said by "offload_optimizer"."""
+
+    def __init__(self, model_params: Any, lr: float = 1e-3, bias_correction: bool = True,
+                 betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0,
+                 amsgrad: bool = False, adamw_mode: bool = True, fp32_optimizer_states: bool = True):
+        if not fp32_optimizer_states:
+            raise ConfigError("DeepSpeedCPUAdam(fp32_optimizer_states=False) is not supported: states are fp32. Leave the "
+                              "argument out.")
+        super().__init__(model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad)

@@ -81,6 +81,8 @@ class SetMaker:
     tp: Group
     device: torch.device
     draw: Draw | None
+    # Not of experts: one without tokens gets no gradient. Ranks would start its reduction at different times, and a rank that
+    # waits for it would not come to the all-to-all that another rank waits for.
     overlap_whole: bool             # whole gradients are reduced as soon as their contributions have come
     overlap_shards: bool            # and gradients of which shards are kept
     pool: BufferPool
@@ -119,8 +121,8 @@ class SetMaker:
         common = dict(ranks=ranks, tp=self.tp, communication=self.communication)
         if plan.policy.gradient is None:
             return GradBuckets(holders, plan.layout, sharded=plan.policy.optimizer is not None,
-                               overlap=self.overlap_whole, dtype=self.pool.dtype, **common)
-        return GradShards(holders, plan.layout, pool=self.pool, overlap=self.overlap_shards, **common)
+                               overlap=self.overlap_whole and not plan.expert, dtype=self.pool.dtype, **common)
+        return GradShards(holders, plan.layout, pool=self.pool, overlap=self.overlap_shards and not plan.expert, **common)
 
     def _resident(self, store, buckets, specs: Sequence[ParamSpec],
                   pieces: Sequence[SlotPiece]) -> tuple[torch.Tensor | None, list[Leaf]]:

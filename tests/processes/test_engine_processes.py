@@ -7,8 +7,13 @@ import torch
 from safetensors.torch import load_file
 
 import megatron_ds
+from megatron_ds.errors import ConfigError
+from megatron_ds.mpu.transport import TorchTransport
 from tests.harness.engine_runs import config_of, loss_of, make, on_ranks, train, weights
+from tests.harness.plain_training import train_plainly
 from tests.harness.processes import run_processes
+from tests.threads import test_engine_experts as experts
+from tests.threads.test_engine import Split
 
 
 def norms_of_a_hierarchy(rank, world):
@@ -42,6 +47,39 @@ def mpu_of(kind, rank, world):
         get_model_parallel_rank=lambda: 0, get_model_parallel_world_size=lambda: 1, get_model_parallel_group=lambda: alone,
         get_data_parallel_rank=lambda: rank, get_data_parallel_world_size=lambda: 2,
         get_data_parallel_group=lambda: dist.group.WORLD)
+
+
+def train_over_groups_of_torch(rank, world):
+    """Norms of an expert-parallel module and of a tensor-parallel one, over an mpu of torch's process groups."""
+    from torch import distributed as dist
+
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    made = {stride: [dist.new_group(list(ranks)) for ranks in lists]
+            for stride, lists in ((1, ((0, 1), (2, 3))), (2, ((0, 2), (1, 3))))}
+    near, far = made[1][rank // 2], made[2][rank % 2]
+    mpu = lambda model, data, **more: SimpleNamespace(
+        get_model_parallel_rank=lambda: dist.get_rank(model), get_model_parallel_world_size=lambda: dist.get_world_size(model),
+        get_model_parallel_group=lambda: model, get_data_parallel_rank=lambda: dist.get_rank(data),
+        get_data_parallel_world_size=lambda: dist.get_world_size(data), get_data_parallel_group=lambda: data, **more)
+    group = SimpleNamespace(size=2, rank=rank % 2, transport=TorchTransport(near))
+    with_experts = mpu(alone, dist.group.WORLD, get_expert_data_parallel_group=lambda: far)
+    engine = megatron_ds.initialize(model=experts.Experts(group), config=experts.config(2), mpu=with_experts).engine
+    norms = experts.train(engine, rank)
+    split = megatron_ds.initialize(model=Split(rank % 2), config=config_of(1, 2), mpu=mpu(near, far)).engine
+    split.backward(split(torch.arange(24.0).view(6, 4).chunk(2)[rank // 2] / 24))
+    split.step()
+    wrong = mpu(alone, dist.group.WORLD, get_expert_data_parallel_group=lambda: far if rank else alone)
+    with pytest.raises(ConfigError, match="each of these ranks must be in exactly one group"):
+        megatron_ds.initialize(model=experts.Experts(group), config=experts.config(2), mpu=wrong)
+    return norms, split.get_global_grad_norm()
+
+
+def test_gradients_are_reduced_over_the_groups_of_an_mpu():
+    norms, _ = experts.one_process()
+    halves = [list((torch.arange(24.0).view(6, 4) / 24).chunk(2))]
+    [split] = train_plainly(Split(), lambda module, x: module(x), halves, lr=0.01)
+    for found, found_split in run_processes(4, train_over_groups_of_torch):
+        assert found == pytest.approx(norms, rel=1e-5) and found_split == pytest.approx(split, rel=1e-5)
 
 
 @pytest.mark.parametrize("stage, kind", [(1, "six functions"), (3, "nothing"), (3, "six functions")])

@@ -241,3 +241,40 @@ def test_megatrons_marks_on_split_parameters_are_understood(stage):
     assert [len(state) for _, state in results] == [2, 0, 0, 0]
     for name, value in plain.state_dict().items():
         torch.testing.assert_close(results[0][1][name], value, rtol=1e-5, atol=1e-6)
+
+
+class Sliced(nn.Module):
+    """Two tensor-parallel ranks use `scale` on a half of x each, as under sequence parallelism; `offset` is a buffer."""
+
+    def __init__(self, part=None):
+        super().__init__()
+        self.scale, self.part = nn.Parameter(torch.linspace(-1, 1, 4)), part
+        self.scale.sequence_parallel = True
+        for name in "abcd":
+            self.register_buffer(name, torch.full((3,), 0.5))
+
+    def forward(self, x):
+        halves = x.chunk(2, dim=1)
+        of = lambda half: (half * self.scale + self.a.sum()).square().sum((1, 2)).mean()
+        return of(halves[0]) + of(halves[1]) if self.part is None else of(halves[self.part])
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_partial_gradients_under_megatrons_mark_are_summed_and_all_buffers_saved(stage, tmp_path):
+    x = torch.randn(SAMPLES, 8, generator=torch.Generator().manual_seed(2)).view(SAMPLES, 2, 4)
+
+    def main(rank, world):
+        mesh = Mesh(Grid(tp=2, dp=2), rank, world.connect)
+        engine = megatron_ds.initialize(model=Sliced(mesh.coordinate("tp")), config=config_of(stage, 2), mpu=mesh).engine
+        engine.backward(engine(x.chunk(2)[mesh.coordinate("dp")]))
+        engine.step()
+        engine.save_checkpoint(tmp_path)
+        engine.module.d.zero_()
+        engine.load_checkpoint(tmp_path)
+        return engine.get_global_grad_norm(), weights(engine)["scale"], engine.module.d.clone()
+
+    plain = Sliced()
+    [norm] = train_plainly(plain, lambda module, x: module(x), [[x]], lr=0.01, eps=EPS, clip=0.5, weight_decay=0.1)
+    for found, scale, buffer in run_ranks(4, main):
+        assert found == pytest.approx(norm, rel=1e-6) and (buffer == 0.5).all()
+        torch.testing.assert_close(scale, plain.scale.detach(), rtol=1e-5, atol=1e-6)

@@ -1,0 +1,160 @@
+"""`deepspeed.comm`: torch.distributed's functions under the names that programs for DeepSpeed call.
+
+    import megatron_ds.comm as dist
+    dist.init_distributed()
+    if dist.get_rank() == 0: ...
+    dist.barrier()
+
+A program of one process needs no process group and no launcher: it is rank 0 of 1, and collectives leave tensors as they are.
+All names of torch.distributed that are not defined here are torch's own.
+"""
+
+import atexit
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .errors import ConfigError, NotInitializedError
+from .mpu import launch as launching
+
+BACKENDS = {None: None, "gloo": "cpu", "nccl": "cuda", "cpu:gloo,cuda:nccl": None}      # what each needs
+
+
+def init_distributed(dist_backend: str | None = None, auto_mpi_discovery: bool = True, distributed_port: int = 29500,
+                     verbose: bool = True, timeout: timedelta = launching.DEFAULT_TIMEOUT, init_method: str | None = None,
+                     dist_init_required: bool | None = None, config: Any = None, rank: int = -1,
+                     world_size: int = -1) -> None:
+    """Make the process group, unless there is one. Collective over all ranks.
+
+    The launcher's environment says which rank this is (torchrun, Slurm, Open MPI); `initialize` does the same by itself.
+
+    dist_backend  None: tensors on CPUs travel by gloo, those on CUDA by nccl. "nccl" is refused without a GPU
+    timeout       of a collective
+    rank, world_size  where there is no launcher; the addresses are MASTER_ADDR and MASTER_PORT
+    init_method   None or "env://"
+    dist_init_required  False: it is an error if there is none yet
+    auto_mpi_discovery, verbose, config  have no effect
+    """
+    if dist.is_initialized():
+        return
+    if dist_init_required is False:
+        raise ConfigError("dist_init_required=False, but there is no process group yet. Make it before with "
+                          "torch.distributed.init_process_group, or leave the argument out.")
+    if dist_backend not in BACKENDS:
+        raise ConfigError(f"dist_backend={dist_backend!r} is not supported. Leave it out: gloo and nccl are chosen by where a "
+                          "tensor is.")
+    if BACKENDS[dist_backend] == "cuda" and not torch.cuda.is_available():
+        raise ConfigError('dist_backend="nccl" needs GPUs, and torch finds none here. Leave it out.')
+    if init_method not in (None, "env://"):
+        raise ConfigError(f"init_method={init_method!r}: ranks find each other by MASTER_ADDR and MASTER_PORT. Set these, or "
+                          "start the program with torchrun.")
+    for name, value in (("RANK", rank), ("WORLD_SIZE", world_size)):
+        if value >= 0:
+            os.environ.setdefault(name, str(value))
+    os.environ.setdefault("MASTER_PORT", str(distributed_port))
+    launching.start(launching.read_launch(), timeout)
+    atexit.register(launching.stop)
+
+
+def is_initialized() -> bool:
+    """Whether there is a process group, or none is needed: a program of one process, after `init_distributed` or not."""
+    return dist.is_initialized() or _is_alone()
+
+
+def is_available() -> bool:
+    return dist.is_available()
+
+
+def get_rank(group: Any = None) -> int:
+    return dist.get_rank(group) if _meets() else 0
+
+
+def get_world_size(group: Any = None) -> int:
+    return dist.get_world_size(group) if _meets() else 1
+
+
+def get_local_rank() -> int:
+    """The number of this process on its machine."""
+    return launching.read_launch().local_rank
+
+
+def get_world_group() -> Any:
+    """None in a program of one process."""
+    return dist.group.WORLD if _meets() else None
+
+
+def barrier(group: Any = None, **options: Any) -> Any:
+    return dist.barrier(group, **options) if _meets() else None
+
+
+def all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+    return dist.all_reduce(tensor, op, group, async_op) if _meets() else _done(async_op)
+
+
+def broadcast(tensor: torch.Tensor, src: int, group: Any = None, async_op: bool = False) -> Any:
+    return dist.broadcast(tensor, src, group, async_op) if _meets() else _done(async_op)
+
+
+def reduce(tensor: torch.Tensor, dst: int, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+    return dist.reduce(tensor, dst, op, group, async_op) if _meets() else _done(async_op)
+
+
+def all_gather(tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
+    if _meets():
+        return dist.all_gather(tensor_list, tensor, group, async_op)
+    tensor_list[0].copy_(tensor)
+    return _done(async_op)
+
+
+def all_gather_object(object_list: list, obj: Any, group: Any = None) -> None:
+    """Of trusted peers only: objects travel as pickles."""
+    if _meets():
+        return dist.all_gather_object(object_list, obj, group)
+    object_list[0] = obj
+
+
+def broadcast_object_list(object_list: list, src: int, group: Any = None, device: Any = None) -> None:
+    """Of a trusted peer only: objects travel as pickles."""
+    if _meets():
+        dist.broadcast_object_list(object_list, src, group, device)
+
+
+def destroy_process_group(group: Any = None) -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group(group)
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("_") or not hasattr(dist, name):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}, and torch.distributed has none either")
+    return getattr(dist, name)
+
+
+def _is_alone() -> bool:
+    return launching.read_launch().world_size == 1
+
+
+def _meets() -> bool:
+    """Whether there are other ranks. Raises NotInitializedError where they are not joined yet."""
+    if dist.is_initialized():
+        return True
+    if not _is_alone():
+        raise NotInitializedError("there is no process group yet: call megatron_ds.init_distributed() or initialize() first.")
+    return False
+
+
+class _Done:
+    """A collective that is over."""
+
+    def wait(self, *_: Any) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def _done(async_op: bool) -> _Done | None:
+    return _Done() if async_op else None

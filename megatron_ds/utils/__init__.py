@@ -1,0 +1,22 @@
+"""`deepspeed.utils`: what programs for DeepSpeed take from there. Nothing in this package uses it."""
+
+import logging
+from collections.abc import Sequence
+
+from ..comm import get_rank
+from ..engine import RepeatingLoader
+
+__all__ = ["RepeatingLoader", "log_dist", "logger"]
+
+logger = logging.getLogger("megatron_ds")
+
+
+def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+    """Log on these ranks; None or -1 among them: on all."""
+    rank = get_rank()
+    if ranks is None or -1 in ranks or rank in ranks:
+        logger.log(level, "[Rank %d] %s", rank, message)
+
+
+def print_rank_0(message: str) -> None:
+    log_dist(message, [0])

@@ -1,0 +1,218 @@
+"""What programs for DeepSpeed call beside `initialize`: exports of weights, comm, recomputation, names of optimizers."""
+
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import megatron_ds
+from megatron_ds.errors import CheckpointError, ConfigError, NotInitializedError
+from megatron_ds.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from megatron_ds.utils.zero_to_fp32 import (
+    convert_zero_checkpoint_to_fp32_state_dict,
+    get_fp32_state_dict_from_zero_checkpoint,
+    load_state_dict_from_zero_checkpoint,
+)
+from tests.harness.engine_runs import Odd, Stack, config_of, make, on_ranks, train
+from tools import zero_to_fp32
+
+BF16 = {"bf16": {"enabled": True}}
+
+
+# ---------------------------------------------------------------------------------------------------- exports
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_16_bit_model_is_one_file_for_torch(stage, tmp_path):
+    def main(engine, rank):
+        train(engine, rank, 1)
+        written = engine.save_16bit_model(tmp_path / "all"), engine.save_16bit_model(tmp_path, "trained.bin", True)
+        return written, engine.full_state_dict(), engine._zero3_consolidated_16bit_state_dict()
+
+    (first, state, consolidated), (second, _, other) = on_ranks(2, main, make, config_of(stage, 2, **BF16))
+    assert first == second == (True, True) and other is None
+    found = torch.load(tmp_path / "all" / "pytorch_model.bin", weights_only=True)
+    trained = torch.load(tmp_path / "trained.bin", weights_only=True)
+    assert found.keys() == consolidated.keys() == state.keys() == make().state_dict().keys()
+    assert found.keys() - trained.keys() == {"frozen.weight", "frozen.bias"}
+    for name, value in state.items():
+        assert value.dtype == (torch.bfloat16 if value.is_floating_point() else value.dtype)
+        assert torch.equal(found[name], value) and torch.equal(consolidated[name], value), name
+
+
+@pytest.mark.parametrize("tag", [None, "best"])
+def test_fp32_weights_are_taken_out_of_a_checkpoint(tag, tmp_path, capsys):
+    saved = tmp_path / "saved"
+
+    def main(engine, rank):
+        train(engine, rank, 1)
+        engine.save_checkpoint(saved, tag)
+        return engine.full_state_dict(torch.float32)
+
+    state = on_ranks(2, main, make, config_of(3, 2, **BF16))[0]
+    buffers = dict(make().named_buffers())
+    expected = {name: value for name, value in state.items() if name not in buffers}
+    assert all(value.dtype == torch.float32 for value in expected.values())
+
+    def check(found):
+        assert found.keys() == state.keys()
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+    check(get_fp32_state_dict_from_zero_checkpoint(saved))
+    check(get_fp32_state_dict_from_zero_checkpoint(saved, tag, lazy_mode=True))
+    loaded = load_state_dict_from_zero_checkpoint(make(seed=9), saved)
+    assert all(torch.equal(loaded.state_dict()[name], value) for name, value in expected.items())
+    for arguments, read in (
+            (["pytorch_model.bin"], lambda at: torch.load(at, weights_only=True)),
+            (["folder"], lambda at: torch.load(at / "pytorch_model.bin", weights_only=True)),
+            (["safe", "--safe_serialization"], lambda at: load_file(at / "model.safetensors")),
+            (["parts", "--max_shard_size", "3KB", "--debug"], read_parts)):
+        assert zero_to_fp32.main(zero_to_fp32.parse_arguments([str(saved), str(tmp_path / arguments[0]), *arguments[1:]])) == 0
+        check(read(tmp_path / arguments[0]))
+        assert f"wrote {len(state)} fp32 tensors" in capsys.readouterr().out
+
+
+def read_parts(folder):
+    import json
+
+    index = json.loads((folder / "pytorch_model.bin.index.json").read_text())
+    files = {name: torch.load(folder / name, weights_only=True) for name in set(index["weight_map"].values())}
+    assert len(files) > 2
+    return {name: files[file][name] for name, file in index["weight_map"].items()}
+
+
+def test_what_zero_to_fp32_cannot_do_is_an_error(tmp_path):
+    (tmp_path / "empty").mkdir()
+    for wrong, match in ((dict(tag="../x"), "not the name of a folder"), (dict(max_shard_size="5 apples"), "Write 5GB"),
+                         (dict(exclude_frozen_parameters=True), "save_16bit_model"), ({}, "no checkpoint in")):
+        with pytest.raises((ConfigError, CheckpointError), match=match):
+            if "max_shard_size" in wrong:
+                megatron_ds.utils.zero_to_fp32.bytes_of(wrong["max_shard_size"])
+            convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "empty", tmp_path / "out", **wrong)
+
+
+def test_tied_names_are_filled_when_a_module_is_loaded(tmp_path):
+    def build(seed=1):
+        module = make(Stack, seed)
+        module.head.weight = nn.Parameter(module.head.weight[:, :14].clone())
+        module.embed.weight = module.head.weight
+        return module
+
+    def main(engine, rank):
+        engine.save_checkpoint(tmp_path)
+        return engine.full_state_dict()
+
+    state = on_ranks(2, main, build, config_of(2, 2))[0]
+    loaded = load_state_dict_from_zero_checkpoint(build(2), tmp_path)
+    assert "head.weight" in state and loaded.embed.weight is loaded.head.weight
+    assert all(torch.equal(loaded.state_dict()[name], value) for name, value in state.items())
+
+
+# ---------------------------------------------------------------------------------------------------- optimizers by name
+@pytest.mark.parametrize("kind, options, plain", [
+    (FusedAdam, {}, torch.optim.AdamW), (DeepSpeedCPUAdam, {}, torch.optim.AdamW),
+    (FusedAdam, {"adam_w_mode": False}, torch.optim.Adam), (DeepSpeedCPUAdam, {"adamw_mode": False}, torch.optim.Adam)])
+def test_deepspeeds_adams_are_torchs(kind, options, plain):
+    found = []
+    for make_one in (lambda ps: kind(ps, lr=0.1, weight_decay=0.3, **options), lambda ps: plain(ps, 0.1, weight_decay=0.3)):
+        p = nn.Parameter(torch.linspace(-2, 2, 9))
+        optimizer = make_one([p])
+        for _ in range(3):
+            p.grad = p.detach().cos()
+            optimizer.step()
+        found.append(p.detach())
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_engine_runs_fused_adam_as_torchs_adamw(stage):
+    def of(kind):
+        config = config_of(stage, 2)
+        del config["optimizer"]
+
+        def run(engine, rank):
+            train(engine, rank, 2)
+            return engine.full_state_dict()
+
+        return on_ranks(2, run, lambda: make(Odd), config,
+                        optimizer=lambda ps: kind(ps, lr=0.01, betas=(0.8, 0.9), eps=1e-4, weight_decay=0.2))[0]
+
+    ours, plain = of(FusedAdam), of(torch.optim.AdamW)
+    for name, value in plain.items():
+        assert torch.equal(ours[name], value), name
+
+
+def test_adams_that_torch_has_not_are_refused():
+    for kind, options in ((FusedAdam, {"bias_correction": False}), (DeepSpeedCPUAdam, {"fp32_optimizer_states": False})):
+        with pytest.raises(ConfigError, match="is not supported"):
+            kind([nn.Parameter(torch.ones(1))], **options)
+
+
+# ------------------------------------------------------------------------------------------ recomputation, comm, device
+def test_recomputation_has_the_same_gradients_and_masks():
+    layer, x = make(Stack).blocks[0], torch.randn(4, 14, requires_grad=True)
+    block = lambda y: nn.functional.dropout(layer(y), 0.5)
+    grads = []
+    for run in (block, lambda y: megatron_ds.checkpointing.checkpoint(block, y)):
+        torch.manual_seed(1)
+        grads.append(torch.autograd.grad(run(x).square().sum(), [x, *layer.parameters()]))
+    assert all(torch.equal(a, b) for a, b in zip(*grads))
+    megatron_ds.checkpointing.configure(None, deepspeed_config={"activation_checkpointing": {"cpu_checkpointing": False}})
+    assert megatron_ds.checkpointing.is_configured()
+    with pytest.raises(ConfigError, match="partition_activations is not supported"):
+        megatron_ds.checkpointing.configure(None, partition_activations=True)
+    with pytest.raises(ConfigError, match="checkpoint_in_cpu is not supported"):
+        megatron_ds.checkpointing.configure(None, deepspeed_config={"activation_checkpointing": {"cpu_checkpointing": True}})
+
+
+def test_a_program_of_one_process_needs_no_process_group(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    comm = megatron_ds.comm
+    megatron_ds.init_distributed()
+    x, gathered = torch.arange(3.0), [torch.zeros(3)]
+    comm.all_reduce(x)
+    comm.broadcast(x, 0, async_op=True).wait()
+    comm.all_gather(gathered, x)
+    comm.barrier()
+    assert torch.equal(x, torch.arange(3.0)) and torch.equal(gathered[0], x)
+    assert (comm.get_rank(), comm.get_world_size(), comm.get_local_rank(), comm.is_initialized()) == (0, 1, 0, True)
+    assert comm.ReduceOp.SUM is torch.distributed.ReduceOp.SUM
+    for wrong, match in ((dict(dist_backend="mpi"), "'mpi' is not supported"), (dict(init_method="tcp://x:1"), "MASTER_ADDR"),
+                         (dict(dist_init_required=False), "no process group yet")):
+        with pytest.raises(ConfigError, match=match):
+            megatron_ds.init_distributed(**wrong)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with pytest.raises(NotInitializedError, match="no process group yet"):
+        comm.get_rank()
+
+
+def test_names_of_deepspeed_are_found_where_its_programs_look():
+    from megatron_ds.accelerator import get_accelerator
+    from megatron_ds.utils import RepeatingLoader, log_dist, logger
+
+    assert get_accelerator().device_name(0) in ("cpu", "cuda:0")
+    assert next(RepeatingLoader([5])) == 5 and logger.name == "megatron_ds"
+    log_dist("found", ranks=[0])
+    assert callable(megatron_ds.zero.Init) and callable(megatron_ds.zero.GatheredParameters)
+    with pytest.raises(AttributeError, match="no attribute 'Tiled'"):
+        megatron_ds.zero.Tiled  # noqa: B018
+    assert "deepspeed" not in sys.modules
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_parameters_of_an_engine_are_gathered_under_deepspeeds_name(stage):
+    def main(engine, rank):
+        weight = engine.module.blocks[0].up.weight
+        before = engine.full_state_dict()
+        with megatron_ds.zero.GatheredParameters(weight):
+            seen = weight.detach().clone()
+        with megatron_ds.zero.GatheredParameters([weight], modifier_rank=1), torch.no_grad():
+            weight.add_(rank)
+        return before, seen, engine.full_state_dict()
+
+    [(before, seen, after), (_, other, _)] = on_ranks(2, main, make, config_of(stage, 2))
+    name = "blocks.0.up.weight"
+    assert torch.equal(seen, before[name]) and torch.equal(other, seen) and torch.equal(after[name], seen + 1)
