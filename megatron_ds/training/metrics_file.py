@@ -1,6 +1,6 @@
 """`metrics.jsonl`: the records of a run, one JSON object a line. The file is only ever appended to.
 
-    {"kind": "train", "run": "5f0c…", "start": 1763832150.125, "time": 1763832163.482, "step": 10, "loss": 6.23, …}
+    {"kind": "train", "run": "5f0c…", "start": 1763832150.125031, "time": 1763832163.482114, "step": 10, "loss": 6.23, …}
 
     kind   "train", "validation" or "test"
     run    id of the run, the same after each resume
@@ -103,4 +103,4 @@ def _is_cut(line: bytes) -> bool:
 
 
 def _now() -> float:
-    return round(time.time(), 3)
+    return round(time.time(), 6)

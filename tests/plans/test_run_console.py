@@ -34,7 +34,7 @@ class Terminal:
         self.handler = logging.StreamHandler(self.stream)
         root = logging.getLogger()
         patch.setattr(root, "handlers", [*root.handlers, self.handler])
-        patch.setattr(root, "level", logging.INFO)
+        root.setLevel(logging.INFO)
 
     def shown(self) -> str:
         self.stream.flush()
@@ -44,13 +44,14 @@ class Terminal:
 
 @pytest.fixture
 def terminal(monkeypatch):
-    opened = []
+    opened, level = [], logging.getLogger().level
 
     def open_terminal(columns: int) -> Terminal:
         opened.append(Terminal(monkeypatch, columns))
         return opened[-1]
 
     yield open_terminal
+    logging.getLogger().setLevel(level)              # `setLevel`, since loggers remember which levels are on
     for one in opened:
         with contextlib.suppress(OSError):                               # a test may have closed our end
             os.close(one.ours)

@@ -1,6 +1,7 @@
 """Real ranks that hold several stages, or split their backward: train, evaluate, save, go on at another schedule."""
 
 import math
+import re
 from functools import partial
 
 import pytest
@@ -35,7 +36,7 @@ def test_a_run_goes_on_at_other_schedules_as_if_nothing_had_happened(tmp_path):
     assert len(expected) > 1 and evaluations == pytest.approx(expected, rel=1e-6)
     assert saved_state(folder, STEPS).keys() == saved_state(alone, STEPS).keys()
     assert [f"schedule: {name}, " in out for name, out in zip(("interleaved", "zb-v", "zb-h1"), said)] == [True] * 3
-    assert "F0'" in said[0] and "stage 3:" in said[1] and "rank 0   decoder" in said[1]
+    assert "F0'" in said[0] and re.search(r"stage 3: .*% +rank 0 +1 block, .* decoder", said[1])
 
 
 def test_a_nan_is_located_by_the_stage_of_the_model_that_made_it():
