@@ -7,31 +7,10 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..registry import did_you_mean
-from .help import value_text
 from .option import Option
-from .run import SECTIONS, RunConfig, Source, all_options, non_default
+from .run import SECTIONS, RunConfig, Source, all_options
 
 WIDEST = 48                                                 # widest column; longer values are not aligned
-
-
-def report_non_default(config: RunConfig) -> str:
-    """A table of every value that is not the default, by section, with its source.
-
-        not at their defaults:
-          model      num_layers    12      gpt.yaml:3
-          optimizer  lr            0.0006  --lr
-    """
-    rows = [(option.section, option.name, value_text(value), config.source(option.path))
-            for option, value in non_default(config)]
-    if not rows:
-        return "every option is at its default"
-    widths = [min(WIDEST, max(len(row[column]) for row in rows)) for column in range(3)]
-    lines, above = ["not at their defaults:"], ""
-    for section, *cells in rows:
-        cells = [cell.ljust(width) for cell, width in zip(("" if section == above else section, *cells), [*widths, 0])]
-        lines.append(("  " + "  ".join(cells)).rstrip())
-        above = section
-    return "\n".join(lines)
 
 
 def report_without_effect(config: RunConfig) -> str:

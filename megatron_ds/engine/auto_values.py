@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..config.deepspeed import auto_keys, with_autos
+
 # Arguments that a key is taken from: the first that `args` has.
 NAMES: Mapping[str, tuple[str, ...]] = {
     "train_micro_batch_size_per_gpu": ("per_device_train_batch_size", "train_micro_batch_size_per_gpu", "micro_batch_size"),
@@ -62,22 +64,11 @@ def fill_autos(block: Mapping[str, Any], sources: Sources) -> dict[str, Any]:
     if isinstance(zero, dict) and zero.get("stage") != 3:
         block["zero_optimization"] = {k: v for k, v in zero.items() if v != "auto" or not k.startswith("stage3_")}
     for _ in range(2):          # the second time with the batch sizes that the first has filled
-        for key in autos(block):
+        for key in auto_keys(block):
             value = _value(key, block, sources)
             if value is not None:
-                _put(block, key, value)
+                block = with_autos(block, {key: value})
     return block
-
-
-def autos(block: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """The dotted keys whose value is "auto"."""
-    found = []
-    for key, value in block.items():
-        if isinstance(value, Mapping):
-            found += autos(value, f"{prefix}{key}.")
-        elif value == "auto":
-            found.append(prefix + key)
-    return found
 
 
 def source_of(key: str) -> str | None:
@@ -155,10 +146,3 @@ DERIVED: Mapping[str, tuple[Callable[[Mapping[str, Any], Sources], Any], str]] =
     "zero_optimization.reduce_bucket_size": (_of_hidden_size(lambda h: h * h), HIDDEN_SIZE),
     "zero_optimization.stage3_prefetch_bucket_size": (_of_hidden_size(lambda h: int(0.9 * h * h)), HIDDEN_SIZE),
     "zero_optimization.stage3_param_persistence_threshold": (_of_hidden_size(lambda h: 10 * h), HIDDEN_SIZE)}
-
-
-def _put(block: dict[str, Any], key: str, value: Any) -> None:
-    *path, last = key.split(".")
-    for name in path:
-        block = block[name]
-    block[last] = value

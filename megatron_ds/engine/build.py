@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..config import RunConfig
+from ..config.dump import report_without_effect
 from ..errors import ConfigError
 from ..mpu.customer import DataParallelWorld, has_process_group, join_world
 from ..mpu.group import solo
@@ -24,7 +25,7 @@ from .arguments import config_of, take_local_rank
 from .auto_values import Sources, fill_autos
 from .client_optimizer import ClientOptimizer, checked_groups, client_optimizers
 from .data import EngineLoader
-from .engine import Engine
+from .engine import Engine, show
 from .layers import ModuleLayer, find_layers
 from .module_gathering import ModuleGathering
 from .monitor import Monitor
@@ -118,6 +119,8 @@ def initialize(args: Any = None, model: nn.Module | None = None, optimizer: Clie
     engine = Engine(model, block, settings, world, EngineOptimizer(zero, inner, defaults), hooks, monitor)
     for p in model.parameters():
         p.engine = weakref.ref(engine)          # for zero.GatheredParameters
+    if world.rank == 0 and (accepted := report_without_effect(settings)):
+        show(accepted)
     engine.lr_scheduler = make_scheduler(settings, engine.optimizer, lr_scheduler)
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import __version__
-from ..checkpoint.folder import write_durably
+from ..checkpoint.folder import is_ours, name_of, read_regular, steps_in, write_durably
 from ..checkpoint.load import latest, load, read_run
 from ..checkpoint.pieces import ParameterPiece
 from ..checkpoint.run_file import progress_of, require
@@ -36,6 +36,7 @@ def save_checkpoint(engine: "Engine", directory: str | os.PathLike, tag: str | N
         raise ConfigError("a checkpoint holds no gradients, and this step has some that would be lost. Save at a boundary of "
                           "accumulation, right after engine.step().")
     folder, tagged = _folder(directory, tag), tag is not None
+    together(engine.world.world, lambda: _check_vacant(folder), only=0)
     buffers = [buffer for buffer in _buffers(engine) if buffer.replica == 0]
     run = {"version": __version__, "engine": _description(engine), "progress": engine.progress.to_dict(),
            "optimizer": engine.optimizer.extra_state(), "loop": loop_state(engine), "client_state": dict(client_state)}
@@ -105,6 +106,14 @@ def _check(engine: "Engine", folder: Path, run: Mapping[str, Any], with_optimize
                               f"{ours['optimizer']}. Load the weights alone, with load_optimizer_states=False.")
 
 
+def _check_vacant(folder: Path) -> None:
+    """Raises CheckpointError where the folder holds the run of a training script, whose next start would load this save."""
+    step = next(iter(reversed(steps_in(folder))), None)
+    if step is not None and is_ours(folder / name_of(step)) and "engine" not in read_run(folder, step):
+        raise CheckpointError(f"{folder} holds iteration {step} of a training script, and its next start would load this "
+                              "engine's checkpoint instead. Give another folder, or a tag.")
+
+
 def _folder(directory: str | os.PathLike, tag: str | None) -> Path:
     if tag and (os.path.basename(tag) != tag or tag in (".", "..", LATEST)):
         raise ConfigError(f"tag {tag!r} is not the name of a folder in {directory}. Use letters, digits, - and _.")
@@ -113,7 +122,7 @@ def _folder(directory: str | os.PathLike, tag: str | None) -> Path:
 
 def _last_tag(directory: str | os.PathLike) -> str | None:
     try:
-        return (Path(directory) / LATEST).read_text().strip() or None
+        return read_regular(Path(directory) / LATEST).decode(errors="replace").strip() or None
     except FileNotFoundError:
         return None
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..config import RunConfig, Source
-from ..config.deepspeed import load_json, read_block
+from ..config.deepspeed import auto_keys, load_json, reading_of
 from ..config.merge import merge
 from ..config.problems import reject
 from ..config.rules_layout import LAYOUT_RULES
@@ -23,7 +23,7 @@ from ..config.rules_run import batch, learning_rate, number_format
 from ..config.run import all_options
 from ..config.setting import Setting
 from ..errors import ConfigError
-from .auto_values import autos, source_of
+from .auto_values import source_of
 
 # Beside all of the sections `optimizer` and `zero`.
 TAKEN = ("train.global_batch_size", "train.micro_batch_size", "train.gradient_accumulation_steps", "logging.log_interval",
@@ -51,7 +51,8 @@ def read_settings(config: Mapping[str, Any] | str | os.PathLike, data_parallel_s
     name = name or found
     drops_last(name, block)
     block = {key: value for key, value in block.items() if key not in LOADER_KEYS}
-    settings = read_block(name, block)
+    reading = reading_of(name, block)
+    settings = reading.settings_or_error()
     strange = [s for s in settings if s.path not in TAKEN and not s.path.startswith(SECTIONS)]
     reject([*_autos(name, block), *(f"{s.source} is refused here: it belongs to pretrain_gpt.py, where the loop and the log "
                                     "are not yours. Remove it." for s in strange)])
@@ -60,7 +61,7 @@ def read_settings(config: Mapping[str, Any] | str | os.PathLike, data_parallel_s
     merged = merge(settings, [], data_parallel_size, scripted)
     reject(list(_missing(merged)))
     reject(list(_broken(merged)))
-    return merged
+    return merged.with_notes(reading.without_effect)
 
 
 def block_of(config: Any) -> tuple[str, Mapping[str, Any]]:
@@ -91,7 +92,7 @@ def _parsed(text: str) -> Mapping[str, Any]:
 
 
 def _autos(name: str, block: Mapping[str, Any]) -> Iterator[str]:
-    for key in autos(block):
+    for key in auto_keys(block):
         source = source_of(key)
         reason = f"{source} is not there to fill it" if source else "nothing fills this key"
         yield f'{name}: "{key}" is "auto", and {reason}. Write the value, or leave the key out.'

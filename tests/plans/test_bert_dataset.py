@@ -222,10 +222,10 @@ def test_made_up_samples_are_pure_and_within_their_sizes(pairs):
 
 
 @pytest.mark.parametrize("words, said", [
-    (["--eod-mask-loss"], "--eod-mask-loss.* lie end to end"),
-    (["--no-position-embedding"], "without positions their order would be lost"),
+    (["--eod-mask-loss"], "--eod-mask-loss applies to samples of several documents"),
+    (["--no-position-embedding"], "without position embeddings the order of tokens would be lost"),
     (["--seq-length", "6"], "--seq-length 8 or more"),
-    (["--model", "gpt", "--mask-prob", "0.2"], "--mask-prob 0.2.* is about BERT's samples"),
+    (["--model", "gpt", "--mask-prob", "0.2"], "--mask-prob 0.2 applies to BERT, but --model gpt"),
     (["--model", "gpt", "--bert-no-binary-head"], "--bert-no-binary-head.*pretrain_bert.py"),
     (["--mask-prob", "1.5"], "mask-prob")])
 def test_options_that_would_mean_nothing_are_refused(words, said):

@@ -1,5 +1,7 @@
 """A checkpoint is one save: whatever is changed in it ends in an error, in an older checkpoint, or in the very same bits."""
 
+import builtins
+import io
 import itertools
 import json
 import logging
@@ -357,9 +359,6 @@ def test_a_damaged_tensor_comes_with_the_way_back(two_saves, tmp_path):
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "run.json"])
 def test_a_file_that_may_not_be_read_is_not_called_damaged(name, two_saves, tmp_path, monkeypatch):
-    import builtins
-    import io
-
     folder = tmp_path / "saves"
     shutil.copytree(two_saves, folder)
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ds.config import RunConfig, parse
+from megatron_ds.config import parse
 from megatron_ds.config.document import flags_document
-from megatron_ds.config.dump import from_dict, report_non_default, to_dict
+from megatron_ds.config.dump import from_dict, to_dict
 from megatron_ds.config.guard import main_guard
 from megatron_ds.errors import CommunicationError, ConfigError, DataError
 
@@ -22,15 +22,6 @@ FLAGS = ("--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 3
 def test_flags_document_is_up_to_date():
     """If this fails: python tools/write_flags_doc.py"""
     assert (ROOT / "docs" / "flags.md").read_text(encoding="utf-8") == flags_document()
-
-
-def test_the_report_lists_what_is_not_default_with_its_origin():
-    report = report_non_default(parse(FLAGS))
-    rows = [line.split() for line in report.splitlines()]
-    assert ["activation", "swiglu", "--swiglu"] in rows
-    assert ["rampup_batch_size", "4", "4", "30", "--rampup-batch-size"] in rows
-    assert "norm_epsilon" not in report
-    assert report_non_default(RunConfig()) == "every option is at its default"
 
 
 def test_run_json_gives_the_same_configuration_with_its_sources():

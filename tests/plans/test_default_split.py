@@ -71,7 +71,7 @@ def test_a_checkpoint_records_the_split_in_use(tmp_path):
     (config, _), (same, _), (other, _) = (
         build("--data-path", path, *more) for more in ([], ["--split", "90,10,0"], ["--eval-iters", "0"]))
     tokenizer = build_tokenizer(config.data, config.model)
-    identity = [describe_run(c, c, tokenizer)["identity"]["data"]["split"] for c in (config, same, other)]
+    identity = [describe_run(c, c, tokenizer, "run")["identity"]["data"]["split"] for c in (config, same, other)]
     assert identity[0] == identity[1] == list(parse_split("9,1,0")) and identity[2] == list(parse_split("969,30,1"))
 
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_ds.engine.auto_values import NAMES, Sources, autos, fill_autos
+from megatron_ds.config.deepspeed import auto_keys
+from megatron_ds.engine.auto_values import NAMES, Sources, fill_autos
 from megatron_ds.engine.settings import read_settings
 from megatron_ds.errors import ConfigError
 
@@ -39,7 +40,7 @@ def sources(args=ARGS, module=None, ranks=3, samples=None):
 
 def test_all_of_the_standard_config_is_filled():
     block = fill_autos(STANDARD, sources())
-    assert not autos(block) and STANDARD["fp16"]["enabled"] == "auto"
+    assert not auto_keys(block) and STANDARD["fp16"]["enabled"] == "auto"
     assert [block[key] for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
                                    "train_batch_size")] == [4, 2, 24]
     assert (block["gradient_clipping"], block["fp16"]["enabled"], block["bf16"]["enabled"]) == (0.7, False, True)
@@ -61,7 +62,7 @@ def test_transformers_own_arguments_and_config_fill_it(tmp_path):
     module = nn.Linear(1, 1)
     module.config = transformers.GPT2Config(n_embd=24)
     block = fill_autos(STANDARD, Sources(args, module, 1))
-    assert not autos(block) and block["zero_optimization"]["reduce_bucket_size"] == 576
+    assert not auto_keys(block) and block["zero_optimization"]["reduce_bucket_size"] == 576
     assert block["optimizer"]["params"]["betas"] == [0.9, 0.999] and block["train_micro_batch_size_per_gpu"] == 8
 
 
@@ -100,11 +101,11 @@ def test_all_that_cannot_be_filled_is_named_at_once():
     with pytest.raises(ConfigError) as error:
         read_settings(block, 1)
     text = str(error.value)
-    left = autos(block)
+    left = auto_keys(block)
     assert len(left) == 14 and all(f'"{key}" is "auto"' in text for key in left)
     assert "args.per_device_train_batch_size is not there" in text and "config.hidden_size is not there" in text
 
 
 def test_every_name_is_one_of_a_known_key():
     block = {key: "auto" for key in NAMES}
-    assert set(autos(block)) == set(NAMES)
+    assert set(auto_keys(block)) == set(NAMES)

@@ -6,9 +6,10 @@ import pytest
 
 from megatron_ds.config import parse
 from megatron_ds.config.deepspeed import auto_keys, known_keys, reading_of, with_autos
-from megatron_ds.config.dump import report_non_default, report_without_effect
+from megatron_ds.config.dump import report_without_effect
 from megatron_ds.config.foreign import FLAGS, KEYS
 from megatron_ds.errors import ConfigError
+from megatron_ds.training.startup import values_text
 
 NEEDED = ("--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --micro-batch-size 2 --lr 6e-4 "
           "--train-iters 100").split()
@@ -55,7 +56,7 @@ def test_hugging_faces_standard_file_is_accepted_and_its_autos_are_the_flags(tmp
     for key in ("pin_memory", "contiguous_gradients", "stage3_max_live_parameters", "wall_clock_breakdown", "autotuning",
                 "stage3_gather_16bit_weights_on_model_save", "prescale_gradients", "compression_training"):
         assert key in listed, key
-    assert listed.count("\n") < 12 and "prescale" not in report_non_default(config)
+    assert listed.count("\n") < 12 and "prescale" not in values_text(config)
 
 
 def test_the_autos_of_a_block_can_be_named_and_filled():

@@ -305,6 +305,13 @@ def test_the_loader_gives_each_rank_other_samples_of_a_microbatch():
 
 
 # ---------------------------------------------------------------------------------------------------- lines of progress
+def test_keys_without_effect_are_accepted_and_listed(monkeypatch, capsys):
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])        # pytest configures logging
+    one(config=CONFIG | {"wall_clock_breakdown": False, "zero_optimization": {"stage": 1, "contiguous_gradients": True}})
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "accepted, nothing to do:" and "contiguous_gradients" in lines[1] and len(lines) == 2
+
+
 def test_steps_per_print_prints(monkeypatch, capsys):
     monkeypatch.setattr(logging.getLogger(), "handlers", [])        # pytest configures logging
     engine = one(config=CONFIG | {"steps_per_print": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.5}}})

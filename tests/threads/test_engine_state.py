@@ -1,6 +1,7 @@
 """What an engine saves, loads and shows whole: any stage and number of ranks into any other, bit for bit."""
 
 import json
+import os
 from functools import partial
 
 import pytest
@@ -52,6 +53,22 @@ def test_what_the_run_json_of_an_engines_checkpoint_lacks_is_named(missing, tmp_
             engine.load_checkpoint(tmp_path)
 
     on_ranks(1, main, build, config_of(0, 1))
+
+
+def test_an_engine_does_not_save_into_the_folder_of_a_training_script(tmp_path):
+    def main(engine, rank):
+        rewrite_run(engine.save_checkpoint(tmp_path), engine=None)          # as run.json of a script has it
+        with pytest.raises(CheckpointError, match="holds iteration 0 of a training script"):
+            engine.save_checkpoint(tmp_path)
+        engine.save_checkpoint(tmp_path, "beside")
+
+    on_ranks(1, main, build, config_of(0, 1))
+
+
+def test_a_pipe_in_place_of_the_last_tag_is_an_error_and_not_a_wait(tmp_path):
+    os.mkfifo(tmp_path / "latest")
+    with pytest.raises(CheckpointError, match="latest is not a regular file"):
+        on_ranks(1, lambda engine, rank: engine.load_checkpoint(tmp_path), build, config_of(0, 1))
 
 
 @pytest.mark.parametrize("before, after", [((0, 1), (3, 2)), ((3, 3), (1, 2)), ((2, 2), (0, 1)), ((1, 2), (3, 3))])
