@@ -4,15 +4,17 @@
     Train/Samples/lr            the learning rate of the first parameter group
     Train/Samples/loss_scale    fp16 only
 
-The config's "tensorboard" block enables it; a program writes curves of its own with `engine.monitor.write_events`.
+The config's "tensorboard" block enables it; a program writes curves of its own with `engine.monitor.write_events`. As in a
+training script, an error of the disk is reported once and does not end the program (training/sink.py).
 """
 
-import os
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 
-from ..errors import ConfigError
+from ..training.sink import Tolerant, check_folder
+from ..training.tensorboard import EventFile
 
 Event = tuple[str, float, int]
 
@@ -21,19 +23,19 @@ class Monitor:
     """folder: of the event files; None: disabled, everything is dropped. Only global rank 0 has an enabled one."""
 
     def __init__(self, folder: str | None):
-        self._writer = None if folder is None else _open(folder)
+        """Raises ConfigError where nothing can be written in the folder."""
+        self._sink = None if folder is None else Tolerant(_Curves(Path(folder)))
         self._losses: list[torch.Tensor] = []
 
     @property
     def enabled(self) -> bool:
-        return self._writer is not None
+        """Whether curves are written: on global rank 0, when the config asks for them."""
+        return self._sink is not None
 
     def write_events(self, events: Iterable[Event]) -> None:
         """events: (name of the curve, value, number of samples)"""
-        for name, value, samples in events if self.enabled else ():
-            self._writer.add_scalar(name, value, samples)
-        if self.enabled:
-            self._writer.flush()
+        for event in events if self.enabled else ():
+            self._sink.write(event)
 
     def add_loss(self, loss: torch.Tensor) -> None:
         """Of one micro-batch. It is read in `end_step` only, after the update, when it does not hold up the device."""
@@ -50,11 +52,13 @@ class Monitor:
         self.write_events([*events, ("Train/Samples/lr", lr, samples), *scale])
 
 
-def _open(folder: str):
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ConfigError('"tensorboard" is enabled in the config, but the package tensorboard is not installed. Run '
-                          f"pip install tensorboard, or disable the block ({error}).") from None
-    os.makedirs(folder, exist_ok=True)
-    return SummaryWriter(folder)
+class _Curves:
+    """The sink: one event file for each process."""
+
+    def __init__(self, folder: Path):
+        check_folder('"tensorboard.output_path"', folder)
+        self.place, self._file = folder, EventFile(folder)
+
+    def write(self, event: Event) -> None:
+        name, value, samples = event
+        self._file.add({name: float(value)}, samples)

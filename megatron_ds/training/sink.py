@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 class Sink(Protocol):
     """Takes the records of a run; `place` is the file or folder that messages name.
 
-    Its class has `open(config, progress, run_id)`, which returns None when the config does not ask for the sink, and
-    `check(config)`, which raises ConfigError when the place that the config names cannot be written to.
+    The class of a sink of a training script has `open(config, progress, run_id)`, which returns None when the config does not
+    ask for the sink, and `check(config)`, which raises ConfigError when the place that the config names cannot be written to.
     """
 
     place: Path
@@ -77,6 +77,7 @@ class Tolerant:
         self._why = ""
 
     def write(self, record: Record) -> None:
+        """Write the record, or report why not."""
         try:
             self.sink.write(record)
         except OSError as error:
@@ -93,6 +94,7 @@ class Tolerant:
 
 
 def reason_of(error: OSError) -> str:
+    """The system's words for the error, such as "No space left on device"."""
     return error.strerror or str(error)
 
 

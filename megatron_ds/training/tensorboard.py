@@ -36,8 +36,8 @@ class TensorBoard:
 
     def __init__(self, directory: Path, progress: Progress):
         self.place = directory
-        self._steps = _EventFile(directory, progress.step + 1)
-        self._samples = _EventFile(directory / "samples", progress.samples + 1)
+        self._steps = EventFile(directory, progress.step + 1)
+        self._samples = EventFile(directory / "samples", progress.samples + 1)
 
     @classmethod
     def open(cls, config: RunConfig, progress: Progress, run_id: str) -> "TensorBoard | None":
@@ -73,19 +73,25 @@ def others_of(record: Record) -> Iterator[tuple[str, float]]:
         yield from ((tag, getattr(record, name)) for tag, name in tags.items() if getattr(record, name) is not None)
 
 
-class _EventFile:
-    """An event file of this process. first: x of its first point; points of earlier files from there on are superseded."""
+class EventFile:
+    """An event file of this process.
 
-    def __init__(self, directory: Path, first: int):
+    first: x of its first point; TensorBoard then drops the points of earlier files from there on. None: it keeps them
+    """
+
+    def __init__(self, directory: Path, first: int | None = None):
         from tensorboard.compat.proto import event_pb2
         now = time.time()
         # Readers sort the files of a folder by name: the digits after the second keep two starts within it in order.
         path = directory / f"events.out.tfevents.{now:017.6f}.{socket.gethostname()}.{os.getpid()}"
-        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-        self._file = AppendedFile(path, header=_framed(event_pb2.Event(wall_time=now, file_version="brain.Event:2"))
-                                  + _framed(event_pb2.Event(wall_time=now, step=first, session_log=start)))
+        header = _framed(event_pb2.Event(wall_time=now, file_version="brain.Event:2"))
+        if first is not None:
+            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            header += _framed(event_pb2.Event(wall_time=now, step=first, session_log=start))
+        self._file = AppendedFile(path, header=header)
 
     def add(self, values: Mapping[str, float], x: int) -> None:
+        """One event with a point for each tag. Raises OSError with nothing of it written."""
         from tensorboard.compat.proto import event_pb2, summary_pb2
         scalars = [summary_pb2.Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
         self._file.append(_framed(event_pb2.Event(wall_time=time.time(), step=x, summary=summary_pb2.Summary(value=scalars))))

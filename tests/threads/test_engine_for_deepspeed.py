@@ -331,6 +331,16 @@ def test_where_logging_is_configured_the_lines_go_there(caplog, capsys):
     assert "step 1 | skipped 0" in caplog.text and not capsys.readouterr().out
 
 
+def test_a_disk_that_fails_below_tensorboard_does_not_end_the_program(tmp_path, caplog):
+    engine = one(config=CONFIG | {"tensorboard": {"enabled": True, "output_path": str(tmp_path), "job_name": "mine"}})
+    (tmp_path / "mine").rmdir()
+    (tmp_path / "mine").write_text("a file in the place of the folder")
+    for _ in range(2):
+        engine.backward(engine(torch.ones(4, 3)).mean())
+        engine.step()
+    assert engine.global_steps == 2 and caplog.text.count("cannot write to") == 1
+
+
 def test_tensorboard_gets_deepspeeds_curves_over_samples(tmp_path):
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     config = CONFIG | {"fp16": {"enabled": True, "loss_scale": 8}, "gradient_accumulation_steps": 2,
