@@ -32,7 +32,7 @@ from ..mpu.customer import DataParallelWorld
 from ..progress import Progress
 from ..zero.optimizer import StepResult
 from .data import EngineLoader
-from .gathered import full_state_dict, gathered_parameters, save_16bit_model, save_safetensors
+from .gathered import full_state_dict, gathered_parameters, save_16bit_model, save_safetensors, without_frozen
 from .module_gathering import ModuleGathering
 from .monitor import Monitor
 from .optimizer import EngineOptimizer
@@ -269,10 +269,7 @@ class Engine(Status, nn.Module):
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
         """`full_state_dict()` on rank 0, None on the others. Collective over all ranks. For programs that call it."""
         state = self.full_state_dict()
-        if self.world.rank:
-            return None
-        frozen = {n for n, p in self.module.named_parameters(remove_duplicate=False) if not p.requires_grad}
-        return {name: value for name, value in state.items() if not (exclude_frozen_parameters and name in frozen)}
+        return None if self.world.rank else without_frozen(self, state, exclude_frozen_parameters)
 
     # ------------------------------------------------------------------ within
     @property

@@ -12,7 +12,7 @@ from torch import nn
 from ..checkpoint.pieces import ParameterPiece
 from ..checkpoint.safetensors_folder import TensorEntry, write_folder
 from ..checkpoint.tensor_stream import TensorStream
-from ..errors import ConfigError
+from ..errors import CheckpointError, ConfigError
 from ..mpu.collectives import broadcast_
 from ..mpu.param_spec import ParamSpec
 from ..training.together import together
@@ -81,19 +81,27 @@ def full_state_dict(engine: "Engine", dtype: torch.dtype | None) -> dict[str, to
 
 def save_16bit_model(engine: "Engine", directory: str | os.PathLike, filename: str, exclude_frozen: bool) -> bool:
     """See `Engine.save_16bit_model`."""
-    state = full_state_dict(engine, None)
-    frozen = {name for name, p in engine.module.named_parameters(remove_duplicate=False) if not p.requires_grad}
-    kept = {name: value for name, value in state.items() if not (exclude_frozen and name in frozen)}
-    path = Path(directory) / filename
+    state, path = without_frozen(engine, full_state_dict(engine, None), exclude_frozen), Path(directory) / filename
 
     def write() -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         writing = path.with_name(f".{path.name}.writing")
-        torch.save(kept, writing)
-        os.replace(writing, path)
+        try:
+            torch.save(state, writing)
+            os.replace(writing, path)
+        except (OSError, RuntimeError) as error:        # torch's writer raises RuntimeError where the disk is full
+            raise CheckpointError(f"{path} could not be written: {error}") from error
+        finally:
+            writing.unlink(missing_ok=True)
 
     together(engine.world.world, write, only=0)
     return True
+
+
+def without_frozen(engine: "Engine", state: dict[str, torch.Tensor], exclude: bool) -> dict[str, torch.Tensor]:
+    """`state`, without the parameters that are not trained if `exclude`."""
+    frozen = {name for name, p in engine.module.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    return {name: value for name, value in state.items() if not (exclude and name in frozen)}
 
 
 def save_safetensors(engine: "Engine", directory: str | os.PathLike, max_shard_bytes: int, dtype: torch.dtype | None) -> None:

@@ -22,6 +22,21 @@ BF16 = {"bf16": {"enabled": True}}
 
 
 # ---------------------------------------------------------------------------------------------------- exports
+def test_a_failed_write_of_the_16_bit_model_is_an_error_on_all_ranks(tmp_path, monkeypatch):
+    def save(state, path):
+        path.write_bytes(b"half")
+        raise RuntimeError("[enforce fail at inline_container.cc] unexpected pos")         # torch's words for a full disk
+
+    def main(engine, rank):
+        with pytest.raises(CheckpointError, match="model.bin could not be written: .* unexpected pos"):
+            engine.save_16bit_model(tmp_path, "model.bin")
+        return True
+
+    monkeypatch.setattr(torch, "save", save)
+    assert on_ranks(2, main, make, config_of(0, 2)) == [True, True]
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 def test_the_16_bit_model_is_one_file_for_torch(stage, tmp_path):
     def main(engine, rank):
