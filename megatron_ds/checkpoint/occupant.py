@@ -2,11 +2,13 @@
 
     s1/iter_0000030/ …                                    of run 4f1c…; another run may not save in s1
     s1/replaced-4f1c…-20261122-171301/iter_0000030/ …     after --overwrite-save: a save folder itself, which --load takes
+    s1/tokenizer-…/                                       copied there too: run.json names it relative to the save folder
 """
 
 import logging
 import os
 import re
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -19,6 +21,7 @@ from .run_file import read_run_file
 logger = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
+TOKENIZERS = "tokenizer-*"       # the folders that training/tokenizer_files.py makes
 
 
 @dataclass(frozen=True)
@@ -69,13 +72,16 @@ def check_vacant(folder: Path, run_id: str, step: int, to_continue: str) -> None
 def move_aside(folder: Path, now: datetime | None = None) -> Path | None:
     """Move the checkpoints, the tracker and the metrics into a subfolder; its path, None where there is nothing to move.
 
-    The caller holds the folder's lock. Other files stay.
+    Copies of tokenizers are copied, not moved: the new run may have been given one of them. Other files stay. The caller
+    holds the folder's lock.
     """
     there = occupant_of(folder)
     if there is None:
         return None
     aside = folder / f"replaced-{there.run_id or 'unknown'}-{now or datetime.now():%Y%m%d-%H%M%S}"
     aside.mkdir()
+    for path in sorted(folder.glob(TOKENIZERS)):
+        shutil.copytree(path, aside / path.name)
     for path in sorted(folder.iterdir()):
         if path.name in (folders.TRACKER, METRICS) or path.name.lstrip(".").startswith("iter_"):
             os.rename(path, aside / path.name)

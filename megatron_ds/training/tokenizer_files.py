@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from ..checkpoint.folder import sync_directory
+from ..checkpoint.occupant import TOKENIZERS
 from ..config import RunConfig
 from ..data.tokenizers import Tokenizer, build_tokenizer
 from ..errors import CheckpointError
@@ -40,7 +41,7 @@ def keep_tokenizer_files(config: RunConfig) -> dict:
     folder = Path(config.checkpoint.save)
     try:
         contents = {f"{field}/{file.name}": file.read_bytes() for field, path in given.items() for file in _files_at(path)}
-        name = f"tokenizer-{_hash_of(contents)}"
+        name = TOKENIZERS.replace("*", _hash_of(contents))
         if not _holds(folder / name, contents):
             _write(folder / name, contents)
     except OSError as error:

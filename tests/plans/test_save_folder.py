@@ -105,10 +105,14 @@ def test_an_empty_metrics_file_is_nothing(tmp_path):
 def test_overwrite_save_moves_the_other_run_into_a_folder_that_can_be_loaded(used):
     (used / "metrics.jsonl").write_text('{"step": 1}\n')
     (used / "notes.txt").write_text("mine")
+    (used / "tokenizer-0123456789ab" / "vocab_file").mkdir(parents=True)
+    (used / "tokenizer-0123456789ab" / "vocab_file" / "vocab.txt").write_text("[PAD]")
     clear_save_folder(CheckpointConfig(save=str(used), overwrite_save=True), solo())
     [aside] = used.glob("replaced-aa11-*")
-    assert sorted(p.name for p in used.iterdir()) == ["notes.txt", aside.name]
-    assert sorted(p.name for p in aside.iterdir()) == ["iter_0000010", "iter_0000020", TRACKER, "metrics.jsonl"]
+    assert sorted(p.name for p in used.iterdir()) == ["notes.txt", aside.name, "tokenizer-0123456789ab"]
+    assert sorted(p.name for p in aside.iterdir()) == ["iter_0000010", "iter_0000020", TRACKER, "metrics.jsonl",
+                                                       "tokenizer-0123456789ab"]
+    assert (aside / "tokenizer-0123456789ab" / "vocab_file" / "vocab.txt").read_text() == "[PAD]"
     assert start(load=aside, save=aside).step == 20
     assert move_aside(used) is None
 
