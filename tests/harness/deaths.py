@@ -5,6 +5,8 @@ import signal
 import sys
 import traceback
 
+import torch
+
 CHANGES = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree", "os.truncate", "os.link"}
 
 
@@ -27,6 +29,7 @@ def forked(action) -> int:
     if process == 0:
         failed = 1
         try:
+            torch.set_num_threads(1)                        # OpenMP's other threads do not exist in a forked process
             action()
             failed = 0
         except BaseException:
