@@ -23,7 +23,7 @@ from .mpu import launch as launching
 BACKENDS = {None: None, "gloo": "cpu", "nccl": "cuda", "cpu:gloo,cuda:nccl": None}      # what each needs
 
 
-def init_distributed(dist_backend: str | None = None, auto_mpi_discovery: bool = True, distributed_port: int = 29500,
+def init_distributed(dist_backend: str | None = None, auto_mpi_discovery: bool = True, distributed_port: int | None = None,
                      verbose: bool = True, timeout: timedelta = launching.DEFAULT_TIMEOUT, init_method: str | None = None,
                      dist_init_required: bool | None = None, config: Any = None, rank: int = -1,
                      world_size: int = -1) -> None:
@@ -33,6 +33,7 @@ def init_distributed(dist_backend: str | None = None, auto_mpi_discovery: bool =
 
     dist_backend  None: tensors on CPUs travel by gloo, those on CUDA by nccl. "nccl" is refused without a GPU
     timeout       of a collective
+    distributed_port  where rank 0 listens, unless the launcher has set MASTER_PORT; None: the launcher's port, else 29500
     rank, world_size  where there is no launcher; the addresses are MASTER_ADDR and MASTER_PORT
     init_method   None or "env://"
     dist_init_required  False: it is an error if there is none yet
@@ -54,7 +55,8 @@ def init_distributed(dist_backend: str | None = None, auto_mpi_discovery: bool =
     for name, value in (("RANK", rank), ("WORLD_SIZE", world_size)):
         if value >= 0:
             os.environ.setdefault(name, str(value))
-    os.environ.setdefault("MASTER_PORT", str(distributed_port))
+    if distributed_port is not None:
+        os.environ.setdefault("MASTER_PORT", str(distributed_port))
     launching.start(launching.read_launch(), timeout)
     atexit.register(launching.stop)
 

@@ -3,20 +3,21 @@
 import logging
 from collections.abc import Sequence
 
-from ..comm import get_rank
 from ..engine import RepeatingLoader
+from ..mpu.launch import read_launch
 
-__all__ = ["RepeatingLoader", "log_dist", "logger"]
+__all__ = ["RepeatingLoader", "log_dist", "logger", "print_rank_0"]
 
 logger = logging.getLogger("megatron_ds")
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """Log on these ranks; None or -1 among them: on all."""
-    rank = get_rank()
+    """Log on these ranks; None or -1 among them: on all. Works before the ranks are joined, too."""
+    rank = read_launch().rank
     if ranks is None or -1 in ranks or rank in ranks:
         logger.log(level, "[Rank %d] %s", rank, message)
 
 
 def print_rank_0(message: str) -> None:
+    """Log on rank 0."""
     log_dist(message, [0])

@@ -1,5 +1,6 @@
 """What programs for DeepSpeed call beside `initialize`: exports of weights, comm, recomputation, names of optimizers."""
 
+import os
 import sys
 
 import pytest
@@ -185,6 +186,7 @@ def test_a_program_of_one_process_needs_no_process_group(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     comm = megatron_ds.comm
     megatron_ds.init_distributed()
+    assert "MASTER_PORT" not in os.environ          # the port that Slurm's or Open MPI's job number gives is kept
     x, gathered = torch.arange(3.0), [torch.zeros(3)]
     comm.all_reduce(x)
     comm.broadcast(x, 0, async_op=True).wait()
@@ -204,13 +206,20 @@ def test_a_program_of_one_process_needs_no_process_group(monkeypatch):
         comm.get_rank()
 
 
-def test_names_of_deepspeed_are_found_where_its_programs_look():
+def test_names_of_deepspeed_are_found_where_its_programs_look(monkeypatch, caplog):
     from megatron_ds.accelerator import get_accelerator
     from megatron_ds.utils import RepeatingLoader, log_dist, logger
 
     assert get_accelerator().device_name(0) in ("cpu", "cuda:0")
     assert next(RepeatingLoader([5])) == 5 and logger.name == "megatron_ds"
     log_dist("found", ranks=[0])
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with caplog.at_level("INFO"):
+        log_dist("before the ranks are joined", ranks=[1])
+        log_dist("of another rank", ranks=[0])
+    assert caplog.messages == ["[Rank 1] before the ranks are joined"]
     assert callable(megatron_ds.zero.Init) and callable(megatron_ds.zero.GatheredParameters)
     with pytest.raises(AttributeError, match="no attribute 'Tiled'"):
         megatron_ds.zero.Tiled  # noqa: B018
