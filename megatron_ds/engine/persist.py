@@ -35,7 +35,7 @@ def save_checkpoint(engine: "Engine", directory: str | os.PathLike, tag: str | N
     if engine.has_gradients:
         raise ConfigError("a checkpoint holds no gradients, and this step has some that would be lost. Save at a boundary of "
                           "accumulation, right after engine.step().")
-    folder, tagged = _folder(directory, tag), tag is not None
+    folder, tagged = folder_of(directory, tag), tag is not None
     together(engine.world.world, lambda: _check_vacant(folder), only=0)
     buffers = [buffer for buffer in _buffers(engine) if buffer.replica == 0]
     run = {"version": __version__, "engine": _description(engine), "progress": engine.progress.to_dict(),
@@ -57,7 +57,7 @@ def load_checkpoint(engine: "Engine", directory: str | os.PathLike, tag: str | N
     world = engine.world.world
 
     def look() -> tuple[str, int, dict] | None:
-        folder = _folder(directory, _last_tag(directory) if tag is None else tag)
+        folder = folder_of(directory, last_tag(directory) if tag is None else tag)
         step = latest(folder)
         if step is None:
             if tag is not None:
@@ -114,13 +114,15 @@ def _check_vacant(folder: Path) -> None:
                               "engine's checkpoint instead. Give another folder, or a tag.")
 
 
-def _folder(directory: str | os.PathLike, tag: str | None) -> Path:
+def folder_of(directory: str | os.PathLike, tag: str | None) -> Path:
+    """Where checkpoints of a tag lie. Raises ConfigError for a tag that is not the name of a folder."""
     if tag and (os.path.basename(tag) != tag or tag in (".", "..", LATEST)):
         raise ConfigError(f"tag {tag!r} is not the name of a folder in {directory}. Use letters, digits, - and _.")
     return Path(directory) / tag if tag else Path(directory)
 
 
-def _last_tag(directory: str | os.PathLike) -> str | None:
+def last_tag(directory: str | os.PathLike) -> str | None:
+    """The tag that was saved last; None where the last checkpoint has none."""
     try:
         return read_regular(Path(directory) / LATEST).decode(errors="replace").strip() or None
     except FileNotFoundError:
@@ -128,7 +130,7 @@ def _last_tag(directory: str | os.PathLike) -> str | None:
 
 
 def _tags(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.iterdir() if path.is_dir() and latest(path)) if directory.is_dir() else []
+    return sorted(path.name for path in directory.iterdir() if path.is_dir() and steps_in(path)) if directory.is_dir() else []
 
 
 def _buffers(engine: "Engine") -> list[ParameterPiece]:

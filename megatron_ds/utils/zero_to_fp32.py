@@ -18,10 +18,10 @@ from torch import nn
 from ..checkpoint.load import latest
 from ..checkpoint.safetensors_folder import TensorEntry, cut_into_files, write_folder
 from ..checkpoint.stored import StoredTensors
+from ..engine.persist import folder_of, last_tag
 from ..errors import CheckpointError, ConfigError
 from ..mpu.group import solo
 
-LATEST = "latest"
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
@@ -117,12 +117,7 @@ def _tensors(stored: StoredTensors, entries) -> Iterator[torch.Tensor]:
 
 
 def _stored(directory: str | os.PathLike, tag: str | None) -> StoredTensors:
-    folder = Path(directory)
-    if tag is None and (folder / LATEST).is_file():
-        tag = (folder / LATEST).read_text(encoding="utf-8").strip() or None
-    if tag is not None and os.path.basename(tag) != tag:
-        raise ConfigError(f"tag {tag!r} is not the name of a folder in {folder}.")
-    place = folder / tag if tag else folder
+    place = folder_of(directory, last_tag(directory) if tag is None else tag)
     step = latest(place)
     if step is None:
         raise CheckpointError(f"there is no checkpoint in {place}: give the folder that was the save_dir of "
