@@ -54,13 +54,11 @@ def read_deepspeed(path: str) -> Reading:
     return reading_of(path, block)
 
 
-def read_block(path: str, block: Mapping[str, Any]) -> list[Setting]:
-    """The settings of a block that was read already; `path` names it in messages. Raises ConfigError with all problems."""
-    return reading_of(path, block).settings_or_error()
-
-
 def reading_of(path: str, block: Mapping[str, Any]) -> Reading:
-    """The same with its problems, and with the keys that were accepted although there is nothing to do."""
+    """The settings of a block that was read already, its problems, and the keys that are accepted but have no effect.
+
+    path: names the block in messages
+    """
     document = _Document(path)
     document.walk("", block)
     for translate in (_declared, _fp16, _optimizer, _scheduler, _tensorboard, deepspeed_curriculum.translate,

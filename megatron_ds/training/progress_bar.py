@@ -22,6 +22,7 @@ EVALUATION_FORMAT = "{desc} {n_fmt}/{total_fmt} |{bar}| ETA {remaining}"
 
 
 def is_terminal(stream: TextIO) -> bool:
+    """Whether the stream shows text to a person."""
     return hasattr(stream, "isatty") and stream.isatty()
 
 
@@ -74,7 +75,8 @@ class ProgressBar:
     @contextmanager
     def evaluating(self, what: str, batches: int) -> Iterator[Callable[[], Any]]:
         """Yields a function to call after each batch."""
-        bar = self._bar and self._new(total=batches, desc=what, bar_format=EVALUATION_FORMAT)
+        # Not `self._bar and …`: tqdm's bar of no steps is false.
+        bar = None if self._bar is None else self._new(total=batches, desc=what, bar_format=EVALUATION_FORMAT)
         if bar is None:
             yield lambda: None
             return
