@@ -10,7 +10,7 @@ from ..errors import CheckpointError
 from ..mpu.collectives import all_gather_object
 from ..mpu.group import Group
 
-NAMED_RANKS = 3       # how many ranks' errors are told; more would bury the first
+NAMED_RANKS = 3       # how many ranks' errors a message has; more would bury the first
 
 
 def together(world: Group, doing: str, action: Callable[[], Any], only: int | None = None) -> list:
@@ -22,12 +22,12 @@ def together(world: Group, doing: str, action: Callable[[], Any], only: int | No
     if only is None or only == world.rank:
         try:
             result = action()
-        except Exception as problem:    # whatever it was, the other ranks wait for word of it
+        except Exception as problem:    # of any kind: the other ranks wait in the all-gather below
             error = problem
     answers = all_gather_object((result, _words(error)), world)
     if any(words for _, words in answers):
         shared = CheckpointError(_summary(doing, [words for _, words in answers]))
-        shared.on_all_ranks = True        # so that one rank tells it for all
+        shared.on_all_ranks = True        # so that one rank prints it for all
         raise shared from error
     return [result for result, _ in answers]
 
@@ -45,8 +45,8 @@ def _summary(doing: str, answers: list[str | None]) -> str:
             ranks_of.setdefault(words, []).append(rank)
     if len(answers) == 1:
         return f"{doing}: {answers[0]}"
-    told = [f"rank {', '.join(map(str, ranks[:NAMED_RANKS]))}{' ...' if len(ranks) > NAMED_RANKS else ''}: {words}"
-            for words, ranks in list(ranks_of.items())[:NAMED_RANKS]]
+    named = [f"rank {', '.join(map(str, ranks[:NAMED_RANKS]))}{' ...' if len(ranks) > NAMED_RANKS else ''}: {words}"
+             for words, ranks in list(ranks_of.items())[:NAMED_RANKS]]
     if len(ranks_of) > NAMED_RANKS:
-        told.append(f"and others on {len(ranks_of) - NAMED_RANKS} more ranks")
-    return f"{doing}: {'; '.join(told)}"
+        named.append(f"and others on {len(ranks_of) - NAMED_RANKS} more ranks")
+    return f"{doing}: {'; '.join(named)}"

@@ -1,7 +1,7 @@
 """`ModuleGathering`: stage 3 for a module that knows nothing of it, by hooks on its layers.
 
-A `LayerGathering` wants to be told when a layer is entered and left. In forward, hooks around the layer's call tell. In
-backward, a hook on the layer's output tells that its backward begins; that of the layers behind it is over by then:
+A `LayerGathering` is called when a layer is entered and left. In forward, hooks around the layer's call do so. In backward, a
+hook on the layer's output runs when its backward begins; that of the layers behind it is over by then:
 
 Note: the order of backward. Autograd carries out the nodes of a graph from the newest to the oldest. So when it comes to the
 output of one call, all that was recorded after that output is done: calls that *began* after it are left. (A call that
@@ -139,7 +139,7 @@ class ModuleGathering:
                     unit.free()
 
     def hide(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
-        """Nobody needs the values of these (None: of all) before the next forward or backward."""
+        """These parameters (None: all) read as NaN until the next forward or backward."""
         for p in list(self._values if parameters is None else parameters):
             p.data = torch.full((), torch.nan, dtype=p.dtype, device=p.device).expand(p.shape)
             self._hidden.add(p)
@@ -290,7 +290,7 @@ class _InOrder:
 
 
 class _Watched(dict):
-    """A module's `_parameters` that tell when one is read by name."""
+    """A module's `_parameters`: the gathering is called when one is read by name."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter | None], gathering: ModuleGathering):
         super().__init__(parameters)

@@ -1,8 +1,8 @@
 """From DeepSpeed's JSON, a dict or a file, to the `RunConfig` of an engine.
 
 The keys, their meaning and their errors are those of `--deepspeed_config`. What belongs to a program that owns the model and
-the loop is refused by name. There are no flags, so a problem is told in the words of the JSON; what is still "auto" here could
-not be filled (auto_values.py).
+the loop is refused by name. An engine has no flags, so messages name keys of the JSON; what is still "auto" here could not be
+filled (auto_values.py).
 
 Keys that the JSON omits have DeepSpeed's defaults, not Megatron's: no weight decay, no momentum, a constant learning rate, a
 first loss scale of 2**16.
@@ -117,6 +117,6 @@ def _broken(config: RunConfig) -> Iterator[str]:
 
 
 def in_words_of_json(problem: str) -> str:
-    """A problem told in flags, with the keys of the JSON in their place."""
+    """The message of a problem, with the keys of the JSON in place of flags."""
     keys = {option.flag: option.json or KEYS.get(path) for path, option in all_options().items()}
     return re.sub(r"--[a-z0-9-]+", lambda found: f'"{keys[found[0]]}"' if keys.get(found[0]) else found[0], problem)

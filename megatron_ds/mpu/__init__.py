@@ -1,4 +1,4 @@
-"""Model parallel units: who stands where on the grid, who talks to whom, and the getters that customers know.
+"""Model parallel units: the positions of ranks on the grid, their groups, and the getters under Megatron's names.
 
 Names load their module when they are first used, so the pure parts (`mpu.grid`, `mpu.param_spec`) cost no import of torch.
 """

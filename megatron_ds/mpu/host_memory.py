@@ -1,9 +1,10 @@
 """`SharedPages`: memory of each rank that the other ranks of its group see, all on one host.
 
-What lies still for a whole step, as weights do, need not travel between processes of one host: whoever needs it maps the
-owner's pages. Nobody copies, sends or waits. A page that is mapped counts as a process's own memory until it is let go of.
+Data that do not change during a step, such as weights, need not be sent between processes of one host: a process that needs
+them maps the owner's pages, without copying, sending or waiting. A mapped page counts as the process's own memory until it is
+unmapped.
 
-Whoever writes must know that nobody reads, and whoever reads that all was written: that is the caller's to arrange.
+There is no synchronisation here: the caller ensures that no rank reads while another writes.
 """
 
 import ctypes
@@ -97,7 +98,7 @@ class Mapping:
             assert count == len(piece), f"{count} of {len(piece)} bytes at {start} of a rank's shared memory"
 
     def drop(self) -> None:
-        """Let go of the memory. Who reads it nevertheless is ended, as with memory that was freed, rather than misled."""
+        """Release the memory. Reading it afterwards segfaults instead of returning stale data."""
         _check(_libc().madvise(*self._span, mmap.MADV_DONTNEED), self._span[1])
         _check(_libc().mprotect(*self._span, _PROT_NONE), self._span[1])
 

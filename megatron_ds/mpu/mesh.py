@@ -84,7 +84,7 @@ class Mesh:
         return len(self.placement) - 1 in self.stages
 
     def close(self) -> None:
-        """Hang up every transport that knows how to; the mesh is of no use afterwards."""
+        """Close all process groups. The mesh cannot be used afterwards."""
         for transport in filter(None, self._transports.values()):
             getattr(transport, "close", lambda: None)()
 

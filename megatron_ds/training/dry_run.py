@@ -1,7 +1,7 @@
-"""`--dry-run`: say what a run would be, and end. No GPU, no other process, no data; nothing is written.
+"""`--dry-run`: print the plan of a run and exit. No GPU, no other process, no data; nothing is written.
 
-A launch would meet the same errors, in the same words and with the same exit code: the rules over the configuration have
-spoken when this begins; the cut, the schedule and the layers speak here.
+A launch would meet the same errors, in the same words and with the same exit code: the rules over the configuration have been
+checked before; the cut, the schedule and the layers are checked here.
 """
 
 import gc

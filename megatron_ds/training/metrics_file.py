@@ -4,7 +4,7 @@
 
     kind   "train", "validation" or "test"
     run    id of the run, the same after each resume
-    start  when the process that wrote the record started; tells resumed and repeated steps apart
+    start  when the process that wrote the record started; distinguishes repeated steps from the first try
     time   when the record was written; both in seconds since the epoch
 
 A run that resumes from step 10 after a crash at step 15 writes steps 11 to 15 a second time. The rule for readers is: of

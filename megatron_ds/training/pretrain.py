@@ -1,8 +1,9 @@
-"""From a command line to a trained model: the order in which a run comes to life.
+"""From a command line to a trained model: the order in which a run starts.
 
-    parse and check the config        no process group yet: every error of the user's is told here, once, exit code 2
-    --dry-run                         say the plan, and end
+    parse and check the config        no process group yet: all errors in it are reported here, once, exit code 2
+    --dry-run                         print the plan and exit
     launch                            torchrun, Slurm, Open MPI or one rank
+    save folder                       checked and locked
     tokenizer, data, engine           then the checkpoint, if there is one
     train                             exit code 0 also after SIGTERM, SIGUSR1 and the first Ctrl-C
 """
@@ -79,7 +80,7 @@ def _pretrain(argv, defaults: Mapping[str, object], stop: StopRequest) -> int:
                    defaults=defaults)
     if config.plan.is_dry:
         return dry_run(config, launch)
-    if launch.world_size > 1:        # a rank that left alone would let the others wait for it
+    if launch.world_size > 1:        # the others would wait for a rank that exits alone
         stop.defer()
     with joined(config, launch) as mesh:
         try:
@@ -158,7 +159,7 @@ def _what_would_fit(error: Exception, mesh: Mesh) -> str:
 
 
 def _open_data(config: RunConfig, mesh: Mesh):
-    """(config with the tokenizer's vocabulary size, tokenizer, loaders); reads files, talks to nobody."""
+    """(config with the tokenizer's vocabulary size, tokenizer, loaders). Reads files; not collective."""
     tokenizer = build_tokenizer(config.data, config.model)
     config = config.with_values({"model.vocab_size": tokenizer.vocab_size}, Source("derived", "the tokenizer"))
     kind = MODELS[config.model.model].data
@@ -169,7 +170,7 @@ def _open_data(config: RunConfig, mesh: Mesh):
 
 
 def _check_outputs(config: RunConfig, rank: int) -> None:
-    """Where the run will write, hours from now, can be written to."""
+    """Raises ConfigError or CheckpointError unless the run can write where it will have to, hours from now."""
     if config.checkpoint.save:
         check_writable(config.checkpoint.save)
     if config.logging.trace:
@@ -179,6 +180,6 @@ def _check_outputs(config: RunConfig, rank: int) -> None:
 
 
 def _set_up_logging(rank: int) -> None:
-    """Rank 0 speaks; the others only to warn, with their rank."""
+    """Rank 0 logs everything; the others only warnings, with their rank."""
     level, form = (logging.INFO, "%(message)s") if rank == 0 else (logging.WARNING, f"[rank {rank}] %(message)s")
     logging.basicConfig(level=level, format=form, stream=sys.stdout, force=True)

@@ -41,9 +41,9 @@ def share(losses: Sequence, mesh: Mesh, stop: bool = False, per_token: bool = Fa
     reported loss does not depend on how samples are spread over ranks beyond the last bit.
     per_token: average over all tokens of the step instead of over micro-batches.
     """
-    speaks = mesh.coordinate("tp") == 0 and bool(losses)
+    reports = mesh.coordinate("tp") == 0 and bool(losses)
     row = torch.zeros(4 + 2 * len(terms), dtype=torch.float64)
-    if speaks:
+    if reports:
         totals = torch.stack([loss.total.double() for loss in losses]).cpu()
         tokens = torch.stack([loss.tokens.double() for loss in losses]).cpu()
         means = totals / tokens.clamp(min=1)

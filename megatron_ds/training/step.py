@@ -46,7 +46,7 @@ def train_step(engine: Engine, batch, progress: Progress, *, learning_rate: floa
                stop: bool = False) -> StepOutcome:
     """Train on `batch`, this rank's share of the global batch. Collective over the world.
 
-    stop: this rank's wish to end the run after this step; the outcome tells whether anybody wished it.
+    stop: whether this rank asks to end the run after this step; the outcome has whether any rank did.
     Raises NonFiniteLossError, on all ranks, when the loss is not finite and `check_for_nan` is "stop".
     """
     start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Doing something that may fail on every rank: all go on, or all raise the same error.
+"""Run an action that may fail on some ranks: all ranks continue, or all raise the same error.
 
 Without it, a file that one machine lacks would leave the other ranks waiting in their next collective.
 """
@@ -32,5 +32,5 @@ def together(world: Group, action: Callable[[], T], only: int | None = None) -> 
     if only is None and len(failed) < len(kinds):
         text = f"on rank(s) {', '.join(map(str, failed[:8]))} of {len(kinds)}: {text}"
     shared = (kind if issubclass(kind, MegatronDSError) else MegatronDSError)(text)
-    shared.on_all_ranks = True        # so that one rank tells it for all
+    shared.on_all_ranks = True        # so that one rank prints it for all
     raise shared from error

@@ -1,4 +1,4 @@
-"""The training loop: step, log, evaluate, save, and know when to leave.
+"""The training loop: step, log, evaluate, save, until the run is complete or asked to stop.
 
 `Trainer.progress` is the only thing that moves; learning rate, batch size and data position are functions of it.
 """

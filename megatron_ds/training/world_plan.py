@@ -1,7 +1,7 @@
 """`WorldPlan`: what follows from a config for all its ranks; what `--dry-run` shows.
 
-A launch would meet the same errors: the rules over the configuration have spoken before (`config.parse`), the cut and the
-schedule speak here, and the layers themselves when they are built and run on the meta device.
+A launch would meet the same errors: the rules over the configuration are checked before (`config.parse`), the cut and the
+schedule here, and the layers when they are built and run on the meta device.
 """
 
 from collections.abc import Sequence

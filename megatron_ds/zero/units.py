@@ -9,9 +9,9 @@ Terms:  a *unit* is what one layer owns of a set of parameters, a run of whole b
     flat     of each unit, when gathered
 
 Note: why the storage and not the tensor. Autograd, saved tensors and layers hold the parameter, or views of it, from forward
-to backward. Shrinking the storage to nothing and growing it again leaves all of them valid; what they see in between is
-nobody's business. Refilling goes through `flat`, whose version counter is not the parameters': to autograd, a parameter that
-was freed and gathered again has not changed. (It has the same values. The update comes when no graph is alive.)
+to backward. Shrinking the storage to nothing and growing it again leaves all of them valid; their contents are undefined
+until the next gather. Refilling goes through `flat`, whose version counter is not the parameters': to autograd, a parameter
+that was freed and gathered again has not changed. (It has the same values. The update comes when no graph is alive.)
 """
 
 from collections.abc import Callable, Sequence
