@@ -30,9 +30,9 @@ from .layers import ModuleLayer, find_layers
 from .module_gathering import ModuleGathering
 from .monitor import Monitor
 from .optimizer import EngineOptimizer, InnerOptimizers, json_optimizers
+from .param_specs import Decays, DrawByName, agree, prepare, write_specs
 from .parameter_groups import freeze_others, make_groups
 from .partition import move_into, partitions_of, zeros
-from .passports import Decays, DrawByName, agree, prepare, write_passports
 from .schedule import SchedulerMaker, make_scheduler
 from .settings import block_of, read_settings
 
@@ -104,7 +104,7 @@ def initialize(args: Any = None, model: nn.Module | None = None, optimizer: Clie
     prepare(model, DTYPES[settings.optimizer.params_dtype], world.device, draw or (zeros if partitions else None))
     inner = _inner_optimizers(model, settings, block, client, model_parameters, decay)
     freeze_others(model, inner.groups)
-    write_passports(model, world, None)
+    write_specs(model, world)
     agree(model, world)
     layers = find_layers(model) if settings.zero.stage == 3 else []
     groups = _data_groups(settings, world)

@@ -16,7 +16,7 @@ from torch import nn
 from ..errors import ConfigError
 from .client_optimizer import strange
 from .optimizer import Group
-from .passports import Decays
+from .param_specs import Decays
 
 logger = logging.getLogger(__name__)
 

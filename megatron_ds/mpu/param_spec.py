@@ -1,4 +1,4 @@
-"""`ParamSpec`: the passport of a parameter, and the boxes its shards are made of.
+"""`ParamSpec`: what is known of a parameter, and the boxes its shards are made of.
 
 Tensor-parallel and MoE layers write it (`parameter.spec`); ZeRO, the gradient norm, tied reduction and the checkpoint read
 it. It is the only message between them, and the reason they need not import one another. Standard library only.

@@ -1,4 +1,4 @@
-"""Parameters with a passport: memory now, values later (`tensor_parallel.init.initialize`)."""
+"""Parameters with a spec: memory now, values later (`tensor_parallel.init.initialize`)."""
 
 import torch
 from torch import nn

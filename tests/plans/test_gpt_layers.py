@@ -1,4 +1,4 @@
-"""The list of layers: names, passports, what is built when, what is refused."""
+"""The list of layers: names, parameter specs, what is built when, what is refused."""
 
 from dataclasses import replace
 

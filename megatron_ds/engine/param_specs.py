@@ -1,4 +1,4 @@
-"""Passports for the parameters of a module that knows nothing of this package.
+"""Parameter specs for a module that was not written for this package; its values brought into the engine's format.
 
 The name is that of `named_parameters`; a parameter that stands in several places bears the first of its names. Tensor-parallel
 layers in the manner of Megatron mark a parameter with `tensor_model_parallel` (or `model_parallel`), `partition_dim` and
@@ -60,8 +60,8 @@ def prepare(module: nn.Module, dtype: torch.dtype, device: torch.device, draw: D
             p.data = p.data.to(device)
 
 
-def write_passports(module: nn.Module, world: DataParallelWorld, decays: Decays | None) -> None:
-    """Set `.spec` of every parameter that has none. decays: whether weight decay applies; None: to all, as in DeepSpeed.
+def write_specs(module: nn.Module, world: DataParallelWorld) -> None:
+    """Set `.spec` of every parameter that has none. Weight decay is a matter of the optimizer's groups, not of the spec.
 
     Raises ConfigError where experts are marked and their ranks are not known.
     """
@@ -69,7 +69,7 @@ def write_passports(module: nn.Module, world: DataParallelWorld, decays: Decays 
     names = global_names(module, world)
     for name, p in module.named_parameters():
         if not hasattr(p, "spec"):
-            p.spec = _passport(names.get(name, name), p, world.model.size, decays is None or bool(decays(name, p)))
+            p.spec = _spec_of(names.get(name, name), p, world.model.size)
 
 
 @torch.no_grad()
@@ -160,16 +160,15 @@ def saved_buffers(module: nn.Module, world: DataParallelWorld) -> dict[str, torc
     return found
 
 
-def _passport(name: str, p: nn.Parameter, size: int, decay: bool) -> ParamSpec:
+def _spec_of(name: str, p: nn.Parameter, size: int) -> ParamSpec:
     is_split = getattr(p, "tensor_model_parallel", False) or getattr(p, "model_parallel", False)
     expert = is_expert(p)
     if not is_split or size == 1:
         partial = size > 1 and bool(getattr(p, "sequence_parallel", False))
-        return ParamSpec(name, tuple(p.shape), NOT_DRAWN, expert=expert, partial_grad=partial, decay=decay)
+        return ParamSpec(name, tuple(p.shape), NOT_DRAWN, expert=expert, partial_grad=partial)
     dim = getattr(p, "partition_dim", 0)
     shape = tuple(n * size if d == dim else n for d, n in enumerate(p.shape))
-    return ParamSpec(name, shape, NOT_DRAWN, split_dim=dim, parts=getattr(p, "partition_stride", 1), expert=expert,
-                     decay=decay)
+    return ParamSpec(name, shape, NOT_DRAWN, split_dim=dim, parts=getattr(p, "partition_stride", 1), expert=expert)
 
 
 def _materialize(module: nn.Module, name: str, buffer: torch.Tensor, device: torch.device, draw: DrawByName) -> None:
