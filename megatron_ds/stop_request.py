@@ -30,8 +30,10 @@ class StopRequest:
         self._previous: dict = {}
 
     def install(self) -> None:
+        """Handle the signals; what an outer request has received already counts for this one, too."""
         for number in GRACEFUL:
-            self._previous[number] = signal.signal(number, self._handle)
+            self._previous[number] = outer = signal.signal(number, self._handle)
+            self.received = self.received or getattr(getattr(outer, "__self__", None), "received", None)
 
     def __enter__(self) -> "StopRequest":
         self.install()

@@ -77,7 +77,7 @@ def begin(folder: Path, step: int) -> Path:
     for path in list(folder.iterdir()):
         hidden = _HIDDEN.fullmatch(path.name)
         if hidden and hidden[2] in ("writing", "deleting"):
-            shutil.rmtree(path)
+            _remove(path)
         elif path.name.startswith(f".{TRACKER}."):
             path.unlink(missing_ok=True)
     writing = folder / f".{name_of(step)}.writing-{secrets.token_hex(4)}"
@@ -94,23 +94,21 @@ def publish(folder: Path, step: int, writing: Path) -> Path:
     """Make what lies in `writing` the checkpoint of `step`, and let the tracker point to it. All its files are synced."""
     target, replaced = folder / name_of(step), _replaced_path(folder, step)
     sync_directory(writing)
-    if target.exists():
+    if os.path.lexists(target):
         _move_aside(target, replaced)
     os.rename(writing, target)
     sync_directory(folder)
     write_durably(folder / TRACKER, str(step))
-    if replaced.exists():
-        shutil.rmtree(replaced)
+    _remove(replaced)
     return target
 
 
 def delete(folder: Path, step: int) -> None:
     """Remove a checkpoint; hidden by a rename first, so that half of one is never seen."""
     deleting = folder / f".{name_of(step)}.deleting"
-    if deleting.exists():
-        shutil.rmtree(deleting)
+    _remove(deleting)
     os.rename(folder / name_of(step), deleting)
-    shutil.rmtree(deleting)
+    _remove(deleting)
 
 
 def check_writable(directory: str | os.PathLike) -> None:
@@ -177,16 +175,24 @@ def _restore_replaced(folder: Path) -> None:
     """Finish or undo a second save of a step that was cut off between its two renames."""
     for step in steps_in(folder):
         replaced, target = _replaced_path(folder, step), folder / name_of(step)
-        if replaced.exists() and target.exists():
-            shutil.rmtree(replaced)
-        elif replaced.exists():
+        if os.path.lexists(target):
+            _remove(replaced)
+        elif os.path.lexists(replaced):
             os.rename(replaced, target)
+
+
+def _remove(path: Path) -> None:
+    """A directory with its files, or a file. Of a link the link only: users move old checkpoints elsewhere and link them."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)
 
 
 def _move_aside(target: Path, replaced: Path) -> None:
     if is_ours(target):
         os.rename(target, replaced)
         return
-    kept = Path(tempfile.mkdtemp(dir=target.parent, prefix=f"{target.name}.not_ours."))
+    kept = target.with_name(f"{target.name}.not_ours.{secrets.token_hex(4)}")
     os.rename(target, kept)
     logger.warning("%s was not written by this program, or is damaged: kept as %s", target, kept.name)

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint import metadata as dcp
 
 from ..errors import CheckpointError
 from .chunk_file import saved_crc32
-from .folder import INDEX_FILE
+from .folder import INDEX_FILE, read_regular
 from .pickle_walk import check_opcodes
 from .run_file import check_crc32, read_run_file
 
@@ -82,7 +82,7 @@ def index_of(path: Path, save_id: str | None, files: Mapping[str, Mapping] | Non
     """
     file_name = path / INDEX_FILE
     try:
-        content = file_name.read_bytes()
+        content = read_regular(file_name)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} has no {INDEX_FILE}: it is incomplete.") from error
     except OSError as error:

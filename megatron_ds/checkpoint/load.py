@@ -5,7 +5,8 @@ A rank reads the stored chunks that meet its pieces, whatever layout wrote them;
 
 import logging
 import os
-from collections.abc import Collection, Iterable, Iterator
+import zlib
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -113,21 +114,39 @@ def _fill(directory: str | os.PathLike, step: int, pieces: Iterable[Piece], tp: 
     folder, what = Path(directory), f"cannot load iteration {step} from {directory}"
     readings = []       # stays on this rank; what an action returns travels
 
-    def plan() -> bool:
+    def plan() -> tuple[bool, str]:
         path = find_checkpoint(folder, step)
         with way_back(folder, step):
             reader = Reader(path)
         readings.append(plan_reading(reader, pieces, tp, exact))
-        return reader.has_checksums
+        return reader.has_checksums, _save_of(path)
 
     def fill() -> None:
         with way_back(folder, step):
             readings[0].run()
 
-    if not all(together(world, what, plan)) and world.rank == 0:
-        logger.warning("%s was saved in format 1, without checksums of its files: files of other saves would not be noticed",
-                       find_checkpoint(folder, step))
+    seen = together(world, what, plan)
+    together(world, what, lambda: _check_same_save([save for _, save in seen]), only=0)
+    if not all(has_checksums for has_checksums, _ in seen) and world.rank == 0:
+        logger.warning("%s was saved in format 1, without checksums of its files: changed bytes and files of other saves "
+                       "would not all be noticed", find_checkpoint(folder, step))
     together(world, what, fill)
+
+
+def _save_of(path: Path) -> str:
+    """What tells this save from every other: its id, or in format 1 the checksum of its index and its run.json."""
+    if save_id := read_run_file(path).get("save_id"):
+        return save_id
+    return f"{zlib.crc32(b''.join(folders.read_regular(path / name) for name in (folders.INDEX_FILE, folders.RUN_FILE))):08x}"
+
+
+def _check_same_save(saves: Sequence[str]) -> None:
+    """saves: what each rank sees, in rank order. Raises CheckpointError where ranks see different ones."""
+    others = [rank for rank, save in enumerate(saves) if save != saves[0]]
+    if others:
+        raise CheckpointError(f"rank(s) {', '.join(map(str, others[:8]))} of {len(saves)} see another save under this name "
+                              "than rank 0: the folder is not on one file system that all ranks share, or its copies differ. "
+                              "Loading would mix two saves. Give a folder that all ranks share.")
 
 
 @contextmanager

@@ -89,6 +89,8 @@ class SaveLock:
         while not self._create():
             found = self._read()
             if found is None:
+                if self.path.is_symlink():
+                    raise CheckpointError(f"{self.path} is a link that leads nowhere. Delete it.")
                 continue                                    # released meanwhile
             owner, beat = found
             if owner == self.mine:                          # the file server did what it then reported as failed
@@ -98,7 +100,8 @@ class SaveLock:
                     f"it is in use by {owner}. Two jobs in one folder would overwrite each other's checkpoints. Wait for that "
                     f"job, stop it, or give another folder. If you are sure that it is gone, delete {self.path}.")
             if _is_gone(owner) or self._is_silent(owner, beat):
-                logger.warning("%s: taking over the lock of %s, which is gone", self.folder, owner or "an unknown process")
+                why = "which is gone" if _is_gone(owner) else f"which did not renew it for {self._stale:.0f} seconds"
+                logger.warning("%s: taking over the lock of %s, %s", self.folder, owner or "an unknown process", why)
                 self._remove(owner)
             else:
                 return str(owner or "an unknown process")
@@ -206,9 +209,10 @@ def _read(path: Path) -> tuple[Owner | None, int]:
     text, beat = read_regular(path), path.stat().st_mtime_ns
     try:
         values = json.loads(text)
-        return Owner(**{field.name: field.type(values[field.name]) for field in fields(Owner)}), beat
-    except (ValueError, KeyError, TypeError):
+        owner = Owner(**{field.name: field.type(values[field.name]) for field in fields(Owner)})
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None, beat
+    return owner if 0 < owner.pid < 2**31 else None, beat
 
 
 def _write_new(path: Path, text: str) -> bool:

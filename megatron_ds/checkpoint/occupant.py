@@ -5,6 +5,7 @@
     s1/tokenizer-…/                                       copied there too: run.json names it relative to the save folder
 """
 
+import json
 import logging
 import os
 import re
@@ -49,9 +50,9 @@ def occupant_of(folder: Path) -> Occupant | None:
         path = folders.find(folder, steps[-1])
         return Occupant(steps[-1], _read_run_id(path), _time_of(path))
     if folders.read_tracker(folder) is not None:
-        return Occupant(None, None, _time_of(folder / folders.TRACKER))
+        return Occupant(None, _run_of_metrics(metrics), _time_of(folder / folders.TRACKER))
     if metrics.is_file() and metrics.stat().st_size:
-        return Occupant(None, None, _time_of(metrics))
+        return Occupant(None, _run_of_metrics(metrics), _time_of(metrics))
     return None
 
 
@@ -64,9 +65,28 @@ def check_vacant(folder: Path, run_id: str, step: int, to_continue: str) -> None
     if there is None or there.run_id == run_id and there.step is not None and there.step <= step:
         return
     whose = "a later iteration of this run" if there.run_id == run_id else "another run"
+    if there.step is None:
+        to_continue = f"Add --load {folder} to start that run again from scratch, as it has no checkpoint"
     raise CheckpointError(
         f"--save {folder} holds {whose}: {there}. Saving there would mix the two. {to_continue}; add --overwrite-save to move "
         "it into a subfolder and start here; or give another --save folder.")
+
+
+def _run_of_metrics(metrics: Path) -> str | None:
+    """The run id in the last whole record of a metrics file; None where there is none."""
+    try:
+        with metrics.open("rb") as file:
+            file.seek(max(0, metrics.stat().st_size - 65_536))
+            lines = file.read().splitlines()
+    except OSError:
+        return None
+    for line in reversed(lines):
+        try:
+            run = json.loads(line).get("run")
+        except (ValueError, AttributeError, RecursionError):
+            continue
+        return run if isinstance(run, str) and re.fullmatch(r"[0-9a-zA-Z_-]{1,64}", run) else None
+    return None
 
 
 def move_aside(folder: Path, now: datetime | None = None) -> Path | None:

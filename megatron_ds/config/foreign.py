@@ -65,7 +65,7 @@ _SIGNALS = nothing("the run always saves and exits on SIGTERM, SIGUSR1 and the f
 _NO_RNG = nothing("a checkpoint holds no random state: random numbers follow from --seed and their place in the run")
 _INIT = nothing("initial weights follow from --seed and each weight's name, the same on every layout")
 _GC = nothing("it only tunes Python's garbage collection")
-_LATER = refused("it is not available yet. Remove it.")
+_LATER = refused("it is planned for a later version. Remove it.")
 _MOE = refused("mixture-of-experts models are not available yet. Remove it to train a dense model.")
 _DATA = only("mmap", "infer", note="datasets are always memory-mapped .bin/.idx files",
              refusal="only memory-mapped .bin/.idx datasets can be read. Convert the corpus with tools/preprocess_data.py, "
@@ -166,7 +166,8 @@ _WRITE_16 = refused("write a bf16 or an fp16 block instead.")
 
 # Keys of DeepSpeed's JSON. A key covers the block under it.
 KEYS: Mapping[str, Answer] = MappingProxyType({
-    "activation_checkpointing": refused("write --recompute-granularity full or selective. Remove it."),
+    "activation_checkpointing": refused("a training script takes --recompute-granularity full or selective; a module of an "
+                                        "engine calls megatron_ds.checkpointing.checkpoint(). Remove it."),
     "aio.overlap_events": _OVERLAPPED,
     "aio.single_submit": nothing("blocks are submitted together"),
     "aio.use_gds": _LATER,

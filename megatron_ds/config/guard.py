@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from ..errors import CommunicationError, ConfigError, LayoutError, MegatronDSError, ScheduleError
 from ..stop_request import Stopped, StopRequest, ignore_stop_signals
-from .launched import ends_siblings, is_launched, local_rank_in, rank_in
+from .launched import ends_siblings, is_launched, local_rank_in, rank_in, size_in
 
 EVERYWHERE = (ConfigError, LayoutError, ScheduleError)       # they follow from the same flags, so every rank raises them
 WAIT_SECONDS = 5.0
@@ -32,7 +32,10 @@ def run_command(module: str, function: str, **arguments) -> NoReturn:
     Stop signals (`stop_request.py`) are handled while the module is imported, which takes seconds, and ignored once the exit
     code is known.
     """
-    StopRequest().install()
+    stop = StopRequest()
+    if size_in(os.environ) > 1:          # one rank that left alone would let the others wait for it
+        stop.defer()
+    stop.install()
     code = main_guard(lambda: getattr(import_module(module), function)(**arguments))
     ignore_stop_signals()
     sys.exit(code)
@@ -49,6 +52,12 @@ def main_guard(main: Callable[[], int | None], rank: int | None = None) -> int:
     rank = rank_in(os.environ) if rank is None else rank
     try:
         return main() or 0
+    except ModuleNotFoundError as error:
+        if error.name not in ("torch", "numpy"):
+            raise
+        print(f"error: {error.name} is not installed in this Python ({sys.executable}). Activate the environment that this "
+              "package was installed in, such as: source .venv/bin/activate", file=sys.stderr)
+        return 2
     except MegatronDSError as error:
         sys.stdout.flush()
         shared = isinstance(error, EVERYWHERE) or getattr(error, "on_all_ranks", False)

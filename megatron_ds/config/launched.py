@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
+SIZES = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
 LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
 LAUNCHERS = ("TORCHELASTIC_RUN_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 
@@ -10,6 +11,11 @@ LAUNCHERS = ("TORCHELASTIC_RUN_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 def rank_in(env: Mapping[str, str]) -> int:
     """By the environment of torchrun, Slurm or Open MPI; 0 without a launcher."""
     return _first_number(env, RANKS) or 0
+
+
+def size_in(env: Mapping[str, str]) -> int:
+    """Number of ranks, by the environment of torchrun, Slurm or Open MPI; 1 without a launcher."""
+    return _first_number(env, SIZES) or 1
 
 
 def local_rank_in(env: Mapping[str, str]) -> int:

@@ -30,8 +30,14 @@ def _mock_data(config: RunConfig) -> RunConfig:
 
 
 def _mock_vocabulary(config: RunConfig) -> RunConfig:
-    """Mock tokens need a number of them, but no tokenizer."""
-    if not config.data.mock_data or config.data.tokenizer_type is not None:
+    """Mock tokens need a vocabulary size, but no tokenizer: that of a recipe is left out if --vocab-size is given."""
+    if not config.data.mock_data:
+        return config
+    source = config.sources.get("data.mock_data")
+    is_flag = source is not None and source.kind == "flag"
+    if is_flag and config.model.vocab_size is not None and config.data.tokenizer_type not in (None, "NullTokenizer"):
+        config = _without(config, ("data.tokenizer_type", *TOKENIZER_FILES), "mock data needs no tokenizer")
+    if config.data.tokenizer_type is not None:
         return config
     config = config.with_values({"data.tokenizer_type": "NullTokenizer"}, Source("derived", "for --mock-data"))
     has_files = bool(config.data.vocab_file or config.data.merge_file)

@@ -95,16 +95,22 @@ def initialize(args: Any = None, model: nn.Module | None = None, optimizer: Clie
     _check_arguments(model, optimizer, decay, mesh_param)
     take_local_rank(args)
     world = _join(mpu, distributed_port, dist_init_required)
-    client = _client_of(model, optimizer, model_parameters)
-    name, block = block_of(config)
-    samples = len(training_data) if hasattr(training_data, "__len__") else None
-    block = fill_autos(block, Sources(args, model, world.data.size, samples))
-    settings = read_settings(block, world.data.size, _learning_rate_of(client), name)
-    partitions = partitions_of(model)
-    prepare(model, DTYPES[settings.optimizer.params_dtype], world.device, draw or (zeros if partitions else None))
-    inner = _inner_optimizers(model, settings, block, client, model_parameters, decay)
-    freeze_others(model, inner.groups)
-    write_specs(model, world)
+
+    def prepared():
+        client = _client_of(model, optimizer, model_parameters)
+        name, found = block_of(config)
+        samples = len(training_data) if hasattr(training_data, "__len__") else None
+        block = fill_autos(found, Sources(args, model, world.data.size, samples))
+        settings = read_settings(block, world.data.size, _learning_rate_of(client), name)
+        partitions = partitions_of(model)
+        prepare(model, DTYPES[settings.optimizer.params_dtype], world.device, draw or (zeros if partitions else None))
+        inner = _inner_optimizers(model, settings, block, client, model_parameters, decay)
+        freeze_others(model, inner.groups)
+        write_specs(model, world)
+        return client, block, settings, partitions, inner
+
+    # Together: a file of settings may be missing on one machine, and the other ranks would wait in `agree`.
+    client, block, settings, partitions, inner = together(world.world, prepared)
     agree(model, world)
     layers = find_layers(model) if settings.zero.stage == 3 else []
     groups = _data_groups(settings, world)

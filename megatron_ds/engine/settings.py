@@ -94,7 +94,7 @@ def _parsed(text: str) -> Mapping[str, Any]:
 def _autos(name: str, block: Mapping[str, Any]) -> Iterator[str]:
     for key in auto_keys(block):
         source = source_of(key)
-        reason = f"{source} is not there to fill it" if source else "nothing fills this key"
+        reason = f"no value for it was given as {source}" if source else "nothing fills this key"
         yield f'{name}: "{key}" is "auto", and {reason}. Write the value, or leave the key out.'
 
 

@@ -99,6 +99,7 @@ def train(as_given: RunConfig, mesh: Mesh, source: str, started: float, stop: St
     one of them received a stop signal before the first step.
     """
     world, checkpoint = mesh.group("world"), as_given.checkpoint
+    _leave_if_stopped(stop, mesh)
     together(world, lambda: _check_outputs(as_given, mesh.rank))
     with save_folder(checkpoint, world):
         start = find_start(checkpoint, world)

@@ -22,15 +22,26 @@ def together(world: Group, action: Callable[[], T], only: int | None = None) -> 
     result = error = None
     try:
         result = action() if only is None or only == world.rank else None
-    except (MegatronDSError, OSError) as problem:
+    except Exception as problem:      # of any kind: the other ranks wait in the all-gather below
         error = problem
-    kinds = all_gather_object((type(error), str(error)) if error else None, world)
+    kinds = all_gather_object(_kind_and_text(error), world)
     failed = [rank for rank, kind in enumerate(kinds) if kind]
     if not failed:
         return result if only is None else all_gather_object(result, world)[only]
     kind, text = kinds[failed[0]]
     if only is None and len(failed) < len(kinds):
         text = f"on rank(s) {', '.join(map(str, failed[:8]))} of {len(kinds)}: {text}"
-    shared = (kind if issubclass(kind, MegatronDSError) else MegatronDSError)(text)
+    if error is not None and not isinstance(error, (MegatronDSError, OSError)):
+        raise error                   # a defect, not the user's: this rank shows its traceback
+    shared = kind(text)
     shared.on_all_ranks = True        # so that one rank prints it for all
     raise shared from error
+
+
+def _kind_and_text(error: Exception | None) -> tuple[type[MegatronDSError], str] | None:
+    """What the other ranks raise; of an error that is none of this package's, its type is part of the text."""
+    if error is None:
+        return None
+    if isinstance(error, MegatronDSError):
+        return type(error), str(error)
+    return MegatronDSError, str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"

@@ -91,6 +91,26 @@ def test_what_another_program_left_under_our_name_is_kept_aside(tmp_path):
     assert (kept / "mp_rank_00" / "model.pt").read_bytes() == b"theirs"
 
 
+def test_old_checkpoints_that_were_moved_and_linked_stop_no_save_and_stay(tmp_path):
+    folder, archive = tmp_path / "run", tmp_path / "archive"
+    for step in (1, 2):
+        save_step(folder, step)
+    archive.mkdir()
+    for step in (1, 2):
+        name = f"iter_{step:07d}"
+        shutil.move(folder / name, archive / name)
+        (folder / name).symlink_to(archive / name)
+    for leftover in (".iter_0000009.writing-00", ".iter_0000002.replaced"):
+        (folder / leftover).symlink_to(archive / "iter_0000001")
+    (folder / "iter_0000005").write_text("a file under the name of a step")
+    save_step(folder, 2, seed=22)
+    for step in (3, 4, 5):
+        save_step(folder, step, limit=2)
+        assert_loads(folder, step, step)
+    assert names(archive) == ["iter_0000001", "iter_0000002"] and (archive / "iter_0000002" / "run.json").is_file()
+    assert steps_in(folder) == [4, 5] and not [name for name in names(folder) if name.startswith(".iter")]
+
+
 def test_saving_a_step_again_replaces_it(tmp_path):
     save_step(tmp_path, 100, seed=1)
     save_step(tmp_path, 100, seed=2)

@@ -103,7 +103,7 @@ def test_all_that_cannot_be_filled_is_named_at_once():
     text = str(error.value)
     left = auto_keys(block)
     assert len(left) == 14 and all(f'"{key}" is "auto"' in text for key in left)
-    assert "args.per_device_train_batch_size is not there" in text and "config.hidden_size is not there" in text
+    assert "was given as args.per_device_train_batch_size" in text and "config.hidden_size" in text
 
 
 def test_every_name_is_one_of_a_known_key():

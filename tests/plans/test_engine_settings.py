@@ -50,7 +50,7 @@ def test_where_the_json_is_silent_deepspeeds_defaults_hold():
                               "schedule_type": "fixed_linear", "schedule_config": {"total_curriculum_step": 9,
                                                                                    "difficulty_step": 8}}},
      "config curriculum_learning.schedule_type is refused here"),
-    ({"gradient_clipping": "auto"}, '"gradient_clipping" is "auto", and args.max_grad_norm is not there'),
+    ({"gradient_clipping": "auto"}, '"gradient_clipping" is "auto", and no value for it was given as args.max_grad_norm'),
     ({"train_batch_size": 33, "train_micro_batch_size_per_gpu": 8}, '"train_batch_size" 32 or 48'),
     ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "Give only one"),
     ({"zero_optimization": {"stage": 2, "stage3_prefetch_bucket_size": 9}}, "applies to ZeRO stage 3"),

@@ -141,9 +141,11 @@ def test_saving_options_without_a_folder_are_listed():
 
 
 def test_the_flag_for_mock_data_replaces_the_data_of_a_recipe(tmp_path):
-    config = parse([*CORPUS, "--split", "9,1", "--mock-data", "--vocab-size", "99"], env={})
+    config = parse([*CORPUS, "--split", "9,1", "--vocab-file", "nowhere.json", "--mock-data", "--vocab-size", "99"], env={})
     assert (config.data.mock_data, config.data.data_path, config.data.split) == (True, (), None)
-    assert accepted(config) == {"--data-path corpus", "--split 9,1"}
+    assert config.data.tokenizer_type == "NullTokenizer" and config.data.vocab_file is None
+    assert accepted(config) == {"--data-path corpus", "--split 9,1", "--tokenizer-type GPT2BPETokenizer",
+                                "--vocab-file nowhere.json"}
     files = ["--vocab-file", "v.json", "--merge-file", "m.txt"]
     config = parse([*NEEDED, "--mock-data", *files], env={})
     assert (config.data.tokenizer_type, config.model.vocab_size, config.data.vocab_file) == ("NullTokenizer", 50_256, None)

@@ -97,6 +97,12 @@ def test_metrics_or_a_tracker_alone_are_another_run_too(tmp_path, name, text):
         start(save=tmp_path)
 
 
+def test_a_run_without_a_checkpoint_is_named_by_its_metrics_and_can_start_again(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "run": "486b7c5d", "step": 3}\n{"kind": "tra')
+    with pytest.raises(CheckpointError, match=r"run id 486b7c5d.*Add --load \S+ to start that run again from scratch"):
+        start(save=tmp_path)
+
+
 def test_an_empty_metrics_file_is_nothing(tmp_path):
     (tmp_path / "metrics.jsonl").touch()
     assert start(save=tmp_path).step is None

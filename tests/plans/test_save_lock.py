@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ds.checkpoint import lock as locks
-from megatron_ds.checkpoint.lock import LOCK, SaveLock, locked, this_process
+from megatron_ds.checkpoint.lock import LOCK, SaveLock, _read, locked, this_process
 from megatron_ds.checkpoint.save import save
 from megatron_ds.errors import CheckpointError
 from megatron_ds.mpu.group import solo
@@ -85,6 +85,20 @@ def test_a_lock_from_elsewhere_is_taken_over_when_its_time_does_not_change(tmp_p
     with locked(tmp_path, solo(), stale=SOON, poll=SOON) as lock:
         assert json.loads(path.read_text())["host"] == lock.mine.host
     assert "waiting for a sign of life" in caplog.text and "taking over" in caplog.text
+
+
+def test_a_lock_that_is_a_link_to_nothing_is_an_error_and_not_a_loop(tmp_path):
+    (tmp_path / LOCK).symlink_to(tmp_path / "gone")
+    with pytest.raises(CheckpointError, match="a link that leads nowhere"):
+        save_step(tmp_path, 1, seed=1)
+
+
+@pytest.mark.parametrize("pid", ["1e999", str(2**70), "-3", "[" * 100_000])
+def test_a_damaged_lock_has_no_owner(tmp_path, pid):
+    left_behind(tmp_path)
+    path = tmp_path / LOCK
+    path.write_text(json.dumps({**json.loads(path.read_text()), "pid": "PID"}).replace('"PID"', pid))
+    assert _read(path)[0] is None
 
 
 def test_a_lock_from_elsewhere_whose_time_changes_is_that_of_a_live_job(tmp_path):

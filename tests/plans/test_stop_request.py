@@ -81,3 +81,23 @@ def test_the_entry_scripts_import_nothing_slow_before_they_handle_signals(tmp_pa
     ended = subprocess.run([sys.executable, "-c", f"import runpy; runpy.run_path({script!r}, run_name='__main__')"], cwd=ROOT,
                            capture_output=True, text=True, timeout=60, env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"})
     assert (ended.returncode, ended.stderr) == (0, "") and "stopped by SIGINT" in ended.stdout
+
+
+def test_a_rank_of_several_that_is_signalled_in_its_imports_goes_on_to_where_ranks_agree(tmp_path):
+    (tmp_path / "slow_module.py").write_text(MODULE + "from megatron_ds.stop_request import StopRequest\n"
+                                             "def main():\n    with StopRequest() as stop:\n        print(stop.received)\n")
+    command = "from megatron_ds.config.guard import run_command; run_command('slow_module', 'main')"
+    environment = {"AT": "import", "SIGNAL": str(int(signal.SIGTERM)), "RANK": "1", "WORLD_SIZE": "2",
+                   "PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    ended = subprocess.run([sys.executable, "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=60,
+                           env=os.environ | environment)
+    assert (ended.returncode, ended.stderr, ended.stdout) == (0, "", "SIGTERM\n")
+
+
+def test_without_torch_an_entry_script_says_which_environment_to_activate(tmp_path):
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')")
+    ended = subprocess.run([sys.executable, "-c", "import runpy; runpy.run_path('pretrain_gpt.py', run_name='__main__')"],
+                           cwd=ROOT, capture_output=True, text=True, timeout=60,
+                           env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"})
+    assert ended.returncode == 2 and ended.stderr.startswith("error: torch is not installed in this Python")
+    assert "source .venv/bin/activate" in ended.stderr and "Traceback" not in ended.stderr

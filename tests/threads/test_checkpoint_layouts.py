@@ -14,7 +14,7 @@ from megatron_ds.checkpoint.pieces import key, written_here
 from megatron_ds.checkpoint.save import save
 from megatron_ds.errors import CheckpointError
 from megatron_ds.mpu.group import Group, solo
-from tests.harness.checkpoints import reseal, reseal_chunks
+from tests.harness.checkpoints import make_format_1, reseal, reseal_chunks
 from tests.harness.states import KINDS, Layout, logical_tensor, model_specs, pieces_of, shard, tp_group, world_group
 from tests.harness.threads import run_ranks
 
@@ -54,6 +54,23 @@ def test_what_one_layout_saves_every_other_loads_bit_for_bit(there, tmp_path):
         for rank, pieces in enumerate(load_state(tmp_path, here)):
             for piece, right in zip(pieces, pieces_of(here, rank, seed=3), strict=True):
                 assert torch.equal(piece.tensor, right.tensor), f"{key(piece)} on rank {rank} of {here}"
+
+
+@pytest.mark.parametrize("format_1", [False, True])
+def test_ranks_that_see_different_saves_under_one_name_load_neither(format_1, tmp_path):
+    layout, places = Layout(dp=2, stage=1), [tmp_path / "here", tmp_path / "there"]
+    for seed, place in enumerate(places):
+        save_state(place, layout, seed=seed)
+        if format_1:
+            make_format_1(place / "iter_0000005")
+
+    def rank_loads(rank, world):
+        pieces = pieces_of(layout, rank, seed=7)
+        with pytest.raises(CheckpointError, match=r"rank\(s\) 1 of 2 see another save under this name than rank 0"):
+            load(places[rank], 5, pieces, tp=tp_group(layout, rank, world), world=world_group(layout, rank, world))
+        assert all(torch.equal(p.tensor, q.tensor) for p, q in zip(pieces, pieces_of(layout, rank, seed=7), strict=True))
+
+    run_ranks(2, rank_loads)
 
 
 @pytest.mark.parametrize("seed", range(6))
