@@ -2,7 +2,7 @@
 
     python tools/checkpoint_to_safetensors.py --load quickstart/checkpoints --output quickstart/safetensors
 
-Tensors go through memory one at a time. Of an engine's checkpoint the buffers come along, and the names are those of the
+Tensors go through memory one at a time. For an engine's checkpoint, buffers are included, and the names are those of the
 module that was trained: `from_pretrained` reads the folder once the model's config.json is beside the files.
 
 Tensors of a pretraining run keep this package's names, such as decoder.layers.0.self_attention.linear_qkv.weight.
@@ -35,7 +35,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def parse_arguments(argv=None) -> argparse.Namespace:
     parser = Arguments(__doc__)
     add = parser.add_argument
-    add("--load", type=Path, required=True, help="checkpoint folder of a run (what was its --save), or of an engine's tag")
+    add("--load", type=Path, required=True, help="checkpoint folder of a run (its --save), or of an engine's tag")
     add("--output", type=Path, required=True, help="folder for the files; what else is in it stays")
     add("--iteration", type=int, help="which checkpoint of the folder (default: the latest)")
     add("--dtype", choices=DTYPES, default="float32", help="of the weights (default float32, as they are saved)")

@@ -1,10 +1,10 @@
-"""One corpus of several: all documents, in order.
+"""Merge several corpora into one: all documents, in order.
 
     python tools/merge_datasets.py --input shards/ --output-prefix corpus_text_document
     python tools/merge_datasets.py --input corpus_00000_of_00002_text_document corpus_00001_of_00002_text_document \\
         --output-prefix corpus_text_document
 
-Of a folder all pairs of .bin and .idx are taken, ordered by name. No shard may be missing.
+In a folder, all pairs of .bin and .idx are merged, ordered by name. No shard may be missing.
 """
 
 import argparse
@@ -32,7 +32,7 @@ def make_parser() -> Arguments:
     add("--input", nargs="+", required=True, metavar="PATH", help="prefixes of .bin/.idx pairs, in order, or folders of them")
     add("--output-prefix", required=True, metavar="PREFIX", help="the merged pair is PREFIX.bin and PREFIX.idx")
     add("--workers", type=int, default=4, metavar="N",
-        help="number of threads that copy (default 4); more help on several disks")
+        help="number of threads that copy (default 4); more are faster with several disks")
     return parser
 
 

@@ -44,18 +44,18 @@ def make_parser() -> Arguments:
     add = parser.add_argument_group("text").add_argument
     add("--input", nargs="+", required=True, metavar="PATH", help=INPUT_HELP)
     add("--text-documents", choices=WHERE, default="file",
-        help="what one document is in plain text: the file (default), a paragraph between blank lines, or a line. Not "
-             "paragraph or line if consecutive ones belong together, as in a novel: training shuffles documents. Other inputs "
-             "are not affected")
+        help="what one document is in plain text: the file (default), a paragraph between blank lines, or a line. Do "
+             "not use paragraph or line if consecutive ones belong together, as in a novel: training shuffles documents. "
+             "Other inputs are not affected")
     add("--text-separator", metavar="LINE",
-        help="in plain text, documents stand between lines that are equal to this, such as '<|endoftext|>'. Not for text in "
-             "which such a line may stand within a document")
+        help="in plain text, documents are separated by lines that are equal to this, such as '<|endoftext|>'. Do not use "
+             "it if such a line may be part of a document")
     add("--json-keys", nargs="+", default=["text"], metavar="KEY",
         help="keys of JSON lines, or columns of tables, whose text to tokenize (default: text); each makes a corpus")
     add("--skip-bad-lines", action="store_true",
         help="leave out lines that are not valid JSON or UTF-8 or lack a key, rows without text, and documents of plain text "
-             "that are not UTF-8, and report how many; without it the first one is an error. Not for a corpus you have not "
-             "looked at: a wrong key leaves out everything")
+             "that are not UTF-8, and report how many; without it the first one is an error. Look at the corpus "
+             "first: a wrong key leaves out everything")
     add("--split-sentences", action="store_true",
         help="store each sentence of a document as a sequence of its own, for BERT; abbreviations are learned from the first "
              f"{TRAINING_BYTES >> 20} MB of the text. Not for GPT, whose documents are one sequence")
@@ -79,7 +79,7 @@ def make_parser() -> Arguments:
     add("--workers", type=int, default=1, metavar="N",
         help="number of processes that tokenize, over all partitions (default 1); the output does not depend on it")
     add("--partitions", type=int, default=1, metavar="N",
-        help="make N shards at the same time and merge them; for more workers than one process can feed, about 16")
+        help="make N shards at the same time and merge them; useful above about 16 workers, which one process can feed")
     add("--num-shards", type=int, metavar="N", help="cut the input into N shards; this command makes one of them")
     add("--shard-index", type=int, metavar="I",
         help="which shard to make, from 0; default: SLURM_ARRAY_TASK_ID less SLURM_ARRAY_TASK_MIN, or RANK")

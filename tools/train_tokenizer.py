@@ -35,7 +35,7 @@ def make_parser() -> Arguments:
     add("--vocab-size", type=int, required=True, metavar="N",
         help="number of entries, with bytes and special tokens; 2048 for a toy model, 32000 to 128000 for real ones")
     add("--kind", choices=KINDS, default="bpe",
-        help="bpe for a GPT; wordpiece (which lowers all text) or wordpiece-cased for a BERT (default: bpe)")
+        help="bpe for a GPT; wordpiece (which lower-cases all text) or wordpiece-cased for a BERT (default: bpe)")
     add("--min-frequency", type=int, default=2, metavar="N",
         help="merge a pair only if it occurs at least this often (default 2)")
     add("--output", required=True, metavar="FOLDER", help="folder for tokenizer.json and the vocabulary's own files")

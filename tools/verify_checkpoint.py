@@ -2,7 +2,7 @@
 
     python tools/verify_checkpoint.py --load quickstart/checkpoints
 
-Ends with code 0 when all files are as they were saved, else with 2 and a line for each that is not.
+Ends with code 0 when all files are as they were saved, else with 2 and a line for each changed file.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from megatron_ds.errors import CheckpointError
 
 def parse_arguments(argv=None) -> argparse.Namespace:
     parser = Arguments(__doc__)
-    parser.add_argument("--load", type=Path, required=True, help="checkpoint folder of a run (what was its --save)")
+    parser.add_argument("--load", type=Path, required=True, help="checkpoint folder of a run (its --save)")
     parser.add_argument("--iteration", type=int, help="which checkpoint of the folder (default: the one in the tracker)")
     return parser.parse_args(argv)
 

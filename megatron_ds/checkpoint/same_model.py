@@ -14,9 +14,9 @@ def check_same_model(saved: Mapping, current: Mapping) -> None:
     differing = [name for name in sorted(theirs | ours) if theirs.get(name, _ABSENT) != ours.get(name, _ABSENT)]
     if differing:
         told = "; ".join(f"{name}: checkpoint {_show(theirs, name)}, this run {_show(ours, name)}" for name in differing)
-        raise CheckpointError(f"the checkpoint belongs to another run: {told}. Loading it would train something else than it "
-                              "says. Give the flags it was saved with (its run.json has them, and will do as --config), or "
-                              "another --load.")
+        raise CheckpointError(f"the checkpoint belongs to another run: {told}. Loading it would train a different model or on "
+                              "different data. Give the flags it was saved with (its run.json works as --config), or another "
+                              "--load.")
 
 
 def _flat(values: Mapping, prefix: str = "") -> Iterator[tuple[str, object]]:

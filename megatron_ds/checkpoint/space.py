@@ -63,8 +63,8 @@ def check_room(folder: Path, pieces: Iterable[Piece], *, tp: Group, world: Group
                                   "folder on another disk, or save less: --no-save-optim writes weights only.")
         together(world, f"--save {folder}", refuse)
     if free < kept * needed and world.rank == 0:
-        logger.warning("--save %s: there is room for %d checkpoints (%s each, %s free), and this run keeps up to %d at a "
-                       "time. %s", folder, free // needed, size(needed), size(free), kept,
+        logger.warning("--save %s: checkpoints that fit: %d (%s each, %s free), and this run keeps up to %d at a time. %s",
+                       folder, free // needed, size(needed), size(free), kept,
                        "Free some, or keep fewer with --save-total-limit." if kept > 2 else "Free some.")
 
 

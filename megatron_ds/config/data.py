@@ -35,7 +35,7 @@ class DataConfig:
                                          avoid="Only needed if the data are on a read-only disk.")
     tokenizer_type: str | None = option(None, values={"HFTokenizer": "HuggingFaceTokenizer"},
                                         help="Name of a registered tokenizer, the one that the corpus was tokenized with.")
-    vocab_file: str | None = option(None, help="vocab.json of GPT2BPETokenizer.")
+    vocab_file: str | None = option(None, help="vocab.json of GPT2BPETokenizer, or vocab.txt of a BERT WordPiece tokenizer.")
     merge_file: str | None = option(None, flags=["--merges-file"], help="merges.txt of GPT2BPETokenizer.")
     tokenizer_model: str | None = option(None, help="File or directory of HuggingFaceTokenizer or SentencePieceTokenizer.")
     eod_mask_loss: bool = option(False, help="Exclude the end-of-document token from the loss.")

@@ -102,7 +102,7 @@ def _take(file, directory: Path, title: str) -> bool:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            logger.info("waiting for the process that builds indices in %s, for those of %s", directory, title)
+            logger.info("waiting for another process to build the indices of %s in %s", title, directory)
             fcntl.flock(file, fcntl.LOCK_EX)
     except (ImportError, OSError) as e:
         logger.warning("no file lock in %s (%s): several processes may build the same indices", directory, e)

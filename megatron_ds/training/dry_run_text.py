@@ -99,7 +99,7 @@ def stages_text(plan: WorldPlan) -> Iterator[str]:
     counted = SHARES[config.parallel.pipeline_cut]
     how = f"--pipeline-layout {config.parallel.pipeline_layout}" if config.parallel.pipeline_layout else \
         f"cut to minimize the costliest stage, by {counted}"
-    yield f"stages: {len(plan.stages)} of {len(plan.run.layer_names)} layers, {how}"
+    yield f"stages: {len(plan.stages)} of {len(plan.run.layer_names)} layers (embedding, final norm and head included), {how}"
     several = len(plan.stages) > plan.grid.pp
     rows = [["stage", *(["pp"] * several), "layers", "parameters", counted, "what"]]
     for stage in plan.stages:

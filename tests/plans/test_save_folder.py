@@ -185,7 +185,7 @@ def test_a_disk_that_cannot_hold_one_checkpoint_is_an_error_before_the_first_ste
 def test_a_disk_that_will_be_full_later_is_a_warning(tmp_path, monkeypatch, caplog, saves, limit, warned):
     monkeypatch.setattr(space, "free_bytes", lambda folder: 2 * BYTES)
     room(tmp_path, saves, limit)
-    assert ("there is room for 2 checkpoints" in caplog.text) == warned
+    assert ("checkpoints that fit: 2" in caplog.text) == warned
 
 
 def test_the_bytes_of_a_checkpoint_are_those_of_its_files(tmp_path):
