@@ -216,6 +216,7 @@ def test_names_of_deepspeed_are_found_where_its_programs_look(monkeypatch, caplo
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    caplog.clear()
     with caplog.at_level("INFO"):
         log_dist("before the ranks are joined", ranks=[1])
         log_dist("of another rank", ranks=[0])
