@@ -6,6 +6,7 @@ import io
 import logging
 import os
 import re
+import select
 import struct
 import sys
 import termios
@@ -38,8 +39,10 @@ class Terminal:
 
     def shown(self) -> str:
         self.stream.flush()
-        os.set_blocking(self.ours, False)
-        return os.read(self.ours, 1 << 20).decode()
+        shown = b""
+        while select.select([self.ours], [], [], 0.5)[0]:                # a terminal passes text on in parts
+            shown += os.read(self.ours, 1 << 20)
+        return shown.decode()
 
 
 @pytest.fixture
