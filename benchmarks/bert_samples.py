@@ -19,10 +19,10 @@ import numpy as np
 
 from megatron_ds.config.arguments import Arguments
 from megatron_ds.config.guard import main_guard
-from megatron_ds.data.bert_dataset import BertDataset
-from megatron_ds.data.bert_maps import build_mapping
-from megatron_ds.data.masking import Masking
-from megatron_ds.data.word_pieces import WordPieces
+from megatron_ds.data.bert.bert_dataset import BertDataset
+from megatron_ds.data.bert.bert_maps import build_mapping
+from megatron_ds.data.bert.masking import Masking
+from megatron_ds.data.bert.word_pieces import WordPieces
 
 PAD, CLS, SEP, MASK = 0, 101, 102, 103
 

@@ -25,10 +25,10 @@ from deepspeed.runtime.data_pipeline.data_sampling import data_analyzer, data_sa
 from deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset import MMapIndexedDataset
 
 from megatron_ds.config.curriculum import read_metric
-from megatron_ds.data.admission import order_by_difficulty
-from megatron_ds.data.analysis import map_shard, reduce_metric
-from megatron_ds.data.metric_index import ListFile, write_metric
-from megatron_ds.data.metrics import MetricSpec
+from megatron_ds.data.curriculum.curriculum_admission import order_by_difficulty
+from megatron_ds.data.curriculum.difficulty_analysis import map_shard, reduce_metric
+from megatron_ds.data.curriculum.difficulty_metrics import MetricSpec
+from megatron_ds.data.curriculum.metric_index import ListFile, write_metric
 from megatron_ds.difficulty import make_difficulty
 from megatron_ds.errors import DataError
 

@@ -18,7 +18,9 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_ds.data import bert_maps, blend, index_maps, native_index
+from megatron_ds.data.bert import bert_maps
+from megatron_ds.data.gpt import index_maps
+from megatron_ds.data.loading import blend, native_index
 
 ITEMS = 10_000_000
 

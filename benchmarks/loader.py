@@ -25,7 +25,7 @@ VOCAB, SEED, BATCH = 50257, 1234, 16
 
 
 def write_corpus(prefix: Path, documents: int) -> None:
-    from megatron_ds.data.indexed import IndexedWriter
+    from megatron_ds.data.text.indexed import IndexedWriter
     draw = np.random.default_rng(3)
     with IndexedWriter(prefix, np.uint16) as writer:
         for length in np.maximum(1, draw.lognormal(5.7, 1.0, documents)).astype(np.int64):
@@ -34,10 +34,10 @@ def write_corpus(prefix: Path, documents: int) -> None:
 
 def ours(prefix: str, seq_length: int, samples: int, cache: str):
     """(dataset, function from sample numbers to a checksum of their batch)."""
-    from megatron_ds.data.collate import GPTCollator
-    from megatron_ds.data.gpt_dataset import open_gpt_dataset
-    from megatron_ds.data.indexed import IndexedDataset
-    from megatron_ds.data.loader import Loader
+    from megatron_ds.data.gpt.collate import GPTCollator
+    from megatron_ds.data.gpt.gpt_dataset import open_gpt_dataset
+    from megatron_ds.data.loading.loader import Loader
+    from megatron_ds.data.text.indexed import IndexedDataset
     corpus = IndexedDataset(prefix)
     dataset = open_gpt_dataset(corpus, range(len(corpus)), title="GPTDataset-train", seq_length=seq_length,
                                num_samples=samples, seed=SEED, cache=cache)

@@ -353,7 +353,7 @@ void Blend::draw(int64_t first, int64_t last, int16_t* which, int64_t* sample) {
 // Steps before a segment are drawn into its own place, to be written over. What is needed besides the result is the Sources, 31
 // bytes a dataset if no two have the same share; a Blend a thread, 15 to 20 and 26 for each that is awake, which is all of them
 // at the beginning only; and the totals on both sides of each border between segments, 16. So one more thread of two segments
-// needs 50 to 65 bytes a dataset: plan_threads in megatron_ds/data/blend.py goes by that.
+// needs 50 to 65 bytes a dataset: plan_threads in megatron_ds/data/loading/blend.py goes by that.
 inline void draw_blend(const double* shares, const int64_t* limits, int datasets, int64_t size, int64_t segment, int threads,
                        int16_t* which, int64_t* sample) {
     const int64_t segments = std::max<int64_t>(1, size / std::max<int64_t>(segment, 1));

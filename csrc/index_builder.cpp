@@ -1,4 +1,5 @@
-// Index maps of datasets: what megatron_ds/data/{index_maps,blend,bert_maps}.py build with numpy, faster, with equal values.
+// Index maps of datasets: what gpt/index_maps.py, loading/blend.py and bert/bert_maps.py of
+// megatron_ds/data build with numpy, faster, with equal values.
 //
 //   sample_index.h     where the samples of a GPT dataset begin       threads; each document's length is read once
 //   shuffle.h          numpy's shuffle and C++'s, bit by bit          memory fetched ahead

@@ -29,10 +29,10 @@ import numpy as np
 from megatron_ds.config.arguments import Arguments
 from megatron_ds.config.guard import main_guard
 from megatron_ds.config.parse import read
-from megatron_ds.data.analysis import identity, is_reduced, map_shard, percentiles, reduce_metric
-from megatron_ds.data.datasets import build_datasets
-from megatron_ds.data.metrics import FREQUENCY, METRICS, TOTALS, MetricSpec, parse_metric
-from megatron_ds.data.sources import read_sources
+from megatron_ds.data.curriculum.difficulty_analysis import identity, is_reduced, map_shard, percentiles, reduce_metric
+from megatron_ds.data.curriculum.difficulty_metrics import FREQUENCY, METRICS, TOTALS, MetricSpec, parse_metric
+from megatron_ds.data.loading.data_paths import read_sources
+from megatron_ds.data.loading.datasets import build_datasets
 from megatron_ds.data.tokenizers import build_tokenizer
 from megatron_ds.errors import ConfigError, DataError
 from megatron_ds.models import MODELS

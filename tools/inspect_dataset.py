@@ -19,8 +19,8 @@ import numpy as np
 
 from megatron_ds.config.arguments import Arguments
 from megatron_ds.config.guard import main_guard
-from megatron_ds.data.corpus_record import CorpusRecord, check_sums, read_record, record_of, record_path
-from megatron_ds.data.indexed import IndexedDataset
+from megatron_ds.data.text.corpus_record import CorpusRecord, check_sums, read_record, record_of, record_path
+from megatron_ds.data.text.indexed import IndexedDataset
 from megatron_ds.data.tokenizers import TOKENIZERS, make_tokenizer
 from megatron_ds.errors import ConfigError, DataError
 

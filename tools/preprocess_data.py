@@ -25,12 +25,12 @@ from itertools import accumulate
 
 from megatron_ds.config.arguments import Arguments
 from megatron_ds.config.guard import main_guard
-from megatron_ds.data.inputs import INPUT_HELP, files_of
-from megatron_ds.data.partitions import preprocess_in_shards, run_here, run_on_ray
-from megatron_ds.data.plain_text import WHERE, TextCut
-from megatron_ds.data.preprocess import Shard, Written, output_prefix, preprocess, shard_prefix
-from megatron_ds.data.sentences import ABBREVIATIONS, TRAINING_BYTES, Splitter, learn_splitter
-from megatron_ds.data.text_files import STDIN, check_files, read_blocks, size_of, texts_of
+from megatron_ds.data.text.inputs import INPUT_HELP, files_of
+from megatron_ds.data.text.partitions import preprocess_in_shards, run_here, run_on_ray
+from megatron_ds.data.text.plain_text import WHERE, TextCut
+from megatron_ds.data.text.preprocess import Shard, Written, output_prefix, preprocess, shard_prefix
+from megatron_ds.data.text.sentences import ABBREVIATIONS, TRAINING_BYTES, Splitter, learn_splitter
+from megatron_ds.data.text.text_files import STDIN, check_files, read_blocks, size_of, texts_of
 from megatron_ds.data.tokenizers import TOKENIZERS, make_tokenizer
 from megatron_ds.data.tokenizers.backend import BACKENDS
 from megatron_ds.errors import ConfigError

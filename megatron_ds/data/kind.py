@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from .batch import Batch
-from .collate import Collator
+from .gpt.collate import Collator
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ Any other: MODELS.register("mine")(Architecture(layers=my_layers, loss=my_loss, 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..data.gpt_data import GPT_DATA
+from ..data.gpt.gpt_data import GPT_DATA
 from ..data.kind import DataKind
 from ..registry import Registry
 from .layer import Layer

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from ..data.bert_data import BERT_DATA
+from ..data.bert.bert_data import BERT_DATA
 from ..mpu.group import Group
 from .architecture import MODELS, Architecture
 from .bert_heads import BertHeads

@@ -18,10 +18,10 @@ import torch
 from ..checkpoint.pieces import views, written_here
 from ..config import RunConfig
 from ..data.batch import Batch
-from ..data.datasets import Datasets
-from ..data.gpt_data import GPT_DATA
-from ..data.loader import Loader
-from ..data.packing import PackedDataset, build_packs
+from ..data.gpt.gpt_data import GPT_DATA
+from ..data.gpt.packing import PackedDataset, build_packs
+from ..data.loading.datasets import Datasets
+from ..data.loading.loader import Loader
 from ..data.tokenizers.null import NullTokenizer
 from ..errors import ConfigError, LayoutError
 from ..models import MODELS

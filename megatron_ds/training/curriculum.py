@@ -6,12 +6,12 @@ from pathlib import Path
 
 from ..config import RunConfig
 from ..config.curriculum import RESHAPE, length_difficulty, read_metric
-from ..data.admission import order_by_difficulty
-from ..data.analysis import identity
 from ..data.batch import Batch
-from ..data.curriculum import CurriculumOrder
-from ..data.gpt_dataset import default_cache
-from ..data.shorten import fold, truncate
+from ..data.curriculum.curriculum_admission import order_by_difficulty
+from ..data.curriculum.curriculum_order import CurriculumOrder
+from ..data.curriculum.difficulty_analysis import identity
+from ..data.curriculum.seqlen_curriculum import fold, truncate
+from ..data.gpt.gpt_dataset import default_cache
 from ..difficulty import Difficulty
 from ..models import MODELS
 from ..progress import Progress

@@ -17,9 +17,9 @@ from ..config.curriculum import order_identity
 from ..config.dump import to_dict
 from ..config.rules_samples import FIM
 from ..config.train import CheckpointConfig
-from ..data.datasets import identify
-from ..data.sources import read_sources
-from ..data.split import parse_split
+from ..data.loading.data_paths import read_sources
+from ..data.loading.datasets import identify
+from ..data.loading.split import parse_split
 from ..errors import CheckpointError
 from ..models import MODELS
 from ..progress import Progress

@@ -24,8 +24,8 @@ from ..config import RunConfig, Source, parse
 from ..config.flags import read_flags
 from ..config.guard import main_guard
 from ..config.launched import rank_in, with_local_rank
-from ..data.datasets import build_datasets, fit_default_split
-from ..data.sampler import ORDERS
+from ..data.loading.datasets import build_datasets, fit_default_split
+from ..data.loading.sampler import ORDERS
 from ..data.tokenizers import TOKENIZERS, build_tokenizer
 from ..errors import DeviceMemoryError
 from ..models import MODELS

@@ -3,9 +3,9 @@
 import logging
 
 from ..config import RunConfig
-from ..data.datasets import Datasets
-from ..data.fim import FIMDataset, make_fim
-from ..data.loader import Loader
+from ..data.gpt.fim import FIMDataset, make_fim
+from ..data.loading.datasets import Datasets
+from ..data.loading.loader import Loader
 from ..models import MODELS
 from ..mpu.mesh import Mesh
 from .curriculum import make_order

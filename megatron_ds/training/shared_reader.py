@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from ..data.batch import Batch
-from ..data.loader import Loader
+from ..data.loading.loader import Loader
 from ..mpu.collectives import broadcast_
 from ..mpu.group import Group
 from .together import together

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from megatron_ds.config import parse
-from megatron_ds.data.fim import FillInMiddle
-from megatron_ds.data.loader import Loader
-from megatron_ds.data.packing import PackedDataset
+from megatron_ds.data.gpt.fim import FillInMiddle
+from megatron_ds.data.gpt.packing import PackedDataset
+from megatron_ds.data.loading.loader import Loader
 from megatron_ds.models.attention import SelfAttention
 from megatron_ds.models.block import Block
 from megatron_ds.models.mlp import MLP

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from megatron_ds.config import parse
-from megatron_ds.data.analysis import map_shard, percentiles, reduce_metric
-from megatron_ds.data.bert_data import BERT_DATA
-from megatron_ds.data.datasets import build_datasets
-from megatron_ds.data.indexed import IndexedWriter
-from megatron_ds.data.metric_index import ListFile
-from megatron_ds.data.metrics import MetricSpec, parse_metric
+from megatron_ds.data.bert.bert_data import BERT_DATA
+from megatron_ds.data.curriculum.difficulty_analysis import map_shard, percentiles, reduce_metric
+from megatron_ds.data.curriculum.difficulty_metrics import MetricSpec, parse_metric
+from megatron_ds.data.curriculum.metric_index import ListFile
+from megatron_ds.data.loading.datasets import build_datasets
+from megatron_ds.data.text.indexed import IndexedWriter
 from megatron_ds.data.tokenizers import build_tokenizer
 from megatron_ds.errors import ConfigError, DataError
 from megatron_ds.ramps import make_batch_size

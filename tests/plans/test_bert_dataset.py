@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from megatron_ds.config import parse
-from megatron_ds.data import bert_dataset
-from megatron_ds.data.bert_data import BERT_DATA, bert_batch
-from megatron_ds.data.bert_dataset import BertDataset, MockBertDataset, open_bert_dataset, truncate
-from megatron_ds.data.datasets import build_datasets
-from megatron_ds.data.indexed import IndexedDataset, IndexedWriter
-from megatron_ds.data.masking import Masking, candidates, mask_tokens
+from megatron_ds.data.bert import bert_dataset
+from megatron_ds.data.bert.bert_data import BERT_DATA, bert_batch
+from megatron_ds.data.bert.bert_dataset import BertDataset, MockBertDataset, open_bert_dataset, truncate
+from megatron_ds.data.bert.masking import Masking, candidates, mask_tokens
+from megatron_ds.data.bert.word_pieces import WordPieces, pieces_of
+from megatron_ds.data.loading.datasets import build_datasets
+from megatron_ds.data.text.indexed import IndexedDataset, IndexedWriter
 from megatron_ds.data.tokenizers import make_tokenizer
-from megatron_ds.data.vocabulary_training import train_word_pieces
-from megatron_ds.data.word_pieces import WordPieces, pieces_of
+from megatron_ds.data.tokenizers.vocabulary_training import train_word_pieces
 from megatron_ds.errors import ConfigError, DataError
 
 VOCAB = 60

@@ -7,8 +7,8 @@ import random
 import numpy as np
 import pytest
 
-from megatron_ds.data import cache, cache_entry
-from megatron_ds.data.cache import cached_arrays
+from megatron_ds.data.loading import cache, cache_entry
+from megatron_ds.data.loading.cache import cached_arrays
 
 ARRAYS = {"order": np.random.RandomState(7).permutation(5000).astype(np.int32), "starts": np.arange(600).reshape(-1, 2)}
 

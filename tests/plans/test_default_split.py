@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from megatron_ds.config import parse
-from megatron_ds.data.bert_data import BERT_DATA
-from megatron_ds.data.datasets import build_datasets, fit_default_split
-from megatron_ds.data.indexed import IndexedWriter
-from megatron_ds.data.split import cut, parse_split
+from megatron_ds.data.bert.bert_data import BERT_DATA
+from megatron_ds.data.loading.datasets import build_datasets, fit_default_split
+from megatron_ds.data.loading.split import cut, parse_split
+from megatron_ds.data.text.indexed import IndexedWriter
 from megatron_ds.data.tokenizers import TOKENIZERS, build_tokenizer
 from megatron_ds.errors import DataError
 from megatron_ds.training.persist import describe_run
@@ -43,7 +43,7 @@ def documents_in(dataset):
     (600, {*range(581)}, {*range(581, 599)}, {599}),
 ])
 def test_a_small_corpus_without_a_split_is_validated_where_it_can_be(tmp_path, caplog, documents, train, valid, test):
-    caplog.set_level("INFO", "megatron_ds.data.datasets")
+    caplog.set_level("INFO", "megatron_ds.data.loading.datasets")
     config, found = build("--data-path", corpus_of(tmp_path / "c", documents), "--seq-length", "16", "--train-iters", "400")
     assert [documents_in(part) for part in (found.train, found.valid, found.test)] == [train, valid, test]
     assert (config.data.split is None) == (documents in (1, 17, 79, 600))

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from megatron_ds.config import DataConfig
-from megatron_ds.data.collate import PAD, GPTCollator
-from megatron_ds.data.fim import FillInMiddle, FIMDataset, make_fim
-from megatron_ds.data.loader import Loader
+from megatron_ds.data.gpt.collate import PAD, GPTCollator
+from megatron_ds.data.gpt.fim import FillInMiddle, FIMDataset, make_fim
+from megatron_ds.data.loading.loader import Loader
 from megatron_ds.errors import ConfigError
 
 PRE, MID, SUF, EOD, FILE = 300, 301, 302, 303, 304

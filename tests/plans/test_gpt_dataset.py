@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_ds.data import gpt_dataset
-from megatron_ds.data.gpt_dataset import open_gpt_dataset
-from megatron_ds.data.indexed import IndexedDataset, IndexedWriter
+from megatron_ds.data.gpt import gpt_dataset
+from megatron_ds.data.gpt.gpt_dataset import open_gpt_dataset
+from megatron_ds.data.text.indexed import IndexedDataset, IndexedWriter
 from megatron_ds.errors import DataError
 
 

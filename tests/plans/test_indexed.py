@@ -5,8 +5,8 @@ import struct
 import numpy as np
 import pytest
 
-from megatron_ds.data import indexed
-from megatron_ds.data.indexed import IndexedDataset, IndexedWriter, dtype_for
+from megatron_ds.data.text import indexed
+from megatron_ds.data.text.indexed import IndexedDataset, IndexedWriter, dtype_for
 from megatron_ds.errors import DataError
 
 GOLDEN_BIN = bytes.fromhex("0100020003000400050006000700")

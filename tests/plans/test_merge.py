@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_ds.data import corpus_record
-from megatron_ds.data import merge as merging
-from megatron_ds.data.corpus_record import CorpusRecord, Piece, check_sums, read_record, sha256_of
-from megatron_ds.data.indexed import IndexedDataset, IndexedWriter
-from megatron_ds.data.merge import merge
+from megatron_ds.data.text import corpus_merge as merging
+from megatron_ds.data.text import corpus_record
+from megatron_ds.data.text.corpus_merge import merge
+from megatron_ds.data.text.corpus_record import CorpusRecord, Piece, check_sums, read_record, sha256_of
+from megatron_ds.data.text.indexed import IndexedDataset, IndexedWriter
 from megatron_ds.errors import DataError
 from tests.harness.deaths import die_at_change, forked, survived
 

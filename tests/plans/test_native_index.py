@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megatron_ds.data import bert_maps, blend, native_index
-from megatron_ds.data.blend import plain_draw
-from megatron_ds.data.index_maps import build_index_maps, build_sample_index, plain_sample_index
+from megatron_ds.data.bert import bert_maps
+from megatron_ds.data.gpt.index_maps import build_index_maps, build_sample_index, plain_sample_index
+from megatron_ds.data.loading import blend, native_index
+from megatron_ds.data.loading.blend import plain_draw
 
 pytestmark = pytest.mark.skipif(not native_index.extension(), reason="the extension is not built")
 

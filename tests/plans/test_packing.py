@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ds.config import parse
-from megatron_ds.data.collate import PAD, GPTCollator
-from megatron_ds.data.datasets import build_datasets
-from megatron_ds.data.indexed import IndexedDataset, IndexedWriter
-from megatron_ds.data.loader import Loader
-from megatron_ds.data.packing import PackedDataset, build_packs, open_packed_dataset, pack_lengths
+from megatron_ds.data.gpt.collate import PAD, GPTCollator
+from megatron_ds.data.gpt.packing import PackedDataset, build_packs, open_packed_dataset, pack_lengths
+from megatron_ds.data.loading.datasets import build_datasets
+from megatron_ds.data.loading.loader import Loader
+from megatron_ds.data.text.indexed import IndexedDataset, IndexedWriter
 from megatron_ds.data.tokenizers import build_tokenizer
 
 

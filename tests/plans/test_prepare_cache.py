@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from megatron_ds.config import parse
-from megatron_ds.data import datasets, gpt_dataset
-from megatron_ds.data.indexed import IndexedWriter
+from megatron_ds.data.gpt import gpt_dataset
+from megatron_ds.data.loading import datasets
+from megatron_ds.data.text.indexed import IndexedWriter
 from megatron_ds.data.tokenizers import build_tokenizer
 from megatron_ds.errors import ConfigError, DataError
 from megatron_ds.training.samples import wanted_samples

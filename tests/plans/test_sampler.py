@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_ds.data.collate import PAD, GPTCollator
-from megatron_ds.data.loader import Loader
-from megatron_ds.data.sampler import ORDERS, cyclic, local_positions, single
+from megatron_ds.data.gpt.collate import PAD, GPTCollator
+from megatron_ds.data.loading.loader import Loader
+from megatron_ds.data.loading.sampler import ORDERS, cyclic, local_positions, single
 from megatron_ds.errors import ConfigError, DataError
 
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from megatron_ds.data.sentences import learn_splitter
+from megatron_ds.data.text.sentences import learn_splitter
 from megatron_ds.errors import ConfigError
 
 TEXTS = ["The abbrv. Smith uses is odd. The abbrv. Jones uses is not. An abbrv. is a word, and an abbrv. has a stop. "

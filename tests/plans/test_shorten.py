@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_ds.data.batch import Batch
-from megatron_ds.data.shorten import fold, truncate
+from megatron_ds.data.curriculum.seqlen_curriculum import fold, truncate
 
 
 def make_batch(b=3, s=10, **more) -> Batch:

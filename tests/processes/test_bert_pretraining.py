@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from megatron_ds.data.indexed import IndexedWriter
+from megatron_ds.data.text.indexed import IndexedWriter
 from tests.harness.pretraining import TINY, losses, records, run_pretrain, saved_state, train
 from tests.harness.sentences import write_sentences
 

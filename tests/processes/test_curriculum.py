@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from megatron_ds.data.indexed import IndexedWriter
+from megatron_ds.data.text.indexed import IndexedWriter
 from tests.harness.pretraining import (
     GLOBAL_BATCH,
     SEQ_LENGTH,

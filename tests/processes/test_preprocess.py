@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_ds.data import preprocess as preprocessing
-from megatron_ds.data.indexed import IndexedDataset
-from megatron_ds.data.preprocess import preprocess
-from megatron_ds.data.text_files import read_blocks
+from megatron_ds.data.text import preprocess as preprocessing
+from megatron_ds.data.text.indexed import IndexedDataset
+from megatron_ds.data.text.preprocess import preprocess
+from megatron_ds.data.text.text_files import read_blocks
 from megatron_ds.data.tokenizers import make_tokenizer
 from megatron_ds.errors import DataError
 

@@ -15,16 +15,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_ds.data import corpus_record
-from megatron_ds.data import preprocess as preprocessing
-from megatron_ds.data.corpus_record import check_sums, read_record
-from megatron_ds.data.indexed import IndexedDataset
-from megatron_ds.data.inputs import files_of
-from megatron_ds.data.partitions import preprocess_in_shards, run_on_ray
-from megatron_ds.data.plain_text import TextCut
-from megatron_ds.data.preprocess import preprocess
-from megatron_ds.data.sentences import learn_splitter
-from megatron_ds.data.text_files import read_blocks
+from megatron_ds.data.text import corpus_record
+from megatron_ds.data.text import preprocess as preprocessing
+from megatron_ds.data.text.corpus_record import check_sums, read_record
+from megatron_ds.data.text.indexed import IndexedDataset
+from megatron_ds.data.text.inputs import files_of
+from megatron_ds.data.text.partitions import preprocess_in_shards, run_on_ray
+from megatron_ds.data.text.plain_text import TextCut
+from megatron_ds.data.text.preprocess import preprocess
+from megatron_ds.data.text.sentences import learn_splitter
+from megatron_ds.data.text.text_files import read_blocks
 from megatron_ds.data.tokenizers import make_tokenizer
 from megatron_ds.errors import ConfigError, DataError
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_ds.checkpoint.load import latest
-from megatron_ds.data.indexed import IndexedWriter
+from megatron_ds.data.text.indexed import IndexedWriter
 from tests.harness.pretraining import (
     GLOBAL_BATCH,
     MOCK,

@@ -6,8 +6,8 @@ from functools import partial
 import numpy as np
 import pytest
 
-from megatron_ds.data.gpt_dataset import open_gpt_dataset
-from megatron_ds.data.indexed import IndexedDataset, IndexedWriter
+from megatron_ds.data.gpt.gpt_dataset import open_gpt_dataset
+from megatron_ds.data.text.indexed import IndexedDataset, IndexedWriter
 from tests.harness.pretraining import SEQ_LENGTH, TINY, VOCAB, run_pretrain, train
 from tests.harness.spoilers import samples_logged
 

@@ -12,7 +12,7 @@ from megatron_ds.config import parse
 from megatron_ds.config.dump import to_dict
 from megatron_ds.config.guard import main_guard
 from megatron_ds.data.tokenizers import TOKENIZERS, build_tokenizer
-from megatron_ds.data.vocabulary_training import train_byte_level_bpe
+from megatron_ds.data.tokenizers.vocabulary_training import train_byte_level_bpe
 from megatron_ds.errors import CheckpointError
 from megatron_ds.mpu.launch import read_launch
 from megatron_ds.training.tokenizer_files import keep_tokenizer_files, tokenizer_of

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_ds.data.indexed import IndexedWriter
+from megatron_ds.data.text.indexed import IndexedWriter
 from tests.harness.pretraining import MOCK, TINY, VOCAB, run_pretrain, train
 from tests.harness.warm import warm_python
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_ds.data.shorten import truncate
+from megatron_ds.data.curriculum.seqlen_curriculum import truncate
 from megatron_ds.models import attention
 from megatron_ds.ops.random import random_subset
 from tests.harness.bert_runs import random_bert_batch, run_bert

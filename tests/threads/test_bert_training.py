@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from megatron_ds.config import parse
-from megatron_ds.data.bert_data import bert_batch
+from megatron_ds.data.bert.bert_data import bert_batch
 from megatron_ds.models import MODELS, build_stage
 from megatron_ds.mpu.group import solo
 from megatron_ds.progress import Progress

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_ds.data.collate import GPTCollator
-from megatron_ds.data.loader import Loader
+from megatron_ds.data.gpt.collate import GPTCollator
+from megatron_ds.data.loading.loader import Loader
 from megatron_ds.errors import DataError
 from megatron_ds.training.shared_reader import SharedReader
 from tests.harness.threads import run_ranks

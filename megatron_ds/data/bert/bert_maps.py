@@ -1,0 +1,174 @@
+"""Which sentences make a BERT sample: rows of sentence numbers, with Megatron's values and Megatron's random numbers.
+
+A document is a run of sentences: document d is the sentences documents[d] … documents[d + 1] − 1. It is cut, from the front,
+into runs of whole sentences that reach a target length, and the runs of all documents and epochs are shuffled.
+
+    sentences of a document    | 0 | 1   | 2 | 3     | 4 | 5 |      target 9 tokens, lengths 4 6 3 8 4 5
+    samples                    |--- 0 ---|---- 1 ----|-- 2 --|      the last one is what is left, however short
+
+Random numbers are those of C++: `mt19937(seed)` for the targets, `mt19937_64(seed + 1)` for the shuffle.
+Pure; arrays may be mapped. The compiled builder does the work where it is there (`native_index.py`).
+"""
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from ...errors import DataError
+from ..loading.native_index import extension
+
+LONG_SENTENCE = 512                                         # tokens; a document with a longer one is left out
+CHECKED_AT_ONCE = 1 << 16
+SEEDS = range(2**31 - 1)                                    # what std::mt19937_64(seed + 1) takes without wrapping around
+
+
+def build_mapping(documents: np.ndarray, sizes: np.ndarray, *, num_epochs: int, max_num_samples: int, max_seq_length: int,
+                  short_seq_prob: float, seed: int, min_num_sent: int) -> np.ndarray:
+    """[N, 3]: first sentence, last sentence + 1, target length. uint32; uint64 from 2^32 sentences on.
+
+    documents: [D + 1], `IndexedDataset.document_indices` or a slice of it.  sizes: tokens of every sentence of the corpus.
+    max_num_samples: no further epoch is begun once there are so many; the one under way is finished, so N may be larger.
+    max_seq_length: tokens of sentences in a sample, special tokens not counted.  short_seq_prob: share of samples whose
+    target is drawn from 2 … max_seq_length; 0 for none.  min_num_sent: 2 for sentence pairs, else 1.
+    Raises DataError for arguments that no corpus of this format has.
+    """
+    _check(documents, sizes, max_seq_length, seed)
+    ratio, arguments = short_ratio(short_seq_prob), (num_epochs, max_num_samples, max_seq_length)
+    if extension() and sizes.dtype == np.int32:
+        build = extension().mapping_uint32 if _dtype(sizes) == np.uint32 else extension().mapping_uint64
+        return build(np.ascontiguousarray(documents, np.int64), sizes, *arguments, ratio, seed, min_num_sent)
+    return plain_mapping(documents, sizes, *arguments, ratio, seed, min_num_sent)
+
+
+def plain_mapping(documents: np.ndarray, sizes: np.ndarray, num_epochs: int, max_num_samples: int, max_seq_length: int,
+                  ratio: int, seed: int, min_num_sent: int) -> np.ndarray:
+    """The same in Python. ratio: one in so many samples is short."""
+    targets = _targets(ratio, max_seq_length, seed)
+    rows: list[tuple[int, int, int]] = []
+    for _ in range(num_epochs):
+        if len(rows) >= max_num_samples:
+            break
+        for _, lengths, first in _documents(documents, sizes, min_num_sent, tested_from=2):
+            target = next(targets)
+            begin, tokens, left = first, 0, len(lengths)
+            for end, length in enumerate(lengths, first + 1):
+                tokens, left = tokens + length, left - 1
+                if not left or tokens >= target and left > 1 and end - begin >= min_num_sent:
+                    rows.append((begin, end, target))
+                    begin, tokens, target = end, 0, next(targets)
+    return _shuffled(rows, 3, _dtype(sizes), seed)
+
+
+def build_blocks_mapping(documents: np.ndarray, sizes: np.ndarray, title_sizes: np.ndarray, *, num_epochs: int,
+                         max_num_samples: int, max_seq_length: int, seed: int, use_one_sent_blocks: bool) -> np.ndarray:
+    """[N, 4]: first sentence, last sentence + 1, document, number of the block in its epoch. Retrieval reads these.
+
+    title_sizes: [D], tokens of each document's title, which take room in all its blocks. Others as in `build_mapping`.
+    """
+    _check(documents, sizes, max_seq_length, seed)
+    least, arguments = 1 if use_one_sent_blocks else 2, (num_epochs, max_num_samples, max_seq_length, seed)
+    if extension() and sizes.dtype == title_sizes.dtype == np.int32:
+        build = extension().blocks_mapping_uint32 if _dtype(sizes) == np.uint32 else extension().blocks_mapping_uint64
+        return build(np.ascontiguousarray(documents, np.int64), sizes, title_sizes, *arguments, least)
+    return plain_blocks_mapping(documents, sizes, title_sizes, *arguments, least)
+
+
+def plain_blocks_mapping(documents: np.ndarray, sizes: np.ndarray, title_sizes: np.ndarray, num_epochs: int,
+                         max_num_samples: int, max_seq_length: int, seed: int, least: int) -> np.ndarray:
+    """The same in Python. least: sentences of a block, and of what it may leave."""
+    rows: list[tuple[int, int, int, int]] = []
+    for _ in range(num_epochs):
+        if len(rows) >= max_num_samples:
+            break
+        before = len(rows)
+        for document, lengths, first in _documents(documents, sizes, least, tested_from=least):
+            target = max_seq_length - int(title_sizes[document])
+            begin, tokens, left = first, 0, len(lengths)
+            for end, length in enumerate(lengths, first + 1):
+                tokens, left = tokens + length, left - 1
+                if not left or tokens >= target and left >= least and end - begin >= least:
+                    rows.append((begin, end, document, len(rows) - before))
+                    begin, tokens = end, 0
+    return _shuffled(rows, 4, _dtype(sizes), seed)
+
+
+def short_ratio(short_seq_prob: float) -> int:
+    """One sample in so many is short; 0 for none. Halves are rounded up, as C does and Python does not."""
+    return min(math.floor(1.0 / short_seq_prob + 0.5), 2**31 - 1) if short_seq_prob > 0 else 0
+
+
+def _dtype(sizes: np.ndarray) -> type[np.unsignedinteger]:
+    return np.uint32 if len(sizes) <= np.iinfo(np.uint32).max else np.uint64
+
+
+def _documents(documents: np.ndarray, sizes: np.ndarray, least: int, tested_from: int) -> Iterator[tuple[int, list[int], int]]:
+    """(document, lengths of its sentences, its first sentence) of each that has enough sentences and no too long one.
+
+    tested_from: a document of fewer sentences may have a long one.
+    """
+    bounds = np.asarray(documents).tolist()
+    for document, (first, last) in enumerate(zip(bounds, bounds[1:])):
+        if last - first >= max(least, 1):
+            lengths = sizes[first:last].tolist()
+            if last - first < tested_from or max(lengths) <= LONG_SENTENCE:
+                yield document, lengths, first
+
+
+def _targets(ratio: int, longest: int, seed: int) -> Iterator[int]:
+    """Target lengths in the order they are drawn."""
+    random = np.random.RandomState(seed)                    # seeded with a number it is std::mt19937
+    while True:
+        if not ratio:
+            yield longest
+            continue
+        drawn = random.randint(0, 2**32, size=4096, dtype=np.uint32).astype(np.int64)
+        yield from np.where(drawn % ratio == 0, 2 + drawn % (longest - 1), longest).tolist()
+
+
+def _shuffled(rows: list[tuple[int, ...]], width: int, dtype: type, seed: int) -> np.ndarray:
+    """The rows in the order that Fisher and Yates' shuffle from the back gives them."""
+    order = list(range(len(rows)))
+    sizes = np.arange(len(rows), 1, -1, dtype=np.uint64)    # of what is still to be shuffled
+    drawn = (mt19937_64(seed + 1, len(sizes)) % sizes).tolist()
+    for i, j in zip(range(len(rows) - 1, 0, -1), drawn):
+        order[i], order[j] = order[j], order[i]
+    return np.array(rows, dtype).reshape(len(rows), width)[order]
+
+
+def mt19937_64(seed: int, count: int) -> np.ndarray:
+    """The first `count` numbers of `std::mt19937_64(seed)`. uint64.
+
+    Nishimura 2000, "Tables of 64-bit Mersenne Twisters", as the C++ standard has it, [rand.predef].
+    """
+    words, middle, mask = 312, 156, 2**64 - 1
+    first = [seed]
+    for i in range(1, words):
+        first.append((6364136223846793005 * (first[-1] ^ first[-1] >> 62) + i) & mask)
+    state, blocks = np.array(first, np.uint64), []
+
+    def twist(high: np.ndarray, low: np.ndarray, far: np.ndarray) -> np.ndarray:
+        y = high & np.uint64(0xFFFFFFFF80000000) | low & np.uint64(0x7FFFFFFF)
+        return far ^ y >> np.uint64(1) ^ (y & np.uint64(1)) * np.uint64(0xB5026F5AA96619E9)
+
+    for _ in range(0, count, words):
+        state[:middle] = twist(state[:middle], state[1:middle + 1], state[middle:])
+        state[middle:-1] = twist(state[middle:-1], state[middle + 1:], state[:middle - 1])
+        state[-1:] = twist(state[-1:], state[:1], state[middle - 1:middle])
+        x = state ^ state >> np.uint64(29) & np.uint64(0x5555555555555555)
+        x ^= x << np.uint64(17) & np.uint64(0x71D67FFFEDA60000)
+        x ^= x << np.uint64(37) & np.uint64(0xFFF7EEE000000000)
+        blocks.append(x ^ x >> np.uint64(43))
+    return np.concatenate([np.empty(0, np.uint64), *blocks])[:count]
+
+
+def _check(documents: np.ndarray, sizes: np.ndarray, max_seq_length: int, seed: int) -> None:
+    bounds = np.asarray(documents)
+    pieces = (bounds[first:first + CHECKED_AT_ONCE + 1] for first in range(0, len(bounds), CHECKED_AT_ONCE))
+    if len(bounds) == 0 or bounds[0] < 0 or bounds[-1] > len(sizes) or any((p[1:] < p[:-1]).any() for p in pieces):
+        raise DataError(f"the document boundaries do not lie in 0 … {len(sizes)} in rising order: give document_indices of "
+                        "the corpus whose sentences these are, or a slice of them with its last boundary.")
+    if max_seq_length < 2:
+        raise DataError(f"a sample of at most {max_seq_length} tokens holds no two: use a longer sequence.")
+    if seed not in SEEDS:
+        raise DataError(f"seed {seed} is not one of 0 … {SEEDS[-1]}, which Megatron's shuffle takes.")

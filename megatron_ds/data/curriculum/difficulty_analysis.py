@@ -1,0 +1,159 @@
+"""How difficult each sample of a dataset is: map over shards of it, then reduce to the index files of `metric_index.py`.
+
+    {save}/{metric}/worker{i}_thread0/     of shard i: {metric}_sample_to_metric, or {metric}_metric_value, and done.json
+    {save}/{metric}/                       of all: the index files, and analysis.json
+
+The two .json are written last and say what their files were made of, so their presence says "complete": a shard that is done
+is not done again, and one that was killed is. Folders and ranges are those of DeepSpeed's DataAnalyzer with as many workers.
+"""
+
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from ...errors import DataError
+from ..kind import DataKind
+from ..loading.data_paths import read_sources
+from ..loading.datasets import Dataset, identify
+from .difficulty_metrics import MetricSpec
+from .metric_index import ListFile, write_list_file, write_metric, write_total
+
+logger = logging.getLogger(__name__)
+BATCH = 256                                                 # samples looked at together: bounds the memory of a map
+Values = dict[str, np.ndarray]
+
+
+def identity(config, kind: DataKind, total: int) -> dict:
+    """What the numbers of the samples of an epoch depend on; config: a RunConfig."""
+    sources = read_sources(config.data)
+    words = (sources.whole or sources.parts[0]).words
+    return {"data": identify(words), "split": config.data.splits if sources.whole else None,
+            "seq_length": config.model.seq_length, "seed": config.train.seed, "samples": total, **kind.identity(config)}
+
+
+def describes(description: Mapping, wanted: Mapping) -> str:
+    """What of `wanted` a description has otherwise, in words; nothing where they agree."""
+    found = description.get("dataset", {})
+    differing = [key for key, value in wanted.items() if found.get(key) != value]
+    return ", ".join(f"{key} {found.get(key)!r} instead of {wanted[key]!r}" for key in differing)
+
+
+def read_description(folder: Path, name: str = "analysis.json") -> dict | None:
+    """What the files of a folder were made of; None where they are not complete, or not ours."""
+    try:
+        return json.loads((folder / name).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (ValueError, OSError) as error:
+        raise DataError(f"{folder / name} cannot be read: {error}. Remove it, and run tools/analyze_data.py again.") from None
+
+
+def map_shard(dataset: Dataset, save: Path, shard: int, num_shards: int, specs: Sequence[MetricSpec], dataset_id: Mapping,
+              tell: Callable[[int], None] = lambda done: None) -> list[str]:
+    """Compute the metrics of one shard's samples that are not there yet; their names. tell: called with samples done.
+
+    Raises DataError for a metric that fails, naming it and the samples, and for a full disk.
+    """
+    first, last = shard_range(dataset_id["samples"], num_shards, shard)
+    description = {spec.name: _shard_description(save, spec, dataset_id, shard, num_shards) for spec in specs}
+    todo = [spec for spec in specs
+            if read_description(shard_folder(save, spec.name, shard), "done.json") != description[spec.name]]
+    if not todo:
+        return []
+    columns: dict[str, list[np.ndarray]] = {spec.name: [] for spec in todo}
+    functions = {spec.name: spec.function(save) for spec in todo}
+    for start, samples in _batches(dataset, first, last):
+        for spec in todo:
+            column, values = columns[spec.name], _call(functions[spec.name], spec, samples, start)
+            column[:] = [column[0] + values] if spec.is_total and column else [*column, values]
+        tell(start + len(next(iter(samples.values()))) - first)
+    for spec in todo:
+        folder = shard_folder(save, spec.name, shard)
+        (folder / "done.json").unlink(missing_ok=True)
+        values = np.concatenate(columns[spec.name]) if columns[spec.name] else np.empty(0, np.int64)
+        if spec.is_total:
+            write_list_file(folder / f"{spec.name}_metric_value", values, [len(values)])
+        else:
+            write_list_file(folder / f"{spec.name}_sample_to_metric", values, np.ones(len(values), np.int64))
+        _write_json(folder / "done.json", description[spec.name])
+    return [spec.name for spec in todo]
+
+
+def reduce_metric(save: Path, spec: MetricSpec, num_shards: int, dataset_id: Mapping) -> np.ndarray:
+    """Merge the shards of a metric into its index files; returns its values, or its totals. Raises DataError."""
+    folder, prefix = save / spec.name, save / spec.name / spec.name
+    description = {"metric": spec.definition(save), "dataset": dict(dataset_id)}
+    missing = [shard for shard in range(num_shards) if read_description(shard_folder(save, spec.name, shard), "done.json")
+               != _shard_description(save, spec, dataset_id, shard, num_shards)]
+    if missing:
+        raise DataError(f"{folder}: {len(missing)} of {num_shards} shards are not complete, or were made from other data: "
+                        f"{', '.join(map(str, missing[:10]))}{' …' * (len(missing) > 10)}. Run the map again: finished "
+                        "shards are kept.")
+    what = "metric_value" if spec.is_total else "sample_to_metric"
+    parts = [ListFile(shard_folder(save, spec.name, shard) / f"{spec.name}_{what}").flat for shard in range(num_shards)]
+    values = np.sum([part for part in parts if len(part)], axis=0) if spec.is_total else np.concatenate(parts)
+    if not spec.is_total and len(values) != dataset_id["samples"]:
+        raise DataError(f"{folder}: the shards hold {len(values)} values for {dataset_id['samples']} samples. Remove the "
+                        "folder, and run the map again.")
+    (folder / "analysis.json").unlink(missing_ok=True)
+    (write_total if spec.is_total else write_metric)(prefix, values)
+    _write_json(folder / "analysis.json", description)
+    return values
+
+
+def is_reduced(save: Path, spec: MetricSpec, dataset_id: Mapping) -> bool:
+    """Whether the metric's index files are complete and of this very dataset."""
+    return read_description(save / spec.name) == {"metric": spec.definition(save), "dataset": dict(dataset_id)}
+
+
+def shard_range(total: int, num_shards: int, shard: int) -> tuple[int, int]:
+    """First sample of a shard, and the first after it; as DeepSpeed cuts them."""
+    bounds = np.linspace(0, total, num_shards + 1, dtype=int)
+    return int(bounds[shard]), int(bounds[shard + 1])
+
+
+def shard_folder(save: Path, metric: str, shard: int) -> Path:
+    return save / metric / f"worker{shard}_thread0"
+
+
+def percentiles(values: np.ndarray) -> str:
+    """`5 % 12 | 10 % 15 | …`: the value that so many of the samples do not exceed."""
+    ordered = np.sort(values)
+    return " | ".join(f"{p} % {ordered[max(0, -(-len(ordered) * p // 100) - 1)]}" for p in (5, 25, 50, 75, 95, 100))
+
+
+def _batches(dataset: Dataset, first: int, last: int) -> Iterator[tuple[int, Values]]:
+    for start in range(first, last, BATCH):
+        samples = [dataset[i] for i in range(start, min(last, start + BATCH))]
+        yield start, {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
+
+
+def _call(function: Callable[[Values], np.ndarray], spec: MetricSpec, samples: Values, start: int) -> np.ndarray:
+    """The metric's whole numbers for these samples, as int64."""
+    count = len(next(iter(samples.values())))
+    try:
+        values = np.asarray(function(samples))
+    except Exception as error:
+        raise DataError(f"metric {spec.name} failed on samples {start} to {start + count - 1}: {type(error).__name__}: "
+                        f"{error}.") from error
+    if values.dtype.kind not in "iu" or not spec.is_total and values.shape != (count,):
+        raise DataError(f"metric {spec.name} gave {values.dtype} {list(values.shape)} for {count} samples: it must give whole "
+                        f"numbers, one for each sample ([{count}]). Round them, as in (1000 * x).astype(numpy.int64).")
+    return values.astype(np.int64)
+
+
+def _shard_description(save: Path, spec: MetricSpec, dataset_id: Mapping, shard: int, num_shards: int) -> dict:
+    return {"metric": spec.definition(save), "dataset": dict(dataset_id), "shard": shard, "num_shards": num_shards}
+
+
+def _write_json(path: Path, content: Mapping) -> None:
+    beside = path.with_name(f"{path.name}.partial")
+    with open(beside, "w", encoding="utf-8") as file:
+        json.dump(content, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)

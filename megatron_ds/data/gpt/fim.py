@@ -1,0 +1,117 @@
+"""Fill in the middle: a document's middle is moved to its end, so that a model learns to write between two texts.
+
+    document                 prefix | middle | suffix               cut at two characters, uniformly drawn
+    prefix-suffix-middle     [PRE] prefix [SUF] suffix [MID] middle
+    suffix-prefix-middle     [PRE] [SUF] suffix [MID] prefix middle
+
+Bavarian et al. 2022 (arXiv:2207.14255), sections 3 and 4.4; names and orders are Megatron's. The draws belong to the number
+of the sample: it is the same sample on any rank, in any worker, after any resume.
+"""
+
+from collections.abc import Iterator, Sized
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...errors import ConfigError
+from ..tokenizers import Tokenizer
+from .collate import PAD
+
+LOST = "\ufffd"                                             # what decoding makes of a character that was cut in two
+
+
+@dataclass(frozen=True)
+class FillInMiddle:
+    """Turns a sample's tokens [s + 1] into as many, each of its documents rearranged with probability `rate`.
+
+    prefix, middle, suffix  ids of the three marks
+    spm_rate                part of them that becomes suffix-prefix-middle
+    split                   a token at which documents are cut into pieces that are rearranged each by itself, with probability
+                            `fragment_rate`, once the document was chosen; say files of a repository
+    no_prefix               documents whose text begins so stay as they are
+
+    Marks make a sample longer: what does not fit is left out at its end. A piece that holds half a character, as the ends of
+    a sample may, stays as it is.
+    """
+
+    tokenizer: Tokenizer
+    prefix: int
+    middle: int
+    suffix: int
+    rate: float = 0.5
+    spm_rate: float = 0.5
+    split: int | None = None
+    fragment_rate: float = 0.5
+    no_prefix: str | None = None
+
+    def __call__(self, tokens: np.ndarray, random: np.random.Generator) -> np.ndarray:
+        parts = []
+        for document, end in _cut(tokens[tokens != PAD], self.tokenizer.eod):
+            parts += [*self._document(document, random), end]
+        row = np.concatenate(parts)[:len(tokens)]
+        return np.concatenate((row, np.full(len(tokens) - len(row), PAD, row.dtype)))
+
+    def _document(self, tokens: np.ndarray, random: np.random.Generator) -> Iterator[np.ndarray]:
+        if not len(tokens) or random.random() >= self.rate:
+            yield tokens
+            return
+        if self.split is None or self.split not in tokens:
+            yield self._rearranged(tokens, random)
+            return
+        for piece, end in _cut(tokens, self.split):
+            chosen = len(piece) and random.random() < self.fragment_rate
+            yield from (self._rearranged(piece, random) if chosen else piece, end)
+
+    def _rearranged(self, tokens: np.ndarray, random: np.random.Generator) -> np.ndarray:
+        text = self.tokenizer.decode(tokens.tolist())
+        first, second = np.sort(random.integers(0, len(text) + 1, 2)).tolist()
+        is_spm = random.random() < self.spm_rate
+        if LOST in text or self.no_prefix is not None and text.startswith(self.no_prefix):
+            return tokens
+        prefix, middle, suffix = map(self.tokenizer.encode, (text[:first], text[first:second], text[second:]))
+        if is_spm:
+            ids = [self.prefix, self.suffix, *suffix, self.middle, *prefix, *middle]
+        else:
+            ids = [self.prefix, *prefix, self.suffix, *suffix, self.middle, *middle]
+        return np.array(ids, tokens.dtype)
+
+
+class FIMDataset:
+    """Another dataset with its samples rearranged; a pure function of (seed, i)."""
+
+    def __init__(self, dataset: Sized, fim: FillInMiddle, seed: int):
+        self.dataset, self.fim, self.seed = dataset, fim, seed
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
+        return {"tokens": self.fim(self.dataset[i]["tokens"], np.random.default_rng((self.seed, i)))}
+
+
+def make_fim(data, tokenizer: Tokenizer) -> FillInMiddle:
+    """What the flags ask for. data: a DataConfig. Raises ConfigError for a mark that is not one token."""
+    marks = {name: _id_of(tokenizer, f"--fim-{name}-token", getattr(data, f"fim_{name}_token"))
+             for name in ("prefix", "middle", "suffix")}
+    split = None if data.fim_split_sample is None else _id_of(tokenizer, "--fim-split-sample", data.fim_split_sample)
+    return FillInMiddle(
+        tokenizer, **marks, rate=data.fim_rate, spm_rate=data.fim_spm_rate, split=split, no_prefix=data.fim_no_prefix,
+        fragment_rate=data.fim_rate if data.fim_fragment_rate is None else data.fim_fragment_rate)
+
+
+def _cut(tokens: np.ndarray, at: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """(piece, the token behind it or none) between the tokens `at`."""
+    start = 0
+    for end in np.flatnonzero(tokens == at).tolist():
+        yield tokens[start:end], tokens[end:end + 1]
+        start = end + 1
+    yield tokens[start:], tokens[:0]
+
+
+def _id_of(tokenizer: Tokenizer, flag: str, name: str) -> int:
+    """The id of a token by its text, or the id itself in decimal."""
+    ids = [int(name)] if name.isdecimal() else tokenizer.encode(name)
+    if len(ids) != 1 or ids[0] >= tokenizer.vocab_size:
+        raise ConfigError(f"{flag} {name}: not a token of {type(tokenizer).__name__}, which makes {len(ids)} of it and has "
+                          f"{tokenizer.vocab_size}. Name a special token of the vocabulary, or give its number.")
+    return ids[0]

@@ -1,0 +1,157 @@
+"""Blending: one stream of samples from several datasets, in proportion to their weights, with Megatron's values.
+
+At every step the dataset that lags farthest behind its share comes next: the one with the largest
+weight · max(step, 1) − samples drawn so far; of equals, the first. At no time is a dataset far from its share, so any
+stretch of the training sees the mixture.
+"""
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ...errors import ConfigError
+from .native_index import extension, num_threads
+
+MAX_DATASETS = np.iinfo(np.int16).max
+SURPLUS = 0.005
+SEGMENT = 1 << 16                                           # steps that a thread draws at a time, at least
+BYTES_PER_STEP = 2 + 8                                      # of the result
+BYTES_PER_THREAD = 60                                       # and dataset, besides the result: see csrc/blend_index.h
+SPARE = 1 / 2000                                            # of the result, for that
+
+
+@dataclass(frozen=True)
+class Blend:
+    """Prefixes of corpora, and their weights as given; None to draw each sample of each corpus once."""
+
+    prefixes: tuple[str, ...]
+    weights: tuple[float, ...] | None
+    left_out: tuple[str, ...] = ()              # of weight 0
+
+    def without(self, prefixes: Collection[str]) -> "Blend":
+        """The others, at the same proportions."""
+        kept = [i for i, prefix in enumerate(self.prefixes) if prefix not in prefixes]
+        weights = None if self.weights is None else tuple(self.weights[i] for i in kept)
+        return Blend(tuple(self.prefixes[i] for i in kept), weights, (*self.left_out, *prefixes))
+
+    def times(self, sizes: Sequence[float]) -> "Blend":
+        """Weights that said how often a corpus is read, made weights of samples."""
+        return replace(self, weights=tuple(w * size for w, size in zip(self.weights, sizes)))
+
+    @property
+    def shares(self) -> list[float]:
+        """Weights summing to 1. They say how many samples each corpus is built with."""
+        return normalized(self.weights)
+
+    @property
+    def order_shares(self) -> list[float]:
+        """The same for the order of samples: Megatron divides by the sum once more, which can change a last bit, and a tie."""
+        return normalized(self.shares)
+
+
+def parse_blend(words: Sequence[str], flag: str) -> Blend:
+    """`["0.3", "a", "0.7", "b"]`, or prefixes alone. Raises ConfigError naming the flag that the words were given to.
+
+    Corpora of weight 0 are left out.
+    """
+    weights = [_number(word) for word in words[0::2]]
+    if weights[0] is None:
+        return Blend(tuple(words), None)
+    prefixes = tuple(words[1::2])
+    if len(words) % 2 or None in weights:
+        raise ConfigError(f"{_short(flag, words)}: give either prefixes alone, or a weight before each of them.")
+    if not all(0 <= w < math.inf for w in weights):
+        raise ConfigError(f"{_short(flag, words)}: weight {next(w for w in weights if not 0 <= w < math.inf):g} is not "
+                          "allowed. Weights are proportions: numbers of at least 0, in any unit.")
+    if not any(weights):
+        raise ConfigError(f"{_short(flag, words)}: all weights are 0, so there is nothing to draw. Give a corpus a weight "
+                          "above 0, or leave out the weights to read each corpus once.")
+    if len(prefixes) > MAX_DATASETS:
+        raise ConfigError(f"{flag} names {len(prefixes)} corpora; at most {MAX_DATASETS} can be blended. Merge some of them.")
+    kept, left_out = ([i for i, w in enumerate(weights) if bool(w) == wanted] for wanted in (True, False))
+    return Blend(tuple(prefixes[i] for i in kept), tuple(weights[i] for i in kept), tuple(prefixes[i] for i in left_out))
+
+
+def normalized(weights: Sequence[float]) -> list[float]:
+    """By numpy, as Megatron does it: another order of summation could break a tie elsewhere."""
+    array = np.array(weights, np.float64)
+    return (array / array.sum()).tolist()
+
+
+def samples_to_provide(num_samples: int, share: float) -> int:
+    """Samples that a dataset is built with for its share of a blend of `num_samples`: half a percent more, as in Megatron.
+
+    Half a percent matters because the number decides how often documents repeat and how they are shuffled. It is always
+    enough: lags sum to 0, so the largest is not negative, so no dataset gets more than share · (num_samples − 1) + 1.
+    """
+    return math.ceil(math.ceil(num_samples * share) * (1 + SURPLUS))
+
+
+def build_blend_index(shares: Sequence[float], size: int) -> tuple[np.ndarray, np.ndarray]:
+    """(int16 [size] which dataset, int64 [size] which of its samples); shares sum to 1."""
+    return _draw(np.asarray(shares, np.float64), size, None)
+
+
+def build_exhaustive_index(sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """The same for every sample of every dataset once; a dataset that is used up is passed over."""
+    sizes = np.asarray(sizes, np.int64)
+    return _draw(sizes / sizes.sum(), int(sizes.sum()), sizes)
+
+
+def _draw(shares: np.ndarray, size: int, limits: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    if not extension():
+        return plain_draw(shares, size, limits)
+    threads, segment = plan_threads(len(shares), size, num_threads())
+    return extension().blend(shares, size, limits, segment, threads)
+
+
+def plan_threads(datasets: int, size: int, processors: int) -> tuple[int, int]:
+    """(threads that draw, steps that one draws at a time).
+
+    One more thread needs one more state of every dataset. All processors draw where these states are little beside the
+    result; a short blend of many datasets is drawn by fewer threads, which takes longer, but not long.
+    """
+    affordable = int(SPARE * BYTES_PER_STEP * size / (BYTES_PER_THREAD * datasets))
+    threads = max(1, min(processors, affordable, size // (2 * SEGMENT)))
+    return threads, size if threads == 1 else size // (2 * threads)     # two turns each: none waits long for the slowest
+
+
+def plain_draw(shares: np.ndarray, size: int, limits: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    """Every lag at every step, by numpy. limits: samples of each dataset, None for any number."""
+    which, sample = np.empty(size, np.int16), np.empty(size, np.int64)
+    drawn, lag = np.zeros(len(shares)), np.empty(len(shares))
+    for step in range(size):
+        np.multiply(shares, max(step, 1), out=lag)
+        np.subtract(lag, drawn, out=lag)
+        if limits is not None:
+            lag[drawn >= limits] = -np.inf
+        dataset = int(lag.argmax())
+        which[step], sample[step] = dataset, drawn[dataset]
+        drawn[dataset] += 1
+    return which, sample
+
+
+class BlendedDataset:
+    """Samples of several datasets in the order of a blend index."""
+
+    def __init__(self, datasets: Sequence, dataset_index: np.ndarray, sample_index: np.ndarray):
+        self.datasets, self.dataset_index, self.sample_index = datasets, dataset_index, sample_index
+
+    def __len__(self) -> int:
+        return len(self.dataset_index)
+
+    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
+        return self.datasets[self.dataset_index[i]][int(self.sample_index[i])]
+
+
+def _short(flag: str, words: Sequence[str], longest: int = 12) -> str:
+    return f"{flag} {' '.join(words[:longest])}{' …' * (len(words) > longest)}"
+
+
+def _number(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None

@@ -1,0 +1,75 @@
+"""Which corpora the data flags name: on the command line, or in a file where they are too many for it.
+
+    --data-path 0.3 a 0.7 b           --data-args-path FILE             the same words in a file, on any number of lines
+    --train-data-path a … --valid-…   --per-split-data-args-path FILE   {"train": ["0.3", "a", …], "valid": […], "test": […]}
+
+Reads those files and nothing else.
+"""
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+from ...errors import DataError
+from .split import PARTS
+
+
+class Named(NamedTuple):
+    """Words of a data path, and the flag to name in a message. No words: nothing was given."""
+
+    flag: str
+    words: tuple[str, ...]
+
+
+class Sources(NamedTuple):
+    """Either `whole`, which --split divides, or `parts`, one Named for each of train, valid and test."""
+
+    whole: Named | None
+    parts: tuple[Named, ...]
+
+
+def read_sources(data) -> Sources:
+    """data: a DataConfig.  Raises DataError for a file that is missing or does not hold what it should."""
+    if data.per_split_data_args_path:
+        flag, path = "--per-split-data-args-path", data.per_split_data_args_path
+        found = _json_words(flag, path)
+        return Sources(None, tuple(Named(f"{flag} {path}, {part}", found[part]) for part in PARTS))
+    if data.has_split_paths:
+        return Sources(None, tuple(Named(f"--{part}-data-path", tuple(getattr(data, f"{part}_data_path"))) for part in PARTS))
+    if data.data_args_path:
+        flag, path = "--data-args-path", data.data_args_path
+        words = _text(flag, path).split()
+        if not words:
+            raise _unfit(flag, path, "it is empty", "weights and prefixes, as for --data-path")
+        return Sources(Named(f"{flag} {path}", tuple(words)), ())
+    return Sources(Named("--data-path", tuple(data.data_path)), ())
+
+
+def _json_words(flag: str, path: str) -> dict[str, tuple[str, ...]]:
+    form = '{"train": ["0.3", "a", "0.7", "b"], "valid": ["c"], "test": []}'
+    try:
+        found = json.loads(_text(flag, path))
+    except ValueError as error:
+        raise _unfit(flag, path, f"it is not valid JSON: {error}", form) from None
+    if not isinstance(found, dict) or not found.get("train"):
+        raise _unfit(flag, path, "it names no training data", form)
+    if unknown := sorted(set(found) - set(PARTS)):
+        raise _unfit(flag, path, f"it has a part {unknown[0]!r}", form)
+    words = {part: found.get(part) or [] for part in PARTS}
+    for part, listed in words.items():
+        if not isinstance(listed, list) or not all(isinstance(word, str | int | float) for word in listed):
+            raise _unfit(flag, path, f"{part} is not a list of weights and prefixes", form)
+    return {part: tuple(map(str, listed)) for part, listed in words.items()}
+
+
+def _text(flag: str, path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError as error:
+        raise DataError(f"{flag} {path} cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError as error:
+        raise _unfit(flag, path, f"it is not text: {error}", "weights and prefixes") from None
+
+
+def _unfit(flag: str, path: str, what: str, form: str) -> DataError:
+    return DataError(f"{flag} {path}: {what}. It must hold {form}.")

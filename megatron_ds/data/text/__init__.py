@@ -1,0 +1,1 @@
+"""From text to a corpus: reading files, preprocessing, the `.bin/.idx` format, checksums, merging."""

@@ -1,0 +1,155 @@
+"""`{prefix}.json`: what a corpus was made from, and checksums of its bytes.
+
+It is written after the `.bin/.idx` pair is whole, and removed before a new pair replaces the old one. So a shard is done
+exactly when it has a record of what would be written now. The pair itself holds no checksums, as in Megatron, and training
+does not read the record: `tools/inspect_dataset.py --check` compares.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from itertools import accumulate
+from pathlib import Path
+
+from ...errors import DataError
+from .indexed import IndexedDataset, corpus_paths
+
+PIECE_BYTES = 1 << 26
+CHUNK_BYTES = 1 << 22
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive bytes of `.bin`, PIECE_BYTES or fewer, and their SHA-256. A merged corpus has the pieces of its parts."""
+
+    bytes: int
+    sha256: str
+
+
+class PieceSums:
+    """The pieces of bytes that are handed over one after the other."""
+
+    def __init__(self):
+        self._pieces: list[Piece] = []
+        self._digest, self._bytes = hashlib.sha256(), 0
+
+    def update(self, data: memoryview) -> None:
+        """data: of bytes."""
+        while len(data):
+            now = data[:PIECE_BYTES - self._bytes]
+            self._digest.update(now)
+            self._bytes, data = self._bytes + len(now), data[len(now):]
+            if self._bytes == PIECE_BYTES:
+                self._end_piece()
+
+    def finish(self) -> list[Piece]:
+        if self._bytes or not self._pieces:
+            self._end_piece()
+        return self._pieces
+
+    def _end_piece(self) -> None:
+        self._pieces.append(Piece(self._bytes, self._digest.hexdigest()))
+        self._digest, self._bytes = hashlib.sha256(), 0
+
+
+@dataclass(frozen=True)
+class CorpusRecord:
+    """made_from: the inputs and options, all that decides about the bytes; {} for a merged corpus of several makings."""
+
+    documents: int
+    tokens: int
+    tokenizer: str | None
+    pieces: list[Piece]
+    idx_sha256: str
+    skipped: int = 0
+    made_from: dict = field(default_factory=dict)
+
+    def write(self, prefix: str) -> None:
+        """Beside, then renamed. Raises DataError when the disk is full."""
+        path = record_path(prefix)
+        beside = path.with_name(path.name + ".partial")
+        try:
+            with open(beside, "w", encoding="utf-8") as f:
+                json.dump(asdict(self), f, indent=1)
+                f.flush()
+                os.fsync(f.fileno())
+            beside.replace(path)
+        except OSError as e:
+            beside.unlink(missing_ok=True)
+            raise DataError(f"cannot write {path}: {e.strerror}. Make room and run the same command again.") from None
+
+
+def record_path(prefix: str | os.PathLike) -> Path:
+    return Path(str(corpus_paths(prefix)[0])[:-4] + ".json")
+
+
+def read_record(prefix: str | os.PathLike) -> CorpusRecord | None:
+    """None where there is none.  Raises DataError for a file that is no record."""
+    path = record_path(prefix)
+    try:
+        with open(path, encoding="utf-8") as f:
+            values = json.load(f)
+        return CorpusRecord(**{**values, "pieces": [Piece(**piece) for piece in values["pieces"]]})
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError, KeyError) as e:
+        raise DataError(f"{path} is not the record of a corpus: {e}. Remove it; the corpus then has no checksums.") from None
+
+
+def remove_record(prefix: str | os.PathLike) -> None:
+    record_path(prefix).unlink(missing_ok=True)
+
+
+def done_before(prefix: str, made_from: dict) -> CorpusRecord | None:
+    """The record of this very corpus, if it is there and whole; None if it has to be made."""
+    try:
+        record = read_record(prefix)
+        if record is None or record.made_from != made_from:
+            return None
+        corpus = IndexedDataset(prefix)
+    except DataError:
+        return None
+    return record if (corpus.num_documents, corpus.num_tokens) == (record.documents, record.tokens) else None
+
+
+def record_of(prefix: str | os.PathLike, run: Callable[..., Iterable] = map) -> CorpusRecord:
+    """A record of the files as they are now, for a corpus that has none.  run: `map`, or that of a pool."""
+    corpus = IndexedDataset(prefix)
+    size = corpus.bin_path.stat().st_size
+    spans = [(start, min(PIECE_BYTES, size - start)) for start in range(0, size, PIECE_BYTES)]
+    digests = run(lambda span: _digest(corpus.bin_path, *span), spans)
+    pieces = [Piece(count, digest) for (_, count), digest in zip(spans, digests)]
+    return CorpusRecord(corpus.num_documents, corpus.num_tokens, None, pieces, sha256_of(corpus.idx_path))
+
+
+def sha256_of(path: Path) -> str:
+    return _digest(path, 0, path.stat().st_size)
+
+
+def check_sums(prefix: str | os.PathLike, record: CorpusRecord, run: Callable[..., Iterable] = map) -> None:
+    """Raises DataError for the first bytes that are not those that were written.  run: `map`, or that of a pool."""
+    bin_path, idx_path = corpus_paths(prefix)
+    size, recorded = bin_path.stat().st_size, sum(piece.bytes for piece in record.pieces)
+    if size != recorded:
+        raise DataError(f"{bin_path} has {size} bytes, and {record_path(prefix)} is about {recorded}: they do not belong "
+                        "together. Copy both again.")
+    starts = list(accumulate((piece.bytes for piece in record.pieces), initial=0))
+    spans = [(start, piece.bytes) for start, piece in zip(starts, record.pieces)]
+    for piece, start, found in zip(record.pieces, starts, run(lambda span: _digest(bin_path, *span), spans)):
+        if found != piece.sha256:
+            raise DataError(f"{bin_path} is damaged between bytes {start:,} and {start + piece.bytes:,}: their SHA-256 is not "
+                            "the recorded one. Copy the file again, or make it again with tools/preprocess_data.py.")
+    if sha256_of(idx_path) != record.idx_sha256:
+        raise DataError(f"{idx_path} is damaged: its SHA-256 is not the recorded one. Copy it again.")
+
+
+def _digest(path: Path, start: int, count: int) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as f:
+        f.seek(start)
+        while count and (chunk := f.read(min(count, CHUNK_BYTES))):
+            digest.update(chunk)
+            count -= len(chunk)
+    return digest.hexdigest()

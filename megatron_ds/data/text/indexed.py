@@ -1,0 +1,276 @@
+"""The `.bin/.idx` corpus of Megatron, read and written byte for byte.
+
+A corpus is a list of *sequences* of token ids, grouped into *documents* (one sequence each for GPT, one per sentence for
+BERT). `.bin` holds the tokens back to back; `.idx`, little-endian, holds
+
+    0        9         17     18       26       34        34+4S      34+12S      34+12S+8D
+    | magic  | version | code | S      | D      | lengths | offsets  | documents | modes ... |
+      9 B      u64=1     u8     u64      u64      i32 [S]   i64 [S]    i64 [D]     i8 [S], optional, kept unread
+
+S sequences; `lengths` in tokens, `offsets` in bytes; `documents[d]` is the first sequence of document d, with S at the end,
+so D = documents + 1. A document may have no sequence at all.
+"""
+
+import difflib
+import os
+import struct
+from array import array
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from ...errors import DataError
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 6: np.float64, 7: np.float32, 8: np.uint16}
+CODES = {np.dtype(t): code for code, t in DTYPES.items()}
+CHECK_ROWS = 1 << 22                                        # rows looked at together: bounds the memory of `check`
+
+
+def dtype_for(vocab_size: int | None) -> np.dtype:
+    """The narrow type where every id surely fits, by Megatron's rule (its limit is 65500, not 65536)."""
+    return np.dtype(np.uint16 if vocab_size is not None and vocab_size < 65500 else np.int32)
+
+
+class IndexedDataset:
+    """Sequences of a corpus, mapped into memory: `corpus[i]` is a read-only view, nothing is copied.
+
+    Opening reads the header and compares file sizes; `check` reads the whole index. Both raise DataError naming the
+    file and the defect.
+    """
+
+    def __init__(self, prefix: str | os.PathLike):
+        self.prefix = os.fspath(prefix)
+        self.bin_path, self.idx_path = corpus_paths(prefix)
+        index = _map(self.idx_path)
+        self.dtype, num_sequences, num_bounds = _read_header(self.idx_path, index)
+        self.lengths, at = _column(index, "<i4", num_sequences, HEADER.size)
+        self.offsets, at = _column(index, "<i8", num_sequences, at)
+        self.document_indices, _ = _column(index, "<i8", num_bounds, at)
+        self._tokens = _map(self.bin_path)
+        self._check_ends()
+
+    def __len__(self) -> int:
+        """Number of sequences (documents, in a GPT corpus)."""
+        return len(self.lengths)
+
+    def __getitem__(self, i: int) -> np.ndarray:
+        if not -len(self) <= i < len(self):
+            raise IndexError(f"sequence {i} of {self.prefix}, which has {len(self)}")
+        return self.get(i)
+
+    def get(self, i: int, start: int = 0, length: int | None = None) -> np.ndarray:
+        """`length` tokens of sequence i from token `start` on; to its end when `length` is None."""
+        count = int(self.lengths[i]) - start if length is None else length
+        return np.frombuffer(self._tokens, self.dtype, count, int(self.offsets[i]) + start * self.dtype.itemsize)
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.document_indices) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._tokens) // self.dtype.itemsize
+
+    def check(self) -> None:
+        """Look at every row of the index. Raises DataError for the first one that points outside the tokens."""
+        end = 0
+        for first in range(0, len(self), CHECK_ROWS):
+            lengths = self.lengths[first:first + CHECK_ROWS].astype(np.int64)
+            offsets = self.offsets[first:first + CHECK_ROWS]
+            ends = end + np.cumsum(lengths * self.dtype.itemsize)
+            bad = (lengths < 0) | (offsets != ends - lengths * self.dtype.itemsize)
+            if bad.any():
+                i = int(np.argmax(bad))
+                raise _damaged(self.idx_path, f"sequence {first + i} has length {lengths[i]} and byte offset {offsets[i]}, "
+                                              "which does not continue the sequence before it")
+            end = int(ends[-1])
+        for first in range(0, len(self.document_indices), CHECK_ROWS):
+            bounds = self.document_indices[first:first + CHECK_ROWS + 1]
+            if (bounds[1:] < bounds[:-1]).any():
+                raise _damaged(self.idx_path, "the document boundaries go backwards")
+
+    def _check_ends(self) -> None:
+        size, item = len(self._tokens), self.dtype.itemsize
+        end = int(self.offsets[-1]) + int(self.lengths[-1]) * item if len(self) else 0
+        if size != end:
+            kind = "truncated" if size < end else "longer than its index says"
+            raise _damaged(self.bin_path, f"it is {kind}: {size} bytes where {self.idx_path} describes {end}")
+        bounds = self.document_indices
+        if len(bounds) and (bounds[0] != 0 or bounds[-1] != len(self)):
+            raise _damaged(self.idx_path, f"the documents cover sequences {bounds[0]} to {bounds[-1]} of {len(self)}")
+
+
+class IndexedWriter:
+    """Writes a corpus beside its name and renames it into place at the end, the index last.
+
+    A context manager: an exception inside removes what was written. A killed process leaves only `*.partial`, which no
+    reader takes for a corpus and which the next writer overwrites.
+    """
+
+    def __init__(self, prefix: str | os.PathLike, dtype: np.dtype | type):
+        self.dtype = np.dtype(dtype)
+        assert self.dtype in CODES, f"{self.dtype} has no code in the format"
+        self.bin_path, self.idx_path = corpus_paths(prefix)
+        self._partial = [Path(f"{p}.partial") for p in (self.bin_path, self.idx_path)]
+        self._lengths, self._documents = array("i"), array("q", [0])
+        self._low, self._high = _limits(self.dtype)
+        try:
+            self.bin_path.parent.mkdir(parents=True, exist_ok=True)
+            self._bin = _open_alone(self._partial[0])
+        except OSError as e:
+            raise DataError(f"cannot write {self.bin_path}: {e.strerror}. Choose another output prefix.") from None
+
+    def add_document(self, tokens: Sequence[int] | np.ndarray, lengths: Iterable[int] | None = None) -> None:
+        """One document of one sequence, or of sequences of these lengths. Empty `tokens` without lengths: no sequence."""
+        ids = np.asarray(tokens)
+        lengths = ([len(ids)] if len(ids) else []) if lengths is None else list(lengths)
+        assert sum(lengths) == len(ids), f"{len(ids)} tokens in sequences of {lengths}"
+        if len(ids) and (ids.min() < self._low or ids.max() > self._high):
+            raise DataError(f"token ids from {ids.min()} to {ids.max()} do not fit {self.dtype} in {self.bin_path}: "
+                            "the vocabulary is larger than the one the file was opened for.")
+        self._bin.write(ids.astype(self.dtype, copy=False).tobytes())
+        self._lengths.extend(lengths)
+        self._documents.append(len(self._lengths))
+
+    def add_documents(self, tokens: np.ndarray, lengths: np.ndarray, sequences: np.ndarray) -> None:
+        """Several documents at once: all tokens, the length of each sequence, and how many sequences each document has.
+
+        tokens: of the corpus's type already.
+        """
+        assert tokens.dtype == self.dtype and len(tokens) == lengths.sum() and len(lengths) == sequences.sum()
+        self._bin.write(tokens.data)
+        first = len(self._lengths)
+        self._lengths.frombytes(lengths.astype(np.int32).tobytes())
+        self._documents.frombytes((first + np.cumsum(sequences, dtype=np.int64)).tobytes())
+
+    @property
+    def num_documents(self) -> int:
+        return len(self._documents) - 1
+
+    def finish(self) -> None:
+        """Make the corpus visible: both files on disk, then renamed, `.idx` last."""
+        _sync(self._bin)
+        with open(self._partial[1], "wb") as f:
+            lengths = np.frombuffer(self._lengths, np.int32) if self._lengths else np.empty(0, np.int32)
+            sizes = lengths.astype(np.int64) * self.dtype.itemsize
+            f.write(HEADER.pack(MAGIC, VERSION, CODES[self.dtype], len(lengths), len(self._documents)))
+            f.write(lengths.astype("<i4").tobytes())
+            f.write((np.cumsum(sizes) - sizes).astype("<i8").tobytes())
+            f.write(np.frombuffer(self._documents, np.int64).astype("<i8").tobytes())
+            _sync(f)
+        # An index of an older corpus must not stand beside the new tokens, not even for a moment.
+        self.idx_path.unlink(missing_ok=True)
+        self._partial[0].replace(self.bin_path)
+        self._partial[1].replace(self.idx_path)
+
+    def discard(self) -> None:
+        self._bin.close()
+        for path in self._partial:
+            path.unlink(missing_ok=True)
+
+    def __enter__(self) -> "IndexedWriter":
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        if kind is not None:
+            return self.discard()
+        try:
+            self.finish()
+        except OSError as e:
+            self.discard()
+            raise DataError(f"cannot write {self.bin_path}: {e.strerror}. Nothing was kept.") from None
+
+
+def corpus_paths(prefix: str | os.PathLike) -> tuple[Path, Path]:
+    """`.bin` and `.idx` of a prefix; the names of either file are understood as well."""
+    text = os.fspath(prefix)
+    text = text[:-4] if text.endswith((".bin", ".idx")) else text
+    return Path(text + ".bin"), Path(text + ".idx")
+
+
+def _map(path: Path) -> memoryview:
+    try:
+        if path.stat().st_size == 0:
+            return memoryview(b"")                          # an empty file cannot be mapped
+        return memoryview(np.memmap(path, np.uint8, "r"))
+    except FileNotFoundError:
+        raise DataError(f"{path} does not exist. A data path is the prefix of a .bin/.idx pair, as "
+                        f"tools/preprocess_data.py writes them. {_corpora_near(path)}") from None
+    except OSError as e:
+        raise DataError(f"cannot read {path}: {e.strerror}.") from None
+
+
+def _corpora_near(path: Path) -> str:
+    """What a user may have meant by a corpus that is not there."""
+    folder = path.with_suffix("") if path.with_suffix("").is_dir() else path.parent
+    if not folder.is_dir():
+        return f"There is no folder {folder}."
+    pairs = sorted(p.stem for p in folder.glob("*.idx") if p.with_suffix(".bin").exists())
+    if not pairs:
+        return f"In {folder.resolve()} there is no such pair."
+    near = difflib.get_close_matches(path.stem, pairs, n=1) if path.stem != ".idx" else []
+    near = near or pairs[:8]
+    return f"In {folder.resolve()} there {'is' if len(near) == 1 else 'are'} {', '.join(near)}."
+
+
+def _read_header(path: Path, index: memoryview) -> tuple[np.dtype, int, int]:
+    if len(index) < HEADER.size:
+        raise _damaged(path, f"it has {len(index)} bytes, fewer than its header of {HEADER.size}")
+    magic, version, code, num_sequences, num_bounds = HEADER.unpack(index[:HEADER.size])
+    if magic != MAGIC:
+        kind = "an index of the older fairseq format" if magic[:6] == b"TNTIDX" else "not an index of this format"
+        raise _damaged(path, f"it begins with {magic!r}, not {MAGIC!r}: {kind}")
+    if version != VERSION:
+        raise _damaged(path, f"it is of version {version}; only {VERSION} is known")
+    if code not in DTYPES:
+        raise _damaged(path, f"its token type has code {code}; known codes are {', '.join(map(str, DTYPES))}")
+    size = HEADER.size + 12 * num_sequences + 8 * num_bounds
+    if len(index) not in (size, size + num_sequences):      # the longer one has modes
+        kind = "truncated" if len(index) < size else "too long"
+        raise _damaged(path, f"it is {kind}: {len(index)} bytes where {num_sequences} sequences and {num_bounds} document "
+                             f"boundaries take {size}")
+    return np.dtype(DTYPES[code]).newbyteorder("<"), num_sequences, num_bounds
+
+
+def _column(index: memoryview, dtype: str, count: int, at: int) -> tuple[np.ndarray, int]:
+    """`count` numbers at byte `at`, and where they end."""
+    return np.frombuffer(index, dtype, count, at), at + count * np.dtype(dtype).itemsize
+
+
+def _limits(dtype: np.dtype) -> tuple[float, float]:
+    info = np.iinfo(dtype) if dtype.kind in "iu" else np.finfo(dtype)
+    return info.min, info.max
+
+
+def _open_alone(path: Path) -> BinaryIO:
+    """Open for writing, empty, unless another process writes it: a command given twice, or what a killed one left running."""
+    while True:
+        file = open(path, "ab")
+        try:
+            import fcntl
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            raise DataError(f"{path} is being written by another process. Wait for it or end it, or choose another output "
+                            "prefix.") from None
+        except (ImportError, OSError):
+            pass                                            # a system, or a file system, without locks
+        if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            file.truncate(0)
+            return file
+        file.close()                                        # the other was done, and renamed it, in between
+
+
+def _sync(file) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+    file.close()
+
+
+def _damaged(path: Path, what: str) -> DataError:
+    return DataError(f"{path} is damaged: {what}. Copy it again, or make it again with tools/preprocess_data.py.")

@@ -1,0 +1,98 @@
+"""Training a vocabulary on text of one's own: byte-level BPE of GPT-2's form, or BERT's WordPiece."""
+
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from pathlib import Path
+
+from ...errors import ConfigError, DataError
+from .gpt2_bpe import EOD
+
+logger = logging.getLogger(__name__)
+SMALLEST = 257                                              # a letter for each byte, and the end of a document
+PIECE = 1 << 20
+BERT_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+
+
+def train_byte_level_bpe(texts: Iterable[str], vocab_size: int, folder: str | os.PathLike, *, min_frequency: int = 2) -> int:
+    """Write tokenizer.json (for HuggingFaceTokenizer) and vocab.json, merges.txt (for GPT2BPETokenizer): the same ids.
+
+    Id 0 is `<|endoftext|>`.  Returns the size reached, smaller than `vocab_size` when the text has too few repeated pairs.
+    """
+    if vocab_size < SMALLEST:
+        raise ConfigError(f"--vocab-size {vocab_size} is too small: {SMALLEST} ids are needed for the 256 bytes and {EOD}.")
+
+    def train(texts: Iterable[str]):
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer.train_from_iterator(texts, trainers.BpeTrainer(
+            vocab_size=vocab_size, min_frequency=min_frequency, special_tokens=[EOD], show_progress=False,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+        return tokenizer
+
+    return _learn(texts, vocab_size, folder, ("vocab.json", "merges.txt", "tokenizer.json"), train, min_frequency)
+
+
+def train_word_pieces(texts: Iterable[str], vocab_size: int, folder: str | os.PathLike, *, min_frequency: int = 2,
+                      lower: bool = True) -> int:
+    """Write vocab.txt (for BertWordPieceLowerCase, or BertWordPieceCase) and tokenizer.json (for HuggingFaceTokenizer).
+
+    Ids 0 to 4 are [PAD] [UNK] [CLS] [SEP] [MASK].  Returns the size reached.
+    """
+    if vocab_size <= len(BERT_TOKENS):
+        raise ConfigError(f"--vocab-size {vocab_size} is too small: {', '.join(BERT_TOKENS)} alone are {len(BERT_TOKENS)}. "
+                          "Use a thousand for a toy model; BERT has 30,522.")
+
+    def train(texts: Iterable[str]):
+        from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+        tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+        tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lower)
+        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        tokenizer.decoder = decoders.WordPiece()
+        tokenizer.train_from_iterator(texts, trainers.WordPieceTrainer(
+            vocab_size=vocab_size, min_frequency=min_frequency, special_tokens=list(BERT_TOKENS), show_progress=False))
+        return tokenizer
+
+    return _learn(texts, vocab_size, folder, ("vocab.txt", "tokenizer.json"), train, min_frequency)
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """The text cut at white space into pieces of PIECE characters or fewer: the library takes 150 times the memory of each."""
+    while len(text) > PIECE:
+        at = max(text.rfind(" ", 0, PIECE), text.rfind("\n", 0, PIECE))
+        at = at if at > 0 else PIECE
+        yield text[:at]
+        text = text[at:]
+    yield text
+
+
+def _learn(texts: Iterable[str], vocab_size: int, folder: str | os.PathLike, files: tuple[str, ...], train: Callable,
+           min_frequency: int) -> int:
+    """Train, write beside, rename. `train(texts)` gives a tokenizer of the `tokenizers` library."""
+    folder = Path(folder)
+    beside = folder.with_name(f".{folder.name}.partial")
+    try:
+        beside.mkdir(parents=True, exist_ok=True)
+        texts = iter(texts)
+        first = next((text for text in texts if text.strip()), None)
+        if first is None:
+            raise DataError("the --input files hold no text to learn from. Nothing was written.")
+        tokenizer = train(piece for text in chain([first], texts) for piece in _pieces(text))
+        tokenizer.save(str(beside / "tokenizer.json"))
+        tokenizer.model.save(str(beside))
+        folder.mkdir(exist_ok=True)
+        for name in files:
+            (beside / name).replace(folder / name)
+    except OSError as e:
+        raise DataError(f"cannot write {folder}: {e.strerror or e}. Choose another --output.") from None
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+    size = tokenizer.get_vocab_size()
+    if size < vocab_size:
+        logger.warning("only %d of %d entries: no other pairs occur %d times in the text", size, vocab_size,
+                       min_frequency)
+    return size
