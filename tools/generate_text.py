@@ -25,7 +25,7 @@ from megatron_ds.mpu import launch as launching
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.mpu.transport import connect_torch
-from megatron_ds.training.dtypes import DTYPES
+from megatron_ds.planning.run_model import DTYPES
 from megatron_ds.training.tokenizer_files import FIELDS, tokenizer_of
 
 

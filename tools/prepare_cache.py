@@ -21,7 +21,7 @@ from megatron_ds.data.loading.data_paths import read_sources
 from megatron_ds.data.loading.datasets import build_datasets, fit_default_split
 from megatron_ds.data.tokenizers import build_tokenizer
 from megatron_ds.errors import ConfigError, DataError
-from megatron_ds.training.plan import RULES
+from megatron_ds.planning.run_plan import RULES
 from megatron_ds.training.pretrain import KNOWN_NAMES
 from megatron_ds.training.samples import wanted_samples
 

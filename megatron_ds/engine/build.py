@@ -12,12 +12,11 @@ from torch import nn
 from ..config import RunConfig
 from ..config.dump import report_without_effect
 from ..errors import ConfigError
+from ..mpu.agree import together
 from ..mpu.customer import DataParallelWorld, has_process_group, join_world
 from ..mpu.group import solo
-from ..training.build import bucket_elements
-from ..training.dtypes import DTYPES
+from ..planning.run_model import DTYPES, bucket_elements
 from ..training.offloading import make_offload
-from ..training.together import together
 from ..zero.optimizer import DataGroups, LayerPlan, ZeroOptimizer
 from ..zero.policy import policy_of
 from ..zero.scaler import make_scaler

@@ -13,9 +13,9 @@ from ..checkpoint.pieces import ParameterPiece
 from ..checkpoint.safetensors_folder import TensorEntry, write_folder
 from ..checkpoint.tensor_stream import TensorStream
 from ..errors import CheckpointError, ConfigError
+from ..mpu.agree import together
 from ..mpu.collectives import broadcast_
 from ..mpu.param_spec import ParamSpec
-from ..training.together import together
 from .experts import global_names
 from .param_specs import NOT_DRAWN, saved_buffers
 

@@ -17,8 +17,8 @@ from ..checkpoint.pieces import ParameterPiece
 from ..checkpoint.run_file import progress_of, require
 from ..checkpoint.save import save
 from ..errors import CheckpointError, ConfigError
+from ..mpu.agree import together
 from ..mpu.param_spec import ParamSpec
-from ..training.together import together
 from .experts import global_names
 from .loop_state import load_loop_state, loop_state
 from .param_specs import NOT_DRAWN, saved_buffers

@@ -1,52 +1,35 @@
 """From a config to running objects: the only file that sees the whole `RunConfig` and every room at once.
 
-Pure decisions are in `plan.py` (how layers are cut, which program each pipeline rank runs); here are the objects
+Pure decisions are in `planning/run_plan.py` (how layers are cut, which program each pipeline rank runs); here are the objects
 (`build_engine`). Layers receive numbers and groups, never the config's root.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 from torch import nn
 
 from ..config import RunConfig
-from ..models import MODELS, Placement, build_stages, count_uses, with_random_ltd
+from ..models import build_stages, count_uses
+from ..mpu.agree import together
 from ..mpu.channels import Channels
 from ..mpu.mesh import Mesh
 from ..optim import OPTIMIZERS
 from ..pipeline.executor import Executor
 from ..pipeline.instruction import Op
 from ..pipeline.stage import Stage
+from ..planning.keep_gathered import agree_on_pinning, is_automatic, memory_of_rank, pinning_text
+from ..planning.layer_timing import measured_times
+from ..planning.run_model import DTYPES, bucket_elements, describe_layers, loss_function
+from ..planning.run_plan import RunPlan, microbatches_of, moments_of, plan_run, plan_schedule
 from ..tensor_parallel.init import initialize, initialize_interval
-from ..token_drop import make_token_drop
 from ..zero.optimizer import DataGroups, LayerPlan, ZeroOptimizer
 from ..zero.policy import policy_of
 from ..zero.scaler import make_scaler
 from ..zero.sets import SHARED
-from .dtypes import DTYPES
-from .layer_timing import measured_times
 from .offloading import make_offload
-from .pinning import agree_on_pinning, is_automatic, memory_of_rank, pinning_text
-from .plan import RunPlan, microbatches_of, moments_of, plan_run, plan_schedule
-from .together import together
-
-
-def describe_layers(config: RunConfig, mesh: Mesh) -> list:
-    """The model as a list of named layers, none of them built yet.
-
-    With parameters in shards the layers are built without memory (on the meta device): no rank ever holds the whole.
-    """
-    dtype = DTYPES[config.optimizer.params_dtype]
-    device = torch.device("meta") if config.zero.stage == 3 else mesh.device
-    tp, split, train = mesh.group("tp"), config.parallel.sequence_parallel, config.train
-    layers = MODELS[config.model.model](
-        config.model, tp=tp, sequence_parallel=split, dtype=dtype, device=device, seed=train.seed,
-        recompute_granularity=train.recompute_granularity, recompute_num_layers=train.recompute_num_layers)
-    drop = make_token_drop(config)
-    return with_random_ltd(layers, drop.blocks, Placement(tp, split, dtype, device, train.seed)) if drop else layers
 
 
 @dataclass
@@ -156,15 +139,6 @@ def _build_optimizer(config: RunConfig, mesh: Mesh, groups: DataGroups, stages: 
         draw=lambda spec, start, out: initialize_interval(out, spec, start, config.train.seed, tp.rank, tp.size))
 
 
-def bucket_elements(zero, num_parameters: int) -> int:
-    """Elements of one gradient bucket: as asked for, else small enough that most of the reduction hides behind backward.
-
-    zero: a ZeroConfig.  A shard of a bucket is contiguous, so a bucket is also what one all-gather of weights moves.
-    """
-    reduced = zero.reduce_bucket_size or min(max(num_parameters // 8, 1_000_000), 40_000_000)
-    return min(reduced, zero.allgather_bucket_size or reduced)
-
-
 def _build_executor(config: RunConfig, mesh: Mesh, stages: dict[int, Stage], optimizer: ZeroOptimizer, plan: RunPlan,
                     pinned: bool) -> Executor:
     split = mesh.size("tp") if config.parallel.sequence_parallel else 1
@@ -176,13 +150,3 @@ def _build_executor(config: RunConfig, mesh: Mesh, stages: dict[int, Stage], opt
         dtype=DTYPES[config.optimizer.params_dtype], device=mesh.device,
         hooks={Op.REDUCE: optimizer.arm, Op.TIE: optimizer.reduce_tied,
                Op.GATHER: optimizer.pin, Op.RELEASE: optimizer.unpin})
-
-
-def loss_function(config: RunConfig, tp) -> Callable:
-    return partial(MODELS[config.model.model].loss, tp=tp, vocab_size=config.model.vocab_size,
-                   label_smoothing=config.train.label_smoothing, per_token=config.train.calculate_per_token_loss)
-
-
-def objective_terms(config: RunConfig) -> tuple[str, ...]:
-    """Names of what the model's objective holds beside the tokens' loss."""
-    return MODELS[config.model.model].terms(config.model)

@@ -14,9 +14,9 @@ from ..data.curriculum.seqlen_curriculum import fold, truncate
 from ..data.gpt.gpt_dataset import default_cache
 from ..difficulty import Difficulty
 from ..models import MODELS
+from ..planning.training_length import planned_steps
 from ..progress import Progress
 from ..ramps import stated_batch_size
-from .length import planned_steps
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 import time
 from dataclasses import dataclass
 
-from .build import Engine, objective_terms
+from ..planning.run_model import objective_terms
+from .build import Engine
 from .report import share
 
 

@@ -30,25 +30,25 @@ from ..data.tokenizers import TOKENIZERS, build_tokenizer
 from ..errors import DeviceMemoryError
 from ..models import MODELS
 from ..mpu import launch as launching
+from ..mpu.agree import together
 from ..mpu.collectives import all_gather_object
 from ..mpu.launch import Launch
 from ..mpu.mesh import Mesh
 from ..optim import OPTIMIZERS
 from ..pipeline.schedules import SCHEDULES
+from ..planning.dry_run import dry_run, names_its_world
+from ..planning.run_plan import RULES
+from ..planning.training_length import make_length
 from ..progress import Progress
 from ..stop_request import Stopped, StopRequest, before_training
 from .build import Engine, build_engine
-from .dry_run import dry_run, names_its_world
 from .join import joined
-from .length import make_length
 from .log import Log, check_log, open_log
 from .persist import check_same_run, describe_run, load_run, saved_pieces
-from .plan import RULES
 from .samples import build_loaders, rearranged, wanted_samples
 from .sink import check_folder
 from .start import clear_save_folder, find_start, save_folder
 from .startup import describe
-from .together import together
 from .tokenizer_files import keep_tokenizer_files
 from .trainer import Trainer
 

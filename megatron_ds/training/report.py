@@ -8,7 +8,7 @@ import torch
 
 from ..mpu.collectives import all_reduce_
 from ..mpu.mesh import Mesh
-from .tables import ranks_in_short
+from ..planning.text_tables import ranks_in_short
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,6 @@ class StepReport:
     @property
     def is_finite(self) -> bool:
         return all(map(math.isfinite, (self.loss, *self.terms.values())))
-
-
-def report_bytes(terms: Sequence[str]) -> int:
-    """Of the message that `share` sends."""
-    return 8 * (4 + 2 * len(terms))
 
 
 def share(losses: Sequence, mesh: Mesh, stop: bool = False, per_token: bool = False,

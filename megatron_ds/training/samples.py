@@ -8,8 +8,8 @@ from ..data.loading.datasets import Datasets
 from ..data.loading.loader import Loader
 from ..models import MODELS
 from ..mpu.mesh import Mesh
+from ..planning.training_length import make_length
 from .curriculum import make_order
-from .length import make_length
 from .shared_reader import SharedReader
 from .trainer import Loaders
 

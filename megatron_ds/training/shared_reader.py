@@ -10,9 +10,9 @@ import torch
 
 from ..data.batch import Batch
 from ..data.loading.loader import Loader
+from ..mpu.agree import together
 from ..mpu.collectives import broadcast_
 from ..mpu.group import Group
-from .together import together
 
 READER = 0                                                  # position in the group
 

@@ -22,8 +22,8 @@ from ..checkpoint.lock import locked
 from ..checkpoint.occupant import check_vacant, move_aside, run_id_of
 from ..config.train import CheckpointConfig
 from ..errors import CheckpointError
+from ..mpu.agree import together
 from ..mpu.group import Group
-from .together import together
 
 logger = logging.getLogger(__name__)
 

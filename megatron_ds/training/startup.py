@@ -10,13 +10,14 @@ from ..config.dump import report_without_effect
 from ..config.help import value_text
 from ..config.run import non_default
 from ..models import build_stages
+from ..mpu.fake_group import imagined_mesh
 from ..mpu.grid import Grid
-from ..mpu.imagined import imagined_mesh
 from ..pipeline.draw import draw
 from ..pipeline.simulate import simulate
-from .activations import kept_by_stage, most_kept, workload_of
-from .build import Engine, describe_layers
-from .plan import RunPlan, microbatches_of, plan_schedule
+from ..planning.activations import kept_by_stage, most_kept, workload_of
+from ..planning.run_model import describe_layers
+from ..planning.run_plan import RunPlan, microbatches_of, plan_schedule
+from .build import Engine
 
 SHARES = {"flops": "FLOPs", "parameters": "parameters", "uniform": "decoder layers", "measured": "measured time"}
 NOUNS = {"embedding": "embedding", "bert_embedding": "embedding", "norm": "final norm", "head": "output head",

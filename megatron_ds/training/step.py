@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ..errors import MegatronDSError
+from ..planning.run_model import objective_terms
 from ..progress import Progress
-from .build import Engine, objective_terms
+from .build import Engine
 from .locate import locate_nonfinite
 from .report import StepReport, share
 

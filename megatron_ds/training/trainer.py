@@ -12,6 +12,8 @@ from datetime import timedelta
 import torch
 
 from ..mpu.collectives import all_gather_object
+from ..planning.flops import model_flops, peak_flops, utilization
+from ..planning.training_length import make_length
 from ..progress import Progress
 from ..ramps import make_batch_size, make_learning_rate, make_weight_decay
 from ..stop_request import StopRequest
@@ -19,8 +21,6 @@ from ..token_drop import make_token_drop
 from .build import Engine
 from .curriculum import make_lengths
 from .evaluate import evaluate
-from .flops import model_flops, peak_flops, utilization
-from .length import make_length
 from .log import Log
 from .persist import save_run
 from .records import EvalRecord, TrainRecord

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ds.config import RunConfig, parse
-from megatron_ds.training.plan import RULES
+from megatron_ds.planning.run_plan import RULES
 from megatron_ds.training.pretrain import KNOWN_NAMES
 from tests.harness.documents import ROOT, environment
 

@@ -10,18 +10,18 @@ import torch
 
 from megatron_ds.config import parse
 from megatron_ds.models import MODELS, Placement, build_stage, with_random_ltd
+from megatron_ds.mpu.fake_group import imagined_group
 from megatron_ds.mpu.grid import Grid
-from megatron_ds.mpu.imagined import imagined_group
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.ops import product
 from megatron_ds.ops.workspace import Workspace
 from megatron_ds.pipeline.stage import Stage
+from megatron_ds.planning import activations
+from megatron_ds.planning.activations import Workload, kept_by_layer, kept_by_stage
+from megatron_ds.planning.run_model import DTYPES
+from megatron_ds.planning.world_plan import plan_world
 from megatron_ds.token_drop import make_token_drop
-from megatron_ds.training import activations
-from megatron_ds.training.activations import Workload, kept_by_layer, kept_by_stage
 from megatron_ds.training.build import build_engine
-from megatron_ds.training.dtypes import DTYPES
-from megatron_ds.training.world_plan import plan_world
 from tests.harness.alive_bytes import AliveBytes
 from tests.harness.covering import cover_pairs, legal_cases
 

@@ -11,9 +11,9 @@ from megatron_ds.config.model import ModelConfig
 from megatron_ds.models import MODELS
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
-from megatron_ds.training.flops import layer_flops, model_flops
-from megatron_ds.training.layer_timing import time_layers
-from megatron_ds.training.world_plan import plan_world
+from megatron_ds.planning.flops import layer_flops, model_flops
+from megatron_ds.planning.layer_timing import time_layers
+from megatron_ds.planning.world_plan import plan_world
 from tests.harness.documents import ROOT
 
 BASE = ["--model", "bert", "--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "32",

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_ds.config.model import ModelConfig
-from megatron_ds.training.flops import layer_flops, model_flops, peak_flops, utilization
+from megatron_ds.planning.flops import layer_flops, model_flops, peak_flops, utilization
 
 GPT3 = ModelConfig(num_layers=96, hidden_size=12288, num_attention_heads=96, seq_length=2048)
 GPT2_MEDIUM = ModelConfig(num_layers=24, hidden_size=1024, num_attention_heads=16, seq_length=1024)

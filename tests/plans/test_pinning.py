@@ -5,8 +5,8 @@ import sys
 import pytest
 import torch
 
-from megatron_ds.training.device_memory import _cgroup, _machine, free_memory
-from megatron_ds.zero.pinning import PinBudget, decide_pinning, gradient_buffers
+from megatron_ds.planning.device_memory import _cgroup, _machine, free_memory
+from megatron_ds.planning.gather_budget import PinBudget, decide_pinning, gradient_buffers
 
 
 @pytest.mark.parametrize("spare, pinned", [(0, True), (-1, False)])

@@ -8,12 +8,12 @@ import pytest
 from megatron_ds.config import parse
 from megatron_ds.difficulty import Rise
 from megatron_ds.errors import ConfigError
+from megatron_ds.planning.dry_run_text import flops_text
+from megatron_ds.planning.ltd_savings import saving_of
+from megatron_ds.planning.world_plan import plan_world
 from megatron_ds.progress import Progress
 from megatron_ds.ramps import make_batch_size
 from megatron_ds.token_drop import TokenDrop, make_token_drop
-from megatron_ds.training.dry_run_text import flops_text
-from megatron_ds.training.saving import saving_of
-from megatron_ds.training.world_plan import plan_world
 
 JOB = ("--num-layers 6 --hidden-size 32 --num-attention-heads 4 --seq-length 128 --vocab-size 99 --micro-batch-size 2 "
        "--global-batch-size 8 --lr 1e-3 --train-iters 9 --mock-data").split()

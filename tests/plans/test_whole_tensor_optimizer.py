@@ -5,7 +5,7 @@ import pytest
 from megatron_ds.config import parse
 from megatron_ds.errors import ConfigError
 from megatron_ds.optim import OPTIMIZERS
-from megatron_ds.training.plan import optimizer_problems
+from megatron_ds.planning.run_plan import optimizer_problems
 from tools.compare_layouts import tiny_job
 
 JOB = [*tiny_job("gpt2", "fp32", False, 0.0, 2, 4, 1), "--micro-batch-size", "1"]

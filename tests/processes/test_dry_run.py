@@ -11,9 +11,9 @@ import pytest
 
 from megatron_ds.config import parse
 from megatron_ds.errors import ConfigError
-from megatron_ds.training.plan import RULES
+from megatron_ds.planning.run_plan import RULES
+from megatron_ds.planning.world_plan import plan_world
 from megatron_ds.training.pretrain import KNOWN_NAMES, pretrain
-from megatron_ds.training.world_plan import plan_world
 
 ROOT = Path(__file__).parents[2]
 JOB = ("--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --global-batch-size 32 "

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_ds.errors import DataError, MegatronDSError
-from megatron_ds.training.together import together
+from megatron_ds.mpu.agree import together
 from tests.harness.threads import run_ranks
 
 

@@ -10,8 +10,10 @@ from megatron_ds.checkpoint.save import save
 from megatron_ds.config import parse
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
+from megatron_ds.planning import keep_gathered as pinning
+from megatron_ds.planning import run_plan as plan
 from megatron_ds.progress import Progress
-from megatron_ds.training import build, pinning, plan
+from megatron_ds.training import build
 from megatron_ds.training.build import build_engine
 from megatron_ds.training.compare import global_batch_share, parse_layout, random_samples
 from megatron_ds.training.evaluate import evaluate

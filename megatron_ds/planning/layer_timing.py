@@ -24,14 +24,14 @@ from ..config import RunConfig
 from ..data.batch import Batch
 from ..errors import ConfigError
 from ..models import MODELS
+from ..mpu.agree import together
 from ..mpu.channels import Channels
 from ..mpu.collectives import all_gather_object
 from ..mpu.group import Group
 from ..mpu.mesh import Mesh
 from ..tensor_parallel.init import initialize
-from .dtypes import DTYPES
 from .layer_costs import LayerCost, Times
-from .together import together
+from .run_model import DTYPES
 
 logger = logging.getLogger(__name__)
 REPEATS, WARM_UP = 5, 2

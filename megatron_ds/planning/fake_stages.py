@@ -20,9 +20,8 @@ from ..pipeline.instruction import Op, Schedule
 from ..pipeline.stage import Stage
 from ..token_drop import make_token_drop
 from .activations import last_step
-from .build import loss_function
-from .dtypes import DTYPES
-from .plan import RunPlan
+from .run_model import DTYPES, loss_function
+from .run_plan import RunPlan
 
 
 @dataclass(frozen=True)

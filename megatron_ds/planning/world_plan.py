@@ -11,8 +11,8 @@ from functools import cached_property
 from ..config import RunConfig, Source
 from ..data.tokenizers import build_tokenizer
 from ..errors import ConfigError, DataError
+from ..mpu.fake_group import imagined_mesh
 from ..mpu.grid import Grid
-from ..mpu.imagined import imagined_mesh
 from ..mpu.traffic import RING_FACTOR
 from ..pipeline.costs import StageCosts
 from ..pipeline.instruction import Schedule
@@ -20,11 +20,11 @@ from ..pipeline.passes import COMPUTE
 from ..pipeline.simulate import Simulation, simulate
 from ..token_drop import make_token_drop
 from .activations import BLOCKS, last_step
-from .build import describe_layers
+from .fake_stages import ImaginedStage, imagine_stages
 from .flops import attention_flops, layer_flops
-from .imagine import ImaginedStage, imagine_stages
-from .plan import RunPlan, microbatches_of, plan_run, plan_schedule
 from .rank_plan import RankPlan, place_of, plan_rank
+from .run_model import describe_layers
+from .run_plan import RunPlan, microbatches_of, plan_run, plan_schedule
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """What a layer of each kind costs: the numbers that the model is cut by, and that some schedules look at.
 
-    flops       arithmetic, by training/flops.py; the embedding, which only looks rows up, costs none
+    flops       arithmetic, by planning/flops.py; the embedding, which only looks rows up, costs none
     parameters  how many a layer holds
     uniform     decoder layers alike, nothing else counts
     measured    seconds on this machine (layer_timing.py)

@@ -6,7 +6,7 @@ from ..config import RunConfig
 from ..ramps import make_batch_size
 from ..token_drop import TokenDrop
 from .flops import model_flops
-from .length import planned_steps
+from .training_length import planned_steps
 
 
 @dataclass(frozen=True)

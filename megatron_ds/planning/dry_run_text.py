@@ -10,12 +10,12 @@ from ..pipeline.draw import draw
 from ..ramps import make_batch_size
 from ..token_drop import make_token_drop
 from .activations import last_step
+from .fake_stages import boundary_shape
 from .flops import model_flops
-from .imagine import boundary_shape
-from .plan import order
+from .ltd_savings import saving_of
 from .rank_plan import RankPlan
-from .saving import saving_of
-from .tables import in_bytes, in_large, in_short, ranks_in_short, table
+from .run_plan import order
+from .text_tables import in_bytes, in_large, in_short, ranks_in_short, table
 from .world_plan import WorldPlan, wire_bytes
 
 MOST_ROWS = 8

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from ..errors import MegatronDSError
-from ..mpu.collectives import all_gather_object
-from ..mpu.group import Group
+from .collectives import all_gather_object
+from .group import Group
 
 T = TypeVar("T")
 

@@ -14,9 +14,9 @@ from ..mpu.mesh import Mesh
 from ..pipeline.instruction import Program
 from ..zero.buffer_pool import UNDER_WAY
 from ..zero.optimizer import ZeroOptimizer
-from ..zero.pinning import PinBudget, PinDecision, decide_pinning, gradient_buffers
 from .activations import at_work, kept_by_stage, most_kept, workload_of
 from .device_memory import free_memory
+from .gather_budget import PinBudget, PinDecision, decide_pinning, gradient_buffers
 
 
 def is_automatic(config: RunConfig) -> bool:

@@ -34,8 +34,8 @@ from ..ops.product import has_products, working_elements
 from ..pipeline.instruction import Op, Program
 from ..tensor_parallel.cross_entropy import CPU_BLOCK, GPU_BLOCK
 from ..token_drop import make_token_drop
-from .dtypes import DTYPES
-from .length import planned_steps
+from .run_model import DTYPES
+from .training_length import planned_steps
 
 BLOCKS = ("block", "dropping block")
 

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from ..config import RunConfig
+from ..mpu.fake_group import imagined_group
 from ..mpu.grid import Grid
-from ..mpu.imagined import imagined_group
 from ..mpu.traffic import Traffic
 from ..optim import OPTIMIZERS
 from ..pipeline.instruction import Op, Program
@@ -26,18 +26,21 @@ from ..zero.inner import InnerOptimizer, make_leaf
 from ..zero.layer_plan import LayerPlan
 from ..zero.layout import SlotPiece
 from ..zero.memory import ZeroMemory, predict_places, predict_sets
-from ..zero.pinning import gradient_buffers
 from ..zero.policy import policy_of
 from ..zero.sets import SHARED, Fact, SetPlan, plan_sets
 from ..zero.traffic import CountedUnit, foresee_gathers, predict_traffic
 from .activations import at_work, kept_by_stage, most_kept, workload_of
-from .build import bucket_elements, objective_terms
-from .dtypes import DTYPES
-from .imagine import ImaginedStage, boundary_shape
-from .plan import moments_of
-from .report import report_bytes
+from .fake_stages import ImaginedStage, boundary_shape
+from .gather_budget import gradient_buffers
+from .run_model import DTYPES, bucket_elements, objective_terms
+from .run_plan import moments_of
 
 NORM_BYTES = 4 * 8, 3 * 8                             # fp64: `grad_norm.sum_over_ranks`, data and model group
+
+
+def report_bytes(terms: Sequence[str]) -> int:
+    """Of the message that `training.report.share` sends: four numbers in fp64, and two for each of the terms."""
+    return 8 * (4 + 2 * len(terms))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""What follows from a configuration before a run: pipeline stages, memory, messages, FLOPs and time of each rank."""
