@@ -5,8 +5,8 @@
 
 from ..checkpoint.safetensors_folder import from_safetensors
 from .arguments import add_config_arguments
-from .build import initialize
-from .data import RepeatingLoader
 from .engine import Engine
+from .engine_loader import RepeatingLoader
+from .initialization import initialize
 
 __all__ = ["Engine", "RepeatingLoader", "add_config_arguments", "from_safetensors", "initialize"]

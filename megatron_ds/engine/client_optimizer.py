@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError
-from .optimizer import Group, InnerOptimizers
+from .engine_optimizer import Group, InnerOptimizers
 
 SHAPE, CUT, UPDATES = (3, 4), 5, 3      # of the trial
 ClientOptimizer = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]

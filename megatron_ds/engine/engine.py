@@ -31,14 +31,14 @@ from ..errors import ConfigError, MegatronDSError
 from ..mpu.customer import DataParallelWorld
 from ..progress import Progress
 from ..zero.optimizer import StepResult
-from .data import EngineLoader
-from .gathered import full_state_dict, gathered_parameters, save_16bit_model, save_safetensors, without_frozen
+from .engine_checkpoint import load_checkpoint, save_checkpoint
+from .engine_loader import EngineLoader
+from .engine_optimizer import EngineOptimizer
+from .engine_status import Status
+from .json_settings import drops_last
 from .module_gathering import ModuleGathering
 from .monitor import Monitor
-from .optimizer import EngineOptimizer
-from .persist import load_checkpoint, save_checkpoint
-from .settings import drops_last
-from .status import Status
+from .whole_values import full_state_dict, gathered_parameters, save_16bit_model, save_safetensors, without_frozen
 
 logger = logging.getLogger(__name__)
 

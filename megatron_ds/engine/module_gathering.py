@@ -33,7 +33,7 @@ from torch import nn
 
 from ..zero.gathering import LayerGathering
 from ..zero.units import Unit
-from .layers import ModuleLayer
+from .module_layers import ModuleLayer
 
 OUTSIDE = "outside"         # claims a unit to the end of the step
 logger = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ from torch import nn
 
 from ..errors import ConfigError
 from .client_optimizer import strange
-from .optimizer import Group
-from .param_specs import Decays
+from .engine_optimizer import Group
+from .module_parameters import Decays
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ import torch
 from ..config import RunConfig
 from ..errors import ConfigError
 from ..ramps import DeepSpeedRate, make_learning_rate
-from .optimizer import EngineOptimizer, Group
+from .engine_optimizer import EngineOptimizer, Group
 
 SchedulerMaker = Callable[[torch.optim.Optimizer], Any]
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from megatron_ds.config.deepspeed import auto_keys
 from megatron_ds.engine.auto_values import NAMES, Sources, fill_autos
-from megatron_ds.engine.settings import read_settings
+from megatron_ds.engine.json_settings import read_settings
 from megatron_ds.errors import ConfigError
 
 # The values of the config that Transformers' documentation gives for ZeRO 3.

@@ -21,7 +21,7 @@ from ..mpu.agree import together
 from ..mpu.param_spec import ParamSpec
 from .experts import global_names
 from .loop_state import load_loop_state, loop_state
-from .param_specs import NOT_DRAWN, saved_buffers
+from .module_parameters import NOT_DRAWN, saved_buffers
 
 if TYPE_CHECKING:
     from .engine import Engine

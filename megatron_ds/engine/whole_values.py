@@ -17,7 +17,7 @@ from ..mpu.agree import together
 from ..mpu.collectives import broadcast_
 from ..mpu.param_spec import ParamSpec
 from .experts import global_names
-from .param_specs import NOT_DRAWN, saved_buffers
+from .module_parameters import NOT_DRAWN, saved_buffers
 
 if TYPE_CHECKING:
     from .engine import Engine

@@ -23,17 +23,17 @@ from ..zero.scaler import make_scaler
 from .arguments import config_of, take_local_rank
 from .auto_values import Sources, fill_autos
 from .client_optimizer import ClientOptimizer, checked_groups, client_optimizers
-from .data import EngineLoader
 from .engine import Engine, show
-from .layers import ModuleLayer, find_layers
+from .engine_loader import EngineLoader
+from .engine_optimizer import EngineOptimizer, InnerOptimizers, json_optimizers
+from .json_settings import block_of, read_settings
 from .module_gathering import ModuleGathering
+from .module_layers import ModuleLayer, find_layers
+from .module_parameters import Decays, DrawByName, agree, prepare, write_specs
 from .monitor import Monitor
-from .optimizer import EngineOptimizer, InnerOptimizers, json_optimizers
-from .param_specs import Decays, DrawByName, agree, prepare, write_specs
 from .parameter_groups import freeze_others, make_groups
-from .partition import move_into, partitions_of, zeros
 from .schedule import SchedulerMaker, make_scheduler
-from .settings import block_of, read_settings
+from .zero_init import move_into, partitions_of, zeros
 
 logger = logging.getLogger(__name__)
 
