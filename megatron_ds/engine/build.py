@@ -19,8 +19,8 @@ from ..training.dtypes import DTYPES
 from ..training.offloading import make_offload
 from ..training.together import together
 from ..zero.optimizer import DataGroups, LayerPlan, ZeroOptimizer
-from ..zero.policy import policy_of
 from ..zero.scaler import make_scaler
+from ..zero.settings import policy_of
 from .arguments import config_of, take_local_rank
 from .auto_values import Sources, fill_autos
 from .client_optimizer import ClientOptimizer, checked_groups, client_optimizers

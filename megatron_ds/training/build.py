@@ -23,9 +23,9 @@ from ..pipeline.stage import Stage
 from ..tensor_parallel.init import initialize, initialize_interval
 from ..token_drop import make_token_drop
 from ..zero.optimizer import DataGroups, LayerPlan, ZeroOptimizer
-from ..zero.policy import policy_of
 from ..zero.scaler import make_scaler
-from ..zero.sets import SHARED
+from ..zero.set_plan import SHARED
+from ..zero.settings import policy_of
 from .dtypes import DTYPES
 from .layer_timing import measured_times
 from .offloading import make_offload
