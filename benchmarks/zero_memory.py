@@ -7,7 +7,7 @@ Memory: after a step, every tensor that is alive in the rank's process, found by
 less single numbers, what was alive before the model was built, and the buffers that gradients only fill up in
 (`working_bytes`). So nothing is taken from the optimizer's own accounting but that. Traffic: what the collectives counted in
 one step of one micro-batch, less the norm's 32 bytes. Both are compared with the promise, within 0.5 %, and with what
-zero/memory.py and zero/traffic.py predict, to the byte. Prints two Markdown tables; exit code 1 when a figure is off.
+zero/prediction.py and zero/prediction.py predict, to the byte. Prints two Markdown tables; exit code 1 when a figure is off.
 
 Rajbhandari et al. 2020 (arXiv:1910.02054): section 5, figure 1 for memory, section 7 for traffic. Ψ elements, N ranks, with
 w, g, o bytes an element for weights, gradients, and optimizer (masters and moments):
@@ -135,9 +135,10 @@ def live_storages() -> dict[int, int]:
 def predicted_bytes(engine, config, rank: int, n: int, gradient_bytes: int) -> int:
     """From names and sizes alone."""
     from megatron_ds.planning.run_model import bucket_elements
-    from megatron_ds.zero.memory import predict_sets
-    from megatron_ds.zero.policy import STAGES
-    from megatron_ds.zero.sets import Fact, plan_sets
+    from megatron_ds.training.build import bucket_elements
+    from megatron_ds.zero.prediction import predict_sets
+    from megatron_ds.zero.set_plan import Fact, plan_sets
+    from megatron_ds.zero.settings import STAGES
     layer_of = {p: i for i, module in reversed(list(enumerate(engine.modules))) for p in module.parameters()}
     dtype = engine.parameters[0].dtype
     facts = [Fact(p.spec.name, p.spec.numel, str(dtype), stage=0, layer=layer_of[p]) for p in engine.parameters]

@@ -1,7 +1,7 @@
 """`EngineOptimizer`: the optimizer as the user of an engine sees it, and what runs on each rank's shards in its name.
 
 Terms:  a *parameter group* is torch's: parameters of the module with hyper-parameters of their own (lr, weight_decay, …).
-        The *inner* optimizers are those that ZeRO makes for the pieces of parameters that a rank updates (zero/inner.py).
+        The *inner* optimizers are those that ZeRO makes for the pieces that a rank updates (zero/shard_optimizer.py).
 
 The groups are those of the user's optimizer, or follow from the JSON. Programs and torch's schedulers change the numbers in
 them; before each update they are copied to the groups of the inner optimizers, so a change counts from the next step on.

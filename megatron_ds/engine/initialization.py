@@ -18,8 +18,8 @@ from ..mpu.group import solo
 from ..planning.run_model import DTYPES, bucket_elements
 from ..training.offloading import make_offload
 from ..zero.optimizer import DataGroups, LayerPlan, ZeroOptimizer
-from ..zero.policy import policy_of
 from ..zero.scaler import make_scaler
+from ..zero.settings import policy_of
 from .arguments import config_of, take_local_rank
 from .auto_values import Sources, fill_autos
 from .client_optimizer import ClientOptimizer, checked_groups, client_optimizers

@@ -20,14 +20,14 @@ from ..pipeline.instruction import Op, Program
 from ..pipeline.passes import RECEIVES
 from ..pipeline.simulate import Simulation
 from ..zero.buffer_pool import UNDER_WAY
+from ..zero.data_groups import Hierarchy
 from ..zero.gathering import LayerGathering
-from ..zero.hierarchy import Hierarchy
-from ..zero.inner import InnerOptimizer, make_leaf
 from ..zero.layer_plan import LayerPlan
 from ..zero.layout import SlotPiece
-from ..zero.memory import ZeroMemory, predict_places, predict_sets
-from ..zero.policy import policy_of
-from ..zero.sets import SHARED, Fact, SetPlan, plan_sets
+from ..zero.prediction import ZeroMemory, predict_places, predict_sets
+from ..zero.set_plan import SHARED, Fact, SetPlan, plan_sets
+from ..zero.settings import policy_of
+from ..zero.shard_optimizer import InnerOptimizer, make_leaf
 from ..zero.traffic import CountedUnit, foresee_gathers, predict_traffic
 from .activations import at_work, kept_by_stage, most_kept, workload_of
 from .fake_stages import ImaginedStage, boundary_shape

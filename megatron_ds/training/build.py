@@ -26,9 +26,9 @@ from ..planning.run_model import DTYPES, bucket_elements, describe_layers, loss_
 from ..planning.run_plan import RunPlan, microbatches_of, moments_of, plan_run, plan_schedule
 from ..tensor_parallel.init import initialize, initialize_interval
 from ..zero.optimizer import DataGroups, LayerPlan, ZeroOptimizer
-from ..zero.policy import policy_of
 from ..zero.scaler import make_scaler
-from ..zero.sets import SHARED
+from ..zero.set_plan import SHARED
+from ..zero.settings import policy_of
 from .offloading import make_offload
 
 

@@ -5,8 +5,8 @@ import torch
 from ..config.parallel import ZeroConfig
 from ..ops.async_io import make_io
 from ..zero.disk import DiskHome
-from ..zero.home import Home, MemoryHome
 from ..zero.offload import Offload
+from ..zero.tiers import Home, MemoryHome
 
 
 def make_offload(zero: ZeroConfig, device: torch.device) -> Offload:

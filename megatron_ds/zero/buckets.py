@@ -27,8 +27,8 @@ from ..errors import MegatronDSError
 from ..mpu.collectives import all_reduce_
 from ..mpu.group import Group, Work
 from ..ops.huge_pages import huge_page_zeros
-from .communication import GradCommunication
-from .hierarchy import Hierarchy
+from .data_groups import Hierarchy
+from .exchange import GradCommunication
 from .layout import Layout, SlotPiece
 
 UNARMED = -1

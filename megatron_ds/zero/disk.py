@@ -8,7 +8,7 @@ import torch
 from ..mpu.group import Work
 from ..ops.async_io import ALIGNMENT, AsyncIO, aligned_empty
 from ..ops.scratch_file import Region, ScratchFile
-from .home import Array
+from .tiers import Array
 
 
 @dataclass(frozen=True)

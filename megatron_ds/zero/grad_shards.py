@@ -30,8 +30,8 @@ from ..errors import MegatronDSError
 from ..mpu.group import Group
 from .buckets import Holder, move_to_main_grad, sum_coalesced
 from .buffer_pool import BufferPool
-from .communication import GradCommunication
-from .hierarchy import Hierarchy
+from .data_groups import Hierarchy
+from .exchange import GradCommunication
 from .layout import Layout, SlotPiece
 
 

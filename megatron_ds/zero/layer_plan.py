@@ -13,7 +13,7 @@ from torch import nn
 
 from .gathering import LayerGathering
 from .parameter_set import ParameterSet
-from .sets import SHARED
+from .set_plan import SHARED
 
 
 @dataclass(frozen=True)

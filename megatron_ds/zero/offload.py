@@ -17,9 +17,9 @@ from torch import nn
 
 from ..mpu.group import Work
 from ..mpu.param_spec import ParamSpec
-from .home import Array, Buffers, Home
-from .inner import InnerOptimizer, Leaf, MakeOptimizer
+from .shard_optimizer import InnerOptimizer, Leaf, MakeOptimizer
 from .sub_groups import SubGroupPlan
+from .tiers import Array, Buffers, Home
 
 HOST = torch.device("cpu")
 MASTER, GRAD, LOW = "master", "grad", "low"

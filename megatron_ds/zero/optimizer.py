@@ -25,19 +25,19 @@ from ..mpu.group import Group
 from ..mpu.param_spec import ParamSpec
 from .buckets import Holder
 from .buffer_pool import BufferPool
-from .communication import GradCommunication
+from .data_groups import Hierarchy
 from .divergence import fingerprint, tell_divergence
+from .exchange import GradCommunication
 from .gathering import LayerGathering
-from .grad_norm import num_zeros, squared_norm, sum_over_ranks
-from .hierarchy import Hierarchy
-from .inner import InnerOptimizer, Leaf, MakeOptimizer
 from .layer_plan import LayerPlan, make_gathering
-from .memory import ZeroMemory
+from .norm import num_zeros, squared_norm, sum_over_ranks
 from .offload import Offload, OffloadedUpdate
 from .parameter_set import ParameterSet, SetMaker
-from .policy import ShardPolicy
+from .prediction import ZeroMemory
 from .scaler import LossScaler
-from .sets import Fact, SetPlan, plan_sets
+from .set_plan import Fact, SetPlan, plan_sets
+from .settings import ShardPolicy
+from .shard_optimizer import InnerOptimizer, Leaf, MakeOptimizer
 from .traffic import count_gathers, in_turn, predict_traffic
 from .units import Draw
 

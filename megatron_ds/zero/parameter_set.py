@@ -15,17 +15,17 @@ from ..mpu.param_spec import ParamSpec
 from ..ops.huge_pages import huge_page_zeros
 from .buckets import GradBuckets, Holder
 from .buffer_pool import BufferPool
-from .communication import GradCommunication
-from .grad_norm import is_counted, norm_views
+from .data_groups import Hierarchy
+from .exchange import GradCommunication
 from .grad_shards import GradShards
-from .hierarchy import Hierarchy
-from .home import InMemory, MemoryHome
-from .inner import Leaf, MakeOptimizer, make_leaf
 from .layout import SlotPiece
+from .norm import is_counted, norm_views
 from .offload import GRAD, LOW, MASTER, Offload, OffloadedUpdate, SubGroup
-from .params import ParamStore
-from .sets import SetPlan
+from .param_store import ParamStore
+from .set_plan import SetPlan
+from .shard_optimizer import Leaf, MakeOptimizer, make_leaf
 from .sub_groups import plan_places
+from .tiers import InMemory, MemoryHome
 from .units import Draw, ShardedParams
 
 

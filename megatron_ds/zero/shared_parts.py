@@ -16,8 +16,8 @@ import torch
 
 from ..mpu.group import Group
 from ..mpu.host_memory import PAGE, Mapping, Part
-from .home import InMemory
 from .layout import Bucket, Layout
+from .tiers import InMemory
 
 
 class SharedParts:

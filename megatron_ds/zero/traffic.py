@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 
 from ..mpu.group import Group
 from ..mpu.traffic import Traffic
+from .data_groups import Hierarchy
 from .gathering import LayerGathering
-from .hierarchy import Hierarchy
-from .sets import SHARED, SetPlan
+from .set_plan import SHARED, SetPlan
 from .units import Unit
 
 

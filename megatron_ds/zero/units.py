@@ -25,10 +25,10 @@ from ..mpu.group import DONE, Group, Work
 from ..mpu.host_memory import Mapping
 from ..mpu.param_spec import ParamSpec
 from ..ops.async_io import aligned_empty
-from .hierarchy import Hierarchy
-from .home import Array, Home
+from .data_groups import Hierarchy
 from .layout import Layout, ShardPiece, SlotPiece
 from .shared_parts import SharedParts
+from .tiers import Array, Home
 
 Draw = Callable[[ParamSpec, int, torch.Tensor], None]
 """Fills a flat tensor with the initial values of elements [start, start + len) of a local parameter."""

@@ -9,8 +9,8 @@ from torch import nn
 from megatron_ds.errors import ConfigError
 from megatron_ds.mpu.param_spec import Init, ParamSpec
 from megatron_ds.optim import OPTIMIZERS
-from megatron_ds.zero.inner import InnerOptimizer, make_leaf
 from megatron_ds.zero.layout import SlotPiece
+from megatron_ds.zero.shard_optimizer import InnerOptimizer, make_leaf
 
 SETTINGS = SimpleNamespace(adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8)
 SIZE, CUTS = 320, (0, 64, 192, 320)

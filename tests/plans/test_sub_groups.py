@@ -5,9 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ds.zero.layout import plan_layout
-from megatron_ds.zero.memory import predict_places, predict_sets
-from megatron_ds.zero.policy import STAGES
-from megatron_ds.zero.sets import Fact, plan_sets
+from megatron_ds.zero.prediction import predict_places, predict_sets
+from megatron_ds.zero.set_plan import Fact, plan_sets
+from megatron_ds.zero.settings import STAGES
 from megatron_ds.zero.sub_groups import PAGE_ELEMENTS, plan_places
 
 SIZES = st.lists(st.integers(1, 9000), min_size=1, max_size=8)

@@ -7,11 +7,11 @@ from torch import nn
 from megatron_ds.mpu.group import Group, solo
 from megatron_ds.mpu.param_spec import Init, ParamSpec
 from megatron_ds.zero.layout import plan_layout
-from megatron_ds.zero.memory import predict_memory, predict_sets
 from megatron_ds.zero.optimizer import DataGroups, LayerPlan, ZeroOptimizer
-from megatron_ds.zero.policy import HIERARCHICAL, STAGES
+from megatron_ds.zero.prediction import predict_memory, predict_sets
 from megatron_ds.zero.scaler import LossScaler
-from megatron_ds.zero.sets import Fact, plan_sets
+from megatron_ds.zero.set_plan import Fact, plan_sets
+from megatron_ds.zero.settings import HIERARCHICAL, STAGES
 
 SHAPES = {"embedding": (50, 9), "bias": (7,), "weight": (33, 40), "scalar": (1,)}
 

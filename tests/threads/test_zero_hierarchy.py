@@ -6,13 +6,13 @@ from torch import nn
 
 from megatron_ds.mpu.group import Group, solo
 from megatron_ds.mpu.param_spec import Init, ParamSpec
-from megatron_ds.zero.hierarchy import Hierarchy, shard_of
+from megatron_ds.zero.data_groups import Hierarchy, shard_of
 from megatron_ds.zero.layout import plan_layout
-from megatron_ds.zero.memory import predict_sets
 from megatron_ds.zero.optimizer import DataGroups, LayerPlan, ZeroOptimizer
-from megatron_ds.zero.policy import HIERARCHICAL, STAGES
+from megatron_ds.zero.prediction import predict_sets
 from megatron_ds.zero.scaler import LossScaler
-from megatron_ds.zero.sets import Fact, plan_sets
+from megatron_ds.zero.set_plan import Fact, plan_sets
+from megatron_ds.zero.settings import HIERARCHICAL, STAGES
 from tests.harness.threads import run_ranks
 
 SIZES = (7, 1300, 65, 513, 2)

@@ -12,8 +12,8 @@ from megatron_ds.mpu.group import solo
 from megatron_ds.mpu.param_spec import Init, ParamSpec
 from megatron_ds.optim import OPTIMIZERS
 from megatron_ds.zero.optimizer import DataGroups, LayerPlan, ZeroOptimizer
-from megatron_ds.zero.policy import STAGES
 from megatron_ds.zero.scaler import LossScaler, ScalerRule
+from megatron_ds.zero.settings import STAGES
 from tests.harness.threads import run_ranks
 
 SETTINGS = SimpleNamespace(adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8)

@@ -10,9 +10,9 @@ from torch import nn
 from megatron_ds.mpu.group import solo
 from megatron_ds.mpu.param_spec import Init, ParamSpec
 from megatron_ds.zero.optimizer import DataGroups, LayerPlan, ZeroOptimizer
-from megatron_ds.zero.policy import STAGES
 from megatron_ds.zero.scaler import LossScaler
-from megatron_ds.zero.sets import SHARED
+from megatron_ds.zero.set_plan import SHARED
+from megatron_ds.zero.settings import STAGES
 from tests.harness.threads import run_ranks
 
 

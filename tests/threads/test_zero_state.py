@@ -7,8 +7,8 @@ from torch import nn
 from megatron_ds.mpu.group import solo
 from megatron_ds.mpu.param_spec import Init, ParamSpec
 from megatron_ds.zero.optimizer import DataGroups, LayerPlan, ZeroOptimizer
-from megatron_ds.zero.policy import STAGES
 from megatron_ds.zero.scaler import LossScaler, ScalerRule
+from megatron_ds.zero.settings import STAGES
 from tests.harness.threads import run_ranks
 
 SHAPES = {"embedding": (31, 5), "weight": (13, 17), "bias": (7,)}

@@ -13,9 +13,9 @@ from torch import nn
 
 from ..mpu.collectives import all_gather_into_
 from ..ops.huge_pages import huge_page_zeros
-from .hierarchy import Hierarchy
-from .home import Array, InMemory
+from .data_groups import Hierarchy
 from .layout import Layout, SlotPiece
+from .tiers import Array, InMemory
 from .units import Draw, become, fill
 
 

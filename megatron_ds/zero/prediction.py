@@ -14,10 +14,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .hierarchy import shard_of
+from .data_groups import shard_of
 from .layout import Layout
-from .policy import ShardPolicy
-from .sets import SetPlan
+from .set_plan import SetPlan
+from .settings import ShardPolicy
 from .sub_groups import plan_places
 
 FP32_BYTES = 4

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from .layout import Layout, plan_layout
-from .policy import ShardPolicy
+from .settings import ShardPolicy
 
 SHARED = -1              # the stage of a parameter that several stages of this rank use
 ALWAYS_WHOLE = 1000      # by default, the smallest parameters stay whole: one in so many elements

@@ -19,7 +19,7 @@ import torch
 from ..mpu.collectives import all_reduce_, reduce_scatter_into_
 from ..mpu.group import DONE, Group, Work
 from .buffer_pool import BufferPool
-from .hierarchy import Hierarchy
+from .data_groups import Hierarchy
 
 
 class GradCommunication:
