@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from megatron_ds.config.data import DataConfig
+from megatron_ds.config.data_options import DataConfig
 from megatron_ds.data import bert_maps, blend, index_maps, native_index
 from megatron_ds.data.datasets import build_datasets
 from megatron_ds.data.indexed import DTYPES, IndexedDataset, IndexedWriter

@@ -13,8 +13,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_ds.cli import main_guard
 from megatron_ds.config import RunConfig, parse
-from megatron_ds.config.guard import main_guard
 from megatron_ds.data.blend import parse_blend
 from megatron_ds.data.datasets import build_datasets, fit_default_split
 from megatron_ds.data.gpt_dataset import default_cache

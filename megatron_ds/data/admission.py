@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..config.curriculum import Metric
+from ..config.data_efficiency_options import Metric
 from ..errors import DataError
 from .analysis import describes, read_description
 from .cache import cached_arrays

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..config import RunConfig
-from ..config.curriculum import RESHAPE, length_difficulty, read_metric
+from ..config.data_efficiency_options import RESHAPE, length_difficulty, read_metric
 from ..data.admission import order_by_difficulty
 from ..data.analysis import identity
 from ..data.batch import Batch
