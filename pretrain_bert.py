@@ -9,7 +9,7 @@ Real text takes a corpus of sentences (tools/preprocess_data.py --split-sentence
 and [PAD]; docs/bert.md has the way. All flags: python pretrain_bert.py --help, or docs/flags.md; the plan alone: --dry-run.
 """
 
-from megatron_ds.config.guard import run_command
+from megatron_ds.cli import run_command
 
 if __name__ == "__main__":
     run_command("megatron_ds.training.pretrain", "pretrain", model="bert")

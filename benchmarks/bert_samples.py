@@ -17,8 +17,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from megatron_ds.config.arguments import Arguments
-from megatron_ds.config.guard import main_guard
+from megatron_ds.cli import Arguments, main_guard
 from megatron_ds.data.bert.bert_dataset import BertDataset
 from megatron_ds.data.bert.bert_maps import build_mapping
 from megatron_ds.data.bert.masking import Masking

@@ -24,7 +24,7 @@ from deepspeed.runtime.data_pipeline.curriculum_scheduler import CurriculumSched
 from deepspeed.runtime.data_pipeline.data_sampling import data_analyzer, data_sampler
 from deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset import MMapIndexedDataset
 
-from megatron_ds.config.curriculum import read_metric
+from megatron_ds.config.data_efficiency_options import read_metric
 from megatron_ds.data.curriculum.curriculum_admission import order_by_difficulty
 from megatron_ds.data.curriculum.difficulty_analysis import map_shard, reduce_metric
 from megatron_ds.data.curriculum.difficulty_metrics import MetricSpec

@@ -210,7 +210,7 @@ def config_of(contestant: Contestant, parse):
 def cost(out: Path, contestant: Contestant) -> float | None:
     """What a run takes, in whole plain steps: by the times of steps of its lengths and kept tokens, along lines between."""
     from megatron_ds.config import parse
-    from megatron_ds.config.curriculum import length_difficulty
+    from megatron_ds.config.data_efficiency_options import length_difficulty
     from megatron_ds.token_drop import make_token_drop
     if not (out / "times.json").exists():
         return None

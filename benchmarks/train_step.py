@@ -111,7 +111,7 @@ def make_step(contestant: str, w, rank: int, world: int, dtype: str, stack: Exit
     import contestants
     kind, _, detail = contestant.partition(":")
     if kind == "ours":
-        from megatron_ds.training.compare import parse_layout
+        from tools.layout_comparison import parse_layout
         return contestants.ours(w, world, dtype, parse_layout(detail).flags, stack)
     if kind in FP32_ONLY:
         import tensor_parallel_peers
@@ -163,7 +163,7 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
 
 def world_of(contestant: str) -> int:
     if family(contestant) == "ours":
-        from megatron_ds.training.compare import parse_layout
+        from tools.layout_comparison import parse_layout
         return parse_layout(contestant.partition(":")[2]).world_size
     return 1 if contestant in ("eager", "compile") else 2
 

@@ -92,9 +92,9 @@ def measure(flags: list[str], rank: int, n: int, port: int) -> Measured:
     from megatron_ds.mpu import launch as launching
     from megatron_ds.progress import Progress
     from megatron_ds.training.build import build_engine
-    from megatron_ds.training.compare import global_batch_share, random_samples
     from megatron_ds.training.join import joined
     from megatron_ds.training.step import train_step
+    from tools.layout_comparison import global_batch_share, random_samples
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     config = parse(flags, world_size=n)

@@ -11,8 +11,8 @@ from .version import __version__
 
 __all__ = ["RepeatingLoader", "__version__", "add_config_arguments", "init_distributed", "initialize"]
 
-_ROOMS = ("accelerator", "checkpoint", "checkpointing", "comm", "config", "data", "engine", "errors", "models", "mpu", "ops",
-          "optim", "pipeline", "progress", "ramps", "registry", "tensor_parallel", "training", "utils", "zero")
+_ROOMS = ("accelerator", "checkpoint", "checkpointing", "cli", "comm", "config", "data", "engine", "errors", "models",
+          "mpu", "ops", "optim", "pipeline", "progress", "ramps", "registry", "tensor_parallel", "training", "utils", "zero")
 
 # The functions under DeepSpeed's names: `import megatron_ds as deepspeed` is the whole migration of many programs.
 _OF_THE_ENGINE = ("RepeatingLoader", "add_config_arguments", "initialize")

@@ -26,8 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_ds.config.arguments import Arguments
-from megatron_ds.config.guard import main_guard
+from megatron_ds.cli import Arguments, main_guard
 from megatron_ds.config.parse import read
 from megatron_ds.data.curriculum.difficulty_analysis import identity, is_reduced, map_shard, percentiles, reduce_metric
 from megatron_ds.data.curriculum.difficulty_metrics import FREQUENCY, METRICS, TOTALS, MetricSpec, parse_metric

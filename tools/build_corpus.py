@@ -19,8 +19,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron_ds.config.arguments import Arguments
-from megatron_ds.config.guard import main_guard
+from megatron_ds.cli import Arguments, main_guard
 from megatron_ds.errors import DataError
 
 # Not documentation, or not part of every installation.

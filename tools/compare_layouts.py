@@ -16,14 +16,16 @@ import socket
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
 
 from tqdm import tqdm
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_ds.cli import Arguments, main_guard
 from megatron_ds.config import parse
-from megatron_ds.config.arguments import Arguments
-from megatron_ds.config.guard import main_guard
 from megatron_ds.errors import CommunicationError
-from megatron_ds.training.compare import (
+from tools.layout_comparison import (
     Difference,
     LayoutRequest,
     difference,

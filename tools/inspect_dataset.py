@@ -17,8 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from megatron_ds.config.arguments import Arguments
-from megatron_ds.config.guard import main_guard
+from megatron_ds.cli import Arguments, main_guard
 from megatron_ds.data.text.corpus_record import CorpusRecord, check_sums, read_record, record_of, record_path
 from megatron_ds.data.text.indexed import IndexedDataset
 from megatron_ds.data.tokenizers import TOKENIZERS, make_tokenizer

@@ -7,8 +7,7 @@ import math
 import sys
 from pathlib import Path
 
-from megatron_ds.config.arguments import Arguments
-from megatron_ds.config.guard import main_guard
+from megatron_ds.cli import Arguments, main_guard
 from megatron_ds.errors import ConfigError, DataError
 from megatron_ds.training.metrics_file import read_metrics
 

@@ -13,8 +13,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_ds.cli import main_guard
 from megatron_ds.config import RunConfig, parse
-from megatron_ds.config.guard import main_guard
 from megatron_ds.data.gpt.gpt_dataset import default_cache
 from megatron_ds.data.loading.blend import parse_blend
 from megatron_ds.data.loading.data_paths import read_sources

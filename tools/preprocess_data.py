@@ -23,8 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 
-from megatron_ds.config.arguments import Arguments
-from megatron_ds.config.guard import main_guard
+from megatron_ds.cli import Arguments, main_guard
 from megatron_ds.data.text.inputs import INPUT_HELP, files_of
 from megatron_ds.data.text.partitions import preprocess_in_shards, run_here, run_on_ray
 from megatron_ds.data.text.plain_text import WHERE, TextCut

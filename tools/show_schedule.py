@@ -14,8 +14,7 @@ compute. Pictures are .svg files, or .png files if matplotlib is installed. A Ch
 import sys
 from pathlib import Path
 
-from megatron_ds.config.arguments import Arguments
-from megatron_ds.config.guard import main_guard
+from megatron_ds.cli import Arguments, main_guard
 from megatron_ds.errors import ConfigError, DataError
 from megatron_ds.pipeline.costs import StageCosts
 from megatron_ds.pipeline.draw import draw

@@ -12,8 +12,7 @@ from pathlib import Path
 from megatron_ds.checkpoint.folder import read_tracker, steps_in
 from megatron_ds.checkpoint.load import find_checkpoint
 from megatron_ds.checkpoint.verify import problems_of
-from megatron_ds.config.arguments import Arguments
-from megatron_ds.config.guard import main_guard
+from megatron_ds.cli import Arguments, main_guard
 from megatron_ds.errors import CheckpointError
 
 

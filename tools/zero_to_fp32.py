@@ -9,8 +9,7 @@ Checkpoints of pretrain_gpt.py, and formats other than fp32: tools/checkpoint_to
 import argparse
 import sys
 
-from megatron_ds.config.arguments import Arguments
-from megatron_ds.config.guard import main_guard
+from megatron_ds.cli import Arguments, main_guard
 from megatron_ds.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
 
 

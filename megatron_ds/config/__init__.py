@@ -4,13 +4,13 @@
 """
 
 from .bert import BertConfig
-from .data import DataConfig
-from .model import ModelConfig
-from .optimizer import OptimizerConfig
-from .parallel import ParallelConfig, ZeroConfig
+from .data_options import DataConfig
+from .model_options import ModelConfig
+from .optimizer_options import OptimizerConfig
+from .parallel_options import ParallelConfig, ZeroConfig
 from .parse import parse
 from .run import RunConfig, Source
-from .train import CheckpointConfig, LoggingConfig, TrainConfig
+from .training_options import CheckpointConfig, LoggingConfig, TrainConfig
 
 __all__ = ["BertConfig", "CheckpointConfig", "DataConfig", "LoggingConfig", "ModelConfig", "OptimizerConfig",
            "ParallelConfig", "RunConfig", "Source", "TrainConfig", "ZeroConfig", "parse"]

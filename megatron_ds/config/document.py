@@ -2,12 +2,12 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from .deepspeed import TRANSLATED, declared_keys
-from .deepspeed_curriculum import MEANINGS
-from .foreign import FAMILIES, FLAGS, KEYS, Answer
+from .deepspeed_data_efficiency import MEANINGS
+from .deepspeed_json import TRANSLATED, declared_keys
 from .help import TITLES, default_text, invocation
 from .option import Option
 from .run import SECTIONS, all_options
+from .unsupported import FAMILIES, FLAGS, KEYS, Answer
 
 INTRO = """# Flags
 

@@ -12,11 +12,11 @@ from typing import Any
 
 from ..errors import ConfigError
 from .coerce import coerce
-from .foreign import answer_to_flag
 from .option import Option
+from .reading import Reading, Setting
 from .run import Source, all_options
-from .setting import Reading, Setting
 from .suggest import near_flag
+from .unsupported import answer_to_flag
 
 CONFIG_FLAG, DEEPSPEED_FLAG = "--config", "--deepspeed-config"
 LOCAL_RANK_FLAG = "--local-rank"                     # appended by torch.distributed.launch and DeepSpeed's launcher

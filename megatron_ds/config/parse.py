@@ -7,17 +7,17 @@ from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as version_of
 from typing import Any
 
+from ..launch_env import problems_of_local_rank, rank_in
 from ..version import __version__
-from .deepspeed import read_deepspeed
+from .combine import combined, contradictions
+from .deepspeed_json import read_deepspeed
 from .dump import to_yaml
 from .flags import CommandLine, read_flags
 from .help import help_text
-from .launched import problems_of_local_rank, rank_in
-from .merge import combined, contradictions
 from .problems import reject
+from .reading import Reading, Setting
 from .rules import Rule, check
 from .run import RunConfig, Source
-from .setting import Reading, Setting
 from .yaml_file import names, read_yaml
 
 

@@ -6,8 +6,8 @@ which startup prints.
 
 from dataclasses import replace
 
+from .messages import say
 from .run import RunConfig, Source, all_options
-from .say import say
 
 DATA = ("data.data_path", "data.split", "data.train_data_path", "data.valid_data_path", "data.test_data_path",
         "data.data_args_path", "data.per_split_data_args_path", "data.blend_weights")

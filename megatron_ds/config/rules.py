@@ -8,16 +8,16 @@ import re
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 
 from ..errors import ConfigError
+from .data_efficiency_rules import CURRICULUM_RULES
+from .data_rules import SAMPLE_RULES
 from .flags import spellings
+from .layout_rules import LAYOUT_RULES
+from .messages import either, flag, say
 from .problems import attempt, reject
 from .rules_bert import BERT_RULES
-from .rules_curriculum import CURRICULUM_RULES
-from .rules_layout import LAYOUT_RULES
 from .rules_routing import ROUTING_RULES
-from .rules_run import RUN_RULES
-from .rules_samples import SAMPLE_RULES
 from .run import RunConfig, all_options
-from .say import either, flag, say
+from .training_rules import RUN_RULES
 
 Rule = Callable[[RunConfig], Iterable[str]]
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
+from .messages import flag, say
 from .run import RunConfig, all_options
-from .say import flag, say
 
 SHORTEST = 8           # [CLS] A [SEP] B [SEP] with a few tokens in each segment
 OF_GPT = ("data.eod_mask_loss", "data.reset_position_ids", "data.reset_attention_mask", "data.fim_data",

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from ..token_drop import dropping_blocks
+from .messages import flag, neighbours, say
 from .run import RunConfig, all_options
-from .say import flag, neighbours, say
 
 ON, IDS, LEAST = "routing.random_ltd", "routing.random_ltd_layer_ids", "routing.random_ltd_min_tokens"
 MOST, STEPS, MULTIPLE = "routing.random_ltd_max_tokens", "routing.random_ltd_steps", "routing.random_ltd_tokens_per_step"

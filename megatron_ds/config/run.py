@@ -10,15 +10,15 @@ from types import MappingProxyType
 from typing import Any
 
 from .bert import BertConfig
-from .curriculum import CurriculumConfig
-from .data import DataConfig
-from .model import ModelConfig
-from .optimizer import OptimizerConfig
+from .data_efficiency_options import CurriculumConfig
+from .data_options import DataConfig
+from .model_options import ModelConfig
+from .optimizer_options import OptimizerConfig
 from .option import Option, options_of
-from .parallel import ParallelConfig, ZeroConfig
+from .parallel_options import ParallelConfig, ZeroConfig
 from .plan import PlanConfig
 from .routing import RoutingConfig
-from .train import CheckpointConfig, LoggingConfig, TrainConfig
+from .training_options import CheckpointConfig, LoggingConfig, TrainConfig
 
 SECTIONS: Mapping[str, type] = MappingProxyType({
     "model": ModelConfig, "parallel": ParallelConfig, "zero": ZeroConfig, "optimizer": OptimizerConfig,

@@ -22,8 +22,8 @@ from .coerce import coerce
 from .flags import spellings
 from .help import value_text
 from .option import Option
+from .reading import Reading, Setting
 from .run import SECTIONS, Source, all_options
-from .setting import Reading, Setting
 from .suggest import near_key
 
 NULL = "tag:yaml.org,2002:null"

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..config.deepspeed import auto_keys, with_autos
+from ..config.deepspeed_json import auto_keys, with_autos
 
 # Arguments that a key is taken from: the first that `args` has.
 NAMES: Mapping[str, tuple[str, ...]] = {

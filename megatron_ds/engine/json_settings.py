@@ -15,13 +15,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..config import RunConfig, Source
-from ..config.deepspeed import auto_keys, load_json, reading_of
-from ..config.merge import merge
+from ..config.combine import merge
+from ..config.deepspeed_json import auto_keys, load_json, reading_of
+from ..config.layout_rules import LAYOUT_RULES
 from ..config.problems import reject
-from ..config.rules_layout import LAYOUT_RULES
-from ..config.rules_run import batch, learning_rate, number_format
+from ..config.reading import Setting
 from ..config.run import all_options
-from ..config.setting import Setting
+from ..config.training_rules import batch, learning_rate, number_format
 from ..errors import ConfigError
 from .auto_values import source_of
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..config.deepspeed import load_json
+from ..config.deepspeed_json import load_json
 from ..errors import ConfigError
 from ..mpu.collectives import all_gather_into_, broadcast_
 from ..mpu.customer import group_of, join_world

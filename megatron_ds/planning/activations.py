@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..config import RunConfig
-from ..config.model import ModelConfig
+from ..config.model_options import ModelConfig
 from ..models import MODELS
 from ..ops.blocked_attention import BLOCK, KERNELS, is_worth_blocking
 from ..ops.product import has_products, working_elements

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..config import RunConfig
-from ..config.curriculum import RESHAPE, length_difficulty
+from ..config.data_efficiency_options import RESHAPE, length_difficulty
 from ..difficulty import Custom
 from ..progress import Progress
 from ..ramps import BatchRamp, Tokens, count_steps, make_batch_size, token_count

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..config import RunConfig
-from ..config.curriculum import RESHAPE, length_difficulty, read_metric
+from ..config.data_efficiency_options import RESHAPE, length_difficulty, read_metric
 from ..data.batch import Batch
 from ..data.curriculum.curriculum_admission import order_by_difficulty
 from ..data.curriculum.curriculum_order import CurriculumOrder

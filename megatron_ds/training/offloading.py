@@ -2,7 +2,7 @@
 
 import torch
 
-from ..config.parallel import ZeroConfig
+from ..config.parallel_options import ZeroConfig
 from ..ops.async_io import make_io
 from ..zero.disk import DiskHome
 from ..zero.offload import Offload

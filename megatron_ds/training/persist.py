@@ -13,10 +13,10 @@ from ..checkpoint.run_file import progress_of, require
 from ..checkpoint.save import save
 from ..checkpoint.space import bytes_in, size
 from ..config import RunConfig, Source
-from ..config.curriculum import order_identity
+from ..config.data_efficiency_options import order_identity
+from ..config.data_rules import FIM
 from ..config.dump import to_dict
-from ..config.rules_samples import FIM
-from ..config.train import CheckpointConfig
+from ..config.training_options import CheckpointConfig
 from ..data.loading.data_paths import read_sources
 from ..data.loading.datasets import identify
 from ..data.loading.split import parse_split

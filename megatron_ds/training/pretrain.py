@@ -20,14 +20,14 @@ import torch
 from ..checkpoint.folder import find
 from ..checkpoint.save import check_writable
 from ..checkpoint.space import check_room
+from ..cli import main_guard
 from ..config import RunConfig, Source, parse
 from ..config.flags import read_flags
-from ..config.guard import main_guard
-from ..config.launched import rank_in, with_local_rank
 from ..data.loading.datasets import build_datasets, fit_default_split
 from ..data.loading.sampler import ORDERS
 from ..data.tokenizers import TOKENIZERS, build_tokenizer
 from ..errors import DeviceMemoryError
+from ..launch_env import rank_in, with_local_rank
 from ..models import MODELS
 from ..mpu import launch as launching
 from ..mpu.agree import together

@@ -20,7 +20,7 @@ from pathlib import Path
 from ..checkpoint.load import latest, read_run
 from ..checkpoint.lock import locked
 from ..checkpoint.occupant import check_vacant, move_aside, run_id_of
-from ..config.train import CheckpointConfig
+from ..config.training_options import CheckpointConfig
 from ..errors import CheckpointError
 from ..mpu.agree import together
 from ..mpu.group import Group

@@ -21,8 +21,8 @@ from megatron_ds.models.block import Block
 from megatron_ds.models.mlp import MLP
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
-from megatron_ds.training.compare import difference, made_up_samples, merge, parse_layout, train_layout
 from tests.harness.threads import run_ranks
+from tools.layout_comparison import difference, made_up_samples, merge, parse_layout, train_layout
 
 GLOBAL_BATCH, NUM_LAYERS, STEPS = 4, 3, 20         # three layers are two stages that differ
 

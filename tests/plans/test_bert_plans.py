@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_ds.config import parse
-from megatron_ds.config.model import ModelConfig
+from megatron_ds.config.model_options import ModelConfig
 from megatron_ds.models import MODELS
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh

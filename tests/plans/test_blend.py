@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ds.config.data import DataConfig
+from megatron_ds.config.data_options import DataConfig
 from megatron_ds.data.loading.blend import Blend, build_blend_index, build_exhaustive_index, parse_blend, samples_to_provide
 from megatron_ds.data.loading.datasets import build_datasets
 from megatron_ds.data.loading.draws import Draw, count_draws, draws_text

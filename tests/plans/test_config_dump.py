@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ds.cli import main_guard
 from megatron_ds.config import parse
 from megatron_ds.config.document import flags_document
 from megatron_ds.config.dump import from_dict, to_dict
-from megatron_ds.config.guard import main_guard
 from megatron_ds.errors import CommunicationError, ConfigError, DataError
 
 ROOT = Path(__file__).parents[2]
@@ -74,7 +74,7 @@ def test_a_bug_keeps_its_traceback():
 
 
 def test_the_configuration_needs_neither_torch_nor_yaml_and_ends_a_command_with_code_two():
-    program = ("import sys; from megatron_ds.config import parse; from megatron_ds.config.guard import main_guard; "
+    program = ("import sys; from megatron_ds.config import parse; from megatron_ds.cli import main_guard; "
                f"code = main_guard(lambda: parse({[*FLAGS[2:], '--num-layer', '2']}) and 0); "
                "sys.exit(99 if {'torch', 'yaml', 'numpy'} & set(sys.modules) else code)")
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)

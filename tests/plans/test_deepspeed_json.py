@@ -5,7 +5,7 @@ import json
 import pytest
 
 from megatron_ds.config import parse
-from megatron_ds.config.deepspeed import read_deepspeed
+from megatron_ds.config.deepspeed_json import read_deepspeed
 from megatron_ds.errors import ConfigError
 
 MODEL = ("--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --vocab-size 50257 "
@@ -174,7 +174,7 @@ def of_lengths(curriculum) -> tuple:
 def test_the_legacy_block_is_a_curriculum_over_lengths(read):
     curriculum = read({"curriculum_learning": {"enabled": True, "curriculum_type": "seqlen", **RISING}}, *RUN).curriculum
     assert of_lengths(curriculum) == ("seqlen_truncate", "fixed_root", 64, 512, 50, 16, 2.0)
-    from megatron_ds.config.curriculum import length_difficulty
+    from megatron_ds.config.data_efficiency_options import length_difficulty
     assert [length_difficulty(curriculum, 1024).at(step) for step in (1, 13, 50, 99)] == [112, 288, 512, 512]
     off = read({"curriculum_learning": {"enabled": False, **RISING}}, *RUN).curriculum
     assert of_lengths(off) == (None, "fixed_linear", None, None, None, 8, None)

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from megatron_ds.config import guard
-from megatron_ds.config.guard import main_guard
+from megatron_ds import cli as guard
+from megatron_ds.cli import main_guard
 from megatron_ds.errors import CommunicationError, ConfigError, DataError
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "8"}

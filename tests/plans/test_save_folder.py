@@ -14,7 +14,7 @@ from megatron_ds.checkpoint.load import latest, read_run
 from megatron_ds.checkpoint.occupant import move_aside
 from megatron_ds.checkpoint.save import save
 from megatron_ds.checkpoint.space import bytes_written_here, check_room, explained
-from megatron_ds.config.train import CheckpointConfig
+from megatron_ds.config.training_options import CheckpointConfig
 from megatron_ds.errors import CheckpointError
 from megatron_ds.mpu.group import solo
 from megatron_ds.training.start import clear_save_folder, find_start

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ds.config.guard import main_guard
+from megatron_ds.cli import main_guard
 from megatron_ds.stop_request import GRACEFUL, Stopped, StopRequest
 
 ROOT = Path(__file__).parents[2]
@@ -68,7 +68,7 @@ def test_no_handler_of_exceptions_on_the_way_swallows_a_stop():
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_entry_scripts_exit_with_code_0_when_signalled_in_their_imports_or_after_their_end(tmp_path, at, number):
     (tmp_path / "slow_module.py").write_text(MODULE)
-    command = "from megatron_ds.config.guard import run_command; run_command('slow_module', 'main')"
+    command = "from megatron_ds.cli import run_command; run_command('slow_module', 'main')"
     ended = subprocess.run([sys.executable, "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=60,
                            env=os.environ | {"AT": at, "SIGNAL": str(int(number)), "PYTHONPATH": f"{ROOT}:{tmp_path}"})
     assert (ended.returncode, ended.stderr) == (0, "")
@@ -86,7 +86,7 @@ def test_the_entry_scripts_import_nothing_slow_before_they_handle_signals(tmp_pa
 def test_a_rank_of_several_that_is_signalled_in_its_imports_goes_on_to_where_ranks_agree(tmp_path):
     (tmp_path / "slow_module.py").write_text(MODULE + "from megatron_ds.stop_request import StopRequest\n"
                                              "def main():\n    with StopRequest() as stop:\n        print(stop.received)\n")
-    command = "from megatron_ds.config.guard import run_command; run_command('slow_module', 'main')"
+    command = "from megatron_ds.cli import run_command; run_command('slow_module', 'main')"
     environment = {"AT": "import", "SIGNAL": str(int(signal.SIGTERM)), "RANK": "1", "WORLD_SIZE": "2",
                    "PYTHONPATH": f"{ROOT}:{tmp_path}"}
     ended = subprocess.run([sys.executable, "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=60,

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron_ds.errors import ConfigError
-from megatron_ds.training.compare import parse_layout
 from tools import compare_layouts
+from tools.layout_comparison import parse_layout
 
 ROOT = Path(__file__).parents[2]
 ROW = re.compile(r"^(\S+=\S+) +(\S+) +(\S+) +(\S+) +(ok|TOO LARGE)$", re.MULTILINE)

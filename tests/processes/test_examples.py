@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ds.config import parse
-from megatron_ds.config.curriculum import length_difficulty
+from megatron_ds.config.data_efficiency_options import length_difficulty
 from megatron_ds.data.tokenizers import TOKENIZERS
 from megatron_ds.token_drop import make_token_drop
 from tests.harness.documents import ROOT, blocks_of, check_printed, environment

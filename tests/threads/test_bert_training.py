@@ -13,12 +13,12 @@ from megatron_ds.mpu.group import solo
 from megatron_ds.progress import Progress
 from megatron_ds.ramps import make_learning_rate
 from megatron_ds.tensor_parallel.init import initialize
-from megatron_ds.training.compare import made_up_samples
 from tests.harness.covering import cover_pairs, legal_cases
 from tests.harness.layout_runs import GLOBAL_BATCH, run_layout, stray
 from tests.harness.plain_bert import plain_bert, plain_bert_losses
 from tests.harness.plain_training import train_plainly
 from tools.compare_layouts import TOLERANCE, tiny_job
+from tools.layout_comparison import made_up_samples
 
 STEPS, LAYERS = 5, 4
 AXES = {"embeddings": ("tied", "untied"), "head": ("pairs", "single"), "tp": (1, 2), "pp": (1, 2), "dp": (1, 2),

@@ -18,10 +18,10 @@ from megatron_ds.models import MODELS
 from megatron_ds.mpu.group import solo
 from megatron_ds.pipeline.instruction import Op
 from megatron_ds.planning.run_plan import plan_run, plan_schedule
-from megatron_ds.training.compare import parse_layout
 from tests.harness.covering import cover_pairs, legal_cases
 from tests.harness.layout_runs import GLOBAL_BATCH, NUM_LAYERS, STEPS, Run, reference_of, run_layout, stray
 from tools.compare_layouts import SEQ_LENGTH, TOLERANCE, tiny_job
+from tools.layout_comparison import parse_layout
 
 MOST_RANKS, HIDDEN, HEAD_ROWS = 8, 32, 8
 LAYOUT = ("tp", "pp", "dp", "zero", "sp", "recompute")

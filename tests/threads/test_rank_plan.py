@@ -9,9 +9,9 @@ from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.pipeline.schedules import SCHEDULES
 from megatron_ds.planning.world_plan import plan_world
-from megatron_ds.training.compare import parse_layout, random_samples, train_layout
 from tests.harness.threads import run_ranks
 from tools.compare_layouts import SEQ_LENGTH, VOCAB, tiny_job
+from tools.layout_comparison import parse_layout, random_samples, train_layout
 
 LAYERS, BATCH, STEPS = 4, 12, 2
 MICROBATCHES = 3                  # on each rank, whatever the layout

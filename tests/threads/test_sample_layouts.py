@@ -11,12 +11,12 @@ import torch
 from megatron_ds.config import parse
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
-from megatron_ds.training.compare import merge, random_samples, train_layout
 from tests.harness.covering import legal_cases
 from tests.harness.layout_runs import GLOBAL_BATCH, NUM_LAYERS, STEPS, stray
 from tests.harness.threads import run_ranks
 from tests.threads.test_layout_grid import HIDDEN, SAMPLED, job_of, layout_of, name_of, ranks, sampled_cases
 from tools.compare_layouts import SAMPLES, SEQ_LENGTH, TOLERANCE, VOCAB, tiny_job
+from tools.layout_comparison import merge, random_samples, train_layout
 
 CURRICULA = {"none": [], "truncate": ["--curriculum-type", "seqlen_truncate"],
              "reshape": ["--curriculum-type", "seqlen_reshape"]}

@@ -21,7 +21,6 @@ from megatron_ds.mpu.host_memory import PAGE, Mapping, Part, share_pages
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.progress import Progress
 from megatron_ds.training.build import build_engine
-from megatron_ds.training.compare import global_batch_share, parse_layout, random_samples
 from megatron_ds.training.step import train_step
 from megatron_ds.zero.disk import DiskHome
 from megatron_ds.zero.layout import plan_layout
@@ -30,6 +29,7 @@ from megatron_ds.zero.shared_parts import SharedParts
 from megatron_ds.zero.units import MappedUnit
 from tests.harness.threads import run_ranks
 from tools.compare_layouts import SEQ_LENGTH, VOCAB, tiny_job
+from tools.layout_comparison import global_batch_share, parse_layout, random_samples
 
 BATCH, STEPS = 4, 4
 

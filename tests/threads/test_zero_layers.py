@@ -15,11 +15,11 @@ from megatron_ds.planning import run_plan as plan
 from megatron_ds.progress import Progress
 from megatron_ds.training import build
 from megatron_ds.training.build import build_engine
-from megatron_ds.training.compare import global_batch_share, parse_layout, random_samples
 from megatron_ds.training.evaluate import evaluate
 from megatron_ds.training.step import train_step
 from tests.harness.threads import run_ranks
 from tools.compare_layouts import SEQ_LENGTH, VOCAB, tiny_job
+from tools.layout_comparison import global_batch_share, parse_layout, random_samples
 
 BATCH = 4
 

@@ -10,12 +10,12 @@ from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.progress import Progress
 from megatron_ds.training import build
-from megatron_ds.training.compare import global_batch_share, parse_layout, random_samples
 from megatron_ds.training.step import train_step
 from megatron_ds.zero.offload import Offload
 from megatron_ds.zero.tiers import InMemory, MemoryHome
 from tests.harness.threads import run_ranks
 from tools.compare_layouts import SEQ_LENGTH, VOCAB, tiny_job
+from tools.layout_comparison import global_batch_share, parse_layout, random_samples
 
 BATCH = 4
 

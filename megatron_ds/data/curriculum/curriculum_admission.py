@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 
-from ...config.curriculum import Metric
 from ...errors import DataError
 from ..loading.cache import cached_arrays
 from .curriculum_order import CurriculumOrder, Stage

@@ -4,8 +4,8 @@ import os
 import re
 from collections.abc import Iterator
 
+from .messages import divisors, either, flag, neighbours, say
 from .run import RunConfig, all_options
-from .say import divisors, either, flag, neighbours, say
 
 TP, PP = "parallel.tensor_model_parallel_size", "parallel.pipeline_model_parallel_size"
 CHUNKS = "parallel.num_virtual_stages_per_pipeline_rank"

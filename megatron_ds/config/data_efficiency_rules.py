@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
-from .curriculum import RESHAPE, length_difficulty, read_metric
+from .data_efficiency_options import RESHAPE, length_difficulty, read_metric
+from .messages import say
 from .problems import attempt
 from .run import RunConfig, all_options
-from .say import say
 
 LENGTH_OPTIONS = ("schedule", "min_length", "max_length", "steps", "length_step", "root_degree", "lengths", "until_steps",
                   "function")

@@ -4,18 +4,20 @@
 that all ranks raise alike is printed once, by rank 0; the other ranks wait before they exit (Note: the order of exits).
 """
 
+import argparse
 import json
 import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import NoReturn
 
-from ..errors import CommunicationError, ConfigError, LayoutError, MegatronDSError, ScheduleError
-from ..stop_request import Stopped, StopRequest, ignore_stop_signals
-from .launched import ends_siblings, is_launched, local_rank_in, rank_in, size_in
+from .errors import CommunicationError, ConfigError, LayoutError, MegatronDSError, ScheduleError
+from .launch_env import ends_siblings, is_launched, local_rank_in, rank_in, size_in
+from .registry import did_you_mean
+from .stop_request import Stopped, StopRequest, ignore_stop_signals
 
 EVERYWHERE = (ConfigError, LayoutError, ScheduleError)       # they follow from the same flags, so every rank raises them
 WAIT_SECONDS = 5.0
@@ -102,3 +104,22 @@ def _must_print(env: Mapping[str, str]) -> bool:
         return local_rank_in(env) == 0
     time.sleep(WAIT_SECONDS + 0.5 * local_rank_in(env))      # in turns, so that the first to fail ends the others
     return ends_siblings(env) or local_rank_in(env) == 0
+
+
+class Arguments(argparse.ArgumentParser):
+    """An ArgumentParser whose `parse_args` raises one ConfigError. Call it inside `main_guard`."""
+
+    def __init__(self, description: str | None):
+        super().__init__(description=description, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace=None) -> argparse.Namespace:
+        args = sys.argv[1:] if args is None else list(args)
+        known = list(self._option_string_actions)
+        typed = [word.partition("=")[0] for word in args if word.startswith("--") and len(word) > 2]
+        wrong = [f"unknown flag {flag}{did_you_mean(flag, known) or '.'}" for flag in typed if flag not in known]
+        if wrong:
+            raise ConfigError(f"{' '.join(wrong)} --help lists the flags.")
+        return super().parse_args(args, namespace)
+
+    def error(self, message: str) -> None:
+        raise ConfigError(f"{message.removeprefix('argument ')}. --help lists the flags.")

@@ -4,8 +4,8 @@ import re
 from collections.abc import Iterator
 
 from ..ramps import counts_tokens, parse_batch_steps
+from .messages import divisors, either, flag, neighbours, say
 from .run import RunConfig, all_options
-from .say import divisors, either, flag, neighbours, say
 
 MICRO, GLOBAL, STEPS = "train.micro_batch_size", "train.global_batch_size", "train.gradient_accumulation_steps"
 RAMP, SCHEDULE = "train.rampup_batch_size", "train.step_batch_size_schedule"

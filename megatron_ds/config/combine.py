@@ -10,9 +10,9 @@ from dataclasses import replace
 
 from ..ramps import parse_batch_steps
 from .problems import reject
+from .reading import PartOf, Setting
 from .resolve import resolved
 from .run import RunConfig, Source, all_options
-from .setting import PartOf, Setting
 
 
 def merge(files: Sequence[Setting], flags: Sequence[Setting], world_size: int = 1,

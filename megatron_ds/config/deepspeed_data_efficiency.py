@@ -11,7 +11,7 @@ from typing import Any
 from ..errors import ConfigError
 from ..registry import did_you_mean
 from .coerce import coerce, shown
-from .curriculum import METRIC_KEYS, RESHAPE, TRUNCATE
+from .data_efficiency_options import METRIC_KEYS, RESHAPE, TRUNCATE
 from .option import Option
 from .run import all_options
 

@@ -13,14 +13,14 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..registry import did_you_mean
-from . import deepspeed_curriculum
+from . import deepspeed_data_efficiency
 from .coerce import coerce, shown
 from .deepspeed_routing import LTD, ROUTING_KEYS, random_ltd_is_off, translate_random_ltd
-from .foreign import KEYS, answer_to_key
 from .option import Option
+from .reading import PartOf, Reading, Setting
 from .run import Source, all_options
-from .setting import PartOf, Reading, Setting
 from .suggest import near_key
+from .unsupported import KEYS, answer_to_key
 from .yaml_file import names, text_of
 
 # Keys that the functions below translate → what the value is.
@@ -32,7 +32,7 @@ TRANSLATED: Mapping[str, Option] = {
     "scheduler.type": _TEXT, "scheduler.params.warmup_type": Option(None, "", kind=str, choices=("log", "linear")),
     "scheduler.params.warmup_min_lr": _FLOAT, "scheduler.params.warmup_max_lr": _FLOAT,
     "scheduler.params.warmup_num_steps": _INT, "scheduler.params.total_num_steps": _INT,
-    "scheduler.params.warmup_min_ratio": _FLOAT, "scheduler.params.cos_min_ratio": _FLOAT, **deepspeed_curriculum.KEYS,
+    "scheduler.params.warmup_min_ratio": _FLOAT, "scheduler.params.cos_min_ratio": _FLOAT, **deepspeed_data_efficiency.KEYS,
     **ROUTING_KEYS}
 
 OPTIMIZERS = {"adam": "adam", "adamw": "adam", "sgd": "sgd"}
@@ -61,7 +61,7 @@ def reading_of(path: str, block: Mapping[str, Any]) -> Reading:
     """
     document = _Document(path)
     document.walk("", block)
-    for translate in (_declared, _fp16, _optimizer, _scheduler, _tensorboard, deepspeed_curriculum.translate,
+    for translate in (_declared, _fp16, _optimizer, _scheduler, _tensorboard, deepspeed_data_efficiency.translate,
                       translate_random_ltd):
         translate(document)
     return document.reading

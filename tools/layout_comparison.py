@@ -15,25 +15,21 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from ..checkpoint.pieces import views, written_here
-from ..config import RunConfig
-from ..data.batch import Batch
-from ..data.gpt.gpt_data import GPT_DATA
-from ..data.gpt.packing import PackedDataset, build_packs
-from ..data.loading.datasets import Datasets
-from ..data.loading.loader import Loader
-from ..data.tokenizers.null import NullTokenizer
-from ..errors import ConfigError, LayoutError
-from ..models import MODELS
-from ..mpu.mesh import Mesh
-from ..progress import Progress
-from ..ramps import make_batch_size, make_learning_rate, make_weight_decay
-from ..registry import did_you_mean
-from ..token_drop import make_token_drop
-from .build import Engine, build_engine
-from .curriculum import make_lengths
-from .samples import build_loaders, rearranged
-from .step import train_step
+from megatron_ds.checkpoint.pieces import views, written_here
+from megatron_ds.config import RunConfig
+from megatron_ds.data.batch import Batch
+from megatron_ds.data.tokenizers.null import NullTokenizer
+from megatron_ds.errors import ConfigError, LayoutError
+from megatron_ds.models import MODELS
+from megatron_ds.mpu.mesh import Mesh
+from megatron_ds.progress import Progress
+from megatron_ds.ramps import make_batch_size, make_learning_rate, make_weight_decay
+from megatron_ds.registry import did_you_mean
+from megatron_ds.token_drop import make_token_drop
+from megatron_ds.training.build import Engine, build_engine
+from megatron_ds.training.curriculum import make_lengths
+from megatron_ds.training.samples import build_loaders, rearranged
+from megatron_ds.training.step import train_step
 
 # Shorthand of a layout → the flag it stands for. A value of "" takes the flag without a value when the number is 1.
 LAYOUT_KEYS = {

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
+from .messages import say
 from .run import RunConfig, all_options
-from .say import say
 
 FIM = ("data.fim_rate", "data.fim_spm_rate", "data.fim_split_sample", "data.fim_fragment_rate", "data.fim_no_prefix",
        "data.fim_prefix_token", "data.fim_middle_token", "data.fim_suffix_token")
