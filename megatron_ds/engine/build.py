@@ -12,7 +12,7 @@ from torch import nn
 from ..config import RunConfig
 from ..config.dump import report_without_effect
 from ..errors import ConfigError
-from ..mpu.customer import DataParallelWorld, has_process_group, join_world
+from ..mpu.external_groups import DataParallelWorld, has_process_group, join_world
 from ..mpu.group import solo
 from ..training.build import bucket_elements
 from ..training.dtypes import DTYPES

@@ -24,9 +24,9 @@ import torch
 from torch import nn
 
 from ..errors import MegatronDSError
+from ..host.huge_pages import huge_page_zeros
 from ..mpu.collectives import all_reduce_
 from ..mpu.group import Group, Work
-from ..ops.huge_pages import huge_page_zeros
 from .communication import GradCommunication
 from .hierarchy import Hierarchy
 from .layout import Layout, SlotPiece
