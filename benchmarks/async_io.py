@@ -20,8 +20,8 @@ import time
 import torch
 
 from megatron_ds.errors import ConfigError
-from megatron_ds.ops.async_io import AsyncIO, aligned_empty, make_io
-from megatron_ds.ops.scratch_file import Region, ScratchFile
+from megatron_ds.host.async_io import AsyncIO, aligned_empty, make_io
+from megatron_ds.host.scratch_file import Region, ScratchFile
 
 
 class Done:

@@ -21,8 +21,8 @@ from functools import partial
 
 import torch
 
+from megatron_ds.host.huge_pages import huge_page_zeros
 from megatron_ds.ops import adam
-from megatron_ds.ops.huge_pages import huge_page_zeros
 from megatron_ds.optim.cpu_adam import CpuAdamW
 
 OPTIONS = dict(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)

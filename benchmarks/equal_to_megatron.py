@@ -18,7 +18,6 @@ from types import SimpleNamespace
 import numpy as np
 
 from megatron_ds.config.data_options import DataConfig
-from megatron_ds.data import bert_maps, blend, index_maps, native_index
 from megatron_ds.data.bert import bert_maps
 from megatron_ds.data.gpt import index_maps
 from megatron_ds.data.loading import blend, native_index

@@ -135,7 +135,6 @@ def live_storages() -> dict[int, int]:
 def predicted_bytes(engine, config, rank: int, n: int, gradient_bytes: int) -> int:
     """From names and sizes alone."""
     from megatron_ds.planning.run_model import bucket_elements
-    from megatron_ds.training.build import bucket_elements
     from megatron_ds.zero.prediction import predict_sets
     from megatron_ds.zero.set_plan import Fact, plan_sets
     from megatron_ds.zero.settings import STAGES

@@ -8,7 +8,7 @@
 // keeps the queue full while Python computes, and no request is lost with a thread of the caller: the kernel cancels what a
 // thread has in flight when that thread ends. An eventfd, polled through the ring as well, wakes it for new transfers.
 //
-// Limits: types and sizes of tensors are checked in Python (megatron_ds/ops/async_io.py), which also keeps them alive.
+// Limits: types and sizes of tensors are checked in Python (megatron_ds/host/async_io.py), which also keeps them alive.
 
 #include <linux/io_uring.h>
 #include <poll.h>
@@ -379,7 +379,7 @@ private:
 }  // namespace
 
 PYBIND11_MODULE(_async_io, module) {
-    module.doc() = "Files through io_uring; megatron_ds.ops.async_io checks arguments, keeps the memory and is the way in.";
+    module.doc() = "Files through io_uring; megatron_ds.host.async_io checks arguments, keeps the memory and is the way in.";
     py::class_<Ring>(module, "Ring", "Up to `depth` blocks of `block_bytes` in flight. OSError where io_uring does not work.")
         .def(py::init<unsigned, uint64_t>(), py::arg("depth"), py::arg("block_bytes"))
         .def("submit", &Ring::submit, py::arg("write"), py::arg("fd"), py::arg("address"), py::arg("nbytes"),

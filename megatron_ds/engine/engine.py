@@ -28,7 +28,7 @@ from torch import nn
 
 from ..config import RunConfig
 from ..errors import ConfigError, MegatronDSError
-from ..mpu.customer import DataParallelWorld
+from ..mpu.external_groups import DataParallelWorld
 from ..progress import Progress
 from ..zero.optimizer import StepResult
 from .engine_checkpoint import load_checkpoint, save_checkpoint

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from ..errors import ConfigError
-from ..mpu.customer import SEVENTH, DataParallelWorld
+from ..mpu.external_groups import SEVENTH, DataParallelWorld
 
 SIZE_IN_NAME = re.compile(r"ep_size_(\d+)$")        # DeepSpeed's group names
 

@@ -13,7 +13,7 @@ from ..config import RunConfig
 from ..config.dump import report_without_effect
 from ..errors import ConfigError
 from ..mpu.agree import together
-from ..mpu.customer import DataParallelWorld, has_process_group, join_world
+from ..mpu.external_groups import DataParallelWorld, has_process_group, join_world
 from ..mpu.group import solo
 from ..planning.run_model import DTYPES, bucket_elements
 from ..training.offloading import make_offload

@@ -15,7 +15,7 @@ from torch import nn
 
 from ..errors import ConfigError
 from ..mpu.collectives import all_gather_object, broadcast_
-from ..mpu.customer import DataParallelWorld
+from ..mpu.external_groups import DataParallelWorld
 from ..mpu.group import Group
 from ..mpu.param_spec import Init, ParamSpec
 from .experts import check_experts, global_names, is_expert

@@ -26,7 +26,7 @@ from torch import nn
 from ..config.deepspeed_json import load_json
 from ..errors import ConfigError
 from ..mpu.collectives import all_gather_into_, broadcast_
-from ..mpu.customer import group_of, join_world
+from ..mpu.external_groups import group_of, join_world
 from ..mpu.group import Group
 from ..zero.optimizer import ZeroOptimizer
 from ..zero.units import become

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from .traffic import Traffic
 
 if TYPE_CHECKING:
-    from .host_memory import SharedPages
+    from ..host.shared_memory import SharedPages
 
 
 class Work(Protocol):

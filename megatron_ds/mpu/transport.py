@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from ..errors import CommunicationError
-from .host_memory import share_pages
-from .pieces import Pieces
+from ..host.shared_memory import share_pages
+from .gloo_collectives import Pieces
 from .stuck_ranks import name_stuck_ranks, report_failure
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}

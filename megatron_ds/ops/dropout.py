@@ -1,88 +1,106 @@
 """Dropout whose mask is a pure function of (seed, site, sample, position, channel).
 
-A mask is a table of 16-bit random numbers, row by row; an element is kept when its number is below a threshold. Any slice of
-rows can be drawn by itself, so a rank that holds a slice of the sequence, a micro-batch of another size, a recomputed forward
-and a resumed run all see the same mask, and no generator's state is ever saved. There is no global generator.
+A mask is a table of 16-bit random numbers, row by row; an element is kept when its number is below a threshold. Any
+slice of rows can be drawn alone, so a rank that holds a slice of the sequence, a micro-batch of another size, a
+recomputed forward and a resumed run use the same mask, and no generator state is saved. There is no global generator.
 
-    CPU      Philox 4x64 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"): keyed by (seed, site, sample),
-             row r starts at counter r * ceil(cols / 16), each counter giving sixteen numbers
-    others   the device's own generator, seeded afresh for each block of ROWS_PER_BLOCK rows
+The numbers come from Philox 4x64-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), keyed by
+(seed, site, sample) or (seed, site, sample, head). Row r starts at counter 1 + r * ceil(cols / 16); each counter gives
+sixteen numbers. CPUs draw with NumPy, one table after another; other devices compute all tables in one sequence of
+elementwise operations on int64. Both give the same bits, so a run on a GPU drops what the same run on a CPU drops.
 
-The two differ, so a mask belongs to a kind of device. Where only some tokens of a sequence are present, their masks are picked
-from the whole table: a token keeps the mask that it has among all.
+Where only some tokens of a sequence are present, their masks are picked from the whole table: a token keeps the mask
+that it has among all.
 """
+
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from .random import generator_of, seed_of
+from .random import seed_of, shift_right
 
 LEVELS = 1 << 16             # values of a random number; so drop probabilities are multiples of 1 / LEVELS
 NUMBERS_PER_COUNTER = 16     # 4 words of 64 bits
-ROWS_PER_BLOCK = 64
+ROUNDS = 10
+MULTIPLIERS = (0xD2E7470EE14C6C93, 0xCA5A826395121157)       # Salmon et al. 2011, table 2
+KEY_STEPS = (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)         # of the key from round to round
+COUNTERS_AT_ONCE = 1 << 22   # bounds the working memory on a device: a few int64 tensors of this many elements
+
+Key = tuple[int | str, ...]
 
 
 def dropout(x: torch.Tensor, p: float, *, seed: int, site: str, sample_ids: tuple[int, ...], rows: range,
             picked: torch.Tensor | None = None) -> torch.Tensor:
-    """Zero elements with probability `p`, scale the others so that the mean stays.
+    """Zero elements of x [s, b, h] with probability `p` and scale the others so that the mean stays.
 
-    x [s, b, h]; `rows` the s positions it holds of each sequence; `sample_ids` the b samples it holds; `site` names the place
-    in the model. p = 0 returns x itself. In evaluation, pass 0.
-    picked   int64 [b, s]: of each sample x holds only these of the `rows`, counted from their first
+    rows        the s positions that x holds of each sequence
+    sample_ids  the b samples that x holds
+    site        the place in the model, part of the key
+    picked      int64 [b, s]: of each sample x holds only these of the `rows`, counted from their first
+
+    p = 0 returns x itself; pass 0 in evaluation.
     """
     if p == 0.0:
         return x
     s, b, h = x.shape
     held = len(rows) if picked is None else picked.shape[1]
     assert len(sample_ids) == b and held == s, f"x is {list(x.shape)}, got {len(sample_ids)} samples, {held} rows"
-    mask = torch.empty(s, b, h, dtype=torch.bool, device=x.device)
-    for i, sample in enumerate(sample_ids):
-        key = seed, site, int(sample)
-        if picked is None:
-            draw_keep_mask_(mask[:, i], p, key, rows)
-        else:
-            mask[:, i] = keep_mask(p, key, rows, h, device=x.device)[picked[i]]
+    keys = [(seed, site, int(sample)) for sample in sample_ids]
+    if picked is None:
+        mask = torch.empty(s, b, h, dtype=torch.bool, device=x.device)
+        draw_keep_masks_(mask.transpose(0, 1), p, keys, rows)
+    else:
+        whole = keep_masks(p, keys, rows, h, device=x.device)                            # [b, rows, h]
+        mask = whole.gather(1, picked[:, :, None].expand(-1, -1, h)).transpose(0, 1).contiguous()
     return apply_mask(x, mask, p)
 
 
-def keep_mask(p: float, key: tuple[int | str, ...], rows: range, cols: int, *,
-              device: torch.device | str = "cpu") -> torch.Tensor:
-    """bool [len(rows), cols], True = keep: these rows of the key's table. `cols` is the table's full width."""
-    mask = torch.empty(len(rows), cols, dtype=torch.bool, device=device)
-    draw_keep_mask_(mask, p, key, rows)
-    return mask
+def keep_masks(p: float, keys: Sequence[Key], rows: range, cols: int, *,
+               device: torch.device | str = "cpu") -> torch.Tensor:
+    """bool [len(keys), len(rows), cols], True = keep: these rows of each key's table. `cols` is the full width."""
+    masks = torch.empty(len(keys), len(rows), cols, dtype=torch.bool, device=device)
+    draw_keep_masks_(masks, p, keys, rows)
+    return masks
 
 
 def attention_keep_mask(p: float, *, seed: int, site: str, sample_ids: tuple[int, ...], heads: range, rows: range,
-                        cols: int, picked: torch.Tensor | None = None, device: torch.device | str = "cpu") -> torch.Tensor:
-    """bool [b, n, sq, sk] for attention probabilities: `heads` are global head numbers, `rows` query positions.
+                        cols: int, picked: torch.Tensor | None = None,
+                        device: torch.device | str = "cpu") -> torch.Tensor:
+    """bool [b, n, sq, sk] for attention probabilities.
 
-    picked   int64 [b, k]: of each sample only these of the `rows`, counted from their first, and of the columns: [b, n, k, k]
+    heads   global head numbers
+    rows    query positions; `cols` key positions
+    picked  int64 [b, k]: only these rows (counted from the first) and columns of each sample, giving [b, n, k, k]
     """
-    shape = (len(rows), cols) if picked is None else (picked.shape[1], picked.shape[1])
-    mask = torch.empty(len(sample_ids), len(heads), *shape, dtype=torch.bool, device=device)
-    for i, sample in enumerate(sample_ids):
-        for j, head in enumerate(heads):
-            key = seed, site, int(sample), head
-            if picked is None:
-                draw_keep_mask_(mask[i, j], p, key, rows)
-            else:
-                mask[i, j] = keep_mask(p, key, rows, cols, device=device)[picked[i][:, None], picked[i]]
-    return mask
+    keys = [(seed, site, int(sample), head) for sample in sample_ids for head in heads]
+    masks = keep_masks(p, keys, rows, cols, device=device).view(len(sample_ids), len(heads), len(rows), cols)
+    if picked is None:
+        return masks
+    rows_picked = masks.gather(2, picked[:, None, :, None].expand(-1, len(heads), -1, cols))
+    return rows_picked.gather(3, picked[:, None, None, :].expand(-1, len(heads), picked.shape[1], -1))
 
 
-def draw_keep_mask_(out: torch.Tensor, p: float, key: tuple[int | str, ...], rows: range) -> None:
-    """Fill `out`, bool [len(rows), cols] of any strides, with these rows of the key's table; a meta tensor holds nothing."""
-    if out.is_meta:
+def draw_keep_masks_(out: torch.Tensor, p: float, keys: Sequence[Key], rows: range) -> None:
+    """Fill `out`, bool [len(keys), len(rows), cols] of any strides, with these rows of each key's table.
+
+    A meta tensor stays as it is.
+    """
+    if out.is_meta or not out.numel():
         return
-    if out.device.type == "cpu":
-        _draw_philox(out, _threshold(p), seed_of(*key), rows)
+    threshold = _threshold(p)
+    seeds = [seed_of(*key) for key in keys]
+    if threshold == LEVELS:
+        out.fill_(True)
+    elif out.device.type == "cpu":
+        for mask, seed in zip(out.numpy(), seeds, strict=True):
+            _draw_with_numpy(mask, threshold, seed, rows)
     else:
-        _draw_blocks(out, _threshold(p), key, rows)
+        draw_on_device_(out, threshold, seeds, rows)
 
 
 def keep_scale(p: float) -> float:
-    """What kept elements are multiplied by: one over the true probability of keeping, which is a multiple of 1 / LEVELS."""
+    """The factor of kept elements: 1 / the true probability of keeping, which is a multiple of 1 / LEVELS."""
     return LEVELS / _threshold(p)
 
 
@@ -111,21 +129,64 @@ def _threshold(p: float) -> int:
     return max(1, round((1.0 - p) * LEVELS))
 
 
-def _draw_philox(out: torch.Tensor, threshold: int, seed: int, rows: range) -> None:
+def _counters_per_row(cols: int) -> int:
+    return -(-cols // NUMBERS_PER_COUNTER)
+
+
+def _draw_with_numpy(out: np.ndarray, threshold: int, seed: int, rows: range) -> None:
     cols = out.shape[1]
-    per_row = -(-cols // NUMBERS_PER_COUNTER)
+    per_row = _counters_per_row(cols)
     words = np.random.Philox(key=seed, counter=rows.start * per_row).random_raw(len(rows) * per_row * 4)
     numbers = words.view(np.uint16).reshape(len(rows), per_row * NUMBERS_PER_COUNTER)[:, :cols]
-    if threshold == LEVELS:
-        out.fill_(True)
-    else:
-        np.less(numbers, np.uint16(threshold), out=out.numpy())
+    np.less(numbers, np.uint16(threshold), out=out)
 
 
-def _draw_blocks(out: torch.Tensor, threshold: int, key: tuple[int | str, ...], rows: range) -> None:
-    for block in range(rows.start // ROWS_PER_BLOCK, -(-rows.stop // ROWS_PER_BLOCK)):
-        first = block * ROWS_PER_BLOCK
-        start, stop = max(rows.start, first), min(rows.stop, first + ROWS_PER_BLOCK)
-        numbers = torch.empty(ROWS_PER_BLOCK, out.shape[1], dtype=torch.int32, device=out.device)
-        numbers.random_(0, LEVELS, generator=generator_of(*key, block, device=out.device))
-        torch.lt(numbers[start - first:stop - first], threshold, out=out[start - rows.start:stop - rows.start])
+def draw_on_device_(out: torch.Tensor, threshold: int, seeds: Sequence[int], rows: range) -> None:
+    """`draw_keep_masks_` by elementwise operations of out's device, over all tables at once.
+
+    Rows are drawn in blocks that bound the working memory. Nothing waits for the device.
+    """
+    cols = out.shape[2]
+    per_row = _counters_per_row(cols)
+    keys = torch.tensor(seeds, dtype=torch.int64)
+    keys = (keys.pin_memory() if out.is_cuda else keys).to(out.device, non_blocking=True)[:, None]
+    rows_at_once = max(1, COUNTERS_AT_ONCE // (len(seeds) * per_row))
+    for start in range(0, len(rows), rows_at_once):
+        count = min(rows_at_once, len(rows) - start)
+        first = 1 + (rows.start + start) * per_row           # NumPy advances the counter before it draws
+        counters = torch.arange(first, first + count * per_row, device=out.device)
+        words = philox(counters, keys)                                                # [k, counters, 4]
+        numbers = words.view(torch.int16).view(len(seeds), count, per_row * NUMBERS_PER_COUNTER)[:, :, :cols]
+        # 16 bits as a signed number: flipping the sign bit turns the unsigned order into the signed one.
+        out[:, start:start + count] = (numbers ^ -(1 << 15)) < threshold - (1 << 15)
+
+
+def philox(counters: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Philox 4x64-10 of 256-bit counters whose upper 192 bits are zero, and keys whose upper 64 bits are zero.
+
+    counters int64 [n], keys int64 [k, 1], both read as unsigned numbers → int64 [k, n, 4].
+    """
+    first, second = keys, torch.zeros_like(keys)
+    x0 = counters.expand(keys.shape[0], -1)
+    x1 = x2 = x3 = torch.zeros_like(x0)
+    for _ in range(ROUNDS):
+        high0, low0 = _multiply(x0, MULTIPLIERS[0])
+        high1, low1 = _multiply(x2, MULTIPLIERS[1])
+        x0, x1, x2, x3 = high1 ^ x1 ^ first, low1, high0 ^ x3 ^ second, low0
+        first, second = first + _signed(KEY_STEPS[0]), second + _signed(KEY_STEPS[1])    # wraps around at 64 bits
+    return torch.stack((x0, x1, x2, x3), dim=-1)
+
+
+def _multiply(x: torch.Tensor, factor: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The upper and the lower 64 bits of x * factor, all unsigned, from four products of 32-bit halves."""
+    half = (1 << 32) - 1
+    x_low, x_high, low, high = x & half, shift_right(x, 32), factor & half, factor >> 32
+    lower, cross1, cross2 = x_low * low, x_low * high, x_high * low
+    carry = shift_right(lower, 32) + (cross1 & half) + (cross2 & half)
+    upper = x_high * high + shift_right(cross1, 32) + shift_right(cross2, 32) + shift_right(carry, 32)
+    return upper, x * _signed(factor)
+
+
+def _signed(number: int) -> int:
+    """The int64 that has the bits of this unsigned number of 64 bits."""
+    return number - (1 << 64) if number >> 63 else number

@@ -32,9 +32,9 @@ def random_numbers(keys: Sequence[tuple[int | str, ...]], count: int, device: to
     """
     starts = torch.tensor([seed_of(*key) for key in keys], dtype=torch.int64).to(device, non_blocking=True)
     z = starts[:, None] + GOLDEN * torch.arange(1, count + 1, device=device)     # whole numbers wrap around at 64 bits
-    z = (z ^ _shifted(z, 30)) * -0x40A7B892E31B1A47
-    z = (z ^ _shifted(z, 27)) * -0x6B2FB644ECCEEE15
-    return z ^ _shifted(z, 31)
+    z = (z ^ shift_right(z, 30)) * -0x40A7B892E31B1A47
+    z = (z ^ shift_right(z, 27)) * -0x6B2FB644ECCEEE15
+    return z ^ shift_right(z, 31)
 
 
 def random_subset(keys: Sequence[tuple[int | str, ...]], kept: int, of: int,
@@ -47,6 +47,6 @@ def random_subset(keys: Sequence[tuple[int | str, ...]], kept: int, of: int,
     return order[:, :kept].sort(dim=1).values
 
 
-def _shifted(z: torch.Tensor, bits: int) -> torch.Tensor:
+def shift_right(z: torch.Tensor, bits: int) -> torch.Tensor:
     """z >> bits as if it had no sign."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)

@@ -7,8 +7,8 @@ import inspect
 
 import torch
 
+from ..host.huge_pages import huge_page_zeros
 from ..ops.adam import AdamRow, adamw_
-from ..ops.huge_pages import huge_page_zeros
 
 
 class CpuAdamW(torch.optim.Optimizer):

@@ -3,7 +3,7 @@
 import torch
 
 from ..config.parallel_options import ZeroConfig
-from ..ops.async_io import make_io
+from ..host.async_io import make_io
 from ..zero.disk import DiskHome
 from ..zero.offload import Offload
 from ..zero.tiers import Home, MemoryHome

@@ -24,9 +24,9 @@ import torch
 from torch import nn
 
 from ..errors import MegatronDSError
+from ..host.huge_pages import huge_page_zeros
 from ..mpu.collectives import all_reduce_
 from ..mpu.group import Group, Work
-from ..ops.huge_pages import huge_page_zeros
 from .data_groups import Hierarchy
 from .exchange import GradCommunication
 from .layout import Layout, SlotPiece

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
+from ..host.async_io import ALIGNMENT, AsyncIO, aligned_empty
+from ..host.scratch_file import Region, ScratchFile
 from ..mpu.group import Work
-from ..ops.async_io import ALIGNMENT, AsyncIO, aligned_empty
-from ..ops.scratch_file import Region, ScratchFile
 from .tiers import Array
 
 

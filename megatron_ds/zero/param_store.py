@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from ..host.huge_pages import huge_page_zeros
 from ..mpu.collectives import all_gather_into_
-from ..ops.huge_pages import huge_page_zeros
 from .data_groups import Hierarchy
 from .layout import Layout, SlotPiece
 from .tiers import Array, InMemory

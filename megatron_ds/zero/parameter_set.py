@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from ..host.huge_pages import huge_page_zeros
 from ..mpu.group import Group
 from ..mpu.param_spec import ParamSpec
-from ..ops.huge_pages import huge_page_zeros
 from .buckets import GradBuckets, Holder
 from .buffer_pool import BufferPool
 from .data_groups import Hierarchy

@@ -14,8 +14,8 @@ from dataclasses import replace
 
 import torch
 
+from ..host.shared_memory import PAGE, Mapping, Part
 from ..mpu.group import Group
-from ..mpu.host_memory import PAGE, Mapping, Part
 from .layout import Bucket, Layout
 from .tiers import InMemory
 

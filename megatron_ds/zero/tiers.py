@@ -11,9 +11,9 @@ from typing import Protocol
 
 import torch
 
+from ..host.async_io import aligned_empty
+from ..host.huge_pages import huge_page_zeros
 from ..mpu.group import DONE, Work
-from ..ops.async_io import aligned_empty
-from ..ops.huge_pages import huge_page_zeros
 
 
 class Array(Protocol):

@@ -20,11 +20,11 @@ from functools import partial
 import torch
 from torch import nn
 
+from ..host.async_io import aligned_empty
+from ..host.shared_memory import Mapping
 from ..mpu.collectives import all_gather_into_
 from ..mpu.group import DONE, Group, Work
-from ..mpu.host_memory import Mapping
 from ..mpu.param_spec import ParamSpec
-from ..ops.async_io import aligned_empty
 from .data_groups import Hierarchy
 from .layout import Layout, ShardPiece, SlotPiece
 from .shared_parts import SharedParts

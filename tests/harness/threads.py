@@ -14,8 +14,8 @@ from collections.abc import Callable
 
 import torch
 
+from megatron_ds.host.shared_memory import share_pages
 from megatron_ds.mpu.group import DONE, Group
-from megatron_ds.mpu.host_memory import share_pages
 from megatron_ds.mpu.traffic import Traffic
 
 TIMEOUT_SECONDS = 60

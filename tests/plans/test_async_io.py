@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from megatron_ds.errors import ConfigError
-from megatron_ds.ops import async_io
-from megatron_ds.ops.async_io import ThreadIO, UringIO, aligned_empty, make_io
+from megatron_ds.host import async_io
+from megatron_ds.host.async_io import ThreadIO, UringIO, aligned_empty, make_io
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="disks are used on Linux only")
 PAGE = 4096

@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_ds.host.huge_pages import huge_page_zeros
 from megatron_ds.ops import adam
 from megatron_ds.ops.adam import AdamRow, adamw_, reference_adamw_
-from megatron_ds.ops.huge_pages import huge_page_zeros
 from megatron_ds.optim import OPTIMIZERS
 from megatron_ds.optim.cpu_adam import CpuAdamW
 

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ds.config.data_efficiency_options import read_metric
-from megatron_ds.data.curriculum import CurriculumOrder, Stage, _floor_sum, shuffled
 from megatron_ds.data.curriculum.curriculum_admission import order_by_difficulty
 from megatron_ds.data.curriculum.curriculum_order import CurriculumOrder, Stage, _floor_sum, shuffled
 from megatron_ds.data.curriculum.metric_index import write_metric

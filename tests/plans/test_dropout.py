@@ -1,18 +1,66 @@
+import numpy as np
 import pytest
 import torch
 
 from megatron_ds.ops import dropout as module
-from megatron_ds.ops.dropout import attention_keep_mask, dropout, keep_mask, keep_scale
+from megatron_ds.ops.dropout import attention_keep_mask, dropout, keep_masks, keep_scale
+from megatron_ds.ops.random import seed_of
 
 KEY = (1234, "decoder.layers.3.mlp", 17)
 
 
-@pytest.fixture(params=["philox", "blocks"])
+def keep_mask(p, key, rows, cols):
+    return keep_masks(p, [key], rows, cols)[0]
+
+
+@pytest.fixture(params=["numpy", "device"])
 def generator(request, monkeypatch):
-    """Both ways of drawing; the one for other devices can draw on CPU too."""
-    if request.param == "blocks":
-        monkeypatch.setattr(module, "draw_keep_mask_", lambda out, p, key, rows: module._draw_blocks(
-            out, module._threshold(p), key, rows))
+    """Both ways of drawing: NumPy's, and the elementwise operations of other devices, which run on a CPU too."""
+    if request.param == "device":
+        monkeypatch.setattr(module, "draw_keep_masks_", draw_on_device)
+
+
+def draw_on_device(out, p, keys, rows):
+    module.draw_on_device_(out, module._threshold(p), [seed_of(*key) for key in keys], rows)
+
+
+@pytest.mark.parametrize("rows", [range(0, 9), range(5, 6), range(1000, 1070)])
+@pytest.mark.parametrize("cols", [1, 15, 16, 33, 130])
+@pytest.mark.parametrize("p", [0.0001, 0.1, 0.5, 0.9])
+def test_other_devices_draw_the_bits_of_the_cpu(p, cols, rows, monkeypatch):
+    monkeypatch.setattr(module, "COUNTERS_AT_ONCE", 40)            # several blocks, the last one short
+    keys = [(seed, "site", sample, head) for seed in (1, 2**40) for sample in (0, 7) for head in range(3)]
+    here, there = (torch.empty(len(keys), len(rows), cols, dtype=torch.bool) for _ in range(2))
+    module.draw_keep_masks_(here, p, keys, rows)
+    draw_on_device(there, p, keys, rows)
+    assert torch.equal(here, there)
+
+
+def test_philox_is_numpys():
+    keys, counters = [0, 1, 2**62 + 3], torch.tensor([1, 2, 3, 2**40])
+    words = module.philox(counters, torch.tensor(keys)[:, None])
+    for key, of_key in zip(keys, words):
+        for counter, of_counter in zip(counters.tolist(), of_key):
+            expected = np.random.Philox(key=key, counter=counter - 1).random_raw(4)
+            assert of_counter.numpy().view(np.uint64).tolist() == expected.tolist()
+
+
+def test_a_mask_takes_a_number_of_operations_that_does_not_grow_with_samples_and_heads():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Counted(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+            self.count += 1
+            return operation(*args, **kwargs or {})
+
+    def operations(keys):
+        with Counted() as counted:
+            draw_on_device(torch.empty(keys, 8, 64, dtype=torch.bool), 0.1, [("site", k) for k in range(keys)], range(8))
+        return counted.count
+
+    assert operations(1) == operations(64)
 
 
 @pytest.mark.parametrize("cols", [1, 7, 16, 385])

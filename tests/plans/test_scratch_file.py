@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from megatron_ds.errors import ConfigError, StorageError
-from megatron_ds.ops import scratch_file
-from megatron_ds.ops.async_io import ThreadIO, UringIO, aligned_empty
-from megatron_ds.ops.scratch_file import STRIDE, ScratchFile
+from megatron_ds.host import scratch_file
+from megatron_ds.host.async_io import ThreadIO, UringIO, aligned_empty
+from megatron_ds.host.scratch_file import STRIDE, ScratchFile
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="disks are used on Linux only")
 PAGE = 4096

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ...config.data_efficiency_options import Metric
 from ...errors import DataError
 from ..loading.cache import cached_arrays
 from .curriculum_order import CurriculumOrder, Stage
