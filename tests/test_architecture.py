@@ -8,7 +8,7 @@
     3  tensor_parallel  pipeline  zero  optim        siblings never import one another
     2  ops  data  comm
     1  config  mpu  accelerator  checkpointing
-    0  cli  compiled  errors  launch_env  registry  progress  ramps  difficulty  stop_request  token_drop  version
+    0  cli  compiled  errors  launch_env  registry  progress  ramps  difficulty  stop_request  version
        standard library only
 """
 
@@ -22,11 +22,11 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "megatron_ds"
 LAYERS = {
-    "compiled": 0, "errors": 0, "registry": 0, "progress": 0, "ramps": 0, "difficulty": 0, "token_drop": 0, "version": 0,
+    "compiled": 0, "errors": 0, "registry": 0, "progress": 0, "ramps": 0, "difficulty": 0, "version": 0,
     "stop_request": 0, "cli": 0, "launch_env": 0,
     "config": 1, "mpu": 1, "ops": 2, "data": 2, "tensor_parallel": 3, "pipeline": 3, "zero": 3, "optim": 3, "models": 4,
     "checkpoint": 5, "training": 6, "engine": 7, "accelerator": 1, "comm": 2, "checkpointing": 1, "utils": 8}
-WITHOUT_TORCH = ("compiled", "errors", "registry", "progress", "ramps", "difficulty", "stop_request", "token_drop", "version",
+WITHOUT_TORCH = ("compiled", "errors", "registry", "progress", "ramps", "difficulty", "stop_request", "version",
                  "cli", "launch_env", "config", "mpu.grid", "pipeline.partition")
 MOST_LINES = 400
 FILES = sorted(PACKAGE.rglob("*.py"))

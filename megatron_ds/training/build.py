@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..config import RunConfig
+from ..config.training_schedule import make_token_drop
 from ..models import MODELS, Placement, build_stages, count_uses, with_random_ltd
 from ..mpu.channels import Channels
 from ..mpu.mesh import Mesh
@@ -21,7 +22,6 @@ from ..pipeline.executor import Executor
 from ..pipeline.instruction import Op
 from ..pipeline.stage import Stage
 from ..tensor_parallel.init import initialize, initialize_interval
-from ..token_drop import make_token_drop
 from ..zero.optimizer import DataGroups, LayerPlan, ZeroOptimizer
 from ..zero.policy import policy_of
 from ..zero.scaler import make_scaler

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ..config import RunConfig
 from ..config.data_efficiency_options import RESHAPE, length_difficulty, read_metric
+from ..config.training_schedule import stated_batch_size
 from ..data.admission import order_by_difficulty
 from ..data.analysis import identity
 from ..data.batch import Batch
@@ -15,7 +16,6 @@ from ..data.shorten import fold, truncate
 from ..difficulty import Difficulty
 from ..models import MODELS
 from ..progress import Progress
-from ..ramps import stated_batch_size
 from .length import planned_steps
 
 

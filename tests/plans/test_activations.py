@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_ds.config import parse
+from megatron_ds.config.training_schedule import make_token_drop
 from megatron_ds.models import MODELS, Placement, build_stage, with_random_ltd
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.imagined import imagined_group
@@ -16,7 +17,6 @@ from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.ops import product
 from megatron_ds.ops.workspace import Workspace
 from megatron_ds.pipeline.stage import Stage
-from megatron_ds.token_drop import make_token_drop
 from megatron_ds.training import activations
 from megatron_ds.training.activations import Workload, kept_by_layer, kept_by_stage
 from megatron_ds.training.build import build_engine

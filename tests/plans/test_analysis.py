@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megatron_ds.config import parse
+from megatron_ds.config.training_schedule import make_batch_size
 from megatron_ds.data.analysis import map_shard, percentiles, reduce_metric
 from megatron_ds.data.bert_data import BERT_DATA
 from megatron_ds.data.datasets import build_datasets
@@ -20,7 +21,6 @@ from megatron_ds.data.metric_index import ListFile
 from megatron_ds.data.metrics import MetricSpec, parse_metric
 from megatron_ds.data.tokenizers import build_tokenizer
 from megatron_ds.errors import ConfigError, DataError
-from megatron_ds.ramps import make_batch_size
 from megatron_ds.training.curriculum import make_order
 from tests.harness.documents import ROOT
 from tests.harness.sentences import write_sentences
