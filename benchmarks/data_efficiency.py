@@ -211,7 +211,7 @@ def cost(out: Path, contestant: Contestant) -> float | None:
     """What a run takes, in whole plain steps: by the times of steps of its lengths and kept tokens, along lines between."""
     from megatron_ds.config import parse
     from megatron_ds.config.data_efficiency_options import length_difficulty
-    from megatron_ds.token_drop import make_token_drop
+    from megatron_ds.config.training_schedule import make_token_drop
     if not (out / "times.json").exists():
         return None
     rows = {(length, kept): middle for length, kept, middle, *_ in json.loads((out / "times.json").read_text())}

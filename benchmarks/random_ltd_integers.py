@@ -11,8 +11,7 @@ import sys
 
 from deepspeed.runtime.data_pipeline.data_routing.scheduler import RandomLTDScheduler
 
-from megatron_ds.difficulty import Rise
-from megatron_ds.token_drop import TokenDrop
+from megatron_ds.difficulty import Rise, TokenDrop
 
 
 def upstream_of(least: int, most: int, steps: int, multiple: int, blocks: int, dropping: int,
@@ -40,7 +39,8 @@ def compare(draw: random.Random) -> tuple[int, int]:
         compared, differ = compared + 2, differ + (drop.kept_at(step) != upstream.get_current_seq())
         differ += consumed != state["consumed_layer_tokens"]
     total = upstream_of(least, most, steps, multiple, blocks, dropping, batch).get_total_layer_tokens(steps)
-    return compared + 1, differ + (drop.layer_tokens_until(steps, batch, most) != total)
+    ours = batch * sum(drop.layer_tokens(step, most) for step in range(steps))
+    return compared + 1, differ + (ours != total)
 
 
 def main() -> int:

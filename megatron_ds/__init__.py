@@ -1,8 +1,10 @@
-"""megatron_ds: pretraining with tensor, pipeline and data parallelism and ZeRO that composes, plans and resumes at any layout.
+"""megatron_ds: pretraining with tensor, pipeline and data parallelism and ZeRO that composes, plans and
+resumes at any layout.
 
     engine, *_ = megatron_ds.initialize(model=module, config="ds_config.json")      # any torch module: docs/engine.md
 
-Importing the package imports nothing else: its rooms (`megatron_ds.mpu`, `megatron_ds.config`, …) load when first used.
+Importing the package imports nothing else: its rooms (`megatron_ds.mpu`, `megatron_ds.config`, …) load when
+first used.
 """
 
 from importlib import import_module
@@ -11,10 +13,13 @@ from .version import __version__
 
 __all__ = ["RepeatingLoader", "__version__", "add_config_arguments", "init_distributed", "initialize"]
 
-_ROOMS = ("accelerator", "checkpoint", "checkpointing", "cli", "comm", "config", "data", "engine", "errors", "models",
-          "mpu", "ops", "optim", "pipeline", "progress", "ramps", "registry", "tensor_parallel", "training", "utils", "zero")
+_ROOMS = ("accelerator", "checkpoint", "checkpointing", "cli", "comm", "config", "data", "engine", "errors",
+          "models",
+          "mpu", "ops", "optim", "pipeline", "progress", "ramps", "registry", "tensor_parallel", "training",
+          "utils", "zero")
 
-# The functions under DeepSpeed's names: `import megatron_ds as deepspeed` is the whole migration of many programs.
+# The functions under DeepSpeed's names: `import megatron_ds as deepspeed` is the whole migration of many
+# programs.
 _OF_THE_ENGINE = ("RepeatingLoader", "add_config_arguments", "initialize")
 
 

@@ -1,4 +1,5 @@
-"""`deepspeed.accelerator`: questions of a program about its device, for programs that call `get_accelerator()`.
+"""`deepspeed.accelerator`: questions of a program about its device, for programs that call
+`get_accelerator()`.
 
     device = get_accelerator().device_name(engine.local_rank)           # "cuda:1", or "cpu"
 """
@@ -7,7 +8,8 @@ import torch
 
 
 class Accelerator:
-    """CUDA where torch finds it, else the CPU; names that are not here are those of torch.cuda or torch.cpu."""
+    """CUDA where torch finds it, else the CPU; names that are not here are those of torch.cuda or torch.cpu.
+    """
 
     def device_name(self, device_index: int | None = None) -> str:
         """ "cpu" has no index: all local ranks share it. """

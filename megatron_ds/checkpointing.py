@@ -3,8 +3,8 @@
     megatron_ds.checkpointing.configure(mpu_=None)
     x = megatron_ds.checkpointing.checkpoint(layer, x)
 
-Note: random numbers. torch restores the states of the CPU's and the devices' generators before it recomputes: dropout has the
-same masks. Megatron's named generators of tensor-parallel ranks are not among them.
+Note: random numbers. torch restores the states of the CPU's and the devices' generators before it recomputes:
+dropout has the same masks. Megatron's named generators of tensor-parallel ranks are not among them.
 """
 
 from collections.abc import Callable
@@ -17,26 +17,33 @@ from .errors import ConfigError
 
 # What each key of DeepSpeed's would do here, if it were asked for.
 REFUSED = {"partition_activations": "activations are not split over tensor-parallel ranks",
-           "contiguous_checkpointing": "torch's allocator places activations", "checkpoint_in_cpu": "activations stay on the "
+           "contiguous_checkpointing": "torch's allocator places "
+                                       "activations", "checkpoint_in_cpu": "activations "
+           "stay on the "
            "device", "synchronize": "no step of recomputation needs it", "profile": "use torch.profiler"}
 _state = {"configured": False}
 
 
 def configure(mpu_: Any = None, deepspeed_config: Any = None, partition_activations: bool | None = None,
               contiguous_checkpointing: bool | None = None, num_checkpoints: int | None = None,
-              checkpoint_in_cpu: bool | None = None, synchronize: bool | None = None, profile: bool | None = None) -> None:
+              checkpoint_in_cpu: bool | None = None, synchronize: bool | None = None,
+              profile: bool | None = None) -> None:
     """Raises ConfigError for what is asked for and not there. mpu_, num_checkpoints: nothing depends on them.
 
     deepspeed_config: a dict whose "activation_checkpointing" has the other arguments
     """
-    block = dict(deepspeed_config.get("activation_checkpointing", {})) if isinstance(deepspeed_config, dict) else {}
-    given = {"partition_activations": partition_activations, "contiguous_checkpointing": contiguous_checkpointing,
+    block = dict(deepspeed_config.get("activation_checkpointing", {})) if isinstance(deepspeed_config,
+                                                                                     dict) else {}
+    given = {"partition_activations": partition_activations,
+             "contiguous_checkpointing": contiguous_checkpointing,
              "checkpoint_in_cpu": checkpoint_in_cpu, "synchronize": synchronize, "profile": profile}
-    names = {"contiguous_memory_optimization": "contiguous_checkpointing", "cpu_checkpointing": "checkpoint_in_cpu",
+    names = {"contiguous_memory_optimization": "contiguous_checkpointing",
+             "cpu_checkpointing": "checkpoint_in_cpu",
              "synchronize_checkpoint_boundary": "synchronize"}
     asked = {names.get(key, key): value for key, value in block.items()} | {k: v for k, v in given.items() if v is not None}
     if wrong := [key for key, value in asked.items() if value and key in REFUSED]:
-        raise ConfigError("; ".join(f"{key} is not supported: {REFUSED[key]}" for key in wrong) + ". Leave it out.")
+        raise ConfigError("; ".join(f"{key} is not supported: {REFUSED[key]}" for key in wrong) + ". Leave "
+                                                                                                  "it out.")
     _state["configured"] = True
 
 

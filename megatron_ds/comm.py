@@ -5,8 +5,8 @@
     if dist.get_rank() == 0: ...
     dist.barrier()
 
-A program of one process needs no process group and no launcher: it is rank 0 of 1, and collectives leave tensors as they are.
-All names of torch.distributed that are not defined here are torch's own.
+A program of one process needs no process group and no launcher: it is rank 0 of 1, and collectives leave
+tensors as they are. All names of torch.distributed that are not defined here are torch's own.
 """
 
 import atexit
@@ -23,17 +23,21 @@ from .mpu import launch as launching
 BACKENDS = {None: None, "gloo": "cpu", "nccl": "cuda", "cpu:gloo,cuda:nccl": None}      # what each needs
 
 
-def init_distributed(dist_backend: str | None = None, auto_mpi_discovery: bool = True, distributed_port: int | None = None,
-                     verbose: bool = True, timeout: timedelta = launching.DEFAULT_TIMEOUT, init_method: str | None = None,
+def init_distributed(dist_backend: str | None = None, auto_mpi_discovery: bool = True,
+                     distributed_port: int | None = None,
+                     verbose: bool = True, timeout: timedelta = launching.DEFAULT_TIMEOUT,
+                     init_method: str | None = None,
                      dist_init_required: bool | None = None, config: Any = None, rank: int = -1,
                      world_size: int = -1) -> None:
     """Make the process group, unless there is one. Collective over all ranks.
 
-    The launcher's environment says which rank this is (torchrun, Slurm, Open MPI); `initialize` does the same by itself.
+    The launcher's environment says which rank this is (torchrun, Slurm, Open MPI); `initialize` does the same
+    by itself.
 
     dist_backend  None: tensors on CPUs travel by gloo, those on CUDA by nccl. "nccl" is refused without a GPU
     timeout       of a collective
-    distributed_port  where rank 0 listens, unless the launcher has set MASTER_PORT; None: the launcher's port, else 29500
+    distributed_port  where rank 0 listens, unless the launcher has set MASTER_PORT; None: the launcher's
+                      port, else 29500
     rank, world_size  where there is no launcher; the addresses are MASTER_ADDR and MASTER_PORT
     init_method   None or "env://"
     dist_init_required  False: it is an error if there is none yet
@@ -45,13 +49,13 @@ def init_distributed(dist_backend: str | None = None, auto_mpi_discovery: bool =
         raise ConfigError("dist_init_required=False, but there is no process group yet. Make it before with "
                           "torch.distributed.init_process_group, or leave the argument out.")
     if dist_backend not in BACKENDS:
-        raise ConfigError(f"dist_backend={dist_backend!r} is not supported. Leave it out: gloo and nccl are chosen by where a "
-                          "tensor is.")
+        raise ConfigError(f"dist_backend={dist_backend!r} is not supported. Leave it out: gloo and nccl are "
+                          "chosen by where a tensor is.")
     if BACKENDS[dist_backend] == "cuda" and not torch.cuda.is_available():
         raise ConfigError('dist_backend="nccl" needs GPUs, and torch finds none here. Leave it out.')
     if init_method not in (None, "env://"):
-        raise ConfigError(f"init_method={init_method!r}: ranks find each other by MASTER_ADDR and MASTER_PORT. Set these, or "
-                          "start the program with torchrun.")
+        raise ConfigError(f"init_method={init_method!r}: ranks find each other by MASTER_ADDR and "
+                          "MASTER_PORT. Set these, or start the program with torchrun.")
     for name, value in (("RANK", rank), ("WORLD_SIZE", world_size)):
         if value >= 0:
             os.environ.setdefault(name, str(value))
@@ -62,7 +66,9 @@ def init_distributed(dist_backend: str | None = None, auto_mpi_discovery: bool =
 
 
 def is_initialized() -> bool:
-    """Whether there is a process group, or none is needed: a program of one process, after `init_distributed` or not."""
+    """Whether there is a process group, or none is needed: a program of one process, after `init_distributed`
+    or not.
+    """
     return dist.is_initialized() or _is_alone()
 
 
@@ -92,7 +98,8 @@ def barrier(group: Any = None, **options: Any) -> Any:
     return dist.barrier(group, **options) if _meets() else None
 
 
-def all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+def all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None,
+               async_op: bool = False) -> Any:
     return dist.all_reduce(tensor, op, group, async_op) if _meets() else _done(async_op)
 
 
@@ -100,11 +107,13 @@ def broadcast(tensor: torch.Tensor, src: int, group: Any = None, async_op: bool 
     return dist.broadcast(tensor, src, group, async_op) if _meets() else _done(async_op)
 
 
-def reduce(tensor: torch.Tensor, dst: int, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+def reduce(tensor: torch.Tensor, dst: int, op: Any = dist.ReduceOp.SUM, group: Any = None,
+           async_op: bool = False) -> Any:
     return dist.reduce(tensor, dst, op, group, async_op) if _meets() else _done(async_op)
 
 
-def all_gather(tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
+def all_gather(tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any = None,
+               async_op: bool = False) -> Any:
     if _meets():
         return dist.all_gather(tensor_list, tensor, group, async_op)
     tensor_list[0].copy_(tensor)
@@ -131,7 +140,8 @@ def destroy_process_group(group: Any = None) -> None:
 
 def __getattr__(name: str) -> Any:
     if name.startswith("_") or not hasattr(dist, name):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}, and torch.distributed has none either")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}, and torch.distributed has none "
+                             "either")
     return getattr(dist, name)
 
 
@@ -144,7 +154,8 @@ def _meets() -> bool:
     if dist.is_initialized():
         return True
     if not _is_alone():
-        raise NotInitializedError("there is no process group yet: call megatron_ds.init_distributed() or initialize() first.")
+        raise NotInitializedError("there is no process group yet: call megatron_ds.init_distributed() or "
+                                  "initialize() first.")
     return False
 
 

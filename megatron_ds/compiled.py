@@ -14,6 +14,7 @@ def load_compiled(name: str, what: str, instead: str, logger: logging.Logger) ->
     try:
         return importlib.import_module(f"megatron_ds.{name}")
     except ImportError as reason:
-        logger.warning("%s is not compiled (%s): %s. Reinstall megatron_ds with a C++17 compiler to have it.", what, reason,
+        logger.warning("%s is not compiled (%s): %s. Reinstall megatron_ds with a C++17 compiler to have "
+                       "it.", what, reason,
                        instead)
         return None

@@ -1,14 +1,18 @@
-"""Difficulties: how hard the data of a step may be, a pure function of the step. DeepSpeed's integers, without its state.
+"""Difficulties: how hard the data of a step may be, a pure function of the step. DeepSpeed's integers,
+without its state.
 
-A difficulty is whatever a curriculum grows: a sequence length, the largest value of a metric, a percentile, the tokens that a
-layer keeps. Steps count from 1: the first step of a run asks for `at(1)`, which is `Progress.step + 1`.
+A difficulty is whatever a curriculum grows: a sequence length, the largest value of a metric, a percentile,
+the tokens that a layer keeps. Steps count from 1: the first step of a run asks for `at(1)`, which is
+`Progress.step + 1`.
 
-    Rise      from `minimum` to `maximum` along the p-th root of the time, in multiples of a step (p = 1: a line)
+    Rise      from `minimum` to `maximum` along the p-th root of the time, in multiples of a step (p = 1: a
+              line)
     Stairs    a list of values, each until a step of its own
     Custom    what a function of the user's returns
 
 Letters: t step, T steps of the rise, p degree of the root, k multiple.
-Li et al. 2022 (arXiv:2108.06084), section 4.1, paces the sequence length like this (equation 1 is Rise with p = 1).
+Li et al. 2022 (arXiv:2108.06084), section 4.1, paces the sequence length like this (equation 1 is Rise with p
+= 1).
 """
 
 import importlib
@@ -33,10 +37,11 @@ class Difficulty(Protocol):
 
 @dataclass(frozen=True)
 class Rise:
-    """floor((t/T)^(1/p) (max − min) + min), rounded down to a multiple of k, at least `lowest`, at most `maximum`.
+    """floor((t/T)^(1/p) (max − min) + min), rounded down to a multiple of k, at least `lowest`, at most
+    `maximum`.
 
-    lowest   None: the first multiple of k that is not below `minimum`. Rounding down alone would begin below it, at a
-             sequence length of 0 for instance (DeepSpeed before 0.19 did); 0 gives those integers.
+    lowest   None: the first multiple of k that is not below `minimum`. Rounding down alone would begin below
+             it, at a sequence length of 0 for instance (DeepSpeed before 0.19 did); 0 gives those integers.
     The maximum itself need not be a multiple of k: it is reached once t is far enough past T.
     """
 
@@ -49,8 +54,9 @@ class Rise:
 
     def at(self, step: int) -> int:
         if self.minimum == self.maximum:
-            return self.maximum                                  # upstream never asks a schedule that cannot rise
-        risen = (step / self.steps) ** (1.0 / self.root)         # in floats, as upstream: the integers must be the same
+            return self.maximum  # upstream never asks a schedule that cannot rise
+        # in floats, as upstream: the integers must be the same
+        risen = (step / self.steps) ** (1.0 / self.root)
         value = math.floor(risen * (self.maximum - self.minimum) + self.minimum)
         value -= value % self.multiple
         return min(max(value, self.floor), self.maximum)
@@ -90,20 +96,43 @@ class Custom:
     def at(self, step: int) -> int:
         value = self.function(step)
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= self.maximum:
-            raise ConfigError(f"{self.name} returned {value!r} for step {step}: a difficulty is an integer from 1 to the "
-                              f"max_difficulty, {self.maximum}.")
+            raise ConfigError(f"{self.name} returned {value!r} for step {step}: a difficulty is an integer "
+                              f"from 1 to the max_difficulty, {self.maximum}.")
         return value
 
 
-def make_difficulty(settings: Mapping[str, Any], where: str = "the curriculum") -> Difficulty:
-    """What a block of DeepSpeed's JSON describes: min_difficulty, max_difficulty, schedule_type, schedule_config.
+@dataclass(frozen=True)
+class TokenDrop:
+    """blocks: numbers of those that drop, of `num_blocks` in all.  kept: step → tokens of a sequence that
+    they keep.
+    """
 
-    where: begins messages. Raises ConfigError. Keys of the block that say nothing about the schedule are left alone.
+    blocks: tuple[int, ...]
+    num_blocks: int
+    kept: Difficulty
+
+    def kept_at(self, step: int, length: int | None = None) -> int:
+        """Tokens of a sequence, of one of `length` tokens at most all."""
+        kept = self.kept.at(step)
+        return kept if length is None else min(kept, length)
+
+    def layer_tokens(self, step: int, length: int) -> int:
+        """Tokens that all blocks together see of one sequence: num_blocks × length where nothing is dropped.
+        """
+        return len(self.blocks) * self.kept_at(step, length) + (self.num_blocks - len(self.blocks)) * length
+
+
+def make_difficulty(settings: Mapping[str, Any], where: str = "the curriculum") -> Difficulty:
+    """What a block of DeepSpeed's JSON describes: min_difficulty, max_difficulty, schedule_type,
+    schedule_config.
+
+    where: begins messages. Raises ConfigError. Keys of the block that say nothing about the schedule are left
+    alone.
     """
     low, high = (_integer(settings, key, where) for key in ("min_difficulty", "max_difficulty"))
     if low > high:
-        raise ConfigError(f"{where}: min_difficulty {low} is above max_difficulty {high}, but difficulty only rises. "
-                          "Exchange them.")
+        raise ConfigError(f"{where}: min_difficulty {low} is above max_difficulty {high}, but difficulty "
+                          "only rises. Exchange them.")
     kind = settings.get("schedule_type")
     if kind not in KINDS:
         raise ConfigError(f"{where}: schedule_type is {kind!r}{did_you_mean(str(kind), list(KINDS)) or '.'} "
@@ -111,33 +140,42 @@ def make_difficulty(settings: Mapping[str, Any], where: str = "the curriculum") 
     make, needed, optional = KINDS[kind]
     config = settings.get("schedule_config", {})
     if not isinstance(config, Mapping):
-        raise ConfigError(f"{where}: schedule_config is {config!r}, not a block; {kind} needs {', '.join(needed)} in it.")
+        raise ConfigError(f"{where}: schedule_config is {config!r}, not a block; {kind} needs "
+                          f"{', '.join(needed)} in it.")
     missing = [key for key in needed if key not in config]
     unknown = sorted(config.keys() - {*needed, *optional})
     if missing or unknown:
-        raise ConfigError(f"{where}: the schedule_config of {kind} holds {', '.join(needed)}; " + " and ".join(
-            filter(None, [missing and f"missing: {', '.join(missing)}", unknown and f"unknown: {', '.join(unknown)}"])) + ".")
+        raise ConfigError(f"{where}: the schedule_config of {kind} holds {', '.join(needed)}; " + " "
+                                                                                                  "and ".join(
+            filter(None, [missing and f"missing: {', '.join(missing)}", unknown and "unknown: "
+                                                                                    f"{', '.join(unknown)}"])) + ".")
     made = make(low, high, config, where)
-    return Stairs((high,), (), high) if low == high else made           # upstream never asks a schedule that cannot rise
+    # upstream never asks a schedule that cannot rise
+    return Stairs((high,), (), high) if low == high else made
 
 
 def _rise(low: int, high: int, config: Mapping[str, Any], where: str) -> Rise:
     root = config.get("root_degree", 1)
     if isinstance(root, bool) or not isinstance(root, int | float) or not 0 < root < math.inf:
-        raise ConfigError(f"{where}: root_degree is {root!r}; it must be a number above 0: 1 is a line, 2 the square root.")
-    return Rise(low, high, _integer(config, "total_curriculum_step", where, 1), _integer(config, "difficulty_step", where, 1),
+        raise ConfigError(f"{where}: root_degree is {root!r}; it must be a number above 0: 1 is a line, 2 "
+                          "the square root.")
+    return Rise(low, high, _integer(config, "total_curriculum_step", where, 1),
+                _integer(config, "difficulty_step", where, 1),
                 root)
 
 
 def _stairs(low: int, high: int, config: Mapping[str, Any], where: str) -> Stairs:
     values, until = (_integers(config, key, where) for key in ("difficulty", "max_step"))
     if len(values) != len(until) + 1 or not until:
-        raise ConfigError(f"{where}: difficulty has {len(values)} values and max_step {len(until)}. The last difficulty "
-                          "has no last step, so max_step must be shorter by one, and hold one at least.")
+        raise ConfigError(f"{where}: difficulty has {len(values)} values and max_step {len(until)}. The last "
+                          "difficulty has no last step, so max_step must be shorter by one, and hold one at "
+                          "least.")
     if list(until) != sorted(set(until)) or until[0] < 1:
-        raise ConfigError(f"{where}: max_step is {list(until)}; the steps must rise, from 1 on, or a difficulty is skipped.")
+        raise ConfigError(f"{where}: max_step is {list(until)}; the steps must rise, from 1 on, or a "
+                          "difficulty is skipped.")
     if max(values) > high:
-        raise ConfigError(f"{where}: difficulty holds {max(values)}, above max_difficulty {high}. Raise max_difficulty.")
+        raise ConfigError(f"{where}: difficulty holds {max(values)}, above max_difficulty {high}. Raise "
+                          "max_difficulty.")
     return Stairs(values, until, high)
 
 
@@ -159,11 +197,13 @@ def import_function(name: Any, where: str) -> Callable:
     """The function that "package.module:function" names. Raises ConfigError."""
     module, colon, attribute = str(name).partition(":")
     if not (module and colon and attribute):
-        raise ConfigError(f"{where} is {name!r}; give an import path such as my_package.my_module:my_function.")
+        raise ConfigError(f"{where} is {name!r}; give an import path such as "
+                          "my_package.my_module:my_function.")
     try:
         function = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{where} {name!r} cannot be imported: {error}. Is its folder in PYTHONPATH?") from error
+        raise ConfigError(f"{where} {name!r} cannot be imported: {error}. Is its folder in "
+                          "PYTHONPATH?") from error
     if not callable(function):
         raise ConfigError(f"{where} {name!r} is {function!r}, not a function.")
     return function
@@ -180,6 +220,7 @@ def _integer(settings: Mapping[str, Any], key: str, where: str, at_least: int | 
 
 def _integers(settings: Mapping[str, Any], key: str, where: str) -> tuple[int, ...]:
     values = settings[key]
-    if not isinstance(values, list | tuple) or any(isinstance(v, bool) or not isinstance(v, int) for v in values):
+    if not isinstance(values, list | tuple) or any(isinstance(v, bool) or not isinstance(v, int)
+                                                   for v in values):
         raise ConfigError(f"{where}: {key} is {values!r}; give a list of integers.")
     return tuple(values)

@@ -29,15 +29,22 @@ def is_launched(env: Mapping[str, str]) -> bool:
 
 
 def ends_siblings(env: Mapping[str, str]) -> bool:
-    """Whether the launcher certainly does so. srun only does with -K, and workers of torchrun may see srun's variables."""
+    """Whether the launcher certainly does so.
+
+    srun only does with -K, and workers of torchrun may see srun's variables.
+    """
     return bool(env.get("TORCHELASTIC_RUN_ID") or env.get("OMPI_COMM_WORLD_RANK"))
 
 
-# torch.distributed.launch and DeepSpeed's launcher append --local-rank N to the command and set LOCAL_RANK, too.
+# torch.distributed.launch and DeepSpeed's launcher append --local-rank N to the command and set LOCAL_RANK,
+# too.
 def with_local_rank(env: Mapping[str, str], local_rank: int | None) -> Mapping[str, str]:
-    """The environment with the number of --local-rank, where a launcher set RANK and WORLD_SIZE but no local rank."""
+    """The environment with the number of --local-rank, where a launcher set RANK and WORLD_SIZE but no local
+    rank.
+    """
     needs_it = env.get("RANK") and env.get("WORLD_SIZE") and not _has_local_rank(env)
-    return {**env, "LOCAL_RANK": str(local_rank)} if needs_it and local_rank is not None and local_rank >= 0 else env
+    return {**env,
+            "LOCAL_RANK": str(local_rank)} if needs_it and local_rank is not None and local_rank >= 0 else env
 
 
 def problems_of_local_rank(env: Mapping[str, str], local_rank: int | None) -> Sequence[str]:
@@ -46,11 +53,12 @@ def problems_of_local_rank(env: Mapping[str, str], local_rank: int | None) -> Se
         return ()
     name = next((name for name in LOCAL_RANKS if env.get(name, "").isdigit()), None)
     if name is not None and int(env[name]) != local_rank:
-        return (f"--local-rank {local_rank}, but {name} is {env[name]} in the environment: they number the same process. "
-                "Remove the flag; the launcher's variable is enough.",)
-    if name is None and local_rank and not is_launched(env) and not (env.get("RANK") and env.get("WORLD_SIZE")):
-        return (f"--local-rank {local_rank} without RANK and WORLD_SIZE in the environment: this process cannot find the "
-                "others. Start with torchrun, or remove the flag to run a single process.",)
+        return (f"--local-rank {local_rank}, but {name} is {env[name]} in the environment: they number the "
+                "same process. Remove the flag; the launcher's variable is enough.",)
+    if name is None and local_rank and not is_launched(env) and not (env.get("RANK")
+                                                                     and env.get("WORLD_SIZE")):
+        return (f"--local-rank {local_rank} without RANK and WORLD_SIZE in the environment: this process "
+                "cannot find the others. Start with torchrun, or remove the flag to run a single process.",)
     return ()
 
 

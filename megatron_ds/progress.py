@@ -1,4 +1,5 @@
-"""Where training stands: the one number every `Ramp` is a function of, and all that resuming the data needs."""
+"""Where training stands: the one number every `Ramp` is a function of, and all that resuming the data needs.
+"""
 
 from dataclasses import asdict, dataclass
 
@@ -10,8 +11,8 @@ class Progress:
     step               optimizer steps tried, skipped ones included ("iteration" in Megatron's log line)
     samples            sequences consumed, over all data-parallel ranks
     tokens             tokens consumed
-    scheduled_samples  the samples of steps that were not skipped: learning rate and weight decay advance on these,
-                       as in Megatron, where a step skipped for overflow does not advance the scheduler
+    scheduled_samples  the samples of steps that were not skipped: learning rate and weight decay advance on
+                       these, as in Megatron, where a step skipped for overflow does not advance the scheduler
     skipped_steps      steps skipped because a gradient was not finite
     nan_steps          steps whose loss was not finite
     layer_tokens       tokens consumed, counted once for each block that saw them

@@ -1,18 +1,19 @@
-"""Ramps: pure functions from `Progress` to the value of a setting at that point. A schedule has no state to store.
+"""Ramps: pure functions from `Progress` to the value of a setting at that point. A schedule has no state to
+store.
 
-Learning rate and weight decay advance on *scheduled samples* (samples of steps that were not skipped) or, with spans in
-tokens, on the tokens consumed (of all steps); batch size on samples consumed. A span in iterations is that many times the
-global batch size, as in Megatron. A batch that grows has no fixed number of samples per iteration, so a batch ramp needs its
-spans in samples or tokens.
+Learning rate and weight decay advance on *scheduled samples* (samples of steps that were not skipped) or,
+with spans in tokens, on the tokens consumed (of all steps); batch size on samples consumed. A span in
+iterations is that many times the global batch size, as in Megatron. A batch that grows has no fixed number of
+samples per iteration, so a batch ramp needs its spans in samples or tokens.
 
 Letters: n samples (or tokens) so far, w of warm-up, d after which the decay is over.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from fractions import Fraction
-from typing import Any, Protocol, TypeVar
+from typing import TypeVar
 
 from .progress import Progress
 
@@ -26,11 +27,12 @@ def scheduled_samples(progress: Progress) -> int:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Tokens consumed, as Megatron-DeepSpeed counts them: after a curriculum shortened the sequences, and with random-LTD the
-    mean over the layers of the tokens that each of them saw. layers: their number with random-LTD, else None.
+    """Tokens consumed, as Megatron-DeepSpeed counts them: after a curriculum shortened the sequences, and
+    with random-LTD the mean over the layers of the tokens that each of them saw. layers: their number with
+    random-LTD, else None.
 
-    Tokens of skipped steps count. Megatron-DeepSpeed hands its schedule the tokens before the last step; here they include it,
-    as its samples do.
+    Tokens of skipped steps count. Megatron-DeepSpeed hands its schedule the tokens before the last step; here
+    they include it, as its samples do.
     """
 
     layers: int | None = None
@@ -50,11 +52,13 @@ FALLS: Mapping[str, Callable[[float], float]] = {
 
 @dataclass(frozen=True)
 class LearningRate:
-    r"""Warm up linearly from `initial` to `highest`, then fall in `style` to `lowest`, which holds from `decay` on.
+    r"""Warm up linearly from `initial` to `highest`, then fall in `style` to `lowest`, which holds from
+    `decay` on.
 
-    With "WSD" (warm-up, stable, decay: Hu et al. 2024, arXiv:2404.06395, section 4) the fall takes the last `final` samples
-    of `decay` and has the shape `final_style`. "inverse-square-root" is Vaswani et al. 2017, equation 3, scaled to pass
-    through `highest` at the end of the warm-up. count: what n is, the scheduled samples or `Tokens`.
+    With "WSD" (warm-up, stable, decay: Hu et al. 2024, arXiv:2404.06395, section 4) the fall takes the last
+    `final` samples of `decay` and has the shape `final_style`. "inverse-square-root" is Vaswani et al. 2017,
+    equation 3, scaled to pass through `highest` at the end of the warm-up. count: what n is, the scheduled
+    samples or `Tokens`.
 
         highest      ____                     ____________
                     /    \                   /            \
@@ -97,10 +101,11 @@ class LearningRate:
 
 @dataclass(frozen=True)
 class DeepSpeedRate:
-    """DeepSpeed's WarmupLR, WarmupDecayLR and WarmupCosineLR, step for step; spans in steps of `batch` samples.
+    """DeepSpeed's WarmupLR, WarmupDecayLR and WarmupCosineLR, step for step; spans in steps of `batch`
+    samples.
 
-    They count i = steps done − 1, which is −1 at the first step: it runs at `initial` (WarmupCosineLR: at 0). The warm-up is
-    at least two steps long. WarmupDecayLR falls back to `initial`, WarmupCosineLR to `lowest`.
+    They count i = steps done − 1, which is −1 at the first step: it runs at `initial` (WarmupCosineLR: at 0).
+    The warm-up is at least two steps long. WarmupDecayLR falls back to `initial`, WarmupCosineLR to `lowest`.
     """
 
     style: str
@@ -126,7 +131,8 @@ class DeepSpeedRate:
         span = max(1, self.total - self.steps)
         if self.style == "WarmupDecayLR":
             return self.initial + (self.highest - self.initial) * max(0.0, (self.total - i) / span)
-        return self.lowest + (self.highest - self.lowest) * FALLS["cosine"](min(1.0, (i - self.steps + 1) / span))
+        return self.lowest + (self.highest - self.lowest) * FALLS["cosine"](min(1.0,
+                                                                                (i - self.steps + 1) / span))
 
     @property
     def steps(self) -> int:
@@ -135,7 +141,8 @@ class DeepSpeedRate:
 
 @dataclass(frozen=True)
 class WeightDecay:
-    """From `start` to `end` over a `span` of what `count` counts, constant, linear, or along half a cosine."""
+    """From `start` to `end` over a `span` of what `count` counts, constant, linear, or along half a cosine.
+    """
 
     start: float
     end: float
@@ -150,71 +157,46 @@ class WeightDecay:
         if self.style == "constant" or n > self.span:
             return self.end
         r = n / self.span
-        return self.start + (self.end - self.start) * (r if self.style == "linear" else FALLS["cosine"](1 - r))
-
-
-class BatchRamp(Protocol):
-    """Global batch size: a function of the samples consumed. `final` holds in the end, `smallest` is the least of all."""
-
-    final: int
-    smallest: int
-
-    def __call__(self, progress: Progress) -> int: ...
-    def at(self, n: int) -> int: ...
-
-    def until(self, n: int) -> float:
-        """Up to where the size at n holds, for sure."""
+        return self.start + (self.end - self.start) * (r if self.style == "linear"
+                                                       else FALLS["cosine"](1 - r))
 
 
 @dataclass(frozen=True)
 class BatchSize:
-    """Global batch size: from `start` in steps of `increment` to `final`, reached after `span` samples.
+    """Global batch size: `steps` of (samples, size), each size from that many consumed samples on; the first
+    from 0.
 
-    Each size serves for the same number of samples, span / number of increments. Integers only, so that a run resumed at a
-    border decides as the first one did.
+    Integers only, so that a run that is resumed where the size changes continues with the same sizes.
     """
-
-    final: int
-    start: int
-    increment: int
-    span: int
-
-    def __call__(self, progress: Progress) -> int:
-        return self.at(progress.samples)
-
-    def at(self, n: int) -> int:
-        if n >= self.span:
-            return self.final
-        return self.start + n * self._increments // self.span * self.increment
-
-    def until(self, n: int) -> float:
-        if n >= self.span:
-            return math.inf
-        passed = n * self._increments // self.span
-        return -(-(passed + 1) * self.span // self._increments) if self._increments else self.span
-
-    @property
-    def smallest(self) -> int:
-        return self.start
-
-    @property
-    def _increments(self) -> int:
-        return (self.final - self.start) // self.increment
-
-
-@dataclass(frozen=True)
-class BatchSteps:
-    """Global batch size: `steps` of (samples, size), each size from so many samples on; the first from 0."""
 
     steps: tuple[tuple[int, int], ...]
 
+    @classmethod
+    def constant(cls, size: int) -> "BatchSize":
+        return cls(((0, size),))
+
+    @classmethod
+    def growing(cls, start: int, increment: int, final: int, span: int) -> "BatchSize":
+        """From `start` by `increment` to `final`, which is reached after `span` samples; each size for an
+        equal part of them.
+        """
+        increments = (final - start) // increment
+        steps = {-(-i * span // increments): start + i * increment
+                 for i in range(increments)} if increments else {0: start}
+        return cls(tuple({**steps, span: final}.items()))
+
+    def rounded_down(self, multiple: int) -> "BatchSize":
+        """Each size rounded down to a multiple."""
+        return BatchSize(tuple((samples, size // multiple * multiple) for samples, size in self.steps))
+
     def __call__(self, progress: Progress) -> int:
         return self.at(progress.samples)
 
     def at(self, n: int) -> int:
-        return next(size for samples, size in reversed(self.steps) if n >= samples)
+        return self.steps[bisect_right(self.steps, n, key=lambda step: step[0]) - 1][1]
 
     def until(self, n: int) -> float:
+        """The number of samples at which the size at n ends; infinity for the last."""
         return next((samples for samples, _ in self.steps if samples > n), math.inf)
 
     @property
@@ -226,174 +208,13 @@ class BatchSteps:
         return min(size for _, size in self.steps)
 
 
-@dataclass(frozen=True)
-class RoundedDown:
-    """Another batch ramp, each size rounded down to a multiple of what all ranks take at once."""
-
-    ramp: BatchRamp
-    multiple: int
-
-    def __call__(self, progress: Progress) -> int:
-        return self.at(progress.samples)
-
-    def at(self, n: int) -> int:
-        return self._rounded(self.ramp.at(n))
-
-    def until(self, n: int) -> float:
-        return self.ramp.until(n)
-
-    @property
-    def final(self) -> int:
-        return self._rounded(self.ramp.final)
-
-    @property
-    def smallest(self) -> int:
-        return self._rounded(self.ramp.smallest)
-
-    def _rounded(self, size: int) -> int:
-        return size // self.multiple * self.multiple
-
-
-@dataclass(frozen=True)
-class Constant:
-    """The same value everywhere."""
-
-    value: Any
-
-    def __call__(self, progress: Progress) -> Any:
-        return self.value
-
-    def at(self, n: int) -> Any:
-        return self.value
-
-    def until(self, n: int) -> float:
-        return math.inf
-
-    @property
-    def final(self) -> Any:
-        return self.value
-
-    @property
-    def smallest(self) -> Any:
-        return self.value
-
-
-def make_learning_rate(config: Any) -> Ramp[float]:
-    """The learning rate that a `RunConfig` describes."""
-    optimizer, train = config.optimizer, config.train
-    batch = train.global_batch_size
-    if counts_tokens(config):
-        decay = optimizer.lr_decay_tokens or train.train_tokens or 1          # none is needed for a constant rate
-        warmup = optimizer.lr_warmup_tokens
-        if optimizer.lr_warmup_fraction is not None:
-            warmup = optimizer.lr_warmup_fraction * decay
-        return LearningRate(highest=optimizer.lr, lowest=optimizer.min_lr, initial=optimizer.lr_warmup_init, warmup=warmup,
-                            decay=decay, style=optimizer.lr_decay_style, count=token_count(config))
-    decay = _span(optimizer.lr_decay_iters, optimizer.lr_decay_samples, batch) or train_span(train)
-    if optimizer.lr_decay_style.startswith("Warmup"):
-        warmup = optimizer.lr_warmup_iters
-        if optimizer.lr_warmup_fraction is not None:
-            warmup = int(optimizer.lr_warmup_fraction * decay / batch)
-        return DeepSpeedRate(
-            optimizer.lr_decay_style, highest=optimizer.lr, lowest=optimizer.min_lr, initial=optimizer.lr_warmup_init,
-            warmup=warmup, total=decay // batch, warmup_style=optimizer.lr_warmup_style, batch=batch)
-    warmup = _span(optimizer.lr_warmup_iters, optimizer.lr_warmup_samples, batch)
-    if optimizer.lr_warmup_fraction is not None:
-        warmup = optimizer.lr_warmup_fraction * decay
-    final = _span(optimizer.lr_wsd_decay_iters, optimizer.lr_wsd_decay_samples, batch)
-    return LearningRate(
-        highest=optimizer.lr, lowest=optimizer.min_lr, initial=optimizer.lr_warmup_init, warmup=warmup, decay=decay,
-        style=optimizer.lr_decay_style, final=final, final_style=optimizer.lr_wsd_decay_style)
-
-
-def counts_tokens(config: Any) -> bool:
-    """Whether the learning rate is a function of tokens: a span in tokens is given, or the training is and no span is."""
-    optimizer, spans = config.optimizer, ("lr_decay", "lr_warmup", "lr_wsd_decay")
-    if optimizer.lr_decay_tokens or optimizer.lr_warmup_tokens:
-        return True
-    others = any(getattr(optimizer, f"{span}_{unit}") for span in spans for unit in ("iters", "samples"))
-    return bool(config.train.train_tokens) and not others and not optimizer.lr_decay_style.startswith("Warmup")
-
-
-def token_count(config: Any) -> Tokens:
-    """How a run counts its tokens."""
-    return Tokens(config.model.num_layers if config.routing.random_ltd else None)
-
-
-def make_weight_decay(config: Any) -> Ramp[float]:
-    """The weight decay that a `RunConfig` describes."""
-    optimizer, tokens = config.optimizer, config.train.train_tokens
-    start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
-    return WeightDecay(
-        start=optimizer.weight_decay if start is None else start, end=optimizer.weight_decay if end is None else end,
-        span=tokens or train_span(config.train), style=optimizer.weight_decay_incr_style,
-        count=token_count(config) if tokens else scheduled_samples)
-
-
-def make_batch_size(config: Any) -> BatchRamp:
-    """The global batch size that a `RunConfig` describes."""
-    ramp = stated_batch_size(config)
-    if config.train.decrease_batch_size_if_needed:
-        return RoundedDown(ramp, config.train.micro_batch_size * config.data_parallel_size)
-    return ramp
-
-
-def stated_batch_size(config: Any) -> BatchRamp:
-    """The same without --decrease-batch-size-if-needed: it does not depend on the number of ranks."""
-    train = config.train
-    if train.step_batch_size_schedule:
-        return BatchSteps(parse_batch_steps(train.step_batch_size_schedule, config.model.seq_length))
-    if train.rampup_batch_size is None:
-        return Constant(train.global_batch_size)
-    start, increment, span = train.rampup_batch_size
-    return BatchSize(final=train.global_batch_size, start=start, increment=increment, span=span)
-
-
-def parse_batch_steps(words: Sequence[str], seq_length: int) -> tuple[tuple[int, int], ...]:
-    """`0:768 250B:1536`, TOKENS:SIZE from tokens on, as ((samples, size), …), in the order of the samples.
-
-    Megatron's rule: suffixes K, M, B, T are powers of a thousand, and tokens become samples by whole division.
-    Raises ValueError, with words for the user, for anything else.
+def count_steps(batch_size: BatchSize, samples: int, consumed: int = 0) -> int:
+    """Optimizer steps that fit into `samples` when `consumed` are gone; the last ones, too few for a batch,
+    are left over.
     """
-    pairs = [pair.split(":") for pair in " ".join(words).replace(",", " ").split()]
-    if not pairs or any(len(pair) != 2 for pair in pairs):
-        raise ValueError("is not a list of TOKENS:SIZE, such as 0:256 2B:512")
-    steps = sorted((_count(tokens) // seq_length, _count(size)) for tokens, size in pairs)
-    if steps[0][0] != 0:
-        raise ValueError(f"begins after {steps[0][0]} samples; the first size must hold from 0 on")
-    for (samples, _), (after, _) in zip(steps, steps[1:]):
-        if samples == after:
-            raise ValueError(f"has two sizes from {samples} samples on (tokens / {seq_length})")
-    return tuple(steps)
-
-
-def _count(text: str) -> int:
-    suffix = text[-1:].upper()
-    unit = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}.get(suffix, 1)
-    try:
-        number = Fraction(text[:-1] if unit > 1 else text) * unit
-    except (ValueError, ZeroDivisionError):
-        raise ValueError(f"has {text!r}, which is not a number like 200000, 200K or 1.5B") from None
-    if number < 0 or number.denominator != 1:
-        raise ValueError(f"has {text!r}, which is not a whole number of at least 0")
-    return int(number)
-
-
-def train_span(train: Any) -> int:
-    """Samples of the whole training, where it has a length in samples or iterations."""
-    return train.train_samples or train.train_iters * train.global_batch_size
-
-
-def count_steps(batch_size: BatchRamp, samples: int, consumed: int = 0) -> int:
-    """Optimizer steps that fit into `samples` when `consumed` are gone; the last ones, too few for a batch, are left over."""
     steps, n = 0, consumed
     while n + (size := batch_size.at(n)) <= samples:
         held = min(batch_size.until(n), samples)
         alike = min(-((n - held) // size), (samples - n) // size)           # steps of this size
         steps, n = steps + alike, n + alike * size
     return steps
-
-
-def _span(iterations: int | None, samples: int | None, batch: int) -> int:
-    """The span in samples, given in one of the two units."""
-    return samples or (iterations or 0) * batch

@@ -1,4 +1,5 @@
-"""Signals that ask a command to stop: SIGTERM, SIGUSR1 and the first Ctrl-C. A second Ctrl-C ends the command at once.
+"""Signals that ask a command to stop: SIGTERM, SIGUSR1 and the first Ctrl-C. A second Ctrl-C ends the command
+at once.
 
     start-up, one rank alone      the signal raises `Stopped` at once: nothing is unsaved and no other rank waits
     start-up, several ranks       the signal is noted; ranks agree on it at the next step of the start-up
@@ -14,8 +15,8 @@ GRACEFUL = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class Stopped(BaseException):
-    """A signal asked to stop before training began. Derives from BaseException, as KeyboardInterrupt does, so that no
-    `except Exception` on the way handles it."""
+    """A signal asked to stop before training began. Derives from BaseException, as KeyboardInterrupt does, so
+    that no `except Exception` on the way handles it."""
 
 
 class StopRequest:
@@ -61,6 +62,7 @@ def before_training(signal_name: str) -> str:
 
 
 def ignore_stop_signals() -> None:
-    """For the rest of this process, once its exit code is known: the interpreter still takes a moment to end."""
+    """For the rest of this process, once its exit code is known: the interpreter still takes a moment to end.
+    """
     for number in GRACEFUL:
         signal.signal(number, signal.SIG_IGN)

@@ -17,6 +17,7 @@ import torch
 
 from megatron_ds.checkpoint.pieces import views, written_here
 from megatron_ds.config import RunConfig
+from megatron_ds.config.training_schedule import make_batch_size, make_learning_rate, make_token_drop, make_weight_decay
 from megatron_ds.data.batch import Batch
 from megatron_ds.data.gpt.gpt_data import GPT_DATA
 from megatron_ds.data.gpt.packing import PackedDataset, build_packs
@@ -27,9 +28,7 @@ from megatron_ds.errors import ConfigError, LayoutError
 from megatron_ds.models import MODELS
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.progress import Progress
-from megatron_ds.ramps import make_batch_size, make_learning_rate, make_weight_decay
 from megatron_ds.registry import did_you_mean
-from megatron_ds.token_drop import make_token_drop
 from megatron_ds.training.build import Engine, build_engine
 from megatron_ds.training.curriculum import make_lengths
 from megatron_ds.training.samples import build_loaders, rearranged

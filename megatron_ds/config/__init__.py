@@ -1,10 +1,10 @@
-"""Configuration: flags, YAML and DeepSpeed JSON → one frozen `RunConfig` that knows where each value came from.
+"""Configuration: flags, YAML and DeepSpeed JSON → one frozen `RunConfig` that knows where each value came
+from.
 
     config = parse(sys.argv[1:], world_size=8)      # raises ConfigError with everything that is wrong
 """
 
-from .bert import BertConfig
-from .data_options import DataConfig
+from .data_options import BertConfig, DataConfig
 from .model_options import ModelConfig
 from .optimizer_options import OptimizerConfig
 from .parallel_options import ParallelConfig, ZeroConfig

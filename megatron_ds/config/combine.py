@@ -8,11 +8,10 @@ Two files that give one option different values are an error, because neither ta
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from ..ramps import parse_batch_steps
-from .problems import reject
-from .reading import PartOf, Setting
-from .resolve import resolved
+from .messages import written
+from .reading import PartOf, Setting, reject
 from .run import RunConfig, Source, all_options
+from .training_schedule import parse_batch_steps
 
 
 def merge(files: Sequence[Setting], flags: Sequence[Setting], world_size: int = 1,
@@ -31,8 +30,9 @@ def contradictions(files: Iterable[Setting], flags: Iterable[Setting]) -> list[s
         before = first.setdefault(setting.path, setting)
         if before.value != setting.value and setting.path not in decided:
             option = all_options()[setting.path]
-            wrong.append(f"{option.flag} is {before.value} in {before.source} but {setting.value} in {setting.source}: "
-                         f"files do not override each other. Remove one of them, or decide with {option.flag}.")
+            wrong.append(f"{option.flag} is {before.value} in {before.source} but {setting.value} in "
+                         f"{setting.source}: files do not override each other. Remove one of them, or decide "
+                         f"with {option.flag}.")
     return wrong
 
 
@@ -51,9 +51,9 @@ def combined(files: Sequence[Setting], flags: Sequence[Setting], world_size: int
 def with_batch_sizes(config: RunConfig) -> RunConfig:
     """Fill in what is missing of: global batch = micro-batch × accumulation steps × data-parallel size.
 
-    The micro-batch is derived only if a DeepSpeed JSON gave one of the others, as DeepSpeed does. With Megatron's flags it is
-    required: a forgotten flag should not mean the largest micro-batch. Does nothing where the numbers do not divide; `rules`
-    reports that.
+    The micro-batch is derived only if a DeepSpeed JSON gave one of the others, as DeepSpeed does. With
+    Megatron's flags it is required: a forgotten flag should not mean the largest micro-batch. Does nothing
+    where the numbers do not divide; `rules` reports that.
     """
     train, ranks = config.train, config.data_parallel_size
     micro, total, steps = train.micro_batch_size, train.global_batch_size, train.gradient_accumulation_steps
@@ -63,7 +63,8 @@ def with_batch_sizes(config: RunConfig) -> RunConfig:
     if micro is None and total and total % (ranks * (steps or 1)) == 0 and (steps or "deepspeed" in kinds):
         micro = total // (ranks * (steps or 1))
         config = config.with_values({"train.micro_batch_size": micro}, Source(
-            "derived", f"global batch {total} / ({f'{steps} steps × ' if steps else ''}{ranks} data-parallel ranks)"))
+            "derived", f"global batch {total} / ({f'{steps} steps × ' if steps else ''}{ranks} data-parallel "
+                       "ranks)"))
     if total is None and (last := _last_of_schedule(config)):
         total = last
         config = config.with_values({"train.global_batch_size": total}, Source(
@@ -71,7 +72,8 @@ def with_batch_sizes(config: RunConfig) -> RunConfig:
     if total is None and micro is not None:
         total = micro * ranks * (steps or 1)
         config = config.with_values({"train.global_batch_size": total}, Source(
-            "derived", f"micro-batch {micro} × {f'{steps} steps × ' if steps else ''}{ranks} data-parallel ranks"))
+            "derived", f"micro-batch {micro} × {f'{steps} steps × ' if steps else ''}{ranks} data-parallel "
+                       "ranks"))
     if steps is not None and micro is not None and total == micro * steps * ranks:
         config = replace(config, train=replace(config.train, gradient_accumulation_steps=None))
     return config
@@ -92,6 +94,88 @@ def _with(config: RunConfig, setting: Setting) -> RunConfig:
     if isinstance(value, PartOf):
         whole = config.get(value.path)
         value = None if whole is None else whole * value.part
-        if value is None:                                             # the missing whole is reported by `rules`
+        if value is None:  # the missing whole is reported by `rules`
             return config
     return config.with_values({setting.path: value}, setting.source)
+
+
+DATA = ("data.data_path", "data.split", "data.train_data_path", "data.valid_data_path", "data.test_data_path",
+        "data.data_args_path", "data.per_split_data_args_path", "data.blend_weights")
+TOKENIZER_FILES = ("data.vocab_file", "data.merge_file", "data.tokenizer_model")
+GPT2_TOKENS = 50_256                  # beside the end-of-document token, which NullTokenizer adds
+
+
+def resolved(config: RunConfig) -> RunConfig:
+    for function in (_mock_data, _mock_vocabulary, _recomputation, _gradient_divisor, _saving):
+        config = function(config)
+    return config
+
+
+def _mock_data(config: RunConfig) -> RunConfig:
+    """The flag --mock-data wins over the corpus of a recipe.
+
+    From a file it does not: `rules` then asks to decide.
+    """
+    source = config.sources.get("data.mock_data")
+    if config.data.mock_data and source is not None and source.kind == "flag":
+        return _without(config, DATA, "--mock-data is used instead")
+    return config
+
+
+def _mock_vocabulary(config: RunConfig) -> RunConfig:
+    """Mock tokens need a vocabulary size, but no tokenizer: that of a recipe is left out if --vocab-size is
+    given.
+    """
+    if not config.data.mock_data:
+        return config
+    source = config.sources.get("data.mock_data")
+    is_flag = source is not None and source.kind == "flag"
+    if is_flag and config.model.vocab_size is not None and config.data.tokenizer_type not in (None, "NullTokenizer"):
+        config = _without(config, ("data.tokenizer_type", *TOKENIZER_FILES), "mock data needs no tokenizer")
+    if config.data.tokenizer_type is not None:
+        return config
+    config = config.with_values({"data.tokenizer_type": "NullTokenizer"}, Source("derived", "for "
+                                                                                            "--mock-data"))
+    has_files = bool(config.data.vocab_file or config.data.merge_file)
+    config = _without(config, TOKENIZER_FILES, "mock data needs no tokenizer")
+    if has_files and config.model.vocab_size is None:
+        name = "GPT-2's vocabulary, for --mock-data"
+        config = config.with_values({"model.vocab_size": GPT2_TOKENS}, Source("derived", name))
+    return config
+
+
+def _recomputation(config: RunConfig) -> RunConfig:
+    train = config.train
+    # layers one by one, and all of them
+    if train.recompute_method == "uniform" and train.recompute_num_layers == 1:
+        return replace(config, train=replace(train, recompute_num_layers=None))
+    return config
+
+
+def _gradient_divisor(config: RunConfig) -> RunConfig:
+    """Dividing gradients while they are summed only prevents an overflow of fp16."""
+    dtype = config.zero.communication_data_type or config.optimizer.main_grads_dtype
+    if dtype == "fp16":
+        return config
+    return _without(config, ("zero.prescale_gradients", "zero.gradient_predivide_factor"),
+                    f"gradients are summed in {dtype}, which cannot overflow as fp16 does")
+
+
+def _saving(config: RunConfig) -> RunConfig:
+    if config.checkpoint.save is not None:
+        return config
+    return _without(config,
+                    ("checkpoint.save_interval", "checkpoint.save_total_limit", "checkpoint.no_save_optim"),
+                    "no checkpoint is written without --save DIR")
+
+
+def _without(config: RunConfig, paths: tuple[str, ...], why: str) -> RunConfig:
+    """The options at their defaults; those that were given are noted."""
+    given = [path for path in paths if config.get(path) != all_options()[path].default]
+    if not given:
+        return config
+    notes = {written(config, path): why for path in given}
+    defaults = {path: all_options()[path].default for path in given}
+    config = config.with_values(defaults, Source("derived", why))
+    sources = {path: source for path, source in config.sources.items() if path not in given}
+    return replace(config, sources=sources, without_effect={**config.without_effect, **notes})

@@ -3,15 +3,22 @@
 from collections.abc import Iterator
 
 from .data_efficiency_options import RESHAPE, length_difficulty, read_metric
-from .messages import say
-from .problems import attempt
+from .data_rules import is_number
+from .messages import flag, neighbours, written
+from .reading import attempt
 from .run import RunConfig, all_options
 
-LENGTH_OPTIONS = ("schedule", "min_length", "max_length", "steps", "length_step", "root_degree", "lengths", "until_steps",
+LENGTH_OPTIONS = ("schedule", "min_length", "max_length", "steps", "length_step", "root_degree", "lengths",
+                  "until_steps",
                   "function")
 USED_BY = {"steps": ("fixed_linear", "fixed_root"), "length_step": ("fixed_linear", "fixed_root"),
            "root_degree": ("fixed_root",), "lengths": ("fixed_discrete",), "until_steps": ("fixed_discrete",),
            "function": ("custom",)}
+
+ON, IDS, LEAST = "random_ltd.random_ltd", "random_ltd.random_ltd_layer_ids", "random_ltd.random_ltd_min_tokens"
+MOST, STEPS, MULTIPLE = "random_ltd.random_ltd_max_tokens", "random_ltd.random_ltd_steps", "random_ltd.random_ltd_tokens_per_step"
+TOTAL = "random_ltd.random_ltd_total_layers"
+LENGTH, TP = "model.seq_length", "parallel.tensor_model_parallel_size"
 
 
 def lengths(config: RunConfig) -> Iterator[str]:
@@ -19,21 +26,21 @@ def lengths(config: RunConfig) -> Iterator[str]:
     given = [name for name in LENGTH_OPTIONS if _is_given(config, f"curriculum.curriculum_{name}")]
     if curriculum.curriculum_type is None:
         if given:
-            yield (f"{say(config, f'curriculum.curriculum_{given[0]}')} has no effect without --curriculum-type. Add "
-                   "--curriculum-type seqlen_truncate or seqlen_reshape, or remove it.")
+            yield (f"{written(config, f'curriculum.curriculum_{given[0]}')} has no effect without "
+                   "--curriculum-type. Add --curriculum-type seqlen_truncate or seqlen_reshape, or remove "
+                   "it.")
         return
     if whole is None:
         return
     kind, longest = curriculum.curriculum_schedule, curriculum.curriculum_max_length
     for name in given:
         if kind not in USED_BY.get(name, (kind,)):
-            yield (f"{say(config, f'curriculum.curriculum_{name}')} has no effect with --curriculum-schedule {kind}. "
-                   "Remove it, "
-                   f"or use {' or '.join(USED_BY[name])}.")
+            yield (f"{written(config, f'curriculum.curriculum_{name}')} has no effect with "
+                   f"--curriculum-schedule {kind}. Remove it, or use {' or '.join(USED_BY[name])}.")
             return
     if longest is not None and longest > whole:
-        yield (f"{say(config, 'curriculum.curriculum_max_length')} is longer than {say(config, 'model.seq_length')}, the "
-               "length of a sample. Use that or less.")
+        yield (f"{written(config, 'curriculum.curriculum_max_length')} is longer than "
+               f"{written(config, 'model.seq_length')}, the length of a sample. Use that or less.")
         return
     problems: list[str] = []
     difficulty = attempt(problems, length_difficulty, curriculum, whole)
@@ -52,8 +59,9 @@ def _split_by_tensor_ranks(config: RunConfig, difficulty) -> Iterator[str]:
     odd = attempt(problems, lambda: _length_not_divided(difficulty, steps, tp))
     yield from problems
     if odd is not None:
-        yield (f"the curriculum has a length of {odd}, which {say(config, 'parallel.sequence_parallel')} cannot split "
-               f"over {tp} tensor-parallel ranks. Use lengths, and a --curriculum-length-step, that are multiples of {tp}.")
+        yield (f"the curriculum has a length of {odd}, which {written(config, 'parallel.sequence_parallel')} "
+               f"cannot split over {tp} tensor-parallel ranks. Use lengths, and a --curriculum-length-step, "
+               f"that are multiples of {tp}.")
 
 
 def _length_not_divided(difficulty, steps: int, tp: int) -> int | None:
@@ -70,8 +78,8 @@ def samples(config: RunConfig) -> Iterator[str]:
     curriculum, data = config.curriculum, config.data
     if not curriculum.curriculum_metrics:
         if curriculum.curriculum_cluster_path is not None:
-            yield (f"{say(config, 'curriculum.curriculum_cluster_path')} has no effect without metrics. Add a "
-                   "\"curriculum_metrics\" block, or remove it.")
+            yield (f"{written(config, 'curriculum.curriculum_cluster_path')} has no effect without metrics. "
+                   "Add a \"curriculum_metrics\" block, or remove it.")
         return
     problems: list[str] = []
     metrics = [attempt(problems, read_metric, text) for text in curriculum.curriculum_metrics]
@@ -80,36 +88,89 @@ def samples(config: RunConfig) -> Iterator[str]:
     if len(set(names)) < len(names):
         yield f"two curriculum metrics are named {max(names, key=names.count)}. Keep one."
     if curriculum.curriculum_cluster_path is not None and len(names) == 1:
-        yield (f"{say(config, 'curriculum.curriculum_cluster_path')} is for the clusters of several metrics; one metric needs "
-               "none. Remove it.")
+        yield (f"{written(config, 'curriculum.curriculum_cluster_path')} is for the clusters of several "
+               "metrics; one metric needs none. Remove it.")
     if data.dataloader_type != "single":
-        yield (f"{say(config, 'data.dataloader_type')} with curriculum metrics: the curriculum sets the order of the samples. "
-               "Use --dataloader-type single.")
+        yield (f"{written(config, 'data.dataloader_type')} with curriculum metrics: the curriculum sets the "
+               "order of the samples. Use --dataloader-type single.")
     if data.mock_data:
-        yield f"{say(config, 'data.mock_data')} with curriculum metrics: random samples have no analysis. Use --data-path."
+        yield (f"{written(config, 'data.mock_data')} with curriculum metrics: random samples have no "
+               "analysis. Use --data-path.")
     words = data.train_data_path or data.data_path
-    if len(words) > 1 and _is_number(words[0]):
-        yield ("curriculum metrics number the samples of one epoch, and a weighted blend has no epochs. Give the "
-               "corpora without "
-               "weights.")
+    if len(words) > 1 and is_number(words[0]):
+        yield ("curriculum metrics number the samples of one epoch, and a weighted blend has no epochs. Give "
+               "the corpora without weights.")
 
 
 def folding(config: RunConfig) -> Iterator[str]:
     if config.curriculum.curriculum_type == RESHAPE and config.model.model not in (None, "gpt"):
-        yield (f"{say(config, 'curriculum.curriculum_type')} cuts a sample at any token, but a sample of {config.model.model} "
-               "cannot be cut. Use seqlen_truncate.")
+        yield (f"{written(config, 'curriculum.curriculum_type')} cuts a sample at any token, but a sample of "
+               f"{config.model.model} cannot be cut. Use seqlen_truncate.")
 
 
 def _is_given(config: RunConfig, path: str) -> bool:
     return config.get(path) != all_options()[path].default
 
 
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True
+def unused(config: RunConfig) -> Iterator[str]:
+    if not config.random_ltd.random_ltd:
+        for path, option in all_options().items():
+            if path.startswith("random_ltd.random_ltd_") and config.get(path) != option.default:
+                yield f"{written(config, path)} has no effect without {flag(ON)}. Add that, or remove this."
 
 
-CURRICULUM_RULES = (lengths, samples, folding)
+def schedule(config: RunConfig) -> Iterator[str]:
+    ltd, length = config.random_ltd, config.model.seq_length
+    if not ltd.random_ltd:
+        return
+    for path in (LEAST, STEPS):
+        if config.get(path) is None:
+            yield f"{written(config, ON)} needs {flag(path)}: {all_options()[path].help}"
+    least, multiple = ltd.random_ltd_min_tokens, ltd.random_ltd_tokens_per_step
+    most = ltd.random_ltd_max_tokens or length
+    if length and most and most > length:
+        yield (f"{written(config, MOST)} is more than {written(config, LENGTH)}. Use {length} or less, or "
+               "remove it to keep all tokens in the end.")
+    if least and most and least > most:
+        yield (f"{written(config, LEAST)} is more than the {most} tokens kept in the end, but the number "
+               f"only grows. Use {flag(LEAST)} {most} or less.")
+    elif least and least < multiple and least != most:
+        yield (f"{written(config, LEAST)} is less than {written(config, MULTIPLE)}: rounded down to a "
+               f"multiple of that, no token would be kept at first. Use {flag(LEAST)} {multiple} or more, or "
+               f"{flag(MULTIPLE)} {least} or less.")
+
+
+def blocks(config: RunConfig) -> Iterator[str]:
+    ltd, layers = config.random_ltd, config.model.num_layers
+    if not ltd.random_ltd or not layers:
+        return
+    ids, total = ltd.random_ltd_layer_ids, ltd.random_ltd_total_layers
+    if total is not None and total != layers:
+        yield (f"{written(config, TOTAL)}, but {written(config, 'model.num_layers')}. Make them equal, or "
+               "remove the first.")
+    outside, twice = sorted({i for i in ids if i >= layers}), sorted({i for i in ids if ids.count(i) > 1})
+    if outside:
+        yield (f"{written(config, IDS)}: there is no block {', '.join(map(str, outside))} among {layers}, "
+               f"numbered from 0. Use numbers up to {layers - 1}.")
+    if twice:
+        yield f"{written(config, IDS)} names {', '.join(map(str, twice))} twice. Name each block once."
+    if not ltd.dropping_blocks(layers):
+        yield (f"{written(config, ON)} with {written(config, 'model.num_layers')}: no block remains besides "
+               f"the first and the last to drop tokens. Choose blocks with {flag(IDS)}.")
+
+
+def sequence_parallel(config: RunConfig) -> Iterator[str]:
+    """Each rank holds an equal part of the kept tokens."""
+    ltd, t, length = config.random_ltd, config.parallel.tensor_model_parallel_size, config.model.seq_length
+    if not ltd.random_ltd or not config.parallel.sequence_parallel or t == 1 or not length:
+        return
+    most, multiple = ltd.random_ltd_max_tokens or length, ltd.random_ltd_tokens_per_step
+    why = f"{written(config, TP)}: with --sequence-parallel each rank holds an equal part of the kept tokens"
+    if multiple % t and ltd.random_ltd_min_tokens != most:
+        yield (f"{written(config, MULTIPLE)} is not a multiple of {why}. Use {flag(MULTIPLE)} "
+               f"{neighbours(multiple, t)}.")
+    if most < length and most % t:
+        yield f"{written(config, MOST)} is not a multiple of {why}. Use {flag(MOST)} {neighbours(most, t)}."
+
+
+DATA_EFFICIENCY_RULES = (lengths, samples, folding, unused, schedule, blocks, sequence_parallel)

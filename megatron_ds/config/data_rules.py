@@ -1,24 +1,76 @@
-"""Rules about how samples are made of documents."""
+"""Rules about the data: where it comes from, and how documents become samples."""
 
+import re
 from collections.abc import Iterator
 
-from .messages import say
+from .messages import flag, written
 from .run import RunConfig, all_options
 
-FIM = ("data.fim_rate", "data.fim_spm_rate", "data.fim_split_sample", "data.fim_fragment_rate", "data.fim_no_prefix",
+FIM = ("data.fim_rate", "data.fim_spm_rate", "data.fim_split_sample", "data.fim_fragment_rate",
+       "data.fim_no_prefix",
        "data.fim_prefix_token", "data.fim_middle_token", "data.fim_suffix_token")
+SHORTEST = 8           # [CLS] A [SEP] B [SEP] with a few tokens in each segment
+OF_GPT = ("data.eod_mask_loss", "data.reset_position_ids", "data.reset_attention_mask", "data.fim_data",
+          "data.pack_documents")
+
+
+def corpus(config: RunConfig) -> Iterator[str]:
+    data = config.data
+    paths = [path for path in ("data.train_data_path", "data.valid_data_path",
+                               "data.test_data_path") if config.get(path)]
+    given = [written(config, path) for path in (("data.mock_data",) if data.mock_data else ()) + (
+        ("data.data_path",) if data.data_path else ()) + tuple(paths[:1]) + tuple(
+        path for path in ("data.data_args_path", "data.per_split_data_args_path") if config.get(path))]
+    if not given and not config.plan.is_dry:                          # a plan can come before its data
+        yield ("missing: the data. Give --data-path PREFIX, or --train-data-path and so on for each split, "
+               "or --mock-data to train on random tokens.")
+    elif len(given) > 1:
+        yield (f"{' and '.join(given)} {'both' if len(given) == 2 else 'all'} specify the data. Give only one"
+               f"{'; --mock-data as a flag replaces the others' * data.mock_data}.")
+    if data.split is not None and not data.is_divided_by_split:
+        yield (f"{written(config, 'data.split')} divides a --data-path, and there is none. Remove it"
+               f"{', because each split has its own path' if paths or data.per_split_data_args_path else ''}.")
+    elif data.split is not None and not _is_split(data.split):
+        yield (f"{written(config, 'data.split')} is not a list of up to three proportions, none negative and "
+               "not all zero. Use for instance 969,30,1, or 98,2,0 for no test set.")
+    if paths and not data.train_data_path:
+        yield f"{written(config, paths[0])} without --train-data-path: there is nothing to train on."
+    words = next(filter(None, (data.data_path, data.train_data_path)), ())
+    if data.blend_weights == "epochs" and (data.mock_data or words and not is_number(words[0])):
+        yield (f"{written(config, 'data.blend_weights')} without weights before the prefixes, which are the "
+               "numbers of epochs. Add them.")
+    if given and not data.mock_data and data.tokenizer_type is None:
+        yield ("missing: --tokenizer-type, the tokenizer that the corpus was tokenized with (NullTokenizer "
+               "for bare ids).")
+    if data.tokenizer_type == "NullTokenizer" and config.model.vocab_size is None:
+        yield (f"missing: --vocab-size. {written(config, 'data.tokenizer_type')} has no vocabulary file to "
+               "read it from.")
+
+
+def is_number(text: str) -> bool:
+    try:
+        return float(text) is not None
+    except ValueError:
+        return False
+
+
+def _is_split(text: str) -> bool:
+    """Up to three numbers between commas, blanks or slashes; as `data/split.py` reads them."""
+    numbers = re.split(r"[\s,/]+", text.strip(" ,/"))
+    return (len(numbers) <= 3 and all(re.fullmatch(r"\d+\.?\d*|\.\d+", n) for n in numbers)
+            and any(float(n) for n in numbers))
 
 
 def fill_in_the_middle(config: RunConfig) -> Iterator[str]:
     data = config.data
     for path in FIM:
         if not data.fim_data and config.get(path) != all_options()[path].default:
-            yield f"{say(config, path)} has no effect without --fim-data. Add that, or remove it."
+            yield f"{written(config, path)} has no effect without --fim-data. Add that, or remove it."
     if data.fim_data and data.mock_data:
         yield "--fim-data with --mock-data: random tokens have no text to rearrange. Remove one."
     if data.fim_fragment_rate is not None and data.fim_split_sample is None:
-        yield (f"{say(config, 'data.fim_fragment_rate')} without --fim-split-sample: documents are not cut into "
-               "fragments. Add that token.")
+        yield (f"{written(config, 'data.fim_fragment_rate')} without --fim-split-sample: documents are not "
+               "cut into fragments. Add that token.")
 
 
 def packing(config: RunConfig) -> Iterator[str]:
@@ -26,8 +78,35 @@ def packing(config: RunConfig) -> Iterator[str]:
     if data.pack_documents and data.mock_data:
         yield "--pack-documents with --mock-data: random samples have no documents to pack. Remove one."
     if data.pack_documents and data.fim_data:
-        yield ("--pack-documents with --fim-data: packed samples have no room for the special tokens. Remove one; "
-               "--reset-attention-mask also separates documents.")
+        yield ("--pack-documents with --fim-data: packed samples have no room for the special tokens. Remove "
+               "one; --reset-attention-mask also separates documents.")
 
 
-SAMPLE_RULES = (fill_in_the_middle, packing)
+
+def only_for_bert(config: RunConfig) -> Iterator[str]:
+    if config.model.model == "bert":
+        return
+    for path, option in all_options().items():
+        if (option.section == "bert"
+            or path == "model.bert_binary_head") and config.get(path) != option.default:
+            yield (f"{written(config, path)} applies to BERT, but {written(config, 'model.model')}. Remove "
+                   "it, or train a BERT with pretrain_bert.py or --model bert.")
+
+
+def not_for_bert(config: RunConfig) -> Iterator[str]:
+    if config.model.model != "bert":
+        return
+    for path in OF_GPT:
+        if config.get(path):
+            yield (f"{written(config, path)} applies to samples of several documents; a sample of BERT is "
+                   "from one document. Remove it.")
+    if config.model.position_embedding_type == "none":
+        yield (f"{written(config, 'model.position_embedding_type')}: BERT has no causal mask, so without "
+               "position embeddings the order of tokens would be lost. Use "
+               f"{flag('model.position_embedding_type')} learned_absolute or rope.")
+    if config.model.seq_length and config.model.seq_length < SHORTEST:
+        yield (f"{written(config, 'model.seq_length')} leaves no room for [CLS] A [SEP] B [SEP]. Use "
+               f"{flag('model.seq_length')} {SHORTEST} or more.")
+
+
+DATA_RULES = (corpus, fill_in_the_middle, packing, only_for_bert, not_for_bert)

@@ -1,8 +1,9 @@
 """A DeepSpeed JSON (`--deepspeed_config`) → settings.
 
-Most keys are declared with their option (`option(json="gradient_clipping")`); those that need arithmetic are below. "auto"
-means "take it from the flags". Keys that have no option here are accepted or refused by `foreign.py`, with the reason. In a
-block that is switched off (`"fp16": {"enabled": false, …}`) values are ignored, but names are checked.
+Most keys are declared with their option (`option(json="gradient_clipping")`); those that need arithmetic are
+below. "auto" means "take it from the flags". Keys that have no option here are accepted or refused by
+`foreign.py`, with the reason. In a block that is switched off (`"fp16": {"enabled": false, …}`) values are
+ignored, but names are checked.
 """
 
 import json
@@ -13,27 +14,42 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..registry import did_you_mean
-from . import deepspeed_data_efficiency
-from .coerce import coerce, shown
-from .deepspeed_routing import LTD, ROUTING_KEYS, random_ltd_is_off, translate_random_ltd
-from .option import Option
+from .deepspeed_data_efficiency import (
+    CURRICULUM_KEYS,
+    LTD,
+    RANDOM_LTD_KEYS,
+    random_ltd_is_off,
+    translate_curriculum,
+    translate_random_ltd,
+)
+from .option import Option, coerce, json_key, shown
 from .reading import PartOf, Reading, Setting
 from .run import Source, all_options
 from .suggest import near_key
 from .unsupported import KEYS, answer_to_key
 from .yaml_file import names, text_of
 
-# Keys that the functions below translate → what the value is.
-_FLOAT, _INT, _TEXT = Option(None, "", kind=float), Option(None, "", kind=int), Option(None, "", kind=str)
+# Keys that the functions below translate.
 TRANSLATED: Mapping[str, Option] = {
-    "fp16.loss_scale": Option(None, "", kind=float, at_least=0), "fp16.initial_scale_power": _INT,
-    "optimizer.type": _TEXT, "optimizer.params.betas": Option(None, "", kind=float, is_list=True, count=2),
-    "tensorboard.enabled": Option(None, "", kind=bool), "tensorboard.output_path": _TEXT, "tensorboard.job_name": _TEXT,
-    "scheduler.type": _TEXT, "scheduler.params.warmup_type": Option(None, "", kind=str, choices=("log", "linear")),
-    "scheduler.params.warmup_min_lr": _FLOAT, "scheduler.params.warmup_max_lr": _FLOAT,
-    "scheduler.params.warmup_num_steps": _INT, "scheduler.params.total_num_steps": _INT,
-    "scheduler.params.warmup_min_ratio": _FLOAT, "scheduler.params.cos_min_ratio": _FLOAT, **deepspeed_data_efficiency.KEYS,
-    **ROUTING_KEYS}
+    "fp16.loss_scale": json_key(float, "`--loss-scale`; 0 is dynamic", at_least=0),
+    "fp16.initial_scale_power": json_key(int, "`--initial-loss-scale`, 2 to this power"),
+    "optimizer.type": json_key(str, "`--optimizer`: Adam and AdamW (both with decoupled weight decay), SGD"),
+    "optimizer.params.betas": json_key(float, "`--adam-beta1`, `--adam-beta2`", is_list=True, count=2),
+    "tensorboard.enabled": json_key(bool, "whether the block is used"),
+    "tensorboard.output_path": json_key(str, "`--tensorboard-dir`, together with the job name"),
+    "tensorboard.job_name": json_key(str, "the directory under the output path"),
+    "scheduler.type": json_key(str, "`--lr-decay-style`: WarmupLR, WarmupDecayLR, WarmupCosineLR"),
+    "scheduler.params.warmup_type": json_key(str, "`--lr-warmup-style`; log unless "
+                                                  "given", choices=("log", "linear")),
+    "scheduler.params.warmup_min_lr": json_key(float, "`--lr-warmup-init`"),
+    "scheduler.params.warmup_max_lr": json_key(float, "`--lr`"),
+    "scheduler.params.warmup_num_steps": json_key(int, "`--lr-warmup-iters`; 1000 unless given"),
+    "scheduler.params.total_num_steps": json_key(int, "`--lr-decay-iters`"),
+    "scheduler.params.warmup_min_ratio": json_key(float, "`--lr-warmup-init`, as a fraction of the learning "
+                                                         "rate"),
+    "scheduler.params.cos_min_ratio": json_key(
+        float, "`--min-lr`, as a fraction of the learning rate; 0.0001 unless given"),
+    **CURRICULUM_KEYS, **RANDOM_LTD_KEYS}
 
 OPTIMIZERS = {"adam": "adam", "adamw": "adam", "sgd": "sgd"}
 OPTIMIZER_PARAMS = {"adam": {"lr", "betas", "eps", "weight_decay"}, "sgd": {"lr", "momentum", "weight_decay"}}
@@ -55,13 +71,14 @@ def read_deepspeed(path: str) -> Reading:
 
 
 def reading_of(path: str, block: Mapping[str, Any]) -> Reading:
-    """The settings of a block that was read already, its problems, and the keys that are accepted but have no effect.
+    """The settings of a block that was read already, its problems, and the keys that are accepted but have no
+    effect.
 
     path: names the block in messages
     """
     document = _Document(path)
     document.walk("", block)
-    for translate in (_declared, _fp16, _optimizer, _scheduler, _tensorboard, deepspeed_data_efficiency.translate,
+    for translate in (_declared, _fp16, _optimizer, _scheduler, _tensorboard, translate_curriculum,
                       translate_random_ltd):
         translate(document)
     return document.reading
@@ -81,7 +98,8 @@ def auto_keys(block: Mapping[str, Any], prefix: str = "") -> list[str]:
 def with_autos(block: Mapping[str, Any], values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """A copy of the block in which the "auto" of each dotted key of `values` is replaced by its value."""
     return {name: with_autos(value, values, f"{prefix}{name}.") if isinstance(value, Mapping)
-            else values.get(prefix + name, value) if value == "auto" else value for name, value in block.items()}
+            else values.get(prefix + name, value) if value == "auto" else value for name,
+            value in block.items()}
 
 
 class _Document:
@@ -116,11 +134,13 @@ class _Document:
         covered = answer_to_key(key)
         if covered is None:
             near = _near(key)
-            self.reading.refuse(f'{self.path}: unknown key "{key}"{near or "."} docs/flags.md lists all keys.')
+            self.reading.refuse(f'{self.path}: unknown key "{key}"{near or "."} docs/flags.md lists all '
+                                'keys.')
             self.reading.unread |= {option.path for known, option in declared_keys().items()
                                     if repr(known) in near or repr(known.rpartition(".")[2]) in near}
         elif is_off or covered[1].accepts(value):
-            self.reading.without_effect[f"{self.path} {key}"] = "its block is off" if is_off else covered[1].note
+            self.reading.without_effect[f"{self.path} "
+                                        f"{key}"] = "its block is off" if is_off else covered[1].note
         else:
             self.reading.refuse(f'{self.path}: "{key}" is not supported: {covered[1].refusal}')
 
@@ -164,15 +184,18 @@ def _declared(document: _Document) -> None:
 def _fp16(document: _Document) -> None:
     if document.take("fp16.enabled") is False or "fp16.enabled" not in document.keys:
         return
-    document.give("optimizer.loss_scale", document.take("fp16.loss_scale") or None, "fp16.loss_scale")    # 0 is dynamic
+    # 0 is dynamic
+    document.give("optimizer.loss_scale", document.take("fp16.loss_scale") or None, "fp16.loss_scale")
     power = document.take("fp16.initial_scale_power")
-    document.give("optimizer.initial_loss_scale", None if power is None else 2.0**power, "fp16.initial_scale_power")
+    document.give("optimizer.initial_loss_scale", None if power is None else 2.0**power,
+                  "fp16.initial_scale_power")
 
 
 def _optimizer(document: _Document) -> None:
     kind = document.take("optimizer.type")
     if kind is not None and kind.lower() not in OPTIMIZERS:
-        document.reading.refuse(f'{document.path}: "optimizer.type" is {kind!r}, which is not available. Available: Adam, '
+        document.reading.refuse(f'{document.path}: "optimizer.type" is {kind!r}, which is not available. '
+                                'Available: Adam, '
                                 "AdamW (both with decoupled weight decay), SGD.", "optimizer.optimizer")
     elif kind is not None:
         name = OPTIMIZERS[kind.lower()]
@@ -183,7 +206,9 @@ def _optimizer(document: _Document) -> None:
 
 
 def _scheduler(document: _Document) -> None:
-    """Keys that are missing take DeepSpeed's defaults: 1000 steps of logarithmic warm-up, cosine down to 1e-4 of the top."""
+    """Keys that are missing take DeepSpeed's defaults: 1000 steps of logarithmic warm-up, cosine down to 1e-4
+    of the top.
+    """
     kind = document.take("scheduler.type")
     if kind is None:
         return
@@ -196,7 +221,8 @@ def _scheduler(document: _Document) -> None:
     document.refuse_params("scheduler", kind, SCHEDULER_PARAMS[kind])
     document.give("optimizer.lr_decay_style", kind, "scheduler.type")
 
-    def give(path: str, name: str, default: Any = None, meaning: Callable[[Any], Any] = lambda value: value) -> None:
+    def give(path: str, name: str, default: Any = None,
+             meaning: Callable[[Any], Any] = lambda value: value) -> None:
         key = f"scheduler.params.{name}"
         value = document.take(key)
         if value is None and default is not None and name in SCHEDULER_PARAMS[kind] and key not in document.keys:
@@ -218,7 +244,8 @@ def _tensorboard(document: _Document) -> None:
         return
     folder = document.take("tensorboard.output_path")
     if folder is None and not document.is_auto("tensorboard.output_path"):
-        document.wrong.append(f'{document.path}: "tensorboard" is enabled without "output_path", the directory for the '
+        document.wrong.append(f'{document.path}: "tensorboard" is enabled without "output_path", the '
+                              'directory for the '
                               "events. Add it, or disable the block and use --tensorboard-dir.")
     elif folder is not None:
         folder = os.path.join(folder, document.take("tensorboard.job_name") or "DeepSpeedJobName")
@@ -233,23 +260,27 @@ def load_json(path: str, flag: str) -> dict[str, Any]:
         names = [name for name, _ in pairs]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
-            raise ConfigError(f"{path}: {', '.join(map(repr, twice))} occurs twice in one block; JSON would keep only the "
-                              "last. Keep one.")
+            raise ConfigError(f"{path}: {', '.join(map(repr, twice))} occurs twice in one block; JSON would "
+                              "keep only the last. Keep one.")
         return dict(pairs)
 
     try:
         document = json.loads(text, object_pairs_hook=once)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{path}:{error.lineno}: this is not JSON: {error.msg.lower()} at column {error.colno}.") from None
+        raise ConfigError(f"{path}:{error.lineno}: this is not JSON: {error.msg.lower()} at column "
+                          f"{error.colno}.") from None
     except RecursionError:
-        raise ConfigError(f"{path}: this is not a file of settings: its brackets are nested too deep.") from None
+        raise ConfigError(f"{path}: this is not a file of settings: its brackets are nested too "
+                          "deep.") from None
     if not isinstance(document, dict):
         raise ConfigError(f"{path} should hold a block {{ … }} of keys.")
     return document
 
 
 def _near(key: str) -> str:
-    """A suggestion for an unknown key: another project's name for an option, a key of the same block, or of any other."""
+    """A suggestion for an unknown key: another project's name for an option, a key of the same block, or of
+    any other.
+    """
     parent, _, name = key.rpartition(".")
     candidates = [*known_keys(), *KEYS]
     siblings = {other.rpartition(".")[2]: other.rpartition(".")[2] for other in candidates
@@ -265,7 +296,8 @@ def _paths_of(key: str) -> set[str]:
     """The options that a key decides; all of the optimizer's for a key that several of them depend on."""
     if key in declared_keys():
         return {declared_keys()[key].path}
-    section = {"scheduler": "optimizer", "fp16": "optimizer"}.get(key.partition(".")[0], key.partition(".")[0])
+    section = {"scheduler": "optimizer", "fp16": "optimizer"}.get(key.partition(".")[0],
+                                                                  key.partition(".")[0])
     return {path for path in all_options() if path.startswith(section + ".")}
 
 

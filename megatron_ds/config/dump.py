@@ -8,7 +8,7 @@ from typing import Any
 from ..errors import ConfigError
 from ..registry import did_you_mean
 from .option import Option
-from .run import SECTIONS, RunConfig, Source, all_options
+from .run import RENAMED, SECTIONS, RunConfig, Source, all_options
 
 WIDEST = 48                                                 # widest column; longer values are not aligned
 
@@ -26,7 +26,8 @@ def report_without_effect(config: RunConfig) -> str:
         return ""
     names = {why: ", ".join(listed) for why, listed in by_reason.items()}
     width = min(WIDEST, max(map(len, names.values())))
-    return "\n".join(["accepted, nothing to do:", *(f"  {listed.ljust(width)}  {why}" for why, listed in names.items())])
+    return "\n".join(["accepted, nothing to do:", *(f"  {listed.ljust(width)}  "
+                                                    f"{why}" for why, listed in names.items())])
 
 
 def to_yaml(config: RunConfig) -> str:
@@ -55,22 +56,32 @@ def _yaml_value(option: Option, value: Any) -> str:
 def to_dict(config: RunConfig) -> dict[str, Any]:
     """Plain values, ready for JSON: each section, the world size, and the sources as {path: [kind, name]}."""
     sections = {section: {name: list(value) if isinstance(value, tuple) else value
-                          for name, value in asdict(getattr(config, section)).items()} for section in SECTIONS}
+                          for name, value in asdict(getattr(config, section)).items()}
+                          for section in SECTIONS}
     return {**sections, "world_size": config.world_size,
             "sources": {path: [source.kind, source.name] for path, source in config.sources.items()}}
 
 
 def from_dict(saved: Mapping[str, Any]) -> RunConfig:
-    """The config that `to_dict` wrote. Fields that did not exist yet get their defaults; unknown ones raise ConfigError."""
+    """The config that `to_dict` wrote, also in an older version.
+
+    Fields that did not exist get their defaults. Raises ConfigError for unknown ones.
+    """
+    saved = {RENAMED.get(name, name): values for name, values in saved.items()}
     sections = {section: cls(**_fields(section, saved.get(section, {}))) for section, cls in SECTIONS.items()}
-    sources = {path: Source(*words) for path, words in saved.get("sources", {}).items()}
+    sources = {_renamed(path): Source(*source) for path, source in saved.get("sources", {}).items()}
     return RunConfig(**sections, world_size=saved.get("world_size", 1), sources=sources)
+
+
+def _renamed(path: str) -> str:
+    section, dot, name = path.partition(".")
+    return RENAMED.get(section, section) + dot + name
 
 
 def _fields(section: str, saved: Mapping[str, Any]) -> dict[str, Any]:
     names = [option.name for option in all_options().values() if option.section == section]
     for name in saved:
         if name not in names:
-            raise ConfigError(f"the saved configuration has {section}.{name}, which does not exist in this version"
-                              f"{did_you_mean(name, names) or '.'} It was written by another version.")
+            raise ConfigError(f"the saved configuration has {section}.{name}, which does not exist in this "
+                              f"version{did_you_mean(name, names) or '.'} It was written by another version.")
     return {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}

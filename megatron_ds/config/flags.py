@@ -1,7 +1,7 @@
 """The command line → settings.
 
-A scanner of our own over the table of options, not argparse: it reports every mistake at once, remembers the spelling that was
-used, and explains flags of Megatron that have no option here.
+A scanner of our own over the table of options, not argparse: it reports every mistake at once, remembers the
+spelling that was used, and explains flags of Megatron that have no option here.
 """
 
 import re
@@ -11,15 +11,14 @@ from functools import cache
 from typing import Any
 
 from ..errors import ConfigError
-from .coerce import coerce
-from .option import Option
+from .option import Option, coerce
 from .reading import Reading, Setting
 from .run import Source, all_options
 from .suggest import near_flag
 from .unsupported import answer_to_flag
 
 CONFIG_FLAG, DEEPSPEED_FLAG = "--config", "--deepspeed-config"
-LOCAL_RANK_FLAG = "--local-rank"                     # appended by torch.distributed.launch and DeepSpeed's launcher
+LOCAL_RANK_FLAG = "--local-rank"  # appended by torch.distributed.launch and DeepSpeed's launcher
 # Flags that print something and exit → what they ask for.
 ASKING = {"--help": "help", "-h": "help", "--version": "version", "--print-config": "config"}
 # Switches that only say what is not wanted: they give way to these values of the same option, as in Megatron.
@@ -28,7 +27,10 @@ GIVES_WAY = {"--no-position-embedding": ("rope",)}
 
 @dataclass
 class CommandLine(Reading):
-    """What the command line says, before any file is read. asks_for: "help", "version", "config" or nothing."""
+    """What the command line says, before any file is read.
+
+    asks_for: "help", "version", "config" or nothing.
+    """
 
     yaml_files: list[str] = field(default_factory=list)
     deepspeed_files: list[str] = field(default_factory=list)
@@ -107,13 +109,14 @@ def _flags_with_words(argv: Sequence[str], line: CommandLine) -> Iterator[tuple[
                 yield flag, words
             name, equals, value = word.partition("=")
             flag, words, is_misspelt = name, [value] if equals else [], False
-        elif re.match("[-–—]+[A-Za-z]", word):                        # -lr, and dashes that a text processor made
+        elif re.match("[-–—]+[A-Za-z]", word):  # -lr, and dashes that a text processor made
             _misspelt(line, word)
             is_misspelt = True
         elif is_misspelt:
             continue                                                  # its value
         elif flag is None:
-            line.refuse(f"{word!r} is not preceded by a flag. Every setting is a flag and its value, such as --num-layers 12.")
+            line.refuse(f"{word!r} is not preceded by a flag. Every setting is a flag and its value, such as "
+                        "--num-layers 12.")
         else:
             words.append(word)
     if flag:
@@ -125,7 +128,8 @@ def _setting(flag: str, words: list[str]) -> Setting:
     option, source = spelling.option, Source("flag", flag)
     if spelling.is_switch:
         if words:
-            raise ConfigError(f"{flag} takes no value, but {' '.join(words)!r} follows it{_other_way(option, spelling)}.")
+            raise ConfigError(f"{flag} takes no value, but {' '.join(words)!r} follows "
+                              f"it{_other_way(option, spelling)}.")
         return Setting(option.path, spelling.value, source)
     if not words and option.alone is not None:
         return Setting(option.path, option.alone, source)
@@ -138,8 +142,8 @@ def _one_word(flag: str, words: list[str], option: Option) -> str:
     if not words:
         raise ConfigError(f"{flag} needs {option.noun} after it.")
     if len(words) > 1:
-        raise ConfigError(f"{flag} takes one value, but {len(words)} words follow it: {' '.join(words)!r}. Put quotes around "
-                          "a value that contains spaces.")
+        raise ConfigError(f"{flag} takes one value, but {len(words)} words follow it: {' '.join(words)!r}. "
+                          "Put quotes around a value that contains spaces.")
     return words[0]
 
 
@@ -180,23 +184,28 @@ def _without_option(line: CommandLine, typed: str, words: list[str]) -> None:
     elif answer.accepts(value):
         line.without_effect[flag] = answer.note
     else:
-        line.refuse(f"{flag}{' ' * bool(value)}{value}, a flag of Megatron, is not supported: {answer.refusal}")
+        line.refuse(f"{flag}{' ' * bool(value)}{value}, a flag of Megatron, is not supported: "
+                    f"{answer.refusal}")
 
 
 def _given_way(settings: Sequence[Setting]) -> list[Setting]:
     values = {(setting.path, setting.value) for setting in settings}
-    return [s for s in settings if not any((s.path, value) in values for value in GIVES_WAY.get(s.source.name, ()))]
+    return [s for s in settings if not any((s.path, value) in values for value in GIVES_WAY.get(s.source.name,
+                                                                                                ()))]
 
 
 def _contradictions(settings: Sequence[Setting]) -> list[str]:
-    """Two flags that set one option to different values, unless they are `--x` and its own `--no-x`: then the later wins."""
+    """Two flags that set one option to different values, unless they are `--x` and its own `--no-x`: then the
+    later wins.
+    """
     wrong, last = [], {}
     for setting in settings:
         option, before = all_options()[setting.path], last.get(setting.path)
         pair = {option.flag, option.negative, *option.flags}
         if before and before.value != setting.value and before.source != setting.source and not (
                 {before.source.name, setting.source.name} <= pair):
-            wrong.append(f"{before.source} and {setting.source} contradict each other: the first sets {option.name} to "
-                         f"{before.value!r}, the second to {setting.value!r}. Give only one.")
+            wrong.append(f"{before.source} and {setting.source} contradict each other: the first sets "
+                         f"{option.name} to {before.value!r}, the second to {setting.value!r}. Give only "
+                         "one.")
         last[setting.path] = setting
     return wrong

@@ -4,30 +4,34 @@ import textwrap
 from collections.abc import Iterator
 
 from .flags import CONFIG_FLAG, DEEPSPEED_FLAG
+from .messages import value_text
 from .option import Option
 from .run import SECTIONS, all_options
 
 WIDTH, COLUMN = 120, 44
-TITLES = {"model": "Model", "parallel": "Parallelism", "zero": "ZeRO", "optimizer": "Optimizer", "train": "Training",
-          "data": "Data", "bert": "BERT's samples", "curriculum": "Curriculum", "routing": "Routing of tokens",
+TITLES = {"model": "Model", "parallel": "Parallelism", "zero": "ZeRO", "optimizer": "Optimizer",
+          "train": "Training",
+          "data": "Data", "bert": "BERT's samples", "curriculum": "Curriculum", "random_ltd": "Random-LTD",
           "checkpoint": "Checkpoints", "logging": "Logging",
           "plan": "Planning"}
 FILES = (
-    (f"{CONFIG_FLAG} FILE …", "YAML files with the names below (num_layers: 12), or a checkpoint's run.json. Flags override "
-     "files; two files may not give an option different values."),
+    (f"{CONFIG_FLAG} FILE …", "YAML files with the names below (num_layers: 12), or a checkpoint's run.json. "
+     "Flags override files; two files may not give an option different values."),
     (f"{DEEPSPEED_FLAG} FILE", "A DeepSpeed JSON. \"auto\" in it means: take the value from the flags."))
 COMMANDS = (
     ("--help, -h", "Print this text and exit."),
     ("--version", "Print the versions of megatron_ds, torch and Python, and exit."),
-    ("--print-config", "Print the complete configuration as YAML for --config, with the source of each value, and exit."),
+    ("--print-config", "Print the complete configuration as YAML for --config, with the source of each "
+                       "value, and exit."),
     ("--local-rank N", "Accepted because launchers append it; the launcher's environment sets the rank."))
 
 
 def help_text() -> str:
     """All options by section, with defaults and advice on when not to use them."""
-    parts = ["Required: " + ", ".join(o.flag for o in all_options().values() if o.required) + ", --train-iters, "
-             "--train-samples or --train-tokens, and data (--data-path with --tokenizer-type, or --mock-data). "
-             "--num-layers and --num_layers are the same flag, and so are --lr 1e-4 and --lr=1e-4."]
+    parts = ["Required: " + ", ".join(o.flag for o in all_options().values() if o.required) + ", "
+             "--train-iters, --train-samples or --train-tokens, and data (--data-path with --tokenizer-type, "
+             "or --mock-data). --num-layers and --num_layers are the same flag, and so are --lr 1e-4 and "
+             "--lr=1e-4."]
     lines = [*textwrap.wrap(parts[0], WIDTH), "", "Files", *_rows(FILES), "", "Information", *_rows(COMMANDS)]
     for section in SECTIONS:
         lines += ["", TITLES[section], *_rows((invocation(o), explanation(o)) for o in all_options().values()
@@ -62,15 +66,6 @@ def default_text(option: Option) -> str:
     if option.default is True:
         return "on"
     return value_text(option.default)
-
-
-def value_text(value) -> str:
-    """A value as it is written after a flag."""
-    if isinstance(value, tuple):
-        return " ".join(map(value_text, value))
-    if isinstance(value, float) and value.is_integer() and abs(value) < 1e16:
-        return str(int(value))
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _metavar(option: Option) -> str:

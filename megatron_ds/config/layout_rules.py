@@ -4,7 +4,7 @@ import os
 import re
 from collections.abc import Iterator
 
-from .messages import divisors, either, flag, neighbours, say
+from .messages import divisors, either, flag, neighbours, written
 from .run import RunConfig, all_options
 
 TP, PP = "parallel.tensor_model_parallel_size", "parallel.pipeline_model_parallel_size"
@@ -17,41 +17,43 @@ def heads(config: RunConfig) -> Iterator[str]:
     model = config.model
     n, g, h = model.num_attention_heads, model.query_groups, model.hidden_size
     if n and g and n % g:
-        yield (f"{say(config, HEADS)} is not a multiple of {say(config, GROUPS)}: each key/value head serves the same "
-               f"number of query heads. Use {flag(GROUPS)} {either(divisors(n))}.")
+        yield (f"{written(config, HEADS)} is not a multiple of {written(config, GROUPS)}: each key/value "
+               f"head serves the same number of query heads. Use {flag(GROUPS)} {either(divisors(n))}.")
     if model.group_query_attention and model.num_query_groups is None:
-        yield (f"{say(config, 'model.group_query_attention')} without {flag(GROUPS)}: the number of key/value heads "
-               f"is missing. Add {flag(GROUPS)} N{f', N one of {either(divisors(n))}' if n else ''}.")
+        yield (f"{written(config, 'model.group_query_attention')} without {flag(GROUPS)}: the number of "
+               f"key/value heads is missing. Add {flag(GROUPS)} "
+               f"N{f', N one of {either(divisors(n))}' if n else ''}.")
     if n and h and model.kv_channels is None and h % n:
-        yield (f"{say(config, 'model.hidden_size')} is not a multiple of {say(config, HEADS)}: a head would have {h / n:g} "
-               f"channels. Use {flag(HEADS)} {either([d for d in divisors(h) if d <= 4 * n][-8:])}, or set the width of a "
-               "head with --kv-channels.")
+        yield (f"{written(config, 'model.hidden_size')} is not a multiple of {written(config, HEADS)}: a "
+               f"head would have {h / n:g} channels. Use {flag(HEADS)} "
+               f"{either([d for d in divisors(h) if d <= 4 * n][-8:])}, or set the width of a head with "
+               "--kv-channels.")
     elif n and h and model.position_embedding_type == "rope" and int(model.head_dim * model.rotary_percent) % 2:
-        yield (f"rotary embeddings rotate pairs of channels, but {say(config, 'model.rotary_percent')} of a head of "
-               f"{model.head_dim} channels is {int(model.head_dim * model.rotary_percent)}, an odd number. Change "
-               f"{flag(HEADS)}, --kv-channels or --rotary-percent.")
+        yield (f"rotary embeddings rotate pairs of channels, but {written(config, 'model.rotary_percent')} "
+               f"of a head of {model.head_dim} channels is {int(model.head_dim * model.rotary_percent)}, an "
+               f"odd number. Change {flag(HEADS)}, --kv-channels or --rotary-percent.")
 
 
 def feed_forward(config: RunConfig) -> Iterator[str]:
     model = config.model
     if model.hidden_size and not model.ffn_size:
-        yield (f"{say(config, 'model.activation')} with {say(config, 'model.hidden_size')}: the default width of the "
-               "feed-forward block, 8/3 × hidden size rounded down to a multiple of 64, would be 0. Set it, "
-               f"for instance --ffn-hidden-size {max(1, 8 * model.hidden_size // 3)}.")
+        yield (f"{written(config, 'model.activation')} with {written(config, 'model.hidden_size')}: the "
+               "default width of the feed-forward block, 8/3 × hidden size rounded down to a multiple of 64, "
+               f"would be 0. Set it, for instance --ffn-hidden-size {max(1, 8 * model.hidden_size // 3)}.")
 
 
 def positions(config: RunConfig) -> Iterator[str]:
     seq, longest = config.model.seq_length, config.model.max_position_embeddings
     if seq and longest and seq > longest:
-        yield (f"{say(config, 'model.seq_length')} is longer than {say(config, 'model.max_position_embeddings')}: the last "
-               f"tokens would have no position. Use --max-position-embeddings {seq} or more, or --seq-length {longest} or "
-               "less.")
+        yield (f"{written(config, 'model.seq_length')} is longer than "
+               f"{written(config, 'model.max_position_embeddings')}: the last tokens would have no position. "
+               f"Use --max-position-embeddings {seq} or more, or --seq-length {longest} or less.")
 
 
 def not_available_yet(config: RunConfig) -> Iterator[str]:
     for path, most in (("parallel.context_parallel_size", 1), ("parallel.expert_model_parallel_size", 1)):
         if config.get(path) > most:
-            yield f"{say(config, path)}: only 1 is supported so far."
+            yield f"{written(config, path)}: only 1 is supported so far."
 
 
 def zero_options(config: RunConfig) -> Iterator[str]:
@@ -60,36 +62,39 @@ def zero_options(config: RunConfig) -> Iterator[str]:
                         ("zero.prefetch_bucket_size", 3), ("zero.zero3_pin_stage", 3),
                         ("zero.zero_hpz_partition_size", 3)):
         if config.zero.stage < least and config.get(path) != all_options()[path].default:
-            yield (f"{say(config, path)} applies to ZeRO stage {least}{' and 3' if least == 2 else ''}, but "
-                   f"{say(config, 'zero.stage')}. Remove it, or use {flag('zero.stage')} {least}.")
+            yield (f"{written(config, path)} applies to ZeRO stage {least}{' and 3' if least == 2 else ''}, "
+                   f"but {written(config, 'zero.stage')}. Remove it, or use {flag('zero.stage')} {least}.")
     h, n = config.zero.zero_hpz_partition_size, config.data_parallel_size
     if config.zero.stage == 3 and n % h:
-        yield (f"{say(config, 'zero.zero_hpz_partition_size')} does not divide {n} data-parallel rank{'s' * (n > 1)} into "
-               f"equal groups. Use {flag('zero.zero_hpz_partition_size')} {either(divisors(n))}; 1 is off.")
+        yield (f"{written(config, 'zero.zero_hpz_partition_size')} does not divide {n} data-parallel "
+               f"rank{'s' * (n > 1)} into equal groups. Use {flag('zero.zero_hpz_partition_size')} "
+               f"{either(divisors(n))}; 1 is off.")
     if h > 1 and config.zero.offload_param == "nvme":
-        yield (f"{say(config, 'zero.zero_hpz_partition_size')} stores additional weights, but "
-               f"{say(config, 'zero.offload_param')} is for too little memory, and several ranks would write the same pages "
-               "of the disk. Remove one, or use --offload-param cpu.")
+        yield (f"{written(config, 'zero.zero_hpz_partition_size')} stores additional weights, but "
+               f"{written(config, 'zero.offload_param')} is for too little memory, and several ranks would "
+               "write the same pages of the disk. Remove one, or use --offload-param cpu.")
     grads, params = config.optimizer.gradient_dtype, config.optimizer.params_dtype
     if grads not in ("float32", params):
-        yield (f"{say(config, 'optimizer.main_grads_dtype')}, but the weights are {params}: gradients accumulate in fp32 or "
-               f"in the dtype of the weights. Use {flag('optimizer.main_grads_dtype')} fp32.")
+        yield (f"{written(config, 'optimizer.main_grads_dtype')}, but the weights are {params}: gradients "
+               f"accumulate in fp32 or in the dtype of the weights. Use {flag('optimizer.main_grads_dtype')} "
+               "fp32.")
 
 
 def communication(config: RunConfig) -> Iterator[str]:
-    """Dividing gradients while they are summed prevents an overflow of fp16; with other dtypes `resolve` ignores it."""
+    """Dividing gradients while they are summed prevents an overflow of fp16; with other dtypes `resolve`
+    ignores it.
+    """
     accumulate = config.optimizer.main_grads_dtype
     given = [path for path in ("zero.gradient_predivide_factor", "zero.prescale_gradients")
              if config.get(path) != all_options()[path].default]
     for path in given if accumulate == "fp16" else ():
-        yield (f"{say(config, path)} prevents overflow when gradients are reduced in fp16 and accumulate in fp32, but "
-               "here they "
-               f"accumulate in fp16 as well, where dividing them would lose the smallest. Remove it, or use "
-               f"{flag('zero.communication_data_type')} fp16 --main-grads-dtype fp32.")
+        yield (f"{written(config, path)} prevents overflow when gradients are reduced in fp16 and accumulate "
+               "in fp32, but here they accumulate in fp16 as well, where dividing them would lose the "
+               f"smallest. Remove it, or use {flag('zero.communication_data_type')} fp16 --main-grads-dtype "
+               "fp32.")
     if len(given) == 2:
-        yield (f"{say(config, given[0])} and {say(config, given[1])} both set the divisor of the same sum; the second "
-               "sets it to "
-               "the number of data-parallel ranks. Give only one.")
+        yield (f"{written(config, given[0])} and {written(config, given[1])} both set the divisor of the "
+               "same sum; the second sets it to the number of data-parallel ranks. Give only one.")
 
 
 def offloading(config: RunConfig) -> Iterator[str]:
@@ -97,27 +102,30 @@ def offloading(config: RunConfig) -> Iterator[str]:
     zero = config.zero
     for path, least in (("zero.offload_optimizer", 1), ("zero.offload_param", 3)):
         if config.get(path) != "none" and zero.stage < least:
-            yield (f"{say(config, path)} offloads what ZeRO stage {least} splits, but {say(config, 'zero.stage')}. Use "
-                   f"{flag('zero.stage')} {least}{'' if least == 3 else ', 2 or 3'}, or remove it.")
+            yield (f"{written(config, path)} offloads what ZeRO stage {least} splits, but "
+                   f"{written(config, 'zero.stage')}. Use {flag('zero.stage')} "
+                   f"{least}{'' if least == 3 else ', 2 or 3'}, or remove it.")
     for path in ("zero.offload_optimizer_ratio", "zero.sub_group_size"):
         if zero.offload_optimizer == "none" and config.get(path) != all_options()[path].default:
-            yield (f"{say(config, path)} applies to offloading, but nothing is offloaded. Remove it, or use "
-                   "--offload-optimizer cpu.")
+            yield (f"{written(config, path)} applies to offloading, but nothing is offloaded. Remove it, or "
+                   "use --offload-optimizer cpu.")
     folders = zero.disk_folders()
-    for path in ("zero.offload_nvme_path", "zero.offload_param_nvme_path", "zero.nvme_io", "zero.nvme_block_size",
+    for path in ("zero.offload_nvme_path", "zero.offload_param_nvme_path", "zero.nvme_io",
+                 "zero.nvme_block_size",
                  "zero.nvme_queue_depth", "zero.nvme_threads"):
         if not folders and config.get(path) != all_options()[path].default:
-            yield (f"{say(config, path)} applies to offloading to a disk, but nothing is offloaded there. Remove it, or "
-                   "use --offload-optimizer nvme.")
+            yield (f"{written(config, path)} applies to offloading to a disk, but nothing is offloaded "
+                   "there. Remove it, or use --offload-optimizer nvme.")
     for path, folder in folders.items():
         name = flag("zero.offload_nvme_path")
         if folder is None:
-            yield f"{say(config, path)} needs a folder. Name one on a fast local disk with {name}."
+            yield f"{written(config, path)} needs a folder. Name one on a fast local disk with {name}."
         elif config.plan.is_dry:
             continue                                         # the folder is on the machines that will run
         elif not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
             wrong = "is not writable" if os.path.isdir(folder) else "does not exist"
-            yield f"{say(config, path)}: the folder {folder} {wrong}. Name another with {name}, or create it on every node."
+            yield (f"{written(config, path)}: the folder {folder} {wrong}. Name another with {name}, or "
+                   "create it on every node.")
 
 
 def world(config: RunConfig) -> Iterator[str]:
@@ -126,12 +134,12 @@ def world(config: RunConfig) -> Iterator[str]:
         tp, pp = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
         fits = [t for t in divisors(ranks) if (ranks // t) % pp == 0 and _tp_fits(config, t)]
         options = [f"{flag(TP)} {either(fits)}"] if fits and ranks % pp == 0 else []
-        stages = [p for p in divisors(ranks) if (ranks // p) % tp == 0 and p <= (config.model.num_layers or p)]
+        stages = [p for p in divisors(ranks) if (ranks // p) % tp == 0
+                  and p <= (config.model.num_layers or p)]
         options += [f"{flag(PP)} {either(stages)}"] if stages and ranks % tp == 0 else []
-        yield (f"world size {ranks} is not divisible by {say(config, TP)} × {say(config, PP)} = {size}, the ranks "
-               "that hold one "
-               f"copy of the model. Start {size}, {2 * size} or {3 * size} ranks"
-               f"{', or use ' + ' or '.join(options) if options else ''}."
+        yield (f"world size {ranks} is not divisible by {written(config, TP)} × {written(config, PP)} = "
+               f"{size}, the ranks that hold one copy of the model. Start {size}, {2 * size} or {3 * size} "
+               f"ranks{', or use ' + ' or '.join(options) if options else ''}."
                f"{' In a plan, --world-size sets the number of ranks.' * config.plan.is_dry}")
 
 
@@ -144,31 +152,33 @@ def tensor_parallel(config: RunConfig) -> Iterator[str]:
     fits = [d for d in divisors(model.num_attention_heads or 1) if _tp_fits(config, d)]
     for path, number, reason in whole:
         if number and number % t:
-            named = say(config, path) if config.get(path) is not None else f"the feed-forward width {number}"
-            yield f"{named} is not a multiple of {say(config, TP)}: {reason}. Use {flag(TP)} {either(fits)}."
+            named = written(config,
+                            path) if config.get(path) is not None else f"the feed-forward width {number}"
+            yield (f"{named} is not a multiple of {written(config, TP)}: {reason}. Use {flag(TP)} "
+                   f"{either(fits)}.")
     if config.parallel.sequence_parallel and model.seq_length and model.seq_length % t:
-        yield (f"{say(config, 'model.seq_length')} is not a multiple of {say(config, TP)}: with --sequence-parallel each "
-               f"rank holds an equal slice of the sequence. Use --seq-length {neighbours(model.seq_length, t)}, or drop "
-               "--sequence-parallel.")
+        yield (f"{written(config, 'model.seq_length')} is not a multiple of {written(config, TP)}: with "
+               "--sequence-parallel each rank holds an equal slice of the sequence. Use --seq-length "
+               f"{neighbours(model.seq_length, t)}, or drop --sequence-parallel.")
 
 
 def pipeline(config: RunConfig) -> Iterator[str]:
     layers, ranks = config.model.num_layers, config.parallel.pipeline_model_parallel_size
     cut, stages = config.parallel.pipeline_layout, ranks * (config.pipeline_chunks or 1)
-    several = f" × {say(config, _said_chunks(config))}" if config.pipeline_chunks else ""
+    several = f" × {written(config, _said_chunks(config))}" if config.pipeline_chunks else ""
     if layers and cut is None and layers < stages:
         fits = f"{flag(PP)} {either(range(1, layers + 1))}" if stages == ranks else f"at most {layers} stages in all"
-        yield (f"{say(config, 'model.num_layers')} is less than {say(config, PP)}{several}: each stage needs at least "
-               "one layer. Use "
-               f"{fits}, or --pipeline-layout, which can give the embedding its own stage.")
+        yield (f"{written(config, 'model.num_layers')} is less than {written(config, PP)}{several}: each "
+               f"stage needs at least one layer. Use {fits}, or --pipeline-layout, which can give the "
+               "embedding its own stage.")
     elif layers and cut is not None and re.fullmatch(r"\d+(,\d+)*", cut):
         counts = [int(count) for count in cut.split(",")]
         example = ",".join(str(layers // stages + (i < layers % stages)) for i in range(stages))
         fits = len(counts) == stages if config.pipeline_chunks else len(counts) % ranks == 0
         if not fits or sum(counts) != layers:
-            yield (f"{say(config, 'parallel.pipeline_layout')} has {len(counts)} stages and {sum(counts)} layers, but there "
-                   f"are {say(config, PP)}{several} and {say(config, 'model.num_layers')}. For instance --pipeline-layout "
-                   f"{example}.")
+            yield (f"{written(config, 'parallel.pipeline_layout')} has {len(counts)} stages and "
+                   f"{sum(counts)} layers, but there are {written(config, PP)}{several} and "
+                   f"{written(config, 'model.num_layers')}. For instance --pipeline-layout {example}.")
 
 
 def virtual_stages(config: RunConfig) -> Iterator[str]:
@@ -176,29 +186,32 @@ def virtual_stages(config: RunConfig) -> Iterator[str]:
     parallel, layers = config.parallel, config.model.num_layers
     given = [path for path in (CHUNKS, CHUNK_LAYERS) if config.get(path) is not None]
     if len(given) == 2:
-        yield f"{say(config, CHUNKS)} and {say(config, CHUNK_LAYERS)} both set the number of stages per rank. Give only one."
+        yield (f"{written(config, CHUNKS)} and {written(config, CHUNK_LAYERS)} both set the number of stages "
+               "per rank. Give only one.")
         return
     ranks, thick = parallel.pipeline_model_parallel_size, parallel.num_layers_per_virtual_pipeline_stage
     if given and ranks == 1:
-        yield (f"{say(config, given[0])} puts several stages on each pipeline rank, so that ranks wait less for each "
-               f"other, but {say(config, PP)}. Remove it, or use {flag(PP)} 2 or more.")
+        yield (f"{written(config, given[0])} puts several stages on each pipeline rank, so that ranks wait "
+               f"less for each other, but {written(config, PP)}. Remove it, or use {flag(PP)} 2 or more.")
     elif thick and layers and layers % (ranks * thick):
         even = divisors(layers // ranks) if layers % ranks == 0 else []
         advice = f"Use {flag(CHUNK_LAYERS)} {either(even)}" if even else (
             f"Use {flag(PP)} {either([p for p in divisors(layers) if p > 1] or [1])}")
-        yield (f"{say(config, 'model.num_layers')} is not a multiple of {say(config, PP)} × {say(config, CHUNK_LAYERS)} = "
-               f"{ranks * thick}: every rank holds the same number of stages. {advice}, or set the number of stages "
-               f"with {flag(CHUNKS)}; they may then differ in layers.")
+        yield (f"{written(config, 'model.num_layers')} is not a multiple of {written(config, PP)} × "
+               f"{written(config, CHUNK_LAYERS)} = {ranks * thick}: every rank holds the same number of "
+               f"stages. {advice}, or set the number of stages with {flag(CHUNKS)}; they may then differ in "
+               "layers.")
 
 
 def pipeline_tuning(config: RunConfig) -> Iterator[str]:
     """Options of a cut that is not used would have no effect."""
     parallel, cut = config.parallel, "parallel.pipeline_cut"
     if parallel.pipeline_costs_path is not None and parallel.pipeline_cut != "measured":
-        yield (f"{say(config, 'parallel.pipeline_costs_path')} applies to --pipeline-cut measured, but {say(config, cut)}. "
-               "Remove it, or use that.")
+        yield (f"{written(config, 'parallel.pipeline_costs_path')} applies to --pipeline-cut measured, but "
+               f"{written(config, cut)}. Remove it, or use that.")
     if parallel.pipeline_layout and parallel.pipeline_cut != all_options()[cut].default:
-        yield f"{say(config, cut)} and {say(config, 'parallel.pipeline_layout')} both set where to cut. Give only one."
+        yield (f"{written(config, cut)} and {written(config, 'parallel.pipeline_layout')} both set where to "
+               "cut. Give only one.")
 
 
 def _said_chunks(config: RunConfig) -> str:
@@ -208,8 +221,8 @@ def _said_chunks(config: RunConfig) -> str:
 def rank_order(config: RunConfig) -> Iterator[str]:
     default = "tp-cp-ep-dp-pp"
     if sorted(config.parallel.rank_order.split("-")) != sorted(default.split("-")):
-        yield (f"{say(config, 'parallel.rank_order')} does not name each axis once. Use the axes of {default} in any "
-               "order, the fastest varying first.")
+        yield (f"{written(config, 'parallel.rank_order')} does not name each axis once. Use the axes of "
+               f"{default} in any order, the fastest varying first.")
 
 
 def _tp_fits(config: RunConfig, size: int) -> bool:
@@ -220,6 +233,7 @@ def _tp_fits(config: RunConfig, size: int) -> bool:
     return all(number % size == 0 for number in numbers if number)
 
 
-LAYOUT_RULES = (heads, feed_forward, positions, not_available_yet, zero_options, communication, offloading, world,
+LAYOUT_RULES = (heads, feed_forward, positions, not_available_yet, zero_options, communication, offloading,
+                world,
                 tensor_parallel, pipeline, virtual_stages, pipeline_tuning,
                 rank_order)

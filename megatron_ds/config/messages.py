@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-from .help import value_text
 from .run import RunConfig, all_options
 
 
@@ -11,7 +10,7 @@ def flag(path: str) -> str:
     return all_options()[path].flag
 
 
-def say(config: RunConfig, path: str) -> str:
+def written(config: RunConfig, path: str) -> str:
     """`--tensor-model-parallel-size 3`, with the source in brackets unless it was this flag."""
     option, source, value = all_options()[path], config.sources.get(path), config.get(path)
     if source is not None and source.kind == "flag" and source.name not in (option.flag, *option.flags):
@@ -26,6 +25,15 @@ def say(config: RunConfig, path: str) -> str:
     return words if source.kind == "flag" else f"{words} ({source})"
 
 
+def value_text(value: Any) -> str:
+    """A value as it is written after a flag."""
+    if isinstance(value, tuple):
+        return " ".join(map(value_text, value))
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e16:
+        return str(int(value))
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def either(values: Sequence[Any]) -> str:
     """`1, 2 or 4`; more than four consecutive numbers are `1 to 12`."""
     if len(values) > 4 and list(values) == list(range(values[0], values[0] + len(values))):
@@ -35,7 +43,8 @@ def either(values: Sequence[Any]) -> str:
 
 
 def divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0] if number <= 10_000 else _large_divisors(number)
+    return [n for n in range(1, number + 1)
+            if number % n == 0] if number <= 10_000 else _large_divisors(number)
 
 
 def _large_divisors(number: int) -> list[int]:

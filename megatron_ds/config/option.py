@@ -1,23 +1,31 @@
-"""`option(...)`: the one declaration of a field, from which its flag, its file keys, its help and its documentation follow.
+"""`option(...)`: the one declaration of a field, from which its flag, its file keys, its help and its
+documentation follow.
 
     field      hidden_dropout: float = option(0.1, help="…", json="…")
-    flag       --hidden-dropout 0.2               (and every spelling in `flags`, and every switch in `switches`)
+    flag       --hidden-dropout 0.2               (and every spelling in `flags`, and every switch in
+               `switches`)
     YAML       hidden_dropout: 0.2                (bare, or inside its section `model:`)
     JSON       the DeepSpeed key in `json`
     docs       a row of docs/flags.md
 
-Terms: a *section* is one dataclass (`model`, `train`, …); a *path* is `section.field`; a *switch* is a flag without a value,
-which sets its field to one fixed value (`--swiglu` sets model.activation to "swiglu").
+Terms: a *section* is one dataclass (`model`, `train`, …); a *path* is `section.field`; a *switch* is a flag
+without a value, which sets its field to one fixed value (`--swiglu` sets model.activation to "swiglu").
 """
 
 import dataclasses
+import math
+import operator
+import re
 import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}      # names of options → names of torch
+from ..errors import ConfigError
+from ..registry import did_you_mean
+
+DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # names of options → names of torch
 NOUNS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
 
@@ -85,6 +93,14 @@ def option(default: Any = None, *, help: str, **more: Any) -> Any:
     return field(default=default, metadata={"option": Option(default=default, help=help, **more)})
 
 
+def json_key(kind: type, help: str, **more: Any) -> Option:
+    """A key of a DeepSpeed JSON that is translated to options, instead of being one.
+
+    help: what it means here.
+    """
+    return Option(None, help, kind=kind, **more)
+
+
 def options_of(section: str, cls: type) -> tuple[Option, ...]:
     """The options of one section, in the order of declaration."""
     hints = typing.get_type_hints(cls)
@@ -100,3 +116,75 @@ def _bind(declared: Option, section: str, name: str, hint: Any) -> Option:
     assert kind in NOUNS, f"{section}.{name}: a field may be int, float, bool, str or a tuple of them, not {hint}"
     return dataclasses.replace(declared, section=section, name=name, kind=kind, is_list=is_list,
                                flag=declared.flag or "--" + name.replace("_", "-"))
+
+
+def coerce(option: Option, raw: Any, where: str) -> Any:
+    """`raw` as a value of the option's type. Raises a ConfigError whose message begins with `where`."""
+    if not option.is_list:
+        return _one(option, raw, where)
+    items = tuple(raw) if isinstance(raw, list | tuple) else (raw,) if option.kind is str else tuple(str(raw).split())
+    if option.count is not None and len(items) != option.count:
+        raise ConfigError(f"{where} needs {option.noun}, not {len(items)}.")
+    return tuple(_one(option, item, where) for item in items)
+
+
+def _one(option: Option, raw: Any, where: str) -> Any:
+    if isinstance(raw, bool) and shown(raw) in option.values:       # YAML reads the choice `on` as true
+        raw = shown(raw)
+    value = _CONVERT[option.kind](raw)
+    if value is None:
+        raise ConfigError(f"{where}: {shown(raw)} is not {option.noun}.")
+    if option.strip and isinstance(value, str):
+        value = value.strip(option.strip)
+    value = option.values.get(value, value)
+    if option.choices and value not in option.choices:
+        near = did_you_mean(str(value), [*map(str, option.choices), *option.values])
+        raise ConfigError(f"{where}: {shown(raw)} is not "
+                          f"{option.noun}{near.replace(';', ':')}" + ("" if near else "."))
+    for words, bound, fails in (("at "
+                                 "least", option.at_least, operator.lt), ("above", option.above, operator.le),
+                                ("at "
+                                 "most", option.at_most, operator.gt), ("below", option.below, operator.ge)):
+        if bound is not None and fails(value, bound):
+            raise ConfigError(f"{where}: {raw} is out of range; it must be {words} {bound}.")
+    return value
+
+
+def shown(raw: Any) -> str:
+    """A value as it was written, for messages."""
+    if isinstance(raw, bool):
+        return str(raw).lower()
+    return "an empty value" if raw is None or raw == "" else repr(raw)
+
+
+def _int(raw: Any) -> int | None:
+    if isinstance(raw, bool):
+        return None
+    if isinstance(raw, str) and re.fullmatch(r"[+-]?[\d_]+", raw):
+        return int(raw.replace("_", "")) if raw.strip("+-_") else None
+    number = _float(raw)
+    return int(number) if number is not None and number.is_integer() else None      # 5e8, 1e6
+
+
+def _float(raw: Any) -> float | None:
+    if isinstance(raw, bool) or not isinstance(raw, int | float | str):
+        return None
+    try:
+        number = float(raw)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _bool(raw: Any) -> bool | None:
+    words = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+    return raw if isinstance(raw, bool) else words.get(raw.lower()) if isinstance(raw, str) else None
+
+
+def _str(raw: Any) -> str | None:
+    if isinstance(raw, bool) or raw is None or raw == "" or isinstance(raw, list | tuple | dict):
+        return None
+    return str(raw)
+
+
+_CONVERT = {int: _int, float: _float, bool: _bool, str: _str}

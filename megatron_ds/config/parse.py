@@ -14,8 +14,7 @@ from .deepspeed_json import read_deepspeed
 from .dump import to_yaml
 from .flags import CommandLine, read_flags
 from .help import help_text
-from .problems import reject
-from .reading import Reading, Setting
+from .reading import Reading, Setting, reject
 from .rules import Rule, check
 from .run import RunConfig, Source
 from .yaml_file import names, read_yaml
@@ -24,20 +23,22 @@ from .yaml_file import names, read_yaml
 def parse(argv: Sequence[str], world_size: int = 1, *, defaults: Mapping[str, Any] | None = None,
           known: Mapping[str, Container[str]] | None = None, rules: Sequence[Rule] = (),
           env: Mapping[str, str] | None = None) -> RunConfig:
-    """The configuration that `argv` describes, for `world_size` ranks. Raises one ConfigError with all problems.
+    """The configuration that `argv` describes, for `world_size` ranks. Raises one ConfigError with all
+    problems.
 
     defaults: field name → value, the defaults of an entry script; files and flags override them.
-    known: path → names that the option may have, for options that name an entry of a registry (registries lie in the layers
-    above): {"parallel.pipeline_schedule": SCHEDULES}.
-    rules: more functions from the config to problems, for what only the layers above can check; called if all else is right.
-    `--help`, `--version` and `--print-config` print on rank 0 of the launcher's environment, and exit with code 0.
+    known: path → names that the option may have, for options that name an entry of a registry (registries lie
+    in the layers above): {"parallel.pipeline_schedule": SCHEDULES}. rules: more functions from the config to
+    problems, for what only the layers above can check; called if all else is right. `--help`, `--version` and
+    `--print-config` print on rank 0 of the launcher's environment, and exit with code 0.
     """
     env = os.environ if env is None else env
     line, readings = _read_all(argv, env)
     config = _config_of(line, readings, world_size, defaults)
-    problems, unread = _problems_of(line, readings, env), set().union(*(reading.unread for reading in readings))
+    problems, unread = _problems_of(line, readings,
+                                    env), set().union(*(reading.unread for reading in readings))
     if not all(reading.is_complete for reading in readings):
-        reject(problems)                       # a file that could not be read might have given anything that seems missing
+        reject(problems)  # a file that could not be read might have given anything that seems missing
     check(config, known, rules, problems, unread)
     if line.asks_for == "config":
         _print_and_exit(to_yaml(config), env)
@@ -75,7 +76,9 @@ def _read_all(argv: Sequence[str], env: Mapping[str, str]) -> tuple[CommandLine,
 
 def _config_of(line: CommandLine, readings: Sequence[Reading], world_size: int,
                defaults: Mapping[str, Any] | None) -> RunConfig:
-    scripted = [Setting(names()[name].path, value, Source("script", "the script")) for name, value in (defaults or {}).items()]
+    scripted = [Setting(names()[name].path, value, Source("script", "the "
+                                                                    "script")) for name,
+                                                                    value in (defaults or {}).items()]
     config = combined(_of_files(readings), line.settings, world_size, scripted)
     notes = {name: why for reading in readings for name, why in reading.without_effect.items()}
     return config.with_notes(notes)
@@ -83,7 +86,8 @@ def _config_of(line: CommandLine, readings: Sequence[Reading], world_size: int,
 
 def _problems_of(line: CommandLine, readings: Sequence[Reading], env: Mapping[str, str]) -> list[str]:
     return [*(problem for reading in readings for problem in reading.problems),
-            *contradictions(_of_files(readings), line.settings), *problems_of_local_rank(env, line.local_rank)]
+            *contradictions(_of_files(readings), line.settings),
+            *problems_of_local_rank(env, line.local_rank)]
 
 
 def _of_files(readings: Sequence[Reading]) -> list[Setting]:

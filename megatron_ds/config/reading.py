@@ -1,9 +1,11 @@
-"""`Setting`: one value given by a source. `Reading`: all that one source gave, and all that is wrong with it."""
+"""`Setting`: one value given by a source. `Reading`: all that one source gave, and all that is wrong with it.
+"""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .problems import reject
+from ..errors import ConfigError
 from .run import Source
 
 
@@ -29,7 +31,8 @@ class PartOf:
 
 @dataclass
 class Reading:
-    """What the command line or one file says; filled in while it is read, so that one mistake does not hide the others.
+    """What the command line or one file says; filled in while it is read, so that one mistake does not hide
+    the others.
 
     unread          paths of the options that were given, but with a value or name that cannot be used
     is_complete     False for a file that could not be read at all: it might have given any option
@@ -52,3 +55,34 @@ class Reading:
         """Raises one ConfigError with all problems."""
         reject(self.problems)
         return self.settings
+
+
+class ConfigProblems(ConfigError):
+    """A ConfigError that keeps its problems one by one."""
+
+    def __init__(self, problems: Sequence[str]):
+        self.problems = tuple(problems)
+        several = [f"{len(problems)} problems in the configuration:", *(f"  {i}. "
+                                                                        f"{p}" for i,
+                                                                        p in enumerate(problems, 1))]
+        super().__init__(problems[0] if len(problems) == 1 else "\n".join(several))
+
+    def __reduce__(self):                    # it is pickled as its problems, not as the text made of them
+        return ConfigProblems, (self.problems,)
+
+
+def reject(problems: Sequence[str]) -> None:
+    """Raise if there is any problem."""
+    if problems:
+        raise ConfigProblems(list(dict.fromkeys(problems)))
+
+
+def attempt(problems: list[str], function: Callable, *arguments: Any) -> Any:
+    """`function(*arguments)`, or None after appending the problems that it raised."""
+    try:
+        return function(*arguments)
+    except ConfigProblems as error:
+        problems += error.problems
+    except ConfigError as error:
+        problems.append(str(error))
+    return None

@@ -9,21 +9,21 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any
 
-from .bert import BertConfig
-from .data_efficiency_options import CurriculumConfig
-from .data_options import DataConfig
+from .data_efficiency_options import CurriculumConfig, RandomLTDConfig
+from .data_options import BertConfig, DataConfig
 from .model_options import ModelConfig
 from .optimizer_options import OptimizerConfig
 from .option import Option, options_of
 from .parallel_options import ParallelConfig, ZeroConfig
-from .plan import PlanConfig
-from .routing import RoutingConfig
-from .training_options import CheckpointConfig, LoggingConfig, TrainConfig
+from .training_options import CheckpointConfig, LoggingConfig, PlanConfig, TrainConfig
 
 SECTIONS: Mapping[str, type] = MappingProxyType({
     "model": ModelConfig, "parallel": ParallelConfig, "zero": ZeroConfig, "optimizer": OptimizerConfig,
-    "train": TrainConfig, "data": DataConfig, "bert": BertConfig, "curriculum": CurriculumConfig, "routing": RoutingConfig,
+    "train": TrainConfig, "data": DataConfig, "bert": BertConfig, "curriculum": CurriculumConfig,
+    "random_ltd": RandomLTDConfig,
     "checkpoint": CheckpointConfig, "logging": LoggingConfig, "plan": PlanConfig})
+# names that sections had in older files → their names now
+RENAMED = MappingProxyType({"routing": "random_ltd"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     bert: BertConfig = field(default_factory=BertConfig)
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
-    routing: RoutingConfig = field(default_factory=RoutingConfig)
+    random_ltd: RandomLTDConfig = field(default_factory=RandomLTDConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
@@ -66,6 +66,11 @@ class RunConfig:
     @property
     def data_parallel_size(self) -> int:
         return self.world_size // self.parallel.model_parallel_size
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the word embedding over all tensor-parallel ranks."""
+        return self.model.padded_vocab_size(self.parallel.tensor_model_parallel_size)
 
     @property
     def num_microbatches(self) -> int:
@@ -107,7 +112,8 @@ class RunConfig:
 @cache
 def all_options() -> Mapping[str, Option]:
     """path → option, in the order of declaration."""
-    return MappingProxyType({o.path: o for section, cls in SECTIONS.items() for o in options_of(section, cls)})
+    return MappingProxyType({o.path: o for section, cls in SECTIONS.items()
+                             for o in options_of(section, cls)})
 
 
 def non_default(config: RunConfig) -> Iterator[tuple[Option, Any]]:

@@ -1,4 +1,5 @@
-"""Suggestions for unknown names: a table of other projects' names, then the most similar name, if it is similar enough.
+"""Suggestions for unknown names: a table of other projects' names, then the most similar name, if it is
+similar enough.
 
     >>> near_flag("--learning-rate")
     "; did you mean '--lr'?"
@@ -10,7 +11,7 @@ import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
-CUTOFF = 0.75            # of difflib's ratio; below it two names share letters, not a meaning: "profile", "vocab-file"
+CUTOFF = 0.75  # of difflib's ratio; below it two names share letters, not a meaning: "profile", "vocab-file"
 
 _LENGTH = "the length of training is --train-iters, --train-samples or --train-tokens"
 _RANKS = "the launcher sets the number of processes: torchrun --nproc-per-node N. To plan without it: --dry-run --world-size N"
@@ -27,30 +28,40 @@ SYNONYMS: Mapping[str, str | tuple[str, ...]] = MappingProxyType({
     **dict.fromkeys(("checkpoint-dir", "ckpt-dir", "checkpoint-path", "checkpoint"), ("--save", "--load")),
     **dict.fromkeys(("resume", "resume-from", "resume-from-checkpoint", "load-dir", "restore"), ("--load",)),
     **dict.fromkeys(("train-batch-size", "total-batch-size", "batch"), ("--global-batch-size",)),
-    **dict.fromkeys(("per-device-train-batch-size", "train-micro-batch-size-per-gpu", "device-batch-size", "mbs"),
+    **dict.fromkeys(("per-device-train-batch-size", "train-micro-batch-size-per-gpu", "device-batch-size",
+                     "mbs"),
                     ("--micro-batch-size",)),
     "gbs": ("--global-batch-size",),
     **dict.fromkeys(("accumulate-grad-batches", "gradient-accumulation", "grad-accum", "grad-accum-steps"),
                     ("--gradient-accumulation-steps",)),
-    **dict.fromkeys(("epochs", "num-epochs", "max-epochs", "num-train-epochs"), f"epochs are not counted: {_LENGTH}"),
-    **dict.fromkeys(("steps", "max-steps", "num-steps", "total-steps", "train-steps", "max-iters", "num-iters", "iterations"),
+    **dict.fromkeys(("epochs", "num-epochs", "max-epochs", "num-train-epochs"), "epochs are not counted: "
+                                                                                f"{_LENGTH}"),
+    **dict.fromkeys(("steps", "max-steps", "num-steps", "total-steps", "train-steps", "max-iters",
+                     "num-iters", "iterations"),
                     ("--train-iters",)),
     **dict.fromkeys(("tokens", "max-tokens", "num-tokens", "total-tokens"), ("--train-tokens",)),
     **dict.fromkeys(("tp", "tp-size", "tensor-parallel", "tensor-parallel-size"), (_TP,)),
-    **dict.fromkeys(("pp", "pp-size", "pipeline-parallel", "pipeline-parallel-size", "pipe-parallel-size"), (_PP,)),
+    **dict.fromkeys(("pp", "pp-size", "pipeline-parallel", "pipeline-parallel-size", "pipe-parallel-size"),
+                    (_PP,)),
     **dict.fromkeys(("dp", "dp-size", "data-parallel", "data-parallel-size"),
                     "the data-parallel size follows: world size / (tensor- × pipeline-parallel size)"),
-    **dict.fromkeys(("cp", "cp-size", "sequence-parallel-size", "ds-sequence-parallel-size"), ("--context-parallel-size",)),
+    **dict.fromkeys(("cp", "cp-size", "sequence-parallel-size", "ds-sequence-parallel-size"),
+                    ("--context-parallel-size",)),
     **dict.fromkeys(("ep", "ep-size", "expert-parallel-size"), ("--expert-model-parallel-size",)),
-    **dict.fromkeys(("gpus", "num-gpus", "ngpus", "devices", "nproc-per-node", "nnodes", "num-nodes", "nodes"), _RANKS),
+    **dict.fromkeys(("gpus", "num-gpus", "ngpus", "devices", "nproc-per-node", "nnodes", "num-nodes",
+                     "nodes"), _RANKS),
     **dict.fromkeys(("profile", "profiler", "profile-step-start", "profile-step-end", "use-pytorch-profiler"),
                     "there is no profiler yet; --trace DIR records the timeline of the pipeline"),
-    **dict.fromkeys(("compile", "torch-compile", "jit"), "torch.compile is not used: there is nothing to turn on"),
+    **dict.fromkeys(("compile", "torch-compile", "jit"), "torch.compile is not used: there is nothing to "
+                                                         "turn on"),
     **dict.fromkeys(("moe", "experts"), "mixture-of-experts models are not available yet"),
-    **dict.fromkeys(("wandb", "report-to", "mlflow"), "metrics go to the log, to --tensorboard-dir and to --metrics-jsonl"),
-    **dict.fromkeys(("data", "dataset", "datasets", "data-dir", "dataset-path", "train-data", "train-file", "corpus"),
+    **dict.fromkeys(("wandb", "report-to", "mlflow"), "metrics go to the log, to --tensorboard-dir and to "
+                                                      "--metrics-jsonl"),
+    **dict.fromkeys(("data", "dataset", "datasets", "data-dir", "dataset-path", "train-data", "train-file",
+                     "corpus"),
                     ("--data-path",)),
-    **dict.fromkeys(("warmup", "warmup-steps", "warmup-iters", "lr-warmup-steps", "num-warmup-steps"), ("--lr-warmup-iters",)),
+    **dict.fromkeys(("warmup", "warmup-steps", "warmup-iters", "lr-warmup-steps", "num-warmup-steps"),
+                    ("--lr-warmup-iters",)),
     **dict.fromkeys(("warmup-ratio", "warmup-fraction"), ("--lr-warmup-fraction",)),
     **dict.fromkeys(("scheduler", "lr-scheduler", "lr-scheduler-type", "lr-schedule"), ("--lr-decay-style",)),
     **dict.fromkeys(("wd", "weightdecay"), ("--weight-decay",)),
@@ -59,12 +70,14 @@ SYNONYMS: Mapping[str, str | tuple[str, ...]] = MappingProxyType({
     **dict.fromkeys(("n-embd", "d-model", "dim", "width", "model-dim", "embedding-size"), ("--hidden-size",)),
     **dict.fromkeys(("n-head", "n-heads", "heads", "num-heads"), ("--num-attention-heads",)),
     **dict.fromkeys(("d-ff", "ffn-dim", "intermediate-size"), ("--ffn-hidden-size",)),
-    **dict.fromkeys(("block-size", "seq-len", "sequence-length", "max-seq-len", "max-seq-length", "context-length"),
+    **dict.fromkeys(("block-size", "seq-len", "sequence-length", "max-seq-len", "max-seq-length",
+                     "context-length"),
                     ("--seq-length",)),
     **dict.fromkeys(("tokenizer", "tokenizer-path", "tokenizer-name"), _TOKENIZER),
     "dropout": ("--hidden-dropout", "--attention-dropout"),
     **dict.fromkeys(("precision", "dtype", "mixed-precision"), _DTYPE),
-    **dict.fromkeys(("gradient-checkpointing", "activation-checkpointing", "grad-checkpointing"), (_RECOMPUTE,)),
+    **dict.fromkeys(("gradient-checkpointing", "activation-checkpointing", "grad-checkpointing"),
+                    (_RECOMPUTE,)),
     **dict.fromkeys(("logging-steps", "log-every", "log-steps", "steps-per-print"), ("--log-interval",)),
     **dict.fromkeys(("save-steps", "save-every", "checkpoint-interval"), ("--save-interval",)),
     **dict.fromkeys(("eval-steps", "eval-every", "val-interval", "valid-interval"), ("--eval-interval",)),
@@ -95,7 +108,9 @@ def most_similar(name: str, known: Sequence[str]) -> str | None:
 
 
 def _near(name: str, known: Mapping[str, str], written) -> str:
-    """known: bare name → how it is written here.  written: one of our flags → how it is written here, or None."""
+    """known: bare name → how it is written here.  written: one of our flags → how it is written here, or
+    None.
+    """
     meant = SYNONYMS.get(name.lower().replace("_", "-"))
     if isinstance(meant, str):
         return f": {meant}."

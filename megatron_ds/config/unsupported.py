@@ -1,8 +1,9 @@
 """Flags of Megatron and keys of DeepSpeed's JSON that have no option here: the table flag or key → `Answer`.
 
-An answer accepts what asks for something that always happens here, or what chooses an implementation or tunes speed without
-changing any number; startup lists it under "accepted, nothing to do". It refuses, with the reason, what would change numbers
-or lose something that was asked for. A key whose value switches a feature off is always accepted.
+An answer accepts what asks for something that always happens here, or what chooses an implementation or tunes
+speed without changing any number; startup lists it under "accepted, nothing to do". It refuses, with the
+reason, what would change numbers or lose something that was asked for. A key whose value switches a feature
+off is always accepted.
 """
 
 from collections.abc import Mapping
@@ -10,12 +11,14 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-OFF = (False, None, "auto")            # DeepSpeed replaces "auto" by its default, and the defaults of refused keys are off
+# DeepSpeed replaces "auto" by its default, and the defaults of refused keys are off
+OFF = (False, None, "auto")
 
 
 @dataclass(frozen=True)
 class Answer:
-    """note: why there is nothing to do, for accepted values.  refusal: why another value is refused, and what to do.
+    """note: why there is nothing to do, for accepted values.  refusal: why another value is refused, and what
+    to do.
 
     values: the accepted values; None: every value.
     """
@@ -62,17 +65,19 @@ _FORMAT = nothing("checkpoints have one format, which loads at any layout")
 _RATE = nothing("the learning rate always follows from the flags and from progress")
 _LOGGED = nothing("always logged")
 _SIGNALS = nothing("the run always saves and exits on SIGTERM, SIGUSR1 and the first Ctrl-C")
-_NO_RNG = nothing("a checkpoint holds no random state: random numbers follow from --seed and their place in the run")
+_NO_RNG = nothing("a checkpoint holds no random state: random numbers follow from --seed and their place in "
+                  "the run")
 _INIT = nothing("initial weights follow from --seed and each weight's name, the same on every layout")
 _GC = nothing("it only tunes Python's garbage collection")
 _LATER = refused("it is planned for a later version. Remove it.")
 _MOE = refused("mixture-of-experts models are not available yet. Remove it to train a dense model.")
 _DATA = only("mmap", "infer", note="datasets are always memory-mapped .bin/.idx files",
-             refusal="only memory-mapped .bin/.idx datasets can be read. Convert the corpus with tools/preprocess_data.py, "
-                     "then write --data-impl mmap or remove the flag.")
+             refusal="only memory-mapped .bin/.idx datasets can be read. Convert the corpus with "
+                     "tools/preprocess_data.py, then write --data-impl mmap or remove the flag.")
 
 FLAGS: Mapping[str, Answer] = MappingProxyType({
-    "--apply-query-key-layer-scaling": nothing("attention scores are computed in fp32 and need no second scaling"),
+    "--apply-query-key-layer-scaling": nothing("attention scores are computed in fp32 and need no second "
+                                               "scaling"),
     "--async-tensor-model-parallel-allreduce": _TP_ASYNC,
     "--attention-backend": _KERNEL,
     "--attention-softmax-in-fp32": nothing("the softmax of attention is always computed in fp32"),
@@ -80,34 +85,36 @@ FLAGS: Mapping[str, Answer] = MappingProxyType({
     "--cross-entropy-fusion-impl": _KERNEL,
     "--cross-entropy-loss-fusion": _KERNEL,
     "--data-impl": _DATA,
-    "--data-parallel-random-init": refused("every data-parallel rank starts with the same weights. Remove it."),
+    "--data-parallel-random-init": refused("every data-parallel rank starts with the same weights. Remove "
+                                           "it."),
     "--dataset-impl": _DATA,
     "--DDP-impl": _DDP,
     "--ddp-backend": _DDP,
     "--deepspeed": nothing("DeepSpeed's features are always available; --deepspeed_config names the JSON"),
-    "--deepspeed-activation-checkpointing": nothing("recomputation has one implementation; --checkpoint-activations or "
-                                                    "--recompute-granularity turns it on"),
+    "--deepspeed-activation-checkpointing": nothing("recomputation has one implementation; "
+                                                    "--checkpoint-activations or --recompute-granularity "
+                                                    "turns it on"),
     "--deepspeed-mpi": nothing("the launcher is recognised from the environment"),
     "--dist-ckpt-format": _FORMAT,
     "--distributed-backend": nothing("it is NCCL on CUDA devices and gloo on CPUs"),
     "--distributed-timeout": refused("write --distributed-timeout-minutes."),
     "--exit-signal": only("SIGTERM", "SIGUSR1", "SIGINT", note=_SIGNALS.note,
-                          refusal="the run saves and exits on SIGTERM, SIGUSR1 and Ctrl-C only. Send one of these, and "
-                                  "remove the flag."),
+                          refusal="the run saves and exits on SIGTERM, SIGUSR1 and Ctrl-C only. Send one of "
+                                  "these, and remove the flag."),
     "--exit-signal-handler": _SIGNALS,
     "--fim-eod-token": refused("documents end with the tokenizer's end-of-document token. Remove it."),
     "--fim-pad-token": nothing("padding never enters the model"),
     "--fp32-residual-connection": refused("residuals are added in the dtype of the weights. Remove it."),
     "--log-batch-size-to-tensorboard": _LOGGED,
-    "--log-memory-to-tensorboard": refused("memory is in the log line and in metrics.jsonl, but not in TensorBoard. Remove "
-                                           "it."),
+    "--log-memory-to-tensorboard": refused("memory is in the log line and in metrics.jsonl, but not in "
+                                           "TensorBoard. Remove it."),
     "--log-optimizer-states-to-tensorboard": _LATER,
     "--log-throughput": _LOGGED,
-    "--log-timers-to-tensorboard": refused("TensorBoard gets iteration-time and batch-generator-time; other phases are not "
-                                           "timed. Remove it."),
+    "--log-timers-to-tensorboard": refused("TensorBoard gets iteration-time and batch-generator-time; other "
+                                           "phases are not timed. Remove it."),
     "--log-validation-ppl-to-tensorboard": _LOGGED,
-    "--log-world-size-to-tensorboard": refused("the world size is printed at startup, but not written to TensorBoard. Remove "
-                                               "it."),
+    "--log-world-size-to-tensorboard": refused("the world size is printed at startup, but not written to "
+                                               "TensorBoard. Remove it."),
     "--manual-gc": _GC,
     "--manual-gc-interval": _GC,
     "--no-async-tensor-model-parallel-allreduce": _TP_ASYNC,
@@ -130,12 +137,13 @@ FLAGS: Mapping[str, Answer] = MappingProxyType({
     "--overlap-param-gather": nothing("updated weights are gathered right after the step"),
     "--override-opt-param-scheduler": _RATE,
     "--pipeline-model-parallel-split-rank": refused("encoder-decoder models are not available. Remove it."),
-    "--tensorboard-log-interval": refused("TensorBoard gets a point at each --log-interval. Set that instead, and remove "
-                                          "this flag."),
+    "--tensorboard-log-interval": refused("TensorBoard gets a point at each --log-interval. Set that "
+                                          "instead, and remove this flag."),
     "--tensorboard-queue-size": nothing("TensorBoard's own buffer size is used"),
     "--transformer-impl": _ONE_MODEL,
-    "--use-checkpoint-opt-param-scheduler": refused("the learning rate always follows from the flags, never from the "
-                                                    "checkpoint. Give the schedule with flags, and remove it."),
+    "--use-checkpoint-opt-param-scheduler": refused("the learning rate always follows from the flags, never "
+                                                    "from the checkpoint. Give the schedule with flags, and "
+                                                    "remove it."),
     "--use-cpu-initialization": _INIT,
     "--use-dist-ckpt": _FORMAT,
     "--use-flash-attn": _KERNEL,
@@ -166,34 +174,40 @@ _WRITE_16 = refused("write a bf16 or an fp16 block instead.")
 
 # Keys of DeepSpeed's JSON. A key covers the block under it.
 KEYS: Mapping[str, Answer] = MappingProxyType({
-    "activation_checkpointing": refused("a training script takes --recompute-granularity full or selective; a module of an "
-                                        "engine calls megatron_ds.checkpointing.checkpoint(). Remove it."),
+    "activation_checkpointing": refused("a training script takes --recompute-granularity full or selective; "
+                                        "a module of an engine calls megatron_ds.checkpointing.checkpoint(). "
+                                        "Remove it."),
     "aio.overlap_events": _OVERLAPPED,
     "aio.single_submit": nothing("blocks are submitted together"),
     "aio.use_gds": _LATER,
     "amp": _WRITE_16,
     "autotuning": _LATER,
     "bf16.check_grad_overflow": only(True, note="a step whose gradient is not finite is always skipped",
-                                     refusal="a step whose gradient is not finite is always skipped. Remove it."),
+                                     refusal="a step whose gradient is not finite is always skipped. Remove "
+                                             "it."),
     "bf16.immediate_grad_update": nothing("gradients are added to their buffer as soon as they are computed"),
     "comms_logger": _LATER,
     "compression_training": _LATER,
     "csv_monitor": _MONITOR,
     "comet": _MONITOR,
-    "data_efficiency.data_sampling.dynamic_batching": refused("a batch has a fixed number of samples. Remove it."),
+    "data_efficiency.data_sampling.dynamic_batching": refused("a batch has a fixed number of samples. Remove "
+                                                              "it."),
     "data_efficiency.data_sampling.num_epochs": only(
         1000, note="the length of training is --train-iters, --train-samples or --train-tokens",
-        refusal="the length of training is --train-iters, --train-samples or --train-tokens. Set that, and remove it."),
+        refusal="the length of training is --train-iters, --train-samples or --train-tokens. Set that, and "
+                "remove it."),
     "data_efficiency.data_sampling.pin_memory": _PINNED,
     "dataloader_drop_last": nothing("a training batch is always whole"),
     "disable_allgather": _FLAT,
     "dump_state": nothing("startup prints every value that is not the default"),
     "elasticity": _LATER,
-    "flops_profiler": refused("the log line has the TFLOP/s of the whole step; layers are not profiled. Remove it."),
+    "flops_profiler": refused("the log line has the TFLOP/s of the whole step; layers are not profiled. "
+                              "Remove it."),
     "fp16.auto_cast": refused("floating-point inputs are not cast: pass them in fp16. Remove it."),
     "fp16.consecutive_hysteresis": refused("hysteresis is refilled when the scale grows. Remove it."),
     "fp16.fp16_master_weights_and_grads": refused("master weights and gradients are in fp32. Remove it."),
-    "gradient_allreduce_op": only("mean", note="gradients are averaged", refusal="gradients are averaged. Remove it."),
+    "gradient_allreduce_op": only("mean", note="gradients are averaged", refusal="gradients are averaged. "
+                                                                                 "Remove it."),
     "memory_breakdown": _LATER,
     "monitor_config": _MONITOR,
     "optimizer.legacy_fusion": _FASTEST,
@@ -204,8 +218,8 @@ KEYS: Mapping[str, Answer] = MappingProxyType({
                                              refusal="Adam always corrects its bias. Remove it."),
     "optimizer.params.max_grad_norm": refused('write "gradient_clipping" at the top level.'),
     "optimizer.params.torch_adam": _FASTEST,
-    "pipeline.activation_checkpoint_interval": only(0, note="it is off", refusal="write --recompute-granularity full instead. "
-                                                    "Remove it."),
+    "pipeline.activation_checkpoint_interval": only(0, note="it is off", refusal="write "
+                                                    "--recompute-granularity full instead. Remove it."),
     "pipeline.grad_partitioned": _SLICES,
     "pipeline.pipe_partitioned": _SLICES,
     "pipeline.seed_layers": refused("initial weights follow from --seed and each weight's name. Remove it."),
@@ -226,29 +240,35 @@ KEYS: Mapping[str, Answer] = MappingProxyType({
     "zero_optimization.ignore_unused_parameters": _FLAT,
     "zero_optimization.legacy_stage1": _FLAT,
     "zero_optimization.load_from_fp32_weights": only(True, note="fp32 master weights are always loaded",
-                                                     refusal="fp32 master weights are always loaded. Remove it."),
+                                                     refusal="fp32 master weights are always loaded. Remove "
+                                                             "it."),
     "zero_optimization.reduce_scatter": _FLAT,
     "zero_optimization.round_robin_gradients": _FLAT,
     "zero_optimization.use_multi_rank_bucket_allreduce": _FLAT,
     "zero_optimization.zero_quantized_gradients": _LATER,
     "zero_optimization.zero_quantized_weights": _LATER,
     **{f"zero_optimization.offload_{what}.{name}": answer for what, name, answer in (
-        ("optimizer", "buffer_count", _BUFFERS), ("optimizer", "pin_memory", _PINNED), ("optimizer", "pipeline", _OVERLAPPED),
+        ("optimizer", "buffer_count", _BUFFERS), ("optimizer", "pin_memory", _PINNED),
+        ("optimizer", "pipeline", _OVERLAPPED),
         ("optimizer", "pipeline_read", _OVERLAPPED), ("optimizer", "pipeline_write", _OVERLAPPED),
         ("optimizer", "fast_init", _OVERLAPPED), ("optimizer", "super_offload", _LATER),
         ("optimizer", "cpuadam_cores_perc", nothing("OMP_NUM_THREADS sets the number of CPU threads")),
-        ("param", "buffer_count", _BUFFERS), ("param", "buffer_size", _BUFFERS), ("param", "pin_memory", _PINNED),
+        ("param", "buffer_count", _BUFFERS), ("param", "buffer_size", _BUFFERS),
+        ("param", "pin_memory", _PINNED),
         ("param", "max_in_cpu", nothing("weights are either in host memory or on disk")))},
     **{f"zero_optimization.stage3_{name}": _STAGE3 for name in (
-        "max_live_parameters", "max_reuse_distance", "model_persistence_threshold", "module_granularity_threshold",
+        "max_live_parameters", "max_reuse_distance", "model_persistence_threshold",
+        "module_granularity_threshold",
         "use_all_reduce_for_fetch_params")},
-    "zero_optimization.stage3_gather_16bit_weights_on_model_save": nothing("exported weights are always gathered"),
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": nothing("exported weights are always "
+                                                                           "gathered"),
 })
 
 
 def answer_to_flag(flag: str) -> Answer | None:
     """None for a flag that is not in the tables."""
-    return FLAGS.get(flag) or next((answer for start, answer in FAMILIES.items() if flag.startswith(start)), None)
+    return FLAGS.get(flag) or next((answer for start, answer in FAMILIES.items() if flag.startswith(start)),
+                                   None)
 
 
 def answer_to_key(key: str) -> tuple[str, Answer] | None:

@@ -5,8 +5,9 @@
       lr: 6e-4
     data_path: [0.3, books, 0.7, web]
 
-Scalars are read as written and coerced by the option's type, since YAML 1.1 reads 1e-4 as a text, 010 as eight and 1:30 as
-ninety. A checkpoint's run.json is such a file too: it holds the whole configuration under `config`.
+Scalars are read as written and coerced by the option's type, since YAML 1.1 reads 1e-4 as a text, 010 as
+eight and 1:30 as ninety. A checkpoint's run.json is such a file too: it holds the whole configuration under
+`config`.
 """
 
 from __future__ import annotations
@@ -18,12 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from .coerce import coerce
 from .flags import spellings
-from .help import value_text
-from .option import Option
+from .messages import value_text
+from .option import Option, coerce
 from .reading import Reading, Setting
-from .run import SECTIONS, Source, all_options
+from .run import RENAMED, SECTIONS, Source, all_options
 from .suggest import near_key
 
 NULL = "tag:yaml.org,2002:null"
@@ -52,7 +52,8 @@ def _compose(path: str) -> Any:
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}{_what(error)}.") from None
     except RecursionError:
-        raise ConfigError(f"{path}: this is not a file of settings: its brackets are nested too deep.") from None
+        raise ConfigError(f"{path}: this is not a file of settings: its brackets are nested too "
+                          "deep.") from None
 
 
 def _what(error: Any) -> str:
@@ -65,7 +66,7 @@ def _what(error: Any) -> str:
 def text_of(path: str, flag: str) -> str:
     """The text of a file named by a flag."""
     try:
-        return Path(path).read_text(encoding="utf-8-sig")         # with or without the mark that Windows writes
+        return Path(path).read_text(encoding="utf-8-sig")  # with or without the mark that Windows writes
     except UnicodeDecodeError:
         raise ConfigError(f"{flag} {path}: this is not a text file.") from None
     except OSError as error:
@@ -83,6 +84,7 @@ def _top(path: str, root: Any, reading: Reading) -> None:
         root = inner["config"]                                        # a run.json
     ignored = RECORDS if set(RECORDS) <= set(_by_key(root)) else ()
     for name, value, line in _entries(path, root, reading):
+        name = RENAMED.get(name, name)
         if name in SECTIONS and value.id == "mapping":
             for field, inner_value, inner_line in _entries(path, value, reading):
                 _read(Entry(path, inner_line, field, inner_value, name), reading)
@@ -139,7 +141,8 @@ class Entry:
         if self.value.id == "sequence" and all(item.id == "scalar" for item in self.value.value):
             return [item.value for item in self.value.value]
         if self.value.id != "scalar":
-            raise ConfigError(f"{self.where}: {self.name} needs {self.option().noun}, but there is a block under it.")
+            raise ConfigError(f"{self.where}: {self.name} needs {self.option().noun}, but there is a block "
+                              "under it.")
         return self.value.value
 
     def option(self) -> Option:
@@ -148,12 +151,14 @@ class Entry:
         if option is not None and self.section in (None, option.section):
             return option
         if option is not None:
-            raise ConfigError(f"{self.where}: {self.name} belongs in the section {option.section}, not in {self.section}.")
+            raise ConfigError(f"{self.where}: {self.name} belongs in the section {option.section}, not in "
+                              f"{self.section}.")
         switch = spellings().get("--" + self._name.replace("_", "-"))
         if switch is not None:
             raise ConfigError(f"{self.where}: {self.name} is a flag without a value; in a file write "
                               f"{switch.option.name}: {value_text(switch.value)}.")
-        raise ConfigError(f"{self.where}: unknown key {self.name!r}{self._near() or '. All keys are in docs/flags.md.'}")
+        raise ConfigError(f"{self.where}: unknown key "
+                          f"{self.name!r}{self._near() or '. All keys are in docs/flags.md.'}")
 
     def probably_meant(self) -> set[str]:
         """Paths of the options that an unusable name probably stands for."""

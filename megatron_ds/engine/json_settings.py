@@ -18,8 +18,7 @@ from ..config import RunConfig, Source
 from ..config.combine import merge
 from ..config.deepspeed_json import auto_keys, load_json, reading_of
 from ..config.layout_rules import LAYOUT_RULES
-from ..config.problems import reject
-from ..config.reading import Setting
+from ..config.reading import Setting, reject
 from ..config.run import all_options
 from ..config.training_rules import batch, learning_rate, number_format
 from ..errors import ConfigError

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from ..config import RunConfig
+from ..config.training_schedule import make_learning_rate
 from ..errors import ConfigError
-from ..ramps import DeepSpeedRate, make_learning_rate
+from ..ramps import DeepSpeedRate
 from .engine_optimizer import EngineOptimizer, Group
 
 SchedulerMaker = Callable[[torch.optim.Optimizer], Any]

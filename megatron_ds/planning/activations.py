@@ -28,12 +28,12 @@ import torch
 
 from ..config import RunConfig
 from ..config.model_options import ModelConfig
+from ..config.training_schedule import make_token_drop
 from ..models import MODELS
 from ..ops.blocked_attention import BLOCK, KERNELS, is_worth_blocking
 from ..ops.product import has_products, working_elements
 from ..pipeline.instruction import Op, Program
 from ..tensor_parallel.cross_entropy import CPU_BLOCK, GPU_BLOCK
-from ..token_drop import make_token_drop
 from .run_model import DTYPES
 from .training_length import planned_steps
 

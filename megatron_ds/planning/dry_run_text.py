@@ -3,12 +3,11 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from ..config.training_schedule import make_batch_size, make_token_drop
 from ..mpu.grid import Grid
 from ..mpu.mesh import AXIS_SETS
 from ..mpu.traffic import RING_FACTOR
 from ..pipeline.draw import draw
-from ..ramps import make_batch_size
-from ..token_drop import make_token_drop
 from .activations import last_step
 from .fake_stages import boundary_shape
 from .flops import model_flops

@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 from ..config import RunConfig
+from ..config.training_schedule import make_token_drop
 from ..errors import LayoutError
 from ..models import MODELS, build_stages, count_uses
 from ..mpu.mesh import Mesh
 from ..mpu.traffic import Traffic
 from ..pipeline.instruction import Op, Schedule
 from ..pipeline.stage import Stage
-from ..token_drop import make_token_drop
 from .activations import last_step
 from .run_model import DTYPES, loss_function
 from .run_plan import RunPlan

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from ..config import RunConfig
-from ..ramps import make_batch_size
-from ..token_drop import TokenDrop
+from ..config.training_schedule import make_batch_size
+from ..difficulty import TokenDrop
 from .flops import model_flops
 from .training_length import planned_steps
 

@@ -6,9 +6,9 @@ from functools import partial
 import torch
 
 from ..config import RunConfig
+from ..config.training_schedule import make_token_drop
 from ..models import MODELS, Placement, with_random_ltd
 from ..mpu.mesh import Mesh
-from ..token_drop import make_token_drop
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}     # by their names in the config
 

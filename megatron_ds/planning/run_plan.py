@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ..config import RunConfig
+from ..config.training_schedule import make_batch_size
 from ..errors import MegatronDSError
 from ..models import MODELS, Layer
 from ..mpu.group import solo
@@ -18,7 +19,6 @@ from ..pipeline.instruction import Op, Program, Schedule
 from ..pipeline.partition import count_stages, parse_layout, partition
 from ..pipeline.placement import placement, stages_of
 from ..pipeline.schedules import OPTIONS, SCHEDULES, check_shape, default_chunks
-from ..ramps import make_batch_size
 from .layer_costs import LayerCost, Times, layer_costs, reckoned_times
 
 # Option of a schedule's function → the field of the config that gives it.

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from ..config import RunConfig
 from ..config.data_efficiency_options import RESHAPE, length_difficulty
+from ..config.training_schedule import make_batch_size, make_token_drop, token_count
 from ..difficulty import Custom
 from ..progress import Progress
-from ..ramps import BatchRamp, Tokens, count_steps, make_batch_size, token_count
-from ..token_drop import make_token_drop
+from ..ramps import BatchSize, Tokens, count_steps
 
 START = Progress()
 
@@ -26,7 +26,7 @@ class TrainingLength:
     is_settled   whether tokens_at is the same at a step and at all later ones
     """
 
-    batch_size: BatchRamp
+    batch_size: BatchSize
     iters: int | None
     samples: int | None
     tokens: int | None
@@ -77,7 +77,7 @@ def _steps_within(samples: float, size: int) -> float:
     return -(-samples // size) if samples < math.inf else math.inf
 
 
-def make_length(config: RunConfig, batch_size: BatchRamp | None = None) -> TrainingLength:
+def make_length(config: RunConfig, batch_size: BatchSize | None = None) -> TrainingLength:
     """The length that a config describes. batch_size: by default `make_batch_size(config)`."""
     model, train, drop, full = config.model, config.train, make_token_drop(config), config.model.seq_length
     difficulty = length_difficulty(config.curriculum, full) if config.curriculum.curriculum_type else None
@@ -96,6 +96,6 @@ def make_length(config: RunConfig, batch_size: BatchRamp | None = None) -> Train
                           token_count(config), model.num_layers, tokens_at, is_settled)
 
 
-def planned_steps(config: RunConfig, batch_size: BatchRamp | None = None) -> int:
+def planned_steps(config: RunConfig, batch_size: BatchSize | None = None) -> int:
     """Optimizer steps of the whole training; 0 where it is only evaluated."""
     return make_length(config, batch_size).steps_after()

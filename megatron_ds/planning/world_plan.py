@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ..config import RunConfig, Source
+from ..config.training_schedule import make_token_drop
 from ..data.tokenizers import build_tokenizer
 from ..errors import ConfigError, DataError
 from ..mpu.fake_group import imagined_mesh
@@ -18,7 +19,6 @@ from ..pipeline.costs import StageCosts
 from ..pipeline.instruction import Schedule
 from ..pipeline.passes import COMPUTE
 from ..pipeline.simulate import Simulation, simulate
-from ..token_drop import make_token_drop
 from .activations import BLOCKS, last_step
 from .fake_stages import ImaginedStage, imagine_stages
 from .flops import attention_flops, layer_flops

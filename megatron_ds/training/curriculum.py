@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ..config import RunConfig
 from ..config.data_efficiency_options import RESHAPE, length_difficulty, read_metric
+from ..config.training_schedule import stated_batch_size
 from ..data.batch import Batch
 from ..data.curriculum.curriculum_admission import order_by_difficulty
 from ..data.curriculum.curriculum_order import CurriculumOrder
@@ -16,7 +17,6 @@ from ..difficulty import Difficulty
 from ..models import MODELS
 from ..planning.training_length import planned_steps
 from ..progress import Progress
-from ..ramps import stated_batch_size
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..config import RunConfig
 from ..config.dump import report_without_effect
-from ..config.help import value_text
+from ..config.messages import value_text
 from ..config.run import non_default
 from ..models import build_stages
 from ..mpu.fake_group import imagined_mesh

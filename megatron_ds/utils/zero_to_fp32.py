@@ -1,10 +1,12 @@
-"""`deepspeed.utils.zero_to_fp32`: the fp32 weights of an engine's checkpoint, in one state_dict or one folder.
+"""`deepspeed.utils.zero_to_fp32`: the fp32 weights of an engine's checkpoint, in one state_dict or one
+folder.
 
     state = get_fp32_state_dict_from_zero_checkpoint("saved")               # of the last tag, on one process
     python tools/zero_to_fp32.py saved pytorch_model.bin
 
-Any stage, number of ranks and tensor-parallel size. Weights are the fp32 masters; buffers are as they were saved. Of tied
-parameters there is the first name; names that the module shares are added where the module is given.
+Any stage, number of ranks and tensor-parallel size. Weights are the fp32 masters; buffers are as they were
+saved. Of tied parameters there is the first name; names that the module shares are added where the module is
+given.
 """
 
 import json
@@ -32,12 +34,13 @@ def get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir: str | os.PathLike, 
 
     tag        None: what was saved last
     lazy_mode  has no effect: tensors are read one after the other in any case
-    Raises CheckpointError where there is no complete checkpoint, ConfigError for exclude_frozen_parameters: a checkpoint does
-    not say which parameters were frozen.
+    Raises CheckpointError where there is no complete checkpoint, ConfigError for exclude_frozen_parameters: a
+    checkpoint does not say which parameters were frozen.
     """
     if exclude_frozen_parameters:
-        raise ConfigError("exclude_frozen_parameters=True is not supported here: a checkpoint does not say which parameters "
-                          "were frozen. Use engine.save_16bit_model(..., exclude_frozen_parameters=True).")
+        raise ConfigError("exclude_frozen_parameters=True is not supported here: a checkpoint does not say "
+                          "which parameters were frozen. Use engine.save_16bit_model(..., "
+                          "exclude_frozen_parameters=True).")
     stored = _stored(checkpoint_dir, tag)
     return dict(zip([entry.name for entry in stored.entries], _tensors(stored, stored.entries)))
 
@@ -59,27 +62,34 @@ def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: str |
     return model
 
 
-def convert_zero_checkpoint_to_fp32_state_dict(checkpoint_dir: str | os.PathLike, output_dir: str | os.PathLike,
-                                               max_shard_size: str | int | None = "5GB", safe_serialization: bool = False,
-                                               tag: str | None = None, exclude_frozen_parameters: bool = False) -> list[str]:
+def convert_zero_checkpoint_to_fp32_state_dict(checkpoint_dir: str | os.PathLike,
+                                               output_dir: str | os.PathLike,
+                                               max_shard_size: str | int | None = "5GB",
+                                               safe_serialization: bool = False,
+                                               tag: str | None = None,
+                                               exclude_frozen_parameters: bool = False) -> list[str]:
     """Write the weights for torch.load or, safe_serialization, as safetensors; the names of the tensors.
 
     output_dir      a folder; or a file, where it ends in .bin, .pt or .pth
-    max_shard_size  of a file of the folder, in bytes or as "5GB"; a larger tensor has a file of its own. None: one file
+    max_shard_size  of a file of the folder, in bytes or as "5GB"; a larger tensor has a file of its own.
+                    None: one file
 
-    Files of a folder are those of Hugging Face: pytorch_model.bin, or parts and pytorch_model.bin.index.json. Tensors go
-    through memory a file at a time.
+    Files of a folder are those of Hugging Face: pytorch_model.bin, or parts and pytorch_model.bin.index.json.
+    Tensors go through memory a file at a time.
     """
     if exclude_frozen_parameters:
-        get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)      # says why not
+        # says why not
+        get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
     stored, output = _stored(checkpoint_dir, tag), Path(output_dir)
     entries = [TensorEntry(e.name, e.shape, e.dtype) for e in stored.entries]
     is_file = output.suffix in (".bin", ".pt", ".pth")
-    limit = sum(entry.nbytes for entry in entries) + 1 if max_shard_size is None or is_file else bytes_of(max_shard_size)
+    limit = sum(entry.nbytes
+                for entry in entries) + 1 if max_shard_size is None or is_file else bytes_of(max_shard_size)
     if safe_serialization and not is_file:
         write_folder(output, entries, stored.read_all, solo(), limit)
     elif safe_serialization:
-        raise ConfigError(f"safetensors are written into a folder, and {output} is named as a file of torch. Give a folder.")
+        raise ConfigError(f"safetensors are written into a folder, and {output} is named as a file of torch. "
+                          "Give a folder.")
     else:
         _write_for_torch(output, is_file, stored, cut_into_files(entries, limit))
     return [entry.name for entry in entries]
@@ -91,15 +101,18 @@ def bytes_of(size: str | int) -> int:
     unit = next((unit for unit in UNITS if text.endswith(unit)), None)
     number = text.removesuffix(unit) if unit else text
     if not number.strip().isdecimal() or not int(number):
-        raise ConfigError(f"max_shard_size {size!r} is not a number of bytes. Write 5GB, 500MB or 5000000000.")
+        raise ConfigError(f"max_shard_size {size!r} is not a number of bytes. Write 5GB, 500MB or "
+                          "5000000000.")
     return int(number) * (UNITS[unit] if unit else 1)
 
 
-def _write_for_torch(output: Path, is_file: bool, stored: StoredTensors, files: list[list[TensorEntry]]) -> None:
+def _write_for_torch(output: Path, is_file: bool, stored: StoredTensors,
+                     files: list[list[TensorEntry]]) -> None:
     folder = output.parent if is_file else output
     folder.mkdir(parents=True, exist_ok=True)
     name = lambda i: f"pytorch_model-{i + 1:05d}-of-{len(files):05d}.bin"
-    paths = [output if is_file else folder / (name(i) if len(files) > 1 else "pytorch_model.bin") for i in range(len(files))]
+    paths = [output if is_file else folder / (name(i) if len(files) > 1 else "pytorch_model.bin")
+             for i in range(len(files))]
     for path, entries in zip(paths, files):
         tensors = dict(zip([entry.name for entry in entries], _tensors(stored, entries)))
         torch.save(tensors, path.with_name(f".{path.name}.writing"))

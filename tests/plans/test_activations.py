@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_ds.config import parse
+from megatron_ds.config.training_schedule import make_token_drop
 from megatron_ds.models import MODELS, Placement, build_stage, with_random_ltd
 from megatron_ds.mpu.fake_group import imagined_group
 from megatron_ds.mpu.grid import Grid
@@ -20,7 +21,6 @@ from megatron_ds.planning import activations
 from megatron_ds.planning.activations import Workload, kept_by_layer, kept_by_stage
 from megatron_ds.planning.run_model import DTYPES
 from megatron_ds.planning.world_plan import plan_world
-from megatron_ds.token_drop import make_token_drop
 from megatron_ds.training.build import build_engine
 from tests.harness.alive_bytes import AliveBytes
 from tests.harness.covering import cover_pairs, legal_cases

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megatron_ds.config import parse
+from megatron_ds.config.training_schedule import make_batch_size
 from megatron_ds.data.bert.bert_data import BERT_DATA
 from megatron_ds.data.curriculum.difficulty_analysis import map_shard, percentiles, reduce_metric
 from megatron_ds.data.curriculum.difficulty_metrics import MetricSpec, parse_metric
@@ -20,7 +21,6 @@ from megatron_ds.data.loading.datasets import build_datasets
 from megatron_ds.data.text.indexed import IndexedWriter
 from megatron_ds.data.tokenizers import build_tokenizer
 from megatron_ds.errors import ConfigError, DataError
-from megatron_ds.ramps import make_batch_size
 from megatron_ds.training.curriculum import make_order
 from tests.harness.documents import ROOT
 from tests.harness.sentences import write_sentences

@@ -10,9 +10,9 @@ import pytest
 
 from megatron_ds.cli import main_guard
 from megatron_ds.config import parse
-from megatron_ds.config.document import flags_document
 from megatron_ds.config.dump import from_dict, to_dict
 from megatron_ds.errors import CommunicationError, ConfigError, DataError
+from tools.write_flags_doc import flags_document
 
 ROOT = Path(__file__).parents[2]
 FLAGS = ("--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 99 --micro-batch-size 2 "
@@ -87,3 +87,14 @@ def test_an_error_of_the_configuration_travels_between_processes():
         parse([])
     again = pickle.loads(pickle.dumps(error.value))
     assert str(again) == str(error.value) and again.problems == error.value.problems
+
+
+def test_the_older_name_of_a_section_is_read_from_checkpoints_and_files(tmp_path):
+    config = parse([*FLAGS, *"--num-layers 4 --random-ltd --random-ltd-min-tokens 16 --random-ltd-steps 5".split()])
+    saved = to_dict(config)
+    saved["routing"] = saved.pop("random_ltd")
+    saved["sources"] = {path.replace("random_ltd.", "routing.", 1): source for path, source in saved["sources"].items()}
+    loaded = from_dict(saved)
+    assert loaded == config and loaded.sources == config.sources
+    (tmp_path / "run.yaml").write_text("routing:\n  random_ltd: true\n  random_ltd_min_tokens: 16\n  random_ltd_steps: 5\n")
+    assert parse([*FLAGS, "--num-layers", "4", "--config", str(tmp_path / "run.yaml")]).random_ltd == config.random_ltd

@@ -11,8 +11,8 @@ from megatron_ds.config.deepspeed_json import known_keys
 from megatron_ds.config.dump import from_dict, to_dict, to_yaml
 from megatron_ds.config.flags import spellings
 from megatron_ds.config.run import all_options
+from megatron_ds.config.training_schedule import make_batch_size, make_learning_rate, make_weight_decay
 from megatron_ds.errors import ConfigError
-from megatron_ds.ramps import make_batch_size, make_learning_rate, make_weight_decay
 
 GOOD = {"num_layers": 4, "hidden_size": 48, "num_attention_heads": 6, "seq_length": 16, "vocab_size": 99,
         "micro_batch_size": 1, "lr": 0.1, "train_iters": 9, "mock_data": True}

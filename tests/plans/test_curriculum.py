@@ -16,7 +16,7 @@ from megatron_ds.data.curriculum.metric_index import write_metric
 from megatron_ds.data.gpt.collate import GPTCollator
 from megatron_ds.data.loading.loader import Loader
 from megatron_ds.errors import ConfigError, DataError
-from megatron_ds.ramps import BatchSize, Constant
+from megatron_ds.ramps import BatchSize
 
 stages_of_sizes = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 25)), min_size=1, max_size=6)
 
@@ -148,7 +148,7 @@ def test_at_each_step_the_samples_that_the_metrics_admit_are_drawn_and_no_others
 
 
 def test_a_difficulty_counts_from_the_position_where_its_step_begins_while_the_batch_grows(tmp_path):
-    grows = BatchSize(final=16, start=4, increment=4, span=48)
+    grows = BatchSize.growing(4, 4, 16, 48)
     order = order_of(tmp_path, metric(tmp_path, np.arange(1, 51)), total=50, batch_at=grows.at)
     difficulty = read_metric(json.dumps(metric(tmp_path, np.arange(1, 51)))).difficulty
     begins = list(itertools.islice(itertools.accumulate(itertools.repeat(0), lambda n, _: n + grows.at(n)), 20))
@@ -170,7 +170,7 @@ class Numbers:
         return {"tokens": np.full(5, i, np.int64)}
 
 
-@pytest.mark.parametrize("batch_size", [Constant(16), BatchSize(final=16, start=8, increment=8, span=120)])
+@pytest.mark.parametrize("batch_size", [BatchSize.constant(16), BatchSize.growing(8, 8, 16, 120)])
 def test_a_run_resumed_anywhere_with_other_ranks_sees_the_samples_of_one_that_never_stopped(tmp_path, batch_size):
     values = np.random.default_rng(1).integers(1, 51, 300)
     block = metric(tmp_path, values)

@@ -7,20 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ds.config import OptimizerConfig, RunConfig, TrainConfig
+from megatron_ds.config.training_schedule import make_batch_size, make_learning_rate, make_weight_decay, parse_batch_steps
 from megatron_ds.progress import Progress
 from megatron_ds.ramps import (
     BatchSize,
-    BatchSteps,
-    Constant,
     DeepSpeedRate,
     LearningRate,
-    RoundedDown,
     WeightDecay,
     count_steps,
-    make_batch_size,
-    make_learning_rate,
-    make_weight_decay,
-    parse_batch_steps,
 )
 
 # warm-up 100, decay 1000, from 3e-4 to 3e-5, as Megatron's scheduler gives them
@@ -53,7 +47,7 @@ def test_warmup_starts_at_its_initial_value():
 
 def test_a_skipped_step_does_not_advance_the_learning_rate_but_does_advance_the_batch_ramp():
     rate = LearningRate(highest=1.0, warmup=10, decay=100)
-    batch = BatchSize(final=12, start=4, increment=4, span=16)
+    batch = BatchSize.growing(4, 4, 12, 16)
     after = Progress().after(8, 8, skipped=True)
     assert rate(after) == 0.0
     assert batch(after) == 8
@@ -73,23 +67,23 @@ def test_weight_decay_rises_linearly():
     ((32, 32, 1_953_125, 1152), {55_803: 32, 55_804: 64, 976_562: 576, 1_953_125: 1152})])
 def test_batch_size_has_megatrons_values(ramp, values):
     start, increment, span, final = ramp
-    batch = BatchSize(final=final, start=start, increment=increment, span=span)
+    batch = BatchSize.growing(start, increment, final, span)
     assert {n: batch.at(n) for n in values} == values
 
 
 def test_a_batch_ramp_that_starts_at_its_end_is_flat():
-    assert [BatchSize(final=8, start=8, increment=4, span=100).at(n) for n in (0, 50, 100)] == [8, 8, 8]
+    assert [BatchSize.growing(8, 4, 8, 100).at(n) for n in (0, 50, 100)] == [8, 8, 8]
 
 
 @given(start=st.integers(1, 5), increment=st.integers(1, 4), increments=st.integers(0, 6), span=st.integers(0, 90),
        samples=st.integers(0, 400))
 def test_counted_steps_are_the_steps_that_a_loop_makes(start, increment, increments, span, samples):
-    batch = BatchSize(final=start + increment * increments, start=start, increment=increment, span=span)
+    batch = BatchSize.growing(start, increment, start + increment * increments, span)
     n = steps = 0
     while n + batch.at(n) <= samples:
         n, steps = n + batch.at(n), steps + 1
     assert count_steps(batch, samples) == steps
-    assert count_steps(Constant(start), samples) == samples // start
+    assert count_steps(BatchSize.constant(start), samples) == samples // start
 
 
 # --- DeepSpeed: i = steps done − 1, warm-up of N steps, T in all; values worked out by hand from its formulas
@@ -197,12 +191,12 @@ def test_a_batch_is_rounded_down_to_what_all_ranks_take_at_once(ranks, sizes):
 
 
 batch_ramps = st.one_of(
-    st.builds(Constant, st.integers(1, 9)),
-    st.builds(lambda start, by, times, span: BatchSize(start + by * times, start, by, span),
+    st.builds(BatchSize.constant, st.integers(1, 9)),
+    st.builds(lambda start, by, times, span: BatchSize.growing(start, by, start + by * times, span),
               st.integers(1, 5), st.integers(1, 4), st.integers(0, 6), st.integers(0, 90)),
-    st.builds(lambda first, rest: BatchSteps(((0, first), *sorted(rest.items()))), st.integers(1, 9),
+    st.builds(lambda first, rest: BatchSize(((0, first), *sorted(rest.items()))), st.integers(1, 9),
               st.dictionaries(st.integers(1, 80), st.integers(1, 9), max_size=4)))
-batch_ramps |= st.builds(lambda ramp: RoundedDown(ramp, min(ramp.smallest, ramp.final)), batch_ramps)
+batch_ramps |= st.builds(lambda ramp: ramp.rounded_down(min(ramp.smallest, ramp.final)), batch_ramps)
 
 
 @given(batch_ramps, st.integers(0, 200), st.integers(0, 200))
@@ -220,5 +214,5 @@ def test_a_batch_size_holds_until_it_says(ramp, n):
 
 
 def test_counting_the_steps_of_trillions_of_tokens_takes_no_time():
-    ramp = BatchSteps(((0, 768), (122_070_312, 1536)))
+    ramp = BatchSize(((0, 768), (122_070_312, 1536)))
     assert count_steps(ramp, 10**9) == -(-122_070_312 // 768) + (10**9 - -(-122_070_312 // 768) * 768) // 1536

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_ds.config import RunConfig, Source, parse
-from megatron_ds.config.help import value_text
+from megatron_ds.config.messages import value_text
 from megatron_ds.config.run import non_default
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.training.startup import WIDTH, count_parameters, grid_text, layers_text, values_text, vocabulary_text

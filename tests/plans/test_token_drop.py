@@ -6,14 +6,13 @@ import random
 import pytest
 
 from megatron_ds.config import parse
-from megatron_ds.difficulty import Rise
+from megatron_ds.config.training_schedule import make_batch_size, make_token_drop
+from megatron_ds.difficulty import Rise, TokenDrop
 from megatron_ds.errors import ConfigError
 from megatron_ds.planning.dry_run_text import flops_text
 from megatron_ds.planning.ltd_savings import saving_of
 from megatron_ds.planning.world_plan import plan_world
 from megatron_ds.progress import Progress
-from megatron_ds.ramps import make_batch_size
-from megatron_ds.token_drop import TokenDrop, make_token_drop
 
 JOB = ("--num-layers 6 --hidden-size 32 --num-attention-heads 4 --seq-length 128 --vocab-size 99 --micro-batch-size 2 "
        "--global-batch-size 8 --lr 1e-3 --train-iters 9 --mock-data").split()
@@ -54,7 +53,7 @@ def test_kept_tokens_and_layer_tokens_are_those_of_deepspeed(schedule):
     drop = TokenDrop((1, 3), 5, Rise(*schedule, lowest=0))
     values, total = GOLDEN[schedule]
     assert tuple(drop.kept_at(step) for step in STEPS_ASKED) == values
-    assert drop.layer_tokens_until(40, 3, length=schedule[1]) == total
+    assert 3 * sum(drop.layer_tokens(step, schedule[1]) for step in range(40)) == total
 
 
 def test_on_random_schedules_they_follow_the_state_that_upstream_keeps():

@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ds.config import parse
+from megatron_ds.config.training_schedule import make_learning_rate, make_weight_decay
 from megatron_ds.errors import ConfigError
 from megatron_ds.planning.training_length import make_length, planned_steps
 from megatron_ds.progress import Progress
-from megatron_ds.ramps import Tokens, make_learning_rate, make_weight_decay
+from megatron_ds.ramps import Tokens
 from megatron_ds.training.samples import wanted_samples
 
 MODEL = ("--num-layers 4 --hidden-size 48 --num-attention-heads 6 --seq-length 32 --vocab-size 99 --micro-batch-size 1 "
@@ -29,7 +30,7 @@ def config_of(words: str):
 
 def plain_progress(config):
     """Progress before each step of an endless run, counted the plain way from the flags."""
-    curriculum, routing, now = config.curriculum, config.routing, Progress()
+    curriculum, routing, now = config.curriculum, config.random_ltd, Progress()
     for step in itertools.count():
         yield now
         size = config.train.global_batch_size
@@ -47,7 +48,7 @@ def plain_progress(config):
 
 def seen(config, progress: Progress) -> int:
     """Tokens as Megatron-DeepSpeed counts them: of the layers' mean."""
-    return progress.layer_tokens // 4 if config.routing.random_ltd else progress.tokens
+    return progress.layer_tokens // 4 if config.random_ltd.random_ltd else progress.tokens
 
 
 @settings(max_examples=60, deadline=None)

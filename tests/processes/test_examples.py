@@ -13,8 +13,8 @@ import pytest
 
 from megatron_ds.config import parse
 from megatron_ds.config.data_efficiency_options import length_difficulty
+from megatron_ds.config.training_schedule import make_token_drop
 from megatron_ds.data.tokenizers import TOKENIZERS
-from megatron_ds.token_drop import make_token_drop
 from tests.harness.documents import ROOT, blocks_of, check_printed, environment
 from tests.harness.launches import sbatch_environment, started_by, trainings
 from tests.harness.warm import warm_environment
