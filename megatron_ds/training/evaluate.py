@@ -4,7 +4,7 @@ import time
 from dataclasses import dataclass
 
 from .build import Engine, objective_terms
-from .report import share
+from .step_metrics import share
 
 
 @dataclass(frozen=True)

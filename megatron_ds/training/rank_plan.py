@@ -35,7 +35,7 @@ from .build import bucket_elements, objective_terms
 from .dtypes import DTYPES
 from .imagine import ImaginedStage, boundary_shape
 from .plan import moments_of
-from .report import report_bytes
+from .step_metrics import report_bytes
 
 NORM_BYTES = 4 * 8, 3 * 8                             # fp64: `grad_norm.sum_over_ranks`, data and model group
 

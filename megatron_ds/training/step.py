@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from ..errors import MegatronDSError
 from ..progress import Progress
 from .build import Engine, objective_terms
-from .locate import locate_nonfinite
-from .report import StepReport, share
+from .nan_locator import locate_nonfinite
+from .step_metrics import StepReport, share
 
 logger = logging.getLogger(__name__)
 
