@@ -28,7 +28,7 @@ LAYERS = {
     "config": 1, "mpu": 1, "ops": 2, "data": 2, "tensor_parallel": 3, "pipeline": 3, "zero": 3, "optim": 3, "models": 4,
     "checkpoint": 5, "planning": 5, "training": 6, "engine": 7, "accelerator": 1, "comm": 2, "checkpointing": 1, "utils": 8}
 WITHOUT_TORCH = ("compiled", "errors", "registry", "progress", "ramps", "difficulty", "stop_request", "version",
-                 "cli", "launch_env", "config", "mpu.grid", "pipeline.partition")
+                 "cli", "launch_env", "config", "mpu.grid", "pipeline.stage_bounds")
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from .costs import PerStage
 from .instruction import Op, Program, Schedule
-from .legality import MAKES
 from .passes import BACKWARD, stage_ranks
+from .validate import MAKES
 
 Link = tuple[int, int, str]                        # (source rank, destination rank, "act" | "grad")
 

@@ -16,8 +16,8 @@ from functools import cached_property
 from ..errors import ScheduleError
 from .clock import Cost, run_clocks, unit_cost
 from .instruction import Instruction, Op, Schedule
-from .legality import check_complete, check_marks, check_transfers
 from .passes import COMPUTE, CONSUMED_BY, RECEIVES
+from .validate import check_complete, check_marks, check_transfers
 
 
 @dataclass(frozen=True)

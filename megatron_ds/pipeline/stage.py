@@ -2,7 +2,7 @@
 
 A stage keeps, for each live micro-batch, its input and the `Root` of its output: the place in the autograd graph where the
 backward starts. The output itself is not kept; it is freed as soon as it has been sent, unless an operation
-saved it for its own backward. A backward comes whole, or in two halves (split_backward.py).
+saved it for its own backward. A backward comes whole, or in two halves (backward.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from ..data.batch import Batch
+from .backward import SplitBackward
 from .root import Root
-from .split_backward import SplitBackward
 
 LayerHook = Callable[[int, bool], None]
 

@@ -16,9 +16,9 @@ from ..optim import OPTIMIZERS
 from ..pipeline import passes
 from ..pipeline.costs import StageCosts
 from ..pipeline.instruction import Op, Program, Schedule
-from ..pipeline.partition import count_stages, parse_layout, partition
 from ..pipeline.placement import placement, stages_of
 from ..pipeline.schedules import OPTIONS, SCHEDULES, check_shape, default_chunks
+from ..pipeline.stage_bounds import count_stages, parse_layout, partition
 from .layer_costs import LayerCost, Times, layer_costs, reckoned_times
 
 # Option of a schedule's function → the field of the config that gives it.

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from ..planning.run_model import objective_terms
 from .build import Engine
-from .report import share
+from .step_metrics import share
 
 
 @dataclass(frozen=True)

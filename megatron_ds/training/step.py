@@ -10,8 +10,8 @@ from ..errors import MegatronDSError
 from ..planning.run_model import objective_terms
 from ..progress import Progress
 from .build import Engine
-from .locate import locate_nonfinite
-from .report import StepReport, share
+from .nan_locator import locate_nonfinite
+from .step_metrics import StepReport, share
 
 logger = logging.getLogger(__name__)
 

@@ -23,8 +23,8 @@ from .evaluate import evaluate
 from .log import Log
 from .persist import save_run
 from .records import EvalRecord, TrainRecord
-from .report import stop_reason
 from .step import StepOutcome, train_step
+from .step_metrics import stop_reason
 from .tracer import Tracer
 
 logger = logging.getLogger(__name__)

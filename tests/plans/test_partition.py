@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ds.errors import ConfigError, LayoutError
-from megatron_ds.pipeline.partition import parse_layout, partition
+from megatron_ds.pipeline.stage_bounds import parse_layout, partition
 
 
 def loads(costs, bounds):

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 from megatron_ds.pipeline.schedules import PEAKS, SCHEDULES
-from megatron_ds.pipeline.schedules.shape import LEGAL_CHUNKS
+from megatron_ds.pipeline.schedules.family import LEGAL_CHUNKS
 from tests.contracts import test_schedules_contract as contract
 from tests.harness.documents import ROOT, blocks_of, environment
 

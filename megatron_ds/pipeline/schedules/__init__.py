@@ -8,7 +8,7 @@ read, and `tests/contracts` then runs the schedule through the passes and the si
 from importlib import import_module
 from pkgutil import iter_modules
 
-from .shape import OPTIONS, PEAKS, SCHEDULES, check_shape, default_chunks, schedule, serves
+from .family import OPTIONS, PEAKS, SCHEDULES, check_shape, default_chunks, schedule, serves
 
 for _module in iter_modules(__path__):
     import_module(f"{__name__}.{_module.name}")

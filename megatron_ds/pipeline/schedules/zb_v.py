@@ -19,8 +19,8 @@ from heapq import heapify, heappop, heappush
 
 from ..costs import StageCosts
 from ..instruction import Instruction, Op, Schedule
+from .family import schedule
 from .judge import ALIKE, judge
-from .shape import schedule
 
 GAPS = (0.0, 0.5)
 NEVER = float("inf")

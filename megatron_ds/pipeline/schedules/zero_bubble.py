@@ -13,7 +13,7 @@ What a late rank does not need for forwards ahead it uses to put off W. ZB-H2 wi
 """
 
 from ..instruction import Instruction, Op, Program, Schedule
-from .shape import schedule
+from .family import schedule
 
 
 @schedule("zb-h1", peak=lambda p, m, v, rank: min(m, p))

@@ -10,7 +10,7 @@ from megatron_ds.models import MODELS
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.group import solo
 from megatron_ds.mpu.mesh import Mesh
-from megatron_ds.training.locate import locate_nonfinite
+from megatron_ds.training.nan_locator import locate_nonfinite
 from tests.plans.test_bert_plans import BASE
 
 FINITE = "no module of a second forward had a non-finite output: the loss itself is the first"

@@ -22,8 +22,8 @@ from itertools import product
 from ...errors import ScheduleError
 from ..costs import StageCosts
 from ..instruction import Instruction, Op, Program, Schedule
+from .family import schedule
 from .judge import ALIKE, judge
-from .shape import schedule
 from .zero_bubble import zb_h1, zb_h2
 
 DELAYS = (0.25, 0.75)
