@@ -9,6 +9,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any
 
+from ..mpu.grid import Grid
 from .bert import BertConfig
 from .curriculum import CurriculumConfig
 from .data import DataConfig
@@ -66,6 +67,18 @@ class RunConfig:
     @property
     def data_parallel_size(self) -> int:
         return self.world_size // self.parallel.model_parallel_size
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding over all tensor-parallel ranks."""
+        return self.model.padded_vocab_size(self.parallel.tensor_model_parallel_size)
+
+    def grid(self, world_size: int | None = None) -> Grid:
+        """The grid of the run's ranks; world_size: by default as configured. Raises ConfigError if it does not divide."""
+        p = self.parallel
+        return Grid.fit(self.world_size if world_size is None else world_size, tp=p.tensor_model_parallel_size,
+                        cp=p.context_parallel_size, ep=p.expert_model_parallel_size, pp=p.pipeline_model_parallel_size,
+                        order=p.rank_order)
 
     @property
     def num_microbatches(self) -> int:

@@ -6,16 +6,19 @@ Pure decisions are in `plan.py` (how layers are cut, which program each pipeline
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import nn
 
 from ..config import RunConfig
-from ..models import MODELS, Placement, build_stages, count_uses, with_random_ltd
+from ..models import MODELS, Layer, build_stages, count_uses, with_random_ltd
 from ..mpu.channels import Channels
+from ..mpu.context import ParallelContext, Precision, Recompute
+from ..mpu.group import Group
 from ..mpu.mesh import Mesh
+from ..mpu.sequence_slice import SequenceSlice
 from ..optim import OPTIMIZERS
 from ..pipeline.executor import Executor
 from ..pipeline.instruction import Op
@@ -26,6 +29,7 @@ from ..zero.optimizer import DataGroups, LayerPlan, ZeroOptimizer
 from ..zero.policy import policy_of
 from ..zero.scaler import make_scaler
 from ..zero.sets import SHARED
+from .batches import Batches, make_batches
 from .dtypes import DTYPES
 from .layer_timing import measured_times
 from .offloading import make_offload
@@ -34,25 +38,44 @@ from .plan import RunPlan, microbatches_of, moments_of, plan_run, plan_schedule
 from .together import together
 
 
-def describe_layers(config: RunConfig, mesh: Mesh) -> list:
+def describe_layers(config: RunConfig, mesh: Mesh) -> list[Layer]:
     """The model as a list of named layers, none of them built yet.
 
     With parameters in shards the layers are built without memory (on the meta device): no rank ever holds the whole.
     """
-    dtype = DTYPES[config.optimizer.params_dtype]
-    device = torch.device("meta") if config.zero.stage == 3 else mesh.device
-    tp, split, train = mesh.group("tp"), config.parallel.sequence_parallel, config.train
-    layers = MODELS[config.model.model](
-        config.model, tp=tp, sequence_parallel=split, dtype=dtype, device=device, seed=train.seed,
-        recompute_granularity=train.recompute_granularity, recompute_num_layers=train.recompute_num_layers)
-    drop = make_token_drop(config)
-    return with_random_ltd(layers, drop.blocks, Placement(tp, split, dtype, device, train.seed)) if drop else layers
+    ctx, drop = parallel_context(config, mesh), make_token_drop(config)
+    if config.zero.stage == 3:
+        ctx = replace(ctx, device=torch.device("meta"))
+    layers = MODELS[config.model.model](config.model, ctx)
+    return with_random_ltd(layers, drop.blocks, ctx) if drop else layers
+
+
+def parallel_context(config: RunConfig, mesh: Mesh) -> ParallelContext:
+    """What the layers of a run need beside the sizes of the model."""
+    train = config.train
+    return ParallelContext(mesh, config.parallel.sequence_parallel, Precision(DTYPES[config.optimizer.params_dtype]),
+                           mesh.device, train.seed, Recompute(train.recompute_granularity, train.recompute_num_layers))
+
+
+def sequence_slice(config: RunConfig) -> SequenceSlice:
+    """The first rank's, for plans: that of any other has the same lengths."""
+    p = config.parallel
+    return SequenceSlice.of(tp=(0, p.tensor_model_parallel_size), sequence_parallel=p.sequence_parallel,
+                            cp=(0, p.context_parallel_size))
+
+
+def boundary_shape(config: RunConfig) -> tuple[int, int, int]:
+    """Shape of the hidden states between stages, of a full micro-batch: [s(/t), b, h]."""
+    part = sequence_slice(config)
+    return part.hidden_shape(part.batch_length(config.model.seq_length), config.train.micro_batch_size,
+                             config.model.hidden_size)
 
 
 @dataclass
 class Engine:
     """The running objects of one rank.
 
+    batches   makes this rank's batches
     stages    of this rank, by global number
     modules   of all of them, in the model's order
     pinned, why_pinned  ZeRO 3 gathers a stage once a step; and what decided about it, where the config does not say
@@ -61,6 +84,7 @@ class Engine:
     config: RunConfig
     mesh: Mesh
     plan: RunPlan
+    batches: Batches
     stages: dict[int, Stage]
     modules: nn.ModuleList
     parameters: list[nn.Parameter]
@@ -86,8 +110,9 @@ class Engine:
 def build_engine(config: RunConfig, mesh: Mesh) -> Engine:
     """Build this rank's stages and optimizer. Collective: the optimizer may gather its first parameters."""
     memory = memory_of_rank(mesh) if is_automatic(config) else 0
+    ctx = parallel_context(config, mesh)
     layers = describe_layers(config, mesh)
-    plan = plan_run(config, layers, measured_times(config, mesh))
+    plan = plan_run(config, layers, measured_times(config, mesh, ctx))
     mesh.place_stages(plan.shape.placement)
     slices = {stage: layers[plan.slice_of(stage)] for stage in plan.shape.stages_of(mesh.coordinate("pp"))}
     built = build_stages(slices)
@@ -101,8 +126,8 @@ def build_engine(config: RunConfig, mesh: Mesh) -> Engine:
     kinds = {stage: [layer.sort for layer in layers] for stage, layers in slices.items()}
     pinned, why_pinned = _pinning(config, mesh, memory, optimizer, kinds, plan)
     stages = {index: _build_stage(config, mesh, index, list(built[index]), optimizer, plan) for index in built}
-    return Engine(config, mesh, plan, stages, modules, parameters, optimizer,
-                  _build_executor(config, mesh, stages, optimizer, plan, pinned), pinned, why_pinned)
+    return Engine(config, mesh, plan, make_batches(config, mesh, ctx.slice), stages, modules, parameters, optimizer,
+                  _build_executor(config, mesh, ctx.slice, stages, optimizer, plan, pinned), pinned, why_pinned)
 
 
 def _build_stage(config: RunConfig, mesh: Mesh, index: int, modules: list[nn.Module], optimizer: ZeroOptimizer,
@@ -128,7 +153,7 @@ def _data_groups(config: RunConfig, mesh: Mesh) -> DataGroups:
     """Collective over the world."""
     inner = config.zero.zero_hpz_partition_size
     halves = mesh.split_data(inner) if inner > 1 else (None, None)
-    groups = DataGroups(mesh.group("dp", "cp"), mesh.group("edp"), mesh.group("tp"), mesh.group("tp", "pp"),
+    groups = DataGroups(mesh.reduction, mesh.group("edp"), mesh.group("tp"), mesh.group("tp", "pp"),
                         mesh.group("embd"), *halves)
     return groups.sharing_memory() if config.zero.stage == 3 and mesh.device.type == "cpu" else groups
 
@@ -165,20 +190,20 @@ def bucket_elements(zero, num_parameters: int) -> int:
     return min(reduced, zero.allgather_bucket_size or reduced)
 
 
-def _build_executor(config: RunConfig, mesh: Mesh, stages: dict[int, Stage], optimizer: ZeroOptimizer, plan: RunPlan,
-                    pinned: bool) -> Executor:
-    split = mesh.size("tp") if config.parallel.sequence_parallel else 1
+def _build_executor(config: RunConfig, mesh: Mesh, part: SequenceSlice, stages: dict[int, Stage], optimizer: ZeroOptimizer,
+                    plan: RunPlan, pinned: bool) -> Executor:
     pp_rank, costs = mesh.coordinate("pp"), plan.stage_costs()
     return Executor(
         lambda num_microbatches: plan_schedule(config, num_microbatches, pinned, costs)[pp_rank],
         stages, Channels(mesh.group("pp")), stage_rank=plan.shape.placement.__getitem__,
-        activation_shape=lambda batch: (batch.seq_length // split, batch.size, config.model.hidden_size),
+        activation_shape=lambda batch: part.hidden_shape(batch.seq_length, batch.size, config.model.hidden_size),
         dtype=DTYPES[config.optimizer.params_dtype], device=mesh.device,
         hooks={Op.REDUCE: optimizer.arm, Op.TIE: optimizer.reduce_tied,
                Op.GATHER: optimizer.pin, Op.RELEASE: optimizer.unpin})
 
 
-def loss_function(config: RunConfig, tp) -> Callable:
+def loss_function(config: RunConfig, tp: Group) -> Callable:
+    """The model's loss as a function of the last layer's output and the batch."""
     return partial(MODELS[config.model.model].loss, tp=tp, vocab_size=config.model.vocab_size,
                    label_smoothing=config.train.label_smoothing, per_token=config.train.calculate_per_token_loss)
 

@@ -29,9 +29,7 @@ from ..mpu.mesh import Mesh
 from ..progress import Progress
 from ..ramps import make_batch_size, make_learning_rate, make_weight_decay
 from ..registry import did_you_mean
-from ..token_drop import make_token_drop
 from .build import Engine, build_engine
-from .curriculum import make_lengths
 from .samples import build_loaders, rearranged
 from .step import train_step
 
@@ -128,14 +126,11 @@ def train_layout(config: RunConfig, mesh: Mesh, steps: int, samples: Sequence, *
     if watch is not None:
         watch(engine)
     learning_rate, weight_decay, batch_size = make_learning_rate(config), make_weight_decay(config), make_batch_size(config)
-    lengths, drop = make_lengths(config), make_token_drop(config)
     progress, losses, norms = Progress(), [], []
-    data = mesh.group("dp", "cp")
     with closing(open_loader(config, samples, mesh)) as loader:
         for _ in range(steps):
             size = batch_size(progress)
-            batch = loader.batch(progress.samples, size, data.rank, data.size).to(mesh.device)
-            outcome = train_step(engine, lengths(progress, batch).keeping(drop, progress.step), progress,
+            outcome = train_step(engine, engine.batches.training(loader, progress, size), progress,
                                  learning_rate=learning_rate(progress), weight_decay=weight_decay(progress))
             progress = progress.after(size, size * config.model.seq_length, skipped=outcome.skipped)
             losses.append(outcome.loss)
@@ -145,7 +140,7 @@ def train_layout(config: RunConfig, mesh: Mesh, steps: int, samples: Sequence, *
 
 def global_batch_share(samples: Sequence, first: int, size: int, config: RunConfig, mesh: Mesh) -> Batch:
     """This rank's `Batch` of the global batch that starts at stream position `first`, in Megatron's sampling order."""
-    data = mesh.group("dp", "cp")
+    data = mesh.samples
     with closing(open_loader(config, samples, mesh)) as loader:
         return loader.batch(first, size, data.rank, data.size).to(mesh.device)
 

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ..mpu.grid import Grid
-from ..mpu.mesh import AXIS_SETS
 from ..mpu.traffic import RING_FACTOR
 from ..pipeline.draw import draw
 from ..ramps import make_batch_size
@@ -45,12 +44,11 @@ def grid_text(grid: Grid, rank: int, tied: bool) -> Iterator[str]:
     names = {"tp": "tensor (tp)", "pp": "pipeline (pp)", "dp-cp": "data (dp-cp)", "tp-pp": "model (tp-pp)"}
     names |= {"embd": "tied embedding (embd)"} if tied else {}
     rows = [["group", "size", "groups", f"of rank {rank}"]]
-    for name in AXIS_SETS:
-        if name in names:
-            ranks = (next(g for g in grid.embedding_groups() if rank in g) if name == "embd"
-                     else grid.group_of(rank, *name.split("-")))
-            count = grid.world_size // len(ranks) if name != "embd" else grid.world_size // grid.pp
-            rows.append([names[name], str(len(ranks)), f"{count:,}", ranks_in_short(ranks)])
+    for name, title in names.items():
+        ranks = (next(g for g in grid.embedding_groups() if rank in g) if name == "embd"
+                 else grid.group_of(rank, *name.split("-")))
+        count = grid.world_size // len(ranks) if name != "embd" else grid.world_size // grid.pp
+        rows.append([title, str(len(ranks)), f"{count:,}", ranks_in_short(ranks)])
     yield from _left(rows)
     if grid.pp * grid.dp > 1:
         yield f"  ranks of each tensor group, [ ] holds rank {rank}:"
@@ -204,7 +202,7 @@ def flops_text(plan: WorldPlan) -> Iterator[str]:
     config, s, drop = plan.config, plan.config.model.seq_length, make_token_drop(plan.config)
     batch = make_batch_size(config).final
     dropping = (len(drop.blocks), drop.kept_at(last_step(config), s)) if drop else ()
-    model = model_flops(config.model, batch, s, config.model.padded_vocab_size(plan.grid.tp), *dropping)
+    model = model_flops(config.model, batch, s, config.padded_vocab_size, *dropping)
     whole = model + batch * plan.again_flops
     tokens = batch * s
     yield f"FLOPs of a step: {tokens:,} tokens in {batch:,} sequences"

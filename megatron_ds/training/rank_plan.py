@@ -31,9 +31,9 @@ from ..zero.policy import policy_of
 from ..zero.sets import SHARED, Fact, SetPlan, plan_sets
 from ..zero.traffic import CountedUnit, foresee_gathers, predict_traffic
 from .activations import at_work, kept_by_stage, most_kept, workload_of
-from .build import bucket_elements, objective_terms
+from .build import boundary_shape, bucket_elements, objective_terms
 from .dtypes import DTYPES
-from .imagine import ImaginedStage, boundary_shape
+from .imagine import ImaginedStage
 from .plan import moments_of
 from .report import report_bytes
 
