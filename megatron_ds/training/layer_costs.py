@@ -71,7 +71,8 @@ def _by_flops(config: RunConfig, kinds: set[str]) -> dict[str, LayerCost]:
 
 
 def _by_parameters(config: RunConfig, kinds: set[str]) -> dict[str, LayerCost]:
-    layers = {layer.kind: layer for layer in MODELS[config.model.model](config.model, ParallelContext(device=torch.device("meta")))}
+    ctx = ParallelContext(device=torch.device("meta"))
+    layers = {layer.kind: layer for layer in MODELS[config.model.model](config.model, ctx)}
     count = lambda kind: float(sum(p.numel() for p in layers[kind].make().parameters()))
     return {kind: LayerCost(*[count(kind)] * 3) for kind in kinds}
 
