@@ -113,8 +113,8 @@ class Batch:
         index = part.index(self.seq_length, self.tokens.device)
         if index is None:
             return self
-        kept = self.kept_tokens
-        return replace(self.at_places(index), kept_tokens=None if kept is None else part.batch_length(kept))
+        kept = self.kept_tokens             # layers that drop tokens keep the same share of the tokens on each rank
+        return replace(self.at_places(index), kept_tokens=None if kept is None else kept // part.context.size)
 
     def at_places(self, index: torch.Tensor) -> "Batch":
         """Only the tokens at index [k] or [b, k], ascending, among those that this batch holds. Tokens keep their positions.
