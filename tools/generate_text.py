@@ -21,6 +21,7 @@ from megatron_ds.errors import CheckpointError, ConfigError
 from megatron_ds.models import MODELS, build_stage
 from megatron_ds.models.generation import Sampling, generate
 from megatron_ds.mpu import launch as launching
+from megatron_ds.mpu.context import ParallelContext, Precision
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.mpu.transport import connect_torch
@@ -93,9 +94,9 @@ def find_step(directory: Path, iteration: int | None) -> int:
 
 def load_model(config, mesh: Mesh, directory: Path, step: int) -> torch.nn.ModuleList:
     """The whole model on this tensor-parallel rank, weights loaded from the checkpoint."""
-    layers = MODELS[config.model.model](config.model, tp=mesh.group("tp"), dtype=DTYPES[config.optimizer.params_dtype],
-                                        device=mesh.device, seed=config.train.seed)
-    modules = build_stage(layers)
+    ctx = ParallelContext(mesh, precision=Precision(DTYPES[config.optimizer.params_dtype]), device=mesh.device,
+                          seed=config.train.seed)
+    modules = build_stage(MODELS[config.model.model](config.model, ctx))
     load_weights(directory, step, list(modules.parameters()), tp=mesh.group("tp"))
     return modules
 

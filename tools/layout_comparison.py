@@ -17,7 +17,7 @@ import torch
 
 from megatron_ds.checkpoint.pieces import views, written_here
 from megatron_ds.config import RunConfig
-from megatron_ds.config.training_schedule import make_batch_size, make_learning_rate, make_token_drop, make_weight_decay
+from megatron_ds.config.training_schedule import make_batch_size, make_learning_rate, make_weight_decay
 from megatron_ds.data.batch import Batch
 from megatron_ds.data.gpt.gpt_data import GPT_DATA
 from megatron_ds.data.gpt.packing import PackedDataset, build_packs
@@ -30,7 +30,6 @@ from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.progress import Progress
 from megatron_ds.registry import did_you_mean
 from megatron_ds.training.build import Engine, build_engine
-from megatron_ds.training.curriculum import make_lengths
 from megatron_ds.training.samples import build_loaders, rearranged
 from megatron_ds.training.step import train_step
 
@@ -127,14 +126,11 @@ def train_layout(config: RunConfig, mesh: Mesh, steps: int, samples: Sequence, *
     if watch is not None:
         watch(engine)
     learning_rate, weight_decay, batch_size = make_learning_rate(config), make_weight_decay(config), make_batch_size(config)
-    lengths, drop = make_lengths(config), make_token_drop(config)
     progress, losses, norms = Progress(), [], []
-    data = mesh.group("dp", "cp")
     with closing(open_loader(config, samples, mesh)) as loader:
         for _ in range(steps):
             size = batch_size(progress)
-            batch = loader.batch(progress.samples, size, data.rank, data.size).to(mesh.device)
-            outcome = train_step(engine, lengths(progress, batch).keeping(drop, progress.step), progress,
+            outcome = train_step(engine, engine.batches.training(loader, progress, size), progress,
                                  learning_rate=learning_rate(progress), weight_decay=weight_decay(progress))
             progress = progress.after(size, size * config.model.seq_length, skipped=outcome.skipped)
             losses.append(outcome.loss)
@@ -144,7 +140,7 @@ def train_layout(config: RunConfig, mesh: Mesh, steps: int, samples: Sequence, *
 
 def global_batch_share(samples: Sequence, first: int, size: int, config: RunConfig, mesh: Mesh) -> Batch:
     """This rank's `Batch` of the global batch that starts at stream position `first`, in Megatron's sampling order."""
-    data = mesh.group("dp", "cp")
+    data = mesh.samples
     with closing(open_loader(config, samples, mesh)) as loader:
         return loader.batch(first, size, data.rank, data.size).to(mesh.device)
 

@@ -9,6 +9,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any
 
+from ..mpu.grid import Grid
 from .data_efficiency_options import CurriculumConfig, RandomLTDConfig
 from .data_options import BertConfig, DataConfig
 from .model_options import ModelConfig
@@ -69,8 +70,15 @@ class RunConfig:
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the word embedding over all tensor-parallel ranks."""
+        """Rows of the embedding over all tensor-parallel ranks."""
         return self.model.padded_vocab_size(self.parallel.tensor_model_parallel_size)
+
+    def grid(self, world_size: int | None = None) -> Grid:
+        """The grid of the run's ranks; world_size: by default as configured. Raises ConfigError if it does not divide."""
+        p = self.parallel
+        return Grid.fit(self.world_size if world_size is None else world_size, tp=p.tensor_model_parallel_size,
+                        cp=p.context_parallel_size, ep=p.expert_model_parallel_size, pp=p.pipeline_model_parallel_size,
+                        order=p.rank_order)
 
     @property
     def num_microbatches(self) -> int:

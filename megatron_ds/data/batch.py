@@ -9,12 +9,17 @@ from functools import cached_property
 
 import torch
 
+from ..mpu.sequence_slice import SequenceSlice
 from .documents import Documents
 
 
 @dataclass(frozen=True)
 class Places:
-    """Where tokens stand of which only some are present.  index: int64 [b, k], ascending;  length: of the whole sequence."""
+    """Positions of tokens of which a batch holds only some.
+
+    index   int64, ascending: [k], the same for all samples, or [b, k]
+    length  of the whole sequence
+    """
 
     index: torch.Tensor
     length: int
@@ -88,17 +93,45 @@ class Batch:
         """This batch for a step of a run that drops tokens: a `TokenDrop`, or None."""
         return self if drop is None else replace(self, kept_tokens=drop.kept_at(step, self.seq_length))
 
+    @property
+    def is_narrowed(self) -> bool:
+        """Whether each sample holds tokens of its own choice, as inside a layer that drops tokens."""
+        return self.places is not None and self.places.index.dim() == 2
+
+    def positions(self, rows: range | None = None) -> tuple[range, torch.Tensor | None]:
+        """Positions in their sequences of these `rows` of the batch's tokens (None: of all), as `ops.dropout` reads them.
+
+        (the rows, None) for whole sequences; else (all positions, int64 [b, k] indices into them).
+        """
+        rows = range(self.seq_length) if rows is None else rows
+        if self.places is None:
+            return rows, None
+        return range(self.places.length), self.places.index[..., rows.start:rows.stop].expand(self.size, -1)
+
+    def cut(self, part: SequenceSlice) -> "Batch":
+        """The tokens that a rank holds of each sequence under context parallelism; without it, this batch."""
+        index = part.index(self.seq_length, self.tokens.device)
+        if index is None:
+            return self
+        kept = self.kept_tokens             # layers that drop tokens keep the same share of the tokens on each rank
+        return replace(self.at_places(index), kept_tokens=None if kept is None else kept // part.context.size)
+
     def at_places(self, index: torch.Tensor) -> "Batch":
-        """Only the tokens at index [b, k], ascending: what a layer sees that is given no others. They keep their positions."""
-        assert self.places is None, "tokens are dropped from a whole sequence only"
-        kept = {name: t.gather(1, index) for name, t in self.tensors().items() if t.dim() == 2}
-        mask = self.attention_mask
+        """Only the tokens at index [k] or [b, k], ascending, among those that this batch holds. Tokens keep their positions.
+
+        A batch that holds some of the tokens already is narrowed further.
+        """
+        kept = {name: _picked(t, index) for name, t in self.tensors().items() if t.dim() == 2}
+        places = Places(index, self.seq_length)
+        if self.places is not None:
+            places = Places(_picked(self.places.index.expand(self.size, -1), index), self.places.length)
+        index, mask = index.expand(self.size, -1), self.attention_mask
         if mask is not None:
             columns = index[:, None, None].expand(-1, mask.shape[1], mask.shape[2], -1)
             kept["attention_mask"] = mask = mask.gather(3, columns)             # [b, n, s or 1, k]
             if mask.shape[2] > 1:
                 kept["attention_mask"] = mask.gather(2, index[:, None, :, None].expand(-1, mask.shape[1], -1, mask.shape[3]))
-        return replace(self, **kept, places=Places(index, self.seq_length))
+        return replace(self, **kept, places=places)
 
     def _rows(self, start: int, stop: int) -> "Batch":
         rows = {name: t[start:stop] for name, t in self.tensors().items()}
@@ -109,3 +142,12 @@ class Batch:
         def moved(t: torch.Tensor) -> torch.Tensor:
             return move(t[:1]).expand_as(t) if t.shape[0] > 1 and t.stride(0) == 0 else move(t)
         return replace(self, **{name: moved(t) for name, t in self.tensors().items()})
+
+
+def _picked(t: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """t [b, s] at index [k] or [b, k]; one row that stands for all samples (stride 0) stays one row if the index is."""
+    if index.dim() == 2:
+        return t.gather(1, index)
+    if t.shape[0] > 1 and t.stride(0) == 0:
+        return t[:1].index_select(1, index).expand(t.shape[0], -1)
+    return t.index_select(1, index)

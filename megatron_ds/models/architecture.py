@@ -4,7 +4,7 @@ To add one that reads and is trained on what a GPT is, a function from the model
 
     @MODELS.register("mine")
     @language_model
-    def my_layers(config, *, tp, **options): ...
+    def my_layers(config: ModelConfig, ctx: ParallelContext) -> list[Layer]: ...
 
 Any other: MODELS.register("mine")(Architecture(layers=my_layers, loss=my_loss, data=MY_DATA)).
 """
@@ -12,8 +12,10 @@ Any other: MODELS.register("mine")(Architecture(layers=my_layers, loss=my_loss, 
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ..config.model_options import ModelConfig
 from ..data.gpt.gpt_data import GPT_DATA
 from ..data.kind import DataKind
+from ..mpu.context import ParallelContext
 from ..registry import Registry
 from .layer import Layer
 from .losses import gpt_loss
@@ -23,8 +25,7 @@ from .losses import gpt_loss
 class Architecture:
     """Called, it gives the list of layers.
 
-    layers  function(model config, *, tp, sequence_parallel, dtype, device, seed, recompute_granularity,
-            recompute_num_layers) -> list[Layer]
+    layers  function(model config, ParallelContext) -> list[Layer]
     loss    function(what the last layer returns, batch, *, tp, vocab_size, label_smoothing, per_token) -> losses.Loss
     data    how its samples are made up, found in a corpus, and put into a batch
     terms   function(model config) -> names of what the objective holds beside the tokens' loss, in the order of `Loss.terms`
@@ -41,8 +42,8 @@ class Architecture:
     head: str = "head"
     fields: tuple[str, ...] = ()
 
-    def __call__(self, config, **options) -> list[Layer]:
-        return self.layers(config, **options)
+    def __call__(self, config: ModelConfig, ctx: ParallelContext) -> list[Layer]:
+        return self.layers(config, ctx)
 
 
 class Models(Registry[Architecture]):

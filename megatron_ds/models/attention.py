@@ -1,4 +1,4 @@
-"""Self-attention over heads shared by the tensor-parallel ranks.
+"""Self-attention over heads that are divided among the tensor-parallel ranks.
 
 Letters: s positions, b samples, n heads, g groups of query heads that share one key and value (g = n: plain multi-head,
 g = 1: multi-query; Ainslie et al. 2023, arXiv:2305.13245), d sizes of a head, t tensor-parallel ranks.
@@ -7,49 +7,92 @@ The projection is packed by group, so that a contiguous slice of its rows is a s
 
     rows of linear_qkv   | q_1 .. q_{n/g}  k  v | q .. q  k  v | ...        each letter d rows
                          |------ group 0 -------|-- group 1 ---|
+
+`SelfAttention` has two slots: rotary positions, and the core, which computes attention from q, k and v.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
+from ..config.model_options import ModelConfig
 from ..data.batch import Batch
+from ..mpu.context import ParallelContext
 from ..ops.attention import attention
 from ..ops.dropout import attention_keep_mask
+from ..ops.rotary import apply_rotary, rotary_channels, rotary_tables
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from .layer import Placement, check_divides
-from .recompute import recompute
-from .rotary import Rotary
+from .kv_cache import KVCache
+from .layer import check_divides, recompute
+
+# core(q [s, b, n/t, d], k [sk, b, g/t, d], v, batch) -> [s, b, n/t * d]
+Core = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Batch], torch.Tensor]
+
+
+class Rotary:
+    """Rotates queries and keys [s, b, n, d] by the positions [b, s] of their tokens.
+
+    One object serves all layers of a model: it keeps the tables of the last positions, so that they are computed once for a
+    micro-batch. Positions that differ by sample because a layer sees some tokens only get tables that are not kept.
+    """
+
+    def __init__(self, head_dim: int, percent: float, base: float):
+        self.channels, self.base = rotary_channels(head_dim, percent), base
+        self._positions, self._tables = None, None
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        ids = batch.position_ids
+        cos, sin = rotary_tables(ids, self.channels, self.base) if batch.is_narrowed else self.tables(ids)
+        return apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
+
+    def tables(self, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin [s, b or 1, 1, r/2]. The very same tensor of ids gets the tables it got last time."""
+        if position_ids is not self._positions:
+            alike = position_ids.stride(0) == 0                 # one row expanded over the batch
+            self._tables = rotary_tables(position_ids[0] if alike else position_ids, self.channels, self.base)
+            self._positions = position_ids
+        return self._tables
+
+
+def make_rotary(config: ModelConfig) -> Rotary | None:
+    """One for all layers of a model; None for models with other position embeddings."""
+    if config.position_embedding_type != "rope":
+        return None
+    return Rotary(config.head_dim, config.rotary_percent, config.rotary_base)
 
 
 class SelfAttention(nn.Module):
-    """x [s(/t), b, h] → [s(/t), b, h]. Each rank holds n/t heads and g/t groups. causal: no token sees a later one."""
+    """x [s(/t), b, h] → [s(/t), b, h]. Each rank holds n/t heads and g/t groups.
 
-    def __init__(self, config, name: str, placement: Placement, *, rotary: Rotary | None, output_std: float,
-                 causal: bool = True):
+    core            computes attention of the rank's heads; by default `CoreAttention`
+    recompute_core  call the core again in backward instead of keeping what it needs
+    """
+
+    def __init__(self, config: ModelConfig, name: str, ctx: ParallelContext, *, output_std: float,
+                 rotary: Rotary | None = None, core: Core | None = None):
         super().__init__()
         n, g, d = config.num_attention_heads, config.query_groups, config.head_dim
-        self.placement, self.site, self.head_dim = placement, f"{name}.core_attention", d
-        self.num_heads = check_divides("num_attention_heads", n, placement.tp, "each rank holds whole heads")
-        self.num_groups = check_divides("num_query_groups", g, placement.tp, "each rank holds whole groups of heads")
-        self.dropout, self.causal = config.attention_dropout, causal
-        self.rotary = rotary
-        self.recompute_core = False
-        to = dict(group=placement.tp, bias=config.add_bias_linear, sequence_parallel=placement.sequence_parallel,
-                  dtype=placement.dtype, device=placement.device)
-        self.linear_qkv = ColumnParallelLinear(config.hidden_size, (n + 2 * g) * d, name=f"{name}.linear_qkv",
-                                               init_std=config.init_method_std, **to)
-        self.linear_proj = RowParallelLinear(n * d, config.hidden_size, name=f"{name}.linear_proj", init_std=output_std, **to)
+        self.head_dim, self.rotary, self.recompute_core = d, rotary, False
+        self.num_heads = check_divides("num_attention_heads", n, ctx.tp, "each rank holds whole heads")
+        self.num_groups = check_divides("num_query_groups", g, ctx.tp, "each rank holds whole groups of heads")
+        self.core_attention = core or CoreAttention(config, f"{name}.core_attention", ctx)
+        self.linear_qkv = ColumnParallelLinear(config.hidden_size, (n + 2 * g) * d, ctx, name=f"{name}.linear_qkv",
+                                               init_std=config.init_method_std, bias=config.add_bias_linear)
+        self.linear_proj = RowParallelLinear(n * d, config.hidden_size, ctx, name=f"{name}.linear_proj", init_std=output_std,
+                                             bias=config.add_bias_linear)
 
-    def forward(self, x: torch.Tensor, batch: Batch, cache=None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, batch: Batch, cache: KVCache | None = None) -> torch.Tensor:
         q, k, v = self.project(x)
         if self.rotary is not None:
-            q, k = self.rotary(q, k, batch.position_ids, once=batch.places is not None)
+            q, k = self.rotary(q, k, batch)
         if cache is not None:
             k, v = cache.append(k, v)                                           # [all positions so far, b, g/t, d]
-        core = recompute if self.recompute_core else _call
-        return self.linear_proj(core(self.core_attention, q, k, v, batch))
+        if self.recompute_core:
+            return self.linear_proj(recompute(self.core_attention, q, k, v, batch))
+        return self.linear_proj(self.core_attention(q, k, v, batch))
 
-    def project(self, x):
+    def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q [s, b, n/t, d], k and v [s, b, g/t, d]."""
         qkv = self.linear_qkv(x)                                                # [s, b, (n + 2g)/t * d]
         queries = self.num_heads // self.num_groups
@@ -57,22 +100,31 @@ class SelfAttention(nn.Module):
         q, k, v = qkv.split((queries, 1, 1), dim=3)       # one split: its backward is one concatenation
         return q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
 
-    def core_attention(self, q, k, v, batch: Batch) -> torch.Tensor:
-        """softmax(q kᵀ / √d) v, [s, b, n/t * d]; fewer queries than keys are the last ones."""
+    def new_cache(self, batch_size: int, max_length: int) -> KVCache:
+        """An empty cache for the rank's keys and values."""
+        weight = self.linear_qkv.weight
+        return KVCache(max_length, batch_size, self.num_groups, self.head_dim, dtype=weight.dtype, device=weight.device)
+
+
+class CoreAttention(nn.Module):
+    """softmax(q kᵀ / √d) v of the rank's heads, with dropout of the probabilities. Fewer queries than keys are the last ones.
+
+    name    of the dropout site;  causal: no token sees a later one
+    """
+
+    def __init__(self, config: ModelConfig, name: str, ctx: ParallelContext, *, causal: bool = True):
+        super().__init__()
+        self.site, self.ctx, self.dropout, self.causal = name, ctx, config.attention_dropout, causal
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> torch.Tensor:
         p = self.dropout if batch.training else 0.0
         return attention(q, k, v, causal=self.causal, mask=batch.attention_mask, documents=batch.documents, dropout=p,
                          keep=self.keep_mask(q, k, p, batch) if p else None)
 
-    def keep_mask(self, q, k, p: float, batch: Batch) -> torch.Tensor:
-        """Which probabilities survive: keyed by the global number of the head, so a head keeps its mask on any rank."""
-        first = self.placement.tp.rank * self.num_heads
-        rows, cols, places = range(q.shape[0]), k.shape[0], batch.places
-        if places is not None:
-            rows, cols = range(places.length), places.length
-        return attention_keep_mask(p, seed=self.placement.seed, site=self.site, sample_ids=batch.sample_ids,
-                                   heads=range(first, first + self.num_heads), rows=rows, cols=cols,
-                                   picked=None if places is None else places.index, device=q.device)
-
-
-def _call(function, *args):
-    return function(*args)
+    def keep_mask(self, q: torch.Tensor, k: torch.Tensor, p: float, batch: Batch) -> torch.Tensor:
+        """Which probabilities are kept: keyed by the global number of the head, so a head has the same mask on any rank."""
+        heads, (rows, picked) = q.shape[2], batch.positions()
+        first = self.ctx.tp.rank * heads
+        return attention_keep_mask(p, seed=self.ctx.seed, site=self.site, sample_ids=batch.sample_ids,
+                                   heads=range(first, first + heads), rows=rows,
+                                   cols=k.shape[0] if picked is None else len(rows), picked=picked, device=q.device)

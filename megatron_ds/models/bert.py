@@ -1,47 +1,37 @@
-"""BERT from config: every token sees every other, some are masked and guessed from the rest.
+"""BERT from config: every token sees every other; some tokens are masked and predicted from the rest.
 
-Devlin et al. 2019 (arXiv:1810.04805), normalisation first as in Shoeybi et al. 2019 (arXiv:1909.08053), section 5.3, where
-the original order stops learning in large models. Parameter names are those of Megatron's BERT.
+Devlin et al. 2019 (arXiv:1810.04805), normalization first as in Shoeybi et al. 2019 (arXiv:1909.08053), section 5.3, where
+large models with the original order stop learning. Parameter names are those of Megatron's BERT.
 """
 
 from functools import partial
 
-import torch
-
+from ..config.model_options import ModelConfig
 from ..data.bert.bert_data import BERT_DATA
-from ..mpu.group import Group
+from ..mpu.context import ParallelContext
 from .architecture import MODELS, Architecture
-from .bert_heads import BertHeads
-from .block import Block
+from .attention import make_rotary
+from .block import transformer_block
 from .embedding import WORD_EMBEDDINGS, Embedding
-from .heads import FinalNorm
-from .layer import Layer, Placement
+from .heads import BertHeads, FinalNorm
+from .layer import Layer
 from .losses import bert_loss
-from .recompute import check_granularity
-from .rotary import Rotary
 
 SEGMENTS = 2
 
 
-def bert_layers(config, *, tp: Group, sequence_parallel: bool = False, dtype: torch.dtype = torch.float32,
-                device: torch.device | str = "cpu", seed: int = 0, recompute_granularity: str | None = None,
-                recompute_num_layers: int | None = None) -> list[Layer]:
-    """The layers of a BERT in forward order; arguments as of `gpt_layers`. Without binary head there are no segments."""
-    placement = Placement(tp, sequence_parallel, dtype, device, seed)
-    check_granularity(recompute_granularity)
-    rope = config.position_embedding_type == "rope"
-    rotary = Rotary(config.head_dim, config.rotary_percent, config.rotary_base) if rope else None
+def bert_layers(config: ModelConfig, ctx: ParallelContext) -> list[Layer]:
+    """The layers of a BERT in forward order, as of `gpt_layers`. Without binary head there are no segments."""
+    rotary = make_rotary(config)
     tied = None if config.untie_embeddings_and_output_weights else WORD_EMBEDDINGS
     segments = SEGMENTS if config.bert_binary_head else 0
     return [
-        Layer("embedding", partial(Embedding, config, placement, tied=tied, token_types=segments), "bert_embedding"),
-        *(Layer(f"encoder.layers.{i}",
-                partial(Block, config, f"encoder.layers.{i}", placement, rotary=rotary, granularity=recompute_granularity,
-                        causal=False),
-                "block", recompute_num_layers=recompute_num_layers)
-          for i in range(config.num_layers)),
-        Layer("encoder.final_layernorm", partial(FinalNorm, config, placement, "encoder.final_layernorm"), "norm"),
-        Layer("output_layer", lambda weight=None: BertHeads(config, placement, tied=tied, weight=weight), "bert_head",
+        Layer("embedding", partial(Embedding, config, ctx, tied=tied, token_types=segments), "bert_embedding"),
+        *(Layer(name, partial(transformer_block, config, name, ctx, rotary=rotary, causal=False), "block", is_block=True,
+                recompute=ctx.recompute)
+          for name in (f"encoder.layers.{i}" for i in range(config.num_layers))),
+        Layer("encoder.final_layernorm", partial(FinalNorm, config, ctx, "encoder.final_layernorm"), "norm"),
+        Layer("output_layer", lambda weight=None: BertHeads(config, ctx, tied=tied, weight=weight), "bert_head",
               tied_to=None if tied is None else "embedding"),
     ]
 

@@ -1,52 +1,90 @@
-"""One transformer block, normalisation first: x + attention(norm(x)), then x + mlp(norm(x)), dropout before each sum."""
+"""One transformer block, normalization first: x + attention(norm(x)), then x + feed_forward(norm(x)), dropout before each sum.
+
+`Block` has two slots. attention is a module `forward(x, batch, cache=None)`, feed_forward a module `forward(x, batch)`; both
+take and return [s(/t), b, h]. A mixture of experts or another attention is a module for one of them.
+"""
 
 import torch
 from torch import nn
 
+from ..config.model_options import ModelConfig
 from ..data.batch import Batch
+from ..mpu.context import ParallelContext, Recompute
+from ..ops.activation import ACTIVATIONS
 from ..ops.norm import NORMS
-from .attention import SelfAttention
-from .hidden_dropout import HiddenDropout
-from .layer import Placement, pick
-from .mlp import MLP
-from .recompute import check_granularity, recompute
-from .rotary import Rotary
+from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from .attention import CoreAttention, Rotary, SelfAttention
+from .kv_cache import KVCache
+from .layer import HiddenDropout, check_divides, pick, recompute
 
 
 class Block(nn.Module):
-    """x [s(/t), b, h] → the same shape. name: global, of the layer; causal: no token sees a later one."""
+    """x [s(/t), b, h] → the same shape. name: global, of the layer."""
 
-    def __init__(self, config, name: str, placement: Placement, *, rotary: Rotary | None, granularity: str | None = None,
-                 causal: bool = True):
+    def __init__(self, config: ModelConfig, name: str, ctx: ParallelContext, *, attention: nn.Module, feed_forward: nn.Module):
         super().__init__()
-        output_std = config.init_method_std / (2 * config.num_layers) ** 0.5    # Radford et al. 2019 (GPT-2), section 2.3
-        self.input_layernorm = make_norm(config, f"{name}.input_layernorm", placement)
-        self.self_attention = SelfAttention(config, f"{name}.self_attention", placement, rotary=rotary,
-                                            output_std=output_std, causal=causal)
-        self.pre_mlp_layernorm = make_norm(config, f"{name}.pre_mlp_layernorm", placement)
-        self.mlp = MLP(config, f"{name}.mlp", placement, output_std=output_std)
-        self.attention_dropout = HiddenDropout(config.hidden_dropout, f"{name}.self_attention", placement)
-        self.mlp_dropout = HiddenDropout(config.hidden_dropout, f"{name}.mlp", placement)
-        self.set_recompute(granularity)
+        # The order of these attributes is the order of the parameters in ZeRO's buckets.
+        self.input_layernorm = make_norm(config, f"{name}.input_layernorm", ctx)
+        self.self_attention = attention
+        self.pre_mlp_layernorm = make_norm(config, f"{name}.pre_mlp_layernorm", ctx)
+        self.mlp = feed_forward
+        self.attention_dropout = HiddenDropout(config.hidden_dropout, f"{name}.self_attention", ctx)
+        self.mlp_dropout = HiddenDropout(config.hidden_dropout, f"{name}.mlp", ctx)
+        self.set_recompute(ctx.recompute.granularity)
 
     def set_recompute(self, granularity: str | None) -> None:
-        """What is forgotten in forward and computed again in backward: None, "selective" or "full"."""
-        self.granularity = check_granularity(granularity)
+        """What backward computes again: None, "selective" or "full"."""
+        self.granularity = Recompute(granularity).granularity
         self.self_attention.recompute_core = granularity == "selective"
 
-    def forward(self, x: torch.Tensor, batch: Batch, cache=None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, batch: Batch, cache: KVCache | None = None) -> torch.Tensor:
         if self.granularity == "full" and cache is None:                        # a cache must not be filled twice
             return recompute(self._forward, x, batch)
         return self._forward(x, batch, cache)
 
-    def _forward(self, x, batch, cache=None):
+    def _forward(self, x: torch.Tensor, batch: Batch, cache: KVCache | None = None) -> torch.Tensor:
         attended = self.self_attention(self.input_layernorm(x), batch, cache)
         x = x + self.attention_dropout(attended, batch)
         return x + self.mlp_dropout(self.mlp(self.pre_mlp_layernorm(x), batch), batch)
 
 
-def make_norm(config, name: str, placement: Placement) -> nn.Module:
-    """With sequence parallelism a norm sees a slice of the sequence, so its gradient is a partial sum."""
+def transformer_block(config: ModelConfig, name: str, ctx: ParallelContext, *, rotary: Rotary | None,
+                      causal: bool = True) -> Block:
+    """The block of GPT and BERT: self-attention and a dense feed-forward."""
+    std, attention = output_std(config), f"{name}.self_attention"
+    core = CoreAttention(config, f"{attention}.core_attention", ctx, causal=causal)
+    return Block(config, name, ctx,
+                 attention=SelfAttention(config, attention, ctx, output_std=std, rotary=rotary, core=core),
+                 feed_forward=MLP(config, f"{name}.mlp", ctx, output_std=std))
+
+
+class MLP(nn.Module):
+    """The feed-forward half of a block: h → f → h, x [s(/t), b, h] → [s(/t), b, h].
+
+    A gated activation takes [gate; up], so its fc1 has twice the rows, in two parts.
+    """
+
+    def __init__(self, config: ModelConfig, name: str, ctx: ParallelContext, *, output_std: float):
+        super().__init__()
+        check_divides("ffn_hidden_size", config.ffn_size, ctx.tp, "each rank holds an equal part of it")
+        self.activation = pick(ACTIVATIONS, "activation", config.activation)
+        parts = self.activation.parts
+        self.linear_fc1 = ColumnParallelLinear(config.hidden_size, parts * config.ffn_size, ctx, name=f"{name}.linear_fc1",
+                                               init_std=config.init_method_std, bias=config.add_bias_linear, parts=parts)
+        self.linear_fc2 = RowParallelLinear(config.ffn_size, config.hidden_size, ctx, name=f"{name}.linear_fc2",
+                                            init_std=output_std, bias=config.add_bias_linear)
+
+    def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+        return self.linear_fc2(self.activation(self.linear_fc1(x)))             # [s, b, f/t] between
+
+
+def output_std(config: ModelConfig) -> float:
+    """Initial deviation of weights that add to the residual stream: Radford et al. 2019 (GPT-2), section 2.3."""
+    return config.init_method_std / (2 * config.num_layers) ** 0.5
+
+
+def make_norm(config: ModelConfig, name: str, ctx: ParallelContext) -> nn.Module:
+    """The model's norm. With sequence parallelism it sees a part of the sequence, so its gradient is a partial sum."""
     norm = pick(NORMS, "normalization", config.normalization)
-    return norm(config.hidden_size, name=name, eps=config.norm_epsilon, dtype=placement.dtype, device=placement.device,
-                partial_grad=placement.sequence_parallel)
+    return norm(config.hidden_size, name=name, eps=config.norm_epsilon, dtype=ctx.dtype, device=ctx.device,
+                partial_grad=ctx.sequence_parallel)

@@ -3,60 +3,66 @@
 import torch
 from torch import nn
 
+from ..config.model_options import ModelConfig
 from ..data.batch import Batch
 from ..errors import ConfigError
+from ..mpu.context import ParallelContext
 from ..mpu.param_spec import Init, ParamSpec
-from ..ops.parameter import new_parameter
-from ..tensor_parallel.embedding import VocabParallelEmbedding, lookup
-from .hidden_dropout import HiddenDropout
-from .layer import Placement
+from ..tensor_parallel.embedding import VocabParallelEmbedding, lookup, vocabulary_spec
+from ..tensor_parallel.linear import new_shard
+from .kv_cache import KVCache
+from .layer import HiddenDropout
 
 WORD_EMBEDDINGS = "embedding.word_embeddings"
 
 
 class Embedding(nn.Module):
-    """Word embedding, plus learned positions and token types where the model has them, then dropout."""
+    """Word embedding, plus learned positions and token types where the model has them, then dropout.
+
+    tied         key of the weight that a head shares; None where it has a weight of its own
+    token_types  number of segments that tokens may belong to; 0 for models without them
+    """
 
     weights_read_in_backward = False         # a gradient with respect to tokens does not exist
 
-    def __init__(self, config, placement: Placement, *, tied: str | None, token_types: int = 0):
+    def __init__(self, config: ModelConfig, ctx: ParallelContext, *, tied: str | None, token_types: int = 0):
         super().__init__()
-        to = dict(dtype=placement.dtype, device=placement.device)
-        self.placement = placement
-        self.word_embeddings = VocabParallelEmbedding(
-            config.vocab_size, config.hidden_size, group=placement.tp, name=WORD_EMBEDDINGS, init_std=config.init_method_std,
-            padded_vocab=config.padded_vocab_size(placement.tp.size), sequence_parallel=placement.sequence_parallel,
-            tied=tied, **to)
+        self.ctx = ctx
+        self.word_embeddings = VocabParallelEmbedding(word_spec(config, ctx, WORD_EMBEDDINGS, tied), ctx)
         learned = config.position_embedding_type == "learned_absolute"
-        self.position_embeddings = PositionEmbedding(config, placement) if learned else None
-        self.tokentype_embeddings = TokenTypeEmbedding(config, placement, token_types) if token_types else None
-        self.dropout = HiddenDropout(config.hidden_dropout, "embedding", placement)
+        self.position_embeddings = PositionEmbedding(config, ctx) if learned else None
+        self.tokentype_embeddings = TokenTypeEmbedding(config, ctx, token_types) if token_types else None
+        self.dropout = HiddenDropout(config.hidden_dropout, "embedding", ctx)
 
     @property
     def weight(self) -> nn.Parameter:
         """What a tied head shares."""
         return self.word_embeddings.weight
 
-    def forward(self, x: None, batch: Batch, cache=None) -> torch.Tensor:
+    def forward(self, x: None, batch: Batch, cache: KVCache | None = None) -> torch.Tensor:
         x = self.word_embeddings(batch.tokens)                                  # [s(/t), b, h]
+        rows = self.ctx.slice.rows(batch.seq_length)
         if self.position_embeddings is not None:
-            x = x + self.position_embeddings(batch.position_ids, self.placement.rows(x))
+            x = x + self.position_embeddings(batch.position_ids, rows)
         if self.tokentype_embeddings is not None:
-            x = x + self.tokentype_embeddings(batch.token_types, self.placement.rows(x))
+            x = x + self.tokentype_embeddings(batch.token_types, rows)
         return self.dropout(x, batch)
 
 
 class PositionEmbedding(nn.Module):
-    """A learned vector per position. With sequence parallelism each rank looks up its own slice of the sequence."""
+    """A learned vector per position. With sequence parallelism each rank looks up its own part of the sequence."""
 
-    def __init__(self, config, placement: Placement):
+    def __init__(self, config: ModelConfig, ctx: ParallelContext):
         super().__init__()
         spec = ParamSpec("embedding.position_embeddings.weight", (config.positions, config.hidden_size),
-                         Init("normal", config.init_method_std), partial_grad=placement.sequence_parallel)
-        self.weight = new_parameter(spec, dtype=placement.dtype, device=placement.device)
+                         Init("normal", config.init_method_std), partial_grad=ctx.sequence_parallel)
+        self.weight = new_shard(spec, ctx)
 
     def forward(self, position_ids: torch.Tensor, rows: range) -> torch.Tensor:
-        """The vectors of `rows` of position_ids [b, s]: [s(/t), b, h], or [s(/t), 1, h] when all samples count alike."""
+        """The vectors of `rows` of position_ids [b, s]: [s(/t), b, h], or [s(/t), 1, h] when all samples have the same.
+
+        Raises ConfigError for a sequence that is longer than the table.
+        """
         length = position_ids.shape[1]
         if length > len(self.weight):        # the ids themselves are not read: that would wait for the device
             raise ConfigError(f"a sequence of {length} tokens does not fit {len(self.weight)} learned positions. "
@@ -67,14 +73,25 @@ class PositionEmbedding(nn.Module):
 
 
 class TokenTypeEmbedding(nn.Module):
-    """A learned vector per type of token: which of the segments of a sample it stands in."""
+    """A learned vector per type of token: which of the segments of a sample it belongs to."""
 
-    def __init__(self, config, placement: Placement, count: int):
+    def __init__(self, config: ModelConfig, ctx: ParallelContext, count: int):
         super().__init__()
         spec = ParamSpec("embedding.tokentype_embeddings.weight", (count, config.hidden_size),
-                         Init("normal", config.init_method_std), partial_grad=placement.sequence_parallel)
-        self.weight = new_parameter(spec, dtype=placement.dtype, device=placement.device)
+                         Init("normal", config.init_method_std), partial_grad=ctx.sequence_parallel)
+        self.weight = new_shard(spec, ctx)
 
     def forward(self, token_types: torch.Tensor, rows: range) -> torch.Tensor:
         """The vectors of `rows` of token_types [b, s]: [s(/t), b, h]."""
         return lookup(self.weight, token_types[:, rows.start:rows.stop].t())
+
+
+def word_spec(config: ModelConfig, ctx: ParallelContext, name: str, tied: str | None, tied_copy: bool = False) -> ParamSpec:
+    """Spec of a [vocabulary, h] weight, of an embedding or a head."""
+    return vocabulary_spec(f"{name}.weight", config.vocab_size, config.hidden_size, config.init_method_std,
+                           padded_rows(config, ctx), tied, tied_copy)
+
+
+def padded_rows(config: ModelConfig, ctx: ParallelContext) -> int:
+    """Rows of the vocabulary over all tensor-parallel ranks."""
+    return config.padded_vocab_size(ctx.tp.size)

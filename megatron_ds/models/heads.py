@@ -1,22 +1,42 @@
-"""What comes after the last block: the final norm, and the projection onto the vocabulary."""
+"""What comes after the last block: the final norm, and the heads of GPT and BERT.
+
+    GPT      x [s(/t), b, h] ── logits [s, b, Vp/t]
+
+    BERT     x [s(/t), b, h] ── dense, activation, norm ── logits [s, b, Vp/t]      masked tokens
+                             └─ first position ── dense, tanh ── [b, 2]             order of the segments
+
+Masked tokens: Devlin et al. 2019, task 1; order of the segments: Lan et al. 2020, "SOP". Both read the same hidden states,
+so they are one layer of the model, on its last stage. Names are Megatron's.
+"""
+
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
+from ..config.model_options import ModelConfig
 from ..data.batch import Batch
-from ..ops.parameter import new_parameter
-from ..tensor_parallel.embedding import parallel_logits, vocabulary_spec
+from ..mpu.context import ParallelContext
+from ..mpu.param_spec import Init, ParamSpec
+from ..mpu.regions import first_of_sequence
+from ..ops.activation import ACTIVATIONS
+from ..tensor_parallel.embedding import parallel_logits
+from ..tensor_parallel.linear import ReplicatedLinear, column_linear, new_shard
 from .block import make_norm
-from .embedding import WORD_EMBEDDINGS
-from .layer import Placement
+from .embedding import WORD_EMBEDDINGS, padded_rows, word_spec
+from .kv_cache import KVCache
+
+ORDERS = 2         # of two segments: as they stand in the text, or swapped
 
 
 class FinalNorm(nn.Module):
-    def __init__(self, config, placement: Placement, name: str):
-        super().__init__()
-        self.norm = make_norm(config, name, placement)
+    """The norm after the last block, [s(/t), b, h] → the same shape."""
 
-    def forward(self, x: torch.Tensor, batch: Batch, cache=None) -> torch.Tensor:
+    def __init__(self, config: ModelConfig, ctx: ParallelContext, name: str):
+        super().__init__()
+        self.norm = make_norm(config, name, ctx)
+
+    def forward(self, x: torch.Tensor, batch: Batch, cache: KVCache | None = None) -> torch.Tensor:
         return self.norm(x)
 
 
@@ -24,21 +44,75 @@ class LanguageModelHead(nn.Module):
     """x [s(/t), b, h] → logits [s, b, Vp/t], the rank's slice of the padded vocabulary.
 
     tied    key of the embedding that this weight must equal; None for a weight of its own
-    weight  that embedding's parameter when it lives on the same stage; otherwise a copy is made, known by its `spec` as one
+    weight  that embedding's parameter when it is on the same rank; otherwise the head makes a copy (`spec.tied_copy`)
     """
 
-    def __init__(self, config, placement: Placement, *, tied: str | None = None, weight: nn.Parameter | None = None):
+    def __init__(self, config: ModelConfig, ctx: ParallelContext, *, tied: str | None = None,
+                 weight: nn.Parameter | None = None):
         super().__init__()
-        self.placement = placement
-        self.weight = weight if weight is not None else vocabulary_weight(config, placement, tied)
+        self.ctx = ctx
+        self.weight = weight if weight is not None else vocabulary_weight(config, ctx, tied)
 
-    def forward(self, x: torch.Tensor, batch: Batch, cache=None) -> torch.Tensor:
-        return parallel_logits(x, self.weight, self.placement.tp, self.placement.sequence_parallel)
+    def forward(self, x: torch.Tensor, batch: Batch, cache: KVCache | None = None) -> torch.Tensor:
+        return parallel_logits(x, self.weight, self.ctx.tp, self.ctx.sequence_parallel)
 
 
-def vocabulary_weight(config, placement: Placement, tied: str | None) -> nn.Parameter:
+class BertOutput(NamedTuple):
+    """logits [s, b, Vp/t], the rank's slice of the padded vocabulary; order [b, 2], the same on every rank, or None."""
+
+    logits: torch.Tensor
+    order: torch.Tensor | None
+
+
+class BertHeads(nn.Module):
+    """The head over the vocabulary, and the binary head where the model has one. tied, weight: as of `LanguageModelHead`."""
+
+    def __init__(self, config: ModelConfig, ctx: ParallelContext, *, tied: str | None = None,
+                 weight: nn.Parameter | None = None):
+        super().__init__()
+        self.lm_head = MaskedTokenHead(config, ctx)
+        self.weight = weight if weight is not None else vocabulary_weight(config, ctx, tied)
+        self.bias = new_shard(ParamSpec("output_layer.bias", (config.vocab_size,), Init("zeros"), split_dim=0,
+                                        padded=padded_rows(config, ctx), decay=False), ctx)
+        self.binary_head = SegmentOrderHead(config, ctx) if config.bert_binary_head else None
+        self.ctx = ctx
+
+    def forward(self, x: torch.Tensor, batch: Batch, cache: KVCache | None = None) -> BertOutput:
+        order = None if self.binary_head is None else self.binary_head(x)
+        logits = column_linear(self.lm_head(x), self.weight, self.bias, self.ctx.tp, self.ctx.sequence_parallel)
+        return BertOutput(logits, order)
+
+
+class MaskedTokenHead(nn.Module):
+    """x [s(/t), b, h] → the same shape, ready for the product with the vocabulary."""
+
+    def __init__(self, config: ModelConfig, ctx: ParallelContext):
+        super().__init__()
+        gated = ACTIVATIONS[config.activation].parts > 1
+        self.activation = ACTIVATIONS["gelu" if gated else config.activation]
+        self.dense = ReplicatedLinear(config.hidden_size, config.hidden_size, ctx, name="lm_head.dense",
+                                      init_std=config.init_method_std, sees_slice=ctx.sequence_parallel)
+        self.layer_norm = make_norm(config, "lm_head.layer_norm", ctx)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer_norm(self.activation(self.dense(x)))
+
+
+class SegmentOrderHead(nn.Module):
+    """x [s(/t), b, h] → [b, 2], from the first position, which holds [CLS]. Every rank computes the same."""
+
+    def __init__(self, config: ModelConfig, ctx: ParallelContext):
+        super().__init__()
+        self.group, std = ctx.sequence_group, config.init_method_std
+        self.pooler = ReplicatedLinear(config.hidden_size, config.hidden_size, ctx, name="pooler.dense", init_std=std)
+        self.binary = ReplicatedLinear(config.hidden_size, ORDERS, ctx, name="binary_head", init_std=std)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = x[0] if self.group is None else first_of_sequence(x, self.group)         # [b, h]
+        return self.binary(torch.tanh(self.pooler(first)))
+
+
+def vocabulary_weight(config: ModelConfig, ctx: ParallelContext, tied: str | None) -> nn.Parameter:
     """[Vp/t, h] of a head; a tied one is a copy of the embedding's."""
-    name = "output_layer" if tied is None else WORD_EMBEDDINGS
-    spec = vocabulary_spec(f"{name}.weight", config.vocab_size, config.hidden_size, config.init_method_std,
-                           config.padded_vocab_size(placement.tp.size), tied, tied_copy=tied is not None)
-    return new_parameter(spec, size=placement.tp.size, dtype=placement.dtype, device=placement.device)
+    return new_shard(word_spec(config, ctx, "output_layer" if tied is None else WORD_EMBEDDINGS, tied,
+                               tied_copy=tied is not None), ctx)

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError
-from .attention import SelfAttention
 
 
 class KVCache:
     """Keys and values of one attention layer on one rank: each [max_length, b, g / t, d], filled up to `offset`."""
 
-    def __init__(self, max_length: int, batch_size: int, num_groups: int, head_dim: int, *, dtype, device):
+    def __init__(self, max_length: int, batch_size: int, num_groups: int, head_dim: int, *, dtype: torch.dtype,
+                 device: torch.device):
         self.keys = torch.empty(max_length, batch_size, num_groups, head_dim, dtype=dtype, device=device)
         self.values = torch.empty_like(self.keys)
         self.offset = 0
@@ -36,17 +36,11 @@ class KVCache:
         return self.keys[:stop], self.values[:stop]
 
     def reset(self, offset: int = 0) -> None:
-        """Forget what comes after the first `offset` positions."""
+        """Drop all but the first `offset` positions."""
         self.offset = min(self.offset, offset)
 
 
 def make_caches(modules: Iterable[nn.Module], batch_size: int, max_length: int) -> dict[str, KVCache]:
-    """An empty cache for each layer of a stage that attends, keyed by layer name; sizes are read from the layers."""
-    caches = {}
-    for module in modules:
-        for part in module.modules():
-            if isinstance(part, SelfAttention):
-                weight = part.linear_qkv.weight
-                caches[module.layer_name] = KVCache(max_length, batch_size, part.num_groups, part.head_dim,
-                                                    dtype=weight.dtype, device=weight.device)
-    return caches
+    """An empty cache for each layer of a stage that attends, keyed by layer name: what its `new_cache` gives."""
+    return {module.layer_name: part.new_cache(batch_size, max_length) for module in modules for part in module.modules()
+            if hasattr(part, "new_cache")}

@@ -1,4 +1,4 @@
-"""A model is an ordered list of *named layers*: how they are named, and where their tensors are placed.
+"""A model is an ordered list of *named layers*.
 
 A layer's name is global ("decoder.layers.3"), so cutting the list into pipeline stages never renames a parameter, and
 nothing is allocated before a stage builds its own slice. Every built layer is a module with one signature:
@@ -10,45 +10,29 @@ model's loss understands.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+from ..data.batch import Batch
 from ..errors import ConfigError
+from ..mpu.context import ParallelContext, Recompute
 from ..mpu.group import Group
+from ..ops.dropout import dropout
 from ..registry import did_you_mean
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Where and how the tensors of a layer live: what every module needs beside its own sizes.
-
-    tp                 the tensor-parallel group
-    sequence_parallel  outside the linears, each rank holds its slice of the sequence
-    seed               of dropout masks; not of the initial weights, which `tensor_parallel.init` draws
-    """
-
-    tp: Group
-    sequence_parallel: bool
-    dtype: torch.dtype
-    device: torch.device | str
-    seed: int
-
-    def rows(self, x: torch.Tensor) -> range:
-        """The positions of the sequence that x [s(/t), b, h] holds on this rank."""
-        start = self.tp.rank * x.shape[0] if self.sequence_parallel else 0
-        return range(start, start + x.shape[0])
 
 
 @dataclass(frozen=True)
 class Layer:
     """One entry of the list.
 
-    make  builds the module. A layer that is `tied_to` another takes that layer's weight as its argument when both are on
-          one stage; called without, it builds a copy of its own (`spec.tied_copy`), equal because its name is.
-    kind  what it costs (`training.flops`, `training.activations`); recomputation applies to a "block"
-    recompute_num_layers  of the blocks on one stage only the first so many recompute; None for all
+    make          builds the module. A layer that is `tied_to` another takes that layer's weight as its argument when both are
+                  on one stage; called without, it builds a copy of its own (`spec.tied_copy`), equal because its name is
+    kind          names layers that cost alike
+    is_block      one of the repeated layers: pipelines cut between them, token dropping counts them
+    recompute     of a block; how many blocks of a stage recompute is decided when the stage is built
     drops_tokens  a block that may see some of the tokens only
     """
 
@@ -56,7 +40,8 @@ class Layer:
     make: Callable[..., nn.Module]
     kind: str
     tied_to: str | None = None
-    recompute_num_layers: int | None = None
+    is_block: bool = False
+    recompute: Recompute = field(default_factory=Recompute)
     drops_tokens: bool = False
 
     @property
@@ -65,8 +50,37 @@ class Layer:
         return "dropping block" if self.drops_tokens else self.kind
 
 
+class HiddenDropout:
+    """Drops elements of x [s(/t), b, h] with probability `p` at one named site of the model; nothing when not training.
+
+    The mask is a function of (seed, site, sample, position), so it is the same under every layout.
+    """
+
+    def __init__(self, p: float, site: str, ctx: ParallelContext):
+        self.p, self.site, self.ctx = p, site, ctx
+
+    def __call__(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+        if not self.p or not batch.training:
+            return x
+        rows, picked = batch.positions(self.ctx.slice.rows(batch.seq_length))
+        return dropout(x, self.p, seed=self.ctx.seed, site=self.site, sample_ids=batch.sample_ids, rows=rows, picked=picked)
+
+
+def recompute(function: Callable, *args):
+    """`function(*args)`, saving only `args` for backward, which calls `function` again.
+
+    Full recomputation wraps a block and keeps its input [s, b, h]; selective wraps core attention, whose scores grow with s²
+    and cost little to compute again (Korthikanti et al. 2022, arXiv:2205.05198, section 5). No random state is kept or
+    restored: dropout masks are functions of (seed, site, sample). Collectives inside run again too, on every rank of the
+    group in the same order.
+    """
+    if not torch.is_grad_enabled():
+        return function(*args)
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
+
+
 def check_divides(what: str, number: int, tp: Group, reason: str) -> int:
-    """`number` per rank. Raises ConfigError with the sizes that would do."""
+    """`number` per rank. Raises ConfigError that lists the legal sizes."""
     if number % tp.size:
         legal = ", ".join(str(t) for t in range(1, number + 1) if number % t == 0)
         raise ConfigError(f"{what}={number} is not a multiple of tensor_model_parallel_size={tp.size}: {reason}. "

@@ -16,51 +16,50 @@ Letters: s positions, b samples, k kept tokens of each sample, t tensor-parallel
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
 
 from ..data.batch import Batch
 from ..errors import LayoutError
+from ..mpu.context import ParallelContext
 from ..mpu.regions import gather_from_sequence_region, reduce_scatter_to_sequence_region
 from ..ops.random import random_subset
-from .layer import Layer, Placement
+from .kv_cache import KVCache
+from .layer import Layer
 
 
-def with_random_ltd(layers: Sequence[Layer], blocks: Collection[int], placement: Placement) -> list[Layer]:
-    """The layers, of whose blocks those with these numbers drop tokens."""
-    numbers = {layer.name: i for i, layer in enumerate(layer for layer in layers if layer.kind == "block")}
-    return [replace(layer, make=_Wrapped(layer, placement), drops_tokens=True) if numbers.get(layer.name) in blocks else layer
+def with_random_ltd(layers: Sequence[Layer], blocks: Collection[int], ctx: ParallelContext) -> list[Layer]:
+    """The layers, in which the blocks with these numbers drop tokens."""
+    numbers = {layer.name: i for i, layer in enumerate(layer for layer in layers if layer.is_block)}
+    return [replace(layer, make=partial(_wrap, layer, ctx), drops_tokens=True) if numbers.get(layer.name) in blocks else layer
             for layer in layers]
 
 
-@dataclass(frozen=True)
-class _Wrapped:
-    layer: Layer
-    placement: Placement
-
-    def __call__(self) -> nn.Module:
-        return RandomLTD(self.layer.make(), self.layer.name, self.placement)
+def _wrap(layer: Layer, ctx: ParallelContext) -> nn.Module:
+    return RandomLTD(layer.make(), layer.name, ctx)
 
 
 class RandomLTD(nn.Module):
     """x [s(/t), b, h] → the same. All tokens go through the block where `batch.kept_tokens` says so, and in evaluation."""
 
-    def __init__(self, block: nn.Module, name: str, placement: Placement):
+    def __init__(self, block: nn.Module, name: str, ctx: ParallelContext):
         super().__init__()
-        self.block, self.name, self.placement = block, name, placement
+        self.block, self.name, self.ctx = block, name, ctx
 
     def set_recompute(self, granularity: str | None) -> None:
+        """As of `Block`."""
         self.block.set_recompute(granularity)
 
-    def forward(self, x: torch.Tensor, batch: Batch, cache=None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, batch: Batch, cache: KVCache | None = None) -> torch.Tensor:
         kept = batch.kept_tokens
         if kept is None or kept >= batch.seq_length or not batch.training:
             return self.block(x, batch, cache)
         index = self.draw(kept, batch)                                          # [b, k]
         rows, inside = self.rows(index, x)
-        group = self.placement.tp if self.placement.sequence_parallel else None
+        group = self.ctx.sequence_group
         x, part = _Pick.apply(x, rows, inside, kept)                            # part [k, b, h]
         if group is not None:
             part = reduce_scatter_to_sequence_region(part, group)               # [k/t, b, h]
@@ -71,20 +70,22 @@ class RandomLTD(nn.Module):
 
     def draw(self, kept: int, batch: Batch) -> torch.Tensor:
         """Which tokens of each sample: int64 [b, k], ascending."""
-        if self.placement.sequence_parallel and kept % self.placement.tp.size:
-            raise LayoutError(f"{self.name}: {kept} kept tokens are not divisible by {self.placement.tp.size}, the number of "
-                              "tensor-parallel ranks that share a sequence. Keep a multiple of it.")
-        keys = [(self.placement.seed, "random_ltd", self.name, int(sample)) for sample in batch.sample_ids]
+        size = self.ctx.slice.tensor.size
+        if kept % size:
+            raise LayoutError(f"{self.name}: {kept} kept tokens are not divisible by {size}, the number of tensor-parallel "
+                              "ranks that share a sequence. Keep a multiple of it.")
+        keys = [(self.ctx.seed, "random_ltd", self.name, int(sample)) for sample in batch.sample_ids]
         return random_subset(keys, kept, batch.seq_length, batch.tokens.device)
 
     def rows(self, index: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Of the kept tokens, in the order of [k, b]: their rows in x laid flat, [s(/t) b, h], one beyond the last for those
-        that are not there; and whether they are, None when all are."""
+        """Of the kept tokens, in the order of [k, b]: their rows in x laid flat, [s(/t) b, h], one beyond the last for tokens
+        that other ranks hold; and whether this rank holds each, None when it holds all."""
         held, samples = x.shape[:2]
         column = torch.arange(samples, device=index.device)
-        if not self.placement.sequence_parallel or self.placement.tp.size == 1:
+        rank, size = self.ctx.slice.tensor
+        if size == 1:
             return (index.t() * samples + column).flatten(), None
-        here = index.t() - self.placement.tp.rank * held
+        here = index.t() - rank * held
         inside = ((here >= 0) & (here < held)).flatten()
         rows = (here * samples + column).flatten()
         return rows.where(inside, held * samples), inside

@@ -34,8 +34,8 @@ def _build_stage(layers: Sequence[Layer], built: dict[str, nn.Module]) -> nn.Mod
             source.weight.spec = replace(source.weight.spec, tied=None)
         built[layer.name] = layer.make() if source is None else layer.make(source.weight)
         built[layer.name].layer_name = layer.name
-        if layer.kind == "block":
-            if layer.recompute_num_layers is not None and blocks >= layer.recompute_num_layers:
+        if layer.is_block:
+            if layer.recompute.num_layers is not None and blocks >= layer.recompute.num_layers:
                 built[layer.name].set_recompute(None)
             blocks += 1
     return nn.ModuleList(built[layer.name] for layer in layers)

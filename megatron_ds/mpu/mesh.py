@@ -1,10 +1,15 @@
-"""`Mesh`: the grid seen from one rank, with a `Group` for every set of axes that something talks over.
+"""`Mesh`: the grid seen from one rank, with a `Group` for any set of axes, connected on first use.
 
-How groups are connected is handed in, so the same mesh runs over torch.distributed (`transport.connect_torch`) and over
-threads in tests (`ThreadWorld.connect`). All ranks must make their mesh at the same time: connecting is collective.
+How groups are connected is a parameter, so the same mesh runs over torch.distributed (`transport.connect_torch`), over threads
+(in tests) and without peers (`imagined.py`).
+
+Note: order of connecting. Connecting is collective over the world, since torch numbers process groups in the order in which
+they are made. So all ranks must first ask for groups in the same order. This holds wherever code asks while a run is being
+built, as layers and optimizers do: all ranks run the same code, and `connect` is called for groups that some ranks alone may
+ask for later, such as those of the getters in `getters.py`. Asking again is never collective.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -14,9 +19,10 @@ from .traffic import Traffic
 
 Connect = Callable[[str, list[tuple[int, ...]], int], Transport | None]
 
-# In the order in which they are connected, the same on all ranks. "embd" joins the holders of tied embeddings.
-AXIS_SETS = ("tp", "cp", "dp", "pp", "ep", "edp", "dp-cp", "tp-pp", "tp-cp-dp-pp", "embd")
-_ALIASES = {"world": "tp-cp-dp-pp", "cp-dp": "dp-cp", "pp-tp": "tp-pp"}
+# Axes are named in this order, but for the data axes, which have been called "dp-cp" since before there was an order.
+_ORDER = ("tp", "cp", "ep", "edp", "dp", "pp")
+_SAMPLES, _REDUCTION = ("dp",), ("dp", "cp")
+_WORLD = "tp-cp-dp-pp"
 
 
 class Mesh:
@@ -31,42 +37,61 @@ class Mesh:
         self.traffic = Traffic()
         self._coordinates = grid.coordinates(rank)
         self._connect, self._transports = connect, {}
-        lists_of = lambda name: grid.embedding_groups() if name == "embd" else grid.groups(*name.split("-"))
-        self._groups = {name: self._make_group(name, lists_of(name)) for name in AXIS_SETS}
+        self._groups: dict[str, Group] = {}
         self._split: dict[int, tuple[Group, Group]] = {}
         self.placement = tuple(range(grid.pp))
 
     def group(self, *axes: str) -> Group:
-        """`group("tp")`, `group("dp", "cp")` in any order, `group("world")`, `group("embd")`."""
-        name = "-".join(axes)
-        name = _ALIASES.get(name, name)
-        assert name in self._groups, f"no group over {name!r}; there are {', '.join(self._groups)} and 'world'"
+        """`group("tp")`, `group("dp", "cp")` in any order, `group("world")`, `group("embd")` (holders of tied embeddings).
+
+        Collective over the world when these axes are first asked for. Raises ConfigError for unknown axes.
+        """
+        name = _name_of(axes)
+        if name not in self._groups:
+            lists = self.grid.embedding_groups() if name == "embd" else self.grid.groups(*name.split("-"))
+            self._groups[name] = self._make_group(name, lists)
         return self._groups[name]
 
-    def split_data(self, size: int) -> tuple[Group, Group]:
-        """(inner, outer): the run of `size` data-parallel ranks that holds this one, and the ranks of equal place in all runs.
+    def connect(self, axis_sets: Iterable[tuple[str, ...]]) -> None:
+        """Connect the groups over these sets of axes, in this order. Collective over the world."""
+        for axes in axis_sets:
+            self.group(*axes)
 
-        Made when asked for, by all ranks at the same time; of one run nothing needs to be made. Raises ConfigError.
+    @property
+    def samples(self) -> Group:
+        """Ranks that read different samples."""
+        return self.group(*_SAMPLES)
+
+    @property
+    def reduction(self) -> Group:
+        """Ranks over which gradients are summed: they hold the same parameters and see different tokens."""
+        return self.group(*_REDUCTION)
+
+    def split_data(self, size: int) -> tuple[Group, Group]:
+        """(inner, outer): the run of `size` ranks of `reduction` that holds this one, and the ranks of equal position in all
+        runs. Collective over the world when first asked for. Raises ConfigError.
         """
         if size not in self._split:
             inner, outer = self.grid.split_data(size)
-            data = self.group("dp", "cp")
+            data = self.reduction
             self._split[size] = (data if size == data.size else self._make_group("dp-cp-inner", inner),
                                  self._make_group("dp-cp-outer", outer))
         return self._split[size]
 
     def coordinate(self, axis: str) -> int:
+        """Position of this rank on an axis."""
         return self._coordinates[axis]
 
     def size(self, *axes: str) -> int:
-        return self.group(*axes).size
+        """Ranks of the group over these axes; connects nothing."""
+        return self.grid.size(*_name_of(axes).split("-"))
 
     @property
     def world_size(self) -> int:
         return self.grid.world_size
 
     def place_stages(self, placement: Sequence[int]) -> None:
-        """Say on which pipeline rank each stage of the model lives; until then, stage r on rank r."""
+        """Set the pipeline rank of each stage of the model; until then, stage r is on rank r."""
         self.placement = tuple(placement)
 
     @property
@@ -81,6 +106,7 @@ class Mesh:
 
     @property
     def is_last_stage(self) -> bool:
+        """Whether this rank holds the model's last stage, which has the loss."""
         return len(self.placement) - 1 in self.stages
 
     def close(self) -> None:
@@ -89,7 +115,7 @@ class Mesh:
             getattr(transport, "close", lambda: None)()
 
     def _make_group(self, name: str, lists: list[tuple[int, ...]]) -> Group:
-        # The decision to share looks at the groups of *all* ranks, so that every rank decides alike.
+        # Whether a transport is shared depends on the groups of *all* ranks, so that every rank decides alike.
         key = tuple(lists)
         if key not in self._transports:
             needed = any(len(ranks) > 1 for ranks in lists)
@@ -100,3 +126,12 @@ class Mesh:
 
     def __repr__(self) -> str:
         return f"Mesh(rank {self.rank} of {self.world_size}: {self.grid})"
+
+
+def _name_of(axes: Sequence[str]) -> str:
+    """One name for a set of axes in any order."""
+    if tuple(axes) == ("world",):
+        return _WORLD
+    if set(axes) == set(_REDUCTION):
+        return "-".join(_REDUCTION)
+    return "-".join(sorted(axes, key=lambda axis: _ORDER.index(axis) if axis in _ORDER else len(_ORDER)))

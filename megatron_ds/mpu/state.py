@@ -13,6 +13,9 @@ from ..errors import NotInitializedError
 from .grid import DEFAULT_ORDER, Grid
 from .mesh import Mesh
 
+# Groups that a getter of `getters.py` may return on some ranks alone, so they are connected on all ranks before.
+GETTER_GROUPS = (("tp",), ("cp",), ("dp",), ("pp",), ("ep",), ("edp",), ("dp", "cp"), ("tp", "pp"), ("world",), ("embd",))
+
 _MESH: ContextVar[Mesh | None] = ContextVar("mesh", default=None)
 
 
@@ -32,6 +35,7 @@ def initialize_model_parallel(tensor_model_parallel_size: int = 1, pipeline_mode
     grid = Grid.fit(world_size, tp=tensor_model_parallel_size, cp=context_parallel_size, ep=expert_model_parallel_size,
                     pp=pipeline_model_parallel_size, order=order)
     mesh = Mesh(grid, rank, _connect(timeout) if world_size > 1 else None, device or _default_device())
+    mesh.connect(GETTER_GROUPS)
     set_mesh(mesh)
     return mesh
 

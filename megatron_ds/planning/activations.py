@@ -30,6 +30,7 @@ from ..config import RunConfig
 from ..config.model_options import ModelConfig
 from ..config.training_schedule import make_token_drop
 from ..models import MODELS
+from ..mpu.sequence_slice import SequenceSlice
 from ..ops.blocked_attention import BLOCK, KERNELS, is_worth_blocking
 from ..ops.product import has_products, working_elements
 from ..pipeline.instruction import Op, Program
@@ -76,7 +77,8 @@ class Workload:
     @property
     def rows(self) -> int:
         """Tokens of which this rank holds hidden states between linear layers."""
-        return self.tokens // self.tp if self.sequence_parallel else self.tokens
+        part = SequenceSlice.of(tp=(0, self.tp), sequence_parallel=self.sequence_parallel)
+        return self.samples * len(part.rows(self.positions))
 
     @property
     def hidden_bytes(self) -> int:
@@ -106,7 +108,7 @@ def workload_of(config: RunConfig, device: str) -> Workload:
     """A full micro-batch of a run on devices of a kind, at the step that keeps the most tokens."""
     model, tp, drop = config.model, config.parallel.tensor_model_parallel_size, make_token_drop(config)
     return Workload(model, config.train.micro_batch_size, model.seq_length, tp, config.parallel.sequence_parallel,
-                    DTYPES[config.optimizer.params_dtype], model.padded_vocab_size(tp) // tp, device,
+                    DTYPES[config.optimizer.params_dtype], config.padded_vocab_size // tp, device,
                     config.data.reset_attention_mask or config.data.pack_documents,
                     drop and drop.kept_at(last_step(config), model.seq_length))
 

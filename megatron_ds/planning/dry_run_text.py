@@ -5,14 +5,13 @@ from dataclasses import replace
 
 from ..config.training_schedule import make_batch_size, make_token_drop
 from ..mpu.grid import Grid
-from ..mpu.mesh import AXIS_SETS
 from ..mpu.traffic import RING_FACTOR
 from ..pipeline.draw import draw
 from .activations import last_step
-from .fake_stages import boundary_shape
 from .flops import model_flops
 from .ltd_savings import saving_of
 from .rank_plan import RankPlan
+from .run_model import boundary_shape
 from .run_plan import order
 from .text_tables import in_bytes, in_large, in_short, ranks_in_short, table
 from .world_plan import WorldPlan, wire_bytes
@@ -44,12 +43,11 @@ def grid_text(grid: Grid, rank: int, tied: bool) -> Iterator[str]:
     names = {"tp": "tensor (tp)", "pp": "pipeline (pp)", "dp-cp": "data (dp-cp)", "tp-pp": "model (tp-pp)"}
     names |= {"embd": "tied embedding (embd)"} if tied else {}
     rows = [["group", "size", "groups", f"of rank {rank}"]]
-    for name in AXIS_SETS:
-        if name in names:
-            ranks = (next(g for g in grid.embedding_groups() if rank in g) if name == "embd"
-                     else grid.group_of(rank, *name.split("-")))
-            count = grid.world_size // len(ranks) if name != "embd" else grid.world_size // grid.pp
-            rows.append([names[name], str(len(ranks)), f"{count:,}", ranks_in_short(ranks)])
+    for name, title in names.items():
+        ranks = (next(g for g in grid.embedding_groups() if rank in g) if name == "embd"
+                 else grid.group_of(rank, *name.split("-")))
+        count = grid.world_size // len(ranks) if name != "embd" else grid.world_size // grid.pp
+        rows.append([title, str(len(ranks)), f"{count:,}", ranks_in_short(ranks)])
     yield from _left(rows)
     if grid.pp * grid.dp > 1:
         yield f"  ranks of each tensor group, [ ] holds rank {rank}:"
@@ -203,7 +201,7 @@ def flops_text(plan: WorldPlan) -> Iterator[str]:
     config, s, drop = plan.config, plan.config.model.seq_length, make_token_drop(plan.config)
     batch = make_batch_size(config).final
     dropping = (len(drop.blocks), drop.kept_at(last_step(config), s)) if drop else ()
-    model = model_flops(config.model, batch, s, config.model.padded_vocab_size(plan.grid.tp), *dropping)
+    model = model_flops(config.model, batch, s, config.padded_vocab_size, *dropping)
     whole = model + batch * plan.again_flops
     tokens = batch * s
     yield f"FLOPs of a step: {tokens:,} tokens in {batch:,} sequences"

@@ -12,15 +12,14 @@ import torch
 from torch import nn
 
 from ..config import RunConfig
-from ..config.training_schedule import make_token_drop
 from ..errors import LayoutError
-from ..models import MODELS, build_stages, count_uses
+from ..models import build_stages, count_uses
 from ..mpu.mesh import Mesh
 from ..mpu.traffic import Traffic
 from ..pipeline.instruction import Op, Schedule
 from ..pipeline.stage import Stage
 from .activations import last_step
-from .run_model import DTYPES, loss_function
+from .run_model import DTYPES, blank_batch, boundary_shape, loss_function, sequence_slice
 from .run_plan import RunPlan
 
 
@@ -61,17 +60,10 @@ def imagine_stages(config: RunConfig, mesh: Mesh, plan: RunPlan, layers: Sequenc
     return sorted(stages, key=lambda stage: stage.index)
 
 
-def boundary_shape(config: RunConfig) -> tuple[int, int, int]:
-    """Of the hidden states between stages: [s(/t), b, h]."""
-    split = config.parallel.tensor_model_parallel_size if config.parallel.sequence_parallel else 1
-    return config.model.seq_length // split, config.train.micro_batch_size, config.model.hidden_size
-
-
 def _run(config: RunConfig, mesh: Mesh, modules: nn.ModuleList, index: int, num_stages: int, split: bool) -> Traffic:
     """A micro-batch forward and backward, in halves where the schedule splits it; what it sent."""
     first, last = index == 0, index == num_stages - 1
-    batch = MODELS[config.model.model].data.blank(config.train.micro_batch_size, config.model.seq_length, "meta")
-    batch = batch.keeping(make_token_drop(config), last_step(config))
+    batch = blank_batch(config, sequence_slice(config), "meta", last_step(config))
     stage = Stage(index, list(modules), is_first=first, is_last=last,
                   loss=loss_function(config, mesh.group("tp")) if last else None)
     between = torch.empty(boundary_shape(config), dtype=DTYPES[config.optimizer.params_dtype], device="meta")

@@ -9,10 +9,12 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from ..config import RunConfig
 from ..errors import ConfigError
 from ..models import MODELS, Layer
-from ..mpu.group import solo
+from ..mpu.context import ParallelContext
 from .flops import attention_flops, layer_flops
 
 
@@ -54,7 +56,7 @@ def reckoned_times(config: RunConfig, layers: Sequence[Layer]) -> Times:
 
 def _by_flops(config: RunConfig, kinds: set[str]) -> dict[str, LayerCost]:
     model, train = config.model, config.train
-    vocab = model.padded_vocab_size(config.parallel.tensor_model_parallel_size)
+    vocab = config.padded_vocab_size
     costs = {}
     for kind in kinds:
         third = layer_flops(model, kind, model.seq_length, vocab) / 3
@@ -69,7 +71,8 @@ def _by_flops(config: RunConfig, kinds: set[str]) -> dict[str, LayerCost]:
 
 
 def _by_parameters(config: RunConfig, kinds: set[str]) -> dict[str, LayerCost]:
-    layers = {layer.kind: layer for layer in MODELS[config.model.model](config.model, tp=solo("tp"), device="meta")}
+    ctx = ParallelContext(device=torch.device("meta"))
+    layers = {layer.kind: layer for layer in MODELS[config.model.model](config.model, ctx)}
     count = lambda kind: float(sum(p.numel() for p in layers[kind].make().parameters()))
     return {kind: LayerCost(*[count(kind)] * 3) for kind in kinds}
 

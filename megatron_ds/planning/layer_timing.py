@@ -27,18 +27,19 @@ from ..models import MODELS
 from ..mpu.agree import together
 from ..mpu.channels import Channels
 from ..mpu.collectives import all_gather_object
+from ..mpu.context import ParallelContext
 from ..mpu.group import Group
 from ..mpu.mesh import Mesh
 from ..tensor_parallel.init import initialize
 from .layer_costs import LayerCost, Times
-from .run_model import DTYPES
+from .run_model import blank_batch
 
 logger = logging.getLogger(__name__)
 REPEATS, WARM_UP = 5, 2
 SOURCE = "by times measured here"
 
 
-def measured_times(config: RunConfig, mesh: Mesh) -> Times | None:
+def measured_times(config: RunConfig, mesh: Mesh, ctx: ParallelContext) -> Times | None:
     """In seconds, the same on all ranks; None where the model is cut by something else.
 
     Read from --pipeline-costs-path where that holds times of such a run; else measured, and written there. Collective over the
@@ -50,8 +51,8 @@ def measured_times(config: RunConfig, mesh: Mesh) -> Times | None:
     world = mesh.group("world")
     if path and (found := together(world, lambda: read_costs(Path(path), what), only=0)):
         return found
-    mine = time_layers(config, mesh.group("tp"), mesh.device)
-    transfer = time_transfer(config, mesh.group("pp"), mesh.device)
+    mine = time_layers(config, ctx)
+    transfer = time_transfer(config, mesh.group("pp"), ctx)
     everybody = all_gather_object((transfer, {kind: astuple(cost) for kind, cost in mine.items()}), world)
     layers = {kind: LayerCost(*map(statistics.fmean, zip(*(rank[kind] for _, rank in everybody)))) for kind in mine}
     agreed = Times(layers, statistics.fmean(seconds for seconds, _ in everybody), SOURCE)
@@ -88,36 +89,33 @@ def write_costs(path: Path, what: dict, times: Times) -> None:
     beside.replace(path)
 
 
-def time_layers(config: RunConfig, tp: Group, device: torch.device) -> dict[str, LayerCost]:
-    """{kind of layer: seconds of one micro-batch} on this rank. Collective over `tp`."""
-    model, train = config.model, config.train
-    dtype = DTYPES[config.optimizer.params_dtype]
+def time_layers(config: RunConfig, ctx: ParallelContext) -> dict[str, LayerCost]:
+    """{kind of layer: seconds of one micro-batch} on this rank. Collective over the tensor-parallel group."""
+    model, tp, device = config.model, ctx.tp, ctx.device
     architecture = MODELS[model.model]
-    layers = architecture(
-        model, tp=tp, sequence_parallel=config.parallel.sequence_parallel, dtype=dtype, device=device, seed=train.seed,
-        recompute_granularity=train.recompute_granularity, recompute_num_layers=train.recompute_num_layers)
-    x = _activation(config, tp.size, device)
-    batch = architecture.data.blank(train.micro_batch_size, model.seq_length, device)
+    layers = architecture(model, ctx)
+    x = _activation(config, ctx)
+    batch = blank_batch(config, ctx.slice, device)
     loss = lambda y: architecture.loss(y, batch, tp=tp, vocab_size=model.vocab_size).objective
     costs = {}
     first, last = layers[0].kind, layers[-1].kind
     for kind, layer in {layer.kind: layer for layer in layers}.items():
         module = layer.make()
-        initialize(list(module.parameters()), train.seed, tp.rank, tp.size)
+        initialize(list(module.parameters()), config.train.seed, tp.rank, tp.size)
         given = None if kind == first else x
         costs[kind] = _time_layer(module, given, batch, loss if kind == last else lambda y: y, device)
         del module
     return costs
 
 
-def time_transfer(config: RunConfig, pp: Group, device: torch.device) -> float:
+def time_transfer(config: RunConfig, pp: Group, ctx: ParallelContext) -> float:
     """Seconds that an activation takes from a pipeline rank to the next, with nothing else under way; 0 on a single rank.
 
     It goes round all of them, one after another. Collective over `pp`.
     """
     if pp.size == 1:
         return 0.0
-    channels, x = Channels(pp), _activation(config, config.parallel.tensor_model_parallel_size, device)
+    channels, x, device = Channels(pp), _activation(config, ctx), ctx.device
     behind, ahead = (pp.rank - 1) % pp.size, (pp.rank + 1) % pp.size
     rounds = []
     for _ in range(WARM_UP + REPEATS):
@@ -132,11 +130,12 @@ def time_transfer(config: RunConfig, pp: Group, device: torch.device) -> float:
     return min(rounds[WARM_UP:]) / pp.size
 
 
-def _activation(config: RunConfig, tp_size: int, device: torch.device) -> torch.Tensor:
-    """What travels between stages: [s, b, h], with sequence parallelism a slice of s."""
-    rows = config.model.seq_length // (tp_size if config.parallel.sequence_parallel else 1)
-    return torch.ones(rows, config.train.micro_batch_size, config.model.hidden_size,
-                      dtype=DTYPES[config.optimizer.params_dtype], device=device)
+def _activation(config: RunConfig, ctx: ParallelContext) -> torch.Tensor:
+    """What stages send one another: [s(/t), b, h]."""
+    part = ctx.slice
+    shape = part.hidden_shape(part.batch_length(config.model.seq_length), config.train.micro_batch_size,
+                              config.model.hidden_size)
+    return torch.ones(shape, dtype=ctx.dtype, device=ctx.device)
 
 
 def _time_layer(module: nn.Module, x: torch.Tensor | None, batch: Batch, finish: Callable, device: torch.device) -> LayerCost:
@@ -172,7 +171,7 @@ def _what(config: RunConfig, device: torch.device) -> dict:
     chip = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
     return {"hidden_size": m.hidden_size, "ffn_size": m.ffn_size, "heads": m.num_attention_heads, "groups": m.query_groups,
             "head_dim": m.head_dim, "activation": m.activation, "normalization": m.normalization, "seq_length": m.seq_length,
-            "vocab_size": m.padded_vocab_size(parallel.tensor_model_parallel_size), "model": m.model,
+            "vocab_size": config.padded_vocab_size, "model": m.model,
             "dropout": [m.hidden_dropout, m.attention_dropout], "micro_batch_size": train.micro_batch_size,
             "recompute": train.recompute_granularity, "tensor_parallel": parallel.tensor_model_parallel_size,
             "pipeline_parallel": parallel.pipeline_model_parallel_size,

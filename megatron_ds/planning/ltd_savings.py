@@ -23,7 +23,7 @@ class Saving:
 def saving_of(config: RunConfig, drop: TokenDrop) -> Saving:
     """Step by step, as the batch grows."""
     model, length, batch_size = config.model, config.model.seq_length, make_batch_size(config)
-    vocab = model.padded_vocab_size(config.parallel.tensor_model_parallel_size)
+    vocab = config.padded_vocab_size
     samples_at: dict[int, int] = {}                                             # kept tokens → samples of such steps
     samples, steps = 0, planned_steps(config)
     for step in range(steps):

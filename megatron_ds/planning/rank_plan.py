@@ -30,9 +30,9 @@ from ..zero.settings import policy_of
 from ..zero.shard_optimizer import InnerOptimizer, make_leaf
 from ..zero.traffic import CountedUnit, foresee_gathers, predict_traffic
 from .activations import at_work, kept_by_stage, most_kept, workload_of
-from .fake_stages import ImaginedStage, boundary_shape
+from .fake_stages import ImaginedStage
 from .gather_budget import gradient_buffers
-from .run_model import DTYPES, bucket_elements, objective_terms
+from .run_model import DTYPES, boundary_shape, bucket_elements, objective_terms
 from .run_plan import moments_of
 
 NORM_BYTES = 4 * 8, 3 * 8                             # fp64: `grad_norm.sum_over_ranks`, data and model group

@@ -1,34 +1,64 @@
-"""The model of a run, from its configuration: layers not yet built, loss, dtypes, sizes of gradient buckets."""
+"""The model of a run, from its configuration: context, layers not yet built, loss, dtypes, sizes of messages and buckets."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 from ..config import RunConfig
 from ..config.training_schedule import make_token_drop
-from ..models import MODELS, Placement, with_random_ltd
+from ..data.batch import Batch
+from ..models import MODELS, Layer, with_random_ltd
+from ..mpu.context import ParallelContext, Precision, Recompute
+from ..mpu.group import Group
 from ..mpu.mesh import Mesh
+from ..mpu.sequence_slice import SequenceSlice
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}     # by their names in the config
 
 
-def describe_layers(config: RunConfig, mesh: Mesh) -> list:
+def parallel_context(config: RunConfig, mesh: Mesh) -> ParallelContext:
+    """What the layers of a run need beside the sizes of the model."""
+    train = config.train
+    return ParallelContext(mesh, config.parallel.sequence_parallel, Precision(DTYPES[config.optimizer.params_dtype]),
+                           mesh.device, train.seed, Recompute(train.recompute_granularity, train.recompute_num_layers))
+
+
+def describe_layers(config: RunConfig, mesh: Mesh, device: torch.device | None = None) -> list[Layer]:
     """The model as a list of named layers, none of them built yet.
 
-    With parameters in shards the layers are built without memory (on the meta device): no rank ever holds the whole.
+    device  of the parameters; None: the mesh's, and with parameters in shards (ZeRO 3) the meta device, so that no rank
+            ever holds a whole layer
     """
-    dtype = DTYPES[config.optimizer.params_dtype]
-    device = torch.device("meta") if config.zero.stage == 3 else mesh.device
-    tp, split, train = mesh.group("tp"), config.parallel.sequence_parallel, config.train
-    layers = MODELS[config.model.model](
-        config.model, tp=tp, sequence_parallel=split, dtype=dtype, device=device, seed=train.seed,
-        recompute_granularity=train.recompute_granularity, recompute_num_layers=train.recompute_num_layers)
-    drop = make_token_drop(config)
-    return with_random_ltd(layers, drop.blocks, Placement(tp, split, dtype, device, train.seed)) if drop else layers
+    ctx, drop = parallel_context(config, mesh), make_token_drop(config)
+    ctx = replace(ctx, device=device or (torch.device("meta") if config.zero.stage == 3 else mesh.device))
+    layers = MODELS[config.model.model](config.model, ctx)
+    return with_random_ltd(layers, drop.blocks, ctx) if drop else layers
 
 
-def loss_function(config: RunConfig, tp) -> Callable:
+def sequence_slice(config: RunConfig) -> SequenceSlice:
+    """The first rank's, for plans: that of any other has the same lengths."""
+    p = config.parallel
+    return SequenceSlice.of(tp=(0, p.tensor_model_parallel_size), sequence_parallel=p.sequence_parallel,
+                            cp=(0, p.context_parallel_size))
+
+
+def boundary_shape(config: RunConfig) -> tuple[int, int, int]:
+    """Shape of the hidden states between stages, of a full micro-batch: [s(/t), b, h]."""
+    part = sequence_slice(config)
+    return part.hidden_shape(part.batch_length(config.model.seq_length), config.train.micro_batch_size,
+                             config.model.hidden_size)
+
+
+def blank_batch(config: RunConfig, part: SequenceSlice, device: torch.device | str, step: int | None = None) -> Batch:
+    """A full micro-batch with values of no meaning, for plans and timings. step: drop the tokens that this step drops."""
+    batch = MODELS[config.model.model].data.blank(config.train.micro_batch_size, config.model.seq_length, device)
+    return batch.keeping(None if step is None else make_token_drop(config), step).cut(part)
+
+
+def loss_function(config: RunConfig, tp: Group) -> Callable:
+    """loss(what the last layer returns, batch) -> `models.losses.Loss`. Collective over tp."""
     return partial(MODELS[config.model.model].loss, tp=tp, vocab_size=config.model.vocab_size,
                    label_smoothing=config.train.label_smoothing, per_token=config.train.calculate_per_token_loss)
 

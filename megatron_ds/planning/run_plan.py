@@ -11,7 +11,7 @@ from ..config import RunConfig
 from ..config.training_schedule import make_batch_size
 from ..errors import MegatronDSError
 from ..models import MODELS, Layer
-from ..mpu.group import solo
+from ..mpu.context import ParallelContext
 from ..optim import OPTIMIZERS
 from ..pipeline import passes
 from ..pipeline.costs import StageCosts
@@ -173,7 +173,7 @@ def schedule_problems(config: RunConfig) -> list[str]:
 
 def cut_problems(config: RunConfig) -> list[str]:
     """Why the model cannot be cut as the config says, before there is any process group."""
-    layers = MODELS[config.model.model](config.model, tp=solo("tp"))
+    layers = MODELS[config.model.model](config.model, ParallelContext())
     try:
         shape = pipeline_shape(config)
         _cut(config, [layer.kind for layer in layers], [1.0] * len(layers), shape.num_stages)     # costs are not known yet

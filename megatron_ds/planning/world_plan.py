@@ -96,9 +96,7 @@ class WorldPlan:
 
 def plan_world(config: RunConfig, rank: int = 0, device: str = "cuda") -> WorldPlan:
     """config: with the size of the vocabulary. Raises what a launch would raise."""
-    p = config.parallel
-    grid = Grid.fit(config.world_size, tp=p.tensor_model_parallel_size, cp=p.context_parallel_size,
-                    ep=p.expert_model_parallel_size, pp=p.pipeline_model_parallel_size, order=p.rank_order)
+    grid = config.grid()
     if not 0 <= rank < grid.world_size:
         raise ConfigError(f"--rank {rank} is not one of {grid.world_size} ranks. Use 0 to {grid.world_size - 1}, or a larger "
                           "--world-size.")

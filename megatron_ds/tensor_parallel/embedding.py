@@ -11,23 +11,21 @@ import torch
 from torch import nn
 
 from ..mpu import collectives
+from ..mpu.context import ParallelContext
 from ..mpu.group import DONE, Group
 from ..mpu.param_spec import Init, ParamSpec
-from ..ops.parameter import new_parameter
-from .linear import column_linear, start_all_gather
+from .linear import column_linear, new_shard, start_all_gather
 from .weight_grad import Finish, embedding_gradient, now_or_later
 
 
 class VocabParallelEmbedding(nn.Module):
     """tokens [b, s] → [s, b, h]; with sequence parallelism [s/t, b, h]."""
 
-    def __init__(self, vocab_size: int, hidden: int, *, group: Group, name: str, init_std: float,
-                 padded_vocab: int | None = None, sequence_parallel: bool = False, tied: str | None = None,
-                 tied_copy: bool = False, dtype: torch.dtype = torch.float32, device=None):
+    def __init__(self, spec: ParamSpec, ctx: ParallelContext):
+        """spec: of the weight, as `vocabulary_spec` makes it."""
         super().__init__()
-        self.group, self.sequence_parallel = group, sequence_parallel
-        spec = vocabulary_spec(f"{name}.weight", vocab_size, hidden, init_std, padded_vocab, tied, tied_copy)
-        self.weight = new_parameter(spec, size=group.size, dtype=dtype, device=device)
+        self.group, self.sequence_parallel = ctx.tp, ctx.sequence_parallel
+        self.weight = new_shard(spec, ctx)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return _Embedding.apply(tokens, self.weight, self.group, self.sequence_parallel)
@@ -35,7 +33,10 @@ class VocabParallelEmbedding(nn.Module):
 
 def vocabulary_spec(name: str, vocab_size: int, hidden: int, init_std: float, padded_vocab: int | None = None,
                     tied: str | None = None, tied_copy: bool = False) -> ParamSpec:
-    """Passport of a [vocabulary, hidden] weight: the embedding's, or an output layer's that `parallel_logits` is given."""
+    """Parameter spec of a [vocabulary, hidden] weight split over the vocabulary, of an embedding or of an output layer.
+
+    padded_vocab  rows on all ranks together, when more than the vocabulary
+    """
     return ParamSpec(name, (vocab_size, hidden), Init("normal", init_std), split_dim=0, padded=padded_vocab, tied=tied,
                      tied_copy=tied_copy)
 

@@ -11,8 +11,8 @@ and the column layer keeps its slice of x, gathering it again in backward.
     column       nothing      / gather x       all-reduce dx  / reduce-scatter dx, overlapping dW
     row          all-reduce y / reduce-scatter y      nothing / gather dy
 
-Where a backward is split (weight_grad.py), the column layer gathers x in the weight half, so that between the halves it too
-keeps a slice only.
+Where a backward is split (weight_grad.py), the column layer gathers x in the weight half, so that it keeps only a
+slice between the halves.
 
 Shapes: s positions, b samples, t ranks; x [s, b, in], with sequence parallelism [s/t, b, in].
 """
@@ -24,7 +24,8 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from ..mpu import collectives
-from ..mpu.group import DONE, Group, Work
+from ..mpu.context import ParallelContext
+from ..mpu.group import DONE, Group, Work, solo
 from ..mpu.param_spec import Init, ParamSpec
 from ..ops.parameter import new_parameter
 from ..ops.product import affine, product
@@ -32,24 +33,21 @@ from .weight_grad import Finish, linear_gradient, nothing, now_or_later
 
 
 class ColumnParallelLinear(nn.Module):
-    """y = x Wᵀ + b, the output split over the group: [s(/t), b, in] → [s, b, out/t]."""
+    """y = x Wᵀ + b, the output split over the tensor-parallel group: [s(/t), b, in] → [s, b, out/t]."""
 
-    def __init__(self, in_features: int, out_features: int, *, group: Group, name: str, init_std: float, bias: bool = True,
-                 parts: int = 1, padded: int | None = None, sequence_parallel: bool = False, gather_output: bool = False,
-                 dtype: torch.dtype = torch.float32, device=None):
-        """`parts`: pieces packed in the output, each split by itself (2 for [gate; up]). `padded`: output rows that the
-        ranks hold together, when more than out_features. `gather_output`: return the whole [s, b, out] on every rank."""
+    def __init__(self, in_features: int, out_features: int, ctx: ParallelContext, *, name: str, init_std: float,
+                 bias: bool = True, parts: int = 1, gather_output: bool = False):
+        """parts: pieces packed in the output, each split separately (2 for [gate; up]). gather_output: return the whole
+        [s, b, out] on every rank."""
         super().__init__()
-        self.group, self.sequence_parallel, self.gather_output = group, sequence_parallel, gather_output
+        self.group, self.sequence_parallel, self.gather_output = ctx.tp, ctx.sequence_parallel, gather_output
         assert not (gather_output and parts > 1), "gathered parts would interleave: [gate_1; up_1; gate_2; up_2]"
-        weight = ParamSpec(f"{name}.weight", (out_features, in_features), Init("normal", init_std), split_dim=0,
-                           parts=parts, padded=padded)
-        self.weight = new_parameter(weight, size=group.size, dtype=dtype, device=device)
+        weight = ParamSpec(f"{name}.weight", (out_features, in_features), Init("normal", init_std), split_dim=0, parts=parts)
+        self.weight = new_shard(weight, ctx)
         self.bias = None
         if bias:
-            spec = ParamSpec(f"{name}.bias", (out_features,), Init("zeros"), split_dim=0, parts=parts, padded=padded,
-                             decay=False)
-            self.bias = new_parameter(spec, size=group.size, dtype=dtype, device=device)
+            spec = ParamSpec(f"{name}.bias", (out_features,), Init("zeros"), split_dim=0, parts=parts, decay=False)
+            self.bias = new_shard(spec, ctx)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = column_linear(x, self.weight, self.bias, self.group, self.sequence_parallel)
@@ -57,21 +55,48 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """y = x Wᵀ + b, the input split over the group: [s, b, in/t] → [s(/t), b, out]. The bias is added once, to the sum."""
+    """y = x Wᵀ + b, the input split over the tensor-parallel group: [s, b, in/t] → [s(/t), b, out].
 
-    def __init__(self, in_features: int, out_features: int, *, group: Group, name: str, init_std: float, bias: bool = True,
-                 sequence_parallel: bool = False, dtype: torch.dtype = torch.float32, device=None):
+    The bias is added once, to the sum.
+    """
+
+    def __init__(self, in_features: int, out_features: int, ctx: ParallelContext, *, name: str, init_std: float,
+                 bias: bool = True):
         super().__init__()
-        self.group, self.sequence_parallel = group, sequence_parallel
+        self.group, self.sequence_parallel = ctx.tp, ctx.sequence_parallel
         weight = ParamSpec(f"{name}.weight", (out_features, in_features), Init("normal", init_std), split_dim=1)
-        self.weight = new_parameter(weight, size=group.size, dtype=dtype, device=device)
+        self.weight = new_shard(weight, ctx)
         self.bias = None
         if bias:
-            spec = ParamSpec(f"{name}.bias", (out_features,), Init("zeros"), partial_grad=sequence_parallel, decay=False)
-            self.bias = new_parameter(spec, dtype=dtype, device=device)
+            spec = ParamSpec(f"{name}.bias", (out_features,), Init("zeros"), partial_grad=ctx.sequence_parallel, decay=False)
+            self.bias = new_shard(spec, ctx)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return row_linear(x, self.weight, self.bias, self.group, self.sequence_parallel)
+
+
+class ReplicatedLinear(nn.Module):
+    """y = x Wᵀ + b, whole on every tensor-parallel rank: [.., in] → [.., out]. No communication.
+
+    For products too small to be worth a message.
+    """
+
+    def __init__(self, in_features: int, out_features: int, ctx: ParallelContext, *, name: str, init_std: float,
+                 sees_slice: bool = False):
+        """sees_slice: x is this rank's part of the sequence, so gradients are partial sums over the tensor-parallel group."""
+        super().__init__()
+        make = lambda leaf, shape, init, decay: new_shard(
+            ParamSpec(f"{name}.{leaf}", shape, init, partial_grad=sees_slice, decay=decay), ctx)
+        self.weight = make("weight", (out_features, in_features), Init("normal", init_std), True)
+        self.bias = make("bias", (out_features,), Init("zeros"), False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return column_linear(x, self.weight, self.bias, solo("tp"))
+
+
+def new_shard(spec: ParamSpec, ctx: ParallelContext) -> nn.Parameter:
+    """This rank's shard of a parameter, uninitialized."""
+    return new_parameter(spec, size=ctx.tp.size, dtype=ctx.dtype, device=ctx.device)
 
 
 def column_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: Group,

@@ -16,19 +16,21 @@ from ..models import build_stages, count_uses
 from ..mpu.agree import together
 from ..mpu.channels import Channels
 from ..mpu.mesh import Mesh
+from ..mpu.sequence_slice import SequenceSlice
 from ..optim import OPTIMIZERS
 from ..pipeline.executor import Executor
 from ..pipeline.instruction import Op
 from ..pipeline.stage import Stage
 from ..planning.keep_gathered import agree_on_pinning, is_automatic, memory_of_rank, pinning_text
 from ..planning.layer_timing import measured_times
-from ..planning.run_model import DTYPES, bucket_elements, describe_layers, loss_function
+from ..planning.run_model import DTYPES, bucket_elements, describe_layers, loss_function, parallel_context
 from ..planning.run_plan import RunPlan, microbatches_of, moments_of, plan_run, plan_schedule
 from ..tensor_parallel.init import initialize, initialize_interval
 from ..zero.optimizer import DataGroups, LayerPlan, ZeroOptimizer
 from ..zero.scaler import make_scaler
 from ..zero.set_plan import SHARED
 from ..zero.settings import policy_of
+from .batches import Batches, make_batches
 from .offloading import make_offload
 
 
@@ -36,6 +38,7 @@ from .offloading import make_offload
 class Engine:
     """The running objects of one rank.
 
+    batches   makes this rank's batches
     stages    of this rank, by global number
     modules   of all of them, in the model's order
     pinned, why_pinned  ZeRO 3 gathers a stage once a step; and what decided about it, where the config does not say
@@ -44,6 +47,7 @@ class Engine:
     config: RunConfig
     mesh: Mesh
     plan: RunPlan
+    batches: Batches
     stages: dict[int, Stage]
     modules: nn.ModuleList
     parameters: list[nn.Parameter]
@@ -69,8 +73,9 @@ class Engine:
 def build_engine(config: RunConfig, mesh: Mesh) -> Engine:
     """Build this rank's stages and optimizer. Collective: the optimizer may gather its first parameters."""
     memory = memory_of_rank(mesh) if is_automatic(config) else 0
+    ctx = parallel_context(config, mesh)
     layers = describe_layers(config, mesh)
-    plan = plan_run(config, layers, measured_times(config, mesh))
+    plan = plan_run(config, layers, measured_times(config, mesh, ctx))
     mesh.place_stages(plan.shape.placement)
     slices = {stage: layers[plan.slice_of(stage)] for stage in plan.shape.stages_of(mesh.coordinate("pp"))}
     built = build_stages(slices)
@@ -84,8 +89,8 @@ def build_engine(config: RunConfig, mesh: Mesh) -> Engine:
     kinds = {stage: [layer.sort for layer in layers] for stage, layers in slices.items()}
     pinned, why_pinned = _pinning(config, mesh, memory, optimizer, kinds, plan)
     stages = {index: _build_stage(config, mesh, index, list(built[index]), optimizer, plan) for index in built}
-    return Engine(config, mesh, plan, stages, modules, parameters, optimizer,
-                  _build_executor(config, mesh, stages, optimizer, plan, pinned), pinned, why_pinned)
+    return Engine(config, mesh, plan, make_batches(config, mesh, ctx.slice), stages, modules, parameters, optimizer,
+                  _build_executor(config, mesh, ctx.slice, stages, optimizer, plan, pinned), pinned, why_pinned)
 
 
 def _build_stage(config: RunConfig, mesh: Mesh, index: int, modules: list[nn.Module], optimizer: ZeroOptimizer,
@@ -111,7 +116,7 @@ def _data_groups(config: RunConfig, mesh: Mesh) -> DataGroups:
     """Collective over the world."""
     inner = config.zero.zero_hpz_partition_size
     halves = mesh.split_data(inner) if inner > 1 else (None, None)
-    groups = DataGroups(mesh.group("dp", "cp"), mesh.group("edp"), mesh.group("tp"), mesh.group("tp", "pp"),
+    groups = DataGroups(mesh.reduction, mesh.group("edp"), mesh.group("tp"), mesh.group("tp", "pp"),
                         mesh.group("embd"), *halves)
     return groups.sharing_memory() if config.zero.stage == 3 and mesh.device.type == "cpu" else groups
 
@@ -139,14 +144,13 @@ def _build_optimizer(config: RunConfig, mesh: Mesh, groups: DataGroups, stages: 
         draw=lambda spec, start, out: initialize_interval(out, spec, start, config.train.seed, tp.rank, tp.size))
 
 
-def _build_executor(config: RunConfig, mesh: Mesh, stages: dict[int, Stage], optimizer: ZeroOptimizer, plan: RunPlan,
-                    pinned: bool) -> Executor:
-    split = mesh.size("tp") if config.parallel.sequence_parallel else 1
+def _build_executor(config: RunConfig, mesh: Mesh, part: SequenceSlice, stages: dict[int, Stage], optimizer: ZeroOptimizer,
+                    plan: RunPlan, pinned: bool) -> Executor:
     pp_rank, costs = mesh.coordinate("pp"), plan.stage_costs()
     return Executor(
         lambda num_microbatches: plan_schedule(config, num_microbatches, pinned, costs)[pp_rank],
         stages, Channels(mesh.group("pp")), stage_rank=plan.shape.placement.__getitem__,
-        activation_shape=lambda batch: (batch.seq_length // split, batch.size, config.model.hidden_size),
+        activation_shape=lambda batch: part.hidden_shape(batch.seq_length, batch.size, config.model.hidden_size),
         dtype=DTYPES[config.optimizer.params_dtype], device=mesh.device,
         hooks={Op.REDUCE: optimizer.arm, Op.TIE: optimizer.reduce_tied,
                Op.GATHER: optimizer.pin, Op.RELEASE: optimizer.unpin})

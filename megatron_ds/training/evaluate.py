@@ -26,11 +26,9 @@ def evaluate(engine: Engine, loader, *, first_sample: int, iterations: int, glob
     """
     names = objective_terms(engine.config)
     start, total, terms, done, stop = time.perf_counter(), 0.0, dict.fromkeys(names, 0.0), 0, False
-    data = engine.mesh.group("dp", "cp")
     train = engine.config.train
     while done < iterations and not stop:
-        batch = loader.batch(first_sample + done * global_batch_size, global_batch_size, data.rank, data.size,
-                             training=False).to(engine.mesh.device)
+        batch = engine.batches.evaluation(loader, first_sample + done * global_batch_size, global_batch_size)
         microbatches = batch.split(train.micro_batch_size)
         losses = engine.executor.forward(microbatches)
         report = share(losses, engine.mesh, should_stop(), train.calculate_per_token_loss, names)

@@ -9,10 +9,9 @@ import torch
 
 from ..config import RunConfig
 from ..mpu import launch as launching
-from ..mpu.grid import Grid
 from ..mpu.launch import Launch
 from ..mpu.mesh import Mesh
-from ..mpu.state import set_mesh
+from ..mpu.state import GETTER_GROUPS, set_mesh
 from ..mpu.transport import connect_torch
 from .allocator import set_allocator
 
@@ -23,15 +22,15 @@ def joined(config: RunConfig, launch: Launch) -> Iterator[Mesh]:
 
     Collective over the world. Raises CommunicationError when the others do not come.
     """
-    p, zero = config.parallel, config.zero
+    zero = config.zero
     if not torch.cuda.is_available():       # where state is offloaded, memory is what there is least of
         set_allocator(keep_freed=zero.offload_optimizer == zero.offload_param == "none")
-    grid = Grid.fit(launch.world_size, tp=p.tensor_model_parallel_size, cp=p.context_parallel_size,
-                    ep=p.expert_model_parallel_size, pp=p.pipeline_model_parallel_size, order=p.rank_order)
-    timeout = timedelta(minutes=p.distributed_timeout_minutes)
+    grid = config.grid(launch.world_size)
+    timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
     device = launching.start(launch, timeout)
     try:
         mesh = Mesh(grid, launch.rank, partial(connect_torch, timeout=timeout), device)
+        mesh.connect(GETTER_GROUPS)
         set_mesh(mesh)
         yield mesh
         mesh.close()

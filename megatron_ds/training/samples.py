@@ -1,15 +1,21 @@
 """How many samples a run wants of each split, and the loaders that deal them out."""
 
 import logging
+from pathlib import Path
 
 from ..config import RunConfig
+from ..config.data_efficiency_options import read_metric
+from ..config.training_schedule import stated_batch_size
+from ..data.curriculum.curriculum_admission import order_by_difficulty
+from ..data.curriculum.curriculum_order import CurriculumOrder
+from ..data.curriculum.difficulty_analysis import identity
 from ..data.gpt.fim import FIMDataset, make_fim
+from ..data.gpt.gpt_dataset import default_cache
 from ..data.loading.datasets import Datasets
 from ..data.loading.loader import Loader
 from ..models import MODELS
 from ..mpu.mesh import Mesh
-from ..planning.training_length import make_length
-from .curriculum import make_order
+from ..planning.training_length import make_length, planned_steps
 from .shared_reader import SharedReader
 from .trainer import Loaders
 
@@ -51,6 +57,20 @@ def warn_without_ends(data, dataset, eod: int) -> None:
     if not any((dataset[i]["tokens"] == eod).any() for i in range(looked_at)):
         logger.warning("none of the first %d training samples contains the end-of-document token %d, so %s had no effect "
                        "on them. Was the corpus made without --append-eod?", looked_at, eod, " and ".join(named))
+
+
+def make_order(config: RunConfig, total: int) -> CurriculumOrder | None:
+    """The order of the training samples, `total` an epoch; None without metrics. Reads files: raises DataError."""
+    curriculum, data = config.curriculum, config.data
+    if not curriculum.curriculum_metrics:
+        return None
+    metrics = [read_metric(text) for text in curriculum.curriculum_metrics]
+    cache = curriculum.curriculum_cluster_path or data.data_cache_path or default_cache(metrics[0].index_to_sample_path)
+    # As configured, not as rounded down for the number of ranks: the order is the same on any number of them.
+    batch_size = stated_batch_size(config)
+    return order_by_difficulty(
+        metrics, total, seed=curriculum.data_efficiency_seed, steps=planned_steps(config, batch_size), batch_at=batch_size.at,
+        cache=Path(cache), identity=identity(config, MODELS[config.model.model].data, total))
 
 
 def build_loaders(config: RunConfig, datasets, tokenizer, mesh: Mesh) -> Loaders:

@@ -70,7 +70,7 @@ def grid_text(grid: Grid, launch_source: str, device: str) -> str:
 def _model(engine: Engine, given: RunConfig) -> str:
     """The size of the whole model and of this rank's part, and of the vocabulary."""
     config = engine.config
-    found, padded = config.model.vocab_size, config.model.padded_vocab_size(config.parallel.tensor_model_parallel_size)
+    found, padded = config.model.vocab_size, config.padded_vocab_size
     here = f"{sum(p.numel() for p in engine.parameters):,}" + " with the padding of the vocabulary" * (padded != found)
     return (f"model: {count_parameters(config, engine.mesh.grid):,} parameters; rank 0 trains {here}\n"
             + vocabulary_text(given.model.vocab_size, found, padded, config.data.tokenizer_type == "NullTokenizer"))

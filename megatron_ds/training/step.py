@@ -58,8 +58,9 @@ def train_step(engine: Engine, batch, progress: Progress, *, learning_rate: floa
     loss_scale = optimizer.loss_scale
 
     optimizer.begin_step()
-    # Gradients are summed over micro-batches and ranks, so each micro-batch counts with its share of the global batch.
-    global_microbatches = len(microbatches) * engine.mesh.group("dp", "cp").size
+    # Gradients are summed over micro-batches and ranks, so each micro-batch counts with its share of the global batch. Ranks
+    # along other axes than dp work on the same micro-batches.
+    global_microbatches = len(microbatches) * engine.mesh.samples.size
     losses = executor.run(microbatches, loss_scale if per_token else loss_scale / global_microbatches)
     report = share(losses, engine.mesh, stop, per_token, objective_terms(config))
     if not report.is_finite:

@@ -18,7 +18,6 @@ from ..planning.training_length import make_length
 from ..progress import Progress
 from ..stop_request import StopRequest
 from .build import Engine
-from .curriculum import make_lengths
 from .evaluate import evaluate
 from .log import Log
 from .persist import save_run
@@ -63,7 +62,7 @@ class Trainer:
         self.batch_size = make_batch_size(config)
         self.length = make_length(config)
         self._planned, self._total = self.length.steps_after(), progress.step + self.length.steps_after(progress)
-        self.lengths, self.drop = make_lengths(config), make_token_drop(config)
+        self.drop = make_token_drop(config)
         self.started = started or time.monotonic()
         self.stop = stop or StopRequest()
         self.tracer = Tracer(engine)
@@ -71,7 +70,7 @@ class Trainer:
         self._validated_step = -1
         self._has_warned_of_stall = False
         self._window: list[_Done] = []
-        self._vocab = config.model.padded_vocab_size(config.parallel.tensor_model_parallel_size)
+        self._vocab = config.padded_vocab_size
         self._peak = peak_flops(engine.mesh.device, _compute_dtype(engine))
 
     # ------------------------------------------------------------------ the loop
@@ -128,10 +127,8 @@ class Trainer:
     def _step(self) -> StepOutcome:
         begin = time.perf_counter()
         mesh, before = self.engine.mesh, self.progress
-        data = mesh.group("dp", "cp")
         size = self.batch_size(before)
-        batch = self.loaders.train.batch(before.samples, size, data.rank, data.size)
-        batch = self.lengths(before, batch).keeping(self.drop, before.step).to(mesh.device)
+        batch = self.engine.batches.training(self.loaders.train, before, size)
         data_seconds = time.perf_counter() - begin
         with self.tracer.step():
             outcome = train_step(self.engine, batch, before, learning_rate=self.learning_rate(before),

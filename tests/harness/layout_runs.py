@@ -16,9 +16,8 @@ from megatron_ds.config import parse
 from megatron_ds.data.gpt.fim import FillInMiddle
 from megatron_ds.data.gpt.packing import PackedDataset
 from megatron_ds.data.loading.loader import Loader
-from megatron_ds.models.attention import SelfAttention
-from megatron_ds.models.block import Block
-from megatron_ds.models.mlp import MLP
+from megatron_ds.models.attention import CoreAttention
+from megatron_ds.models.block import MLP, Block
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
 from tests.harness.threads import run_ranks
@@ -136,7 +135,7 @@ def counted_calls():
     """Yields a list to which runs add their names, in any thread of this process: core attention, MLPs, what makes batches."""
     calls: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        for name, owner, method in (("attention", SelfAttention, "core_attention"), ("mlp", MLP, "forward"),
+        for name, owner, method in (("attention", CoreAttention, "forward"), ("mlp", MLP, "forward"),
                                     ("read", Loader, "_make"), ("packed", PackedDataset, "__getitem__"),
                                     ("fim", FillInMiddle, "_rearranged")):
             patch.setattr(owner, method, _counting(name, getattr(owner, method), calls))

@@ -2,16 +2,35 @@
 
 import torch
 
-from megatron_ds.models import MODELS, Placement, build_stage, run_layers, with_random_ltd
+from megatron_ds.models import MODELS, build_stage, run_layers, with_random_ltd
+from megatron_ds.mpu.context import ParallelContext, Precision, Recompute
+from megatron_ds.mpu.group import solo
 
 from .plain_gpt import gather_logical, load_logical
 from .threads import run_ranks
 
 
+class TensorGroup:
+    """A mesh with one axis, the given tensor-parallel group."""
+
+    def __init__(self, tp):
+        self.tp = tp
+
+    def group(self, *axes):
+        return self.tp if axes == ("tp",) else solo("-".join(axes))
+
+
+def context_of(tp=None, *, sequence_parallel=False, dtype=torch.float32, device="cpu", seed=0, recompute_granularity=None,
+               recompute_num_layers=None) -> ParallelContext:
+    """A context of the ranks of one tensor-parallel group; of one process without a group."""
+    return ParallelContext(tp and TensorGroup(tp), sequence_parallel, Precision(dtype), torch.device(device), seed,
+                           Recompute(recompute_granularity, recompute_num_layers))
+
+
 def make_model(name, config, tp, weights, drops=(), **options):
     """The whole model as one stage, holding this rank's shards of the logical `weights`. drops: blocks that drop tokens."""
-    placement = Placement(tp, options.get("sequence_parallel", False), torch.float32, "cpu", options.get("seed", 0))
-    model = build_stage(with_random_ltd(MODELS[name](config, tp=tp, **options), drops, placement))
+    ctx = context_of(tp, **options)
+    model = build_stage(with_random_ltd(MODELS[name](config, ctx), drops, ctx))
     load_logical(model.parameters(), weights, tp)
     return model
 

@@ -10,8 +10,8 @@ import torch
 
 from megatron_ds.config import parse
 from megatron_ds.config.training_schedule import make_token_drop
-from megatron_ds.models import MODELS, Placement, build_stage, with_random_ltd
-from megatron_ds.mpu.fake_group import imagined_group
+from megatron_ds.models import MODELS, build_stage, with_random_ltd
+from megatron_ds.mpu.fake_group import imagined_mesh
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.ops import product
@@ -19,9 +19,9 @@ from megatron_ds.ops.workspace import Workspace
 from megatron_ds.pipeline.stage import Stage
 from megatron_ds.planning import activations
 from megatron_ds.planning.activations import Workload, kept_by_layer, kept_by_stage
-from megatron_ds.planning.run_model import DTYPES
+from megatron_ds.planning.run_model import DTYPES, boundary_shape
 from megatron_ds.planning.world_plan import plan_world
-from megatron_ds.training.build import build_engine
+from megatron_ds.training.build import build_engine, parallel_context
 from tests.harness.alive_bytes import AliveBytes
 from tests.harness.covering import cover_pairs, legal_cases
 
@@ -41,15 +41,12 @@ def kept(job: list[str], tp: int, layers: slice, apart: bool = False) -> tuple[i
     """(measured, said) bytes of a micro-batch on a stage of these layers."""
     config = parse([*JOB, *job], world_size=tp)
     model, train, dtype = config.model, config.train, DTYPES[config.optimizer.params_dtype]
-    group, split = imagined_group("tp", tp, rank=tp - 1), tp if config.parallel.sequence_parallel else 1
-    architecture = MODELS[model.model]
-    stage_layers = architecture(model, tp=group, sequence_parallel=config.parallel.sequence_parallel, dtype=dtype,
-                                 recompute_granularity=train.recompute_granularity,
-                                 recompute_num_layers=train.recompute_num_layers)
+    ctx = parallel_context(config, imagined_mesh(Grid(tp=tp), tp - 1, "cpu"))
+    architecture, group = MODELS[model.model], ctx.tp
+    stage_layers = architecture(model, ctx)
     drop = make_token_drop(config)
     if drop is not None:
-        stage_layers = with_random_ltd(stage_layers, drop.blocks, Placement(
-            group, config.parallel.sequence_parallel, dtype, "cpu", 0))
+        stage_layers = with_random_ltd(stage_layers, drop.blocks, ctx)
     stage_layers = stage_layers[layers]
     kinds = [layer.sort for layer in stage_layers]
     modules = build_stage(stage_layers)
@@ -66,7 +63,7 @@ def kept(job: list[str], tp: int, layers: slice, apart: bool = False) -> tuple[i
                 batch = replace(batch, document_ids=torch.arange(s).expand(b, -1) // 9)
             batches.append(batch)
             given = alive.now()
-            x = None if stage.is_first else torch.zeros(s // split, b, model.hidden_size, dtype=dtype)
+            x = None if stage.is_first else torch.zeros(boundary_shape(config), dtype=dtype)
             output = stage.forward(k, batch, x, 1.0)
             losses += [output] if last else []
             del x, output

@@ -21,7 +21,7 @@ from megatron_ds.data.loading.datasets import build_datasets
 from megatron_ds.data.text.indexed import IndexedWriter
 from megatron_ds.data.tokenizers import build_tokenizer
 from megatron_ds.errors import ConfigError, DataError
-from megatron_ds.training.curriculum import make_order
+from megatron_ds.training.samples import make_order
 from tests.harness.documents import ROOT
 from tests.harness.sentences import write_sentences
 from tools.analyze_data import main

@@ -4,17 +4,15 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
 from megatron_ds.config import parse
 from megatron_ds.config.model_options import ModelConfig
 from megatron_ds.models import MODELS
-from megatron_ds.mpu.grid import Grid
-from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.planning.flops import layer_flops, model_flops
 from megatron_ds.planning.layer_timing import time_layers
 from megatron_ds.planning.world_plan import plan_world
 from tests.harness.documents import ROOT
+from tests.harness.model_runs import context_of
 
 BASE = ["--model", "bert", "--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "32",
         "--micro-batch-size", "2", "--global-batch-size", "16", "--vocab-size", "130", "--mock-data", "--lr", "1",
@@ -47,8 +45,8 @@ def test_a_plan_counts_the_bytes_and_messages_of_the_binary_head(flags):
 
 def test_layers_are_timed_with_what_a_bert_reads():
     config = parse(BASE)
-    times = time_layers(config, Mesh(Grid(), 0).group("tp"), torch.device("cpu"))
-    assert set(times) == {layer.kind for layer in MODELS["bert"](config.model, tp=Mesh(Grid(), 0).group("tp"))}
+    times = time_layers(config, context_of())
+    assert set(times) == {layer.kind for layer in MODELS["bert"](config.model, context_of())}
     assert times["block"].forward > 0 and times["bert_embedding"].input_grad == 0 < times["bert_head"].weight_grad
 
 

@@ -7,9 +7,10 @@ import torch
 
 from megatron_ds.errors import ConfigError
 from megatron_ds.models import MODELS, build_stage
-from megatron_ds.models.rotary import Rotary
-from megatron_ds.mpu.group import Group, solo
+from megatron_ds.models.attention import Rotary
+from megatron_ds.mpu.group import Group
 from tests.harness.gpt_runs import make_batch
+from tests.harness.model_runs import context_of
 from tests.harness.plain_gpt import STYLES, logical_shapes
 
 
@@ -21,7 +22,7 @@ def tp_of(size, rank=0):
 @pytest.mark.parametrize("style", STYLES)
 def test_each_parameter_has_its_name_its_logical_shape_and_its_share(style, tp_size):
     config = STYLES[style]
-    model = build_stage(MODELS["gpt"](config, tp=tp_of(tp_size)))
+    model = build_stage(MODELS["gpt"](config, context_of(tp_of(tp_size))))
     specs = {p.spec.name: p.spec for p in model.parameters()}
     assert {name: spec.shape for name, spec in specs.items()} == logical_shapes(config)
     assert len(specs) == len(list(model.parameters()))
@@ -30,7 +31,7 @@ def test_each_parameter_has_its_name_its_logical_shape_and_its_share(style, tp_s
 
 
 def test_names_do_not_depend_on_the_cut():
-    layers = MODELS["gpt"](STYLES["llama"], tp=solo())
+    layers = MODELS["gpt"](STYLES["llama"], context_of())
     assert [layer.name for layer in layers] == ["embedding", *(f"decoder.layers.{i}" for i in range(3)),
                                                 "decoder.final_layernorm", "output_layer"]
     assert [layer.kind for layer in layers] == ["embedding", "block", "block", "block", "norm", "head"]
@@ -40,7 +41,7 @@ def test_names_do_not_depend_on_the_cut():
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_gradients_are_partial_exactly_where_a_parameter_sees_a_slice_of_the_sequence(sequence_parallel):
-    model = build_stage(MODELS["gpt"](STYLES["gpt2"], tp=tp_of(2), sequence_parallel=sequence_parallel))
+    model = build_stage(MODELS["gpt"](STYLES["gpt2"], context_of(tp_of(2), sequence_parallel=sequence_parallel)))
     sees_slice = ("layernorm.weight", "layernorm.bias", "linear_proj.bias", "linear_fc2.bias", "position_embeddings.weight")
     for p in model.parameters():
         assert p.spec.partial_grad == (sequence_parallel and p.spec.name.endswith(sees_slice)), p.spec.name
@@ -48,7 +49,7 @@ def test_gradients_are_partial_exactly_where_a_parameter_sees_a_slice_of_the_seq
 
 def test_initial_values_and_decay_follow_the_kind_of_parameter():
     config = replace(STYLES["gpt2"], init_method_std=0.5, num_layers=8)
-    for p in build_stage(MODELS["gpt"](config, tp=solo())).parameters():
+    for p in build_stage(MODELS["gpt"](config, context_of())).parameters():
         name, init = p.spec.name, p.spec.init
         assert p.spec.decay == (len(p.spec.shape) > 1), name
         if name.endswith("bias"):
@@ -62,7 +63,7 @@ def test_initial_values_and_decay_follow_the_kind_of_parameter():
 
 def test_only_the_first_blocks_of_a_stage_recompute_when_a_number_is_given():
     def granularities(count, start=0):
-        layers = MODELS["gpt"](STYLES["gpt2"], tp=solo(), recompute_granularity="full", recompute_num_layers=count)
+        layers = MODELS["gpt"](STYLES["gpt2"], context_of(recompute_granularity="full", recompute_num_layers=count))
         return [m.granularity for m in build_stage(layers[start:]) if hasattr(m, "granularity")]
 
     assert granularities(None) == ["full"] * 3
@@ -79,19 +80,19 @@ def test_only_the_first_blocks_of_a_stage_recompute_when_a_number_is_given():
     (dict(activation="gelo"), "did you mean 'gelu'"),
 ], ids=str)
 def test_what_cannot_be_built_says_what_could(change, words):
-    layers = MODELS["gpt"](replace(STYLES["gpt2"], **change), tp=tp_of(2))      # the list itself builds nothing
+    layers = MODELS["gpt"](replace(STYLES["gpt2"], **change), context_of(tp_of(2)))      # the list itself builds nothing
     with pytest.raises(ConfigError, match=words):
         layers[1].make()
 
 
 def test_an_unknown_granularity_is_refused():
     with pytest.raises(ConfigError, match="'fully'"):
-        MODELS["gpt"](STYLES["gpt2"], tp=solo(), recompute_granularity="fully")
+        MODELS["gpt"](STYLES["gpt2"], context_of(recompute_granularity="fully"))
 
 
 def test_a_sequence_longer_than_the_learned_positions_is_refused():
     config = STYLES["gpt2"]
-    embedding = MODELS["gpt"](config, tp=solo())[0].make()
+    embedding = MODELS["gpt"](config, context_of())[0].make()
     with pytest.raises(ConfigError, match="18 tokens does not fit 17 learned positions"):
         embedding(None, make_batch(config, s=18))
 

@@ -5,7 +5,7 @@ import pytest
 from megatron_ds.errors import ConfigError, NotInitializedError
 from megatron_ds.mpu import getters, state
 from megatron_ds.mpu.grid import Grid
-from megatron_ds.mpu.mesh import AXIS_SETS, Mesh
+from megatron_ds.mpu.mesh import Mesh
 
 
 def recorded_mesh(grid, rank):
@@ -15,7 +15,9 @@ def recorded_mesh(grid, rank):
         calls.append((axes, tuple(groups)))
         return None if [rank] in map(list, groups) else f"transport of {axes}"
 
-    return Mesh(grid, rank, connect), calls
+    mesh = Mesh(grid, rank, connect)
+    mesh.connect(state.GETTER_GROUPS)
+    return mesh, calls
 
 
 @pytest.mark.parametrize("grid", [Grid(tp=2, dp=3, pp=2), Grid(dp=2, pp=3, ep=2), Grid(cp=2, ep=4, dp=2)], ids=str)
@@ -33,13 +35,32 @@ def test_equal_groups_share_a_transport_and_groups_of_one_have_none():
     assert mesh.group("embd").transport == mesh.group("tp", "pp").transport == "transport of pp"
 
 
+def test_a_group_over_any_axes_is_connected_when_it_is_first_used():
+    mesh, calls = recorded_mesh(Grid(tp=2, dp=2, pp=2), 3)
+    before = len(calls)
+    group = mesh.group("tp", "dp")
+    assert [axes for axes, _ in calls[before:]] == ["tp-dp"] and group.ranks == (0, 1, 2, 3)
+    assert mesh.group("dp", "tp") is group and mesh.group("cp", "tp").transport is mesh.group("tp").transport
+    assert len(calls) == before + 1
+    with pytest.raises(ConfigError, match="no grid has the axes"):
+        mesh.group("tp", "tq")
+
+
+def test_samples_differ_along_dp_and_gradients_are_summed_over_context_too():
+    mesh, _ = recorded_mesh(Grid(cp=2, dp=3), 3)
+    assert (mesh.samples.ranks, mesh.samples.axes) == ((1, 3, 5), "dp")
+    assert (mesh.reduction.ranks, mesh.reduction.axes) == ((0, 1, 2, 3, 4, 5), "dp-cp")
+
+
 def test_groups_are_those_of_the_grid_seen_from_the_rank():
     grid = Grid(tp=2, cp=3, dp=2, pp=2, ep=2)
     for rank in range(grid.world_size):
         mesh, _ = recorded_mesh(grid, rank)
-        for name in AXIS_SETS[:-1]:
-            group = mesh.group(*name.split("-"))
-            assert group.ranks == grid.group_of(rank, *name.split("-")) and group.ranks[group.rank] == rank
+        getters_axes = [axes for axes in state.GETTER_GROUPS if axes[0] in grid.coordinates(0)]
+        for axes in (*getters_axes, ("tp", "cp"), ("pp", "tp", "dp"), ("edp", "tp")):
+            group = mesh.group(*axes)
+            assert group.ranks == grid.group_of(rank, *axes) and group.ranks[group.rank] == rank
+            assert mesh.size(*axes) == group.size == len(group.ranks) and mesh.group(*reversed(axes)) is group
         assert mesh.group("cp", "dp") is mesh.group("dp", "cp")
         assert mesh.group("world").ranks == tuple(range(24))
         assert mesh.is_first_stage == (rank < 12) and mesh.is_last_stage == (rank >= 12)

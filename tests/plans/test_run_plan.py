@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import torch
 
 from megatron_ds.config import parse
 from megatron_ds.errors import ConfigError
@@ -14,6 +13,7 @@ from megatron_ds.planning.layer_costs import LayerCost, Times
 from megatron_ds.planning.layer_timing import SOURCE, read_costs, time_layers, time_transfer, write_costs
 from megatron_ds.planning.run_plan import RULES, PipelineShape, pipeline_shape, plan_run, plan_schedule
 from megatron_ds.training.pretrain import KNOWN_NAMES
+from tests.harness.model_runs import context_of
 
 # Workload S of the benchmarks: the head costs as much as one or two of the six layers.
 SIZES = ["--hidden-size", "384", "--num-attention-heads", "6", "--seq-length", "256", "--vocab-size", "8192"]
@@ -26,7 +26,7 @@ def config_of(*flags, layers=6, world=4, batch=16):
 
 
 def plan_of(config, measured=None):
-    return plan_run(config, MODELS["gpt"](config.model, tp=solo("tp")), measured)
+    return plan_run(config, MODELS["gpt"](config.model, context_of()), measured)
 
 
 PP, CHUNKS, THICK = ("--pipeline-model-parallel-size", "--num-virtual-stages-per-pipeline-rank",
@@ -149,12 +149,12 @@ def test_what_the_model_is_cut_by_does_not_change_what_its_computations_are_said
 def test_measuring_finds_where_the_time_goes_and_the_file_keeps_it(tmp_path):
     """The embedding reads rows only and has no input to differentiate for."""
     config = config_of(PP, 2, "--pipeline-cut", "measured", "--seq-length", 64)
-    costs = time_layers(config, solo("tp"), torch.device("cpu"))
+    costs = time_layers(config, context_of())
     assert set(costs) == {"embedding", "block", "norm", "head"} and costs["embedding"].input_grad == 0
     block, head = costs["block"], costs["head"]
     assert min(block.forward, block.input_grad, head.forward, head.input_grad) > 0
     assert min(block.total, head.total) > 5 * costs["norm"].total
-    assert time_transfer(config, solo("pp"), torch.device("cpu")) == 0
+    assert time_transfer(config, solo("pp"), context_of()) == 0
     path, times = tmp_path / "deeper" / "costs.json", Times(costs, 0.25, SOURCE)
     write_costs(path, {"hidden_size": 384}, times)
     assert read_costs(path, {"hidden_size": 384}) == times

@@ -10,11 +10,11 @@ from megatron_ds.config import parse
 from megatron_ds.config.training_schedule import make_learning_rate
 from megatron_ds.data.bert.bert_data import bert_batch
 from megatron_ds.models import MODELS, build_stage
-from megatron_ds.mpu.group import solo
 from megatron_ds.progress import Progress
 from megatron_ds.tensor_parallel.init import initialize
 from tests.harness.covering import cover_pairs, legal_cases
 from tests.harness.layout_runs import GLOBAL_BATCH, run_layout, stray
+from tests.harness.model_runs import context_of
 from tests.harness.plain_bert import plain_bert, plain_bert_losses
 from tests.harness.plain_training import train_plainly
 from tools.compare_layouts import TOLERANCE, tiny_job
@@ -86,7 +86,7 @@ class PlainBert(nn.Module):
 def test_one_process_trains_like_a_plain_bert_under_torchs_adamw():
     job = tiny_job("bert", "fp32", False, 0.0, LAYERS, GLOBAL_BATCH, STEPS)
     config = parse([*job, "--micro-batch-size", "1"])
-    ours = build_stage(MODELS["bert"](config.model, tp=solo()))
+    ours = build_stage(MODELS["bert"](config.model, context_of()))
     initialize(ours.parameters(), config.train.seed, 0, 1)
     plain = PlainBert(config.model, {p.spec.name: p.detach()[:p.spec.shape[0]] for p in dict.fromkeys(ours.parameters())})
     decays = {p.spec.name: p.spec.decay for p in ours.parameters()}

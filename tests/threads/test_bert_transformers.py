@@ -7,6 +7,7 @@ from megatron_ds.config.model_options import ModelConfig
 from megatron_ds.models import MODELS, build_stage, run_layers
 from megatron_ds.mpu.group import solo
 from tests.harness.bert_runs import random_bert_batch
+from tests.harness.model_runs import context_of
 from tests.harness.plain_bert import bert_weights
 from tests.harness.plain_gpt import load_logical
 
@@ -53,7 +54,7 @@ def test_outputs_and_losses_are_those_of_megatron_bert_in_transformers():
     config = ModelConfig(model="bert", num_layers=L, hidden_size=H, num_attention_heads=N, seq_length=S, vocab_size=V,
                          hidden_dropout=0.0, attention_dropout=0.0, make_vocab_size_divisible_by=8)
     weights, batch = bert_weights(config, seed=5), random_bert_batch(V, (3, 4, 5), S)
-    model = build_stage(MODELS["bert"](config, tp=solo()))
+    model = build_stage(MODELS["bert"](config, context_of()))
     load_logical(model.parameters(), weights, solo())
     output = run_layers(model, None, batch)
     logits = output.logits[..., :V].transpose(0, 1).detach().clone()

@@ -11,6 +11,7 @@ from megatron_ds.errors import CommunicationError
 from megatron_ds.mpu.channels import Channels
 from megatron_ds.mpu.group import Group, solo
 from megatron_ds.planning.layer_timing import time_transfer
+from tests.harness.model_runs import context_of
 from tests.harness.threads import run_ranks
 
 
@@ -142,5 +143,5 @@ def test_the_time_of_a_transfer_is_that_of_one_hop_whatever_the_number_of_ranks(
     config = replace(config, model=replace(config.model, hidden_size=8, seq_length=4),
                      train=replace(config.train, micro_batch_size=1))
     for ranks in (2, 3):
-        told = on_ranks(lambda rank, group: time_transfer(config, group, torch.device("cpu")), ranks)
+        told = on_ranks(lambda rank, group: time_transfer(config, group, context_of()), ranks)
         assert all(0.9 * seconds <= one < 2 * seconds for one in told)

@@ -104,7 +104,7 @@ def test_what_is_recomputed_runs_twice(monkeypatch, granularity, mlp_runs, atten
     config, runs = STYLES["gpt2"], []
     count = lambda name, function: lambda *args, **kwargs: (runs.append(name), function(*args, **kwargs))[1]
     monkeypatch.setattr(models.attention, "attention", count("attention", models.attention.attention))
-    monkeypatch.setattr(models.mlp.MLP, "forward", count("mlp", models.mlp.MLP.forward))
+    monkeypatch.setattr(models.block.MLP, "forward", count("mlp", models.block.MLP.forward))
     run_gpt(config, logical_weights(config, seed=1), make_batch(config), recompute_granularity=granularity)
     assert (runs.count("mlp"), runs.count("attention")) == (mlp_runs, attention_runs)
 

@@ -6,6 +6,7 @@ import torch
 from megatron_ds.models import MODELS, build_stage, count_uses, gpt_loss, run_layers
 from megatron_ds.mpu.group import solo
 from tests.harness.gpt_runs import make_batch, make_model, run_gpt
+from tests.harness.model_runs import context_of
 from tests.harness.plain_gpt import STYLES, load_logical, logical_weights
 
 
@@ -15,7 +16,7 @@ def test_stages_in_a_row_equal_the_whole_model(style, cuts):
     config, tp = STYLES[style], solo("tp")
     weights, batch = logical_weights(config, seed=1), make_batch(config)
     loss, logits, grads = run_gpt(config, weights, batch)
-    layers = MODELS["gpt"](config, tp=tp)
+    layers = MODELS["gpt"](config, context_of(tp))
     bounds = (0, *cuts, len(layers))
     stages = [build_stage(layers[a:b]) for a, b in zip(bounds, bounds[1:])]
     x, found = None, {}
@@ -33,7 +34,7 @@ def test_stages_in_a_row_equal_the_whole_model(style, cuts):
 
 
 def test_a_tied_head_on_another_stage_holds_a_copy_that_says_so():
-    layers = MODELS["gpt"](STYLES["gpt2"], tp=solo("tp"))
+    layers = MODELS["gpt"](STYLES["gpt2"], context_of())
     first, last = build_stage(layers[:3]), build_stage(layers[3:])
     source, copy = first[0].weight.spec, last[-1].weight.spec
     assert source.name == copy.name and source.tied == copy.tied is not None

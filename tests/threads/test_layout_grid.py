@@ -15,11 +15,11 @@ import torch
 
 from megatron_ds.config import parse
 from megatron_ds.models import MODELS
-from megatron_ds.mpu.group import solo
 from megatron_ds.pipeline.instruction import Op
 from megatron_ds.planning.run_plan import plan_run, plan_schedule
 from tests.harness.covering import cover_pairs, legal_cases
 from tests.harness.layout_runs import GLOBAL_BATCH, NUM_LAYERS, STEPS, Run, reference_of, run_layout, stray
+from tests.harness.model_runs import context_of
 from tools.compare_layouts import SEQ_LENGTH, TOLERANCE, tiny_job
 from tools.layout_comparison import parse_layout
 
@@ -176,7 +176,7 @@ def alive_on(case, m: int, rank: int) -> int:
     p, schedule = case["pp"], case["schedule"]
     if schedule in ("zb-v", "zb-auto") or (schedule == "interleaved" and m % p) or (schedule == "zb-h2" and m < 2 * p - 1):
         config = parse([*job_of(case), *parse_layout(layout_of(case), mbs="1").flags], world_size=ranks(case))
-        plan, alive = plan_run(config, MODELS["gpt"](config.model, tp=solo("tp"))), [0]
+        plan, alive = plan_run(config, MODELS["gpt"](config.model, context_of())), [0]
         for i in plan_schedule(config, m, costs=plan.stage_costs())[rank]:      # no closed form: from each F to its B or I
             alive.append(alive[-1] + (i.op is Op.F) - (i.op in (Op.B, Op.I)))
         assert max(alive) <= {"zb-auto": p, "zb-h2": 2 * (p - rank) - 1}.get(schedule, math.inf)

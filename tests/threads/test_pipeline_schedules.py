@@ -15,6 +15,7 @@ from megatron_ds.pipeline.placement import placement, stages_of
 from megatron_ds.pipeline.schedules import SCHEDULES, serves
 from megatron_ds.pipeline.stage import Stage
 from tests.harness.gpt_runs import make_batch
+from tests.harness.model_runs import context_of
 from tests.harness.pipelines import (
     SCALE,
     PostOffice,
@@ -92,7 +93,7 @@ def test_steps_of_other_lengths_and_numbers_and_evaluations_between_them(name):
 
 
 def gpt_stage(config, tp, weights, bounds, index, recompute):
-    layers = MODELS["gpt"](config, tp=tp, recompute_granularity=recompute)[bounds[index]:bounds[index + 1]]
+    layers = MODELS["gpt"](config, context_of(tp, recompute_granularity=recompute))[bounds[index]:bounds[index + 1]]
     modules = build_stage(layers)
     load_logical(modules.parameters(), weights, tp)
     last = index == len(bounds) - 2

@@ -13,11 +13,12 @@ from megatron_ds.models import MODELS, build_stage, gpt_loss
 from megatron_ds.mpu.group import solo
 from megatron_ds.pipeline.schedules import SCHEDULES
 from megatron_ds.pipeline.stage import Stage
-from megatron_ds.tensor_parallel.embedding import VocabParallelEmbedding, parallel_logits
+from megatron_ds.tensor_parallel.embedding import VocabParallelEmbedding, parallel_logits, vocabulary_spec
 from megatron_ds.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_ds.zero.buckets import move_to_main_grad
 from tests.harness.gpt_runs import make_batch
 from tests.harness.layout_runs import GLOBAL_BATCH, NUM_LAYERS, run_layout
+from tests.harness.model_runs import context_of
 from tests.harness.pipelines import split_backwards
 from tests.harness.plain_gpt import STYLES, load_logical, logical_weights
 from tests.harness.threads import run_ranks
@@ -101,21 +102,22 @@ class Layer(nn.Module):
 
 
 def column(group, sequence_parallel, **options):
-    return Layer(ColumnParallelLinear(H, WIDE, group=group, name="c", init_std=1,
-                                      sequence_parallel=sequence_parallel, **options))
+    return Layer(ColumnParallelLinear(H, WIDE, context_of(group, sequence_parallel=sequence_parallel), name="c", init_std=1,
+                                      **options))
 
 
 def row(group, sequence_parallel):
-    return Layer(RowParallelLinear(WIDE, H, group=group, name="r", init_std=1, sequence_parallel=sequence_parallel))
+    return Layer(RowParallelLinear(WIDE, H, context_of(group, sequence_parallel=sequence_parallel), name="r", init_std=1))
 
 
 def head(group, sequence_parallel):
-    embedding = VocabParallelEmbedding(VOCABULARY, H, group=group, name="e", init_std=1)
+    embedding = VocabParallelEmbedding(vocabulary_spec("e.weight", VOCABULARY, H, 1), context_of(group))
     return Layer(embedding, lambda e, x: parallel_logits(x, e.weight, group, sequence_parallel))
 
 
 def embedding(group, sequence_parallel):
-    table = VocabParallelEmbedding(VOCABULARY, H, group=group, name="e", init_std=1, sequence_parallel=sequence_parallel)
+    table = VocabParallelEmbedding(vocabulary_spec("e.weight", VOCABULARY, H, 1),
+                                   context_of(group, sequence_parallel=sequence_parallel))
     return Layer(table, lambda e, x: e(torch.arange(S * B).view(B, S).square() % VOCABULARY))
 
 
@@ -189,8 +191,8 @@ def test_a_model_has_the_gradients_of_a_whole_backward(part, style, t, sequence_
         tp = world.group("tp", tuple(range(t)), rank)
 
         def make_stage():
-            layers = MODELS["gpt"](config, tp=tp, sequence_parallel=sequence_parallel, dtype=dtype,
-                                   recompute_granularity=recompute)
+            layers = MODELS["gpt"](config, context_of(tp, sequence_parallel=sequence_parallel, dtype=dtype,
+                                                      recompute_granularity=recompute))
             modules = build_stage({"whole": layers, "first": layers[:2], "middle": layers[1:4], "last": layers[3:]}[part])
             load_logical(modules.parameters(), logical_weights(config, seed=1), tp)
             freeze(modules, FROZEN[frozen])
@@ -213,7 +215,7 @@ def test_a_model_has_the_gradients_of_a_whole_backward(part, style, t, sequence_
 
 def test_gradients_are_announced_layer_by_layer_from_the_last_to_the_first_and_then_the_layer_is_complete():
     config, log = STYLES["gpt2"], []
-    modules = build_stage(MODELS["gpt"](config, tp=solo("tp")))
+    modules = build_stage(MODELS["gpt"](config, context_of()))
     for layer, module in enumerate(modules):
         for p in module.parameters():
             p.main_grad = torch.zeros_like(p)
@@ -268,7 +270,7 @@ class Allocations(TorchDispatchMode):
 def test_between_the_halves_remain_the_factors_of_the_deferred_gradients_and_small_sums(recompute):
     config = dataclasses.replace(STYLES["gpt2"], hidden_size=32, ffn_size=96, head_dim=8, num_layers=2)
     s, b, h, f = 64, 2, 32, 96
-    modules = build_stage(MODELS["gpt"](config, tp=solo("tp"), recompute_granularity=recompute)[1:3])
+    modules = build_stage(MODELS["gpt"](config, context_of(recompute_granularity=recompute))[1:3])
     for p in modules.parameters():
         nn.init.normal_(p, std=0.1)
     install_main_grads(modules.parameters())
@@ -288,7 +290,7 @@ def test_between_the_halves_remain_the_factors_of_the_deferred_gradients_and_sma
 
 
 def test_the_factors_are_freed_one_by_one_in_the_weight_half():
-    modules = [Layer(ColumnParallelLinear(H, H, group=solo("tp"), name=str(n), init_std=1)) for n in range(4)]
+    modules = [Layer(ColumnParallelLinear(H, H, context_of(), name=str(n), init_std=1)) for n in range(4)]
     for p in (p for module in modules for p in module.parameters()):
         nn.init.normal_(p)
     install_main_grads(p for module in modules for p in module.parameters())

@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_ds.errors import LayoutError
 from megatron_ds.mpu.group import solo
 from megatron_ds.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from tests.harness.model_runs import context_of
 from tests.harness.shards import assemble, cut
 from tests.harness.threads import run_ranks
 
@@ -24,8 +25,9 @@ WEIGHTS = [randn(MIDDLE, IN, seed=3), randn(MIDDLE, seed=4), randn(OUT, MIDDLE, 
 
 
 def make_pair(group, sequence_parallel=False, bias=True):
-    options = dict(group=group, init_std=0.02, bias=bias, sequence_parallel=sequence_parallel)
-    pair = ColumnParallelLinear(IN, MIDDLE, name="a", **options), RowParallelLinear(MIDDLE, OUT, name="b", **options)
+    ctx, options = context_of(group, sequence_parallel=sequence_parallel), dict(init_std=0.02, bias=bias)
+    pair = (ColumnParallelLinear(IN, MIDDLE, ctx, name="a", **options),
+            RowParallelLinear(MIDDLE, OUT, ctx, name="b", **options))
     values = WEIGHTS if bias else WEIGHTS[::2]
     parameters = [p for layer in pair for p in layer.parameters()]
     for parameter, logical in zip(parameters, values):
@@ -143,7 +145,7 @@ def test_sequence_parallelism_keeps_only_the_slice_of_the_input():
 def test_gathered_output_is_whole_on_every_rank(t):
     def rank_main(rank, world):
         group = world.group("tp", tuple(range(t)), rank)
-        layer = ColumnParallelLinear(IN, MIDDLE, group=group, name="a", init_std=0.02, gather_output=True)
+        layer = ColumnParallelLinear(IN, MIDDLE, context_of(group), name="a", init_std=0.02, gather_output=True)
         layer.weight.data.copy_(cut(WEIGHTS[0], layer.weight.spec, rank, t))
         layer.bias.data.copy_(cut(WEIGHTS[1], layer.bias.spec, rank, t))
         x = X.clone().requires_grad_()
@@ -163,7 +165,7 @@ def test_packed_parts_are_split_each_by_itself():
     """[gate; up]: the rank's output is its piece of the gate and then its piece of up."""
     def rank_main(rank, world):
         group = world.group("tp", (0, 1), rank)
-        layer = ColumnParallelLinear(IN, MIDDLE, group=group, name="fc1", init_std=0.02, parts=2, bias=False)
+        layer = ColumnParallelLinear(IN, MIDDLE, context_of(group), name="fc1", init_std=0.02, parts=2, bias=False)
         layer.weight.data.copy_(cut(WEIGHTS[0], layer.weight.spec, rank, 2))
         return layer(X).detach()
 
@@ -174,7 +176,7 @@ def test_packed_parts_are_split_each_by_itself():
 
 def test_bf16_gradients_add_up_in_fp32():
     group = solo("tp")
-    layer = ColumnParallelLinear(IN, MIDDLE, group=group, name="a", init_std=0.02, dtype=torch.bfloat16)
+    layer = ColumnParallelLinear(IN, MIDDLE, context_of(group, dtype=torch.bfloat16), name="a", init_std=0.02)
     layer.weight.data.copy_(WEIGHTS[0])
     layer.bias.data.copy_(WEIGHTS[1])
     install_main_grads([layer.weight])
@@ -213,7 +215,7 @@ def test_outputs_may_be_changed_in_place():
 
 def test_an_output_that_ranks_cannot_share_is_refused():
     def rank_main(rank, world):
-        ColumnParallelLinear(4, 7, group=world.group("tp", (0, 1), rank), name="odd", init_std=0.02)
+        ColumnParallelLinear(4, 7, context_of(world.group("tp", (0, 1), rank)), name="odd", init_std=0.02)
 
     with pytest.raises(LayoutError, match="odd.weight"):
         run_ranks(2, rank_main)

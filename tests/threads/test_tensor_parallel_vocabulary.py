@@ -8,8 +8,9 @@ from torch.utils.checkpoint import checkpoint
 from megatron_ds.mpu.group import solo
 from megatron_ds.tensor_parallel import cross_entropy
 from megatron_ds.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from megatron_ds.tensor_parallel.embedding import VocabParallelEmbedding, parallel_logits
+from megatron_ds.tensor_parallel.embedding import VocabParallelEmbedding, parallel_logits, vocabulary_spec
 from tests.harness.alive_bytes import AliveBytes
+from tests.harness.model_runs import context_of
 from tests.harness.shards import assemble, cut
 from tests.harness.threads import run_ranks
 
@@ -27,8 +28,8 @@ TABLE, DX = randn(V, H, seed=2), randn(S, B, H, seed=3)
 
 
 def make_embedding(group, padded, **options):
-    layer = VocabParallelEmbedding(V, H, group=group, name="embedding.word_embeddings", init_std=0.02, padded_vocab=padded,
-                                   **options)
+    spec = vocabulary_spec("embedding.word_embeddings.weight", V, H, 0.02, padded)
+    layer = VocabParallelEmbedding(spec, context_of(group, **options))
     layer.weight.data.copy_(cut(TABLE, layer.weight.spec, group.rank, group.size))
     return layer
 

@@ -1,0 +1,86 @@
+"""`Batches`: this rank's batches of a run, ready for the model. The same steps for training, evaluation and comparisons:
+
+    read       the samples of this rank: ranks along dp read different ones, all others read the same
+    lengths    shorten the sequences, if a curriculum over lengths says so
+    keeping    how many tokens the layers keep that drop some
+    cut        the tokens of each sequence that this rank holds
+    to         the device
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from ..config import RunConfig
+from ..config.data_efficiency_options import RESHAPE, length_difficulty
+from ..config.training_schedule import make_token_drop
+from ..data.batch import Batch
+from ..data.curriculum.seqlen_curriculum import fold, truncate
+from ..difficulty import Difficulty, TokenDrop
+from ..mpu.group import Group
+from ..mpu.mesh import Mesh
+from ..mpu.sequence_slice import SequenceSlice
+from ..progress import Progress
+
+
+class BatchSource(Protocol):
+    """A `Loader`, or one that several ranks share."""
+
+    def batch(self, first: int, size: int, rank: int, ranks: int, training: bool = True) -> Batch: ...
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """A ramp over batches: `lengths(progress, batch)` shortens the batch to the sequence length of its step.
+
+    difficulty: None for whole samples at every step.
+    """
+
+    difficulty: Difficulty | None
+    shorten: Callable[[Batch, int], Batch] = truncate
+
+    def __call__(self, progress: Progress, batch: Batch) -> Batch:
+        return batch if self.difficulty is None else self.shorten(batch, self.difficulty.at(progress.step + 1))
+
+
+@dataclass(frozen=True)
+class Batches:
+    """samples: the group whose ranks read different samples."""
+
+    samples: Group
+    part: SequenceSlice
+    device: torch.device
+    lengths: Lengths
+    drop: TokenDrop | None
+
+    def training(self, source: BatchSource, progress: Progress, size: int) -> Batch:
+        """This rank's samples of the next global batch of `size` samples."""
+        batch = self.lengths(progress, self._read(source, progress.samples, size, training=True))
+        return self._ready(batch.keeping(self.drop, progress.step))
+
+    def evaluation(self, source: BatchSource, first: int, size: int) -> Batch:
+        """This rank's samples of the global batch that begins at `first`, whole: nothing is shortened or dropped."""
+        return self._ready(self._read(source, first, size, training=False))
+
+    def _read(self, source: BatchSource, first: int, size: int, training: bool) -> Batch:
+        return source.batch(first, size, self.samples.rank, self.samples.size, training=training)
+
+    def _ready(self, batch: Batch) -> Batch:
+        return batch.cut(self.part).to(self.device)
+
+
+def make_batches(config: RunConfig, mesh: Mesh, part: SequenceSlice) -> Batches:
+    """As the config says."""
+    return Batches(mesh.samples, part, mesh.device, make_lengths(config), make_token_drop(config))
+
+
+def make_lengths(config: RunConfig) -> Lengths:
+    """The curriculum over lengths that a config describes."""
+    curriculum = config.curriculum
+    if curriculum.curriculum_type is None:
+        return Lengths(None)
+    return Lengths(length_difficulty(curriculum, config.model.seq_length),
+                   fold if curriculum.curriculum_type == RESHAPE else truncate)
+
