@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..data.batch import Batch
-from ..mpu.param_spec import Init, ParamSpec
+from ..mpu.param_spec import Init, ParamSpec, Split
 from ..mpu.regions import first_of_sequence
 from ..ops.activation import ACTIVATIONS
 from ..ops.parameter import new_parameter
@@ -39,9 +39,9 @@ class BertHeads(nn.Module):
         super().__init__()
         self.lm_head = MaskedTokenHead(config, placement)
         self.weight = weight if weight is not None else vocabulary_weight(config, placement, tied)
-        spec = ParamSpec("output_layer.bias", (config.vocab_size,), Init("zeros"), split_dim=0,
-                         padded=config.padded_vocab_size(placement.tp.size), decay=False)
-        self.bias = new_parameter(spec, size=placement.tp.size, dtype=placement.dtype, device=placement.device)
+        rows = Split("tp", 0, padded=config.padded_vocab_size(placement.tp.size))
+        spec = ParamSpec("output_layer.bias", (config.vocab_size,), Init("zeros"), (rows,), decay=False)
+        self.bias = new_parameter(spec, sizes={"tp": placement.tp.size}, dtype=placement.dtype, device=placement.device)
         self.binary_head = SegmentOrderHead(config, placement) if config.bert_binary_head else None
         self.placement = placement
 
@@ -59,7 +59,7 @@ class MaskedTokenHead(nn.Module):
         gated = ACTIVATIONS[config.activation].parts > 1
         self.activation = ACTIVATIONS["gelu" if gated else config.activation]
         self.dense = ReplicatedLinear(config.hidden_size, config.hidden_size, name="lm_head.dense",
-                                      init_std=config.init_method_std, partial_grad=placement.sequence_parallel,
+                                      init_std=config.init_method_std, partial_over=placement.partial_over,
                                       dtype=placement.dtype, device=placement.device)
         self.layer_norm = make_norm(config, "lm_head.layer_norm", placement)
 

@@ -49,4 +49,4 @@ def make_norm(config, name: str, placement: Placement) -> nn.Module:
     """With sequence parallelism a norm sees a slice of the sequence, so its gradient is a partial sum."""
     norm = pick(NORMS, "normalization", config.normalization)
     return norm(config.hidden_size, name=name, eps=config.norm_epsilon, dtype=placement.dtype, device=placement.device,
-                partial_grad=placement.sequence_parallel)
+                partial_over=placement.partial_over)

@@ -52,7 +52,7 @@ class PositionEmbedding(nn.Module):
     def __init__(self, config, placement: Placement):
         super().__init__()
         spec = ParamSpec("embedding.position_embeddings.weight", (config.positions, config.hidden_size),
-                         Init("normal", config.init_method_std), partial_grad=placement.sequence_parallel)
+                         Init("normal", config.init_method_std), partial_over=placement.partial_over)
         self.weight = new_parameter(spec, dtype=placement.dtype, device=placement.device)
 
     def forward(self, position_ids: torch.Tensor, rows: range) -> torch.Tensor:
@@ -72,7 +72,7 @@ class TokenTypeEmbedding(nn.Module):
     def __init__(self, config, placement: Placement, count: int):
         super().__init__()
         spec = ParamSpec("embedding.tokentype_embeddings.weight", (count, config.hidden_size),
-                         Init("normal", config.init_method_std), partial_grad=placement.sequence_parallel)
+                         Init("normal", config.init_method_std), partial_over=placement.partial_over)
         self.weight = new_parameter(spec, dtype=placement.dtype, device=placement.device)
 
     def forward(self, token_types: torch.Tensor, rows: range) -> torch.Tensor:

@@ -41,4 +41,4 @@ def vocabulary_weight(config, placement: Placement, tied: str | None) -> nn.Para
     name = "output_layer" if tied is None else WORD_EMBEDDINGS
     spec = vocabulary_spec(f"{name}.weight", config.vocab_size, config.hidden_size, config.init_method_std,
                            config.padded_vocab_size(placement.tp.size), tied, tied_copy=tied is not None)
-    return new_parameter(spec, size=placement.tp.size, dtype=placement.dtype, device=placement.device)
+    return new_parameter(spec, sizes={"tp": placement.tp.size}, dtype=placement.dtype, device=placement.device)

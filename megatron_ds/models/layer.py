@@ -35,6 +35,11 @@ class Placement:
     device: torch.device | str
     seed: int
 
+    @property
+    def partial_over(self) -> tuple[str, ...]:
+        """Of parameters that are applied outside the linears; see `ParamSpec`."""
+        return ("tp",) if self.sequence_parallel else ()
+
     def rows(self, x: torch.Tensor) -> range:
         """The positions of the sequence that x [s(/t), b, h] holds on this rank."""
         start = self.tp.rank * x.shape[0] if self.sequence_parallel else 0

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..mpu import collectives
 from ..mpu.group import DONE, Group
-from ..mpu.param_spec import Init, ParamSpec
+from ..mpu.param_spec import Init, ParamSpec, Split
 from ..ops.parameter import new_parameter
 from .linear import column_linear, start_all_gather
 from .weight_grad import Finish, embedding_gradient, now_or_later
@@ -27,7 +27,7 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         self.group, self.sequence_parallel = group, sequence_parallel
         spec = vocabulary_spec(f"{name}.weight", vocab_size, hidden, init_std, padded_vocab, tied, tied_copy)
-        self.weight = new_parameter(spec, size=group.size, dtype=dtype, device=device)
+        self.weight = new_parameter(spec, sizes={"tp": group.size}, dtype=dtype, device=device)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return _Embedding.apply(tokens, self.weight, self.group, self.sequence_parallel)
@@ -35,9 +35,9 @@ class VocabParallelEmbedding(nn.Module):
 
 def vocabulary_spec(name: str, vocab_size: int, hidden: int, init_std: float, padded_vocab: int | None = None,
                     tied: str | None = None, tied_copy: bool = False) -> ParamSpec:
-    """Passport of a [vocabulary, hidden] weight: the embedding's, or an output layer's that `parallel_logits` is given."""
-    return ParamSpec(name, (vocab_size, hidden), Init("normal", init_std), split_dim=0, padded=padded_vocab, tied=tied,
-                     tied_copy=tied_copy)
+    """Spec of a [vocabulary, hidden] weight: the embedding's, or that of an output layer for `parallel_logits`."""
+    rows = Split("tp", 0, padded=padded_vocab)
+    return ParamSpec(name, (vocab_size, hidden), Init("normal", init_std), (rows,), tied=tied, tied_copy=tied_copy)
 
 
 def parallel_logits(x: torch.Tensor, weight: torch.Tensor, group: Group, sequence_parallel: bool = False) -> torch.Tensor:

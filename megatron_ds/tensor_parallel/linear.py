@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from ..mpu import collectives
 from ..mpu.group import DONE, Group, Work
-from ..mpu.param_spec import Init, ParamSpec
+from ..mpu.param_spec import Init, ParamSpec, Split
 from ..ops.parameter import new_parameter
 from ..ops.product import affine, product
 from .weight_grad import Finish, linear_gradient, nothing, now_or_later
@@ -42,14 +42,13 @@ class ColumnParallelLinear(nn.Module):
         super().__init__()
         self.group, self.sequence_parallel, self.gather_output = group, sequence_parallel, gather_output
         assert not (gather_output and parts > 1), "gathered parts would interleave: [gate_1; up_1; gate_2; up_2]"
-        weight = ParamSpec(f"{name}.weight", (out_features, in_features), Init("normal", init_std), split_dim=0,
-                           parts=parts, padded=padded)
-        self.weight = new_parameter(weight, size=group.size, dtype=dtype, device=device)
+        rows, sizes = Split("tp", 0, parts, padded), {"tp": group.size}
+        weight = ParamSpec(f"{name}.weight", (out_features, in_features), Init("normal", init_std), (rows,))
+        self.weight = new_parameter(weight, sizes=sizes, dtype=dtype, device=device)
         self.bias = None
         if bias:
-            spec = ParamSpec(f"{name}.bias", (out_features,), Init("zeros"), split_dim=0, parts=parts, padded=padded,
-                             decay=False)
-            self.bias = new_parameter(spec, size=group.size, dtype=dtype, device=device)
+            spec = ParamSpec(f"{name}.bias", (out_features,), Init("zeros"), (rows,), decay=False)
+            self.bias = new_parameter(spec, sizes=sizes, dtype=dtype, device=device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = column_linear(x, self.weight, self.bias, self.group, self.sequence_parallel)
@@ -63,11 +62,12 @@ class RowParallelLinear(nn.Module):
                  sequence_parallel: bool = False, dtype: torch.dtype = torch.float32, device=None):
         super().__init__()
         self.group, self.sequence_parallel = group, sequence_parallel
-        weight = ParamSpec(f"{name}.weight", (out_features, in_features), Init("normal", init_std), split_dim=1)
-        self.weight = new_parameter(weight, size=group.size, dtype=dtype, device=device)
+        weight = ParamSpec(f"{name}.weight", (out_features, in_features), Init("normal", init_std), (Split("tp", 1),))
+        self.weight = new_parameter(weight, sizes={"tp": group.size}, dtype=dtype, device=device)
         self.bias = None
         if bias:
-            spec = ParamSpec(f"{name}.bias", (out_features,), Init("zeros"), partial_grad=sequence_parallel, decay=False)
+            partial_over = ("tp",) if sequence_parallel else ()
+            spec = ParamSpec(f"{name}.bias", (out_features,), Init("zeros"), partial_over=partial_over, decay=False)
             self.bias = new_parameter(spec, dtype=dtype, device=device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,7 @@ from ..errors import ConfigError
 from ..models import MODELS
 from ..mpu.channels import Channels
 from ..mpu.collectives import all_gather_object
-from ..mpu.group import Group
+from ..mpu.group import Group, coordinates_of
 from ..mpu.mesh import Mesh
 from ..tensor_parallel.init import initialize
 from .dtypes import DTYPES
@@ -103,7 +103,7 @@ def time_layers(config: RunConfig, tp: Group, device: torch.device) -> dict[str,
     first, last = layers[0].kind, layers[-1].kind
     for kind, layer in {layer.kind: layer for layer in layers}.items():
         module = layer.make()
-        initialize(list(module.parameters()), train.seed, tp.rank, tp.size)
+        initialize(list(module.parameters()), train.seed, coordinates_of(tp))
         given = None if kind == first else x
         costs[kind] = _time_layer(module, given, batch, loss if kind == last else lambda y: y, device)
         del module
