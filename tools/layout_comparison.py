@@ -189,9 +189,9 @@ class MadeUpCorpus:
 
 
 def _weight_boxes(engine):
-    tp = engine.mesh.group("tp")
-    for piece in written_here((p for p in engine.optimizer.pieces() if p.kind == "weight"), tp):
-        for view in views(piece, tp):
+    coordinates = engine.mesh.coordinates
+    for piece in written_here((p for p in engine.optimizer.pieces() if p.kind == "weight"), coordinates):
+        for view in views(piece, coordinates):
             yield piece.spec.name, piece.spec.shape, view.offset, view.tensor.float().cpu().clone()
 
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 
 from ..errors import CheckpointError
-from ..mpu.group import Group
+from ..mpu.group import Group, coordinates_of
+from ..mpu.param_spec import Coordinates
 from . import folder as folders
 from .pieces import ParameterPiece, Piece
 from .run_file import read_run_file
@@ -86,7 +87,7 @@ def read_run(directory: str | os.PathLike, step: int) -> dict:
     return read_run_file(find_checkpoint(directory, step))
 
 
-def load(directory: str | os.PathLike, step: int, pieces: Iterable[Piece], *, tp: Group, world: Group,
+def load(directory: str | os.PathLike, step: int, pieces: Iterable[Piece], *, coordinates: Coordinates, world: Group,
          kinds: Collection[str] | None = None) -> None:
     """Fill the pieces in place, bit for bit; padding becomes zero. Copies of tied parameters are filled too.
 
@@ -96,7 +97,7 @@ def load(directory: str | os.PathLike, step: int, pieces: Iterable[Piece], *, tp
     another shape; nothing has been filled then.
     """
     wanted = (piece for piece in pieces if kinds is None or piece.kind in kinds)
-    _fill(directory, step, wanted, tp, world, exact=True)
+    _fill(directory, step, wanted, coordinates, world, exact=True)
 
 
 def load_weights(directory: str | os.PathLike, step: int, parameters: Iterable[torch.nn.Parameter], tp: Group) -> None:
@@ -105,10 +106,11 @@ def load_weights(directory: str | os.PathLike, step: int, parameters: Iterable[t
     For generation and evaluation, where there is no optimizer. Collective over `tp`.
     """
     pieces = [ParameterPiece(parameter.spec, parameter.detach().view(-1)) for parameter in parameters]
-    _fill(directory, step, pieces, tp, world=tp, exact=False)
+    _fill(directory, step, pieces, coordinates_of(tp), world=tp, exact=False)
 
 
-def _fill(directory: str | os.PathLike, step: int, pieces: Iterable[Piece], tp: Group, world: Group, exact: bool) -> None:
+def _fill(directory: str | os.PathLike, step: int, pieces: Iterable[Piece], coordinates: Coordinates, world: Group,
+          exact: bool) -> None:
     from .storage import Reader, plan_reading
 
     folder, what = Path(directory), f"cannot load iteration {step} from {directory}"
@@ -118,7 +120,7 @@ def _fill(directory: str | os.PathLike, step: int, pieces: Iterable[Piece], tp: 
         path = find_checkpoint(folder, step)
         with way_back(folder, step):
             reader = Reader(path)
-        readings.append(plan_reading(reader, pieces, tp, exact))
+        readings.append(plan_reading(reader, pieces, coordinates, exact))
         return reader.has_checksums, _save_of(path)
 
     def fill() -> None:

@@ -1,40 +1,45 @@
 """From an interval of a local shard to boxes of the logical tensor. Pure; standard library only.
 
-A checkpoint holds logical tensors: true shape, no padding, names that know no layout. What a rank holds is an interval
-[start, stop) of its flattened tensor-parallel shard (ZeRO cuts flat buffers without regard to rows), so it is described in
-two steps: the interval becomes rectangles of the shard, and these are moved to where the shard mirrors the logical tensor.
+A checkpoint holds logical tensors: true shape, no padding, names that do not depend on the layout. A rank holds an
+interval [start, stop) of a flattened shard (ZeRO cuts flat buffers without regard to rows). It is described in two
+steps: the interval becomes rectangles of the shard, and each is moved to the place in the logical tensor that it mirrors.
 
     shard [4, 5], interval [3, 16)          . . . H H      head   1 x 2
                                             B B B B B      body   2 x 5
                                             B B B B B
                                             T . . . .      tail   1 x 1
 
-An interval of a row-major tensor of n dimensions is at most 2n - 1 rectangles; each rectangle of `ParamSpec.boxes` that it
-meets keeps at most as many.
+An interval of a row-major tensor of n dimensions is at most 2n - 1 rectangles, and so is its intersection with each box
+of `ParamSpec.boxes`.
 """
 
 import math
 from collections.abc import Iterator, Sequence
 
-from ..mpu.param_spec import Box, ParamSpec
+from ..mpu.param_spec import Box, Coordinates, ParamSpec
 
 Corner = tuple[int, ...]
 
 
-def logical_boxes(spec: ParamSpec, rank: int, size: int, start: int, stop: int) -> tuple[Box, ...]:
-    """The boxes that elements [start, stop) of tensor-parallel rank `rank`'s flattened shard mirror.
+def logical_boxes(spec: ParamSpec, coordinates: Coordinates, start: int, stop: int) -> tuple[Box, ...]:
+    """The boxes that elements [start, stop) of the flattened shard of the rank at `coordinates` mirror.
 
-    Each element of the interval that is no padding lies in exactly one box. `Box.local` counts in the shard, not in the
-    interval: the first element of a box is element `flat_offset(spec.local_shape(size), box.local) - start` of the interval.
+    Each element of the interval that is no padding lies in exactly one box. `Box.local` counts in the shard, not in
+    the interval: the first element of a box is element `flat_offset(shape of the shard, box.local) - start` there.
     """
-    mirrors = spec.boxes(rank, size)
-    pieces = tuple(interval_boxes(spec.local_shape(size), start, stop))
+    mirrors = spec.boxes(coordinates)
+    pieces = tuple(interval_boxes(shard_shape(spec, coordinates), start, stop))
     met = (_intersect(corner, sizes, mirror) for mirror in mirrors for corner, sizes in pieces)
     return tuple(box for box in met if box is not None)
 
 
+def shard_shape(spec: ParamSpec, coordinates: Coordinates) -> tuple[int, ...]:
+    """Shape of the shard of the rank at `coordinates`."""
+    return spec.local_shape({axis: size for axis, (_, size) in coordinates.items()})
+
+
 def interval_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[Corner, Corner]]:
-    """(corner, sizes) of rectangles that make up the flat interval [start, stop) of a row-major tensor, in its order."""
+    """(corner, sizes) of the rectangles of the flat interval [start, stop) of a row-major tensor, in its order."""
     if start >= stop:
         return
     if not shape:
@@ -54,11 +59,12 @@ def interval_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tupl
 
 
 def flat_offset(shape: Sequence[int], corner: Sequence[int]) -> int:
-    """Where the element at `corner` lies in the flattened row-major tensor."""
+    """Index of the element at `corner` in the flattened row-major tensor."""
     return sum(at * stride for at, stride in zip(corner, row_major_strides(shape)))
 
 
 def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor, in elements."""
     return tuple(math.prod(shape[d + 1:]) for d in range(len(shape)))
 
 

@@ -1,7 +1,10 @@
-"""What a checkpoint reads from and writes into: pieces of training state, and which rank writes a replicated one.
+"""The pieces of training state that a checkpoint reads and writes, and which rank writes a replicated one.
 
-A piece is anything with the attributes of `Piece`; ZeRO's `StatePiece` is one. Its tensor is called "kind/name" in the
+A piece is anything with the attributes of `Piece`, such as ZeRO's `StatePiece`. Its tensor is called "kind/name" in the
 checkpoint: "weight/decoder.final_layernorm.weight", "exp_avg/output_layer.weight".
+
+Two kinds of ranks hold the same content: data-parallel ones (those of `ParamSpec.reduced_over`), which a piece counts
+itself (`replica` of `replicas`), and tensor-parallel ones of a parameter that is not split over "tp".
 """
 
 import zlib
@@ -11,15 +14,14 @@ from typing import Protocol
 
 import torch
 
-from ..mpu.group import Group
-from ..mpu.param_spec import Box, ParamSpec
-from .logical import flat_offset, logical_boxes, row_major_strides
+from ..mpu.param_spec import Box, Coordinates, ParamSpec
+from .logical import flat_offset, logical_boxes, row_major_strides, shard_shape
 
 WEIGHT = "weight"
 
 
 class Piece(Protocol):
-    """Elements [start, stop) of the flattened tensor-parallel shard of one parameter's weight, first moment, ...
+    """Elements [start, stop) of the flattened shard of one parameter's weight, first moment, ...
 
     tensor    flat, of stop - start elements, contiguous; read when saving, written into when loading
     replica   position of this rank among the `replicas` data-parallel ranks that hold the same content
@@ -36,7 +38,7 @@ class Piece(Protocol):
 
 @dataclass(frozen=True)
 class View:
-    """A rectangle of a piece: where it lies in the logical tensor, and the memory that mirrors it there."""
+    """A rectangle of a piece: its corner in the logical tensor, and the memory with its values."""
 
     offset: tuple[int, ...]
     tensor: torch.Tensor
@@ -44,7 +46,7 @@ class View:
 
 @dataclass(frozen=True)
 class ParameterPiece:
-    """A whole local parameter as a piece; for those who want the weights and nothing else."""
+    """A whole local parameter as a piece, where only weights are read or written."""
 
     spec: ParamSpec
     tensor: torch.Tensor
@@ -55,39 +57,42 @@ class ParameterPiece:
 
     @property
     def stop(self) -> int:
+        """End of the piece in the flattened shard."""
         return self.tensor.numel()
 
 
 def key(piece: Piece) -> str:
+    """The name of its tensor in the checkpoint."""
     return f"{piece.kind}/{piece.spec.name}"
 
 
-def views(piece: Piece, tp: Group) -> list[View]:
+def views(piece: Piece, coordinates: Coordinates) -> list[View]:
     """The rectangles of a piece as views of its memory; padding is in none."""
-    assert piece.tensor.dim() == 1 and piece.tensor.is_contiguous() and piece.tensor.numel() == piece.stop - piece.start, (
-        f"{key(piece)}: elements [{piece.start}, {piece.stop}) in a tensor of shape {list(piece.tensor.shape)}")
-    shape = piece.spec.local_shape(tp.size)
-    boxes = logical_boxes(piece.spec, tp.rank, tp.size, piece.start, piece.stop)
+    tensor = piece.tensor
+    assert tensor.dim() == 1 and tensor.is_contiguous() and tensor.numel() == piece.stop - piece.start, (
+        f"{key(piece)}: elements [{piece.start}, {piece.stop}) in a tensor of shape {list(tensor.shape)}")
+    shape = shard_shape(piece.spec, coordinates)
+    boxes = logical_boxes(piece.spec, coordinates, piece.start, piece.stop)
     return [View(box.logical, _view(piece, shape, box)) for box in boxes]
 
 
-def written_here(pieces: Iterable[Piece], tp: Group) -> list[Piece]:
+def written_here(pieces: Iterable[Piece], coordinates: Coordinates) -> list[Piece]:
     """The pieces that this rank writes: of several holders of the same content, one.
 
-    Copies of tied parameters, which bear the name of the first holder's, are left to that one. Among replicas the writer
-    follows from a hash of the name: the same on all of them without a word between them, and spread over names.
+    Copies of tied parameters have the name of the first holder's parameter, which alone is written. Among replicas the
+    writer follows from a hash of the name, so that ranks agree without communication and share the work.
     """
-    return [p for p in pieces if not p.spec.tied_copy and _is_writer(p, tp)]
+    return [p for p in pieces if not p.spec.tied_copy and _is_writer(p, coordinates)]
 
 
-def _is_writer(piece: Piece, tp: Group) -> bool:
+def _is_writer(piece: Piece, coordinates: Coordinates) -> bool:
     turn, replica = divmod(zlib.crc32(key(piece).encode()), piece.replicas)
-    same_on_all_tp_ranks = piece.spec.split_dim is None
-    return replica == piece.replica and (not same_on_all_tp_ranks or turn % tp.size == tp.rank)
+    tp_rank, tp_size = coordinates.get("tp", (0, 1))
+    return replica == piece.replica and (piece.spec.is_split_over("tp") or turn % tp_size == tp_rank)
 
 
 def _view(piece: Piece, shape: tuple[int, ...], box: Box) -> torch.Tensor:
-    """The box in the piece's memory, with the strides of the shard: right also where a box is no run of the interval."""
+    """The box in the piece's memory, with the strides of the shard: a box need not be contiguous in the interval."""
     tensor = piece.tensor.detach()
     first = flat_offset(shape, box.local) - piece.start
     return tensor.as_strided(box.sizes, row_major_strides(shape), tensor.storage_offset() + first)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ..mpu.group import Group
+from ..mpu.param_spec import Coordinates
 from . import folder as folders
 from .folder import check_writable
 from .lock import locked
@@ -27,8 +28,8 @@ __all__ = ["save", "check_writable"]
 T = TypeVar("T")
 
 
-def save(directory: str | os.PathLike, step: int, pieces: Iterable[Piece], *, tp: Group, world: Group, run: Mapping,
-         limit: int | None = None) -> Path:
+def save(directory: str | os.PathLike, step: int, pieces: Iterable[Piece], *, coordinates: Coordinates, world: Group,
+         run: Mapping, limit: int | None = None) -> Path:
     """Write the checkpoint of `step`; its path, when it is complete, durable and the one that `latest` finds.
 
     pieces   all that this rank holds; of replicated content one rank writes one copy
@@ -42,7 +43,7 @@ def save(directory: str | os.PathLike, step: int, pieces: Iterable[Piece], *, tp
 
     folder, what, pieces = Path(directory), f"could not save iteration {step} to {directory}", list(pieces)
     values = together(world, what, lambda: plain(run), only=0)[0]
-    share = bytes_written_here(pieces, tp)
+    share = bytes_written_here(pieces, coordinates)
     with locked(folder, world) as lock:
         def prepare() -> tuple[int, int | None, Path | None]:
             if world.rank:
@@ -63,7 +64,7 @@ def save(directory: str | os.PathLike, step: int, pieces: Iterable[Piece], *, tp
         guarded = lambda action: _explaining(action, folder, needed, free, share)
         try:
             parts = together(world, what, lambda: guarded(
-                lambda: write_pieces(writing, written_here(pieces, tp), tp, world.rank)))
+                lambda: write_pieces(writing, written_here(pieces, coordinates), coordinates, world.rank)))
             together(world, what, lambda: guarded(finish), only=0)
         except BaseException:
             if world.rank == 0:

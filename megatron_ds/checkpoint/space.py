@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ..errors import CheckpointError
 from ..mpu.group import Group
+from ..mpu.param_spec import Coordinates
 from .pieces import Piece, written_here
 from .together import together
 
@@ -19,9 +20,9 @@ HEADER = 1500            # bytes that torch.save writes beside the values of a t
 PROBE = 1 << 20          # bytes of the file that finds out whether a disk is full
 
 
-def bytes_written_here(pieces: Iterable[Piece], tp: Group) -> int:
+def bytes_written_here(pieces: Iterable[Piece], coordinates: Coordinates) -> int:
     """At least so many bytes are in the file that this rank writes."""
-    return sum(piece.tensor.numel() * piece.tensor.element_size() + HEADER for piece in written_here(pieces, tp))
+    return sum(piece.tensor.numel() * piece.tensor.element_size() + HEADER for piece in written_here(pieces, coordinates))
 
 
 def free_bytes(folder: Path) -> int | None:
@@ -36,7 +37,8 @@ def file_limit() -> int | None:
     return None if soft == resource.RLIM_INFINITY else soft
 
 
-def check_room(folder: Path, pieces: Iterable[Piece], *, tp: Group, world: Group, saves: int, limit: int | None) -> None:
+def check_room(folder: Path, pieces: Iterable[Piece], *, coordinates: Coordinates, world: Group, saves: int,
+               limit: int | None) -> None:
     """Raises CheckpointError on all ranks when not even one checkpoint fits; a warning when there is no room for all of them.
 
     saves   how many checkpoints the run will write
@@ -44,7 +46,7 @@ def check_room(folder: Path, pieces: Iterable[Piece], *, tp: Group, world: Group
 
     Collective over `world`.
     """
-    share = bytes_written_here(pieces, tp)
+    share = bytes_written_here(pieces, coordinates)
 
     def look() -> tuple[int, int | None]:
         if (most := file_limit()) is not None and share > most:

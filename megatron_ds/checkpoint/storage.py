@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from ..errors import CheckpointError
-from ..mpu.group import Group
+from ..mpu.param_spec import Coordinates
 from .chunk_file import ChecksummedFiles, read_chunk, saved_crc32
 from .folder import INDEX_FILE
 from .index import index_of, read_index
@@ -45,9 +45,10 @@ LISTED = 20       # how many tensors an error message names
 
 # ---- Saving: each rank writes its chunks, rank 0 then writes the index of all of them.
 
-def write_pieces(path: Path, pieces: Iterable[Piece], tp: Group, rank: int) -> tuple[SavePlan, list[WriteResult]]:
+def write_pieces(path: Path, pieces: Iterable[Piece], coordinates: Coordinates,
+                 rank: int) -> tuple[SavePlan, list[WriteResult]]:
     """Write and sync this rank's file; its part of the index, for `write_index`. Does not communicate."""
-    planner, writer = PieceSavePlanner(pieces, tp), Writer(path)
+    planner, writer = PieceSavePlanner(pieces, coordinates), Writer(path)
     writer.set_up_storage_writer(is_coordinator=False, rank=rank, use_collectives=False)
     plan = writer.prepare_local_plan(planner.create_local_plan())
     return plan, writer.write_data(plan, planner).wait() if plan.items else []
@@ -78,11 +79,11 @@ def _table_of(places: Iterable[_StorageInfo]) -> dict[str, dict]:
 class PieceSavePlanner(SavePlanner):
     """Writes pieces as chunks of logical tensors. Which rank writes what is decided before (`pieces.written_here`)."""
 
-    def __init__(self, pieces: Iterable[Piece], tp: Group):
+    def __init__(self, pieces: Iterable[Piece], coordinates: Coordinates):
         self._tensors: dict[dcp.MetadataIndex, torch.Tensor] = {}
         self._items: list[WriteItem] = []
         for piece in pieces:
-            for view in views(piece, tp):
+            for view in views(piece, coordinates):
                 self._add(piece, view)
 
     def _add(self, piece: Piece, view: View) -> None:
@@ -150,12 +151,12 @@ def merge_plans(plans: Sequence[SavePlan]) -> dcp.Metadata:
 
 # ---- Loading: each rank reads the index and, of the chunks that meet its pieces, what it wants.
 
-def plan_reading(reader: "Reader", pieces: Iterable[Piece], tp: Group, exact: bool) -> "Reading":
+def plan_reading(reader: "Reader", pieces: Iterable[Piece], coordinates: Coordinates, exact: bool) -> "Reading":
     """What will be read, checked. Raises CheckpointError listing every tensor that is missing or has another shape.
 
     exact   the stored dtype must be that of the piece; otherwise values are converted
     """
-    planner = PieceLoadPlanner(pieces, tp, exact)
+    planner = PieceLoadPlanner(pieces, coordinates, exact)
     planner.set_up_planner({}, reader.index)
     return Reading(reader, planner, planner.create_local_plan())
 
@@ -175,12 +176,12 @@ class Reading:
 class PieceLoadPlanner(LoadPlanner):
     """Reads into pieces whatever stored chunks meet them."""
 
-    def __init__(self, pieces: Iterable[Piece], tp: Group, exact: bool):
+    def __init__(self, pieces: Iterable[Piece], coordinates: Coordinates, exact: bool):
         self._pieces, self._exact = list(pieces), exact
         self._views: dict[str, list[View]] = {}
         self._padded: list[torch.Tensor] = []
         for piece in self._pieces:
-            found = views(piece, tp)
+            found = views(piece, coordinates)
             self._views.setdefault(key(piece), []).extend(found)
             if sum(view.tensor.numel() for view in found) < piece.tensor.numel():
                 self._padded.append(piece.tensor.detach())

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 
-from ..mpu.group import solo
 from ..mpu.param_spec import Init, ParamSpec
 from .load import find_checkpoint, way_back
 from .pieces import ParameterPiece
@@ -40,7 +39,7 @@ class StoredTensors:
 
         flat = torch.empty(torch.Size(entry.shape).numel(), dtype=entry.dtype)
         piece = ParameterPiece(ParamSpec(entry.name, entry.shape, Init("zeros")), flat, self._kind_of[entry.name])
-        planner = PieceLoadPlanner([piece], solo("tp"), exact=False)
+        planner = PieceLoadPlanner([piece], {}, exact=False)
         planner.set_up_planner({}, self._reader.index)
         with way_back(self._folder, self._step):
             self._reader.read_data(planner.create_local_plan(), planner).wait()

@@ -12,6 +12,7 @@ import torch
 from ..errors import CheckpointError
 from ..mpu.collectives import all_gather_object
 from ..mpu.group import Group
+from ..mpu.param_spec import Coordinates
 from .pieces import Piece, views
 from .safetensors_folder import TensorEntry
 
@@ -25,16 +26,16 @@ class TensorStream:
     dtype_of  name → what the tensor is cast to before it travels; None: as it is
     """
 
-    def __init__(self, pieces: Iterable[Piece], *, tp: Group, world: Group, device: torch.device | str = "cpu",
-                 dtype_of: Callable[[str], torch.dtype] | None = None):
+    def __init__(self, pieces: Iterable[Piece], *, coordinates: Coordinates, world: Group,
+                 device: torch.device | str = "cpu", dtype_of: Callable[[str], torch.dtype] | None = None):
         self._world, self._device = world, device
         self._views: dict[str, list] = {}
         here: dict[str, tuple] = {}
         for piece in pieces:
-            if _sends(piece, tp):
+            if _sends(piece, coordinates):
                 name = piece.spec.name
                 found = self._views.setdefault(name, [])
-                found += views(piece, tp)
+                found += views(piece, coordinates)
                 dtype = dtype_of(name) if dtype_of else piece.tensor.dtype
                 here[name] = (tuple(piece.spec.shape), dtype, [(v.offset, tuple(v.tensor.shape)) for v in found])
         self._there = all_gather_object(here, world)            # what each rank will send
@@ -69,9 +70,10 @@ class TensorStream:
         return whole
 
 
-def _sends(piece: Piece, tp: Group) -> bool:
-    """Of several holders of the same content, the first: rank 0 then has its own, where all have all."""
-    return piece.replica == 0 and not piece.spec.tied_copy and (piece.spec.split_dim is not None or tp.rank == 0)
+def _sends(piece: Piece, coordinates: Coordinates) -> bool:
+    """Of several holders of the same content, the first: rank 0 then uses its own where every rank holds the whole."""
+    tp_rank, _ = coordinates.get("tp", (0, 1))
+    return piece.replica == 0 and not piece.spec.tied_copy and (piece.spec.is_split_over("tp") or tp_rank == 0)
 
 
 def _entries(there: Sequence[dict]) -> list[TensorEntry]:

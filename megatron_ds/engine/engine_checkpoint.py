@@ -19,9 +19,9 @@ from ..checkpoint.save import save
 from ..errors import CheckpointError, ConfigError
 from ..mpu.agree import together
 from ..mpu.param_spec import ParamSpec
-from .experts import global_names
 from .loop_state import load_loop_state, loop_state
-from .module_parameters import NOT_DRAWN, saved_buffers
+from .module_specs import NOT_DRAWN, global_names
+from .module_values import saved_buffers
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -40,7 +40,7 @@ def save_checkpoint(engine: "Engine", directory: str | os.PathLike, tag: str | N
     buffers = [buffer for buffer in _buffers(engine) if buffer.replica == 0]
     run = {"version": __version__, "engine": _description(engine), "progress": engine.progress.to_dict(),
            "optimizer": engine.optimizer.extra_state(), "loop": loop_state(engine), "client_state": dict(client_state)}
-    path = save(folder, engine.global_steps, [*engine.optimizer.pieces(), *buffers], tp=engine.world.model,
+    path = save(folder, engine.global_steps, [*engine.optimizer.pieces(), *buffers], coordinates=engine.world.coordinates,
                 world=engine.world.world, run=run, limit=1 if tagged else None)
 
     def point() -> None:
@@ -73,7 +73,8 @@ def load_checkpoint(engine: "Engine", directory: str | os.PathLike, tag: str | N
         return None, {}
     folder, step, run = found
     kinds = None if load_optimizer_states else ("weight", BUFFER)
-    load(folder, step, [*engine.optimizer.pieces(), *_buffers(engine)], tp=engine.world.model, world=world, kinds=kinds)
+    load(folder, step, [*engine.optimizer.pieces(), *_buffers(engine)], coordinates=engine.world.coordinates,
+         world=world, kinds=kinds)
     if load_optimizer_states:
         engine.optimizer.load_extra_state(run["optimizer"])
         engine.progress = progress_of(run)
@@ -85,8 +86,7 @@ def load_checkpoint(engine: "Engine", directory: str | os.PathLike, tag: str | N
 
 def _description(engine: "Engine") -> dict[str, Any]:
     specs, world = [p.spec for p in engine.module.parameters()], engine.world
-    parts = world.data.size // world.expert.size if world.expert else 1
-    times = [parts if spec.expert else 1 for spec in specs]
+    times = [world.expert_parts if "ep" in spec.distinct_over else 1 for spec in specs]
     return {"parameters": sum(times), "elements": sum(spec.numel * n for spec, n in zip(specs, times)),
             "optimizer": engine.optimizer.inner.kind}
 

@@ -15,6 +15,7 @@ from ..errors import ConfigError
 from ..mpu.agree import together
 from ..mpu.external_groups import DataParallelWorld, has_process_group, join_world
 from ..mpu.group import solo
+from ..mpu.param_spec import EXPERT_DATA_AXES
 from ..planning.run_model import DTYPES, bucket_elements
 from ..training.offloading import make_offload
 from ..zero.optimizer import DataGroups, LayerPlan, ZeroOptimizer
@@ -29,7 +30,8 @@ from .engine_optimizer import EngineOptimizer, InnerOptimizers, json_optimizers
 from .json_settings import block_of, read_settings
 from .module_gathering import ModuleGathering
 from .module_layers import ModuleLayer, find_layers
-from .module_parameters import Decays, DrawByName, agree, prepare, write_specs
+from .module_specs import write_specs
+from .module_values import Decays, DrawByName, agree, prepare
 from .monitor import Monitor
 from .parameter_groups import freeze_others, make_groups
 from .schedule import SchedulerMaker, make_scheduler
@@ -184,7 +186,7 @@ def _data_groups(config: RunConfig, world: DataParallelWorld) -> DataGroups:
     """Collective over all ranks."""
     inner = config.zero.zero_hpz_partition_size
     halves = world.split_data(inner) if inner > 1 else (None, None)
-    groups = DataGroups(world.data, world.expert or world.data, world.model, world.model, solo("embd"), *halves)
+    groups = DataGroups(world.data, world.by_axes[EXPERT_DATA_AXES], world.model, world.model, solo("embd"), *halves)
     return groups.sharing_memory() if config.zero.stage == 3 and world.device.type == "cpu" else groups
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from ..errors import ConfigError
 from .client_optimizer import strange
 from .engine_optimizer import Group
-from .module_parameters import Decays
+from .module_values import Decays
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from ..errors import CheckpointError, ConfigError
 from ..mpu.agree import together
 from ..mpu.collectives import broadcast_
 from ..mpu.param_spec import ParamSpec
-from .experts import global_names
-from .module_parameters import NOT_DRAWN, saved_buffers
+from .module_specs import NOT_DRAWN, global_names
+from .module_values import saved_buffers
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -50,7 +50,7 @@ def _keep(engine: "Engine", parameters: list[nn.Parameter], source: int) -> None
     """
     values, world = {}, engine.world
     for p in parameters:
-        group = world.expert if p.spec.expert and world.expert else world.data
+        group = world.by_axes[p.spec.reduced_over]
         writer = world.data.ranks[source]
         broadcast_(p.detach(), group, group.ranks.index(writer) if writer in group.ranks else 0)
         values[p.spec.name] = p.detach().view(-1)
@@ -132,7 +132,8 @@ def _stream(engine: "Engine", dtype: torch.dtype | None) -> TensorStream:
             dtypes[name] = buffer.dtype
             pieces.append(ParameterPiece(ParamSpec(name, tuple(buffer.shape), NOT_DRAWN), buffer.detach().view(-1),
                                          replica=world.expert.rank))
-    return TensorStream(pieces, tp=world.model, world=world.world, device=world.device, dtype_of=dtypes.__getitem__)
+    return TensorStream(pieces, coordinates=world.coordinates, world=world.world, device=world.device,
+                        dtype_of=dtypes.__getitem__)
 
 
 def _on_host(value):

@@ -30,7 +30,7 @@ from ..mpu.external_groups import group_of, join_world
 from ..mpu.group import Group
 from ..zero.optimizer import ZeroOptimizer
 from ..zero.units import become
-from .experts import is_expert
+from .module_specs import is_expert
 
 
 class Partition:

@@ -87,4 +87,4 @@ def make_norm(config: ModelConfig, name: str, ctx: ParallelContext) -> nn.Module
     """The model's norm. With sequence parallelism it sees a part of the sequence, so its gradient is a partial sum."""
     norm = pick(NORMS, "normalization", config.normalization)
     return norm(config.hidden_size, name=name, eps=config.norm_epsilon, dtype=ctx.dtype, device=ctx.device,
-                partial_grad=ctx.sequence_parallel)
+                partial_over=ctx.partial_over)

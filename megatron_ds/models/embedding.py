@@ -55,7 +55,7 @@ class PositionEmbedding(nn.Module):
     def __init__(self, config: ModelConfig, ctx: ParallelContext):
         super().__init__()
         spec = ParamSpec("embedding.position_embeddings.weight", (config.positions, config.hidden_size),
-                         Init("normal", config.init_method_std), partial_grad=ctx.sequence_parallel)
+                         Init("normal", config.init_method_std), partial_over=ctx.partial_over)
         self.weight = new_shard(spec, ctx)
 
     def forward(self, position_ids: torch.Tensor, rows: range) -> torch.Tensor:
@@ -78,7 +78,7 @@ class TokenTypeEmbedding(nn.Module):
     def __init__(self, config: ModelConfig, ctx: ParallelContext, count: int):
         super().__init__()
         spec = ParamSpec("embedding.tokentype_embeddings.weight", (count, config.hidden_size),
-                         Init("normal", config.init_method_std), partial_grad=ctx.sequence_parallel)
+                         Init("normal", config.init_method_std), partial_over=ctx.partial_over)
         self.weight = new_shard(spec, ctx)
 
     def forward(self, token_types: torch.Tensor, rows: range) -> torch.Tensor:

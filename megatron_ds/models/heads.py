@@ -17,7 +17,7 @@ from torch import nn
 from ..config.model_options import ModelConfig
 from ..data.batch import Batch
 from ..mpu.context import ParallelContext
-from ..mpu.param_spec import Init, ParamSpec
+from ..mpu.param_spec import Init, ParamSpec, Split
 from ..mpu.regions import first_of_sequence
 from ..ops.activation import ACTIVATIONS
 from ..tensor_parallel.embedding import parallel_logits
@@ -72,8 +72,8 @@ class BertHeads(nn.Module):
         super().__init__()
         self.lm_head = MaskedTokenHead(config, ctx)
         self.weight = weight if weight is not None else vocabulary_weight(config, ctx, tied)
-        self.bias = new_shard(ParamSpec("output_layer.bias", (config.vocab_size,), Init("zeros"), split_dim=0,
-                                        padded=padded_rows(config, ctx), decay=False), ctx)
+        self.bias = new_shard(ParamSpec("output_layer.bias", (config.vocab_size,), Init("zeros"),
+                                        (Split("tp", 0, padded=padded_rows(config, ctx)),), decay=False), ctx)
         self.binary_head = SegmentOrderHead(config, ctx) if config.bert_binary_head else None
         self.ctx = ctx
 
@@ -91,7 +91,7 @@ class MaskedTokenHead(nn.Module):
         gated = ACTIVATIONS[config.activation].parts > 1
         self.activation = ACTIVATIONS["gelu" if gated else config.activation]
         self.dense = ReplicatedLinear(config.hidden_size, config.hidden_size, ctx, name="lm_head.dense",
-                                      init_std=config.init_method_std, sees_slice=ctx.sequence_parallel)
+                                      init_std=config.init_method_std, partial_over=ctx.partial_over)
         self.layer_norm = make_norm(config, "lm_head.layer_norm", ctx)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -7,9 +7,9 @@ from importlib import import_module
 
 _HOME = {
     "grid": ("Grid",),
-    "group": ("Group", "solo"),
+    "group": ("Group", "coordinates_of", "solo"),
     "mesh": ("Mesh",),
-    "param_spec": ("Box", "Init", "ParamSpec"),
+    "param_spec": ("Box", "Init", "ParamSpec", "Split"),
     "channels": ("Channels",),
     "launch": ("Launch", "read_launch", "start", "stop"),
     "state": ("destroy_model_parallel", "get_mesh", "initialize_model_parallel", "model_parallel_is_initialized", "set_mesh"),

@@ -86,6 +86,11 @@ class ParallelContext:
         return self.tp if self.sequence_parallel else None
 
     @property
+    def partial_over(self) -> tuple[str, ...]:
+        """`ParamSpec.partial_over` of parameters that are applied to hidden states between linear layers."""
+        return ("tp",) if self.sequence_parallel else ()
+
+    @property
     def dtype(self) -> torch.dtype:
         """Of parameters and activations."""
         return self.precision.parameters

@@ -22,6 +22,7 @@ from .collectives import all_gather_object
 from .grid import cut_groups
 from .group import Group, solo
 from .mesh import Mesh
+from .param_spec import DATA_AXES, EXPERT_DATA_AXES
 from .state import get_mesh, initialize_model_parallel, model_parallel_is_initialized
 
 SIX = tuple(f"get_{kind}_parallel_{what}" for kind in ("model", "data") for what in ("rank", "group", "world_size"))
@@ -59,7 +60,23 @@ class DataParallelWorld:
         return made[0], made[1]
 
     @property
+    def expert_parts(self) -> int:
+        """Ranks of an expert-parallel group: into how many parts the experts are divided."""
+        return self.data.size // self.expert.size if self.expert else 1
+
+    @property
+    def coordinates(self) -> dict[str, tuple[int, int]]:
+        """axis → (position of this rank, size of the axis), for `ParamSpec.boxes`."""
+        return {"tp": (self.model.rank, self.model.size), "ep": (self.expert_part, self.expert_parts)}
+
+    @property
+    def by_axes(self) -> dict[tuple[str, ...], Group]:
+        """`ParamSpec.reduced_over` → the group that sums such gradients. Without expert parallelism it is one group."""
+        return {DATA_AXES: self.data, EXPERT_DATA_AXES: self.expert or self.data}
+
+    @property
     def rank(self) -> int:
+        """Of this process among all ranks."""
         return self.world.ranks[self.world.rank]
 
 

@@ -81,3 +81,8 @@ class Group:
 def solo(axes: str = "solo", rank: int = 0) -> Group:
     """A group of one: its collectives return their input."""
     return Group(axes, (rank,), 0)
+
+
+def coordinates_of(*groups: Group) -> dict[str, tuple[int, int]]:
+    """axis → (rank, size) of groups over one axis each, for `ParamSpec.boxes`."""
+    return {group.axes: (group.rank, group.size) for group in groups}

@@ -78,6 +78,11 @@ class Mesh:
                                  self._make_group("dp-cp-outer", outer))
         return self._split[size]
 
+    @property
+    def coordinates(self) -> dict[str, tuple[int, int]]:
+        """axis → (position of this rank, size of the axis), for `ParamSpec.boxes`."""
+        return {axis: (at, self.grid.size(axis)) for axis, at in self._coordinates.items()}
+
     def coordinate(self, axis: str) -> int:
         """Position of this rank on an axis."""
         return self._coordinates[axis]

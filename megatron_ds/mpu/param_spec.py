@@ -1,20 +1,32 @@
-"""`ParamSpec`: what is known of a parameter, and the boxes its shards are made of.
+"""`ParamSpec`: the description of a parameter, and the boxes that its shards consist of.
 
-Tensor-parallel and MoE layers write it (`parameter.spec`); ZeRO, the gradient norm, tied reduction and the checkpoint read
-it. It is the only message between them, and the reason they need not import one another. Standard library only.
+Layers write the spec (`parameter.spec`); initial weights, ZeRO, the gradient norm, the reduction of tied weights
+and the checkpoint read it. These rooms share nothing else about a parameter. Standard library only.
 
 Terms:  a *logical* tensor is the parameter as one process would hold it: true shape, no padding, a global name.
-        A *box* is a rectangle of a local tensor together with the place in the logical tensor that it mirrors.
+        A *split* cuts one dimension of it over one mesh axis; several splits cut several dimensions.
+        A *box* is a rectangle of a local tensor, with the rectangle of the logical tensor that it mirrors.
 
-    logical fc1 of a gated MLP, [2f, h], parts=2, two ranks:      rank 0 holds      rank 1 holds
-        |-- gate 0..f --|--  up 0..f  --|                         gate 0..f/2       gate f/2..f
-                                                                  up   0..f/2       up   f/2..f
+    logical fc1 of a gated MLP, [2f, h]                stacked experts, [4, f, h]
+    Split("tp", 0, parts=2), two ranks                 Split("ep", 0), Split("tp", 1), two ranks on each axis
+
+    tp 0    |-- gate 0..f/2 --|-- up 0..f/2 --|                  tp 0               tp 1
+    tp 1    |-- gate f/2..f --|-- up f/2..f --|         ep 0     [0:2, 0:f/2, :]    [0:2, f/2:f, :]
+                                                        ep 1     [2:4, 0:f/2, :]    [2:4, f/2:f, :]
 """
 
+import itertools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..errors import LayoutError
+
+Coordinates = Mapping[str, tuple[int, int]]
+"""axis → (position of a rank on it, size of the axis); an absent axis has size 1. See `group.coordinates_of`."""
+
+DATA_AXES, EXPERT_DATA_AXES = ("dp", "cp"), ("edp",)
+SUPPORTED = {"splits": ("tp", "ep"), "partial_over": ("tp",), "distinct_over": ("ep",)}    # by the readers of specs
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +39,7 @@ class Init:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A rectangle: where it lies in the local tensor, where in the logical one, and how large it is."""
+    """A rectangle: its corner in the local tensor, its corner in the logical one, and its sizes."""
 
     local: tuple[int, ...]
     logical: tuple[int, ...]
@@ -35,64 +47,112 @@ class Box:
 
 
 @dataclass(frozen=True, slots=True)
-class ParamSpec:
-    """What the rest of the system must know of a parameter.
+class Split:
+    """One dimension, cut evenly over the ranks of one mesh axis.
 
-    name          global and unique; does not depend on the pipeline cut
-    shape         of the logical tensor
-    init          how the logical tensor is filled
-    split_dim     the dimension split over the tensor-parallel axis; None when every tp rank holds the whole
-    parts         pieces packed along `split_dim`, each split evenly by itself (2 for [gate; up])
-    padded        rows that the ranks hold *together* along split_dim, when more than logical (vocabulary padding)
-    expert        its gradient is reduced over the expert-data axis instead of the data axis
-    tied          key shared by all holders of one logical parameter on several pipeline stages (tied embeddings)
-    tied_copy     True on every holder but the first: not counted in norms, not saved
-    partial_grad  the local gradient is a partial sum over tp (parameters used on a slice of the sequence)
-    decay         weight decay applies
+    parts   pieces packed along `dim`, each cut by itself (2 for [gate; up])
+    padded  size of `dim` that the ranks hold together, where it exceeds the logical size (vocabulary padding)
+    """
+
+    axis: str
+    dim: int
+    parts: int = 1
+    padded: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ParamSpec:
+    """A parameter's description. Raises LayoutError for splits that contradict each other or the shape.
+
+    name           global and unique; does not depend on the pipeline cut
+    shape          of the logical tensor
+    init           how the logical tensor is filled
+    splits         the dimensions that are cut, each over a mesh axis of its own
+    partial_over   axes over which the local gradient is a partial sum, beside those of `reduced_over`: "tp" where
+                   the parameter is applied to a slice of the sequence
+    tied           key shared by all holders of one logical parameter on several pipeline stages (tied embeddings)
+    tied_copy      True on every holder but the first: not counted in norms, not saved
+    decay          weight decay applies
+    distinct_over  axes along which the other ranks hold other parameters, not shards of this one: "ep" for one
+                   expert of a list of experts
     """
 
     name: str
     shape: tuple[int, ...]
     init: Init
-    split_dim: int | None = None
-    parts: int = 1
-    padded: int | None = None
-    expert: bool = False
+    splits: tuple[Split, ...] = ()
+    partial_over: tuple[str, ...] = ()
     tied: str | None = None
     tied_copy: bool = False
-    partial_grad: bool = False
     decay: bool = True
+    distinct_over: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        named = {"splits": tuple(split.axis for split in self.splits), "partial_over": self.partial_over,
+                 "distinct_over": self.distinct_over}
+        for field, axes in named.items():
+            if odd := [axis for axis in axes if axis not in SUPPORTED[field]]:
+                raise LayoutError(f"{self.name}: {field} names the axis {odd[0]!r}. Supported: {SUPPORTED[field]}.")
+        if len(set(all_axes := sum(named.values(), ()))) < len(all_axes):
+            raise LayoutError(
+                f"{self.name}: an axis is named more than once in {named}. Ranks along an axis hold shards, or whole "
+                "parameters with partial gradients, or parameters of their own: name each axis once.")
+        for split in self.splits:
+            self._check(split)
+
+    def _check(self, split: Split) -> None:
+        if not 0 <= split.dim < len(self.shape):
+            raise LayoutError(f"{self.name}: {split} cuts dimension {split.dim} of a tensor of shape "
+                              f"{list(self.shape)}. Use a dimension below {len(self.shape)}.")
+        if sum(split.dim == other.dim for other in self.splits) > 1:
+            raise LayoutError(f"{self.name}: two splits cut dimension {split.dim}. Cut each over one axis only.")
+        true = self.shape[split.dim]
+        if split.parts < 1 or split.padded is not None and split.padded < true:
+            raise LayoutError(f"{self.name}: {split} of a dimension of size {true}. Use parts >= 1, padded >= {true}.")
 
     @property
     def numel(self) -> int:
+        """Elements of the logical tensor."""
         return math.prod(self.shape)
 
-    def local_shape(self, size: int) -> tuple[int, ...]:
-        """Shape held by each of `size` tensor-parallel ranks. Raises LayoutError when the dimension does not divide."""
-        if self.split_dim is None:
-            return self.shape
-        total = self.padded or self.shape[self.split_dim]
-        if total % (size * self.parts):
-            raise LayoutError(
-                f"{self.name}: dimension {self.split_dim} has size {total} in {self.parts} part(s), which is not "
-                f"divisible by {size} tensor-parallel ranks. Use a size that divides {total // self.parts}.")
-        return tuple(total // size if d == self.split_dim else n for d, n in enumerate(self.shape))
+    @property
+    def reduced_over(self) -> tuple[str, ...]:
+        """The mesh axes over which gradients are summed: ranks along them hold the same elements for other samples."""
+        differs_over_ep = self.is_split_over("ep") or "ep" in self.distinct_over
+        return EXPERT_DATA_AXES if differs_over_ep else DATA_AXES
 
-    def boxes(self, rank: int, size: int) -> tuple[Box, ...]:
-        """The boxes of tensor-parallel rank `rank` of `size`; padding is in no box, so a rank may have none."""
-        local = self.local_shape(size)
-        zeros = (0,) * len(self.shape)
-        if self.split_dim is None:
-            return (Box(zeros, zeros, self.shape),)
-        d, true = self.split_dim, self.shape[self.split_dim]
-        piece = local[d] // self.parts            # rows of one part on one rank
-        part = piece * size                       # rows of one part on all ranks, padding included
-        result = []
-        for i in range(self.parts):
-            start = i * part + rank * piece
-            stop = min(start + piece, true)
-            if start < stop:
-                place = lambda at: tuple(at if k == d else 0 for k in range(len(self.shape)))
-                sizes = tuple(stop - start if k == d else n for k, n in enumerate(self.shape))
-                result.append(Box(place(i * piece), place(start), sizes))
-        return tuple(result)
+    def split_over(self, axis: str) -> Split | None:
+        """The split over a mesh axis, None where every rank of the axis holds the whole."""
+        return next((split for split in self.splits if split.axis == axis), None)
+
+    def is_split_over(self, axis: str) -> bool:
+        """Whether ranks along `axis` hold different shards."""
+        return self.split_over(axis) is not None
+
+    def local_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Shape of a rank's shard on axes of these sizes (1 where absent). Raises LayoutError unless they divide."""
+        shape = list(self.shape)
+        for split in self.splits:
+            size, total = sizes.get(split.axis, 1), split.padded or self.shape[split.dim]
+            if total % (size * split.parts):
+                raise LayoutError(
+                    f"{self.name}: dimension {split.dim} has size {total} in {split.parts} part(s), which is not "
+                    f"divisible by {size} {split.axis} ranks. Use a size that divides {total // split.parts}.")
+            shape[split.dim] = total // size
+        return tuple(shape)
+
+    def boxes(self, coordinates: Coordinates) -> tuple[Box, ...]:
+        """The boxes of the rank at `coordinates`; padding is in no box, so a rank may have none. Raises LayoutError."""
+        local = self.local_shape({axis: size for axis, (_, size) in coordinates.items()})
+        runs = [[(0, 0, n)] for n in self.shape]            # of each dimension: (first local, first logical, length)
+        for split in self.splits:
+            rank, size = coordinates.get(split.axis, (0, 1))
+            runs[split.dim] = _runs(local[split.dim] // split.parts, split.parts, self.shape[split.dim], rank, size)
+        return tuple(Box(*(tuple(numbers) for numbers in zip(*box))) if box else Box((), (), ())
+                     for box in itertools.product(*runs))
+
+
+def _runs(piece: int, parts: int, true: int, rank: int, size: int) -> list[tuple[int, int, int]]:
+    """(first local, first logical, length) of each part along a dimension. piece: elements of one part on one rank."""
+    starts = [(i * piece, (i * size + rank) * piece) for i in range(parts)]
+    return [(local, logical, min(piece, true - logical)) for local, logical in starts if logical < true]

@@ -12,12 +12,12 @@ class LayerNorm(nn.Module):
     """(x - mean) / sqrt(var + eps) * weight + bias. Ba et al. 2016 (arXiv:1607.06450)."""
 
     def __init__(self, hidden: int, *, name: str, eps: float = 1e-5, dtype: torch.dtype = torch.float32, device=None,
-                 partial_grad: bool = False):
-        """`partial_grad`: x is this rank's slice of the sequence, so gradients are partial sums over tp."""
+                 partial_over: tuple[str, ...] = ()):
+        """partial_over: ("tp",) where x is a slice of the sequence; see `ParamSpec`."""
         super().__init__()
         self.eps = eps
         make = lambda leaf, init: new_parameter(
-            ParamSpec(f"{name}.{leaf}", (hidden,), Init(init), partial_grad=partial_grad, decay=False),
+            ParamSpec(f"{name}.{leaf}", (hidden,), Init(init), partial_over=partial_over, decay=False),
             dtype=dtype, device=device)
         self.weight = make("weight", "ones")
         self.bias = make("bias", "zeros")
@@ -30,11 +30,11 @@ class RMSNorm(nn.Module):
     """x / sqrt(mean(x²) + eps) * weight. Zhang & Sennrich 2019 (arXiv:1910.07467), equation 4."""
 
     def __init__(self, hidden: int, *, name: str, eps: float = 1e-5, dtype: torch.dtype = torch.float32, device=None,
-                 partial_grad: bool = False):
-        """`partial_grad`: x is this rank's slice of the sequence, so the gradient is a partial sum over tp."""
+                 partial_over: tuple[str, ...] = ()):
+        """partial_over: ("tp",) where x is a slice of the sequence; see `ParamSpec`."""
         super().__init__()
         self.eps = eps
-        spec = ParamSpec(f"{name}.weight", (hidden,), Init("ones"), partial_grad=partial_grad, decay=False)
+        spec = ParamSpec(f"{name}.weight", (hidden,), Init("ones"), partial_over=partial_over, decay=False)
         self.weight = new_parameter(spec, dtype=dtype, device=device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

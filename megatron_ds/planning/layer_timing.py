@@ -28,7 +28,7 @@ from ..mpu.agree import together
 from ..mpu.channels import Channels
 from ..mpu.collectives import all_gather_object
 from ..mpu.context import ParallelContext
-from ..mpu.group import Group
+from ..mpu.group import Group, coordinates_of
 from ..mpu.mesh import Mesh
 from ..tensor_parallel.init import initialize
 from .layer_costs import LayerCost, Times
@@ -101,7 +101,7 @@ def time_layers(config: RunConfig, ctx: ParallelContext) -> dict[str, LayerCost]
     first, last = layers[0].kind, layers[-1].kind
     for kind, layer in {layer.kind: layer for layer in layers}.items():
         module = layer.make()
-        initialize(list(module.parameters()), config.train.seed, tp.rank, tp.size)
+        initialize(list(module.parameters()), config.train.seed, coordinates_of(tp))
         given = None if kind == first else x
         costs[kind] = _time_layer(module, given, batch, loss if kind == last else lambda y: y, device)
         del module

@@ -14,6 +14,7 @@ from torch import nn
 from ..config import RunConfig
 from ..mpu.fake_group import imagined_group
 from ..mpu.grid import Grid
+from ..mpu.param_spec import DATA_AXES
 from ..mpu.traffic import Traffic
 from ..optim import OPTIMIZERS
 from ..pipeline.instruction import Op, Program
@@ -135,8 +136,8 @@ def plan_state(config: RunConfig, place: Place, stages: Sequence[ImaginedStage],
     if zero.stage == 3:
         layers = {stage.index: [list(module.parameters()) for module in stage.modules] for stage in stages}
         places |= LayerPlan(layers).places()
-    facts = [Fact(p.spec.name, p.numel(), str(p.dtype), p.spec.expert, _is_tied(p, place), False, *places[p])
-             for p in parameters]
+    facts = [Fact(p.spec.name, p.numel(), str(p.dtype), p.spec.reduced_over != DATA_AXES, _is_tied(p, place), False,
+                  *places[p]) for p in parameters]
     return plan_sets(facts, policy_of(zero.stage, zero.zero_hpz_partition_size), data_shards=data.data.size,
                      expert_shards=data.data.size, bucket_elements=bucket_elements(zero, sum(p.numel() for p in parameters)),
                      persistence=zero.param_persistence_threshold, gather_alone=zero.offload_param != "none",
@@ -202,7 +203,7 @@ def _state_traffic(config: RunConfig, place: Place, plans: Sequence[SetPlan], pa
     for plan in plans:
         pieces = plan.layout.slot_intersections(ranks.shard) if plan.policy.optimizer else plan.layout.whole_slots()
         member = lambda slot, plan=plan: parameters[plan.members[slot]]
-        partial = sum(piece.padded_numel for piece in pieces if member(piece.slot).spec.partial_grad)
+        partial = sum(piece.padded_numel for piece in pieces if "tp" in member(piece.slot).spec.partial_over)
         if partial and place.tp > 1:
             traffic.add("all_reduce", "tp", place.tp, partial * gradient)
         for i, slot in enumerate(plan.layout.slots):

@@ -13,7 +13,7 @@ from torch import nn
 from ..mpu import collectives
 from ..mpu.context import ParallelContext
 from ..mpu.group import DONE, Group
-from ..mpu.param_spec import Init, ParamSpec
+from ..mpu.param_spec import Init, ParamSpec, Split
 from .linear import column_linear, new_shard, start_all_gather
 from .weight_grad import Finish, embedding_gradient, now_or_later
 
@@ -37,8 +37,8 @@ def vocabulary_spec(name: str, vocab_size: int, hidden: int, init_std: float, pa
 
     padded_vocab  rows on all ranks together, when more than the vocabulary
     """
-    return ParamSpec(name, (vocab_size, hidden), Init("normal", init_std), split_dim=0, padded=padded_vocab, tied=tied,
-                     tied_copy=tied_copy)
+    rows = Split("tp", 0, padded=padded_vocab)
+    return ParamSpec(name, (vocab_size, hidden), Init("normal", init_std), (rows,), tied=tied, tied_copy=tied_copy)
 
 
 def parallel_logits(x: torch.Tensor, weight: torch.Tensor, group: Group, sequence_parallel: bool = False) -> torch.Tensor:

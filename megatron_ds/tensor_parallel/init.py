@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 import torch
 
-from ..mpu.param_spec import Box, ParamSpec
+from ..mpu.param_spec import Box, Coordinates, ParamSpec
 from ..ops.random import generator_of
 
 BLOCK = 1 << 16
@@ -21,41 +21,45 @@ CONSTANTS = {"zeros": 0.0, "ones": 1.0}
 
 
 @torch.no_grad()
-def initialize(parameters: Iterable[torch.nn.Parameter], seed: int, rank: int, size: int) -> None:
-    """Fill each parameter's shard, that of tensor-parallel rank `rank` of `size`, as its `.spec` says."""
+def initialize(parameters: Iterable[torch.nn.Parameter], seed: int, coordinates: Coordinates) -> None:
+    """Fill each parameter, the shard of the rank at `coordinates`, as its `.spec.init` describes."""
     for parameter in parameters:
         spec = parameter.spec
         if spec.init.kind == "normal":
             parameter.zero_()
-            for box in spec.boxes(rank, size):
+            for box in spec.boxes(coordinates):
                 _fill_normal(parameter, spec, box, seed)
         else:
             parameter.zero_()
-            for box in spec.boxes(rank, size):
+            for box in spec.boxes(coordinates):
                 _slice(parameter, box.local, box.sizes).fill_(CONSTANTS[spec.init.kind])
 
 
 @torch.no_grad()
-def initialize_interval(out: torch.Tensor, spec: ParamSpec, start: int, seed: int, rank: int, size: int) -> None:
-    """Fill flat `out` with elements [start, start + len(out)) of the flattened shard of rank `rank`: the bits of `initialize`.
+def initialize_interval(out: torch.Tensor, spec: ParamSpec, start: int, seed: int, coordinates: Coordinates) -> None:
+    """Fill flat `out` with elements [start, start + len(out)) of the flattened shard: the bits of `initialize`.
 
     Draws a run of rows at a time, so the shard never exists as a whole.
     """
-    shape = spec.local_shape(size) or (1,)
+    shape = _shape_of_shard(spec, coordinates)
     row = math.prod(shape[1:])
     stop, rows_at_once, blocks = start + out.numel(), max(1, BLOCK // row), _Blocks(spec, seed)
     for first in range(start // row, -(-stop // row), rows_at_once):
         rows = min(rows_at_once, shape[0] - first)
-        values = _rows(spec, blocks, first, rows, rank, size).view(-1)
+        values = _rows(spec, blocks, first, rows, coordinates).view(-1)
         low, high = max(start, first * row), min(stop, (first + rows) * row)
         out[low - start:high - start].copy_(values[low - first * row:high - first * row])
 
 
-def _rows(spec: ParamSpec, blocks: "_Blocks", first: int, rows: int, rank: int, size: int) -> torch.Tensor:
+def _shape_of_shard(spec: ParamSpec, coordinates: Coordinates) -> tuple[int, ...]:
+    return spec.local_shape({axis: size for axis, (_, size) in coordinates.items()}) or (1,)
+
+
+def _rows(spec: ParamSpec, blocks: "_Blocks", first: int, rows: int, coordinates: Coordinates) -> torch.Tensor:
     """Rows [first, first + rows) of dimension 0 of the shard, fp32."""
-    shape = spec.local_shape(size) or (1,)
+    shape = _shape_of_shard(spec, coordinates)
     values = torch.zeros(rows, *shape[1:])
-    for box in spec.boxes(rank, size):
+    for box in spec.boxes(coordinates):
         local, logical, sizes = box.local or (0,), box.logical or (0,), box.sizes or (1,)
         a, b = max(first, local[0]), min(first + rows, local[0] + sizes[0])
         if a >= b:

@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from ..mpu import collectives
 from ..mpu.context import ParallelContext
 from ..mpu.group import DONE, Group, Work, solo
-from ..mpu.param_spec import Init, ParamSpec
+from ..mpu.param_spec import Init, ParamSpec, Split
 from ..ops.parameter import new_parameter
 from ..ops.product import affine, product
 from .weight_grad import Finish, linear_gradient, nothing, now_or_later
@@ -42,11 +42,12 @@ class ColumnParallelLinear(nn.Module):
         super().__init__()
         self.group, self.sequence_parallel, self.gather_output = ctx.tp, ctx.sequence_parallel, gather_output
         assert not (gather_output and parts > 1), "gathered parts would interleave: [gate_1; up_1; gate_2; up_2]"
-        weight = ParamSpec(f"{name}.weight", (out_features, in_features), Init("normal", init_std), split_dim=0, parts=parts)
+        rows = Split("tp", 0, parts)
+        weight = ParamSpec(f"{name}.weight", (out_features, in_features), Init("normal", init_std), (rows,))
         self.weight = new_shard(weight, ctx)
         self.bias = None
         if bias:
-            spec = ParamSpec(f"{name}.bias", (out_features,), Init("zeros"), split_dim=0, parts=parts, decay=False)
+            spec = ParamSpec(f"{name}.bias", (out_features,), Init("zeros"), (rows,), decay=False)
             self.bias = new_shard(spec, ctx)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -64,11 +65,11 @@ class RowParallelLinear(nn.Module):
                  bias: bool = True):
         super().__init__()
         self.group, self.sequence_parallel = ctx.tp, ctx.sequence_parallel
-        weight = ParamSpec(f"{name}.weight", (out_features, in_features), Init("normal", init_std), split_dim=1)
+        weight = ParamSpec(f"{name}.weight", (out_features, in_features), Init("normal", init_std), (Split("tp", 1),))
         self.weight = new_shard(weight, ctx)
         self.bias = None
         if bias:
-            spec = ParamSpec(f"{name}.bias", (out_features,), Init("zeros"), partial_grad=ctx.sequence_parallel, decay=False)
+            spec = ParamSpec(f"{name}.bias", (out_features,), Init("zeros"), partial_over=ctx.partial_over, decay=False)
             self.bias = new_shard(spec, ctx)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -82,11 +83,11 @@ class ReplicatedLinear(nn.Module):
     """
 
     def __init__(self, in_features: int, out_features: int, ctx: ParallelContext, *, name: str, init_std: float,
-                 sees_slice: bool = False):
-        """sees_slice: x is this rank's part of the sequence, so gradients are partial sums over the tensor-parallel group."""
+                 partial_over: tuple[str, ...] = ()):
+        """partial_over: `ParallelContext.partial_over` where x is this rank's part of the sequence; see `ParamSpec`."""
         super().__init__()
         make = lambda leaf, shape, init, decay: new_shard(
-            ParamSpec(f"{name}.{leaf}", shape, init, partial_grad=sees_slice, decay=decay), ctx)
+            ParamSpec(f"{name}.{leaf}", shape, init, partial_over=partial_over, decay=decay), ctx)
         self.weight = make("weight", (out_features, in_features), Init("normal", init_std), True)
         self.bias = make("bias", (out_features,), Init("zeros"), False)
 
@@ -96,7 +97,8 @@ class ReplicatedLinear(nn.Module):
 
 def new_shard(spec: ParamSpec, ctx: ParallelContext) -> nn.Parameter:
     """This rank's shard of a parameter, uninitialized."""
-    return new_parameter(spec, size=ctx.tp.size, dtype=ctx.dtype, device=ctx.device)
+    sizes = {split.axis: ctx.group(split.axis).size for split in spec.splits}
+    return new_parameter(spec, sizes=sizes, dtype=ctx.dtype, device=ctx.device)
 
 
 def column_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: Group,

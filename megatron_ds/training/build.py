@@ -82,7 +82,7 @@ def build_engine(config: RunConfig, mesh: Mesh) -> Engine:
     modules = nn.ModuleList(module for stage in built.values() for module in stage)
     parameters = list(modules.parameters())
     if not parameters or not parameters[0].is_meta:
-        initialize(parameters, config.train.seed, mesh.group("tp").rank, mesh.size("tp"))
+        initialize(parameters, config.train.seed, mesh.coordinates)
     groups = _data_groups(config, mesh)
     # Together: a rank's disk may be full.
     optimizer = together(mesh.group("world"), lambda: _build_optimizer(config, mesh, groups, built, parameters))
@@ -123,7 +123,7 @@ def _data_groups(config: RunConfig, mesh: Mesh) -> DataGroups:
 
 def _build_optimizer(config: RunConfig, mesh: Mesh, groups: DataGroups, stages: Mapping[int, nn.ModuleList],
                      parameters: list[nn.Parameter]) -> ZeroOptimizer:
-    o, zero, tp = config.optimizer, config.zero, groups.tp
+    o, zero = config.optimizer, config.zero
     layers = {stage: [list(module.parameters()) for module in modules] for stage, modules in stages.items()
               if zero.stage == 3}
     unread = frozenset((stage, i) for stage, modules in stages.items() for i, module in enumerate(modules)
@@ -141,7 +141,7 @@ def _build_optimizer(config: RunConfig, mesh: Mesh, groups: DataGroups, stages: 
         sent_dtype=DTYPES.get(zero.sent_dtype), sent_divisor=zero.sent_divisor,
         layer_plan=LayerPlan(layers, unread, zero.prefetch_bucket_size, zero.param_persistence_threshold),
         offload=make_offload(zero, mesh.device),
-        draw=lambda spec, start, out: initialize_interval(out, spec, start, config.train.seed, tp.rank, tp.size))
+        draw=lambda spec, start, out: initialize_interval(out, spec, start, config.train.seed, mesh.coordinates))
 
 
 def _build_executor(config: RunConfig, mesh: Mesh, part: SequenceSlice, stages: dict[int, Stage], optimizer: ZeroOptimizer,

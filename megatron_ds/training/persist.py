@@ -72,7 +72,7 @@ def save_run(engine: Engine, progress: Progress, description: dict) -> None:
     """Write a checkpoint under `config.checkpoint.save`. Collective over the world."""
     config, mesh, begin = engine.config, engine.mesh, time.perf_counter()
     run = description | {"progress": progress.to_dict(), "optimizer": engine.optimizer.extra_state()}
-    path = save(Path(config.checkpoint.save), progress.step, saved_pieces(engine), tp=mesh.group("tp"),
+    path = save(Path(config.checkpoint.save), progress.step, saved_pieces(engine), coordinates=mesh.coordinates,
                 world=mesh.group("world"), run=run, limit=config.checkpoint.save_total_limit)
     if mesh.rank == 0:
         logger.info("saved %s in %.1f s (%s)", path, time.perf_counter() - begin, size(bytes_in(path)))
@@ -89,8 +89,8 @@ def load_run(engine: Engine, start: Start) -> Progress:
     if start.step is None:
         return Progress()
     with_optimizer = not (checkpoint.finetune or checkpoint.no_load_optim)
-    load(checkpoint.load, start.step, list(engine.optimizer.pieces()), tp=mesh.group("tp"), world=mesh.group("world"),
-         kinds=None if with_optimizer else ("weight",))
+    load(checkpoint.load, start.step, list(engine.optimizer.pieces()), coordinates=mesh.coordinates,
+         world=mesh.group("world"), kinds=None if with_optimizer else ("weight",))
     if with_optimizer:
         engine.optimizer.load_extra_state(start.run["optimizer"])
     engine.optimizer.after_load()

@@ -138,8 +138,8 @@ def _check_room(engine: Engine, progress: Progress) -> None:
     config, mesh = engine.config, engine.mesh
     checkpoint, steps = config.checkpoint, make_length(config).steps_after(progress)
     saves = -(-steps // (checkpoint.save_interval or max(1, steps)))
-    check_room(Path(checkpoint.save), saved_pieces(engine), tp=mesh.group("tp"), world=mesh.group("world"), saves=saves,
-               limit=checkpoint.save_total_limit)
+    check_room(Path(checkpoint.save), saved_pieces(engine), coordinates=mesh.coordinates, world=mesh.group("world"),
+               saves=saves, limit=checkpoint.save_total_limit)
 
 
 def _nothing_to_do(config: RunConfig, progress: Progress) -> str:

@@ -52,7 +52,7 @@ class GradBuckets:
 
     holders  in the order of layout.slots
     ranks    those that hold the same parameters and sum their gradients
-    tp       the ranks over which `partial_grad` parameters are summed
+    tp       the ranks over which gradients are summed that are partial there (`ParamSpec.partial_over`)
     sharded  reduce-scatter instead of all-reduce: only this rank's shard is valid afterwards
     overlap  start reductions during backward; False: all of them in `finish`
     dtype    gradients accumulate in it
@@ -66,7 +66,7 @@ class GradBuckets:
         self.flat = huge_page_zeros(layout.numel, dtype=dtype, device=holders[0].parameter.device)
         self.pieces = layout.slot_intersections(ranks.shard) if sharded else layout.whole_slots()
         self._tp = tp
-        self._partial = [self.grad_of(p) for p in self.pieces if holders[p.slot].parameter.spec.partial_grad]
+        self._partial = [self.grad_of(p) for p in self.pieces if holders[p.slot].parameter.spec.partial_over]
         self._shard_pieces = layout.shard_pieces(ranks.shard)
         self._missing = [UNARMED] * len(holders)      # contributions still to come, per parameter
         self._open = [0] * len(layout.buckets)        # incomplete parameters, per bucket

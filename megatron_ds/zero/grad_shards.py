@@ -51,7 +51,7 @@ class GradShards:
         self.flat = torch.zeros(layout.shard_numel, dtype=pool.dtype, device=pool.device)
         self.pieces = layout.slot_intersections(ranks.shard)
         self._tp, self._pool, self._communication = tp, pool, communication
-        self._partial = [self.grad_of(p) for p in self.pieces if holders[p.slot].parameter.spec.partial_grad]
+        self._partial = [self.grad_of(p) for p in self.pieces if holders[p.slot].parameter.spec.partial_over]
         self._shard_pieces = layout.shard_pieces(ranks.shard)
         # Buffers of the pool are alike where buckets are cut by size; where they are units, each gets its own length.
         longest = max(bucket.stop - bucket.start for bucket in layout.buckets)

@@ -25,7 +25,7 @@ ROWS_AT_A_TIME = 4096
 
 def is_counted(spec: ParamSpec, tp_rank: int) -> bool:
     """Whether this rank's gradient of the parameter counts in the norm."""
-    return not spec.tied_copy and (spec.split_dim is not None or tp_rank == 0)
+    return not spec.tied_copy and (spec.is_split_over("tp") or tp_rank == 0)
 
 
 def norm_views(flat: torch.Tensor, pieces: Iterable[SlotPiece], start_of: Callable[[SlotPiece], int]) -> list[torch.Tensor]:

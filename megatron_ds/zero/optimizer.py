@@ -22,7 +22,7 @@ from torch import nn
 
 from ..mpu.collectives import all_reduce_, barrier, share_memory
 from ..mpu.group import Group
-from ..mpu.param_spec import ParamSpec
+from ..mpu.param_spec import DATA_AXES, ParamSpec
 from .buckets import Holder
 from .buffer_pool import BufferPool
 from .data_groups import Hierarchy
@@ -136,8 +136,8 @@ class ZeroOptimizer:
         self._device = device or (parameters[0].device if parameters else torch.device("cpu"))
         self._layer_plan = layer_plan or LayerPlan({})
         places = {p: (stage, 0) for p, stage in (stage_of or {}).items()} | self._layer_plan.places()
-        facts = [Fact(p.spec.name, p.numel(), str(p.dtype), p.spec.expert, self._is_tied(p), not p.requires_grad,
-                      *places.get(p, (None, 0))) for p in parameters]
+        facts = [Fact(p.spec.name, p.numel(), str(p.dtype), p.spec.reduced_over != DATA_AXES, self._is_tied(p),
+                      not p.requires_grad, *places.get(p, (None, 0))) for p in parameters]
         plans = plan_sets(facts, policy, data_shards=groups.data.size, expert_shards=groups.expert.size,
                           bucket_elements=bucket_elements, persistence=self._layer_plan.persistence,
                           gather_alone=offload.parameters is not None,

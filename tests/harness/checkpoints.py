@@ -22,7 +22,7 @@ def some_pieces(seed):
 
 def save_small(folder, step=NEW):
     run = RUN | {"progress": RUN["progress"] | {"step": step}}
-    return save(folder, step, some_pieces(step), tp=solo(), world=solo(), run=run)
+    return save(folder, step, some_pieces(step), coordinates={}, world=solo(), run=run)
 
 
 def entry(file: Path) -> dict:

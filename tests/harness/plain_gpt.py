@@ -193,7 +193,7 @@ def load_logical(parameters, weights: dict[str, torch.Tensor], tp) -> None:
     with torch.no_grad():
         for p in parameters:
             p.fill_(PADDING)
-            for box in p.spec.boxes(tp.rank, tp.size):
+            for box in p.spec.boxes({"tp": (tp.rank, tp.size)}):
                 p[_slices(box.local, box.sizes)] = weights[p.spec.name][_slices(box.logical, box.sizes)].to(p.dtype)
 
 
@@ -203,11 +203,11 @@ def gather_logical(per_rank: list[list[tuple]]) -> dict[str, torch.Tensor]:
     for rank, held in enumerate(per_rank):
         for spec, tensor in held:
             whole = result.setdefault(spec.name, torch.zeros(spec.shape, dtype=tensor.dtype))
-            if spec.split_dim is None and not spec.partial_grad and rank > 0:
+            if not spec.is_split_over("tp") and not spec.partial_over and rank > 0:
                 torch.testing.assert_close(whole, tensor, rtol=1e-5, atol=1e-6, msg=lambda m, n=spec.name: f"{n}: {m}")
                 continue
             rest = tensor.clone()
-            for box in spec.boxes(rank, size):
+            for box in spec.boxes({"tp": (rank, size)}):
                 whole[_slices(box.logical, box.sizes)] += tensor[_slices(box.local, box.sizes)]
                 rest[_slices(box.local, box.sizes)] = 0
             assert not rest.any(), f"{spec.name}: padding received a gradient"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from megatron_ds.mpu.group import Group
-from megatron_ds.mpu.param_spec import Init, ParamSpec
+from megatron_ds.mpu.param_spec import Coordinates, Init, ParamSpec, Split
 
 NORMAL = Init("normal", 0.02)
 VOCABULARY, HIDDEN = 13, 6
@@ -20,16 +20,17 @@ KINDS = ("weight", "exp_avg")
 
 def model_specs(padded: int = 24, num_layers: int = 2, hidden: int = HIDDEN) -> list[ParamSpec]:
     """Divides over 1, 2, 3, 4 tensor-parallel ranks, in every way of packing. The last is a copy of the first, tied."""
-    specs = [ParamSpec("embedding.word_embeddings.weight", (VOCABULARY, hidden), NORMAL, 0, padded=padded, tied="embedding")]
+    rows = Split("tp", 0, padded=padded)
+    specs = [ParamSpec("embedding.word_embeddings.weight", (VOCABULARY, hidden), NORMAL, (rows,), tied="embedding")]
     for i in range(num_layers):
         name = f"decoder.layers.{i}"
         specs += [
             ParamSpec(f"{name}.input_layernorm.weight", (hidden,), Init("ones"), decay=False),
-            ParamSpec(f"{name}.self_attention.linear_qkv.weight", (36, hidden), NORMAL, 0),
-            ParamSpec(f"{name}.self_attention.linear_proj.weight", (hidden, 12), NORMAL, 1),
-            ParamSpec(f"{name}.mlp.linear_fc1.weight", (24, hidden), NORMAL, 0, parts=2),
-            ParamSpec(f"{name}.mlp.linear_fc1.bias", (24,), Init("zeros"), 0, parts=2),
-            ParamSpec(f"{name}.mlp.experts", (3, hidden, 24), NORMAL, 2, parts=2),
+            ParamSpec(f"{name}.self_attention.linear_qkv.weight", (36, hidden), NORMAL, (Split("tp", 0),)),
+            ParamSpec(f"{name}.self_attention.linear_proj.weight", (hidden, 12), NORMAL, (Split("tp", 1),)),
+            ParamSpec(f"{name}.mlp.linear_fc1.weight", (24, hidden), NORMAL, (Split("tp", 0, parts=2),)),
+            ParamSpec(f"{name}.mlp.linear_fc1.bias", (24,), Init("zeros"), (Split("tp", 0, parts=2),)),
+            ParamSpec(f"{name}.mlp.experts", (3, hidden, 24), NORMAL, (Split("tp", 2, parts=2),)),
         ]
     return specs + [ParamSpec("temperature", (), Init("ones")),
                     replace(specs[0], tied_copy=True)]
@@ -75,14 +76,15 @@ def logical_tensor(kind: str, spec: ParamSpec, seed: int) -> torch.Tensor:
 
 def shard(logical: torch.Tensor, spec: ParamSpec, rank: int, size: int) -> torch.Tensor:
     """The shard of one tensor-parallel rank, padding zero."""
-    if spec.split_dim is None:
+    split = spec.split_over("tp")
+    if split is None:
         return logical
-    d = spec.split_dim
-    if spec.padded:
+    d = split.dim
+    if split.padded:
         missing = list(spec.shape)
-        missing[d] = spec.padded - spec.shape[d]
+        missing[d] = split.padded - spec.shape[d]
         logical = torch.cat([logical, logical.new_zeros(missing)], d)
-    return torch.cat([part.chunk(size, d)[rank] for part in logical.chunk(spec.parts, d)], d).contiguous()
+    return torch.cat([part.chunk(size, d)[rank] for part in logical.chunk(split.parts, d)], d).contiguous()
 
 
 def pieces_of(layout: Layout, rank: int, seed: int | None, num_layers: int = 2, hidden: int = HIDDEN) -> list[StatePiece]:
@@ -113,6 +115,10 @@ def pieces_of(layout: Layout, rank: int, seed: int | None, num_layers: int = 2, 
                 pieces.append(StatePiece(spec, kind, start, stop, tensor, replica, replicas))
             at += flat.numel()
     return pieces
+
+
+def tp_coordinates(layout: Layout, rank: int) -> Coordinates:
+    return {"tp": (layout.coordinates(rank)[0], layout.tp)}
 
 
 def tp_group(layout: Layout, rank: int, world) -> Group:

@@ -33,7 +33,7 @@ from tests.harness.checkpoints import (
     save_small,
     some_pieces,
 )
-from tests.harness.states import Layout, pieces_of, tp_group, world_group
+from tests.harness.states import Layout, pieces_of, tp_coordinates, world_group
 from tests.harness.threads import run_ranks
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -41,14 +41,14 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 def save_of_two_ranks(folder, step):
     layout = Layout(tp=2)
-    run_ranks(2, lambda rank, world: save(folder, step, pieces_of(layout, rank, step), tp=tp_group(layout, rank, world),
-                                          world=world_group(layout, rank, world), run={}))
+    run_ranks(2, lambda rank, world: save(folder, step, pieces_of(layout, rank, step), world=world_group(layout, rank, world),
+                                          coordinates=tp_coordinates(layout, rank), run={}))
     return folder / f"iter_{step:07d}"
 
 
 def load_all(folder, step=NEW, pieces=None, **options):
     pieces = pieces or pieces_of(Layout(), 0, None)
-    load(folder, step, pieces, tp=solo(), world=solo(), **options)
+    load(folder, step, pieces, coordinates={}, world=solo(), **options)
     return pieces
 
 
@@ -304,7 +304,7 @@ def test_compressed_records_are_refused_before_they_are_inflated(tmp_path, monke
         with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
             archive.writestr("archive/data.pkl", bytes(2**22))
 
-    path = save(tmp_path, NEW, some_pieces(NEW)[:1], tp=solo(), world=solo(), run={})
+    path = save(tmp_path, NEW, some_pieces(NEW)[:1], coordinates={}, world=solo(), run={})
     replace_chunk(path, zip_bomb)
     monkeypatch.setattr(torch, "load", lambda *args, **options: pytest.fail("a record was inflated"))
     monkeypatch.setattr(zipfile.ZipFile, "open", lambda *args, **options: pytest.fail("a record was inflated"))
@@ -319,7 +319,7 @@ def test_compressed_records_are_refused_before_they_are_inflated(tmp_path, monke
     (lambda right: Reduced(bytearray, 2**40), "asks for __builtin__ bytearray"),        # weights_only admits it
 ])
 def test_a_chunk_that_holds_something_else_than_the_index_says_is_refused(values, message, tmp_path):
-    path = save(tmp_path, NEW, some_pieces(NEW)[:1], tp=solo(), world=solo(), run={})
+    path = save(tmp_path, NEW, some_pieces(NEW)[:1], coordinates={}, world=solo(), run={})
 
     replace_chunk(path, lambda file: torch.save(values(some_pieces(NEW)[0].tensor.view(36, 6)), file))
     with pytest.raises(CheckpointError, match=f"__0_0.distcp is damaged: .*{message}"):

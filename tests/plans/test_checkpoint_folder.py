@@ -17,14 +17,14 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 def save_step(folder, step, seed=None, limit=None):
     seed = step if seed is None else seed
-    return save(folder, step, pieces_of(Layout(), 0, seed), tp=solo(), world=solo(), run={"seed": seed}, limit=limit)
+    return save(folder, step, pieces_of(Layout(), 0, seed), coordinates={}, world=solo(), run={"seed": seed}, limit=limit)
 
 
 def assert_loads(folder, step, seed):
     assert latest(folder) == step
     assert read_run(folder, step)["seed"] == seed
     pieces = pieces_of(Layout(), 0, seed=None)
-    load(folder, step, pieces, tp=solo(), world=solo())
+    load(folder, step, pieces, coordinates={}, world=solo())
     assert all(torch.equal(p.tensor, right.tensor) for p, right in zip(pieces, pieces_of(Layout(), 0, seed)))
 
 
@@ -157,7 +157,7 @@ def test_retention_by_hand(steps, saved, limit, expected):
 
 def test_values_that_json_cannot_keep_are_refused_before_anything_is_written(tmp_path):
     with pytest.raises(CheckpointError, match="not JSON serializable"):
-        save(tmp_path / "new", 1, pieces_of(Layout(), 0, 0), tp=solo(), world=solo(), run={"config": object()})
+        save(tmp_path / "new", 1, pieces_of(Layout(), 0, 0), coordinates={}, world=solo(), run={"config": object()})
     assert not (tmp_path / "new").exists()
 
 

@@ -27,7 +27,7 @@ def test_each_parameter_has_its_name_its_logical_shape_and_its_share(style, tp_s
     assert {name: spec.shape for name, spec in specs.items()} == logical_shapes(config)
     assert len(specs) == len(list(model.parameters()))
     for p in model.parameters():
-        assert tuple(p.shape) == p.spec.local_shape(tp_size), p.spec.name
+        assert tuple(p.shape) == p.spec.local_shape({"tp": tp_size}), p.spec.name
 
 
 def test_names_do_not_depend_on_the_cut():
@@ -44,7 +44,8 @@ def test_gradients_are_partial_exactly_where_a_parameter_sees_a_slice_of_the_seq
     model = build_stage(MODELS["gpt"](STYLES["gpt2"], context_of(tp_of(2), sequence_parallel=sequence_parallel)))
     sees_slice = ("layernorm.weight", "layernorm.bias", "linear_proj.bias", "linear_fc2.bias", "position_embeddings.weight")
     for p in model.parameters():
-        assert p.spec.partial_grad == (sequence_parallel and p.spec.name.endswith(sees_slice)), p.spec.name
+        partial = sequence_parallel and p.spec.name.endswith(sees_slice)
+        assert p.spec.partial_over == (("tp",) if partial else ()), p.spec.name
 
 
 def test_initial_values_and_decay_follow_the_kind_of_parameter():

@@ -67,9 +67,9 @@ def test_norms_equal_their_references(hidden, dtype):
 
 @pytest.mark.parametrize("kind", NORMS)
 def test_norm_parameters_carry_their_names_and_the_partial_gradient_mark(kind):
-    specs = [p.spec for p in NORMS[kind](6, name="decoder.final_layernorm", partial_grad=True).parameters()]
+    specs = [p.spec for p in NORMS[kind](6, name="decoder.final_layernorm", partial_over=("tp",)).parameters()]
     assert specs[0].name == "decoder.final_layernorm.weight" and specs[0].init.kind == "ones"
-    assert all(s.partial_grad and not s.decay and s.split_dim is None for s in specs)
+    assert all(s.partial_over == ("tp",) and not s.decay and not s.splits for s in specs)
 
 
 @pytest.mark.parametrize("percent", [1.0, 0.5, 0.3])

@@ -78,7 +78,7 @@ def test_values_that_a_loader_needs_are_asked_for_by_name():
 def test_a_save_that_could_not_be_loaded_is_refused_and_the_one_before_stays(tmp_path):
     save_small(tmp_path)
     with pytest.raises(CheckpointError, match="could not be read again: progress.step is 3 at step 6"):
-        save(tmp_path, 6, some_pieces(6), tp=solo(), world=solo(), run={"progress": {"step": 3, "samples": 9}})
+        save(tmp_path, 6, some_pieces(6), coordinates={}, world=solo(), run={"progress": {"step": 3, "samples": 9}})
     assert latest(tmp_path) == NEW
 
 

@@ -22,11 +22,11 @@ from tests.harness.deaths import forked, survived
 from tests.harness.states import Layout, pieces_of
 
 TRACKER = "latest_checkpointed_iteration.txt"
-BYTES = bytes_written_here(pieces_of(Layout(), 0, 1), solo())
+BYTES = bytes_written_here(pieces_of(Layout(), 0, 1), {})
 
 
 def checkpoint(folder, step, run_id="aa11"):
-    save(folder, step, pieces_of(Layout(), 0, step), tp=solo(), world=solo(), run={"run_id": run_id} if run_id else {})
+    save(folder, step, pieces_of(Layout(), 0, step), coordinates={}, world=solo(), run={"run_id": run_id} if run_id else {})
 
 
 def start(**options):
@@ -169,7 +169,7 @@ def test_a_pipe_as_tracker_or_run_file_is_an_error_and_does_not_hang(used):
 
 # ---------------------------------------------------------------------- room
 def room(folder, saves=1, limit=None):
-    check_room(folder, pieces_of(Layout(), 0, 1), tp=solo(), world=solo(), saves=saves, limit=limit)
+    check_room(folder, pieces_of(Layout(), 0, 1), coordinates={}, world=solo(), saves=saves, limit=limit)
 
 
 def test_a_disk_that_cannot_hold_one_checkpoint_is_an_error_before_the_first_step(tmp_path, monkeypatch):
@@ -199,7 +199,7 @@ def saved_under_a_limit(folder, most):
     def attempt():
         resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
         try:
-            save(folder, 1, pieces_of(Layout(), 0, 1, hidden=600), tp=solo(), world=solo(), run={})
+            save(folder, 1, pieces_of(Layout(), 0, 1, hidden=600), coordinates={}, world=solo(), run={})
         except CheckpointError as error:
             (folder.parent / "error").write_text(str(error)[:most])
 
@@ -209,7 +209,7 @@ def saved_under_a_limit(folder, most):
 
 @pytest.mark.parametrize("most", [4096, 200_000])
 def test_a_limit_of_file_size_is_named_with_the_bytes(tmp_path, most):
-    share = bytes_written_here(pieces_of(Layout(), 0, 1, hidden=600), solo())
+    share = bytes_written_here(pieces_of(Layout(), 0, 1, hidden=600), {})
     assert share > most
     message = saved_under_a_limit(tmp_path / "run", most)
     assert re.search(rf"File too large: .* {share:,} bytes needed, .* files of {most:,} bytes \(ulimit -f\)", message)

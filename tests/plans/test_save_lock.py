@@ -23,7 +23,7 @@ SOON, LATE = 0.05, 3600.0     # seconds
 
 
 def save_step(folder, step, seed):
-    return save(folder, step, pieces_of(Layout(), 0, seed), tp=solo(), world=solo(), run={"seed": seed})
+    return save(folder, step, pieces_of(Layout(), 0, seed), coordinates={}, world=solo(), run={"seed": seed})
 
 
 def left_behind(folder: Path, **changes) -> Path:

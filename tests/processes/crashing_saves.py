@@ -28,7 +28,7 @@ MOST_CHANGES = 200
 
 
 def save_seed(folder: Path, step: int, seed: int, limit: int | None = None) -> None:
-    save(folder, step, pieces_of(Layout(), 0, seed), tp=solo(), world=solo(), run={"seed": seed}, limit=limit)
+    save(folder, step, pieces_of(Layout(), 0, seed), coordinates={}, world=solo(), run={"seed": seed}, limit=limit)
 
 
 def loaded_seed(folder: Path) -> int:
@@ -36,7 +36,7 @@ def loaded_seed(folder: Path) -> int:
     step = latest(folder)
     seed = read_run(folder, step)["seed"]
     pieces = pieces_of(Layout(), 0, seed=None)
-    load(folder, step, pieces, tp=solo(), world=solo())
+    load(folder, step, pieces, coordinates={}, world=solo())
     for piece, right in zip(pieces, pieces_of(Layout(), 0, seed), strict=True):
         assert torch.equal(piece.tensor, right.tensor), f"iteration {step} is damaged"
     return seed

@@ -87,7 +87,7 @@ def test_one_process_trains_like_a_plain_bert_under_torchs_adamw():
     job = tiny_job("bert", "fp32", False, 0.0, LAYERS, GLOBAL_BATCH, STEPS)
     config = parse([*job, "--micro-batch-size", "1"])
     ours = build_stage(MODELS["bert"](config.model, context_of()))
-    initialize(ours.parameters(), config.train.seed, 0, 1)
+    initialize(ours.parameters(), config.train.seed, {})
     plain = PlainBert(config.model, {p.spec.name: p.detach()[:p.spec.shape[0]] for p in dict.fromkeys(ours.parameters())})
     decays = {p.spec.name: p.spec.decay for p in ours.parameters()}
     samples, seen = made_up_samples(config, 4 * GLOBAL_BATCH, seed=1), []

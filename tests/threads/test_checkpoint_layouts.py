@@ -13,9 +13,9 @@ from megatron_ds.checkpoint.load import check_same_model, latest, load, load_wei
 from megatron_ds.checkpoint.pieces import key, written_here
 from megatron_ds.checkpoint.save import save
 from megatron_ds.errors import CheckpointError
-from megatron_ds.mpu.group import Group, solo
+from megatron_ds.mpu.group import solo
 from tests.harness.checkpoints import make_format_1, reseal, reseal_chunks
-from tests.harness.states import KINDS, Layout, logical_tensor, model_specs, pieces_of, shard, tp_group, world_group
+from tests.harness.states import KINDS, Layout, logical_tensor, model_specs, pieces_of, shard, tp_coordinates, world_group
 from tests.harness.threads import run_ranks
 
 LAYOUTS = [
@@ -32,7 +32,7 @@ LAYOUTS = [
 
 def save_state(directory, layout, seed, step=5, **options):
     def rank_saves(rank, world):
-        save(directory, step, pieces_of(layout, rank, seed), tp=tp_group(layout, rank, world),
+        save(directory, step, pieces_of(layout, rank, seed), coordinates=tp_coordinates(layout, rank),
              world=world_group(layout, rank, world), run={"seed": seed}, **options)
 
     run_ranks(layout.world_size, rank_saves)
@@ -41,7 +41,8 @@ def save_state(directory, layout, seed, step=5, **options):
 def load_state(directory, layout, step=5, **options):
     def rank_loads(rank, world):
         pieces = pieces_of(layout, rank, seed=None)
-        load(directory, step, pieces, tp=tp_group(layout, rank, world), world=world_group(layout, rank, world), **options)
+        load(directory, step, pieces, coordinates=tp_coordinates(layout, rank), world=world_group(layout, rank, world),
+             **options)
         return pieces
 
     return run_ranks(layout.world_size, rank_loads)
@@ -67,7 +68,7 @@ def test_ranks_that_see_different_saves_under_one_name_load_neither(format_1, tm
     def rank_loads(rank, world):
         pieces = pieces_of(layout, rank, seed=7)
         with pytest.raises(CheckpointError, match=r"rank\(s\) 1 of 2 see another save under this name than rank 0"):
-            load(places[rank], 5, pieces, tp=tp_group(layout, rank, world), world=world_group(layout, rank, world))
+            load(places[rank], 5, pieces, coordinates=tp_coordinates(layout, rank), world=world_group(layout, rank, world))
         assert all(torch.equal(p.tensor, q.tensor) for p, q in zip(pieces, pieces_of(layout, rank, seed=7), strict=True))
 
     run_ranks(2, rank_loads)
@@ -92,7 +93,7 @@ def test_random_layouts_load_each_other(seed, tmp_path):
 def test_each_element_is_written_once_however_many_ranks_hold_it(layout):
     counts = Counter()
     for rank in range(layout.world_size):
-        for piece in written_here(pieces_of(layout, rank, seed=0), Group("tp", layout.tp_ranks(rank), rank % layout.tp)):
+        for piece in written_here(pieces_of(layout, rank, seed=0), tp_coordinates(layout, rank)):
             assert not piece.spec.tied_copy
             own = shard(torch.ones(piece.spec.shape), piece.spec, rank % layout.tp, layout.tp).reshape(-1)
             counts[key(piece)] += int(own[piece.start:piece.stop].sum())
@@ -103,7 +104,7 @@ def test_each_element_is_written_once_however_many_ranks_hold_it(layout):
 
 def test_the_writing_of_replicated_tensors_is_spread_over_the_ranks_that_hold_them():
     layout = Layout(tp=2, dp=2)
-    shares = [sum(p.tensor.numel() for p in written_here(pieces_of(layout, rank, 0), Group("tp", (0, 1), rank % 2)))
+    shares = [sum(p.tensor.numel() for p in written_here(pieces_of(layout, rank, 0), tp_coordinates(layout, rank)))
               for rank in range(4)]
     assert max(shares) < 0.5 * sum(shares) and min(shares) > 0
 
@@ -120,7 +121,7 @@ def test_the_files_are_what_torchs_own_tool_reads(tmp_path):
 
 def test_kinds_limits_what_is_filled_and_what_must_be_there(tmp_path):
     weights = [p for p in pieces_of(Layout(), 0, seed=2) if p.kind == "weight"]
-    save(tmp_path, 5, weights, tp=solo(), world=solo(), run={})
+    save(tmp_path, 5, weights, coordinates={}, world=solo(), run={})
     [pieces] = load_state(tmp_path, Layout(), kinds=("weight",))
     for piece, right in zip(pieces, pieces_of(Layout(), 0, seed=2)):
         assert torch.equal(piece.tensor, right.tensor) if piece.kind == "weight" else piece.tensor.isnan().all()
@@ -135,7 +136,7 @@ def test_weights_alone_load_into_a_bf16_model_with_zero_padding(tp, tmp_path):
     def rank_loads(rank, world):
         specs, parameters = model_specs(padded=24), []
         for spec in specs:
-            parameters.append(torch.nn.Parameter(torch.full(spec.local_shape(tp), 9.0, dtype=torch.bfloat16)))
+            parameters.append(torch.nn.Parameter(torch.full(spec.local_shape({"tp": tp}), 9.0, dtype=torch.bfloat16)))
             parameters[-1].spec = spec
         load_weights(tmp_path, 5, parameters, world.group("tp", range(tp), rank))
         for spec, parameter in zip(specs, parameters):
@@ -152,7 +153,7 @@ def test_every_tensor_that_does_not_fit_is_listed_on_every_rank_and_nothing_is_f
     def rank_loads(rank, world):
         pieces = pieces_of(layout, rank, seed=None, num_layers=4, hidden=8)
         with pytest.raises(CheckpointError) as caught:
-            load(tmp_path, 5, pieces, tp=tp_group(layout, rank, world), world=world_group(layout, rank, world))
+            load(tmp_path, 5, pieces, coordinates=tp_coordinates(layout, rank), world=world_group(layout, rank, world))
         assert all(piece.tensor.isnan().all() for piece in pieces)
         return str(caught.value)
 
@@ -167,7 +168,7 @@ def test_another_dtype_is_refused_where_bits_must_not_change(tmp_path):
     [piece, *_] = pieces_of(Layout(), 0, seed=None)
     piece.tensor = piece.tensor.to(torch.bfloat16)
     with pytest.raises(CheckpointError, match="torch.float32 there and torch.bfloat16 here"):
-        load(tmp_path, 5, [piece], tp=solo(), world=solo())
+        load(tmp_path, 5, [piece], coordinates={}, world=solo())
 
 
 def test_a_hole_in_the_state_is_found_before_the_checkpoint_is_published(tmp_path):
@@ -175,7 +176,7 @@ def test_a_hole_in_the_state_is_found_before_the_checkpoint_is_published(tmp_pat
     pieces[3].stop -= 1
     pieces[3].tensor = pieces[3].tensor[:-1]
     with pytest.raises(CheckpointError, match=r"linear_proj.weight has 71 of 72"):
-        save(tmp_path, 5, pieces, tp=solo(), world=solo(), run={})
+        save(tmp_path, 5, pieces, coordinates={}, world=solo(), run={})
     assert list(tmp_path.iterdir()) == []
 
 
@@ -195,7 +196,7 @@ def test_one_rank_that_cannot_write_fails_the_save_everywhere_and_the_previous_c
 
     def rank_saves(rank, world):
         with pytest.raises(CheckpointError, match="iteration 6 .* rank 2: .*No space left"):
-            save(tmp_path, 6, pieces_of(layout, rank, 2), tp=tp_group(layout, rank, world),
+            save(tmp_path, 6, pieces_of(layout, rank, 2), coordinates=tp_coordinates(layout, rank),
                  world=world_group(layout, rank, world), run={})
 
     run_ranks(4, rank_saves)
@@ -205,7 +206,7 @@ def test_one_rank_that_cannot_write_fails_the_save_everywhere_and_the_previous_c
 
 def test_run_json_keeps_what_it_was_given_and_says_what_wrote_it(tmp_path):
     run = {"progress": {"step": 5, "samples": 40}, "loss_scale": 65536.0, "lr": 0.1 + 0.2, "config": {"data_path": ["a", "b"]}}
-    save(tmp_path, 5, pieces_of(Layout(), 0, 0), tp=solo(), world=solo(), run=run)
+    save(tmp_path, 5, pieces_of(Layout(), 0, 0), coordinates={}, world=solo(), run=run)
     kept = read_run(tmp_path, 5)
     assert {name: kept[name] for name in run} == run
     assert kept["step"] == 5 and kept["versions"]["torch"] == torch.__version__
@@ -281,14 +282,14 @@ def test_damage_is_found_before_anything_is_filled(damage, tmp_path):
         index.write_bytes(index.read_bytes()[::-1])
     pieces = pieces_of(Layout(), 0, seed=None)
     with pytest.raises(CheckpointError, match="__1_0.distcp|.metadata"):
-        load(tmp_path, 5, pieces, tp=solo(), world=solo())
+        load(tmp_path, 5, pieces, coordinates={}, world=solo())
     assert all(piece.tensor.isnan().all() for piece in pieces)
     with pytest.raises(CheckpointError, match="no complete checkpoint"):
         latest(tmp_path)
 
 
 def test_a_flipped_byte_in_a_tensor_is_found(tmp_path):
-    save(tmp_path, 5, pieces_of(Layout(), 0, seed=0), tp=solo(), world=solo(), run={})
+    save(tmp_path, 5, pieces_of(Layout(), 0, seed=0), coordinates={}, world=solo(), run={})
     data = tmp_path / "iter_0000005" / "__0_0.distcp"
     content = bytearray(data.read_bytes())
     at = content.find(pieces_of(Layout(), 0, seed=0)[2].tensor.numpy().tobytes())

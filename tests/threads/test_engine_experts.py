@@ -11,6 +11,7 @@ import megatron_ds
 from megatron_ds.errors import ConfigError
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
+from megatron_ds.mpu.param_spec import Init, ParamSpec, Split
 from tests.harness.engine_runs import EPS, config_of
 from tests.harness.plain_training import train_plainly
 from tests.harness.threads import run_ranks
@@ -217,12 +218,75 @@ def test_a_rank_may_change_the_experts_that_it_holds(stage):
         assert torch.equal(after[name], before[name]), name
 
 
+class WithSpecs(Experts):
+    """Parameters of the experts have specs already, as those of this package's layers do."""
+
+    def __init__(self, group=None, stacked=()):
+        super().__init__(group)
+        for name, p in self.experts.named_parameters():
+            p.spec = ParamSpec(f"experts.{name}", tuple(p.shape), Init("zeros"))
+        if stacked:
+            del self.stacked.allreduce, self.stacked.group_name
+            self.stacked.spec = ParamSpec("stacked", (EXPERTS, WIDTH), Init("zeros"), stacked)
+
+
+class Stacked(nn.Module):
+    """Nothing but a part of a stacked parameter, whose spec is split over "ep"; no marks."""
+
+    def __init__(self, group):
+        super().__init__()
+        self.stacked = nn.Parameter(torch.zeros(EXPERTS // group.size, WIDTH))
+        self.stacked.spec = ParamSpec("stacked", (EXPERTS, WIDTH), Init("zeros"), (Split("ep", 0),))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_marked_experts_that_have_specs_are_reduced_over_the_ranks_that_hold_them(stage):
+    norms, expected = one_process()
+
+    def run(rank, world):
+        mesh = Mesh(Grid(dp=4, ep=2), rank, world.connect)
+        engine = megatron_ds.initialize(model=WithSpecs(mesh.group("ep")), config=config(stage), mpu=mesh).engine
+        return train(engine, rank), engine.full_state_dict()
+
+    results = run_ranks(4, run)
+    assert results[0][0] == pytest.approx(norms, rel=1e-5)
+    assert_same_state(results[0][1], expected)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_parameter_split_over_ep_by_its_spec_is_one_tensor_that_loads_at_any_ep(stage, tmp_path):
+    norms, expected = one_process()
+
+    def run(ep, main):
+        def rank_main(rank, world):
+            mesh = Mesh(Grid(dp=4, ep=ep), rank, world.connect)
+            module = WithSpecs(mesh.group("ep"), stacked=(Split("ep", 0),))
+            return main(megatron_ds.initialize(model=module, config=config(stage), mpu=mesh).engine, rank)
+
+        return run_ranks(4, rank_main)[0]
+
+    def save(engine, rank):
+        first = train(engine, rank, slice(2))
+        engine.save_checkpoint(tmp_path)
+        return first + train(engine, rank, slice(2, 3)), engine.full_state_dict()
+
+    def load(engine, rank):
+        engine.load_checkpoint(tmp_path)
+        return train(engine, rank, slice(2, 3)), engine.full_state_dict()
+
+    (all_norms, state), (last, loaded) = run(2, save), run(4, load)
+    assert all_norms == pytest.approx(norms, rel=1e-5) and last == pytest.approx(norms[2:], rel=1e-5)
+    for name, value in expected.items():
+        torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(loaded[name], value, rtol=1e-5, atol=1e-6)
+
+
 # ---------------------------------------------------------------------------------------------------- what cannot be known
 def test_marked_experts_without_known_ranks_are_refused():
     def run(rank, world):
         mesh = Mesh(Grid(dp=4), rank, world.connect)
         module = Experts(SimpleNamespace(size=2, rank=rank % 2))
-        with pytest.raises(ConfigError, match=r"9 parameters are marked as experts .* which of the 4 .* is not known"):
+        with pytest.raises(ConfigError, match="9 parameters are marked .* not known which of the 4 .* hold the same"):
             megatron_ds.initialize(model=module, config=config(0), mpu=mesh)
 
     run_ranks(4, run)
@@ -231,7 +295,7 @@ def test_marked_experts_without_known_ranks_are_refused():
 def test_another_size_of_groups_than_marked_is_refused():
     def run(rank, world):
         mesh = Mesh(Grid(dp=4, ep=4), rank, world.connect)
-        with pytest.raises(ConfigError, match="'ep_size_2', but the expert-data group of 1 of 4 ranks means .* groups of 4"):
+        with pytest.raises(ConfigError, match="'ep_size_2', but expert-data groups of 1 of 4 ranks mean .* groups of 4"):
             megatron_ds.initialize(model=Experts(SimpleNamespace(size=2, rank=rank % 2)), config=config(0), mpu=mesh)
 
     run_ranks(4, run)
@@ -260,3 +324,15 @@ def test_unmarked_parameters_that_alone_differ_are_reported(caplog):
     run_ranks(2, run)
     [record] = [r for r in caplog.records if "differ between data-parallel ranks" in r.message]
     assert "2 parameters, first experts.weight" in record.message
+
+
+@pytest.mark.parametrize("kind, message", [
+    (WithSpecs, "9 parameters are marked as experts .* which of the 4 .* hold the same experts"),
+    (Stacked, r"stacked has shape \[2, 6\] here, but by its spec.*1 model-parallel and 1 expert-parallel ranks")])
+def test_experts_with_specs_and_without_known_ranks_are_refused(kind, message):
+    def run(rank, world):
+        mesh = Mesh(Grid(dp=4), rank, world.connect)
+        with pytest.raises(ConfigError, match=message):
+            megatron_ds.initialize(model=kind(SimpleNamespace(size=2, rank=rank % 2)), config=config(0), mpu=mesh)
+
+    run_ranks(4, run)

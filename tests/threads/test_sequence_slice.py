@@ -13,6 +13,7 @@ from megatron_ds.models.layer import HiddenDropout
 from megatron_ds.models.random_ltd import RandomLTD
 from megatron_ds.mpu.context import ParallelContext
 from megatron_ds.mpu.grid import Grid
+from megatron_ds.mpu.group import coordinates_of
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.mpu.sequence_slice import Part, SequenceSlice
 from megatron_ds.tensor_parallel.init import initialize
@@ -79,7 +80,7 @@ def test_a_mask_is_cut_in_queries_and_keys():
 
 
 def build(module, ctx):
-    initialize(list(module.parameters()), 5, ctx.tp.rank, ctx.tp.size)
+    initialize(list(module.parameters()), 5, coordinates_of(ctx.tp))
     return module
 
 

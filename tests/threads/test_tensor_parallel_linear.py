@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from megatron_ds.errors import LayoutError
-from megatron_ds.mpu.group import solo
+from megatron_ds.mpu.group import coordinates_of, solo
 from megatron_ds.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from tests.harness.model_runs import context_of
 from tests.harness.shards import assemble, cut
@@ -31,7 +31,7 @@ def make_pair(group, sequence_parallel=False, bias=True):
     values = WEIGHTS if bias else WEIGHTS[::2]
     parameters = [p for layer in pair for p in layer.parameters()]
     for parameter, logical in zip(parameters, values):
-        parameter.data.copy_(cut(logical, parameter.spec, group.rank, group.size))
+        parameter.data.copy_(cut(logical, parameter.spec, coordinates_of(group)))
     return pair, parameters
 
 
@@ -61,7 +61,7 @@ def collect(results, sequence_parallel):
         y, dx = ys[0], dxs[0]
     whole = []
     for spec, shards in zip(specs[0], zip(*gradients)):
-        shards = [sum(shards)] * len(shards) if spec.partial_grad else list(shards)
+        shards = [sum(shards)] * len(shards) if spec.partial_over else list(shards)
         whole.append(assemble(shards, spec))
     return [y, dx, *whole]
 
@@ -146,8 +146,8 @@ def test_gathered_output_is_whole_on_every_rank(t):
     def rank_main(rank, world):
         group = world.group("tp", tuple(range(t)), rank)
         layer = ColumnParallelLinear(IN, MIDDLE, context_of(group), name="a", init_std=0.02, gather_output=True)
-        layer.weight.data.copy_(cut(WEIGHTS[0], layer.weight.spec, rank, t))
-        layer.bias.data.copy_(cut(WEIGHTS[1], layer.bias.spec, rank, t))
+        layer.weight.data.copy_(cut(WEIGHTS[0], layer.weight.spec, {"tp": (rank, t)}))
+        layer.bias.data.copy_(cut(WEIGHTS[1], layer.bias.spec, {"tp": (rank, t)}))
         x = X.clone().requires_grad_()
         y = layer(x)
         y.backward(torch.tanh(y.detach()))
@@ -166,7 +166,7 @@ def test_packed_parts_are_split_each_by_itself():
     def rank_main(rank, world):
         group = world.group("tp", (0, 1), rank)
         layer = ColumnParallelLinear(IN, MIDDLE, context_of(group), name="fc1", init_std=0.02, parts=2, bias=False)
-        layer.weight.data.copy_(cut(WEIGHTS[0], layer.weight.spec, rank, 2))
+        layer.weight.data.copy_(cut(WEIGHTS[0], layer.weight.spec, {"tp": (rank, 2)}))
         return layer(X).detach()
 
     gate, up = F.linear(X, WEIGHTS[0]).chunk(2, dim=-1)

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from megatron_ds.mpu.group import solo
+from megatron_ds.mpu.group import coordinates_of, solo
 from megatron_ds.tensor_parallel import cross_entropy
 from megatron_ds.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron_ds.tensor_parallel.embedding import VocabParallelEmbedding, parallel_logits, vocabulary_spec
@@ -30,7 +30,7 @@ TABLE, DX = randn(V, H, seed=2), randn(S, B, H, seed=3)
 def make_embedding(group, padded, **options):
     spec = vocabulary_spec("embedding.word_embeddings.weight", V, H, 0.02, padded)
     layer = VocabParallelEmbedding(spec, context_of(group, **options))
-    layer.weight.data.copy_(cut(TABLE, layer.weight.spec, group.rank, group.size))
+    layer.weight.data.copy_(cut(TABLE, layer.weight.spec, coordinates_of(group)))
     return layer
 
 

@@ -18,7 +18,7 @@ from megatron_ds.checkpoint.tensor_stream import TensorStream
 from megatron_ds.errors import CheckpointError
 from megatron_ds.mpu.group import solo
 from tests.harness.checkpoints import change_index, reseal
-from tests.harness.states import Layout, logical_tensor, model_specs, pieces_of, tp_group, world_group
+from tests.harness.states import Layout, logical_tensor, model_specs, pieces_of, tp_coordinates, world_group
 from tests.harness.threads import run_ranks
 from tools.checkpoint_to_safetensors import main, parse_arguments
 
@@ -32,7 +32,7 @@ def expected():
 
 def stream_of(layout, rank, world, **options):
     pieces = [piece for piece in pieces_of(layout, rank, 5) if piece.kind == "weight"]
-    return TensorStream(pieces, tp=tp_group(layout, rank, world), world=world_group(layout, rank, world), **options)
+    return TensorStream(pieces, coordinates=tp_coordinates(layout, rank), world=world_group(layout, rank, world), **options)
 
 
 def files_in(folder):
@@ -74,7 +74,7 @@ def test_a_missing_part_is_told_on_all_ranks():
     def main(rank, world):
         pieces = [p for p in pieces_of(Layout(dp=2, stage=1), rank, 5) if p.kind == "weight"][rank:]
         with pytest.raises(CheckpointError, match="do not hold each element once of 1 tensors"):
-            TensorStream(pieces, tp=solo("tp"), world=world.group("world", (0, 1), rank))
+            TensorStream(pieces, coordinates={}, world=world.group("world", (0, 1), rank))
 
     run_ranks(2, main)
 
@@ -186,7 +186,7 @@ def test_draws_read_intervals_of_stored_tensors(tmp_path):
 @pytest.mark.parametrize("layout", LAYOUTS[1:3], **ids)
 def test_the_tool_takes_the_weights_out_of_a_checkpoint_of_any_layout(layout, tmp_path, capsys):
     run_ranks(layout.world_size, lambda rank, world: save(
-        tmp_path / "saved", 12, pieces_of(layout, rank, 5), tp=tp_group(layout, rank, world),
+        tmp_path / "saved", 12, pieces_of(layout, rank, 5), coordinates=tp_coordinates(layout, rank),
         world=world_group(layout, rank, world), run={}))
     for dtype in ("float32", "bfloat16"):
         words = ["--load", str(tmp_path / "saved"), "--output", str(tmp_path / dtype), "--dtype", dtype]
@@ -200,7 +200,7 @@ def test_the_tool_takes_the_weights_out_of_a_checkpoint_of_any_layout(layout, tm
 
 def exported(tmp_path, **run):
     """Run the tool on a checkpoint that says `run` of itself."""
-    save(tmp_path / "saved", 12, pieces_of(Layout(), 0, 5), tp=solo(), world=solo(), run=run)
+    save(tmp_path / "saved", 12, pieces_of(Layout(), 0, 5), coordinates={}, world=solo(), run=run)
     return main(parse_arguments(["--load", str(tmp_path / "saved"), "--output", str(tmp_path / "out")]))
 
 

@@ -271,7 +271,7 @@ def test_pinned_weights_are_gone_when_only_weight_halves_are_left(schedule, reco
     ("pp=4,schedule=zb-h1", "pp=2,dp=2,zero=2,schedule=interleaved"), ("dp=2,zero=3", "pp=2,dp=2,zero=3,schedule=zb-v")])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_run_saved_at_one_stage_goes_on_at_another(before, after, dtype, tmp_path):
-    groups = lambda engine: {"tp": engine.mesh.group("tp"), "world": engine.mesh.group("world")}
+    groups = lambda engine: {"coordinates": engine.mesh.coordinates, "world": engine.mesh.group("world")}
 
     def first(engine):
         losses = train(engine, range(3))
@@ -295,7 +295,8 @@ def test_a_run_saved_at_one_stage_goes_on_at_another(before, after, dtype, tmp_p
 def test_the_bits_of_a_checkpoint_do_not_depend_on_the_stage_that_loads_and_saves_it(tmp_path):
     def copy(source, target):
         def main(engine):
-            pieces, to = list(engine.optimizer.pieces()), {"tp": engine.mesh.group("tp"), "world": engine.mesh.group("world")}
+            pieces = list(engine.optimizer.pieces())
+            to = {"coordinates": engine.mesh.coordinates, "world": engine.mesh.group("world")}
             if source is None:
                 train(engine, range(2))
             else:

@@ -160,12 +160,12 @@ def test_a_run_goes_on_from_offloaded_state_and_to_it(before, after, dtype, tmp_
 
     def first(engine):
         train(engine, range(3))
-        save(tmp_path / "run", 3, list(engine.optimizer.pieces()), tp=engine.mesh.group("tp"),
+        save(tmp_path / "run", 3, list(engine.optimizer.pieces()), coordinates=engine.mesh.coordinates,
              world=engine.mesh.group("world"), run={"optimizer": engine.optimizer.extra_state()}, limit=None)
         return engine.optimizer.extra_state()
 
     def second(engine):
-        load(tmp_path / "run", 3, list(engine.optimizer.pieces()), tp=engine.mesh.group("tp"),
+        load(tmp_path / "run", 3, list(engine.optimizer.pieces()), coordinates=engine.mesh.coordinates,
              world=engine.mesh.group("world"), kinds=None)
         engine.optimizer.load_extra_state(numbers)
         engine.optimizer.after_load()

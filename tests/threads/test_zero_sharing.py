@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from megatron_ds.mpu.group import solo
-from megatron_ds.mpu.param_spec import Init, ParamSpec
+from megatron_ds.mpu.param_spec import Init, ParamSpec, Split
 from megatron_ds.zero.optimizer import DataGroups, LayerPlan, ZeroOptimizer
 from megatron_ds.zero.scaler import LossScaler
 from megatron_ds.zero.set_plan import SHARED
@@ -50,8 +50,8 @@ def test_tensor_parallel_copies_count_once_and_partial_gradients_are_summed(stag
     def main(rank, world):
         t, d = rank % 2, rank // 2
         tp, data = world.group("tp", (2 * d, 2 * d + 1), rank), world.group("dp-cp", (t, t + 2), rank)
-        split, copy, partial = (parameter("split", (9, 3), split_dim=0), parameter("copy", (65,)),
-                                parameter("partial", (7,), partial_grad=True))
+        split, copy, partial = (parameter("split", (9, 3), splits=(Split("tp", 0),)), parameter("copy", (65,)),
+                                parameter("partial", (7,), partial_over=("tp",)))
         optimizer = optimizer_of([split, copy, partial], stage, data=data, tp=tp, model=tp)
         optimizer.begin_step()
         optimizer.arm()
@@ -110,7 +110,7 @@ def test_experts_are_reduced_over_their_own_axis(stage):
     def main(rank, world):
         e = rank % 2
         data, edp = world.group("dp-cp", range(4), rank), world.group("edp", (e, e + 2), rank)
-        dense, expert = parameter("dense", (67,)), parameter(f"expert{e}", (5, 13), expert=True)
+        dense, expert = parameter("dense", (67,)), parameter(f"expert{e}", (5, 13), distinct_over=("ep",))
         optimizer = optimizer_of([dense, expert], stage, data=data, expert=edp)
         optimizer.begin_step()
         optimizer.arm()

@@ -1,9 +1,6 @@
-"""Parameter specs for a module that was not written for this package; its values brought into the engine's format.
+"""The values of a module that was not written for this package: brought into the engine's format, made equal on all ranks.
 
-The name is that of `named_parameters`; a parameter that stands in several places bears the first of its names. Tensor-parallel
-layers in the manner of Megatron mark a parameter with `tensor_model_parallel` (or `model_parallel`), `partition_dim` and
-`partition_stride`; others are whole on every model-parallel rank. `sequence_parallel` means that the gradient is a partial sum
-over the model-parallel ranks. Experts are marked too (experts.py). A parameter that has a `.spec` already keeps it.
+Specs and global names come from module_specs.py.
 """
 
 import hashlib
@@ -17,14 +14,12 @@ from ..errors import ConfigError
 from ..mpu.collectives import all_gather_object, broadcast_
 from ..mpu.external_groups import DataParallelWorld
 from ..mpu.group import Group
-from ..mpu.param_spec import Init, ParamSpec
-from .experts import check_experts, global_names, is_expert
+from .module_specs import global_names, is_expert
 
 Decays = Callable[[str, nn.Parameter], bool]
 DrawByName = Callable[[str, int, torch.Tensor], None]
 """draw(name, start, out): fill flat `out` with elements [start, start + len(out)) of what the module calls `name`."""
 
-NOT_DRAWN = Init("zeros")       # the values come with the module
 logger = logging.getLogger(__name__)
 
 
@@ -60,18 +55,6 @@ def prepare(module: nn.Module, dtype: torch.dtype, device: torch.device, draw: D
             p.data = p.data.to(device)
 
 
-def write_specs(module: nn.Module, world: DataParallelWorld) -> None:
-    """Set `.spec` of every parameter that has none. Weight decay is a matter of the optimizer's groups, not of the spec.
-
-    Raises ConfigError where experts are marked and their ranks are not known.
-    """
-    check_experts(module, world)
-    names = global_names(module, world)
-    for name, p in module.named_parameters():
-        if not hasattr(p, "spec"):
-            p.spec = _spec_of(names.get(name, name), p, world.model.size)
-
-
 @torch.no_grad()
 def agree(module: nn.Module, world: DataParallelWorld) -> None:
     """All data-parallel ranks take the values of the first: modules are often made with different seeds. Collective.
@@ -98,16 +81,18 @@ def agree(module: nn.Module, world: DataParallelWorld) -> None:
 def _values(module: nn.Module, world: DataParallelWorld) -> Iterator[tuple[str, torch.Tensor, Group]]:
     """Parameters and buffers that are not on the meta device, with the ranks that shall have the same values."""
     of_experts = global_names(module, world)
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if not tensor.is_meta:
-            yield name, tensor, world.expert if name in of_experts else world.data
+    for name, p in module.named_parameters():
+        if not p.is_meta:
+            yield name, p, world.by_axes[p.spec.reduced_over]
+    for name, buffer in module.named_buffers():
+        yield name, buffer, world.expert if name in of_experts else world.data
 
 
 def _check_same_parameters(module: nn.Module, world: DataParallelWorld) -> None:
     """Raises ConfigError on all data-parallel ranks where two hold parameters of other names, shapes or marks."""
     here: dict[bool, dict[str, tuple]] = {False: {}, True: {}}
     for name, p in module.named_parameters():
-        here[is_expert(p) and world.expert is not None][name] = (tuple(p.shape), p.requires_grad)
+        here[is_expert(p) and world.expert is not None][name] = (tuple(p.shape), p.requires_grad, p.spec.name)
     digest = lambda found: hashlib.sha256(repr(found).encode()).hexdigest()
     digests = all_gather_object((world.expert_part, digest(here[False]), digest(here[True])), world.data)
     if len({dense for _, dense, _ in digests}) == 1 and len({(part, experts) for part, _, experts in digests}) == len(
@@ -132,8 +117,8 @@ def _check_same_parameters(module: nn.Module, world: DataParallelWorld) -> None:
 def _shown(fact: tuple | None) -> str:
     if fact is None:
         return "missing"
-    (shape, trained), expert, _ = fact
-    return f"{'an expert ' if expert else ''}of shape {list(shape)}{'' if trained else ', frozen'}"
+    (shape, trained, spec_name), expert, _ = fact
+    return f"{'an expert ' if expert else ''}of shape {list(shape)}{'' if trained else ', frozen'} (spec {spec_name})"
 
 
 def _report_changes(changed: list[str], kept: int, data: Group) -> None:
@@ -158,17 +143,6 @@ def saved_buffers(module: nn.Module, world: DataParallelWorld) -> dict[str, torc
                 local = f"{prefix}.{name}" if prefix else name
                 found[names.get(local, local)] = buffer
     return found
-
-
-def _spec_of(name: str, p: nn.Parameter, size: int) -> ParamSpec:
-    is_split = getattr(p, "tensor_model_parallel", False) or getattr(p, "model_parallel", False)
-    expert = is_expert(p)
-    if not is_split or size == 1:
-        partial = size > 1 and bool(getattr(p, "sequence_parallel", False))
-        return ParamSpec(name, tuple(p.shape), NOT_DRAWN, expert=expert, partial_grad=partial)
-    dim = getattr(p, "partition_dim", 0)
-    shape = tuple(n * size if d == dim else n for d, n in enumerate(p.shape))
-    return ParamSpec(name, shape, NOT_DRAWN, split_dim=dim, parts=getattr(p, "partition_stride", 1), expert=expert)
 
 
 def _materialize(module: nn.Module, name: str, buffer: torch.Tensor, device: torch.device, draw: DrawByName) -> None:

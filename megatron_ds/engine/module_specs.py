@@ -1,0 +1,142 @@
+"""Parameter specs for a module that was not written for this package, and the global names of its experts.
+
+A parameter that has a `.spec` keeps it. For the others it follows from the marks of Megatron's and DeepSpeed's layers:
+
+    tensor_model_parallel (or model_parallel),     split over the model-parallel ranks, in the manner of Megatron;
+    partition_dim, partition_stride                without the mark every model-parallel rank holds the whole
+    sequence_parallel                              the gradient is a partial sum over the model-parallel ranks
+    allreduce = False, group_name = "ep_size_4"    an expert: ranks of one expert-parallel group hold different ones
+
+Each rank of an expert-parallel group has its part of the experts under the same local names. Global names are unique:
+
+    a ModuleList of experts only     experts.1.weight on part 2 of lists of 4  →  experts.9.weight: the name that the
+                                     expert has in a process with all of them
+    any other parameter or buffer    experts.weight on part 2 of 8  →  experts.weight.expert_part_2_of_8
+
+Names of the first kind do not depend on ep; a checkpoint with names of the second kind loads at the same ep only. A
+stacked parameter whose spec is split over "ep" needs neither: its shards are boxes of one logical tensor.
+
+The group that sums a gradient follows from the spec (`ParamSpec.reduced_over`, `DataParallelWorld.by_axes`).
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+
+from torch import nn
+
+from ..errors import ConfigError, LayoutError
+from ..mpu.external_groups import SEVENTH, DataParallelWorld
+from ..mpu.param_spec import DATA_AXES, Init, ParamSpec, Split
+
+NOT_DRAWN = Init("zeros")       # the values come with the module
+SIZE_IN_NAME = re.compile(r"ep_size_(\d+)$")        # DeepSpeed's group names
+
+
+def write_specs(module: nn.Module, world: DataParallelWorld) -> None:
+    """Set `.spec` of every parameter that has none, and name experts that have one. Weight decay is not the spec's here.
+
+    Raises ConfigError for experts whose ranks are not known, and for specs that do not fit the parameter's shape.
+    """
+    check_experts(module, world)
+    names = global_names(module, world)
+    for name, p in module.named_parameters():
+        if not hasattr(p, "spec"):
+            p.spec = _spec_of(names.get(name, name), p, world.model.size)
+        elif is_marked(p) and p.spec.reduced_over == DATA_AXES:
+            p.spec = replace(p.spec, name=names.get(name, p.spec.name), distinct_over=("ep",))
+        _check_shape(name, p, world)
+
+
+def is_marked(p: nn.Parameter) -> bool:
+    """Whether a mark says that other data-parallel ranks hold other experts. With ep_size_1 every rank holds them all."""
+    return getattr(p, "allreduce", True) is False and getattr(p, "group_name", None) != "ep_size_1"
+
+
+def is_expert(p: nn.Parameter) -> bool:
+    """Whether ranks of one expert-parallel group hold different values of the parameter, by its mark or its spec."""
+    return is_marked(p) or hasattr(p, "spec") and p.spec.reduced_over != DATA_AXES
+
+
+def check_experts(module: nn.Module, world: DataParallelWorld) -> None:
+    """Raises ConfigError where the ranks of marked experts are not known, or are not those of the mark."""
+    marked = [(name, p) for name, p in module.named_parameters() if is_marked(p)]
+    if not marked or world.data.size == 1:
+        return
+    if world.expert is None:
+        raise ConfigError(
+            f"{len(marked)} parameters are marked as experts (allreduce = False; first {marked[0][0]}), but it is not "
+            f"known which of the {world.data.size} data-parallel ranks hold the same experts: their gradients would be "
+            f"summed over different experts. Give an mpu with the function {SEVENTH}, or call "
+            "megatron_ds.mpu.initialize_model_parallel(expert_model_parallel_size=...) and give mpu=megatron_ds.mpu. "
+            "Where every rank holds all experts, remove the mark.")
+    for name, p in marked:
+        size = SIZE_IN_NAME.match(str(getattr(p, "group_name", "")))
+        if size and int(size[1]) != world.expert_parts:
+            raise ConfigError(
+                f"{name} is marked with group_name {p.group_name!r}, but expert-data groups of {world.expert.size} of "
+                f"{world.data.size} ranks mean expert-parallel groups of {world.expert_parts}. Use one size of "
+                "expert-parallel groups in all layers.")
+
+
+def global_names(module: nn.Module, world: DataParallelWorld) -> dict[str, str]:
+    """Local name → global name, of the parameters and buffers of which each expert-parallel rank has other ones."""
+    if world.expert_parts == 1:
+        return {}
+    lists = dict(_expert_modules(module))
+    names = [name for name, p in module.named_parameters(remove_duplicate=False) if _is_distinct(p)]
+    names += [name for name, _ in module.named_buffers(remove_duplicate=False) if any(map(lists.get, _owners(name)))]
+    return {name: _global_name(name, lists, world) for name in names}
+
+
+def _is_distinct(p: nn.Parameter) -> bool:
+    return is_expert(p) and not (hasattr(p, "spec") and p.spec.is_split_over("ep"))
+
+
+def _global_name(name: str, lists: dict[str, nn.Module | None], world: DataParallelWorld) -> str:
+    on_path = [owner for owner in _owners(name) if isinstance(lists.get(owner), nn.ModuleList)]
+    called_experts = [owner for owner in on_path if "expert" in owner.rpartition(".")[2]]
+    if not on_path:
+        return f"{name}.expert_part_{world.expert_part}_of_{world.expert_parts}"
+    chosen = called_experts[-1] if called_experts else on_path[0]
+    index, _, rest = name[len(chosen):].lstrip(".").partition(".")
+    at = world.expert_part * len(lists[chosen]) + int(index)
+    return ".".join(filter(None, (chosen, str(at), rest)))
+
+
+def _expert_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Modules that have parameters, all of them experts with names of their own."""
+    for name, owner in module.named_modules(remove_duplicate=False):
+        parameters = list(owner.parameters())
+        if parameters and all(map(_is_distinct, parameters)):
+            yield name, owner
+
+
+def _owners(name: str) -> list[str]:
+    """The names of all modules around a parameter or buffer, outermost first: "a.b.weight" → "", "a", "a.b"."""
+    parts = name.split(".")[:-1]
+    return ["", *(".".join(parts[:i + 1]) for i in range(len(parts)))]
+
+
+def _spec_of(name: str, p: nn.Parameter, tp_size: int) -> ParamSpec:
+    is_split = getattr(p, "tensor_model_parallel", False) or getattr(p, "model_parallel", False)
+    distinct = ("ep",) if is_expert(p) else ()
+    if not is_split or tp_size == 1:
+        partial = ("tp",) if tp_size > 1 and getattr(p, "sequence_parallel", False) else ()
+        return ParamSpec(name, tuple(p.shape), NOT_DRAWN, partial_over=partial, distinct_over=distinct)
+    split = Split("tp", getattr(p, "partition_dim", 0), getattr(p, "partition_stride", 1))
+    shape = tuple(n * tp_size if d == split.dim else n for d, n in enumerate(p.shape))
+    return ParamSpec(name, shape, NOT_DRAWN, (split,), distinct_over=distinct)
+
+
+def _check_shape(name: str, p: nn.Parameter, world: DataParallelWorld) -> None:
+    sizes = {axis: size for axis, (_, size) in world.coordinates.items()}
+    try:
+        expected = p.spec.local_shape(sizes)
+    except LayoutError as error:
+        raise ConfigError(f"{name} has a spec that does not fit the ranks: {error}") from error
+    if tuple(p.shape) != expected:
+        raise ConfigError(
+            f"{name} has shape {list(p.shape)} here, but by its spec, {p.spec.splits} of {list(p.spec.shape)}, a rank of "
+            f"{sizes['tp']} model-parallel and {sizes['ep']} expert-parallel ranks holds {list(expected)}. Give the mpu "
+            f"with the groups that the module was made with (for experts: with {SEVENTH}, or a Mesh with ep).")
