@@ -47,5 +47,4 @@ def bert_layers(config, *, tp: Group, sequence_parallel: bool = False, dtype: to
 
 
 MODELS.register("bert")(Architecture(
-    layers=bert_layers, loss=bert_loss, data=BERT_DATA, causal=False, head="bert_head",
-    terms=lambda config: ("sop loss",) if config.bert_binary_head else (), fields=("bert_binary_head",)))
+    layers=bert_layers, loss=bert_loss, data=BERT_DATA, causal=False, head="bert_head", fields=("bert_binary_head",)))

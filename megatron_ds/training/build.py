@@ -19,7 +19,7 @@ from ..mpu.mesh import Mesh
 from ..optim import OPTIMIZERS
 from ..pipeline.executor import Executor
 from ..pipeline.instruction import Op
-from ..pipeline.stage import Stage
+from ..pipeline.stage import LayerHooks, Stage
 from ..tensor_parallel.init import initialize, initialize_interval
 from ..token_drop import make_token_drop
 from ..zero.optimizer import DataGroups, LayerPlan, ZeroOptimizer
@@ -31,6 +31,7 @@ from .layer_timing import measured_times
 from .offloading import make_offload
 from .pinning import agree_on_pinning, is_automatic, memory_of_rank, pinning_text
 from .plan import RunPlan, microbatches_of, moments_of, plan_run, plan_schedule
+from .step_metrics import StepMetrics
 from .together import together
 
 
@@ -56,6 +57,7 @@ class Engine:
     stages    of this rank, by global number
     modules   of all of them, in the model's order
     pinned, why_pinned  ZeRO 3 gathers a stage once a step; and what decided about it, where the config does not say
+    metrics   of training steps, over all ranks
     """
 
     config: RunConfig
@@ -68,6 +70,7 @@ class Engine:
     executor: Executor
     pinned: bool
     why_pinned: str
+    metrics: StepMetrics
 
     @property
     def layers(self) -> dict[str, tuple[int, nn.Module]]:
@@ -102,16 +105,17 @@ def build_engine(config: RunConfig, mesh: Mesh) -> Engine:
     pinned, why_pinned = _pinning(config, mesh, memory, optimizer, kinds, plan)
     stages = {index: _build_stage(config, mesh, index, list(built[index]), optimizer, plan) for index in built}
     return Engine(config, mesh, plan, stages, modules, parameters, optimizer,
-                  _build_executor(config, mesh, stages, optimizer, plan, pinned), pinned, why_pinned)
+                  _build_executor(config, mesh, stages, optimizer, plan, pinned), pinned, why_pinned,
+                  StepMetrics(mesh, config.train.calculate_per_token_loss))
 
 
 def _build_stage(config: RunConfig, mesh: Mesh, index: int, modules: list[nn.Module], optimizer: ZeroOptimizer,
                  plan: RunPlan) -> Stage:
     gathering, is_last = optimizer.gathering_of(index), index == plan.shape.num_stages - 1
+    hooks = LayerHooks(gathering.enter, gathering.leave, gathering.close) if gathering else LayerHooks()
     return Stage(index, modules, is_first=index == 0, is_last=is_last,
-                 loss=loss_function(config, mesh.group("tp")) if is_last else None,
-                 enter=gathering and gathering.enter, leave=gathering and gathering.leave,
-                 complete=gathering and gathering.close)
+                 loss=loss_function(config, mesh.group("tp")) if is_last else None, hooks=hooks,
+                 per_token=config.train.calculate_per_token_loss)
 
 
 def _pinning(config: RunConfig, mesh: Mesh, memory: int, optimizer: ZeroOptimizer, kinds: Mapping[int, list[str]],
@@ -181,8 +185,3 @@ def _build_executor(config: RunConfig, mesh: Mesh, stages: dict[int, Stage], opt
 def loss_function(config: RunConfig, tp) -> Callable:
     return partial(MODELS[config.model.model].loss, tp=tp, vocab_size=config.model.vocab_size,
                    label_smoothing=config.train.label_smoothing, per_token=config.train.calculate_per_token_loss)
-
-
-def objective_terms(config: RunConfig) -> tuple[str, ...]:
-    """Names of what the model's objective holds beside the tokens' loss."""
-    return MODELS[config.model.model].terms(config.model)

@@ -31,7 +31,7 @@ from ..zero.policy import policy_of
 from ..zero.sets import SHARED, Fact, SetPlan, plan_sets
 from ..zero.traffic import CountedUnit, foresee_gathers, predict_traffic
 from .activations import at_work, kept_by_stage, most_kept, workload_of
-from .build import bucket_elements, objective_terms
+from .build import bucket_elements
 from .dtypes import DTYPES
 from .imagine import ImaginedStage, boundary_shape
 from .plan import moments_of
@@ -51,6 +51,7 @@ class Place:
     holders: int            # of tied parameters that this rank holds
     model: int
     world: int
+    metrics: int            # names in the report of a step
 
 
 @dataclass(frozen=True)
@@ -81,8 +82,8 @@ class RankPlan:
         return self.state.total - sum(self.away.values()) + self.buffers + self.kept + self.at_work
 
 
-def place_of(config: RunConfig, grid: Grid, rank: int, placement: Sequence[int]) -> Place:
-    """placement: stage → pipeline rank."""
+def place_of(config: RunConfig, grid: Grid, rank: int, placement: Sequence[int], metrics: int) -> Place:
+    """placement: stage → pipeline rank. metrics: number of names in the ledgers of all stages."""
     at, inner_size = grid.coordinates(rank), config.zero.zero_hpz_partition_size
     size, data_rank = grid.size("dp", "cp"), grid.group_of(rank, "dp", "cp").index(rank)
     data = imagined_group("dp-cp", size, data_rank)
@@ -93,7 +94,7 @@ def place_of(config: RunConfig, grid: Grid, rank: int, placement: Sequence[int])
         ranks = Hierarchy(data, inner, imagined_group("dp-cp-outer", size // inner_size, o))
     ends = {placement[0], placement[-1]}
     holders = len(ends) if at["pp"] in ends else 1
-    return Place(rank, at, ranks, grid.tp, holders, grid.size("tp", "pp"), grid.world_size)
+    return Place(rank, at, ranks, grid.tp, holders, grid.size("tp", "pp"), grid.world_size, metrics)
 
 
 def plan_rank(config: RunConfig, place: Place, stages: Sequence[ImaginedStage], program: Program, microbatches: int,
@@ -210,7 +211,7 @@ def _state_traffic(config: RunConfig, place: Place, plans: Sequence[SetPlan], pa
                     numel = piece.stop - piece.start
                 traffic.add("all_reduce", "embd", place.holders, numel * gradient)
     for axes, size, num_bytes in (("dp-cp", ranks.data.size, NORM_BYTES[0]), ("tp-pp", place.model, NORM_BYTES[1]),
-                                  ("tp-cp-dp-pp", place.world, report_bytes(objective_terms(config)))):
+                                  ("tp-cp-dp-pp", place.world, report_bytes(place.metrics))):
         if size > 1:
             traffic.add("all_reduce", axes, size, num_bytes)
     return traffic
