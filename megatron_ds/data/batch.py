@@ -3,6 +3,7 @@
 Shapes: b samples, s positions. Batches are [b, s]; hidden states inside a model are [s, b, h].
 """
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -11,6 +12,7 @@ import torch
 
 from ..mpu.sequence_slice import SequenceSlice
 from .documents import Documents
+from .ledger import CLOSED, Ledger
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class Batch:
     sentence_order  int64 [b], 1 where the segments of the sample are swapped; -1 counts in no loss
     kept_tokens   how many tokens of each sample the layers keep that drop some (models/random_ltd.py); None: all of them
     places        None where all tokens of the samples are here, as they are outside such a layer
+    ledger        where layers add loss terms and metrics; closed outside of a pipeline stage
     """
 
     tokens: torch.Tensor
@@ -59,6 +62,7 @@ class Batch:
     sentence_order: torch.Tensor | None = None
     kept_tokens: int | None = None
     places: Places | None = None
+    ledger: Ledger = CLOSED
 
     @property
     def size(self) -> int:
@@ -115,6 +119,13 @@ class Batch:
             return self
         kept = self.kept_tokens             # layers that drop tokens keep the same share of the tokens on each rank
         return replace(self.at_places(index), kept_tokens=None if kept is None else kept // part.context.size)
+
+    def with_ledger(self, ledger: Ledger) -> "Batch":
+        """This batch for one stage. `documents` is made once for all stages of a rank."""
+        _ = self.documents                                      # cached before the copy, so all stages share it
+        batch = copy.copy(self)
+        object.__setattr__(batch, "ledger", ledger)
+        return batch
 
     def at_places(self, index: torch.Tensor) -> "Batch":
         """Only the tokens at index [k] or [b, k], ascending, among those that this batch holds. Tokens keep their positions.

@@ -1,12 +1,12 @@
-"""`Architecture`: all that a run takes from the name of a model, so that nothing above this room asks which model it trains.
+"""`Architecture`: what a run takes from the name of a model; nothing above this package asks which model it trains.
 
-To add one that reads and is trained on what a GPT is, a function from the model section of the configuration to its layers:
+A model with the data and the loss of a GPT is a function from the model section of the configuration to its layers:
 
     @MODELS.register("mine")
     @language_model
     def my_layers(config: ModelConfig, ctx: ParallelContext) -> list[Layer]: ...
 
-Any other: MODELS.register("mine")(Architecture(layers=my_layers, loss=my_loss, data=MY_DATA)).
+Any other is registered as MODELS.register("mine")(Architecture(layers=my_layers, loss=my_loss, data=MY_DATA)).
 """
 
 from collections.abc import Callable
@@ -18,26 +18,25 @@ from ..data.kind import DataKind
 from ..mpu.context import ParallelContext
 from ..registry import Registry
 from .layer import Layer
-from .losses import gpt_loss
+from .losses import Loss, gpt_loss
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """Called, it gives the list of layers.
+    """A callable: (model config, **options) → the list of layers.
 
     layers  function(model config, ParallelContext) -> list[Layer]
-    loss    function(what the last layer returns, batch, *, tp, vocab_size, label_smoothing, per_token) -> losses.Loss
-    data    how its samples are made up, found in a corpus, and put into a batch
-    terms   function(model config) -> names of what the objective holds beside the tokens' loss, in the order of `Loss.terms`
-    causal  no token sees a later one: half of the scores are no work
-    head    kind of its last layer
-    fields  of the model config that decide shapes or meaning of its weights, beside those of all models
+    loss    function(output of the last layer, batch, *, tp, vocab_size, label_smoothing, per_token) -> losses.Loss.
+            Further terms of the objective go to `batch.ledger`
+    data    makes mock samples, finds samples in a corpus, and collates them into a batch
+    causal  a token attends to earlier ones alone: half of the attention scores are not computed
+    head    kind of the last layer
+    fields  fields of the model config that decide shapes or meaning of its weights, beside those of all models
     """
 
     layers: Callable[..., list[Layer]]
-    loss: Callable
+    loss: Callable[..., Loss]
     data: DataKind
-    terms: Callable[[object], tuple[str, ...]] = lambda config: ()
     causal: bool = True
     head: str = "head"
     fields: tuple[str, ...] = ()
@@ -47,16 +46,18 @@ class Architecture:
 
 
 class Models(Registry[Architecture]):
+    """The registry of architectures."""
+
     def register(self, name: str, *aliases: str) -> Callable[[Architecture], Architecture]:
-        """Raises TypeError for a function of layers that nobody made an Architecture of."""
+        """Raises TypeError for a plain function, which has no loss and no data."""
         add = super().register(name, *aliases)
 
-        def checked(thing: Architecture) -> Architecture:
-            if not isinstance(thing, Architecture):
-                raise TypeError(f"model {name!r} is registered as {thing!r}, which has no loss and no data kind. Write "
-                                "@language_model below @MODELS.register, if they are those of a GPT; otherwise register an "
-                                "Architecture.")
-            return add(thing)
+        def checked(architecture: Architecture) -> Architecture:
+            if not isinstance(architecture, Architecture):
+                raise TypeError(f"model {name!r} is registered as {architecture!r}, which has no loss and no data kind. "
+                                "Write @language_model below @MODELS.register if it has the loss and data of a GPT; "
+                                "otherwise register an Architecture.")
+            return add(architecture)
 
         return checked
 

@@ -37,5 +37,4 @@ def bert_layers(config: ModelConfig, ctx: ParallelContext) -> list[Layer]:
 
 
 MODELS.register("bert")(Architecture(
-    layers=bert_layers, loss=bert_loss, data=BERT_DATA, causal=False, head="bert_head",
-    terms=lambda config: ("sop loss",) if config.bert_binary_head else (), fields=("bert_binary_head",)))
+    layers=bert_layers, loss=bert_loss, data=BERT_DATA, causal=False, head="bert_head", fields=("bert_binary_head",)))

@@ -1,15 +1,21 @@
-"""`SplitBackward`: a backward in two halves (Qi et al. 2024, arXiv:2401.10241, section 2).
+"""Backward of one stage: where it starts (`Root`), what starts on its way (`attach`), and its halves (`SplitBackward`).
 
-    input half   the gradients of the activations, down to that of the stage's input. Others wait for nothing else
-    weight half  the gradients of the parameters; whenever it suits, micro-batches in their order
+`torch.autograd.backward(edge, gradient)` loads torch.fx and sympy at its first call to compare shapes, which takes a
+second of every process. A `Root` is a scalar, which needs no gradient to start from, so nothing is loaded.
 
-While the input half runs, each parameter of the stage carries a list `grad_queue`. A layer whose weight gradient is worth
-deferring appends (parameter, begin); begin() starts collectives and returns what computes the gradient, or adds it to where
-it belongs and returns None. What other layers compute (sums for biases and norms) autograd hands to us instead of
-accumulating it. Either way gradients are *delivered* in the weight half alone: added up, and announced to hooks, micro-batch
-by micro-batch and layer by layer from the last to the first, like in a whole backward and with the same bits.
+Halves of a backward (Qi et al. 2024, arXiv:2401.10241, section 2):
 
-Between the halves remain: of each deferred gradient its two factors, and the small gradients.
+    input half   the gradients of the activations, down to that of the stage's input; a neighbour waits for it
+    weight half  the gradients of the parameters; at any later time, micro-batches in their order
+
+While the input half runs, each parameter of the stage carries a list `grad_queue`. A layer whose weight gradient is
+worth deferring appends (parameter, begin); begin() starts collectives and returns a function that computes the
+gradient, or adds it to the parameter's buffer and returns None. Gradients that other layers compute at once (sums for
+biases and norms) are returned by autograd instead of being accumulated. Either way gradients are *delivered* in the
+weight half alone: accumulated, and announced to hooks, micro-batch by micro-batch and layer by layer from the last to
+the first, as in a whole backward and with the same bits.
+
+Between the halves a micro-batch keeps the two factors of each deferred gradient, and the small gradients.
 """
 
 from collections import defaultdict
@@ -17,11 +23,66 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
-
-from .root import backward_from
+from torch.autograd.function import Function
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 Begin = Callable[[], Callable[[], Tensor | None]]
+
+
+class Root:
+    """The place in the graph of `tensors` where a backward starts. It keeps none of them alive.
+
+    edge   for `torch.autograd.backward` and `torch.autograd.grad`, without a gradient
+    """
+
+    def __init__(self, *tensors: Tensor):
+        self._gradients: list[Tensor] = []         # shared with the node; a reference to the root would be a cycle
+        self.edge: GradientEdge = get_gradient_edge(_Join.apply(self._gradients, *tensors))
+
+    def give(self, *gradients: Tensor) -> None:
+        """Set the gradients of the tensors, in their order and shapes; each backward consumes them."""
+        self._gradients[:] = gradients
+
+
+class _Join(Function):
+    @staticmethod
+    def forward(ctx, gradients: list[Tensor], *tensors: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return tensors[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx, _one: Tensor):
+        given = tuple(ctx.gradients)
+        ctx.gradients.clear()
+        return None, *given
+
+
+def attach(x: Tensor, terms: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
+    """x, in whose backward those of the scalars `terms` start, each from its gradient.
+
+    The terms then run in the turn of the layer that returned x: after the gradient of x has arrived, and so while
+    the parameters of that layer are gathered.
+    """
+    return _Attach.apply(tuple(gradients), x, *terms)
+
+
+class _Attach(Function):
+    @staticmethod
+    def forward(ctx, gradients: tuple[Tensor, ...], x: Tensor, *terms: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return x.detach()                          # not a view to autograd: the next layer may change it in place
+
+    @staticmethod
+    def backward(ctx, dx: Tensor):
+        return None, dx, *ctx.gradients
+
+
+def backward_from(tensors: list[Tensor], gradients: list[Tensor]) -> None:
+    """A backward from `tensors`; gradients accumulate in the leaves, in the order of the tensors."""
+    with torch.enable_grad():
+        root = Root(*tensors)
+    root.give(*gradients)
+    torch.autograd.backward(root.edge)
 
 
 class SplitBackward:
@@ -34,7 +95,7 @@ class SplitBackward:
                 holders[p].append(layer)
         self.num_layers, self.parameters = len(modules), list(holders)
         self._layer_of = {p: layers[0] for p, layers in holders.items() if len(layers) == 1}
-        self._completed_with: list[list[nn.Parameter]] = [[] for _ in modules]      # the last layer that backward passes
+        self._completed_with: list[list[nn.Parameter]] = [[] for _ in modules]   # the last layer that backward passes
         for p, layers in holders.items():
             self._completed_with[layers[0]].append(p)
         self.waiting: dict[int, tuple[list[tuple[nn.Parameter, Begin]], dict[nn.Parameter, Tensor]]] = {}
@@ -42,8 +103,9 @@ class SplitBackward:
     def input_half(self, microbatch: int, edge: GradientEdge | None, x: Tensor | None) -> Tensor | None:
         """The gradient of x, a leaf, in a backward from the `Root` at `edge`.
 
-        What is left to do waits under the micro-batch's number. Nothing is, where edge is None or nothing wants a
-        gradient: frozen layers."""
+        The weight half waits under the micro-batch's number. It is empty where edge is None or no parameter and no
+        input requires a gradient: frozen layers.
+        """
         self.waiting[microbatch] = [], {}
         queue: list[tuple[nn.Parameter, Begin]] = []
         wanted = [p for p in self.parameters if p.requires_grad]
@@ -60,9 +122,9 @@ class SplitBackward:
         self.waiting[microbatch] = queue, {p: g for p, g in zip(wanted, found) if g is not None}
         return None if x is None else found[-1]
 
-    @torch.no_grad()                                        # as autograd does for what runs in a backward
+    @torch.no_grad()                                        # as autograd does in a backward
     def weight_half(self, microbatch: int, completed: Callable[[int], None]) -> None:
-        """Deliver the gradients of a micro-batch. `completed` is called with each layer, last to first, when its are in."""
+        """Deliver the gradients of a micro-batch; `completed` is called with each layer, last to first, after its own."""
         queue, gradients = self.waiting.pop(microbatch)
         queue.reverse()                                     # taken from the end, so that factors are freed one by one
         layer = self.num_layers - 1
@@ -83,12 +145,12 @@ class SplitBackward:
     def _complete(self, layer: int, gradients: dict[nn.Parameter, Tensor], completed: Callable[[int], None]) -> None:
         mine = [p for p in self._completed_with[layer] if p in gradients]
         if mine:
-            # The backward of a leaf is the accumulation of its gradient, hooks and all.
+            # The backward of a leaf accumulates its gradient and runs its hooks.
             backward_from(mine, [gradients.pop(p) for p in mine])
         completed(layer)
 
 
-def _begin(queue: list[tuple[nn.Parameter, Begin]]):
+def _begin(queue: list[tuple[nn.Parameter, Begin]]) -> tuple[nn.Parameter, Callable[[], Tensor | None]] | None:
     if not queue:
         return None
     parameter, begin = queue.pop()

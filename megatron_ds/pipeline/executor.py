@@ -1,19 +1,21 @@
-"""`Executor`: carries out the program of one pipeline rank. One loop over a table of handlers; no schedule is known here.
+"""`Executor`: runs the program of one pipeline rank, one loop over a table of handlers, for any schedule.
 
-What travels between stages waits in two tables, keyed by (stage that consumes it, micro-batch). An entry is a tensor,
-made by a stage of this rank, or a pending receive, which is waited for by the computation that needs it, as late as
-possible. Neighbouring stages on one rank thus hand over tensors without a transfer; contiguous ones, as a transfer would:
-strides decide in which order sums are taken, and with it the last bit.
+Tensors between stages are in two tables, keyed by (stage that consumes it, micro-batch). An entry is a tensor, made by a
+stage of this rank, or a posted receive; the computation that needs it waits for it, as late as possible. Neighbouring
+stages on one rank so pass tensors without a transfer, made contiguous as a transfer would make them: strides decide the
+order in which sums are taken, and with it the last bit.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..data.batch import Batch
+from ..data.ledger import Entry
 from ..errors import CommunicationError, ScheduleError
+from ..mpu.channels import Channels, Pending
 from .instruction import Instruction, Op, Program
 from .passes import forward_only
 from .stage import Stage
@@ -21,39 +23,26 @@ from .timeline import Timeline
 
 Handler = Callable[[Instruction], None]
 Key = tuple[int, int | None]                     # (stage, micro-batch)
-WORDS = {Op.F: "forward", Op.B: "backward", Op.I: "input half of the backward", Op.W: "weight half of the backward",
-         Op.SEND_ACT: "sending the activation", Op.RECV_ACT: "posting the receive of the activation",
-         Op.SEND_GRAD: "sending the gradient", Op.RECV_GRAD: "posting the receive of the gradient",
-         Op.GATHER: "gathering parameters", Op.RELEASE: "releasing parameters", Op.REDUCE: "reducing gradients",
-         Op.TIE: "summing tied gradients"}
-
-
-class Pending(Protocol):
-    """A receive that has been posted."""
-
-    def wait(self) -> Tensor: ...
-
-
-class Channels(Protocol):
-    """In-order channels to the other pipeline ranks, one per peer, direction and kind ("act" or "grad")."""
-
-    def begin(self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> None: ...
-    def send(self, kind: str, destination: int, tensor: Tensor) -> None: ...
-    def recv(self, kind: str, source: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Pending: ...
-    def drain(self) -> None: ...
+DESCRIPTIONS = {
+    Op.F: "forward", Op.B: "backward", Op.I: "input half of the backward", Op.W: "weight half of the backward",
+    Op.SEND_ACT: "sending the activation", Op.RECV_ACT: "posting the receive of the activation",
+    Op.SEND_GRAD: "sending the gradient", Op.RECV_GRAD: "posting the receive of the gradient",
+    Op.GATHER: "gathering parameters", Op.RELEASE: "releasing parameters", Op.REDUCE: "reducing gradients",
+    Op.TIE: "summing tied gradients"}
 
 
 class Executor:
     """Runs steps of one pipeline rank.
 
-    program           the lowered program of this rank; or a function number of micro-batches → program, asked once per
-                      number, for runs whose number of micro-batches changes (batch-size ramp, evaluation)
+    program           the lowered program of this rank; or a function from the number of micro-batches to the program,
+                      called once per number, for runs whose number changes (batch-size ramp, evaluation)
     stages            the stages of this rank, by global number
+    channels          of this rank, in order per peer, direction and kind of message
     stage_rank        global stage → pipeline rank
     activation_shape  micro-batch → shape of the hidden states between stages
     dtype, device     of the hidden states between stages
-    hooks             what REDUCE, TIE (GATHER, RELEASE) do, called with the stage
-    timeline          where to write when each instruction began and ended, None for nowhere; may be set between steps
+    hooks             handlers of REDUCE, TIE, GATHER and RELEASE, called with the stage
+    timeline          records start and end of each instruction, unless None; may be set between steps
     """
 
     def __init__(self, program: Program | Callable[[int], Program], stages: Mapping[int, Stage], channels: Channels,
@@ -65,13 +54,13 @@ class Executor:
             Op.F: self._forward, Op.B: self._backward, Op.I: self._backward_input, Op.W: self._backward_weights,
             Op.SEND_ACT: self._send_activation, Op.RECV_ACT: self._receive_activation,
             Op.SEND_GRAD: self._send_gradient, Op.RECV_GRAD: self._receive_gradient,
-            **{op: _about_stage(hook) for op, hook in (hooks or {}).items()}}
+            **{op: _with_stage(hook) for op, hook in (hooks or {}).items()}}
         self._activations: dict[Key, Tensor | Pending] = {}
         self._gradients: dict[Key, Tensor | Pending] = {}
         self._losses: dict[int, Any] = {}
         self._microbatches: Sequence[Batch] = ()
         self._shapes: list[tuple[int, ...]] = []            # of the hidden states between stages, by micro-batch
-        self._at: Instruction | None = None
+        self._current: Instruction | None = None
         self._scale = 1.0
         self.timeline: Timeline | None = None
         self._plan = program
@@ -91,23 +80,37 @@ class Executor:
         return losses
 
     def forward(self, microbatches: Sequence[Batch]) -> list[Any]:
-        """The losses (outputs, for a last stage without loss) without gradients. Dropout is the batches' matter:
-        pass batches with training=False to evaluate."""
+        """The losses, or outputs of a last stage without loss, without gradients.
+
+        Batches with training=False are evaluated without dropout.
+        """
         with torch.no_grad():
             return self._execute(microbatches, forward=True)
 
+    @property
+    def entries(self) -> list[Entry]:
+        """The loss terms and metrics that the layers of this rank added in the last `run` or `forward`, detached."""
+        return [entry for stage in self.stages.values() for entry in stage.entries]
+
+    @property
+    def rank(self) -> int:
+        """Pipeline rank of this executor."""
+        return self.stage_rank(min(self.stages))
+
     def _execute(self, microbatches: Sequence[Batch], forward: bool) -> list[Any]:
         steps = self._steps.get((len(microbatches), forward)) or self._steps_for(len(microbatches), forward)
-        self._microbatches, self._losses, self._at = microbatches, {}, None
+        self._microbatches, self._losses, self._current = microbatches, {}, None
+        for stage in self.stages.values():
+            stage.begin_step()
         try:
             self._shapes = [self.activation_shape(batch) for batch in microbatches]
             self.channels.begin(self._shapes, self.dtype)
-            self._carry_out(steps)
+            self._run_steps(steps)
             self.channels.drain()
         except BaseException as error:
             where = self._where()
             self._clear()
-            if type(error) is CommunicationError:           # it may be all that is left to read of this rank
+            if type(error) is CommunicationError:           # its message may be the only one of this rank in the logs
                 raise CommunicationError(f"{where}: {error}") from error
             error.add_note(where)
             raise
@@ -116,36 +119,33 @@ class Executor:
             f"tensors left unconsumed: activations {list(self._activations)}, gradients {list(self._gradients)}")
         return [loss for _, loss in sorted(self._losses.items())]
 
-    def _carry_out(self, steps: Sequence[tuple[Handler, Instruction]]) -> None:
+    def _run_steps(self, steps: Sequence[tuple[Handler, Instruction]]) -> None:
         if self.timeline is None:
-            for handler, self._at in steps:
-                handler(self._at)
+            for handler, self._current in steps:
+                handler(self._current)
             return
-        for handler, self._at in steps:
-            self._await(self._at)
+        for handler, self._current in steps:
+            self._await(self._current)
             start = self.timeline.now()
-            handler(self._at)
-            self.timeline.add(self._at, start)
+            handler(self._current)
+            self.timeline.add(self._current, start)
 
     def _await(self, i: Instruction) -> None:
-        """Wait for what a computation consumes, so that waiting does not count as computing."""
+        """Wait for the input of a computation before its start is recorded."""
         waiting = {Op.F: self._activations, Op.B: self._gradients, Op.I: self._gradients}.get(i.op, {})
         if (key := (i.stage, i.microbatch)) in waiting:
             waiting[key] = _arrived(waiting[key])
 
     def _where(self) -> str:
-        """Where this rank stands, for messages."""
-        i, step = self._at, f"out of a step of {len(self._microbatches)} micro-batches"
+        """The current instruction, for messages."""
+        i, step = self._current, f"in a step of {len(self._microbatches)} micro-batches"
         if i is None:
-            return f"pipeline rank {self.rank} was about to begin, {step}"
-        about = "" if i.microbatch is None else f" of micro-batch {i.microbatch}"
-        return f"pipeline rank {self.rank} was at {i} ({WORDS[i.op]}{about} at stage {i.stage}), {step}"
+            return f"pipeline rank {self.rank} was about to begin the first instruction {step}"
+        microbatch = "" if i.microbatch is None else f" of micro-batch {i.microbatch}"
+        return (f"pipeline rank {self.rank} was executing {i} ({DESCRIPTIONS[i.op]}{microbatch} at stage {i.stage}) "
+                f"{step}")
 
-    @property
-    def rank(self) -> int:
-        return self.stage_rank(min(self.stages))
-
-    # Handlers, one per operation. They take the instruction and nothing else.
+    # Handlers, one per operation; each takes the instruction alone.
 
     def _forward(self, i: Instruction) -> None:
         stage, k = self.stages[i.stage], i.microbatch
@@ -158,19 +158,19 @@ class Executor:
             self._activations[i.stage + 1, k] = output.contiguous()
 
     def _backward(self, i: Instruction) -> None:
-        self._hand_back(i, self.stages[i.stage].backward(i.microbatch, self._gradient_for(i)))
+        self._store_input_gradient(i, self.stages[i.stage].backward(i.microbatch, self._gradient_for(i)))
 
     def _backward_input(self, i: Instruction) -> None:
-        self._hand_back(i, self.stages[i.stage].backward_input(i.microbatch, self._gradient_for(i)))
+        self._store_input_gradient(i, self.stages[i.stage].backward_input(i.microbatch, self._gradient_for(i)))
 
     def _backward_weights(self, i: Instruction) -> None:
         self.stages[i.stage].backward_weights(i.microbatch)
 
     def _gradient_for(self, i: Instruction) -> Tensor | None:
-        """Of the stage's output, None where the stage ends in a loss."""
+        """The gradient of the stage's output, None where the stage ends in a loss."""
         return None if self.stages[i.stage].is_last else _arrived(self._gradients.pop((i.stage, i.microbatch)))
 
-    def _hand_back(self, i: Instruction, grad: Tensor | None) -> None:
+    def _store_input_gradient(self, i: Instruction, grad: Tensor | None) -> None:
         if not self.stages[i.stage].is_first:
             self._gradients[i.stage - 1, i.microbatch] = grad.contiguous()
 
@@ -189,34 +189,35 @@ class Executor:
         self._gradients[i.stage, i.microbatch] = self._receive("grad", i.stage + 1, i.microbatch)
 
     def _receive(self, kind: str, source_stage: int, microbatch: int) -> Pending:
-        return self.channels.recv(kind, self.stage_rank(source_stage), self._shapes[microbatch], self.dtype, self.device)
+        return self.channels.recv(kind, self.stage_rank(source_stage), self._shapes[microbatch], self.dtype,
+                                  self.device)
 
     def _check(self, i: Instruction, output: Tensor) -> None:
-        """What goes to the next stage is what that one expects."""
+        """Raise CommunicationError unless `output` has the shape and dtype that the next stage expects."""
         expected = self._shapes[i.microbatch]
         if output.shape != expected or output.dtype != self.dtype:
             receiver = self.stage_rank(i.stage + 1)
             raise CommunicationError(
-                f"stage {i.stage} on pipeline rank {self.rank} computed {list(output.shape)} {_name(output.dtype)} of "
-                f"micro-batch {i.microbatch} for stage {i.stage + 1} on pipeline rank {receiver}, which expects "
+                f"stage {i.stage} on pipeline rank {self.rank} computed {list(output.shape)} {_name(output.dtype)} for "
+                f"micro-batch {i.microbatch}, but stage {i.stage + 1} on pipeline rank {receiver} expects "
                 f"{list(expected)} {_name(self.dtype)}. A layer of stage {i.stage} changes the shape or the dtype of the "
-                "hidden states: all layers but the last keep both.")
+                "hidden states: all layers but the last must keep both.")
 
     # Programs → steps.
 
     def _steps_for(self, num_microbatches: int, forward: bool) -> list[tuple[Handler, Instruction]]:
         if not callable(self._plan):
             legal = program_length(self._plan)
-            raise ScheduleError(f"this executor received {num_microbatches} micro-batches, but its program is for {legal}: "
-                                f"a program is made for one number. Valid: {legal}; or make the executor with a function "
-                                "from the number of micro-batches to the program.")
+            raise ScheduleError(f"this executor received {num_microbatches} micro-batches, but its program is for "
+                                f"{legal}. Pass {legal}, or make the executor with a function from the number of "
+                                "micro-batches to the program.")
         self._compile(self._plan(num_microbatches), num_microbatches)
         return self._steps[num_microbatches, forward]
 
     def _compile(self, program: Program, num_microbatches: int) -> None:
         if program_length(program) != num_microbatches:
-            raise ScheduleError(f"a program for {program_length(program)} micro-batches was made for a step of "
-                                f"{num_microbatches}: some would be lost. Make it for exactly {num_microbatches}.")
+            raise ScheduleError(f"the program for a step of {num_microbatches} micro-batches computes "
+                                f"{program_length(program)}. Make it for exactly {num_microbatches}.")
         for i in program:
             if i.op not in self._handlers:
                 raise ScheduleError(f"{i}: this executor has no handler for {i.op.name}. Handlers: "
@@ -230,7 +231,7 @@ class Executor:
         self._steps[num_microbatches, True] = steps(forward_only((program,))[0])
 
     def _clear(self) -> None:
-        """After a failure: drop activations, so that whoever handles it has the memory."""
+        """Free the activations after a failure, for the caller that handles it."""
         self._activations.clear()
         self._gradients.clear()
         self._losses, self._microbatches = {}, ()
@@ -239,17 +240,17 @@ class Executor:
 
 
 def program_length(program: Program) -> int:
-    """Micro-batches that a program is made for."""
+    """Number of micro-batches that a program computes."""
     return 1 + max((i.microbatch for i in program if i.op is Op.F), default=-1)
 
 
-def _arrived(thing: Tensor | Pending) -> Tensor:
-    return thing if isinstance(thing, Tensor) else thing.wait()
+def _arrived(entry: Tensor | Pending) -> Tensor:
+    return entry if isinstance(entry, Tensor) else entry.wait()
 
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _about_stage(hook: Callable[[int], None]) -> Handler:
+def _with_stage(hook: Callable[[int], None]) -> Handler:
     return lambda instruction: hook(instruction.stage)

@@ -1,11 +1,14 @@
-"""`Stage`: consecutive layers on one rank, with the activations of the micro-batches that are between F and B.
+"""`Stage`: consecutive layers on one rank, and the activations of micro-batches between their forward and backward.
 
-A stage keeps, for each live micro-batch, its input and the `Root` of its output: the place in the autograd graph where the
-backward starts. The output itself is not kept; it is freed as soon as it has been sent, unless an operation
-saved it for its own backward. A backward comes whole, or in two halves (backward.py).
+A stage keeps, for each live micro-batch, its input and the `Root` of its output, the place in the autograd graph where
+the backward starts. The output itself is freed as soon as it has been sent, unless an operation saved it for its own
+backward. A backward comes whole, or in two halves (backward.py).
+
+Layers may add loss terms and metrics to the ledger of the batch (data/ledger.py). The terms of a layer are attached to
+its output, so each is differentiated with the layer itself, on any stage, in a whole or a split backward.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -15,10 +18,22 @@ import torch
 from torch import Tensor, nn
 
 from ..data.batch import Batch
-from .backward import SplitBackward
-from .root import Root
+from ..data.ledger import Entry, Ledger
+from .backward import Root, SplitBackward, attach
 
-LayerHook = Callable[[int, bool], None]
+
+@dataclass(frozen=True)
+class LayerHooks:
+    """Called around the work of each layer, for parameters that are gathered and released layer by layer.
+
+    enter, leave  called with (number of the layer in its stage, whether in backward). Not around a weight half, which
+                  reads no parameters
+    complete      called with the number of a layer when a weight half has delivered its gradients
+    """
+
+    enter: Callable[[int, bool], None] | None = None
+    leave: Callable[[int, bool], None] | None = None
+    complete: Callable[[int], None] = lambda layer: None
 
 
 @dataclass(slots=True)
@@ -36,36 +51,43 @@ class Stage:
     loss     on the last stage, loss(x, batch) → an object with `objective`, a scalar tensor that is differentiated and is
              not a view; it is detached in place, so that keeping the loss of a step keeps no graph alive.
              None: the output of the last layer is the result (forward only)
-    enter, leave  called with (number of the module, whether in backward) around the work of each module: for parameters
-             that are not there all the time. Not around a weight half, which reads no parameters
-    complete  called with the number of a module when a weight half has delivered its gradients
+    per_token  the loss sums over tokens instead of averaging, and gradients are divided by the tokens of the step
+    entries  what layers added to the ledgers since the executor began its step, detached
     """
 
     def __init__(self, index: int, modules: Sequence[nn.Module], *, is_first: bool, is_last: bool,
-                 loss: Callable[[Tensor, Batch], Any] | None = None, enter: LayerHook | None = None,
-                 leave: LayerHook | None = None, complete: Callable[[int], None] | None = None):
-        self.index, self.modules, self.is_first, self.is_last, self.loss = index, modules, is_first, is_last, loss
-        self.enter, self.leave, self.complete = enter, leave, complete or _no_hook
+                 loss: Callable[[Tensor, Batch], Any] | None = None, hooks: LayerHooks = LayerHooks(),
+                 per_token: bool = False):
+        self.index, self.modules, self.is_first, self.is_last = index, modules, is_first, is_last
+        self.loss, self.hooks, self.per_token = loss if is_last else None, hooks, per_token
         self.live: dict[int, _Live] = {}
+        self.entries: list[Entry] = []
 
     def forward(self, microbatch: int, batch: Batch, x: Tensor | None, scale: float) -> Any:
         """Output for the next stage, detached; the loss object on the last stage.
 
-        Outside `torch.no_grad()` the micro-batch stays live until its backward, which starts from `scale` on the last stage.
+        Outside `torch.no_grad()` the micro-batch stays live until its backward. The backward of the loss and of the
+        layers' loss terms starts from `scale`.
         """
         training = torch.is_grad_enabled()
         if x is not None and training:
             x = x.detach().requires_grad_()
-        output = self._run(x, batch)
-        if self.loss is None or not self.is_last:
+        ledger = Ledger()
+        batch = batch.with_ledger(ledger)
+        attached = partial(self._with_terms, ledger, batch, scale)
+        output = self._run(x, batch, attached)
+        if self.loss is None:
+            ledger.close()
             if training:
                 self.live[microbatch] = _Live(x, _root_of(output))
             return output.detach()
         loss = self.loss(output, batch)
+        objective = attached(loss.objective)
+        ledger.close()
         if training:
-            root = _root_of(loss.objective)
+            root = _root_of(objective)
             if root is not None:
-                root.give(torch.full_like(loss.objective, scale))
+                root.give(torch.full_like(objective, scale))
             self.live[microbatch] = _Live(x, root)
             loss.objective.detach_()
         return loss
@@ -73,7 +95,7 @@ class Stage:
     def backward(self, microbatch: int, grad: Tensor | None) -> Tensor | None:
         """Gradient of the input (None on the first stage) from that of the output (None where the stage ends in a loss).
 
-        Gradients of parameters go where autograd and the layers put them.
+        Gradients of parameters are accumulated by autograd and the layers.
         """
         live = self._to_start(microbatch, grad)
         if live.root is not None:
@@ -90,8 +112,65 @@ class Stage:
             return self._split.input_half(microbatch, live.root.edge, live.input)
 
     def backward_weights(self, microbatch: int) -> None:
-        """The other half: the gradients of parameters go where `backward` would have put them."""
-        self._split.weight_half(microbatch, self.complete)
+        """The other half: parameters receive the gradients that `backward` would have given them."""
+        self._split.weight_half(microbatch, self.hooks.complete)
+
+    def begin_step(self) -> None:
+        """Forget the ledger entries of the last step."""
+        self.entries = []
+
+    def check_empty(self) -> None:
+        """Between steps no micro-batch may be alive."""
+        assert not self.live, f"stage {self.index}: micro-batches {sorted(self.live)} had a forward but no backward"
+        assert not self._split.waiting, (f"stage {self.index}: micro-batches {sorted(self._split.waiting)} had the input "
+                                         "half of a backward but not its weight half")
+
+    def clear(self) -> None:
+        """Drop all live micro-batches and entries, after a step that failed."""
+        self.live.clear()
+        self.entries = []
+        self._split.waiting.clear()
+
+    def _run(self, x: Tensor | None, batch: Batch, attached: Callable[[Tensor], Tensor]) -> Any:
+        """The output of the last layer. The terms of a layer that a loss follows are left for the objective."""
+        enter, leave = self.hooks.enter, self.hooks.leave
+        last = len(self.modules) - 1
+        for i, module in enumerate(self.modules):
+            if enter is not None:
+                enter(i, False)
+            x = module(x, batch)
+            if leave is not None:
+                leave(i, False)
+            if i < last or self.loss is None:
+                x = attached(x)
+            if enter is not None and i < last and x.requires_grad:
+                x.register_hook(partial(self._cross, i))
+        return x
+
+    def _with_terms(self, ledger: Ledger, batch: Batch, scale: float, x: Tensor) -> Tensor:
+        """x with the loss terms that were added since the last call; all entries are kept for the report."""
+        added = ledger.take()
+        if not added:
+            return x
+        self.entries += [entry.detached() for entry in added]
+        terms = [entry for entry in added if entry.weight is not None and entry.value.requires_grad]
+        if not terms or not torch.is_grad_enabled():
+            return x
+        tokens = batch.loss_mask.sum() if self.per_token else None
+        return attach(x, [entry.value for entry in terms], [entry.gradient(scale, tokens) for entry in terms])
+
+    def _cross(self, i: int, grad: Tensor) -> None:
+        """Backward has gone from module i + 1 to module i."""
+        self.hooks.leave(i + 1, True)
+        self.hooks.enter(i, True)
+
+    @contextmanager
+    def _layers_in_backward(self) -> Iterator[None]:
+        if self.hooks.enter is not None:
+            self.hooks.enter(len(self.modules) - 1, True)
+        yield
+        if self.hooks.leave is not None:
+            self.hooks.leave(0, True)
 
     def _to_start(self, microbatch: int, grad: Tensor | None) -> _Live:
         live = self.live.pop(microbatch)
@@ -102,47 +181,6 @@ class Stage:
     @cached_property
     def _split(self) -> SplitBackward:
         return SplitBackward(self.modules)
-
-    @contextmanager
-    def _layers_in_backward(self):
-        if self.enter is not None:
-            self.enter(len(self.modules) - 1, True)
-        yield
-        if self.leave is not None:
-            self.leave(0, True)
-
-    def _run(self, x: Tensor | None, batch: Batch) -> Tensor:
-        if self.enter is None:
-            for module in self.modules:
-                x = module(x, batch)
-            return x
-        for i, module in enumerate(self.modules):
-            self.enter(i, False)
-            x = module(x, batch)
-            self.leave(i, False)
-            if i + 1 < len(self.modules) and x.requires_grad:
-                x.register_hook(partial(self._cross, i))
-        return x
-
-    def _cross(self, i: int, grad: Tensor) -> None:
-        """Backward has gone from module i + 1 to module i."""
-        self.leave(i + 1, True)
-        self.enter(i, True)
-
-    def check_empty(self) -> None:
-        """Between steps no micro-batch may be alive."""
-        assert not self.live, f"stage {self.index}: micro-batches {sorted(self.live)} had a forward but no backward"
-        assert not self._split.waiting, (f"stage {self.index}: micro-batches {sorted(self._split.waiting)} had the input half "
-                                         "of a backward but not its weight half")
-
-    def clear(self) -> None:
-        """Forget all live micro-batches, after a step that failed."""
-        self.live.clear()
-        self._split.waiting.clear()
-
-
-def _no_hook(layer: int) -> None:
-    pass
 
 
 def _root_of(output: Tensor) -> Root | None:

@@ -25,7 +25,12 @@ from .run_plan import RunPlan
 
 @dataclass(frozen=True)
 class ImaginedStage:
-    """traffic: of one micro-batch, forward and backward.  ran: itself, not another one of its sort."""
+    """A stage without memory.
+
+    traffic  of one micro-batch, forward and backward
+    ran      itself, not another one of its sort
+    metrics  names that its layers add to the ledger
+    """
 
     index: int
     names: tuple[str, ...]
@@ -34,6 +39,7 @@ class ImaginedStage:
     uses: Counter[nn.Parameter]
     traffic: Traffic
     ran: bool
+    metrics: frozenset[str]
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -52,20 +58,25 @@ def imagine_stages(config: RunConfig, mesh: Mesh, plan: RunPlan, layers: Sequenc
         built = build_stages({stage: layers[plan.slice_of(stage)] for stage in shape.stages_of(pp_rank)})
         for index, modules in built.items():
             kinds, uses = tuple(layer.sort for layer in layers[plan.slice_of(index)]), count_uses(modules)
-            sort = kinds, tuple((tuple(p.shape), count) for p, count in uses.items()), index in split
-            runs = sort not in ran or pp_rank == mesh.coordinate("pp")
+            types = tuple(type(module) for module in modules.modules())
+            sort = kinds, types, tuple((tuple(p.shape), count) for p, count in uses.items()), index in split
+            # Names in a ledger may contain the number of a layer, so a stage that adds some stands for no other.
+            runs = sort not in ran or bool(ran[sort][1]) or pp_rank == mesh.coordinate("pp")
             if runs:
                 ran[sort] = _run(config, mesh, modules, index, shape.num_stages, index in split)
-            stages.append(ImaginedStage(index, plan.stage_names(index), kinds, modules, uses, ran[sort], runs))
+            traffic, metrics = ran[sort]
+            stages.append(ImaginedStage(index, plan.stage_names(index), kinds, modules, uses, traffic, runs, metrics))
     return sorted(stages, key=lambda stage: stage.index)
 
 
-def _run(config: RunConfig, mesh: Mesh, modules: nn.ModuleList, index: int, num_stages: int, split: bool) -> Traffic:
-    """A micro-batch forward and backward, in halves where the schedule splits it; what it sent."""
+def _run(config: RunConfig, mesh: Mesh, modules: nn.ModuleList, index: int, num_stages: int,
+         split: bool) -> tuple[Traffic, frozenset[str]]:
+    """A micro-batch forward and backward, in halves where the schedule splits it: (bytes sent, names in its ledger)."""
     first, last = index == 0, index == num_stages - 1
     batch = blank_batch(config, sequence_slice(config), "meta", last_step(config))
     stage = Stage(index, list(modules), is_first=first, is_last=last,
-                  loss=loss_function(config, mesh.group("tp")) if last else None)
+                  loss=loss_function(config, mesh.group("tp")) if last else None,
+                  per_token=config.train.calculate_per_token_loss)
     between = torch.empty(boundary_shape(config), dtype=DTYPES[config.optimizer.params_dtype], device="meta")
     mesh.traffic.clear()
     output = stage.forward(0, batch, None if first else between, 1.0)
@@ -82,7 +93,7 @@ def _run(config: RunConfig, mesh: Mesh, modules: nn.ModuleList, index: int, num_
     sent = Traffic()
     sent.add_all(mesh.traffic)
     mesh.traffic.clear()
-    return sent
+    return sent, frozenset(entry.name for entry in stage.entries)
 
 
 def _check(what: str, tensor: torch.Tensor, expected: torch.Tensor) -> None:

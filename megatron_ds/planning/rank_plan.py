@@ -33,15 +33,16 @@ from ..zero.traffic import CountedUnit, foresee_gathers, predict_traffic
 from .activations import at_work, kept_by_stage, most_kept, workload_of
 from .fake_stages import ImaginedStage
 from .gather_budget import gradient_buffers
-from .run_model import DTYPES, boundary_shape, bucket_elements, objective_terms
+from .run_model import DTYPES, boundary_shape, bucket_elements
 from .run_plan import moments_of
 
 NORM_BYTES = 4 * 8, 3 * 8                             # fp64: `grad_norm.sum_over_ranks`, data and model group
 
 
-def report_bytes(terms: Sequence[str]) -> int:
-    """Of the message that `training.report.share` sends: four numbers in fp64, and two for each of the terms."""
-    return 8 * (4 + 2 * len(terms))
+def report_bytes(num_names: int) -> int:
+    """Bytes of the all-reduce of a step's metrics with that many names in the ledgers of all ranks: four numbers in fp64,
+    and two for each name (`training.step_metrics`)."""
+    return 8 * (4 + 2 * num_names)
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class Place:
     holders: int            # of tied parameters that this rank holds
     model: int
     world: int
+    metrics: int            # names in the report of a step
 
 
 @dataclass(frozen=True)
@@ -85,8 +87,8 @@ class RankPlan:
         return self.state.total - sum(self.away.values()) + self.buffers + self.kept + self.at_work
 
 
-def place_of(config: RunConfig, grid: Grid, rank: int, placement: Sequence[int]) -> Place:
-    """placement: stage → pipeline rank."""
+def place_of(config: RunConfig, grid: Grid, rank: int, placement: Sequence[int], metrics: int) -> Place:
+    """placement: stage → pipeline rank. metrics: number of names in the ledgers of all stages."""
     at, inner_size = grid.coordinates(rank), config.zero.zero_hpz_partition_size
     size, data_rank = grid.size("dp", "cp"), grid.group_of(rank, "dp", "cp").index(rank)
     data = imagined_group("dp-cp", size, data_rank)
@@ -97,7 +99,7 @@ def place_of(config: RunConfig, grid: Grid, rank: int, placement: Sequence[int])
         ranks = Hierarchy(data, inner, imagined_group("dp-cp-outer", size // inner_size, o))
     ends = {placement[0], placement[-1]}
     holders = len(ends) if at["pp"] in ends else 1
-    return Place(rank, at, ranks, grid.tp, holders, grid.size("tp", "pp"), grid.world_size)
+    return Place(rank, at, ranks, grid.tp, holders, grid.size("tp", "pp"), grid.world_size, metrics)
 
 
 def plan_rank(config: RunConfig, place: Place, stages: Sequence[ImaginedStage], program: Program, microbatches: int,
@@ -214,7 +216,7 @@ def _state_traffic(config: RunConfig, place: Place, plans: Sequence[SetPlan], pa
                     numel = piece.stop - piece.start
                 traffic.add("all_reduce", "embd", place.holders, numel * gradient)
     for axes, size, num_bytes in (("dp-cp", ranks.data.size, NORM_BYTES[0]), ("tp-pp", place.model, NORM_BYTES[1]),
-                                  ("tp-cp-dp-pp", place.world, report_bytes(objective_terms(config)))):
+                                  ("tp-cp-dp-pp", place.world, report_bytes(place.metrics))):
         if size > 1:
             traffic.add("all_reduce", axes, size, num_bytes)
     return traffic

@@ -63,11 +63,6 @@ def loss_function(config: RunConfig, tp: Group) -> Callable:
                    label_smoothing=config.train.label_smoothing, per_token=config.train.calculate_per_token_loss)
 
 
-def objective_terms(config: RunConfig) -> tuple[str, ...]:
-    """Names of what the model's objective holds beside the tokens' loss."""
-    return MODELS[config.model.model].terms(config.model)
-
-
 def bucket_elements(zero, num_parameters: int) -> int:
     """Elements of one gradient bucket: as asked for, else small enough that most of the reduction hides behind backward.
 

@@ -58,7 +58,7 @@ class WorldPlan:
         return [self.stages[index] for index in self.run.shape.stages_of(pp_rank)]
 
     def rank_plan(self, rank: int) -> RankPlan:
-        place = place_of(self.config, self.grid, rank, self.run.shape.placement)
+        place = place_of(self.config, self.grid, rank, self.run.shape.placement, len(self.metrics))
         pp = place.at["pp"]
         return plan_rank(self.config, place, self.stages_of(pp), self.schedule[pp], self.microbatches, self.device)
 
@@ -66,6 +66,11 @@ class WorldPlan:
     def pipeline_ranks(self) -> tuple[RankPlan, ...]:
         """One rank of each pipeline position: the first, whose shards are never smaller than the others'."""
         return tuple(self.rank_plan(self.grid.rank_of(pp=pp)) for pp in range(self.grid.pp))
+
+    @cached_property
+    def metrics(self) -> frozenset[str]:
+        """Names that the layers of all stages add to the ledger."""
+        return frozenset().union(*(stage.metrics for stage in self.stages))
 
     @property
     def worst(self) -> RankPlan:

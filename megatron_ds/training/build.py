@@ -20,7 +20,7 @@ from ..mpu.sequence_slice import SequenceSlice
 from ..optim import OPTIMIZERS
 from ..pipeline.executor import Executor
 from ..pipeline.instruction import Op
-from ..pipeline.stage import Stage
+from ..pipeline.stage import LayerHooks, Stage
 from ..planning.keep_gathered import agree_on_pinning, is_automatic, memory_of_rank, pinning_text
 from ..planning.layer_timing import measured_times
 from ..planning.run_model import DTYPES, bucket_elements, describe_layers, loss_function, parallel_context
@@ -32,6 +32,7 @@ from ..zero.set_plan import SHARED
 from ..zero.settings import policy_of
 from .batches import Batches, make_batches
 from .offloading import make_offload
+from .step_metrics import StepMetrics
 
 
 @dataclass
@@ -42,6 +43,7 @@ class Engine:
     stages    of this rank, by global number
     modules   of all of them, in the model's order
     pinned, why_pinned  ZeRO 3 gathers a stage once a step; and what decided about it, where the config does not say
+    metrics   of training steps, over all ranks
     """
 
     config: RunConfig
@@ -55,6 +57,7 @@ class Engine:
     executor: Executor
     pinned: bool
     why_pinned: str
+    metrics: StepMetrics
 
     @property
     def layers(self) -> dict[str, tuple[int, nn.Module]]:
@@ -90,16 +93,17 @@ def build_engine(config: RunConfig, mesh: Mesh) -> Engine:
     pinned, why_pinned = _pinning(config, mesh, memory, optimizer, kinds, plan)
     stages = {index: _build_stage(config, mesh, index, list(built[index]), optimizer, plan) for index in built}
     return Engine(config, mesh, plan, make_batches(config, mesh, ctx.slice), stages, modules, parameters, optimizer,
-                  _build_executor(config, mesh, ctx.slice, stages, optimizer, plan, pinned), pinned, why_pinned)
+                  _build_executor(config, mesh, ctx.slice, stages, optimizer, plan, pinned), pinned, why_pinned,
+                  StepMetrics(mesh, config.train.calculate_per_token_loss))
 
 
 def _build_stage(config: RunConfig, mesh: Mesh, index: int, modules: list[nn.Module], optimizer: ZeroOptimizer,
                  plan: RunPlan) -> Stage:
     gathering, is_last = optimizer.gathering_of(index), index == plan.shape.num_stages - 1
+    hooks = LayerHooks(gathering.enter, gathering.leave, gathering.close) if gathering else LayerHooks()
     return Stage(index, modules, is_first=index == 0, is_last=is_last,
-                 loss=loss_function(config, mesh.group("tp")) if is_last else None,
-                 enter=gathering and gathering.enter, leave=gathering and gathering.leave,
-                 complete=gathering and gathering.close)
+                 loss=loss_function(config, mesh.group("tp")) if is_last else None, hooks=hooks,
+                 per_token=config.train.calculate_per_token_loss)
 
 
 def _pinning(config: RunConfig, mesh: Mesh, memory: int, optimizer: ZeroOptimizer, kinds: Mapping[int, list[str]],

@@ -3,17 +3,16 @@
 import time
 from dataclasses import dataclass
 
-from ..planning.run_model import objective_terms
 from .build import Engine
-from .step_metrics import share
+from .step_metrics import StepMetrics
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Means over the global batches; terms: of the rest of the objective. stop: a rank asked to end the run meanwhile."""
+    """Means over the global batches; metrics: what layers added, by name. stop: a rank asked to end the run meanwhile."""
 
     loss: float
-    terms: dict[str, float]
+    metrics: dict[str, float]
     seconds: float
     stop: bool
 
@@ -24,16 +23,18 @@ def evaluate(engine: Engine, loader, *, first_sample: int, iterations: int, glob
 
     Collective over the world. A request to stop ends the evaluation after the current batch; its mean is then over fewer.
     """
-    names = objective_terms(engine.config)
-    start, total, terms, done, stop = time.perf_counter(), 0.0, dict.fromkeys(names, 0.0), 0, False
+    start, total, done, stop = time.perf_counter(), 0.0, 0, False
+    metrics: dict[str, list[float]] = {}
     train = engine.config.train
+    reduction = StepMetrics(engine.mesh, train.calculate_per_token_loss)
     while done < iterations and not stop:
         batch = engine.batches.evaluation(loader, first_sample + done * global_batch_size, global_batch_size)
         microbatches = batch.split(train.micro_batch_size)
         losses = engine.executor.forward(microbatches)
-        report = share(losses, engine.mesh, should_stop(), train.calculate_per_token_loss, names)
+        report = reduction.reduce(losses, engine.executor.entries, should_stop())
         total, done, stop = total + report.loss, done + 1, report.stop
-        terms = {name: terms[name] + report.terms[name] for name in names}
+        for name, value in {**report.terms, **report.metrics}.items():
+            metrics.setdefault(name, []).append(value)
         after_batch()
-    mean = lambda x: x / max(done, 1)
-    return Evaluation(mean(total), {name: mean(x) for name, x in terms.items()}, time.perf_counter() - start, stop)
+    means = {name: sum(values) / len(values) for name, values in metrics.items()}
+    return Evaluation(total / max(done, 1), means, time.perf_counter() - start, stop)

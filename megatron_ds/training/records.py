@@ -19,7 +19,7 @@ class TrainRecord:
     layer_tokens       tokens consumed, counted once for each block that saw them
     actual_seq_length  tokens of a sequence that a block sees, averaged over the blocks, rounded down
     data_seconds       time that rank 0 waited for its batch; 0 while workers are ahead
-    terms              further terms of the objective, by name
+    metrics            loss terms and metrics that layers added, by name
     """
 
     step: int
@@ -45,7 +45,7 @@ class TrainRecord:
     kept_tokens: int | None = None
     layer_tokens: int = 0
     actual_seq_length: int = 0
-    terms: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     kind = "train"
 
@@ -59,7 +59,7 @@ class TrainRecord:
             f"learning rate: {self.learning_rate:.6E}",
             f"global batch size: {self.global_batch_size:5d}",
             f"lm loss: {self.loss:.6E}",
-            *(f"{name}: {mean:.6E}" for name, mean in self.terms.items()),
+            *(f"{name}: {mean:.6E}" for name, mean in self.metrics.items()),
             f"loss scale: {self.loss_scale:.1f}",
             f"grad norm: {self.grad_norm:.3f}",
             f"number of skipped iterations: {self.skipped_steps:3d}",
@@ -84,7 +84,7 @@ class TrainRecord:
         """The fields to watch while a run is young; skipped and NaN steps only where there are some."""
         return " | ".join((
             f"step {self.step}/{self.steps}", f"loss {self.loss:.4f}",
-            *(f"{name} {mean:.4f}" for name, mean in self.terms.items()),
+            *(f"{name} {mean:.4f}" for name, mean in self.metrics.items()),
             f"grad norm {self.grad_norm:.3f}", f"lr {self.learning_rate:.2e}", rate(self.tokens_per_second),
             *([] if self.mfu is None else [f"{self.mfu:.1%} MFU"]),
             *([f"{self.skipped_steps} skipped"] if self.skipped_steps else []),
@@ -97,14 +97,14 @@ class TrainRecord:
 
 @dataclass(frozen=True)
 class EvalRecord:
-    """A finished evaluation. split: "validation" or "test"; terms: as in `TrainRecord`."""
+    """A finished evaluation. split: "validation" or "test"; metrics: as in `TrainRecord`."""
 
     step: int
     samples: int
     split: str
     loss: float
     eval_seconds: float
-    terms: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def kind(self) -> str:
@@ -115,14 +115,14 @@ class EvalRecord:
         return math.exp(min(20.0, self.loss))
 
     def line(self) -> str:
-        terms = "".join(f"{name} value: {mean:.6E} | " for name, mean in self.terms.items())
+        metrics = "".join(f"{name} value: {mean:.6E} | " for name, mean in self.metrics.items())
         text = (f" {self.split} loss at iteration {self.step} | lm loss value: {self.loss:.6E} | "
-                f"lm loss PPL: {self.perplexity:.6E} | {terms}evaluation time (s): {self.eval_seconds:.2f} | ")
+                f"lm loss PPL: {self.perplexity:.6E} | {metrics}evaluation time (s): {self.eval_seconds:.2f} | ")
         return "\n".join(("-" * len(text), text, "-" * len(text)))
 
     def short(self) -> str:
         return " | ".join((f"{self.split} at step {self.step}", f"loss {self.loss:.4f}",
-                           *(f"{name} {mean:.4f}" for name, mean in self.terms.items()),
+                           *(f"{name} {mean:.4f}" for name, mean in self.metrics.items()),
                            f"perplexity {self.perplexity:.2f}", f"{self.eval_seconds:.2f} s"))
 
     def fields(self) -> dict[str, Any]:
@@ -141,6 +141,6 @@ def rate(tokens_per_second: float) -> str:
 
 
 def _flat(record: Record) -> dict[str, Any]:
-    """The fields of the record, and those of its terms: "sop loss" as sop_loss."""
+    """The fields of the record, and its metrics: "sop loss" as sop_loss."""
     fields = asdict(record)
-    return fields | {name.replace(" ", "_"): mean for name, mean in fields.pop("terms").items()}
+    return fields | {name.replace(" ", "_"): mean for name, mean in fields.pop("metrics").items()}

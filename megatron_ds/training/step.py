@@ -1,31 +1,34 @@
-"""One optimizer step: forward and backward of all micro-batches, what the ranks agree on, update."""
+"""One optimizer step: forward and backward of all micro-batches, reduction of the metrics, update."""
 
 import logging
-import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ..data.batch import Batch
 from ..errors import MegatronDSError
-from ..planning.run_model import objective_terms
 from ..progress import Progress
 from .build import Engine
 from .nan_locator import locate_nonfinite
-from .step_metrics import StepReport, share
+from .step_metrics import StepReport
 
 logger = logging.getLogger(__name__)
 
 
 class NonFiniteLossError(MegatronDSError):
-    """The loss is NaN or infinite, and training was told to stop in that case. All ranks find out together."""
+    """The loss is NaN or infinite, and `check_for_nan` is "stop". Raised on all ranks together."""
 
     on_all_ranks = True
 
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What one step did. grad_norm: before clipping, of the unscaled gradient; NaN where it is not finite. terms: of the
-    objective, beside the loss."""
+    """Result of one step.
+
+    grad_norm  before clipping, of the unscaled gradient; NaN where it is not finite
+    is_finite  the loss and the loss terms of layers are
+    metrics    loss terms and metrics that layers added, by name
+    """
 
     loss: float
     tokens: float
@@ -36,14 +39,11 @@ class StepOutcome:
     skipped: bool
     stop: bool
     seconds: float
-    terms: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def is_finite(self) -> bool:
-        return all(map(math.isfinite, (self.loss, *self.terms.values())))
+    is_finite: bool
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
-def train_step(engine: Engine, batch, progress: Progress, *, learning_rate: float, weight_decay: float,
+def train_step(engine: Engine, batch: Batch, progress: Progress, *, learning_rate: float, weight_decay: float,
                stop: bool = False) -> StepOutcome:
     """Train on `batch`, this rank's share of the global batch. Collective over the world.
 
@@ -51,30 +51,34 @@ def train_step(engine: Engine, batch, progress: Progress, *, learning_rate: floa
     Raises NonFiniteLossError, on all ranks, when the loss is not finite and `check_for_nan` is "stop".
     """
     start = time.perf_counter()
-    config, optimizer = engine.config, engine.optimizer
+    config, optimizer, executor = engine.config, engine.optimizer, engine.executor
     microbatches = batch.split(config.train.micro_batch_size)
-    executor = engine.executor
     per_token = config.train.calculate_per_token_loss
     loss_scale = optimizer.loss_scale
 
+    # Gradients are summed over micro-batches and ranks, so each micro-batch has its share of the global batch as weight.
     optimizer.begin_step()
-    # Gradients are summed over micro-batches and ranks, so each micro-batch counts with its share of the global batch. Ranks
-    # along other axes than dp work on the same micro-batches.
+    # Ranks along other axes than dp work on the same micro-batches.
     global_microbatches = len(microbatches) * engine.mesh.samples.size
     losses = executor.run(microbatches, loss_scale if per_token else loss_scale / global_microbatches)
-    report = share(losses, engine.mesh, stop, per_token, objective_terms(config))
+
+    # Metrics of all ranks; the first wait for the device in a step.
+    report = engine.metrics.reduce(losses, executor.entries, stop)
     if not report.is_finite:
-        _tell_nonfinite(engine, executor, microbatches, report, progress)
+        _report_nonfinite(engine, microbatches, report, progress)
+
     result = optimizer.step(learning_rate, weight_decay, max(report.tokens, 1) if per_token else 1.0)
     return StepOutcome(report.loss, report.tokens, result.grad_norm, loss_scale, learning_rate, weight_decay,
-                       result.skipped, report.stop, time.perf_counter() - start, report.terms)
+                       result.skipped, report.stop, time.perf_counter() - start, report.is_finite,
+                       {**report.terms, **report.metrics})
 
 
-def _tell_nonfinite(engine: Engine, executor, microbatches, report: StepReport, progress: Progress) -> None:
+def _report_nonfinite(engine: Engine, microbatches: Sequence[Batch], report: StepReport, progress: Progress) -> None:
+    """Locate the first NaN, then raise or warn. Collective over the world."""
     if engine.optimizer.loss_scale != 1.0 and engine.config.optimizer.loss_scale is None:
         return       # dynamic loss scaling: an overflow is part of finding the scale, the optimizer skips the step
     weights = [(p.spec.name, p.tensor) for p in engine.optimizer.pieces() if p.kind == "weight"]
-    where = locate_nonfinite(engine.layers, weights, lambda: executor.forward(microbatches), engine.mesh)
+    where = locate_nonfinite(engine.layers, weights, lambda: engine.executor.forward(microbatches), engine.mesh)
     also = "".join(f", {name} {mean}" for name, mean in report.terms.items())
     message = f"loss is {report.loss}{also} at iteration {progress.step + 1}, {where}"
     if engine.config.train.check_for_nan == "stop":

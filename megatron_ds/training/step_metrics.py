@@ -1,65 +1,140 @@
-"""What the ranks exchange after a step: losses of the last stage, and requests to stop. One small all-reduce."""
+"""`StepMetrics`: losses, ledger entries and stop requests of all ranks after a step, in one small all-reduce.
+
+    [ loss sum, micro-batches, tokens, votes | sum, count | sum, count | … ]     float64; a pair for each ledger name
+
+A rank knows only the names that its own stages add. Names are therefore exchanged once, at the first step, and agreed in
+the order of the ranks. A rank whose layers add a new name later votes for another exchange in the same all-reduce, so no
+step waits for a message of its own.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 
-from ..mpu.collectives import all_reduce_
+from ..data.ledger import Entry
+from ..errors import ConfigError
+from ..models import Loss
+from ..mpu.collectives import all_gather_object, all_reduce_
 from ..mpu.mesh import Mesh
 from ..planning.text_tables import ranks_in_short
+from .records import EvalRecord, TrainRecord
+
+NEW_NAMES = 2.0**32             # one vote for an exchange of names, above any number of votes for a stop
+RESERVED = {f.name for record in (TrainRecord, EvalRecord) for f in fields(record)} | {"lm loss", "perplexity"}
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """loss: mean over micro-batches and data-parallel ranks; tokens: counted in the loss; the same on every rank.
+    """Means of a step over micro-batches and data-parallel ranks, the same on every rank.
 
-    terms: the means of what else the objective holds, by name.
+    tokens   counted in the loss
+    stop     whether a rank asked to end the run
+    terms    loss terms that layers added, by name, without their weight
+    metrics  metrics that layers recorded, by name
     """
 
     loss: float
     tokens: float
     stop: bool
     terms: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def is_finite(self) -> bool:
+        """Whether the loss and all loss terms are; metrics do not reach the gradients."""
         return all(map(math.isfinite, (self.loss, *self.terms.values())))
 
 
-def share(losses: Sequence, mesh: Mesh, stop: bool = False, per_token: bool = False,
-          terms: Sequence[str] = ()) -> StepReport:
-    """Collective over the world: an all-reduce of four float64, and two for each of `terms`, the names of `Loss.terms`.
+class StepMetrics:
+    """Reduces the metrics of the steps of one run, or of the batches of one evaluation.
 
-    losses: of the local micro-batches; empty on ranks that do not hold the last stage. Sums are in float64, so that the
-    reported loss does not depend on how samples are spread over ranks beyond the last bit.
-    per_token: average over all tokens of the step instead of over micro-batches.
+    per_token  the loss is averaged over all tokens of the step instead of over micro-batches
+    names      ledger names of all ranks → whether it is a loss term; None before the first step
     """
-    reports = mesh.coordinate("tp") == 0 and bool(losses)
-    row = torch.zeros(4 + 2 * len(terms), dtype=torch.float64)
-    if reports:
-        totals = torch.stack([loss.total.double() for loss in losses]).cpu()
-        tokens = torch.stack([loss.tokens.double() for loss in losses]).cpu()
-        means = totals / tokens.clamp(min=1)
-        row[0] = (totals if per_token else means).sum()
-        row[1] = tokens.sum() if per_token else len(losses)
-        row[2] = tokens.sum()
-        for i in range(len(terms)):
-            row[4 + 2 * i] = sum(loss.terms[i][0].double() for loss in losses)
-            row[5 + 2 * i] = sum(loss.terms[i][1].double() for loss in losses)
-    row[3] = float(stop)
-    row = row.to(mesh.device)
-    all_reduce_(row, mesh.group("world"))
-    total, count, tokens, stop_votes, *rest = row.tolist()
-    means = {name: rest[2 * i] / max(rest[2 * i + 1], 1) for i, name in enumerate(terms)}
-    return StepReport(total / max(count, 1), tokens, stop_votes > 0, means)
+
+    def __init__(self, mesh: Mesh, per_token: bool):
+        self.mesh, self.per_token = mesh, per_token
+        self.names: dict[str, bool] | None = None
+
+    def reduce(self, losses: Sequence[Loss], entries: Sequence[Entry], stop: bool = False) -> StepReport:
+        """Collective over the world.
+
+        losses: of the local micro-batches; empty on ranks without the last stage. entries: of the local stages.
+        Sums are in float64, so that the reported loss does not depend, beyond its last bit, on how samples are
+        distributed over ranks. Raises ConfigError, on all ranks, for a name that the log uses itself.
+        """
+        mine = {(entry.name, entry.weight is not None) for entry in entries}
+        if self.names is None:
+            self._exchange(mine)
+        row = self._row(losses, entries)
+        row[3] = stop + NEW_NAMES * (not mine <= self.names.items())
+        total, count, tokens, votes, *pairs = self._summed(row)
+        if votes >= NEW_NAMES:
+            self._exchange(mine)
+            pairs = self._summed(self._row(losses, entries))[4:]
+        means = {name: _mean(pairs[2 * i], pairs[2 * i + 1]) for i, name in enumerate(self.names)}
+        terms = {name: mean for name, mean in means.items() if self.names[name]}
+        metrics = {name: mean for name, mean in means.items() if not self.names[name]}
+        return StepReport(total / max(count, 1), tokens, votes % NEW_NAMES > 0, terms, metrics)
+
+    def _exchange(self, mine: set[tuple[str, bool]]) -> None:
+        """Agree on the names of all ranks. Collective over the world; for the first step and for new names."""
+        agreed = dict(self.names or {})
+        for names in all_gather_object(mine, self.mesh.group("world")):
+            for name, is_term in sorted(names):
+                if agreed.setdefault(name, is_term) != is_term:
+                    raise ConfigError(f"ledger name {name!r} is both a loss term and a metric: the report has one mean "
+                                      "for each name. Use two names.")
+        if taken := sorted(name for name in agreed if name in RESERVED or name.replace(" ", "_") in RESERVED):
+            raise ConfigError(f"ledger names {', '.join(map(repr, taken))} are fields of the log already, and one would "
+                              "hide the other. Use other names.")
+        self.names = agreed
+
+    def _row(self, losses: Sequence[Loss], entries: Sequence[Entry]) -> torch.Tensor:
+        """This rank's sums, on the CPU. Tensor-parallel ranks compute the same, so the first alone reports."""
+        row = torch.zeros(4 + 2 * len(self.names), dtype=torch.float64)
+        if self.mesh.coordinate("tp") != 0:
+            return row
+        # One transfer from the device for all numbers of the step.
+        scalars = [x for loss in losses for x in (loss.total, loss.tokens)] + [x for e in entries for x in (e.value, e.count)]
+        numbers = iter(_to_host(scalars))
+        if losses:
+            totals, tokens = torch.tensor([[next(numbers), next(numbers)] for _ in losses], dtype=torch.float64).unbind(1)
+            row[0] = (totals if self.per_token else totals / tokens.clamp(min=1)).sum()
+            row[1] = tokens.sum() if self.per_token else len(losses)
+            row[2] = tokens.sum()
+        sums = [0.0] * (len(row) - 4)
+        place = {name: 2 * i for i, name in enumerate(self.names)}
+        for entry in entries:
+            value, count = next(numbers), next(numbers)
+            if (at := place.get(entry.name)) is not None:                # None: a new name, exchanged after this row
+                sums[at] += value
+                sums[at + 1] += count
+        row[4:] = torch.tensor(sums, dtype=torch.float64)
+        return row
+
+    def _summed(self, row: torch.Tensor) -> list[float]:
+        row = row.to(self.mesh.device)
+        all_reduce_(row, self.mesh.group("world"))
+        return row.tolist()
+
+
+def _to_host(scalars: Sequence[float | torch.Tensor]) -> list[float]:
+    tensors = [x.double() for x in scalars if isinstance(x, torch.Tensor)]
+    numbers = iter(torch.stack(tensors).tolist() if tensors else ())
+    return [next(numbers) if isinstance(x, torch.Tensor) else float(x) for x in scalars]
+
+
+def _mean(total: float, count: float) -> float:
+    return total / max(count, 1)
 
 
 def stop_reason(requests: Sequence[tuple[str | None, float | None]]) -> str:
-    """Why the run stops, in words: "rank 3 received SIGTERM", "time limit of 30 min reached".
+    """Why the run stops: "rank 3 received SIGTERM", "time limit of 30 min reached".
 
-    requests: of each rank, the name of the signal that it received, and the time limit in minutes if that is over
+    requests: of each rank, the name of the signal that it received and the time limit in minutes, where it has passed
     """
     received: dict[str, list[int]] = {}
     for rank, (name, _) in enumerate(requests):

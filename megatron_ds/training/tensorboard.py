@@ -60,10 +60,10 @@ def losses_of(record: Record) -> Iterator[tuple[str, float]]:
     if isinstance(record, EvalRecord):
         yield f"lm loss {record.split}", record.loss
         yield f"lm loss {record.split} ppl", record.perplexity
-        yield from ((f"{name} {record.split}", mean) for name, mean in record.terms.items())
+        yield from ((f"{name} {record.split}", mean) for name, mean in record.metrics.items())
     else:
         yield "lm loss", record.loss
-        yield from record.terms.items()
+        yield from record.metrics.items()
 
 
 def others_of(record: Record) -> Iterator[tuple[str, float]]:

@@ -1,7 +1,10 @@
 """One forward and backward of one of our models on threaded ranks that share its tensors, as the model tests need it."""
 
+from types import SimpleNamespace
+
 import torch
 
+from megatron_ds.data.ledger import Ledger
 from megatron_ds.models import MODELS, build_stage, run_layers, with_random_ltd
 from megatron_ds.mpu.context import ParallelContext, Precision, Recompute
 from megatron_ds.mpu.group import solo
@@ -36,15 +39,25 @@ def make_model(name, config, tp, weights, drops=(), **options):
 
 
 def run_model(name, config, weights, batch, tp_size=1, per_token=False, **options):
-    """(loss, logits [b, s, v], logical gradients) of `tp_size` threaded ranks."""
+    """(loss, logits [b, s, v], logical gradients) of `tp_size` threaded ranks.
+
+    The objective of the returned loss includes the terms in the ledger, and `entries` are these.
+    """
 
     def main(rank, world):
         tp = world.group("tp", tuple(range(tp_size)), rank)
         model = make_model(name, config, tp, weights, **options)
-        output = run_layers(model, None, batch)
+        ledger = Ledger()
+        noted = batch.with_ledger(ledger)
+        output = run_layers(model, None, noted)
         shown = getattr(output, "logits", output).detach().clone()          # [s, b, Vp/t]
-        loss = MODELS[name].loss(output, batch, tp=tp, vocab_size=config.vocab_size, per_token=per_token)
-        loss.objective.backward()
+        loss = MODELS[name].loss(output, noted, tp=tp, vocab_size=config.vocab_size, per_token=per_token)
+        ledger.close()                                                      # recomputed layers add nothing
+        entries = ledger.take()
+        means = [e.weight * e.value / max(e.count, 1) for e in entries if e.weight is not None]
+        objective = loss.objective + sum(mean * loss.tokens if per_token else mean for mean in means)
+        objective.backward()
+        loss = SimpleNamespace(objective=objective, total=loss.total, tokens=loss.tokens, entries=entries)
         return loss, shown, [(p.spec, p.grad) for p in model.parameters()]
 
     ranks = run_ranks(tp_size, main)

@@ -8,11 +8,11 @@ import weakref
 import pytest
 import torch
 
-from megatron_ds.pipeline.root import Root, backward_from
+from megatron_ds.pipeline.backward import Root, backward_from
 
 FIRST_BACKWARD = """
 import sys, torch
-from megatron_ds.pipeline.root import Root
+from megatron_ds.pipeline.backward import Root
 x = torch.ones(2, requires_grad=True)
 root = Root(x * 3)
 root.give(torch.ones(2))

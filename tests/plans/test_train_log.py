@@ -93,7 +93,7 @@ def test_short_lines_have_about_100_columns():
 
 def test_further_terms_of_the_objective_stand_behind_the_loss_and_in_fields_of_their_own(tmp_path):
     terms = {"sop loss": 0.6931}
-    record, evaluation = changed(terms=terms), EvalRecord(**{**vars(EVALUATION), "terms": terms})
+    record, evaluation = changed(metrics=terms), EvalRecord(**{**vars(EVALUATION), "metrics": terms})
     assert "| lm loss: 2.831712E+00 | sop loss: 6.931000E-01 | loss scale: 65536.0 |" in record.line()
     assert "| sop loss value: 6.931000E-01 |" in evaluation.line()
     log = open_log(logging_to(tmp_path), Progress())
@@ -123,7 +123,7 @@ def test_metrics_lie_in_the_save_folder_one_json_object_a_record_with_run_start_
     train, validation = map(json.loads, (tmp_path / "save" / "metrics.jsonl").read_text().splitlines())
     start, now = train.pop("start"), train.pop("time")
     assert before - 0.01 <= start <= now <= time.time() + 0.01 and validation["start"] == start
-    fields = {name: value for name, value in vars(RECORD).items() if name != "terms"}
+    fields = {name: value for name, value in vars(RECORD).items() if name != "metrics"}
     assert train == {"kind": "train", "run": "5f0c", **fields, "loss": None}
     assert validation["kind"] == "validation" and validation["perplexity"] == pytest.approx(math.exp(2.5))
 

@@ -53,7 +53,7 @@ def die_midway(rank, world, folder, name, chunks):
 
 
 def assert_it_says_where_it_waited(story, rank):
-    assert f"pipeline rank {rank} was at " in story and f"out of a step of {M} micro-batches" in story
+    assert f"pipeline rank {rank} was executing " in story and f"in a step of {M} micro-batches" in story
     assert f"rank {rank} (pipeline position {rank}) was " in story
     assert any(f"of micro-batch {k} at stage " in story for k in range(M)), story
 

@@ -46,8 +46,8 @@ def assert_equal_runs(config, ours, reference):
     assert loss.objective.item() == pytest.approx(words + sentences, rel=1e-6)
     assert (loss.total / loss.tokens).item() == pytest.approx(words, rel=1e-6)
     if config.bert_binary_head:
-        [(total, count)] = loss.terms
-        assert count == len(IDS) and (total / count).item() == pytest.approx(sentences, rel=1e-6)
+        [(name, total, count)] = [(entry.name, entry.value, entry.count) for entry in loss.entries]
+        assert name == "sop loss" and count == len(IDS) and (total / count).item() == pytest.approx(sentences, rel=1e-6)
     torch.testing.assert_close(logits.double(), true_logits, rtol=1e-5, atol=2e-5)
     assert set(grads) == set(true_grads) == set(bert_shapes(config))
     for name, grad in grads.items():
@@ -96,7 +96,8 @@ def test_the_segments_order_of_a_sample_may_be_left_out_and_weigh_with_the_token
     weights, batch = bert_weights(BERT, seed=3), batch_of(BERT)
     order = torch.tensor([-1, 1, 0])
     kept = replace(batch, sentence_order=order)
-    [(total, count)] = run_bert(BERT, weights, kept)[0].terms
+    [entry] = run_bert(BERT, weights, kept)[0].entries
+    total, count = entry.value, entry.count
     assert count == 2
     loss = run_bert(BERT, weights, kept, per_token=True)[0]
     assert loss.objective.item() == pytest.approx((loss.total + total / count * loss.tokens).item())

@@ -168,7 +168,7 @@ def test_a_stage_frees_its_output_once_it_is_sent():
             return output
 
     stage = Stage(1, [Shift()], is_first=False, is_last=False)
-    sent = stage.forward(0, None, torch.zeros(3), 1.0)
+    sent = stage.forward(0, make_batches(1)[0], torch.zeros(3), 1.0)
     assert storages[0]() is not None
     del sent
     assert storages[0]() is None and stage.live
@@ -205,9 +205,9 @@ def test_a_program_that_cannot_be_executed_is_refused_before_it_starts(program, 
 def test_another_number_of_microbatches_than_the_program_is_for_is_refused_with_the_right_one():
     executor = alone((F, B))
     for step in (executor.run, executor.forward):
-        with pytest.raises(ScheduleError, match="received 3 micro-batches, but its program is for 1.*Valid: 1"):
+        with pytest.raises(ScheduleError, match="received 3 micro-batches, but its program is for 1.*Pass 1"):
             step(make_batches(3))
-    with pytest.raises(ScheduleError, match="program for 1 micro-batches was made for a step of 2"):
+    with pytest.raises(ScheduleError, match="program for a step of 2 micro-batches computes 1"):
         alone(lambda m: (F, B)).run(make_batches(2))
 
 
@@ -223,7 +223,7 @@ def test_an_error_says_where_the_pipeline_was_and_the_next_step_starts_clean():
     bad[1] = replace(good[1], labels=None)
     with pytest.raises(AttributeError) as caught:
         executor.run(bad)
-    place = "pipeline rank 0 was at F1@0 (forward of micro-batch 1 at stage 0), out of a step of 3 micro-batches"
+    place = "pipeline rank 0 was executing F1@0 (forward of micro-batch 1 at stage 0) in a step of 3 micro-batches"
     assert caught.value.__notes__ == [place]
     assert not executor.stages[0].live
     losses = executor.run(good, SCALE)

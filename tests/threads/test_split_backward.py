@@ -12,20 +12,21 @@ from torch.utils._pytree import tree_leaves
 from megatron_ds.models import MODELS, build_stage, gpt_loss
 from megatron_ds.mpu.group import solo
 from megatron_ds.pipeline.schedules import SCHEDULES
-from megatron_ds.pipeline.stage import Stage
+from megatron_ds.pipeline.stage import LayerHooks, Stage
 from megatron_ds.tensor_parallel.embedding import VocabParallelEmbedding, parallel_logits, vocabulary_spec
 from megatron_ds.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_ds.zero.buckets import move_to_main_grad
 from tests.harness.gpt_runs import make_batch
 from tests.harness.layout_runs import GLOBAL_BATCH, NUM_LAYERS, run_layout
 from tests.harness.model_runs import context_of
-from tests.harness.pipelines import split_backwards
+from tests.harness.pipelines import make_batches, split_backwards
 from tests.harness.plain_gpt import STYLES, load_logical, logical_weights
 from tests.harness.threads import run_ranks
 from tools.compare_layouts import tiny_job
 
 S, B, H, WIDE, VOCABULARY = 6, 2, 8, 12, 20
 ORDERS = ("IWIWIW", "IIWIWW", "IIIWWW")                    # the next I, or the next W, in the order of the micro-batches
+[BATCH] = make_batches(1)                                 # for layers that read none
 
 
 def randn(*shape, seed, dtype=torch.float32):
@@ -77,7 +78,7 @@ def run_halves(stage, inputs, grads, forward, order):
     return input_grads, after
 
 
-def compare(make_stage, inputs, grads, forward=lambda stage, k, x: stage.forward(k, None, x, 1.0), orders=ORDERS):
+def compare(make_stage, inputs, grads, forward=lambda stage, k, x: stage.forward(k, BATCH, x, 1.0), orders=ORDERS):
     """make_stage() → (stage, log of announcements). All orders of halves against the whole backward."""
     stage, announced = make_stage()
     input_grads, after = run_whole(stage, inputs, grads, forward)
@@ -222,7 +223,8 @@ def test_gradients_are_announced_layer_by_layer_from_the_last_to_the_first_and_t
             p.grad_ready = lambda layer=layer: log.append(layer)
             p.register_post_accumulate_grad_hook(move_to_main_grad)
     modules[0].weight.grad_ready = lambda: log.append("tied")                   # embedding and head share it
-    stage = Stage(0, list(modules), is_first=True, is_last=True, complete=lambda layer: log.append(f"complete {layer}"),
+    hooks = LayerHooks(complete=lambda layer: log.append(f"complete {layer}"))
+    stage = Stage(0, list(modules), is_first=True, is_last=True, hooks=hooks,
                   loss=lambda x, batch: gpt_loss(x, batch, tp=solo("tp"), vocab_size=config.vocab_size))
     stage.forward(0, make_batch(config), None, 1.0)
     stage.backward_input(0, None)
@@ -295,9 +297,10 @@ def test_the_factors_are_freed_one_by_one_in_the_weight_half():
         nn.init.normal_(p)
     install_main_grads(p for module in modules for p in module.parameters())
     alive, allocations = [], Allocations()
-    stage = Stage(1, modules, is_first=False, is_last=False, complete=lambda layer: alive.append(allocations.alive))
+    hooks = LayerHooks(complete=lambda layer: alive.append(allocations.alive))
+    stage = Stage(1, modules, is_first=False, is_last=False, hooks=hooks)
     with allocations:
-        stage.forward(0, None, randn(S, B, H, seed=1), 1.0)
+        stage.forward(0, BATCH, randn(S, B, H, seed=1), 1.0)
         stage.backward_input(0, randn(S, B, H, seed=2))
         stage.backward_weights(0)
     assert alive == sorted(alive, reverse=True) and len(set(alive)) == 4
