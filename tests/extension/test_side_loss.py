@@ -19,6 +19,7 @@ from megatron_ds.config import parse
 from megatron_ds.data.ledger import Entry, Ledger
 from megatron_ds.errors import ConfigError
 from megatron_ds.models import MODELS, build_stage, gpt_loss, language_model
+from megatron_ds.mpu.context import ParallelContext, Precision
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.group import solo
 from megatron_ds.mpu.mesh import Mesh
@@ -61,8 +62,8 @@ def penalized(make):
 
 @MODELS.register("penalized gpt")
 @language_model
-def penalized_layers(*args, **options):
-    layers = MODELS["gpt"](*args, **options)
+def penalized_layers(config, ctx):
+    layers = MODELS["gpt"](config, ctx)
     return [replace(layer, make=partial(penalized, layer.make)) if layer.kind == "block" else layer for layer in layers]
 
 
@@ -107,8 +108,9 @@ def by_hand(dtype: str, per_token: bool, weight: float = WEIGHT) -> Result:
     job, dtypes = job_of(dtype, per_token), {"fp32": torch.float32, "fp16": torch.float16}
     config = parse([*job, "--micro-batch-size", "1"])
     samples = made_up_samples(config, 4 * BATCH, seed=1)
-    model = build_stage(MODELS["penalized gpt"](config.model, tp=solo(), dtype=dtypes[dtype]))
-    initialize(model.parameters(), config.train.seed, 0, 1)
+    model = build_stage(MODELS["penalized gpt"](
+        config.model, ParallelContext(precision=Precision(dtypes[dtype]))))
+    initialize(model.parameters(), config.train.seed, {})
     masters = [p.detach().float().clone() for p in model.parameters()]
     outputs = []
     for module in model.modules():
