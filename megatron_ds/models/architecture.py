@@ -28,8 +28,6 @@ class Architecture:
     loss    function(what the last layer returns, batch, *, tp, vocab_size, label_smoothing, per_token) -> losses.Loss
     data    how its samples are made up, found in a corpus, and put into a batch
     terms   function(model config) -> names of what the objective holds beside the tokens' loss, in the order of `Loss.terms`
-    causal  no token sees a later one: half of the scores are no work
-    head    kind of its last layer
     fields  of the model config that decide shapes or meaning of its weights, beside those of all models
     """
 
@@ -37,8 +35,6 @@ class Architecture:
     loss: Callable
     data: DataKind
     terms: Callable[[object], tuple[str, ...]] = lambda config: ()
-    causal: bool = True
-    head: str = "head"
     fields: tuple[str, ...] = ()
 
     def __call__(self, config, **options) -> list[Layer]:

@@ -11,8 +11,8 @@ import torch
 from ..data.bert_data import BERT_DATA
 from ..mpu.group import Group
 from .architecture import MODELS, Architecture
-from .bert_heads import BertHeads
-from .block import Block
+from .bert_heads import BertHeads, bert_head_flops
+from .block import Block, block_flops
 from .embedding import WORD_EMBEDDINGS, Embedding
 from .heads import FinalNorm
 from .layer import Layer, Placement
@@ -38,14 +38,15 @@ def bert_layers(config, *, tp: Group, sequence_parallel: bool = False, dtype: to
         *(Layer(f"encoder.layers.{i}",
                 partial(Block, config, f"encoder.layers.{i}", placement, rotary=rotary, granularity=recompute_granularity,
                         causal=False),
-                "block", recompute_num_layers=recompute_num_layers)
+                "block", recompute_num_layers=recompute_num_layers,
+                flops=partial(block_flops, config, causal=False))
           for i in range(config.num_layers)),
         Layer("encoder.final_layernorm", partial(FinalNorm, config, placement, "encoder.final_layernorm"), "norm"),
         Layer("output_layer", lambda weight=None: BertHeads(config, placement, tied=tied, weight=weight), "bert_head",
-              tied_to=None if tied is None else "embedding"),
+              tied_to=None if tied is None else "embedding", flops=partial(bert_head_flops, config)),
     ]
 
 
 MODELS.register("bert")(Architecture(
-    layers=bert_layers, loss=bert_loss, data=BERT_DATA, causal=False, head="bert_head",
+    layers=bert_layers, loss=bert_loss, data=BERT_DATA,
     terms=lambda config: ("sop loss",) if config.bert_binary_head else (), fields=("bert_binary_head",)))

@@ -20,7 +20,7 @@ from ..tensor_parallel.linear import column_linear
 from ..tensor_parallel.replicated import ReplicatedLinear
 from .block import make_norm
 from .heads import vocabulary_weight
-from .layer import Placement
+from .layer import LayerFlops, Placement
 
 ORDERS = 2         # as they stand in the text, or swapped
 
@@ -49,6 +49,13 @@ class BertHeads(nn.Module):
         order = None if self.binary_head is None else self.binary_head(x)
         logits = column_linear(self.lm_head(x), self.weight, self.bias, self.placement.tp, self.placement.sequence_parallel)
         return BertOutput(logits, order)
+
+
+def bert_head_flops(config, seq_length: int, vocab_size: int) -> LayerFlops:
+    """The dense layer and the vocabulary at every position; the binary head at the first."""
+    h = config.hidden_size
+    order = 6.0 * h * (h + ORDERS) if config.bert_binary_head else 0.0
+    return LayerFlops(6.0 * seq_length * h * (h + vocab_size) + order)
 
 
 class MaskedTokenHead(nn.Module):

@@ -7,7 +7,7 @@ from ..data.batch import Batch
 from ..ops.norm import NORMS
 from .attention import SelfAttention
 from .hidden_dropout import HiddenDropout
-from .layer import Placement, pick
+from .layer import LayerFlops, Placement, pick
 from .mlp import MLP
 from .recompute import check_granularity, recompute
 from .rotary import Rotary
@@ -43,6 +43,16 @@ class Block(nn.Module):
         attended = self.self_attention(self.input_layernorm(x), batch, cache)
         x = x + self.attention_dropout(attended, batch)
         return x + self.mlp_dropout(self.mlp(self.pre_mlp_layernorm(x), batch), batch)
+
+
+def block_flops(config, seq_length: int, vocab_size: int, *, causal: bool = True) -> LayerFlops:
+    """Megatron's formula for a transformer block; causal attention counts half of its full matrix."""
+    s, h = seq_length, config.hidden_size
+    queries, keys_values = config.num_attention_heads * config.head_dim, 2 * config.query_groups * config.head_dim
+    projections = 6 * (h * (queries + keys_values) + queries * h)
+    feed_forward = 6 * h * config.ffn_size * (3 if config.is_gated else 2)
+    scores = 12.0 * (0.5 if causal else 1.0) * s * s * config.num_attention_heads * config.head_dim
+    return LayerFlops(float(s * (projections + feed_forward)), scores)
 
 
 def make_norm(config, name: str, placement: Placement) -> nn.Module:

@@ -11,9 +11,9 @@ import torch
 
 from ..mpu.group import Group
 from .architecture import MODELS, language_model
-from .block import Block
+from .block import Block, block_flops
 from .embedding import WORD_EMBEDDINGS, Embedding
-from .heads import FinalNorm, LanguageModelHead
+from .heads import FinalNorm, LanguageModelHead, head_flops
 from .layer import Layer, Placement
 from .recompute import check_granularity
 from .rotary import Rotary
@@ -40,9 +40,9 @@ def gpt_layers(config, *, tp: Group, sequence_parallel: bool = False, dtype: tor
         Layer("embedding", partial(Embedding, config, placement, tied=tied), "embedding"),
         *(Layer(f"decoder.layers.{i}",
                 partial(Block, config, f"decoder.layers.{i}", placement, rotary=rotary, granularity=recompute_granularity),
-                "block", recompute_num_layers=recompute_num_layers)
+                "block", recompute_num_layers=recompute_num_layers, flops=partial(block_flops, config))
           for i in range(config.num_layers)),
         Layer("decoder.final_layernorm", partial(FinalNorm, config, placement, "decoder.final_layernorm"), "norm"),
         Layer("output_layer", lambda weight=None: LanguageModelHead(config, placement, tied=tied, weight=weight), "head",
-              tied_to=None if tied is None else "embedding"),
+              tied_to=None if tied is None else "embedding", flops=partial(head_flops, config)),
     ]

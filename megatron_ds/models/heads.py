@@ -8,7 +8,7 @@ from ..ops.parameter import new_parameter
 from ..tensor_parallel.embedding import parallel_logits, vocabulary_spec
 from .block import make_norm
 from .embedding import WORD_EMBEDDINGS
-from .layer import Placement
+from .layer import LayerFlops, Placement
 
 
 class FinalNorm(nn.Module):
@@ -34,6 +34,10 @@ class LanguageModelHead(nn.Module):
 
     def forward(self, x: torch.Tensor, batch: Batch, cache=None) -> torch.Tensor:
         return parallel_logits(x, self.weight, self.placement.tp, self.placement.sequence_parallel)
+
+
+def head_flops(config, seq_length: int, vocab_size: int) -> LayerFlops:
+    return LayerFlops(6.0 * seq_length * config.hidden_size * vocab_size)
 
 
 def vocabulary_weight(config, placement: Placement, tied: str | None) -> nn.Parameter:

@@ -42,12 +42,34 @@ class Placement:
 
 
 @dataclass(frozen=True)
+class LayerFlops:
+    """Model FLOPs of one sequence through a layer, forward and backward: matrix products only, nothing for recomputation.
+
+    weights  products with weights, whose backward has an input half and a weight half of equal cost
+    scores   products without weights, such as attention scores and the sums that they weigh
+    """
+
+    weights: float = 0.0
+    scores: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.scores
+
+
+def no_products(seq_length: int, vocab_size: int) -> LayerFlops:
+    """`Layer.flops` of a layer that multiplies no matrices."""
+    return LayerFlops()
+
+
+@dataclass(frozen=True)
 class Layer:
     """One entry of the list.
 
     make  builds the module. A layer that is `tied_to` another takes that layer's weight as its argument when both are on
           one stage; called without, it builds a copy of its own (`spec.tied_copy`), equal because its name is.
-    kind  what it costs (`training.flops`, `training.activations`); recomputation applies to a "block"
+    kind  label of layers that cost the same; recomputation and token dropping apply to a "block"
+    flops  function(positions of a sequence, rows of the padded vocabulary) -> LayerFlops
     recompute_num_layers  of the blocks on one stage only the first so many recompute; None for all
     drops_tokens  a block that may see some of the tokens only
     """
@@ -58,6 +80,11 @@ class Layer:
     tied_to: str | None = None
     recompute_num_layers: int | None = None
     drops_tokens: bool = False
+    flops: Callable[[int, int], LayerFlops] = no_products
+
+    @property
+    def is_block(self) -> bool:
+        return self.kind == "block"
 
     @property
     def sort(self) -> str:

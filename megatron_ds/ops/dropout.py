@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from .random import generator_of, seed_of
+from .workspace import has_memory
 
 LEVELS = 1 << 16             # values of a random number; so drop probabilities are multiples of 1 / LEVELS
 NUMBERS_PER_COUNTER = 16     # 4 words of 64 bits
@@ -72,8 +73,9 @@ def attention_keep_mask(p: float, *, seed: int, site: str, sample_ids: tuple[int
 
 
 def draw_keep_mask_(out: torch.Tensor, p: float, key: tuple[int | str, ...], rows: range) -> None:
-    """Fill `out`, bool [len(rows), cols] of any strides, with these rows of the key's table; a meta tensor holds nothing."""
-    if out.is_meta:
+    """Fill `out`, bool [len(rows), cols] of any strides, with these rows of the key's table. Does nothing to a
+    tensor without memory."""
+    if not has_memory(out):
         return
     if out.device.type == "cpu":
         _draw_philox(out, _threshold(p), seed_of(*key), rows)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..config import RunConfig
-from ..mpu.fake_group import imagined_group
+from ..mpu.fake_group import fake_group
 from ..mpu.grid import Grid
 from ..mpu.traffic import Traffic
 from ..optim import OPTIMIZERS
@@ -29,10 +29,9 @@ from ..zero.memory import ZeroMemory, predict_places, predict_sets
 from ..zero.policy import policy_of
 from ..zero.sets import SHARED, Fact, SetPlan, plan_sets
 from ..zero.traffic import CountedUnit, foresee_gathers, predict_traffic
-from .activations import at_work, kept_by_stage, most_kept, workload_of
-from .fake_stages import ImaginedStage, boundary_shape
-from .gather_budget import gradient_buffers
-from .run_model import DTYPES, bucket_elements, objective_terms
+from .fake_stages import FakeStage, most_kept
+from .keep_gathered import gradient_buffers
+from .run_model import DTYPES, boundary_shape, bucket_elements, objective_terms
 from .run_plan import moments_of
 
 NORM_BYTES = 4 * 8, 3 * 8                             # fp64: `grad_norm.sum_over_ranks`, data and model group
@@ -88,19 +87,18 @@ def place_of(config: RunConfig, grid: Grid, rank: int, placement: Sequence[int])
     """placement: stage → pipeline rank."""
     at, inner_size = grid.coordinates(rank), config.zero.zero_hpz_partition_size
     size, data_rank = grid.size("dp", "cp"), grid.group_of(rank, "dp", "cp").index(rank)
-    data = imagined_group("dp-cp", size, data_rank)
+    data = fake_group("dp-cp", size, data_rank)
     ranks = Hierarchy.flat(data)
     if inner_size > 1:
         o, i = divmod(data_rank, inner_size)
-        inner = data if inner_size == size else imagined_group("dp-cp-inner", inner_size, i)
-        ranks = Hierarchy(data, inner, imagined_group("dp-cp-outer", size // inner_size, o))
+        inner = data if inner_size == size else fake_group("dp-cp-inner", inner_size, i)
+        ranks = Hierarchy(data, inner, fake_group("dp-cp-outer", size // inner_size, o))
     ends = {placement[0], placement[-1]}
     holders = len(ends) if at["pp"] in ends else 1
     return Place(rank, at, ranks, grid.tp, holders, grid.size("tp", "pp"), grid.world_size)
 
 
-def plan_rank(config: RunConfig, place: Place, stages: Sequence[ImaginedStage], program: Program, microbatches: int,
-              device: str) -> RankPlan:
+def plan_rank(config: RunConfig, place: Place, stages: Sequence[FakeStage], program: Program, microbatches: int) -> RankPlan:
     """stages: of this rank. program: its own, lowered, for so many micro-batches."""
     parameters = list(dict.fromkeys(p for stage in stages for p in stage.parameters))
     plans = plan_state(config, place, stages, parameters)
@@ -113,19 +111,17 @@ def plan_rank(config: RunConfig, place: Place, stages: Sequence[ImaginedStage], 
     gathers, whole = _gathers(config, plans, stages, parameters, program)
     traffic = _state_traffic(config, place, plans, parameters, gathers, microbatches)
     for stage in stages:
-        traffic.add_all(stage.traffic, microbatches)
+        traffic.add_all(stage.run.traffic, microbatches)
     _add_sends(traffic, config, program)
-    work, train = workload_of(config, device), config.train
-    kept = {stage.index: kept_by_stage(work, stage.kinds, train.recompute_granularity, train.recompute_num_layers)
-            for stage in stages}
+    kept = {stage.index: stage.run.kept for stage in stages}
     buffers = whole * dtype.itemsize + _gradient_buffers(config, plans, data.size) + _messages(config, program)
     return RankPlan(place.rank, tuple(kept), sum(p.numel() for p in parameters), predict_sets(plans, data.rank, 0, **sizes),
                     {where: count for where, count in places.items() if where != "device"}, buffers,
                     most_kept(program, kept), sum(kept.values()),
-                    max(at_work(work, stage.kinds, train.recompute_granularity) for stage in stages), traffic)
+                    max(stage.run.at_work for stage in stages), traffic)
 
 
-def plan_state(config: RunConfig, place: Place, stages: Sequence[ImaginedStage],
+def plan_state(config: RunConfig, place: Place, stages: Sequence[FakeStage],
                parameters: Sequence[nn.Parameter]) -> tuple[SetPlan, ...]:
     """The sets that `ZeroOptimizer` would make of these parameters."""
     zero, data = config.zero, place.data
@@ -167,7 +163,7 @@ def _place(where: str) -> str:
     return "device" if where == "none" else where
 
 
-def _gathers(config: RunConfig, plans: Sequence[SetPlan], stages: Sequence[ImaginedStage], parameters: Sequence[nn.Parameter],
+def _gathers(config: RunConfig, plans: Sequence[SetPlan], stages: Sequence[FakeStage], parameters: Sequence[nn.Parameter],
              program: Program) -> tuple[list[list[int]], int]:
     """(for each plan, how often each of its units is gathered; the most elements that are whole at a time)."""
     units = [[CountedUnit(_numel(plan, i)) for i in range(len(plan.units))] for plan in plans]

@@ -6,20 +6,23 @@ from functools import partial
 import torch
 
 from ..config import RunConfig
-from ..models import MODELS, Placement, with_random_ltd
+from ..models import MODELS, Layer, Placement, with_random_ltd
+from ..mpu.group import Group
 from ..mpu.mesh import Mesh
 from ..token_drop import make_token_drop
+from .training_length import planned_steps
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}     # by their names in the config
 
 
-def describe_layers(config: RunConfig, mesh: Mesh) -> list:
+def describe_layers(config: RunConfig, mesh: Mesh, device: torch.device | None = None) -> list[Layer]:
     """The model as a list of named layers, none of them built yet.
 
-    With parameters in shards the layers are built without memory (on the meta device): no rank ever holds the whole.
+    device  of the parameters; None: the mesh's, and with parameters in shards (ZeRO 3) the meta device, so that no rank ever
+            holds a whole layer
     """
     dtype = DTYPES[config.optimizer.params_dtype]
-    device = torch.device("meta") if config.zero.stage == 3 else mesh.device
+    device = device or (torch.device("meta") if config.zero.stage == 3 else mesh.device)
     tp, split, train = mesh.group("tp"), config.parallel.sequence_parallel, config.train
     layers = MODELS[config.model.model](
         config.model, tp=tp, sequence_parallel=split, dtype=dtype, device=device, seed=train.seed,
@@ -28,7 +31,19 @@ def describe_layers(config: RunConfig, mesh: Mesh) -> list:
     return with_random_ltd(layers, drop.blocks, Placement(tp, split, dtype, device, train.seed)) if drop else layers
 
 
-def loss_function(config: RunConfig, tp) -> Callable:
+def last_step(config: RunConfig) -> int:
+    """The number of the last step, from 0."""
+    return max(0, planned_steps(config) - 1)
+
+
+def boundary_shape(config: RunConfig) -> tuple[int, int, int]:
+    """Shape of the hidden states between stages: [s(/t), b, h]."""
+    split = config.parallel.tensor_model_parallel_size if config.parallel.sequence_parallel else 1
+    return config.model.seq_length // split, config.train.micro_batch_size, config.model.hidden_size
+
+
+def loss_function(config: RunConfig, tp: Group) -> Callable:
+    """loss(what the last layer returns, batch) -> `models.losses.Loss`. Collective over tp."""
     return partial(MODELS[config.model.model].loss, tp=tp, vocab_size=config.model.vocab_size,
                    label_smoothing=config.train.label_smoothing, per_token=config.train.calculate_per_token_loss)
 

@@ -72,8 +72,7 @@ def build_engine(config: RunConfig, mesh: Mesh) -> Engine:
     layers = describe_layers(config, mesh)
     plan = plan_run(config, layers, measured_times(config, mesh))
     mesh.place_stages(plan.shape.placement)
-    slices = {stage: layers[plan.slice_of(stage)] for stage in plan.shape.stages_of(mesh.coordinate("pp"))}
-    built = build_stages(slices)
+    built = build_stages({stage: plan.stage_layers(stage) for stage in plan.shape.stages_of(mesh.coordinate("pp"))})
     modules = nn.ModuleList(module for stage in built.values() for module in stage)
     parameters = list(modules.parameters())
     if not parameters or not parameters[0].is_meta:
@@ -81,8 +80,7 @@ def build_engine(config: RunConfig, mesh: Mesh) -> Engine:
     groups = _data_groups(config, mesh)
     # Together: a rank's disk may be full.
     optimizer = together(mesh.group("world"), lambda: _build_optimizer(config, mesh, groups, built, parameters))
-    kinds = {stage: [layer.sort for layer in layers] for stage, layers in slices.items()}
-    pinned, why_pinned = _pinning(config, mesh, memory, optimizer, kinds, plan)
+    pinned, why_pinned = _pinning(config, mesh, memory, optimizer, plan)
     stages = {index: _build_stage(config, mesh, index, list(built[index]), optimizer, plan) for index in built}
     return Engine(config, mesh, plan, stages, modules, parameters, optimizer,
                   _build_executor(config, mesh, stages, optimizer, plan, pinned), pinned, why_pinned)
@@ -97,13 +95,12 @@ def _build_stage(config: RunConfig, mesh: Mesh, index: int, modules: list[nn.Mod
                  complete=gathering and gathering.close)
 
 
-def _pinning(config: RunConfig, mesh: Mesh, memory: int, optimizer: ZeroOptimizer, kinds: Mapping[int, list[str]],
-             plan: RunPlan) -> tuple[bool, str]:
+def _pinning(config: RunConfig, mesh: Mesh, memory: int, optimizer: ZeroOptimizer, plan: RunPlan) -> tuple[bool, str]:
     """(whether stages are pinned, why). Collective over the world where that is for us to decide."""
     if not is_automatic(config):
         return config.zero.stage == 3 and config.zero.zero3_pin_stage == "on", ""
     program = plan_schedule(config, microbatches_of(config), costs=plan.stage_costs())[mesh.coordinate("pp")]
-    decision = agree_on_pinning(config, mesh, memory, optimizer, kinds, program)
+    decision = agree_on_pinning(config, mesh, memory, optimizer, plan, program)
     return decision.pinned, pinning_text(decision)
 
 
