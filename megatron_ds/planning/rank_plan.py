@@ -20,10 +20,9 @@ from ..pipeline.instruction import Op, Program
 from ..pipeline.passes import RECEIVES
 from ..pipeline.simulate import Simulation
 from ..zero.buffer_pool import UNDER_WAY
-from ..zero.gathering import LayerGathering
 from ..zero.hierarchy import Hierarchy
 from ..zero.inner import InnerOptimizer, make_leaf
-from ..zero.layer_plan import LayerPlan
+from ..zero.layer_plan import LayerPlan, gathering_over, units_by_parameter, unread_layers
 from ..zero.layout import SlotPiece
 from ..zero.memory import ZeroMemory, predict_places, predict_sets
 from ..zero.policy import policy_of
@@ -108,7 +107,7 @@ def plan_rank(config: RunConfig, place: Place, stages: Sequence[FakeStage], prog
     places = predict_places(
         plans, data.rank, 0, optimizer=_place(zero.offload_optimizer), parameters=_place(zero.offload_param),
         ratio=zero.offload_optimizer_ratio, sub_group_elements=zero.sub_group_size, **sizes)
-    gathers, whole = _gathers(config, plans, stages, parameters, program)
+    gathers, whole = _gathers(plans, _layer_plan(config, stages), parameters, program)
     traffic = _state_traffic(config, place, plans, parameters, gathers, microbatches)
     for stage in stages:
         traffic.add_all(stage.run.traffic, microbatches)
@@ -129,14 +128,18 @@ def plan_state(config: RunConfig, place: Place, stages: Sequence[FakeStage],
     for stage in stages:
         places |= {p: (SHARED if p in places else stage.index, 0) for p in stage.parameters}
     if zero.stage == 3:
-        layers = {stage.index: [list(module.parameters()) for module in stage.modules] for stage in stages}
-        places |= LayerPlan(layers).places()
+        places |= _layer_plan(config, stages).places()
     facts = [Fact(p.spec.name, p.numel(), str(p.dtype), p.spec.expert, _is_tied(p, place), False, *places[p])
              for p in parameters]
     return plan_sets(facts, policy_of(zero.stage, zero.zero_hpz_partition_size), data_shards=data.data.size,
                      expert_shards=data.data.size, bucket_elements=bucket_elements(zero, sum(p.numel() for p in parameters)),
                      persistence=zero.param_persistence_threshold, gather_alone=zero.offload_param != "none",
                      inner_shards=data.inner.size if zero.zero_hpz_partition_size > 1 else None)
+
+
+def _layer_plan(config: RunConfig, stages: Sequence[FakeStage]) -> LayerPlan:
+    layers = {stage.index: [list(module.parameters()) for module in stage.modules] for stage in stages}
+    return LayerPlan(layers, unread_layers({stage.index: stage.modules for stage in stages}), config.zero.prefetch_bucket_size)
 
 
 @cache
@@ -163,22 +166,15 @@ def _place(where: str) -> str:
     return "device" if where == "none" else where
 
 
-def _gathers(config: RunConfig, plans: Sequence[SetPlan], stages: Sequence[FakeStage], parameters: Sequence[nn.Parameter],
+def _gathers(plans: Sequence[SetPlan], layers: LayerPlan, parameters: Sequence[nn.Parameter],
              program: Program) -> tuple[list[list[int]], int]:
     """(for each plan, how often each of its units is gathered; the most elements that are whole at a time)."""
     units = [[CountedUnit(_numel(plan, i)) for i in range(len(plan.units))] for plan in plans]
-    unit_of = {parameters[member]: its_units[i] for plan, its_units in zip(plans, units)
-               for member, slot in zip(plan.members, plan.layout.slots)
-               for i, (_, first, stop) in enumerate(plan.units) if first <= slot.bucket < stop}
-    if not unit_of:
+    of = units_by_parameter((plan, [parameters[member] for member in plan.members], its_units)
+                            for plan, its_units in zip(plans, units))
+    if not of:
         return units, 0
-    gatherings = {}
-    for stage in stages:
-        needs = [list(dict.fromkeys(unit_of[p] for p in module.parameters() if p in unit_of)) for module in stage.modules]
-        read = [needed if getattr(module, "weights_read_in_backward", True) else []
-                for module, needed in zip(stage.modules, needs)]
-        gatherings[stage.index] = LayerGathering(needs, read, config.zero.prefetch_bucket_size, stage=stage.index)
-    counts, whole = foresee_gathers(gatherings, moments_of(program))
+    counts, whole = foresee_gathers({stage: gathering_over(layers, stage, of) for stage in layers.layers}, moments_of(program))
     return [[counts[unit] for unit in its_units] for its_units in units], whole
 
 

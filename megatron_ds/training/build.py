@@ -25,7 +25,8 @@ from ..planning.layer_timing import measured_times
 from ..planning.run_model import DTYPES, bucket_elements, describe_layers, loss_function
 from ..planning.run_plan import RunPlan, microbatches_of, moments_of, plan_run, plan_schedule
 from ..tensor_parallel.init import initialize, initialize_interval
-from ..zero.optimizer import DataGroups, LayerPlan, ZeroOptimizer
+from ..zero.layer_plan import LayerPlan, unread_layers
+from ..zero.optimizer import DataGroups, ZeroOptimizer
 from ..zero.policy import policy_of
 from ..zero.scaler import make_scaler
 from ..zero.sets import SHARED
@@ -118,8 +119,6 @@ def _build_optimizer(config: RunConfig, mesh: Mesh, groups: DataGroups, stages: 
     o, zero, tp = config.optimizer, config.zero, groups.tp
     layers = {stage: [list(module.parameters()) for module in modules] for stage, modules in stages.items()
               if zero.stage == 3}
-    unread = frozenset((stage, i) for stage, modules in stages.items() for i, module in enumerate(modules)
-                       if not getattr(module, "weights_read_in_backward", True))
     uses = {stage: count_uses(modules) for stage, modules in stages.items()}
     stage_of = {}
     for stage in stages:
@@ -131,7 +130,7 @@ def _build_optimizer(config: RunConfig, mesh: Mesh, groups: DataGroups, stages: 
         clip_grad=o.clip_grad, bucket_elements=bucket_elements(zero, sum(p.numel() for p in parameters)),
         overlap=zero.overlap_comm is not False, grad_dtype=DTYPES[o.gradient_dtype], device=mesh.device,
         sent_dtype=DTYPES.get(zero.sent_dtype), sent_divisor=zero.sent_divisor,
-        layer_plan=LayerPlan(layers, unread, zero.prefetch_bucket_size, zero.param_persistence_threshold),
+        layer_plan=LayerPlan(layers, unread_layers(stages), zero.prefetch_bucket_size, zero.param_persistence_threshold),
         offload=make_offload(zero, mesh.device),
         draw=lambda spec, start, out: initialize_interval(out, spec, start, config.train.seed, tp.rank, tp.size))
 
