@@ -22,7 +22,7 @@ fails as it would in a launch.
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -55,9 +55,9 @@ class StageRun:
     """
 
     kept: int
-    at_work: int
-    workspace: int
-    traffic: Traffic
+    at_work: int = 0
+    workspace: int = 0
+    traffic: Traffic = field(default_factory=Traffic)
 
 
 @dataclass(frozen=True)
@@ -93,12 +93,16 @@ def fake_stages(config: RunConfig, mesh: Mesh, plan: RunPlan, schedule: Schedule
     return sorted(stages, key=lambda stage: stage.index)
 
 
-def run_own_stages(config: RunConfig, mesh: Mesh, plan: RunPlan, program: Program) -> dict[int, StageRun]:
-    """Stage → its run, for the stages of this rank in a real run; `mesh` itself sends nothing."""
+def run_own_stages(config: RunConfig, mesh: Mesh, plan: RunPlan, program: Program, *,
+                   only_forward: bool = False) -> dict[int, StageRun]:
+    """Stage → its run, for the stages of this rank in a real run; `mesh` itself sends nothing.
+
+    only_forward: `StageRun.kept` is all that is wanted, so nothing runs backward
+    """
     fake = fake_mesh(mesh.grid, mesh.rank)
     fake.place_stages(plan.shape.placement)
     with without_memory(mesh.device.type) as where:
-        runner = StageRunner(config, fake, plan, where, _split_stages((program,)))
+        runner = StageRunner(config, fake, plan, where, _split_stages((program,)), only_forward)
         return {stage.index: stage.run for stage in runner.stages_of(mesh.coordinate("pp"))}
 
 
@@ -134,8 +138,10 @@ class StageRunner:
     the schedule splits in two halves
     """
 
-    def __init__(self, config: RunConfig, mesh: Mesh, plan: RunPlan, device: torch.device, split: frozenset[int]):
+    def __init__(self, config: RunConfig, mesh: Mesh, plan: RunPlan, device: torch.device, split: frozenset[int],
+                 only_forward: bool = False):
         self.config, self.mesh, self.plan, self.device, self.split = config, mesh, plan, device, split
+        self.only_forward = only_forward
         self.layers = describe_layers(config, mesh, device)
         self.runs: dict[tuple, StageRun] = {}
 
@@ -161,6 +167,8 @@ class StageRunner:
                 before = live.now()
                 losses.append(self._forward(stage, batches[-1], microbatch))
             kept = live.now() - before
+        if self.only_forward:
+            return StageRun(kept)
         del stage.live[1]
         self._backward(stage)
         traffic = Traffic()

@@ -52,7 +52,7 @@ def _activations(engine: Engine) -> dict[str, int]:
     """What the micro-batches of a full batch keep at the worst moment, as --dry-run shows it."""
     schedule = plan_schedule(engine.config, microbatches_of(engine.config), engine.pinned, engine.plan.stage_costs())
     program = schedule[engine.mesh.coordinate("pp")]
-    runs = run_own_stages(engine.config, engine.mesh, engine.plan, program)
+    runs = run_own_stages(engine.config, engine.mesh, engine.plan, program, only_forward=True)
     return {"activations": most_kept(program, {stage: run.kept for stage, run in runs.items()})}
 
 
