@@ -26,7 +26,7 @@ import threading
 from pathlib import Path
 
 PRELOADED = ("torch", "torch.distributed", "torch.distributed.run", "torch.distributed.checkpoint",
-             "torch.utils.tensorboard", "torch.fx.experimental.symbolic_shapes", "megatron_ds.training.pretrain",
+             "torch.utils.tensorboard", "torch._dynamo", "megatron_ds.training.pretrain",
              "tests.harness.processes")
 START_SECONDS = 90
 
