@@ -4,11 +4,11 @@ from .architecture import MODELS, Architecture, language_model
 from .bert import bert_layers
 from .gpt import gpt_layers
 from .kv_cache import KVCache, make_caches
-from .layer import Layer
+from .layer import Layer, LayerFlops
 from .losses import Loss, bert_loss, gpt_loss
 from .random_ltd import with_random_ltd
 from .stage_modules import build_stage, build_stages, count_uses, run_layers
 
-__all__ = ["MODELS", "Architecture", "KVCache", "Layer", "Loss", "bert_layers", "bert_loss", "build_stage",
+__all__ = ["MODELS", "Architecture", "KVCache", "Layer", "LayerFlops", "Loss", "bert_layers", "bert_loss", "build_stage",
            "build_stages", "count_uses", "gpt_layers", "gpt_loss", "language_model", "make_caches", "run_layers",
            "with_random_ltd"]

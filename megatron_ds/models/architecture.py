@@ -29,16 +29,12 @@ class Architecture:
     loss    function(output of the last layer, batch, *, tp, vocab_size, label_smoothing, per_token) -> losses.Loss.
             Further terms of the objective go to `batch.ledger`
     data    makes mock samples, finds samples in a corpus, and collates them into a batch
-    causal  a token attends to earlier ones alone: half of the attention scores are not computed
-    head    kind of the last layer
     fields  fields of the model config that decide shapes or meaning of its weights, beside those of all models
     """
 
     layers: Callable[..., list[Layer]]
     loss: Callable[..., Loss]
     data: DataKind
-    causal: bool = True
-    head: str = "head"
     fields: tuple[str, ...] = ()
 
     def __call__(self, config: ModelConfig, ctx: ParallelContext) -> list[Layer]:

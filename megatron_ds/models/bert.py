@@ -11,9 +11,9 @@ from ..data.bert.bert_data import BERT_DATA
 from ..mpu.context import ParallelContext
 from .architecture import MODELS, Architecture
 from .attention import make_rotary
-from .block import transformer_block
+from .block import block_flops, transformer_block
 from .embedding import WORD_EMBEDDINGS, Embedding
-from .heads import BertHeads, FinalNorm
+from .heads import BertHeads, FinalNorm, bert_head_flops
 from .layer import Layer
 from .losses import bert_loss
 
@@ -28,13 +28,13 @@ def bert_layers(config: ModelConfig, ctx: ParallelContext) -> list[Layer]:
     return [
         Layer("embedding", partial(Embedding, config, ctx, tied=tied, token_types=segments), "bert_embedding"),
         *(Layer(name, partial(transformer_block, config, name, ctx, rotary=rotary, causal=False), "block", is_block=True,
-                recompute=ctx.recompute)
+                recompute=ctx.recompute, flops=partial(block_flops, config, causal=False))
           for name in (f"encoder.layers.{i}" for i in range(config.num_layers))),
         Layer("encoder.final_layernorm", partial(FinalNorm, config, ctx, "encoder.final_layernorm"), "norm"),
         Layer("output_layer", lambda weight=None: BertHeads(config, ctx, tied=tied, weight=weight), "bert_head",
-              tied_to=None if tied is None else "embedding"),
+              tied_to=None if tied is None else "embedding", flops=partial(bert_head_flops, config)),
     ]
 
 
 MODELS.register("bert")(Architecture(
-    layers=bert_layers, loss=bert_loss, data=BERT_DATA, causal=False, head="bert_head", fields=("bert_binary_head",)))
+    layers=bert_layers, loss=bert_loss, data=BERT_DATA, fields=("bert_binary_head",)))

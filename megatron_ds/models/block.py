@@ -15,7 +15,7 @@ from ..ops.norm import NORMS
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from .attention import CoreAttention, Rotary, SelfAttention
 from .kv_cache import KVCache
-from .layer import HiddenDropout, check_divides, pick, recompute
+from .layer import HiddenDropout, LayerFlops, check_divides, pick, recompute
 
 
 class Block(nn.Module):
@@ -81,6 +81,16 @@ class MLP(nn.Module):
 def output_std(config: ModelConfig) -> float:
     """Initial deviation of weights that add to the residual stream: Radford et al. 2019 (GPT-2), section 2.3."""
     return config.init_method_std / (2 * config.num_layers) ** 0.5
+
+
+def block_flops(config: ModelConfig, seq_length: int, vocab_size: int, *, causal: bool = True) -> LayerFlops:
+    """Megatron's formula for a transformer block; causal attention counts half of its full matrix."""
+    s, h = seq_length, config.hidden_size
+    queries, keys_values = config.num_attention_heads * config.head_dim, 2 * config.query_groups * config.head_dim
+    projections = 6 * (h * (queries + keys_values) + queries * h)
+    feed_forward = 6 * h * config.ffn_size * (3 if config.is_gated else 2)
+    scores = 12.0 * (0.5 if causal else 1.0) * s * s * config.num_attention_heads * config.head_dim
+    return LayerFlops(float(s * (projections + feed_forward)), scores)
 
 
 def make_norm(config: ModelConfig, name: str, ctx: ParallelContext) -> nn.Module:

@@ -11,9 +11,9 @@ from ..config.model_options import ModelConfig
 from ..mpu.context import ParallelContext
 from .architecture import MODELS, language_model
 from .attention import make_rotary
-from .block import transformer_block
+from .block import block_flops, transformer_block
 from .embedding import WORD_EMBEDDINGS, Embedding
-from .heads import FinalNorm, LanguageModelHead
+from .heads import FinalNorm, LanguageModelHead, head_flops
 from .layer import Layer
 
 
@@ -26,9 +26,9 @@ def gpt_layers(config: ModelConfig, ctx: ParallelContext) -> list[Layer]:
     return [
         Layer("embedding", partial(Embedding, config, ctx, tied=tied), "embedding"),
         *(Layer(name, partial(transformer_block, config, name, ctx, rotary=rotary), "block", is_block=True,
-                recompute=ctx.recompute)
+                recompute=ctx.recompute, flops=partial(block_flops, config))
           for name in (f"decoder.layers.{i}" for i in range(config.num_layers))),
         Layer("decoder.final_layernorm", partial(FinalNorm, config, ctx, "decoder.final_layernorm"), "norm"),
         Layer("output_layer", lambda weight=None: LanguageModelHead(config, ctx, tied=tied, weight=weight), "head",
-              tied_to=None if tied is None else "embedding"),
+              tied_to=None if tied is None else "embedding", flops=partial(head_flops, config)),
     ]

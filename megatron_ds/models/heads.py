@@ -25,6 +25,7 @@ from ..tensor_parallel.linear import ReplicatedLinear, column_linear, new_shard
 from .block import make_norm
 from .embedding import WORD_EMBEDDINGS, padded_rows, word_spec
 from .kv_cache import KVCache
+from .layer import LayerFlops
 
 ORDERS = 2         # of two segments: as they stand in the text, or swapped
 
@@ -110,6 +111,18 @@ class SegmentOrderHead(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         first = x[0] if self.group is None else first_of_sequence(x, self.group)         # [b, h]
         return self.binary(torch.tanh(self.pooler(first)))
+
+
+def head_flops(config: ModelConfig, seq_length: int, vocab_size: int) -> LayerFlops:
+    """The product with the vocabulary."""
+    return LayerFlops(6.0 * seq_length * config.hidden_size * vocab_size)
+
+
+def bert_head_flops(config: ModelConfig, seq_length: int, vocab_size: int) -> LayerFlops:
+    """The dense layer and the vocabulary at every position; the binary head at the first."""
+    h = config.hidden_size
+    order = 6.0 * h * (h + ORDERS) if config.bert_binary_head else 0.0
+    return LayerFlops(6.0 * seq_length * h * (h + vocab_size) + order)
 
 
 def vocabulary_weight(config: ModelConfig, ctx: ParallelContext, tied: str | None) -> nn.Parameter:

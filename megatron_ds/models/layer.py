@@ -25,12 +25,35 @@ from ..registry import did_you_mean
 
 
 @dataclass(frozen=True)
+class LayerFlops:
+    """Model FLOPs of one sequence through a layer, forward and backward: matrix products only, nothing for recomputation.
+
+    weights  products with weights, whose backward has an input half and a weight half of equal cost
+    scores   products without weights, such as attention scores and the sums that they weigh
+    """
+
+    weights: float = 0.0
+    scores: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Of both."""
+        return self.weights + self.scores
+
+
+def no_products(seq_length: int, vocab_size: int) -> LayerFlops:
+    """`Layer.flops` of a layer that multiplies no matrices."""
+    return LayerFlops()
+
+
+@dataclass(frozen=True)
 class Layer:
     """One entry of the list.
 
     make          builds the module. A layer that is `tied_to` another takes that layer's weight as its argument when both are
                   on one stage; called without, it builds a copy of its own (`spec.tied_copy`), equal because its name is
-    kind          names layers that cost alike
+    kind          names layers that cost the same
+    flops         function(positions of a sequence, rows of the padded vocabulary) -> LayerFlops
     is_block      one of the repeated layers: pipelines cut between them, token dropping counts them
     recompute     of a block; how many blocks of a stage recompute is decided when the stage is built
     drops_tokens  a block that may see some of the tokens only
@@ -43,6 +66,7 @@ class Layer:
     is_block: bool = False
     recompute: Recompute = field(default_factory=Recompute)
     drops_tokens: bool = False
+    flops: Callable[[int, int], LayerFlops] = no_products
 
     @property
     def sort(self) -> str:

@@ -14,7 +14,7 @@ from .mesh import Mesh
 from .traffic import Traffic
 
 
-class ImaginedTransport:
+class FakeTransport:
     """`group.Transport` to nobody. size: of the group."""
 
     def __init__(self, axes: str, size: int):
@@ -59,16 +59,16 @@ class ImaginedTransport:
                               f"elements in total, but the whole has {whole}.")
 
 
-def imagined_mesh(grid: Grid, rank: int, device: torch.device | str = "meta") -> Mesh:
+def fake_mesh(grid: Grid, rank: int, device: torch.device | str = "meta") -> Mesh:
     """The mesh of `rank`, its peers imagined."""
     return Mesh(grid, rank, _connect, device)
 
 
-def imagined_group(axes: str, size: int, rank: int = 0, traffic: Traffic | None = None) -> Group:
+def fake_group(axes: str, size: int, rank: int = 0, traffic: Traffic | None = None) -> Group:
     """A group of `size` ranks numbered from 0, seen from one of them."""
-    return Group(axes, tuple(range(size)), rank, ImaginedTransport(axes, size) if size > 1 else None, traffic or Traffic())
+    return Group(axes, tuple(range(size)), rank, FakeTransport(axes, size) if size > 1 else None, traffic or Traffic())
 
 
-def _connect(axes: str, groups: list[tuple[int, ...]], rank: int) -> ImaginedTransport | None:
+def _connect(axes: str, groups: list[tuple[int, ...]], rank: int) -> FakeTransport | None:
     mine = next(ranks for ranks in groups if rank in ranks)
-    return ImaginedTransport(axes, len(mine)) if len(mine) > 1 else None
+    return FakeTransport(axes, len(mine)) if len(mine) > 1 else None

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from .blocked_attention import blocked_attention, worth_blocking
 from .dropout import apply_mask
 from .product import is_widened
+from .workspace import has_memory
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True,
@@ -30,7 +31,8 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
     """
     assert (dropout > 0) == (keep is not None), "attention dropout needs its mask, and the mask a probability"
     if causal and mask is None and keep is None and worth_blocking(q, k):
-        return blocked_attention(q, k, v, scale or 1 / math.sqrt(q.shape[-1]), documents)
+        whole = documents if has_memory(q) else None          # a plan counts what one document keeps, which is the most
+        return blocked_attention(q, k, v, scale or 1 / math.sqrt(q.shape[-1]), whole)
     if is_widened(q):
         wide = attention(q.float(), k.float(), v.float(), causal=causal, mask=mask, documents=documents, dropout=dropout,
                          keep=keep, scale=scale)
@@ -46,6 +48,8 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
     if documents is None and not plain_causal:
         forbidden = _forbidden(sq, sk, causal, mask, q.device)
         allowed = None if forbidden is None else ~forbidden
+    if q.is_meta:
+        return _merge_heads(_PlannedAttention.apply(queries, keys, values, allowed))
     out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=allowed, is_causal=plain_causal, scale=scale,
                                          enable_gqa=queries.shape[1] != keys.shape[1])        # [b, n, sq, d]
     return _merge_heads(out)
@@ -78,6 +82,27 @@ def _forbidden(sq: int, sk: int, causal: bool, mask: torch.Tensor | None, device
         return mask
     future = torch.ones(sq, sk, dtype=torch.bool, device=device).triu(1 + sk - sq)
     return future if mask is None else future | mask
+
+
+class _PlannedAttention(torch.autograd.Function):
+    # On the meta device torch would write attention out, scores and all. This keeps what its fused kernels keep on GPUs, by
+    # their documentation: the arguments, a mask as numbers to be added, the output in the memory order [b, s, n, d], and the
+    # logarithm of each row's sum in fp32.
+
+    @staticmethod
+    def forward(ctx, queries, keys, values, allowed):
+        b, n, s, d = queries.shape
+        out = queries.new_empty(b, s, n, d).transpose(1, 2)
+        if allowed is not None and allowed.dtype is torch.bool:
+            allowed = queries.new_empty(allowed.shape)
+        sums = queries.new_empty(queries.shape[:3], dtype=torch.float32)
+        ctx.save_for_backward(queries, keys, values, allowed, out, sums)
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        queries, keys, values, *_ = ctx.saved_tensors
+        return torch.empty_like(queries), torch.empty_like(keys), torch.empty_like(values), None
 
 
 def _merge_heads(out: torch.Tensor) -> torch.Tensor:

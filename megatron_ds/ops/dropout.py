@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from .random import seed_of, shift_right
+from .workspace import has_memory
 
 LEVELS = 1 << 16             # values of a random number; so drop probabilities are multiples of 1 / LEVELS
 NUMBERS_PER_COUNTER = 16     # 4 words of 64 bits
@@ -84,9 +85,9 @@ def attention_keep_mask(p: float, *, seed: int, site: str, sample_ids: tuple[int
 def draw_keep_masks_(out: torch.Tensor, p: float, keys: Sequence[Key], rows: range) -> None:
     """Fill `out`, bool [len(keys), len(rows), cols] of any strides, with these rows of each key's table.
 
-    A meta tensor stays as it is.
+    A tensor without memory stays as it is.
     """
-    if out.is_meta or not out.numel():
+    if not has_memory(out) or not out.numel():
         return
     threshold = _threshold(p)
     seeds = [seed_of(*key) for key in keys]

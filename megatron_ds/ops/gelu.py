@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from ..compiled import load_compiled
+from .workspace import has_memory
 
 logger = logging.getLogger(__name__)
 
@@ -17,7 +18,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 def gelu(x: torch.Tensor) -> torch.Tensor:
     """0.5 x (1 + tanh(sqrt(2/π) (x + 0.044715 x³))). Hendrycks & Gimpel 2016 (arXiv:1606.08415), section 2."""
-    if x.device.type == "cpu" and x.dtype in DTYPES and extension():
+    if x.device.type == "cpu" and x.dtype in DTYPES and has_memory(x) and extension():
         return _FastGELU.apply(x)
     return reference_gelu(x)
 

@@ -2,8 +2,11 @@
 
 import math
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
+from torch._subclasses import FakeTensor
 
 
 class Workspace(threading.local):
@@ -26,5 +29,19 @@ class Workspace(threading.local):
                 memory = self._memory[role] = torch.empty(numel, dtype=torch.float32, device="cpu")
         return memory[:numel].view(shape)
 
+    @contextmanager
+    def apart(self) -> Iterator[dict[str, torch.Tensor]]:
+        """Within, nothing is taken of the memory held so far: {role: tensor} of what is taken instead, gone afterwards."""
+        held, self._memory = self._memory, {}
+        try:
+            yield self._memory
+        finally:
+            self._memory = held
+
 
 WORKSPACE = Workspace()
+
+
+def has_memory(t: torch.Tensor) -> bool:
+    """False for a tensor of the meta device and for a FakeTensor: they have shapes, dtypes and storages, and no values."""
+    return not (t.is_meta or isinstance(t, FakeTensor))

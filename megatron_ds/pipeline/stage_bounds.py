@@ -31,17 +31,17 @@ def partition(costs: Sequence[float], stages: int) -> Bounds:
     return _most_even(prefix, stages, limit)
 
 
-def parse_layout(text: str, kinds: Sequence[str], stages: int) -> Bounds:
+def parse_layout(text: str, is_block: Sequence[bool], stages: int) -> Bounds:
     """Bounds from what the user wrote.
 
-    kinds   of the model's layers in order: "block" for a decoder layer, anything else before the blocks (embedding) or
-            behind them (final norm, head)
+    is_block  of each layer of the model in order: True for a decoder layer, False for those before the blocks (embedding)
+              and behind them (final norm, head)
     text    either decoder layers per stage, "3,2,3": layers before the blocks go to the first stage, those behind to the
             last. Or one letter a layer and "|" between stages, "Et*3|(tt|)*2t*3L": E embedding, t decoder layer, L norm
             and head; "*n" repeats, parentheses group, commas and blanks are ignored; E and L may be left out.
     """
-    blocks = [at for at, kind in enumerate(kinds) if kind == "block"]
-    before, behind = (blocks[0], len(kinds) - blocks[-1] - 1) if blocks else (len(kinds), 0)
+    blocks = [at for at, block in enumerate(is_block) if block]
+    before, behind = (blocks[0], len(is_block) - blocks[-1] - 1) if blocks else (len(is_block), 0)
     parts = _parts(text, len(blocks), stages)
     size = {"E": before, "t": 1, "L": behind}
     bounds = (0, *accumulate(sum(size[letter] for letter in part) for part in parts))

@@ -7,11 +7,9 @@ from ..config.training_schedule import make_batch_size, make_token_drop
 from ..mpu.grid import Grid
 from ..mpu.traffic import RING_FACTOR
 from ..pipeline.draw import draw
-from .activations import last_step
-from .flops import model_flops
-from .ltd_savings import saving_of
+from .flops import model_flops, token_drop_savings
 from .rank_plan import RankPlan
-from .run_model import boundary_shape
+from .run_model import boundary_shape, last_step
 from .run_plan import order
 from .text_tables import in_bytes, in_large, in_short, ranks_in_short, table
 from .world_plan import WorldPlan, wire_bytes
@@ -96,7 +94,7 @@ def stages_text(plan: WorldPlan) -> Iterator[str]:
     counted = SHARES[config.parallel.pipeline_cut]
     how = f"--pipeline-layout {config.parallel.pipeline_layout}" if config.parallel.pipeline_layout else \
         f"cut to minimize the costliest stage, by {counted}"
-    yield f"stages: {len(plan.stages)} of {len(plan.run.layer_names)} layers (embedding, final norm and head included), {how}"
+    yield f"stages: {len(plan.stages)} of {len(plan.run.layers)} layers (embedding, final norm and head included), {how}"
     several = len(plan.stages) > plan.grid.pp
     rows = [["stage", *(["pp"] * several), "layers", "parameters", counted, "what"]]
     for stage in plan.stages:
@@ -209,7 +207,7 @@ def flops_text(plan: WorldPlan) -> Iterator[str]:
                       *([name, in_large(n, "FLOP"), in_large(n / tokens, "FLOP"), in_large(n / plan.grid.world_size, "FLOP")]
                         for name, n in (("model", model), ("with recomputation", whole)))])
     if drop:
-        saving = saving_of(config, drop)
+        saving = token_drop_savings(config, drop)
         yield (f"  this is the last step; blocks {', '.join(map(str, drop.blocks))} keep {saving.first:,} of {s:,} tokens in "
                f"the first step, {saving.last:,} in the last")
         yield (f"  over the run the blocks process {saving.layer_tokens:,} tokens, {saving.token_share:.1%} of all; "

@@ -1,12 +1,23 @@
-"""Model FLOPs by Megatron's formula, and which fraction of the device's peak they are (MFU).
+"""Model FLOPs by Megatron's formula, their fraction of the device's peak (MFU), and what random-LTD saves of them.
 
 Counted are the matrix multiplications of forward and backward (backward costs twice the forward), causal attention at half
-its full matrix, nothing for recomputation: the FLOPs of the *model*, whatever the implementation does.
+its full matrix, nothing for recomputation: the FLOPs of the *model*, whatever the implementation does. Each layer of a model
+gives its own formula (`models.Layer.flops`).
 """
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import cache
 
 import torch
 
-from ..models import MODELS
+from ..config import RunConfig
+from ..config.model_options import ModelConfig
+from ..config.training_schedule import make_batch_size
+from ..difficulty import TokenDrop
+from ..models import MODELS, Layer
+from ..mpu.context import ParallelContext
+from .training_length import planned_steps
 
 # Dense peak of one device, FLOP/s, from the vendors' data sheets; (16-bit, fp32 as torch runs it without TF32).
 DEVICE_PEAKS = {
@@ -16,40 +27,69 @@ DEVICE_PEAKS = {
 }
 
 
-def layer_flops(model, kind: str, seq_length: int, vocab_size: int) -> float:
-    """FLOPs of one sequence through one layer, forward and backward.
+@cache
+def layers_of(model: ModelConfig) -> tuple[Layer, ...]:
+    """The layers of a model on a single rank, none of them built."""
+    return tuple(MODELS[model.model](model, ParallelContext()))
 
-    model: a ModelConfig.  kind: as `models.Layer.kind` has it; one that is not named here multiplies no matrices.
+
+def model_flops(model: ModelConfig, samples: int, seq_length: int, vocab_size: int, dropping: int = 0,
+                kept: int = 0) -> float:
+    """FLOPs of one optimizer step over `samples` sequences. vocab_size: rows of the padded vocabulary.
+
+    dropping: so many of the blocks see only `kept` tokens of each sequence
     """
-    s, h = seq_length, model.hidden_size
-    if kind == "block":
-        queries = model.num_attention_heads * model.head_dim
-        keys_values = 2 * model.query_groups * model.head_dim
-        fc = 3 if model.activation == "swiglu" else 2
-        projections = 6 * (h * (queries + keys_values) + queries * h)
-        return s * (projections + 6 * h * model.ffn_size * fc) + attention_flops(model, s)
-    if kind == "head":
-        return 6.0 * s * h * vocab_size
-    if kind == "bert_head":
-        order = 6.0 * h * (h + 2) if model.bert_binary_head else 0.0          # of the first position
-        return 6.0 * s * h * (h + vocab_size) + order
-    return 0.0
+    total = 0.0
+    for layer, count in _one_of_each_kind(model):
+        if layer.is_block:
+            total += (count - dropping) * layer.flops(seq_length, vocab_size).total
+            total += dropping * layer.flops(kept, vocab_size).total
+        else:
+            total += count * layer.flops(seq_length, vocab_size).total
+    return samples * total
 
 
-def attention_flops(model, seq_length: int) -> float:
-    """Of these, the scores of one block's attention and what they weigh: products without weights of the model's."""
-    seen = 0.5 if MODELS[model.model].causal else 1.0
-    return 12.0 * seen * seq_length * seq_length * model.num_attention_heads * model.head_dim
+@cache
+def _one_of_each_kind(model: ModelConfig) -> tuple[tuple[Layer, int], ...]:
+    """(first layer, how many there are) for each kind."""
+    layers = {layer.kind: layer for layer in reversed(layers_of(model))}
+    counts = Counter(layer.kind for layer in layers_of(model))
+    return tuple((layers[kind], count) for kind, count in counts.items())
 
 
-def model_flops(model, samples: int, seq_length: int, vocab_size: int, dropping: int = 0, kept: int = 0) -> float:
-    """FLOPs of one optimizer step over `samples` sequences. vocab_size: the padded vocabulary.
+@dataclass(frozen=True)
+class TokenDropSavings:
+    """What random-LTD saves over a whole run.
 
-    dropping: of the blocks, so many see only `kept` tokens of each sequence
+    first, last    tokens that a dropping block keeps of a sequence in the first and in the last step
+    layer_tokens   tokens that blocks process over the run
+    token_share, flop_share  of what they are when nothing is dropped
     """
-    blocks = (model.num_layers - dropping) * layer_flops(model, "block", seq_length, vocab_size)
-    blocks += dropping * layer_flops(model, "block", kept, vocab_size)
-    return samples * (blocks + layer_flops(model, MODELS[model.model].head, seq_length, vocab_size))
+
+    first: int
+    last: int
+    layer_tokens: int
+    token_share: float
+    flop_share: float
+
+
+def token_drop_savings(config: RunConfig, drop: TokenDrop) -> TokenDropSavings:
+    """Counted step by step, as the batch size and the kept tokens change."""
+    model, length, batch_size = config.model, config.model.seq_length, make_batch_size(config)
+    vocab = config.padded_vocab_size
+    samples_at: dict[int, int] = {}                                             # kept tokens → samples of such steps
+    samples, steps = 0, planned_steps(config)
+    for step in range(steps):
+        kept, size = drop.kept_at(step, length), batch_size.at(samples)
+        samples_at[kept] = samples_at.get(kept, 0) + size
+        samples += size
+    whole = len(drop.blocks), length
+    flops = sum(model_flops(model, n, length, vocab, len(drop.blocks), kept) for kept, n in samples_at.items())
+    tokens = sum(n * (len(drop.blocks) * kept + (drop.num_blocks - len(drop.blocks)) * length)
+                 for kept, n in samples_at.items())
+    return TokenDropSavings(drop.kept_at(0, length), drop.kept_at(max(0, steps - 1), length), tokens,
+                            tokens / max(1, samples * drop.num_blocks * length),
+                            flops / max(1.0, model_flops(model, samples, length, vocab, *whole)))
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:

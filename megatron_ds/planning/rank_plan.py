@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..config import RunConfig
-from ..mpu.fake_group import imagined_group
+from ..mpu.fake_group import fake_group
 from ..mpu.grid import Grid
 from ..mpu.param_spec import DATA_AXES
 from ..mpu.traffic import Traffic
@@ -22,17 +22,15 @@ from ..pipeline.passes import RECEIVES
 from ..pipeline.simulate import Simulation
 from ..zero.buffer_pool import UNDER_WAY
 from ..zero.data_groups import Hierarchy
-from ..zero.gathering import LayerGathering
-from ..zero.layer_plan import LayerPlan
+from ..zero.layer_plan import LayerPlan, gathering_over, units_by_parameter, unread_layers
 from ..zero.layout import SlotPiece
 from ..zero.prediction import ZeroMemory, predict_places, predict_sets
 from ..zero.set_plan import SHARED, Fact, SetPlan, plan_sets
 from ..zero.settings import policy_of
 from ..zero.shard_optimizer import InnerOptimizer, make_leaf
 from ..zero.traffic import CountedUnit, foresee_gathers, predict_traffic
-from .activations import at_work, kept_by_stage, most_kept, workload_of
-from .fake_stages import ImaginedStage
-from .gather_budget import gradient_buffers
+from .fake_stages import FakeStage, most_kept
+from .keep_gathered import gradient_buffers
 from .run_model import DTYPES, boundary_shape, bucket_elements
 from .run_plan import moments_of
 
@@ -91,19 +89,18 @@ def place_of(config: RunConfig, grid: Grid, rank: int, placement: Sequence[int],
     """placement: stage → pipeline rank. metrics: number of names in the ledgers of all stages."""
     at, inner_size = grid.coordinates(rank), config.zero.zero_hpz_partition_size
     size, data_rank = grid.size("dp", "cp"), grid.group_of(rank, "dp", "cp").index(rank)
-    data = imagined_group("dp-cp", size, data_rank)
+    data = fake_group("dp-cp", size, data_rank)
     ranks = Hierarchy.flat(data)
     if inner_size > 1:
         o, i = divmod(data_rank, inner_size)
-        inner = data if inner_size == size else imagined_group("dp-cp-inner", inner_size, i)
-        ranks = Hierarchy(data, inner, imagined_group("dp-cp-outer", size // inner_size, o))
+        inner = data if inner_size == size else fake_group("dp-cp-inner", inner_size, i)
+        ranks = Hierarchy(data, inner, fake_group("dp-cp-outer", size // inner_size, o))
     ends = {placement[0], placement[-1]}
     holders = len(ends) if at["pp"] in ends else 1
     return Place(rank, at, ranks, grid.tp, holders, grid.size("tp", "pp"), grid.world_size, metrics)
 
 
-def plan_rank(config: RunConfig, place: Place, stages: Sequence[ImaginedStage], program: Program, microbatches: int,
-              device: str) -> RankPlan:
+def plan_rank(config: RunConfig, place: Place, stages: Sequence[FakeStage], program: Program, microbatches: int) -> RankPlan:
     """stages: of this rank. program: its own, lowered, for so many micro-batches."""
     parameters = list(dict.fromkeys(p for stage in stages for p in stage.parameters))
     plans = plan_state(config, place, stages, parameters)
@@ -113,22 +110,20 @@ def plan_rank(config: RunConfig, place: Place, stages: Sequence[ImaginedStage], 
     places = predict_places(
         plans, data.rank, 0, optimizer=_place(zero.offload_optimizer), parameters=_place(zero.offload_param),
         ratio=zero.offload_optimizer_ratio, sub_group_elements=zero.sub_group_size, **sizes)
-    gathers, whole = _gathers(config, plans, stages, parameters, program)
+    gathers, whole = _gathers(plans, _layer_plan(config, stages), parameters, program)
     traffic = _state_traffic(config, place, plans, parameters, gathers, microbatches)
     for stage in stages:
-        traffic.add_all(stage.traffic, microbatches)
+        traffic.add_all(stage.run.traffic, microbatches)
     _add_sends(traffic, config, program)
-    work, train = workload_of(config, device), config.train
-    kept = {stage.index: kept_by_stage(work, stage.kinds, train.recompute_granularity, train.recompute_num_layers)
-            for stage in stages}
+    kept = {stage.index: stage.run.kept for stage in stages}
     buffers = whole * dtype.itemsize + _gradient_buffers(config, plans, data.size) + _messages(config, program)
     return RankPlan(place.rank, tuple(kept), sum(p.numel() for p in parameters), predict_sets(plans, data.rank, 0, **sizes),
                     {where: count for where, count in places.items() if where != "device"}, buffers,
                     most_kept(program, kept), sum(kept.values()),
-                    max(at_work(work, stage.kinds, train.recompute_granularity) for stage in stages), traffic)
+                    max(stage.run.at_work for stage in stages), traffic)
 
 
-def plan_state(config: RunConfig, place: Place, stages: Sequence[ImaginedStage],
+def plan_state(config: RunConfig, place: Place, stages: Sequence[FakeStage],
                parameters: Sequence[nn.Parameter]) -> tuple[SetPlan, ...]:
     """The sets that `ZeroOptimizer` would make of these parameters."""
     zero, data = config.zero, place.data
@@ -136,14 +131,18 @@ def plan_state(config: RunConfig, place: Place, stages: Sequence[ImaginedStage],
     for stage in stages:
         places |= {p: (SHARED if p in places else stage.index, 0) for p in stage.parameters}
     if zero.stage == 3:
-        layers = {stage.index: [list(module.parameters()) for module in stage.modules] for stage in stages}
-        places |= LayerPlan(layers).places()
-    facts = [Fact(p.spec.name, p.numel(), str(p.dtype), p.spec.reduced_over != DATA_AXES, _is_tied(p, place), False,
-                  *places[p]) for p in parameters]
+        places |= _layer_plan(config, stages).places()
+    facts = [Fact(p.spec.name, p.numel(), str(p.dtype), p.spec.reduced_over != DATA_AXES, _is_tied(p, place), False, *places[p])
+             for p in parameters]
     return plan_sets(facts, policy_of(zero.stage, zero.zero_hpz_partition_size), data_shards=data.data.size,
                      expert_shards=data.data.size, bucket_elements=bucket_elements(zero, sum(p.numel() for p in parameters)),
                      persistence=zero.param_persistence_threshold, gather_alone=zero.offload_param != "none",
                      inner_shards=data.inner.size if zero.zero_hpz_partition_size > 1 else None)
+
+
+def _layer_plan(config: RunConfig, stages: Sequence[FakeStage]) -> LayerPlan:
+    layers = {stage.index: [list(module.parameters()) for module in stage.modules] for stage in stages}
+    return LayerPlan(layers, unread_layers({stage.index: stage.modules for stage in stages}), config.zero.prefetch_bucket_size)
 
 
 @cache
@@ -170,22 +169,15 @@ def _place(where: str) -> str:
     return "device" if where == "none" else where
 
 
-def _gathers(config: RunConfig, plans: Sequence[SetPlan], stages: Sequence[ImaginedStage], parameters: Sequence[nn.Parameter],
+def _gathers(plans: Sequence[SetPlan], layers: LayerPlan, parameters: Sequence[nn.Parameter],
              program: Program) -> tuple[list[list[int]], int]:
     """(for each plan, how often each of its units is gathered; the most elements that are whole at a time)."""
     units = [[CountedUnit(_numel(plan, i)) for i in range(len(plan.units))] for plan in plans]
-    unit_of = {parameters[member]: its_units[i] for plan, its_units in zip(plans, units)
-               for member, slot in zip(plan.members, plan.layout.slots)
-               for i, (_, first, stop) in enumerate(plan.units) if first <= slot.bucket < stop}
-    if not unit_of:
+    of = units_by_parameter((plan, [parameters[member] for member in plan.members], its_units)
+                            for plan, its_units in zip(plans, units))
+    if not of:
         return units, 0
-    gatherings = {}
-    for stage in stages:
-        needs = [list(dict.fromkeys(unit_of[p] for p in module.parameters() if p in unit_of)) for module in stage.modules]
-        read = [needed if getattr(module, "weights_read_in_backward", True) else []
-                for module, needed in zip(stage.modules, needs)]
-        gatherings[stage.index] = LayerGathering(needs, read, config.zero.prefetch_bucket_size, stage=stage.index)
-    counts, whole = foresee_gathers(gatherings, moments_of(program))
+    counts, whole = foresee_gathers({stage: gathering_over(layers, stage, of) for stage in layers.layers}, moments_of(program))
     return [[counts[unit] for unit in its_units] for its_units in units], whole
 
 

@@ -14,6 +14,7 @@ from ..mpu.context import ParallelContext, Precision, Recompute
 from ..mpu.group import Group
 from ..mpu.mesh import Mesh
 from ..mpu.sequence_slice import SequenceSlice
+from .training_length import planned_steps
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}     # by their names in the config
 
@@ -55,6 +56,11 @@ def blank_batch(config: RunConfig, part: SequenceSlice, device: torch.device | s
     """A full micro-batch with values of no meaning, for plans and timings. step: drop the tokens that this step drops."""
     batch = MODELS[config.model.model].data.blank(config.train.micro_batch_size, config.model.seq_length, device)
     return batch.keeping(None if step is None else make_token_drop(config), step).cut(part)
+
+
+def last_step(config: RunConfig) -> int:
+    """The number of the last step, from 0."""
+    return max(0, planned_steps(config) - 1)
 
 
 def loss_function(config: RunConfig, tp: Group) -> Callable:

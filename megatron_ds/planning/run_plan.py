@@ -19,7 +19,7 @@ from ..pipeline.instruction import Op, Program, Schedule
 from ..pipeline.placement import placement, stages_of
 from ..pipeline.schedules import OPTIONS, SCHEDULES, check_shape, default_chunks
 from ..pipeline.stage_bounds import count_stages, parse_layout, partition
-from .layer_costs import LayerCost, Times, layer_costs, reckoned_times
+from .layer_costs import LayerCost, Times, estimated_times, layer_costs
 
 # Option of a schedule's function → the field of the config that gives it.
 SCHEDULE_OPTIONS = {"memory_limit": "pipeline_memory_limit", "group_size": "microbatch_group_size_per_virtual_pipeline_stage"}
@@ -51,29 +51,24 @@ class PipelineShape:
 class RunPlan:
     """How the model is cut.
 
-    layer_names  of the whole model, in order
+    layers       of the whole model, in order, none of them built
     bounds       stage i holds layers [bounds[i], bounds[i + 1])
-    layer_costs  what the cut was made by
+    layer_costs  by which the cut was made
     shape        of the pipeline
     times        of layers and transfers
-    layer_kinds  which of `times` is whose
-    kinds        of the layers, as `models.Layer.sort` has them
     """
 
-    layer_names: tuple[str, ...]
+    layers: tuple[Layer, ...]
     bounds: tuple[int, ...]
     layer_costs: tuple[LayerCost, ...]
     shape: PipelineShape
     times: Times
-    layer_kinds: tuple[str, ...]
-    kinds: tuple[str, ...]
 
-    def slice_of(self, stage: int) -> slice:
-        """The stage's part of the list of layers."""
-        return slice(self.bounds[stage], self.bounds[stage + 1])
+    def stage_layers(self, stage: int) -> tuple[Layer, ...]:
+        return self.layers[self.bounds[stage]:self.bounds[stage + 1]]
 
     def stage_names(self, stage: int) -> tuple[str, ...]:
-        return self.layer_names[self.slice_of(stage)]
+        return tuple(layer.name for layer in self.stage_layers(stage))
 
     @property
     def costs(self) -> tuple[float, ...]:
@@ -85,9 +80,9 @@ class RunPlan:
 
     def stage_costs(self) -> StageCosts:
         """What schedules are planned and judged by: times, in parts of the mean forward of a stage."""
-        times = [self.times.layers[kind] for kind in self.layer_kinds]
-        stages = [times[self.slice_of(stage)] for stage in range(self.shape.num_stages)]
-        unit = sum(cost.forward for cost in times) / len(stages) or 1.0
+        stages = [[self.times.layers[layer.kind] for layer in self.stage_layers(stage)]
+                  for stage in range(self.shape.num_stages)]
+        unit = sum(cost.forward for stage in stages for cost in stage) / len(stages) or 1.0
         of = lambda part: tuple(sum(getattr(cost, part) for cost in stage) / unit for stage in stages)
         return StageCosts(of("forward"), of("input_grad"), of("weight_grad"), self.times.transfer / unit)
 
@@ -108,17 +103,15 @@ def plan_run(config: RunConfig, layers: Sequence[Layer], measured: Times | None 
     measured: must be given where --pipeline-cut is "measured"
     """
     shape = pipeline_shape(config)
-    kinds = [layer.kind for layer in layers]
     found = measured.layers if measured else layer_costs(config, layers)
-    of_layers = tuple(found[kind] for kind in kinds)
-    bounds = _cut(config, kinds, [cost.total for cost in of_layers], shape.num_stages)
-    return RunPlan(tuple(layer.name for layer in layers), bounds, of_layers, shape, measured or reckoned_times(config, layers),
-                   tuple(kinds), tuple(layer.sort for layer in layers))
+    of_layers = tuple(found[layer.kind] for layer in layers)
+    bounds = _cut(config, layers, [cost.total for cost in of_layers], shape.num_stages)
+    return RunPlan(tuple(layers), bounds, of_layers, shape, measured or estimated_times(config, layers))
 
 
-def _cut(config: RunConfig, kinds: list[str], costs: Sequence[float], stages: int) -> tuple[int, ...]:
+def _cut(config: RunConfig, layers: Sequence[Layer], costs: Sequence[float], stages: int) -> tuple[int, ...]:
     if config.parallel.pipeline_layout:
-        return parse_layout(config.parallel.pipeline_layout, kinds, stages)
+        return parse_layout(config.parallel.pipeline_layout, [layer.is_block for layer in layers], stages)
     return partition(costs, stages)
 
 
@@ -176,7 +169,7 @@ def cut_problems(config: RunConfig) -> list[str]:
     layers = MODELS[config.model.model](config.model, ParallelContext())
     try:
         shape = pipeline_shape(config)
-        _cut(config, [layer.kind for layer in layers], [1.0] * len(layers), shape.num_stages)     # costs are not known yet
+        _cut(config, layers, [1.0] * len(layers), shape.num_stages)     # costs are not known yet
     except MegatronDSError as error:
         return [str(error)]
     return []

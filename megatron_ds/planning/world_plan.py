@@ -12,18 +12,17 @@ from ..config import RunConfig, Source
 from ..config.training_schedule import make_token_drop
 from ..data.tokenizers import build_tokenizer
 from ..errors import ConfigError, DataError
-from ..mpu.fake_group import imagined_mesh
+from ..models import Layer
+from ..mpu.fake_group import fake_mesh
 from ..mpu.grid import Grid
 from ..mpu.traffic import RING_FACTOR
 from ..pipeline.costs import StageCosts
 from ..pipeline.instruction import Schedule
 from ..pipeline.passes import COMPUTE
 from ..pipeline.simulate import Simulation, simulate
-from .activations import BLOCKS, last_step
-from .fake_stages import ImaginedStage, imagine_stages
-from .flops import attention_flops, layer_flops
+from .fake_stages import FakeStage, fake_stages
 from .rank_plan import RankPlan, place_of, plan_rank
-from .run_model import describe_layers
+from .run_model import describe_layers, last_step
 from .run_plan import RunPlan, microbatches_of, plan_run, plan_schedule
 
 
@@ -47,20 +46,20 @@ class WorldPlan:
     microbatches: int
     pinned: bool
     schedule: Schedule
-    stages: tuple[ImaginedStage, ...]
+    stages: tuple[FakeStage, ...]
 
     @cached_property
     def computations(self) -> Schedule:
         """The schedule without transfers."""
         return tuple(tuple(i for i in program if i.op in COMPUTE) for program in self.schedule)
 
-    def stages_of(self, pp_rank: int) -> list[ImaginedStage]:
+    def stages_of(self, pp_rank: int) -> list[FakeStage]:
         return [self.stages[index] for index in self.run.shape.stages_of(pp_rank)]
 
     def rank_plan(self, rank: int) -> RankPlan:
         place = place_of(self.config, self.grid, rank, self.run.shape.placement, len(self.metrics))
         pp = place.at["pp"]
-        return plan_rank(self.config, place, self.stages_of(pp), self.schedule[pp], self.microbatches, self.device)
+        return plan_rank(self.config, place, self.stages_of(pp), self.schedule[pp], self.microbatches)
 
     @cached_property
     def pipeline_ranks(self) -> tuple[RankPlan, ...]:
@@ -70,7 +69,7 @@ class WorldPlan:
     @cached_property
     def metrics(self) -> frozenset[str]:
         """Names that the layers of all stages add to the ledger."""
-        return frozenset().union(*(stage.metrics for stage in self.stages))
+        return frozenset().union(*(stage.run.metrics for stage in self.stages))
 
     @property
     def worst(self) -> RankPlan:
@@ -96,7 +95,7 @@ class WorldPlan:
     @cached_property
     def again_flops(self) -> float:
         """What all layers compute again in the backward of one sequence."""
-        return sum(recomputed_flops(self.config, stage.kinds) for stage in self.stages)
+        return sum(recomputed_flops(self.config, stage.layers) for stage in self.stages)
 
 
 def plan_world(config: RunConfig, rank: int = 0, device: str = "cuda") -> WorldPlan:
@@ -105,7 +104,7 @@ def plan_world(config: RunConfig, rank: int = 0, device: str = "cuda") -> WorldP
     if not 0 <= rank < grid.world_size:
         raise ConfigError(f"--rank {rank} is not one of {grid.world_size} ranks. Use 0 to {grid.world_size - 1}, or a larger "
                           "--world-size.")
-    mesh = imagined_mesh(grid, rank)
+    mesh = fake_mesh(grid, rank)
     layers = describe_layers(config, mesh)
     by_flops = config.with_values({"parallel.pipeline_cut": "flops"}, Source("derived", "the plan"))
     run = plan_run(by_flops if config.parallel.pipeline_cut == "measured" else config, layers)
@@ -114,7 +113,7 @@ def plan_world(config: RunConfig, rank: int = 0, device: str = "cuda") -> WorldP
     pinned = config.zero.stage == 3 and config.zero.zero3_pin_stage == "on"
     costs = run.stage_costs()
     schedule = plan_schedule(config, microbatches, pinned, costs)
-    stages = imagine_stages(config, mesh, run, layers, schedule)
+    stages = fake_stages(config, mesh, run, schedule, device)
     return WorldPlan(config, grid, rank, device, run, costs, microbatches, pinned, schedule, tuple(stages))
 
 
@@ -133,14 +132,14 @@ def with_vocabulary(config: RunConfig) -> tuple[RunConfig, list[str]]:
     return config.with_values({"model.vocab_size": tokenizer.vocab_size}, Source("derived", "the tokenizer")), []
 
 
-def recomputed_flops(config: RunConfig, kinds: Sequence[str]) -> float:
-    """FLOPs of one sequence that the backward of a stage computes again."""
-    train, model, drop = config.train, config.model, make_token_drop(config)
-    kept = drop.kept_at(last_step(config), model.seq_length) if drop else 0
-    blocks = [kept if kind == "dropping block" else model.seq_length for kind in kinds if kind in BLOCKS]
-    again = {None: lambda s: 0.0, "full": lambda s: layer_flops(model, "block", s, 0) / 3,
-             "selective": lambda s: attention_flops(model, s) / 3}[train.recompute_granularity]
-    return sum(again(s) for s in blocks[:train.recompute_num_layers])
+def recomputed_flops(config: RunConfig, layers: Sequence[Layer]) -> float:
+    """FLOPs of one sequence that the backward of a stage of these layers computes again."""
+    train, length, drop = config.train, config.model.seq_length, make_token_drop(config)
+    kept = drop.kept_at(last_step(config), length) if drop else 0
+    blocks = [layer.flops(kept if layer.drops_tokens else length, 0) for layer in layers if layer.is_block]
+    again = {None: lambda flops: 0.0, "full": lambda flops: flops.total / 3,
+             "selective": lambda flops: flops.scores / 3}[train.recompute_granularity]
+    return sum(again(flops) for flops in blocks[:train.recompute_num_layers])
 
 
 def wire_bytes(plan: RankPlan) -> float:

@@ -26,7 +26,8 @@ from ..planning.layer_timing import measured_times
 from ..planning.run_model import DTYPES, bucket_elements, describe_layers, loss_function, parallel_context
 from ..planning.run_plan import RunPlan, microbatches_of, moments_of, plan_run, plan_schedule
 from ..tensor_parallel.init import initialize, initialize_interval
-from ..zero.optimizer import DataGroups, LayerPlan, ZeroOptimizer
+from ..zero.layer_plan import LayerPlan, unread_layers
+from ..zero.optimizer import DataGroups, ZeroOptimizer
 from ..zero.scaler import make_scaler
 from ..zero.set_plan import SHARED
 from ..zero.settings import policy_of
@@ -80,8 +81,7 @@ def build_engine(config: RunConfig, mesh: Mesh) -> Engine:
     layers = describe_layers(config, mesh)
     plan = plan_run(config, layers, measured_times(config, mesh, ctx))
     mesh.place_stages(plan.shape.placement)
-    slices = {stage: layers[plan.slice_of(stage)] for stage in plan.shape.stages_of(mesh.coordinate("pp"))}
-    built = build_stages(slices)
+    built = build_stages({stage: plan.stage_layers(stage) for stage in plan.shape.stages_of(mesh.coordinate("pp"))})
     modules = nn.ModuleList(module for stage in built.values() for module in stage)
     parameters = list(modules.parameters())
     if not parameters or not parameters[0].is_meta:
@@ -89,8 +89,7 @@ def build_engine(config: RunConfig, mesh: Mesh) -> Engine:
     groups = _data_groups(config, mesh)
     # Together: a rank's disk may be full.
     optimizer = together(mesh.group("world"), lambda: _build_optimizer(config, mesh, groups, built, parameters))
-    kinds = {stage: [layer.sort for layer in layers] for stage, layers in slices.items()}
-    pinned, why_pinned = _pinning(config, mesh, memory, optimizer, kinds, plan)
+    pinned, why_pinned = _pinning(config, mesh, memory, optimizer, plan)
     stages = {index: _build_stage(config, mesh, index, list(built[index]), optimizer, plan) for index in built}
     return Engine(config, mesh, plan, make_batches(config, mesh, ctx.slice), stages, modules, parameters, optimizer,
                   _build_executor(config, mesh, ctx.slice, stages, optimizer, plan, pinned), pinned, why_pinned,
@@ -106,13 +105,12 @@ def _build_stage(config: RunConfig, mesh: Mesh, index: int, modules: list[nn.Mod
                  per_token=config.train.calculate_per_token_loss)
 
 
-def _pinning(config: RunConfig, mesh: Mesh, memory: int, optimizer: ZeroOptimizer, kinds: Mapping[int, list[str]],
-             plan: RunPlan) -> tuple[bool, str]:
+def _pinning(config: RunConfig, mesh: Mesh, memory: int, optimizer: ZeroOptimizer, plan: RunPlan) -> tuple[bool, str]:
     """(whether stages are pinned, why). Collective over the world where that is for us to decide."""
     if not is_automatic(config):
         return config.zero.stage == 3 and config.zero.zero3_pin_stage == "on", ""
     program = plan_schedule(config, microbatches_of(config), costs=plan.stage_costs())[mesh.coordinate("pp")]
-    decision = agree_on_pinning(config, mesh, memory, optimizer, kinds, program)
+    decision = agree_on_pinning(config, mesh, memory, optimizer, plan, program)
     return decision.pinned, pinning_text(decision)
 
 
@@ -130,8 +128,6 @@ def _build_optimizer(config: RunConfig, mesh: Mesh, groups: DataGroups, stages: 
     o, zero = config.optimizer, config.zero
     layers = {stage: [list(module.parameters()) for module in modules] for stage, modules in stages.items()
               if zero.stage == 3}
-    unread = frozenset((stage, i) for stage, modules in stages.items() for i, module in enumerate(modules)
-                       if not getattr(module, "weights_read_in_backward", True))
     uses = {stage: count_uses(modules) for stage, modules in stages.items()}
     stage_of = {}
     for stage in stages:
@@ -143,7 +139,7 @@ def _build_optimizer(config: RunConfig, mesh: Mesh, groups: DataGroups, stages: 
         clip_grad=o.clip_grad, bucket_elements=bucket_elements(zero, sum(p.numel() for p in parameters)),
         overlap=zero.overlap_comm is not False, grad_dtype=DTYPES[o.gradient_dtype], device=mesh.device,
         sent_dtype=DTYPES.get(zero.sent_dtype), sent_divisor=zero.sent_divisor,
-        layer_plan=LayerPlan(layers, unread, zero.prefetch_bucket_size, zero.param_persistence_threshold),
+        layer_plan=LayerPlan(layers, unread_layers(stages), zero.prefetch_bucket_size, zero.param_persistence_threshold),
         offload=make_offload(zero, mesh.device),
         draw=lambda spec, start, out: initialize_interval(out, spec, start, config.train.seed, mesh.coordinates))
 

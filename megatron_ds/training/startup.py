@@ -10,11 +10,11 @@ from ..config.dump import report_without_effect
 from ..config.messages import value_text
 from ..config.run import non_default
 from ..models import build_stages
-from ..mpu.fake_group import imagined_mesh
+from ..mpu.fake_group import fake_mesh
 from ..mpu.grid import Grid
 from ..pipeline.draw import draw
 from ..pipeline.simulate import simulate
-from ..planning.activations import kept_by_stage, most_kept, workload_of
+from ..planning.fake_stages import most_kept, run_own_stages
 from ..planning.run_model import describe_layers
 from ..planning.run_plan import RunPlan, microbatches_of, plan_schedule
 from .build import Engine
@@ -50,13 +50,10 @@ def _memory(engine: Engine) -> str:
 
 def _activations(engine: Engine) -> dict[str, int]:
     """What the micro-batches of a full batch keep at the worst moment, as --dry-run shows it."""
-    config, train = engine.config, engine.config.train
-    work = workload_of(config, engine.mesh.device.type)
-    program = plan_schedule(config, microbatches_of(config), engine.pinned, engine.plan.stage_costs())
-    layers = {stage: engine.plan.kinds[engine.plan.slice_of(stage)] for stage in engine.stages}
-    kept = {stage: kept_by_stage(work, kinds, train.recompute_granularity, train.recompute_num_layers)
-            for stage, kinds in layers.items()}
-    return {"activations": most_kept(program[engine.mesh.coordinate("pp")], kept)}
+    schedule = plan_schedule(engine.config, microbatches_of(engine.config), engine.pinned, engine.plan.stage_costs())
+    program = schedule[engine.mesh.coordinate("pp")]
+    runs = run_own_stages(engine.config, engine.mesh, engine.plan, program, only_forward=True)
+    return {"activations": most_kept(program, {stage: run.kept for stage, run in runs.items()})}
 
 
 def grid_text(grid: Grid, launch_source: str, device: str) -> str:
@@ -78,7 +75,7 @@ def _model(engine: Engine, given: RunConfig) -> str:
 
 def count_parameters(config: RunConfig, grid: Grid) -> int:
     """Of the whole model: logical shapes without padding, tied weights once. Builds the layers without memory."""
-    layers = describe_layers(config, imagined_mesh(grid, 0))
+    layers = describe_layers(config, fake_mesh(grid, 0))
     modules = build_stages({0: layers})[0]
     return sum({p.spec.name: p.spec.numel for p in modules.parameters()}.values())
 
@@ -147,7 +144,7 @@ def _stages(plan: RunPlan, counted: str) -> str:
         names = plan.stage_names(stage)
         span = f"{names[0]} … {names[-1]}" if len(names) > 1 else "".join(names)
         where = f"rank {plan.shape.placement[stage]}" if plan.shape.chunks > 1 else ""
-        rows.append((share, where, layers_text(plan.layer_kinds[plan.slice_of(stage)]), span))
+        rows.append((share, where, layers_text([layer.kind for layer in plan.stage_layers(stage)]), span))
     ranks, layers = (max(len(row[column]) for row in rows) for column in (1, 2))
     lines = (f"  stage {stage}: {share:6.1%}  {where:{ranks}}{'  ' * bool(ranks)}{text:{layers}}   {span}"
              for stage, (share, where, text, span) in enumerate(rows))

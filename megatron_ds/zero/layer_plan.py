@@ -6,14 +6,17 @@ is reduced once, after the last backward of all of them.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from torch import nn
 
 from .gathering import LayerGathering
 from .parameter_set import ParameterSet
-from .set_plan import SHARED
+from .set_plan import SHARED, SetPlan
+
+U = TypeVar("U")
 
 
 @dataclass(frozen=True)
@@ -41,15 +44,8 @@ class LayerPlan:
 
 
 def make_gathering(plan: LayerPlan, stage: int, sets: Sequence[ParameterSet]) -> LayerGathering:
-    """Who gathers the parameters of `stage`'s layers, and reduces its gradients when a layer is left in backward."""
+    """The gathering of `stage`'s layers. A bucket of gradients is reduced when backward leaves the layer that completes it."""
     gathered = [s for s in sets if s.plan.units and s.plan.stage in (stage, SHARED)]
-    unit_of = {}
-    for s in gathered:
-        for unit in s.store.units:
-            for p, slot in zip(s.parameters, s.plan.layout.slots):
-                if unit.first_bucket <= slot.bucket <= unit.last_bucket:
-                    unit_of[p] = unit
-    needs = [list(dict.fromkeys(unit_of[p] for p in layer if p in unit_of)) for layer in plan.layers[stage]]
     reduced = [s for s in gathered if s.plan.stage == stage and s.buckets is not None]
 
     def close(layer: int) -> None:
@@ -58,5 +54,29 @@ def make_gathering(plan: LayerPlan, stage: int, sets: Sequence[ParameterSet]) ->
                 if unit.layer == layer:
                     s.buckets.close(unit.last_bucket)
 
-    in_backward = [[] if (stage, i) in plan.not_read_in_backward else units for i, units in enumerate(needs)]
+    units = units_by_parameter((s.plan, s.parameters, s.store.units) for s in gathered)
+    return gathering_over(plan, stage, units, close)
+
+
+def units_by_parameter(sets: Iterable[tuple[SetPlan, Sequence[nn.Parameter], Sequence[U]]]) -> dict[nn.Parameter, U]:
+    """The unit with which each gathered parameter comes. sets: (plan, its parameters by slot, its units in order)."""
+    return {p: units[i] for plan, parameters, units in sets for p, slot in zip(parameters, plan.layout.slots)
+            for i, (_, first, stop) in enumerate(plan.units) if first <= slot.bucket < stop}
+
+
+def _ignore(layer: int) -> None:
+    """Nothing is reduced where units only count."""
+
+
+def gathering_over(plan: LayerPlan, stage: int, units: Mapping[nn.Parameter, U],
+                   close: Callable[[int], None] = _ignore) -> LayerGathering:
+    """The gathering of `stage`'s layers over `units`: those of a run, or such as only count."""
+    needs = [list(dict.fromkeys(units[p] for p in layer if p in units)) for layer in plan.layers[stage]]
+    in_backward = [[] if (stage, i) in plan.not_read_in_backward else wanted for i, wanted in enumerate(needs)]
     return LayerGathering(needs, in_backward, plan.prefetch, close, stage)
+
+
+def unread_layers(stages: Mapping[int, Iterable[nn.Module]]) -> frozenset[tuple[int, int]]:
+    """(stage, layer) of the layers whose backward does not read their weights."""
+    return frozenset((stage, i) for stage, modules in stages.items() for i, module in enumerate(modules)
+                     if not getattr(module, "weights_read_in_backward", True))

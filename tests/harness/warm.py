@@ -26,7 +26,8 @@ import threading
 from pathlib import Path
 
 PRELOADED = ("torch", "torch.distributed", "torch.distributed.run", "torch.distributed.checkpoint",
-             "torch.utils.tensorboard", "megatron_ds.training.pretrain", "tests.harness.processes")
+             "torch.utils.tensorboard", "torch._dynamo", "megatron_ds.training.pretrain",
+             "tests.harness.processes")
 START_SECONDS = 90
 
 # It must start quickly, so it knows no more than the standard library: {real} {socket}

@@ -1,6 +1,7 @@
-"""What a stage is said to keep for backward, against what real layers on a CPU do keep: storages that are alive, to the byte.
+"""What a stage is planned to keep for backward, against what real layers on a CPU do keep: storages that are alive, to the
+byte; and against closed forms (`tests/harness/activation_formulas.py`).
 
-One process imagines its tensor-parallel peers: kernels and shapes are those of a real rank, values are not.
+One process simulates its tensor-parallel peers: kernels and shapes are those of a real rank, values are not.
 """
 
 from dataclasses import replace
@@ -10,18 +11,20 @@ import torch
 
 from megatron_ds.config import parse
 from megatron_ds.config.training_schedule import make_token_drop
-from megatron_ds.models import MODELS, build_stage, with_random_ltd
-from megatron_ds.mpu.fake_group import imagined_mesh
+from megatron_ds.models import MODELS, build_stage
+from megatron_ds.mpu.fake_group import fake_mesh
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.ops import product
-from megatron_ds.ops.workspace import Workspace
+from megatron_ds.ops.workspace import WORKSPACE
 from megatron_ds.pipeline.stage import Stage
-from megatron_ds.planning import activations
-from megatron_ds.planning.activations import Workload, kept_by_layer, kept_by_stage
-from megatron_ds.planning.run_model import DTYPES, boundary_shape
+from megatron_ds.planning.fake_stages import StageRunner, without_memory
+from megatron_ds.planning.run_model import DTYPES, boundary_shape, describe_layers, loss_function
+from megatron_ds.planning.run_plan import PipelineShape, plan_run
 from megatron_ds.planning.world_plan import plan_world
-from megatron_ds.training.build import build_engine, parallel_context
+from megatron_ds.training.build import build_engine
+from tests.harness import activation_formulas
+from tests.harness.activation_formulas import Workload, kept_by_layer, kept_by_stage, workspace_bytes
 from tests.harness.alive_bytes import AliveBytes
 from tests.harness.covering import cover_pairs, legal_cases
 
@@ -37,40 +40,55 @@ RECOMPUTE = {"kept": [], "selective": ["--recompute-granularity", "selective"], 
              "some": ["--recompute-granularity", "full", "--recompute-num-layers", "1"]}
 
 
-def kept(job: list[str], tp: int, layers: slice, apart: bool = False) -> tuple[int, int]:
-    """(measured, said) bytes of a micro-batch on a stage of these layers."""
-    config = parse([*JOB, *job], world_size=tp)
-    model, train, dtype = config.model, config.train, DTYPES[config.optimizer.params_dtype]
-    ctx = parallel_context(config, imagined_mesh(Grid(tp=tp), tp - 1, "cpu"))
-    architecture, group = MODELS[model.model], ctx.tp
-    stage_layers = architecture(model, ctx)
-    drop = make_token_drop(config)
-    if drop is not None:
-        stage_layers = with_random_ltd(stage_layers, drop.blocks, ctx)
-    stage_layers = stage_layers[layers]
-    kinds = [layer.sort for layer in stage_layers]
+def kept(job: list[str], tp: int, layers: slice, apart: bool = False) -> tuple[int, int, int]:
+    """(measured, by the closed form, planned) bytes of a micro-batch on a stage of these layers, on a CPU."""
+    config = parse([*JOB, *job, *(["--reset-attention-mask"] if apart else [])], world_size=tp)
+    model, train, mesh = config.model, config.train, fake_mesh(Grid.fit(tp, tp=tp), tp - 1, "cpu")
+    model_layers = describe_layers(config, mesh)
+    stage_layers = model_layers[layers]
     modules = build_stage(stage_layers)
     for parameter in modules.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
-    last, s, b = kinds[-1] == architecture.head, model.seq_length, train.micro_batch_size
-    stage = Stage(0, list(modules), is_first="embedding" in kinds[0], is_last=last, loss=None if not last else (
-        lambda x, batch: architecture.loss(x, batch, tp=group, vocab_size=model.vocab_size)))
+    last, s, b = layers.stop == len(model_layers), model.seq_length, train.micro_batch_size
+    stage = Stage(0, list(modules), is_first=layers.start == 0, is_last=last,
+                  loss=loss_function(config, mesh.group("tp")) if last else None)
     batches, losses = [], []
     with AliveBytes() as alive:
         for k in range(2):      # the second: what a rank holds once, such as the rotary tables used last, is there already
-            batch = architecture.data.blank(b, s).keeping(drop, 0)
+            batch = MODELS[model.model].data.blank(b, s).keeping(make_token_drop(config), 0)
             if apart:
                 batch = replace(batch, document_ids=torch.arange(s).expand(b, -1) // 9)
             batches.append(batch)
             given = alive.now()
-            x = None if stage.is_first else torch.zeros(boundary_shape(config), dtype=dtype)
+            x = None if stage.is_first else torch.zeros(boundary_shape(config), dtype=DTYPES[config.optimizer.params_dtype])
             output = stage.forward(k, batch, x, 1.0)
             losses += [output] if last else []
             del x, output
             measured = alive.now() - given
-    work = Workload(model, b, s, tp, config.parallel.sequence_parallel, dtype, model.padded_vocab_size(tp) // tp, "cpu", apart,
-                    drop and drop.kept_at(0, s))
-    return measured, kept_by_stage(work, kinds, train.recompute_granularity, train.recompute_num_layers)
+    return measured, by_formula(config, stage_layers, "cpu", apart), planned(config, mesh, layers, "cpu")
+
+
+def workload(config, device: str, apart: bool = False) -> Workload:
+    model, p, drop = config.model, config.parallel, make_token_drop(config)
+    tp = p.tensor_model_parallel_size
+    return Workload(model, config.train.micro_batch_size, model.seq_length, tp, p.sequence_parallel,
+                    DTYPES[config.optimizer.params_dtype], model.padded_vocab_size(tp) // tp, device, apart,
+                    drop and drop.kept_at(0, model.seq_length))
+
+
+def by_formula(config, layers, device: str, apart: bool = False) -> int:
+    return kept_by_stage(workload(config, device, apart), [layer.sort for layer in layers],
+                         config.train.recompute_granularity, config.train.recompute_num_layers)
+
+
+def planned(config, mesh: Mesh, layers: slice, device: str) -> int:
+    """What the planner finds for a stage of these layers by running it without memory."""
+    plan = plan_run(config, describe_layers(config, mesh))
+    bounds = tuple(sorted({0, layers.start, layers.stop, len(plan.layers)}))
+    plan = replace(plan, bounds=bounds, shape=PipelineShape("1f1b", len(bounds) - 1, 1))
+    with without_memory(device) as where:
+        [stage] = StageRunner(config, mesh, plan, where, frozenset()).stages_of(bounds.index(layers.start))
+    return stage.run.kept
 
 
 CASES = {"style": tuple(STYLES), "dtype": ("fp32", "bf16"), "length": (24, 128, 130), "dropout": ("0", "0.1"),
@@ -85,10 +103,19 @@ def flags_of(case) -> list[str]:
 
 
 @pytest.mark.parametrize("case", cover_pairs(legal_cases(CASES)), ids=lambda case: "-".join(map(str, case.values())))
-def test_a_stage_keeps_what_is_said_to_the_byte(case):
+def test_a_stage_keeps_what_was_planned_to_the_byte(case):
     """Blocked attention serves 128 positions, d being 16; with dropout none is fused."""
-    measured, said = kept(flags_of(case), RANKS[case["ranks"]][0], slice(*case["layers"]))
-    assert measured == said
+    measured, said, planned = kept(flags_of(case), RANKS[case["ranks"]][0], slice(*case["layers"]))
+    assert measured == said == planned
+
+
+@pytest.mark.parametrize("case", cover_pairs(legal_cases(CASES)), ids=lambda case: "-".join(map(str, case.values())))
+def test_a_stage_is_planned_to_keep_on_a_gpu_what_the_closed_forms_give(case):
+    """Not measured on a GPU here: two accounts of the documentation of torch's kernels."""
+    ranks, flags = RANKS[case["ranks"]]
+    config = parse([*JOB, *flags_of(case)], world_size=ranks)
+    mesh, layers = fake_mesh(Grid.fit(ranks, tp=ranks), ranks - 1), slice(*case["layers"])
+    assert planned(config, mesh, layers, "cuda") == by_formula(config, describe_layers(config, mesh)[layers], "cuda")
 
 
 @pytest.mark.parametrize("style", ["gqa", "llama"])
@@ -97,8 +124,8 @@ def test_a_stage_keeps_what_is_said_to_the_byte(case):
 def test_queries_of_one_group_and_of_one_sample_are_views_where_others_are_copies(style, samples, length, dropout):
     case = {"style": style, "dtype": "fp32", "length": length, "dropout": dropout, "samples": samples, "recompute": "kept"}
     for ranks in ("alone", "tp"):
-        measured, said = kept(flags_of(case | {"ranks": ranks}), RANKS[ranks][0], slice(1, 2))
-        assert measured == said
+        measured, said, planned = kept(flags_of(case | {"ranks": ranks}), RANKS[ranks][0], slice(1, 2))
+        assert measured == said == planned
 
 
 @pytest.mark.parametrize("style", ["gpt", "llama"])
@@ -107,14 +134,15 @@ def test_queries_of_one_group_and_of_one_sample_are_views_where_others_are_copie
                                          "--random-ltd-tokens-per-step", "8"]], ids=["whole", "ltd"])
 def test_documents_kept_apart_keep_what_is_said(style, dtype, dropout, drops):
     job = [*STYLES[style], *dtype, "--seq-length", "40", "--micro-batch-size", "3", "--attention-dropout", dropout, *drops]
-    (measured, said), (_, joined) = (kept(job, 1, slice(1, 4), apart) for apart in (True, False))
-    assert measured == said > joined
+    (measured, said, planned), (_, joined, _) = (kept(job, 1, slice(1, 4), apart) for apart in (True, False))
+    assert measured == said == planned > joined
 
 
 @pytest.mark.parametrize("activation", ["gelu", "gelu_exact", "relu", "squared_relu", "swiglu"])
 def test_every_activation_keeps_what_is_said(activation):
-    measured, said = kept(["--activation", activation, "--seq-length", "32", "--micro-batch-size", "2"], 1, slice(1, 3))
-    assert measured == said
+    job = ["--activation", activation, "--seq-length", "32", "--micro-batch-size", "2"]
+    measured, said, planned = kept(job, 1, slice(1, 3))
+    assert measured == said == planned
 
 
 DROPPING = {"style": ("gpt", "llama"), "dtype": ("fp32", "bf16"), "kept": ("24", "128"), "dropout": ("0", "0.1"),
@@ -126,8 +154,8 @@ def test_blocks_that_drop_tokens_keep_what_is_said_to_the_byte(case):
     """Of 130 tokens, in three blocks, of which some drop."""
     job = [*flags_of(case | {"length": 130}), "--random-ltd", "--random-ltd-min-tokens", case["kept"], "--random-ltd-steps",
            "9", "--random-ltd-tokens-per-step", "8", "--random-ltd-layer-ids", *case["blocks"].split()]
-    measured, said = kept(job, RANKS[case["ranks"]][0], slice(1, 4))
-    assert measured == said
+    measured, said, planned = kept(job, RANKS[case["ranks"]][0], slice(1, 4))
+    assert measured == said == planned
 
 
 def test_without_fused_attention_the_bytes_of_a_block_are_those_of_the_paper():
@@ -149,27 +177,26 @@ def test_without_fused_attention_the_bytes_of_a_block_are_those_of_the_paper():
 @pytest.mark.parametrize("dropout", ["0", "0.1"])
 @pytest.mark.parametrize("length", [24, 128])
 def test_a_processor_without_products_of_sixteen_bits_keeps_copies_in_fp32(monkeypatch, dtype, dropout, length):
-    for module in (product, activations):
+    for module in (product, activation_formulas):
         monkeypatch.setattr(module, "has_products", lambda dtype: dtype is torch.float32)
     job = [*STYLES["llama"], dtype, "--seq-length", str(length), "--micro-batch-size", "2", "--hidden-dropout", dropout,
            "--attention-dropout", dropout]
     for recompute in ("kept", "selective"):
-        measured, said = kept([*job, *RECOMPUTE[recompute]], 1, slice(1, 3))
-        assert measured == said
+        measured, said, planned = kept([*job, *RECOMPUTE[recompute]], 1, slice(1, 3))
+        assert measured == said == planned
 
 
 @pytest.mark.parametrize("flags", [[], ["--bf16"], STYLES["llama"], ["--hidden-dropout", "0.1", "--attention-dropout", "0.1"],
                                    RECOMPUTE["full"], RECOMPUTE["selective"]], ids=" ".join)
-def test_the_most_that_was_ever_alive_is_about_what_was_planned(flags, monkeypatch):
+def test_the_most_that_was_ever_alive_is_about_what_was_planned(flags):
     """One rank, two micro-batches: a twentieth below at most, half above: a layer at work counts beside all that is kept."""
-    monkeypatch.setattr(product, "WORKSPACE", Workspace())            # of which nothing is alive yet
     job = ["--hidden-dropout", "0", "--attention-dropout", "0", "--seq-length", "192", "--micro-batch-size", "2",
            "--global-batch-size", "4", "--tokenizer-type", "NullTokenizer"]
     config = parse([*JOB, *job, *flags], world_size=1)
     engine = build_engine(config, Mesh(Grid(), 0))
     batch = MODELS[config.model.model].data.blank(4, 192)
     engine.optimizer.begin_step()
-    with AliveBytes(peak=True) as alive:
+    with AliveBytes(peak=True) as alive, WORKSPACE.apart():
         engine.executor.run(batch.split(2))
     plan = plan_world(config, 0, "cpu").rank_plan(0)
     assert 0.95 * alive.peak < plan.kept + plan.at_work + plan.buffers < 1.55 * alive.peak
@@ -177,16 +204,15 @@ def test_the_most_that_was_ever_alive_is_about_what_was_planned(flags, monkeypat
 
 @pytest.mark.parametrize("style", ["gpt", "llama", "bert"])
 def test_the_workspace_of_widened_products_is_what_is_said_to_the_byte(style, monkeypatch):
-    workspace = Workspace()
-    monkeypatch.setattr(product, "WORKSPACE", workspace)
-    for module in (product, activations):
+    for module in (product, activation_formulas):
         monkeypatch.setattr(module, "has_products", lambda dtype: dtype is torch.float32)
     config = parse([*JOB, *STYLES[style], "--bf16", "--seq-length", "192", "--micro-batch-size", "2",
                     "--global-batch-size", "2", "--vocab-size", "900", "--tokenizer-type", "NullTokenizer"], world_size=1)
     engine = build_engine(config, Mesh(Grid(), 0))
     engine.optimizer.begin_step()
-    engine.executor.run([MODELS[config.model.model].data.blank(2, 192)])
-    held = sum(memory.nbytes for memory in workspace._memory.values())
-    said = plan_world(config, 0, "cpu").rank_plan(0).at_work
-    monkeypatch.setattr(activations, "has_products", lambda dtype: True)
-    assert held == said - plan_world(config, 0, "cpu").rank_plan(0).at_work > 0
+    with WORKSPACE.apart() as workspace:
+        engine.executor.run([MODELS[config.model.model].data.blank(2, 192)])
+        held = sum(memory.nbytes for memory in workspace.values())
+    stages = plan_world(config, 0, "cpu").stages
+    assert held == max(stage.run.workspace for stage in stages) > 0
+    assert held == workspace_bytes(workload(config, "cpu"), [layer.sort for stage in stages for layer in stage.layers])

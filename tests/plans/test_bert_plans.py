@@ -8,7 +8,7 @@ import pytest
 from megatron_ds.config import parse
 from megatron_ds.config.model_options import ModelConfig
 from megatron_ds.models import MODELS
-from megatron_ds.planning.flops import layer_flops, model_flops
+from megatron_ds.planning.flops import layers_of, model_flops
 from megatron_ds.planning.layer_timing import time_layers
 from megatron_ds.planning.world_plan import plan_world
 from tests.harness.documents import ROOT
@@ -17,6 +17,10 @@ from tests.harness.model_runs import context_of
 BASE = ["--model", "bert", "--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "32",
         "--micro-batch-size", "2", "--global-batch-size", "16", "--vocab-size", "130", "--mock-data", "--lr", "1",
         "--train-iters", "1", "--make-vocab-size-divisible-by", "8"]
+
+
+def layer_flops(model, kind, seq_length, vocab_size):
+    return next(layer for layer in layers_of(model) if layer.kind == kind).flops(seq_length, vocab_size).total
 
 
 def test_flops_are_the_matrix_products_counted_by_hand():

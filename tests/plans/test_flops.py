@@ -4,12 +4,16 @@ import pytest
 import torch
 
 from megatron_ds.config.model_options import ModelConfig
-from megatron_ds.planning.flops import layer_flops, model_flops, peak_flops, utilization
+from megatron_ds.planning.flops import layers_of, model_flops, peak_flops, utilization
 
 GPT3 = ModelConfig(num_layers=96, hidden_size=12288, num_attention_heads=96, seq_length=2048)
 GPT2_MEDIUM = ModelConfig(num_layers=24, hidden_size=1024, num_attention_heads=16, seq_length=1024)
 LLAMA3_8B = ModelConfig(num_layers=32, hidden_size=4096, num_attention_heads=32, num_query_groups=8, seq_length=8192,
                         ffn_hidden_size=14336, activation="swiglu")
+
+
+def layer_flops(model, kind, seq_length, vocab_size):
+    return next(layer for layer in layers_of(model) if layer.kind == kind).flops(seq_length, vocab_size).total
 
 
 @pytest.mark.parametrize("model, samples, vocab, flops", [

@@ -55,7 +55,7 @@ def test_an_impossible_cut_is_refused_with_the_possible_ones(costs, stages, mess
         partition(costs, stages)
 
 
-KINDS = ["embedding", *["block"] * 8, "norm", "head"]
+IS_BLOCK = [False, *[True] * 8, False, False]
 
 
 @pytest.mark.parametrize("text, bounds", [
@@ -64,7 +64,7 @@ KINDS = ["embedding", *["block"] * 8, "norm", "head"]
     ("E|(tt)*4|L", (0, 1, 9, 11)), ("Et|(t|)*6tL", (0, 2, 3, 4, 5, 6, 7, 8, 11)), ("((t)*2|)*3t*2", (0, 3, 5, 7, 11)),
     ("Et*8L", (0, 11)), ("8", (0, 11))])
 def test_a_layout_is_read_as_written(text, bounds):
-    assert parse_layout(text, KINDS, len(bounds) - 1) == bounds
+    assert parse_layout(text, IS_BLOCK, len(bounds) - 1) == bounds
 
 
 @pytest.mark.parametrize("text, stages, message", [
@@ -85,4 +85,4 @@ def test_a_layout_is_read_as_written(text, bounds):
     ("4,-4", 2, "contains '4'")])
 def test_a_wrong_layout_is_refused_with_an_example_of_a_right_one(text, stages, message):
     with pytest.raises(ConfigError, match=message):
-        parse_layout(text, KINDS, stages)
+        parse_layout(text, IS_BLOCK, stages)

@@ -5,8 +5,7 @@ import sys
 import pytest
 import torch
 
-from megatron_ds.planning.device_memory import _cgroup, _machine, free_memory
-from megatron_ds.planning.gather_budget import PinBudget, decide_pinning, gradient_buffers
+from megatron_ds.planning.keep_gathered import PinBudget, _cgroup, _machine, decide_pinning, free_memory, gradient_buffers
 
 
 @pytest.mark.parametrize("spare, pinned", [(0, True), (-1, False)])

@@ -10,7 +10,7 @@ from megatron_ds.config.training_schedule import make_batch_size, make_token_dro
 from megatron_ds.difficulty import Rise, TokenDrop
 from megatron_ds.errors import ConfigError
 from megatron_ds.planning.dry_run_text import flops_text
-from megatron_ds.planning.ltd_savings import saving_of
+from megatron_ds.planning.flops import token_drop_savings
 from megatron_ds.planning.world_plan import plan_world
 from megatron_ds.progress import Progress
 
@@ -90,7 +90,7 @@ def test_what_a_run_saves_is_counted_step_by_step_as_its_batch_grows():
     while samples + batch_size.at(samples) <= 100:
         size = batch_size.at(samples)
         samples, tokens, step = samples + size, tokens + size * (3 * drop.kept_at(step, 128) + 3 * 128), step + 1
-    saving = saving_of(config, drop)
+    saving = token_drop_savings(config, drop)
     assert (saving.first, saving.last) == (32, 128) and step > 12
     assert saving.layer_tokens == tokens and saving.token_share == tokens / (samples * 6 * 128)
     assert saving.token_share < 1 and saving.flop_share < 1

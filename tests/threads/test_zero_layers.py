@@ -10,8 +10,7 @@ from megatron_ds.checkpoint.save import save
 from megatron_ds.config import parse
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
-from megatron_ds.planning import keep_gathered as pinning
-from megatron_ds.planning import run_plan as plan
+from megatron_ds.planning import keep_gathered, run_plan
 from megatron_ds.progress import Progress
 from megatron_ds.training import build
 from megatron_ds.training.build import build_engine
@@ -190,8 +189,8 @@ def test_stages_are_pinned_where_all_ranks_have_room(layout, monkeypatch):
         return engine.pinned, engine.why_pinned, losses, gathers
 
     def with_memory(least):
-        monkeypatch.setattr(pinning, "memory_of_rank", lambda mesh: least if mesh.rank == 1 else 10**12)
-        monkeypatch.setattr(build, "memory_of_rank", pinning.memory_of_rank)
+        monkeypatch.setattr(keep_gathered, "memory_of_rank", lambda mesh: least if mesh.rank == 1 else 10**12)
+        monkeypatch.setattr(build, "memory_of_rank", keep_gathered.memory_of_rank)
         return run(config_of(f"{layout},pin=auto"), main)
 
     roomy, tight = with_memory(10**11), with_memory(10**5)
@@ -206,12 +205,12 @@ def test_stages_are_pinned_where_all_ranks_have_room(layout, monkeypatch):
 def test_the_memory_of_a_machine_is_shared_out_among_its_ranks(monkeypatch):
     free = {0: 1000, 1: 900, 2: 5000, 3: 7000}
     here = threading.local()
-    monkeypatch.setattr(pinning, "free_memory", lambda device: free[here.rank])
-    monkeypatch.setattr(pinning.socket, "gethostname", lambda: "one" if here.rank < 2 else "two")
+    monkeypatch.setattr(keep_gathered, "free_memory", lambda device: free[here.rank])
+    monkeypatch.setattr(keep_gathered.socket, "gethostname", lambda: "one" if here.rank < 2 else "two")
 
     def main(rank, world):
         here.rank = rank
-        return pinning.memory_of_rank(Mesh(Grid(dp=4), rank, world.connect))
+        return keep_gathered.memory_of_rank(Mesh(Grid(dp=4), rank, world.connect))
 
     assert run_ranks(4, main) == [450, 450, 2500, 2500]
 
@@ -219,9 +218,8 @@ def test_the_memory_of_a_machine_is_shared_out_among_its_ranks(monkeypatch):
 def test_what_pinning_plans_for_is_what_a_step_takes():
     """State to the byte, whole weights to the byte, gradient buffers not less than measured."""
     def main(engine):
-        schedule = plan.plan_schedule(engine.config, plan.microbatches_of(engine.config))
-        kinds = {0: ["embedding", *["block"] * 3, "norm", "head"]}
-        budget = pinning._budget(engine.config, engine.mesh, 0, engine.optimizer, kinds, schedule[0])
+        schedule = run_plan.plan_schedule(engine.config, run_plan.microbatches_of(engine.config))
+        budget = keep_gathered._budget(engine.config, engine.mesh, 0, engine.optimizer, engine.plan, schedule[0])
         stage, = engine.stages.values()
         most, inside = [0], stage.enter
         stage.enter = lambda *args: (inside(*args), most.append(bytes_whole(engine)))

@@ -1,4 +1,4 @@
-"""What a micro-batch keeps for its backward, in bytes, layer by layer. Pure.
+"""Closed forms of what a micro-batch keeps for its backward, in bytes, layer by layer: the check of the planner's runs.
 
 The tensors that our layers save, counted as storages: a view keeps all that it is a view of. With s positions, b samples, t
 tensor-parallel ranks, e bytes a number, and S = s / t with sequence parallelism, else s; n heads of d channels, f the
@@ -11,32 +11,22 @@ feed-forward width and V the padded vocabulary, each divided by t:
     loss                  probabilities, and 17 bytes a token          embedding          rows, 8 bytes a token
 
 A block that drops tokens keeps what it needs of those it sees, and where they stand: eight bytes a token (nine with sequence
-parallelism), rotary tables of its own, and what recomputation wants to know of them.
+parallelism), rotary tables of its own, and the fields of the batch that recomputation needs.
 
 Full recomputation keeps the block's input only, selective all but what core attention needs beside q, k and v. So this is
 Korthikanti et al. 2022 (arXiv:2205.05198), equations 1 to 4, for the layers as they are: attention that keeps no scores where
 it is fused, half of them where it goes by blocks (CPU), and six bytes or more of each where its probabilities drop out.
-
-On CPUs the bytes are those that tests measure, to the byte. On CUDA devices they follow from what torch's fused kernels save,
-by their documentation; *not measured there yet*.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from ..config import RunConfig
-from ..config.model_options import ModelConfig
-from ..config.training_schedule import make_token_drop
-from ..models import MODELS
-from ..mpu.sequence_slice import SequenceSlice
-from ..ops.blocked_attention import BLOCK, KERNELS, is_worth_blocking
-from ..ops.product import has_products, working_elements
-from ..pipeline.instruction import Op, Program
-from ..tensor_parallel.cross_entropy import CPU_BLOCK, GPU_BLOCK
-from .run_model import DTYPES
-from .training_length import planned_steps
+from megatron_ds.config.model_options import ModelConfig
+from megatron_ds.mpu.sequence_slice import SequenceSlice
+from megatron_ds.ops.blocked_attention import BLOCK, KERNELS, is_worth_blocking
+from megatron_ds.ops.product import has_products, working_elements
 
 BLOCKS = ("block", "dropping block")
 
@@ -104,33 +94,6 @@ class Workload:
         return self.tokens * self.positions * self.model.num_attention_heads // self.tp
 
 
-def workload_of(config: RunConfig, device: str) -> Workload:
-    """A full micro-batch of a run on devices of a kind, at the step that keeps the most tokens."""
-    model, tp, drop = config.model, config.parallel.tensor_model_parallel_size, make_token_drop(config)
-    return Workload(model, config.train.micro_batch_size, model.seq_length, tp, config.parallel.sequence_parallel,
-                    DTYPES[config.optimizer.params_dtype], config.padded_vocab_size // tp, device,
-                    config.data.reset_attention_mask or config.data.pack_documents,
-                    drop and drop.kept_at(last_step(config), model.seq_length))
-
-
-def last_step(config: RunConfig) -> int:
-    """The number of the last step, from 0."""
-    return max(0, planned_steps(config) - 1)
-
-
-def most_kept(program: Program, kept: Mapping[int, int]) -> int:
-    """The most bytes that the micro-batches between F and their B or W keep at once. kept: by one of them, for each stage."""
-    trained = {(i.stage, i.microbatch) for i in program if i.op in (Op.B, Op.W)}
-    now = most = 0
-    for i in program:
-        if i.op is Op.F and (i.stage, i.microbatch) in trained:
-            now += kept[i.stage]
-            most = max(most, now)
-        elif i.op in (Op.B, Op.W):
-            now -= kept[i.stage]
-    return most
-
-
 def kept_by_stage(work: Workload, kinds: Sequence[str], recompute: str | None = None, recomputed: int | None = None) -> int:
     """Bytes that a micro-batch keeps on a stage of these layers. recomputed: of its blocks only so many; None: all."""
     kept, blocks, wants_tables = 0, 0, False
@@ -176,14 +139,7 @@ def _kept_by_dropping(work: Workload, recompute: str | None) -> int:
     return kept_by_layer(seen, "block", recompute) + places + batch + tables + _document_bias(seen, recompute)
 
 
-def at_work(work: Workload, kinds: Sequence[str], recompute: str | None = None) -> int:
-    """The most bytes that a layer of the stage needs beside what is kept, roughly: gradients on their way through it, what it
-    computes again; and the workspace of products, which stays."""
-    widened = 2 if work.device == "cpu" and work.itemsize == 2 else 1         # much of it is fp32 there
-    return widened * max((_at_work(work, kind, recompute) for kind in kinds), default=0) + _workspace(work, kinds)
-
-
-def _workspace(work: Workload, kinds: Sequence[str]) -> int:
+def workspace_bytes(work: Workload, kinds: Sequence[str]) -> int:
     """Of products in fp32 where there are none of the dtype."""
     most: dict[str, int] = {}
     if _is_widened(work):
@@ -204,24 +160,6 @@ def _linears(work: Workload, kind: str) -> list[tuple[int, int]]:
     if kind in BLOCKS:
         return [(h, q + 2 * k), (q, h), (h, 2 * f if model.is_gated else f), (f, h)]
     return {"head": [(h, work.vocab)], "bert_head": [(h, h), (h, work.vocab)]}.get(kind, [])
-
-
-def _at_work(work: Workload, kind: str, recompute: str | None) -> int:
-    if kind == "dropping block":
-        seen = replace(work, positions=work.kept_tokens) if work.drops else work
-        return _at_work(seen, "block", recompute) + (2 * work.hidden_bytes if work.drops else 0)
-    whole = work.tokens * work.model.hidden_size * work.itemsize if work.sequence_parallel else 0      # gathered
-    if kind in ("head", "bert_head"):                       # of the logits, which are what is kept, some rows in fp32
-        rows = 4 * min(work.tokens * work.vocab, CPU_BLOCK if work.device == "cpu" else GPU_BLOCK)
-        return (rows if work.itemsize < 4 else 0) + work.hidden_bytes + whole
-    if kind != "block":
-        return 3 * work.hidden_bytes + whole
-    again = {"full": kept_by_layer(work, "block") - work.hidden_bytes + _rotary_tables(work),
-             "selective": _core(work) - _arguments(work), None: 0}[recompute]
-    feed_forward = work.wide_bytes * (4 if work.model.is_gated else 2)
-    scores = work.scores * (4 + 4 + work.itemsize) if work.model.attention_dropout else 0
-    attention = 3 * work.query_bytes + 4 * work.key_bytes + scores                      # with gradients, in backward
-    return max(again, 0) + 2 * work.hidden_bytes + whole + max(feed_forward, attention)
 
 
 def _bert_head(work: Workload) -> int:
@@ -289,7 +227,7 @@ def _arguments(work: Workload) -> int:
 
 def _core(work: Workload) -> int:
     """What core attention keeps, its output apart."""
-    causal = MODELS[work.model.model].causal
+    causal = work.model.model != "bert"
     if causal and not work.model.attention_dropout and _goes_by_blocks(work):
         blocks = [min(BLOCK, work.positions - at) for at in range(0, work.positions, BLOCK)]
         seen = sum(rows * min((i + 1) * BLOCK, work.positions) for i, rows in enumerate(blocks))
