@@ -1,4 +1,7 @@
-"""Models as lists of named layers. `MODELS[name](config, ctx)` gives the list; `build_stages` builds slices of it."""
+"""Models as lists of named layers. `MODELS[name](config, ctx)` gives the list.
+
+`build_stages` builds the slices of it that a rank holds.
+"""
 
 from .architecture import MODELS, Architecture, language_model
 from .bert import bert_layers
@@ -10,5 +13,5 @@ from .random_ltd import with_random_ltd
 from .stage_modules import build_stage, build_stages, count_uses, run_layers
 
 __all__ = ["MODELS", "Architecture", "KVCache", "Layer", "Loss", "bert_layers", "bert_loss", "build_stage",
-           "build_stages", "count_uses", "gpt_layers", "gpt_loss", "language_model", "make_caches", "run_layers",
-           "with_random_ltd"]
+           "build_stages", "count_uses", "gpt_layers", "gpt_loss", "language_model", "make_caches",
+           "run_layers", "with_random_ltd"]

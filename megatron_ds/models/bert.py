@@ -1,7 +1,8 @@
 """BERT from config: every token sees every other; some tokens are masked and predicted from the rest.
 
-Devlin et al. 2019 (arXiv:1810.04805), normalization first as in Shoeybi et al. 2019 (arXiv:1909.08053), section 5.3, where
-large models with the original order stop learning. Parameter names are those of Megatron's BERT.
+Devlin et al. 2019 (arXiv:1810.04805), normalization first as in Shoeybi et al. 2019 (arXiv:1909.08053),
+section 5.3, where large models with the original order stop learning. Parameter names are those of Megatron's
+BERT.
 """
 
 from functools import partial
@@ -21,18 +22,19 @@ SEGMENTS = 2
 
 
 def bert_layers(config: ModelConfig, ctx: ParallelContext) -> list[Layer]:
-    """The layers of a BERT in forward order, as of `gpt_layers`. Without binary head there are no segments."""
+    """The layers of a BERT in forward order. Without binary head there are no segments."""
     rotary = make_rotary(config)
     tied = None if config.untie_embeddings_and_output_weights else WORD_EMBEDDINGS
     segments = SEGMENTS if config.bert_binary_head else 0
     return [
-        Layer("embedding", partial(Embedding, config, ctx, tied=tied, token_types=segments), "bert_embedding"),
-        *(Layer(name, partial(transformer_block, config, name, ctx, rotary=rotary, causal=False), "block", is_block=True,
-                recompute=ctx.recompute)
+        Layer("embedding", partial(Embedding, config, ctx, tied=tied, token_types=segments),
+              "bert_embedding"),
+        *(Layer(name, partial(transformer_block, config, name, ctx, rotary=rotary, causal=False), "block",
+                is_block=True, recompute=ctx.recompute)
           for name in (f"encoder.layers.{i}" for i in range(config.num_layers))),
         Layer("encoder.final_layernorm", partial(FinalNorm, config, ctx, "encoder.final_layernorm"), "norm"),
-        Layer("output_layer", lambda weight=None: BertHeads(config, ctx, tied=tied, weight=weight), "bert_head",
-              tied_to=None if tied is None else "embedding"),
+        Layer("output_layer", lambda weight=None: BertHeads(config, ctx, tied=tied, weight=weight),
+              "bert_head", tied_to=None if tied is None else "embedding"),
     ]
 
 

@@ -1,8 +1,8 @@
 """GPT from config: decoder-only, normalization first.
 
-GPT-2/3 style (Radford et al. 2019): learned positions, LayerNorm, GELU, tied head, biases. Llama style (Touvron et al. 2023,
-arXiv:2302.13971): rotary positions, RMSNorm, SwiGLU, grouped queries, untied head, no biases. Each choice is a field of
-the config, so all mixtures exist too.
+GPT-2/3 style (Radford et al. 2019): learned positions, LayerNorm, GELU, tied head, biases. Llama style
+(Touvron et al. 2023, arXiv:2302.13971): rotary positions, RMSNorm, SwiGLU, grouped queries, untied head, no
+biases. Each choice is a field of the config, so all mixtures exist too.
 """
 
 from functools import partial
@@ -29,6 +29,6 @@ def gpt_layers(config: ModelConfig, ctx: ParallelContext) -> list[Layer]:
                 recompute=ctx.recompute)
           for name in (f"decoder.layers.{i}" for i in range(config.num_layers))),
         Layer("decoder.final_layernorm", partial(FinalNorm, config, ctx, "decoder.final_layernorm"), "norm"),
-        Layer("output_layer", lambda weight=None: LanguageModelHead(config, ctx, tied=tied, weight=weight), "head",
-              tied_to=None if tied is None else "embedding"),
+        Layer("output_layer", lambda weight=None: LanguageModelHead(config, ctx, tied=tied, weight=weight),
+              "head", tied_to=None if tied is None else "embedding"),
     ]

@@ -13,8 +13,9 @@ from .layer import Layer
 def build_stages(stages: Mapping[int, Sequence[Layer]]) -> dict[int, nn.ModuleList]:
     """Build the layers of all stages of a rank, in the model's order; each module gets `layer_name`.
 
-    Layers tied to each other share one parameter when they meet here, on one stage or on two, and then it is tied to no other
-    rank. Blocks recompute counting from the first of their stage, as in Megatron's block method.
+    Layers that are tied to each other share one parameter if this rank holds both, on one stage or on two;
+    then it is tied to no other rank. Recomputing blocks are counted from the first of their stage, as in
+    Megatron's block method.
     """
     built: dict[str, nn.Module] = {}
     return {stage: _build_stage(stages[stage], built) for stage in sorted(stages)}

@@ -1,8 +1,8 @@
 """Initial weights that are the same bits for every layout.
 
-The logical tensor is drawn in blocks of BLOCK elements, row-major, each from a generator of its own keyed by (seed, name,
-block). A rank draws the blocks that meet its shard, a few at a time, and copies its boxes out of them; padding is zero. So
-the values depend on nothing but the seed and the parameter's name and true shape.
+The logical tensor is drawn in blocks of BLOCK elements, row-major, each from a generator of its own keyed by
+(seed, name, block). A rank draws the blocks that meet its shard, a few at a time, and copies its boxes out of
+them; padding is zero. So the values depend on nothing but the seed and the parameter's name and true shape.
 
     logical   |--- block 0 ---|--- block 1 ---|--- block 2 ---|- 3 -|
     rank 1                 |---- its rows ----|                          draws blocks 0 and 1
@@ -36,8 +36,10 @@ def initialize(parameters: Iterable[torch.nn.Parameter], seed: int, rank: int, s
 
 
 @torch.no_grad()
-def initialize_interval(out: torch.Tensor, spec: ParamSpec, start: int, seed: int, rank: int, size: int) -> None:
-    """Fill flat `out` with elements [start, start + len(out)) of the flattened shard of rank `rank`: the bits of `initialize`.
+def initialize_interval(out: torch.Tensor, spec: ParamSpec, start: int, seed: int, rank: int,
+                        size: int) -> None:
+    """Fill flat `out` with elements [start, start + len(out)) of the flattened shard of rank `rank`: the bits
+    of `initialize`.
 
     Draws a run of rows at a time, so the shard never exists as a whole.
     """
@@ -85,7 +87,8 @@ def _fill_normal(parameter: torch.Tensor, spec: ParamSpec, box: Box, seed: int) 
 
 
 class _Blocks:
-    """Intervals of the flattened logical tensor; keeps the last block drawn, for the next interval begins in it."""
+    """Intervals of the flattened logical tensor; keeps the last block drawn, for the next interval begins in
+    it."""
 
     def __init__(self, spec: ParamSpec, seed: int):
         self.spec, self.seed = spec, seed

@@ -2,18 +2,19 @@
 
     dW = dyᵀ x        x [N, in], dy [N, out]
 
-A parameter managed by ZeRO carries `main_grad`, a view into a flat buffer, in the parameter's shape; or, where gradients are
-sharded, `take_main_grad()`, which gives that view. And `grad_ready()`, called once per contribution. The product is added
-there directly: no gradient tensor is allocated, and nothing is added twice. Otherwise the gradient is returned to autograd,
-as in any module.
+A parameter managed by ZeRO carries `main_grad`, a view into a flat buffer, in the parameter's shape; or,
+where gradients are sharded, `take_main_grad()`, which gives that view. And `grad_ready()`, called once per
+contribution. The product is added there directly: no gradient tensor is allocated, and nothing is added
+twice. Otherwise the gradient is returned to autograd, as in any module.
 
-Note: ask each time. Where gradients are sharded the buffer exists from the first contribution to its bucket until the bucket
-is reduced; the next micro-batch may be given another one.
+Note: ask each time. Where gradients are sharded the buffer exists from the first contribution to its bucket
+until the bucket is reduced; the next micro-batch may be given another one.
 
-Note: the weight half. A schedule may split a backward in two (Qi et al. 2024, arXiv:2401.10241): while the input half runs,
-the parameter carries `grad_queue`, a list, and a layer appends (weight, begin) instead of computing. In the weight half the
-queue's owner calls begin(), which starts collectives, and later what begin() returned, which computes: the same functions on
-the same tensors as in a whole backward, so the same bits.
+Note: the weight half. A schedule may split a backward in two (Qi et al. 2024, arXiv:2401.10241): while the
+input half runs, the parameter carries `grad_queue`, a list, and a layer appends (weight, begin) instead of
+computing. In the weight half the queue's owner calls begin(), which starts collectives, and later what
+begin() returned, which computes: the same functions on the same tensors as in a whole backward, so the same
+bits.
 """
 
 from collections.abc import Callable
@@ -26,7 +27,8 @@ Finish = Callable[[], torch.Tensor | None]
 
 
 def now_or_later(weight: torch.Tensor, begin: Callable[[], Finish]) -> Finish:
-    """Begin to compute the weight's gradient, or leave it to the weight half. Call what is returned for autograd's share."""
+    """Begin to compute the weight's gradient, or leave it to the weight half. Call what is returned for
+    autograd's share."""
     queue = getattr(weight, "grad_queue", None)
     if queue is None:
         return begin()

@@ -1,4 +1,4 @@
-"""`Batches`: this rank's batches of a run, ready for the model. The same steps for training, evaluation and comparisons:
+"""`Batches`: this rank's batches of a run, ready for the model, for training, evaluation and comparisons.
 
     read       the samples of this rank: ranks along dp read different ones, all others read the same
     lengths    shorten the sequences, if a curriculum over lengths says so
@@ -43,7 +43,9 @@ class Lengths:
     shorten: Callable[[Batch, int], Batch] = truncate
 
     def __call__(self, progress: Progress, batch: Batch) -> Batch:
-        return batch if self.difficulty is None else self.shorten(batch, self.difficulty.at(progress.step + 1))
+        if self.difficulty is None:
+            return batch
+        return self.shorten(batch, self.difficulty.at(progress.step + 1))
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class Batches:
         return self._ready(batch.keeping(self.drop, progress.step))
 
     def evaluation(self, source: BatchSource, first: int, size: int) -> Batch:
-        """This rank's samples of the global batch that begins at `first`, whole: nothing is shortened or dropped."""
+        """This rank's samples of the global batch from `first` on; no sequence or token is dropped."""
         return self._ready(self._read(source, first, size, training=False))
 
     def _read(self, source: BatchSource, first: int, size: int, training: bool) -> Batch:
@@ -86,7 +88,9 @@ def make_lengths(config: RunConfig) -> Lengths:
                    fold if curriculum.curriculum_type == RESHAPE else truncate)
 
 
-def blank_batch(config: RunConfig, part: SequenceSlice, device: torch.device | str, step: int | None = None) -> Batch:
-    """A full micro-batch with values of no meaning, for plans and timings. step: drop the tokens that this step drops."""
-    batch = MODELS[config.model.model].data.blank(config.train.micro_batch_size, config.model.seq_length, device)
+def blank_batch(config: RunConfig, part: SequenceSlice, device: torch.device | str,
+                step: int | None = None) -> Batch:
+    """A full micro-batch of mock values, for plans and timings. step: drop the tokens that it drops."""
+    kind = MODELS[config.model.model].data
+    batch = kind.blank(config.train.micro_batch_size, config.model.seq_length, device)
     return batch.keeping(None if step is None else make_token_drop(config), step).cut(part)

@@ -9,7 +9,7 @@ from .report import share
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Means over the global batches; terms: of the rest of the objective. stop: a rank asked to end the run meanwhile."""
+    """Means over the global batches. terms: other parts of the objective. stop: a rank asked to end the run."""
 
     loss: float
     terms: dict[str, float]
@@ -21,7 +21,8 @@ def evaluate(engine: Engine, loader, *, first_sample: int, iterations: int, glob
              should_stop=lambda: False, after_batch=lambda: None) -> Evaluation:
     """Over `iterations` global batches; `after_batch()` is called after each.
 
-    Collective over the world. A request to stop ends the evaluation after the current batch; its mean is then over fewer.
+    Collective over the world. A request to stop ends the evaluation after the current batch; its mean is then
+    over fewer.
     """
     names = objective_terms(engine.config)
     start, total, terms, done, stop = time.perf_counter(), 0.0, dict.fromkeys(names, 0.0), 0, False
@@ -35,4 +36,5 @@ def evaluate(engine: Engine, loader, *, first_sample: int, iterations: int, glob
         terms = {name: terms[name] + report.terms[name] for name in names}
         after_batch()
     mean = lambda x: x / max(done, 1)
-    return Evaluation(mean(total), {name: mean(x) for name, x in terms.items()}, time.perf_counter() - start, stop)
+    means = {name: mean(x) for name, x in terms.items()}
+    return Evaluation(mean(total), means, time.perf_counter() - start, stop)

@@ -27,13 +27,16 @@ LOOKED_AT = 32              # training samples in which an end of document is lo
 def wanted_samples(config: RunConfig) -> tuple[int, int, int]:
     """(train, validation, test) samples the whole run draws, as Megatron counts them.
 
-    Validation: one evaluation every `eval_interval` steps and one at the end, `eval_iters` global batches each.
+    Validation: one evaluation every `eval_interval` steps and one at the end, `eval_iters` global batches
+    each.
     """
     train, size = config.train, config.train.global_batch_size
     length = make_length(config)
     steps = length.steps_after()
-    # A length in samples or iterations, also where it is only a bound, decides the order of the samples, as in Megatron.
-    samples = train.train_samples or (length.samples_after() if train.train_iters is None else train.train_iters * size)
+    # A length in samples or iterations, also where it is only a bound, decides the order of the samples, as
+    # in Megatron.
+    samples = train.train_samples or (length.samples_after() if train.train_iters is None
+                                      else train.train_iters * size)
     evaluations = steps // train.eval_interval + 1 if train.eval_interval else 1
     one = (train.eval_iters or 0) * size
     return samples, evaluations * one, one
@@ -49,18 +52,21 @@ def rearranged(config: RunConfig, datasets: Datasets, tokenizer) -> Datasets:
 
 
 def warn_without_ends(data, dataset, eod: int) -> None:
-    """Options that look for the end of documents change nothing in a corpus that has none. data: a DataConfig."""
+    """Options that look for the end of documents change nothing in a corpus that has none. data: a
+    DataConfig."""
     named = [f"--{name.replace('_', '-')}" for name in NEED_ENDS if getattr(data, name)]
     if not named or data.pack_documents or dataset is None:
         return
     looked_at = min(len(dataset), LOOKED_AT)
     if not any((dataset[i]["tokens"] == eod).any() for i in range(looked_at)):
-        logger.warning("none of the first %d training samples contains the end-of-document token %d, so %s had no effect "
-                       "on them. Was the corpus made without --append-eod?", looked_at, eod, " and ".join(named))
+        logger.warning("none of the first %d training samples contains the end-of-document token %d, so %s "
+                       "had no effect on them. Was the corpus made without --append-eod?", looked_at, eod,
+                       " and ".join(named))
 
 
 def make_order(config: RunConfig, total: int) -> CurriculumOrder | None:
-    """The order of the training samples, `total` an epoch; None without metrics. Reads files: raises DataError."""
+    """The order of the training samples, `total` an epoch; None without metrics. Reads files: raises
+    DataError."""
     curriculum, data = config.curriculum, config.data
     if not curriculum.curriculum_metrics:
         return None
@@ -69,7 +75,8 @@ def make_order(config: RunConfig, total: int) -> CurriculumOrder | None:
     # As configured, not as rounded down for the number of ranks: the order is the same on any number of them.
     batch_size = stated_batch_size(config)
     return order_by_difficulty(
-        metrics, total, seed=curriculum.data_efficiency_seed, steps=planned_steps(config, batch_size), batch_at=batch_size.at,
+        metrics, total, seed=curriculum.data_efficiency_seed, steps=planned_steps(config, batch_size),
+        batch_at=batch_size.at,
         cache=Path(cache), identity=identity(config, MODELS[config.model.model].data, total))
 
 
@@ -85,7 +92,8 @@ def build_loaders(config: RunConfig, datasets, tokenizer, mesh: Mesh) -> Loaders
     def loader(dataset, order=None):
         if dataset is None:
             return None
-        own = Loader(dataset, collate, micro_batch_size=config.train.micro_batch_size, dataloader_type=data.dataloader_type,
+        own = Loader(dataset, collate, micro_batch_size=config.train.micro_batch_size,
+                     dataloader_type=data.dataloader_type,
                      order=order, num_workers=data.num_workers, pin=mesh.device.type == "cuda")
         return SharedReader(own, tp, mesh.device) if shared else own
 

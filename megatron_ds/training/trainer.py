@@ -1,6 +1,7 @@
 """The training loop: step, log, evaluate, save, until the run is complete or asked to stop.
 
-`Trainer.progress` is the only thing that moves; learning rate, batch size and data position are functions of it.
+`Trainer.progress` is the only thing that moves; learning rate, batch size and data position are functions of
+it.
 """
 
 import logging
@@ -28,7 +29,7 @@ from .step import StepOutcome, train_step
 from .tracer import Tracer
 
 logger = logging.getLogger(__name__)
-STALLED = 0.1                                   # fraction of a step that may be waiting for data without a warning
+STALLED = 0.1                              # fraction of a step that may be waiting for data without a warning
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,8 @@ class Loaders:
 
 @dataclass(frozen=True)
 class _Done:
-    """A step that the next log line covers. data_seconds: waiting for the batch; tokens and flops: of all ranks."""
+    """A step that the next log line covers. data_seconds: waiting for the batch; tokens and flops: of all
+    ranks."""
 
     outcome: StepOutcome
     data_seconds: float
@@ -120,7 +122,8 @@ class Trainer:
         return minutes is not None and time.monotonic() - self.started > minutes * 60
 
     def _stop_reason(self) -> str:
-        """Collective over the world, once a run: the ranks know that one of them asks to stop, and exchange why."""
+        """Collective over the world, once a run: the ranks know that one of them asks to stop, and exchange
+        why."""
         limit = self.config.train.exit_duration_in_mins if self._is_over_time() else None
         return stop_reason(all_gather_object((self.stop.received, limit), self.engine.mesh.group("world")))
 
@@ -135,12 +138,14 @@ class Trainer:
             outcome = train_step(self.engine, batch, before, learning_rate=self.learning_rate(before),
                                  weight_decay=self.weight_decay(before), stop=self._wants_to_stop())
         rows = size * batch.rows_per_sample
-        self.progress = before.after(size, rows * batch.seq_length, skipped=outcome.skipped, nan=not outcome.is_finite,
+        self.progress = before.after(size, rows * batch.seq_length, skipped=outcome.skipped,
+                                     nan=not outcome.is_finite,
                                      layer_tokens=rows * self._layer_tokens(before.step, batch.seq_length))
         dropping = (len(self.drop.blocks), batch.kept_tokens) if self.drop else ()
         flops = model_flops(self.config.model, rows, batch.seq_length, self._vocab, *dropping)
         self._window.append(_Done(outcome, data_seconds, rows * batch.seq_length, flops))
-        self.log.advance(self.progress.step, outcome.loss, rows * batch.seq_length / (outcome.seconds + data_seconds))
+        self.log.advance(self.progress.step, outcome.loss,
+                         rows * batch.seq_length / (outcome.seconds + data_seconds))
         if mesh.rank == 0 and (_due(self.config.logging.log_interval, self.progress.step) or outcome.stop
                                or self._is_finished()):
             record = self._record(size, batch.seq_length, batch.kept_tokens)
@@ -152,7 +157,8 @@ class Trainer:
 
     def _layer_tokens(self, step: int, seq_length: int) -> int:
         """Tokens of one sequence, once for each block that sees them."""
-        return self.drop.layer_tokens(step, seq_length) if self.drop else self.config.model.num_layers * seq_length
+        return self.drop.layer_tokens(step,
+                                      seq_length) if self.drop else self.config.model.num_layers * seq_length
 
     def _record(self, size: int, seq_length: int, kept_tokens: int | None) -> TrainRecord:
         outcomes = [done.outcome for done in self._window]
@@ -162,13 +168,14 @@ class Trainer:
         return TrainRecord(
             step=p.step, steps=self._total, samples=p.samples, tokens=p.tokens, step_seconds=seconds,
             learning_rate=last.learning_rate, weight_decay=last.weight_decay, global_batch_size=size,
-            loss=statistics.fmean(o.loss for o in outcomes), loss_scale=last.loss_scale, grad_norm=last.grad_norm,
+            loss=statistics.fmean(o.loss for o in outcomes), loss_scale=last.loss_scale,
+            grad_norm=last.grad_norm,
             skipped_steps=p.skipped_steps, nan_steps=p.nan_steps, seq_length=seq_length,
             tokens_per_second=statistics.fmean(done.tokens for done in self._window) / seconds,
             tflops_per_rank=flops / 1e12, mfu=utilization(flops, self._peak),
             eta_seconds=(self._total - p.step) * seconds, memory_gib=peak_memory_gib(self.engine.mesh.device),
-            data_seconds=statistics.fmean(done.data_seconds for done in self._window), kept_tokens=kept_tokens,
-            layer_tokens=p.layer_tokens,
+            data_seconds=statistics.fmean(done.data_seconds for done in self._window),
+            kept_tokens=kept_tokens, layer_tokens=p.layer_tokens,
             actual_seq_length=self._layer_tokens(p.step - 1, seq_length) // self.config.model.num_layers,
             terms={name: statistics.fmean(o.terms[name] for o in outcomes) for name in last.terms})
 
@@ -189,19 +196,20 @@ class Trainer:
         train = self.config.train
         size = self.batch_size.final
         validation = split == "validation"
-        # The position in the validation stream is a function of the step, as in Megatron; a checkpoint may be beyond the plan.
+        # The position in the validation stream is a function of the step, as in Megatron; a checkpoint may be
+        # beyond the plan.
         step = min(self.progress.step, self._planned)
         rounds = step // train.eval_interval - 1 if validation and train.eval_interval else 0
         with self.log.evaluating(split, train.eval_iters, size) as after_batch:
             result = evaluate(
                 self.engine, self.loaders.valid if validation else self.loaders.test,
-                first_sample=max(0, rounds) * train.eval_iters * size, iterations=train.eval_iters, global_batch_size=size,
-                should_stop=self._wants_to_stop, after_batch=after_batch)
+                first_sample=max(0, rounds) * train.eval_iters * size, iterations=train.eval_iters,
+                global_batch_size=size, should_stop=self._wants_to_stop, after_batch=after_batch)
         if validation:
             self._validated_step = self.progress.step
         if self.engine.mesh.rank == 0:
-            self.log.evaluation(EvalRecord(self.progress.step, self.progress.samples, split, result.loss, result.seconds,
-                                           result.terms))
+            self.log.evaluation(EvalRecord(self.progress.step, self.progress.samples, split, result.loss,
+                                           result.seconds, result.terms))
         return result.stop
 
     def _evaluate_everything(self) -> None:
@@ -220,12 +228,14 @@ class Trainer:
 
 
 def stall_text(share: float, workers: int, mock: bool) -> str:
-    """The warning that a fraction `share` of a step waits for data, and what to do. workers: --num-workers."""
+    """The warning that a fraction `share` of a step waits for data, and what to do. workers:
+    --num-workers."""
     if mock:
-        return (f"{share:.0%} of a step is waiting for mock data, which is computed on the CPU: no disk is read. A larger "
-                f"--num-workers (now {workers}) computes it ahead of the step. The share will be another with a real corpus.")
-    return (f"{share:.0%} of a step is waiting for data. A larger --num-workers (now {workers}) reads further ahead; if that "
-            "does not help, the disk is the limit.")
+        return (f"{share:.0%} of a step is waiting for mock data, which is computed on the CPU: no disk is "
+                f"read. A larger --num-workers (now {workers}) computes it ahead of the step. The share will "
+                "be another with a real corpus.")
+    return (f"{share:.0%} of a step is waiting for data. A larger --num-workers (now {workers}) reads "
+            "further ahead; if that does not help, the disk is the limit.")
 
 
 def _due(interval: int | None, step: int) -> bool:

@@ -1,7 +1,7 @@
 """What every registered model promises: the layout, recomputation and checkpoints change nothing.
 
-The contracts run over `MODELS`, so a model is tested by being registered. The last tests register models themselves: a sound
-one keeps all contracts, and each contract is broken by a model made for it.
+The contracts run over `MODELS`, so a model is tested by being registered. The last tests register models
+themselves: a sound one keeps all contracts, and each contract is broken by a model made for it.
 """
 
 from contextlib import contextmanager
@@ -29,8 +29,10 @@ from tests.harness.threads import run_ranks
 from tests.plans.test_activations import kept
 from tests.threads.test_layout_grid import TOLERANCE
 
-JOB = ["--num-layers", "3", "--hidden-size", "24", "--num-attention-heads", "4", "--seq-length", "16", "--vocab-size", "61",
-       "--make-vocab-size-divisible-by", "4", "--global-batch-size", str(GLOBAL_BATCH), "--train-iters", "4", "--lr", "1e-1", "--optimizer", "sgd",
+JOB = ["--num-layers", "3", "--hidden-size", "24", "--num-attention-heads", "4", "--seq-length", "16",
+       "--vocab-size", "61",
+       "--make-vocab-size-divisible-by", "4", "--global-batch-size", str(GLOBAL_BATCH), "--train-iters", "4",
+       "--lr", "1e-1", "--optimizer", "sgd",
        "--hidden-dropout", "0.1", "--attention-dropout", "0.1", "--mock-data"]
 STEPS, ALONE = 3, "tp=1,pp=1,dp=1"
 BROKEN = AssertionError, LayoutError, CheckpointError
@@ -60,13 +62,15 @@ def same_with_recomputation(name, folder):
 
 def same_after_save_and_load(name, folder):
     """Saved by two ranks that share the tensors, loaded into one whole model."""
-    config = parse([*job_of(name), "--micro-batch-size", "1", "--tensor-model-parallel-size", "2"], world_size=2)
+    config = parse([*job_of(name), "--micro-batch-size", "1", "--tensor-model-parallel-size", "2"],
+                   world_size=2)
     samples = made_up_samples(config, 2 * GLOBAL_BATCH, seed=1)
 
     def main(rank, world):
         engines, mesh = [], Mesh(config.grid(), rank, world.connect)
         trace = train_layout(config, mesh, 1, samples, watch=engines.append)
-        save(folder, 1, list(engines[0].optimizer.pieces()), tp=mesh.group("tp"), world=mesh.group("world"), run={})
+        save(folder, 1, list(engines[0].optimizer.pieces()), tp=mesh.group("tp"), world=mesh.group("world"),
+             run={})
         return trace
 
     _, weights = merge(run_ranks(2, main))
@@ -82,11 +86,13 @@ def same_after_save_and_load(name, folder):
             assert torch.equal(held, weights[parameter_name]), parameter_name
 
 
-CONTRACTS = (same_under_tensor_parallelism, same_on_two_stages, same_with_recomputation, same_after_save_and_load)
+CONTRACTS = (same_under_tensor_parallelism, same_on_two_stages, same_with_recomputation,
+             same_after_save_and_load)
 
 
 def assert_near(name, layout):
-    """Summing in another order changes the last bits only; SGD does not enlarge what is left of a gradient near zero."""
+    """Summing in another order changes the last bits only; SGD does not enlarge what is left of a gradient
+    near zero."""
     difference, _ = stray(job_of(name), layout, STEPS)
     assert difference.is_within(TOLERANCE["fp32"]), f"{layout}: {difference}"
 
@@ -168,7 +174,8 @@ def layers_of(block):
             module.place = built[0]
             return module
 
-        return [replace(layer, make=partial(make, layer.name), recompute=Recompute()) if layer.is_block else layer
+        return [replace(layer, make=partial(make, layer.name), recompute=Recompute()) if layer.is_block
+                else layer
                 for layer in gpt_layers(config, ctx)]
 
     return layers

@@ -1,8 +1,9 @@
 """A model whose work is divided over an axis that our models do not use, in this file alone.
 
-`GatheredKeys` is a core attention for context parallelism: each rank along "cp" holds a part of every sequence
-(`SequenceSlice`), attends with its own queries, and gathers keys and values of all parts. It goes into the slot of
-`SelfAttention`; embedding, positions, dropout and feed-forward need nothing, since they know which tokens a rank holds.
+`GatheredKeys` is a core attention for context parallelism: each rank along "cp" holds a part of every
+sequence (`SequenceSlice`), attends with its own queries, and gathers keys and values of all parts. It goes
+into the slot of `SelfAttention`; embedding, positions, dropout and feed-forward need nothing, since they know
+which tokens a rank holds.
 """
 
 from dataclasses import replace
@@ -37,7 +38,8 @@ class GatheredKeys(nn.Module):
         self.group = ctx.group("cp")
 
     def forward(self, q, k, v, batch):
-        k, v = (gather_from_sequence_region(x, self.group) for x in (k, v))     # [s, b, g/t, d], in the order of the ranks
+        # [s, b, g/t, d], in the order of the ranks
+        k, v = (gather_from_sequence_region(x, self.group) for x in (k, v))
         parts = [SequenceSlice(context=Part(rank, self.group.size)) for rank in range(self.group.size)]
         keys = torch.cat([part.index(batch.places.length) for part in parts])
         later = keys > batch.places.index[:, None]                              # [s/cp, s]
@@ -48,8 +50,8 @@ def context_parallel_gpt(config, ctx):
     rotary = make_rotary(config)
 
     def block(name):
-        attention = SelfAttention(config, f"{name}.self_attention", ctx, output_std=output_std(config), rotary=rotary,
-                                  core=GatheredKeys(ctx))
+        attention = SelfAttention(config, f"{name}.self_attention", ctx, output_std=output_std(config),
+                                  rotary=rotary, core=GatheredKeys(ctx))
         return Block(config, name, ctx, attention=attention,
                      feed_forward=MLP(config, f"{name}.mlp", ctx, output_std=output_std(config)))
 
@@ -62,7 +64,8 @@ def run(layers, config, ctx, batch):
     model = build_stage(layers(config, ctx))
     initialize(list(model.parameters()), 3, ctx.tp.rank, ctx.tp.size)
     logits = run_layers(model, None, batch)
-    weight = (batch.labels.t()[..., None] + 1 + torch.arange(logits.shape[-1]) + ctx.tp.rank * logits.shape[-1]) % 7 - 3.0
+    weight = (batch.labels.t()[..., None] + 1 + torch.arange(logits.shape[-1])
+              + ctx.tp.rank * logits.shape[-1]) % 7 - 3.0
     (logits * weight).sum().backward()
     return logits.detach(), [(p.spec, p.grad) for p in model.parameters()]
 
