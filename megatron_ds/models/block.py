@@ -90,7 +90,8 @@ def output_std(config: ModelConfig) -> float:
 
 
 def make_norm(config: ModelConfig, name: str, ctx: ParallelContext) -> nn.Module:
-    """The model's norm. With sequence parallelism its gradient is a partial sum, over its part of the rows."""
+    """The model's norm. With sequence parallelism its gradient is a partial sum, over its part of the
+    rows."""
     norm = pick(NORMS, "normalization", config.normalization)
     return norm(config.hidden_size, name=name, eps=config.norm_epsilon, dtype=ctx.dtype, device=ctx.device,
                 partial_grad=ctx.sequence_parallel)

@@ -7,6 +7,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from ..data.batch import Batch
+from .kv_cache import KVCache
 from .layer import Layer
 
 
@@ -42,8 +44,8 @@ def _build_stage(layers: Sequence[Layer], built: dict[str, nn.Module]) -> nn.Mod
     return nn.ModuleList(built[layer.name] for layer in layers)
 
 
-def run_layers(modules: Iterable[nn.Module], x: torch.Tensor | None, batch,
-               caches: Mapping[str, object] | None = None) -> torch.Tensor:
+def run_layers(modules: Iterable[nn.Module], x: torch.Tensor | None, batch: Batch,
+               caches: Mapping[str, KVCache] | None = None) -> torch.Tensor:
     """Pass x through the modules of a stage, each with its cache (`caches` is keyed by layer name)."""
     for module in modules:
         x = module(x, batch, caches.get(module.layer_name) if caches else None)

@@ -22,7 +22,8 @@ GRANULARITIES = (None, "selective", "full")
 class GroupSource(Protocol):
     """Gives the group of this rank over a set of mesh axes: a `Mesh`."""
 
-    def group(self, *axes: str) -> Group: ...
+    def group(self, *axes: str) -> Group:
+        """Collective over the world when first asked for these axes."""
 
 
 @dataclass(frozen=True)

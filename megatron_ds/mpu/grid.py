@@ -12,8 +12,8 @@ The first axis of `order` varies fastest. Default order, tp=2, cp=1, dp=2, pp=2 
     ep     0  0  1  1  0  0  1  1        groups("edp")      (0,) (1,) ...
 
 The position of "ep" in the order, relative to "dp", decides which of ep and edp varies faster among the ranks
-of cp x dp. Dense layers and experts have the same tensor and pipeline groups. (In Megatron-LM some orders give
-them different ones, and it refuses these orders; for the orders that it accepts the ranks agree.)
+of cp x dp. Dense layers and experts have the same tensor and pipeline groups. (In Megatron-LM some orders
+give them different ones, and it refuses these orders; for the orders that it accepts the ranks agree.)
 """
 
 from dataclasses import dataclass
@@ -72,10 +72,12 @@ class Grid:
 
     @property
     def world_size(self) -> int:
+        """tp * cp * dp * pp."""
         return self.tp * self.cp * self.dp * self.pp
 
     @property
     def edp(self) -> int:
+        """Size of the expert-data axis."""
         return self.cp * self.dp // self.ep
 
     def size(self, *axes: str) -> int:
@@ -163,6 +165,7 @@ def cut_groups(groups: list[tuple[int, ...]], size: int) -> tuple[list[tuple[int
 
 
 def divisors(n: int) -> tuple[int, ...]:
+    """Ascending."""
     return tuple(d for d in range(1, n + 1) if n % d == 0)
 
 

@@ -92,6 +92,7 @@ class Mesh:
 
     @property
     def world_size(self) -> int:
+        """Ranks of the grid."""
         return self.grid.world_size
 
     def place_stages(self, placement: Sequence[int]) -> None:

@@ -2,8 +2,8 @@
 
 Each rank holds rows [rank * V'/t, (rank + 1) * V'/t) of the padded vocabulary V'. A rank contributes zeros
 for tokens that it does not hold, and the sum over the ranks is the embedding (Shoeybi et al. 2019,
-arXiv:1909.08053, section 3). Backward adds rows straight into `main_grad`: the gradient of a table is never
-built.
+arXiv:1909.08053, section 3). Backward adds rows directly to `main_grad`; a gradient of the table's size is
+never allocated.
 """
 
 from functools import partial
@@ -45,19 +45,17 @@ def vocabulary_spec(name: str, vocab_size: int, hidden: int, init_std: float, pa
 
 def parallel_logits(x: torch.Tensor, weight: torch.Tensor, group: Group,
                     sequence_parallel: bool = False) -> torch.Tensor:
-    """x [s(/t), b, h], weight [V'/t, h] → logits [s, b, V'/t]. Columns of padding come out as 0; the loss
-    ignores them."""
+    """x [s(/t), b, h], weight [V'/t, h] → logits [s, b, V'/t], 0 in columns of padding."""
     return column_linear(x, weight, None, group, sequence_parallel)
 
 
 def lookup(weight: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """weight[rows], [*rows.shape, h], of a table that every rank holds; its gradient goes where the
-    embedding's goes."""
+    """weight[rows], [*rows.shape, h], of a table that every rank holds whole."""
     return _Rows.apply(weight, rows)
 
 
 class _Embedding(torch.autograd.Function):
-    # The weight is on ctx for the reason told at linear._ColumnLinear.
+    # See the note at linear._ColumnLinear about the weight on ctx.
 
     @staticmethod
     def forward(ctx, tokens, weight, group, sequence_parallel):

@@ -1,8 +1,8 @@
 """Initial weights that are the same bits for every layout.
 
-The logical tensor is drawn in blocks of BLOCK elements, row-major, each from a generator of its own keyed by
-(seed, name, block). A rank draws the blocks that meet its shard, a few at a time, and copies its boxes out of
-them; padding is zero. So the values depend on nothing but the seed and the parameter's name and true shape.
+The logical tensor is drawn in blocks of BLOCK elements, row-major, each from its own generator, keyed by
+(seed, name, block). A rank draws the blocks that overlap its shard, a few at a time, and copies its boxes out
+of them; padding is zero. So the values depend only on the seed and on the parameter's name and true shape.
 
     logical   |--- block 0 ---|--- block 1 ---|--- block 2 ---|- 3 -|
     rank 1                 |---- its rows ----|                          draws blocks 0 and 1

@@ -29,7 +29,8 @@ from ..token_drop import TokenDrop, make_token_drop
 class BatchSource(Protocol):
     """A `Loader`, or one that several ranks share."""
 
-    def batch(self, first: int, size: int, rank: int, ranks: int, training: bool = True) -> Batch: ...
+    def batch(self, first: int, size: int, rank: int, ranks: int, training: bool = True) -> Batch:
+        """The samples of `rank` among `ranks` of the `size` samples from position `first` of the run on."""
 
 
 @dataclass(frozen=True)

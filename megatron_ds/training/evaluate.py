@@ -1,15 +1,18 @@
 """Mean loss over held-out samples, forward only. The same samples under every layout."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from .batches import BatchSource
 from .build import Engine, objective_terms
 from .report import share
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Means over the global batches. terms: other parts of the objective. stop: a rank asked to end the run."""
+    """Means over the global batches. terms: other parts of the objective. stop: a rank asked to end the
+    run."""
 
     loss: float
     terms: dict[str, float]
@@ -17,8 +20,9 @@ class Evaluation:
     stop: bool
 
 
-def evaluate(engine: Engine, loader, *, first_sample: int, iterations: int, global_batch_size: int,
-             should_stop=lambda: False, after_batch=lambda: None) -> Evaluation:
+def evaluate(engine: Engine, loader: BatchSource, *, first_sample: int, iterations: int, global_batch_size: int,
+             should_stop: Callable[[], bool] = lambda: False,
+             after_batch: Callable[[], None] = lambda: None) -> Evaluation:
     """Over `iterations` global batches; `after_batch()` is called after each.
 
     Collective over the world. A request to stop ends the evaluation after the current batch; its mean is then

@@ -1,10 +1,12 @@
-"""How many samples a run wants of each split, and the loaders that deal them out."""
+"""The number of samples of each split, their order, and the loaders that read them."""
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 from ..config import RunConfig
 from ..config.curriculum import read_metric
+from ..config.data import DataConfig
 from ..data.admission import order_by_difficulty
 from ..data.analysis import identity
 from ..data.curriculum import CurriculumOrder
@@ -12,6 +14,7 @@ from ..data.datasets import Datasets
 from ..data.fim import FIMDataset, make_fim
 from ..data.gpt_dataset import default_cache
 from ..data.loader import Loader
+from ..data.tokenizers.base import Tokenizer
 from ..models import MODELS
 from ..mpu.mesh import Mesh
 from ..ramps import stated_batch_size
@@ -21,11 +24,11 @@ from .trainer import Loaders
 
 logger = logging.getLogger(__name__)
 NEED_ENDS = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
-LOOKED_AT = 32              # training samples in which an end of document is looked for
+LOOKED_AT = 32              # training samples that are searched for an end of document
 
 
 def wanted_samples(config: RunConfig) -> tuple[int, int, int]:
-    """(train, validation, test) samples the whole run draws, as Megatron counts them.
+    """(train, validation, test) samples of the whole run, as Megatron counts them.
 
     Validation: one evaluation every `eval_interval` steps and one at the end, `eval_iters` global batches
     each.
@@ -42,8 +45,8 @@ def wanted_samples(config: RunConfig) -> tuple[int, int, int]:
     return samples, evaluations * one, one
 
 
-def rearranged(config: RunConfig, datasets: Datasets, tokenizer) -> Datasets:
-    """The datasets with their samples changed as --fim-data and its like ask for."""
+def rearranged(config: RunConfig, datasets: Datasets, tokenizer: Tokenizer) -> Datasets:
+    """The datasets, with samples rearranged by --fim-data and related options."""
     if not config.data.fim_data:
         return datasets
     fim = make_fim(config.data, tokenizer)
@@ -51,9 +54,8 @@ def rearranged(config: RunConfig, datasets: Datasets, tokenizer) -> Datasets:
                       for part, dataset in enumerate(datasets)))
 
 
-def warn_without_ends(data, dataset, eod: int) -> None:
-    """Options that look for the end of documents change nothing in a corpus that has none. data: a
-    DataConfig."""
+def warn_without_ends(data: DataConfig, dataset: Sequence | None, eod: int) -> None:
+    """Warn that options which act on ends of documents have no effect, if no document has an end."""
     named = [f"--{name.replace('_', '-')}" for name in NEED_ENDS if getattr(data, name)]
     if not named or data.pack_documents or dataset is None:
         return
@@ -71,7 +73,8 @@ def make_order(config: RunConfig, total: int) -> CurriculumOrder | None:
     if not curriculum.curriculum_metrics:
         return None
     metrics = [read_metric(text) for text in curriculum.curriculum_metrics]
-    cache = curriculum.curriculum_cluster_path or data.data_cache_path or default_cache(metrics[0].index_to_sample_path)
+    cache = (curriculum.curriculum_cluster_path or data.data_cache_path
+             or default_cache(metrics[0].index_to_sample_path))
     # As configured, not as rounded down for the number of ranks: the order is the same on any number of them.
     batch_size = stated_batch_size(config)
     return order_by_difficulty(
@@ -80,7 +83,7 @@ def make_order(config: RunConfig, total: int) -> CurriculumOrder | None:
         cache=Path(cache), identity=identity(config, MODELS[config.model.model].data, total))
 
 
-def build_loaders(config: RunConfig, datasets, tokenizer, mesh: Mesh) -> Loaders:
+def build_loaders(config: RunConfig, datasets: Datasets, tokenizer: Tokenizer, mesh: Mesh) -> Loaders:
     """Loaders over the (train, validation, test) datasets; None where a split has no samples."""
     data = config.data
     collate = MODELS[config.model.model].data.collator(config, tokenizer)
