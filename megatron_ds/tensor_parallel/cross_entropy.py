@@ -75,7 +75,7 @@ class _CrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dloss):
         column, elsewhere, label_p, share = ctx.saved_tensors
-        assert ctx.p is not None, "a second backward: the first overwrote the probabilities"
+        assert ctx.p is not None, "the first backward overwrote the probabilities: run the forward again"
         gradient, ctx.p = ctx.p, None
         dloss = dloss.reshape(-1, 1)
         factor, on_all = share * dloss / KEPT_TIMES.get(gradient.dtype, 1.0), dloss * ctx.on_all

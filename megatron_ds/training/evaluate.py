@@ -20,8 +20,8 @@ class Evaluation:
     stop: bool
 
 
-def evaluate(engine: Engine, loader: BatchSource, *, first_sample: int, iterations: int, global_batch_size: int,
-             should_stop: Callable[[], bool] = lambda: False,
+def evaluate(engine: Engine, loader: BatchSource, *, first_sample: int, iterations: int,
+             global_batch_size: int, should_stop: Callable[[], bool] = lambda: False,
              after_batch: Callable[[], None] = lambda: None) -> Evaluation:
     """Over `iterations` global batches; `after_batch()` is called after each.
 
