@@ -72,6 +72,11 @@ class Batch:
     def seq_length(self) -> int:
         return self.tokens.shape[1]
 
+    @property
+    def whole_length(self) -> int:
+        """Tokens of each sequence, whether this batch holds all of them or some."""
+        return self.seq_length if self.places is None else self.places.length
+
     def split(self, micro_batch_size: int) -> tuple["Batch", ...]:
         """Consecutive micro-batches of `micro_batch_size` samples (views, no copies)."""
         rows = micro_batch_size * self.rows_per_sample

@@ -1,4 +1,7 @@
-"""Models as lists of named layers. `MODELS[name](config, ctx)` gives the list; `build_stages` builds slices of it."""
+"""Models as lists of named layers. `MODELS[name](config, ctx)` gives the list.
+
+`build_stages` builds the slices of it that a rank holds.
+"""
 
 from .architecture import MODELS, Architecture, language_model
 from .bert import bert_layers

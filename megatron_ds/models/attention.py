@@ -1,7 +1,8 @@
 """Self-attention over heads that are divided among the tensor-parallel ranks.
 
-Letters: s positions, b samples, n heads, g groups of query heads that share one key and value (g = n: plain multi-head,
-g = 1: multi-query; Ainslie et al. 2023, arXiv:2305.13245), d sizes of a head, t tensor-parallel ranks.
+Letters: s positions, b samples, n heads, g groups of query heads that share one key and value (g = n: plain
+multi-head, g = 1: multi-query; Ainslie et al. 2023, arXiv:2305.13245), d sizes of a head, t tensor-parallel
+ranks.
 
 The projection is packed by group, so that a contiguous slice of its rows is a set of whole groups:
 
@@ -33,8 +34,9 @@ Core = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Batch], torch.Tensor]
 class Rotary:
     """Rotates queries and keys [s, b, n, d] by the positions [b, s] of their tokens.
 
-    One object serves all layers of a model: it keeps the tables of the last positions, so that they are computed once for a
-    micro-batch. Positions that differ by sample because a layer sees some tokens only get tables that are not kept.
+    One object serves all layers of a model: it keeps the tables of the last positions, so that they are
+    computed once for a micro-batch. Positions that differ by sample because a layer sees some tokens only get
+    tables that are not kept.
     """
 
     def __init__(self, head_dim: int, percent: float, base: float):
@@ -75,19 +77,21 @@ class SelfAttention(nn.Module):
         n, g, d = config.num_attention_heads, config.query_groups, config.head_dim
         self.head_dim, self.rotary, self.recompute_core = d, rotary, False
         self.num_heads = check_divides("num_attention_heads", n, ctx.tp, "each rank holds whole heads")
-        self.num_groups = check_divides("num_query_groups", g, ctx.tp, "each rank holds whole groups of heads")
+        self.num_groups = check_divides("num_query_groups", g, ctx.tp,
+                                        "each rank holds whole groups of heads")
         self.core_attention = core or CoreAttention(config, f"{name}.core_attention", ctx)
-        self.linear_qkv = ColumnParallelLinear(config.hidden_size, (n + 2 * g) * d, ctx, name=f"{name}.linear_qkv",
+        self.linear_qkv = ColumnParallelLinear(config.hidden_size, (n + 2 * g) * d, ctx,
+                                               name=f"{name}.linear_qkv",
                                                init_std=config.init_method_std, bias=config.add_bias_linear)
-        self.linear_proj = RowParallelLinear(n * d, config.hidden_size, ctx, name=f"{name}.linear_proj", init_std=output_std,
-                                             bias=config.add_bias_linear)
+        self.linear_proj = RowParallelLinear(n * d, config.hidden_size, ctx, name=f"{name}.linear_proj",
+                                             init_std=output_std, bias=config.add_bias_linear)
 
     def forward(self, x: torch.Tensor, batch: Batch, cache: KVCache | None = None) -> torch.Tensor:
         q, k, v = self.project(x)
         if self.rotary is not None:
             q, k = self.rotary(q, k, batch)
         if cache is not None:
-            k, v = cache.append(k, v)                                           # [all positions so far, b, g/t, d]
+            k, v = cache.append(k, v)                                      # [all positions so far, b, g/t, d]
         if self.recompute_core:
             return self.linear_proj(recompute(self.core_attention, q, k, v, batch))
         return self.linear_proj(self.core_attention(q, k, v, batch))
@@ -103,13 +107,14 @@ class SelfAttention(nn.Module):
     def new_cache(self, batch_size: int, max_length: int) -> KVCache:
         """An empty cache for the rank's keys and values."""
         weight = self.linear_qkv.weight
-        return KVCache(max_length, batch_size, self.num_groups, self.head_dim, dtype=weight.dtype, device=weight.device)
+        return KVCache(max_length, batch_size, self.num_groups, self.head_dim, dtype=weight.dtype,
+                       device=weight.device)
 
 
 class CoreAttention(nn.Module):
-    """softmax(q kᵀ / √d) v of the rank's heads, with dropout of the probabilities. Fewer queries than keys are the last ones.
+    """softmax(q kᵀ / √d) v of the rank's heads, with dropout of the probabilities.
 
-    name    of the dropout site;  causal: no token sees a later one
+    Fewer queries than keys are the last ones. name: of the dropout site. causal: no token sees a later one.
     """
 
     def __init__(self, config: ModelConfig, name: str, ctx: ParallelContext, *, causal: bool = True):
@@ -118,13 +123,15 @@ class CoreAttention(nn.Module):
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> torch.Tensor:
         p = self.dropout if batch.training else 0.0
-        return attention(q, k, v, causal=self.causal, mask=batch.attention_mask, documents=batch.documents, dropout=p,
-                         keep=self.keep_mask(q, k, p, batch) if p else None)
+        return attention(q, k, v, causal=self.causal, mask=batch.attention_mask, documents=batch.documents,
+                         dropout=p, keep=self.keep_mask(q, k, p, batch) if p else None)
 
     def keep_mask(self, q: torch.Tensor, k: torch.Tensor, p: float, batch: Batch) -> torch.Tensor:
-        """Which probabilities are kept: keyed by the global number of the head, so a head has the same mask on any rank."""
+        """Which probabilities are kept. Keys contain the global number of a head, so its mask is the same on
+        any rank."""
         heads, (rows, picked) = q.shape[2], batch.positions()
         first = self.ctx.tp.rank * heads
         return attention_keep_mask(p, seed=self.ctx.seed, site=self.site, sample_ids=batch.sample_ids,
                                    heads=range(first, first + heads), rows=rows,
-                                   cols=k.shape[0] if picked is None else len(rows), picked=picked, device=q.device)
+                                   cols=k.shape[0] if picked is None else len(rows), picked=picked,
+                                   device=q.device)

@@ -1,7 +1,8 @@
 """BERT from config: every token sees every other; some tokens are masked and predicted from the rest.
 
-Devlin et al. 2019 (arXiv:1810.04805), normalization first as in Shoeybi et al. 2019 (arXiv:1909.08053), section 5.3, where
-large models with the original order stop learning. Parameter names are those of Megatron's BERT.
+Devlin et al. 2019 (arXiv:1810.04805), normalization first as in Shoeybi et al. 2019 (arXiv:1909.08053),
+section 5.3, where large models with the original order stop learning. Parameter names are those of Megatron's
+BERT.
 """
 
 from functools import partial
@@ -21,7 +22,7 @@ SEGMENTS = 2
 
 
 def bert_layers(config: ModelConfig, ctx: ParallelContext) -> list[Layer]:
-    """The layers of a BERT in forward order, as of `gpt_layers`. Without binary head there are no segments."""
+    """The layers of a BERT in forward order. Without binary head there are no segments."""
     rotary = make_rotary(config)
     tied = None if config.untie_embeddings_and_output_weights else WORD_EMBEDDINGS
     segments = SEGMENTS if config.bert_binary_head else 0

@@ -1,7 +1,10 @@
-"""One transformer block, normalization first: x + attention(norm(x)), then x + feed_forward(norm(x)), dropout before each sum.
+"""A transformer block, normalization first: x + attention(norm(x)), then x + feed_forward(norm(x)).
 
-`Block` has two slots. attention is a module `forward(x, batch, cache=None)`, feed_forward a module `forward(x, batch)`; both
-take and return [s(/t), b, h]. A mixture of experts or another attention is a module for one of them.
+Dropout comes before each sum.
+
+`Block` has two slots. attention is a module `forward(x, batch, cache=None)`, feed_forward a module
+`forward(x, batch)`; both take and return [s(/t), b, h]. A mixture of experts or another attention is a module
+for one of them.
 """
 
 import torch
@@ -21,7 +24,8 @@ from .layer import HiddenDropout, LayerFlops, check_divides, pick, recompute
 class Block(nn.Module):
     """x [s(/t), b, h] → the same shape. name: global, of the layer."""
 
-    def __init__(self, config: ModelConfig, name: str, ctx: ParallelContext, *, attention: nn.Module, feed_forward: nn.Module):
+    def __init__(self, config: ModelConfig, name: str, ctx: ParallelContext, *, attention: nn.Module,
+                 feed_forward: nn.Module):
         super().__init__()
         # The order of these attributes is the order of the parameters in ZeRO's buckets.
         self.input_layernorm = make_norm(config, f"{name}.input_layernorm", ctx)
@@ -38,7 +42,7 @@ class Block(nn.Module):
         self.self_attention.recompute_core = granularity == "selective"
 
     def forward(self, x: torch.Tensor, batch: Batch, cache: KVCache | None = None) -> torch.Tensor:
-        if self.granularity == "full" and cache is None:                        # a cache must not be filled twice
+        if self.granularity == "full" and cache is None:                    # a cache must not be filled twice
             return recompute(self._forward, x, batch)
         return self._forward(x, batch, cache)
 
@@ -69,9 +73,11 @@ class MLP(nn.Module):
         check_divides("ffn_hidden_size", config.ffn_size, ctx.tp, "each rank holds an equal part of it")
         self.activation = pick(ACTIVATIONS, "activation", config.activation)
         parts = self.activation.parts
-        self.linear_fc1 = ColumnParallelLinear(config.hidden_size, parts * config.ffn_size, ctx, name=f"{name}.linear_fc1",
-                                               init_std=config.init_method_std, bias=config.add_bias_linear, parts=parts)
-        self.linear_fc2 = RowParallelLinear(config.ffn_size, config.hidden_size, ctx, name=f"{name}.linear_fc2",
+        self.linear_fc1 = ColumnParallelLinear(config.hidden_size, parts * config.ffn_size, ctx,
+                                               name=f"{name}.linear_fc1", init_std=config.init_method_std,
+                                               bias=config.add_bias_linear, parts=parts)
+        self.linear_fc2 = RowParallelLinear(config.ffn_size, config.hidden_size, ctx,
+                                            name=f"{name}.linear_fc2",
                                             init_std=output_std, bias=config.add_bias_linear)
 
     def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
@@ -79,7 +85,7 @@ class MLP(nn.Module):
 
 
 def output_std(config: ModelConfig) -> float:
-    """Initial deviation of weights that add to the residual stream: Radford et al. 2019 (GPT-2), section 2.3."""
+    """Initial deviation of weights that write to the residual stream (Radford et al. 2019, section 2.3)."""
     return config.init_method_std / (2 * config.num_layers) ** 0.5
 
 
@@ -94,7 +100,8 @@ def block_flops(config: ModelConfig, seq_length: int, vocab_size: int, *, causal
 
 
 def make_norm(config: ModelConfig, name: str, ctx: ParallelContext) -> nn.Module:
-    """The model's norm. With sequence parallelism it sees a part of the sequence, so its gradient is a partial sum."""
+    """The model's norm. With sequence parallelism its gradient is a partial sum, over its part of the
+    rows."""
     norm = pick(NORMS, "normalization", config.normalization)
     return norm(config.hidden_size, name=name, eps=config.norm_epsilon, dtype=ctx.dtype, device=ctx.device,
                 partial_over=ctx.partial_over)

@@ -1,4 +1,4 @@
-"""Tokens [b, s] become hidden states [s(/t), b, h]: the one place where the order of the dimensions changes."""
+"""Tokens [b, s] become hidden states [s(/t), b, h]. Only here does the order of the dimensions change."""
 
 import torch
 from torch import nn
@@ -50,7 +50,7 @@ class Embedding(nn.Module):
 
 
 class PositionEmbedding(nn.Module):
-    """A learned vector per position. With sequence parallelism each rank looks up its own part of the sequence."""
+    """A learned vector per position, of which each rank looks up those of its rows."""
 
     def __init__(self, config: ModelConfig, ctx: ParallelContext):
         super().__init__()
@@ -59,14 +59,16 @@ class PositionEmbedding(nn.Module):
         self.weight = new_shard(spec, ctx)
 
     def forward(self, position_ids: torch.Tensor, rows: range) -> torch.Tensor:
-        """The vectors of `rows` of position_ids [b, s]: [s(/t), b, h], or [s(/t), 1, h] when all samples have the same.
+        """The vectors of `rows` of position_ids [b, s]: [s(/t), b, h], or [s(/t), 1, h] when all samples have
+        the same.
 
         Raises ConfigError for a sequence that is longer than the table.
         """
         length = position_ids.shape[1]
         if length > len(self.weight):        # the ids themselves are not read: that would wait for the device
-            raise ConfigError(f"a sequence of {length} tokens does not fit {len(self.weight)} learned positions. "
-                              "Use shorter sequences, or train with a larger max_position_embeddings.")
+            raise ConfigError(f"a sequence of {length} tokens does not fit {len(self.weight)} learned "
+                              "positions. Use shorter sequences, or train with a larger "
+                              "max_position_embeddings.")
         if position_ids.stride(0) == 0:                   # one row expanded over the batch: look it up once
             position_ids = position_ids[:1]
         return lookup(self.weight, position_ids[:, rows.start:rows.stop].t())
@@ -86,7 +88,8 @@ class TokenTypeEmbedding(nn.Module):
         return lookup(self.weight, token_types[:, rows.start:rows.stop].t())
 
 
-def word_spec(config: ModelConfig, ctx: ParallelContext, name: str, tied: str | None, tied_copy: bool = False) -> ParamSpec:
+def word_spec(config: ModelConfig, ctx: ParallelContext, name: str, tied: str | None,
+              tied_copy: bool = False) -> ParamSpec:
     """Spec of a [vocabulary, h] weight, of an embedding or a head."""
     return vocabulary_spec(f"{name}.weight", config.vocab_size, config.hidden_size, config.init_method_std,
                            padded_rows(config, ctx), tied, tied_copy)

@@ -1,7 +1,7 @@
 """Text from a model: one token at a time with a key-value cache, greedy or sampled.
 
-Every tensor-parallel rank gathers the same logits and draws with its own generator of the same seed, so all agree on the
-next token without a message.
+Every tensor-parallel rank gathers the same logits and draws with its own generator of the same seed, so all
+agree on the next token without a message.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -35,11 +35,14 @@ class Sampling:
 
     def __post_init__(self):
         if self.temperature < 0:
-            raise ConfigError(f"temperature={self.temperature} is negative. Use 0 for greedy, around 0.7 to 1 to sample.")
+            raise ConfigError(f"temperature={self.temperature} is negative. Use 0 for greedy, around 0.7 to "
+                              "1 to sample.")
         if self.top_k < 0:
-            raise ConfigError(f"top_k={self.top_k} is negative. Use 0 for no limit, or the number of tokens to sample from.")
+            raise ConfigError(f"top_k={self.top_k} is negative. Use 0 for no limit, or the number of tokens "
+                              "to sample from.")
         if not 0 < self.top_p <= 1:
-            raise ConfigError(f"top_p={self.top_p} is not a probability. Use a number in (0, 1]; 1 for no limit.")
+            raise ConfigError(f"top_p={self.top_p} is not a probability. Use a number in (0, 1]; 1 for no "
+                              "limit.")
 
 
 def next_token(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:
@@ -57,23 +60,27 @@ def next_token(logits: torch.Tensor, sampling: Sampling, generator: torch.Genera
     return int(torch.multinomial(probabilities, 1, generator=generator))
 
 
-def generate(modules: Sequence[nn.Module], prompt: Sequence[int], *, max_new_tokens: int, sampling: Sampling, tp: Group,
+def generate(modules: Sequence[nn.Module], prompt: Sequence[int], *, max_new_tokens: int, sampling: Sampling,
+             tp: Group,
              vocab_size: int, stop: Callable[[int], bool] = lambda token: False, end: int | None = None,
              min_new_tokens: int = 0) -> Iterator[int]:
-    """Yield the tokens that follow `prompt`, at most `max_new_tokens`, ending after one for which `stop` is true.
+    """Yield the tokens that follow `prompt`, at most `max_new_tokens`, ending after one for which `stop` is
+    true.
 
-    modules: the whole model (all layers, in order).  end: a token that is not among the first `min_new_tokens`.
+    modules  the whole model: all layers, in order
+    end      a token that is not generated among the first `min_new_tokens`
     Collective over tp: an all-gather of [V/t] logits a token.
     """
     if not prompt:
-        raise ConfigError("the prompt has no tokens, so there is no text to continue. Give a prompt of at least one token.")
+        raise ConfigError("the prompt has no tokens, so there is no text to continue. Give a prompt of at "
+                          "least one token.")
     caches = make_caches(modules, 1, len(prompt) + max_new_tokens)
     generator = torch.Generator().manual_seed(sampling.seed)
     device = next(modules[0].parameters()).device
     tokens, position = list(prompt), 0
     with torch.inference_mode():
         for count in range(max_new_tokens):
-            logits = run_layers(modules, None, _batch(tokens, position, device), caches)[-1:, 0]     # [1, Vp/t]
+            logits = run_layers(modules, None, _batch(tokens, position, device), caches)[-1:, 0]   # [1, Vp/t]
             position = len(tokens) if not position else position + 1
             whole = all_gather(logits.float(), tp, dim=-1)[0, :vocab_size].cpu()
             if end is not None and count < min_new_tokens:

@@ -1,8 +1,8 @@
 """GPT from config: decoder-only, normalization first.
 
-GPT-2/3 style (Radford et al. 2019): learned positions, LayerNorm, GELU, tied head, biases. Llama style (Touvron et al. 2023,
-arXiv:2302.13971): rotary positions, RMSNorm, SwiGLU, grouped queries, untied head, no biases. Each choice is a field of
-the config, so all mixtures exist too.
+GPT-2/3 style (Radford et al. 2019): learned positions, LayerNorm, GELU, tied head, biases. Llama style
+(Touvron et al. 2023, arXiv:2302.13971): rotary positions, RMSNorm, SwiGLU, grouped queries, untied head, no
+biases. Each choice is a field of the config, so all mixtures exist too.
 """
 
 from functools import partial

@@ -5,8 +5,8 @@
     BERT     x [s(/t), b, h] ── dense, activation, norm ── logits [s, b, Vp/t]      masked tokens
                              └─ first position ── dense, tanh ── [b, 2]             order of the segments
 
-Masked tokens: Devlin et al. 2019, task 1; order of the segments: Lan et al. 2020, "SOP". Both read the same hidden states,
-so they are one layer of the model, on its last stage. Names are Megatron's.
+Masked tokens: Devlin et al. 2019, task 1; order of the segments: Lan et al. 2020, "SOP". Both read the same
+hidden states, so they are one layer of the model, on its last stage. Names are Megatron's.
 """
 
 from typing import NamedTuple
@@ -45,7 +45,8 @@ class LanguageModelHead(nn.Module):
     """x [s(/t), b, h] → logits [s, b, Vp/t], the rank's slice of the padded vocabulary.
 
     tied    key of the embedding that this weight must equal; None for a weight of its own
-    weight  that embedding's parameter when it is on the same rank; otherwise the head makes a copy (`spec.tied_copy`)
+    weight  that embedding's parameter when it is on the same rank; otherwise the head makes a copy
+            (`spec.tied_copy`)
     """
 
     def __init__(self, config: ModelConfig, ctx: ParallelContext, *, tied: str | None = None,
@@ -59,14 +60,16 @@ class LanguageModelHead(nn.Module):
 
 
 class BertOutput(NamedTuple):
-    """logits [s, b, Vp/t], the rank's slice of the padded vocabulary; order [b, 2], the same on every rank, or None."""
+    """logits [s, b, Vp/t], the rank's slice of the padded vocabulary; order [b, 2], the same on every rank,
+    or None."""
 
     logits: torch.Tensor
     order: torch.Tensor | None
 
 
 class BertHeads(nn.Module):
-    """The head over the vocabulary, and the binary head where the model has one. tied, weight: as of `LanguageModelHead`."""
+    """The head over the vocabulary, and the binary head where the model has one. tied, weight: as of
+    `LanguageModelHead`."""
 
     def __init__(self, config: ModelConfig, ctx: ParallelContext, *, tied: str | None = None,
                  weight: nn.Parameter | None = None):
@@ -80,7 +83,8 @@ class BertHeads(nn.Module):
 
     def forward(self, x: torch.Tensor, batch: Batch, cache: KVCache | None = None) -> BertOutput:
         order = None if self.binary_head is None else self.binary_head(x)
-        logits = column_linear(self.lm_head(x), self.weight, self.bias, self.ctx.tp, self.ctx.sequence_parallel)
+        logits = column_linear(self.lm_head(x), self.weight, self.bias, self.ctx.tp,
+                               self.ctx.sequence_parallel)
         return BertOutput(logits, order)
 
 
@@ -105,7 +109,8 @@ class SegmentOrderHead(nn.Module):
     def __init__(self, config: ModelConfig, ctx: ParallelContext):
         super().__init__()
         self.group, std = ctx.sequence_group, config.init_method_std
-        self.pooler = ReplicatedLinear(config.hidden_size, config.hidden_size, ctx, name="pooler.dense", init_std=std)
+        self.pooler = ReplicatedLinear(config.hidden_size, config.hidden_size, ctx, name="pooler.dense",
+                                       init_std=std)
         self.binary = ReplicatedLinear(config.hidden_size, ORDERS, ctx, name="binary_head", init_std=std)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

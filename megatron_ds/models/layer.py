@@ -1,12 +1,13 @@
 """A model is an ordered list of *named layers*.
 
-A layer's name is global ("decoder.layers.3"), so cutting the list into pipeline stages never renames a parameter, and
-nothing is allocated before a stage builds its own slice. Every built layer is a module with one signature:
+A layer's name is global ("decoder.layers.3"), so cutting the list into pipeline stages never renames a
+parameter, and nothing is allocated before a stage builds its own slice. Every built layer is a module with
+one signature:
 
     forward(x, batch, cache=None) -> x         x: [s, b, h], with sequence parallelism [s / t, b, h]
 
-where the embedding ignores x (None) and reads `batch.tokens`, and a head returns logits [s, b, Vp / t], or whatever the
-model's loss understands.
+where the embedding ignores x (None) and reads `batch.tokens`, and a head returns logits [s, b, Vp / t], or
+whatever the model's loss understands.
 """
 
 from collections.abc import Callable, Mapping
@@ -70,12 +71,13 @@ class Layer:
 
     @property
     def sort(self) -> str:
-        """`kind`, and "dropping block" for a block that drops tokens: layers of one sort do and keep alike."""
+        """`kind`, and "dropping block" for a block that drops tokens: layers of one sort cost alike."""
         return "dropping block" if self.drops_tokens else self.kind
 
 
 class HiddenDropout:
-    """Drops elements of x [s(/t), b, h] with probability `p` at one named site of the model; nothing when not training.
+    """Drops elements of x [s(/t), b, h] with probability `p` at one named site of the model; nothing when not
+    training.
 
     The mask is a function of (seed, site, sample, position), so it is the same under every layout.
     """
@@ -87,16 +89,17 @@ class HiddenDropout:
         if not self.p or not batch.training:
             return x
         rows, picked = batch.positions(self.ctx.slice.rows(batch.seq_length))
-        return dropout(x, self.p, seed=self.ctx.seed, site=self.site, sample_ids=batch.sample_ids, rows=rows, picked=picked)
+        return dropout(x, self.p, seed=self.ctx.seed, site=self.site, sample_ids=batch.sample_ids, rows=rows,
+                       picked=picked)
 
 
 def recompute(function: Callable, *args):
     """`function(*args)`, saving only `args` for backward, which calls `function` again.
 
-    Full recomputation wraps a block and keeps its input [s, b, h]; selective wraps core attention, whose scores grow with s²
-    and cost little to compute again (Korthikanti et al. 2022, arXiv:2205.05198, section 5). No random state is kept or
-    restored: dropout masks are functions of (seed, site, sample). Collectives inside run again too, on every rank of the
-    group in the same order.
+    Full recomputation wraps a block and keeps its input [s, b, h]; selective wraps core attention, whose
+    scores grow with s² and cost little to compute again (Korthikanti et al. 2022, arXiv:2205.05198, section
+    5). No random state is kept or restored: dropout masks are functions of (seed, site, sample). Collectives
+    inside run again too, on every rank of the group in the same order.
     """
     if not torch.is_grad_enabled():
         return function(*args)
@@ -107,13 +110,14 @@ def check_divides(what: str, number: int, tp: Group, reason: str) -> int:
     """`number` per rank. Raises ConfigError that lists the legal sizes."""
     if number % tp.size:
         legal = ", ".join(str(t) for t in range(1, number + 1) if number % t == 0)
-        raise ConfigError(f"{what}={number} is not a multiple of tensor_model_parallel_size={tp.size}: {reason}. "
-                          f"Use a tensor-parallel size in ({legal}).")
+        raise ConfigError(f"{what}={number} is not a multiple of tensor_model_parallel_size={tp.size}: "
+                          f"{reason}. Use a tensor-parallel size in ({legal}).")
     return number // tp.size
 
 
 def pick(table: Mapping[str, object], what: str, name: str):
     """`table[name]`. Raises ConfigError naming the nearest known name."""
     if name not in table:
-        raise ConfigError(f"unknown {what} {name!r}{did_you_mean(name, [*table]) or '.'} Known: {', '.join(sorted(table))}.")
+        raise ConfigError(f"unknown {what} {name!r}{did_you_mean(name, [*table]) or '.'} Known: "
+                          f"{', '.join(sorted(table))}.")
     return table[name]

@@ -1,16 +1,18 @@
-"""Random layer-wise token dropping (Yao et al. 2022, arXiv:2211.11586): a block that sees a random part of the tokens.
+"""Random layer-wise token dropping (Yao et al. 2022, arXiv:2211.11586): a block sees some of the tokens.
 
     x [s, b, h] ──┬── k tokens of each sample, in their order ── block ── [k, b, h] ──┐
                   └── all ───────────────────────────────────────── written over ─────┴── [s, b, h]
 
-The others pass by unchanged. Each block draws its own tokens for each sample, from (seed, name of the block, sample) alone: so
-tensor-parallel ranks, pipeline stages, a recomputed forward and a resumed run agree without a word. The block is any layer: it
-gets hidden states of k tokens, and a batch that says where they stand, for rotary positions, attention masks and dropout.
+The other tokens pass by unchanged. Each block selects tokens of each sample by (seed, name of the block,
+sample) alone, so tensor-parallel ranks, pipeline stages, a recomputed forward and a resumed run agree without
+communication. The block is any layer: it receives hidden states of k tokens, and a batch with their
+positions, which rotary embeddings, attention masks and dropout use.
 
-With sequence parallelism a rank holds s/t positions, and of the kept tokens however many fell there; the block wants k/t on
-each. Note: how tokens travel. Each rank lays its own kept tokens into k rows, zeros between, in the order of the sequence;
-a reduce-scatter of these gives each rank the next k/t of them, exactly, for one rank alone adds something to a row. Back the
-other way: an all-gather, from which each rank picks what stands in its slice. Backward is the same two, exchanged.
+Note: how tokens travel with sequence parallelism. A rank holds s/t positions and any number of the kept
+tokens, while the block needs k/t tokens on each rank. Each rank writes its kept tokens into k rows of zeros,
+in the order of the sequence. A reduce-scatter of these gives each rank k/t of them, exactly, because one rank
+alone adds something to a row. After the block an all-gather returns all k rows, and each rank takes those of
+its own positions. Backward is the same two, exchanged.
 
 Letters: s positions, b samples, k kept tokens of each sample, t tensor-parallel ranks, h channels.
 """
@@ -34,7 +36,8 @@ from .layer import Layer
 def with_random_ltd(layers: Sequence[Layer], blocks: Collection[int], ctx: ParallelContext) -> list[Layer]:
     """The layers, in which the blocks with these numbers drop tokens."""
     numbers = {layer.name: i for i, layer in enumerate(layer for layer in layers if layer.is_block)}
-    return [replace(layer, make=partial(_wrap, layer, ctx), drops_tokens=True) if numbers.get(layer.name) in blocks else layer
+    return [replace(layer, make=partial(_wrap, layer, ctx), drops_tokens=True)
+            if numbers.get(layer.name) in blocks else layer
             for layer in layers]
 
 
@@ -43,7 +46,8 @@ def _wrap(layer: Layer, ctx: ParallelContext) -> nn.Module:
 
 
 class RandomLTD(nn.Module):
-    """x [s(/t), b, h] → the same. All tokens go through the block where `batch.kept_tokens` says so, and in evaluation."""
+    """x [s(/t), b, h] → the same shape. In evaluation, and if `batch.kept_tokens` is None, the block sees all
+    tokens."""
 
     def __init__(self, block: nn.Module, name: str, ctx: ParallelContext):
         super().__init__()
@@ -72,14 +76,17 @@ class RandomLTD(nn.Module):
         """Which tokens of each sample: int64 [b, k], ascending."""
         size = self.ctx.slice.tensor.size
         if kept % size:
-            raise LayoutError(f"{self.name}: {kept} kept tokens are not divisible by {size}, the number of tensor-parallel "
-                              "ranks that share a sequence. Keep a multiple of it.")
+            raise LayoutError(f"{self.name}: {kept} kept tokens are not divisible by {size}, the number of "
+                              "tensor-parallel ranks that share a sequence. Keep a multiple of it.")
         keys = [(self.ctx.seed, "random_ltd", self.name, int(sample)) for sample in batch.sample_ids]
         return random_subset(keys, kept, batch.seq_length, batch.tokens.device)
 
     def rows(self, index: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Of the kept tokens, in the order of [k, b]: their rows in x laid flat, [s(/t) b, h], one beyond the last for tokens
-        that other ranks hold; and whether this rank holds each, None when it holds all."""
+        """(rows, inside) of the kept tokens, in the order of [k, b].
+
+        rows    of x as [s(/t) b, h]; for tokens that other ranks hold, one beyond the last
+        inside  whether this rank holds the token; None when it holds all
+        """
         held, samples = x.shape[:2]
         column = torch.arange(samples, device=index.device)
         rank, size = self.ctx.slice.tensor
@@ -92,7 +99,8 @@ class RandomLTD(nn.Module):
 
 
 class _Pick(torch.autograd.Function):
-    # The whole x goes through, to `_Put`, so that backward writes one gradient into the other instead of adding two.
+    # The whole x goes through, to `_Put`, so that backward writes one gradient into the other instead of
+    # adding two.
 
     @staticmethod
     def forward(ctx, x, rows, inside, kept):
@@ -113,7 +121,8 @@ class _Put(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        return dy, _picked(dy, *ctx.saved_tensors, ctx.kept), None, None        # `_Pick` writes over those rows of dy
+        # dy goes on unchanged: the backward of `_Pick` overwrites the rows of the kept tokens.
+        return dy, _picked(dy, *ctx.saved_tensors, ctx.kept), None, None
 
 
 def _picked(x: torch.Tensor, rows: torch.Tensor, inside: torch.Tensor | None, kept: int) -> torch.Tensor:
@@ -125,12 +134,13 @@ def _picked(x: torch.Tensor, rows: torch.Tensor, inside: torch.Tensor | None, ke
     return part.view(kept, *x.shape[1:])
 
 
-def _put(x: torch.Tensor, part: torch.Tensor, rows: torch.Tensor, inside: torch.Tensor | None) -> torch.Tensor:
-    """x with those rows of `part` in their places that are inside."""
+def _put(x: torch.Tensor, part: torch.Tensor, rows: torch.Tensor,
+         inside: torch.Tensor | None) -> torch.Tensor:
+    """x, with the rows of the kept tokens that it holds replaced by those of `part`."""
     flat, part = x.flatten(0, 1), part.flatten(0, 1)
     if inside is None:
         return flat.clone().index_copy_(0, rows, part).view(x.shape)
-    source = rows.new_full((len(flat) + 1,), -1)                                # which row of `part` comes to a row of x
+    source = rows.new_full((len(flat) + 1,), -1)                        # the row of `part` for each row of x
     source[rows] = torch.arange(len(rows), device=rows.device)
     source = source[:-1, None]
     return part.index_select(0, source[:, 0].clamp(min=0)).where(source >= 0, flat).view(x.shape)

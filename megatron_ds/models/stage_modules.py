@@ -7,14 +7,17 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from ..data.batch import Batch
+from .kv_cache import KVCache
 from .layer import Layer
 
 
 def build_stages(stages: Mapping[int, Sequence[Layer]]) -> dict[int, nn.ModuleList]:
     """Build the layers of all stages of a rank, in the model's order; each module gets `layer_name`.
 
-    Layers tied to each other share one parameter when they meet here, on one stage or on two, and then it is tied to no other
-    rank. Blocks recompute counting from the first of their stage, as in Megatron's block method.
+    Layers that are tied to each other share one parameter if this rank holds both, on one stage or on two;
+    then it is tied to no other rank. Recomputing blocks are counted from the first of their stage, as in
+    Megatron's block method.
     """
     built: dict[str, nn.Module] = {}
     return {stage: _build_stage(stages[stage], built) for stage in sorted(stages)}
@@ -41,8 +44,8 @@ def _build_stage(layers: Sequence[Layer], built: dict[str, nn.Module]) -> nn.Mod
     return nn.ModuleList(built[layer.name] for layer in layers)
 
 
-def run_layers(modules: Iterable[nn.Module], x: torch.Tensor | None, batch,
-               caches: Mapping[str, object] | None = None) -> torch.Tensor:
+def run_layers(modules: Iterable[nn.Module], x: torch.Tensor | None, batch: Batch,
+               caches: Mapping[str, KVCache] | None = None) -> torch.Tensor:
     """Pass x through the modules of a stage, each with its cache (`caches` is keyed by layer name)."""
     for module in modules:
         x = module(x, batch, caches.get(module.layer_name) if caches else None)

@@ -1,8 +1,9 @@
-"""`ParallelContext`: what every layer of a model needs beside its own sizes: groups, its slice of the sequence, dtype, device,
-seed and recomputation. One value, passed to every function that makes layers.
+"""`ParallelContext`: what every layer of a model needs beside its own sizes: groups, its slice of the
+sequence, dtype, device, seed and recomputation. One value, passed to every function that makes layers.
 
-A layer that divides work over another mesh axis asks `ctx.group("cp")`, or any set of axes, when it is built. Asking for a
-group of several ranks for the first time connects it, which is collective over the world (`mesh.py`).
+A layer that divides work over another mesh axis asks `ctx.group("cp")`, or any set of axes, when it is built.
+Asking for a group of several ranks for the first time connects it, which is collective over the world
+(`mesh.py`).
 """
 
 from dataclasses import dataclass, field
@@ -21,7 +22,8 @@ GRANULARITIES = (None, "selective", "full")
 class GroupSource(Protocol):
     """Gives the group of this rank over a set of mesh axes: a `Mesh`."""
 
-    def group(self, *axes: str) -> Group: ...
+    def group(self, *axes: str) -> Group:
+        """Collective over the world when first asked for these axes."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,8 @@ class Recompute:
 
     def __post_init__(self):
         if self.granularity not in GRANULARITIES:
-            raise ConfigError(f"recompute_granularity={self.granularity!r} is not known: use 'full', 'selective' or none.")
+            raise ConfigError(f"recompute_granularity={self.granularity!r} is not known: use 'full', "
+                              "'selective' or none.")
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,8 @@ class ParallelContext:
     groups             None: every group has this rank alone
     sequence_parallel  between linear layers each tensor-parallel rank holds its part of the sequence
     device             of parameters; "meta" to build layers without memory
-    seed               of dropout masks and token selection; not of initial weights, which `tensor_parallel.init` draws
+    seed               of dropout masks and token selection; initial weights have theirs in
+                       `tensor_parallel.init`
     """
 
     groups: GroupSource | None = None
@@ -82,7 +86,7 @@ class ParallelContext:
 
     @property
     def sequence_group(self) -> Group | None:
-        """The ranks that share the rows of a sequence between linear layers; None where each holds all rows."""
+        """Ranks that divide the rows of a sequence between linear layers; None if each holds all rows."""
         return self.tp if self.sequence_parallel else None
 
     @property

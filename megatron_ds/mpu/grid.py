@@ -1,4 +1,4 @@
-"""`Grid`: where each rank stands on the axes of parallelism, and who belongs to which group. Pure arithmetic, no torch.
+"""`Grid`: coordinates of the ranks on the axes of parallelism, and the groups. Pure arithmetic, no torch.
 
 Axes:  tp  tensor        cp  context        dp  data        pp  pipeline             world = tp * cp * dp * pp
        ep  expert        edp expert-data    the same ranks as cp x dp, cut another way: ep * edp = cp * dp
@@ -11,9 +11,9 @@ The first axis of `order` varies fastest. Default order, tp=2, cp=1, dp=2, pp=2 
     pp     0  0  0  0  1  1  1  1        groups("tp","pp")  (0,1,4,5) (2,3,6,7)
     ep     0  0  1  1  0  0  1  1        groups("edp")      (0,) (1,) ...
 
-Where "ep" stands in the order, relative to "dp", says which of ep and edp varies faster among the ranks of cp x dp. Unlike
-Megatron-LM, where some orders give the experts other tensor or pipeline groups than the dense layers and are refused, here
-tensor and pipeline groups are the same for both by construction; for the orders that Megatron-LM accepts the ranks agree.
+The position of "ep" in the order, relative to "dp", decides which of ep and edp varies faster among the ranks
+of cp x dp. Dense layers and experts have the same tensor and pipeline groups. (In Megatron-LM some orders
+give them different ones, and it refuses these orders; for the orders that it accepts the ranks agree.)
 """
 
 from dataclasses import dataclass
@@ -26,13 +26,17 @@ AXES = ("tp", "cp", "ep", "dp", "pp")
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 
 _DENSE, _EXPERT = ("tp", "cp", "dp", "pp"), ("tp", "ep", "edp", "pp")
-_FLAGS = {"tp": "tensor_model_parallel_size", "cp": "context_parallel_size", "ep": "expert_model_parallel_size",
+_FLAGS = {"tp": "tensor_model_parallel_size", "cp": "context_parallel_size",
+          "ep": "expert_model_parallel_size",
           "dp": "the data-parallel size", "pp": "pipeline_model_parallel_size"}
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Sizes of the axes and their order. Raises ConfigError for sizes below one, a bad order, or ep that does not fit."""
+    """Sizes of the axes and their order.
+
+    Raises ConfigError for sizes below one, a bad order, or ep that does not divide cp x dp.
+    """
 
     tp: int = 1
     cp: int = 1
@@ -45,19 +49,22 @@ class Grid:
         for axis in AXES:
             size = getattr(self, axis)
             if not isinstance(size, int) or size < 1:
-                raise ConfigError(f"{_FLAGS[axis]}={size!r}: the size of a parallel axis is a whole number, at least 1.")
+                raise ConfigError(f"{_FLAGS[axis]}={size!r}: the size of a parallel axis is a whole number, "
+                                  "at least 1.")
         if sorted(self.order.split("-")) != sorted(AXES):
-            raise ConfigError(f"rank order {self.order!r} must name each of {', '.join(AXES)} once, fastest first, joined "
-                              f"by '-': {DEFAULT_ORDER!r} is the default.")
+            raise ConfigError(f"rank order {self.order!r} must name each of {', '.join(AXES)} once, fastest "
+                              f"first, joined by '-': {DEFAULT_ORDER!r} is the default.")
         data = self.cp * self.dp
         if data % self.ep:
             raise ConfigError(
-                f"expert_model_parallel_size={self.ep} does not divide context x data = {self.cp} x {self.dp} = {data}: "
-                f"experts are distributed over those ranks. Use a size in {_listed(divisors(data))}.")
+                f"expert_model_parallel_size={self.ep} does not divide context x data = {self.cp} x "
+                f"{self.dp} = {data}: experts are distributed over those ranks. Use a size in "
+                f"{_listed(divisors(data))}.")
 
     @classmethod
-    def fit(cls, world_size: int, tp: int = 1, cp: int = 1, ep: int = 1, pp: int = 1, order: str = DEFAULT_ORDER) -> "Grid":
-        """The grid of `world_size` ranks; data parallelism takes what the other axes leave. Raises ConfigError."""
+    def fit(cls, world_size: int, tp: int = 1, cp: int = 1, ep: int = 1, pp: int = 1,
+            order: str = DEFAULT_ORDER) -> "Grid":
+        """The grid of `world_size` ranks; dp is what the other axes leave. Raises ConfigError."""
         one = cls(tp=tp, cp=cp, pp=pp, order=order)
         if world_size < 1 or world_size % one.world_size:
             raise ConfigError(_misfit(world_size, one))
@@ -65,10 +72,12 @@ class Grid:
 
     @property
     def world_size(self) -> int:
+        """tp * cp * dp * pp."""
         return self.tp * self.cp * self.dp * self.pp
 
     @property
     def edp(self) -> int:
+        """Size of the expert-data axis."""
         return self.cp * self.dp // self.ep
 
     def size(self, *axes: str) -> int:
@@ -83,7 +92,7 @@ class Grid:
         return dense | _unravel(_ravel(dense, self._radix["data"]), self._radix["expert_data"])
 
     def rank_of(self, **coordinates: int) -> int:
-        """The rank at these coordinates, axes left out being 0; either (tp, cp, dp, pp) or (tp, ep, edp, pp)."""
+        """The rank at these coordinates, 0 on axes left out; of (tp, cp, dp, pp) or of (tp, ep, edp, pp)."""
         _view(coordinates)
         for axis, at in coordinates.items():
             if not 0 <= at < self._size(axis):
@@ -94,7 +103,7 @@ class Grid:
         return _ravel(at, self._radix["dense"])
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
-        """All groups over these axes together: ranks that differ in nothing else. Each ascending, ordered by first rank."""
+        """All groups over these axes: ranks that differ in no other coordinate, ascending, by first rank."""
         fixed = [axis for axis in _view(axes) if axis not in axes]
         found: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
@@ -107,7 +116,7 @@ class Grid:
         return cut_groups(self.groups("dp", "cp"), size)
 
     def embedding_groups(self) -> list[tuple[int, ...]]:
-        """First and last rank of each pipeline, which both hold a tied embedding; a rank in between is alone."""
+        """First and last rank of each pipeline, which hold a tied embedding; other ranks are alone."""
         groups = []
         for pipeline in self.groups("pp"):
             groups.append(tuple(dict.fromkeys((pipeline[0], pipeline[-1]))))
@@ -132,34 +141,41 @@ class Grid:
 
     @cached_property
     def _radix(self) -> dict[str, tuple[tuple[str, int], ...]]:
-        """Mixed radix systems, fastest digit first: of the rank, and of the place within cp x dp, cut in two ways."""
+        """Mixed radix systems, fastest digit first: of the rank, and of the position within cp x dp, divided
+        in two ways."""
         order = self.order.split("-")
         pick = lambda axes: tuple((axis, self._size(axis)) for axis in order if axis in axes)
         experts = tuple((("edp", self.edp) if axis == "dp" else (axis, n)) for axis, n in pick(("ep", "dp")))
         return {"dense": pick(_DENSE), "data": pick(("cp", "dp")), "expert_data": experts}
 
 
-def cut_groups(groups: list[tuple[int, ...]], size: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """(inner, outer): runs of `size` ranks of each group, and across them the ranks of equal place. Raises ConfigError."""
+def cut_groups(groups: list[tuple[int, ...]], size: int) -> tuple[list[tuple[int, ...]],
+                                                                  list[tuple[int, ...]]]:
+    """(inner, outer): runs of `size` ranks of each group, and across runs the ranks of equal position.
+
+    Raises ConfigError.
+    """
     n = len(groups[0])
     if size < 1 or n % size:
-        raise ConfigError(f"{n} data-parallel ranks cannot be cut into groups of {size}. Use {_listed(divisors(n))}.")
+        raise ConfigError(f"{n} data-parallel ranks cannot be cut into groups of {size}. Use "
+                          f"{_listed(divisors(n))}.")
     inner = [ranks[first:first + size] for ranks in groups for first in range(0, n, size)]
     outer = [ranks[place::size] for ranks in groups for place in range(size)]
     return sorted(inner), sorted(outer)
 
 
 def divisors(n: int) -> tuple[int, ...]:
+    """Ascending."""
     return tuple(d for d in range(1, n + 1) if n % d == 0)
 
 
 def _view(axes) -> tuple[str, ...]:
-    """The four axes that a set of axes is part of. Raises ConfigError for unknown axes, or for both views at once."""
+    """The four axes that contain these. Raises ConfigError for unknown axes, or for both views at once."""
     for view in (_DENSE, _EXPERT):
         if set(axes) <= set(view):
             return view
-    raise ConfigError(f"no grid has the axes ({', '.join(axes)}) together. Dense layers: {', '.join(_DENSE)}; "
-                      f"experts: {', '.join(_EXPERT)}.")
+    raise ConfigError(f"no grid has the axes ({', '.join(axes)}) together. Dense layers: "
+                      f"{', '.join(_DENSE)}; experts: {', '.join(_EXPERT)}.")
 
 
 def _unravel(index: int, radix) -> dict[str, int]:
@@ -177,13 +193,13 @@ def _ravel(at: dict[str, int], radix) -> int:
 
 
 def _misfit(world_size: int, one: Grid) -> str:
-    """What to say when the model axes do not fill the world."""
+    """The message for a world size that the model axes do not divide."""
     n = one.world_size
     spelled = ", ".join(f"{_FLAGS[axis]}={getattr(one, axis)}" for axis in ("tp", "cp", "pp"))
     below = world_size // n * n
     starts = f"{below} or {below + n}" if below else f"{n}"
-    text = (f"world size {world_size} is not a multiple of {n} ({spelled}): every rank holds one place of the grid, and "
-            f"data parallelism takes what is left. Start {starts} ranks")
+    text = (f"world size {world_size} is not a multiple of {n} ({spelled}): every rank holds one place of "
+            f"the grid, and data parallelism takes what is left. Start {starts} ranks")
     alternatives = []
     for axis in ("tp", "cp", "pp"):
         others = n // getattr(one, axis)

@@ -1,12 +1,13 @@
 """`Mesh`: the grid seen from one rank, with a `Group` for any set of axes, connected on first use.
 
-How groups are connected is a parameter, so the same mesh runs over torch.distributed (`transport.connect_torch`), over threads
-(in tests) and without peers (`imagined.py`).
+How groups are connected is a parameter, so the same mesh runs over torch.distributed
+(`transport.connect_torch`), over threads (in tests) and without peers (`imagined.py`).
 
-Note: order of connecting. Connecting is collective over the world, since torch numbers process groups in the order in which
-they are made. So all ranks must first ask for groups in the same order. This holds wherever code asks while a run is being
-built, as layers and optimizers do: all ranks run the same code, and `connect` is called for groups that some ranks alone may
-ask for later, such as those of the getters in `getters.py`. Asking again is never collective.
+Note: order of connecting. Connecting is collective over the world, since torch numbers process groups in the
+order in which they are made. So all ranks must first ask for groups in the same order. This holds wherever
+code asks while a run is being built, as layers and optimizers do: all ranks run the same code, and `connect`
+is called for groups that some ranks alone may ask for later, such as those of the getters in `getters.py`.
+Asking again is never collective.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -19,7 +20,7 @@ from .traffic import Traffic
 
 Connect = Callable[[str, list[tuple[int, ...]], int], Transport | None]
 
-# Axes are named in this order, but for the data axes, which have been called "dp-cp" since before there was an order.
+# Names of groups list their axes in this order. The exception is "dp-cp", a name that logs and plans contain.
 _ORDER = ("tp", "cp", "ep", "edp", "dp", "pp")
 _SAMPLES, _REDUCTION = ("dp",), ("dp", "cp")
 _WORLD = "tp-cp-dp-pp"
@@ -28,11 +29,13 @@ _WORLD = "tp-cp-dp-pp"
 class Mesh:
     """The groups of rank `rank`.
 
-    connect(axes, groups, rank) → the transport of that group among `groups` which holds `rank`; it is called for sets of
-    axes with groups of more than one rank only. Two sets of axes with the same groups share one transport.
+    connect(axes, groups, rank) → the transport of that group among `groups` which holds `rank`; it is called
+    for sets of axes with groups of more than one rank only. Two sets of axes with the same groups share one
+    transport.
     """
 
-    def __init__(self, grid: Grid, rank: int, connect: Connect | None = None, device: torch.device | str = "cpu"):
+    def __init__(self, grid: Grid, rank: int, connect: Connect | None = None,
+                 device: torch.device | str = "cpu"):
         self.grid, self.rank, self.device = grid, rank, torch.device(device)
         self.traffic = Traffic()
         self._coordinates = grid.coordinates(rank)
@@ -42,7 +45,8 @@ class Mesh:
         self.placement = tuple(range(grid.pp))
 
     def group(self, *axes: str) -> Group:
-        """`group("tp")`, `group("dp", "cp")` in any order, `group("world")`, `group("embd")` (holders of tied embeddings).
+        """`group("tp")`, `group("dp", "cp")` in any order, `group("world")`, `group("embd")` (holders of tied
+        embeddings).
 
         Collective over the world when these axes are first asked for. Raises ConfigError for unknown axes.
         """
@@ -68,8 +72,8 @@ class Mesh:
         return self.group(*_REDUCTION)
 
     def split_data(self, size: int) -> tuple[Group, Group]:
-        """(inner, outer): the run of `size` ranks of `reduction` that holds this one, and the ranks of equal position in all
-        runs. Collective over the world when first asked for. Raises ConfigError.
+        """(inner, outer): the run of `size` ranks of `reduction` that holds this one, and the ranks of equal
+        position in all runs. Collective over the world when first asked for. Raises ConfigError.
         """
         if size not in self._split:
             inner, outer = self.grid.split_data(size)
@@ -93,6 +97,7 @@ class Mesh:
 
     @property
     def world_size(self) -> int:
+        """Ranks of the grid."""
         return self.grid.world_size
 
     def place_stages(self, placement: Sequence[int]) -> None:
@@ -120,11 +125,12 @@ class Mesh:
             getattr(transport, "close", lambda: None)()
 
     def _make_group(self, name: str, lists: list[tuple[int, ...]]) -> Group:
-        # Whether a transport is shared depends on the groups of *all* ranks, so that every rank decides alike.
+        # Whether a transport is shared depends on the groups of *all* ranks, so that every rank decides
+        # alike.
         key = tuple(lists)
         if key not in self._transports:
             needed = any(len(ranks) > 1 for ranks in lists)
-            assert self._connect is not None or not needed, f"{self.world_size} ranks need a way to connect them"
+            assert self._connect is not None or not needed, "a mesh of several ranks needs connect="
             self._transports[key] = self._connect(name, lists, self.rank) if needed else None
         ranks = next(ranks for ranks in lists if self.rank in ranks)
         return Group(name, ranks, ranks.index(self.rank), self._transports[key], self.traffic)

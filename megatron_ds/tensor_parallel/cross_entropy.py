@@ -1,16 +1,20 @@
 """Cross entropy of logits whose vocabulary is split over the group, with its own backward.
 
-Each rank takes the softmax over its own columns and its own log of the sum, lse_r. One all-gather of a few numbers per token
-(lse_r, the label's logit where the rank holds it, the sum of logits for smoothing) gives all the rest on every rank:
+Each rank computes the softmax p_r over its own columns, and the log of its sum, lse_r. One all-gather of a
+few numbers per token (lse_r, the label's logit where the rank holds it, the sum of logits for smoothing)
+gives the rest on every rank:
 
-    lse = log Σ_r exp(lse_r)      loss = lse - logit[label]      p = p_r * exp(lse_r - lse)      dlogit = p - target
+    lse = log Σ_r exp(lse_r)                    loss = lse - logit[label]
+    p = p_r * exp(lse_r - lse)                  dlogit = p - target
 
-so there is one small collective a call, none in backward, and no buffer of the size of the logits but the logits: they become
-p_r, and in backward the gradient. Nothing is as large as they are, so a second one would be what a training step takes most
-memory with. The arithmetic is fp32, some rows at a time. What is kept in 16 bits are probabilities, not their differences from
-the target: where the label is predicted well the difference is small, so its probability is kept apart in fp32.
+So a call has one small collective in forward and none in backward, and allocates no buffer of the size of the
+logits, which are the largest tensor of a training step: they are overwritten by p_r, and in backward by the
+gradient. The arithmetic is fp32, some rows at a time. In 16 bits the probabilities are kept, not their
+differences from the target; the label's probability is also kept in fp32, because its difference is small
+where the label is predicted well.
 
-Columns from `vocab_size` on are padding, set to -inf in the logits: their probability and gradient are exactly zero.
+Columns from `vocab_size` on are padding, set to -inf in the logits: their probability and gradient are
+exactly zero.
 """
 
 import torch
@@ -20,18 +24,19 @@ from ..mpu import collectives
 from ..mpu.group import Group
 from ..ops.cross_entropy import smoothing_weight
 
-# Numbers of fp32 worked on at once, in whole rows: what stays in a CPU's cache, and what keeps a GPU busy.
+# fp32 elements processed at once, in whole rows: as many as fit a CPU's cache, and as keep a GPU busy.
 CPU_BLOCK, GPU_BLOCK = 2**18, 2**24
-# fp16 has no exponent for unlikely tokens: there probabilities are kept times this, the largest power of two that fits.
+# fp16 has no exponents for unlikely tokens, so probabilities are kept times the largest power of two that
+# fits.
 KEPT_TIMES = {torch.float16: 2.0**15}
 
 
 def vocab_parallel_cross_entropy(logits: torch.Tensor, labels: torch.Tensor, group: Group, vocab_size: int,
                                  label_smoothing: float = 0.0) -> torch.Tensor:
-    """logits [s, b, V'/t], labels [s, b] in [0, vocab_size) → loss per token, fp32 [s, b], the same on every rank.
+    """logits [s, b, V'/t], labels [s, b] in [0, vocab_size) → loss per token, fp32 [s, b].
 
-    The logits are used up: whoever wants them afterwards keeps a copy.
-    Smoothing as in `ops.cross_entropy.cross_entropy`, over the whole vocabulary for any t. One backward per forward.
+    The same on every rank. Overwrites the logits. Smoothing as in `ops.cross_entropy.cross_entropy`, over the
+    whole vocabulary for any t. One backward per forward. Collective: all-gather.
     """
     return _CrossEntropy.apply(logits, labels, group, vocab_size, label_smoothing)
 
@@ -42,7 +47,7 @@ class _CrossEntropy(torch.autograd.Function):
         assert labels.shape == logits.shape[:-1], (labels.shape, logits.shape)
         width = logits.shape[-1]
         start = group.rank * width
-        valid = max(0, min(width, vocab_size - start))          # columns of this rank that are no padding
+        valid = max(0, min(width, vocab_size - start))          # columns of this rank without padding
         column = labels.reshape(-1, 1) - start                                   # [s b, 1]
         elsewhere = (column < 0) | (column >= valid)
         column = column.masked_fill(elsewhere, 0)
@@ -70,7 +75,7 @@ class _CrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dloss):
         column, elsewhere, label_p, share = ctx.saved_tensors
-        assert ctx.p is not None, "the loss turned its probabilities into the gradient: run the forward again"
+        assert ctx.p is not None, "the first backward overwrote the probabilities: run the forward again"
         gradient, ctx.p = ctx.p, None
         dloss = dloss.reshape(-1, 1)
         factor, on_all = share * dloss / KEPT_TIMES.get(gradient.dtype, 1.0), dloss * ctx.on_all
@@ -89,8 +94,8 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _softmax_(logits: torch.Tensor, column: torch.Tensor, valid: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax over this rank's columns, times KEPT_TIMES, in place of the logits [n, V'/t]. Returns that of `column` [n, 1],
-    and the log of the sum they were divided by, fp32 [n, 1] both."""
+    """Softmax over this rank's columns, times KEPT_TIMES, in place of the logits [n, V'/t]. Returns that of
+    `column` [n, 1], and the log of the sum they were divided by, fp32 [n, 1] both."""
     at_column, lse = (logits.new_empty(len(logits), 1, dtype=torch.float32) for _ in range(2))
     if valid == 0:
         logits.zero_()
@@ -99,7 +104,8 @@ def _softmax_(logits: torch.Tensor, column: torch.Tensor, valid: int) -> tuple[t
         part = logits[rows]
         largest = part.amax(-1, keepdim=True).float()
         in_place = part.dtype == torch.float32
-        p = torch.softmax(part, dim=-1, out=part) if in_place else torch.softmax(part, dim=-1, dtype=torch.float32)
+        p = torch.softmax(part, dim=-1, out=part) if in_place else torch.softmax(part, dim=-1,
+                                                                                 dtype=torch.float32)
         # p_max = exp(max - lse) is at least 1 / columns, so its logarithm is accurate.
         lse[rows] = largest - p.amax(-1, keepdim=True).log_()
         at_column[rows] = p.gather(-1, column[rows])

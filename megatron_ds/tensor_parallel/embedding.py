@@ -1,8 +1,9 @@
 """Token embedding split over the vocabulary, and logits from a weight split the same way.
 
-Each rank holds rows [rank * V'/t, (rank + 1) * V'/t) of the padded vocabulary V'. A rank contributes zeros for tokens that it
-does not hold, and the sum over the ranks is the embedding (Shoeybi et al. 2019, arXiv:1909.08053, section 3).
-Backward adds rows straight into `main_grad`: the gradient of a table is never built.
+Each rank holds rows [rank * V'/t, (rank + 1) * V'/t) of the padded vocabulary V'. A rank contributes zeros
+for tokens that it does not hold, and the sum over the ranks is the embedding (Shoeybi et al. 2019,
+arXiv:1909.08053, section 3). Backward adds rows directly to `main_grad`; a gradient of the table's size is
+never allocated.
 """
 
 from functools import partial
@@ -33,7 +34,8 @@ class VocabParallelEmbedding(nn.Module):
 
 def vocabulary_spec(name: str, vocab_size: int, hidden: int, init_std: float, padded_vocab: int | None = None,
                     tied: str | None = None, tied_copy: bool = False) -> ParamSpec:
-    """Parameter spec of a [vocabulary, hidden] weight split over the vocabulary, of an embedding or of an output layer.
+    """Parameter spec of a [vocabulary, hidden] weight split over the vocabulary, of an embedding or of an
+    output layer.
 
     padded_vocab  rows on all ranks together, when more than the vocabulary
     """
@@ -41,18 +43,19 @@ def vocabulary_spec(name: str, vocab_size: int, hidden: int, init_std: float, pa
     return ParamSpec(name, (vocab_size, hidden), Init("normal", init_std), (rows,), tied=tied, tied_copy=tied_copy)
 
 
-def parallel_logits(x: torch.Tensor, weight: torch.Tensor, group: Group, sequence_parallel: bool = False) -> torch.Tensor:
-    """x [s(/t), b, h], weight [V'/t, h] → logits [s, b, V'/t]. Columns of padding come out as 0; the loss ignores them."""
+def parallel_logits(x: torch.Tensor, weight: torch.Tensor, group: Group,
+                    sequence_parallel: bool = False) -> torch.Tensor:
+    """x [s(/t), b, h], weight [V'/t, h] → logits [s, b, V'/t], 0 in columns of padding."""
     return column_linear(x, weight, None, group, sequence_parallel)
 
 
 def lookup(weight: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """weight[rows], [*rows.shape, h], of a table that every rank holds; its gradient goes where the embedding's goes."""
+    """weight[rows], [*rows.shape, h], of a table that every rank holds whole."""
     return _Rows.apply(weight, rows)
 
 
 class _Embedding(torch.autograd.Function):
-    # The weight is on ctx for the reason told at linear._ColumnLinear.
+    # See the note at linear._ColumnLinear about the weight on ctx.
 
     @staticmethod
     def forward(ctx, tokens, weight, group, sequence_parallel):
@@ -96,12 +99,14 @@ class _Rows(torch.autograd.Function):
 
 def _begin_dw(weight: torch.Tensor, rows: torch.Tensor, elsewhere: torch.Tensor | None, dy: torch.Tensor,
               group: Group | None = None) -> Finish:
-    """dy [.., h], a slice of the sequence to be gathered over the group if one is given; `elsewhere`: rows not held here."""
+    """dy [.., h], a slice of the sequence to be gathered over the group if one is given; `elsewhere`: rows
+    not held here."""
     dy, gathered = (dy, DONE) if group is None else start_all_gather(dy, group)
 
     def finish():
         gathered.wait()
         flat = dy.reshape(-1, dy.shape[-1])
-        return embedding_gradient(weight, rows, flat if elsewhere is None else flat.masked_fill(elsewhere.unsqueeze(1), 0))
+        return embedding_gradient(weight, rows, flat if elsewhere is None
+                                  else flat.masked_fill(elsewhere.unsqueeze(1), 0))
 
     return finish

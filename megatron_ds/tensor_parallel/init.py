@@ -1,8 +1,8 @@
 """Initial weights that are the same bits for every layout.
 
-The logical tensor is drawn in blocks of BLOCK elements, row-major, each from a generator of its own keyed by (seed, name,
-block). A rank draws the blocks that meet its shard, a few at a time, and copies its boxes out of them; padding is zero. So
-the values depend on nothing but the seed and the parameter's name and true shape.
+The logical tensor is drawn in blocks of BLOCK elements, row-major, each from its own generator, keyed by
+(seed, name, block). A rank draws the blocks that overlap its shard, a few at a time, and copies its boxes out
+of them; padding is zero. So the values depend only on the seed and on the parameter's name and true shape.
 
     logical   |--- block 0 ---|--- block 1 ---|--- block 2 ---|- 3 -|
     rank 1                 |---- its rows ----|                          draws blocks 0 and 1
@@ -89,7 +89,8 @@ def _fill_normal(parameter: torch.Tensor, spec: ParamSpec, box: Box, seed: int) 
 
 
 class _Blocks:
-    """Intervals of the flattened logical tensor; keeps the last block drawn, for the next interval begins in it."""
+    """Intervals of the flattened logical tensor; keeps the last block drawn, for the next interval begins in
+    it."""
 
     def __init__(self, spec: ParamSpec, seed: int):
         self.spec, self.seed = spec, seed

@@ -3,16 +3,17 @@
     column   W = [W_1; ..; W_t] by output rows     x whole → each rank its slice of y
     row      W = [W_1 | .. | W_t] by input columns  each rank's slice of x → partial y, summed over the ranks
 
-Shoeybi et al. 2019 (arXiv:1909.08053), section 3; with sequence parallelism Korthikanti et al. 2022 (arXiv:2205.05198),
-section 4.2.2: the activations outside the pair are slices of the sequence, all-reduces become all-gather and reduce-scatter,
-and the column layer keeps its slice of x, gathering it again in backward.
+Shoeybi et al. 2019 (arXiv:1909.08053), section 3; with sequence parallelism Korthikanti et al. 2022
+(arXiv:2205.05198), section 4.2.2: the activations outside the pair are slices of the sequence, all-reduces
+become all-gather and reduce-scatter, and the column layer keeps its slice of x, gathering it again in
+backward.
 
                  forward                       backward
     column       nothing      / gather x       all-reduce dx  / reduce-scatter dx, overlapping dW
     row          all-reduce y / reduce-scatter y      nothing / gather dy
 
-Where a backward is split (weight_grad.py), the column layer gathers x in the weight half, so that it keeps only a
-slice between the halves.
+Where a backward is split (weight_grad.py), the column layer gathers x in the weight half, so that it keeps
+only a slice between the halves.
 
 Shapes: s positions, b samples, t ranks; x [s, b, in], with sequence parallelism [s/t, b, in].
 """
@@ -35,10 +36,10 @@ from .weight_grad import Finish, linear_gradient, nothing, now_or_later
 class ColumnParallelLinear(nn.Module):
     """y = x Wᵀ + b, the output split over the tensor-parallel group: [s(/t), b, in] → [s, b, out/t]."""
 
-    def __init__(self, in_features: int, out_features: int, ctx: ParallelContext, *, name: str, init_std: float,
-                 bias: bool = True, parts: int = 1, gather_output: bool = False):
-        """parts: pieces packed in the output, each split separately (2 for [gate; up]). gather_output: return the whole
-        [s, b, out] on every rank."""
+    def __init__(self, in_features: int, out_features: int, ctx: ParallelContext, *, name: str,
+                 init_std: float, bias: bool = True, parts: int = 1, gather_output: bool = False):
+        """parts: pieces packed in the output, each split separately (2 for [gate; up]). gather_output: return
+        the whole [s, b, out] on every rank."""
         super().__init__()
         self.group, self.sequence_parallel, self.gather_output = ctx.tp, ctx.sequence_parallel, gather_output
         assert not (gather_output and parts > 1), "gathered parts would interleave: [gate_1; up_1; gate_2; up_2]"
@@ -61,8 +62,8 @@ class RowParallelLinear(nn.Module):
     The bias is added once, to the sum.
     """
 
-    def __init__(self, in_features: int, out_features: int, ctx: ParallelContext, *, name: str, init_std: float,
-                 bias: bool = True):
+    def __init__(self, in_features: int, out_features: int, ctx: ParallelContext, *, name: str,
+                 init_std: float, bias: bool = True):
         super().__init__()
         self.group, self.sequence_parallel = ctx.tp, ctx.sequence_parallel
         weight = ParamSpec(f"{name}.weight", (out_features, in_features), Init("normal", init_std), (Split("tp", 1),))
@@ -114,8 +115,9 @@ def row_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
 
 
 class _ColumnLinear(torch.autograd.Function):
-    # Note: why the weight is kept on ctx and not with save_for_backward. Under non-reentrant recomputation saved tensors
-    # come back as other tensor objects, without `main_grad`. The group is on ctx because backward runs in another thread.
+    # Note: why the weight is kept on ctx and not with save_for_backward. Under non-reentrant recomputation
+    # saved tensors come back as other tensor objects, without `main_grad`. The group is on ctx because
+    # backward runs in another thread.
 
     @staticmethod
     def forward(ctx, x, weight, bias, group, sequence_parallel):
@@ -132,7 +134,8 @@ class _ColumnLinear(torch.autograd.Function):
         dy = dy.reshape(-1, dy.shape[-1])                                        # [s b, out/t]
         finish_dw = nothing
         if needs_dw:
-            finish_dw = now_or_later(weight, partial(_begin_dw, weight, x, dy, group if ctx.sequence_parallel else None))
+            finish_dw = now_or_later(weight, partial(_begin_dw, weight, x, dy,
+                                                     group if ctx.sequence_parallel else None))
         dx, reduced = None, DONE
         if needs_dx:
             dx, reduced = _start_reduce(product(dy, weight), ctx.sequence_parallel, group)
@@ -151,7 +154,7 @@ class _RowLinear(torch.autograd.Function):
         ctx.save_for_backward(x)
         ctx.weight, ctx.group, ctx.sequence_parallel = weight, group, sequence_parallel
         if group.size == 1:
-            return _affine(x, weight, bias)              # the bias inside the matrix product is the only difference
+            return _affine(x, weight, bias)        # the bias inside the matrix product is the only difference
         y = _affine(x, weight, None)
         if sequence_parallel:
             y = collectives.reduce_scatter(y, group)                             # [s/t, b, out]
@@ -164,7 +167,8 @@ class _RowLinear(torch.autograd.Function):
     def backward(ctx, dy):
         (x,), weight, group = ctx.saved_tensors, ctx.weight, ctx.group
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
-        db = dy.reshape(-1, dy.shape[-1]).sum(0) if needs_db else None           # of this rank's slice, if it holds one
+        # of this rank's slice, if it holds one
+        db = dy.reshape(-1, dy.shape[-1]).sum(0) if needs_db else None
         if ctx.sequence_parallel:
             dy = collectives.all_gather(dy, group)
         dy = dy.reshape(-1, dy.shape[-1])                                        # [s b, out]
@@ -208,7 +212,8 @@ def start_all_gather(x: torch.Tensor, group: Group) -> tuple[torch.Tensor, Work]
 
 
 def _start_reduce(dx: torch.Tensor, scatter: bool, group: Group) -> tuple[torch.Tensor, Work]:
-    """dx [s b, in], a partial sum on each rank: its sum, or this rank's slice [s b/t, in] of it; valid after the wait."""
+    """dx [s b, in], a partial sum on each rank: its sum, or this rank's slice [s b/t, in] of it; valid after
+    the wait."""
     if not scatter:
         return dx, collectives.all_reduce_(dx, group, async_op=True)
     mine = dx.new_empty((dx.shape[0] // group.size, dx.shape[1]))

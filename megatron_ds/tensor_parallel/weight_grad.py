@@ -1,19 +1,20 @@
-"""Where the gradient of a weight goes once a backward has its two factors.
+"""Where the gradient of a weight is stored, given the two factors of it that a backward has.
 
     dW = dyᵀ x        x [N, in], dy [N, out]
 
-A parameter managed by ZeRO carries `main_grad`, a view into a flat buffer, in the parameter's shape; or, where gradients are
-sharded, `take_main_grad()`, which gives that view. And `grad_ready()`, called once per contribution. The product is added
-there directly: no gradient tensor is allocated, and nothing is added twice. Otherwise the gradient is returned to autograd,
-as in any module.
+A parameter managed by ZeRO has `main_grad`, a view into a flat buffer in the parameter's shape, or, if
+gradients are sharded, `take_main_grad()`, which returns such a view; and `grad_ready()`, called once per
+contribution. The product is added to the view: no gradient tensor is allocated and autograd receives None.
+Without them the gradient is returned to autograd, as in any module.
 
-Note: ask each time. Where gradients are sharded the buffer exists from the first contribution to its bucket until the bucket
-is reduced; the next micro-batch may be given another one.
+Note: no view is kept between calls. With sharded gradients a buffer exists from the first contribution to its
+bucket until the bucket is reduced; the next micro-batch may use another one.
 
-Note: the weight half. A schedule may split a backward in two (Qi et al. 2024, arXiv:2401.10241): while the input half runs,
-the parameter carries `grad_queue`, a list, and a layer appends (weight, begin) instead of computing. In the weight half the
-queue's owner calls begin(), which starts collectives, and later what begin() returned, which computes: the same functions on
-the same tensors as in a whole backward, so the same bits.
+Note: the weight half. A schedule may split a backward in two (Qi et al. 2024, arXiv:2401.10241): while the
+input half runs, the parameter carries `grad_queue`, a list, and a layer appends (weight, begin) instead of
+computing. In the weight half the queue's owner calls begin(), which starts collectives, and later what
+begin() returned, which computes: the same functions on the same tensors as in a whole backward, so the same
+bits.
 """
 
 from collections.abc import Callable
@@ -26,7 +27,10 @@ Finish = Callable[[], torch.Tensor | None]
 
 
 def now_or_later(weight: torch.Tensor, begin: Callable[[], Finish]) -> Finish:
-    """Begin to compute the weight's gradient, or leave it to the weight half. Call what is returned for autograd's share."""
+    """Begin to compute the weight's gradient, or queue it for the weight half.
+
+    The returned function gives what autograd receives as the gradient.
+    """
     queue = getattr(weight, "grad_queue", None)
     if queue is None:
         return begin()
@@ -35,11 +39,11 @@ def now_or_later(weight: torch.Tensor, begin: Callable[[], Finish]) -> Finish:
 
 
 def nothing() -> None:
-    """The work of a weight that wants no gradient, or not now."""
+    """Of a weight that needs no gradient, or whose gradient is queued."""
 
 
 def linear_gradient(weight: torch.Tensor, x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor | None:
-    """Add dyᵀ x to the weight's main grad and return None; or return it, when it has none."""
+    """Add dyᵀ x to the weight's main gradient and return None; without one, return the product."""
     main_grad = _main_grad_of(weight)
     if main_grad is None:
         return product(dy.t(), x)
@@ -49,7 +53,7 @@ def linear_gradient(weight: torch.Tensor, x: torch.Tensor, dy: torch.Tensor) -> 
 
 
 def embedding_gradient(weight: torch.Tensor, rows: torch.Tensor, dy: torch.Tensor) -> torch.Tensor | None:
-    """Add dy [N, h] to `rows` [N] of the weight's gradient; the same two ways out as `linear_gradient`."""
+    """Add dy [N, h] to `rows` [N] of the weight's gradient; the result as of `linear_gradient`."""
     main_grad = _main_grad_of(weight)
     if main_grad is None:
         gradient = torch.zeros_like(weight, memory_format=torch.contiguous_format)

@@ -1,4 +1,4 @@
-"""`Batches`: this rank's batches of a run, ready for the model. The same steps for training, evaluation and comparisons:
+"""`Batches`: this rank's batches of a run, ready for the model, for training, evaluation and comparisons.
 
     read       the samples of this rank: ranks along dp read different ones, all others read the same
     lengths    shorten the sequences, if a curriculum over lengths says so
@@ -28,7 +28,8 @@ from ..progress import Progress
 class BatchSource(Protocol):
     """A `Loader`, or one that several ranks share."""
 
-    def batch(self, first: int, size: int, rank: int, ranks: int, training: bool = True) -> Batch: ...
+    def batch(self, first: int, size: int, rank: int, ranks: int, training: bool = True) -> Batch:
+        """The samples of `rank` among `ranks` of the `size` samples from position `first` of the run on."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,9 @@ class Lengths:
     shorten: Callable[[Batch, int], Batch] = truncate
 
     def __call__(self, progress: Progress, batch: Batch) -> Batch:
-        return batch if self.difficulty is None else self.shorten(batch, self.difficulty.at(progress.step + 1))
+        if self.difficulty is None:
+            return batch
+        return self.shorten(batch, self.difficulty.at(progress.step + 1))
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ class Batches:
         return self._ready(batch.keeping(self.drop, progress.step))
 
     def evaluation(self, source: BatchSource, first: int, size: int) -> Batch:
-        """This rank's samples of the global batch that begins at `first`, whole: nothing is shortened or dropped."""
+        """This rank's samples of the global batch from `first` on; no sequence or token is dropped."""
         return self._ready(self._read(source, first, size, training=False))
 
     def _read(self, source: BatchSource, first: int, size: int, training: bool) -> Batch:

@@ -1,8 +1,10 @@
 """Mean loss over held-out samples, forward only. The same samples under every layout."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from .batches import BatchSource
 from .build import Engine
 from .step_metrics import StepMetrics
 
@@ -17,11 +19,13 @@ class Evaluation:
     stop: bool
 
 
-def evaluate(engine: Engine, loader, *, first_sample: int, iterations: int, global_batch_size: int,
-             should_stop=lambda: False, after_batch=lambda: None) -> Evaluation:
+def evaluate(engine: Engine, loader: BatchSource, *, first_sample: int, iterations: int,
+             global_batch_size: int, should_stop: Callable[[], bool] = lambda: False,
+             after_batch: Callable[[], None] = lambda: None) -> Evaluation:
     """Over `iterations` global batches; `after_batch()` is called after each.
 
-    Collective over the world. A request to stop ends the evaluation after the current batch; its mean is then over fewer.
+    Collective over the world. A request to stop ends the evaluation after the current batch; its mean is then
+    over fewer.
     """
     start, total, done, stop = time.perf_counter(), 0.0, 0, False
     metrics: dict[str, list[float]] = {}

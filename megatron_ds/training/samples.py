@@ -1,10 +1,12 @@
-"""How many samples a run wants of each split, and the loaders that deal them out."""
+"""The number of samples of each split, their order, and the loaders that read them."""
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 from ..config import RunConfig
 from ..config.data_efficiency_options import read_metric
+from ..config.data_options import DataConfig
 from ..config.training_schedule import stated_batch_size
 from ..data.curriculum.curriculum_admission import order_by_difficulty
 from ..data.curriculum.curriculum_order import CurriculumOrder
@@ -13,6 +15,7 @@ from ..data.gpt.fim import FIMDataset, make_fim
 from ..data.gpt.gpt_dataset import default_cache
 from ..data.loading.datasets import Datasets
 from ..data.loading.loader import Loader
+from ..data.tokenizers.base import Tokenizer
 from ..models import MODELS
 from ..mpu.mesh import Mesh
 from ..planning.training_length import make_length, planned_steps
@@ -21,26 +24,29 @@ from .trainer import Loaders
 
 logger = logging.getLogger(__name__)
 NEED_ENDS = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
-LOOKED_AT = 32              # training samples in which an end of document is looked for
+LOOKED_AT = 32              # training samples that are searched for an end of document
 
 
 def wanted_samples(config: RunConfig) -> tuple[int, int, int]:
-    """(train, validation, test) samples the whole run draws, as Megatron counts them.
+    """(train, validation, test) samples of the whole run, as Megatron counts them.
 
-    Validation: one evaluation every `eval_interval` steps and one at the end, `eval_iters` global batches each.
+    Validation: one evaluation every `eval_interval` steps and one at the end, `eval_iters` global batches
+    each.
     """
     train, size = config.train, config.train.global_batch_size
     length = make_length(config)
     steps = length.steps_after()
-    # A length in samples or iterations, also where it is only a bound, decides the order of the samples, as in Megatron.
-    samples = train.train_samples or (length.samples_after() if train.train_iters is None else train.train_iters * size)
+    # A length in samples or iterations, also where it is only a bound, decides the order of the samples, as
+    # in Megatron.
+    samples = train.train_samples or (length.samples_after() if train.train_iters is None
+                                      else train.train_iters * size)
     evaluations = steps // train.eval_interval + 1 if train.eval_interval else 1
     one = (train.eval_iters or 0) * size
     return samples, evaluations * one, one
 
 
-def rearranged(config: RunConfig, datasets: Datasets, tokenizer) -> Datasets:
-    """The datasets with their samples changed as --fim-data and its like ask for."""
+def rearranged(config: RunConfig, datasets: Datasets, tokenizer: Tokenizer) -> Datasets:
+    """The datasets, with samples rearranged by --fim-data and related options."""
     if not config.data.fim_data:
         return datasets
     fim = make_fim(config.data, tokenizer)
@@ -48,32 +54,36 @@ def rearranged(config: RunConfig, datasets: Datasets, tokenizer) -> Datasets:
                       for part, dataset in enumerate(datasets)))
 
 
-def warn_without_ends(data, dataset, eod: int) -> None:
-    """Options that look for the end of documents change nothing in a corpus that has none. data: a DataConfig."""
+def warn_without_ends(data: DataConfig, dataset: Sequence | None, eod: int) -> None:
+    """Warn that options which act on ends of documents have no effect, if no document has an end."""
     named = [f"--{name.replace('_', '-')}" for name in NEED_ENDS if getattr(data, name)]
     if not named or data.pack_documents or dataset is None:
         return
     looked_at = min(len(dataset), LOOKED_AT)
     if not any((dataset[i]["tokens"] == eod).any() for i in range(looked_at)):
-        logger.warning("none of the first %d training samples contains the end-of-document token %d, so %s had no effect "
-                       "on them. Was the corpus made without --append-eod?", looked_at, eod, " and ".join(named))
+        logger.warning("none of the first %d training samples contains the end-of-document token %d, so %s "
+                       "had no effect on them. Was the corpus made without --append-eod?", looked_at, eod,
+                       " and ".join(named))
 
 
 def make_order(config: RunConfig, total: int) -> CurriculumOrder | None:
-    """The order of the training samples, `total` an epoch; None without metrics. Reads files: raises DataError."""
+    """The order of the training samples, `total` an epoch; None without metrics. Reads files: raises
+    DataError."""
     curriculum, data = config.curriculum, config.data
     if not curriculum.curriculum_metrics:
         return None
     metrics = [read_metric(text) for text in curriculum.curriculum_metrics]
-    cache = curriculum.curriculum_cluster_path or data.data_cache_path or default_cache(metrics[0].index_to_sample_path)
+    cache = (curriculum.curriculum_cluster_path or data.data_cache_path
+             or default_cache(metrics[0].index_to_sample_path))
     # As configured, not as rounded down for the number of ranks: the order is the same on any number of them.
     batch_size = stated_batch_size(config)
     return order_by_difficulty(
-        metrics, total, seed=curriculum.data_efficiency_seed, steps=planned_steps(config, batch_size), batch_at=batch_size.at,
+        metrics, total, seed=curriculum.data_efficiency_seed, steps=planned_steps(config, batch_size),
+        batch_at=batch_size.at,
         cache=Path(cache), identity=identity(config, MODELS[config.model.model].data, total))
 
 
-def build_loaders(config: RunConfig, datasets, tokenizer, mesh: Mesh) -> Loaders:
+def build_loaders(config: RunConfig, datasets: Datasets, tokenizer: Tokenizer, mesh: Mesh) -> Loaders:
     """Loaders over the (train, validation, test) datasets; None where a split has no samples."""
     data = config.data
     collate = MODELS[config.model.model].data.collator(config, tokenizer)
@@ -85,7 +95,8 @@ def build_loaders(config: RunConfig, datasets, tokenizer, mesh: Mesh) -> Loaders
     def loader(dataset, order=None):
         if dataset is None:
             return None
-        own = Loader(dataset, collate, micro_batch_size=config.train.micro_batch_size, dataloader_type=data.dataloader_type,
+        own = Loader(dataset, collate, micro_batch_size=config.train.micro_batch_size,
+                     dataloader_type=data.dataloader_type,
                      order=order, num_workers=data.num_workers, pin=mesh.device.type == "cuda")
         return SharedReader(own, tp, mesh.device) if shared else own
 

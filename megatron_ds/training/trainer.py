@@ -1,6 +1,6 @@
 """The training loop: step, log, evaluate, save, until the run is complete or asked to stop.
 
-`Trainer.progress` is the only thing that moves; learning rate, batch size and data position are functions of it.
+Only `Trainer.progress` changes; learning rate, batch size and data position are functions of it.
 """
 
 import logging
@@ -17,6 +17,7 @@ from ..planning.flops import model_flops, peak_flops, utilization
 from ..planning.training_length import make_length
 from ..progress import Progress
 from ..stop_request import StopRequest
+from .batches import BatchSource
 from .build import Engine
 from .evaluate import evaluate
 from .log import Log
@@ -27,21 +28,21 @@ from .step_metrics import stop_reason
 from .tracer import Tracer
 
 logger = logging.getLogger(__name__)
-STALLED = 0.1                                   # fraction of a step that may be waiting for data without a warning
+STALLED = 0.1                              # fraction of a step that may be waiting for data without a warning
 
 
 @dataclass(frozen=True)
 class Loaders:
     """Train, validation and test data of a run; the last two may be None."""
 
-    train: object
-    valid: object | None = None
-    test: object | None = None
+    train: BatchSource
+    valid: BatchSource | None = None
+    test: BatchSource | None = None
 
 
 @dataclass(frozen=True)
 class _Done:
-    """A step that the next log line covers. data_seconds: waiting for the batch; tokens and flops: of all ranks."""
+    """A step of the next log line. data_seconds: waiting for the batch. tokens, flops: of all ranks."""
 
     outcome: StepOutcome
     data_seconds: float
@@ -54,14 +55,15 @@ class Trainer:
 
     def __init__(self, engine: Engine, loaders: Loaders, log: Log, progress: Progress, description: dict,
                  started: float | None = None, stop: StopRequest | None = None):
-        self.engine, self.loaders, self.log, self.progress, self.description = engine, loaders, log, progress, description
-        config = engine.config
-        self.config = config
+        self.engine, self.loaders, self.log, self.progress = engine, loaders, log, progress
+        self.description = description
+        self.config = config = engine.config
         self.learning_rate = make_learning_rate(config)
         self.weight_decay = make_weight_decay(config)
         self.batch_size = make_batch_size(config)
         self.length = make_length(config)
-        self._planned, self._total = self.length.steps_after(), progress.step + self.length.steps_after(progress)
+        self._planned = self.length.steps_after()
+        self._total = progress.step + self.length.steps_after(progress)
         self.drop = make_token_drop(config)
         self.started = started or time.monotonic()
         self.stop = stop or StopRequest()
@@ -99,7 +101,7 @@ class Trainer:
             if outcome.stop:
                 return self._stop_reason()
             train, step = self.config.train, self.progress.step
-            if train.eval_interval and train.eval_iters and step % train.eval_interval == 0 and self.loaders.valid:
+            if train.eval_iters and self.loaders.valid and _due(train.eval_interval, step):
                 if self.evaluate("validation"):
                     return self._stop_reason()
             if self.config.checkpoint.save and _due(self.config.checkpoint.save_interval, step):
@@ -119,30 +121,35 @@ class Trainer:
         return minutes is not None and time.monotonic() - self.started > minutes * 60
 
     def _stop_reason(self) -> str:
-        """Collective over the world, once a run: the ranks know that one of them asks to stop, and exchange why."""
+        """Why a rank asked to stop. Collective over the world."""
         limit = self.config.train.exit_duration_in_mins if self._is_over_time() else None
         return stop_reason(all_gather_object((self.stop.received, limit), self.engine.mesh.group("world")))
 
     # ------------------------------------------------------------------ one step
     def _step(self) -> StepOutcome:
+        # Read
         begin = time.perf_counter()
         mesh, before = self.engine.mesh, self.progress
         size = self.batch_size(before)
         batch = self.engine.batches.training(self.loaders.train, before, size)
         data_seconds = time.perf_counter() - begin
+        # Train
         with self.tracer.step():
             outcome = train_step(self.engine, batch, before, learning_rate=self.learning_rate(before),
                                  weight_decay=self.weight_decay(before), stop=self._wants_to_stop())
-        rows = size * batch.rows_per_sample
-        self.progress = before.after(size, rows * batch.seq_length, skipped=outcome.skipped, nan=not outcome.is_finite,
-                                     layer_tokens=rows * self._layer_tokens(before.step, batch.seq_length))
-        dropping = (len(self.drop.blocks), batch.kept_tokens) if self.drop else ()
-        flops = model_flops(self.config.model, rows, batch.seq_length, self._vocab, *dropping)
-        self._window.append(_Done(outcome, data_seconds, rows * batch.seq_length, flops))
-        self.log.advance(self.progress.step, outcome.loss, rows * batch.seq_length / (outcome.seconds + data_seconds))
+        # Count samples, tokens of whole sequences, FLOPs
+        rows, length = size * batch.rows_per_sample, batch.whole_length
+        tokens, kept = rows * length, self.drop.kept_at(before.step, length) if self.drop else None
+        self.progress = before.after(size, tokens, skipped=outcome.skipped, nan=not outcome.is_finite,
+                                     layer_tokens=rows * self._layer_tokens(before.step, length))
+        dropping = (len(self.drop.blocks), kept) if self.drop else ()
+        flops = model_flops(self.config.model, rows, length, self._vocab, *dropping)
+        self._window.append(_Done(outcome, data_seconds, tokens, flops))
+        # Log
+        self.log.advance(self.progress.step, outcome.loss, tokens / (outcome.seconds + data_seconds))
         if mesh.rank == 0 and (_due(self.config.logging.log_interval, self.progress.step) or outcome.stop
                                or self._is_finished()):
-            record = self._record(size, batch.seq_length, batch.kept_tokens)
+            record = self._record(size, length, kept)
             self.log.train(record)
             self._warn_of_stall(record)
         if _due(self.config.logging.log_interval, self.progress.step):
@@ -150,8 +157,10 @@ class Trainer:
         return outcome
 
     def _layer_tokens(self, step: int, seq_length: int) -> int:
-        """Tokens of one sequence, once for each block that sees them."""
-        return self.drop.layer_tokens(step, seq_length) if self.drop else self.config.model.num_layers * seq_length
+        """Tokens of one sequence, counted once for each block that sees them."""
+        if self.drop:
+            return self.drop.layer_tokens(step, seq_length)
+        return self.config.model.num_layers * seq_length
 
     def _record(self, size: int, seq_length: int, kept_tokens: int | None) -> TrainRecord:
         outcomes = [done.outcome for done in self._window]
@@ -161,18 +170,19 @@ class Trainer:
         return TrainRecord(
             step=p.step, steps=self._total, samples=p.samples, tokens=p.tokens, step_seconds=seconds,
             learning_rate=last.learning_rate, weight_decay=last.weight_decay, global_batch_size=size,
-            loss=statistics.fmean(o.loss for o in outcomes), loss_scale=last.loss_scale, grad_norm=last.grad_norm,
-            skipped_steps=p.skipped_steps, nan_steps=p.nan_steps, seq_length=seq_length,
+            loss=statistics.fmean(o.loss for o in outcomes), loss_scale=last.loss_scale,
+            grad_norm=last.grad_norm, skipped_steps=p.skipped_steps, nan_steps=p.nan_steps,
+            seq_length=seq_length,
             tokens_per_second=statistics.fmean(done.tokens for done in self._window) / seconds,
             tflops_per_rank=flops / 1e12, mfu=utilization(flops, self._peak),
             eta_seconds=(self._total - p.step) * seconds, memory_gib=peak_memory_gib(self.engine.mesh.device),
-            data_seconds=statistics.fmean(done.data_seconds for done in self._window), kept_tokens=kept_tokens,
-            layer_tokens=p.layer_tokens,
+            data_seconds=statistics.fmean(done.data_seconds for done in self._window),
+            kept_tokens=kept_tokens, layer_tokens=p.layer_tokens,
             actual_seq_length=self._layer_tokens(p.step - 1, seq_length) // self.config.model.num_layers,
             metrics={name: statistics.fmean(o.metrics[name] for o in outcomes if name in o.metrics) for name in last.metrics})
 
     def _warn_of_stall(self, record: TrainRecord) -> None:
-        """Once a run: steps wait for data."""
+        """Warn once a run that steps wait for data."""
         share = record.data_seconds / record.step_seconds
         if share > STALLED and record.step > 1 and not self._has_warned_of_stall:
             self._has_warned_of_stall = True
@@ -188,14 +198,15 @@ class Trainer:
         train = self.config.train
         size = self.batch_size.final
         validation = split == "validation"
-        # The position in the validation stream is a function of the step, as in Megatron; a checkpoint may be beyond the plan.
+        # The position in the validation stream is a function of the step, as in Megatron. The step of a
+        # loaded checkpoint may exceed the planned steps.
         step = min(self.progress.step, self._planned)
         rounds = step // train.eval_interval - 1 if validation and train.eval_interval else 0
         with self.log.evaluating(split, train.eval_iters, size) as after_batch:
             result = evaluate(
                 self.engine, self.loaders.valid if validation else self.loaders.test,
-                first_sample=max(0, rounds) * train.eval_iters * size, iterations=train.eval_iters, global_batch_size=size,
-                should_stop=self._wants_to_stop, after_batch=after_batch)
+                first_sample=max(0, rounds) * train.eval_iters * size, iterations=train.eval_iters,
+                global_batch_size=size, should_stop=self._wants_to_stop, after_batch=after_batch)
         if validation:
             self._validated_step = self.progress.step
         if self.engine.mesh.rank == 0:
@@ -219,12 +230,13 @@ class Trainer:
 
 
 def stall_text(share: float, workers: int, mock: bool) -> str:
-    """The warning that a fraction `share` of a step waits for data, and what to do. workers: --num-workers."""
+    """The warning that a fraction `share` of a step waits for data. workers: --num-workers."""
     if mock:
-        return (f"{share:.0%} of a step is waiting for mock data, which is computed on the CPU: no disk is read. A larger "
-                f"--num-workers (now {workers}) computes it ahead of the step. The share will be another with a real corpus.")
-    return (f"{share:.0%} of a step is waiting for data. A larger --num-workers (now {workers}) reads further ahead; if that "
-            "does not help, the disk is the limit.")
+        return (f"{share:.0%} of a step is waiting for mock data, which is computed on the CPU: no disk is "
+                f"read. A larger --num-workers (now {workers}) computes it ahead of the step. A real corpus "
+                "has another share.")
+    return (f"{share:.0%} of a step is waiting for data. A larger --num-workers (now {workers}) reads "
+            "further ahead; if that does not help, the disk is the limit.")
 
 
 def _due(interval: int | None, step: int) -> bool:

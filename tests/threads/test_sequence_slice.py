@@ -1,4 +1,5 @@
-"""Which tokens a rank holds: the arithmetic, and models that are given an index of tokens instead of whole sequences."""
+"""Which tokens a rank holds: the arithmetic, and models that are given an index of tokens instead of whole
+sequences."""
 
 from dataclasses import replace
 
@@ -128,7 +129,7 @@ def test_rotary_positions_and_attention_dropout_are_those_of_the_tokens_among_al
     rotary, part = Rotary(8, 1.0, 100.0), batch.cut(SequenceSlice(context=Part(1, 3)))
     whole, some = rotary(q, k, batch), rotary(q[index], k[index], part)
     assert all(torch.equal(ours, all_of_it[index]) for ours, all_of_it in zip(some, whole))
-    assert rotary.tables(part.position_ids) is rotary.tables(part.position_ids)        # made once for all layers
+    assert rotary.tables(part.position_ids) is rotary.tables(part.position_ids)     # made once for all layers
     core = CoreAttention(config, "core", ctx)
     mask = core.keep_mask(q, k, 0.4, batch)
     assert torch.equal(core.keep_mask(q[index], k[index], 0.4, part), mask[:, :, index][..., index])
@@ -139,7 +140,8 @@ class PerToken(torch.nn.Module):
 
     def __init__(self, config, ctx):
         super().__init__()
-        self.mlp, self.drop = build(MLP(config, "mlp", ctx, output_std=0.5), ctx), HiddenDropout(0.4, "mlp", ctx)
+        self.mlp, self.drop = build(MLP(config, "mlp", ctx, output_std=0.5), ctx), HiddenDropout(0.4, "mlp",
+                                                                                                 ctx)
 
     def forward(self, x, batch, cache=None):
         return x + self.drop(self.mlp(x, batch), batch)
@@ -155,4 +157,4 @@ def test_a_layer_that_drops_tokens_takes_a_batch_that_holds_some_already():
         y, through_block = layer(x[index], cut), block(x, replace(batch, kept_tokens=None))[index]
     kept = torch.zeros(6, 3, dtype=torch.bool).scatter(0, layer.draw(3, cut).t(), True)
     assert torch.equal(y[~kept], x[index][~kept])
-    torch.testing.assert_close(y[kept], through_block[kept], rtol=1e-6, atol=1e-6)     # products of other sizes
+    torch.testing.assert_close(y[kept], through_block[kept], rtol=1e-6, atol=1e-6)   # products of other sizes
