@@ -16,19 +16,17 @@ from ..config import RunConfig
 from ..models import MODELS, Placement, build_stages, count_uses, with_random_ltd
 from ..mpu.channels import Channels
 from ..mpu.mesh import Mesh
-from ..optim import OPTIMIZERS
 from ..pipeline.executor import Executor
 from ..pipeline.instruction import Op
 from ..pipeline.stage import Stage
 from ..tensor_parallel.init import initialize, initialize_interval
 from ..token_drop import make_token_drop
-from ..zero.optimizer import DataGroups, LayerPlan, ZeroOptimizer
-from ..zero.scaler import make_scaler
-from ..zero.set_plan import SHARED
-from ..zero.settings import policy_of
+from ..zero.data_groups import DATA, EXPERT_DATA, DataGroups
+from ..zero.optimizer import ZeroOptimizer
+from ..zero.set_plan import ParameterUse
+from ..zero.settings import ZeroSettings
 from .dtypes import DTYPES
 from .layer_timing import measured_times
-from .offloading import make_offload
 from .pinning import agree_on_pinning, is_automatic, memory_of_rank, pinning_text
 from .plan import RunPlan, microbatches_of, moments_of, plan_run, plan_schedule
 from .together import together
@@ -128,41 +126,18 @@ def _data_groups(config: RunConfig, mesh: Mesh) -> DataGroups:
     """Collective over the world."""
     inner = config.zero.zero_hpz_partition_size
     halves = mesh.split_data(inner) if inner > 1 else (None, None)
-    groups = DataGroups(mesh.group("dp", "cp"), mesh.group("edp"), mesh.group("tp"), mesh.group("tp", "pp"),
-                        mesh.group("embd"), *halves)
+    groups = DataGroups({DATA: mesh.group("dp", "cp"), EXPERT_DATA: mesh.group("edp")}, mesh.group("tp"),
+                        mesh.group("tp", "pp"), mesh.group("embd"), *halves)
     return groups.sharing_memory() if config.zero.stage == 3 and mesh.device.type == "cpu" else groups
 
 
 def _build_optimizer(config: RunConfig, mesh: Mesh, groups: DataGroups, stages: Mapping[int, nn.ModuleList],
                      parameters: list[nn.Parameter]) -> ZeroOptimizer:
-    o, zero, tp = config.optimizer, config.zero, groups.tp
-    layers = {stage: [list(module.parameters()) for module in modules] for stage, modules in stages.items()
-              if zero.stage == 3}
-    unread = frozenset((stage, i) for stage, modules in stages.items() for i, module in enumerate(modules)
-                       if not getattr(module, "weights_read_in_backward", True))
-    uses = {stage: count_uses(modules) for stage, modules in stages.items()}
-    stage_of = {}
-    for stage in stages:
-        stage_of |= {p: SHARED if p in stage_of else stage for p in uses[stage]}
+    counts = {p: count for modules in stages.values() for p, count in count_uses(modules).items()}
+    tp, seed = groups.tp, config.train.seed
     return ZeroOptimizer(
-        parameters, uses={p: count for counts in uses.values() for p, count in counts.items()}, stage_of=stage_of,
-        groups=groups, policy=policy_of(zero.stage, zero.zero_hpz_partition_size),
-        make_optimizer=partial(OPTIMIZERS[o.optimizer], settings=o), scaler=make_scaler(o),
-        clip_grad=o.clip_grad, bucket_elements=bucket_elements(zero, sum(p.numel() for p in parameters)),
-        overlap=zero.overlap_comm is not False, grad_dtype=DTYPES[o.gradient_dtype], device=mesh.device,
-        sent_dtype=DTYPES.get(zero.sent_dtype), sent_divisor=zero.sent_divisor,
-        layer_plan=LayerPlan(layers, unread, zero.prefetch_bucket_size, zero.param_persistence_threshold),
-        offload=make_offload(zero, mesh.device),
-        draw=lambda spec, start, out: initialize_interval(out, spec, start, config.train.seed, tp.rank, tp.size))
-
-
-def bucket_elements(zero, num_parameters: int) -> int:
-    """Elements of one gradient bucket: as asked for, else small enough that most of the reduction hides behind backward.
-
-    zero: a ZeroConfig.  A shard of a bucket is contiguous, so a bucket is also what one all-gather of weights moves.
-    """
-    reduced = zero.reduce_bucket_size or min(max(num_parameters // 8, 1_000_000), 40_000_000)
-    return min(reduced, zero.allgather_bucket_size or reduced)
+        parameters, ZeroSettings.from_config(config), groups, ParameterUse.of_stages(stages, counts), mesh.device,
+        draw=lambda spec, start, out: initialize_interval(out, spec, start, seed, tp.rank, tp.size))
 
 
 def _build_executor(config: RunConfig, mesh: Mesh, stages: dict[int, Stage], optimizer: ZeroOptimizer, plan: RunPlan,
@@ -175,7 +150,7 @@ def _build_executor(config: RunConfig, mesh: Mesh, stages: dict[int, Stage], opt
         activation_shape=lambda batch: (batch.seq_length // split, batch.size, config.model.hidden_size),
         dtype=DTYPES[config.optimizer.params_dtype], device=mesh.device,
         hooks={Op.REDUCE: optimizer.arm, Op.TIE: optimizer.reduce_tied,
-               Op.GATHER: optimizer.pin, Op.RELEASE: optimizer.unpin})
+               Op.GATHER: optimizer.keep_gathered, Op.RELEASE: optimizer.release_gathered})
 
 
 def loss_function(config: RunConfig, tp) -> Callable:

@@ -12,7 +12,7 @@ from ..config import RunConfig
 from ..mpu.collectives import all_gather_object
 from ..mpu.mesh import Mesh
 from ..pipeline.instruction import Program
-from ..zero.buffer_pool import UNDER_WAY
+from ..zero.exchange import UNDER_WAY
 from ..zero.optimizer import ZeroOptimizer
 from ..zero.pinning import PinBudget, PinDecision, decide_pinning, gradient_buffers
 from .activations import at_work, kept_by_stage, most_kept, workload_of
