@@ -1,11 +1,13 @@
-"""The registry of optimizers: from parameter groups and the optimizer's section of the configuration to a torch optimizer.
+"""The registry of optimizers: functions from parameter groups and `OptimizerConfig` to a torch optimizer.
 
-An entry receives groups {"params": [fp32 tensors], "decay": bool, "lr_factor": float}; "lr" and "weight_decay" of each group
-are set before every step. Its state tensors have as many elements as the parameter, apart from a count named "step".
+An entry receives groups {"params": [fp32 tensors], "decay": bool, "lr_factor": float}; "lr" and
+"weight_decay" of each group are set before every step. Its state tensors have as many elements as the
+parameter, apart from a count named "step".
 
-By default an entry must treat elements one by one: its tensors are flat and may be parts of parameters. An entry that needs
-whole matrices has the attribute `needs_whole_tensors = True`; one that needs norms of whole parameters has
-`needs_norms = True`; one that chooses its parameter groups has `param_groups` (param_groups.py).
+By default an entry must treat elements one by one: its tensors are flat and may be parts of parameters. An
+entry that needs whole matrices has the attribute `needs_whole_tensors = True`; one that needs norms of whole
+parameters has `needs_norms = True`; one that chooses its parameter groups has `param_groups`
+(param_groups.py).
 """
 
 import logging
@@ -25,12 +27,14 @@ OPTIMIZERS: Registry[Callable[..., torch.optim.Optimizer]] = Registry("optimizer
 
 @OPTIMIZERS.register("adam", "adamw")
 def adam(groups: list[dict], settings: OptimizerConfig) -> torch.optim.Optimizer:
-    """Adam with decoupled weight decay (Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2), as Megatron's "adam".
+    """Adam with decoupled weight decay (Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2), as
+    Megatron's "adam".
 
     fp32 masters on the CPU are updated by the kernel of this package if it was compiled.
     """
     options = dict(lr=0.0, betas=(settings.adam_beta1, settings.adam_beta2), eps=settings.adam_eps)
-    on_cpu = all(p.device.type == "cpu" and p.dtype == torch.float32 for group in groups for p in group["params"])
+    on_cpu = all(p.device.type == "cpu" and p.dtype == torch.float32
+                 for group in groups for p in group["params"])
     if on_cpu and extension():
         return CpuAdamW(groups, **options)
     return _fused(torch.optim.AdamW, groups, **options)

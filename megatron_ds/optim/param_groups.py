@@ -1,11 +1,11 @@
 """`ParamGroup`: which optimizer updates which parameters, at which learning rate and weight decay.
 
-A run has a list of groups. A parameter belongs to the first group whose filter accepts its spec. Groups may use different
-optimizers: matrices an orthogonalising one and the rest AdamW, for example. Without other instructions there are two groups
-of one optimizer, with and without weight decay.
+A run has a list of groups. A parameter belongs to the first group whose filter accepts its spec. Groups may
+use different optimizers: matrices an orthogonalising one and the rest AdamW, for example. Without other
+instructions there are two groups of one optimizer, with and without weight decay.
 
-An entry of the registry chooses its own groups by an attribute `param_groups`, a function from the optimizer's section of the
-configuration to groups. A new optimizer with groups is therefore one file.
+An entry of the registry chooses its own groups by an attribute `param_groups`, a function from the
+optimizer's section of the configuration to groups. A new optimizer with groups is therefore one file.
 """
 
 from collections.abc import Callable, Sequence
@@ -97,5 +97,6 @@ def group_of(spec: ParamSpec, groups: Sequence[ParamGroup]) -> ParamGroup:
     for group in groups:
         if group.filter(spec):
             return group
-    raise ConfigError(f"{spec.name} belongs to none of the parameter groups {', '.join(g.name for g in groups)}, so no "
-                      "optimizer would update it. Add a group whose filter accepts it.")
+    names = ", ".join(group.name for group in groups)
+    raise ConfigError(f"{spec.name} belongs to none of the parameter groups {names}, so no optimizer "
+                      "would update it. Add a group whose filter accepts it.")

@@ -1,19 +1,23 @@
-"""`GradBuckets`: whole gradients in one flat buffer (ZeRO 0 and 1), reduced over the data-parallel ranks as they fill.
+"""`GradBuckets`: whole gradients in one flat buffer (ZeRO 0 and 1), reduced over the data-parallel ranks as
+they fill.
 
-Each parameter gets `main_grad`, its view of the buffer, and `grad_ready()`, called once per contribution and backward.
-Layers that compute their weight gradient themselves add to main_grad and call grad_ready; for other parameters a hook adds
-what autograd accumulated. Micro-batches add up. Before the last one the buckets are *armed*: from then on contributions are
-counted, and a bucket whose parameters are all complete starts its reduction while backward continues.
+Each parameter gets `main_grad`, its view of the buffer, and `grad_ready()`, called once per contribution and
+backward. Layers that compute their weight gradient themselves add to main_grad and call grad_ready; for other
+parameters a hook adds what autograd accumulated. Micro-batches add up. Before the last one the buckets are
+*armed*: from then on contributions are counted, and a bucket whose parameters are all complete starts its
+reduction while backward continues.
 
     backward of the last micro-batch     ..w4..w3..|..w2..|..w1..b1..|  finish
     reduction                                      |bucket 0 |bucket 1  |bucket 2, wait
 
-Note: in order. Buckets start strictly in the order of the layout; a complete bucket waits for those before it. So every
-rank issues the same collectives in the same order, even if one of them sends no token to some expert.
+Note: in order. Buckets start strictly in the order of the layout; a complete bucket waits for those before
+it. So every rank issues the same collectives in the same order, even if one of them sends no token to some
+expert.
 
-Note: sum. The reduction sums and nothing is divided: the loss of each micro-batch is scaled by its share of the *global*
-batch before backward. So the gradient of a micro-batch has the same bits for any number of ranks, also when fp16 overflows,
-and experts, which process the tokens of their whole expert-parallel group, need no factor of their own.
+Note: sum. The reduction sums and nothing is divided: the loss of each micro-batch is scaled by its share of
+the *global* batch before backward. So the gradient of a micro-batch has the same bits for any number of
+ranks, also when fp16 overflows, and experts, which process the tokens of their whole expert-parallel group,
+need no factor of their own.
 """
 
 from collections.abc import Sequence
@@ -67,7 +71,8 @@ class GradientStore(Protocol):
         """Zero all gradients and start counting anew."""
 
     def arm(self, stage: int | None = None) -> None:
-        """The next backward of `stage` (None: of all) completes its gradients: count contributions from now on."""
+        """The next backward of `stage` (None: of all) completes its gradients: count contributions from now
+        on."""
 
     def close(self, bucket: int) -> None:
         """No more contributions to buckets up to this one are on their way."""
@@ -76,7 +81,8 @@ class GradientStore(Protocol):
         """Reduce what is there; more gradients are added to it and reduced later. Collective."""
 
     def finish(self) -> None:
-        """Reduce what is not reduced yet, wait for everything, then sum partial gradients over tp. Collective."""
+        """Reduce what is not reduced yet, wait for everything, then sum partial gradients over tp.
+        Collective."""
 
     def grad_of(self, piece: SlotPiece) -> torch.Tensor:
         """The gradient of a piece, padding included: a view."""
@@ -136,7 +142,7 @@ class GradBuckets:
     def arm(self, stage: int | None = None) -> None:
         """See `GradientStore`."""
         for i, holder in enumerate(self.holders):
-            if self._missing[i] == UNARMED and (stage is None or holder.stage is None or holder.stage == stage):
+            if self._missing[i] == UNARMED and (stage is None or holder.stage in (None, stage)):
                 self._missing[i] = holder.uses
 
     def close(self, bucket: int) -> None:
@@ -150,8 +156,8 @@ class GradBuckets:
     def reopen(self) -> None:
         """See `GradientStore`.
 
-        One rank keeps the sum of each element (its owner if they are sharded), and the others keep zero: the next reduction
-        adds further gradients of each rank to it.
+        One rank keeps the sum of each element (its owner if they are sharded), and the others keep zero: the
+        next reduction adds further gradients of each rank to it.
         """
         self._complete()
         if self.sharded:
@@ -187,9 +193,9 @@ class GradBuckets:
             return
         if missing == 0:
             raise MegatronDSError(
-                f"{self.holders[i].parameter.spec.name} received more than the {self.holders[i].uses} gradient "
-                "contribution(s) announced for one backward: its bucket may be reduced already, and the rest would be lost. "
-                "Give the true number in `ParameterUse.counts`.")
+                f"{self.holders[i].parameter.spec.name} received more than the {self.holders[i].uses} "
+                "gradient contribution(s) announced for one backward: its bucket may be reduced already, "
+                "and the rest would be lost. Give the true number in `ParameterUse.counts`.")
         self._missing[i] = missing - 1
         if missing == 1:
             bucket = self.layout.slots[i].bucket
@@ -219,16 +225,20 @@ class GradBuckets:
         for b in range(self._next, stop):
             bucket, piece = self.layout.buckets[b], self._shard_pieces[b]
             whole = self.flat[bucket.start:bucket.stop]
-            out, start = (self.flat[piece.start:piece.stop], piece.start - bucket.start) if self.sharded else (whole, 0)
-            self._works.append(self._exchange.reduce(
-                BucketGradient(self.layout.slots[bucket.first_slot].name, whole, out, start, False, self.ranks)))
+            out, start = whole, 0
+            if self.sharded:
+                out, start = self.flat[piece.start:piece.stop], piece.start - bucket.start
+            name = self.layout.slots[bucket.first_slot].name
+            gradient = BucketGradient(name, whole, out, start, False, self.ranks)
+            self._works.append(self._exchange.reduce(gradient))
         self._next = max(self._next, stop)
 
 
 def sum_coalesced(views: list[torch.Tensor], group: Group) -> None:
     """Sum small tensors over the group in one message.
 
-    Sums commute, so this comes after the data-parallel reduction: once a step, and of the shard only where there is one.
+    Sums commute, so this comes after the data-parallel reduction: once a step, and of the shard only where
+    there is one.
     """
     if group.size == 1 or not views:
         return
@@ -239,7 +249,7 @@ def sum_coalesced(views: list[torch.Tensor], group: Group) -> None:
 
 def move_to_main_grad(parameter: nn.Parameter) -> None:
     """A hook: what autograd accumulated is one contribution."""
-    if parameter.grad is None:       # a layer that adds to main_grad itself returned None; torch calls the hook anyway
+    if parameter.grad is None:       # a layer that adds to main_grad itself: torch calls the hook anyway
         return
     main_grad = getattr(parameter, "main_grad", None)
     (parameter.take_main_grad() if main_grad is None else main_grad).add_(parameter.grad)

@@ -1,7 +1,7 @@
 """`DataGroups`: the process groups of ZeRO; `Hierarchy`: inner and outer groups of data-parallel ranks.
 
-With n data-parallel ranks and h in an inner group (a node): rank = o h + i, where i is the position in the inner group and o
-the position in the outer group. Then
+With n data-parallel ranks and h in an inner group (a node): rank = o h + i, where i is the position in the
+inner group and o the position in the outer group. Then
 
     shard of a rank = i n/h + o             weights         part i of h of every bucket
                                             gradients, masters, moments         its shard, one of n
@@ -11,12 +11,13 @@ the position in the outer group. Then
     shards      |  r0   |  r3   |  r1   |  r4   |  r2  |  r5  |
 
 The part of an inner rank is contiguous and consists of the shards of its outer group, in order: gradients are
-reduce-scattered over the inner group, then that part over the outer group; updated shards are gathered over the outer group,
-then parts over the inner group. One h-th of a bucket travels between nodes, and gathers of layers stay inside a node. The
-outer group of a flat hierarchy has one rank: the second collective does nothing, and the shard of rank r is shard r.
+reduce-scattered over the inner group, then that part over the outer group; updated shards are gathered over
+the outer group, then parts over the inner group. One h-th of a bucket travels between nodes, and gathers of
+layers stay inside a node. The outer group of a flat hierarchy has one rank: the second collective does
+nothing, and the shard of rank r is shard r.
 
-(Wang et al. 2023, arXiv:2306.10209, section 3.2, keep weights over n and a second copy over h for backward only. Here the
-part over h is the only copy: forward stays inside a node as well, and memory is the same.)
+(Wang et al. 2023, arXiv:2306.10209, section 3.2, keep weights over n and a second copy over h for backward
+only. Here the part over h is the only copy: forward stays inside a node as well, and memory is the same.)
 """
 
 from collections.abc import Mapping
@@ -66,7 +67,8 @@ def shard_of(rank: int, size: int, inner: int) -> int:
 class DataGroups:
     """The groups over which ZeRO communicates.
 
-    by_axes  mesh axes over which gradients are summed → the group of the ranks along these axes; DATA is always present
+    by_axes  mesh axes over which gradients are summed → the group of the ranks along these axes; DATA is
+             always present
     tp       tensor-parallel ranks
     model    ranks that together hold one copy of the model: tp-pp
     tied     ranks that hold parameters tied across pipeline stages: embd; one rank if nothing is tied
@@ -104,13 +106,15 @@ class DataGroups:
     def check(self, spec: ParamSpec) -> None:
         """Raises LayoutError if there is no group over which the parameter's gradient could be summed."""
         if reduced_over(spec) not in self.by_axes:
+            given = ", ".join("-".join(axes) for axes in self.by_axes)
             raise LayoutError(
-                f"the gradient of {spec.name} is summed over the ranks along {'-'.join(reduced_over(spec))}, but only groups "
-                f"for {', '.join('-'.join(axes) for axes in self.by_axes)} were given: a sum over other ranks would mix "
-                "different parameters. Give the group in `by_axes`.")
+                f"the gradient of {spec.name} is summed over the ranks along {'-'.join(reduced_over(spec))}, "
+                f"but only groups for {given} were given: a sum over other ranks would mix different "
+                "parameters. Give the group in `by_axes`.")
 
     def sharing_memory(self) -> "DataGroups":
-        """The same groups; ranks of one host that gather weights map each other's memory. Collective over the data group."""
+        """The same groups; ranks of one host that gather weights map each other's memory. Collective over the
+        data group."""
         if self.inner is not None:
             return replace(self, inner=share_memory(self.inner))
         return replace(self, by_axes={**self.by_axes, DATA: share_memory(self.data)})

@@ -1,19 +1,22 @@
-"""`GradientExchange`: the strategy by which gradients are summed over the data-parallel ranks; `FullPrecisionExchange`.
+"""`GradientExchange`: the strategy by which gradients are summed over the data-parallel ranks;
+`FullPrecisionExchange`.
 
     accumulates (fp32)   |--------- bucket ---------|         |- shard -|    added, or the first of a step
                               ↓ / divisor, cast                    ↑ cast, × divisor
     sent (fp16)          |--------- bucket ---------|   sum   |- shard -|
 
-In the dtype in which gradients accumulate they are summed in place. Another dtype has buffers of its own, two of them for
-any number of buckets.
+In the dtype in which gradients accumulate they are summed in place. Another dtype has buffers of its own, two
+of them for any number of buckets.
 
-Note: divisor. Gradients are sums (see buckets.py), there is nothing to average. A 16-bit sum of n ranks can leave the range
-of fp16 although each of its terms and the fp32 sum are inside: dividing before and multiplying after avoids that. With a
-power of two that is exact, except for elements below 2^-14 times the divisor, which lose bits or vanish.
+Note: divisor. Gradients are sums (see buckets.py), there is nothing to average. A 16-bit sum of n ranks can
+leave the range of fp16 although each of its terms and the fp32 sum are inside: dividing before and
+multiplying after avoids that. With a power of two that is exact, except for elements below 2^-14 times the
+divisor, which lose bits or vanish.
 
-Another strategy (compressed gradients, for example) is a class with the same methods, given as `ZeroSettings.exchange`. It
-may leave buckets unreduced, and may keep state for each bucket, such as the error of the last compression. Such state
-belongs to one rank and one layout, so checkpoints do not contain it; it begins anew when a run is resumed.
+Another strategy (compressed gradients, for example) is a class with the same methods, given as
+`ZeroSettings.exchange`. It may leave buckets unreduced, and may keep state for each bucket, such as the error
+of the last compression. Such state belongs to one rank and one layout, so checkpoints do not contain it; it
+begins anew when a run is resumed.
 """
 
 from collections import deque
@@ -66,10 +69,12 @@ class GradientExchange(Protocol):
         """Bytes of buffers and state that it holds now."""
 
     def planned_bytes(self, longest: int, ranks: int) -> int:
-        """Bytes that it will hold, with buckets of up to `longest` elements and this many data-parallel ranks."""
+        """Bytes that it will hold, with buckets of up to `longest` elements and this many data-parallel
+        ranks."""
 
     def sent(self, numel: int, buckets: int, ranks: Hierarchy, *, sharded: bool) -> Iterator[Sent]:
-        """What it sends to reduce `buckets` buckets of `numel` elements in total. Groups of one rank may be included."""
+        """What it sends to reduce `buckets` buckets of `numel` elements in total. Groups of one rank may be
+        included."""
 
     def begin(self) -> None:
         """A step begins. Reductions of an earlier step that failed may be unfinished: finish them."""
@@ -106,7 +111,8 @@ class FullPrecisionExchange:
         return (UNDER_WAY + 1) * longest * self.dtype.itemsize if self._wire and ranks > 1 else 0
 
     def sent(self, numel: int, buckets: int, ranks: Hierarchy, *, sharded: bool) -> Iterator[Sent]:
-        """An all-reduce, or a reduce-scatter over the inner group and then of each part over the outer one."""
+        """An all-reduce, or a reduce-scatter over the inner group and then of each part over the outer
+        one."""
         nbytes = numel * self.dtype.itemsize
         if not sharded:
             yield "all_reduce", ranks.data, nbytes, buckets
@@ -145,8 +151,9 @@ class FullPrecisionExchange:
             return reduce_scatter_into_(shard, sent, ranks.inner, async_op=True)
         numel = sent.numel() // ranks.inner.size
         part = sent[ranks.inner.rank * numel:(ranks.inner.rank + 1) * numel]
-        before, self._last = self._last, TwoHops(reduce_scatter_into_(part, sent, ranks.inner, async_op=True),
-                                                 lambda: reduce_scatter_into_(shard, part, ranks.outer, async_op=True))
+        first = reduce_scatter_into_(part, sent, ranks.inner, async_op=True)
+        second = lambda: reduce_scatter_into_(shard, part, ranks.outer, async_op=True)
+        before, self._last = self._last, TwoHops(first, second)
         if before is not None:
             before.go_on()
         return self._last
@@ -164,7 +171,8 @@ class FullPrecisionExchange:
         # Divided in the wider dtype, then rounded.
         return buffer, sent.copy_(whole) if factor == 1 else torch.mul(whole, factor, out=sent)
 
-    def _land(self, work: Work, buffer: torch.Tensor | None, part: torch.Tensor, bucket: BucketGradient) -> Work:
+    def _land(self, work: Work, buffer: torch.Tensor | None, part: torch.Tensor,
+              bucket: BucketGradient) -> Work:
         """part: where the sum arrives."""
         out, add, factor = bucket.out, bucket.add, self._divisor_of(bucket.ranks.data)
         if part is out and factor == 1:
@@ -190,8 +198,9 @@ class FullPrecisionExchange:
 class TwoHops:
     """A collective that is followed by another.
 
-    Note: when. The second hop of a bucket begins right after the first hop of the next bucket, not when its result is
-    waited for, which may be at different times on different ranks: all ranks issue all collectives in the same order.
+    Note: when. The second hop of a bucket begins right after the first hop of the next bucket, not when its
+    result is waited for, which may be at different times on different ranks: all ranks issue all collectives
+    in the same order.
     """
 
     __slots__ = ("_work", "_second")

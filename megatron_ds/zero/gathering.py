@@ -2,17 +2,20 @@
 
 Layers are used in the order of their list, in backward in reverse; nothing is traced.
 
-    enter(i)         gather layer i and wait for it; start the next layers (backward: the previous), as far as prefetch allows
-    leave(i)         free what no other layer has claimed; in backward, also reduce the gradients that are complete with it
+    enter(i)         gather layer i and wait for it; start the next layers (backward: the previous), as far as
+                     prefetch allows
+    leave(i)         free what no other layer has claimed; in backward, also reduce the gradients that are
+                     complete with it
     keep_gathered    all layers stay whole until release_gathered
 
-A layer may need units of other layers: a head that shares the embedding's weight claims the embedding's unit, also if the
-two are on different stages of one rank. Collectives start in these calls only, so their order is the same on all ranks.
+A layer may need units of other layers: a head that shares the embedding's weight claims the embedding's unit,
+also if the two are on different stages of one rank. Collectives start in these calls only, so their order is
+the same on all ranks.
 
-Two gathers are avoided. The last layer stays whole after its forward, because the next backward of this stage begins with
-it. A layer whose backward does not read its weights (an embedding) is not gathered for it. So a step of m micro-batches
-gathers each layer 2m times, the last one m times, an embedding m times, for any schedule; a weight shared by embedding and
-head 2m times like the others.
+Two gathers are avoided. The last layer stays whole after its forward, because the next backward of this stage
+begins with it. A layer whose backward does not read its weights (an embedding) is not gathered for it. So a
+step of m micro-batches gathers each layer 2m times, the last one m times, an embedding m times, for any
+schedule; a weight shared by embedding and head 2m times like the others.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,7 +39,8 @@ class LayerGathering:
 
     def __init__(self, needs: Sequence[Sequence[GatherUnit]], in_backward: Sequence[Sequence[GatherUnit]],
                  prefetch: int | None, close: Callable[[int], None] = lambda layer: None, stage: int = 0):
-        self.needs, self.in_backward, self.prefetch, self.close, self.stage = needs, in_backward, prefetch, close, stage
+        self.needs, self.in_backward, self.prefetch = needs, in_backward, prefetch
+        self.close, self.stage = close, stage
         self._keeps_all = False
 
     @property
@@ -115,7 +119,8 @@ def _numel(units: Sequence[GatherUnit]) -> int:
     return sum(unit.numel for unit in units)
 
 
-def make_gathering(use: ParameterUse, stage: int, sets: Sequence[ParameterSet], prefetch: int | None) -> LayerGathering:
+def make_gathering(use: ParameterUse, stage: int, sets: Sequence[ParameterSet],
+                   prefetch: int | None) -> LayerGathering:
     """The gathering of a stage, which also reduces gradients when a layer is left in backward."""
     gathered = [s for s in sets if s.plan.units and s.plan.stage in (stage, SHARED)]
     unit_of: dict[nn.Parameter, GatherUnit] = {}

@@ -1,7 +1,7 @@
 """`GradShards`: gradients of which each data-parallel rank keeps its shard (ZeRO 2 and 3).
 
-The whole buffer of a bucket exists only while the bucket fills: it is borrowed from a pool at the first contribution, summed
-over the ranks into shards when the bucket is complete, and given back.
+The whole buffer of a bucket exists only while the bucket fills: it is borrowed from a pool at the first
+contribution, summed over the ranks into shards when the bucket is complete, and given back.
 
     backward of micro-batch k     ..w4..w3..|..w2..|..w1..b1..|            next backward
     whole buffers                 |-- bucket 0 ----|
@@ -10,14 +10,15 @@ over the ranks into shards when the bucket is complete, and given back.
     reduce-scatter                          |bucket 0 |bucket 1  |bucket 2
     shard, kept until the step              =         +=         +=
 
-A *cycle* begins with `arm` and reduces every bucket once, in order: those that fill up during backward, the rest when the
-next cycle begins or in `finish`. Armed before each micro-batch, gradients exist only as shards. Armed before the last one
-only, whole buffers are kept from the first micro-batch to the last and reduced once: fewer bytes are sent, more are held.
+A *cycle* begins with `arm` and reduces every bucket once, in order: those that fill up during backward, the
+rest when the next cycle begins or in `finish`. Armed before each micro-batch, gradients exist only as shards.
+Armed before the last one only, whole buffers are kept from the first micro-batch to the last and reduced
+once: fewer bytes are sent, more are held.
 
-Note: any order of contributions is correct. A sum does not depend on the cycle in which a contribution is counted: one that
-arrives before its cycle is armed, or after its bucket was reduced, stays in a borrowed buffer until the next turn of the
-bucket. A parameter without a contribution on some rank adds zero there and delays no other rank: all ranks reduce the same
-buckets in the same order whatever they received.
+Note: any order of contributions is correct. A sum does not depend on the cycle in which a contribution is
+counted: one that arrives before its cycle is armed, or after its bucket was reduced, stays in a borrowed
+buffer until the next turn of the bucket. A parameter without a contribution on some rank adds zero there and
+delays no other rank: all ranks reduce the same buckets in the same order whatever they received.
 """
 
 from collections.abc import Sequence
@@ -38,8 +39,8 @@ class GradShards:
     The parameters get `take_main_grad` in place of `main_grad`.
 
     pool       of the buffers in which gradients fill up; gradients have its dtype
-    reduction  overlap: reduce a bucket when the announced contributions have arrived; else when it is closed, or when the
-               cycle ends
+    reduction  overlap: reduce a bucket when the announced contributions have arrived; else when it is closed,
+               or when the cycle ends
     """
 
     def __init__(self, holders: Sequence[Holder], layout: Layout, reduction: Reduction, *, pool: BufferPool):
@@ -50,7 +51,8 @@ class GradShards:
         self._tp, self._pool, self._exchange = reduction.tp, pool, reduction.exchange
         self._partial = [self.grad_of(p) for p in self.pieces if holders[p.slot].parameter.spec.partial_grad]
         self._shard_pieces = layout.shard_pieces(ranks.shard)
-        # Buffers of the pool have one length if buckets are cut by size; if buckets are units, each has its own length.
+        # Buffers of the pool have one length if buckets are cut by size; if buckets are units, each has its
+        # own length.
         longest = max(bucket.stop - bucket.start for bucket in layout.buckets)
         self._least = longest if overlap else 0
         self._buffers: list[torch.Tensor | None] = [None] * len(layout.buckets)
@@ -137,8 +139,8 @@ class GradShards:
         self._buffers[b] = None
 
     def _start_cycle(self) -> None:
-        self._next = 0                                                  # the first bucket not reduced in this cycle
-        self._missing = [holder.uses for holder in self.holders]        # contributions still to come, per parameter
+        self._next = 0                                            # the first bucket not reduced in this cycle
+        self._missing = [holder.uses for holder in self.holders]  # contributions still to come
         self._open = [bucket.last_slot - bucket.first_slot for bucket in self.layout.buckets]
 
     def _contributed(self, i: int) -> None:
@@ -150,7 +152,8 @@ class GradShards:
             bucket = self.layout.slots[i].bucket
             self._open[bucket] -= 1
             if self.overlap and not self._open[bucket]:
-                self._launch_up_to(next((b for b in range(self._next, len(self._open)) if self._open[b]), len(self._open)))
+                buckets = range(self._next, len(self._open))
+                self._launch_up_to(next((b for b in buckets if self._open[b]), len(self._open)))
 
     def _launch_up_to(self, stop: int) -> None:
         for b in range(self._next, stop):

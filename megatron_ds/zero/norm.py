@@ -1,18 +1,21 @@
-"""Norms: of the whole gradient, and of logical parameters; and the check that ranks have gradients of the same parameters.
+"""Norms: of the whole gradient, and of logical parameters; and the check that ranks have gradients of the
+same parameters.
 
-The gradient norm counts each logical element once, in one pass over this rank's shard of the gradients. After the reduction
-every data-parallel rank of the same shard holds the same gradient, so rank r reads shard r only, also if gradients are whole
-everywhere (ZeRO 0). The partial sums are then added over the data group (all shards, all experts) and over the
-model-parallel group (all tensor-parallel parts, all stages). Not counted: padding (it is zero), parameters that every
-tensor-parallel rank holds, except on the first, and second copies of tied parameters.
+The gradient norm counts each logical element once, in one pass over this rank's shard of the gradients. After
+the reduction every data-parallel rank of the same shard holds the same gradient, so rank r reads shard r
+only, also if gradients are whole everywhere (ZeRO 0). The partial sums are then added over the data group
+(all shards, all experts) and over the model-parallel group (all tensor-parallel parts, all stages). Not
+counted: padding (it is zero), parameters that every tensor-parallel rank holds, except on the first, and
+second copies of tied parameters.
 
-Note: rows. torch sums a flat fp32 norm in a handful of fp32 accumulators, with an error of 2e-4 at 8 M elements. Norms of
-rows of 1024, squared and summed in float64, are as fast and accurate to 1e-9. The total is finite exactly if every gradient
-is (except for elements beyond 1e19, whose squares overflow fp32 and which count as infinite).
+Note: rows. torch sums a flat fp32 norm in a handful of fp32 accumulators, with an error of 2e-4 at 8 M
+elements. Norms of rows of 1024, squared and summed in float64, are as fast and accurate to 1e-9. The total is
+finite exactly if every gradient is (except for elements beyond 1e19, whose squares overflow fp32 and which
+count as infinite).
 
-Note: divergence. A rank that took another path through the model than its peers trains on a sum in which its part is
-missing. The ranks compare a fingerprint, 16 bits, of the parameters that received gradients; it is sent with the norm. Names
-are exchanged only if the fingerprints differ.
+Note: divergence. A rank that took another path through the model than its peers trains on a sum in which its
+part is missing. The ranks compare a fingerprint, 16 bits, of the parameters that received gradients; it is
+sent with the norm. Names are exchanged only if the fingerprints differ.
 """
 
 import zlib
@@ -40,10 +43,12 @@ def is_counted(spec: ParamSpec, tp_rank: int) -> bool:
 
 def norm_views(flat: torch.Tensor, pieces: Iterable[SlotPiece],
                start_of: Callable[[SlotPiece], int]) -> list[torch.Tensor]:
-    """The gradients of the pieces as few 2-D views: neighbours are joined, each run cut into whole rows and a short one.
+    """The gradients of the pieces as few 2-D views: neighbours are joined, each run cut into whole rows and a
+    short one.
 
-    flat, start_of: where the gradients are. Pieces are neighbours if they are so in the *whole* buffer: the order in which
-    squares are added, and with it each bit of the norm, does not depend on the share of it that this rank keeps.
+    flat, start_of: where the gradients are. Pieces are neighbours if they are so in the *whole* buffer: the
+    order in which squares are added, and with it each bit of the norm, does not depend on the share of it
+    that this rank keeps.
     """
     runs: list[list[int]] = []
     end = None
@@ -79,7 +84,8 @@ def _parts(view: torch.Tensor) -> Sequence[torch.Tensor]:
 
 
 def sum_over_ranks(squares: torch.Tensor, received: Mapping[str, bool], groups: DataGroups) -> float:
-    """The sum of `squares` over all ranks, the same float on each. Collective over the data and the model group.
+    """The sum of `squares` over all ranks, the same float on each. Collective over the data and the model
+    group.
 
     Raises MegatronDSError, on all ranks, if data-parallel ranks `received` gradients of different parameters.
     """
@@ -97,7 +103,8 @@ def sum_over_ranks(squares: torch.Tensor, received: Mapping[str, bool], groups: 
 
 
 def report_divergence(received: Mapping[str, bool], data: Group, model: Group) -> None:
-    """Raise, on all ranks, an error that names a parameter and the ranks with and without it. Collective over both groups."""
+    """Raise, on all ranks, an error that names a parameter and the ranks with and without it. Collective over
+    both groups."""
     first = None
     of_ranks = all_gather_object(dict(received), data)
     for name in received:
@@ -106,10 +113,12 @@ def report_divergence(received: Mapping[str, bool], data: Group, model: Group) -
             having = set(data.ranks) - set(without)
             first = f"{name} received a gradient on rank(s) {_list(having)} but not on {_list(without)}"
             break
-    found = next((text for text in all_gather_object(first, model) if text), "the parameters with a gradient differ")
+    found = next((text for text in all_gather_object(first, model) if text),
+                 "the parameters with a gradient differ")
     raise MegatronDSError(
-        f"data-parallel ranks took different paths through the model: {found}. The sum of their gradients would be "
-        "incomplete. Every rank must use the same parameters in each step, if necessary with a factor of zero.")
+        f"data-parallel ranks took different paths through the model: {found}. The sum of their gradients "
+        "would be incomplete. Every rank must use the same parameters in each step, if necessary with a "
+        "factor of zero.")
 
 
 def _list(ranks: Iterable[int]) -> str:
@@ -130,11 +139,13 @@ class NormEntry:
 class ParameterNorms:
     """Norms of tensors that belong to logical parameters, such as weights or updates, over all their parts.
 
-    A parameter may be in shards of several data-parallel ranks, split over tensor-parallel ranks, and held by two pipeline
-    stages. `__call__` adds the squares of all its parts: one all-reduce for all parameters over each group that has parts,
-    and no host synchronization. It is collective; ranks without parts of any parameter call it with empty lists.
+    A parameter may be in shards of several data-parallel ranks, split over tensor-parallel ranks, and held by
+    two pipeline stages. `__call__` adds the squares of all its parts: one all-reduce for all parameters over
+    each group that has parts, and no host synchronization. It is collective; ranks without parts of any
+    parameter call it with empty lists.
 
-    entries: all parameters of the optimizers that ask for norms, in the same order on all ranks of the same stages
+    entries: all parameters of the optimizers that ask for norms, in the same order on all ranks of the same
+    stages
     """
 
     def __init__(self, entries: Sequence[NormEntry], groups: DataGroups, device: torch.device):
@@ -144,12 +155,14 @@ class ParameterNorms:
         tied = sorted((entry.spec.tied, i) for i, entry in enumerate(entries) if entry.is_tied)
         self._tied = self._tensor([i for _, i in tied], torch.int64)
         self._is_first_holder = self._tensor([not entries[i].spec.tied_copy for _, i in tied])
-        self._counts_here = self._tensor([groups.tp.rank == 0 or e.spec.split_dim is not None for e in entries])
+        self._counts_here = self._tensor(
+            [groups.tp.rank == 0 or e.spec.split_dim is not None for e in entries])
         self._in_shards = {axes: self._tensor([e.is_split and e.axes == axes for e in entries])
                            for axes in groups.by_axes if any(e.is_split and e.axes == axes for e in entries)}
 
     def __call__(self, values: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The norm, [len(parameters)] in fp32, of the logical parameter that each of `parameters` is a part of.
+        """The norm, [len(parameters)] in fp32, of the logical parameter that each of `parameters` is a part
+        of.
 
         values: for each a tensor of the same length: the part itself, its update, ...
         """

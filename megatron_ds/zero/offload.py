@@ -5,12 +5,12 @@
     update                      |--0--| |--1--| |--2--| |--3--|
     write                               |--0--| |--1--| |--2--| |--3--|
 
-State in host memory is updated in place: the same code then copies nothing. (Ren et al. 2021, arXiv:2101.06840; on disks
-Rajbhandari et al. 2021, arXiv:2104.07857, section 5.)
+State in host memory is updated in place: the same code then copies nothing. (Ren et al. 2021,
+arXiv:2101.06840; on disks Rajbhandari et al. 2021, arXiv:2104.07857, section 5.)
 
-A *sub-group* is a run of pieces in one bucket, so that it is one interval of every flat buffer that holds a part of it
-(weights, gradients, moments). Sub-groups begin at a page of a file for every dtype. `plan_sub_groups` cuts them, a pure
-function.
+A *sub-group* is a run of pieces in one bucket, so that it is one interval of every flat buffer that holds a
+part of it (weights, gradients, moments). Sub-groups begin at a page of a file for every dtype.
+`plan_sub_groups` cuts them, a pure function.
 """
 
 from collections.abc import Mapping, Sequence
@@ -50,7 +50,8 @@ def plan_sub_groups(layout: Layout, pieces: Sequence[SlotPiece], elements: int,
                     ratio: float) -> tuple[tuple[SubGroupPlan, ...], tuple[SlotPiece, ...]]:
     """(sub-groups, pieces that stay on the device): the first `ratio` of all elements are offloaded.
 
-    pieces: those of this rank, in buffer order; they are cut where a sub-group ends. elements: of a sub-group, about.
+    pieces: those of this rank, in buffer order; they are cut where a sub-group ends. elements: of a
+    sub-group, about.
     """
     elements = max(elements // PAGE_ELEMENTS, 1) * PAGE_ELEMENTS
     left = round(sum(piece.padded_numel for piece in pieces) * ratio)
@@ -118,14 +119,16 @@ class Staged:
 
 
 class SubGroup:
-    """Leaves that are updated together. `arrays`: everything that the update reads or writes, flat, each in its tier.
+    """Leaves that are updated together. `arrays`: everything that the update reads or writes, flat, each in
+    its tier.
 
-    master  fp32 weights     grad  read only, converted to fp32     low  the model's 16-bit weights, written only
+    master  fp32 weights     grad  read only, converted to fp32     low  the model's 16-bit weights, written
+            only
     and the optimizer's own state under its own names
     """
 
-    def __init__(self, plan: SubGroupPlan, specs: Sequence[ParamSpec], arrays: Mapping[str, Array], tier: Tier,
-                 param_groups: Sequence[ParamGroup], buffers: Buffers):
+    def __init__(self, plan: SubGroupPlan, specs: Sequence[ParamSpec], arrays: Mapping[str, Array],
+                 tier: Tier, param_groups: Sequence[ParamGroup], buffers: Buffers):
         self.arrays = dict(arrays)
         self.leaves: list[Leaf] = []
         self._state_names: list[str] = []
@@ -180,7 +183,8 @@ class SubGroup:
 
     def state_bytes(self) -> tuple[int, int]:
         """(bytes of masters, bytes of the optimizer's own state), in addition to the model's weights."""
-        own = sum(array.tensor.nbytes for name, array in self.arrays.items() if name not in (MASTER, GRAD, LOW))
+        own = sum(array.tensor.nbytes for name, array in self.arrays.items()
+                  if name not in (MASTER, GRAD, LOW))
         return (self.arrays[MASTER].tensor.nbytes if LOW in self.arrays else 0), own
 
     def _point_to(self, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -5,10 +5,11 @@ One step, called by all data-parallel ranks (contributions arrive during backwar
     begin_step   zero the gradients
     arm          before the backward of the last micro-batch: buckets are reduced as they fill
     reduce_tied  after it: sum the gradients of parameters that several stages hold
-    step         the phases of `STEPS`: finish reductions → norm → overflow? skip : clip, unscale and update → gather
+    step         the phases of `STEPS`: finish reductions → norm → overflow? skip : clip, unscale and update →
+                 gather
 
-Parameters are kept in sets (set_plan.py); each set has its layout, weights and gradients. Zeroing, norm and update each pass
-over the gradients once: unscaling and clipping are one divisor of the update.
+Parameters are kept in sets (set_plan.py); each set has its layout, weights and gradients. Zeroing, norm and
+update each pass over the gradients once: unscaling and clipping are one divisor of the update.
 """
 
 import math
@@ -72,18 +73,19 @@ class StatePiece:
 class ZeroOptimizer:
     """Owns parameters, gradients, masters and optimizer state. `parameters` become views of its flat buffers.
 
-    parameters  in forward order; each has a `.spec`. If one occurs twice, the first place counts. A parameter that requires
-                no gradient is frozen: kept and saved, never updated
+    parameters  in forward order; each has a `.spec`. If one occurs twice, the first place counts. A parameter
+                that requires no gradient is frozen: kept and saved, never updated
     use         which layers use them, on which pipeline stages
     device      where state is kept that is not offloaded; default: the device of the parameters
     draw        gives values to parameters that are on the meta device
 
-    Collective if an optimizer asks for norms. Raises ConfigError if an offload tier cannot be opened, or if an optimizer
-    needs whole tensors that this layout splits.
+    Collective if an optimizer asks for norms. Raises ConfigError if an offload tier cannot be opened, or if
+    an optimizer needs whole tensors that this layout splits.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], settings: ZeroSettings, groups: DataGroups,
-                 use: ParameterUse | None = None, device: torch.device | None = None, draw: Draw | None = None):
+                 use: ParameterUse | None = None, device: torch.device | None = None,
+                 draw: Draw | None = None):
         parameters, use = list(dict.fromkeys(parameters)), use or ParameterUse()
         self.settings, self.groups, self.scaler = settings, groups, settings.make_scaler()
         self.device = device or (parameters[0].device if parameters else torch.device("cpu"))
@@ -95,12 +97,13 @@ class ZeroOptimizer:
                          self.offloaded)
         plans = plan_parameters(parameters, settings, groups, use)
         self.sets: list[ParameterSet] = [maker.make(plan, parameters) for plan in plans]
-        self._gathering = {stage: make_gathering(use, stage, self.sets, settings.prefetch) for stage in use.layers}
+        self._gathering = {stage: make_gathering(use, stage, self.sets, settings.prefetch)
+                           for stage in use.layers}
         self._tied = TiedGradients(self.sets, groups)
         for s in self.sets:
             s.lend_grads()
-        self.resident = ShardOptimizer(settings.param_groups, [leaf for s in self.trained for leaf in s.resident],
-                                       self._norms())
+        leaves = [leaf for s in self.trained for leaf in s.resident]
+        self.resident = ShardOptimizer(settings.param_groups, leaves, self._norms())
         for s in self.sets:
             s.drop_grads()
         self._of_offloaded = {id(leaf.tensor): group.optimizer
@@ -108,12 +111,14 @@ class ZeroOptimizer:
 
     # -------------------------------------------------------------------------------- parameters in shards
     def gathering_of(self, stage: int) -> LayerGathering | None:
-        """Its `enter` and `leave` are called around the layers of a stage; None if parameters are always whole."""
+        """Its `enter` and `leave` are called around the layers of a stage; None if parameters are always
+        whole."""
         gathering = self._gathering.get(stage)
         return gathering if gathering is not None and any(gathering.needs) else None
 
     def keep_gathered(self, stage: int) -> None:
-        """Begin to gather all layers of a stage; they stay whole until `release_gathered`. `enter` waits for each."""
+        """Begin to gather all layers of a stage; they stay whole until `release_gathered`. `enter` waits for
+        each."""
         if gathering := self.gathering_of(stage):
             gathering.keep_gathered()
 
@@ -154,27 +159,32 @@ class ZeroOptimizer:
         self._tied.begin()
 
     def arm(self, stage_index: int | None = None) -> None:
-        """The next backward of this stage (None: of all) completes its gradients: reduce buckets as they fill."""
+        """The next backward of this stage (None: of all) completes its gradients: reduce buckets as they
+        fill."""
         for s in self.trained:
             s.buckets.arm(stage_index)
 
     def reopen(self) -> None:
-        """After `arm` and its backward: further gradients are added before the step, and `arm` follows again. Collective."""
+        """After `arm` and its backward: further gradients are added before the step, and `arm` follows again.
+        Collective."""
         for s in self.trained:
             s.buckets.reopen()
 
     def reduce_tied(self, stage_index: int | None = None) -> None:
-        """Sum the gradients of parameters held by several stages. Collective over the holders, after all their backwards."""
+        """Sum the gradients of parameters held by several stages. Collective over the holders, after all
+        their backwards."""
         self._tied.reduce(stage_index)
 
     @torch.no_grad()
     def step(self, lr: float | None, weight_decay: float = 0.0, grad_divisor: float = 1.0) -> StepResult:
-        """Update with the sum over the data group of the gradients, divided by `grad_divisor`. Collective over the world.
+        """Update with the sum over the data group of the gradients, divided by `grad_divisor`. Collective
+        over the world.
 
-        lr, weight_decay: for all parameter groups. lr None: torch's parameter groups have their own values of both.
+        lr, weight_decay: for all parameter groups. lr None: torch's parameter groups have their own values of
+        both.
 
-        Skips the update if a gradient of any rank is not finite. Raises ConfigError if the loss scale cannot be lowered
-        any more.
+        Skips the update if a gradient of any rank is not finite. Raises ConfigError if the loss scale cannot
+        be lowered any more.
         """
         scale = self.loss_scale
         step = Step(lr, weight_decay, scale * grad_divisor)
@@ -192,8 +202,8 @@ class ZeroOptimizer:
             for leaf in s.leaves:
                 state = () if s.buckets is None else self._optimizer_of(leaf).state_of(leaf)
                 for kind, tensor in [("weight", leaf.tensor.detach()), *state]:
-                    yield StatePiece(leaf.spec, kind, leaf.piece.start, leaf.piece.stop, leaf.unpadded(tensor), replica,
-                                     replicas)
+                    flat, piece = leaf.unpadded(tensor), leaf.piece
+                    yield StatePiece(leaf.spec, kind, piece.start, piece.stop, flat, replica, replicas)
 
     def extra_state(self) -> dict[str, float]:
         """Numbers that belong to the state, equal on all ranks."""
@@ -214,7 +224,8 @@ class ZeroOptimizer:
 
     @torch.no_grad()
     def after_load(self) -> None:
-        """Pieces were overwritten: set the model's parameters from the masters. Collective over the data group."""
+        """Pieces were overwritten: set the model's parameters from the masters. Collective over the data
+        group."""
         round_masters(leaf for s in self.sets for leaf in s.leaves)
         self._tiers.settle()
         self._refresh()
@@ -226,7 +237,8 @@ class ZeroOptimizer:
         for s in self.sets:
             gradients = 0 if s.buckets is None else s.buckets.flat.nbytes
             total += ZeroMemory(s.store.nbytes, gradients, s.master_bytes(), 0)
-        state = (t for s in self.trained for leaf in s.leaves for _, t in self._optimizer_of(leaf).state_of(leaf))
+        state = (tensor for s in self.trained for leaf in s.leaves
+                 for _, tensor in self._optimizer_of(leaf).state_of(leaf))
         return total + ZeroMemory(0, 0, 0, sum(t.nbytes for t in state))
 
     def memory_by_place(self) -> dict[str, int]:
@@ -242,7 +254,8 @@ class ZeroOptimizer:
 
     @property
     def working_bytes(self) -> int:
-        """Bytes of the buffers in which gradients fill up and are sent, and in which offloaded state is updated."""
+        """Bytes of the buffers in which gradients fill up and are sent, and in which offloaded state is
+        updated."""
         return self._pool.nbytes + self.exchange.nbytes + self.offloaded.working_bytes
 
     def traffic(self, microbatches: int, reduce_each: bool, keeps_gathered: bool,
@@ -276,8 +289,10 @@ class ZeroOptimizer:
         self._synchronize()
 
     def _synchronize(self) -> None:
-        """Ranks that map each other's weights wait for each other. (After an update; before it the norm does so.)"""
-        for group in {id(s.store.ranks.inner): s.store.ranks.inner for s in self.sets if s.store.is_shared}.values():
+        """Ranks that map each other's weights wait for each other. (After an update; before it the norm does
+        so.)"""
+        groups = {id(s.store.ranks.inner): s.store.ranks.inner for s in self.sets if s.store.is_shared}
+        for group in groups.values():
             barrier(group)
 
 
@@ -305,7 +320,8 @@ def finish_exchange(zero: ZeroOptimizer, step: Step) -> None:
 
 
 def measure_norm(zero: ZeroOptimizer, step: Step) -> None:
-    """The norm over all ranks; afterwards no rank reads weights until the update is complete. Collective over the world."""
+    """The norm over all ranks; afterwards no rank reads weights until the update is complete. Collective over
+    the world."""
     squares = torch.zeros((), dtype=torch.float64, device=zero.device)
     for s in zero.trained:
         squares += squared_norm(s.norm_views, zero.device)

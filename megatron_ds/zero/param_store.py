@@ -1,10 +1,11 @@
-"""The parameters of one set, in flat buffers: whole on every rank (`WholeParameters`) or in shards (`ShardedParameters`).
+"""The parameters of one set, in flat buffers: whole on every rank (`WholeParameters`) or in shards
+(`ShardedParameters`).
 
     fp32 model     flat  |w2|b2| w1 |     the update writes the model itself
-    16-bit model   flat  |w2|b2| w1 |     the update writes fp32 masters, kept elsewhere, and rounds them into flat
+    16-bit model   flat  |w2|b2| w1 |     the update writes fp32 masters and rounds them into flat
 
-If optimizer state is sharded, each rank updates its shard, and the ranks gather the rest: bucket by bucket in place, or in
-ZeRO 3 layer by layer when it is needed.
+If optimizer state is sharded, each rank updates its shard, and the ranks gather the rest: bucket by bucket in
+place, or in ZeRO 3 layer by layer when it is needed.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +28,8 @@ Draw = Callable[[ParamSpec, int, torch.Tensor], None]
 
 
 class ParameterStore(Protocol):
-    """The weights of one set. Its parameters, in the order of layout.slots and of one dtype, become views of flat buffers.
+    """The weights of one set. Its parameters, in the order of layout.slots and of one dtype, become views of
+    flat buffers.
 
     ranks    ranks that hold the same parameters
     sharded  each rank updates its shard only
@@ -56,7 +58,8 @@ class ParameterStore(Protocol):
         """`numel` weights from the beginning of a piece on, in one bucket."""
 
     def refresh(self) -> None:
-        """This rank's pieces were updated: on return, or when units are gathered, those of the other ranks are too."""
+        """This rank's pieces were updated: on return, or when units are gathered, those of the other ranks
+        are too."""
 
 
 class WholeParameters:
@@ -94,10 +97,11 @@ class WholeParameters:
         if not self.sharded:
             return
         layout, ranks = self.layout, self.ranks
-        shards, parts = layout.shard_pieces(ranks.shard), layout.shard_pieces(ranks.inner.rank, ranks.inner.size)
+        shards = layout.shard_pieces(ranks.shard)
+        parts = layout.shard_pieces(ranks.inner.rank, ranks.inner.size)
         for wholes, mine, group in ((parts, shards, ranks.outer), (layout.buckets, parts, ranks.inner)):
-            works = [all_gather_into_(self.flat[whole.start:whole.stop], self.flat[own.start:own.stop], group, async_op=True)
-                     for whole, own in zip(wholes, mine)]
+            works = [all_gather_into_(self.flat[whole.start:whole.stop], self.flat[own.start:own.stop], group,
+                                      async_op=True) for whole, own in zip(wholes, mine)]
             for work in works:
                 work.wait()
 
@@ -105,8 +109,9 @@ class WholeParameters:
 class ShardedParameters:
     """A `ParameterStore` of parameters in shards, gathered by units (ZeRO 3).
 
-        part     this rank's weights, in a tier: on the device, in host memory or on a disk. There are as many parts as an
-                 inner group has ranks (data_groups.py), which are the ranks that gather. This rank updates its shard of it
+        part     this rank's weights, in a tier: on the device, in host memory or on a disk. There are as many
+                 parts as an inner group has ranks (data_groups.py), which are the ranks that gather. This
+                 rank updates its shard of it
         flat     of each unit, when gathered
 
     unit_plans  (layer, first bucket, last bucket + 1), in the order of the buckets
@@ -116,13 +121,15 @@ class ShardedParameters:
     sharded = True
 
     def __init__(self, parameters: Sequence[nn.Parameter], layout: Layout, ranks: Hierarchy,
-                 unit_plans: Sequence[tuple[int, int, int]], device: torch.device, tier: Tier, draw: Draw | None):
+                 unit_plans: Sequence[tuple[int, int, int]], device: torch.device, tier: Tier,
+                 draw: Draw | None):
         self.layout, self.ranks, self._device = layout, ranks, device
         self.pieces = layout.slot_intersections(ranks.shard)
         here = ranks.inner.rank, ranks.inner.size
         self._parts = layout.shard_pieces(*here)
         dtype = parameters[0].dtype
-        self._shared = SharedParts(layout, ranks.inner, dtype) if ranks.inner.memory and tier.is_plain else None
+        shares = ranks.inner.memory and tier.is_plain
+        self._shared = SharedParts(layout, ranks.inner, dtype) if shares else None
         self._arrays = (self._shared.arrays if self._shared                         # one for each bucket
                         else tier.arrays([part.stop - part.start for part in self._parts], dtype))
         for piece in layout.slot_intersections(*here):
@@ -204,7 +211,8 @@ class ShardedParameters:
         unit.free()         # only now: views cannot be made of a storage of no bytes
 
 
-def _move_into(flat: torch.Tensor, parameters: Sequence[nn.Parameter], layout: Layout, draw: Draw | None) -> None:
+def _move_into(flat: torch.Tensor, parameters: Sequence[nn.Parameter], layout: Layout,
+               draw: Draw | None) -> None:
     for slot, p in zip(layout.slots, parameters):
         view = flat[slot.start:slot.stop]
         fill(view, p, 0, draw)
@@ -217,7 +225,7 @@ def fill(out: torch.Tensor, parameter: nn.Parameter, start: int, draw: Draw | No
     if not parameter.is_meta:
         out.copy_(parameter.detach().reshape(-1)[start:start + out.numel()])
     else:
-        assert draw is not None, f"{parameter.spec.name} is on the meta device and there is no `draw` to make its values"
+        assert draw is not None, f"{parameter.spec.name} is on the meta device and there is no `draw`"
         draw(parameter.spec, start, out)
 
 
@@ -226,6 +234,7 @@ def become(parameter: nn.Parameter, view: torch.Tensor) -> None:
     if not parameter.is_meta:
         parameter.data = view
         return
-    real = nn.Parameter(view.data, requires_grad=parameter.requires_grad)      # .data: a version counter of its own
+    # .data: a version counter of its own.
+    real = nn.Parameter(view.data, requires_grad=parameter.requires_grad)
     real.__dict__.update(parameter.__dict__)
     torch.utils.swap_tensors(parameter, real)

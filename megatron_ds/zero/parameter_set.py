@@ -1,7 +1,8 @@
-"""`ParameterSet`: one set of parameters with its memory: weights, gradients, and the leaves that optimizers update.
+"""`ParameterSet`: one set of parameters with its memory: weights, gradients, and the leaves that optimizers
+update.
 
-A leaf is the fp32 master of a piece. In an fp32 model it is the weight itself; in a 16-bit model it is in a buffer of its
-own, on the device or, with its moments, in the tier that they are offloaded to.
+A leaf is the fp32 master of a piece. In an fp32 model it is the weight itself; in a 16-bit model it is in a
+buffer of its own, on the device or, with its moments, in the tier that they are offloaded to.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -29,7 +30,8 @@ from .tiers import InMemory, MemoryTier, Tiers
 
 @dataclass(frozen=True)
 class ParameterSet:
-    """parameters: in the order of the buffer. buckets: None if frozen. masters: of resident leaves in a 16-bit model.
+    """parameters: in the order of the buffer. buckets: None if frozen. masters: of resident leaves in a
+    16-bit model.
 
     resident    leaves that are updated on the device
     sub_groups  offloaded leaves
@@ -75,7 +77,8 @@ class ParameterSet:
 
 @dataclass(frozen=True)
 class SetMaker:
-    """What all sets of a rank are made with; see `ZeroOptimizer`. pool: buffers in which sharded gradients fill up."""
+    """What all sets of a rank are made with; see `ZeroOptimizer`. pool: buffers in which sharded gradients
+    fill up."""
 
     settings: ZeroSettings
     groups: DataGroups
@@ -96,7 +99,8 @@ class SetMaker:
             return ParameterSet(plan, parameters, store, None, masters, resident, [], [])
         buckets = self._buckets(plan, parameters)
         ratio = self.settings.offload.ratio if self.tiers.optimizer else 0.0
-        away, stay = plan_sub_groups(plan.layout, store.pieces, self.settings.offload.sub_group_elements, ratio)
+        away, stay = plan_sub_groups(plan.layout, store.pieces, self.settings.offload.sub_group_elements,
+                                     ratio)
         masters, resident = self._resident(store, buckets, plan, parameters, stay)
         sub_groups = [self._sub_group(group_plan, store, buckets, parameters) for group_plan in away]
         counted = [p for p in plan.layout.slot_intersections(ranks.shard)
@@ -115,9 +119,10 @@ class SetMaker:
     def _buckets(self, plan: SetPlan, parameters: Sequence[nn.Parameter]) -> GradientStore:
         whole = plan.policy.gradient is None
         places, counts = self.use.places(), self.use.counts
-        # A tied parameter's whole gradient is complete after its stages have summed it: one more contribution.
-        holders = [Holder(p, counts.get(p, 1) + (whole and is_tied(p, self.groups)), places.get(p, (None, 0))[0])
-                   for p in parameters]
+        # A tied parameter's whole gradient is complete after its stages have summed it: one more
+        # contribution.
+        holders = [Holder(p, counts.get(p, 1) + (whole and is_tied(p, self.groups)),
+                          places.get(p, (None, 0))[0]) for p in parameters]
         reduction = Reduction(self.groups.ranks_of(plan.reduced_over), self.groups.tp, self.exchange,
                               self._overlaps(plan))
         if whole:
@@ -128,10 +133,11 @@ class SetMaker:
     def _overlaps(self, plan: SetPlan) -> bool:
         """Whether a bucket is reduced as soon as its contributions have arrived.
 
-        Not of experts: one without tokens gets no gradient. Ranks would start its reduction at different times, and a rank
-        that waits for it would not reach the all-to-all for which another rank waits. Not of whole gradients of a group of
-        one where others would be sharded: it is armed before each micro-batch and has nothing to reduce. Not of sharded
-        parameters: gathers are interleaved, so reductions start when a layer is left, in the same order on all ranks.
+        Not of experts: one without tokens gets no gradient. Ranks would start its reduction at different
+        times, and a rank that waits for it would not reach the all-to-all for which another rank waits. Not
+        of whole gradients of a group of one where others would be sharded: it is armed before each
+        micro-batch and has nothing to reduce. Not of sharded parameters: gathers are interleaved, so
+        reductions start when a layer is left, in the same order on all ranks.
         """
         policy = self.settings.policy
         off = policy.gradient if plan.policy.gradient is None else policy.parameter
@@ -188,7 +194,8 @@ class TiedGradients:
         self._waiting = {id(holder.parameter): None for _, _, holder in self._holders}
 
     def reduce(self, stage: int | None = None) -> None:
-        """Sum those of a stage (None: all) that are not summed yet. Collective over the holders, after all backwards."""
+        """Sum those of a stage (None: all) that are not summed yet. Collective over the holders, after all
+        backwards."""
         for s, i, holder in self._holders:
             p = holder.parameter
             if id(p) not in self._waiting or not (stage is None or holder.stage in (None, stage)):

@@ -1,27 +1,31 @@
-"""What a rank keeps and sends for its sets of parameters, as integers from the layouts, before anything is allocated. Pure.
+"""What a rank keeps and sends for its sets of parameters, as integers from the layouts, before anything is
+allocated. Pure.
 
 Bytes that are kept:
 
     kind         bytes per element, padding included                       split from
-    parameters   size of the model's dtype                                 stage 3, over all ranks or an inner group
+    parameters   size of the model's dtype                                 stage 3, over all ranks or an inner
+                 group
     gradients    size of the gradients'                                    stage 2
     masters      4, none if the model itself is fp32                       stage 1
     optimizer    4 per state tensor (2 for Adam)                           stage 1
 
-Rajbhandari et al. 2020 (arXiv:1910.02054), section 3.1, count 2 + 2 + 12 bytes for 16-bit Adam; gradients that accumulate in
-fp32, the default here, make it 2 + 4 + 12. Not counted is working memory: what is gathered or fills up temporarily.
+Rajbhandari et al. 2020 (arXiv:1910.02054), section 3.1, count 2 + 2 + 12 bytes for 16-bit Adam; gradients
+that accumulate in fp32, the default here, make it 2 + 4 + 12. Not counted is working memory: what is gathered
+or fills up temporarily.
 
-Bytes that are sent over the data-parallel ranks in a step, with Ψ elements, padding included, and m micro-batches (payload as
-in mpu/traffic.py, which a ring multiplies by (n-1)/n, an all-reduce by twice that):
+Bytes that are sent over the data-parallel ranks in a step, with Ψ elements, padding included, and m
+micro-batches (payload as in mpu/traffic.py, which a ring multiplies by (n-1)/n, an all-reduce by twice that):
 
     stage 0   all-reduce Ψ
     stage 1   reduce-scatter Ψ, all-gather Ψ
     stage 2   reduce-scatter m Ψ (once if whole gradients are kept), all-gather Ψ
-    stage 3   reduce-scatter as stage 2, all-gather 2 m Ψ (Ψ if the stage is kept gathered), less what `gathering` avoids
+    stage 3   reduce-scatter as stage 2, all-gather 2 m Ψ (Ψ if the stage is kept gathered), less what
+    `gathering` avoids
               over an inner group of h; then over the outer one reduce-scatter 1/h of that, and all-gather Ψ/h
 
-Gradients count in the dtype in which they are sent. For m = 1 these are the 2Ψ, 2Ψ, 2Ψ and 3Ψ of section 7. Gathers are
-counted by running `LayerGathering` on units that only count.
+Gradients count in the dtype in which they are sent. For m = 1 these are the 2Ψ, 2Ψ, 2Ψ and 3Ψ of section 7.
+Gathers are counted by running `LayerGathering` on units that only count.
 """
 
 from collections import Counter
@@ -62,7 +66,8 @@ class ZeroMemory:
 
 @dataclass(frozen=True)
 class ElementBytes:
-    """Sizes per element. state_tensors: from the name of a parameter to its number of fp32 optimizer tensors."""
+    """Sizes per element. state_tensors: from the name of a parameter to its number of fp32 optimizer
+    tensors."""
 
     parameter: int
     gradient: int = FP32_BYTES
@@ -104,7 +109,8 @@ def predict_places(plans: Sequence[SetPlan], ranks: Mapping[Axes, int], sizes: E
         shards = plan.layout.numel // plan.inner * sizes.parameter if plan.units else 0
         away = 0
         if offload.optimizer != DEVICE and not plan.frozen:
-            groups, _ = plan_sub_groups(plan.layout, _updated(plan, shard), offload.sub_group_elements, offload.ratio)
+            groups, _ = plan_sub_groups(plan.layout, _updated(plan, shard), offload.sub_group_elements,
+                                        offload.ratio)
             for piece in (piece for group in groups for piece in group.pieces):
                 states = sizes.state_tensors(plan.layout.slots[piece.slot].name)
                 away += piece.padded_numel * (sizes.master + FP32_BYTES * states)
@@ -166,11 +172,12 @@ class CountedUnit:
             self.whole.add(-self.numel)
 
 
-KEEP, RELEASE = "keep_gathered", "release_gathered"      # moments at which a stage is gathered for all of a step
+KEEP, RELEASE = "keep_gathered", "release_gathered"      # a stage is gathered for all of a step
 
 
 def in_turn(stages: Iterable[int], microbatches: int, keeps_gathered: bool) -> Iterator[tuple[str, int]]:
-    """The moments of a step in which all micro-batches pass one stage, forward and backward, then the next stage.
+    """The moments of a step in which all micro-batches pass one stage, forward and backward, then the next
+    stage.
 
     How often a unit of a single stage is gathered is the same in every order that a schedule may have.
     """
@@ -185,10 +192,12 @@ def count_gathers(gatherings: Mapping[int, LayerGathering],
                   moments: Iterable[tuple[str, int]]) -> tuple[dict[GatherUnit, int], int]:
     """(how often each unit is gathered in a step, the most elements that are whole at a time).
 
-    gatherings: by stage. moments: (KEEP, "forward", "backward" or RELEASE; stage) in the order of the rank's program.
+    gatherings: by stage. moments: (KEEP, "forward", "backward" or RELEASE; stage) in the order of the rank's
+    program.
     """
     whole = Meter()
-    counted = {unit: CountedUnit(unit.numel, whole) for gathering in gatherings.values() for unit in gathering.units}
+    counted = {unit: CountedUnit(unit.numel, whole)
+               for gathering in gatherings.values() for unit in gathering.units}
     of = lambda lists: [[counted[unit] for unit in units] for units in lists]
     plans = {stage: LayerGathering(of(g.needs), of(g.in_backward), g.prefetch, stage=stage)
              for stage, g in gatherings.items()}
@@ -225,8 +234,8 @@ def predict_traffic(plans: Sequence[SetPlan], ranks: Sequence[Hierarchy], gather
         sharded = plan.policy.optimizer is not None
         cycles = microbatches if plan.policy.gradient and reduce_each and plan.stage != SHARED else 1
         if not plan.frozen:
-            for operation, group, nbytes, calls in exchange.sent(layout.numel, buckets, where, sharded=sharded):
-                add(operation, group, cycles * nbytes, cycles * calls)
+            for op, group, nbytes, calls in exchange.sent(layout.numel, buckets, where, sharded=sharded):
+                add(op, group, cycles * nbytes, cycles * calls)
         if not sharded:
             continue
         add("all_gather", where.outer, layout.numel // where.inner.size * parameter_bytes, buckets)

@@ -1,10 +1,11 @@
 """Loss scaling: one semantics for every precision and ZeRO stage.
 
-fp16 gradients below 6e-8 vanish, so the loss is multiplied by a scale and the gradient divided by it in the update. The
-dynamic scale follows DeepSpeed's ZeRO rule:
+fp16 gradients below 6e-8 vanish, so the loss is multiplied by a scale and the gradient divided by it in the
+update. The dynamic scale follows DeepSpeed's ZeRO rule:
 
     overflow     one of `hysteresis` lives is lost; losing the last one halves the scale (and leaves one life)
-    no overflow  after every `window` consecutive steps without one, the scale doubles and the lives are restored
+    no overflow  after every `window` consecutive steps without one, the scale doubles and the lives are
+    restored
 
 `ScalerState.after` is the rule, a pure function; `LossScaler` holds the current state.
 """
@@ -34,7 +35,8 @@ class ScalerRule:
 
 @dataclass(frozen=True, slots=True)
 class ScalerState:
-    """scale, lives left, the iteration of the last overflow (-1: none yet) and the number of iterations so far."""
+    """scale, lives left, the iteration of the last overflow (-1: none yet) and the number of iterations so
+    far."""
 
     scale: float
     lives: int
@@ -42,7 +44,8 @@ class ScalerState:
     iteration: int = 0
 
     def after(self, overflow: bool, rule: ScalerRule) -> "ScalerState":
-        """The state after one more step. Raises ConfigError if the scale would have to fall below the minimum."""
+        """The state after one more step. Raises ConfigError if the scale would have to fall below the
+        minimum."""
         if not rule.dynamic:
             return self
         state = self._after_overflow(rule) if overflow else self._after_success(rule)
@@ -53,9 +56,9 @@ class ScalerState:
             return replace(self, lives=self.lives - 1, last_overflow=self.iteration)
         if self.scale <= rule.minimum:
             raise ConfigError(
-                f"gradients overflow at iteration {self.iteration} of the loss scaler although the loss scale is at its "
-                f"minimum of {rule.minimum:g}: a lower scale would not help because the loss itself diverges. Lower the "
-                "learning rate, train in bf16, or lower --min-loss-scale.")
+                f"gradients overflow at iteration {self.iteration} of the loss scaler although the loss "
+                f"scale is at its minimum of {rule.minimum:g}: a lower scale would not help because the loss "
+                "itself diverges. Lower the learning rate, train in bf16, or lower --min-loss-scale.")
         return replace(self, scale=max(self.scale / FACTOR, rule.minimum), last_overflow=self.iteration)
 
     def _after_success(self, rule: ScalerRule) -> "ScalerState":
@@ -66,7 +69,8 @@ class ScalerState:
 
 
 class LossScaler:
-    """Holds the state. `check_overflow` False: a gradient that is not finite is applied anyway (never for fp16)."""
+    """Holds the state. `check_overflow` False: a gradient that is not finite is applied anyway (never for
+    fp16)."""
 
     def __init__(self, scale: float = 1.0, rule: ScalerRule | None = None, check_overflow: bool = True):
         self.rule = rule or ScalerRule()
@@ -85,18 +89,23 @@ class LossScaler:
     def numbers(self) -> dict[str, float]:
         """For a checkpoint; empty for a scale that never changes, because the configuration has it."""
         s = self.state
-        return {"loss_scale": s.scale, "loss_scale_lives": s.lives, "loss_scale_last_overflow": s.last_overflow,
-                "loss_scale_iteration": s.iteration} if self.rule.dynamic else {}
+        if not self.rule.dynamic:
+            return {}
+        return {"loss_scale": s.scale, "loss_scale_lives": s.lives,
+                "loss_scale_last_overflow": s.last_overflow, "loss_scale_iteration": s.iteration}
 
     def load_numbers(self, numbers: dict[str, float]) -> None:
-        """Restore what `numbers` returned; a run that was saved without dynamic scaling leaves the state as configured."""
+        """Restore what `numbers` returned; a run that was saved without dynamic scaling leaves the state as
+        configured."""
         if self.rule.dynamic and "loss_scale" in numbers:
             self.state = ScalerState(float(numbers["loss_scale"]), int(numbers["loss_scale_lives"]),
-                                     int(numbers["loss_scale_last_overflow"]), int(numbers["loss_scale_iteration"]))
+                                     int(numbers["loss_scale_last_overflow"]),
+                                     int(numbers["loss_scale_iteration"]))
 
 
 def make_scaler(settings: OptimizerConfig) -> LossScaler:
-    """From the optimizer's section of the config: dynamic for fp16 without a fixed `loss_scale`, else fixed."""
+    """From the optimizer's section of the config: dynamic for fp16 without a fixed `loss_scale`, else
+    fixed."""
     if not settings.fp16:
         return LossScaler(1.0)
     if settings.loss_scale:

@@ -1,18 +1,20 @@
 """How the parameters of a rank fall into sets, each with a layout of its own. Pure.
 
-The parameters of a set share buffers and collectives, so they agree in everything that decides how they are communicated:
+The parameters of a set share buffers and collectives, so they agree in everything that decides how they are
+communicated:
 
     reduced_over  the mesh axes over which gradients are summed
     frozen        no gradient, no optimizer state
     dtype         of the model
-    stage         if gradients are sharded: the sets of two pipeline stages on one rank complete at different times;
-                  `SHARED` is for parameters that several of them use, complete after the last
+    stage         if gradients are sharded: the sets of two pipeline stages on one rank complete at different
+                  times; `SHARED` is for parameters that several of them use, complete after the last
     tied          if gradients are sharded: held by several pipeline stages, whose shards must match
     gathered      stage 3: parameters in shards; the smallest ones are not, they stay whole
     whole         updated by an optimizer that needs whole tensors: each is owned by one rank
 
-In a group of one rank there is nothing to shard: such a set keeps whole gradients and, unless they are offloaded, whole
-parameters. `plan_parameters` is the one place that makes sets: `ZeroOptimizer` and the plan of a run both call it.
+In a group of one rank there is nothing to shard: such a set keeps whole gradients and, unless they are
+offloaded, whole parameters. `plan_parameters` is the one place that makes sets: `ZeroOptimizer` and the plan
+of a run both call it.
 """
 
 from collections import defaultdict
@@ -36,13 +38,15 @@ ALWAYS_WHOLE = 1000      # by default the smallest parameters stay whole: one in
 class ParameterUse:
     """How the model uses its parameters, on the pipeline stages of this rank.
 
-    layers    stage → the parameters of each layer, in forward order. A rank may hold several stages, and stages may share
-              a parameter: input and output embedding if both ends of the pipeline are on one rank. Such a parameter
-              belongs to no single stage (`SHARED`); its gradient is reduced once, after the last backward of all of them
+    layers    stage → the parameters of each layer, in forward order. A rank may hold several stages, and
+              stages may share a parameter: input and output embedding if both ends of the pipeline are on one
+              rank. Such a parameter belongs to no single stage (`SHARED`); its gradient is reduced once,
+              after the last backward of all of them
     not_read_in_backward  (stage, layer) of layers whose backward does not read their weights
-    counts    contributions to `main_grad` per backward, 1 where absent; the reduction of tied gradients is not counted
-    stage_of  the stage of parameters that `layers` does not contain; `arm` and `reduce_tied` of any stage concern
-              parameters without one
+    counts    contributions to `main_grad` per backward, 1 where absent; the reduction of tied gradients is
+              not counted
+    stage_of  the stage of parameters that `layers` does not contain; `arm` and `reduce_tied` of any stage
+              concern parameters without one
     """
 
     layers: Mapping[int, Sequence[Sequence[nn.Parameter]]] = field(default_factory=dict)
@@ -54,7 +58,8 @@ class ParameterUse:
     def of_stages(cls, stages: Mapping[int, Sequence[nn.Module]],
                   counts: Mapping[nn.Parameter, int] | None = None) -> "ParameterUse":
         """stages: the layers of each, in forward order."""
-        layers = {stage: [list(module.parameters()) for module in modules] for stage, modules in stages.items()}
+        layers = {stage: [list(module.parameters()) for module in modules]
+                  for stage, modules in stages.items()}
         unread = frozenset((stage, i) for stage, modules in stages.items() for i, module in enumerate(modules)
                            if not getattr(module, "weights_read_in_backward", True))
         return cls(layers, unread, counts or {})
@@ -66,13 +71,15 @@ class ParameterUse:
             for i, layer in enumerate(layers):
                 for p in layer:
                     found[p].setdefault(stage, i)
-        in_layers = {p: next(iter(places.items())) if len(places) == 1 else (SHARED, 0) for p, places in found.items()}
+        in_layers = {p: next(iter(places.items())) if len(places) == 1 else (SHARED, 0)
+                     for p, places in found.items()}
         return {p: (stage, 0) for p, stage in self.stage_of.items()} | in_layers
 
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """What decides the set of a parameter. stage: its pipeline stage or SHARED; layer: the first layer there that holds it."""
+    """What decides the set of a parameter. stage: its pipeline stage or SHARED; layer: the first layer there
+    that holds it."""
 
     name: str
     numel: int
@@ -109,7 +116,8 @@ def plan_parameters(parameters: Sequence[nn.Parameter], settings: ZeroSettings, 
                     use: ParameterUse) -> tuple[SetPlan, ...]:
     """The sets of `parameters`, which are given in forward order, each once.
 
-    Raises ConfigError if an optimizer needs whole tensors and a parameter is split over tensor-parallel ranks.
+    Raises ConfigError if an optimizer needs whole tensors and a parameter is split over tensor-parallel
+    ranks.
     """
     places, facts = use.places(), []
     for p in parameters:
@@ -134,14 +142,16 @@ def plan_sets(facts: Sequence[Fact], settings: ZeroSettings, shards: Mapping[Axe
     inner_shards: data-parallel ranks of an inner group, for the policy that has them
     """
     policy = settings.policy
-    alone = settings.offload.parameters != DEVICE       # one rank gathers too, from the tier its weights are offloaded to
-    threshold = smallest([fact.numel for fact in facts]) if settings.persistence is None else settings.persistence
+    alone = settings.offload.parameters != DEVICE       # one rank gathers too, from an offload tier
+    threshold = settings.persistence
+    if threshold is None:
+        threshold = smallest([fact.numel for fact in facts])
     groups: dict[tuple, list[int]] = {}
     for i, fact in enumerate(facts):
         split = policy.gradient is not None and (shards[fact.reduced_over] > 1 or alone)
         gathered = split and policy.parameter is not None and fact.numel >= threshold
-        key = (fact.reduced_over, fact.frozen, gathered, split and fact.tied, fact.dtype, fact.stage if split else None,
-               fact.whole)
+        key = (fact.reduced_over, fact.frozen, gathered, split and fact.tied, fact.dtype,
+               fact.stage if split else None, fact.whole)
         groups.setdefault(key, []).append(i)
     bucket_elements = settings.elements_of_bucket(sum(fact.numel for fact in facts))
     order = sorted(groups, key=lambda key: tuple(map(str, key)))
@@ -167,7 +177,8 @@ def _plan_set(facts: Sequence[Fact], members: list[int], key: tuple, policy: Sha
         policy = replace(policy, parameter=None)
     if shards == 1 and not gathered:
         policy = replace(policy, gradient=None)
-    # Whole gradients: tied and shared parameters are complete last. Buckets start in order: put them into the last one.
+    # Whole gradients: tied and shared parameters are complete last. Buckets start in order: put them into the
+    # last one.
     is_late = lambda i: facts[i].tied or facts[i].stage == SHARED
     forward = members if policy.gradient else sorted(members, key=lambda i: not is_late(i))
     if gathered:
@@ -193,10 +204,12 @@ def _units(layout: Layout, layers: Sequence[int]) -> tuple[tuple[int, int, int],
 
 
 def _refuse_split(p: nn.Parameter, settings: ZeroSettings, groups: DataGroups) -> None:
-    """Note: why not gathered. A matrix that tensor parallelism splits would have to be gathered for each update, with its
-    momentum, by ranks that hold whole optimizer state of it; an update of each part separately is another optimizer."""
+    """Note: why not gathered. A matrix that tensor parallelism splits would have to be gathered for each
+    update, with its momentum, by ranks that hold whole optimizer state of it; an update of each part
+    separately is another optimizer."""
     group = group_of(p.spec, settings.param_groups)
     raise ConfigError(
-        f"the optimizer of parameter group {group.name!r} needs whole tensors, but {p.spec.name} is split over "
-        f"{groups.tp.size} tensor-parallel ranks, and an update of each part by itself is not the update of the whole. Use "
-        "--tensor-model-parallel-size 1, or put the parameter into a group whose optimizer treats elements one by one.")
+        f"the optimizer of parameter group {group.name!r} needs whole tensors, but {p.spec.name} is split "
+        f"over {groups.tp.size} tensor-parallel ranks, and an update of each part by itself is not the "
+        "update of the whole. Use --tensor-model-parallel-size 1, or put the parameter into a group whose "
+        "optimizer treats elements one by one.")

@@ -1,4 +1,5 @@
-"""`ZeroSettings`: everything that the optimizer must know of the configuration, as one value; and the table of ZeRO stages.
+"""`ZeroSettings`: everything that the optimizer must know of the configuration, as one value; and the table
+of ZeRO stages.
 
 Rajbhandari et al. 2020 (arXiv:1910.02054), section 5: P_os, P_os+g, P_os+g+p are stages 1, 2 and 3.
 """
@@ -55,11 +56,13 @@ class ZeroSettings:
     overlap          reduce buckets during backward
     grad_dtype       dtype in which gradients accumulate
     sent_dtype       dtype in which they are summed over the ranks; None: grad_dtype
-    sent_divisor     they are divided by it before the sum and multiplied after it; None: by the number of ranks
+    sent_divisor     they are divided by it before the sum and multiplied after it; None: by the number of
+                     ranks
     exchange         makes another `GradientExchange` than the full-precision one
     clip_grad        largest gradient norm; 0: no clipping
     make_scaler      makes the loss scaler
-    persistence      stage 3: parameters with fewer elements stay whole; None: the smallest, a thousandth of all
+    persistence      stage 3: parameters with fewer elements stay whole; None: the smallest, a thousandth of
+                     all
     prefetch         stage 3: elements gathered ahead of the current layer; None: one layer of any size
     offload          where state is kept that is not on the device
     """
@@ -80,15 +83,18 @@ class ZeroSettings:
     offload: OffloadSettings = OffloadSettings()
 
     @classmethod
-    def from_config(cls, config: RunConfig, param_groups: tuple[ParamGroup, ...] | None = None) -> "ZeroSettings":
-        """param_groups: instead of those of `--optimizer`. Raises ConfigError for combinations that cannot work."""
+    def from_config(cls, config: RunConfig,
+                    param_groups: tuple[ParamGroup, ...] | None = None) -> "ZeroSettings":
+        """param_groups: instead of those of `--optimizer`. Raises ConfigError for combinations that cannot
+        work."""
         o, zero = config.optimizer, config.zero
         return cls(
             param_groups=param_groups_of(o) if param_groups is None else param_groups,
             policy=policy_of(zero.stage, zero.zero_hpz_partition_size),
             bucket_elements=zero.reduce_bucket_size, gather_elements=zero.allgather_bucket_size,
             overlap=zero.overlap_comm is not False,
-            grad_dtype=_dtype(o.gradient_dtype), sent_dtype=_dtype(zero.sent_dtype), sent_divisor=zero.sent_divisor,
+            grad_dtype=_dtype(o.gradient_dtype), sent_dtype=_dtype(zero.sent_dtype),
+            sent_divisor=zero.sent_divisor,
             clip_grad=o.clip_grad, make_scaler=partial(make_scaler, o),
             persistence=zero.param_persistence_threshold, prefetch=zero.prefetch_bucket_size,
             offload=OffloadSettings.from_config(zero))
@@ -114,14 +120,14 @@ class ZeroSettings:
     def _check(self, group: ParamGroup) -> None:
         if group.needs_whole_tensors and self.policy.parameter is not None:
             raise ConfigError(
-                f"the optimizer of parameter group {group.name!r} needs whole tensors, but ZeRO stage 3 splits every "
-                "parameter over all ranks and gathers it for its layer only. Use --zero-stage 0, 1 or 2, or an optimizer "
-                "that treats elements one by one, such as adam.")
+                f"the optimizer of parameter group {group.name!r} needs whole tensors, but ZeRO stage 3 "
+                "splits every parameter over all ranks and gathers it for its layer only. Use --zero-stage 0, "
+                "1 or 2, or an optimizer that treats elements one by one, such as adam.")
         if (group.needs_whole_tensors or group.needs_norms) and self.offload.optimizer != "device":
             raise ConfigError(
-                f"the optimizer of parameter group {group.name!r} needs whole tensors or norms of them, but offloaded "
-                "state is updated in parts, one after the other. Use --offload-optimizer none, or an optimizer that "
-                "treats elements one by one, such as adam.")
+                f"the optimizer of parameter group {group.name!r} needs whole tensors or norms of them, but "
+                "offloaded state is updated in parts, one after the other. Use --offload-optimizer none, or "
+                "an optimizer that treats elements one by one, such as adam.")
 
 
 def _dtype(name: str | None) -> torch.dtype | None:

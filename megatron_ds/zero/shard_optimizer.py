@@ -1,21 +1,23 @@
 """`ShardOptimizer`: torch optimizers on the pieces of parameters that this rank updates.
 
-Nothing distributed enters torch's optimizers: they see fp32 tensors (`Leaf.tensor`), the masters of pieces. These are 1-D and
-padded to whole vectors (padding has value and gradient zero and stays so), or, for an optimizer that needs whole tensors,
-whole parameters in their shape. State exists from the start, so that a checkpoint can be loaded into it.
+Nothing distributed enters torch's optimizers: they see fp32 tensors (`Leaf.tensor`), the masters of pieces.
+These are 1-D and padded to whole vectors (padding has value and gradient zero and stays so), or, for an
+optimizer that needs whole tensors, whole parameters in their shape. State exists from the start, so that a
+checkpoint can be loaded into it.
 
-Note: restart. An optimizer whose state does not begin with zeros has a method `restart`, called before the first update: it
-sets the state with which the optimizer begins.
+Note: restart. An optimizer whose state does not begin with zeros has a method `restart`, called before the
+first update: it sets the state with which the optimizer begins.
 
-Note: grad_scale. A fused optimizer divides each gradient by its attribute `grad_scale` while it reads it, and writes the
-quotient back to `.grad`; unscaling and clipping then need no pass of their own. For other optimizers, and only if there is
-something to divide, the gradients are multiplied beforehand.
+Note: grad_scale. A fused optimizer divides each gradient by its attribute `grad_scale` while it reads it, and
+writes the quotient back to `.grad`; unscaling and clipping then need no pass of their own. For other
+optimizers, and only if there is something to divide, the gradients are multiplied beforehand.
 
-Note: low. In a 16-bit model `Leaf.tensor.low` is the part of the model's weight whose master the leaf is. An optimizer with
-the attribute `writes_low` writes it during the update, from the new value in registers; after others it is cast.
+Note: low. In a 16-bit model `Leaf.tensor.low` is the part of the model's weight whose master the leaf is. An
+optimizer with the attribute `writes_low` writes it during the update, from the new value in registers; after
+others it is cast.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,8 +33,8 @@ from .norm import ParameterNorms
 class Leaf:
     """The master of `piece`.
 
-    tensor  .grad is a view of the gradient buffer, .spec the parameter's spec, .piece the piece, .low the model's own
-            weight in a 16-bit model, else None
+    tensor  .grad is a view of the gradient buffer, .spec the parameter's spec, .piece the piece, .low the
+            model's own weight in a 16-bit model, else None
     shape   of the tensor, if it is a whole parameter; None: flat, with padding
     """
 
@@ -52,7 +54,8 @@ class Leaf:
 
 def make_leaf(spec: ParamSpec, piece: SlotPiece, master: torch.Tensor, grad: torch.Tensor | None = None,
               low: torch.Tensor | None = None, shape: tuple[int, ...] | None = None) -> Leaf:
-    """master, grad, low: flat, padding included. shape: of the parameter, for an optimizer that needs it whole.
+    """master, grad, low: flat, padding included. shape: of the parameter, for an optimizer that needs it
+    whole.
 
     grad: a view of the gradient buffer; if that is not fp32, gradients are lent for the update only.
     """
@@ -71,11 +74,13 @@ def _shaped(flat: torch.Tensor, piece: SlotPiece, shape: tuple[int, ...] | None)
 class ShardOptimizer:
     """The torch optimizers of the parameter groups, on the leaves that this rank has of them.
 
-    Groups of the same optimizer share one torch optimizer, with a parameter group each. A rank without leaves of an
-    optimizer does not make it, unless that optimizer asks for norms, which are collective: it then has empty groups.
+    Groups of the same optimizer share one torch optimizer, with a parameter group each. A rank without leaves
+    of an optimizer does not make it, unless that optimizer asks for norms, which are collective: it then has
+    empty groups.
     """
 
-    def __init__(self, groups: Sequence[ParamGroup], leaves: Sequence[Leaf], norms: ParameterNorms | None = None):
+    def __init__(self, groups: Sequence[ParamGroup], leaves: Sequence[Leaf],
+                 norms: ParameterNorms | None = None):
         self.num_updates = 0
         members: list[list[nn.Parameter]] = [[] for _ in groups]
         for leaf in leaves:
@@ -96,7 +101,8 @@ class ShardOptimizer:
     def step(self, lr: float | None, weight_decay: float, divisor: float) -> None:
         """Update with gradient / divisor; afterwards the contents of the gradients are undefined.
 
-        weight_decay applies to the groups that decay. lr None: the torch parameter groups keep their own values of both.
+        weight_decay applies to the groups that decay. lr None: the torch parameter groups keep their own
+        values of both.
         """
         self.num_updates += 1
         for optimizer in self._optimizers:
@@ -131,12 +137,12 @@ class ShardOptimizer:
             elif "step" in state:
                 state["step"] = count
 
-    def _make(self, groups: Iterable[tuple[ParamGroup, list[nn.Parameter]]], norms: ParameterNorms | None) -> None:
-        groups = list(groups)
+    def _make(self, groups: Sequence[tuple[ParamGroup, list[nn.Parameter]]],
+              norms: ParameterNorms | None) -> None:
         options = {"reduce_norms": norms} if groups[0][0].needs_norms else {}
         optimizer = groups[0][0].optimizer(
-            [{"params": tensors, "decay": group.decay, "lr_factor": group.lr_factor} for group, tensors in groups],
-            **options)
+            [{"params": tensors, "decay": group.decay, "lr_factor": group.lr_factor}
+             for group, tensors in groups], **options)
         self._optimizers.append(optimizer)
         self._of |= {id(tensor): optimizer for _, tensors in groups for tensor in tensors}
 
@@ -150,7 +156,8 @@ class ShardOptimizer:
             torch._foreach_mul_([tensor.grad for tensor in tensors], 1.0 / divisor)
 
     def _create_state(self) -> None:
-        """Torch optimizers create their state in the first step: take one that moves nothing (gradients are zero yet)."""
+        """Torch optimizers create their state in the first step: take one that moves nothing (gradients are
+        zero yet)."""
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 group["lr"], group["weight_decay"] = 0.0, 0.0

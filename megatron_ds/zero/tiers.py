@@ -1,8 +1,9 @@
 """Offload tiers: where training state is kept between two uses, on the device, in host memory or on a disk.
 
-A tier makes `Array`s: flat state that is read into a buffer and written from one. `Array.tensor` is the same state as a
-tensor (the memory itself, or a memory map of the file), for uses that are not in a hurry: initialization, saving, loading.
-What an update needs of a disk is read and written past the page cache instead.
+A tier makes `Array`s: flat state that is read into a buffer and written from one. `Array.tensor` is the same
+state as a tensor (the memory itself, or a memory map of the file), for uses that are not in a hurry:
+initialization, saving, loading. What an update needs of a disk is read and written past the page cache
+instead.
 """
 
 from collections.abc import Callable, Sequence
@@ -111,7 +112,8 @@ def open_tiers(settings: OffloadSettings, device: torch.device) -> Tiers:
         host = torch.device("cpu")
         return MemoryTier(host, "cpu", page_locked=device.type == "cuda") if place == "cpu" else None
 
-    return Tiers(tier(settings.optimizer, settings.optimizer_folder), tier(settings.parameters, settings.parameters_folder))
+    return Tiers(tier(settings.optimizer, settings.optimizer_folder),
+                 tier(settings.parameters, settings.parameters_folder))
 
 
 # ---------------------------------------------------------------------------------------------------- memory
@@ -238,7 +240,8 @@ class OnDisk:
 
 
 class DiskTier:
-    """A scratch file in `directory`. It has no name, so a crash leaves no file that could be mistaken for saved state.
+    """A scratch file in `directory`. It has no name, so a crash leaves no file that could be mistaken for
+    saved state.
 
     Raises ConfigError if the directory is missing or not writable, MegatronDSError if the disk is full.
     """

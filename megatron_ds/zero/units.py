@@ -1,17 +1,18 @@
 """`Unit`: the parameters that one layer owns of a set, gathered and freed together (ZeRO 3).
 
-Terms:  a *unit* is a run of whole buckets: what is gathered at a time.
-        Its *flat* buffer holds the parameters while they are whole; they are views of it all the time.
-        *Free* means that the flat buffer has a storage of no bytes, or addresses without memory; *whole*, that it is gathered.
+Terms:  a *unit* is a run of whole buckets: what is gathered at a time. Its *flat* buffer holds the parameters
+        while they are whole; they are views of it all the time. *Free* means that the flat buffer has a
+        storage of no bytes, or addresses without memory; *whole*, that it is gathered.
 
-Note: why the storage and not the tensor. Autograd, saved tensors and layers hold the parameter, or views of it, from forward
-to backward. Shrinking the storage to nothing and growing it again leaves all of them valid; their contents are undefined
-until the next gather. Refilling goes through `flat`, whose version counter is not that of the parameters: to autograd, a
-parameter that was freed and gathered again has not changed. (It has the same values: updates happen when no graph is alive.)
+Note: why the storage and not the tensor. Autograd, saved tensors and layers hold the parameter, or views of
+it, from forward to backward. Shrinking the storage to nothing and growing it again leaves all of them valid;
+their contents are undefined until the next gather. Refilling goes through `flat`, whose version counter is
+not that of the parameters: to autograd, a parameter that was freed and gathered again has not changed. (It
+has the same values: updates happen when no graph is alive.)
 
-Ranks of one host can share the memory of their parts (`SharedParts`). A unit is then gathered by mapping the pages of its
-parts next to each other: nothing is copied and no rank waits. A part has the same offset in a page of its owner's memory as
-in the flat buffer:
+Ranks of one host can share the memory of their parts (`SharedParts`). A unit is then gathered by mapping the
+pages of its parts next to each other: nothing is copied and no rank waits. A part has the same offset in a
+page of its owner's memory as in the flat buffer:
 
     flat buffer     |---- part of rank 0 ----|---- part of rank 1 ----|
     pages           |       |       |       |       |       |       |
@@ -65,7 +66,8 @@ class Unit:
     """
 
     def __init__(self, layer: int, first_bucket: int, last_bucket: int, flat: torch.Tensor, group: Group):
-        self.layer, self.numel, self.first_bucket, self.last_bucket = layer, flat.numel(), first_bucket, last_bucket
+        self.layer, self.first_bucket, self.last_bucket = layer, first_bucket, last_bucket
+        self.numel = flat.numel()
         self.flat, self.nbytes, self.group = flat, flat.nbytes, group
         self.buckets: list[tuple[torch.Tensor, Array]] = []
         self.claims: set = set()
@@ -100,7 +102,8 @@ class Unit:
     def _fetch(self, array: Array) -> tuple[torch.Tensor, Work]:
         if array.is_at(self.flat.device, self.flat.dtype):
             return array.tensor, DONE
-        make = aligned_empty if self.flat.device.type == "cpu" else partial(torch.empty, device=self.flat.device)
+        on_cpu = self.flat.device.type == "cpu"
+        make = aligned_empty if on_cpu else partial(torch.empty, device=self.flat.device)
         buffer = make(array.padded_numel, dtype=self.flat.dtype)
         return buffer[:array.tensor.numel()], array.read(buffer)
 
@@ -116,9 +119,11 @@ class Unit:
 
 
 class MappedUnit(Unit):
-    """A unit of ranks that share the memory of their parts: whole when their pages are mapped, one part after the other.
+    """A unit of ranks that share the memory of their parts: whole when their pages are mapped, one part after
+    the other.
 
-    A gather is counted as usual, but copies nothing. While the unit is free, reading `flat` is a segmentation fault.
+    A gather is counted as usual, but copies nothing. While the unit is free, reading `flat` is a segmentation
+    fault.
     """
 
     def __init__(self, layer: int, first_bucket: int, last_bucket: int, dtype: torch.dtype, mapping: Mapping,
@@ -151,8 +156,9 @@ class MappedUnit(Unit):
 class SharedParts:
     """This rank's parts of all buckets in memory that the other ranks of the host can map.
 
-    All ranks of the group allocate in the same way, without communication. They must synchronize (a barrier) between writing
-    parts and mapping them, and between using what was mapped and writing. Raises OSError if there is no memory.
+    All ranks of the group allocate in the same way, without communication. They must synchronize (a barrier)
+    between writing parts and mapping them, and between using what was mapped and writing. Raises OSError if
+    there is no memory.
 
     arrays: this rank's part of each bucket, zeros at first
     """
