@@ -121,8 +121,8 @@ class ZeroSettings:
         if group.needs_whole_tensors and self.policy.parameter is not None:
             raise ConfigError(
                 f"the optimizer of parameter group {group.name!r} needs whole tensors, but ZeRO stage 3 "
-                "splits every parameter over all ranks and gathers it for its layer only. Use --zero-stage 0, "
-                "1 or 2, or an optimizer that treats elements one by one, such as adam.")
+                "splits every parameter over all ranks and gathers it for its layer only. Use --zero-stage "
+                "0, 1 or 2, or an optimizer that treats elements one by one, such as adam.")
         if (group.needs_whole_tensors or group.needs_norms) and self.offload.optimizer != "device":
             raise ConfigError(
                 f"the optimizer of parameter group {group.name!r} needs whole tensors or norms of them, but "
