@@ -93,8 +93,7 @@ class ZeroOptimizer:
         self.offloaded = OffloadedUpdate(page_locked=self.device.type == "cuda")
         self._tiers = open_tiers(settings.offload, self.device)
         self._pool = BufferPool(settings.grad_dtype, self.device)
-        maker = SetMaker(settings, groups, use, self.device, draw, self._pool, self.exchange, self._tiers,
-                         self.offloaded)
+        maker = SetMaker(settings, groups, use, draw, self._pool, self.exchange, self._tiers, self.offloaded)
         plans = plan_parameters(parameters, settings, groups, use)
         self.sets: list[ParameterSet] = [maker.make(plan, parameters) for plan in plans]
         self._gathering = {stage: make_gathering(use, stage, self.sets, settings.prefetch)

@@ -83,12 +83,16 @@ class SetMaker:
     settings: ZeroSettings
     groups: DataGroups
     use: ParameterUse
-    device: torch.device
     draw: Draw | None
     pool: BufferPool
     exchange: GradientExchange
     tiers: Tiers
     update: OffloadedUpdate
+
+    @property
+    def device(self) -> torch.device:
+        """Of state that is not offloaded."""
+        return self.pool.device
 
     def make(self, plan: SetPlan, everything: Sequence[nn.Parameter]) -> ParameterSet:
         """everything: the parameters whose indices the plan contains."""
