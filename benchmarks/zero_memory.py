@@ -28,6 +28,8 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_ds.mpu.param_spec import DATA_AXES
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 SEQ_LENGTH, VOCAB, NORM_BYTES, TOLERANCE = 32, 8192, 32, 0.005
 SMALL_BYTES = 64        # storages below are single numbers: a count of steps for each parameter, scales
@@ -134,16 +136,16 @@ def live_storages() -> dict[int, int]:
 
 def predicted_bytes(engine, config, rank: int, n: int, gradient_bytes: int) -> int:
     """From names and sizes alone."""
-    from megatron_ds.planning.run_model import bucket_elements
-    from megatron_ds.zero.prediction import predict_sets
+
+
+    from megatron_ds.zero.prediction import ElementBytes, predict_sets
     from megatron_ds.zero.set_plan import Fact, plan_sets
-    from megatron_ds.zero.settings import STAGES
+    from megatron_ds.zero.settings import ZeroSettings
     layer_of = {p: i for i, module in reversed(list(enumerate(engine.modules))) for p in module.parameters()}
     dtype = engine.parameters[0].dtype
     facts = [Fact(p.spec.name, p.spec.numel, str(dtype), stage=0, layer=layer_of[p]) for p in engine.parameters]
-    plans = plan_sets(facts, STAGES[config.zero.stage], data_shards=n, expert_shards=1,
-                      bucket_elements=bucket_elements(config.zero, sum(fact.numel for fact in facts)))
-    return predict_sets(plans, rank, 0, parameter_bytes=dtype.itemsize, gradient_bytes=gradient_bytes).total
+    plans = plan_sets(facts, ZeroSettings.from_config(config), {DATA_AXES: n})
+    return predict_sets(plans, {DATA_AXES: rank}, ElementBytes(dtype.itemsize, gradient_bytes)).total
 
 
 def run(pool: ProcessPoolExecutor, args: argparse.Namespace, precision: Precision, stage: int, n: int) -> list[Measured]:

@@ -4,6 +4,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,12 +16,12 @@ from ..errors import ConfigError
 from ..mpu.agree import together
 from ..mpu.external_groups import DataParallelWorld, has_process_group, join_world
 from ..mpu.group import solo
-from ..mpu.param_spec import EXPERT_DATA_AXES
-from ..planning.run_model import DTYPES, bucket_elements
-from ..training.offloading import make_offload
-from ..zero.optimizer import DataGroups, LayerPlan, ZeroOptimizer
-from ..zero.scaler import make_scaler
-from ..zero.settings import policy_of
+from ..optim import default_groups
+from ..planning.run_model import DTYPES
+from ..zero.data_groups import DataGroups
+from ..zero.optimizer import ZeroOptimizer
+from ..zero.set_plan import ParameterUse
+from ..zero.settings import ZeroSettings
 from .arguments import config_of, take_local_rank
 from .auto_values import Sources, fill_autos
 from .client_optimizer import ClientOptimizer, checked_groups, client_optimizers
@@ -186,22 +187,15 @@ def _data_groups(config: RunConfig, world: DataParallelWorld) -> DataGroups:
     """Collective over all ranks."""
     inner = config.zero.zero_hpz_partition_size
     halves = world.split_data(inner) if inner > 1 else (None, None)
-    groups = DataGroups(world.data, world.by_axes[EXPERT_DATA_AXES], world.model, world.model, solo("embd"), *halves)
+    groups = DataGroups(world.by_axes, world.model, world.model, solo("embd"), *halves)
     return groups.sharing_memory() if config.zero.stage == 3 and world.device.type == "cpu" else groups
 
 
 def _make_zero(model: nn.Module, config: RunConfig, world: DataParallelWorld, groups: DataGroups,
                layers: list[ModuleLayer], inner: InnerOptimizers, draw: DrawByName | None) -> ZeroOptimizer:
-    o, zero = config.optimizer, config.zero
-    parameters = list(model.parameters())
+    # Nothing is gathered ahead by number of elements: `ModuleGathering` starts the gathers of the next layers.
+    settings = replace(ZeroSettings.from_config(config, default_groups(inner)), prefetch=0)
     unread = frozenset((0, i) for i, layer in enumerate(layers) if not layer.read_in_backward)
-    return ZeroOptimizer(
-        parameters, uses={}, groups=groups, policy=policy_of(zero.stage, zero.zero_hpz_partition_size),
-        make_optimizer=inner, scaler=make_scaler(o), clip_grad=o.clip_grad,
-        bucket_elements=bucket_elements(zero, sum(p.numel() for p in parameters)),
-        overlap=zero.overlap_comm is not False, grad_dtype=DTYPES[o.gradient_dtype], device=world.device,
-        sent_dtype=DTYPES.get(zero.sent_dtype), sent_divisor=zero.sent_divisor,
-        layer_plan=LayerPlan({0: [layer.parameters for layer in layers]} if layers else {}, unread, 0,
-                             zero.param_persistence_threshold),
-        offload=make_offload(zero, world.device),
-        draw=draw and (lambda spec, start, out: draw(spec.name, start, out)))
+    use = ParameterUse({0: [layer.parameters for layer in layers]} if layers else {}, unread)
+    return ZeroOptimizer(list(model.parameters()), settings, groups, use, world.device,
+                         draw=draw and (lambda spec, start, out: draw(spec.name, start, out)))

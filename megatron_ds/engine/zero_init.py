@@ -29,7 +29,7 @@ from ..mpu.collectives import all_gather_into_, broadcast_
 from ..mpu.external_groups import group_of, join_world
 from ..mpu.group import Group
 from ..zero.optimizer import ZeroOptimizer
-from ..zero.units import become
+from ..zero.param_store import become
 from .module_specs import is_expert
 
 

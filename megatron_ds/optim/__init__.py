@@ -1,5 +1,14 @@
-"""Inner optimizers by name."""
+"""Optimizers by name, and the groups of parameters that they update."""
 
 from .optimizers import OPTIMIZERS
+from .param_groups import (
+    MakeOptimizer,
+    ParamGroup,
+    RegisteredOptimizer,
+    default_groups,
+    group_of,
+    param_groups_of,
+)
 
-__all__ = ["OPTIMIZERS"]
+__all__ = ["OPTIMIZERS", "MakeOptimizer", "ParamGroup", "RegisteredOptimizer", "default_groups", "group_of",
+           "param_groups_of"]

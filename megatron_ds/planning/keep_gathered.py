@@ -19,7 +19,7 @@ from ..config import RunConfig
 from ..mpu.collectives import all_gather_object
 from ..mpu.mesh import Mesh
 from ..pipeline.instruction import Program
-from ..zero.buffer_pool import UNDER_WAY
+from ..zero.exchange import UNDER_WAY
 from ..zero.optimizer import ZeroOptimizer
 from .fake_stages import most_kept, run_own_stages
 from .run_plan import RunPlan

@@ -1,6 +1,6 @@
 """What one rank holds, keeps and sends in a step, as integers, from the config and modules without memory.
 
-The same functions that lay out the state of a real run (`zero.sets`), predict its bytes (`zero.memory`, `zero.traffic`) and
+The same functions that lay out the state of a real run (`zero.set_plan`), predict its bytes (`zero.prediction`) and
 what a micro-batch keeps (`activations`) are asked here, for any rank of any world.
 """
 
@@ -14,27 +14,34 @@ from torch import nn
 from ..config import RunConfig
 from ..mpu.fake_group import fake_group
 from ..mpu.grid import Grid
-from ..mpu.param_spec import DATA_AXES
+from ..mpu.group import solo
+from ..mpu.param_spec import DATA_AXES, EXPERT_DATA_AXES, Init, ParamSpec
 from ..mpu.traffic import Traffic
-from ..optim import OPTIMIZERS
+from ..optim import MakeOptimizer, ParamGroup, group_of
 from ..pipeline.instruction import Op, Program
 from ..pipeline.passes import RECEIVES
 from ..pipeline.simulate import Simulation
-from ..zero.buffer_pool import UNDER_WAY
-from ..zero.data_groups import Hierarchy
-from ..zero.layer_plan import LayerPlan, gathering_over, units_by_parameter, unread_layers
+from ..zero.data_groups import DataGroups
+from ..zero.exchange import UNDER_WAY
+from ..zero.gathering import gathering_over, units_by_parameter
 from ..zero.layout import SlotPiece
-from ..zero.prediction import ZeroMemory, predict_places, predict_sets
-from ..zero.set_plan import SHARED, Fact, SetPlan, plan_sets
-from ..zero.settings import policy_of
-from ..zero.shard_optimizer import InnerOptimizer, make_leaf
-from ..zero.traffic import CountedUnit, foresee_gathers, predict_traffic
+from ..zero.norm import DATA_BYTES, MODEL_BYTES, NormEntry, ParameterNorms
+from ..zero.prediction import (
+    CountedUnit,
+    ElementBytes,
+    ZeroMemory,
+    count_gathers,
+    predict_places,
+    predict_sets,
+    predict_traffic,
+)
+from ..zero.set_plan import ParameterUse, SetPlan, is_tied, plan_parameters
+from ..zero.settings import ZeroSettings
+from ..zero.shard_optimizer import ShardOptimizer, make_leaf
 from .fake_stages import FakeStage, most_kept
 from .keep_gathered import gradient_buffers
-from .run_model import DTYPES, boundary_shape, bucket_elements
+from .run_model import DTYPES, boundary_shape
 from .run_plan import moments_of
-
-NORM_BYTES = 4 * 8, 3 * 8                             # fp64: `grad_norm.sum_over_ranks`, data and model group
 
 
 def report_bytes(num_names: int) -> int:
@@ -49,10 +56,7 @@ class Place:
 
     rank: int
     at: dict[str, int]
-    data: Hierarchy
-    tp: int
-    holders: int            # of tied parameters that this rank holds
-    model: int
+    groups: DataGroups
     world: int
     metrics: int            # names in the report of a step
 
@@ -89,95 +93,72 @@ def place_of(config: RunConfig, grid: Grid, rank: int, placement: Sequence[int],
     """placement: stage → pipeline rank. metrics: number of names in the ledgers of all stages."""
     at, inner_size = grid.coordinates(rank), config.zero.zero_hpz_partition_size
     size, data_rank = grid.size("dp", "cp"), grid.group_of(rank, "dp", "cp").index(rank)
-    data = fake_group("dp-cp", size, data_rank)
-    ranks = Hierarchy.flat(data)
+    data, inner, outer = fake_group("dp-cp", size, data_rank), None, None
     if inner_size > 1:
         o, i = divmod(data_rank, inner_size)
         inner = data if inner_size == size else fake_group("dp-cp-inner", inner_size, i)
-        ranks = Hierarchy(data, inner, fake_group("dp-cp-outer", size // inner_size, o))
+        outer = fake_group("dp-cp-outer", size // inner_size, o)
+    experts = fake_group("edp", grid.size("edp"), grid.group_of(rank, "edp").index(rank))
     ends = {placement[0], placement[-1]}
     holders = len(ends) if at["pp"] in ends else 1
-    return Place(rank, at, ranks, grid.tp, holders, grid.size("tp", "pp"), grid.world_size, metrics)
+    groups = DataGroups({DATA_AXES: data, EXPERT_DATA_AXES: experts}, fake_group("tp", grid.tp, at["tp"]),
+                        fake_group("tp-pp", grid.size("tp", "pp"), 0), fake_group("embd", holders, 0), inner, outer)
+    return Place(rank, at, groups, grid.world_size, metrics)
 
 
 def plan_rank(config: RunConfig, place: Place, stages: Sequence[FakeStage], program: Program, microbatches: int) -> RankPlan:
     """stages: of this rank. program: its own, lowered, for so many micro-batches."""
     parameters = list(dict.fromkeys(p for stage in stages for p in stage.parameters))
-    plans = plan_state(config, place, stages, parameters)
-    dtype, zero, data = DTYPES[config.optimizer.params_dtype], config.zero, place.data.data
-    sizes = dict(parameter_bytes=dtype.itemsize, state_tensors=state_tensors(config),
-                 gradient_bytes=DTYPES[config.optimizer.gradient_dtype].itemsize)
-    places = predict_places(
-        plans, data.rank, 0, optimizer=_place(zero.offload_optimizer), parameters=_place(zero.offload_param),
-        ratio=zero.offload_optimizer_ratio, sub_group_elements=zero.sub_group_size, **sizes)
-    gathers, whole = _gathers(plans, _layer_plan(config, stages), parameters, program)
-    traffic = _state_traffic(config, place, plans, parameters, gathers, microbatches)
+    settings, groups = ZeroSettings.from_config(config), place.groups
+    plans = plan_state(settings, place, stages, parameters)
+    dtype, data = DTYPES[config.optimizer.params_dtype], groups.data
+    specs = {p.spec.name: p.spec for p in parameters}
+    sizes = ElementBytes(dtype.itemsize, settings.grad_dtype.itemsize,
+                         lambda name: _state_tensors(group_of(specs[name], settings.param_groups).optimizer))
+    places = predict_places(plans, groups.rank_by_axes, sizes, settings.offload)
+    gathers, whole = _gathers(config, plans, stages, parameters, program)
+    traffic = _state_traffic(config, settings, place, plans, parameters, gathers, microbatches)
     for stage in stages:
         traffic.add_all(stage.run.traffic, microbatches)
     _add_sends(traffic, config, program)
     kept = {stage.index: stage.run.kept for stage in stages}
-    buffers = whole * dtype.itemsize + _gradient_buffers(config, plans, data.size) + _messages(config, program)
-    return RankPlan(place.rank, tuple(kept), sum(p.numel() for p in parameters), predict_sets(plans, data.rank, 0, **sizes),
+    buffers = whole * dtype.itemsize + _gradient_buffers(config, settings, plans, data.size) + _messages(config, program)
+    return RankPlan(place.rank, tuple(kept), sum(p.numel() for p in parameters),
+                    predict_sets(plans, groups.rank_by_axes, sizes),
                     {where: count for where, count in places.items() if where != "device"}, buffers,
                     most_kept(program, kept), sum(kept.values()),
                     max(stage.run.at_work for stage in stages), traffic)
 
 
-def plan_state(config: RunConfig, place: Place, stages: Sequence[FakeStage],
+def plan_state(settings: ZeroSettings, place: Place, stages: Sequence[FakeStage],
                parameters: Sequence[nn.Parameter]) -> tuple[SetPlan, ...]:
-    """The sets that `ZeroOptimizer` would make of these parameters."""
-    zero, data = config.zero, place.data
-    places: dict[nn.Parameter, tuple[int, int]] = {}
-    for stage in stages:
-        places |= {p: (SHARED if p in places else stage.index, 0) for p in stage.parameters}
-    if zero.stage == 3:
-        places |= _layer_plan(config, stages).places()
-    facts = [Fact(p.spec.name, p.numel(), str(p.dtype), p.spec.reduced_over != DATA_AXES, _is_tied(p, place), False, *places[p])
-             for p in parameters]
-    return plan_sets(facts, policy_of(zero.stage, zero.zero_hpz_partition_size), data_shards=data.data.size,
-                     expert_shards=data.data.size, bucket_elements=bucket_elements(zero, sum(p.numel() for p in parameters)),
-                     persistence=zero.param_persistence_threshold, gather_alone=zero.offload_param != "none",
-                     inner_shards=data.inner.size if zero.zero_hpz_partition_size > 1 else None)
-
-
-def _layer_plan(config: RunConfig, stages: Sequence[FakeStage]) -> LayerPlan:
-    layers = {stage.index: [list(module.parameters()) for module in stage.modules] for stage in stages}
-    return LayerPlan(layers, unread_layers({stage.index: stage.modules for stage in stages}), config.zero.prefetch_bucket_size)
+    """The sets that `ZeroOptimizer` makes of these parameters."""
+    use = ParameterUse.of_stages({stage.index: stage.modules for stage in stages})
+    return plan_parameters(parameters, settings, place.groups, use)
 
 
 @cache
-def _state_tensors(name: str, settings) -> int:
-    leaf = make_leaf(_Spec(), SlotPiece(0, 0, 64, 0, 0, 64), torch.zeros(64), torch.zeros(64))
-    inner = InnerOptimizer(lambda groups: OPTIMIZERS[name](groups, settings=settings), [leaf])
-    return len(list(inner.state_of(leaf)))
+def _state_tensors(optimizer: MakeOptimizer) -> int:
+    """fp32 tensors that an optimizer keeps for each weight, measured on a small one."""
+    spec = ParamSpec("w", (8, 8), Init("zeros"))
+    leaf = make_leaf(spec, SlotPiece(0, 0, 64, 0, 0, 64), torch.zeros(64), torch.zeros(64), shape=spec.shape)
+    group = ParamGroup("all", lambda spec: True, optimizer)
+    norms = ParameterNorms([NormEntry(spec, DATA_AXES, False, False)], DataGroups({DATA_AXES: solo()}), torch.device("cpu"))
+    return len(list(ShardOptimizer([group], [leaf], norms).state_of(leaf)))
 
 
-class _Spec:
-    decay = True
-
-
-def state_tensors(config: RunConfig) -> int:
-    """fp32 numbers that the optimizer keeps for each weight: asked of the optimizer itself."""
-    return _state_tensors(config.optimizer.optimizer, config.optimizer)
-
-
-def _is_tied(p: nn.Parameter, place: Place) -> bool:
-    return p.spec.tied is not None and place.holders > 1
-
-
-def _place(where: str) -> str:
-    return "device" if where == "none" else where
-
-
-def _gathers(plans: Sequence[SetPlan], layers: LayerPlan, parameters: Sequence[nn.Parameter],
-             program: Program) -> tuple[list[list[int]], int]:
+def _gathers(config: RunConfig, plans: Sequence[SetPlan], stages: Sequence[FakeStage],
+             parameters: Sequence[nn.Parameter], program: Program) -> tuple[list[list[int]], int]:
     """(for each plan, how often each of its units is gathered; the most elements that are whole at a time)."""
     units = [[CountedUnit(_numel(plan, i)) for i in range(len(plan.units))] for plan in plans]
     of = units_by_parameter((plan, [parameters[member] for member in plan.members], its_units)
                             for plan, its_units in zip(plans, units))
     if not of:
         return units, 0
-    counts, whole = foresee_gathers({stage: gathering_over(layers, stage, of) for stage in layers.layers}, moments_of(program))
+    use = ParameterUse.of_stages({stage.index: stage.modules for stage in stages})
+    prefetch = config.zero.prefetch_bucket_size
+    counts, whole = count_gathers({stage: gathering_over(use, stage, of, prefetch) for stage in use.layers},
+                                  moments_of(program))
     return [[counts[unit] for unit in its_units] for its_units in units], whole
 
 
@@ -186,28 +167,29 @@ def _numel(plan: SetPlan, unit: int) -> int:
     return plan.layout.buckets[stop - 1].stop - plan.layout.buckets[first].start
 
 
-def _state_traffic(config: RunConfig, place: Place, plans: Sequence[SetPlan], parameters: Sequence[nn.Parameter],
-                   gathers: Sequence[Sequence[int]], microbatches: int) -> Traffic:
+def _state_traffic(config: RunConfig, settings: ZeroSettings, place: Place, plans: Sequence[SetPlan],
+                   parameters: Sequence[nn.Parameter], gathers: Sequence[Sequence[int]], microbatches: int) -> Traffic:
     """Of gradients, weights, tied and partial gradients, the norm and the report."""
-    o, zero, ranks = config.optimizer, config.zero, place.data
-    gradient, sent = DTYPES[o.gradient_dtype].itemsize, DTYPES.get(zero.sent_dtype, DTYPES[o.gradient_dtype]).itemsize
-    traffic = predict_traffic(plans, [ranks] * len(plans), gathers, microbatches=microbatches,
+    zero, groups, gradient = config.zero, place.groups, settings.grad_dtype.itemsize
+    ranks = [groups.ranks_of(plan.reduced_over) for plan in plans]
+    traffic = predict_traffic(plans, ranks, gathers, settings.make_exchange(torch.device("cpu")),
+                              microbatches=microbatches,
                               reduce_each=zero.stage >= 2 and zero.zero_accumulate == "sharded",
-                              parameter_bytes=DTYPES[o.params_dtype].itemsize, gradient_bytes=sent)
-    for plan in plans:
-        pieces = plan.layout.slot_intersections(ranks.shard) if plan.policy.optimizer else plan.layout.whole_slots()
+                              parameter_bytes=DTYPES[config.optimizer.params_dtype].itemsize)
+    for plan, where in zip(plans, ranks):
+        pieces = plan.layout.slot_intersections(where.shard) if plan.policy.optimizer else plan.layout.whole_slots()
         member = lambda slot, plan=plan: parameters[plan.members[slot]]
         partial = sum(piece.padded_numel for piece in pieces if "tp" in member(piece.slot).spec.partial_over)
-        if partial and place.tp > 1:
-            traffic.add("all_reduce", "tp", place.tp, partial * gradient)
+        if partial and groups.tp.size > 1:
+            traffic.add("all_reduce", "tp", groups.tp.size, partial * gradient)
         for i, slot in enumerate(plan.layout.slots):
-            if _is_tied(member(i), place):
+            if is_tied(member(i), groups):
                 numel = slot.numel
                 if plan.policy.gradient is not None:
-                    piece = plan.layout.shard_pieces(ranks.shard)[slot.bucket]
+                    piece = plan.layout.shard_pieces(where.shard)[slot.bucket]
                     numel = piece.stop - piece.start
-                traffic.add("all_reduce", "embd", place.holders, numel * gradient)
-    for axes, size, num_bytes in (("dp-cp", ranks.data.size, NORM_BYTES[0]), ("tp-pp", place.model, NORM_BYTES[1]),
+                traffic.add("all_reduce", "embd", groups.tied.size, numel * gradient)
+    for axes, size, num_bytes in (("dp-cp", groups.data.size, DATA_BYTES), ("tp-pp", groups.model.size, MODEL_BYTES),
                                   ("tp-cp-dp-pp", place.world, report_bytes(place.metrics))):
         if size > 1:
             traffic.add("all_reduce", axes, size, num_bytes)
@@ -231,15 +213,12 @@ def _messages(config: RunConfig, program: Program) -> int:
     return (receives + len(sends)) * _hidden_bytes(config)
 
 
-def _gradient_buffers(config: RunConfig, plans: Sequence[SetPlan], data_size: int) -> int:
-    """Bytes of whole buckets in which gradients fill up, where only shards are kept; and of those in which they travel."""
-    o, zero = config.optimizer, config.zero
+def _gradient_buffers(config: RunConfig, settings: ZeroSettings, plans: Sequence[SetPlan], data_size: int) -> int:
+    """Bytes of whole buckets in which gradients fill up, where only shards are kept; and of those of the exchange."""
     lengths = lambda plan: ([_numel(plan, unit) for unit in range(len(plan.units))] if plan.units else
                             [bucket.stop - bucket.start for bucket in plan.layout.buckets])
     filling = [length for plan in plans if plan.policy.gradient for length in lengths(plan)]
-    total = gradient_buffers(filling, UNDER_WAY, kept_whole=zero.zero_accumulate == "full",
-                             gradient_bytes=DTYPES[o.gradient_dtype].itemsize)
-    if zero.sent_dtype not in (None, o.gradient_dtype) and data_size > 1:
-        total += (UNDER_WAY + 1) * max(bucket.stop - bucket.start for plan in plans for bucket in plan.layout.buckets) \
-            * DTYPES[zero.sent_dtype].itemsize
-    return total
+    longest = max((bucket.stop - bucket.start for plan in plans for bucket in plan.layout.buckets), default=0)
+    return (gradient_buffers(filling, UNDER_WAY, kept_whole=config.zero.zero_accumulate == "full",
+                             gradient_bytes=settings.grad_dtype.itemsize)
+            + settings.make_exchange(torch.device("cpu")).planned_bytes(longest, data_size))

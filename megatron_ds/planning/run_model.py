@@ -67,12 +67,3 @@ def loss_function(config: RunConfig, tp: Group) -> Callable:
     """loss(what the last layer returns, batch) -> `models.losses.Loss`. Collective over tp."""
     return partial(MODELS[config.model.model].loss, tp=tp, vocab_size=config.model.vocab_size,
                    label_smoothing=config.train.label_smoothing, per_token=config.train.calculate_per_token_loss)
-
-
-def bucket_elements(zero, num_parameters: int) -> int:
-    """Elements of one gradient bucket: as asked for, else small enough that most of the reduction hides behind backward.
-
-    zero: a ZeroConfig.  A shard of a bucket is contiguous, so a bucket is also what one all-gather of weights moves.
-    """
-    reduced = zero.reduce_bucket_size or min(max(num_parameters // 8, 1_000_000), 40_000_000)
-    return min(reduced, zero.allgather_bucket_size or reduced)

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from ..config import RunConfig
 from ..config.training_schedule import make_batch_size
-from ..errors import MegatronDSError
+from ..errors import ConfigError, MegatronDSError
 from ..models import MODELS, Layer
 from ..mpu.context import ParallelContext
 from ..optim import OPTIMIZERS
@@ -19,11 +19,13 @@ from ..pipeline.instruction import Op, Program, Schedule
 from ..pipeline.placement import placement, stages_of
 from ..pipeline.schedules import OPTIONS, SCHEDULES, check_shape, default_chunks
 from ..pipeline.stage_bounds import count_stages, parse_layout, partition
+from ..zero.prediction import KEEP, RELEASE
+from ..zero.settings import ZeroSettings
 from .layer_costs import LayerCost, Times, estimated_times, layer_costs
 
 # Option of a schedule's function → the field of the config that gives it.
 SCHEDULE_OPTIONS = {"memory_limit": "pipeline_memory_limit", "group_size": "microbatch_group_size_per_virtual_pipeline_stage"}
-MOMENTS = {Op.GATHER: "pin", Op.F: "forward", Op.B: "backward", Op.I: "backward", Op.RELEASE: "unpin"}
+MOMENTS = {Op.GATHER: KEEP, Op.F: "forward", Op.B: "backward", Op.I: "backward", Op.RELEASE: RELEASE}
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,7 @@ def microbatches_of(config: RunConfig) -> int:
 
 
 def moments_of(program: Program) -> Iterable[tuple[str, int]]:
-    """When which stage's weights are needed: what `zero.traffic.count_gathers` wants to know of a program."""
+    """When which stage's weights are needed: what `zero.prediction.count_gathers` wants to know of a program."""
     return [(MOMENTS[i.op], i.stage) for i in program if i.op in MOMENTS]
 
 
@@ -176,12 +178,14 @@ def cut_problems(config: RunConfig) -> list[str]:
 
 
 def optimizer_problems(config: RunConfig) -> list[str]:
-    """Why the optimizer cannot work on shards."""
-    name, stage = config.optimizer.optimizer, config.zero.stage
-    if not stage or not getattr(OPTIMIZERS[name], "needs_whole_tensors", False):
-        return []
-    return [f"--optimizer {name} needs whole tensors, but --zero-stage {stage} gives each rank a part of them. Use "
-            "--zero-stage 0, or an optimizer that treats elements one by one, such as adam."]
+    """Why the optimizer cannot update the state that a rank would hold."""
+    if config.optimizer.optimizer not in OPTIMIZERS:
+        return []           # the check of names reports it
+    try:
+        ZeroSettings.from_config(config)
+    except ConfigError as error:
+        return [str(error)]
+    return []
 
 
 RULES = (schedule_problems, cut_problems, optimizer_problems)

@@ -7,7 +7,6 @@ Pure decisions are in `planning/run_plan.py` (how layers are cut, which program 
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 
 from torch import nn
 
@@ -16,23 +15,21 @@ from ..models import build_stages, count_uses
 from ..mpu.agree import together
 from ..mpu.channels import Channels
 from ..mpu.mesh import Mesh
+from ..mpu.param_spec import DATA_AXES, EXPERT_DATA_AXES
 from ..mpu.sequence_slice import SequenceSlice
-from ..optim import OPTIMIZERS
 from ..pipeline.executor import Executor
 from ..pipeline.instruction import Op
 from ..pipeline.stage import LayerHooks, Stage
 from ..planning.keep_gathered import agree_on_pinning, is_automatic, memory_of_rank, pinning_text
 from ..planning.layer_timing import measured_times
-from ..planning.run_model import DTYPES, bucket_elements, describe_layers, loss_function, parallel_context
+from ..planning.run_model import DTYPES, describe_layers, loss_function, parallel_context
 from ..planning.run_plan import RunPlan, microbatches_of, moments_of, plan_run, plan_schedule
 from ..tensor_parallel.init import initialize, initialize_interval
-from ..zero.layer_plan import LayerPlan, unread_layers
-from ..zero.optimizer import DataGroups, ZeroOptimizer
-from ..zero.scaler import make_scaler
-from ..zero.set_plan import SHARED
-from ..zero.settings import policy_of
+from ..zero.data_groups import DataGroups
+from ..zero.optimizer import ZeroOptimizer
+from ..zero.set_plan import ParameterUse
+from ..zero.settings import ZeroSettings
 from .batches import Batches, make_batches
-from .offloading import make_offload
 from .step_metrics import StepMetrics
 
 
@@ -118,30 +115,18 @@ def _data_groups(config: RunConfig, mesh: Mesh) -> DataGroups:
     """Collective over the world."""
     inner = config.zero.zero_hpz_partition_size
     halves = mesh.split_data(inner) if inner > 1 else (None, None)
-    groups = DataGroups(mesh.reduction, mesh.group("edp"), mesh.group("tp"), mesh.group("tp", "pp"),
-                        mesh.group("embd"), *halves)
+    groups = DataGroups({DATA_AXES: mesh.reduction, EXPERT_DATA_AXES: mesh.group("edp")}, mesh.group("tp"),
+                        mesh.group("tp", "pp"), mesh.group("embd"), *halves)
     return groups.sharing_memory() if config.zero.stage == 3 and mesh.device.type == "cpu" else groups
 
 
 def _build_optimizer(config: RunConfig, mesh: Mesh, groups: DataGroups, stages: Mapping[int, nn.ModuleList],
                      parameters: list[nn.Parameter]) -> ZeroOptimizer:
-    o, zero = config.optimizer, config.zero
-    layers = {stage: [list(module.parameters()) for module in modules] for stage, modules in stages.items()
-              if zero.stage == 3}
-    uses = {stage: count_uses(modules) for stage, modules in stages.items()}
-    stage_of = {}
-    for stage in stages:
-        stage_of |= {p: SHARED if p in stage_of else stage for p in uses[stage]}
+    counts = {p: count for modules in stages.values() for p, count in count_uses(modules).items()}
+    seed, coordinates = config.train.seed, mesh.coordinates
     return ZeroOptimizer(
-        parameters, uses={p: count for counts in uses.values() for p, count in counts.items()}, stage_of=stage_of,
-        groups=groups, policy=policy_of(zero.stage, zero.zero_hpz_partition_size),
-        make_optimizer=partial(OPTIMIZERS[o.optimizer], settings=o), scaler=make_scaler(o),
-        clip_grad=o.clip_grad, bucket_elements=bucket_elements(zero, sum(p.numel() for p in parameters)),
-        overlap=zero.overlap_comm is not False, grad_dtype=DTYPES[o.gradient_dtype], device=mesh.device,
-        sent_dtype=DTYPES.get(zero.sent_dtype), sent_divisor=zero.sent_divisor,
-        layer_plan=LayerPlan(layers, unread_layers(stages), zero.prefetch_bucket_size, zero.param_persistence_threshold),
-        offload=make_offload(zero, mesh.device),
-        draw=lambda spec, start, out: initialize_interval(out, spec, start, config.train.seed, mesh.coordinates))
+        parameters, ZeroSettings.from_config(config), groups, ParameterUse.of_stages(stages, counts), mesh.device,
+        draw=lambda spec, start, out: initialize_interval(out, spec, start, seed, coordinates))
 
 
 def _build_executor(config: RunConfig, mesh: Mesh, part: SequenceSlice, stages: dict[int, Stage], optimizer: ZeroOptimizer,
@@ -153,4 +138,4 @@ def _build_executor(config: RunConfig, mesh: Mesh, part: SequenceSlice, stages: 
         activation_shape=lambda batch: part.hidden_shape(batch.seq_length, batch.size, config.model.hidden_size),
         dtype=DTYPES[config.optimizer.params_dtype], device=mesh.device,
         hooks={Op.REDUCE: optimizer.arm, Op.TIE: optimizer.reduce_tied,
-               Op.GATHER: optimizer.pin, Op.RELEASE: optimizer.unpin})
+               Op.GATHER: optimizer.keep_gathered, Op.RELEASE: optimizer.release_gathered})

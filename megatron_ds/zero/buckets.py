@@ -1,24 +1,29 @@
-"""`GradBuckets`: whole gradients in one flat buffer (ZeRO 0 and 1), reduced over the data-parallel ranks as they fill.
+"""`GradBuckets`: whole gradients in one flat buffer (ZeRO 0 and 1), reduced over the data-parallel ranks as
+they fill.
 
-Each parameter gets `main_grad`, its view of the buffer, and `grad_ready()`, called once per contribution and backward.
-Layers that compute their weight gradient themselves add to main_grad and call grad_ready; for the other parameters a hook
-moves what autograd accumulated. Micro-batches add up. Before the last one the buckets are *armed*: from then on contributions
-are counted, and a bucket all of whose parameters are complete starts its reduction while backward goes on.
+Each parameter gets `main_grad`, its view of the buffer, and `grad_ready()`, called once per contribution and
+backward. Layers that compute their weight gradient themselves add to main_grad and call grad_ready; for other
+parameters a hook adds what autograd accumulated. Micro-batches add up. Before the last one the buckets are
+*armed*: from then on contributions are counted, and a bucket whose parameters are all complete starts its
+reduction while backward continues.
 
     backward of the last micro-batch     ..w4..w3..|..w2..|..w1..b1..|  finish
     reduction                                      |bucket 0 |bucket 1  |bucket 2, wait
 
-Note: in order. Buckets start strictly in the order of the layout, a complete one waits for those before it: every rank then
-issues the same collectives in the same order, even where one of them sends nothing to some expert.
+Note: in order. Buckets start strictly in the order of the layout; a complete bucket waits for those before
+it. So every rank issues the same collectives in the same order, even if one of them sends no token to some
+expert.
 
-Note: sum. The reduction sums and nothing is divided: the loss of each micro-batch is scaled by its share of the *global* batch
-before backward. So a micro-batch's gradient has the same bits under every number of ranks, overflows of fp16 included, and
-experts, whose copies have seen the tokens of their whole expert-parallel group, need no factor of their own.
+Note: sum. The reduction sums and nothing is divided: the loss of each micro-batch is scaled by its share of
+the *global* batch before backward. So the gradient of a micro-batch has the same bits for any number of
+ranks, also when fp16 overflows, and experts, which process the tokens of their whole expert-parallel group,
+need no factor of their own.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -28,7 +33,7 @@ from ..host.huge_pages import huge_page_zeros
 from ..mpu.collectives import all_reduce_
 from ..mpu.group import Group, Work
 from .data_groups import Hierarchy
-from .exchange import GradCommunication
+from .exchange import BucketGradient, GradientExchange
 from .layout import Layout, SlotPiece
 
 UNARMED = -1
@@ -38,8 +43,8 @@ UNARMED = -1
 class Holder:
     """A parameter as the buckets see it.
 
-    uses   contributions of one backward, the tied reduction included where there is one
-    stage  the pipeline stage it belongs to, None when the rank has just one
+    uses   contributions of one backward, including the tied reduction if there is one
+    stage  the pipeline stage to which it belongs, None if the rank has only one
     """
 
     parameter: nn.Parameter
@@ -47,25 +52,76 @@ class Holder:
     stage: int | None = None
 
 
-class GradBuckets:
-    """The gradients of one set of parameters.
+class GradientStore(Protocol):
+    """The gradients of one set of parameters: `GradBuckets`, or `GradShards` if they are sharded.
 
-    holders  in the order of layout.slots
-    ranks    those that hold the same parameters and sum their gradients
-    tp       the ranks over which gradients are summed that are partial there (`ParamSpec.partial_over`)
-    sharded  reduce-scatter instead of all-reduce: only this rank's shard is valid afterwards
-    overlap  start reductions during backward; False: all of them in `finish`
-    dtype    gradients accumulate in it
-    communication  sums them
+    holders   in the order of layout.slots
+    ranks     ranks that hold the same parameters and sum their gradients
+    flat      the gradients that this rank keeps, padding included
+    received  of each holder, whether it received a contribution in this step
     """
 
-    def __init__(self, holders: Sequence[Holder], layout: Layout, *, ranks: Hierarchy, tp: Group, sharded: bool, overlap: bool,
-                 communication: GradCommunication, dtype: torch.dtype = torch.float32):
+    holders: Sequence[Holder]
+    layout: Layout
+    ranks: Hierarchy
+    flat: torch.Tensor
+    received: list[bool]
+
+    def begin(self) -> None:
+        """Zero all gradients and start counting anew."""
+
+    def arm(self, stage: int | None = None) -> None:
+        """The next backward of `stage` (None: of all) completes its gradients: count contributions from now
+        on."""
+
+    def close(self, bucket: int) -> None:
+        """No more contributions to buckets up to this one are on their way."""
+
+    def reopen(self) -> None:
+        """Reduce what is there; more gradients are added to it and reduced later. Collective."""
+
+    def finish(self) -> None:
+        """Reduce what is not reduced yet, wait for everything, then sum partial gradients over tp.
+        Collective."""
+
+    def grad_of(self, piece: SlotPiece) -> torch.Tensor:
+        """The gradient of a piece, padding included: a view."""
+
+    def start_of(self, piece: SlotPiece) -> int:
+        """Where a piece begins in `flat`."""
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How the gradients of a set are reduced.
+
+    ranks     over which they are summed
+    tp        ranks over which parameters whose gradient is a partial sum are summed
+    exchange  sums them
+    overlap   start reductions during backward; False: later (see the two stores)
+    """
+
+    ranks: Hierarchy
+    tp: Group
+    exchange: GradientExchange
+    overlap: bool
+
+
+class GradBuckets:
+    """A `GradientStore` of whole gradients.
+
+    sharded  reduce-scatter instead of all-reduce: only this rank's shard is valid afterwards
+    dtype    gradients accumulate in it
+    """
+
+    def __init__(self, holders: Sequence[Holder], layout: Layout, reduction: Reduction, *, sharded: bool,
+                 dtype: torch.dtype = torch.float32):
+        ranks = reduction.ranks
         self.holders, self.layout, self.ranks = holders, layout, ranks
-        self.sharded, self.overlap, self._communication = sharded, overlap, communication
+        self.sharded, self.overlap, self._exchange = sharded, reduction.overlap, reduction.exchange
         self.flat = huge_page_zeros(layout.numel, dtype=dtype, device=holders[0].parameter.device)
         self.pieces = layout.slot_intersections(ranks.shard) if sharded else layout.whole_slots()
-        self._tp = tp
+        self._tp = reduction.tp
         self._partial = [self.grad_of(p) for p in self.pieces if holders[p.slot].parameter.spec.partial_over]
         self._shard_pieces = layout.shard_pieces(ranks.shard)
         self._missing = [UNARMED] * len(holders)      # contributions still to come, per parameter
@@ -77,28 +133,31 @@ class GradBuckets:
         self.begin()
 
     def begin(self) -> None:
-        """Zero all gradients and start counting anew."""
+        """See `GradientStore`."""
         self._wait()                # for reductions of gradients that are dropped: they write into the buffer
         self.flat.zero_()
         self.received = [False] * len(self.holders)
         self._restart_counting()
 
     def arm(self, stage: int | None = None) -> None:
-        """The next backward of `stage` (None: of all) completes its gradients: count from now on."""
+        """See `GradientStore`."""
         for i, holder in enumerate(self.holders):
-            if self._missing[i] == UNARMED and (stage is None or holder.stage is None or holder.stage == stage):
+            if self._missing[i] == UNARMED and (stage is None or holder.stage in (None, stage)):
                 self._missing[i] = holder.uses
 
+    def close(self, bucket: int) -> None:
+        """Does nothing: buckets are counted."""
+
     def finish(self) -> None:
-        """Reduce what is not reduced yet, wait for everything, then sum partial gradients over tp. Collective."""
+        """See `GradientStore`."""
         self._complete()
         sum_coalesced(self._partial, self._tp)
 
     def reopen(self) -> None:
-        """Reduce what is there; more gradients are added to it and reduced later. Collective.
+        """See `GradientStore`.
 
-        One rank keeps the sum of each element, its owner where they are sharded, and the others zero: the next reduction adds
-        each rank's further gradients to it.
+        One rank keeps the sum of each element (its owner if they are sharded), and the others keep zero: the
+        next reduction adds further gradients of each rank to it.
         """
         self._complete()
         if self.sharded:
@@ -112,13 +171,13 @@ class GradBuckets:
         self._restart_counting()
 
     def grad_of(self, piece: SlotPiece) -> torch.Tensor:
-        """The gradient of a piece, padding included: a view."""
+        """See `GradientStore`."""
         start = self.start_of(piece)
         return self.flat[start:start + piece.padded_numel]
 
     @staticmethod
     def start_of(piece: SlotPiece) -> int:
-        """Where a piece begins in `flat`."""
+        """See `GradientStore`."""
         return piece.flat
 
     def _install(self, i: int, parameter: nn.Parameter) -> None:
@@ -134,9 +193,9 @@ class GradBuckets:
             return
         if missing == 0:
             raise MegatronDSError(
-                f"{self.holders[i].parameter.spec.name} received more than the {self.holders[i].uses} gradient "
-                "contribution(s) announced for one backward: its bucket may be reduced already and the rest would be lost. "
-                "Give the true number in `uses`.")
+                f"{self.holders[i].parameter.spec.name} received more than the {self.holders[i].uses} "
+                "gradient contribution(s) announced for one backward: its bucket may be reduced already, "
+                "and the rest would be lost. Give the true number in `ParameterUse.counts`.")
         self._missing[i] = missing - 1
         if missing == 1:
             bucket = self.layout.slots[i].bucket
@@ -157,7 +216,7 @@ class GradBuckets:
         for work in self._works:
             work.wait()
         self._works.clear()
-        self._communication.finish()
+        self._exchange.finish()
 
     def _first_open(self) -> int:
         return next((b for b in range(self._next, len(self._open)) if self._open[b]), len(self._open))
@@ -166,19 +225,20 @@ class GradBuckets:
         for b in range(self._next, stop):
             bucket, piece = self.layout.buckets[b], self._shard_pieces[b]
             whole = self.flat[bucket.start:bucket.stop]
+            out, start = whole, 0
             if self.sharded:
-                work = self._communication.reduce_scatter(whole, piece.start - bucket.start, self.flat[piece.start:piece.stop],
-                                                          self.ranks, add=False)
-            else:
-                work = self._communication.all_reduce(whole, self.ranks)
-            self._works.append(work)
+                out, start = self.flat[piece.start:piece.stop], piece.start - bucket.start
+            name = self.layout.slots[bucket.first_slot].name
+            gradient = BucketGradient(name, whole, out, start, False, self.ranks)
+            self._works.append(self._exchange.reduce(gradient))
         self._next = max(self._next, stop)
 
 
 def sum_coalesced(views: list[torch.Tensor], group: Group) -> None:
     """Sum small tensors over the group in one message.
 
-    Sums commute, so this comes after the data-parallel reduction: once a step, and of the shard only where there is one.
+    Sums commute, so this comes after the data-parallel reduction: once a step, and of the shard only where
+    there is one.
     """
     if group.size == 1 or not views:
         return
@@ -189,7 +249,7 @@ def sum_coalesced(views: list[torch.Tensor], group: Group) -> None:
 
 def move_to_main_grad(parameter: nn.Parameter) -> None:
     """A hook: what autograd accumulated is one contribution."""
-    if parameter.grad is None:       # a layer that adds to main_grad itself returned None; torch calls the hook all the same
+    if parameter.grad is None:       # a layer that adds to main_grad itself: torch calls the hook anyway
         return
     main_grad = getattr(parameter, "main_grad", None)
     (parameter.take_main_grad() if main_grad is None else main_grad).add_(parameter.grad)

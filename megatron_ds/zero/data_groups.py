@@ -1,6 +1,7 @@
-"""`Hierarchy`: the data-parallel ranks of a set as inner groups of consecutive ranks (a node) and outer groups across them.
+"""`DataGroups`: the process groups of ZeRO; `Hierarchy`: inner and outer groups of data-parallel ranks.
 
-With n ranks, h in an inner group: rank = o h + i, where i is the place in the inner group, o that in the outer one, and
+With n data-parallel ranks and h in an inner group (a node): rank = o h + i, where i is the position in the
+inner group and o the position in the outer group. Then
 
     shard of a rank = i n/h + o             weights         part i of h of every bucket
                                             gradients, masters, moments         its shard, one of n
@@ -9,23 +10,30 @@ With n ranks, h in an inner group: rank = o h + i, where i is the place in the i
     parts       |     i = 0     |     i = 1     |     i = 2   |
     shards      |  r0   |  r3   |  r1   |  r4   |  r2  |  r5  |
 
-So the part of an inner rank is contiguous and made of the shards of its outer group, in order: gradients are reduce-scattered
-over the inner group, then that part over the outer one; updated shards are gathered over the outer group, then parts over the
-inner one. Between nodes travels one h-th of a bucket, and gathers of layers stay inside. The outer group of a flat hierarchy
-has one rank: each second hop is nothing, and the shard of rank r is shard r.
+The part of an inner rank is contiguous and consists of the shards of its outer group, in order: gradients are
+reduce-scattered over the inner group, then that part over the outer group; updated shards are gathered over
+the outer group, then parts over the inner group. One h-th of a bucket travels between nodes, and gathers of
+layers stay inside a node. The outer group of a flat hierarchy has one rank: the second collective does
+nothing, and the shard of rank r is shard r.
 
-(Wang et al. 2023, arXiv:2306.10209, section 3.2, keep weights over n and a second copy over h, for backward only; here the
-part over h is the only copy: forward stays inside as well, and the memory is the same.)
+(Wang et al. 2023, arXiv:2306.10209, section 3.2, keep weights over n and a second copy over h for backward
+only. Here the part over h is the only copy: forward stays inside a node as well, and memory is the same.)
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
+from ..errors import LayoutError
+from ..mpu.collectives import share_memory
 from ..mpu.group import Group, solo
+from ..mpu.param_spec import DATA_AXES, ParamSpec
+
+Axes = tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Hierarchy:
-    """The groups of one rank. data: all n."""
+    """The data-parallel groups of one rank. data: all n ranks."""
 
     data: Group
     inner: Group
@@ -33,10 +41,12 @@ class Hierarchy:
 
     @classmethod
     def flat(cls, data: Group) -> "Hierarchy":
+        """One inner group of all ranks."""
         return cls(data, data, solo(f"{data.axes}-outer", data.ranks[data.rank]))
 
     @property
     def shard(self) -> int:
+        """The shard that this rank owns."""
         return shard_of(self.data.rank, self.data.size, self.inner.size)
 
 
@@ -44,3 +54,60 @@ def shard_of(rank: int, size: int, inner: int) -> int:
     """The shard that data-parallel rank `rank` of `size` owns, with `inner` ranks in an inner group."""
     o, i = divmod(rank, inner)
     return i * (size // inner) + o
+
+
+@dataclass(frozen=True)
+class DataGroups:
+    """The groups over which ZeRO communicates.
+
+    by_axes  mesh axes over which gradients are summed → the group of the ranks along these axes; DATA_AXES is
+             always present
+    tp       tensor-parallel ranks
+    model    ranks that together hold one copy of the model: tp-pp
+    tied     ranks that hold parameters tied across pipeline stages: embd; one rank if nothing is tied
+    inner, outer  the DATA_AXES ranks as a hierarchy, for the policy that needs one
+    """
+
+    by_axes: Mapping[Axes, Group]
+    tp: Group = field(default_factory=solo)
+    model: Group = field(default_factory=solo)
+    tied: Group = field(default_factory=solo)
+    inner: Group | None = None
+    outer: Group | None = None
+
+    @property
+    def data(self) -> Group:
+        """All data-parallel ranks."""
+        return self.by_axes[DATA_AXES]
+
+    @property
+    def rank_by_axes(self) -> dict[Axes, int]:
+        """The position of this rank in each of the groups."""
+        return {axes: group.rank for axes, group in self.by_axes.items()}
+
+    @property
+    def size_by_axes(self) -> dict[Axes, int]:
+        """The number of ranks of each of the groups."""
+        return {axes: group.size for axes, group in self.by_axes.items()}
+
+    def ranks_of(self, axes: Axes) -> Hierarchy:
+        """The ranks over which gradients of these axes are summed and state is split."""
+        if axes == DATA_AXES and self.inner is not None:
+            return Hierarchy(self.data, self.inner, self.outer)
+        return Hierarchy.flat(self.by_axes[axes])
+
+    def check(self, spec: ParamSpec) -> None:
+        """Raises LayoutError if there is no group over which the parameter's gradient could be summed."""
+        if spec.reduced_over not in self.by_axes:
+            given = ", ".join("-".join(axes) for axes in self.by_axes)
+            raise LayoutError(
+                f"the gradient of {spec.name} is summed over the ranks along {'-'.join(spec.reduced_over)}, "
+                f"but only groups for {given} were given: a sum over other ranks would mix different "
+                "parameters. Give the group in `by_axes`.")
+
+    def sharing_memory(self) -> "DataGroups":
+        """The same groups; ranks of one host that gather weights map each other's memory. Collective over the
+        data group."""
+        if self.inner is not None:
+            return replace(self, inner=share_memory(self.inner))
+        return replace(self, by_axes={**self.by_axes, DATA_AXES: share_memory(self.data)})

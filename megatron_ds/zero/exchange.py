@@ -1,78 +1,159 @@
-"""`GradCommunication`: how a bucket of gradients travels: in which dtype, and divided by what.
+"""`GradientExchange`: the strategy by which gradients are summed over the data-parallel ranks;
+`FullPrecisionExchange`.
 
     accumulates (fp32)   |--------- bucket ---------|         |- shard -|    added, or the first of a step
                               ↓ / divisor, cast                    ↑ cast, × divisor
-    travels (fp16)       |--------- bucket ---------|   sum   |- shard -|
+    sent (fp16)          |--------- bucket ---------|   sum   |- shard -|
 
-In the dtype that gradients accumulate in they are summed where they lie. Another one has buffers of its own, two of them,
-whatever the number of buckets.
+In the dtype in which gradients accumulate they are summed in place. Another dtype has buffers of its own, two
+of them for any number of buckets.
 
-Note: divisor. Gradients are sums (see buckets.py): there is nothing to average. A 16-bit sum of n ranks can leave the range of
-fp16 though each of its terms, and the fp32 sum, are inside: dividing before and multiplying after avoids that. With a power of
-two that costs no bit, but for elements below 2^-14 times the divisor, which lose some or vanish.
+Note: divisor. Gradients are sums (see buckets.py), there is nothing to average. A 16-bit sum of n ranks can
+leave the range of fp16 although each of its terms and the fp32 sum are inside: dividing before and
+multiplying after avoids that. With a power of two that is exact, except for elements below 2^-14 times the
+divisor, which lose bits or vanish.
+
+Another strategy (compressed gradients, for example) is a class with the same methods, given as
+`ZeroSettings.exchange`. It may leave buckets unreduced, and may keep state for each bucket, such as the error
+of the last compression. Such state belongs to one rank and one layout, so checkpoints do not contain it; it
+begins anew when a run is resumed.
 """
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from ..mpu.collectives import all_reduce_, reduce_scatter_into_
 from ..mpu.group import DONE, Group, Work
-from .buffer_pool import BufferPool
 from .data_groups import Hierarchy
 
+UNDER_WAY = 2       # reductions under way before a buffer is waited for rather than allocated
+Sent = tuple[str, Group, int, int]      # operation, group, bytes of payload, calls
 
-class GradCommunication:
-    """Shared by all sets of gradients of an optimizer.
 
-    accumulates  dtype of the buffers that are summed
-    travels      dtype in which they are; None: the same
+@dataclass(frozen=True, slots=True)
+class BucketGradient:
+    """The gradients of one bucket on this rank, to be summed over `ranks`.
+
+    name   of its first parameter: identifies the bucket over all steps of a run
+    whole  the gradients of this rank, [numel]; they may be overwritten
+    out    destination of the sum: `whole` itself, or this rank's shard, which may be a view of `whole`
+    start  first element of the shard in `whole`; 0 if `out` is the whole
+    add    add the sum to `out` rather than replace it
+    """
+
+    name: str
+    whole: torch.Tensor
+    out: torch.Tensor
+    start: int
+    add: bool
+    ranks: Hierarchy
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether this rank keeps a shard of the sum only."""
+        return self.out is not self.whole
+
+
+class GradientExchange(Protocol):
+    """Sums gradients over data-parallel ranks; one object for all sets of parameters of a rank.
+
+    All ranks call `reduce` for the same buckets in the same order. Methods that communicate are collective.
+    """
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of buffers and state that it holds now."""
+
+    def planned_bytes(self, longest: int, ranks: int) -> int:
+        """Bytes that it will hold, with buckets of up to `longest` elements and this many data-parallel
+        ranks."""
+
+    def sent(self, numel: int, buckets: int, ranks: Hierarchy, *, sharded: bool) -> Iterator[Sent]:
+        """What it sends to reduce `buckets` buckets of `numel` elements in total. Groups of one rank may be
+        included."""
+
+    def begin(self) -> None:
+        """A step begins. Reductions of an earlier step that failed may be unfinished: finish them."""
+
+    def reduce(self, bucket: BucketGradient) -> Work:
+        """Begin to sum a bucket; its `out` is valid after the wait."""
+
+    def finish(self) -> None:
+        """Wait for everything that was begun."""
+
+
+class FullPrecisionExchange:
+    """A `GradientExchange` that sums every element, in one dtype.
+
+    accumulates  dtype of the gradients
+    sent_dtype   dtype of the sum; None: the same
     divisor      before the sum, multiplied with after it; None: the number of ranks
     """
 
-    def __init__(self, accumulates: torch.dtype, device: torch.device, travels: torch.dtype | None = None,
+    def __init__(self, accumulates: torch.dtype, device: torch.device, sent_dtype: torch.dtype | None = None,
                  divisor: float | None = 1.0):
-        self.dtype = travels or accumulates
+        self.dtype = sent_dtype or accumulates
         self._divisor = divisor
         self._last: TwoHops | None = None
         self._wire = None if self.dtype == accumulates else BufferPool(self.dtype, device)
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the buffers of another dtype."""
         return self._wire.nbytes if self._wire else 0
 
-    def all_reduce(self, whole: torch.Tensor, ranks: Hierarchy) -> Work:
-        """Sum over the ranks, in place. Collective."""
-        if ranks.data.size == 1:
-            return DONE
-        buffer, sent = self._sent(whole, ranks.data)
-        return self._landing(all_reduce_(sent, ranks.data, async_op=True), buffer, sent, whole, False, ranks.data)
+    def planned_bytes(self, longest: int, ranks: int) -> int:
+        """As many buffers as may be in use at a time."""
+        return (UNDER_WAY + 1) * longest * self.dtype.itemsize if self._wire and ranks > 1 else 0
 
-    def reduce_scatter(self, whole: torch.Tensor, start: int, out: torch.Tensor, ranks: Hierarchy, *, add: bool) -> Work:
-        """Sum over the ranks; this rank's part, from `start` of the whole on, is copied or added to `out`. Collective.
+    def sent(self, numel: int, buckets: int, ranks: Hierarchy, *, sharded: bool) -> Iterator[Sent]:
+        """An all-reduce, or a reduce-scatter over the inner group and then of each part over the outer
+        one."""
+        nbytes = numel * self.dtype.itemsize
+        if not sharded:
+            yield "all_reduce", ranks.data, nbytes, buckets
+            return
+        yield "reduce_scatter", ranks.inner, nbytes, buckets
+        yield "reduce_scatter", ranks.outer, numel // ranks.inner.size * self.dtype.itemsize, buckets
 
-        whole is used up; `out` may be a part of it.
-        """
-        buffer, sent = self._sent(whole, ranks.data)
-        shard = out if buffer is None and not add else sent[start:start + out.numel()]
-        return self._landing(self._hops(sent, shard, ranks), buffer, shard, out, add, ranks.data)
+    def begin(self) -> None:
+        """Finish what a failed step left."""
+        self.finish()
+
+    def reduce(self, bucket: BucketGradient) -> Work:
+        """All-reduce in place, or reduce-scatter."""
+        group, whole = bucket.ranks.data, bucket.whole
+        if not bucket.is_sharded:
+            if group.size == 1:
+                return DONE
+            buffer, sent = self._cast(whole, group)
+            return self._land(all_reduce_(sent, group, async_op=True), buffer, sent, bucket)
+        buffer, sent = self._cast(whole, group)
+        in_place = buffer is None and not bucket.add
+        shard = bucket.out if in_place else sent[bucket.start:bucket.start + bucket.out.numel()]
+        return self._land(self._scatter(sent, shard, bucket.ranks), buffer, shard, bucket)
 
     def finish(self) -> None:
-        """Wait for all that travels in buffers of its own, and for the last to arrive."""
+        """Wait for the last second hop and for all buffers."""
         if self._last is not None:
             self._last.wait()
             self._last = None
         if self._wire:
             self._wire.retire_all()
 
-    def _hops(self, sent: torch.Tensor, shard: torch.Tensor, ranks: Hierarchy) -> Work:
-        """Sum over the inner group, then the part that arrives here over the outer one."""
+    def _scatter(self, sent: torch.Tensor, shard: torch.Tensor, ranks: Hierarchy) -> Work:
+        """Sum over the inner group, then this rank's part over the outer one."""
         if ranks.outer.size == 1:
             return reduce_scatter_into_(shard, sent, ranks.inner, async_op=True)
         numel = sent.numel() // ranks.inner.size
         part = sent[ranks.inner.rank * numel:(ranks.inner.rank + 1) * numel]
-        before, self._last = self._last, TwoHops(reduce_scatter_into_(part, sent, ranks.inner, async_op=True),
-                                                 lambda: reduce_scatter_into_(shard, part, ranks.outer, async_op=True))
+        first = reduce_scatter_into_(part, sent, ranks.inner, async_op=True)
+        second = lambda: reduce_scatter_into_(shard, part, ranks.outer, async_op=True)
+        before, self._last = self._last, TwoHops(first, second)
         if before is not None:
             before.go_on()
         return self._last
@@ -80,19 +161,20 @@ class GradCommunication:
     def _divisor_of(self, group: Group) -> float:
         return 1.0 if group.size == 1 else self._divisor or float(group.size)
 
-    def _sent(self, whole: torch.Tensor, group: Group) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """(the buffer that was borrowed for it, the bucket as it travels)"""
+    def _cast(self, whole: torch.Tensor, group: Group) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """(the buffer that was borrowed, if any; the bucket as it is sent)"""
         factor = 1 / self._divisor_of(group)
         if self._wire is None or group.size == 1:
             return None, whole if factor == 1 else whole.mul_(factor)
         buffer = self._wire.borrow(whole.numel(), 0)
         sent = buffer[:whole.numel()]
-        return buffer, sent.copy_(whole) if factor == 1 else torch.mul(whole, factor, out=sent)     # divided, then rounded
+        # Divided in the wider dtype, then rounded.
+        return buffer, sent.copy_(whole) if factor == 1 else torch.mul(whole, factor, out=sent)
 
-    def _landing(self, work: Work, buffer: torch.Tensor | None, part: torch.Tensor, out: torch.Tensor, add: bool,
-                 group: Group) -> Work:
+    def _land(self, work: Work, buffer: torch.Tensor | None, part: torch.Tensor,
+              bucket: BucketGradient) -> Work:
         """part: where the sum arrives."""
-        factor = self._divisor_of(group)
+        out, add, factor = bucket.out, bucket.add, self._divisor_of(bucket.ranks.data)
         if part is out and factor == 1:
             return work
 
@@ -114,10 +196,11 @@ class GradCommunication:
 
 
 class TwoHops:
-    """A collective after which another begins.
+    """A collective that is followed by another.
 
-    Note: when. Here, not when somebody waits, which may be at another time on each rank: the second hop of a bucket begins
-    right after the first hop of the next one, so all ranks issue all collectives in the same order.
+    Note: when. The second hop of a bucket begins right after the first hop of the next bucket, not when its
+    result is waited for, which may be at different times on different ranks: all ranks issue all collectives
+    in the same order.
     """
 
     __slots__ = ("_work", "_second")
@@ -126,18 +209,19 @@ class TwoHops:
         self._work, self._second = first, second
 
     def go_on(self) -> None:
-        """The first is over, and the second begun, on return. Collective."""
+        """Wait for the first collective and begin the second. Collective."""
         if self._second is not None:
             self._work.wait()
             self._work, self._second = self._second(), None
 
     def wait(self) -> None:
+        """Wait for both. Collective."""
         self.go_on()
         self._work.wait()
 
 
 class Landing:
-    """A work with something to do when it is over: once, in the first `wait`."""
+    """A work with an action that follows it, performed once, in the first `wait`."""
 
     __slots__ = ("_work", "_then")
 
@@ -145,7 +229,53 @@ class Landing:
         self._work, self._then = work, then
 
     def wait(self) -> None:
+        """Wait, then perform the action."""
         if self._work is not None:
             self._work.wait()
             self._then()
             self._work = self._then = None
+
+
+class BufferPool:
+    """Flat buffers of one dtype that buckets borrow.
+
+    nbytes  bytes of all its buffers: the most that were ever borrowed at a time
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device):
+        self.dtype, self.device, self.nbytes = dtype, device, 0
+        self._free: list[torch.Tensor] = []
+        self._reductions: deque[tuple[Work, Callable[[], None]]] = deque()
+
+    def borrow(self, numel: int, least: int) -> torch.Tensor:
+        """A buffer of at least `numel` elements with undefined contents; a new one has at least `least`."""
+        while (buffer := self._fitting(numel)) is None and len(self._reductions) >= UNDER_WAY:
+            self.retire()
+        if buffer is None:
+            buffer = torch.empty(max(numel, least), dtype=self.dtype, device=self.device)
+            self.nbytes += buffer.nbytes
+        return buffer
+
+    def give_back(self, buffer: torch.Tensor) -> None:
+        """The buffer may be borrowed again."""
+        self._free.append(buffer)
+
+    def reducing(self, work: Work, then: Callable[[], None]) -> None:
+        """A reduction is under way; `then` is called after the wait for it."""
+        self._reductions.append((work, then))
+
+    def retire(self) -> None:
+        """Wait for the oldest reduction."""
+        work, then = self._reductions.popleft()
+        work.wait()
+        then()
+
+    def retire_all(self) -> None:
+        """Wait for all reductions."""
+        while self._reductions:
+            self.retire()
+
+    def _fitting(self, numel: int) -> torch.Tensor | None:
+        """The smallest free buffer that is long enough."""
+        fitting = [i for i, buffer in enumerate(self._free) if buffer.numel() >= numel]
+        return self._free.pop(min(fitting, key=lambda i: self._free[i].numel())) if fitting else None

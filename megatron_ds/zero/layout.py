@@ -1,22 +1,30 @@
-"""`Layout`: where each parameter lies in a flat buffer, which bucket reduces it, which rank owns which part. Pure.
+"""`Layout`: the place of each parameter in a flat buffer, its bucket, and the rank that owns each part. Pure.
 
-Terms:  a *slot* is the place of one parameter; it starts at a multiple of `align` elements.
-        A *bucket* is a run of slots that is reduced by one collective; its length is a multiple of shards * align.
-        A *shard* r is the r-th of `shards` equal parts of every bucket, not of the whole buffer: so a bucket can be
-        reduce-scattered, and gathered again, in place and by itself.
-        A *piece* is the part of a slot that lies in one shard.
+Terms:  a *slot* is the place of one parameter; it starts at a multiple of `align` elements. A *bucket* is a
+        run of slots that is reduced by one collective; its length is a multiple of shards * align. *Shard* r
+        is the r-th of `shards` equal parts of every bucket, not of the whole buffer: so each bucket can be
+        reduce-scattered, and gathered again, in place and separately. A *piece* is the part of a slot that
+        lies in one shard.
 
     flat buffer   |------------- bucket 0 -------------|------- bucket 1 -------|
     slots         |-- w2 --|pad|- b2 -|pad|--- pad ----|------- w1 ------|-pad--|
     shard 0 of 2  |###############|                    |###########|
     shard 1 of 2                  |####################|           |############|
 
-Slots lie in *reverse* forward order: backward fills bucket 0 first. Each piece begins at a multiple of `align`, and with
-its padding ends at one, whatever the number of shards: vector kernels then treat an element alike under every split, and
-sharded results are bit-equal to whole ones.
+Slots are in *reverse* forward order: backward fills bucket 0 first. Each piece, padding included, begins and
+ends at a multiple of `align` for any number of shards: vector kernels then process an element in the same way
+under every split, and sharded results are bit-equal to whole ones.
+
+`plan_whole_layout` is a second way to fill the same structure: no slot crosses the border of a shard, so each
+parameter is owned whole by one rank. Buffers, collectives and checkpoints are the same for both.
+
+    flat buffer   |-------------------- bucket 0 --------------------|
+    slots         |--- w1 ---|-- w4 --|---|------- w2 -------|- w3 --|      the parts differ by padding
+    shard 0 of 2  |#######################|
+    shard 1 of 2                          |##########################|
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..errors import LayoutError
@@ -36,6 +44,7 @@ class Slot:
 
     @property
     def stop(self) -> int:
+        """The end without padding."""
         return self.start + self.numel
 
 
@@ -52,7 +61,8 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class ShardPiece:
-    """Elements [start, stop) of the flat buffer, at `offset` of the shard's own buffer (its pieces one after the other)."""
+    """Elements [start, stop) of the flat buffer, at `offset` of the shard's own buffer (its pieces one after
+    the other)."""
 
     bucket: int
     start: int
@@ -93,10 +103,12 @@ class Layout:
 
     @property
     def shard_numel(self) -> int:
+        """Elements of one shard, padding included."""
         return self.numel // self.shards
 
     def shard_pieces(self, shard: int, shards: int | None = None) -> tuple[ShardPiece, ...]:
-        """One piece of each bucket. shards: into how many parts it is cut, a divisor of the layout's own number."""
+        """One piece of each bucket. shards: into how many parts it is cut, a divisor of the layout's own
+        number."""
         shards = shards or self.shards
         pieces, offset = [], 0
         for bucket in self.buckets:
@@ -107,7 +119,8 @@ class Layout:
         return tuple(pieces)
 
     def slot_intersections(self, shard: int, shards: int | None = None) -> tuple[SlotPiece, ...]:
-        """The pieces of all slots that have elements in this shard, in buffer order. shards: see `shard_pieces`."""
+        """The pieces of all slots that have elements in this shard, in buffer order. shards: see
+        `shard_pieces`."""
         result = []
         for piece in self.shard_pieces(shard, shards):
             bucket = self.buckets[piece.bucket]
@@ -121,7 +134,7 @@ class Layout:
         return tuple(result)
 
     def whole_slots(self) -> tuple[SlotPiece, ...]:
-        """The pieces of somebody who owns everything; `offset` is then the place in the flat buffer."""
+        """The pieces of a rank that owns everything; `offset` is then the place in the flat buffer."""
         return tuple(SlotPiece(i, 0, s.numel, s.start, s.start, s.padded_stop - s.start)
                      for i, s in enumerate(self.slots) if s.numel)
 
@@ -130,9 +143,9 @@ def plan_layout(items: Sequence[tuple[str, int]], bucket_elements: int, shards: 
                 units: Sequence[int] | None = None) -> Layout:
     """Lay out parameters, given as (name, number of elements) in forward order.
 
-    bucket_elements: a bucket is closed before it would grow beyond this; a larger parameter gets a bucket of its own.
-    units: one number per item; a bucket never holds items of two units.
-    Raises LayoutError for a size that makes no sense or a name given twice.
+    bucket_elements: a bucket is closed before it would grow beyond this; a larger parameter gets a bucket of
+    its own. units: one number per item; a bucket never holds items of two units. Raises LayoutError for sizes
+    that are not positive and for duplicate names.
     """
     _check(items, bucket_elements, shards, align)
     slots: list[Slot] = []
@@ -158,17 +171,62 @@ def plan_layout(items: Sequence[tuple[str, int]], bucket_elements: int, shards: 
     return Layout(tuple(slots), tuple(buckets), shards)
 
 
+def plan_whole_layout(items: Sequence[tuple[str, int]], bucket_elements: int, shards: int,
+                      align: int = ALIGN, alone: bool = False) -> Layout:
+    """Lay out parameters, given as (name, number of elements) in forward order, so that one rank owns each
+    whole.
+
+    Buckets are runs in reverse forward order of up to `bucket_elements`, or of up to `shards` times the
+    largest parameter if that is more: with fewer, most ranks would own padding. In a bucket, the largest
+    parameter that is left goes to the rank with the least so far (Graham 1969, the LPT rule): the parts
+    differ by less than one parameter. Padding makes them equal. alone: each parameter has a bucket to itself.
+    """
+    _check(items, bucket_elements, shards, align)
+    padded = {name: _round_up(numel, align) for name, numel in items}
+    most = max(bucket_elements, shards * max(padded.values(), default=0))
+    runs: list[list[str]] = []
+    for name, _ in reversed(items):
+        if alone or not runs or sum(padded[other] for other in runs[-1]) + padded[name] > most:
+            runs.append([])
+        runs[-1].append(name)
+    slots: list[Slot] = []
+    buckets: list[Bucket] = []
+    start, numel_of = 0, dict(items)
+    for names in runs:
+        parts = _balance(names, padded, shards)
+        size, first = max(sum(padded[name] for name in part) for part in parts), len(slots)
+        for rank, part in enumerate(parts):
+            at = start + rank * size
+            for name in part:
+                slots.append(Slot(name, at, numel_of[name], len(buckets), at + padded[name]))
+                at += padded[name]
+        buckets.append(Bucket(len(buckets), start, start + shards * size, first, len(slots)))
+        start += shards * size
+    return Layout(tuple(slots), tuple(buckets), shards)
+
+
+def _balance(names: Sequence[str], sizes: Mapping[str, int], shards: int) -> list[list[str]]:
+    """The names of each shard, in their given order."""
+    load, shard_of = [0] * shards, {}
+    for name in sorted(names, key=lambda name: -sizes[name]):
+        shard = load.index(min(load))
+        load[shard] += sizes[name]
+        shard_of[name] = shard
+    return [[name for name in names if shard_of[name] == shard] for shard in range(shards)]
+
+
 def _round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-def _check(items, bucket_elements, shards, align) -> None:
+def _check(items: Sequence[tuple[str, int]], bucket_elements: int, shards: int, align: int) -> None:
     if min(bucket_elements, shards, align) < 1:
-        raise LayoutError(f"a layout needs positive sizes, got bucket_elements={bucket_elements}, shards={shards}, "
-                          f"align={align}.")
+        raise LayoutError(f"a layout needs positive sizes, got bucket_elements={bucket_elements}, "
+                          f"shards={shards}, align={align}.")
     seen: set[str] = set()
     for name, numel in items:
         if numel < 0 or name in seen:
-            raise LayoutError(f"{name}: {'given twice' if name in seen else f'{numel} elements'}; each parameter needs "
-                              "one slot with a unique name and at least one element.")
+            problem = "given twice" if name in seen else f"{numel} elements"
+            raise LayoutError(f"{name}: {problem}; each parameter needs one slot with a unique name and at "
+                              "least one element.")
         seen.add(name)

@@ -1,26 +1,39 @@
-"""The global gradient norm, each logical element counted once, in one pass over this rank's shard of the gradients.
+"""Norms: of the whole gradient, and of logical parameters; and the check that ranks have gradients of the
+same parameters.
 
-After the reduction every data-parallel rank of the same shard holds the same gradient, so rank r looks at shard r only, also
-where the gradients are whole everywhere (ZeRO 0); the partial sums are then added over the data group (all shards, all
-experts) and over the model-parallel group (all tensor-parallel parts, all stages). Not counted: padding (it is zero),
-parameters that every tensor-parallel rank holds, except on the first, and second copies of tied parameters.
+The gradient norm counts each logical element once, in one pass over this rank's shard of the gradients. After
+the reduction every data-parallel rank of the same shard holds the same gradient, so rank r reads shard r
+only, also if gradients are whole everywhere (ZeRO 0). The partial sums are then added over the data group
+(all shards, all experts) and over the model-parallel group (all tensor-parallel parts, all stages). Not
+counted: padding (it is zero), parameters that every tensor-parallel rank holds, except on the first, and
+second copies of tied parameters.
 
-Note: rows. torch sums a flat fp32 norm in a handful of fp32 accumulators, 2e-4 off at 8 M elements. Norms of rows of 1024,
-squared and summed in float64, are as fast and good to 1e-9. The total is finite exactly when every gradient is (short of
-elements beyond 1e19, whose squares overflow fp32 and which count as infinite).
+Note: rows. torch sums a flat fp32 norm in a handful of fp32 accumulators, with an error of 2e-4 at 8 M
+elements. Norms of rows of 1024, squared and summed in float64, are as fast and accurate to 1e-9. The total is
+finite exactly if every gradient is (except for elements beyond 1e19, whose squares overflow fp32 and which
+count as infinite).
+
+Note: divergence. A rank that took another path through the model than its peers trains on a sum in which its
+part is missing. The ranks compare a fingerprint, 16 bits, of the parameters that received gradients; it is
+sent with the norm. Names are exchanged only if the fingerprints differ.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from ..mpu.collectives import all_reduce_
+from ..errors import MegatronDSError
+from ..mpu.collectives import all_gather_object, all_reduce_
 from ..mpu.group import Group
 from ..mpu.param_spec import ParamSpec
+from .data_groups import Axes, DataGroups
 from .layout import SlotPiece
 
 ROW = 1024
 ROWS_AT_A_TIME = 4096
+DATA_BYTES, MODEL_BYTES = 3 * 8, 2 * 8      # what `sum_over_ranks` sends over the data and the model group
 
 
 def is_counted(spec: ParamSpec, tp_rank: int) -> bool:
@@ -28,11 +41,14 @@ def is_counted(spec: ParamSpec, tp_rank: int) -> bool:
     return not spec.tied_copy and (spec.is_split_over("tp") or tp_rank == 0)
 
 
-def norm_views(flat: torch.Tensor, pieces: Iterable[SlotPiece], start_of: Callable[[SlotPiece], int]) -> list[torch.Tensor]:
-    """The pieces' gradients as few 2-D views: neighbours are joined, each run cut into whole rows and a short one.
+def norm_views(flat: torch.Tensor, pieces: Iterable[SlotPiece],
+               start_of: Callable[[SlotPiece], int]) -> list[torch.Tensor]:
+    """The gradients of the pieces as few 2-D views: neighbours are joined, each run cut into whole rows and a
+    short one.
 
-    flat, start_of: where the gradients are. Neighbours are so in the *whole* buffer: the order in which squares are added, and
-    with it each bit of the norm, does not depend on how much of it this rank keeps.
+    flat, start_of: where the gradients are. Pieces are neighbours if they are so in the *whole* buffer: the
+    order in which squares are added, and with it each bit of the norm, does not depend on the share of it
+    that this rank keeps.
     """
     runs: list[list[int]] = []
     end = None
@@ -63,20 +79,122 @@ def squared_norm(views: list[torch.Tensor], device: torch.device) -> torch.Tenso
 
 
 def _parts(view: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Of narrow gradients torch makes a wide copy on the CPU: a small one at a time."""
+    """On the CPU torch makes a wide copy of 16-bit gradients: of a small part at a time."""
     return [view] if view.dtype == torch.float32 else view.split(ROWS_AT_A_TIME)
 
 
-def num_zeros(gradients: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """How many elements are zero; a float64 scalar."""
-    counts = [torch.count_nonzero(gradient == 0) for gradient in gradients]
-    return torch.stack([torch.zeros((), dtype=torch.int64, device=device), *counts]).sum().double()
+def sum_over_ranks(squares: torch.Tensor, received: Mapping[str, bool], groups: DataGroups) -> float:
+    """The sum of `squares` over all ranks, the same float on each. Collective over the data and the model
+    group.
+
+    Raises MegatronDSError, on all ranks, if data-parallel ranks `received` gradients of different parameters.
+    """
+    f = zlib.crc32(bytes(received.values())) & 0xFFFF
+    local = torch.tensor([0.0, f, f * f], dtype=torch.float64, device=squares.device)
+    local[0] = squares
+    all_reduce_(local, groups.data)
+    # n Σf² - (Σf)², n² times the variance of the fingerprints: 0 exactly if all are equal, exact in float64.
+    local[1] = groups.data.size * local[2] - local[1].square()
+    all_reduce_(local[:2], groups.model)
+    total, spread = local[:2].tolist()
+    if spread:
+        report_divergence(received, groups.data, groups.model)
+    return total
 
 
-def sum_over_ranks(local: torch.Tensor, data: Group, model: Group) -> list[float]:
-    """[squares, zeros, f, f²] of this rank → the sums of the first two, and how far the fingerprints f of data-parallel ranks
-    are apart: 0 when all are equal. The same floats on every rank. Collective over both groups."""
-    all_reduce_(local, data)
-    local[2] = data.size * local[3] - local[2].square()         # n Σf² - (Σf)², n² times the variance; exact in float64
-    all_reduce_(local[:3], model)
-    return local[:3].tolist()
+def report_divergence(received: Mapping[str, bool], data: Group, model: Group) -> None:
+    """Raise, on all ranks, an error that names a parameter and the ranks with and without it. Collective over
+    both groups."""
+    first = None
+    of_ranks = all_gather_object(dict(received), data)
+    for name in received:
+        without = [rank for rank, theirs in zip(data.ranks, of_ranks) if not theirs[name]]
+        if without and len(without) < data.size:
+            having = set(data.ranks) - set(without)
+            first = f"{name} received a gradient on rank(s) {_list(having)} but not on {_list(without)}"
+            break
+    found = next((text for text in all_gather_object(first, model) if text),
+                 "the parameters with a gradient differ")
+    raise MegatronDSError(
+        f"data-parallel ranks took different paths through the model: {found}. The sum of their gradients "
+        "would be incomplete. Every rank must use the same parameters in each step, if necessary with a "
+        "factor of zero.")
+
+
+def _list(ranks: Iterable[int]) -> str:
+    ranks = sorted(ranks)
+    return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+
+
+@dataclass(frozen=True, slots=True)
+class NormEntry:
+    """A logical parameter. is_split: each rank along `axes` holds a part of its optimizer state."""
+
+    spec: ParamSpec
+    axes: Axes
+    is_split: bool
+    is_tied: bool
+
+
+class ParameterNorms:
+    """Norms of tensors that belong to logical parameters, such as weights or updates, over all their parts.
+
+    A parameter may be in shards of several data-parallel ranks, split over tensor-parallel ranks, and held by
+    two pipeline stages. `__call__` adds the squares of all its parts: one all-reduce for all parameters over
+    each group that has parts, and no host synchronization. It is collective; ranks without parts of any
+    parameter call it with empty lists.
+
+    entries: all parameters of the optimizers that ask for norms, in the same order on all ranks of the same
+    stages
+    """
+
+    def __init__(self, entries: Sequence[NormEntry], groups: DataGroups, device: torch.device):
+        self._groups, self._device = groups, device
+        self._position = {entry.spec.name: i for i, entry in enumerate(entries)}
+        self._indices: dict[tuple[str, ...], torch.Tensor] = {}
+        tied = sorted((entry.spec.tied, i) for i, entry in enumerate(entries) if entry.is_tied)
+        self._tied = self._tensor([i for _, i in tied], torch.int64)
+        self._is_first_holder = self._tensor([not entries[i].spec.tied_copy for _, i in tied])
+        self._counts_here = self._tensor(
+            [groups.tp.rank == 0 or e.spec.is_split_over("tp") for e in entries])
+        self._in_shards = {axes: self._tensor([e.is_split and e.axes == axes for e in entries])
+                           for axes in groups.by_axes if any(e.is_split and e.axes == axes for e in entries)}
+
+    def __call__(self, values: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The norm, [len(parameters)] in fp32, of the logical parameter that each of `parameters` is a part
+        of.
+
+        values: for each a tensor of the same length: the part itself, its update, ...
+        """
+        squares = torch.zeros(len(self._position), dtype=torch.float64, device=self._device)
+        index = self._index_of(tuple(p.spec.name for p in parameters))
+        if values:
+            norms = torch.stack(torch._foreach_norm(list(values), 2, torch.float64))
+            squares.index_add_(0, index, norms.square())
+        return self._sum(squares)[index].sqrt().float()
+
+    def _sum(self, squares: torch.Tensor) -> torch.Tensor:
+        # Shards. Parameters that are whole on every data-parallel rank have their sum already.
+        for axes, mask in self._in_shards.items():
+            summed = squares * mask
+            all_reduce_(summed, self._groups.by_axes[axes])
+            squares = torch.where(mask.bool(), summed, squares)
+        # Tensor-parallel parts; the first rank's of parameters that all these ranks hold.
+        if self._groups.tp.size > 1:
+            squares = squares * self._counts_here
+            all_reduce_(squares, self._groups.tp)
+        # Pipeline stages: all holders use the sum of the first, so that their copies stay equal to the bit.
+        if len(self._tied):
+            of_first = squares[self._tied] * self._is_first_holder
+            all_reduce_(of_first, self._groups.tied)
+            squares = squares.index_copy(0, self._tied, of_first)
+        return squares
+
+    def _index_of(self, names: tuple[str, ...]) -> torch.Tensor:
+        """Copied to the device once, for the same parameters come in every step."""
+        if names not in self._indices:
+            self._indices[names] = self._tensor([self._position[name] for name in names], torch.int64)
+        return self._indices[names]
+
+    def _tensor(self, values: list, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device=self._device)

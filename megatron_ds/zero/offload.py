@@ -1,66 +1,134 @@
-"""The update of offloaded state: masters and moments are brought to the host a sub-group at a time.
+"""The update of offloaded state: masters and moments are brought to the host one sub-group at a time.
 
     sub-group           0       1       2       3
     read                |--0--| |--1--| |--2--| |--3--|
     update                      |--0--| |--1--| |--2--| |--3--|
     write                               |--0--| |--1--| |--2--| |--3--|
 
-What lies in the host's memory is updated where it lies; the same code then moves nothing. (Ren et al. 2021,
+State in host memory is updated in place: the same code then copies nothing. (Ren et al. 2021,
 arXiv:2101.06840; on disks Rajbhandari et al. 2021, arXiv:2104.07857, section 5.)
+
+A *sub-group* is a run of pieces in one bucket, so that it is one interval of every flat buffer that holds a
+part of it (weights, gradients, moments). Sub-groups begin at a page of a file for every dtype.
+`plan_sub_groups` cuts them, a pure function.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from ..mpu.group import Work
 from ..mpu.param_spec import ParamSpec
-from .shard_optimizer import InnerOptimizer, Leaf, MakeOptimizer
-from .sub_groups import SubGroupPlan
-from .tiers import Array, Buffers, Home
+from ..optim import ParamGroup
+from .layout import Layout, SlotPiece
+from .shard_optimizer import Leaf, ShardOptimizer
+from .tiers import Array, Buffers, Tier
 
 HOST = torch.device("cpu")
 MASTER, GRAD, LOW = "master", "grad", "low"
-IN_FLIGHT = 3       # sub-groups in buffers at a time: one being read, one updated, one written
+IN_FLIGHT = 3                 # sub-groups in buffers at a time: one being read, one updated, one written
+PAGE_ELEMENTS = 2048          # of 16 bits in a page of 4096 bytes
 
 
 @dataclass(frozen=True)
-class Offload:
-    """Where state goes. optimizer: home of masters and moments, None: the device; parameters: of the shards of stage 3.
+class SubGroupPlan:
+    """Consecutive pieces of one bucket. begin: offset of the first in this rank's part of the bucket."""
 
-    ratio              part of the optimizer state that goes; the rest stays on the device and is updated there
-    sub_group_elements brought to the host at a time
+    bucket: int
+    begin: int
+    pieces: tuple[SlotPiece, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements, padding included."""
+        return sum(piece.padded_numel for piece in self.pieces)
+
+
+def plan_sub_groups(layout: Layout, pieces: Sequence[SlotPiece], elements: int,
+                    ratio: float) -> tuple[tuple[SubGroupPlan, ...], tuple[SlotPiece, ...]]:
+    """(sub-groups, pieces that stay on the device): the first `ratio` of all elements are offloaded.
+
+    pieces: those of this rank, in buffer order; they are cut where a sub-group ends. elements: of a
+    sub-group, about.
     """
+    elements = max(elements // PAGE_ELEMENTS, 1) * PAGE_ELEMENTS
+    left = round(sum(piece.padded_numel for piece in pieces) * ratio)
+    groups: list[SubGroupPlan] = []
+    stay: list[SlotPiece] = []
+    for bucket, its_pieces in _by_bucket(layout, pieces).items():
+        at = 0
+        room = min(elements, _whole_pages(left))
+        current: list[SlotPiece] = []
+        for piece in its_pieces:
+            while piece is not None and room > 0:
+                first, piece = cut_piece(piece, room)
+                current.append(first)
+                room -= first.padded_numel
+                if room <= 0:
+                    at, left, current = _close(groups, bucket, at, left, current)
+                    room = min(elements, _whole_pages(left))
+            if piece is not None:
+                stay.append(piece)
+        at, left, current = _close(groups, bucket, at, left, current)
+    return tuple(groups), tuple(stay)
 
-    optimizer: Home | None = None
-    parameters: Home | None = None
-    ratio: float = 1.0
-    sub_group_elements: int = 4 * 2**20
+
+def cut_piece(piece: SlotPiece, room: int) -> tuple[SlotPiece, SlotPiece | None]:
+    """The first `room` elements, padding included, and the rest. room: a multiple of the alignment."""
+    if piece.padded_numel <= room:
+        return piece, None
+    middle = piece.start + room
+    return (replace(piece, stop=middle, padded_numel=room),
+            replace(piece, start=middle, flat=piece.flat + room, offset=piece.offset + room,
+                    padded_numel=piece.padded_numel - room))
+
+
+def _close(groups: list[SubGroupPlan], bucket: int, at: int, left: int,
+           current: list[SlotPiece]) -> tuple[int, int, list[SlotPiece]]:
+    if not current:
+        return at, left, current
+    groups.append(SubGroupPlan(bucket, at, tuple(current)))
+    numel = groups[-1].numel
+    return at + numel, left - numel, []
+
+
+def _whole_pages(elements: int) -> int:
+    return -(-elements // PAGE_ELEMENTS) * PAGE_ELEMENTS if elements > 0 else 0
+
+
+def _by_bucket(layout: Layout, pieces: Sequence[SlotPiece]) -> dict[int, list[SlotPiece]]:
+    found: dict[int, list[SlotPiece]] = {}
+    for piece in pieces:
+        found.setdefault(layout.slots[piece.slot].bucket, []).append(piece)
+    return found
 
 
 @dataclass(frozen=True)
 class Staged:
-    """A sub-group's state on the host, or on its way there."""
+    """The state of a sub-group on the host, or on the way to it."""
 
     tensors: Mapping[str, torch.Tensor]
     works: Sequence[Work]
 
     def wait(self) -> None:
+        """Everything is on the host on return."""
         for work in self.works:
             work.wait()
 
 
 class SubGroup:
-    """Leaves that are updated together. `arrays`: all that the update reads or writes, flat, each in its home.
+    """Leaves that are updated together. `arrays`: everything that the update reads or writes, flat, each in
+    its tier.
 
-    master  fp32 weights     grad  read only, converted to fp32     low  the model's 16-bit weights, written only
+    master  fp32 weights     grad  read only, converted to fp32     low  the model's 16-bit weights, written
+            only
     and the optimizer's own state under its own names
     """
 
-    def __init__(self, plan: SubGroupPlan, specs: Sequence[ParamSpec], arrays: Mapping[str, Array], home: Home,
-                 make_optimizer: MakeOptimizer, buffers: Buffers):
+    def __init__(self, plan: SubGroupPlan, specs: Sequence[ParamSpec], arrays: Mapping[str, Array],
+                 tier: Tier, param_groups: Sequence[ParamGroup], buffers: Buffers):
         self.arrays = dict(arrays)
         self.leaves: list[Leaf] = []
         self._state_names: list[str] = []
@@ -76,12 +144,12 @@ class SubGroup:
             self._spans.append((at, stop))
             at = stop
         self._point_to(staged.tensors)
-        self.inner = InnerOptimizer(make_optimizer, self.leaves)
-        self._adopt_state(home)
+        self.optimizer = ShardOptimizer(param_groups, self.leaves)
+        self._move_state(tier)
         self.rest()
 
     def stage(self, buffers: Buffers) -> Staged:
-        """Begin to bring everything to the host that is not there."""
+        """Begin to bring to the host what is not there."""
         tensors, works = {}, []
         for name, array in self.arrays.items():
             dtype = torch.float32 if name == GRAD else array.tensor.dtype
@@ -95,25 +163,28 @@ class SubGroup:
         return Staged(tensors, works)
 
     def update(self, staged: Staged, lr: float | None, weight_decay: float, divisor: float) -> None:
+        """One update, on the host. See `ShardOptimizer.step`."""
         staged.wait()
         self._point_to(staged.tensors)
-        self.inner.step(lr, weight_decay, divisor)
-        if LOW in staged.tensors and not self.inner.writes_low:
+        self.optimizer.step(lr, weight_decay, divisor)
+        if LOW in staged.tensors and not all(self.optimizer.writes_low(leaf) for leaf in self.leaves):
             staged.tensors[LOW].copy_(staged.tensors[MASTER])
 
     def write(self, staged: Staged, buffers: Buffers) -> list[Work]:
-        """Begin to send home what the update changed."""
+        """Begin to write what the update changed to its tiers."""
         self.rest()
-        return [array.write(buffers.get(name, array.padded_numel, array.tensor.dtype)) for name, array in self.arrays.items()
+        return [array.write(buffers.get(name, array.padded_numel, array.tensor.dtype))
+                for name, array in self.arrays.items()
                 if name != GRAD and staged.tensors[name] is not array.tensor]
 
     def rest(self) -> None:
-        """The leaves are what lies in the homes."""
+        """Between updates the leaves are the tensors of the tiers."""
         self._point_to({name: array.tensor for name, array in self.arrays.items() if name != GRAD})
 
     def state_bytes(self) -> tuple[int, int]:
-        """(of masters, of the optimizer's own state) beside the model's weights."""
-        own = sum(array.tensor.nbytes for name, array in self.arrays.items() if name not in (MASTER, GRAD, LOW))
+        """(bytes of masters, bytes of the optimizer's own state), in addition to the model's weights."""
+        own = sum(array.tensor.nbytes for name, array in self.arrays.items()
+                  if name not in (MASTER, GRAD, LOW))
         return (self.arrays[MASTER].tensor.nbytes if LOW in self.arrays else 0), own
 
     def _point_to(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -125,33 +196,36 @@ class SubGroup:
             if GRAD in tensors:
                 p.grad = tensors[GRAD][start:stop]
             for name in self._state_names:
-                self.inner.place_state(leaf, name, tensors[name][start:stop])
+                self.optimizer.place_state(leaf, name, tensors[name][start:stop])
 
-    def _adopt_state(self, home: Home) -> None:
-        """The optimizer's new state moves to its home."""
-        self._state_names = list(dict.fromkeys(name for leaf in self.leaves for name, _ in self.inner.state_of(leaf)))
+    def _move_state(self, tier: Tier) -> None:
+        """The optimizer's new state moves to its tier."""
+        self._state_names = list(dict.fromkeys(name for leaf in self.leaves
+                                               for name, _ in self.optimizer.state_of(leaf)))
         numel = self.arrays[MASTER].tensor.numel()
-        made = home.arrays([numel] * len(self._state_names), torch.float32)
+        made = tier.arrays([numel] * len(self._state_names), torch.float32)
         self.arrays |= zip(self._state_names, made)         # zeros, as the state is before the first update
 
 
 class OffloadedUpdate:
-    """Updates sub-groups one after the other, reading the next and writing the last meanwhile."""
+    """Updates sub-groups one after the other, while the next is read and the last is written."""
 
-    def __init__(self, pin: bool = False):
+    def __init__(self, page_locked: bool = False):
         self.groups: list[SubGroup] = []
-        self._buffers = [Buffers(pin) for _ in range(IN_FLIGHT)]
+        self._buffers = [Buffers(page_locked) for _ in range(IN_FLIGHT)]
 
     @property
     def buffers(self) -> Buffers:
-        """For a sub-group at work alone."""
+        """For a sub-group that is processed alone."""
         return self._buffers[0]
 
     @property
     def working_bytes(self) -> int:
+        """Bytes of the buffers in which state is brought to the host."""
         return sum(buffers.nbytes for buffers in self._buffers)
 
     def step(self, lr: float | None, weight_decay: float, divisor: float) -> None:
+        """See `ShardOptimizer.step`."""
         writing: list[list[Work]] = [[] for _ in self._buffers]
 
         def stage(k: int) -> Staged:
@@ -168,5 +242,6 @@ class OffloadedUpdate:
 
 
 def wait_for(works: list[Work]) -> None:
+    """Wait for all and empty the list."""
     while works:
         works.pop().wait()

@@ -1,32 +1,75 @@
-"""`ParamStore`: the parameters of one set, whole on every rank, in a flat buffer.
+"""The parameters of one set, in flat buffers: whole on every rank (`WholeParameters`) or in shards
+(`ShardedParameters`).
 
     fp32 model     flat  |w2|b2| w1 |     the update writes the model itself
-    16-bit model   flat  |w2|b2| w1 |     the update writes fp32 masters, kept elsewhere, and rounds them into flat
+    16-bit model   flat  |w2|b2| w1 |     the update writes fp32 masters and rounds them into flat
 
-With sharded optimizer state each rank updates its shard and the ranks gather the rest, bucket by bucket, in place.
+If optimizer state is sharded, each rank updates its shard, and the ranks gather the rest: bucket by bucket in
+place, or in ZeRO 3 layer by layer when it is needed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import nn
 
 from ..host.huge_pages import huge_page_zeros
 from ..mpu.collectives import all_gather_into_
+from ..mpu.group import DONE, Work
+from ..mpu.param_spec import ParamSpec
 from .data_groups import Hierarchy
-from .layout import Layout, SlotPiece
-from .tiers import Array, InMemory
-from .units import Draw, become, fill
+from .layout import Layout, ShardPiece, SlotPiece
+from .tiers import Array, InMemory, Tier
+from .units import MappedUnit, SharedParts, Unit
+
+Draw = Callable[[ParamSpec, int, torch.Tensor], None]
+"""Fills a flat tensor with the initial values of elements [start, start + len) of a local parameter."""
 
 
-class ParamStore:
-    """Moves the parameters into one flat buffer: their `data` become views of it.
+class ParameterStore(Protocol):
+    """The weights of one set. Its parameters, in the order of layout.slots and of one dtype, become views of
+    flat buffers.
 
-    parameters  in the order of layout.slots, all of one dtype
-    ranks       those that hold the same parameters
-    sharded     each rank updates its shard only
-    draw        gives the values of parameters on "meta"
+    ranks    ranks that hold the same parameters
+    sharded  each rank updates its shard only
+    pieces   what this rank updates
+    units    what is gathered layer by layer; empty if parameters are whole
     """
+
+    layout: Layout
+    ranks: Hierarchy
+    sharded: bool
+    pieces: Sequence[SlotPiece]
+    units: Sequence[Unit]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of parameters held now, in any tier."""
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other ranks map the memory of this rank's parts."""
+
+    def values_of(self, piece: SlotPiece) -> torch.Tensor:
+        """The model's weights of a piece, padding included: a view."""
+
+    def array_of(self, first: SlotPiece, numel: int) -> Array:
+        """`numel` weights from the beginning of a piece on, in one bucket."""
+
+    def refresh(self) -> None:
+        """This rank's pieces were updated: on return, or when units are gathered, those of the other ranks
+        are too."""
+
+
+class WholeParameters:
+    """A `ParameterStore` of parameters that are whole on every rank, in one flat buffer.
+
+    sharded  each rank updates its shard only
+    """
+
+    units: tuple[Unit, ...] = ()
+    is_shared = False
 
     def __init__(self, parameters: Sequence[nn.Parameter], layout: Layout, ranks: Hierarchy, sharded: bool,
                  device: torch.device | None = None, draw: Draw | None = None):
@@ -38,31 +81,160 @@ class ParamStore:
 
     @property
     def nbytes(self) -> int:
+        """See `ParameterStore`."""
         return self.flat.nbytes
 
     def values_of(self, piece: SlotPiece) -> torch.Tensor:
-        """The model's weights of a piece, padding included: a view."""
+        """See `ParameterStore`."""
         return self.flat[piece.flat:piece.flat + piece.padded_numel]
 
     def array_of(self, first: SlotPiece, numel: int) -> Array:
-        """Those of `numel` elements from the beginning of a piece on, in one bucket."""
+        """See `ParameterStore`."""
         return InMemory(self.flat[first.flat:first.flat + numel])
 
     def refresh(self) -> None:
-        """This rank's share was updated: the others' too, on return. Collective where sharded."""
+        """See `ParameterStore`. Collective if sharded."""
         if not self.sharded:
             return
         layout, ranks = self.layout, self.ranks
-        shards, parts = layout.shard_pieces(ranks.shard), layout.shard_pieces(ranks.inner.rank, ranks.inner.size)
+        shards = layout.shard_pieces(ranks.shard)
+        parts = layout.shard_pieces(ranks.inner.rank, ranks.inner.size)
         for wholes, mine, group in ((parts, shards, ranks.outer), (layout.buckets, parts, ranks.inner)):
-            works = [all_gather_into_(self.flat[whole.start:whole.stop], self.flat[own.start:own.stop], group, async_op=True)
-                     for whole, own in zip(wholes, mine)]
+            works = [all_gather_into_(self.flat[whole.start:whole.stop], self.flat[own.start:own.stop], group,
+                                      async_op=True) for whole, own in zip(wholes, mine)]
             for work in works:
                 work.wait()
 
 
-def _move_into(flat: torch.Tensor, parameters: Sequence[nn.Parameter], layout: Layout, draw: Draw | None) -> None:
+class ShardedParameters:
+    """A `ParameterStore` of parameters in shards, gathered by units (ZeRO 3).
+
+        part     this rank's weights, in a tier: on the device, in host memory or on a disk. There are as many
+                 parts as an inner group has ranks (data_groups.py), which are the ranks that gather. This
+                 rank updates its shard of it
+        flat     of each unit, when gathered
+
+    unit_plans  (layer, first bucket, last bucket + 1), in the order of the buckets
+    tier        of the parts, unless ranks share their memory
+    """
+
+    sharded = True
+
+    def __init__(self, parameters: Sequence[nn.Parameter], layout: Layout, ranks: Hierarchy,
+                 unit_plans: Sequence[tuple[int, int, int]], device: torch.device, tier: Tier,
+                 draw: Draw | None):
+        self.layout, self.ranks, self._device = layout, ranks, device
+        self.pieces = layout.slot_intersections(ranks.shard)
+        here = ranks.inner.rank, ranks.inner.size
+        self._parts = layout.shard_pieces(*here)
+        dtype = parameters[0].dtype
+        shares = ranks.inner.memory and tier.is_plain
+        self._shared = SharedParts(layout, ranks.inner, dtype) if shares else None
+        self._arrays = (self._shared.arrays if self._shared                         # one for each bucket
+                        else tier.arrays([part.stop - part.start for part in self._parts], dtype))
+        for piece in layout.slot_intersections(*here):
+            fill(self.values_of(piece)[:piece.stop - piece.start], parameters[piece.slot], piece.start, draw)
+        tier.settle()
+        self.units: list[Unit] = []
+        for layer, first, stop in unit_plans:
+            self.units.append(self._make_unit(layer, first, stop, dtype, device))
+            self._adopt(self.units[-1], parameters)
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes of this rank's parts."""
+        return sum(array.tensor.nbytes for array in self._arrays)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other ranks map the memory of this rank's parts."""
+        return self._shared is not None
+
+    @property
+    def nbytes(self) -> int:
+        """See `ParameterStore`."""
+        return self.shard_bytes + sum(unit.nbytes for unit in self.units if not unit.is_free)
+
+    def values_of(self, piece: SlotPiece) -> torch.Tensor:
+        """See `ParameterStore`. piece: of this rank's part."""
+        bucket = self.layout.slots[piece.slot].bucket
+        start = piece.flat - self._parts[bucket].start
+        return self._arrays[bucket].tensor[start:start + piece.padded_numel]
+
+    def array_of(self, first: SlotPiece, numel: int) -> Array:
+        """See `ParameterStore`."""
+        bucket = self.layout.slots[first.slot].bucket
+        start = first.flat - self._parts[bucket].start
+        return self._arrays[bucket].part(start, start + numel)
+
+    def refresh(self) -> None:
+        """See `ParameterStore`. Collective over the outer group; units are gathered when they are needed."""
+        for unit in self.units:
+            unit.claims.clear()
+            unit.free()
+        if self.ranks.outer.size > 1:
+            shards = self.layout.shard_pieces(self.ranks.shard)
+            works = [self._refresh_part(*of) for of in zip(self._arrays, self._parts, shards)]
+            for work in works:
+                work.wait()
+
+    def _refresh_part(self, array: Array, part: ShardPiece, shard: ShardPiece) -> Work:
+        """An offloaded array is copied to the device for it."""
+        start, stop = shard.start - part.start, shard.stop - part.start
+        if array.is_at(self._device, array.tensor.dtype):
+            return all_gather_into_(array.tensor, array.tensor[start:stop], self.ranks.outer, async_op=True)
+        near = torch.empty(part.stop - part.start, dtype=array.tensor.dtype, device=self._device)
+        array.part(start, stop).read(near[start:stop]).wait()
+        all_gather_into_(near, near[start:stop], self.ranks.outer)
+        array.write(near).wait()
+        return DONE
+
+    def _make_unit(self, layer: int, first: int, stop: int, dtype: torch.dtype, device: torch.device) -> Unit:
+        buckets = self.layout.buckets
+        start = buckets[first].start
+        if self._shared:
+            unit = MappedUnit(layer, first, stop - 1, dtype, self._shared.map(first, stop), self.ranks.inner)
+        else:
+            flat = torch.empty(buckets[stop - 1].stop - start, dtype=dtype, device=device)
+            unit = Unit(layer, first, stop - 1, flat, self.ranks.inner)
+        for b in range(first, stop):
+            whole = unit.flat[buckets[b].start - start:buckets[b].stop - start]
+            unit.buckets.append((whole, self._arrays[b]))
+        return unit
+
+    def _adopt(self, unit: Unit, parameters: Sequence[nn.Parameter]) -> None:
+        buckets = self.layout.buckets
+        start = buckets[unit.first_bucket].start
+        for i in range(buckets[unit.first_bucket].first_slot, buckets[unit.last_bucket].last_slot):
+            slot = self.layout.slots[i]
+            become(parameters[i], unit.flat[slot.start - start:slot.stop - start].view(parameters[i].shape))
+        unit.free()         # only now: views cannot be made of a storage of no bytes
+
+
+def _move_into(flat: torch.Tensor, parameters: Sequence[nn.Parameter], layout: Layout,
+               draw: Draw | None) -> None:
     for slot, p in zip(layout.slots, parameters):
         view = flat[slot.start:slot.stop]
         fill(view, p, 0, draw)
         become(p, view.view(p.shape))
+
+
+@torch.no_grad()
+def fill(out: torch.Tensor, parameter: nn.Parameter, start: int, draw: Draw | None) -> None:
+    """Elements [start, start + len(out)) of the flattened parameter; drawn if it is on the meta device."""
+    if not parameter.is_meta:
+        out.copy_(parameter.detach().reshape(-1)[start:start + out.numel()])
+    else:
+        assert draw is not None, f"{parameter.spec.name} is on the meta device and there is no `draw`"
+        draw(parameter.spec, start, out)
+
+
+def become(parameter: nn.Parameter, view: torch.Tensor) -> None:
+    """Make the parameter a view of `view`; it keeps a version counter of its own."""
+    if not parameter.is_meta:
+        parameter.data = view
+        return
+    # .data: a version counter of its own.
+    real = nn.Parameter(view.data, requires_grad=parameter.requires_grad)
+    real.__dict__.update(parameter.__dict__)
+    torch.utils.swap_tensors(parameter, real)

@@ -1,71 +1,73 @@
-"""`ParameterSet`: one set of parameters made real: its weights, gradients, and the leaves that the optimizer updates.
+"""`ParameterSet`: one set of parameters with its memory: weights, gradients, and the leaves that optimizers
+update.
 
-A leaf is the fp32 master of a piece. In an fp32 model that is the weight itself; in a 16-bit model it lies in a buffer of its
-own, on the device or, with its moments, in the home that they were offloaded to.
+A leaf is the fp32 master of a piece. In an fp32 model it is the weight itself; in a 16-bit model it is in a
+buffer of its own, on the device or, with its moments, in the tier that they are offloaded to.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from ..host.huge_pages import huge_page_zeros
+from ..mpu.collectives import all_reduce_
 from ..mpu.group import Group
-from ..mpu.param_spec import ParamSpec
-from .buckets import GradBuckets, Holder
-from .buffer_pool import BufferPool
-from .data_groups import Hierarchy
-from .exchange import GradCommunication
+from .buckets import GradBuckets, GradientStore, Holder, Reduction
+from .data_groups import DATA_AXES, DataGroups
+from .exchange import BufferPool, GradientExchange
 from .grad_shards import GradShards
 from .layout import SlotPiece
 from .norm import is_counted, norm_views
-from .offload import GRAD, LOW, MASTER, Offload, OffloadedUpdate, SubGroup
-from .param_store import ParamStore
-from .set_plan import SetPlan
-from .shard_optimizer import Leaf, MakeOptimizer, make_leaf
-from .sub_groups import plan_places
-from .tiers import InMemory, MemoryHome
-from .units import Draw, ShardedParams
+from .offload import GRAD, LOW, MASTER, OffloadedUpdate, SubGroup, SubGroupPlan, plan_sub_groups
+from .param_store import Draw, ParameterStore, ShardedParameters, WholeParameters
+from .set_plan import ParameterUse, SetPlan, is_tied
+from .settings import ZeroSettings
+from .shard_optimizer import Leaf, make_leaf
+from .tiers import InMemory, MemoryTier, Tiers
 
 
 @dataclass(frozen=True)
 class ParameterSet:
-    """parameters: in the order of the buffer. buckets: None where frozen. masters: of resident leaves in a 16-bit model.
+    """parameters: in the order of the buffer. buckets: None if frozen. masters: of resident leaves in a
+    16-bit model.
 
-    resident    leaves updated on the device
-    sub_groups  the offloaded ones
-    counted     of this rank's shard, the pieces that count in the norm
+    resident    leaves that are updated on the device
+    sub_groups  offloaded leaves
+    norm_views  the gradients of this rank's shard that count in the norm
     """
 
     plan: SetPlan
     parameters: list[nn.Parameter]
-    store: ParamStore | ShardedParams
-    buckets: GradBuckets | GradShards | None
+    store: ParameterStore
+    buckets: GradientStore | None
     masters: torch.Tensor | None
     resident: list[Leaf]
     sub_groups: list[SubGroup]
-    counted: list[SlotPiece]
     norm_views: list[torch.Tensor]
 
     @property
     def leaves(self) -> Iterator[Leaf]:
+        """All leaves of this rank, in a fixed order."""
         for group in self.sub_groups:
             yield from group.leaves
         yield from self.resident
 
     def lend_grads(self) -> None:
-        """Gradients of another dtype than the masters': an fp32 copy for the update."""
+        """If gradients have another dtype than masters: make an fp32 copy for the update."""
         if self._grads_are_narrow():
             for leaf in self.resident:
-                leaf.tensor.grad = self.buckets.grad_of(leaf.piece).float()
+                leaf.tensor.grad = leaf.shaped(self.buckets.grad_of(leaf.piece).float())
 
     def drop_grads(self) -> None:
+        """Free the copies of `lend_grads`."""
         if self._grads_are_narrow():
             for leaf in self.resident:
                 leaf.tensor.grad = None
 
     def master_bytes(self) -> int:
+        """Bytes of masters in all tiers."""
         resident = 0 if self.masters is None else self.masters.nbytes
         return resident + sum(group.state_bytes()[0] for group in self.sub_groups)
 
@@ -75,56 +77,78 @@ class ParameterSet:
 
 @dataclass(frozen=True)
 class SetMaker:
-    """What all sets of a rank are made with; see `ZeroOptimizer`."""
+    """What all sets of a rank are made with; see `ZeroOptimizer`. pool: buffers in which sharded gradients
+    fill up."""
 
-    uses: Mapping[nn.Parameter, int]
-    tp: Group
-    device: torch.device
+    settings: ZeroSettings
+    groups: DataGroups
+    use: ParameterUse
     draw: Draw | None
-    # Not of experts: one without tokens gets no gradient. Ranks would start its reduction at different times, and a rank that
-    # waits for it would not come to the all-to-all that another rank waits for.
-    overlap_whole: bool             # whole gradients are reduced as soon as their contributions have come
-    overlap_shards: bool            # and gradients of which shards are kept
     pool: BufferPool
-    communication: GradCommunication
-    offload: Offload
-    make_optimizer: MakeOptimizer
+    exchange: GradientExchange
+    tiers: Tiers
     update: OffloadedUpdate
 
-    def make(self, plan: SetPlan, parameters: list[nn.Parameter], stages: Sequence[int | None], awaits_tie: Sequence[bool],
-             ranks: Hierarchy) -> ParameterSet:
-        """stages, awaits_tie: of each parameter. ranks: its data-parallel ones."""
-        store = self._store(plan, parameters, ranks)
-        specs = [p.spec for p in parameters]
+    @property
+    def device(self) -> torch.device:
+        """Of state that is not offloaded."""
+        return self.pool.device
+
+    def make(self, plan: SetPlan, everything: Sequence[nn.Parameter]) -> ParameterSet:
+        """everything: the parameters whose indices the plan contains."""
+        parameters, ranks = [everything[i] for i in plan.members], self.groups.ranks_of(plan.reduced_over)
+        store = self._store(plan, parameters)
         if plan.frozen:
-            masters, resident = self._resident(store, None, specs, store.pieces)
-            return ParameterSet(plan, parameters, store, None, masters, resident, [], [], [])
-        # A tied parameter's whole gradient is complete after its stages have summed it.
-        holders = [Holder(p, self.uses.get(p, 1) + (plan.policy.gradient is None and tied), stage)
-                   for p, stage, tied in zip(parameters, stages, awaits_tie)]
-        buckets = self._buckets(plan, holders, ranks)
-        ratio = self.offload.ratio if self.offload.optimizer else 0.0
-        away, stay = plan_places(plan.layout, store.pieces, self.offload.sub_group_elements, ratio)
-        masters, resident = self._resident(store, buckets, specs, stay)
-        sub_groups = [self._sub_group(group_plan, store, buckets, specs) for group_plan in away]
-        counted = [p for p in plan.layout.slot_intersections(ranks.shard) if is_counted(specs[p.slot], self.tp.rank)]
+            masters, resident = self._resident(store, None, plan, parameters, store.pieces)
+            return ParameterSet(plan, parameters, store, None, masters, resident, [], [])
+        buckets = self._buckets(plan, parameters)
+        ratio = self.settings.offload.ratio if self.tiers.optimizer else 0.0
+        away, stay = plan_sub_groups(plan.layout, store.pieces, self.settings.offload.sub_group_elements,
+                                     ratio)
+        masters, resident = self._resident(store, buckets, plan, parameters, stay)
+        sub_groups = [self._sub_group(group_plan, store, buckets, parameters) for group_plan in away]
+        counted = [p for p in plan.layout.slot_intersections(ranks.shard)
+                   if is_counted(parameters[p.slot].spec, self.groups.tp.rank)]
         views = norm_views(buckets.flat, counted, buckets.start_of)
-        return ParameterSet(plan, parameters, store, buckets, masters, resident, sub_groups, counted, views)
+        return ParameterSet(plan, parameters, store, buckets, masters, resident, sub_groups, views)
 
-    def _store(self, plan: SetPlan, parameters: list[nn.Parameter], ranks: Hierarchy) -> ParamStore | ShardedParams:
+    def _store(self, plan: SetPlan, parameters: list[nn.Parameter]) -> ParameterStore:
+        ranks = self.groups.ranks_of(plan.reduced_over)
         if not plan.units:
-            return ParamStore(parameters, plan.layout, ranks, plan.policy.optimizer is not None, self.device, self.draw)
-        home = self.offload.parameters or MemoryHome(self.device)
-        return ShardedParams(parameters, plan.layout, ranks, plan.units, self.device, home, self.draw)
+            sharded = plan.policy.optimizer is not None
+            return WholeParameters(parameters, plan.layout, ranks, sharded, self.device, self.draw)
+        tier = self.tiers.parameters or MemoryTier(self.device)
+        return ShardedParameters(parameters, plan.layout, ranks, plan.units, self.device, tier, self.draw)
 
-    def _buckets(self, plan: SetPlan, holders: list[Holder], ranks: Hierarchy) -> GradBuckets | GradShards:
-        common = dict(ranks=ranks, tp=self.tp, communication=self.communication)
-        if plan.policy.gradient is None:
-            return GradBuckets(holders, plan.layout, sharded=plan.policy.optimizer is not None,
-                               overlap=self.overlap_whole and not plan.expert, dtype=self.pool.dtype, **common)
-        return GradShards(holders, plan.layout, pool=self.pool, overlap=self.overlap_shards and not plan.expert, **common)
+    def _buckets(self, plan: SetPlan, parameters: Sequence[nn.Parameter]) -> GradientStore:
+        whole = plan.policy.gradient is None
+        places, counts = self.use.places(), self.use.counts
+        # A tied parameter's whole gradient is complete after its stages have summed it: one more
+        # contribution.
+        holders = [Holder(p, counts.get(p, 1) + (whole and is_tied(p, self.groups)),
+                          places.get(p, (None, 0))[0]) for p in parameters]
+        reduction = Reduction(self.groups.ranks_of(plan.reduced_over), self.groups.tp, self.exchange,
+                              self._overlaps(plan))
+        if whole:
+            return GradBuckets(holders, plan.layout, reduction, sharded=plan.policy.optimizer is not None,
+                               dtype=self.pool.dtype)
+        return GradShards(holders, plan.layout, reduction, pool=self.pool)
 
-    def _resident(self, store, buckets, specs: Sequence[ParamSpec],
+    def _overlaps(self, plan: SetPlan) -> bool:
+        """Whether a bucket is reduced as soon as its contributions have arrived.
+
+        Not of experts: one without tokens gets no gradient. Ranks would start its reduction at different
+        times, and a rank that waits for it would not reach the all-to-all for which another rank waits. Not
+        of whole gradients of a group of one where others would be sharded: it is armed before each
+        micro-batch and has nothing to reduce. Not of sharded parameters: gathers are interleaved, so
+        reductions start when a layer is left, in the same order on all ranks.
+        """
+        policy = self.settings.policy
+        off = policy.gradient if plan.policy.gradient is None else policy.parameter
+        return self.settings.overlap and off is None and plan.reduced_over == DATA_AXES
+
+    def _resident(self, store: ParameterStore, buckets: GradientStore | None, plan: SetPlan,
+                  parameters: Sequence[nn.Parameter],
                   pieces: Sequence[SlotPiece]) -> tuple[torch.Tensor | None, list[Leaf]]:
         values = [store.values_of(piece) for piece in pieces]
         lows, masters = [None] * len(pieces), None
@@ -133,19 +157,58 @@ class SetMaker:
             values = list(masters.split([v.numel() for v in lows]))
             for master, low in zip(values, lows):
                 master.copy_(low)
-        grads = [None if buckets is None else buckets.grad_of(piece) for piece in pieces]
-        return masters, [make_leaf(specs[piece.slot], piece, *tensors) for piece, *tensors in zip(pieces, values, grads, lows)]
+        leaves = []
+        for piece, value, low in zip(pieces, values, lows):
+            p = parameters[piece.slot]
+            grad = None if buckets is None else buckets.grad_of(piece)
+            leaves.append(make_leaf(p.spec, piece, value, grad, low, tuple(p.shape) if plan.whole else None))
+        return masters, leaves
 
-    def _sub_group(self, plan, store, buckets, specs: Sequence[ParamSpec]) -> SubGroup:
-        first, numel, home = plan.pieces[0], plan.numel, self.offload.optimizer
+    def _sub_group(self, plan: SubGroupPlan, store: ParameterStore, buckets: GradientStore,
+                   parameters: Sequence[nn.Parameter]) -> SubGroup:
+        first, numel, tier = plan.pieces[0], plan.numel, self.tiers.optimizer
         weights, start = store.array_of(first, numel), buckets.start_of(first)
         arrays = {MASTER: weights, GRAD: InMemory(buckets.flat[start:start + numel])}
         if weights.tensor.dtype != torch.float32:
-            [arrays[MASTER]] = home.arrays([numel], torch.float32)
+            [arrays[MASTER]] = tier.arrays([numel], torch.float32)
             arrays[LOW] = weights
             buffer = self.update.buffers.get(MASTER, arrays[MASTER].padded_numel, torch.float32)
             buffer[:numel].copy_(weights.tensor)
             arrays[MASTER].write(buffer).wait()
-        group = SubGroup(plan, specs, arrays, home, self.make_optimizer, self.update.buffers)
+        specs = [p.spec for p in parameters]
+        group = SubGroup(plan, specs, arrays, tier, self.settings.param_groups, self.update.buffers)
         self.update.groups.append(group)
         return group
+
+
+class TiedGradients:
+    """The sum, once a step, of gradients of parameters that several pipeline stages hold."""
+
+    def __init__(self, sets: Iterable[ParameterSet], groups: DataGroups):
+        tied = [(s, i, h) for s in sets if s.buckets is not None for i, h in enumerate(s.buckets.holders)
+                if is_tied(h.parameter, groups)]
+        # In the order of their keys, which is the same on all stages that hold them.
+        self._holders = sorted(tied, key=lambda entry: entry[2].parameter.spec.tied)
+        self._group: Group = groups.tied
+        self._waiting: dict[int, None] = {}
+        self.begin()
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._waiting = {id(holder.parameter): None for _, _, holder in self._holders}
+
+    def reduce(self, stage: int | None = None) -> None:
+        """Sum those of a stage (None: all) that are not summed yet. Collective over the holders, after all
+        backwards."""
+        for s, i, holder in self._holders:
+            p = holder.parameter
+            if id(p) not in self._waiting or not (stage is None or holder.stage in (None, stage)):
+                continue
+            del self._waiting[id(p)]
+            if s.plan.policy.gradient is None:
+                all_reduce_(p.main_grad.view(-1), self._group)
+                p.grad_ready()
+            else:       # each in a bucket of its own, so that all holders have the same shards
+                s.buckets.finish()
+                piece = s.plan.layout.shard_pieces(s.buckets.ranks.shard)[s.plan.layout.slots[i].bucket]
+                all_reduce_(s.buckets.flat[piece.offset:piece.offset + piece.stop - piece.start], self._group)

@@ -1,24 +1,46 @@
-"""Bytes that a rank keeps for one set of parameters: integers from the layout, before anything is allocated.
+"""What a rank keeps and sends for its sets of parameters, as integers from the layouts, before anything is
+allocated. Pure.
+
+Bytes that are kept:
 
     kind         bytes per element, padding included                       split from
-    parameters   size of the model's dtype                                 stage 3, over all ranks or an inner group
-    gradients    size of the gradients'                                        stage 2
-    masters      4, none where the model itself is fp32                    stage 1
+    parameters   size of the model's dtype                                 stage 3, over all ranks or an inner
+                 group
+    gradients    size of the gradients'                                    stage 2
+    masters      4, none if the model itself is fp32                       stage 1
     optimizer    4 per state tensor (2 for Adam)                           stage 1
 
-Rajbhandari et al. 2020, section 3.1, count 2 + 2 + 12 bytes for 16-bit Adam; gradients that accumulate in fp32, the default
-here, make it 2 + 4 + 12. Not counted is working memory: what is gathered or filling up for a moment.
+Rajbhandari et al. 2020 (arXiv:1910.02054), section 3.1, count 2 + 2 + 12 bytes for 16-bit Adam; gradients
+that accumulate in fp32, the default here, make it 2 + 4 + 12. Not counted is working memory: what is gathered
+or fills up temporarily.
+
+Bytes that are sent over the data-parallel ranks in a step, with Ψ elements, padding included, and m
+micro-batches (payload as in mpu/traffic.py, which a ring multiplies by (n-1)/n, an all-reduce by twice that):
+
+    stage 0   all-reduce Ψ
+    stage 1   reduce-scatter Ψ, all-gather Ψ
+    stage 2   reduce-scatter m Ψ (once if whole gradients are kept), all-gather Ψ
+    stage 3   reduce-scatter as stage 2, all-gather 2 m Ψ (Ψ if the stage is kept gathered), less what
+    `gathering` avoids
+              over an inner group of h; then over the outer one reduce-scatter 1/h of that, and all-gather Ψ/h
+
+Gradients count in the dtype in which they are sent. For m = 1 these are the 2Ψ, 2Ψ, 2Ψ and 3Ψ of section 7.
+Gathers are counted by running `LayerGathering` on units that only count.
 """
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from .data_groups import shard_of
-from .layout import Layout
-from .set_plan import SetPlan
-from .settings import ShardPolicy
-from .sub_groups import plan_places
+from ..mpu.group import Group
+from ..mpu.traffic import Traffic
+from .data_groups import Axes, Hierarchy, shard_of
+from .exchange import GradientExchange
+from .gathering import LayerGathering
+from .offload import plan_sub_groups
+from .set_plan import SHARED, SetPlan
+from .tiers import DEVICE, OffloadSettings
+from .units import GatherUnit
 
 FP32_BYTES = 4
 
@@ -34,6 +56,7 @@ class ZeroMemory:
 
     @property
     def total(self) -> int:
+        """Bytes of all kinds."""
         return self.parameters + self.gradients + self.masters + self.optimizer
 
     def __add__(self, other: "ZeroMemory") -> "ZeroMemory":
@@ -41,52 +64,184 @@ class ZeroMemory:
                           self.masters + other.masters, self.optimizer + other.optimizer)
 
 
-def predict_memory(layout: Layout, shard: int, policy: ShardPolicy, *, parameter_bytes: int,
-                   state_tensors: int = 2, gradient_bytes: int = FP32_BYTES, frozen: bool = False,
-                   inner: int | None = None) -> ZeroMemory:
-    """What the rank that owns `shard` keeps of one set. state_tensors: fp32 tensors of the optimizer per parameter.
+@dataclass(frozen=True)
+class ElementBytes:
+    """Sizes per element. state_tensors: from the name of a parameter to its number of fp32 optimizer
+    tensors."""
 
-    inner: over how many ranks parameters are split, where that is not all
-    """
-    held = lambda axis: layout.numel // {None: 1, "dp": layout.shards, "inner": inner}[axis]
-    pieces = layout.slot_intersections(shard) if policy.optimizer else layout.whole_slots()
-    updated = sum(piece.padded_numel for piece in pieces)
-    return ZeroMemory(
-        parameters=held(policy.parameter) * parameter_bytes,
-        gradients=0 if frozen else held(policy.gradient) * gradient_bytes,
-        masters=0 if parameter_bytes == FP32_BYTES else updated * FP32_BYTES,
-        optimizer=0 if frozen else updated * FP32_BYTES * state_tensors)
+    parameter: int
+    gradient: int = FP32_BYTES
+    state_tensors: Callable[[str], int] = lambda name: 2
+
+    @property
+    def master(self) -> int:
+        """Of the fp32 copy of 16-bit weights."""
+        return 0 if self.parameter == FP32_BYTES else FP32_BYTES
 
 
-def predict_sets(plans: Sequence[SetPlan], data_rank: int, expert_rank: int, *, parameter_bytes: int, state_tensors: int = 2,
-                 gradient_bytes: int = FP32_BYTES) -> ZeroMemory:
-    """The sum over the sets that a rank's parameters fall into (`sets.plan_sets`)."""
-    return sum((predict_memory(plan.layout, _shard(plan, data_rank, expert_rank), plan.policy, inner=plan.inner,
-                               parameter_bytes=parameter_bytes, state_tensors=state_tensors, gradient_bytes=gradient_bytes,
-                               frozen=plan.frozen) for plan in plans), ZeroMemory(0, 0, 0, 0))
+def predict_memory(plan: SetPlan, shard: int, sizes: ElementBytes) -> ZeroMemory:
+    """What the rank that owns `shard` keeps of one set."""
+    held = lambda axis: plan.layout.numel // {None: 1, "dp": plan.layout.shards, "inner": plan.inner}[axis]
+    masters = states = 0
+    for piece in _updated(plan, shard):
+        masters += piece.padded_numel * sizes.master
+        if not plan.frozen:
+            # Of a whole tensor the optimizer sees no padding.
+            numel = piece.stop - piece.start if plan.whole else piece.padded_numel
+            states += numel * FP32_BYTES * sizes.state_tensors(plan.layout.slots[piece.slot].name)
+    return ZeroMemory(parameters=held(plan.policy.parameter) * sizes.parameter,
+                      gradients=0 if plan.frozen else held(plan.policy.gradient) * sizes.gradient,
+                      masters=masters, optimizer=states)
 
 
-def _shard(plan: SetPlan, data_rank: int, expert_rank: int) -> int:
-    return shard_of(expert_rank if plan.expert else data_rank, plan.layout.shards, plan.inner)
+def predict_sets(plans: Sequence[SetPlan], ranks: Mapping[Axes, int], sizes: ElementBytes) -> ZeroMemory:
+    """The sum over all sets of a rank. ranks: its position along the axes over which gradients are summed."""
+    return sum((predict_memory(plan, _shard(plan, ranks), sizes) for plan in plans), ZeroMemory(0, 0, 0, 0))
 
 
-def predict_places(plans: Sequence[SetPlan], data_rank: int, expert_rank: int, *, parameter_bytes: int,
-                   optimizer: str = "device", parameters: str = "device", ratio: float = 1.0, sub_group_elements: int = 1,
-                   state_tensors: int = 2, gradient_bytes: int = FP32_BYTES) -> dict[str, int]:
-    """The bytes of `predict_sets` by place. optimizer, parameters: where the one, and stage 3's shards, are offloaded to."""
+def predict_places(plans: Sequence[SetPlan], ranks: Mapping[Axes, int], sizes: ElementBytes,
+                   offload: OffloadSettings) -> dict[str, int]:
+    """The bytes of `predict_sets` by place: "device", "cpu", "nvme"."""
     places: Counter = Counter()
-    masters = 0 if parameter_bytes == FP32_BYTES else FP32_BYTES
     for plan in plans:
-        shard = _shard(plan, data_rank, expert_rank)
-        total = predict_memory(plan.layout, shard, plan.policy, parameter_bytes=parameter_bytes, state_tensors=state_tensors,
-                               gradient_bytes=gradient_bytes, frozen=plan.frozen, inner=plan.inner).total
-        shards = plan.layout.numel // plan.inner * parameter_bytes if plan.units else 0
+        shard = _shard(plan, ranks)
+        total = predict_memory(plan, shard, sizes).total
+        shards = plan.layout.numel // plan.inner * sizes.parameter if plan.units else 0
         away = 0
-        if optimizer != "device" and not plan.frozen:
-            pieces = plan.layout.slot_intersections(shard) if plan.policy.optimizer else plan.layout.whole_slots()
-            groups, _ = plan_places(plan.layout, pieces, sub_group_elements, ratio)
-            away = sum(group.numel for group in groups) * (masters + FP32_BYTES * state_tensors)
-        places[optimizer] += away
-        places[parameters] += shards
-        places["device"] += total - shards - away
+        if offload.optimizer != DEVICE and not plan.frozen:
+            groups, _ = plan_sub_groups(plan.layout, _updated(plan, shard), offload.sub_group_elements,
+                                        offload.ratio)
+            for piece in (piece for group in groups for piece in group.pieces):
+                states = sizes.state_tensors(plan.layout.slots[piece.slot].name)
+                away += piece.padded_numel * (sizes.master + FP32_BYTES * states)
+        places[offload.optimizer] += away
+        places[offload.parameters] += shards
+        places[DEVICE] += total - shards - away
     return {place: count for place, count in places.items() if count}
+
+
+def _updated(plan: SetPlan, shard: int) -> Sequence:
+    return plan.layout.slot_intersections(shard) if plan.policy.optimizer else plan.layout.whole_slots()
+
+
+def _shard(plan: SetPlan, ranks: Mapping[Axes, int]) -> int:
+    return shard_of(ranks[plan.reduced_over], plan.layout.shards, plan.inner)
+
+
+# ---------------------------------------------------------------------------------------------------- traffic
+@dataclass
+class Meter:
+    """Elements that are whole: now, and the maximum so far."""
+
+    now: int = 0
+    most: int = 0
+
+    def add(self, elements: int) -> None:
+        """Elements that became whole; negative: that were freed."""
+        self.now += elements
+        self.most = max(self.most, self.now)
+
+
+@dataclass(eq=False)
+class CountedUnit:
+    """A `GatherUnit` without memory that counts how often it is gathered."""
+
+    numel: int
+    whole: Meter = field(default_factory=Meter)
+    gathers: int = 0
+    is_free: bool = True
+    claims: set = field(default_factory=set)
+
+    def fetch(self) -> None:
+        """Does nothing."""
+
+    def start(self) -> None:
+        """Count one gather, if it is free."""
+        if self.is_free:
+            self.gathers += 1
+            self.is_free = False
+            self.whole.add(self.numel)
+
+    def wait(self) -> None:
+        """Does nothing."""
+
+    def free(self) -> None:
+        """See `GatherUnit`."""
+        if not self.is_free:
+            self.is_free = True
+            self.whole.add(-self.numel)
+
+
+KEEP, RELEASE = "keep_gathered", "release_gathered"      # a stage is gathered for all of a step
+
+
+def in_turn(stages: Iterable[int], microbatches: int, keeps_gathered: bool) -> Iterator[tuple[str, int]]:
+    """The moments of a step in which all micro-batches pass one stage, forward and backward, then the next
+    stage.
+
+    How often a unit of a single stage is gathered is the same in every order that a schedule may have.
+    """
+    for stage in stages:
+        yield from [(KEEP, stage)] * keeps_gathered
+        for _ in range(microbatches):
+            yield from (("forward", stage), ("backward", stage))
+        yield from [(RELEASE, stage)] * keeps_gathered
+
+
+def count_gathers(gatherings: Mapping[int, LayerGathering],
+                  moments: Iterable[tuple[str, int]]) -> tuple[dict[GatherUnit, int], int]:
+    """(how often each unit is gathered in a step, the most elements that are whole at a time).
+
+    gatherings: by stage. moments: (KEEP, "forward", "backward" or RELEASE; stage) in the order of the rank's
+    program.
+    """
+    whole = Meter()
+    counted = {unit: CountedUnit(unit.numel, whole)
+               for gathering in gatherings.values() for unit in gathering.units}
+    of = lambda lists: [[counted[unit] for unit in units] for units in lists]
+    plans = {stage: LayerGathering(of(g.needs), of(g.in_backward), g.prefetch, stage=stage)
+             for stage, g in gatherings.items()}
+    for moment, stage in moments:
+        if (gathering := plans.get(stage)) is None:
+            continue
+        if moment in (KEEP, RELEASE):
+            getattr(gathering, moment)()
+            continue
+        order = range(len(gathering.needs))
+        for layer in order if moment == "forward" else reversed(order):
+            gathering.enter(layer, moment == "backward")
+            gathering.leave(layer, moment == "backward")
+    return {unit: count.gathers for unit, count in counted.items()}, whole.most
+
+
+def predict_traffic(plans: Sequence[SetPlan], ranks: Sequence[Hierarchy], gathers: Sequence[Sequence[int]],
+                    exchange: GradientExchange, *, microbatches: int, reduce_each: bool,
+                    parameter_bytes: int) -> Traffic:
+    """What a step sends over the data-parallel ranks; nothing over groups of one.
+
+    ranks: of each plan
+    gathers: for each plan how often each of its units is gathered; empty if it has none
+    reduce_each: sharded gradients are reduced after each micro-batch
+    """
+    sent = Traffic()
+
+    def add(operation: str, group: Group, nbytes: int, calls: int) -> None:
+        if group.size > 1 and nbytes:
+            sent.add(operation, group.axes, group.size, nbytes, calls)
+
+    for plan, where, counts in zip(plans, ranks, gathers):
+        layout, buckets = plan.layout, len(plan.layout.buckets)
+        sharded = plan.policy.optimizer is not None
+        cycles = microbatches if plan.policy.gradient and reduce_each and plan.stage != SHARED else 1
+        if not plan.frozen:
+            for op, group, nbytes, calls in exchange.sent(layout.numel, buckets, where, sharded=sharded):
+                add(op, group, cycles * nbytes, cycles * calls)
+        if not sharded:
+            continue
+        add("all_gather", where.outer, layout.numel // where.inner.size * parameter_bytes, buckets)
+        if not plan.units:
+            add("all_gather", where.inner, layout.numel * parameter_bytes, buckets)
+        for (_, first, stop), count in zip(plan.units, counts):
+            numel = layout.buckets[stop - 1].stop - layout.buckets[first].start
+            add("all_gather", where.inner, count * numel * parameter_bytes, count * (stop - first))
+    return sent

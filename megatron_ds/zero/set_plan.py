@@ -1,81 +1,163 @@
 """How the parameters of a rank fall into sets, each with a layout of its own. Pure.
 
-A set shares buffers and collectives, so its members agree in all that decides how they travel:
+The parameters of a set share buffers and collectives, so they agree in everything that decides how they are
+communicated:
 
-    expert       reduced over the expert-data axis
-    frozen       no gradient, no optimizer state
-    dtype        of the model
-    stage        where gradients are sharded: the sets of two pipeline stages on one rank complete at different times;
-                 `SHARED` is for what several of them use, complete after the last
-    tied         where gradients are sharded: held by several pipeline stages, whose shards must match
-    gathered     stage 3: parameters in shards; not so the smallest ones, which stay whole
+    reduced_over  the mesh axes over which gradients are summed
+    frozen        no gradient, no optimizer state
+    dtype         of the model
+    stage         if gradients are sharded: the sets of two pipeline stages on one rank complete at different
+                  times; `SHARED` is for parameters that several of them use, complete after the last
+    tied          if gradients are sharded: held by several pipeline stages, whose shards must match
+    gathered      stage 3: parameters in shards; the smallest ones are not, they stay whole
+    whole         updated by an optimizer that needs whole tensors: each is owned by one rank
 
-Over a group of one there is nothing to shard: such a set keeps whole gradients and, unless they are offloaded, parameters.
+In a group of one rank there is nothing to shard: such a set keeps whole gradients and, unless they are
+offloaded, whole parameters. `plan_parameters` is the one place that makes sets: `ZeroOptimizer` and the plan
+of a run both call it.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from .layout import Layout, plan_layout
-from .settings import ShardPolicy
+from torch import nn
+
+from ..errors import ConfigError
+from ..mpu.param_spec import DATA_AXES
+from ..optim import group_of
+from .data_groups import Axes, DataGroups
+from .layout import Layout, plan_layout, plan_whole_layout
+from .settings import ShardPolicy, ZeroSettings
+from .tiers import DEVICE
 
 SHARED = -1              # the stage of a parameter that several stages of this rank use
-ALWAYS_WHOLE = 1000      # by default, the smallest parameters stay whole: one in so many elements
+ALWAYS_WHOLE = 1000      # by default the smallest parameters stay whole: one in this many elements
+
+
+@dataclass(frozen=True)
+class ParameterUse:
+    """How the model uses its parameters, on the pipeline stages of this rank.
+
+    layers    stage → the parameters of each layer, in forward order. A rank may hold several stages, and
+              stages may share a parameter: input and output embedding if both ends of the pipeline are on one
+              rank. Such a parameter belongs to no single stage (`SHARED`); its gradient is reduced once,
+              after the last backward of all of them
+    not_read_in_backward  (stage, layer) of layers whose backward does not read their weights
+    counts    contributions to `main_grad` per backward, 1 where absent; the reduction of tied gradients is
+              not counted
+    stage_of  the stage of parameters that `layers` does not contain; `arm` and `reduce_tied` of any stage
+              concern parameters without one
+    """
+
+    layers: Mapping[int, Sequence[Sequence[nn.Parameter]]] = field(default_factory=dict)
+    not_read_in_backward: frozenset[tuple[int, int]] = frozenset()
+    counts: Mapping[nn.Parameter, int] = field(default_factory=dict)
+    stage_of: Mapping[nn.Parameter, int] = field(default_factory=dict)
+
+    @classmethod
+    def of_stages(cls, stages: Mapping[int, Sequence[nn.Module]],
+                  counts: Mapping[nn.Parameter, int] | None = None) -> "ParameterUse":
+        """stages: the layers of each, in forward order."""
+        layers = {stage: [list(module.parameters()) for module in modules]
+                  for stage, modules in stages.items()}
+        unread = frozenset((stage, i) for stage, modules in stages.items() for i, module in enumerate(modules)
+                           if not getattr(module, "weights_read_in_backward", True))
+        return cls(layers, unread, counts or {})
+
+    def places(self) -> dict[nn.Parameter, tuple[int, int]]:
+        """Parameter → (its stage or SHARED, the first layer there that uses it)."""
+        found: dict[nn.Parameter, dict[int, int]] = defaultdict(dict)
+        for stage, layers in self.layers.items():
+            for i, layer in enumerate(layers):
+                for p in layer:
+                    found[p].setdefault(stage, i)
+        in_layers = {p: next(iter(places.items())) if len(places) == 1 else (SHARED, 0)
+                     for p, places in found.items()}
+        return {p: (stage, 0) for p, stage in self.stage_of.items()} | in_layers
 
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """What decides a parameter's set. stage: its pipeline stage, or SHARED; layer: the first layer there that holds it."""
+    """What decides the set of a parameter. stage: its pipeline stage or SHARED; layer: the first layer there
+    that holds it."""
 
     name: str
     numel: int
     dtype: str
-    expert: bool = False
+    reduced_over: Axes = DATA_AXES
     tied: bool = False
     frozen: bool = False
     stage: int | None = None
     layer: int = 0
+    whole: bool = False
 
 
 @dataclass(frozen=True)
 class SetPlan:
     """members: indices into the facts, in the order of layout.slots. policy: what is really split.
 
-    inner: ranks of an inner group (hierarchy.py), over which gathered parameters are split
+    inner: ranks of an inner group (data_groups.py), over which gathered parameters are split
     units: of gathered parameters, (layer, first bucket, last bucket + 1) in the order of the buckets
     """
 
     members: tuple[int, ...]
     layout: Layout
     policy: ShardPolicy
-    expert: bool
+    reduced_over: Axes
     frozen: bool
     tied: bool
+    whole: bool
     stage: int | None
     inner: int
     units: tuple[tuple[int, int, int], ...] = ()
 
 
-def plan_sets(facts: Sequence[Fact], policy: ShardPolicy, *, data_shards: int, expert_shards: int, bucket_elements: int,
-              persistence: int | None = None, gather_alone: bool = False,
-              inner_shards: int | None = None) -> tuple[SetPlan, ...]:
-    """facts: in forward order. persistence: smaller parameters stay whole (stage 3); None: see `smallest`.
+def plan_parameters(parameters: Sequence[nn.Parameter], settings: ZeroSettings, groups: DataGroups,
+                    use: ParameterUse) -> tuple[SetPlan, ...]:
+    """The sets of `parameters`, which are given in forward order, each once.
 
-    inner_shards: data-parallel ranks of an inner group, where the policy speaks of one
-    gather_alone: also of a group of one the parameters are gathered, from where they were offloaded to
+    Raises ConfigError if an optimizer needs whole tensors and a parameter is split over tensor-parallel
+    ranks.
     """
-    shards_of = lambda fact: expert_shards if fact.expert else data_shards
-    threshold = smallest([fact.numel for fact in facts]) if persistence is None else persistence
+    places, facts = use.places(), []
+    for p in parameters:
+        groups.check(p.spec)
+        whole = p.requires_grad and group_of(p.spec, settings.param_groups).needs_whole_tensors
+        if whole and p.spec.is_split_over("tp") and groups.tp.size > 1:
+            _refuse_split(p, settings, groups)
+        facts.append(Fact(p.spec.name, p.numel(), str(p.dtype), p.spec.reduced_over, is_tied(p, groups),
+                          not p.requires_grad, *places.get(p, (None, 0)), whole))
+    return plan_sets(facts, settings, groups.size_by_axes, groups.inner.size if groups.inner else None)
+
+
+def is_tied(p: nn.Parameter, groups: DataGroups) -> bool:
+    """Whether other pipeline ranks hold copies of the parameter."""
+    return p.spec.tied is not None and groups.tied.size > 1
+
+
+def plan_sets(facts: Sequence[Fact], settings: ZeroSettings, shards: Mapping[Axes, int],
+              inner_shards: int | None = None) -> tuple[SetPlan, ...]:
+    """facts: in forward order. shards: ranks along the axes over which gradients are summed.
+
+    inner_shards: data-parallel ranks of an inner group, for the policy that has them
+    """
+    policy = settings.policy
+    alone = settings.offload.parameters != DEVICE       # one rank gathers too, from an offload tier
+    threshold = settings.persistence
+    if threshold is None:
+        threshold = smallest([fact.numel for fact in facts])
     groups: dict[tuple, list[int]] = {}
     for i, fact in enumerate(facts):
-        split = policy.gradient is not None and (shards_of(fact) > 1 or gather_alone)
+        split = policy.gradient is not None and (shards[fact.reduced_over] > 1 or alone)
         gathered = split and policy.parameter is not None and fact.numel >= threshold
-        key = (fact.expert, fact.frozen, gathered, split and fact.tied, fact.dtype, fact.stage if split else None)
+        key = (fact.reduced_over, fact.frozen, gathered, split and fact.tied, fact.dtype,
+               fact.stage if split else None, fact.whole)
         groups.setdefault(key, []).append(i)
+    bucket_elements = settings.elements_of_bucket(sum(fact.numel for fact in facts))
     order = sorted(groups, key=lambda key: tuple(map(str, key)))
-    inner_of = lambda fact: inner_shards if policy.parameter == "inner" and not fact.expert else shards_of(fact)
-    return tuple(_plan_set(facts, groups[key], key, policy, shards_of(facts[groups[key][0]]), inner_of(facts[groups[key][0]]),
-                           bucket_elements) for key in order)
+    return tuple(_plan_set(facts, groups[key], key, policy, shards[key[0]], inner_shards, bucket_elements)
+                 for key in order)
 
 
 def smallest(sizes: Sequence[int]) -> int:
@@ -88,25 +170,31 @@ def smallest(sizes: Sequence[int]) -> int:
     return 0
 
 
-def _plan_set(facts, members: list[int], key: tuple, policy: ShardPolicy, shards: int, inner: int,
-              bucket_elements: int) -> SetPlan:
-    expert, frozen, gathered, tied, _, stage = key
+def _plan_set(facts: Sequence[Fact], members: list[int], key: tuple, policy: ShardPolicy, shards: int,
+              inner_shards: int | None, bucket_elements: int) -> SetPlan:
+    axes, frozen, gathered, tied, _, stage, whole = key
+    inner = inner_shards if policy.parameter == "inner" and axes == DATA_AXES else shards
     if not gathered:
         policy = replace(policy, parameter=None)
     if shards == 1 and not gathered:
         policy = replace(policy, gradient=None)
-    # Whole gradients: tied and shared parameters are complete last. Buckets start in order: put them into the last one.
+    # Whole gradients: tied and shared parameters are complete last. Buckets start in order: put them into the
+    # last one.
     is_late = lambda i: facts[i].tied or facts[i].stage == SHARED
     forward = members if policy.gradient else sorted(members, key=lambda i: not is_late(i))
     if gathered:
         forward = sorted(forward, key=lambda i: facts[i].layer)
+    items = [(facts[i].name, facts[i].numel) for i in forward]
     # Tied: a bucket each, so that the shards are the same on stages whose sizes of buckets differ.
-    units = [facts[i].layer for i in forward] if gathered else None
-    layout = plan_layout([(facts[i].name, facts[i].numel) for i in forward], 1 if tied else bucket_elements, shards,
-                         units=units)
-    in_buffer = tuple(forward[::-1])
-    return SetPlan(in_buffer, layout, policy, expert, frozen, tied, stage, inner,
-                   _units(layout, [facts[i].layer for i in in_buffer]) if gathered else ())
+    if whole and policy.optimizer is not None:
+        layout = plan_whole_layout(items, bucket_elements, shards, alone=tied)
+    else:
+        units = [facts[i].layer for i in forward] if gathered else None
+        layout = plan_layout(items, 1 if tied else bucket_elements, shards, units=units)
+    index_of = {facts[i].name: i for i in forward}
+    in_buffer = tuple(index_of[slot.name] for slot in layout.slots)
+    units = _units(layout, [facts[i].layer for i in in_buffer]) if gathered else ()
+    return SetPlan(in_buffer, layout, policy, axes, frozen, tied, whole, stage, inner, units)
 
 
 def _units(layout: Layout, layers: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
@@ -114,3 +202,15 @@ def _units(layout: Layout, layers: Sequence[int]) -> tuple[tuple[int, int, int],
     for bucket in layout.buckets:
         found.setdefault(layers[bucket.first_slot], []).append(bucket.index)
     return tuple((layer, buckets[0], buckets[-1] + 1) for layer, buckets in found.items())
+
+
+def _refuse_split(p: nn.Parameter, settings: ZeroSettings, groups: DataGroups) -> None:
+    """Note: why not gathered. A matrix that tensor parallelism splits would have to be gathered for each
+    update, with its momentum, by ranks that hold whole optimizer state of it; an update of each part
+    separately is another optimizer."""
+    group = group_of(p.spec, settings.param_groups)
+    raise ConfigError(
+        f"the optimizer of parameter group {group.name!r} needs whole tensors, but {p.spec.name} is split "
+        f"over {groups.tp.size} tensor-parallel ranks, and an update of each part by itself is not the "
+        "update of the whole. Use --tensor-model-parallel-size 1, or put the parameter into a group whose "
+        "optimizer treats elements one by one.")

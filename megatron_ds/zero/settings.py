@@ -1,17 +1,30 @@
-"""Which state a ZeRO stage splits over the data-parallel ranks: one row of a table per stage.
+"""`ZeroSettings`: everything that the optimizer must know of the configuration, as one value; and the table
+of ZeRO stages.
 
-Rajbhandari et al. 2020 (arXiv:1910.02054), section 5: P_os, P_os+g, P_os+g+p.
+Rajbhandari et al. 2020 (arXiv:1910.02054), section 5: P_os, P_os+g, P_os+g+p are stages 1, 2 and 3.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
-Axis = Literal["dp", "inner"]      # all data-parallel ranks; or each run of them, of a given size (hierarchy.py)
+import torch
+
+from ..config import RunConfig
+from ..errors import ConfigError
+from ..optim import ParamGroup, param_groups_of
+from .exchange import FullPrecisionExchange, GradientExchange
+from .scaler import LossScaler, make_scaler
+from .tiers import OffloadSettings
+
+Axis = Literal["dp", "inner"]      # all data-parallel ranks; or groups of consecutive ones (data_groups.py)
+LARGEST_BUCKET, SMALLEST_BUCKET = 40_000_000, 1_000_000     # elements, unless the configuration gives a size
 
 
 @dataclass(frozen=True)
 class ShardPolicy:
-    """The axis over which a kind of state is split; None = every rank holds the whole."""
+    """The axis over which each kind of state is split; None: every rank holds the whole."""
 
     optimizer: Axis | None
     gradient: Axis | None
@@ -24,9 +37,98 @@ STAGES = {
     2: ShardPolicy("dp", "dp", None),
     3: ShardPolicy("dp", "dp", "dp"),
 }
-HIERARCHICAL = ShardPolicy("dp", "dp", "inner")      # a stage 3 whose gathers stay inside a node
+HIERARCHICAL = ShardPolicy("dp", "dp", "inner")      # stage 3 whose gathers stay inside a node
 
 
 def policy_of(stage: int, inner_size: int = 1) -> ShardPolicy:
-    """inner_size: data-parallel ranks of an inner group; 1: there are none."""
+    """inner_size: data-parallel ranks of an inner group; 1: there are no inner groups."""
     return HIERARCHICAL if stage == 3 and inner_size > 1 else STAGES[stage]
+
+
+@dataclass(frozen=True)
+class ZeroSettings:
+    """How parameters are updated, split and reduced.
+
+    param_groups     which optimizer updates which parameters (optim/param_groups.py)
+    policy           a row of the table of stages
+    bucket_elements  of one reduction; None: an eighth of the rank's parameters within limits
+    gather_elements  of one all-gather of updated weights, which use the same buckets: a further limit
+    overlap          reduce buckets during backward
+    grad_dtype       dtype in which gradients accumulate
+    sent_dtype       dtype in which they are summed over the ranks; None: grad_dtype
+    sent_divisor     they are divided by it before the sum and multiplied after it; None: by the number of
+                     ranks
+    exchange         makes another `GradientExchange` than the full-precision one
+    clip_grad        largest gradient norm; 0: no clipping
+    make_scaler      makes the loss scaler
+    persistence      stage 3: parameters with fewer elements stay whole; None: the smallest, a thousandth of
+                     all
+    prefetch         stage 3: elements gathered ahead of the current layer; None: one layer of any size
+    offload          where state is kept that is not on the device
+    """
+
+    param_groups: tuple[ParamGroup, ...]
+    policy: ShardPolicy = STAGES[0]
+    bucket_elements: int | None = None
+    gather_elements: int | None = None
+    overlap: bool = True
+    grad_dtype: torch.dtype = torch.float32
+    sent_dtype: torch.dtype | None = None
+    sent_divisor: float | None = 1.0
+    exchange: Callable[["ZeroSettings", torch.device], GradientExchange] | None = None
+    clip_grad: float = 0.0
+    make_scaler: Callable[[], LossScaler] = LossScaler
+    persistence: int | None = None
+    prefetch: int | None = None
+    offload: OffloadSettings = OffloadSettings()
+
+    @classmethod
+    def from_config(cls, config: RunConfig,
+                    param_groups: tuple[ParamGroup, ...] | None = None) -> "ZeroSettings":
+        """param_groups: instead of those of `--optimizer`. Raises ConfigError for combinations that cannot
+        work."""
+        o, zero = config.optimizer, config.zero
+        return cls(
+            param_groups=param_groups_of(o) if param_groups is None else param_groups,
+            policy=policy_of(zero.stage, zero.zero_hpz_partition_size),
+            bucket_elements=zero.reduce_bucket_size, gather_elements=zero.allgather_bucket_size,
+            overlap=zero.overlap_comm is not False,
+            grad_dtype=_dtype(o.gradient_dtype), sent_dtype=_dtype(zero.sent_dtype),
+            sent_divisor=zero.sent_divisor,
+            clip_grad=o.clip_grad, make_scaler=partial(make_scaler, o),
+            persistence=zero.param_persistence_threshold, prefetch=zero.prefetch_bucket_size,
+            offload=OffloadSettings.from_config(zero))
+
+    def __post_init__(self):
+        for group in self.param_groups:
+            self._check(group)
+
+    def elements_of_bucket(self, num_parameters: int) -> int:
+        """The size of a bucket: small enough that most of the reduction is hidden behind backward.
+
+        A shard of a bucket is contiguous, so a bucket is also what one all-gather of weights moves.
+        """
+        reduced = self.bucket_elements or min(max(num_parameters // 8, SMALLEST_BUCKET), LARGEST_BUCKET)
+        return min(reduced, self.gather_elements or reduced)
+
+    def make_exchange(self, device: torch.device) -> GradientExchange:
+        """The strategy that sums gradients over the ranks."""
+        if self.exchange is not None:
+            return self.exchange(self, device)
+        return FullPrecisionExchange(self.grad_dtype, device, self.sent_dtype, self.sent_divisor)
+
+    def _check(self, group: ParamGroup) -> None:
+        if group.needs_whole_tensors and self.policy.parameter is not None:
+            raise ConfigError(
+                f"the optimizer of parameter group {group.name!r} needs whole tensors, but ZeRO stage 3 "
+                "splits every parameter over all ranks and gathers it for its layer only. Use --zero-stage "
+                "0, 1 or 2, or an optimizer that treats elements one by one, such as adam.")
+        if (group.needs_whole_tensors or group.needs_norms) and self.offload.optimizer != "device":
+            raise ConfigError(
+                f"the optimizer of parameter group {group.name!r} needs whole tensors or norms of them, but "
+                "offloaded state is updated in parts, one after the other. Use --offload-optimizer none, or "
+                "an optimizer that treats elements one by one, such as adam.")
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    return None if name is None else getattr(torch, name)

@@ -1,115 +1,166 @@
-"""`InnerOptimizer`: a torch optimizer on the pieces of parameters that this rank updates.
+"""`ShardOptimizer`: torch optimizers on the pieces of parameters that this rank updates.
 
-It keeps torch's optimizer free of everything distributed: the optimizer sees 1-D fp32 `Leaf.tensor`s, masters of a parameter
-or of a part of one, padded to whole vectors (padding has value and gradient zero and stays so). State exists from the start,
-so that a checkpoint can be loaded into it.
+Nothing distributed enters torch's optimizers: they see fp32 tensors (`Leaf.tensor`), the masters of pieces.
+These are 1-D and padded to whole vectors (padding has value and gradient zero and stays so), or, for an
+optimizer that needs whole tensors, whole parameters in their shape. State exists from the start, so that a
+checkpoint can be loaded into it.
 
-Note: restart. An optimizer whose state does not begin with zeros has a method `restart`, called before the first update: it
-puts the state in place that the optimizer begins with.
+Note: restart. An optimizer whose state does not begin with zeros has a method `restart`, called before the
+first update: it sets the state with which the optimizer begins.
 
-Note: grad_scale. A fused optimizer divides each gradient by its attribute `grad_scale` while it reads it, and writes the
-quotient back to `.grad`; unscaling and clipping then cost no pass of their own. Where that is not supported, and only when
-there is something to divide, the gradients are multiplied beforehand.
+Note: grad_scale. A fused optimizer divides each gradient by its attribute `grad_scale` while it reads it, and
+writes the quotient back to `.grad`; unscaling and clipping then need no pass of their own. For other
+optimizers, and only if there is something to divide, the gradients are multiplied beforehand.
 
-Note: low. Where the model has 16 bits, `Leaf.tensor.low` is the part of it that the leaf is the master of. An optimizer with
-the attribute `writes_low` writes it during the update, while the new value is at hand; after others it must be cast.
+Note: low. In a 16-bit model `Leaf.tensor.low` is the part of the model's weight whose master the leaf is. An
+optimizer with the attribute `writes_low` writes it during the update, from the new value in registers; after
+others it is cast.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from ..mpu.param_spec import ParamSpec
+from ..optim import ParamGroup, group_of
 from .layout import SlotPiece
-
-MakeOptimizer = Callable[[list[dict]], torch.optim.Optimizer]
+from .norm import ParameterNorms
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """The master of `piece`; tensor.grad is a view of the gradient buffer, tensor.spec the parameter's spec, tensor.piece the
-    piece, tensor.low the model's own weight if that has 16 bits, else None."""
+    """The master of `piece`.
+
+    tensor  .grad is a view of the gradient buffer, .spec the parameter's spec, .piece the piece, .low the
+            model's own weight in a 16-bit model, else None
+    shape   of the tensor, if it is a whole parameter; None: flat, with padding
+    """
 
     spec: ParamSpec
     piece: SlotPiece
     tensor: nn.Parameter
+    shape: tuple[int, ...] | None = None
+
+    def shaped(self, flat: torch.Tensor) -> torch.Tensor:
+        """A flat tensor of this piece, padding included, as a view in the form of `tensor`."""
+        return _shaped(flat, self.piece, self.shape)
+
+    def unpadded(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor in the form of `tensor` as a flat view without padding."""
+        return tensor.view(-1)[:self.piece.stop - self.piece.start]
 
 
 def make_leaf(spec: ParamSpec, piece: SlotPiece, master: torch.Tensor, grad: torch.Tensor | None = None,
-              low: torch.Tensor | None = None) -> Leaf:
-    """grad: a view of the gradients; in another dtype than fp32 they are lent for the update only."""
-    tensor = nn.Parameter(master)
-    tensor.spec, tensor.piece, tensor.low = spec, piece, low
+              low: torch.Tensor | None = None, shape: tuple[int, ...] | None = None) -> Leaf:
+    """master, grad, low: flat, padding included. shape: of the parameter, for an optimizer that needs it
+    whole.
+
+    grad: a view of the gradient buffer; if that is not fp32, gradients are lent for the update only.
+    """
+    tensor = nn.Parameter(_shaped(master, piece, shape))
+    tensor.spec, tensor.piece = spec, piece
+    tensor.low = None if low is None else _shaped(low, piece, shape)
     if grad is not None and grad.dtype == master.dtype:
-        tensor.grad = grad
-    return Leaf(spec, piece, tensor)
+        tensor.grad = _shaped(grad, piece, shape)
+    return Leaf(spec, piece, tensor, shape)
 
 
-class InnerOptimizer:
-    """make_optimizer gets parameter groups {"params": [...], "decay": bool}; a rank may have no leaves, hence no optimizer."""
+def _shaped(flat: torch.Tensor, piece: SlotPiece, shape: tuple[int, ...] | None) -> torch.Tensor:
+    return flat if shape is None else flat[:piece.stop - piece.start].view(shape)
 
-    def __init__(self, make_optimizer: MakeOptimizer, leaves: Sequence[Leaf]):
+
+class ShardOptimizer:
+    """The torch optimizers of the parameter groups, on the leaves that this rank has of them.
+
+    Groups of the same optimizer share one torch optimizer, with a parameter group each. A rank without leaves
+    of an optimizer does not make it, unless that optimizer asks for norms, which are collective: it then has
+    empty groups.
+    """
+
+    def __init__(self, groups: Sequence[ParamGroup], leaves: Sequence[Leaf],
+                 norms: ParameterNorms | None = None):
         self.num_updates = 0
-        groups = [{"params": [leaf.tensor for leaf in leaves if leaf.spec.decay is decay], "decay": decay}
-                  for decay in (True, False)]
-        groups = [group for group in groups if group["params"]]
-        self.optimizer = make_optimizer(groups) if groups else None
-        self.writes_low = getattr(self.optimizer, "writes_low", False)
-        self._divides = getattr(self.optimizer, "_step_supports_amp_scaling", False)
+        members: list[list[nn.Parameter]] = [[] for _ in groups]
+        for leaf in leaves:
+            members[groups.index(group_of(leaf.spec, groups))].append(leaf.tensor)
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._of: dict[int, torch.optim.Optimizer] = {}
+        made: list = []
+        for group in groups:
+            if group.optimizer in made:
+                continue
+            made.append(group.optimizer)
+            same = [(g, tensors) for g, tensors in zip(groups, members)
+                    if g.optimizer == group.optimizer and (tensors or group.needs_norms)]
+            if same:
+                self._make(same, norms)
         self._create_state()
 
     def step(self, lr: float | None, weight_decay: float, divisor: float) -> None:
-        """Update with gradient / divisor; the gradients are used up.
+        """Update with gradient / divisor; afterwards the contents of the gradients are undefined.
 
-        weight_decay applies to the groups that decay. lr None: the groups keep the values that they have of both.
+        weight_decay applies to the groups that decay. lr None: the torch parameter groups keep their own
+        values of both.
         """
         self.num_updates += 1
-        if self.optimizer is None:
-            return
-        if self.num_updates == 1 and hasattr(self.optimizer, "restart"):
-            self.optimizer.restart()
-        for group in self._groups() if lr is not None else ():
-            group["lr"], group["weight_decay"] = lr, weight_decay if group["decay"] else 0.0
-        self._set_divisor(divisor)
-        self.optimizer.step()
+        for optimizer in self._optimizers:
+            if self.num_updates == 1 and hasattr(optimizer, "restart"):
+                optimizer.restart()
+            for group in optimizer.param_groups if lr is not None else ():
+                group["lr"] = lr * group["lr_factor"]
+                group["weight_decay"] = weight_decay if group["decay"] else 0.0
+            self._set_divisor(optimizer, divisor)
+            optimizer.step()
+
+    def writes_low(self, leaf: Leaf) -> bool:
+        """Whether the update writes the model's 16-bit weight too."""
+        return getattr(self._of[id(leaf.tensor)], "writes_low", False)
 
     def state_of(self, leaf: Leaf) -> Iterator[tuple[str, torch.Tensor]]:
-        """The optimizer's tensors as long as the leaf: (name, tensor)."""
-        for name, value in self.optimizer.state[leaf.tensor].items():
+        """The optimizer's tensors with as many elements as the leaf: (name, tensor)."""
+        for name, value in self._of[id(leaf.tensor)].state[leaf.tensor].items():
             if torch.is_tensor(value) and value.numel() == leaf.tensor.numel() and name != "step":
                 yield name, value
 
     def place_state(self, leaf: Leaf, name: str, tensor: torch.Tensor) -> None:
-        """One of `state_of` is `tensor` from now on."""
-        self.optimizer.state[leaf.tensor][name] = tensor
+        """Replace one of `state_of` by `tensor`."""
+        self._of[id(leaf.tensor)].state[leaf.tensor][name] = tensor
 
     def set_num_updates(self, count: int) -> None:
-        """Go on as if `count` updates had been made: bias corrections depend on it."""
+        """Continue as after `count` updates: bias corrections depend on it."""
         self.num_updates = count
-        for state in self.optimizer.state.values() if self.optimizer else ():
+        for state in (state for optimizer in self._optimizers for state in optimizer.state.values()):
             if torch.is_tensor(state.get("step")):
                 state["step"].fill_(count)
             elif "step" in state:
                 state["step"] = count
 
-    def _groups(self) -> list[dict]:
-        return self.optimizer.param_groups
+    def _make(self, groups: Sequence[tuple[ParamGroup, list[nn.Parameter]]],
+              norms: ParameterNorms | None) -> None:
+        options = {"reduce_norms": norms} if groups[0][0].needs_norms else {}
+        optimizer = groups[0][0].optimizer(
+            [{"params": tensors, "decay": group.decay, "lr_factor": group.lr_factor}
+             for group, tensors in groups], **options)
+        self._optimizers.append(optimizer)
+        self._of |= {id(tensor): optimizer for _, tensors in groups for tensor in tensors}
 
-    def _set_divisor(self, divisor: float) -> None:
-        if self._divides:
-            device = self._groups()[0]["params"][0].device
-            self.optimizer.grad_scale = None if divisor == 1.0 else torch.tensor(divisor, dtype=torch.float32, device=device)
-        elif divisor != 1.0:
-            torch._foreach_mul_([tensor.grad for group in self._groups() for tensor in group["params"]], 1.0 / divisor)
+    @staticmethod
+    def _set_divisor(optimizer: torch.optim.Optimizer, divisor: float) -> None:
+        tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            optimizer.grad_scale = (None if divisor == 1.0 else
+                                    torch.tensor(divisor, dtype=torch.float32, device=tensors[0].device))
+        elif divisor != 1.0 and tensors:
+            torch._foreach_mul_([tensor.grad for tensor in tensors], 1.0 / divisor)
 
     def _create_state(self) -> None:
-        """Torch optimizers create their state in the first step: take one that moves nothing (gradients are still zero)."""
-        if self.optimizer is None:
-            return
-        for group in self._groups():
-            group["lr"], group["weight_decay"] = 0.0, 0.0
-        with torch.no_grad():
-            self.optimizer.step()
+        """Torch optimizers create their state in the first step: take one that moves nothing (gradients are
+        zero yet)."""
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"], group["weight_decay"] = 0.0, 0.0
+            with torch.no_grad():
+                optimizer.step()
         self.set_num_updates(0)

@@ -1,114 +1,277 @@
-"""Where training state lives between two uses: in memory, the device's or the host's, or on a disk (offloading).
+"""Offload tiers: where training state is kept between two uses, on the device, in host memory or on a disk.
 
-A *home* makes `Array`s, flat state that can be read into a buffer and written from one. `Array.tensor` is the same state as a
-tensor, to be looked at and changed by anybody who is in no hurry (to initialise, save, load): memory itself, or a map of the
-file. What an update needs of a disk travels by read and write instead, past the page cache (`disk.py`).
+A tier makes `Array`s: flat state that is read into a buffer and written from one. `Array.tensor` is the same
+state as a tensor (the memory itself, or a memory map of the file), for uses that are not in a hurry:
+initialization, saving, loading. What an update needs of a disk is read and written past the page cache
+instead.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Protocol
 
 import torch
 
-from ..host.async_io import aligned_empty
+from ..config.parallel_options import ZeroConfig
+from ..host.async_io import ALIGNMENT, AsyncIO, aligned_empty, make_io
 from ..host.huge_pages import huge_page_zeros
+from ..host.scratch_file import Region, ScratchFile
 from ..mpu.group import DONE, Work
+
+DEVICE = "device"
+
+
+@dataclass(frozen=True)
+class OffloadSettings:
+    """Where state is kept: "device", "cpu" (host memory) or "nvme" (a scratch file in a folder).
+
+    optimizer           masters and moments
+    parameters          shards of the weights (stage 3)
+    ratio               share of the optimizer state that is offloaded; the device keeps and updates the rest
+    sub_group_elements  of the state that is brought to the host at a time
+    """
+
+    optimizer: str = DEVICE
+    parameters: str = DEVICE
+    ratio: float = 1.0
+    sub_group_elements: int = 4 * 2**20
+    optimizer_folder: str | None = None
+    parameters_folder: str | None = None
+    io: str = "auto"
+    io_block_bytes: int = 1 << 20
+    io_queue_depth: int = 32
+    io_threads: int = 4
+
+    @classmethod
+    def from_config(cls, zero: ZeroConfig) -> "OffloadSettings":
+        """From the section `zero` of the configuration."""
+        place = lambda where: DEVICE if where == "none" else where
+        return cls(place(zero.offload_optimizer), place(zero.offload_param), zero.offload_optimizer_ratio,
+                   zero.sub_group_size, zero.offload_nvme_path, zero.param_nvme_path, zero.nvme_io,
+                   zero.nvme_block_size, zero.nvme_queue_depth, zero.nvme_threads)
 
 
 class Array(Protocol):
-    """Flat state of one dtype. While a read or a write is under way, neither buffer nor `tensor` may be touched."""
+    """Flat state of one dtype. During a read or write neither the buffer nor `tensor` may be used.
+
+    padded_numel  elements that a buffer to read into must have
+    part          elements [start, stop)
+    is_at         whether `tensor` has this device and dtype, so that no copy is needed
+    read, write   copy to or from a buffer; `read` may convert
+    """
 
     tensor: torch.Tensor
-    padded_numel: int       # elements that a buffer to read into must have
+    padded_numel: int
 
     def part(self, start: int, stop: int) -> "Array": ...
-    def is_at(self, device: torch.device, dtype: torch.dtype) -> bool: ...     # `tensor` serves as it is
-    def read(self, out: torch.Tensor) -> Work: ...                             # may convert
+    def is_at(self, device: torch.device, dtype: torch.dtype) -> bool: ...
+    def read(self, out: torch.Tensor) -> Work: ...
     def write(self, values: torch.Tensor) -> Work: ...
 
 
-class Home(Protocol):
-    """place: "device", "cpu" or "nvme". is_plain: memory of the host, and of no particular kind."""
+class Tier(Protocol):
+    """place: "device", "cpu" or "nvme". is_plain: ordinary host memory, neither page-locked nor a file.
+
+    arrays  makes arrays of zeros
+    settle  afterwards `read` sees what was written through `Array.tensor`
+    """
 
     place: str
     is_plain: bool
 
-    def arrays(self, sizes: Sequence[int], dtype: torch.dtype) -> list[Array]: ...      # of zeros
-    def settle(self) -> None: ...       # what was written through `Array.tensor` is what `read` finds
+    def arrays(self, sizes: Sequence[int], dtype: torch.dtype) -> list[Array]: ...
+    def settle(self) -> None: ...
 
 
 @dataclass(frozen=True)
+class Tiers:
+    """The opened tiers; None: the device."""
+
+    optimizer: Tier | None = None
+    parameters: Tier | None = None
+
+    def settle(self) -> None:
+        """See `Tier.settle`."""
+        for tier in {self.optimizer, self.parameters} - {None}:
+            tier.settle()
+
+
+def open_tiers(settings: OffloadSettings, device: torch.device) -> Tiers:
+    """Open a scratch file in each folder. Raises ConfigError if that fails."""
+
+    @cache
+    def disk(folder: str) -> DiskTier:
+        io = make_io(settings.io, block_bytes=settings.io_block_bytes, queue_depth=settings.io_queue_depth,
+                     threads=settings.io_threads)
+        return DiskTier(folder, io)
+
+    def tier(place: str, folder: str | None) -> Tier | None:
+        if place == "nvme":
+            return disk(folder)
+        host = torch.device("cpu")
+        return MemoryTier(host, "cpu", page_locked=device.type == "cuda") if place == "cpu" else None
+
+    return Tiers(tier(settings.optimizer, settings.optimizer_folder),
+                 tier(settings.parameters, settings.parameters_folder))
+
+
+# ---------------------------------------------------------------------------------------------------- memory
+@dataclass(frozen=True)
 class InMemory:
+    """An array in memory."""
+
     tensor: torch.Tensor
 
     @property
     def padded_numel(self) -> int:
+        """See `Array`."""
         return self.tensor.numel()
 
     def part(self, start: int, stop: int) -> "InMemory":
+        """A view."""
         return InMemory(self.tensor[start:stop])
 
     def is_at(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """See `Array`."""
         return self.tensor.device == device and self.tensor.dtype == dtype
 
     def read(self, out: torch.Tensor) -> Work:
+        """Copy to `out`."""
         return _copy(out, self.tensor)
 
     def write(self, values: torch.Tensor) -> Work:
+        """Copy from `values`."""
         return _copy(self.tensor, values)
 
 
-class MemoryHome:
-    """Memory of `device`; on the host page-locked where there is a GPU (`pin`), so that copies run beside kernels."""
+class MemoryTier:
+    """Memory of `device`. page_locked: host memory from which copies to a GPU run beside kernels."""
 
-    def __init__(self, device: torch.device, place: str = "device", pin: bool = False):
-        self.device, self.place, self._pin = device, place, pin
-        self.is_plain = device.type == "cpu" and not pin
+    def __init__(self, device: torch.device, place: str = DEVICE, page_locked: bool = False):
+        self.device, self.place, self._page_locked = device, place, page_locked
+        self.is_plain = device.type == "cpu" and not page_locked
 
     def arrays(self, sizes: Sequence[int], dtype: torch.dtype) -> list[Array]:
+        """One allocation, split."""
         numel = sum(sizes)
-        zeros = (torch.zeros(numel, dtype=dtype, pin_memory=True) if self._pin
+        zeros = (torch.zeros(numel, dtype=dtype, pin_memory=True) if self._page_locked
                  else huge_page_zeros(numel, dtype=dtype, device=self.device))
         return [InMemory(part) for part in zeros.split(list(sizes))]
 
     def settle(self) -> None:
-        pass
+        """Does nothing: both see the same memory."""
 
 
 class Buffers:
-    """Host memory for state on its way, by name; kept from one step to the next."""
+    """Host memory for state in transit, by name; kept from one step to the next."""
 
-    def __init__(self, pin: bool):
-        self._pin = pin
+    def __init__(self, page_locked: bool):
+        self._page_locked = page_locked
         self._by_name: dict[str, torch.Tensor] = {}
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all buffers."""
         return sum(buffer.nbytes for buffer in self._by_name.values())
 
     def get(self, name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A buffer of `numel` elements, of any content, at the start of a page."""
+        """A buffer of `numel` elements with undefined contents, at the start of a page."""
         held = self._by_name.get(name)
         if held is None or held.numel() < numel:
-            held = torch.empty(numel, dtype=dtype, pin_memory=True) if self._pin else aligned_empty(numel, dtype)
+            held = (torch.empty(numel, dtype=dtype, pin_memory=True) if self._page_locked
+                    else aligned_empty(numel, dtype))
             self._by_name[name] = held
         return held[:numel]
 
 
 def _copy(out: torch.Tensor, values: torch.Tensor) -> Work:
-    """Between host and GPU: in the order of the GPU's current stream; waiting means that the host may use both."""
+    """Between host and GPU in the order of the current stream; after the wait the host may use both."""
     out.copy_(values, non_blocking=True)
     if out.is_cuda == values.is_cuda:
         return DONE
     event = torch.cuda.Event()
     event.record()
-    return _Waiting(event)
+    return _Recorded(event)
 
 
 @dataclass(frozen=True)
-class _Waiting:
-    event: object
+class _Recorded:
+    event: torch.cuda.Event
 
     def wait(self) -> None:
         self.event.synchronize()
+
+
+# ---------------------------------------------------------------------------------------------------- disk
+@dataclass(frozen=True)
+class OnDisk:
+    """An array in a scratch file; `tensor` is a memory map of it."""
+
+    region: Region
+    tensor: torch.Tensor
+
+    @property
+    def padded_numel(self) -> int:
+        """Elements of the region: whole blocks of the disk."""
+        return self.region.nbytes // self.tensor.element_size()
+
+    def part(self, start: int, stop: int) -> "OnDisk":
+        """start: at a page of the file."""
+        size = self.tensor.element_size()
+        last = -(-stop * size // ALIGNMENT) * ALIGNMENT
+        region = Region(self.region.file, self.region.offset + start * size, last - start * size)
+        return OnDisk(region, self.tensor[start:stop])
+
+    def is_at(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Never: a map would read through the page cache."""
+        return False
+
+    def read(self, out: torch.Tensor) -> Work:
+        """To the host directly; to another device or dtype by a buffer of the host."""
+        if out.device.type == "cpu" and out.dtype == self.tensor.dtype:
+            return self.region.read_into(out)
+        buffer = aligned_empty(self.padded_numel, self.tensor.dtype)
+        return _Then(self.region.read_into(buffer), lambda: out.copy_(buffer[:out.numel()]))
+
+    def write(self, values: torch.Tensor) -> Work:
+        """Begin to write."""
+        return self.region.write_from(values)
+
+
+class DiskTier:
+    """A scratch file in `directory`. It has no name, so a crash leaves no file that could be mistaken for
+    saved state.
+
+    Raises ConfigError if the directory is missing or not writable, MegatronDSError if the disk is full.
+    """
+
+    place, is_plain = "nvme", False
+
+    def __init__(self, directory: str, io: AsyncIO):
+        self._file = ScratchFile(directory, io)
+        self._regions: list[Region] = []
+
+    def arrays(self, sizes: Sequence[int], dtype: torch.dtype) -> list[Array]:
+        """A region of the file for each."""
+        made = []
+        for numel in sizes:
+            region = self._file.allocate(-(-numel * dtype.itemsize // ALIGNMENT) * ALIGNMENT)
+            self._regions.append(region)
+            made.append(OnDisk(region, region.map(dtype, numel)))
+        return made
+
+    def settle(self) -> None:
+        """Write the pages of the maps to the file."""
+        for region in self._regions:
+            region.settle()
+
+
+@dataclass(frozen=True)
+class _Then:
+    work: Work
+    after: Callable[[], object]
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.after()

@@ -1,49 +1,73 @@
-"""`ShardedParams`: parameters of which each data-parallel rank keeps its shard, gathered by *units* (ZeRO 3).
+"""`Unit`: the parameters that one layer owns of a set, gathered and freed together (ZeRO 3).
 
-Terms:  a *unit* is what one layer owns of a set of parameters, a run of whole buckets: what is gathered at a time.
-        Its *flat* buffer holds the parameters while they are whole; they are views of it all the time.
-        *Free* means that the flat buffer has a storage of no bytes, or addresses without memory; *whole* that it is gathered.
+Terms:  a *unit* is a run of whole buckets: what is gathered at a time. Its *flat* buffer holds the parameters
+        while they are whole; they are views of it all the time. *Free* means that the flat buffer has a
+        storage of no bytes, or addresses without memory; *whole*, that it is gathered.
 
-    part     this rank's weights, in their home: on the device, or offloaded to the host or a disk; one of as many as an inner
-             group has ranks (hierarchy.py), which are the ranks that gather. Of it, this rank updates its shard
-    flat     of each unit, when gathered
+Note: why the storage and not the tensor. Autograd, saved tensors and layers hold the parameter, or views of
+it, from forward to backward. Shrinking the storage to nothing and growing it again leaves all of them valid;
+their contents are undefined until the next gather. Refilling goes through `flat`, whose version counter is
+not that of the parameters: to autograd, a parameter that was freed and gathered again has not changed. (It
+has the same values: updates happen when no graph is alive.)
 
-Note: why the storage and not the tensor. Autograd, saved tensors and layers hold the parameter, or views of it, from forward
-to backward. Shrinking the storage to nothing and growing it again leaves all of them valid; their contents are undefined
-until the next gather. Refilling goes through `flat`, whose version counter is not the parameters': to autograd, a parameter
-that was freed and gathered again has not changed. (It has the same values. The update comes when no graph is alive.)
+Ranks of one host can share the memory of their parts (`SharedParts`). A unit is then gathered by mapping the
+pages of its parts next to each other: nothing is copied and no rank waits. A part has the same offset in a
+page of its owner's memory as in the flat buffer:
+
+    flat buffer     |---- part of rank 0 ----|---- part of rank 1 ----|
+    pages           |       |       |       |       |       |       |
+    rank 0's        |---- part of rank 0 ----|
+    rank 1's                                |---- part of rank 1 ----|
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
+from typing import Protocol
 
 import torch
-from torch import nn
 
 from ..host.async_io import aligned_empty
-from ..host.shared_memory import Mapping
+from ..host.shared_memory import PAGE, Mapping, Part
 from ..mpu.collectives import all_gather_into_
 from ..mpu.group import DONE, Group, Work
-from ..mpu.param_spec import ParamSpec
-from .data_groups import Hierarchy
-from .layout import Layout, ShardPiece, SlotPiece
-from .shared_parts import SharedParts
-from .tiers import Array, Home
+from .layout import Bucket, Layout
+from .tiers import Array, InMemory
 
-Draw = Callable[[ParamSpec, int, torch.Tensor], None]
-"""Fills a flat tensor with the initial values of elements [start, start + len) of a local parameter."""
+
+class GatherUnit(Protocol):
+    """What `LayerGathering` gathers: a `Unit`, or a stand-in that counts (prediction.py).
+
+    claims   layers that need it whole: it is freed when the last claim is removed
+    """
+
+    numel: int
+    claims: set
+    is_free: bool
+
+    def fetch(self) -> None:
+        """Begin to bring offloaded shards to the device, unless they are there or the unit is whole."""
+
+    def start(self) -> None:
+        """Begin to gather, unless it is whole or on its way. Collective."""
+
+    def wait(self) -> None:
+        """If the gather was started, the parameters are whole on return."""
+
+    def free(self) -> None:
+        """Free the flat buffer."""
 
 
 class Unit:
-    """The parameters that layer `layer` owns of a set.
+    """A `GatherUnit` of the parameters that layer `layer` owns in a set.
 
-    buckets  for each bucket of the unit: its place in `flat`, this rank's part of it
+    buckets  for each bucket of the unit: its view of `flat`, this rank's part of it
     nbytes   of the flat buffer, when whole
-    claims   who needs it whole: it is freed when the last one lets go
     """
 
     def __init__(self, layer: int, first_bucket: int, last_bucket: int, flat: torch.Tensor, group: Group):
-        self.layer, self.numel, self.first_bucket, self.last_bucket = layer, flat.numel(), first_bucket, last_bucket
+        self.layer, self.first_bucket, self.last_bucket = layer, first_bucket, last_bucket
+        self.numel = flat.numel()
         self.flat, self.nbytes, self.group = flat, flat.nbytes, group
         self.buckets: list[tuple[torch.Tensor, Array]] = []
         self.claims: set = set()
@@ -52,12 +76,12 @@ class Unit:
         self._near: list[tuple[torch.Tensor, Work]] | None = None      # shards on the device, or on their way
 
     def fetch(self) -> None:
-        """Begin to bring the shards to the device, unless they are there or the unit is whole."""
+        """See `GatherUnit`."""
         if self.is_free and self._near is None:
             self._near = [self._fetch(array) for _, array in self.buckets]
 
     def start(self) -> None:
-        """Begin to gather, unless it is whole or on its way. Collective."""
+        """See `GatherUnit`."""
         if not self.is_free:
             return
         self.fetch()
@@ -68,23 +92,25 @@ class Unit:
             self._works.append(all_gather_into_(whole, shard, self.group, async_op=True))
 
     def wait(self) -> None:
-        """The parameters are whole on return."""
+        """See `GatherUnit`."""
         for work in self._works:
             work.wait()
         self._works = []
         if not self.is_free:
-            self._near = None       # gathered, so nobody reads them any more
+            self._near = None       # gathered, no longer read
 
     def _fetch(self, array: Array) -> tuple[torch.Tensor, Work]:
         if array.is_at(self.flat.device, self.flat.dtype):
             return array.tensor, DONE
-        make = aligned_empty if self.flat.device.type == "cpu" else partial(torch.empty, device=self.flat.device)
+        on_cpu = self.flat.device.type == "cpu"
+        make = aligned_empty if on_cpu else partial(torch.empty, device=self.flat.device)
         buffer = make(array.padded_numel, dtype=self.flat.dtype)
         return buffer[:array.tensor.numel()], array.read(buffer)
 
     def free(self) -> None:
+        """See `GatherUnit`."""
         self.wait()
-        for _, work in self._near or ():        # fetched for nothing
+        for _, work in self._near or ():        # fetched but not gathered
             work.wait()
         self._near = None
         if not self.is_free:
@@ -93,149 +119,69 @@ class Unit:
 
 
 class MappedUnit(Unit):
-    """Of ranks that see each other's parts: whole when their pages are mapped, one part after the other.
+    """A unit of ranks that share the memory of their parts: whole when their pages are mapped, one part after
+    the other.
 
-    A gather is counted as one, and moves nothing. When it is free, `flat` has addresses that nobody may touch.
+    A gather is counted as usual, but copies nothing. While the unit is free, reading `flat` is a segmentation
+    fault.
     """
 
-    def __init__(self, layer: int, first_bucket: int, last_bucket: int, dtype: torch.dtype, mapping: Mapping, group: Group):
+    def __init__(self, layer: int, first_bucket: int, last_bucket: int, dtype: torch.dtype, mapping: Mapping,
+                 group: Group):
         super().__init__(layer, first_bucket, last_bucket, mapping.bytes.view(dtype), group)
         self._mapping, self._is_there = mapping, False
 
     def fetch(self) -> None:
-        pass
+        """Does nothing: parts are in the memory of the host."""
 
     def start(self) -> None:
+        """Only counted: the wait maps the pages."""
         if self.is_free:
             self.is_free = False
             for whole, _ in self.buckets:
                 self.group.traffic.add("all_gather", self.group.axes, self.group.size, whole.nbytes)
 
     def wait(self) -> None:
+        """See `GatherUnit`."""
         if not self.is_free and not self._is_there:
             self._mapping.populate()
             self._is_there = True
 
     def free(self) -> None:
+        """See `GatherUnit`."""
         self._mapping.drop()
         self.is_free, self._is_there = True, False
 
 
-class ShardedParams:
-    """The surface of `ParamStore`, for parameters that live in shards.
+class SharedParts:
+    """This rank's parts of all buckets in memory that the other ranks of the host can map.
 
-    parameters  in the order of layout.slots, all of one dtype, on any device or on "meta"
-    units       (layer, first bucket, last bucket + 1), in the order of the buckets
-    home        of the parts, unless other ranks see them where they lie
-    draw        gives the values of parameters on "meta"
+    All ranks of the group allocate in the same way, without communication. They must synchronize (a barrier)
+    between writing parts and mapping them, and between using what was mapped and writing. Raises OSError if
+    there is no memory.
+
+    arrays: this rank's part of each bucket, zeros at first
     """
 
-    sharded = True
+    def __init__(self, layout: Layout, group: Group, dtype: torch.dtype):
+        self._memory = group.memory
+        self._parts, nbytes = _plan_parts(layout.buckets, group.size, dtype.itemsize)
+        self._start, own = self._memory.allocate(nbytes)
+        mine = [parts[group.rank] for parts in self._parts]
+        self.arrays = [InMemory(own[part.start:part.start + part.nbytes].view(dtype)) for part in mine]
 
-    def __init__(self, parameters: Sequence[nn.Parameter], layout: Layout, ranks: Hierarchy,
-                 units: Sequence[tuple[int, int, int]], device: torch.device, home: Home, draw: Draw | None):
-        self.layout, self.ranks, self._device = layout, ranks, device
-        self.pieces = layout.slot_intersections(ranks.shard)
-        here = ranks.inner.rank, ranks.inner.size
-        self._parts = layout.shard_pieces(*here)
-        dtype = parameters[0].dtype
-        self._shared = SharedParts(layout, ranks.inner, dtype) if ranks.inner.memory and home.is_plain else None
-        self._arrays = (self._shared.arrays if self._shared
-                        else home.arrays([part.stop - part.start for part in self._parts], dtype))      # one a bucket
-        for piece in layout.slot_intersections(*here):
-            fill(self.values_of(piece)[:piece.stop - piece.start], parameters[piece.slot], piece.start, draw)
-        home.settle()
-        self.units: list[Unit] = []
-        for layer, first, stop in units:
-            self.units.append(self._make_unit(layer, first, stop, dtype, device))
-            self._adopt(self.units[-1], parameters)
-
-    @property
-    def shard_bytes(self) -> int:
-        return sum(array.tensor.nbytes for array in self._arrays)
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether other ranks see the parts where they lie."""
-        return self._shared is not None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of parameters held now, wherever they are."""
-        return self.shard_bytes + sum(unit.nbytes for unit in self.units if not unit.is_free)
-
-    def values_of(self, piece: SlotPiece) -> torch.Tensor:
-        """The model's weights of a piece of this rank's part, padding included: a view."""
-        bucket = self.layout.slots[piece.slot].bucket
-        start = piece.flat - self._parts[bucket].start
-        return self._arrays[bucket].tensor[start:start + piece.padded_numel]
-
-    def array_of(self, first: SlotPiece, numel: int) -> Array:
-        """Those of `numel` elements from the beginning of a piece on, in one bucket."""
-        bucket = self.layout.slots[first.slot].bucket
-        start = first.flat - self._parts[bucket].start
-        return self._arrays[bucket].part(start, start + numel)
-
-    def refresh(self) -> None:
-        """The shards were updated: bring the parts up to date. Collective over the outer group; units are gathered when they
-        are needed."""
-        for unit in self.units:
-            unit.claims.clear()
-            unit.free()
-        if self.ranks.outer.size > 1:
-            shards = self.layout.shard_pieces(self.ranks.shard)
-            works = [self._refresh_part(*of) for of in zip(self._arrays, self._parts, shards)]
-            for work in works:
-                work.wait()
-
-    def _refresh_part(self, array: Array, part: ShardPiece, shard: ShardPiece) -> Work:
-        """An array that is elsewhere comes to the device for it."""
-        start, stop = shard.start - part.start, shard.stop - part.start
-        if array.is_at(self._device, array.tensor.dtype):
-            return all_gather_into_(array.tensor, array.tensor[start:stop], self.ranks.outer, async_op=True)
-        near = torch.empty(part.stop - part.start, dtype=array.tensor.dtype, device=self._device)
-        array.part(start, stop).read(near[start:stop]).wait()
-        all_gather_into_(near, near[start:stop], self.ranks.outer)
-        array.write(near).wait()
-        return DONE
-
-    def _make_unit(self, layer: int, first: int, stop: int, dtype: torch.dtype, device: torch.device) -> Unit:
-        buckets = self.layout.buckets
-        start = buckets[first].start
-        if self._shared:
-            unit = MappedUnit(layer, first, stop - 1, dtype, self._shared.map(first, stop), self.ranks.inner)
-        else:
-            flat = torch.empty(buckets[stop - 1].stop - start, dtype=dtype, device=device)
-            unit = Unit(layer, first, stop - 1, flat, self.ranks.inner)
-        for b in range(first, stop):
-            whole = unit.flat[buckets[b].start - start:buckets[b].stop - start]
-            unit.buckets.append((whole, self._arrays[b]))
-        return unit
-
-    def _adopt(self, unit: Unit, parameters: Sequence[nn.Parameter]) -> None:
-        buckets = self.layout.buckets
-        start = buckets[unit.first_bucket].start
-        for i in range(buckets[unit.first_bucket].first_slot, buckets[unit.last_bucket].last_slot):
-            slot = self.layout.slots[i]
-            become(parameters[i], unit.flat[slot.start - start:slot.stop - start].view(parameters[i].shape))
-        unit.free()         # from here on; views cannot be made of a storage of no bytes
+    def map(self, first: int, stop: int) -> Mapping:
+        """Buckets [first, stop), one after the other, as in the flat buffer."""
+        return Mapping(self._memory, [replace(part, start=self._start + part.start)
+                                      for parts in self._parts[first:stop] for part in parts])
 
 
-@torch.no_grad()
-def fill(out: torch.Tensor, parameter: nn.Parameter, start: int, draw: Draw | None) -> None:
-    """Elements [start, start + len(out)) of the flattened parameter; drawn, where it is on "meta"."""
-    if not parameter.is_meta:
-        out.copy_(parameter.detach().reshape(-1)[start:start + out.numel()])
-    else:
-        assert draw is not None, f"{parameter.spec.name} is on the meta device, and nothing is given to draw its values with"
-        draw(parameter.spec, start, out)
-
-
-def become(parameter: nn.Parameter, view: torch.Tensor) -> None:
-    """The parameter's values are `view` from now on; its version counter stays its own."""
-    if not parameter.is_meta:
-        parameter.data = view
-        return
-    real = nn.Parameter(view.data, requires_grad=parameter.requires_grad)      # .data: a version counter of its own
-    real.__dict__.update(parameter.__dict__)
-    torch.utils.swap_tensors(parameter, real)
+def _plan_parts(buckets: Sequence[Bucket], ranks: int, itemsize: int) -> tuple[list[list[Part]], int]:
+    """(the part of each rank in each bucket, bytes of memory of a rank)"""
+    planned, end = [], 0
+    for bucket in buckets:
+        nbytes = (bucket.stop - bucket.start) // ranks * itemsize
+        starts = [bucket.start * itemsize + rank * nbytes for rank in range(ranks)]
+        planned.append([Part(rank, end + start % PAGE, nbytes) for rank, start in enumerate(starts)])
+        end += (nbytes // PAGE + 2) * PAGE              # a part can extend into one more page on either side
+    return planned, end

@@ -8,9 +8,9 @@ from torch import nn
 
 from megatron_ds.errors import ConfigError
 from megatron_ds.mpu.param_spec import Init, ParamSpec
-from megatron_ds.optim import OPTIMIZERS
+from megatron_ds.optim import OPTIMIZERS, default_groups
 from megatron_ds.zero.layout import SlotPiece
-from megatron_ds.zero.shard_optimizer import InnerOptimizer, make_leaf
+from megatron_ds.zero.shard_optimizer import ShardOptimizer, make_leaf
 
 SETTINGS = SimpleNamespace(adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8)
 SIZE, CUTS = 320, (0, 64, 192, 320)
@@ -27,7 +27,7 @@ def run(name, cuts, divisor=1.0):
     spec = ParamSpec("w", (SIZE,), Init("normal", 1.0))
     values, grad = noise(0), torch.zeros(SIZE)
     leaves = [make_leaf(spec, SlotPiece(0, a, b, a, a, b - a), values[a:b], grad[a:b]) for a, b in zip(cuts, cuts[1:])]
-    inner = InnerOptimizer(lambda groups: OPTIMIZERS[name](groups, SETTINGS), leaves)
+    inner = ShardOptimizer(default_groups(lambda groups: OPTIMIZERS[name](groups, SETTINGS)), leaves)
     assert torch.equal(values, noise(0)), "creating state must not move the parameters"
     for step in range(1, 4):
         grad.copy_(noise(step) * divisor)
@@ -73,7 +73,7 @@ def test_gradients_are_also_divided_for_an_optimizer_that_cannot_do_it_itself(na
 
     spec, grad = ParamSpec("w", (64,), Init("ones")), torch.zeros(64)
     leaf = make_leaf(spec, SlotPiece(0, 0, 64, 0, 0, 64), torch.ones(64), grad)
-    inner = InnerOptimizer(make, [leaf])
+    inner = ShardOptimizer(default_groups(make), [leaf])
     grad.fill_(6.0)
     inner.step(0.01, 0.0, 3.0)
     assert torch.allclose(leaf.tensor.grad, torch.full((64,), 2.0))
@@ -84,16 +84,16 @@ def test_gradients_are_also_divided_for_an_optimizer_that_cannot_do_it_itself(na
 def test_the_16_bit_weight_is_written_by_exactly_those_that_say_so(name, dtype):
     spec, low = ParamSpec("w", (64,), Init("ones")), torch.zeros(64, dtype=dtype)
     leaf = make_leaf(spec, SlotPiece(0, 0, 64, 0, 0, 64), noise(0)[:64].clone(), noise(1)[:64].clone(), low)
-    inner = InnerOptimizer(lambda groups: OPTIMIZERS[name](groups, SETTINGS), [leaf])
+    inner = ShardOptimizer(default_groups(lambda groups: OPTIMIZERS[name](groups, SETTINGS)), [leaf])
     inner.step(0.01, 0.1, 3.0)
-    assert torch.equal(low, leaf.tensor.detach().to(dtype) if inner.writes_low else torch.zeros(64, dtype=dtype))
+    assert torch.equal(low, leaf.tensor.detach().to(dtype) if inner.writes_low(leaf) else torch.zeros(64, dtype=dtype))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS.names())
 def test_groups_that_do_not_decay_get_no_weight_decay(name):
     leaves = [make_leaf(ParamSpec(n, (64,), Init("ones"), decay=n == "decays"), SlotPiece(0, 0, 64, 0, 0, 64),
                         torch.ones(64), torch.zeros(64)) for n in ("decays", "stays")]
-    inner = InnerOptimizer(lambda groups: OPTIMIZERS[name](groups, SETTINGS), leaves)
+    inner = ShardOptimizer(default_groups(lambda groups: OPTIMIZERS[name](groups, SETTINGS)), leaves)
     inner.step(0.5, 0.1, 1.0)
     torch.testing.assert_close(leaves[0].tensor.detach(), torch.full((64,), 0.95))
     assert torch.equal(leaves[1].tensor.detach(), torch.ones(64))

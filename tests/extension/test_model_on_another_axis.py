@@ -18,6 +18,7 @@ from megatron_ds.models.attention import SelfAttention, make_rotary
 from megatron_ds.models.block import MLP, Block, output_std
 from megatron_ds.mpu.context import ParallelContext, Recompute
 from megatron_ds.mpu.grid import Grid
+from megatron_ds.mpu.group import coordinates_of
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.mpu.regions import gather_from_sequence_region
 from megatron_ds.mpu.sequence_slice import Part, SequenceSlice
@@ -62,7 +63,7 @@ def context_parallel_gpt(config, ctx):
 def run(layers, config, ctx, batch):
     """(logits [s, b, V/t], [(spec, gradient)]) of a loss that is a sum over tokens and logits."""
     model = build_stage(layers(config, ctx))
-    initialize(list(model.parameters()), 3, ctx.tp.rank, ctx.tp.size)
+    initialize(list(model.parameters()), 3, coordinates_of(ctx.tp))
     logits = run_layers(model, None, batch)
     weight = (batch.labels.t()[..., None] + 1 + torch.arange(logits.shape[-1])
               + ctx.tp.rank * logits.shape[-1]) % 7 - 3.0

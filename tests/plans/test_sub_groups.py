@@ -4,11 +4,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_ds.mpu.param_spec import DATA_AXES
 from megatron_ds.zero.layout import plan_layout
-from megatron_ds.zero.prediction import predict_places, predict_sets
+from megatron_ds.zero.offload import PAGE_ELEMENTS, plan_sub_groups
+from megatron_ds.zero.prediction import ElementBytes, predict_places, predict_sets
 from megatron_ds.zero.set_plan import Fact, plan_sets
-from megatron_ds.zero.settings import STAGES
-from megatron_ds.zero.sub_groups import PAGE_ELEMENTS, plan_places
+from megatron_ds.zero.settings import STAGES, ZeroSettings
+from megatron_ds.zero.tiers import OffloadSettings
 
 SIZES = st.lists(st.integers(1, 9000), min_size=1, max_size=8)
 
@@ -19,7 +21,7 @@ def test_each_element_is_in_one_place(sizes, bucket, shards, elements, ratio, wh
     layout = plan_layout([(f"p{i}", n) for i, n in enumerate(sizes)], bucket, shards)
     for shard in range(shards):
         pieces = layout.whole_slots() if whole else layout.slot_intersections(shard)
-        groups, stay = plan_places(layout, pieces, elements, ratio)
+        groups, stay = plan_sub_groups(layout, pieces, elements, ratio)
         away = [piece for group in groups for piece in group.pieces]
         covered = sorted((p.slot, p.start, p.stop) for p in (*away, *stay))
         for piece in pieces:
@@ -42,10 +44,11 @@ def test_each_element_is_in_one_place(sizes, bucket, shards, elements, ratio, wh
 @pytest.mark.parametrize("ratio", [0.3, 1.0])
 def test_places_add_up_to_the_bytes_of_all(stage, ratio):
     facts = [Fact(f"p{i}", n, "bf16", stage=0, layer=i) for i, n in enumerate((90_000, 7, 40_001, 63))]
-    plans = plan_sets(facts, STAGES[stage], data_shards=3, expert_shards=1, bucket_elements=30_000, persistence=10)
-    total = predict_sets(plans, 1, 0, parameter_bytes=2).total
-    places = predict_places(plans, 1, 0, parameter_bytes=2, optimizer="nvme", parameters="cpu" if stage == 3 else "device",
-                            ratio=ratio, sub_group_elements=4096)
+    offload = OffloadSettings("nvme", "cpu" if stage == 3 else "device", ratio, sub_group_elements=4096)
+    settings = ZeroSettings((), STAGES[stage], bucket_elements=30_000, persistence=10, offload=offload)
+    plans = plan_sets(facts, settings, {DATA_AXES: 3})
+    total = predict_sets(plans, {DATA_AXES: 1}, ElementBytes(2)).total
+    places = predict_places(plans, {DATA_AXES: 1}, ElementBytes(2), offload)
     assert sum(places.values()) == total
     assert places["nvme"] == pytest.approx(12 * sum(f.numel for f in facts) / 3 * ratio, rel=0.25)
     assert (places.get("cpu", 0) > 0) == (stage == 3)

@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_ds.mpu.group import Group, solo
-from megatron_ds.mpu.param_spec import Init, ParamSpec
-from megatron_ds.zero.layout import plan_layout
-from megatron_ds.zero.optimizer import DataGroups, LayerPlan, ZeroOptimizer
-from megatron_ds.zero.prediction import predict_memory, predict_sets
-from megatron_ds.zero.scaler import LossScaler
-from megatron_ds.zero.set_plan import Fact, plan_sets
-from megatron_ds.zero.settings import HIERARCHICAL, STAGES
+from megatron_ds.mpu.group import Group
+from megatron_ds.mpu.param_spec import DATA_AXES, Init, ParamSpec
+from megatron_ds.optim import default_groups
+from megatron_ds.zero.data_groups import DataGroups
+from megatron_ds.zero.optimizer import ZeroOptimizer
+from megatron_ds.zero.prediction import ElementBytes, predict_memory, predict_sets
+from megatron_ds.zero.set_plan import Fact, ParameterUse, plan_sets
+from megatron_ds.zero.settings import HIERARCHICAL, STAGES, ZeroSettings
 
 SHAPES = {"embedding": (50, 9), "bias": (7,), "weight": (33, 40), "scalar": (1,)}
 
@@ -28,14 +28,13 @@ def test_predicted_bytes_equal_allocated_bytes(stage, dtype, grad_dtype, rank, s
         p.spec = ParamSpec(name, shape, Init("ones"))
         parameters.append(p)
     rank %= size
-    groups = DataGroups(data=Group("dp-cp", tuple(range(size)), rank), expert=solo(), tp=solo(), model=solo(), tied=solo())
-    layers = LayerPlan({0: [parameters[:2], parameters[2:]]}, persistence=8)
-    optimizer = ZeroOptimizer(parameters, uses={}, groups=groups, policy=STAGES[stage],
-                              make_optimizer=lambda g: torch.optim.AdamW(g, fused=True), scaler=LossScaler(), clip_grad=1.0,
-                              bucket_elements=500, overlap=True, layer_plan=layers, grad_dtype=grad_dtype)
+    settings = ZeroSettings(default_groups(lambda g: torch.optim.AdamW(g, fused=True)), STAGES[stage],
+                            bucket_elements=500, persistence=8, grad_dtype=grad_dtype)
+    groups = DataGroups({DATA_AXES: Group("dp-cp", tuple(range(size)), rank)})
+    optimizer = ZeroOptimizer(parameters, settings, groups, ParameterUse({0: [parameters[:2], parameters[2:]]}))
     facts = [Fact(p.spec.name, p.numel(), str(dtype), stage=0, layer=i // 2) for i, p in enumerate(parameters)]
-    plans = plan_sets(facts, STAGES[stage], data_shards=size, expert_shards=1, bucket_elements=500, persistence=8)
-    predicted = predict_sets(plans, rank, 0, parameter_bytes=dtype.itemsize, gradient_bytes=grad_dtype.itemsize)
+    plans = plan_sets(facts, settings, {DATA_AXES: size})
+    predicted = predict_sets(plans, {DATA_AXES: rank}, ElementBytes(dtype.itemsize, grad_dtype.itemsize))
     assert optimizer.memory() == predicted
     assert optimizer.memory().total == predicted.total > 0
     if stage == 3 and size > 1:
@@ -49,8 +48,8 @@ def test_state_is_what_the_paper_promises(stage, n):
     sizes = [9_000_000, *[1_770_000, 3_000] * 24]
     psi = sum(sizes)
     facts = [Fact(f"p{i}", numel, "bf16", stage=0, layer=i) for i, numel in enumerate(sizes)]
-    plans = plan_sets(facts, STAGES[stage], data_shards=n, expert_shards=n, bucket_elements=8_000_000)
-    bytes_held = predict_sets(plans, n - 1, n - 1, parameter_bytes=2, gradient_bytes=2).total
+    plans = plan_sets(facts, ZeroSettings((), STAGES[stage], bucket_elements=8_000_000), {DATA_AXES: n})
+    bytes_held = predict_sets(plans, {DATA_AXES: n - 1}, ElementBytes(2, 2)).total
     promised = {0: 16 * psi, 1: 4 * psi + 12 * psi / n, 2: 2 * psi + 14 * psi / n, 3: 16 * psi / n}[stage]
     assert bytes_held == pytest.approx(promised, rel=0.005)
 
@@ -60,14 +59,15 @@ def test_a_hierarchy_keeps_weights_over_inner_groups_and_the_rest_over_all(n, h)
     sizes = [9_000_000, *[1_770_000, 3_000] * 24]
     psi = sum(sizes)
     facts = [Fact(f"p{i}", numel, "bf16", stage=0, layer=i) for i, numel in enumerate(sizes)]
-    plans = plan_sets(facts, HIERARCHICAL, data_shards=n, expert_shards=n, bucket_elements=8_000_000, inner_shards=h)
-    held = predict_sets(plans, n - 1, 0, parameter_bytes=2, gradient_bytes=2)
+    plans = plan_sets(facts, ZeroSettings((), HIERARCHICAL, bucket_elements=8_000_000), {DATA_AXES: n}, inner_shards=h)
+    held = predict_sets(plans, {DATA_AXES: n - 1}, ElementBytes(2, 2))
     assert held.parameters == pytest.approx(2 * psi / h, rel=0.01)              # the smallest stay whole
     assert held.total - held.parameters == pytest.approx(14 * psi / n, rel=0.005)
 
 
 def test_stage_1_keeps_a_third_of_masters_and_moments_on_three_ranks():
-    layout = plan_layout([("w", 64 * 3 * 100)], 10 ** 9, 3)
-    whole, split = (predict_memory(layout, 1, STAGES[stage], parameter_bytes=2) for stage in (0, 1))
+    facts = [Fact("w", 64 * 3 * 100, "bf16")]
+    plan_of = lambda stage: plan_sets(facts, ZeroSettings((), STAGES[stage]), {DATA_AXES: 3})[0]
+    whole, split = (predict_memory(plan_of(stage), 1, ElementBytes(2)) for stage in (0, 1))
     assert split.masters * 3 == whole.masters and split.optimizer * 3 == whole.optimizer
     assert (split.parameters, split.gradients) == (whole.parameters, whole.gradients) == (2 * 19200, 4 * 19200)

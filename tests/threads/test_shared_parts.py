@@ -22,11 +22,10 @@ from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.progress import Progress
 from megatron_ds.training.build import build_engine
 from megatron_ds.training.step import train_step
-from megatron_ds.zero.disk import DiskHome
 from megatron_ds.zero.layout import plan_layout
 from megatron_ds.zero.optimizer import ZeroOptimizer
-from megatron_ds.zero.shared_parts import SharedParts
-from megatron_ds.zero.units import MappedUnit
+from megatron_ds.zero.tiers import DiskTier
+from megatron_ds.zero.units import MappedUnit, SharedParts
 from tests.harness.threads import run_ranks
 from tools.compare_layouts import SEQ_LENGTH, VOCAB, tiny_job
 from tools.layout_comparison import global_batch_share, parse_layout, random_samples
@@ -194,7 +193,7 @@ def train(layout: str, dtype: str, shares_memory: bool, steps: int = STEPS):
         sent = dict(engine.mesh.traffic.bytes)
         with engine.optimizer.gathered(next(iter(engine.stages))):
             weights = {p.spec.name: p.detach().clone() for p in engine.parameters}
-        kinds = {type(unit) for s in engine.optimizer._sets if s.plan.units for unit in s.store.units}
+        kinds = {type(unit) for s in engine.optimizer.sets if s.plan.units for unit in s.store.units}
         return losses, weights, sent, kinds
 
     return run_ranks(config.world_size, main, shares_memory)
@@ -212,7 +211,7 @@ def test_training_has_the_bits_and_the_traffic_of_messages(layout, dtype):
 
 def test_a_rank_that_cannot_begin_tells_the_others_also_where_they_share_memory(monkeypatch):
     """Its disk is full before weights are laid out: all ranks tell that, and none waits for another."""
-    calls, arrays = [], DiskHome.arrays
+    calls, arrays = [], DiskTier.arrays
 
     def full_on_one(home, sizes, dtype):
         calls.append(0)
@@ -220,12 +219,12 @@ def test_a_rank_that_cannot_begin_tells_the_others_also_where_they_share_memory(
             raise ConfigError("the disk is full")
         return arrays(home, sizes, dtype)
 
-    monkeypatch.setattr(DiskHome, "arrays", full_on_one)
+    monkeypatch.setattr(DiskTier, "arrays", full_on_one)
     with pytest.raises(ConfigError, match="on rank.*the disk is full"):
         train(f"dp=2,zero=3,offload=nvme,nvme={tempfile.gettempdir()}", "fp32", True)
 
 
 def test_without_meeting_after_an_update_a_rank_would_see_weights_of_two_steps(monkeypatch):
     expected = [rank[0] for rank in train("dp=2,zero=3", "fp32", True)]
-    monkeypatch.setattr(ZeroOptimizer, "_meet", lambda optimizer: None)
+    monkeypatch.setattr(ZeroOptimizer, "_synchronize", lambda optimizer: None)
     assert [rank[0] for rank in train("dp=2,zero=3", "fp32", True)] != expected

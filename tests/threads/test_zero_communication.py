@@ -7,10 +7,12 @@ import torch
 from torch import nn
 
 from megatron_ds.mpu.group import solo
-from megatron_ds.mpu.param_spec import Init, ParamSpec
-from megatron_ds.zero.optimizer import DataGroups, LayerPlan, ZeroOptimizer
-from megatron_ds.zero.scaler import LossScaler
-from megatron_ds.zero.settings import STAGES
+from megatron_ds.mpu.param_spec import DATA_AXES, Init, ParamSpec
+from megatron_ds.optim import default_groups
+from megatron_ds.zero.data_groups import DataGroups
+from megatron_ds.zero.optimizer import ZeroOptimizer
+from megatron_ds.zero.set_plan import ParameterUse
+from megatron_ds.zero.settings import STAGES, ZeroSettings
 from tests.harness.threads import run_ranks
 
 SIZES, N = (7, 1300, 65, 513), 3
@@ -25,12 +27,11 @@ def make_optimizer(data, stage, bucket_elements=500, grad_dtype=torch.float32, s
         p = nn.Parameter(torch.zeros(size))
         p.spec = ParamSpec(f"p{i}", (size,), Init("zeros"))
         parameters.append(p)
-    plan = LayerPlan({0: [parameters[:2], parameters[2:]]}, persistence=0) if stage == 3 else None
-    optimizer = ZeroOptimizer(parameters, uses={}, groups=DataGroups(data, solo(), solo(), solo(), solo()),
-                              policy=STAGES[stage], scaler=LossScaler(), clip_grad=0.0, bucket_elements=bucket_elements,
-                              make_optimizer=lambda g: torch.optim.SGD(g, lr=1.0), overlap=True, layer_plan=plan,
-                              grad_dtype=grad_dtype, sent_dtype=sent_dtype, sent_divisor=sent_divisor)
-    return parameters, optimizer
+    settings = ZeroSettings(default_groups(lambda g: torch.optim.SGD(g, lr=1.0)), STAGES[stage],
+                            bucket_elements=bucket_elements, persistence=0, grad_dtype=grad_dtype, sent_dtype=sent_dtype,
+                            sent_divisor=sent_divisor)
+    use = ParameterUse({0: [parameters[:2], parameters[2:]]})
+    return parameters, ZeroOptimizer(parameters, settings, DataGroups({DATA_AXES: data}), use)
 
 
 def gradient(rank, microbatch, i):
@@ -117,7 +118,7 @@ def test_two_buffers_carry_any_number_of_buckets(stage):
         parameters, optimizer = make_optimizer(world.group("dp-cp", range(N), rank), stage, 64, sent_dtype=torch.bfloat16)
         for _ in range(2):
             take_step(parameters, optimizer, lambda k, i: gradient(rank, k, i))
-        longest = max(b.stop - b.start for s in optimizer._sets for b in s.plan.layout.buckets)
-        return optimizer._communication.nbytes <= 2 * 2 * longest
+        longest = max(b.stop - b.start for s in optimizer.sets for b in s.plan.layout.buckets)
+        return optimizer.exchange.nbytes <= 2 * 2 * longest
 
     assert all(run_ranks(N, main))

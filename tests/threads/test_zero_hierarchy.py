@@ -5,14 +5,14 @@ import torch
 from torch import nn
 
 from megatron_ds.mpu.group import Group, solo
-from megatron_ds.mpu.param_spec import Init, ParamSpec
-from megatron_ds.zero.data_groups import Hierarchy, shard_of
+from megatron_ds.mpu.param_spec import DATA_AXES, Init, ParamSpec
+from megatron_ds.optim import default_groups
+from megatron_ds.zero.data_groups import DataGroups, Hierarchy, shard_of
 from megatron_ds.zero.layout import plan_layout
-from megatron_ds.zero.optimizer import DataGroups, LayerPlan, ZeroOptimizer
-from megatron_ds.zero.prediction import predict_sets
-from megatron_ds.zero.scaler import LossScaler
-from megatron_ds.zero.set_plan import Fact, plan_sets
-from megatron_ds.zero.settings import HIERARCHICAL, STAGES
+from megatron_ds.zero.optimizer import ZeroOptimizer
+from megatron_ds.zero.prediction import ElementBytes, predict_sets
+from megatron_ds.zero.set_plan import Fact, ParameterUse, plan_sets
+from megatron_ds.zero.settings import HIERARCHICAL, STAGES, ZeroSettings
 from tests.harness.threads import run_ranks
 
 SIZES = (7, 1300, 65, 513, 2)
@@ -22,11 +22,11 @@ def data_groups(world, rank, n, h):
     """The data group, and, where 1 < h, its inner and outer groups."""
     data = world.group("dp-cp", range(n), rank)
     if h == 1:
-        return DataGroups(data, solo(), solo(), solo(), solo())
+        return DataGroups({DATA_AXES: data})
     o, i = divmod(rank, h)
     inner = data if h == n else world.group("dp-cp-inner", range(o * h, (o + 1) * h), rank)
     outer = solo("dp-cp-outer", rank) if h == n else world.group("dp-cp-outer", range(i, n, h), rank)
-    return DataGroups(data, solo(), solo(), solo(), solo(), inner, outer)
+    return DataGroups({DATA_AXES: data}, inner=inner, outer=outer)
 
 
 def make_optimizer(groups, policy, dtype=torch.float32, bucket_elements=500, **options):
@@ -35,10 +35,9 @@ def make_optimizer(groups, policy, dtype=torch.float32, bucket_elements=500, **o
         p = nn.Parameter(torch.randn(size, generator=torch.Generator().manual_seed(i)).to(dtype))
         p.spec = ParamSpec(f"p{i}", (size,), Init("normal", 1.0))
         parameters.append(p)
-    plan = LayerPlan({0: [parameters[:2], parameters[2:]]}, persistence=5) if policy.parameter else None    # the last is small
-    return parameters, ZeroOptimizer(
-        parameters, uses={}, groups=groups, policy=policy, scaler=LossScaler(), clip_grad=1.0, bucket_elements=bucket_elements,
-        make_optimizer=lambda g: torch.optim.AdamW(g, fused=True), overlap=True, layer_plan=plan, **options)
+    settings = ZeroSettings(default_groups(lambda g: torch.optim.AdamW(g, fused=True)), policy, clip_grad=1.0,
+                            bucket_elements=bucket_elements, persistence=5, **options)        # the last parameter is small
+    return parameters, ZeroOptimizer(parameters, settings, groups, ParameterUse({0: [parameters[:2], parameters[2:]]}))
 
 
 def train(rank, world, n, h, policy, dtype=torch.float32, microbatches=2, left_out=(), **options):
@@ -116,22 +115,23 @@ def test_bytes_held_and_sent_are_those_of_the_closed_forms():
                                                grad_dtype=torch.bfloat16)
         held, traffic = optimizer.memory(), world.traffic[rank]
         optimizer.begin_step()
-        optimizer.pin(0)
+        optimizer.keep_gathered(0)
         for _ in range(m):
             optimizer.arm()
             for p in reversed(parameters):
                 p.take_main_grad().add_(1.0)
                 p.grad_ready()
-        optimizer.unpin(0)
+        optimizer.release_gathered(0)
         optimizer.step(0.01, 0.1)
-        numels = {bool(s.plan.units): s.plan.layout.numel for s in optimizer._sets}
+        numels = {bool(s.plan.units): s.plan.layout.numel for s in optimizer.sets}
         sent = {(op, axes): count for (op, axes, _), count in traffic.bytes.items()}
         return held, numels, sent, optimizer.traffic(m, True, True)
 
     facts = [Fact(f"p{i}", size, "bf16", stage=0, layer=int(i >= 2)) for i, size in enumerate(SIZES)]
-    plans = plan_sets(facts, HIERARCHICAL, data_shards=n, expert_shards=1, bucket_elements=500, persistence=5, inner_shards=h)
+    settings = ZeroSettings((), HIERARCHICAL, bucket_elements=500, persistence=5)
+    plans = plan_sets(facts, settings, {DATA_AXES: n}, inner_shards=h)
     for rank, (held, numels, sent, planned) in enumerate(run_ranks(n, main)):
-        assert held == predict_sets(plans, rank, 0, parameter_bytes=2, gradient_bytes=2)
+        assert held == predict_sets(plans, {DATA_AXES: rank}, ElementBytes(2, 2))
         psi, small = numels[True], numels[False]            # elements gathered by layer, and always whole
         assert held.parameters == 2 * psi // h + 2 * small and held.gradients == 2 * (psi + small) // n
         del sent["all_reduce", "dp-cp"]                     # the norm's

@@ -1,5 +1,7 @@
 """Offloaded state: moved elsewhere, updated a sub-group at a time, with the bits of state that stays."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -11,8 +13,8 @@ from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.progress import Progress
 from megatron_ds.training import build
 from megatron_ds.training.step import train_step
-from megatron_ds.zero.offload import Offload
-from megatron_ds.zero.tiers import InMemory, MemoryHome
+from megatron_ds.zero import optimizer
+from megatron_ds.zero.tiers import InMemory, MemoryTier, OffloadSettings, Tiers
 from tests.harness.threads import run_ranks
 from tools.compare_layouts import SEQ_LENGTH, VOCAB, tiny_job
 from tools.layout_comparison import global_batch_share, parse_layout, random_samples
@@ -70,19 +72,22 @@ class Elsewhere(InMemory):
         return Elsewhere(self.tensor[start:stop])
 
 
-class FarHome(MemoryHome):
+class FarTier(MemoryTier):
     def arrays(self, sizes, dtype):
         return [Elsewhere(array.tensor) for array in super().arrays(sizes, dtype)]
 
 
 @pytest.fixture
 def far(monkeypatch):
-    """Offloads everything to a FarHome, in sub-groups so small that parameters are cut."""
-    def make(zero, device):
-        home = FarHome(torch.device("cpu"), "cpu")
-        return Offload(home if zero.offload_optimizer != "none" else None, home if zero.offload_param != "none" else None,
-                       zero.offload_optimizer_ratio, 2048)
-    monkeypatch.setattr(build, "make_offload", make)
+    """Offloads everything to a FarTier, in sub-groups so small that parameters are cut."""
+    def open_far(settings, device):
+        tier = FarTier(torch.device("cpu"), "cpu")
+        return Tiers(*(tier if place != "device" else None for place in (settings.optimizer, settings.parameters)))
+
+    monkeypatch.setattr(optimizer, "open_tiers", open_far)
+    from_config = OffloadSettings.from_config
+    monkeypatch.setattr(OffloadSettings, "from_config",
+                        lambda zero: dataclasses.replace(from_config(zero), sub_group_elements=2048))
 
 
 LAYOUTS = ["dp=1,zero=1", "dp=2,zero=1", "dp=2,zero=2", "dp=3,zero=2,accumulate=full", "dp=2,zero=3",
@@ -119,7 +124,7 @@ def test_a_single_rank_offloads_its_weights_too(dtype, far):
             torch.testing.assert_close(state[kind, name], expected[kind, name], rtol=1e-4, atol=1e-6)
 
     def look(engine):
-        units = [unit for s in engine.optimizer._sets if s.plan.units for unit in s.store.units]
+        units = [unit for s in engine.optimizer.sets if s.plan.units for unit in s.store.units]
         return units and all(unit.is_free for unit in units)
 
     assert run(config_of("dp=1,zero=3,offload_param=cpu", dtype), look) == [True]
@@ -140,7 +145,7 @@ def test_a_part_of_the_state_can_stay(ratio, far):
     assert_same(trained(layout, "bf16"), trained("dp=2,zero=1", "bf16"))
 
     def shares(engine):
-        s = engine.optimizer._sets[0]
+        s = engine.optimizer.sets[0]
         away = sum(leaf.tensor.numel() for group in s.sub_groups for leaf in group.leaves)
         return away / (away + sum(leaf.tensor.numel() for leaf in s.resident))
 

@@ -8,11 +8,12 @@ import torch
 from torch import nn
 
 from megatron_ds.mpu.group import solo
-from megatron_ds.mpu.param_spec import Init, ParamSpec, Split
-from megatron_ds.zero.optimizer import DataGroups, LayerPlan, ZeroOptimizer
-from megatron_ds.zero.scaler import LossScaler
-from megatron_ds.zero.set_plan import SHARED
-from megatron_ds.zero.settings import STAGES
+from megatron_ds.mpu.param_spec import DATA_AXES, EXPERT_DATA_AXES, Init, ParamSpec, Split
+from megatron_ds.optim import default_groups
+from megatron_ds.zero.data_groups import DataGroups
+from megatron_ds.zero.optimizer import ZeroOptimizer
+from megatron_ds.zero.set_plan import SHARED, ParameterUse
+from megatron_ds.zero.settings import STAGES, ZeroSettings
 from tests.harness.threads import run_ranks
 
 
@@ -23,11 +24,14 @@ def parameter(name, shape, **spec):
 
 
 def optimizer_of(parameters, stage, bucket_elements=100, **groups):
-    groups = DataGroups(**{name: groups.get(name) or solo(name) for name in ("data", "expert", "tp", "model", "tied")})
-    plan = LayerPlan({0: [[p] for p in parameters]}, persistence=0) if stage == 3 else None
-    return ZeroOptimizer(parameters, uses={}, groups=groups, policy=STAGES[stage], scaler=LossScaler(), clip_grad=0.0,
-                         make_optimizer=lambda g: torch.optim.SGD(g, lr=0.0), bucket_elements=bucket_elements, overlap=True,
-                         layer_plan=plan)
+    by_axes = {DATA_AXES: groups.pop("data", None) or solo(), EXPERT_DATA_AXES: groups.pop("expert", None) or solo()}
+    use = ParameterUse({0: [[p] for p in parameters]} if stage == 3 else {})
+    return ZeroOptimizer(parameters, settings_of(stage, bucket_elements), DataGroups(by_axes, **groups), use)
+
+
+def settings_of(stage, bucket_elements=100):
+    return ZeroSettings(default_groups(lambda g: torch.optim.SGD(g, lr=0.0)), STAGES[stage],
+                        bucket_elements=bucket_elements, persistence=0)
 
 
 def whole(optimizer, parameters):
@@ -145,7 +149,7 @@ def test_buckets_start_in_order_as_soon_as_they_and_those_before_them_are_comple
         bytes_moved = world.traffic[rank].bytes[operation, "dp-cp", 2]
         return seen, bytes_moved
 
-    norms = 32 if stage == 0 else 0                # the norm's four float64 also travel by all_reduce
+    norms = 24 if stage == 0 else 0                # the norm's three float64 are also sent by all_reduce
     assert run_ranks(2, main) == [([0, 0, 2, 3], 3 * 128 * 4 + norms)] * 2
 
 
@@ -170,10 +174,10 @@ def test_stages_of_one_rank_are_armed_and_tied_one_by_one():
     def main(rank, world):
         own = parameter("own", (3,))
         shared = parameter("shared", (3,), tied="shared", tied_copy=rank == 1)
-        groups = DataGroups(solo(), solo(), solo(), world.group("tp-pp", (0, 1), rank), world.group("embd", (0, 1), rank))
-        optimizer = ZeroOptimizer([own, shared], uses={}, groups=groups, policy=STAGES[1], scaler=LossScaler(), clip_grad=0.0,
-                                  make_optimizer=lambda g: torch.optim.SGD(g, lr=0.0), bucket_elements=100, overlap=True,
-                                  stage_of={own: rank, shared: rank + 2})
+        groups = DataGroups({DATA_AXES: solo()}, model=world.group("tp-pp", (0, 1), rank),
+                            tied=world.group("embd", (0, 1), rank))
+        optimizer = ZeroOptimizer([own, shared], settings_of(1), groups,
+                                  ParameterUse(stage_of={own: rank, shared: rank + 2}))
         optimizer.begin_step()
         shared.main_grad.fill_(1.0)
         calls = lambda: world.traffic[rank].calls["all_reduce", "embd", 2]
@@ -195,11 +199,8 @@ def test_what_two_stages_of_a_rank_share_is_reduced_once_with_all_that_both_cont
         data = world.group("dp-cp", (0, 1), rank)
         shared, first, last = parameter("shared", (10, 13)), parameter("first", (70,)), parameter("last", (5, 7))
         stage_of = {shared: SHARED, first: 0, last: 3}
-        plan = LayerPlan({0: [[shared], [first]], 3: [[last], [shared]]}, persistence=0) if stage == 3 else None
-        groups = DataGroups(data, solo("expert"), solo("tp"), solo("model"), solo("tied"))
-        optimizer = ZeroOptimizer([shared, first, last], uses={}, groups=groups, policy=STAGES[stage], scaler=LossScaler(),
-                                  clip_grad=0.0, make_optimizer=lambda g: torch.optim.SGD(g, lr=0.0), bucket_elements=100,
-                                  overlap=True, stage_of=stage_of, layer_plan=plan)
+        use = ParameterUse({0: [[shared], [first]], 3: [[last], [shared]]} if stage == 3 else {}, stage_of=stage_of)
+        optimizer = ZeroOptimizer([shared, first, last], settings_of(stage), DataGroups({DATA_AXES: data}), use)
         backwards = [(3, 0), (0, 0), (3, 1), (0, 1)] if order == "turns" else [(0, 0), (0, 1), (3, 0), (3, 1)]
         norms = []
         for _ in range(2):

@@ -4,11 +4,13 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_ds.mpu.group import solo
-from megatron_ds.mpu.param_spec import Init, ParamSpec
-from megatron_ds.zero.optimizer import DataGroups, LayerPlan, ZeroOptimizer
+from megatron_ds.mpu.param_spec import DATA_AXES, Init, ParamSpec
+from megatron_ds.optim import default_groups
+from megatron_ds.zero.data_groups import DataGroups
+from megatron_ds.zero.optimizer import ZeroOptimizer
 from megatron_ds.zero.scaler import LossScaler, ScalerRule
-from megatron_ds.zero.settings import STAGES
+from megatron_ds.zero.set_plan import ParameterUse
+from megatron_ds.zero.settings import STAGES, ZeroSettings
 from tests.harness.threads import run_ranks
 
 SHAPES = {"embedding": (31, 5), "weight": (13, 17), "bias": (7,)}
@@ -21,12 +23,12 @@ def build(rank, world, size, stage, dtype):
         p = nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(i)).to(dtype))
         p.spec = ParamSpec(name, shape, Init("normal", 1.0), decay=len(shape) > 1)
         parameters.append(p)
-    groups = DataGroups(world.group("dp-cp", range(size), rank), solo(), solo(), solo(), solo())
-    scaler = LossScaler(256.0, ScalerRule(True, window=2)) if dtype == torch.float16 else LossScaler()
-    optimizer = ZeroOptimizer(parameters, uses={}, groups=groups, policy=STAGES[stage], scaler=scaler, clip_grad=1.0,
-                              make_optimizer=lambda g: torch.optim.AdamW(g, fused=True), bucket_elements=200, overlap=True,
-                              layer_plan=LayerPlan({0: [parameters[:1], parameters[1:]]}, persistence=8))
-    return parameters, optimizer
+    settings = ZeroSettings(
+        default_groups(lambda g: torch.optim.AdamW(g, fused=True)), STAGES[stage], bucket_elements=200, clip_grad=1.0,
+        persistence=8,
+        make_scaler=lambda: LossScaler(256.0, ScalerRule(True, window=2)) if dtype == torch.float16 else LossScaler())
+    groups = DataGroups({DATA_AXES: world.group("dp-cp", range(size), rank)})
+    return parameters, ZeroOptimizer(parameters, settings, groups, ParameterUse({0: [parameters[:1], parameters[1:]]}))
 
 
 def whole(optimizer, parameters):
