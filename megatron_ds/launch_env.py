@@ -47,19 +47,28 @@ def with_local_rank(env: Mapping[str, str], local_rank: int | None) -> Mapping[s
             "LOCAL_RANK": str(local_rank)} if needs_it and local_rank is not None and local_rank >= 0 else env
 
 
+def local_rank_contradiction(env: Mapping[str, str], local_rank: int | None) -> str | None:
+    """What contradicts --local-rank in the environment. A negative number means that none was given."""
+    name = _local_rank_name(env)
+    if local_rank is None or local_rank < 0 or name is None or int(env[name]) == local_rank:
+        return None
+    return (f"--local-rank {local_rank}, but {name} is {env[name]} in the environment: they number the same process. "
+            "Remove the flag; the launcher's variable is enough.")
+
+
 def problems_of_local_rank(env: Mapping[str, str], local_rank: int | None) -> Sequence[str]:
     """What is wrong with --local-rank in this environment. A negative number means that none was given."""
-    if local_rank is None or local_rank < 0:
-        return ()
-    name = next((name for name in LOCAL_RANKS if env.get(name, "").isdigit()), None)
-    if name is not None and int(env[name]) != local_rank:
-        return (f"--local-rank {local_rank}, but {name} is {env[name]} in the environment: they number the "
-                "same process. Remove the flag; the launcher's variable is enough.",)
-    if name is None and local_rank and not is_launched(env) and not (env.get("RANK")
-                                                                     and env.get("WORLD_SIZE")):
-        return (f"--local-rank {local_rank} without RANK and WORLD_SIZE in the environment: this process "
-                "cannot find the others. Start with torchrun, or remove the flag to run a single process.",)
+    if problem := local_rank_contradiction(env, local_rank):
+        return (problem,)
+    is_alone = not is_launched(env) and not (env.get("RANK") and env.get("WORLD_SIZE"))
+    if _local_rank_name(env) is None and local_rank is not None and local_rank > 0 and is_alone:
+        return (f"--local-rank {local_rank} without RANK and WORLD_SIZE in the environment: this process cannot find the "
+                "others. Start with torchrun, or remove the flag to run a single process.",)
     return ()
+
+
+def _local_rank_name(env: Mapping[str, str]) -> str | None:
+    return next((name for name in LOCAL_RANKS if env.get(name, "").isdigit()), None)
 
 
 def _has_local_rank(env: Mapping[str, str]) -> bool:

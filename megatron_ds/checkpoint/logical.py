@@ -1,16 +1,17 @@
 """From an interval of a local shard to boxes of the logical tensor. Pure; standard library only.
 
-A checkpoint holds logical tensors: true shape, no padding, names that do not depend on the layout. A rank holds an
-interval [start, stop) of a flattened shard (ZeRO cuts flat buffers without regard to rows). It is described in two
-steps: the interval becomes rectangles of the shard, and each is moved to the place in the logical tensor that it mirrors.
+A checkpoint holds logical tensors: true shape, no padding, names that do not depend on the layout. A rank
+holds an interval [start, stop) of a flattened shard (ZeRO cuts flat buffers without regard to rows). It is
+described in two steps: the interval becomes rectangles of the shard, and each is moved to the place in the
+logical tensor that it mirrors.
 
     shard [4, 5], interval [3, 16)          . . . H H      head   1 x 2
                                             B B B B B      body   2 x 5
                                             B B B B B
                                             T . . . .      tail   1 x 1
 
-An interval of a row-major tensor of n dimensions is at most 2n - 1 rectangles, and so is its intersection with each box
-of `ParamSpec.boxes`.
+An interval of a row-major tensor of n dimensions is at most 2n - 1 rectangles, and so is its intersection
+with each box of `ParamSpec.boxes`.
 """
 
 import math
@@ -24,8 +25,9 @@ Corner = tuple[int, ...]
 def logical_boxes(spec: ParamSpec, coordinates: Coordinates, start: int, stop: int) -> tuple[Box, ...]:
     """The boxes that elements [start, stop) of the flattened shard of the rank at `coordinates` mirror.
 
-    Each element of the interval that is no padding lies in exactly one box. `Box.local` counts in the shard, not in
-    the interval: the first element of a box is element `flat_offset(shape of the shard, box.local) - start` there.
+    Each element of the interval that is no padding lies in exactly one box. `Box.local` counts in the shard,
+    not in the interval: the first element of a box is element `flat_offset(shape of the shard, box.local) -
+    start` there.
     """
     mirrors = spec.boxes(coordinates)
     pieces = tuple(interval_boxes(shard_shape(spec, coordinates), start, stop))
@@ -39,7 +41,7 @@ def shard_shape(spec: ParamSpec, coordinates: Coordinates) -> tuple[int, ...]:
 
 
 def interval_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[Corner, Corner]]:
-    """(corner, sizes) of the rectangles of the flat interval [start, stop) of a row-major tensor, in its order."""
+    """(corner, sizes) of the rectangles of the interval [start, stop) of a flattened tensor, in its order."""
     if start >= stop:
         return
     if not shape:

@@ -1,10 +1,11 @@
 """The pieces of training state that a checkpoint reads and writes, and which rank writes a replicated one.
 
-A piece is anything with the attributes of `Piece`, such as ZeRO's `StatePiece`. Its tensor is called "kind/name" in the
-checkpoint: "weight/decoder.final_layernorm.weight", "exp_avg/output_layer.weight".
+A piece is anything with the attributes of `Piece`, such as ZeRO's `StatePiece`. Its tensor is called
+"kind/name" in the checkpoint: "weight/decoder.final_layernorm.weight", "exp_avg/output_layer.weight".
 
-Two kinds of ranks hold the same content: data-parallel ones (those of `ParamSpec.reduced_over`), which a piece counts
-itself (`replica` of `replicas`), and tensor-parallel ones of a parameter that is not split over "tp".
+Two kinds of ranks hold the same content: data-parallel ones (those of `ParamSpec.reduced_over`), which a
+piece counts itself (`replica` of `replicas`), and tensor-parallel ones of a parameter that is not split over
+"tp".
 """
 
 import zlib
@@ -79,8 +80,9 @@ def views(piece: Piece, coordinates: Coordinates) -> list[View]:
 def written_here(pieces: Iterable[Piece], coordinates: Coordinates) -> list[Piece]:
     """The pieces that this rank writes: of several holders of the same content, one.
 
-    Copies of tied parameters have the name of the first holder's parameter, which alone is written. Among replicas the
-    writer follows from a hash of the name, so that ranks agree without communication and share the work.
+    Copies of tied parameters have the name of the first holder's parameter, which alone is written. Among
+    replicas the writer follows from a hash of the name, so that ranks agree without communication and share
+    the work.
     """
     return [p for p in pieces if not p.spec.tied_copy and _is_writer(p, coordinates)]
 
@@ -92,7 +94,7 @@ def _is_writer(piece: Piece, coordinates: Coordinates) -> bool:
 
 
 def _view(piece: Piece, shape: tuple[int, ...], box: Box) -> torch.Tensor:
-    """The box in the piece's memory, with the strides of the shard: a box need not be contiguous in the interval."""
+    """The box in the piece's memory, with the strides of the shard: a box need not be contiguous there."""
     tensor = piece.tensor.detach()
     first = flat_offset(shape, box.local) - piece.start
     return tensor.as_strided(box.sizes, row_major_strides(shape), tensor.storage_offset() + first)

@@ -4,9 +4,9 @@
 """
 
 from ..checkpoint.safetensors_folder import from_safetensors
-from .arguments import add_config_arguments
 from .engine import Engine
 from .engine_loader import RepeatingLoader
 from .initialization import initialize
+from .json_settings import add_config_arguments
 
 __all__ = ["Engine", "RepeatingLoader", "add_config_arguments", "from_safetensors", "initialize"]

@@ -1,4 +1,5 @@
-"""Values of the JSON that are "auto", filled as Hugging Face's Trainer fills them: from the program's arguments and the model.
+"""Values of the JSON that are "auto", filled as Hugging Face's Trainer fills them: from the program's
+arguments and the model.
 
     batch sizes, clipping, learning rate, …    arguments, under the names of Hugging Face's TrainingArguments
     numbers of steps                           arguments, else epochs over the training data
@@ -20,7 +21,8 @@ from ..config.deepspeed_json import auto_keys, with_autos
 
 # Arguments that a key is taken from: the first that `args` has.
 NAMES: Mapping[str, tuple[str, ...]] = {
-    "train_micro_batch_size_per_gpu": ("per_device_train_batch_size", "train_micro_batch_size_per_gpu", "micro_batch_size"),
+    "train_micro_batch_size_per_gpu": ("per_device_train_batch_size", "train_micro_batch_size_per_gpu",
+                                       "micro_batch_size"),
     "gradient_accumulation_steps": ("gradient_accumulation_steps",),
     "gradient_clipping": ("max_grad_norm", "gradient_clipping"),
     "optimizer.params.lr": ("learning_rate", "lr"),
@@ -28,14 +30,17 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "optimizer.params.weight_decay": ("weight_decay",),
     "scheduler.params.warmup_max_lr": ("learning_rate", "lr"),
     "fp16.enabled": ("fp16",), "bf16.enabled": ("bf16",)}
-STEPS, WARMUP, EPOCHS = ("max_steps", "max_train_steps", "num_training_steps"), ("warmup_steps", "num_warmup_steps"), \
-    ("num_train_epochs", "epochs")
+STEPS = ("max_steps", "max_train_steps", "num_training_steps")
+WARMUP, EPOCHS = ("warmup_steps", "num_warmup_steps"), ("num_train_epochs", "epochs")
 HIDDEN_SIZE = "the model's config.hidden_size"
 
 
 @dataclass(frozen=True)
 class Sources:
-    """args: any object with attributes. samples: of the training data on all ranks, None where there is none."""
+    """args: any object with attributes.
+
+    samples: of the training data on all ranks, None where there is none.
+    """
 
     args: Any
     model: nn.Module
@@ -58,11 +63,15 @@ class Sources:
 
 
 def fill_autos(block: Mapping[str, Any], sources: Sources) -> dict[str, Any]:
-    """A copy of the config in which every "auto" that can be filled has its value. Those of stage 3 are left out at others."""
+    """A copy of the config in which every "auto" that can be filled has its value.
+
+    Those of stage 3 are left out at others.
+    """
     block = copy.deepcopy(dict(block))
     zero = block.get("zero_optimization")
     if isinstance(zero, dict) and zero.get("stage") != 3:
-        block["zero_optimization"] = {k: v for k, v in zero.items() if v != "auto" or not k.startswith("stage3_")}
+        kept = {key: value for key, value in zero.items() if value != "auto" or not key.startswith("stage3_")}
+        block["zero_optimization"] = kept
     for _ in range(2):          # the second time with the batch sizes that the first has filled
         for key in auto_keys(block):
             value = _value(key, block, sources)
@@ -141,8 +150,10 @@ DERIVED: Mapping[str, tuple[Callable[[Mapping[str, Any], Sources], Any], str]] =
     "train_batch_size": (_train_batch, "args.per_device_train_batch_size"),
     "optimizer.params.betas": (_betas, "args.adam_beta1 and args.adam_beta2"),
     "scheduler.params.warmup_min_lr": (lambda block, sources: 0.0, ""),
-    "scheduler.params.total_num_steps": (_total_steps, "args.max_steps, or args.num_train_epochs and training_data"),
+    "scheduler.params.total_num_steps": (
+        _total_steps, "args.max_steps, or args.num_train_epochs and training_data"),
     "scheduler.params.warmup_num_steps": (_warmup_steps, "args.warmup_steps"),
     "zero_optimization.reduce_bucket_size": (_of_hidden_size(lambda h: h * h), HIDDEN_SIZE),
-    "zero_optimization.stage3_prefetch_bucket_size": (_of_hidden_size(lambda h: int(0.9 * h * h)), HIDDEN_SIZE),
+    "zero_optimization.stage3_prefetch_bucket_size": (
+        _of_hidden_size(lambda h: int(0.9 * h * h)), HIDDEN_SIZE),
     "zero_optimization.stage3_param_persistence_threshold": (_of_hidden_size(lambda h: 10 * h), HIDDEN_SIZE)}

@@ -1,20 +1,22 @@
 """A torch optimizer of the user's, run on the shards of ZeRO.
 
-The user's own instance keeps the parameter groups and does nothing else; its *twins*, optimizers of the same class with the
-same attributes, update the pieces of parameters that a rank has. That is right for every optimizer that treats elements one
-by one, which is tried rather than looked up:
+The user's own instance keeps the parameter groups and does nothing else; its *twins*, optimizers of the same
+class with the same attributes, update the pieces of parameters that a rank has. That is correct for every
+elementwise optimizer. A trial on a small matrix finds out whether the optimizer is one:
 
-    an update of a small matrix              what the optimizer does
-    of the same matrix, flat, in two parts   is the same: it may be sharded
-    of the parts, with a state of zeros      is the same: the state may exist before the first update. If not, `restart`
+    update of the matrix                          the reference
+    update of the matrix, flat, in two parts      equal: the optimizer can be sharded
+    the same, beginning with a state of zeros     equal: the state may exist before the first update;
+                                                  otherwise `restart`
 
-Numbers that an optimizer keeps for a parameter beside its count of steps (NAdam's product of momenta) have no place in a
-checkpoint that fits every layout; such optimizers are refused, as are those that need whole matrices (Muon, Adafactor, LAMB).
+Refused are optimizers that need whole matrices (Muon, Adafactor, LAMB), and those that keep numbers for each
+parameter beside its count of steps (NAdam's product of momenta), which a checkpoint for every layout cannot
+hold.
 """
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -22,24 +24,28 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError
-from .engine_optimizer import Group, InnerOptimizers
+from .engine_optimizer import Group, InnerOptimizers, check_owned
 
 SHAPE, CUT, UPDATES = (3, 4), 5, 3      # of the trial
 ClientOptimizer = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
 
 
 def client_optimizers(client: torch.optim.Optimizer, *, offloaded: bool) -> InnerOptimizers:
-    """The user's optimizer as inner optimizers. Raises ConfigError where it cannot be sharded, or has made updates."""
+    """The user's optimizer as inner optimizers.
+
+    Raises ConfigError where it cannot be sharded, or has made updates.
+    """
     name = type(client).__name__
     if any(_count(state) for state in client.state.values()):
-        raise ConfigError(f"the {name} given as optimizer= has made updates already, and its state would be lost. Give it to "
-                          "initialize before its first update; to continue a run, use engine.load_checkpoint.")
-    begun = {id(p): dict(state) for p, state in client.state.items()}       # Adagrad has its state from the start
+        raise ConfigError(f"the {name} given as optimizer= has made updates already, and its state would be "
+                          "lost. Give it to initialize before its first update; to continue a run, use "
+                          "engine.load_checkpoint.")
+    begun = {id(p): dict(state) for p, state in client.state.items()}       # of Adagrad, for instance
     client.state.clear()
     needs_restart = _try(client, bool(begun)) or bool(begun)
     if needs_restart and offloaded:
-        raise ConfigError(f"{name} begins with a state that is not zero, and offloaded state begins with zeros. Leave out "
-                          '"offload_optimizer", or use AdamW.')
+        raise ConfigError(f"{name} begins with a state that is not zero, and offloaded state begins with "
+                          'zeros. Leave out "offload_optimizer", or use AdamW.')
 
     def make(groups: list[Group]) -> torch.optim.Optimizer:
         parameters = {p.spec.name: p for group in client.param_groups for p in group["params"]}
@@ -50,14 +56,15 @@ def client_optimizers(client: torch.optim.Optimizer, *, offloaded: bool) -> Inne
     return InnerOptimizers(name, client.param_groups, make, client)
 
 
-def twin_of(client: torch.optim.Optimizer, groups: list[Group], initial: dict[nn.Parameter, dict] | None = None,
-            restarts: bool = False) -> torch.optim.Optimizer:
-    """An optimizer as `client`, on other parameters, with a state of its own.
+def twin_of(client: torch.optim.Optimizer, groups: list[Group],
+            initial: dict[nn.Parameter, dict] | None = None, restarts: bool = False) -> torch.optim.Optimizer:
+    """An optimizer like `client`, on other parameters, with a state of its own that begins with `initial`.
 
-    Not made by its class's `__init__`, whose arguments are not known here; its state begins with `initial`.
+    Made without its class's `__init__`, whose arguments are not known here.
     """
     twin = object.__new__(type(client))
-    twin.__dict__.update({name: OrderedDict() if "_hooks" in name else value for name, value in client.__dict__.items()})
+    attributes = client.__dict__.items()
+    twin.__dict__.update({name: OrderedDict() if "_hooks" in name else value for name, value in attributes})
     twin.__dict__.pop("step", None)         # a scheduler counts the calls of the client's
     twin.param_groups, twin.state = groups, defaultdict(dict)
 
@@ -72,26 +79,19 @@ def twin_of(client: torch.optim.Optimizer, groups: list[Group], initial: dict[nn
 
 
 def checked_groups(client: torch.optim.Optimizer, module: nn.Module) -> None:
-    """Raises ConfigError when the optimizer has parameters that are not the module's."""
-    strange(module, (p for group in client.param_groups for p in group["params"]), "optimizer=")
-
-
-def strange(module: nn.Module, parameters: Iterable[nn.Parameter], source: str) -> None:
-    """Raises ConfigError when one of `parameters` is not the module's. source: where they came from, for the message."""
-    mine, given = {id(p) for p in module.parameters()}, list(parameters)
-    count = sum(id(p) not in mine for p in given)
-    if count:
-        raise ConfigError(f"{count} of the {len(given)} parameters of {source} are not parameters of model=. Make the "
-                          "optimizer from the parameters of the same module, after any change that replaces them.")
+    """Raises ConfigError where the optimizer has parameters that are not the module's."""
+    check_owned(module, (p for group in client.param_groups for p in group["params"]), "optimizer=")
 
 
 def _try(client: torch.optim.Optimizer, has_begun: bool) -> bool:
-    """Whether a state of zeros is *not* what the optimizer begins with. Raises ConfigError where it cannot be sharded.
+    """The trial: whether the optimizer begins with another state than zeros.
 
-    On the device of its parameters, with the numbers of its first group, but for a learning rate that moves something.
+    It runs on the device of the parameters with the numbers of the first group, whose learning rate is
+    replaced where it is 0. Raises ConfigError where the optimizer cannot be sharded.
     """
     name = type(client).__name__
-    device = next((p.device for group in client.param_groups for p in group["params"] if not p.is_meta), torch.device("cpu"))
+    devices = (p.device for group in client.param_groups for p in group["params"] if not p.is_meta)
+    device = next(devices, torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     value, *grads = (torch.randn(SHAPE, generator=generator).to(device) for _ in range(UPDATES + 1))
     flat = lambda tensor: [tensor.flatten()[:CUT].clone(), tensor.flatten()[CUT:].clone()]
@@ -99,26 +99,31 @@ def _try(client: torch.optim.Optimizer, has_begun: bool) -> bool:
         whole, states = _updates(client, [value.clone()], [[g.clone()] for g in grads], False, has_begun)
         parts, _ = _updates(client, flat(value), [flat(g) for g in grads], False, has_begun)
         zeros, _ = _updates(client, flat(value), [flat(g) for g in grads], True, has_begun)
-    except Exception as error:      # whatever a class that is not ours raises for tensors that are no matrices
+    except Exception as error:      # any class of error: the optimizer is the user's
         raise ConfigError(f"{name} cannot be run on the shards of ZeRO: on a small tensor it fails with "
                           f"{type(error).__name__}: {error}") from error
     if not torch.isfinite(whole).all() or torch.equal(whole, value.flatten()):
-        raise ConfigError(f"{name} cannot be tried on a small tensor with the numbers of its first parameter group "
-                          f"({_numbers(client.param_groups[0])}): it does not move it, or makes it infinite.")
+        raise ConfigError(f"a trial of {name} on a small tensor, with the numbers of its first parameter "
+                          f"group ({_numbers(client.param_groups[0])}), does not change the tensor, or makes "
+                          "it infinite. Check these numbers.")
     if not torch.allclose(whole, parts, rtol=1e-5, atol=1e-6):
-        raise ConfigError(f"{name} does not treat the elements of a parameter one by one: on a part of a matrix it does "
-                          "something else than on the whole, and ZeRO and the engine's buffers give it parts. Use an "
-                          "elementwise optimizer such as AdamW or SGD.")
-    odd = sorted({key for state in states for key, value in state.items() if key != "step" and not _is_long(value)})
+        raise ConfigError(f"{name} is not elementwise: it updates a part of a matrix differently from the "
+                          "whole, and ZeRO gives it parts. Use an elementwise optimizer such as AdamW or "
+                          "SGD.")
+    odd = {key for state in states for key, value in state.items() if key != "step" and not _is_long(value)}
     if odd:
-        raise ConfigError(f"{name} keeps {', '.join(odd)} for each parameter, which a checkpoint for other layouts has no "
-                          "place for. Use another optimizer, such as AdamW, RAdam or SGD.")
+        raise ConfigError(f"{name} keeps {', '.join(sorted(odd))} for each parameter, which a checkpoint "
+                          "that loads at other layouts cannot hold. Use another optimizer, such as AdamW, "
+                          "RAdam or SGD.")
     return not torch.equal(zeros, parts)
 
 
-def _updates(client: torch.optim.Optimizer, values: list[torch.Tensor], grads: list[list[torch.Tensor]], zeros: bool,
-             has_begun: bool) -> tuple[torch.Tensor, list[dict]]:
-    """(the values after one update for each of `grads`, flat; the states). zeros: the state exists before, as zeros."""
+def _updates(client: torch.optim.Optimizer, values: list[torch.Tensor], grads: list[list[torch.Tensor]],
+             zeros: bool, has_begun: bool) -> tuple[torch.Tensor, list[dict]]:
+    """(flat values after one update for each of `grads`, states).
+
+    zeros: the state exists before, as zeros.
+    """
     parameters = [nn.Parameter(value) for value in values]
     group = {**client.param_groups[0], "params": parameters}
     if not group.get("lr", 1):
@@ -135,7 +140,7 @@ def _updates(client: torch.optim.Optimizer, values: list[torch.Tensor], grads: l
 
 
 def _create_zeros(twin: torch.optim.Optimizer, group: Group, parameters: list[nn.Parameter]) -> None:
-    """As `InnerOptimizer` does: an update that moves nothing."""
+    """Create the state by an update that changes nothing, as `InnerOptimizer` does."""
     numbers = {key: group[key] for key in ("lr", "weight_decay") if key in group}
     group.update(dict.fromkeys(numbers, 0.0))
     for p in parameters:
@@ -150,8 +155,9 @@ def _create_zeros(twin: torch.optim.Optimizer, group: Group, parameters: list[nn
 
 
 def _fresh_state(client: torch.optim.Optimizer, p: nn.Parameter) -> dict[str, Any]:
-    """The state that the client's class gives a parameter from the start, taken from a new instance."""
-    made = type(client)([p], **{k: v for k, v in client.param_groups[0].items() if k in _arguments(type(client))})
+    """The state that the client's class gives a parameter at once, taken from a new instance."""
+    known = _arguments(type(client))
+    made = type(client)([p], **{k: v for k, v in client.param_groups[0].items() if k in known})
     return dict(made.state[p])
 
 
@@ -162,7 +168,7 @@ def _arguments(kind: type) -> set[str]:
 
 
 def _part(state: dict[str, Any], tensor: nn.Parameter) -> dict[str, Any]:
-    """Of a whole parameter's state, that of the piece that `tensor` is the master of; padding gets zeros."""
+    """The part of a whole parameter's state for the master `tensor` of one piece; padding gets zeros."""
     piece, result = tensor.piece, {}
     for key, value in state.items():
         if torch.is_tensor(value) and value.dim():

@@ -1,18 +1,20 @@
-"""`Engine`: a module of the user's, trained in the user's loop with this package's ZeRO, precision and checkpoints.
+"""`Engine`: a user's module, trained in the user's loop with this package's ZeRO, precision and checkpoints.
 
     loss = engine(batch)        forward
     engine.backward(loss)       gradients, averaged over accumulation steps and data-parallel ranks
-    engine.step()               at the boundary of accumulation: clip, update, next learning rate; before it, counts only
+    engine.step()               at the boundary of accumulation: clip, update, next learning rate; before it,
+                                only counts
 
-Note: averages. The loss of a micro-batch is its mean over the samples of one rank. `backward` weighs it with
-1 / (accumulation steps × data-parallel ranks), and gradients are summed: so the update is that of the mean over the whole
-batch, as in DeepSpeed.
+Note: averages. The loss of a micro-batch is its mean over the samples of one rank. `backward` weights it with
+1 / (accumulation steps × data-parallel ranks), and gradients are summed. The update is therefore that of the
+mean over the whole batch, as in DeepSpeed.
 
-Note: gradients of nothing. A parameter that a step does not use has the gradient zero, not none: weight decay and the moments
-go on, as in DeepSpeed. It must be unused on all ranks.
+Note: unused parameters. A parameter that a step does not use has a gradient of zeros, not None: weight decay
+and moments apply to it, as in DeepSpeed. It must be unused on all ranks.
 
-Note: attributes. An engine is a torch module around the user's; a name that the engine lacks is looked up in the user's module
-(`engine.generate`). Names that both have, such as `config` and `device`, are the engine's: use `engine.module.config`.
+Note: attributes. An engine is a torch module around the user's; a name that the engine lacks is looked up in
+the user's module (`engine.generate`). Names that both have, such as `config` and `device`, are the engine's:
+use `engine.module.config`.
 """
 
 import logging
@@ -34,29 +36,32 @@ from ..zero.optimizer import StepResult
 from .engine_checkpoint import load_checkpoint, save_checkpoint
 from .engine_loader import EngineLoader
 from .engine_optimizer import EngineOptimizer
-from .engine_status import Status
+from .engine_status import EngineStatus
 from .json_settings import drops_last
 from .module_gathering import ModuleGathering
 from .monitor import Monitor
-from .whole_values import full_state_dict, gathered_parameters, save_16bit_model, save_safetensors, without_frozen
+from .whole_values import (
+    full_state_dict,
+    gathered_parameters,
+    save_16bit_model,
+    save_safetensors,
+    without_frozen,
+)
 
 logger = logging.getLogger(__name__)
 
 
-class Engine(Status, nn.Module):
-    """Made by `initialize`.
+class Engine(EngineStatus, nn.Module):
+    """Made by `initialize`. Attributes: see `EngineStatus`, and
 
-    module      the user's, its parameters now views of the optimizer's buffers; at stage 3 they show NaN outside of forward,
-                backward and `gathered_parameters`
-    optimizer   what `initialize` returns; `zero`: the `ZeroOptimizer` below it
     lr_scheduler, training_dataloader   None where there is none
     monitor     curves for TensorBoard
-    config      DeepSpeed's keys, "auto" values filled; `settings`: the RunConfig made of them
-    progress    where training stands
+    progress    steps, samples and skipped updates so far
     """
 
-    def __init__(self, module: nn.Module, config: Mapping[str, Any], settings: RunConfig, world: DataParallelWorld,
-                 optimizer: EngineOptimizer, gathering: ModuleGathering | None, monitor: Monitor):
+    def __init__(self, module: nn.Module, config: Mapping[str, Any], settings: RunConfig,
+                 world: DataParallelWorld, optimizer: EngineOptimizer, gathering: ModuleGathering | None,
+                 monitor: Monitor):
         super().__init__()
         self.module, self.config, self.settings, self.world = module, config, settings, world
         self.gathering, self.monitor = gathering, monitor
@@ -65,9 +70,10 @@ class Engine(Status, nn.Module):
         self.lr_scheduler: Any | None = None
         self.training_dataloader: EngineLoader | None = None
         self.progress = Progress()
-        self._micro_batch_size, self._accumulation_steps = settings.train.micro_batch_size, settings.num_microbatches
-        self.configured_groups = [dict(group) for group in self.optimizer.param_groups]     # before any scheduler
-        self.micro_steps = 0                    # micro-batches so far, on each rank: calls of `step`
+        self._micro_batch_size = settings.train.micro_batch_size
+        self._accumulation_steps = settings.num_microbatches
+        self.configured_groups = [dict(group) for group in self.optimizer.param_groups]
+        self.micro_steps = 0
         self._forced_boundary: bool | None = None
         self._in_no_sync = False
         self._last: StepResult | None = None
@@ -79,13 +85,15 @@ class Engine(Status, nn.Module):
         """The module's forward. Collective over the data-parallel ranks at stage 3."""
         return self.module(*args, **kwargs)
 
-    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False,
+                 scale_wrt_gas: bool = True) -> torch.Tensor:
         """Add the gradient of a loss, one number, to those of this micro-batch. Collective.
 
-        Several calls before one `step` add up: the micro-batch is trained on the sum of the losses. At stages 0 and 1 the
-        gradients are reduced once more for each further call; at the other stages they always are.
+        Several calls before one `step` add up: the micro-batch is trained on the sum of the losses. At stages
+        0 and 1 each further call costs one more reduction; at the other stages every call is reduced anyway.
 
-        scale_wrt_gas  False: the loss is divided by the accumulation steps already. Inside of `no_sync` it is not divided
+        scale_wrt_gas  False: the loss is divided by the accumulation steps already. Inside of `no_sync` it is
+                       not divided
         Returns the loss divided by the accumulation steps, as DeepSpeed does.
         """
         self._check(loss)
@@ -99,21 +107,23 @@ class Engine(Status, nn.Module):
             self.zero.arm()
             self._armed = True
         with self.gathering.backward() if self.gathering else nullcontext():
-            (loss.float() * (self.zero.loss_scale / (microbatches * self.world.data.size))).backward(retain_graph=retain_graph)
+            weight = self.zero.loss_scale / (microbatches * self.world.data.size)
+            (loss.float() * weight).backward(retain_graph=retain_graph)
         return loss if microbatches == 1 else loss.float() / microbatches
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """The micro-batch is done; at the boundary of accumulation update the module. Collective.
+        """End the micro-batch; at the boundary of accumulation update the module. Collective.
 
         lr_kwargs: arguments for the step of the learning-rate scheduler
         """
         if self._in_no_sync:
-            raise MegatronDSError("engine.step() inside of engine.no_sync(): gradients are not averaged over the ranks yet. "
-                                  "Leave no_sync before the last backward of the update, and call step after it.")
+            raise MegatronDSError("engine.step() inside of engine.no_sync(): gradients are not averaged over "
+                                  "the ranks yet. Leave no_sync before the last backward of the update, and "
+                                  "call step after it.")
         if not self._backwards:
-            raise MegatronDSError("engine.step() came without an engine.backward(loss) before it: gradients of "
-                                  "loss.backward() would be neither scaled nor averaged. Call engine.backward(loss) "
-                                  "before each step.")
+            raise MegatronDSError("engine.step() without an engine.backward(loss) before it: gradients of "
+                                  "loss.backward() would be neither scaled nor averaged. Call "
+                                  "engine.backward(loss) before each step.")
         updates = self.is_gradient_accumulation_boundary()
         self._backwards = 0
         self._microbatch += 1
@@ -122,47 +132,55 @@ class Engine(Status, nn.Module):
             self._update(lr_kwargs or {})
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Begin the update anew: forget the gradients of its micro-batches. `step` does so by itself after an update."""
+        """Restart the update: drop the gradients of its micro-batches. `step` does so after each update."""
         if self._microbatch and not self._warned_of_loss:
             self._warned_of_loss = True
-            logger.warning("engine.zero_grad() drops the gradients of %d of the %d micro-batches of an update, and counts "
-                           "them anew. engine.step() zeroes them after each update: remove the call if this is not meant.",
+            logger.warning("engine.zero_grad() drops the gradients of %d of the %d micro-batches of an "
+                           "update and restarts it. engine.step() zeroes gradients after each update: remove "
+                           "the call if this is not intended.",
                            self._microbatch, self._accumulation_steps)
         self._begin_step()
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the micro-batch at work is the last of its update: whether the next `step()` updates."""
+        """Whether the current micro-batch is the last of its update, so that the next `step()` updates."""
         if self._forced_boundary is not None:
             return self._forced_boundary
         return self._microbatch + 1 >= self._accumulation_steps
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """From now on, until it is set anew, the program itself decides whether `step()` updates. None: the count does."""
+        """Set whether every `step()` updates, until this is called again.
+
+        None: accumulation steps are counted.
+        """
         self._forced_boundary = is_boundary
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, `backward` adds to this rank's gradients, which the next `backward` outside averages. Stages 0 and 1.
+        """Inside, `backward` adds to this rank's gradients, which the next `backward` outside averages.
+        Stages 0 and 1.
 
-        The losses are not divided by the accumulation steps inside, as in DeepSpeed: they are what they were given as.
+        Inside, losses are not divided by the accumulation steps, as in DeepSpeed.
         """
         stage = self.settings.zero.stage
         if stage >= 2 or self._in_no_sync:
-            raise MegatronDSError("engine.no_sync() cannot be nested." if self._in_no_sync else
-                                  f"engine.no_sync() keeps whole gradients on each rank, and ZeRO stage {stage} shards them "
-                                  "in each backward. Use stage 0 or 1, or leave no_sync out: gradients add up without it.")
+            raise MegatronDSError(
+                "engine.no_sync() cannot be nested." if self._in_no_sync else
+                f"engine.no_sync() keeps whole gradients on each rank, but ZeRO stage {stage} shards them in "
+                "each backward. Use stage 0 or 1, or leave no_sync out: gradients add up without it.")
         self._in_no_sync = True
         try:
             yield
         finally:
             self._in_no_sync = False
 
-    def deepspeed_io(self, dataset: Any, batch_size: int | None = None, route: str = "train", pin_memory: bool | None = None,
-                     data_sampler: Any | None = None, collate_fn: Callable[[list], Any] | None = None,
+    def deepspeed_io(self, dataset: Any, batch_size: int | None = None, route: str = "train",
+                     pin_memory: bool | None = None, data_sampler: Any | None = None,
+                     collate_fn: Callable[[list], Any] | None = None,
                      num_local_io_workers: int = 0) -> EngineLoader:
         """A loader of this rank's micro-batches of `dataset`; see `EngineLoader`.
 
-        batch_size  None: train_micro_batch_size_per_gpu. route  "train", "eval" or "predict": has no effect on it
+        batch_size  None: train_micro_batch_size_per_gpu
+        route       "train", "eval" or "predict": no effect
         """
         pin = self.device.type == "cuda" if pin_memory is None else pin_memory
         return EngineLoader(dataset, batch_size or self.train_micro_batch_size_per_gpu(), self.world.data,
@@ -176,110 +194,131 @@ class Engine(Status, nn.Module):
         except AttributeError:
             module = self.__dict__.get("_modules", {}).get("module")
             if module is None or not hasattr(module, name):
-                raise AttributeError(f"neither the engine nor its module, {type(module).__name__}, has an attribute "
-                                     f"{name!r}") from None
+                raise AttributeError(f"neither the engine nor its module, {type(module).__name__}, has an "
+                                     f"attribute {name!r}") from None
             return getattr(module, name)
 
     def state_dict(self, *args, **kwargs) -> dict[str, Any]:
-        """The module's. At stage 3 only inside of `gathered_parameters()`; `full_state_dict` works everywhere."""
+        """The module's state_dict.
+
+        At stage 3 only inside of `gathered_parameters()`; see `full_state_dict`.
+        """
         if self.gathering and not self.gathering.is_whole:
             raise ConfigError("engine.state_dict() at ZeRO stage 3: no rank holds whole parameters. Use "
-                              "engine.full_state_dict(), or call it inside of `with engine.gathered_parameters():`.")
+                              "engine.full_state_dict(), or call it inside of `with "
+                              "engine.gathered_parameters():`.")
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
-        """Into the module and its fp32 masters, those of rank 0 on all ranks. Collective over all ranks."""
+        """Load rank 0's values into the module and the fp32 masters of all ranks.
+
+        Collective over all ranks.
+        """
         with self.gathered_parameters(modifier_rank=0):
             return self.module.load_state_dict(state_dict, strict=strict)
 
     module_state_dict, load_module_state_dict = state_dict, load_state_dict      # DeepSpeed's names
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "Engine":
-        """For .to(), .half(), .cuda(): refused where they would move parameters out of the engine's buffers."""
+        """Raises ConfigError where .to(), .half() or .cuda() would move parameters out of their buffers."""
         for dtype, device in {(p.dtype, p.device) for p in self.module.parameters()}:
             probe = torch.empty(0, dtype=dtype, device=device)
             if fn(probe) is not probe:
-                raise ConfigError(f"the engine's parameters are {dtype} on {device} and stay so: they are views of its "
-                                  "buffers. Set the number format in the config, and move the module before initialize.")
+                raise ConfigError(f"the engine's parameters are {dtype} on {device} and cannot be moved: "
+                                  "they are views of its buffers. Set the number format in the config, and "
+                                  "move the module before initialize.")
         return self
 
     # ------------------------------------------------------------------ checkpoints and whole values
     def save_checkpoint(self, save_dir: str | os.PathLike, tag: str | None = None,
                         client_state: Mapping[str, Any] | None = None) -> Path:
-        """Save weights, optimizer, scheduler, loss scale, progress; the path of what was written. Collective over all ranks.
+        """Save weights, optimizer, scheduler, loss scale and progress; returns the path. Collective over all
+        ranks.
 
-        tag           saved in a folder of this name, which `load_checkpoint` without a tag then takes; None: in `save_dir`
-                      itself, by the number of steps
-        client_state  plain values (JSON) of yours, given back by `load_checkpoint`; those of rank 0 count
+        tag           name of a folder for it, which `load_checkpoint` without a tag then takes; None: in
+                      `save_dir` itself, by the number of steps
+        client_state  plain values (JSON) of the program, which `load_checkpoint` returns; those of rank 0
         """
         return save_checkpoint(self, save_dir, None if tag is None else str(tag), client_state or {})
 
-    def load_checkpoint(self, load_dir: str | os.PathLike, tag: str | None = None, load_module_strict: bool = True,
-                        load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True,
+    def load_checkpoint(self, load_dir: str | os.PathLike, tag: str | None = None,
+                        load_module_strict: bool = True, load_optimizer_states: bool = True,
+                        load_lr_scheduler_states: bool = True,
                         load_module_only: bool = False) -> tuple[str | None, dict[str, Any]]:
-        """Go on from a checkpoint saved at any stage on any number of ranks. Collective over all ranks.
+        """Load a checkpoint saved at any stage on any number of ranks. Collective over all ranks.
 
-        Returns (path, client_state); (None, {}) where the directory holds none yet. At the layout that saved, training goes
-        on with the same bits.
-        load_optimizer_states     False: the weights alone; steps count from where they are, the scheduler too
+        Returns (path, client_state); (None, {}) where the directory holds none yet. At the layout that saved
+        it, training continues with the same bits.
+        load_optimizer_states     False: the weights alone; the counts of steps and the scheduler stay as they
+                                  are
         load_lr_scheduler_states  False: the scheduler stays as it is
         load_module_only          the same as load_optimizer_states=False
         """
         if not load_module_strict:
-            raise ConfigError("load_module_strict=False: a checkpoint loads into the module that was saved only. Save with "
-                              "engine.save_safetensors, and load what fits into the module before initialize.")
+            raise ConfigError("load_module_strict=False: a checkpoint loads only into the module that was "
+                              "saved. Save with engine.save_safetensors, and load what fits into the module "
+                              "before initialize.")
         with_optimizer = load_optimizer_states and not load_module_only
-        return load_checkpoint(self, load_dir, None if tag is None else str(tag), with_optimizer, load_lr_scheduler_states)
+        found = load_checkpoint(self, load_dir, None if tag is None else str(tag), with_optimizer,
+                                load_lr_scheduler_states)
+        if found[0] is not None:
+            self.zero_grad()
+        return found
 
     def gathered_parameters(self, parameters: Iterable[nn.Parameter] | nn.Parameter | None = None,
                             modifier_rank: int | None = None) -> AbstractContextManager[None]:
-        """A context inside of which parameters of `module` (None: all) hold their whole values. Collective over all ranks.
+        """A context in which parameters of `module` (None: all) hold their whole values. Collective over all
+        ranks.
 
-        modifier_rank  None: to be read only. Else this data-parallel rank may write into them, in place, and on leaving every
-                       rank, and the fp32 masters, have what it wrote
+        modifier_rank  None: they may only be read. Otherwise this data-parallel rank may write into them, in
+                       place; on leaving, all ranks and the fp32 masters have its values
         """
         return gathered_parameters(self, parameters, modifier_rank)
 
     def full_state_dict(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-        """The whole module's state_dict in CPU tensors on rank 0, {} on the others. Collective over all ranks.
+        """The whole module's state_dict in CPU tensors on rank 0, {} on the others. Collective over all
+        ranks.
 
-        Tensors are put together one after the other, out of the masters. dtype: of the parameters; None: the module's.
+        Tensors are assembled one after the other, from the masters. dtype: of the parameters; None: the
+        module's.
         """
         return full_state_dict(self, dtype)
 
     def save_safetensors(self, directory: str | os.PathLike, max_shard_bytes: int = 5 * 10**9,
                          dtype: torch.dtype | None = None) -> None:
-        """Write the whole module's tensors as Hugging Face does, `from_pretrained` reads them. Collective over all ranks.
+        """Write the whole module's tensors in the format that `from_pretrained` reads. Collective over all
+        ranks.
 
-        No rank ever holds more than its own state and one tensor. A tied parameter is written once, under its first name.
-        max_shard_bytes: of a file; a larger tensor has a file of its own. dtype: as in `full_state_dict`.
+        A rank holds at most its own state and one tensor. A tied parameter is written once, under its first
+        name. max_shard_bytes: of a file; a larger tensor has a file of its own. dtype: as in
+        `full_state_dict`.
         """
         save_safetensors(self, directory, max_shard_bytes, dtype)
 
     def save_16bit_model(self, save_dir: str | os.PathLike, save_filename: str = "pytorch_model.bin",
                          exclude_frozen_parameters: bool = False) -> bool:
-        """Write `full_state_dict()` into one file, for torch.load; True. Collective over all ranks, rank 0 writes.
+        """Write `full_state_dict()` into one file, for torch.load; True. Collective over all ranks, rank 0
+        writes.
 
-        Rank 0 needs memory for the whole module; `save_safetensors` does not, and writes a format that holds no code.
+        Rank 0 needs memory for the whole module; `save_safetensors` does not, and writes a format that holds
+        no code.
         """
         return save_16bit_model(self, save_dir, save_filename, exclude_frozen_parameters)
 
     save_fp16_model = save_16bit_model          # its former name
 
-    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
-        """`full_state_dict()` on rank 0, None on the others. Collective over all ranks. For programs that call it."""
+    def _zero3_consolidated_16bit_state_dict(
+            self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        """`full_state_dict()` on rank 0, None on the others.
+
+        Collective over all ranks. For programs that call it.
+        """
         state = self.full_state_dict()
         return None if self.world.rank else without_frozen(self, state, exclude_frozen_parameters)
 
     # ------------------------------------------------------------------ within
-    @property
-    def has_gradients(self) -> bool:
-        """Whether micro-batches of an update are done that was not made yet."""
-        return self._backwards > 0 or self._microbatch > 0
-
     def _begin_step(self) -> None:
-        self._microbatch = 0                    # of this update, those whose step() was called
-        self._backwards = 0                     # since the last step()
+        self._microbatch = self._backwards = 0
         self._armed = False                     # whether a backward of this update has begun to reduce
         self.zero.begin_step()
         if self.gathering:
@@ -292,7 +331,8 @@ class Engine(Status, nn.Module):
         if self.lr_scheduler is not None and not self._last.skipped:
             self.lr_scheduler.step(**lr_kwargs)
         self._begin_step()
-        self.monitor.end_step(self.global_samples, rates[0], self._last.loss_scale if self.fp16_enabled() else None)
+        loss_scale = self._last.loss_scale if self.fp16_enabled() else None
+        self.monitor.end_step(self.global_samples, rates[0], loss_scale)
         every = self.steps_per_print()
         if every and self.global_steps % every == 0 and self.global_rank == 0:
             lr = ", ".join(f"{rate:.3e}" for rate in rates)
@@ -301,23 +341,21 @@ class Engine(Status, nn.Module):
 
     def _check(self, loss: torch.Tensor) -> None:
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise MegatronDSError(f"engine.backward needs a loss, a tensor of one number, and got {what}. Take its mean.")
+            is_tensor = isinstance(loss, torch.Tensor)
+            what = f"a tensor of shape {list(loss.shape)}" if is_tensor else type(loss).__name__
+            raise MegatronDSError(f"engine.backward needs a loss, a tensor of one number, but got {what}. "
+                                  "Take its mean.")
         if not self.optimizer.param_groups:
-            raise MegatronDSError('this engine has no optimizer, so nothing is trained: neither "optimizer" is in its config, '
-                                  "nor was optimizer= given to initialize. Add one of them.")
+            raise MegatronDSError("this engine has no optimizer, so nothing is trained: its config has no "
+                                  '"optimizer", and initialize got no optimizer=. Add one of them.')
         if not loss.requires_grad:
-            raise MegatronDSError("the loss does not depend on a parameter that is trained: it was computed under "
-                                  "torch.no_grad(), detached, or all that it uses is frozen.")
-
-    def _check_between_updates(self, name: str) -> None:
-        if self.has_gradients:
-            raise ConfigError(f"engine.{name} in the middle of an update: {self._microbatch} of its micro-batches are done "
-                              "with the former number. Call it right after an update, or after engine.zero_grad().")
+            raise MegatronDSError("the loss does not depend on a trained parameter: it was computed under "
+                                  "torch.no_grad(), it was detached, or all parameters that it uses are "
+                                  "frozen.")
 
 
 def show(line: str) -> None:
-    """To the program's log; where it has configured none, to its output, as DeepSpeed's lines of progress are."""
+    """Log a line; where the program has configured no logging, write it to stdout, as DeepSpeed does."""
     if logger.hasHandlers():
         logger.info(line)
     else:

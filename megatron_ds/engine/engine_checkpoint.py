@@ -1,14 +1,25 @@
-"""An engine on disk: the checkpoints of this package (docs/checkpoints.md), with the user's `client_state` beside.
+"""Checkpoints of an engine: those of this package (docs/checkpoints.md), with the user's `client_state`.
 
     dir/iter_0000010/, dir/latest_checkpointed_iteration.txt     saved without a tag
-    dir/TAG/iter_0000010/, …                                     saved with one: a folder of its own, with one checkpoint
-    dir/latest                                                   the tag that was saved last, if tags were ever used
+    dir/TAG/iter_0000010/, …                                     saved with one: a folder of its own, one
+                                                                 checkpoint
+    dir/latest                                                   the tag that was saved last, if tags were
+                                                                 ever used
+
+They also hold the state of the loop: micro-steps, the scheduler's state, and the numbers of parameter groups
+that a scheduler or the program has changed (`engine.set_lr`). The other numbers follow the config of the run
+that loads, so that a changed "lr" in the JSON takes effect. This state is saved as plain JSON values
+(`plain`, `restored`).
 """
 
+import math
 import os
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from .. import __version__
 from ..checkpoint.folder import is_ours, name_of, read_regular, steps_in, write_durably
@@ -19,29 +30,29 @@ from ..checkpoint.save import save
 from ..errors import CheckpointError, ConfigError
 from ..mpu.agree import together
 from ..mpu.param_spec import ParamSpec
-from .loop_state import load_loop_state, loop_state
+from .engine_optimizer import JsonScheduler
+from .engine_status import EngineStatus
 from .module_specs import NOT_DRAWN, global_names
 from .module_values import saved_buffers
-
-if TYPE_CHECKING:
-    from .engine import Engine
 
 LATEST = "latest"
 BUFFER = "buffer"           # the kind of a piece
 
 
-def save_checkpoint(engine: "Engine", directory: str | os.PathLike, tag: str | None, client_state: Mapping[str, Any]) -> Path:
+def save_checkpoint(engine: EngineStatus, directory: str | os.PathLike, tag: str | None,
+                    client_state: Mapping[str, Any]) -> Path:
     """See `Engine.save_checkpoint`."""
     if engine.has_gradients:
-        raise ConfigError("a checkpoint holds no gradients, and this step has some that would be lost. Save at a boundary of "
-                          "accumulation, right after engine.step().")
+        raise ConfigError("a checkpoint holds no gradients, and those of the current update would be lost. "
+                          "Save at a boundary of accumulation, right after engine.step().")
     folder, tagged = folder_of(directory, tag), tag is not None
     together(engine.world.world, lambda: _check_vacant(folder), only=0)
     buffers = [buffer for buffer in _buffers(engine) if buffer.replica == 0]
     run = {"version": __version__, "engine": _description(engine), "progress": engine.progress.to_dict(),
-           "optimizer": engine.optimizer.extra_state(), "loop": loop_state(engine), "client_state": dict(client_state)}
-    path = save(folder, engine.global_steps, [*engine.optimizer.pieces(), *buffers], coordinates=engine.world.coordinates,
-                world=engine.world.world, run=run, limit=1 if tagged else None)
+           "optimizer": engine.optimizer.extra_state(), "loop": loop_state(engine),
+           "client_state": dict(client_state)}
+    path = save(folder, engine.global_steps, [*engine.optimizer.pieces(), *buffers], run=run,
+                coordinates=engine.world.coordinates, world=engine.world.world, limit=1 if tagged else None)
 
     def point() -> None:
         if tagged or (Path(directory) / LATEST).exists():
@@ -51,8 +62,9 @@ def save_checkpoint(engine: "Engine", directory: str | os.PathLike, tag: str | N
     return path
 
 
-def load_checkpoint(engine: "Engine", directory: str | os.PathLike, tag: str | None,
-                    load_optimizer_states: bool, load_scheduler: bool = True) -> tuple[str | None, dict[str, Any]]:
+def load_checkpoint(engine: EngineStatus, directory: str | os.PathLike, tag: str | None,
+                    load_optimizer_states: bool,
+                    load_scheduler: bool = True) -> tuple[str | None, dict[str, Any]]:
     """See `Engine.load_checkpoint`."""
     world = engine.world.world
 
@@ -61,8 +73,8 @@ def load_checkpoint(engine: "Engine", directory: str | os.PathLike, tag: str | N
         step = latest(folder)
         if step is None:
             if tag is not None:
-                raise CheckpointError(f"there is no checkpoint with the tag {tag!r} in {directory}; there are "
-                                      f"{', '.join(_tags(Path(directory))) or 'no tags'}.")
+                raise CheckpointError(f"there is no checkpoint with the tag {tag!r} in {directory}. Tags "
+                                      f"there: {', '.join(_tags(Path(directory))) or 'none'}.")
             return None
         run = read_run(folder, step)
         _check(engine, folder, run, load_optimizer_states)
@@ -80,49 +92,55 @@ def load_checkpoint(engine: "Engine", directory: str | os.PathLike, tag: str | N
         engine.progress = progress_of(run)
         load_loop_state(engine, run.get("loop", {}), load_scheduler)
     engine.optimizer.after_load()
-    engine.zero_grad()
     return os.path.join(folder, f"iter_{step:07d}"), run["client_state"]
 
 
-def _description(engine: "Engine") -> dict[str, Any]:
+def _description(engine: EngineStatus) -> dict[str, Any]:
     specs, world = [p.spec for p in engine.module.parameters()], engine.world
     times = [world.expert_parts if "ep" in spec.distinct_over else 1 for spec in specs]
     return {"parameters": sum(times), "elements": sum(spec.numel * n for spec, n in zip(specs, times)),
             "optimizer": engine.optimizer.inner.kind}
 
 
-def _check(engine: "Engine", folder: Path, run: Mapping[str, Any], with_optimizer: bool) -> None:
-    """Raises CheckpointError where the checkpoint is of another module, or has the state of another optimizer."""
+def _check(engine: EngineStatus, folder: Path, run: Mapping[str, Any], with_optimizer: bool) -> None:
+    """Raises CheckpointError for a checkpoint of another module, or with the state of another optimizer."""
     theirs, ours = run.get("engine"), _description(engine)
     if theirs is None:
-        raise CheckpointError(f"{folder} was saved by a training script, not by an engine: its tensors have other names. "
-                              "tools/checkpoint_to_safetensors.py takes them out of it.")
-    require(run, folder, "engine.parameters", "engine.elements", "engine.optimizer", "progress", "optimizer", "client_state")
+        raise CheckpointError(f"{folder} was saved by a training script, not by an engine: its tensors have "
+                              "other names. tools/checkpoint_to_safetensors.py extracts them.")
+    require(run, folder, "engine.parameters", "engine.elements", "engine.optimizer", "progress", "optimizer",
+            "client_state")
     if any(theirs[key] != ours[key] for key in ("parameters", "elements")):
-        raise CheckpointError(f"{folder} is of another module: {theirs['parameters']} parameters with {theirs['elements']} "
-                              f"elements there, {ours['parameters']} with {ours['elements']} here.")
+        raise CheckpointError(
+            f"{folder} is a checkpoint of another module: {theirs['parameters']} parameters with "
+            f"{theirs['elements']} elements there, {ours['parameters']} with {ours['elements']} here.")
     if with_optimizer and theirs["optimizer"] != ours["optimizer"]:
-        raise CheckpointError(f"{folder} has the state of the optimizer {theirs['optimizer']}, which is of no use to "
-                              f"{ours['optimizer']}. Load the weights alone, with load_optimizer_states=False.")
+        raise CheckpointError(f"{folder} has the state of the optimizer {theirs['optimizer']}, which "
+                              f"{ours['optimizer']} cannot use. Load the weights alone, with "
+                              "load_optimizer_states=False.")
 
 
 def _check_vacant(folder: Path) -> None:
-    """Raises CheckpointError where the folder holds the run of a training script, whose next start would load this save."""
+    """Raises CheckpointError for a training script's folder: its next start would load this checkpoint."""
     step = next(iter(reversed(steps_in(folder))), None)
     if step is not None and is_ours(folder / name_of(step)) and "engine" not in read_run(folder, step):
-        raise CheckpointError(f"{folder} holds iteration {step} of a training script, and its next start would load this "
-                              "engine's checkpoint instead. Give another folder, or a tag.")
+        raise CheckpointError(f"{folder} holds iteration {step} of a training script, and its next start "
+                              "would load this engine's checkpoint instead. Give another folder, or a tag.")
 
 
 def folder_of(directory: str | os.PathLike, tag: str | None) -> Path:
-    """Where checkpoints of a tag lie. Raises ConfigError for a tag that is not the name of a folder."""
+    """The folder with the checkpoint of a tag.
+
+    Raises ConfigError for a tag that is not the name of a folder.
+    """
     if tag and (os.path.basename(tag) != tag or tag in (".", "..", LATEST)):
-        raise ConfigError(f"tag {tag!r} is not the name of a folder in {directory}. Use letters, digits, - and _.")
+        raise ConfigError(f"tag {tag!r} is not the name of a folder in {directory}. Use letters, digits, - "
+                          "and _.")
     return Path(directory) / tag if tag else Path(directory)
 
 
 def last_tag(directory: str | os.PathLike) -> str | None:
-    """The tag that was saved last; None where the last checkpoint has none."""
+    """The tag of the last checkpoint; None where it has none."""
     try:
         return read_regular(Path(directory) / LATEST).decode(errors="replace").strip() or None
     except FileNotFoundError:
@@ -130,14 +148,81 @@ def last_tag(directory: str | os.PathLike) -> str | None:
 
 
 def _tags(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.iterdir() if path.is_dir() and steps_in(path)) if directory.is_dir() else []
+    found = directory.iterdir() if directory.is_dir() else ()
+    return sorted(path.name for path in found if path.is_dir() and steps_in(path))
 
 
-def _buffers(engine: "Engine") -> list[ParameterPiece]:
-    """Ranks of one copy of the model have equal buffers: `save` chooses one of them."""
+def _buffers(engine: EngineStatus) -> list[ParameterPiece]:
+    """Ranks that sum gradients have equal buffers: data-parallel ones, of experts the expert-data ones."""
     world = engine.world
-    named = set(global_names(engine.module, world).values())
-    replica = lambda name: (world.expert if name in named else world.data).rank
+    of_experts = set(global_names(engine.module, world).values())
+    replica = lambda name: (world.expert if name in of_experts else world.data).rank
     return [ParameterPiece(ParamSpec(name, tuple(buffer.shape), NOT_DRAWN), buffer.detach().view(-1), BUFFER,
                            replica=replica(name))
             for name, buffer in saved_buffers(engine.module, world).items()]
+
+
+def loop_state(engine: EngineStatus) -> dict[str, Any]:
+    """The state of the loop in plain values (JSON).
+
+    Raises ConfigError where the scheduler's state has none.
+    """
+    changed = [{key: group[key] for key in group if key != "params" and group[key] != first.get(key)}
+               for group, first in zip(engine.optimizer.param_groups, engine.configured_groups)]
+    scheduler = engine.lr_scheduler.state_dict() if hasattr(engine.lr_scheduler, "state_dict") else None
+    return {"micro_steps": engine.micro_steps, "param_groups": plain(changed),
+            "lr_scheduler": plain(scheduler)}
+
+
+def load_loop_state(engine: EngineStatus, state: Mapping[str, Any], with_scheduler: bool) -> None:
+    """Restore a `loop_state`.
+
+    {}: of a checkpoint without one; the JSON's scheduler then follows the progress.
+    """
+    engine.micro_steps = state.get("micro_steps", engine.global_steps * engine.gradient_accumulation_steps())
+    if not with_scheduler:
+        return
+    groups, changed = engine.optimizer.param_groups, restored(state.get("param_groups") or [])
+    for group, numbers in zip(groups, changed if len(changed) == len(groups) else ()):
+        group.update(numbers)
+    saved = restored(state.get("lr_scheduler"))
+    if saved is None and isinstance(engine.lr_scheduler, JsonScheduler):
+        saved = {"last_batch_iteration": engine.global_steps - engine.skipped_steps - 1}
+    if saved is not None and hasattr(engine.lr_scheduler, "load_state_dict"):
+        engine.lr_scheduler.load_state_dict(saved)
+
+
+def plain(value: Any) -> Any:
+    """`value` as JSON. Raises ConfigError where it has no plain form (a function, an object)."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float) and math.isfinite(value):
+        return value
+    if isinstance(value, float):
+        return {"float": str(value)}
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return plain(value.item())
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    if isinstance(value, tuple):
+        return {"tuple": [plain(item) for item in value]}
+    if isinstance(value, Mapping):
+        kind = "counter" if isinstance(value, Counter) else "dict"
+        return {kind: [[plain(key), plain(item)] for key, item in value.items()]}
+    raise ConfigError("a checkpoint holds plain values only, but the state to be saved has a "
+                      f"{type(value).__name__}. Leave it out of state_dict().")
+
+
+def restored(value: Any) -> Any:
+    """The value from which `plain` made `value`."""
+    if isinstance(value, list):
+        return [restored(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    [(kind, content)] = value.items()
+    if kind == "float":
+        return float(content)
+    if kind == "tuple":
+        return tuple(restored(item) for item in content)
+    made = {restored(key): restored(item) for key, item in content}
+    return Counter(made) if kind == "counter" else made

@@ -1,38 +1,49 @@
-"""`EngineOptimizer`: the optimizer as the user of an engine sees it, and what runs on each rank's shards in its name.
+"""`EngineOptimizer`, the optimizer that `initialize` returns; its parameter groups and its learning-rate
+schedulers.
 
-Terms:  a *parameter group* is torch's: parameters of the module with hyper-parameters of their own (lr, weight_decay, …).
-        The *inner* optimizers are those that ZeRO makes for the pieces that a rank updates (zero/shard_optimizer.py).
+Terms:  a *parameter group* is torch's: parameters of the module with hyper-parameters of their own (lr,
+        weight_decay, …). The *inner* optimizers are those that ZeRO makes for the pieces of parameters that a
+        rank updates.
 
-The groups are those of the user's optimizer, or follow from the JSON. Programs and torch's schedulers change the numbers in
-them; before each update they are copied to the groups of the inner optimizers, so a change counts from the next step on.
+The groups are those of the user's optimizer, or those of `model_parameters` with the JSON's numbers. Programs
+and torch's schedulers change these numbers; before each update they are copied to the groups of the inner
+optimizers, so a change takes effect in the next step. `engine.step()` steps the scheduler after each update
+that was not skipped.
 """
 
 import copy
+import logging
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..config import RunConfig
+from ..config.training_schedule import make_learning_rate
 from ..errors import ConfigError
 from ..optim import OPTIMIZERS
+from ..ramps import DeepSpeedRate
 from ..zero.optimizer import StepResult, ZeroOptimizer
+from .module_values import Decays
 
-# The hyper-parameters that a group has by the JSON's optimizer, and where the config keeps them.
+# The hyper-parameters of a group by the JSON's optimizer, and their place in the config.
 JSON_KEYS = {
-    "adam": {"lr": lambda o: o.lr, "betas": lambda o: (o.adam_beta1, o.adam_beta2), "eps": lambda o: o.adam_eps,
-             "weight_decay": lambda o: o.weight_decay},
-    "sgd": {"lr": lambda o: o.lr, "momentum": lambda o: o.sgd_momentum, "weight_decay": lambda o: o.weight_decay}}
+    "adam": {"lr": lambda o: o.lr, "betas": lambda o: (o.adam_beta1, o.adam_beta2),
+             "eps": lambda o: o.adam_eps, "weight_decay": lambda o: o.weight_decay},
+    "sgd": {"lr": lambda o: o.lr, "momentum": lambda o: o.sgd_momentum,
+            "weight_decay": lambda o: o.weight_decay}}
 Group = dict[str, Any]
+SchedulerMaker = Callable[[torch.optim.Optimizer], Any]
+logger = logging.getLogger(__name__)
 
 
 class InnerOptimizers:
     """Makes the inner optimizers of one engine, with the user's groups, and keeps their numbers up to date.
 
-    kind    its name in checkpoints
-    groups  the user's, with "params"; all parameters that are trained are in one of them
+    kind    the optimizer's name in checkpoints
+    groups  the user's, with "params"; every trained parameter is in one of them
     make    from groups of 1-D fp32 tensors, with the user's numbers, to an optimizer
     client  the user's own optimizer, None where the JSON's is used
     """
@@ -43,7 +54,7 @@ class InnerOptimizers:
         self._pairs: list[tuple[Group, Group]] = []         # (inner, the user's)
 
     def __call__(self, inner: list[Group]) -> torch.optim.Optimizer:
-        """For `ZeroOptimizer`: groups of pieces, in which the user's groups are mixed."""
+        """An optimizer of the pieces in `ZeroOptimizer`'s groups, sorted into the user's groups."""
         group_of = {p.spec.name: i for i, group in enumerate(self.groups) for p in group["params"]}
         members: dict[int, list[nn.Parameter]] = defaultdict(list)
         for tensor in (t for group in inner for t in group["params"]):
@@ -54,20 +65,22 @@ class InnerOptimizers:
         return optimizer
 
     def refresh(self) -> None:
-        """The next update uses the numbers that the user's groups have now."""
+        """Copy the numbers of the user's groups to the inner ones."""
         for inner, group in self._pairs:
             inner.update((key, value) for key, value in group.items() if key != "params")
 
 
 class EngineOptimizer(torch.optim.Optimizer):
-    """What `initialize` returns beside the engine, which steps it. Attributes of the `ZeroOptimizer` are its own too.
+    """A torch optimizer that the engine steps. Attributes that it lacks are those of its `ZeroOptimizer`.
 
     zero_grad     the engine's
-    param_groups  their numbers may be changed at any time and count from the next step on; "params" are the module's
+    param_groups  numbers may be changed at any time and take effect in the next step; "params" are the
+                  module's
     """
 
     def __init__(self, zero: ZeroOptimizer, inner: InnerOptimizers, defaults: Group):
-        # Not torch's __init__: its first call loads the compiler, more than a second of each start. Schedulers need no more.
+        # Not torch's __init__: its first call loads the compiler, more than a second of each start.
+        # Schedulers need no more.
         self.zero, self.inner, self.defaults = zero, inner, defaults
         self.param_groups, self.state = inner.groups, {}
         self.overflow = False
@@ -82,43 +95,47 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     @property
     def loss_scale(self) -> float:
-        """What the next loss is multiplied by; 1 but for fp16. `cur_scale` is DeepSpeed's other name for it."""
+        """Factor of the next loss; 1 except with fp16. `cur_scale` is DeepSpeed's other name for it."""
         return self.zero.loss_scale
 
     cur_scale = loss_scale
 
     def step(self, closure: Any = None) -> None:
-        raise ConfigError("the optimizer of an engine is stepped by engine.step(), which also averages the gradients, clips "
-                          "them and counts micro-batches. Call engine.step() instead of optimizer.step().")
+        """Raises ConfigError: `engine.step()` makes the update."""
+        raise ConfigError("the optimizer of an engine is stepped by engine.step(), which also averages the "
+                          "gradients, clips them and counts micro-batches. Call engine.step() instead of "
+                          "optimizer.step().")
 
     def add_param_group(self, param_group: Group) -> None:
-        raise ConfigError("parameters cannot be added to an engine's optimizer: the shards are laid out by initialize. Give "
-                          "all groups to it.")
+        """Raises ConfigError: `initialize` lays out the shards of all parameters."""
+        raise ConfigError("parameters cannot be added to an engine's optimizer: initialize lays out the "
+                          "shards of all parameters. Give all groups to initialize.")
 
     def update(self) -> StepResult:
-        """One step of `ZeroOptimizer` with the numbers that the groups have now. Collective."""
+        """One step of `ZeroOptimizer` with the current numbers of the groups. Collective."""
         self.inner.refresh()
         result = self.zero.step(None)
         self.overflow = result.skipped
         for optimizer in filter(None, (self, self.inner.client)):
-            optimizer._opt_called = True        # torch's schedulers warn when they are stepped before the optimizer
+            optimizer._opt_called = True        # else torch's schedulers warn of steps in the wrong order
         return result
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's shards, for the same layout of ranks and the same stage. `Engine.save_checkpoint` fits every layout."""
+        """This rank's shards, for the same layout; `Engine.save_checkpoint` is for every layout."""
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
         return {"state": {_key(piece): piece.tensor.detach().clone() for piece in self.zero.pieces()},
                 "param_groups": copy.deepcopy(groups), "numbers": self.zero.extra_state()}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """What `state_dict` gave on this rank. Collective. Raises ConfigError where it is of another layout."""
+        """Restore a `state_dict` of this rank. Collective. Raises ConfigError where it has another layout."""
         pieces = {_key(piece): piece.tensor for piece in self.zero.pieces()}
         state, groups = state_dict["state"], state_dict["param_groups"]
         if pieces.keys() != state.keys() or len(groups) != len(self.param_groups):
             odd = next(iter(sorted(pieces.keys() ^ state.keys())), "its number of parameter groups")
-            raise ConfigError(f"the optimizer's state_dict is of another layout: {odd} is in one of them only. A checkpoint "
-                              "of engine.save_checkpoint loads at any number of ranks and any stage.")
+            raise ConfigError(f"the optimizer's state_dict has another layout: {odd} is in one of them only. "
+                              "Use engine.save_checkpoint: its checkpoints load at any number of ranks and "
+                              "any stage.")
         self.zero.before_change()
         for key, tensor in pieces.items():
             tensor.copy_(state[key])
@@ -132,10 +149,140 @@ def _key(piece) -> str:
     return f"{piece.kind} of {piece.spec.name}[{piece.start}:{piece.stop}]"
 
 
-# ---------------------------------------------------------------------------------------------------- of the JSON
 def json_optimizers(settings: RunConfig, groups: Sequence[Group]) -> InnerOptimizers:
-    """The JSON's optimizer. groups: "params", and any numbers that differ from the JSON's."""
+    """The JSON's optimizer. groups: "params", and the numbers that differ from the JSON's."""
     o = settings.optimizer
     numbers = {key: value(o) for key, value in JSON_KEYS[o.optimizer].items()}
     return InnerOptimizers(o.optimizer, [{**numbers, **group} for group in groups],
                            lambda made: OPTIMIZERS[o.optimizer](made, settings=o))
+
+
+def make_groups(module: nn.Module, model_parameters: Any, decay: Decays | None) -> list[Group]:
+    """The groups of the JSON's optimizer, from `model_parameters`, as in torch:
+
+        None                                         all parameters of the module
+        parameters, or (name, parameter) pairs       these, in one group
+        [{"params": […], "weight_decay": 0.0}, …]    groups; numbers that a group does not have are the JSON's
+
+    decay: parameters for which it is False get a group of their own with weight decay 0.
+    Raises ConfigError where a parameter is not the module's, or in two groups.
+    """
+    given = list(module.parameters() if model_parameters is None else model_parameters)
+    groups = [dict(group) for group in given] if given and isinstance(given[0], dict) else [{"params": given}]
+    for group in groups:
+        listed = [group["params"]] if isinstance(group["params"], nn.Parameter) else group["params"]
+        group["params"] = list(dict.fromkeys(p[1] if isinstance(p, tuple) else p for p in listed))
+    everything = [p for group in groups for p in group["params"]]
+    check_owned(module, everything, "model_parameters=")
+    if len(set(everything)) < len(everything):
+        names = {p: name for name, p in module.named_parameters()}
+        twice = next(names[p] for i, p in enumerate(everything) if p in set(everything[:i]))
+        raise ConfigError(f"{twice} is in two groups of model_parameters=: it would be updated twice. Put "
+                          "each parameter into one group.")
+    return groups if decay is None else _split(module, groups, decay)
+
+
+def freeze_others(module: nn.Module, groups: Iterable[Group]) -> None:
+    """Parameters that are in no group require no gradient from now on."""
+    trained = {id(p) for group in groups for p in group["params"]}
+    left = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in trained]
+    for p in module.parameters():
+        if id(p) not in trained:
+            p.requires_grad_(False)
+    if left and trained:
+        logger.warning("%d parameters are in no group of the optimizer and are not trained (first: %s)",
+                       len(left), left[0])
+
+
+def check_owned(module: nn.Module, parameters: Iterable[nn.Parameter], source: str) -> None:
+    """Raises ConfigError where one of `parameters` is not the module's.
+
+    source: the argument that holds them.
+    """
+    mine, given = {id(p) for p in module.parameters()}, list(parameters)
+    if count := sum(id(p) not in mine for p in given):
+        raise ConfigError(f"{count} of the {len(given)} parameters of {source} are not parameters of model=. "
+                          "Make the optimizer from the parameters of the same module, after any change that "
+                          "replaces them.")
+
+
+def _split(module: nn.Module, groups: list[Group], decay: Decays) -> list[Group]:
+    names = {p: name for name, p in module.named_parameters()}
+    result = []
+    for group in groups:
+        decayed = [p for p in group["params"] if decay(names[p], p)]
+        others = [p for p in group["params"] if p not in set(decayed)]
+        result += [{**group, "params": decayed}] if decayed else []
+        result += [{**group, "params": others, "weight_decay": 0.0}] if others else []
+    return result
+
+
+class JsonScheduler:
+    """WarmupLR, WarmupDecayLR or WarmupCosineLR of the JSON, for all parameter groups.
+
+    WarmupCosineLR scales the first learning rate of each group; the others set the same rate in all groups.
+    last_batch_iteration: number of the last update, counted from 0; −1 before the first
+    """
+
+    def __init__(self, groups: list[Group], rate: DeepSpeedRate):
+        self.groups, self.rate = groups, rate
+        self.last_batch_iteration = -1
+        self._firsts = [group["lr"] for group in groups]
+        self._apply()
+
+    def step(self, last_batch_iteration: int | None = None) -> None:
+        """Set the rates for the next update, or for the one of this number."""
+        next_one = self.last_batch_iteration + 1
+        self.last_batch_iteration = next_one if last_batch_iteration is None else last_batch_iteration
+        self._apply()
+
+    def get_lr(self) -> list[float]:
+        """Learning rates of the next update, one for each group."""
+        value = self.rate.at(self.last_batch_iteration)
+        if self.rate.style == "WarmupCosineLR":
+            return [first * value / self.rate.highest for first in self._firsts]
+        return [value] * len(self.groups)
+
+    def get_last_lr(self) -> list[float]:
+        """The rates that `step` has set last, as in torch's schedulers."""
+        return self.get_lr()
+
+    def state_dict(self) -> dict[str, int]:
+        """Plain values (JSON), for `load_state_dict`."""
+        return {"last_batch_iteration": self.last_batch_iteration}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Restore a `state_dict` and set its rates."""
+        self.step(state["last_batch_iteration"])
+
+    def _apply(self) -> None:
+        for group, value in zip(self.groups, self.get_lr()):
+            group["lr"] = value
+
+
+def make_scheduler(settings: RunConfig, optimizer: EngineOptimizer,
+                   client: Any | SchedulerMaker | None) -> Any | None:
+    """The JSON's scheduler, else the client's, else None.
+
+    client: a scheduler, or a function of the optimizer.
+    """
+    if settings.optimizer.lr_decay_style.startswith("Warmup"):
+        if client is not None:
+            raise ConfigError('both "scheduler" in the config and lr_scheduler= schedule the learning rate. '
+                              "Remove one of them.")
+        groups = optimizer.param_groups
+        return JsonScheduler(groups, make_learning_rate(settings)) if groups else None
+    if client is None:
+        return None
+    if not callable(getattr(client, "step", None)) and callable(client):
+        client = client(optimizer)
+    if not callable(getattr(client, "step", None)):
+        raise ConfigError(f"lr_scheduler is {type(client).__name__}: give a scheduler, an object with a "
+                          "method step(), or a function that makes one from an optimizer.")
+    owner = getattr(client, "optimizer", None)
+    if owner is not None and getattr(owner, "param_groups", None) is not optimizer.param_groups:
+        raise ConfigError("lr_scheduler changes the learning rates of another optimizer, not of this "
+                          "engine's, so it would have no effect. Make it from the optimizer that is given as "
+                          "optimizer=, or give a function: lr_scheduler=lambda optimizer: StepLR(optimizer, "
+                          "10).")
+    return client

@@ -1,18 +1,54 @@
-"""`Status`: what a program asks an engine about batch sizes, precision, ranks and progress, under DeepSpeed's names.
+"""`EngineStatus`: the state of an engine, and its batch sizes, precision, ranks and progress under
+DeepSpeed's names.
 
-What DeepSpeed has as a method is one here; counters and ranks are attributes, as there.
+Methods of DeepSpeed are methods here; its counters and ranks are attributes. Checkpoints and whole values
+(engine_checkpoint.py, whole_values.py) are written against this half of `Engine`.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
+from ..config import RunConfig
 from ..errors import ConfigError
+from ..mpu.external_groups import DataParallelWorld
 from ..mpu.launch import read_launch
+from ..progress import Progress
+from ..zero.optimizer import StepResult, ZeroOptimizer
+from .engine_optimizer import EngineOptimizer, Group
+from .module_gathering import ModuleGathering
 
 
-class Status:
-    """The read-only half of `Engine`."""
+class EngineStatus:
+    """The half of `Engine` that a program reads.
+
+    module      the user's; its parameters are views of the optimizer's buffers. At stage 3 they show NaN
+                outside of forward, backward and `gathered_parameters`
+    config      DeepSpeed's keys, "auto" values filled; `settings`: the RunConfig made from them
+    optimizer   what `initialize` returns; `zero`: its `ZeroOptimizer`
+    gathering   stage 3 with several ranks only
+    micro_steps        micro-batches so far, on each rank: calls of `step`
+    configured_groups  the parameter groups before any scheduler has changed them
+    """
+
+    module: nn.Module
+    config: Mapping[str, Any]
+    settings: RunConfig
+    world: DataParallelWorld
+    optimizer: EngineOptimizer
+    zero: ZeroOptimizer
+    gathering: ModuleGathering | None
+    lr_scheduler: Any | None
+    progress: Progress
+    micro_steps: int
+    configured_groups: list[Group]
+    _micro_batch_size: int
+    _accumulation_steps: int
+    _microbatch: int                # of this update, those whose step() was called
+    _backwards: int                 # since the last step()
+    _last: StepResult | None
 
     # ------------------------------------------------------------------ batch sizes
     def train_batch_size(self) -> int:
@@ -20,6 +56,7 @@ class Status:
         return self._micro_batch_size * self._accumulation_steps * self.world.data.size
 
     def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples of a micro-batch on each rank."""
         return self._micro_batch_size
 
     def gradient_accumulation_steps(self) -> int:
@@ -31,25 +68,41 @@ class Status:
         return self.train_batch_size(), self._micro_batch_size, self._accumulation_steps
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """From the next update on, by another number of accumulation steps. Call it between updates, on all ranks."""
+        """Change the accumulation steps from the next update on. Call it between updates, on all ranks."""
         once = self._micro_batch_size * self.world.data.size
         if train_batch_size < 1 or train_batch_size % once:
-            raise ConfigError(f"a train_batch_size of {train_batch_size} is not a multiple of {once} = micro-batch "
-                              f"{self._micro_batch_size} × {self.world.data.size} data-parallel ranks. Use a multiple.")
+            raise ConfigError(f"a train_batch_size of {train_batch_size} is not a multiple of {once} = "
+                              f"micro-batch {self._micro_batch_size} × {self.world.data.size} data-parallel "
+                              "ranks. Use a multiple.")
         self._check_between_updates("set_train_batch_size")
         self._accumulation_steps = train_batch_size // once
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """From the next update on; the accumulation steps stay. A loader made earlier keeps its batches."""
+        """Takes effect in the next update; the accumulation steps stay.
+
+        Existing loaders keep their batches.
+        """
         if micro_batch_size < 1:
-            raise ConfigError(f"a micro-batch of {micro_batch_size} samples: use 1 or more.")
+            raise ConfigError(f"micro_batch_size={micro_batch_size}: a micro-batch has samples. Use 1 or "
+                              "more.")
         self._check_between_updates("set_train_micro_batch_size")
         self._micro_batch_size = micro_batch_size
 
+    def _check_between_updates(self, name: str) -> None:
+        if self.has_gradients:
+            raise ConfigError(f"engine.{name} in the middle of an update: {self._microbatch} of its "
+                              "micro-batches are done with the former number. Call it right after an update, "
+                              "or after engine.zero_grad().")
+
     # ------------------------------------------------------------------ progress
     @property
+    def has_gradients(self) -> bool:
+        """Whether an update has begun: micro-batches are done that no update has used."""
+        return self._backwards > 0 or self._microbatch > 0
+
+    @property
     def global_steps(self) -> int:
-        """Updates tried, those skipped for overflow included."""
+        """Updates, including those skipped for overflow."""
         return self.progress.step
 
     @property
@@ -63,16 +116,16 @@ class Status:
         return self.progress.skipped_steps
 
     def get_global_grad_norm(self) -> float | None:
-        """Of the last update: norm of the whole averaged gradient before clipping; None before the first."""
+        """Norm of the averaged gradient of the last update, before clipping; None before the first update."""
         return None if self._last is None else self._last.grad_norm
 
     # ------------------------------------------------------------------ numbers of the optimizer
     def get_lr(self) -> list[float]:
-        """The learning rates of the next update, one for each parameter group."""
+        """Learning rates of the next update, one for each parameter group."""
         return [group["lr"] for group in self.optimizer.param_groups]
 
     def set_lr(self, lr: float) -> None:
-        """Of all parameter groups, from the next update on, until a scheduler changes it."""
+        """Set the learning rate of all parameter groups, until a scheduler changes it."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
 
@@ -82,16 +135,19 @@ class Status:
 
     # ------------------------------------------------------------------ configuration
     def zero_optimization(self) -> bool:
-        """Whether anything is sharded."""
+        """Whether any state is sharded."""
         return self.zero_optimization_stage() > 0
 
     def zero_optimization_stage(self) -> int:
+        """0 to 3."""
         return self.settings.zero.stage
 
     def fp16_enabled(self) -> bool:
+        """Whether the module computes in fp16."""
         return self.settings.optimizer.fp16
 
     def bfloat16_enabled(self) -> bool:
+        """Whether the module computes in bf16."""
         return self.settings.optimizer.bf16
 
     def dynamic_loss_scale(self) -> bool:
@@ -99,7 +155,10 @@ class Status:
         return self.fp16_enabled() and not self.settings.optimizer.loss_scale
 
     def loss_scale(self) -> float:
-        """What the next loss is multiplied by; 1 but for fp16. (DeepSpeed's returns the configured one, 0 for dynamic.)"""
+        """Factor of the next loss; 1 except with fp16.
+
+        DeepSpeed returns the configured one, 0 for dynamic.
+        """
         return self.zero.loss_scale
 
     def gradient_clipping(self) -> float:
@@ -111,29 +170,31 @@ class Status:
         return self.settings.logging.log_interval
 
     def wall_clock_breakdown(self) -> bool:
-        """Always False: the phases of a step are not timed, which would synchronise with the device."""
+        """Always False: timing the phases of a step would synchronise with the device."""
         return False
 
     # ------------------------------------------------------------------ ranks
     @property
     def device(self) -> torch.device:
-        """Where the module computes."""
+        """The device on which the module computes."""
         return self.world.device
 
     @property
     def world_size(self) -> int:
+        """Number of all ranks."""
         return self.world.world.size
 
     @property
     def global_rank(self) -> int:
+        """Of this process, among all ranks."""
         return self.world.rank
 
     @property
     def local_rank(self) -> int:
-        """Of the processes on this machine."""
+        """Of this process, among those on this machine."""
         return read_launch().local_rank
 
     @property
     def dp_world_size(self) -> int:
-        """Ranks that get different samples."""
+        """Number of ranks that get different samples."""
         return self.world.data.size

@@ -1,4 +1,4 @@
-"""`initialize`: from a module and DeepSpeed's JSON to an `Engine`, with DeepSpeed's arguments in DeepSpeed's order."""
+"""`initialize`: from a module and DeepSpeed's JSON to an `Engine`, with DeepSpeed's arguments."""
 
 import logging
 import os
@@ -13,6 +13,7 @@ from torch import nn
 from ..config import RunConfig
 from ..config.dump import report_without_effect
 from ..errors import ConfigError
+from ..launch_env import local_rank_contradiction, with_local_rank
 from ..mpu.agree import together
 from ..mpu.external_groups import DataParallelWorld, has_process_group, join_world
 from ..mpu.group import solo
@@ -22,21 +23,26 @@ from ..zero.data_groups import DataGroups
 from ..zero.optimizer import ZeroOptimizer
 from ..zero.set_plan import ParameterUse
 from ..zero.settings import ZeroSettings
-from .arguments import config_of, take_local_rank
 from .auto_values import Sources, fill_autos
 from .client_optimizer import ClientOptimizer, checked_groups, client_optimizers
 from .engine import Engine, show
 from .engine_loader import EngineLoader
-from .engine_optimizer import EngineOptimizer, InnerOptimizers, json_optimizers
-from .json_settings import block_of, read_settings
+from .engine_optimizer import (
+    EngineOptimizer,
+    InnerOptimizers,
+    SchedulerMaker,
+    freeze_others,
+    json_optimizers,
+    make_groups,
+    make_scheduler,
+)
+from .json_settings import block_of, config_of, read_settings
 from .module_gathering import ModuleGathering
 from .module_layers import ModuleLayer, find_layers
 from .module_specs import write_specs
 from .module_values import Decays, DrawByName, agree, prepare
 from .monitor import Monitor
-from .parameter_groups import freeze_others, make_groups
-from .schedule import SchedulerMaker, make_scheduler
-from .zero_init import move_into, partitions_of, zeros
+from .zero_init import Partition, move_into, partitions_of, zeros
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +50,8 @@ logger = logging.getLogger(__name__)
 class Initialized(NamedTuple):
     """What `initialize` returns, to be unpacked: `engine, optimizer, loader, scheduler = initialize(…)`.
 
-    optimizer, training_dataloader and lr_scheduler are None where nothing asked for them.
+    optimizer, training_dataloader and lr_scheduler are None where neither the config nor an argument gives
+    them.
     """
 
     engine: Engine
@@ -59,98 +66,144 @@ class Initialized(NamedTuple):
         raise AttributeError(f"the tuple that initialize returned has no attribute {name!r}. {UNPACK}")
 
 
-UNPACK = "Unpack it: engine, optimizer, training_dataloader, lr_scheduler = initialize(…), or engine, *_ = initialize(…)."
+UNPACK = ("Unpack it: engine, optimizer, training_dataloader, lr_scheduler = initialize(…), or "
+          "engine, *_ = initialize(…).")
 
 
 def initialize(args: Any = None, model: nn.Module | None = None, optimizer: ClientOptimizer | None = None,
-               model_parameters: Any = None, training_data: Any = None, lr_scheduler: Any | SchedulerMaker | None = None,
-               distributed_port: int | None = None, mpu: Any = None, dist_init_required: bool | None = None,
+               model_parameters: Any = None, training_data: Any = None,
+               lr_scheduler: Any | SchedulerMaker | None = None, distributed_port: int | None = None,
+               mpu: Any = None, dist_init_required: bool | None = None,
                collate_fn: Callable[[list], Any] | None = None,
-               config: Mapping[str, Any] | str | os.PathLike | None = None, mesh_param: tuple[int, int] | None = None,
+               config: Mapping[str, Any] | str | os.PathLike | None = None,
+               mesh_param: tuple[int, int] | None = None,
                config_params: Mapping[str, Any] | str | os.PathLike | None = None, *,
                decay: Decays | None = None, draw: DrawByName | None = None) -> Initialized:
-    """(engine, optimizer, training_dataloader, lr_scheduler): an engine that trains `model`. Collective over all ranks.
+    """(engine, optimizer, training_dataloader, lr_scheduler): an engine that trains `model`. Collective over
+    all ranks.
 
-    args              a program's arguments: `deepspeed_config` and `local_rank` are read (see `add_config_arguments`)
+    args              a program's arguments: `deepspeed_config` and `local_rank` are read (see
+                      `add_config_arguments`)
     model             any torch module
-    optimizer         a torch optimizer over the module's parameters, or a function from parameters to one; instead of the
-                      config's
-    model_parameters  what the config's optimizer trains: parameters, or groups of them as torch has them; None: all
-    training_data     a dataset: a loader of this rank's micro-batches is made of it
-    lr_scheduler      one of torch's, or a function from the optimizer to one; `engine.step` steps it after each update
-    distributed_port  where rank 0 listens, unless the launcher has set MASTER_PORT; None: the launcher's port, else 29500
-    mpu               None: all ranks are data-parallel. Else an object with DeepSpeed's six functions, or a Mesh
-    dist_init_required  True, None: the process group is made where there is none. False: it is an error if there is none
+    optimizer         a torch optimizer over the module's parameters, or a function from parameters to one;
+                      takes the place of the config's
+    model_parameters  what the config's optimizer trains: parameters, or groups of them as in torch; None: all
+    training_data     a dataset, from which a loader of this rank's micro-batches is made
+    lr_scheduler      one of torch's, or a function from the optimizer to one; `engine.step` steps it after
+                      each update
+    distributed_port  where rank 0 listens, unless the launcher has set MASTER_PORT; None: the launcher's
+                      port, else 29500
+    mpu               None: all ranks are data-parallel. Else an object with DeepSpeed's six functions, or a
+                      Mesh
+    dist_init_required  True, None: the process group is made where there is none. False: there must be one
+                        already
     collate_fn        of the loader
-    config            DeepSpeed's JSON, as a dict, the path of a file or its text; docs/flags.md lists the keys. Or
-                      `args.deepspeed_config`, or `config_params`, its former name
+    config            DeepSpeed's JSON, as a dict, the path of a file or its text; docs/flags.md lists the
+                      keys. Or `args.deepspeed_config`, or `config_params`, its former name
     mesh_param        refused: (data-parallel, sequence-parallel) sizes
-    decay             decay(name, parameter): whether weight decay applies to it. None: to all, as in DeepSpeed;
-                      `lambda name, p: p.dim() > 1` leaves out biases and norms, as Megatron does
-    draw              draw(name, start, out) fills `out` with elements of a parameter or buffer that is on the meta device: for
-                      a module that is larger than a rank. At stage 3 each rank asks for its own part only
+    decay             decay(name, parameter): whether weight decay applies to it. None: to all, as in
+                      DeepSpeed; `lambda name, p: p.dim() > 1` leaves out biases and norms, as Megatron does
+    draw              draw(name, start, out) fills `out` with elements of a parameter or buffer on the meta
+                      device: for a module that is larger than a rank. At stage 3 each rank draws its own part
+                      only
 
-    Takes over the module: its parameters become views of the optimizer's buffers, in the format of the config, with the values
-    that data-parallel rank 0 has. Raises ConfigError with everything that is wrong with the config.
+    Takes over the module: its parameters become views of the optimizer's buffers, in the format of the
+    config, with the values of data-parallel rank 0. Raises ConfigError with everything that is wrong with the
+    config.
     """
     config = config_of(args, config, config_params)
     _check_arguments(model, optimizer, decay, mesh_param)
-    take_local_rank(args)
+    _take_local_rank(args)
     world = _join(mpu, distributed_port, dist_init_required)
+    data = training_data if hasattr(training_data, "__len__") else None
 
-    def prepared():
+    def prepared() -> _Prepared:
         client = _client_of(model, optimizer, model_parameters)
         name, found = block_of(config)
-        samples = len(training_data) if hasattr(training_data, "__len__") else None
-        block = fill_autos(found, Sources(args, model, world.data.size, samples))
+        block = fill_autos(found, Sources(args, model, world.data.size, None if data is None else len(data)))
         settings = read_settings(block, world.data.size, _learning_rate_of(client), name)
         partitions = partitions_of(model)
-        prepare(model, DTYPES[settings.optimizer.params_dtype], world.device, draw or (zeros if partitions else None))
+        values = draw or (zeros if partitions else None)
+        prepare(model, DTYPES[settings.optimizer.params_dtype], world.device, values)
         inner = _inner_optimizers(model, settings, block, client, model_parameters, decay)
         freeze_others(model, inner.groups)
         write_specs(model, world)
-        return client, block, settings, partitions, inner
+        return _Prepared(client, block, settings, partitions, inner)
 
-    # Together: a file of settings may be missing on one machine, and the other ranks would wait in `agree`.
-    client, block, settings, partitions, inner = together(world.world, prepared)
+    # Together: where a rank lacks the file of settings, the others would wait in `agree`.
+    ready = together(world.world, prepared)
     agree(model, world)
-    layers = find_layers(model) if settings.zero.stage == 3 else []
-    groups = _data_groups(settings, world)
-    # Together: a rank's disk may be full, or its file of weights missing.
-    zero = together(world.world, lambda: _make_zero(model, settings, world, groups, layers, inner, draw or zeros))
-    move_into(zero, partitions)
-    gathering = zero.gathering_of(0) if layers else None
-    hooks = ModuleGathering(model, layers, gathering, settings.zero.prefetch_bucket_size) if gathering else None
-    defaults = client.defaults if client else {k: v for group in inner.groups[:1] for k, v in group.items() if k != "params"}
-    # Together: its folder may be one that rank 0 cannot write.
-    monitor = together(world.world, lambda: Monitor(settings.logging.tensorboard_dir if world.rank == 0 else None))
-    engine = Engine(model, block, settings, world, EngineOptimizer(zero, inner, defaults), hooks, monitor)
-    for p in model.parameters():
-        p.engine = weakref.ref(engine)          # for zero.GatheredParameters
-    if world.rank == 0 and (accepted := report_without_effect(settings)):
+    engine = _build_engine(model, world, ready, draw or zeros)
+    if world.rank == 0 and (accepted := report_without_effect(ready.settings)):
         show(accepted)
-    engine.lr_scheduler = make_scheduler(settings, engine.optimizer, lr_scheduler)
+    engine.lr_scheduler = make_scheduler(ready.settings, engine.optimizer, lr_scheduler)
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
-    return Initialized(engine, engine.optimizer if inner.groups else None, engine.training_dataloader, engine.lr_scheduler)
+    trained = engine.optimizer if ready.inner.groups else None
+    return Initialized(engine, trained, engine.training_dataloader, engine.lr_scheduler)
+
+
+class _Prepared(NamedTuple):
+    """What each rank derives from the arguments of `initialize`, before ranks compare their modules."""
+
+    client: torch.optim.Optimizer | None
+    block: Mapping[str, Any]                        # the JSON, "auto" values filled
+    settings: RunConfig
+    partitions: Mapping[nn.Parameter, Partition]    # of parameters made under `zero.Init`
+    inner: InnerOptimizers
+
+
+def _build_engine(model: nn.Module, world: DataParallelWorld, ready: _Prepared, draw: DrawByName) -> Engine:
+    """Collective over all ranks.
+
+    Steps that may fail on one rank (a full disk, a missing file) fail on all.
+    """
+    settings, inner = ready.settings, ready.inner
+    layers = find_layers(model) if settings.zero.stage == 3 else []
+    groups = _data_groups(settings, world)
+    zero = together(world.world, lambda: _make_zero(model, settings, world, groups, layers, inner, draw))
+    move_into(zero, ready.partitions)
+    gathering = zero.gathering_of(0) if layers else None
+    prefetch = settings.zero.prefetch_bucket_size
+    hooks = ModuleGathering(model, layers, gathering, prefetch) if gathering else None
+    first = ready.client.defaults if ready.client else next(iter(inner.groups), {})
+    optimizer = EngineOptimizer(zero, inner, {key: value for key, value in first.items() if key != "params"})
+    folder = settings.logging.tensorboard_dir if world.rank == 0 else None
+    monitor = together(world.world, lambda: Monitor(folder))
+    engine = Engine(model, ready.block, settings, world, optimizer, hooks, monitor)
+    for p in model.parameters():
+        p.engine = weakref.ref(engine)          # for zero.GatheredParameters
+    return engine
 
 
 def _check_arguments(model: Any, optimizer: Any, decay: Any, mesh_param: Any) -> None:
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"model is {type(model).__name__}, not a torch module: an engine needs its parameters.")
+        raise ConfigError(f"model is {type(model).__name__}, not a torch module: an engine needs its "
+                          "parameters.")
     if optimizer is not None and decay is not None:
-        raise ConfigError("decay= chooses the parameters with weight decay for the config's optimizer, and optimizer= has its "
-                          "own parameter groups. Give one of them.")
+        raise ConfigError("decay= chooses the parameters with weight decay for the config's optimizer, but "
+                          "optimizer= has its own parameter groups. Give one of them.")
     if mesh_param is not None and tuple(mesh_param)[1:] != (1,):
-        raise ConfigError(f"mesh_param={mesh_param}: an engine does not split sequences over ranks. Leave it out; all ranks "
-                          "are then data-parallel.")
+        raise ConfigError(f"mesh_param={mesh_param}: an engine does not split sequences over ranks. Leave it "
+                          "out; all ranks are then data-parallel.")
+
+
+def _take_local_rank(args: Any) -> None:
+    """Set LOCAL_RANK from `args.local_rank`, where an old launcher has not.
+
+    Raises ConfigError where both differ.
+    """
+    rank = getattr(args, "local_rank", None)
+    if problem := local_rank_contradiction(os.environ, rank):
+        raise ConfigError(problem)
+    os.environ.update(with_local_rank(os.environ, rank))
 
 
 def _join(mpu: Any, port: int | None, required: bool | None) -> DataParallelWorld:
-    """Collective over all ranks."""
+    """The groups of `mpu`, made where there are none. Collective over all ranks."""
     if required is False and mpu is None and not has_process_group():
-        raise ConfigError("dist_init_required=False, but there is no process group yet. Make it before initialize, with "
-                          "torch.distributed.init_process_group, or leave the argument out.")
+        raise ConfigError("dist_init_required=False, but there is no process group yet. Create it before "
+                          "initialize, with torch.distributed.init_process_group, or leave the argument out.")
     if port is not None and mpu is None:
         os.environ.setdefault("MASTER_PORT", str(port))
     return join_world(mpu)
@@ -161,8 +214,8 @@ def _client_of(model: nn.Module, optimizer: Any, model_parameters: Any) -> torch
         return None
     if not isinstance(optimizer, torch.optim.Optimizer):
         if not callable(optimizer):
-            raise ConfigError(f"optimizer is {type(optimizer).__name__}: give a torch optimizer, or a function that makes one "
-                              "from parameters.")
+            raise ConfigError(f"optimizer is {type(optimizer).__name__}: give a torch optimizer, or a "
+                              "function that makes one from parameters.")
         optimizer = optimizer(list(model.parameters() if model_parameters is None else model_parameters))
     checked_groups(optimizer, model)
     return optimizer
@@ -172,19 +225,21 @@ def _learning_rate_of(client: torch.optim.Optimizer | None) -> float | None:
     return None if client is None else float(client.param_groups[0].get("lr") or 0.0)
 
 
-def _inner_optimizers(model: nn.Module, settings: RunConfig, block: Mapping[str, Any], client: torch.optim.Optimizer | None,
-                      model_parameters: Any, decay: Decays | None) -> InnerOptimizers:
-    """The client's optimizer, else the config's, else one of nothing."""
+def _inner_optimizers(model: nn.Module, settings: RunConfig, block: Mapping[str, Any],
+                      client: torch.optim.Optimizer | None, model_parameters: Any,
+                      decay: Decays | None) -> InnerOptimizers:
+    """The client's optimizer, else the config's, else one without parameters."""
     if client is not None:
         if "optimizer" in block:
-            logger.warning('"optimizer" in the config has no effect: initialize was given optimizer=, which comes first')
+            logger.warning('"optimizer" in the config has no effect: optimizer= of initialize takes its '
+                           "place")
         return client_optimizers(client, offloaded=settings.zero.offload_optimizer != "none")
     groups = make_groups(model, model_parameters, decay) if "optimizer" in block else []
     return json_optimizers(settings, groups)
 
 
 def _data_groups(config: RunConfig, world: DataParallelWorld) -> DataGroups:
-    """Collective over all ranks."""
+    """The groups that ZeRO reduces and shards over. Collective over all ranks."""
     inner = config.zero.zero_hpz_partition_size
     halves = world.split_data(inner) if inner > 1 else (None, None)
     groups = DataGroups(world.by_axes, world.model, world.model, solo("embd"), *halves)

@@ -1,23 +1,34 @@
-"""`ModuleGathering`: stage 3 for a module that knows nothing of it, by hooks on its layers.
+"""`ModuleGathering`: ZeRO stage 3 for any module, by hooks on its layers.
 
-A `LayerGathering` is called when a layer is entered and left. In forward, hooks around the layer's call do so. In backward, a
-hook on the layer's output runs when its backward begins; that of the layers behind it is over by then:
+A `LayerGathering` must be called when a layer is entered and left. In forward, hooks around the layer's call
+do this. In backward, a hook on the layer's output runs when its backward begins; the layers behind it have
+then finished theirs:
 
-Note: the order of backward. Autograd carries out the nodes of a graph from the newest to the oldest. So when it comes to the
-output of one call, all that was recorded after that output is done: calls that *began* after it are left. (A call that
-encloses others, such as that of a module with parameters of its own, began before them and is left after them.)
+Note: the order of backward. Autograd executes the nodes of a graph from the newest to the oldest. When it
+reaches the output of a call, all nodes recorded after that output are done: the calls that *began* after it
+can be left. (A call that encloses others, such as that of a module with parameters of its own, began before
+them and is left after them.)
 
-Nothing is known of the module, so
+The order and the uses of layers are unknown, so
 
-* *order.* Layers are gathered ahead only when the last forward went through all of them once, in the order of registration;
-* *uses.* A layer that is called more than once is left, for its gradients, when the first of the calls is through; and
-  gradients of a layer are reduced only after those of all behind it, whatever order the backward takes;
-* *strangers.* A parameter read by another layer's code (`F.linear(x, self.embedding.weight)`) is gathered for that layer from
-  then on; read outside of all layers, it stays whole to the end of the step;
-* *recomputation* in backward (torch.utils.checkpoint) runs the forward hooks again. A layer whose backward is under way stays.
+* *order.* Layers are gathered ahead only if the last forward went through each of them once, in the order of
+  registration;
+* *uses.* A layer that is called several times is left, for its gradients, when the backward of its first call
+  is over. Gradients of a layer are reduced only after those of all layers behind it, whatever order the
+  backward takes;
+* *foreign reads.* A parameter that another layer reads (`F.linear(x, self.embedding.weight)`) is gathered for
+  that layer from then on; a parameter that is read outside of all layers stays whole to the end of the step;
+* *recomputation* in backward (torch.utils.checkpoint) runs the forward hooks again. A layer in its backward
+  stays whole.
 
-Note: hidden. To read a storage of no bytes ends the process. So while no graph is alive, parameters show one NaN instead,
-expanded to their shape.
+Note: hidden parameters. Reading a storage of zero bytes ends the process. While no graph is alive, parameters
+therefore show one NaN, expanded to their shape. A parameter has three states:
+
+    hidden      shows NaN; its unit is free                     `hide`
+    shown       a view of its unit's buffer, whose contents     `_show`, at the first forward or backward
+                are defined while the unit is gathered
+    claimed     shown, and its unit stays gathered: for a       `Unit.claims`
+                layer, an open context (`whole`) or OUTSIDE
 """
 
 import logging
@@ -33,44 +44,45 @@ from torch import nn
 
 from ..zero.gathering import LayerGathering
 from ..zero.units import Unit
-from .module_layers import ModuleLayer
+from .module_layers import ModuleLayer, tensors_in, units_by_parameter
 
-OUTSIDE = "outside"         # claims a unit to the end of the step
+OUTSIDE = "outside"         # the claim of a read outside of all layers, to the end of the step
 logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, slots=True)
 class _Call:
-    """One forward of a layer: its span on a clock that ticks at the beginning and the end of each call."""
+    """One forward of a layer: its begin and end on a clock that ticks at each begin and end of a call."""
 
     layer: int
     began: int
     ended: int = 0
-    reached_in: int = 0         # the number of the backward that came here
+    reached_in: int = 0         # the number of the last backward that reached its output
 
 
 class ModuleGathering:
-    """Installs its hooks on `module` for good.
+    """Installs hooks on `module`; they stay.
 
     layers     of the module, numbered as in `gathering`
     prefetch   elements gathered ahead once the order is known; None: one layer
     """
 
-    def __init__(self, module: nn.Module, layers: Sequence[ModuleLayer], gathering: LayerGathering, prefetch: int | None):
+    def __init__(self, module: nn.Module, layers: Sequence[ModuleLayer], gathering: LayerGathering,
+                 prefetch: int | None):
         self.layers, self.gathering = layers, gathering
         self._prefetch = prefetch
         self._closing = _InOrder(gathering)
         gathering.close = self._closing.left
-        self._active: list[_Call] = []              # forwards under way, the innermost last
-        self._waiting: Counter[int] = Counter()     # calls with a backward to come, per layer
-        self._unannounced: set[int] = set()         # layers of which it is not known how many calls are to come
-        self._open: list[_Call] = []                # backwards under way
-        self._route: list[int] = []                 # layers in the order of the forward under way
+        self._active: list[_Call] = []              # running forwards, the innermost last
+        self._waiting: Counter[int] = Counter()     # calls whose backward has not begun, per layer
+        self._unannounced: set[int] = set()         # layers with calls that were not counted
+        self._open: list[_Call] = []                # running backwards
+        self._route: list[int] = []                 # layers in the order of the running forward
         self._clock = self._depth = self._backwards = 0
         self._in_backward = False
         self._hooked = [i for i, units in enumerate(gathering.needs) if units]
-        self._unit_of = _units_by_parameter(layers, gathering)
-        self._told: set[nn.Parameter] = set()
+        self._unit_of = units_by_parameter(layers, gathering)
+        self._reported: set[nn.Parameter] = set()
         self._values = {p: p.data for p in self._unit_of}
         self._hidden: set[nn.Parameter] = set()
         self._install(module)
@@ -82,7 +94,7 @@ class ModuleGathering:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Around a backward."""
+        """A context around a backward."""
         self._begin_backward()
         try:
             yield
@@ -98,9 +110,10 @@ class ModuleGathering:
         self._show()
 
     def _leave_all(self) -> None:
-        while self._open:
-            self._leave_backward(self._open.pop(max(range(len(self._open)), key=lambda i: self._open[i].began)))
-        self._let_go()
+        for call in sorted(self._open, key=lambda call: -call.began):
+            self._open.remove(call)
+            self._leave_backward(call)
+        self._free_unused()
 
     def _end_backward(self) -> None:
         self._in_backward = False
@@ -109,7 +122,7 @@ class ModuleGathering:
         self.hide()
 
     def _begin_backward_of_another(self) -> None:
-        """Another engine's loss was computed with this module: its backward comes through here, and ends by itself."""
+        """For the backward of another engine, whose loss was computed with this module, too."""
         def end() -> None:
             self._leave_all()
             self._end_backward()
@@ -119,7 +132,10 @@ class ModuleGathering:
 
     @contextmanager
     def whole(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Inside, these parameters (and others of their layers) are whole. Collective over the data group."""
+        """A context in which these parameters (and others of their layers) are whole.
+
+        Collective over the data group.
+        """
         token = object()
         units = list(dict.fromkeys(self._unit_of[p] for p in parameters if p in self._unit_of))
         for unit in units:
@@ -139,7 +155,7 @@ class ModuleGathering:
                     unit.free()
 
     def hide(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
-        """These parameters (None: all) read as NaN until the next forward or backward."""
+        """Let these parameters (None: all) show NaN until the next forward or backward."""
         for p in list(self._values if parameters is None else parameters):
             p.data = torch.full((), torch.nan, dtype=p.dtype, device=p.device).expand(p.shape)
             self._hidden.add(p)
@@ -150,7 +166,10 @@ class ModuleGathering:
             self._hidden.discard(p)
 
     def fetch(self, parameter: nn.Parameter) -> None:
-        """A parameter is read: inside a forward, see that it is whole, then and in the backward. Collective if it was not."""
+        """Called for each parameter that is read: inside a forward, make it whole for forward and backward.
+
+        Collective where the parameter was not whole.
+        """
         unit = self._unit_of.get(parameter)
         if unit is None or not (self._active or self._depth or self._in_backward):
             return
@@ -167,10 +186,10 @@ class ModuleGathering:
     def _claim_outside(self, unit: Unit, parameter: nn.Parameter) -> None:
         if OUTSIDE in unit.claims:
             return
-        if parameter not in self._told:
-            self._told.add(parameter)
-            logger.warning("%s is read outside of the forward of its module: it stays whole from there to the end of each "
-                           "step", parameter.spec.name)
+        if parameter not in self._reported:
+            self._reported.add(parameter)
+            logger.warning("%s is read outside of the forward of its module: it stays whole to the end of "
+                           "each step", parameter.spec.name)
         self._closing.keep_open(unit.layer)
         unit.claims.add(OUTSIDE)
         unit.start()
@@ -183,7 +202,7 @@ class ModuleGathering:
             layer = self.layers[i].module
             layer.register_forward_pre_hook(partial(self._begins, i))
             layer.register_forward_hook(partial(self._ends, i), always_call=True)
-        module.register_forward_hook(self._root_ends, always_call=True)      # after those of a layer that is the root
+        module.register_forward_hook(self._root_ends, always_call=True)     # last: the root may be a layer
         for owner in module.modules():
             if any(p in self._unit_of for p in owner._parameters.values() if p is not None):
                 owner._parameters = _Watched(owner._parameters, self)
@@ -228,13 +247,13 @@ class ModuleGathering:
     def _backward_reaches(self, call: _Call, _) -> None:
         if not self._in_backward:
             self._begin_backward_of_another()
-        if call.reached_in == self._backwards:         # by another of its outputs
+        if call.reached_in == self._backwards:          # through another of its outputs
             return
         call.reached_in = self._backwards
         for other in [c for c in self._open if c.began > call.ended]:
             self._open.remove(other)
             self._leave_backward(other)
-        if not self._waiting[call.layer]:               # of a graph that is retained, or older than the last backward
+        if not self._waiting[call.layer]:               # its graph was retained, or has had a backward
             self._unannounced.add(call.layer)
         self._waiting[call.layer] -= self._waiting[call.layer] > 0
         self._open.append(call)
@@ -242,7 +261,7 @@ class ModuleGathering:
 
     # ------------------------------------------------------------------ entering and leaving
     def _enter(self, layer: int, backward: bool) -> None:
-        """Gathers ahead in the direction of the pass; not for a forward that is recomputed within a backward."""
+        """Gather the layer; and layers ahead, unless this is a forward that is recomputed."""
         prefetch = self.gathering.prefetch
         if self._in_backward and not backward:
             self.gathering.prefetch = 0
@@ -250,11 +269,12 @@ class ModuleGathering:
         self.gathering.prefetch = prefetch
 
     def _leave_backward(self, call: _Call) -> None:
-        is_over = not (self._waiting[call.layer] or self._is_open(call.layer) or call.layer in self._unannounced)
-        self.gathering.leave(call.layer, backward=is_over)
+        layer = call.layer
+        is_over = not (self._waiting[layer] or self._is_open(layer) or layer in self._unannounced)
+        self.gathering.leave(layer, backward=is_over)
 
-    def _let_go(self) -> None:
-        """Of what was gathered ahead for a backward that took another way."""
+    def _free_unused(self) -> None:
+        """Free the units that were gathered ahead for layers that the backward did not reach."""
         for unit in dict.fromkeys(self._unit_of.values()):
             unit.claims.difference_update(self._hooked)
             if not unit.claims:
@@ -265,7 +285,7 @@ class ModuleGathering:
 
 
 class _InOrder:
-    """Passes on that a layer was left once all layers behind it were."""
+    """Closes a layer's gradients once all layers behind it were left."""
 
     def __init__(self, gathering: LayerGathering):
         self._close = gathering.close
@@ -274,23 +294,24 @@ class _InOrder:
         self.begin()
 
     def begin(self) -> None:
-        """A backward begins."""
+        """Begin a backward: no layer with parameters has been left."""
         self._left = {i for i, needed in enumerate(self._needed) if not needed}
         self._next = len(self._needed) - 1
 
     def left(self, layer: int) -> None:
+        """Called when a layer is left in backward."""
         self._left.add(layer)
         while self._next >= 0 and self._next in self._left and self._next not in self._kept:
             self._close(self._next)
             self._next -= 1
 
     def keep_open(self, layer: int) -> None:
-        """Gradients of this layer come from others too: reduce them when all is over."""
+        """Do not close this layer before the end: other layers contribute to its gradients, too."""
         self._kept.add(layer)
 
 
 class _Watched(dict):
-    """A module's `_parameters`: the gathering is called when one is read by name."""
+    """A module's `_parameters`, which calls the gathering when a parameter is read by name."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter | None], gathering: ModuleGathering):
         super().__init__(parameters)
@@ -301,25 +322,6 @@ class _Watched(dict):
         if parameter is not None:
             self._gathering.fetch(parameter)
         return parameter
-
-
-def tensors_in(value: Any, _seen: set[int] | None = None) -> Iterator[torch.Tensor]:
-    """The tensors of a layer's output, however it wraps them."""
-    seen = set() if _seen is None else _seen
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif id(value) not in seen and not isinstance(value, nn.Module | type | str | bytes):
-        seen.add(id(value))
-        items = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple | list | set) else ()
-        for item in (*items, *getattr(value, "__dict__", {}).values()):
-            yield from tensors_in(item, seen)
-
-
-def _units_by_parameter(layers: Sequence[ModuleLayer], gathering: LayerGathering) -> dict[nn.Parameter, Unit]:
-    """A parameter is a view of its unit's flat buffer: they share a storage."""
-    storage = lambda tensor: tensor.untyped_storage()._cdata
-    units = {storage(unit.flat): unit for needs in gathering.needs for unit in needs}
-    return {p: units[storage(p)] for layer in layers for p in layer.parameters if storage(p) in units}
 
 
 def _distinct(*lists: list) -> list[list]:

@@ -1,20 +1,26 @@
 """Parameter specs for a module that was not written for this package, and the global names of its experts.
 
-A parameter that has a `.spec` keeps it. For the others it follows from the marks of Megatron's and DeepSpeed's layers:
+A parameter that has a `.spec` keeps it. For the others it follows from the marks of Megatron's and
+DeepSpeed's layers:
 
-    tensor_model_parallel (or model_parallel),     split over the model-parallel ranks, in the manner of Megatron;
+    tensor_model_parallel (or model_parallel),     split over the model-parallel ranks, in the manner of
+                                                   Megatron;
     partition_dim, partition_stride                without the mark every model-parallel rank holds the whole
     sequence_parallel                              the gradient is a partial sum over the model-parallel ranks
-    allreduce = False, group_name = "ep_size_4"    an expert: ranks of one expert-parallel group hold different ones
+    allreduce = False, group_name = "ep_size_4"    an expert: ranks of one expert-parallel group hold
+                                                   different ones
 
-Each rank of an expert-parallel group has its part of the experts under the same local names. Global names are unique:
+Each rank of an expert-parallel group has its part of the experts under the same local names. Global names are
+unique:
 
-    a ModuleList of experts only     experts.1.weight on part 2 of lists of 4  →  experts.9.weight: the name that the
+    a ModuleList of experts only     experts.1.weight on part 2 of lists of 4  →  experts.9.weight: the name
+                                                                               that the
                                      expert has in a process with all of them
     any other parameter or buffer    experts.weight on part 2 of 8  →  experts.weight.expert_part_2_of_8
 
-Names of the first kind do not depend on ep; a checkpoint with names of the second kind loads at the same ep only. A
-stacked parameter whose spec is split over "ep" needs neither: its shards are boxes of one logical tensor.
+Names of the first kind do not depend on ep; a checkpoint with names of the second kind loads at the same ep
+only. A stacked parameter whose spec is split over "ep" needs neither: its shards are boxes of one logical
+tensor.
 
 The group that sums a gradient follows from the spec (`ParamSpec.reduced_over`, `DataParallelWorld.by_axes`).
 """
@@ -34,9 +40,11 @@ SIZE_IN_NAME = re.compile(r"ep_size_(\d+)$")        # DeepSpeed's group names
 
 
 def write_specs(module: nn.Module, world: DataParallelWorld) -> None:
-    """Set `.spec` of every parameter that has none, and name experts that have one. Weight decay is not the spec's here.
+    """Set `.spec` of every parameter that has none, and name experts that have one. Weight decay is not the
+    spec's here.
 
-    Raises ConfigError for experts whose ranks are not known, and for specs that do not fit the parameter's shape.
+    Raises ConfigError for experts whose ranks are not known, and for specs that do not fit the parameter's
+    shape.
     """
     check_experts(module, world)
     names = global_names(module, world)
@@ -49,12 +57,15 @@ def write_specs(module: nn.Module, world: DataParallelWorld) -> None:
 
 
 def is_marked(p: nn.Parameter) -> bool:
-    """Whether a mark says that other data-parallel ranks hold other experts. With ep_size_1 every rank holds them all."""
+    """Whether a mark says that other data-parallel ranks hold other experts.
+
+    With ep_size_1 every rank holds them all.
+    """
     return getattr(p, "allreduce", True) is False and getattr(p, "group_name", None) != "ep_size_1"
 
 
 def is_expert(p: nn.Parameter) -> bool:
-    """Whether ranks of one expert-parallel group hold different values of the parameter, by its mark or its spec."""
+    """Whether ranks of one expert-parallel group hold different values of it, by its mark or its spec."""
     return is_marked(p) or hasattr(p, "spec") and p.spec.reduced_over != DATA_AXES
 
 
@@ -65,27 +76,28 @@ def check_experts(module: nn.Module, world: DataParallelWorld) -> None:
         return
     if world.expert is None:
         raise ConfigError(
-            f"{len(marked)} parameters are marked as experts (allreduce = False; first {marked[0][0]}), but it is not "
-            f"known which of the {world.data.size} data-parallel ranks hold the same experts: their gradients would be "
-            f"summed over different experts. Give an mpu with the function {SEVENTH}, or call "
-            "megatron_ds.mpu.initialize_model_parallel(expert_model_parallel_size=...) and give mpu=megatron_ds.mpu. "
-            "Where every rank holds all experts, remove the mark.")
+            f"{len(marked)} parameters are marked as experts (allreduce = False; first {marked[0][0]}), but "
+            f"it is not known which of the {world.data.size} data-parallel ranks hold the same experts: "
+            "their gradients would be summed over different experts. Give an mpu with the function "
+            f"{SEVENTH}, or call megatron_ds.mpu.initialize_model_parallel(expert_model_parallel_size=...) "
+            "and give mpu=megatron_ds.mpu. Where every rank holds all experts, remove the mark.")
     for name, p in marked:
         size = SIZE_IN_NAME.match(str(getattr(p, "group_name", "")))
         if size and int(size[1]) != world.expert_parts:
             raise ConfigError(
-                f"{name} is marked with group_name {p.group_name!r}, but expert-data groups of {world.expert.size} of "
-                f"{world.data.size} ranks mean expert-parallel groups of {world.expert_parts}. Use one size of "
-                "expert-parallel groups in all layers.")
+                f"{name} is marked with group_name {p.group_name!r}, but expert-data groups of "
+                f"{world.expert.size} of {world.data.size} ranks mean expert-parallel groups of "
+                f"{world.expert_parts}. Use one size of expert-parallel groups in all layers.")
 
 
 def global_names(module: nn.Module, world: DataParallelWorld) -> dict[str, str]:
-    """Local name → global name, of the parameters and buffers of which each expert-parallel rank has other ones."""
+    """Local name → global name of parameters and buffers that differ between expert-parallel ranks."""
     if world.expert_parts == 1:
         return {}
     lists = dict(_expert_modules(module))
     names = [name for name, p in module.named_parameters(remove_duplicate=False) if _is_distinct(p)]
-    names += [name for name, _ in module.named_buffers(remove_duplicate=False) if any(map(lists.get, _owners(name)))]
+    names += [name for name, _ in module.named_buffers(remove_duplicate=False)
+              if any(map(lists.get, _owners(name)))]
     return {name: _global_name(name, lists, world) for name in names}
 
 
@@ -113,7 +125,7 @@ def _expert_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _owners(name: str) -> list[str]:
-    """The names of all modules around a parameter or buffer, outermost first: "a.b.weight" → "", "a", "a.b"."""
+    """The modules that contain a parameter or buffer, outermost first: "a.b.weight" → "", "a", "a.b"."""
     parts = name.split(".")[:-1]
     return ["", *(".".join(parts[:i + 1]) for i in range(len(parts)))]
 
@@ -137,6 +149,7 @@ def _check_shape(name: str, p: nn.Parameter, world: DataParallelWorld) -> None:
         raise ConfigError(f"{name} has a spec that does not fit the ranks: {error}") from error
     if tuple(p.shape) != expected:
         raise ConfigError(
-            f"{name} has shape {list(p.shape)} here, but by its spec, {p.spec.splits} of {list(p.spec.shape)}, a rank of "
-            f"{sizes['tp']} model-parallel and {sizes['ep']} expert-parallel ranks holds {list(expected)}. Give the mpu "
-            f"with the groups that the module was made with (for experts: with {SEVENTH}, or a Mesh with ep).")
+            f"{name} has shape {list(p.shape)} here, but by its spec, {p.spec.splits} of "
+            f"{list(p.spec.shape)}, a rank of {sizes['tp']} model-parallel and {sizes['ep']} expert-parallel "
+            f"ranks holds {list(expected)}. Give the mpu with the groups that the module was made with (for "
+            f"experts: with {SEVENTH}, or a Mesh with ep).")

@@ -4,8 +4,9 @@
     Train/Samples/lr            the learning rate of the first parameter group
     Train/Samples/loss_scale    fp16 only
 
-The config's "tensorboard" block enables it; a program writes curves of its own with `engine.monitor.write_events`. As in a
-training script, an error of the disk is reported once and does not end the program (training/sink.py).
+The config's "tensorboard" block enables it; a program writes its own curves with
+`engine.monitor.write_events`. As in a training script, a disk error is reported once and does not end the
+program (training/sink.py).
 """
 
 from collections.abc import Iterable
@@ -20,10 +21,10 @@ Event = tuple[str, float, int]
 
 
 class Monitor:
-    """folder: of the event files; None: disabled, everything is dropped. Only global rank 0 has an enabled one."""
+    """Writes event files into `folder` on global rank 0. None, on the other ranks: events are dropped."""
 
     def __init__(self, folder: str | None):
-        """Raises ConfigError where nothing can be written in the folder."""
+        """Raises ConfigError where the folder is not writable."""
         self._sink = None if folder is None else Tolerant(_Curves(Path(folder)))
         self._losses: list[torch.Tensor] = []
 
@@ -38,22 +39,26 @@ class Monitor:
             self._sink.write(event)
 
     def add_loss(self, loss: torch.Tensor) -> None:
-        """Of one micro-batch. It is read in `end_step` only, after the update, when it does not hold up the device."""
+        """Keep the loss of a micro-batch.
+
+        It is read in `end_step`, after the update, without stalling the device.
+        """
         if self.enabled:
             self._losses.append(loss.detach())
 
     def end_step(self, samples: int, lr: float, loss_scale: float | None) -> None:
-        """The update after `samples` samples is done."""
+        """Write the curves' points of an update. samples: their number so far, the x-coordinate."""
         if not self.enabled:
             return
         losses, self._losses = self._losses, []
-        events = [("Train/Samples/train_loss", sum(loss.item() for loss in losses) / len(losses), samples)] if losses else []
-        scale = [] if loss_scale is None else [("Train/Samples/loss_scale", loss_scale, samples)]
-        self.write_events([*events, ("Train/Samples/lr", lr, samples), *scale])
+        mean = sum(loss.item() for loss in losses) / len(losses) if losses else None
+        points = {"train_loss": mean, "lr": lr, "loss_scale": loss_scale}
+        self.write_events((f"Train/Samples/{name}", value, samples)
+                          for name, value in points.items() if value is not None)
 
 
 class _Curves:
-    """The sink: one event file for each process."""
+    """A sink that writes one event file."""
 
     def __init__(self, folder: Path):
         check_folder('"tensorboard.output_path"', folder)

@@ -1,7 +1,9 @@
-"""DeepSpeed's `zero.Init` and `zero.GatheredParameters`: modules that are made in parts, before there is an engine.
+"""DeepSpeed's `zero.Init` and `zero.GatheredParameters`: modules whose parameters are sharded before there is
+an engine.
 
     with megatron_ds.zero.Init(config_dict_or_path=config):
-        model = Model()                     # each rank keeps its part of every parameter; parameters are on "meta"
+        model = Model()                     # each rank keeps its shard of every parameter; parameters are on
+                                            "meta"
     with megatron_ds.zero.GatheredParameters(model.head.weight, modifier_rank=0):
         if rank == 0:
             torch.nn.init.zeros_(model.head.weight)
@@ -9,9 +11,10 @@
 
     parameter, 10 elements, 4 ranks     |0 1 2|3 4 5|6 7 8|9 . .|        equal parts, the last one padded
 
-A module's parameters are cut when its `__init__` ends, with the values of data-parallel rank 0; the memory needed is that of
-the parts, and of the modules whose `__init__` is under way. Values are those that a module has without `Init`: what an outer
-module's `__init__` reads by name or iterates over is gathered until that `__init__` ends.
+A module's parameters are sharded when its `__init__` ends, with the values of data-parallel rank 0. Memory is
+needed for the shards, and for the modules whose `__init__` is running. Values are those that a module has
+without `Init`: parameters that an outer module's `__init__` reads by name or iterates over are gathered until
+that `__init__` ends.
 """
 
 import os
@@ -34,11 +37,11 @@ from .module_specs import is_expert
 
 
 class Partition:
-    """The part of a parameter that this rank keeps; the parameter itself is on "meta" meanwhile. It has it as `.partition`."""
+    """This rank's shard of a parameter, which is on "meta" meanwhile and has the shard as `.partition`."""
 
     @torch.no_grad()
     def __init__(self, parameter: nn.Parameter, group: Group, dtype: torch.dtype | None, pin: bool = False):
-        """Collective over the group: the values are those of its first rank."""
+        """Shard the parameter, with the values of the group's first rank. Collective over the group."""
         self.group, self.shape, self.device = group, parameter.shape, parameter.device
         flat = parameter.detach().to(dtype if parameter.is_floating_point() else None).reshape(-1)
         size = -(-flat.numel() // group.size)
@@ -50,24 +53,26 @@ class Partition:
         self.hide(parameter)
 
     def whole(self) -> torch.Tensor:
-        """The values. Collective over the group."""
+        """All values. Collective over the group."""
         flat = self.part.new_empty(self.part.numel() * self.group.size)
         all_gather_into_(flat, self.part, self.group)
         return flat[:self.shape.numel()].view(self.shape)
 
     def show(self, parameter: nn.Parameter) -> None:
-        """The parameter has its values. Collective over the group."""
+        """Give the parameter all its values. Collective over the group."""
         become(parameter, self.whole())
 
     def hide(self, parameter: nn.Parameter) -> None:
-        meta = nn.Parameter(torch.empty(self.shape, dtype=self.part.dtype, device="meta"), parameter.requires_grad)
+        """Move the parameter to "meta"; its shard is kept."""
+        empty = torch.empty(self.shape, dtype=self.part.dtype, device="meta")
+        meta = nn.Parameter(empty, parameter.requires_grad)
         meta.__dict__.update(parameter.__dict__)
         meta.partition = self
         torch.utils.swap_tensors(parameter, meta)
 
     @torch.no_grad()
     def take(self, parameter: nn.Parameter, source: int) -> None:
-        """Keep what rank `source` has in the parameter that is shown. Collective over the group."""
+        """Keep rank `source`'s values of the parameter, which is shown. Collective over the group."""
         values = parameter.detach().contiguous()
         broadcast_(values, self.group, source)
         flat, size = values.view(-1), self.part.numel()
@@ -76,28 +81,33 @@ class Partition:
 
 
 class Init:
-    """A context in which modules are made in parts; or, given `module`, cuts that one at once. Collective over all ranks.
+    """A context in which modules are made with sharded parameters; `module` is sharded at once. Collective
+    over all ranks.
 
     data_parallel_group  a process group; None: that of `mpu`, or all ranks
-    config_dict_or_path  says the number format of the parts; `config` is its former name; `dtype` comes first
-    enabled              False: has no effect
-    remote_device        None or "cpu": parts lie where the parameters were made. "nvme" is refused
-    pin_memory           of the parts
-    mem_efficient_linear, zero_param_parallel_group  have no effect: they concern DeepSpeed's implementation
+    config_dict_or_path  gives the number format of the shards; `config` is its former name; `dtype` comes
+                         first
+    enabled              False: no effect
+    remote_device        None or "cpu": shards lie where the parameters were made. "nvme" is refused
+    pin_memory           of the shards
+    mem_efficient_linear, zero_param_parallel_group  no effect: they concern DeepSpeed's implementation
     """
 
-    def __init__(self, module: nn.Module | None = None, data_parallel_group: Any = None, mem_efficient_linear: bool = True,
-                 remote_device: str | None = None, pin_memory: bool = False,
+    def __init__(self, module: nn.Module | None = None, data_parallel_group: Any = None,
+                 mem_efficient_linear: bool = True, remote_device: str | None = None,
+                 pin_memory: bool = False,
                  config_dict_or_path: Mapping[str, Any] | str | os.PathLike | None = None,
                  config: Mapping[str, Any] | str | os.PathLike | None = None, enabled: bool = True,
                  dtype: torch.dtype | None = None, mpu: Any = None, zero_param_parallel_group: Any = None):
         if remote_device not in (None, "none", "cpu"):
-            raise ConfigError(f"zero.Init(remote_device={remote_device!r}): parts are kept in memory until initialize, which "
-                              'then offloads them as "offload_param" says. Leave remote_device out.')
+            raise ConfigError(f"zero.Init(remote_device={remote_device!r}): shards are kept in memory until "
+                              'initialize, which then offloads them according to "offload_param". Leave '
+                              "remote_device out.")
         self._enabled, self._pin = enabled, pin_memory
         if enabled:
-            self._dtype = dtype or _dtype_of(config_dict_or_path if config_dict_or_path is not None else config)
-            self._group = group_of(data_parallel_group) if data_parallel_group is not None else join_world(mpu).data
+            given = data_parallel_group
+            self._dtype = dtype or _dtype_of(config if config_dict_or_path is None else config_dict_or_path)
+            self._group = group_of(given) if given is not None else join_world(mpu).data
             self._enabled = self._group.size > 1
         if module is not None and self._enabled:
             for p in module.parameters():
@@ -105,9 +115,11 @@ class Init:
 
     def __enter__(self) -> "Init":
         if self._enabled:
-            self._making: list[tuple[nn.Module, list[nn.Parameter]]] = []      # modules under way, what each has gathered
+            # Modules whose __init__ is running, each with the parameters that it has gathered.
+            self._making: list[tuple[nn.Module, list[nn.Parameter]]] = []
             self._watched: list[nn.Module] = []
-            self._replaced = [(kind, kind.__init__) for kind in _kinds(nn.Module) if "__init__" in kind.__dict__]
+            kinds = [kind for kind in _kinds(nn.Module) if "__init__" in kind.__dict__]
+            self._replaced = [(kind, kind.__init__) for kind in kinds]
             for kind, original in self._replaced:
                 kind.__init__ = self._wrapped(original)
             nn.Module.__init_subclass__ = classmethod(self._new_kind)
@@ -152,7 +164,7 @@ class Init:
             Partition(p, self._group, self._dtype, self._pin)
 
     def gather(self, p: nn.Parameter | None) -> nn.Parameter | None:
-        """For a module whose `__init__` is under way; cut again when that ends."""
+        """Give a parameter its values while an `__init__` is running; it is sharded again when that ends."""
         if self._making and p is not None and p.is_meta and hasattr(p, "partition"):
             p.partition.show(p)
             self._making[-1][1].append(p)
@@ -160,7 +172,7 @@ class Init:
 
 
 class _Gathering(dict):
-    """A module's `_parameters`: those that are read are gathered first."""
+    """A module's `_parameters`, which gathers a parameter when it is read."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter | None], init: Init):
         super().__init__(parameters)
@@ -169,19 +181,23 @@ class _Gathering(dict):
     def __getitem__(self, name: str) -> nn.Parameter | None:
         return self._gather(super().__getitem__(name))
 
-    def items(self):
+    def items(self) -> list[tuple[str, nn.Parameter | None]]:
+        """All of them, gathered."""
         return [(name, self._gather(p)) for name, p in super().items()]
 
-    def values(self):
+    def values(self) -> list[nn.Parameter | None]:
+        """All of them, gathered."""
         return [self._gather(p) for p in super().values()]
 
 
 class GatheredParameters:
-    """A context in which parameters have whole values: of an engine, made under `zero.Init`, or any. Collective.
+    """A context in which parameters have whole values: of an engine, made under `zero.Init`, or any.
+    Collective.
 
     params         a parameter, or several
-    modifier_rank  None: changes are undefined. Else all ranks keep, on leaving, what this data-parallel rank has then
-    fwd_module     has no effect: parameters that another module reads are found without it
+    modifier_rank  None: they may only be read. Otherwise all ranks keep, on leaving, the values of this
+                   data-parallel rank
+    fwd_module     no effect: parameters that another module reads are found without it
     """
 
     def __init__(self, params: nn.Parameter | Iterable[nn.Parameter], modifier_rank: int | None = None,
@@ -211,25 +227,38 @@ class GatheredParameters:
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Has no effect: a parameter that another module reads is found when it is read. For programs that call it."""
+    """No effect, for programs that call it: reads by other modules are found when they happen."""
 
 
 unregister_external_parameter = register_external_parameter
 
 
 def partitions_of(module: nn.Module) -> dict[nn.Parameter, Partition]:
-    """Of the parameters that were cut by `zero.Init`."""
-    return {p: p.partition for p in module.parameters() if p.is_meta and hasattr(p, "partition")}
+    """The shards of the parameters made under `zero.Init`.
+
+    Raises ConfigError for experts among them that were marked afterwards: all ranks have rank 0's values of
+    these.
+    """
+    found = {p: p.partition for p in module.parameters() if p.is_meta and hasattr(p, "partition")}
+    for name, p in module.named_parameters():
+        if p in found and is_expert(p):
+            raise ConfigError(f"{name} was made under zero.Init and marked as an expert afterwards: "
+                              "zero.Init has given all ranks the values of data-parallel rank 0. Make "
+                              "experts outside of zero.Init.")
+    return found
 
 
 def zeros(name: str, start: int, out: torch.Tensor) -> None:
-    """Draws nothing: the values of cut parameters come later."""
+    """A placeholder for values that `move_into` writes."""
     out.zero_()
 
 
 @torch.no_grad()
 def move_into(zero: ZeroOptimizer, partitions: Mapping[nn.Parameter, Partition]) -> None:
-    """The values of cut parameters into the optimizer, one after the other. Collective over the data-parallel ranks."""
+    """Copy sharded parameters into the optimizer, one after the other.
+
+    Collective over the data-parallel ranks.
+    """
     if not partitions:
         return
     pieces: dict[str, list] = {}
@@ -246,9 +275,12 @@ def move_into(zero: ZeroOptimizer, partitions: Mapping[nn.Parameter, Partition])
 
 
 def _dtype_of(config: Mapping[str, Any] | str | os.PathLike | None) -> torch.dtype | None:
-    """The number format that a config enables; None: none of 16 bits."""
-    block = config if isinstance(config, Mapping) else {} if config is None else load_json(os.fspath(config), "config")
-    enabled = [dtype for key, dtype in (("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16), ("fp16", torch.float16))
+    """The 16-bit number format that a config enables; None where it enables none."""
+    if config is None:
+        return None
+    block = config if isinstance(config, Mapping) else load_json(os.fspath(config), "config")
+    formats = (("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16), ("fp16", torch.float16))
+    enabled = [dtype for key, dtype in formats
                if isinstance(block.get(key), Mapping) and block[key].get("enabled") is True]
     return enabled[0] if enabled else None
 

@@ -1,9 +1,9 @@
 """`ParamSpec`: the description of a parameter, and the boxes that its shards consist of.
 
-Layers write the spec (`parameter.spec`); initial weights, ZeRO, the gradient norm, the reduction of tied weights
-and the checkpoint read it. These rooms share nothing else about a parameter. Standard library only.
+Layers write the spec (`parameter.spec`); initial weights, ZeRO, the gradient norm, the reduction of tied
+weights and the checkpoint read it. These rooms share nothing else about a parameter. Standard library only.
 
-Terms:  a *logical* tensor is the parameter as one process would hold it: true shape, no padding, a global name.
+Terms:  a *logical* tensor is the parameter as one process would hold it: true shape, no padding, global name.
         A *split* cuts one dimension of it over one mesh axis; several splits cut several dimensions.
         A *box* is a rectangle of a local tensor, with the rectangle of the logical tensor that it mirrors.
 
@@ -23,10 +23,11 @@ from dataclasses import dataclass
 from ..errors import LayoutError
 
 Coordinates = Mapping[str, tuple[int, int]]
-"""axis → (position of a rank on it, size of the axis); an absent axis has size 1. See `group.coordinates_of`."""
+"""axis → (position of a rank on it, size of the axis); an absent axis has size 1. See `Mesh.coordinates`."""
 
 DATA_AXES, EXPERT_DATA_AXES = ("dp", "cp"), ("edp",)
-SUPPORTED = {"splits": ("tp", "ep"), "partial_over": ("tp",), "distinct_over": ("ep",)}    # by the readers of specs
+# The axes that the readers of specs handle.
+SUPPORTED = {"splits": ("tp", "ep"), "partial_over": ("tp",), "distinct_over": ("ep",)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +69,14 @@ class ParamSpec:
     shape          of the logical tensor
     init           how the logical tensor is filled
     splits         the dimensions that are cut, each over a mesh axis of its own
-    partial_over   axes over which the local gradient is a partial sum, beside those of `reduced_over`: "tp" where
-                   the parameter is applied to a slice of the sequence
-    tied           key shared by all holders of one logical parameter on several pipeline stages (tied embeddings)
+    partial_over   axes over which the local gradient is a partial sum, beside those of `reduced_over`: "tp"
+                   where the parameter is applied to a slice of the sequence
+    tied           key shared by all holders of one logical parameter on several pipeline stages (tied
+                   embeddings)
     tied_copy      True on every holder but the first: not counted in norms, not saved
     decay          weight decay applies
-    distinct_over  axes along which the other ranks hold other parameters, not shards of this one: "ep" for one
-                   expert of a list of experts
+    distinct_over  axes along which the other ranks hold other parameters, not shards of this one: "ep" for
+                   one expert of a list of experts
     """
 
     name: str
@@ -92,11 +94,13 @@ class ParamSpec:
                  "distinct_over": self.distinct_over}
         for field, axes in named.items():
             if odd := [axis for axis in axes if axis not in SUPPORTED[field]]:
-                raise LayoutError(f"{self.name}: {field} names the axis {odd[0]!r}. Supported: {SUPPORTED[field]}.")
+                raise LayoutError(f"{self.name}: {field} names the axis {odd[0]!r}. Supported: "
+                                  f"{SUPPORTED[field]}.")
         if len(set(all_axes := sum(named.values(), ()))) < len(all_axes):
             raise LayoutError(
-                f"{self.name}: an axis is named more than once in {named}. Ranks along an axis hold shards, or whole "
-                "parameters with partial gradients, or parameters of their own: name each axis once.")
+                f"{self.name}: an axis is named more than once in {named}. Ranks along an axis hold shards, "
+                "or whole parameters with partial gradients, or parameters of their own: name each axis "
+                "once.")
         for split in self.splits:
             self._check(split)
 
@@ -105,10 +109,12 @@ class ParamSpec:
             raise LayoutError(f"{self.name}: {split} cuts dimension {split.dim} of a tensor of shape "
                               f"{list(self.shape)}. Use a dimension below {len(self.shape)}.")
         if sum(split.dim == other.dim for other in self.splits) > 1:
-            raise LayoutError(f"{self.name}: two splits cut dimension {split.dim}. Cut each over one axis only.")
+            raise LayoutError(f"{self.name}: two splits cut dimension {split.dim}. Cut each over one axis "
+                              "only.")
         true = self.shape[split.dim]
         if split.parts < 1 or split.padded is not None and split.padded < true:
-            raise LayoutError(f"{self.name}: {split} of a dimension of size {true}. Use parts >= 1, padded >= {true}.")
+            raise LayoutError(f"{self.name}: {split} of a dimension of size {true}. Use parts >= 1, padded "
+                              f">= {true}.")
 
     @property
     def numel(self) -> int:
@@ -117,7 +123,7 @@ class ParamSpec:
 
     @property
     def reduced_over(self) -> tuple[str, ...]:
-        """The mesh axes over which gradients are summed: ranks along them hold the same elements for other samples."""
+        """The mesh axes over which gradients are summed: ranks along them use the same elements."""
         differs_over_ep = self.is_split_over("ep") or "ep" in self.distinct_over
         return EXPERT_DATA_AXES if differs_over_ep else DATA_AXES
 
@@ -130,29 +136,39 @@ class ParamSpec:
         return self.split_over(axis) is not None
 
     def local_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Shape of a rank's shard on axes of these sizes (1 where absent). Raises LayoutError unless they divide."""
+        """Shape of a rank's shard on axes of these sizes (1 where absent).
+
+        Raises LayoutError unless they divide.
+        """
         shape = list(self.shape)
         for split in self.splits:
             size, total = sizes.get(split.axis, 1), split.padded or self.shape[split.dim]
             if total % (size * split.parts):
                 raise LayoutError(
-                    f"{self.name}: dimension {split.dim} has size {total} in {split.parts} part(s), which is not "
-                    f"divisible by {size} {split.axis} ranks. Use a size that divides {total // split.parts}.")
+                    f"{self.name}: dimension {split.dim} has size {total} in {split.parts} part(s), which is "
+                    f"not divisible by {size} {split.axis} ranks. Use a size that divides "
+                    f"{total // split.parts}.")
             shape[split.dim] = total // size
         return tuple(shape)
 
     def boxes(self, coordinates: Coordinates) -> tuple[Box, ...]:
-        """The boxes of the rank at `coordinates`; padding is in no box, so a rank may have none. Raises LayoutError."""
+        """The boxes of the rank at `coordinates`; padding is in no box, so a rank may have none.
+
+        Raises LayoutError.
+        """
         local = self.local_shape({axis: size for axis, (_, size) in coordinates.items()})
-        runs = [[(0, 0, n)] for n in self.shape]            # of each dimension: (first local, first logical, length)
+        runs = [[(0, 0, n)] for n in self.shape]        # per dimension: (first local, first logical, length)
         for split in self.splits:
-            rank, size = coordinates.get(split.axis, (0, 1))
-            runs[split.dim] = _runs(local[split.dim] // split.parts, split.parts, self.shape[split.dim], rank, size)
+            d, (rank, size) = split.dim, coordinates.get(split.axis, (0, 1))
+            runs[d] = _runs(local[d] // split.parts, split.parts, self.shape[d], rank, size)
         return tuple(Box(*(tuple(numbers) for numbers in zip(*box))) if box else Box((), (), ())
                      for box in itertools.product(*runs))
 
 
 def _runs(piece: int, parts: int, true: int, rank: int, size: int) -> list[tuple[int, int, int]]:
-    """(first local, first logical, length) of each part along a dimension. piece: elements of one part on one rank."""
+    """(first local, first logical, length) of each part along a dimension.
+
+    piece: elements of one part on one rank.
+    """
     starts = [(i * piece, (i * size + rank) * piece) for i in range(parts)]
     return [(local, logical, min(piece, true - logical)) for local, logical in starts if logical < true]

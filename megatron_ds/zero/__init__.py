@@ -12,5 +12,5 @@ _OF_THE_ENGINE = ("GatheredParameters", "Init", "register_external_parameter",
 
 def __getattr__(name: str):
     if name in _OF_THE_ENGINE:
-        return getattr(import_module("megatron_ds.engine.partition"), name)
+        return getattr(import_module("megatron_ds.engine.zero_init"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -139,7 +139,7 @@ def test_a_run_continues_in_another_layout(before, after, tmp_path):
     [(expected, _, _)] = trained("dp=1,zero=0", steps=6)
 
     def groups(engine):
-        return {"tp": engine.mesh.group("tp"), "world": engine.mesh.group("world")}
+        return {"coordinates": engine.mesh.coordinates, "world": engine.mesh.group("world")}
 
     def first(engine):
         train(engine, range(3))

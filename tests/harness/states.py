@@ -121,9 +121,5 @@ def tp_coordinates(layout: Layout, rank: int) -> Coordinates:
     return {"tp": (layout.coordinates(rank)[0], layout.tp)}
 
 
-def tp_group(layout: Layout, rank: int, world) -> Group:
-    return world.group("tp", layout.tp_ranks(rank), rank)
-
-
 def world_group(layout: Layout, rank: int, world) -> Group:
     return world.group("world", tuple(range(layout.world_size)), rank)

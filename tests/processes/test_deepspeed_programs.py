@@ -84,6 +84,10 @@ def check_parts(rank):
         module = Whole()
     parts = partitions_of(module)
     assert [p.is_meta for p in module.parameters()] == [True] * len(plain) == [True] * len(parts)
+    module.scale.allreduce = False                  # the mark of an expert comes too late: all ranks have one value
+    with pytest.raises(ConfigError, match="scale was made under zero.Init and marked as an expert afterwards"):
+        partitions_of(module)
+    del module.scale.allreduce
     held = sum(part.part.numel() for part in parts.values())
     parameters = list(module.parameters())
     with megatron_ds.zero.GatheredParameters(parameters):

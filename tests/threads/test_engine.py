@@ -189,7 +189,7 @@ def test_wrong_use_of_the_loop_is_told():
         engine.backward(loss)
         with pytest.raises(ConfigError, match="boundary"):
             engine.save_checkpoint("nowhere")
-        with pytest.raises(ConfigError, match="not of this engine's module"):
+        with pytest.raises(ConfigError, match="not parameters of this engine's module"):
             engine.gathered_parameters(nn.Parameter(torch.ones(1))).__enter__()
         with pytest.raises(ConfigError, match="belongs to another engine"):
             megatron_ds.initialize(model=engine.module, config=config_of(0, 1), mpu=Mesh(Grid(), 0))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import megatron_ds
-from megatron_ds.engine.arguments import take_local_rank
+from megatron_ds.engine.initialization import _take_local_rank
 from megatron_ds.errors import ConfigError, MegatronDSError
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
@@ -71,14 +71,14 @@ def test_a_tuple_that_was_not_unpacked_says_so():
             use()
 
 
-def test_the_local_rank_of_old_launchers_is_taken():
-    env = {}
-    take_local_rank(argparse.Namespace(local_rank=3), env)
-    take_local_rank(argparse.Namespace(local_rank=-1), env)
-    take_local_rank(None, env)
-    assert env == {"LOCAL_RANK": "3"}
-    with pytest.raises(ConfigError, match="args.local_rank is 1, but the environment has LOCAL_RANK=3"):
-        take_local_rank(argparse.Namespace(local_rank=1), env)
+def test_the_local_rank_of_old_launchers_is_taken(monkeypatch):
+    env = {"RANK": "3", "WORLD_SIZE": "8"}
+    monkeypatch.setattr("os.environ", env)
+    for args in (argparse.Namespace(local_rank=3), argparse.Namespace(local_rank=-1), None):
+        _take_local_rank(args)
+    assert env == {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3"}
+    with pytest.raises(ConfigError, match="--local-rank 1, but LOCAL_RANK is 3 in the environment"):
+        _take_local_rank(argparse.Namespace(local_rank=1))
 
 
 def test_the_programs_flags_may_have_a_local_rank_already():
@@ -126,7 +126,7 @@ def test_an_engine_is_a_torch_module_that_passes_attributes_through():
     assert torch.equal(engine(x), engine.module(x)) and torch.equal(engine.forward(x), engine(x)) and len(calls) == 2
     handle.remove()
     assert engine.to("cpu") is engine and engine.float() is engine
-    with pytest.raises(ConfigError, match="are torch.float32 on cpu and stay so"):
+    with pytest.raises(ConfigError, match="are torch.float32 on cpu and cannot be moved"):
         engine.half()
 
 
@@ -256,7 +256,7 @@ def test_another_microbatch_means_another_batch():
     engine = one(config=CONFIG | {"gradient_accumulation_steps": 2})
     engine.set_train_micro_batch_size(3)
     assert engine.get_batch_info() == (6, 3, 2)
-    with pytest.raises(ConfigError, match="a micro-batch of 0 samples"):
+    with pytest.raises(ConfigError, match="micro_batch_size=0"):
         engine.set_train_micro_batch_size(0)
 
 
