@@ -30,27 +30,19 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import accumulate
 
 from ..errors import ScheduleError
-from .clock import run_clocks
-from .instruction import Instruction, Op, Program, Schedule
-
-COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W})
-BACKWARD = frozenset({Op.B, Op.I, Op.W})
-READS_WEIGHTS = frozenset({Op.F, Op.B, Op.I})              # W needs what went in and the gradient of what came out
-SENDS = frozenset({Op.SEND_ACT, Op.SEND_GRAD})
-RECEIVES = frozenset({Op.RECV_ACT, Op.RECV_GRAD})
-CONSUMED_BY = {Op.F: Op.RECV_ACT, Op.B: Op.RECV_GRAD, Op.I: Op.RECV_GRAD}     # computation ← what it waits for
-PRODUCED_BY = {Op.F: Op.SEND_ACT, Op.B: Op.SEND_GRAD, Op.I: Op.SEND_GRAD}     # computation → what carries its result
-
-
-def stage_ranks(schedule: Schedule) -> dict[int, int]:
-    """Global stage → pipeline rank that computes it. Raises ScheduleError for a stage on two ranks."""
-    ranks: dict[int, int] = {}
-    for rank, program in enumerate(schedule):
-        for i in program:
-            if i.op in COMPUTE and ranks.setdefault(i.stage, rank) != rank:
-                raise ScheduleError(f"{i} is on pipeline rank {rank}, but stage {i.stage} is on rank {ranks[i.stage]}: "
-                                    f"the activations of a stage stay on its rank. Move it to rank {ranks[i.stage]}.")
-    return ranks
+from .instruction import (
+    BACKWARD,
+    COMPUTE,
+    CONSUMED_BY,
+    PRODUCED_BY,
+    READS_WEIGHTS,
+    Instruction,
+    Op,
+    Program,
+    Schedule,
+    stage_ranks,
+)
+from .simulate import run_clocks
 
 
 def lower(schedule: Schedule, num_stages: int, *, tied: Iterable[int] = (), gather: bool = False,

@@ -7,8 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 from ..errors import ScheduleError
-from .instruction import Instruction, Op, Schedule
-from .passes import BACKWARD, COMPUTE, RECEIVES, SENDS, stage_ranks
+from .instruction import BACKWARD, COMPUTE, RECEIVES, SENDS, Instruction, Op, Schedule, stage_ranks
 
 Channel = tuple[int, int, str]                     # (source rank, destination rank, "act" | "grad")
 ABOUT_ONE_MICROBATCH = COMPUTE | SENDS | RECEIVES

@@ -6,7 +6,7 @@ from dataclasses import replace
 from ..mpu.grid import Grid
 from ..mpu.mesh import AXIS_SETS
 from ..mpu.traffic import RING_FACTOR
-from ..pipeline.draw import draw
+from ..pipeline.picture import draw
 from ..ramps import make_batch_size
 from ..token_drop import make_token_drop
 from .activations import last_step

@@ -16,8 +16,7 @@ from ..mpu.grid import Grid
 from ..mpu.imagined import imagined_group
 from ..mpu.traffic import Traffic
 from ..optim import OPTIMIZERS
-from ..pipeline.instruction import Op, Program
-from ..pipeline.passes import RECEIVES
+from ..pipeline.instruction import RECEIVES, Op, Program
 from ..pipeline.simulate import Simulation
 from ..zero.buffer_pool import UNDER_WAY
 from ..zero.gathering import LayerGathering

@@ -12,7 +12,7 @@ from ..config.run import non_default
 from ..models import build_stages
 from ..mpu.grid import Grid
 from ..mpu.imagined import imagined_mesh
-from ..pipeline.draw import draw
+from ..pipeline.picture import draw
 from ..pipeline.simulate import simulate
 from .activations import kept_by_stage, most_kept, workload_of
 from .build import Engine, describe_layers

@@ -15,8 +15,7 @@ from ..mpu.grid import Grid
 from ..mpu.imagined import imagined_mesh
 from ..mpu.traffic import RING_FACTOR
 from ..pipeline.costs import StageCosts
-from ..pipeline.instruction import Schedule
-from ..pipeline.passes import COMPUTE
+from ..pipeline.instruction import COMPUTE, Schedule
 from ..pipeline.simulate import Simulation, simulate
 from ..token_drop import make_token_drop
 from .activations import BLOCKS, last_step

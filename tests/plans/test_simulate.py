@@ -3,9 +3,9 @@
 import pytest
 
 from megatron_ds.errors import ScheduleError
-from megatron_ds.pipeline.draw import draw
 from megatron_ds.pipeline.instruction import Instruction, Op
 from megatron_ds.pipeline.passes import add_transfers, add_zero, lower
+from megatron_ds.pipeline.picture import draw
 from megatron_ds.pipeline.schedules import SCHEDULES
 from megatron_ds.pipeline.simulate import check, simulate
 
