@@ -1,12 +1,15 @@
-"""`Architecture`: what a run takes from the name of a model; nothing above this package asks which model it trains.
+"""`Architecture`: what a run takes from the name of a model; nothing above this package asks which model it
+trains.
 
-A model with the data and the loss of a GPT is a function from the model section of the configuration to its layers:
+A model with the data and the loss of a GPT is a function from the model section of the configuration to its
+layers:
 
     @MODELS.register("mine")
     @language_model
     def my_layers(config, *, tp, **options): ...
 
-Any other is registered as MODELS.register("mine")(Architecture(layers=my_layers, loss=my_loss, data=MY_DATA)).
+Any other is registered as MODELS.register("mine")(Architecture(layers=my_layers, loss=my_loss,
+data=MY_DATA)).
 """
 
 from collections.abc import Callable
@@ -26,12 +29,13 @@ class Architecture:
 
     layers  function(model config, *, tp, sequence_parallel, dtype, device, seed, recompute_granularity,
             recompute_num_layers) -> list[Layer]
-    loss    function(output of the last layer, batch, *, tp, vocab_size, label_smoothing, per_token) -> losses.Loss.
-            Further terms of the objective go to `batch.ledger`
+    loss    function(output of the last layer, batch, *, tp, vocab_size, label_smoothing, per_token) ->
+            losses.Loss. Further terms of the objective go to `batch.ledger`
     data    makes mock samples, finds samples in a corpus, and collates them into a batch
     causal  a token attends to earlier ones alone: half of the attention scores are not computed
     head    kind of the last layer
-    fields  fields of the model config that decide shapes or meaning of its weights, beside those of all models
+    fields  fields of the model config that decide shapes or meaning of its weights, beside those of all
+            models
     """
 
     layers: Callable[..., list[Layer]]

@@ -1,4 +1,5 @@
-"""Pipeline parallelism: schedules as data, passes that complete them, a simulator that checks them, an executor.
+"""Pipeline parallelism: schedules as data, passes that complete them, a simulator that checks them, an
+executor.
 
     schedule = SCHEDULES["1f1b"](pipeline_size, num_microbatches)          schedules/
     program = lower(schedule, num_stages, tied=(0, num_stages - 1))[rank]  passes.py

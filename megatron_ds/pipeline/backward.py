@@ -1,19 +1,21 @@
-"""Backward of one stage: where it starts (`Root`), what starts on its way (`attach`), and its halves (`SplitBackward`).
+"""Backward of one stage: where it starts (`Root`), what starts on its way (`attach`), and its halves
+(`SplitBackward`).
 
-`torch.autograd.backward(edge, gradient)` loads torch.fx and sympy at its first call to compare shapes, which takes a
-second of every process. A `Root` is a scalar, which needs no gradient to start from, so nothing is loaded.
+`torch.autograd.backward(edge, gradient)` loads torch.fx and sympy at its first call to compare shapes, which
+takes a second of every process. A `Root` is a scalar, which needs no gradient to start from, so nothing is
+loaded.
 
 Halves of a backward (Qi et al. 2024, arXiv:2401.10241, section 2):
 
     input half   the gradients of the activations, down to that of the stage's input; a neighbour waits for it
     weight half  the gradients of the parameters; at any later time, micro-batches in their order
 
-While the input half runs, each parameter of the stage carries a list `grad_queue`. A layer whose weight gradient is
-worth deferring appends (parameter, begin); begin() starts collectives and returns a function that computes the
-gradient, or adds it to the parameter's buffer and returns None. Gradients that other layers compute at once (sums for
-biases and norms) are returned by autograd instead of being accumulated. Either way gradients are *delivered* in the
-weight half alone: accumulated, and announced to hooks, micro-batch by micro-batch and layer by layer from the last to
-the first, as in a whole backward and with the same bits.
+While the input half runs, each parameter of the stage carries a list `grad_queue`. A layer whose weight
+gradient is worth deferring appends (parameter, begin); begin() starts collectives and returns a function that
+computes the gradient, or adds it to the parameter's buffer and returns None. Gradients that other layers
+compute at once (sums for biases and norms) are returned by autograd instead of being accumulated. Either way
+gradients are *delivered* in the weight half alone: accumulated, and announced to hooks, micro-batch by
+micro-batch and layer by layer from the last to the first, as in a whole backward and with the same bits.
 
 Between the halves a micro-batch keeps the two factors of each deferred gradient, and the small gradients.
 """
@@ -60,8 +62,8 @@ class _Join(Function):
 def attach(x: Tensor, terms: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
     """x, in whose backward those of the scalars `terms` start, each from its gradient.
 
-    The terms then run in the turn of the layer that returned x: after the gradient of x has arrived, and so while
-    the parameters of that layer are gathered.
+    The terms then run in the turn of the layer that returned x: after the gradient of x has arrived, and so
+    while the parameters of that layer are gathered.
     """
     return _Attach.apply(tuple(gradients), x, *terms)
 
@@ -103,8 +105,8 @@ class SplitBackward:
     def input_half(self, microbatch: int, edge: GradientEdge | None, x: Tensor | None) -> Tensor | None:
         """The gradient of x, a leaf, in a backward from the `Root` at `edge`.
 
-        The weight half waits under the micro-batch's number. It is empty where edge is None or no parameter and no
-        input requires a gradient: frozen layers.
+        The weight half waits under the micro-batch's number. It is empty where edge is None or no parameter
+        and no input requires a gradient: frozen layers.
         """
         self.waiting[microbatch] = [], {}
         queue: list[tuple[nn.Parameter, Begin]] = []
@@ -124,7 +126,9 @@ class SplitBackward:
 
     @torch.no_grad()                                        # as autograd does in a backward
     def weight_half(self, microbatch: int, completed: Callable[[int], None]) -> None:
-        """Deliver the gradients of a micro-batch; `completed` is called with each layer, last to first, after its own."""
+        """Deliver the gradients of a micro-batch; `completed` is called with each layer, last to first, after
+        its own.
+        """
         queue, gradients = self.waiting.pop(microbatch)
         queue.reverse()                                     # taken from the end, so that factors are freed one by one
         layer = self.num_layers - 1

@@ -1,9 +1,9 @@
 """`Executor`: runs the program of one pipeline rank, one loop over a table of handlers, for any schedule.
 
-Tensors between stages are in two tables, keyed by (stage that consumes it, micro-batch). An entry is a tensor, made by a
-stage of this rank, or a posted receive; the computation that needs it waits for it, as late as possible. Neighbouring
-stages on one rank so pass tensors without a transfer, made contiguous as a transfer would make them: strides decide the
-order in which sums are taken, and with it the last bit.
+Tensors between stages are in two tables, keyed by (stage that consumes it, micro-batch). An entry is a
+tensor, made by a stage of this rank, or a posted receive; the computation that needs it waits for it, as late
+as possible. Neighbouring stages on one rank so pass tensors without a transfer, made contiguous as a transfer
+would make them: strides decide the order in which sums are taken, and with it the last bit.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,8 +34,9 @@ DESCRIPTIONS = {
 class Executor:
     """Runs steps of one pipeline rank.
 
-    program           the lowered program of this rank; or a function from the number of micro-batches to the program,
-                      called once per number, for runs whose number changes (batch-size ramp, evaluation)
+    program           the lowered program of this rank; or a function from the number of micro-batches to the
+                      program, called once per number, for runs whose number changes (batch-size ramp,
+                      evaluation)
     stages            the stages of this rank, by global number
     channels          of this rank, in order per peer, direction and kind of message
     stage_rank        global stage → pipeline rank
@@ -89,7 +90,9 @@ class Executor:
 
     @property
     def entries(self) -> list[Entry]:
-        """The loss terms and metrics that the layers of this rank added in the last `run` or `forward`, detached."""
+        """The loss terms and metrics that the layers of this rank added in the last `run` or `forward`,
+        detached.
+        """
         return [entry for stage in self.stages.values() for entry in stage.entries]
 
     @property

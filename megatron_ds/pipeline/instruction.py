@@ -1,6 +1,8 @@
-"""`Instruction`: one operation of a pipeline rank. A schedule is data: one program of instructions per pipeline rank.
+"""`Instruction`: one operation of a pipeline rank. A schedule is data: one program of instructions per
+pipeline rank.
 
-Schedules consist of F, B, I and W only; `passes.py` adds the sends, receives and reductions that follow from them.
+Schedules consist of F, B, I and W only; `passes.py` adds the sends, receives and reductions that follow from
+them.
 """
 
 from enum import StrEnum
@@ -29,7 +31,8 @@ class Op(StrEnum):
 
 
 class Instruction(NamedTuple):
-    """One entry of a program. A tuple, because 64 stages need half a million of them made, compared and hashed.
+    """One entry of a program. A tuple, because 64 stages need half a million of them made, compared and
+    hashed.
 
     stage       global stage = chunk * pipeline_size + pipeline_rank
     microbatch  None for operations on a whole stage (GATHER, RELEASE, REDUCE, TIE)

@@ -1,27 +1,30 @@
-"""Passes: pure functions Schedule → Schedule that add what follows from the order of the computations.
+"""Passes: pure functions Schedule → Schedule that add transfers, ties and reductions to the computations.
 
     add_transfers   SEND and RECV wherever neighbouring stages live on different ranks
     add_ties        TIE, the sum of gradients of parameters that live on several stages
-    add_zero        REDUCE, when gradients may be reduced over data-parallel ranks; GATHER and RELEASE of a stage's parameters
+    add_zero        REDUCE, when gradients may be reduced over data-parallel ranks; GATHER and RELEASE of a
+                    stage's parameters
     forward_only    the evaluation half of a schedule
     lower           the first three, in their order
 
-A transfer is named after the stage that executes it: SEND_ACT@s carries the output of stage s, RECV_ACT@s the input of
-stage s, SEND_GRAD@s the gradient of its input, RECV_GRAD@s the gradient of its output.
+A transfer has the number of the stage that executes it: SEND_ACT@s carries the output of stage s, RECV_ACT@s
+the input of stage s, SEND_GRAD@s the gradient of its input, RECV_GRAD@s the gradient of its output.
 
-Note: why receives are posted early. RECV only *posts* a receive (a buffer into which bytes may land); the computation
-that needs the tensor waits for it. A send never waits on our channels. Posted at least one computation ahead, a receive lets
-the transfer run behind that computation. And it is posted no later than the tensor is sent, by the clocks of the bare
-schedule in unit costs: so no order of instructions locks up even on a transport whose sends block until the peer has posted
-its receive. (Sort what all ranks do by planned time, at the same time posts before sends before computations. Each program
-is in that order, and everything waits only for what comes before it.)
+Note: why receives are posted early. RECV only *posts* a receive (a buffer into which bytes may land); the
+computation that needs the tensor waits for it. A send never waits on our channels. If a receive is posted at
+least one computation ahead, the transfer overlaps with that computation. It is also posted no later than the
+tensor is sent, in a simulation with unit costs: then no order of instructions deadlocks, even on a transport
+whose sends block until the peer has posted its receive. (Sort the instructions of all ranks by simulated
+time, at equal times posts before sends before computations. Each program is in that order, and each
+instruction waits only for earlier ones.)
 
     posted right before use   rank r    F3 SA3 | RG0 B0     r cannot pass SA3 until r+1 posts RA3,
                               rank r+1  B0 SG0 | RA3 F3     which it does after SG0, which needs RG0 of r: deadlock
     posted one ahead          rank r    F3 RG0 SA3 B0
                               rank r+1  B0 RA3 SG0 F3       both posts come first
 
-One ahead is enough for 1F1B, but not where a rank does something else between: two chunks, or weight halves.
+One ahead is enough for 1F1B, but not where a rank computes something else in between: two chunks, or weight
+halves.
 """
 
 from bisect import bisect_left
@@ -52,17 +55,19 @@ def lower(schedule: Schedule, num_stages: int, *, tied: Iterable[int] = (), gath
 
 
 def add_transfers(schedule: Schedule, num_stages: int, early: bool = True) -> Schedule:
-    """Add SEND right after the computation that makes a tensor, and RECV early enough (see the note above) before its use.
+    """Add SEND right after the computation that makes a tensor, and RECV early enough (see the note above)
+    before its use.
 
-    early=False posts receives right before their use, to see what goes wrong then.
+    early=False posts receives right before their use; tests show the deadlocks that follow.
 
-    Stages that are neighbours on one rank exchange nothing. Receives of one channel (source, destination, kind) are posted
-    in the order in which the peer sends, so in-order channels never mix up messages, whatever the schedule.
+    Stages that are neighbours on one rank exchange nothing. Receives of one channel (source, destination,
+    kind) are posted in the order in which the peer sends, so in-order channels never confuse messages under
+    any schedule.
     """
     home = stage_ranks(schedule)
     if sorted(home) != list(range(num_stages)):
         raise ScheduleError(f"the schedule computes stages {sorted(home)}, not the {num_stages} stages 0 to "
-                            f"{num_stages - 1}: each stage feeds the next. Pass num_stages={len(home)}, or complete it.")
+                            f"{num_stages - 1}. Pass num_stages={len(home)}, or complete the schedule.")
     sends: list[dict[Instruction, Instruction]] = [{} for _ in schedule]
     channels: list[dict[tuple[int, Op], list[Instruction]]] = [defaultdict(list) for _ in schedule]
     for rank, program in enumerate(schedule):
@@ -79,7 +84,9 @@ def add_transfers(schedule: Schedule, num_stages: int, early: bool = True) -> Sc
 
 
 def _latest_posts(schedule: Schedule, channels) -> list[dict[Instruction, int]]:
-    """For each rank: receive → number of the computation before which it has to be posted, see the note on top."""
+    """For each rank: receive → number of the computation before which it must be posted (see the note at the
+    top).
+    """
     starts, ends = run_clocks(schedule)
     made = {i: end for program, its_ends in zip(schedule, ends) for i, end in zip(program, its_ends)}
     maker = {Op.RECV_ACT: lambda r: made[Instruction(Op.F, r.stage - 1, r.microbatch)],
@@ -90,10 +97,11 @@ def _latest_posts(schedule: Schedule, channels) -> list[dict[Instruction, int]]:
 
 
 def add_ties(schedule: Schedule, stages: Iterable[int]) -> Schedule:
-    """Add TIE for each of `stages`, the stages that hold a copy of a tied parameter, at the end of their programs.
+    """Add TIE for each of `stages`, the stages that hold a copy of a tied parameter, at the end of their
+    programs.
 
-    At the very end, not right after the stage's own last backward: TIE waits for the other holders, and with several
-    chunks per rank those may wait for a backward that this rank has not done yet.
+    They are at the very end, not right after the stage's own last backward: TIE waits for the other holders,
+    and with several chunks per rank those may wait for a backward that comes later on this rank.
     """
     stages, home = sorted(set(stages)), stage_ranks(schedule)
     trained = {i.stage for program in schedule for i in program if i.op in BACKWARD}
@@ -106,38 +114,43 @@ def add_ties(schedule: Schedule, stages: Iterable[int]) -> Schedule:
 
 
 def add_zero(schedule: Schedule, *, gather: bool = False, reduce_each: bool = False) -> Schedule:
-    """Add REDUCE right before the last B or W of each stage: "the next one completes the gradients of this stage".
+    """Add REDUCE right before the last B or W of each stage: "the next one completes the gradients of this
+    stage".
 
-    reduce_each  REDUCE before every B or W: gradients live only as shards, so each micro-batch is reduced by itself
-    gather       pin parameters that live in shards: GATHER before the first computation of each stage, RELEASE after the
-                 last that reads them. Without it, layers come and go one by one, which is no matter of the schedule
+    reduce_each  REDUCE before every B or W: gradients are kept only as shards, so each micro-batch is reduced
+                 alone
+    gather       keep sharded parameters gathered: GATHER before the first computation of each stage, RELEASE
+                 after the last that reads them. Without it, layers are gathered one by one, independently of
+                 the schedule
     """
     reduced = tuple(_with_reduces(program, reduce_each) for program in schedule)
-    return tuple(map(_pinned, reduced)) if gather else reduced
+    return tuple(map(_gathered, reduced)) if gather else reduced
 
 
-def _pinned(program: Program) -> Program:
+def _gathered(program: Program) -> Program:
     readers = [(at, i.stage) for at, i in enumerate(program) if i.op in READS_WEIGHTS]
     last = {stage: at for at, stage in readers}
     first = {stage: at for at, stage in reversed(readers)}
-    pinned: list[Instruction] = []
+    gathered: list[Instruction] = []
     for at, i in enumerate(program):
         if first.get(i.stage) == at:
-            pinned.append(Instruction(Op.GATHER, i.stage))
-        pinned.append(i)
+            gathered.append(Instruction(Op.GATHER, i.stage))
+        gathered.append(i)
         if last.get(i.stage) == at:
-            pinned.append(Instruction(Op.RELEASE, i.stage))
-    return tuple(pinned)
+            gathered.append(Instruction(Op.RELEASE, i.stage))
+    return tuple(gathered)
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """The forwards of a schedule and, where it has been lowered, their transfers, receives posted early again."""
+    """The forwards of a schedule and, where it has been lowered, their transfers, receives posted early
+    again.
+    """
     return tuple(_forward_program(program) for program in schedule)
 
 
 def _forward_program(program: Program) -> Program:
     forward = tuple(i for i in program if i.op is Op.F)
-    posts: dict[Instruction, int] = {}                  # no later among the forwards than they were among all computations
+    posts: dict[Instruction, int] = {}                  # no later among the forwards than among all computations
     number = 0
     for i in program:
         number += i.op is Op.F
@@ -145,15 +158,16 @@ def _forward_program(program: Program) -> Program:
             posts[i] = number
     sends = {i._replace(op=Op.F): i for i in program if i.op is Op.SEND_ACT}
     placed = _place(forward, [list(posts)], sends, posts, early=True)
-    return _pinned(placed) if any(i.op is Op.GATHER for i in program) else placed
+    return _gathered(placed) if any(i.op is Op.GATHER for i in program) else placed
 
 
 def _place(program: Program, channels: Collection[Sequence[Instruction]], sends: Mapping[Instruction, Instruction],
            latest: Mapping[Instruction, int], early: bool) -> Program:
-    """`program` with `sends` after their computations, and with the receives of each channel posted in channel order.
+    """`program` with `sends` after their computations, and with the receives of each channel posted in
+    channel order.
 
-    A receive is posted right before its use; if early, one computation before, or before computation number latest[receive],
-    whichever comes first, and before the send that precedes that computation.
+    A receive is posted right before its use; if early, one computation before, or before computation number
+    latest[receive], whichever comes first, and before the send that precedes that computation.
     """
     computations = [i for i in program if i.op in COMPUTE]
     use = {Instruction(CONSUMED_BY[i.op], i.stage, i.microbatch): at
@@ -179,8 +193,8 @@ def _check_used(receives: Sequence[Instruction], use: Mapping[Instruction, int])
     for r in receives:
         if r not in use:
             consumers = "F" if r.op is Op.RECV_ACT else "B or I"
-            raise ScheduleError(f"{r} would arrive on a rank that never computes {consumers} of micro-batch {r.microbatch} "
-                                f"at stage {r.stage}: each micro-batch passes every stage once. Complete the schedule.")
+            raise ScheduleError(f"{r} arrives on a rank that never computes {consumers} of micro-batch {r.microbatch} at "
+                                f"stage {r.stage}. Complete the schedule: each micro-batch passes every stage once.")
 
 
 def _with_reduces(program: Program, reduce_each: bool) -> Program:

@@ -1,7 +1,8 @@
 """Schedules as text and as pictures: SVG written by hand, PNG by matplotlib.
 
-A picture is a list of panels, one below the other, to one scale of time, for the comparison of a plan and a measurement.
-`layout` turns panels into boxes and labels with coordinates (a pure value); the two writers only write them.
+A picture is a list of panels, one below the other, to one scale of time, for the comparison of a plan and a
+measurement. `layout` turns panels into boxes and labels with coordinates (a pure value); the two writers only
+write them.
 """
 
 from dataclasses import dataclass
@@ -21,7 +22,8 @@ SMALL, LETTER = 11, 6.6                                                         
 
 
 def draw(schedule: Schedule | Simulation, unit: float | None = None) -> str:
-    """The schedule as text, one line per rank, one column per `unit` of time (default: the shortest computation).
+    """The schedule as text, one line per rank, one column per `unit` of time (default: the shortest
+    computation).
 
         rank 0 | F0 F1 .. .. B0 -- .. B1 --
         rank 1 | .. F0 B0 -- F1 B1 --               "--" continues, ".." is idle, F0' is of the rank's second stage
@@ -40,13 +42,15 @@ def draw(schedule: Schedule | Simulation, unit: float | None = None) -> str:
 
 @dataclass(frozen=True)
 class Panel:
+    """A schedule with its times, below a title."""
+
     title: str
     timeline: Simulation
 
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangle with a word in its middle; the tip is what a browser shows under the pointer."""
+    """A rectangle with text in its middle; a browser shows the tip under the pointer."""
 
     x: float
     y: float
@@ -60,7 +64,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Label:
-    """Text; anchor is where x is: "start", "middle" or "end"."""
+    """Text; x is at its anchor: "start", "middle" or "end"."""
 
     x: float
     y: float
@@ -73,6 +77,8 @@ class Label:
 
 @dataclass(frozen=True)
 class Picture:
+    """Boxes and labels, in pixels from the top left."""
+
     width: float
     height: float
     boxes: tuple[Box, ...]
@@ -80,7 +86,10 @@ class Picture:
 
 
 def layout(panels: list[Panel], width: int = 1100) -> Picture:
-    """Places of everything, in pixels from the top left. Boxes too narrow for their number go without."""
+    """Coordinates of all boxes and labels, in pixels from the top left.
+
+    Boxes too narrow for their number omit it.
+    """
     span = max((panel.timeline.span for panel in panels), default=0) or 1
     scale = (width - LEFT - RIGHT) / span
     boxes: list[Box] = []
@@ -129,7 +138,7 @@ def save_png(panels: list[Panel], path: Path, width: int = 1100, dots: float = 2
     from matplotlib import pyplot as plt
     from matplotlib.patches import Rectangle
 
-    picture, points = layout(panels, width), 0.75                          # of a pixel at 96 to the inch
+    picture, points = layout(panels, width), 0.75                          # points per pixel, at 96 pixels per inch
     figure = plt.figure(figsize=(picture.width / 96, picture.height / 96), dpi=96 * dots)
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set(xlim=(0, picture.width), ylim=(picture.height, 0))
@@ -148,7 +157,7 @@ def save_png(panels: list[Panel], path: Path, width: int = 1100, dots: float = 2
 
 
 def _rows(timeline: Simulation, y: float, scale: float, boxes: list[Box], labels: list[Label]) -> float:
-    """One row per rank, with its peak of live activations behind it; returns where the next thing goes."""
+    """One row per rank, with its peak of live activations behind it; returns the y below."""
     labels.append(Label(LEFT + timeline.span * scale + 8, y - 5, "peak alive", ink=FAINT, size=10))
     for rank, (program, starts, ends) in enumerate(zip(timeline.schedule, timeline.starts, timeline.ends)):
         labels.append(Label(LEFT - 8, y + ROW / 2 + 4, f"rank {rank}", anchor="end"))

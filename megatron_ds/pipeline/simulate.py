@@ -1,23 +1,23 @@
 """Simulation of a schedule: whether it is legal, how long a step takes, what stays alive.
 
-`run_clocks` computes when each instruction of each rank starts and ends. An instruction starts when its rank has finished
-the previous one and the instructions that it depends on have ended; they follow from its name:
+`run_clocks` computes when each instruction of each rank starts and ends. An instruction starts when its rank
+has finished the previous one and the instructions that it depends on have ended; they follow from its name:
 
     F s     activation of stage s - 1                     W s     I s
     B s     F s, gradient from stage s + 1                SEND    the computation that makes the tensor (rendezvous: and the
     I s     the same                                              peer's receive)
     TIE     all ranks that have one have reached their first
 
-An activation or gradient from another rank is available when its receive is posted and its send has arrived, in a schedule
-with transfers; in a schedule without, when it is computed. If no rank can proceed, the schedule deadlocks, and the error
-names the instruction that each rank waits for. Two kinds of sends are simulated:
+An activation or gradient from another rank is available when its receive is posted and its send has arrived,
+in a schedule with transfers; in a schedule without, when it is computed. If no rank can proceed, the schedule
+deadlocks, and the error names the instruction that each rank waits for. Two kinds of sends are simulated:
 
     buffered     a send never waits (our channels)
-    rendezvous   a send waits until the peer has posted the receive, as blocking sends of large messages do; a schedule
-                 that passes this test does not depend on buffering in the transport
+    rendezvous   a send waits until the peer has posted the receive, as blocking sends of large messages do; a
+                 schedule that passes this test does not depend on buffering in the transport
 
-Half a million instructions take a second: instructions are numbered, and a blocked rank is looked at again only when the
-instruction that it waits for has ended.
+Half a million instructions take a second: instructions are numbered, and a blocked rank is looked at again
+only when the instruction that it waits for has ended.
 """
 
 from collections import defaultdict
@@ -32,7 +32,7 @@ from .validate import check_complete, check_marks, check_transfers
 Cost = Callable[[Instruction], float]
 Times = list[list[float]]                          # rank → its instructions' times
 UNIT_COSTS = {Op.F: 1, Op.B: 2, Op.I: 1, Op.W: 1}
-NUMBERED = (Op.F, Op.B, Op.I, Op.W, Op.SEND_ACT, Op.RECV_ACT, Op.SEND_GRAD, Op.RECV_GRAD)     # what others may wait for
+NUMBERED = (Op.F, Op.B, Op.I, Op.W, Op.SEND_ACT, Op.RECV_ACT, Op.SEND_GRAD, Op.RECV_GRAD)     # others may wait for these
 
 
 def unit_cost(instruction: Instruction) -> float:
@@ -55,13 +55,13 @@ class Simulation:
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """Time each rank spends computing."""
+        """Computing time of each rank."""
         return tuple(sum(end - start for i, start, end in zip(*rank) if i.op in COMPUTE)
                      for rank in zip(self.schedule, self.starts, self.ends))
 
     @property
     def bubble(self) -> float:
-        """The share of the ranks' time that is not spent computing."""
+        """Fraction of the ranks' time without computation."""
         whole = len(self.schedule) * self.span
         return 1 - sum(self.busy) / whole if whole else 0.0
 
@@ -76,17 +76,20 @@ class Simulation:
 
     @property
     def rank_bubble(self) -> float:
-        """The share of the longest of `rank_spans` that exceeds the most work of a rank.
+        """Fraction of the longest of `rank_spans` that exceeds the computing time of the busiest rank.
 
-        This is the bubble rate of Qi et al. 2024, tables 5 and 6. It does not count that a late rank starts later than the
-        first, which costs nothing only if ranks go into the next step as they finish this one; `bubble` does.
+        This is the bubble rate of Qi et al. 2024, tables 5 and 6. It leaves out that a late rank starts later
+        than the first, which costs nothing only if ranks begin the next step as they finish this one;
+        `bubble` counts it.
         """
         longest = max(self.rank_spans, default=0)
         return 1 - max(self.busy) / longest if longest else 0.0
 
     @cached_property
     def peak_live(self) -> tuple[int, ...]:
-        """Per rank, the most activations (one micro-batch of one stage each) alive at once: F until its B or W."""
+        """Per rank, the most activations (one micro-batch of one stage each) alive at once: F until its B or
+        W.
+        """
         trained = {(i.stage, i.microbatch) for program in self.schedule for i in program if i.op in (Op.B, Op.W)}
         grows = lambda i: i.op is Op.F and (i.stage, i.microbatch) in trained
         return tuple(_peak(program, grows, lambda i: i.op in (Op.B, Op.W)) for program in self.schedule)
@@ -103,7 +106,7 @@ def check(schedule: Schedule, num_stages: int, num_microbatches: int, *, forward
           rendezvous: bool = True) -> Simulation:
     """Raise ScheduleError unless the schedule is legal; returns its simulation with buffered sends.
 
-    rendezvous=False admits a schedule that needs sends which do not wait for the peer.
+    rendezvous=False accepts a schedule that needs sends that do not wait for the peer.
     """
     check_complete(schedule, num_stages, num_microbatches, forward_only)
     simulation = simulate(schedule)
@@ -113,13 +116,14 @@ def check(schedule: Schedule, num_stages: int, num_microbatches: int, *, forward
 
 
 def simulate(schedule: Schedule, cost: Cost = unit_cost, sends: str = "buffered") -> Simulation:
-    """Run the clocks. Raises ScheduleError for a dependency that is never met, a deadlock, or unmatched transfers.
+    """Run the clocks. Raises ScheduleError for a dependency that is never met, a deadlock, or unmatched
+    transfers.
 
-    cost    how long an instruction takes; for a SEND, how long the tensor is under way (the sender does not wait)
+    cost    time of an instruction; for a SEND, of the transfer (the sender does not wait)
     sends   "buffered" or "rendezvous"
     """
     if sends not in ("buffered", "rendezvous"):
-        raise ScheduleError(f"sends={sends!r} is not a kind of send. Valid: 'buffered', 'rendezvous'.")
+        raise ScheduleError(f"sends={sends!r} is unknown. Valid: 'buffered', 'rendezvous'.")
     num_stages = 1 + max((i.stage for program in schedule for i in program), default=-1)
     check_transfers(schedule, num_stages)
     check_marks(schedule)
@@ -128,7 +132,7 @@ def simulate(schedule: Schedule, cost: Cost = unit_cost, sends: str = "buffered"
 
 
 def _peak(program, grows: Callable[[Instruction], bool], shrinks: Callable[[Instruction], bool]) -> int:
-    """The most that is there at once; an instruction that shrinks the count does so at its end."""
+    """The highest count; an instruction that shrinks the count does so at its end."""
     live = peak = 0
     for i in program:
         live += grows(i)
@@ -138,17 +142,19 @@ def _peak(program, grows: Callable[[Instruction], bool], shrinks: Callable[[Inst
 
 
 def run_clocks(schedule: Schedule, cost: Cost = unit_cost, rendezvous: bool = False) -> tuple[Times, Times]:
-    """(starts, ends) of each rank's instructions. Raises ScheduleError for a deadlock or a need that nothing meets.
+    """(starts, ends) of each rank's instructions. Raises ScheduleError for a deadlock or an unmet dependency.
 
-    cost    how long an instruction takes; for a SEND, how long the tensor is under way (the sender does not wait)
+    cost    time of an instruction; for a SEND, of the transfer (the sender does not wait)
     """
+    # Number the instructions and their dependencies.
     numbers = _Numbers(schedule)
     needs = [[numbers.needs(i, rendezvous) for i in program] for program in schedule]
     starts: Times = [[] for _ in schedule]
     ends: Times = [[] for _ in schedule]
-    done: list[float | None] = [None] * numbers.count          # of a send: when the tensor has arrived
-    meeting = _Meeting(schedule)
-    waiting: dict[int, list[int]] = defaultdict(list)          # number of an instruction → ranks that stand before its use
+    done: list[float | None] = [None] * numbers.count          # number → end; of a send: arrival
+    barrier = _TieBarrier(schedule)
+    waiting: dict[int, list[int]] = defaultdict(list)          # number → ranks that wait for it
+    # Run each rank until it is blocked; continue it when the instruction that it waits for has ended.
     ready = list(range(len(schedule)))
     while ready:
         rank = ready.pop()
@@ -167,12 +173,12 @@ def run_clocks(schedule: Schedule, cost: Cost = unit_cost, rendezvous: bool = Fa
                 waiting[missing].append(rank)
                 break
             i = program[at]
-            if i.op is Op.TIE and not meeting.is_open:
-                ready += meeting.arrive(rank, clock)
-                if not meeting.is_open:
+            if i.op is Op.TIE and not barrier.is_open:
+                ready += barrier.arrive(rank, clock)
+                if not barrier.is_open:
                     break
             if i.op is Op.TIE:
-                clock = max(clock, meeting.time)
+                clock = max(clock, barrier.time)
             its_starts.append(clock)
             end = clock + cost(i)
             if i.op is not Op.SEND_ACT and i.op is not Op.SEND_GRAD:
@@ -188,7 +194,7 @@ def run_clocks(schedule: Schedule, cost: Cost = unit_cost, rendezvous: bool = Fa
 
 
 class _Numbers:
-    """Instruction ↔ number, and the numbers of what an instruction needs."""
+    """Instruction ↔ number, and the numbers of the instructions that it depends on."""
 
     def __init__(self, schedule: Schedule):
         self.stages = 1 + max((i.stage for program in schedule for i in program), default=-1)
@@ -231,7 +237,9 @@ class _Numbers:
         return (forward, *self._arrival(Op.RECV_GRAD, Op.SEND_GRAD, here, here + m, self._backward(here + m)))
 
     def _arrival(self, receive: Op, send: Op, here: int, there: int, makers: int) -> tuple[int, ...]:
-        """What brings a tensor from the neighbour: receive and send; or, where there is no receive, what makes it."""
+        """Numbers that deliver the tensor of a neighbour: receive and send; without a receive, its
+        computation.
+        """
         posted = self.base[receive] + here
         return (posted, self.base[send] + there) if self.present[posted] else (makers + there,)
 
@@ -240,8 +248,8 @@ class _Numbers:
         return self.base[Op.I] if self.present[self.base[Op.I] + place] else self.base[Op.B]
 
 
-class _Meeting:
-    """Everybody meets in TIE: nobody goes on before all that have one stand at their first."""
+class _TieBarrier:
+    """A barrier at TIE: a rank proceeds when all ranks that have one have reached their first."""
 
     def __init__(self, schedule: Schedule):
         self.missing = {rank for rank, program in enumerate(schedule) if any(i.op is Op.TIE for i in program)}
@@ -253,7 +261,7 @@ class _Meeting:
         return not self.missing
 
     def arrive(self, rank: int, clock: float) -> list[int]:
-        """The ranks that may go on now, other than this one."""
+        """The other ranks that may proceed now."""
         self.missing.discard(rank)
         self.time = max(self.time, clock)
         if self.is_open:
@@ -277,7 +285,7 @@ def _check_finished(schedule: Schedule, ends: Times, needs, numbers: _Numbers, d
         what = ", ".join(f"{other} ({_place_of(other, place, rank, at)})" for other in missing)
         stuck.append(f"rank {rank} is at instruction {at} of {len(schedule[rank])}, {schedule[rank][at]}, "
                      f"and waits for {what}")
-    advice = ("Post receives before the sends that precede their use (add_transfers does unless told not to), or use "
+    advice = ("Post receives before the sends that precede their use, as add_transfers does by default, or use "
               "sends that do not block." if rendezvous else
               "In a valid order F of a stage comes after F of the previous stage, and B after F of its own stage and "
               "after B of the next stage.")

@@ -1,6 +1,7 @@
-"""Where a list of layers is cut into stages: by cost, or as the user says.
+"""Assignment of a list of layers to stages, by cost or by an explicit layout.
 
-A cut is a tuple of bounds: stage s holds layers bounds[s] to bounds[s + 1] - 1 of the model's list of named layers.
+The result is a tuple of bounds: stage s holds layers bounds[s] to bounds[s + 1] - 1 of the model's list of
+named layers.
 """
 
 import math
@@ -11,34 +12,35 @@ from itertools import accumulate
 from ..errors import ConfigError, LayoutError
 
 Bounds = tuple[int, ...]
-MOST_REPEATS = 10_000          # of one "*n" in a layout; more is a slip of the finger
+MOST_REPEATS = 10_000          # of one "*n" in a layout
 
 
 def partition(costs: Sequence[float], stages: int) -> Bounds:
-    """The cut whose most expensive stage is as cheap as can be; exact, each stage holds at least one layer.
+    """The bounds that minimize the cost of the costliest stage; exact, with at least one layer on each stage.
 
-    Among several such cuts, the one that is most even (least sum of squares); among those, the one with the fewest layers
-    on the early stages, which keep the most micro-batches alive.
+    Among several such cuts, the most even one (least sum of squares); among those, the one with the fewest
+    layers on the early stages, which keep the most micro-batches alive.
     """
     n = len(costs)
     if not 1 <= stages <= n:
         raise LayoutError(f"{n} layers cannot be cut into {stages} pipeline stages: each stage holds at least one layer. "
                           f"Use a pipeline size times chunks of 1 to {n}, or more layers.")
     if bad := [c for c in costs if not 0 <= c < math.inf]:
-        raise LayoutError(f"a layer cannot cost {bad[0]}: costs are summed and compared. Use finite numbers from 0 up.")
+        raise LayoutError(f"a layer has cost {bad[0]}. Costs are summed and compared: use finite numbers from 0 up.")
     prefix = [0, *accumulate(_as_integers(costs))]
     limit = _least_maximum(prefix, stages)
     return _most_even(prefix, stages, limit)
 
 
 def parse_layout(text: str, kinds: Sequence[str], stages: int) -> Bounds:
-    """Bounds from what the user wrote.
+    """Bounds of an explicit layout.
 
-    kinds   of the model's layers in order: "block" for a decoder layer, anything else before the blocks (embedding) or
-            behind them (final norm, head)
-    text    either decoder layers per stage, "3,2,3": layers before the blocks go to the first stage, those behind to the
-            last. Or one letter a layer and "|" between stages, "Et*3|(tt|)*2t*3L": E embedding, t decoder layer, L norm
-            and head; "*n" repeats, parentheses group, commas and blanks are ignored; E and L may be left out.
+    kinds   of the model's layers in order: "block" for a decoder layer, anything else before the blocks
+            (embedding) or behind them (final norm, head)
+    text    either decoder layers per stage, "3,2,3": layers before the blocks go to the first stage, those
+            behind to the last. Or one letter a layer and "|" between stages, "Et*3|(tt|)*2t*3L": E embedding,
+            t decoder layer, L norm and head; "*n" repeats, parentheses group, commas and blanks are ignored;
+            E and L may be omitted.
     """
     blocks = [at for at, kind in enumerate(kinds) if kind == "block"]
     before, behind = (blocks[0], len(kinds) - blocks[-1] - 1) if blocks else (len(kinds), 0)
@@ -51,7 +53,7 @@ def parse_layout(text: str, kinds: Sequence[str], stages: int) -> Bounds:
 
 
 def count_stages(text: str) -> int:
-    """How many stages a layout names."""
+    """Number of stages of a layout."""
     return 1 + (text.count(",") if _is_counts(text) else _expand(text).count("|"))
 
 
@@ -60,7 +62,7 @@ def _is_counts(text: str) -> bool:
 
 
 def _parts(text: str, num_blocks: int, stages: int) -> list[str]:
-    """The layout written out, one string of E, t and L per stage, checked."""
+    """The layout with repetitions expanded and validated, one string of E, t and L per stage."""
     if _is_counts(text):
         counts = [int(word) for word in text.split(",")]
         _check_counts(text, len(counts), sum(counts), num_blocks, stages)
@@ -85,14 +87,15 @@ def _check_counts(text: str, num_parts: int, num_named: int, num_blocks: int, st
 
 
 def _as_integers(costs: Sequence[float]) -> list[int]:
-    """The same costs in a unit in which all are whole, so that sums are exact and equal cuts compare as equal."""
+    """The costs as multiples of one unit, so that sums are exact and equal cuts compare as equal."""
     ratios = [c.as_integer_ratio() for c in costs]
     unit = math.lcm(*(denominator for _, denominator in ratios))
     return [numerator * (unit // denominator) for numerator, denominator in ratios]
 
 
 def _least_maximum(prefix: Sequence[int], stages: int) -> int:
-    """The optimum is the cost of some run of layers: bisect over those, trying each greedily."""
+    """Bisection over the costs of all runs of layers, one of which is the optimum; each is tested greedily.
+    """
     n = len(prefix) - 1
     candidates = sorted({prefix[j] - prefix[i] for i in range(n) for j in range(i + 1, n + 1)})
     low, high = 0, len(candidates) - 1
@@ -106,7 +109,7 @@ def _least_maximum(prefix: Sequence[int], stages: int) -> int:
 
 
 def _fits(prefix: Sequence[int], stages: int, limit: int) -> bool:
-    """Whether `stages` stages of at most `limit` suffice. Fewer are as good: cutting a stage makes none dearer."""
+    """Whether `stages` stages of at most `limit` suffice. Fewer do too: dividing a stage raises no cost."""
     used, start = 1, 0
     for at in range(1, len(prefix)):
         if prefix[at] - prefix[at - 1] > limit:
@@ -117,7 +120,10 @@ def _fits(prefix: Sequence[int], stages: int, limit: int) -> bool:
 
 
 def _most_even(prefix: Sequence[int], stages: int, limit: int) -> Bounds:
-    """Dynamic programme from the back: least[i] = (sum of squares, end of the first stage) for layers i.. in s stages."""
+    """Dynamic programming from the back: least[i] = (sum of squares, end of the first stage) for layers i..
+
+    in s stages.
+    """
     n = len(prefix) - 1
     least: list[tuple[float, int]] = [(math.inf, n)] * n + [(0, n)]
     ends = []

@@ -1,14 +1,16 @@
-"""`Timeline`: when the instructions of a rank ran; and timelines as files, in the JSON format of Chrome's trace viewer.
+"""`Timeline`: when the instructions of a rank ran; and timelines as files, in the JSON format of Chrome's
+trace viewer.
 
     {"traceEvents": [{"name": "F3@1", "cat": "F", "ph": "X", "ts": 12.5, "dur": 4.0, "pid": 1, "tid": 0,
                       "args": {"op": "F", "stage": 1, "microbatch": 3}}, …]}
 
-Open the files in chrome://tracing or https://ui.perfetto.dev. One event per instruction: pid is the pipeline rank, ts and dur
-are microseconds; tid 0 holds computations, 1 transfers, 2 reductions and gathers. Planned and measured timelines have the same
-format, so they can be compared. Ranks may write one file each.
+Open the files in chrome://tracing or https://ui.perfetto.dev. One event per instruction: pid is the pipeline
+rank, ts and dur are microseconds; tid 0 holds computations, 1 transfers, 2 reductions and gathers. Planned
+and measured timelines have the same format, so they can be compared. Ranks may write one file each.
 
-Measured times are seconds since 1970, comparable between the ranks of one machine, and of machines with synchronised clocks.
-On GPUs they are events on the stream: they show when the device worked, and the host waits for them only in `read`.
+Measured times are seconds since 1970, comparable between the ranks of one machine, and of machines with
+synchronised clocks. On GPUs they are events on the stream: they show when the device worked, and the host
+waits for them only in `read`.
 """
 
 import json
@@ -76,32 +78,35 @@ def write_trace(path: Path | str, timelines: Mapping[int, Sequence[Entry]]) -> N
 
 
 def read_traces(paths: Iterable[Path | str]) -> dict[int, list[Entry]]:
-    """Pipeline rank → its timeline, out of one file or of one for each rank. Raises DataError for what is no such file."""
+    """Pipeline rank → its timeline, from one file, or one for each rank. Raises DataError for other files."""
     timelines: dict[int, list[Entry]] = {}
     for path in paths:
         found = _read(Path(path))
         if twice := sorted(timelines.keys() & found.keys()):
             raise DataError(f"{path} contains pipeline rank {twice[0]}, and so does an earlier file: timelines of several "
-                            "pipelines (data-parallel ranks) cannot be drawn together. Give the files of one pipeline.")
+                            "pipelines (data-parallel ranks) cannot be combined. Use the files of one pipeline.")
         timelines |= found
     return timelines
 
 
 def steps_of(timelines: Mapping[int, Sequence[Entry]]) -> list[dict[int, list[Entry]]]:
-    """A recording of several steps, step by step: a step ends where a rank begins a computation that it has already done."""
+    """A recording of several steps, step by step: a step ends where a rank repeats a computation."""
     per_rank = {rank: _split(entries) for rank, entries in timelines.items()}
     number = min((len(steps) for steps in per_rank.values()), default=0)
     return [{rank: steps[n] for rank, steps in per_rank.items()} for n in range(number)]
 
 
 def timelines_of(simulation: Simulation, unit: float = 1.0) -> dict[int, list[Entry]]:
-    """A simulation as timelines; `unit` is how many seconds its unit of time takes."""
+    """A simulation as timelines; unit: seconds of its unit of time."""
     ranks = zip(simulation.schedule, simulation.starts, simulation.ends)
     return {rank: [(i, start * unit, end * unit) for i, start, end in zip(*its)] for rank, its in enumerate(ranks)}
 
 
 def as_simulation(timelines: Mapping[int, Sequence[Entry]]) -> Simulation:
-    """Timelines as a `Simulation`, which knows bubble and live activations and can be drawn. Time is 0 at the first start."""
+    """Timelines as a `Simulation`, for its bubble, its live activations and pictures.
+
+    Time is 0 at the first start.
+    """
     begin = min((start for entries in timelines.values() for _, start, _ in entries), default=0.0)
     ranks = [timelines[rank] for rank in sorted(timelines)]
     return Simulation(tuple(tuple(i for i, _, _ in entries) for entries in ranks),
@@ -110,8 +115,10 @@ def as_simulation(timelines: Mapping[int, Sequence[Entry]]) -> Simulation:
 
 
 def typical_cost(timelines: Mapping[int, Sequence[Entry]]) -> Cost:
-    """A cost function for the simulator: what a computation took at its stage, the median over micro-batches. Transfers and
-    operations that were not recorded take nothing; B and I + W stand in for one another."""
+    """A cost function for the simulator: the median time of a computation at its stage, over micro-batches.
+
+    Transfers and operations that were not recorded take no time; B and I + W are derived from one another.
+    """
     took = defaultdict(list)
     for entries in timelines.values():
         for i, start, end in entries:

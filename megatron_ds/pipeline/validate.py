@@ -1,6 +1,7 @@
-"""What can be told of a schedule without running time: everything is there, once, on one rank, in matching channels.
+"""Checks of a schedule that need no clock: each computation is present once, on one rank, with matching
+transfers.
 
-What needs time (dependencies, deadlock) is in `simulate.py`.
+`simulate.py` checks dependencies and deadlocks.
 """
 
 from collections import Counter, defaultdict
@@ -12,8 +13,8 @@ from .instruction import BACKWARD, COMPUTE, RECEIVES, SENDS, Instruction, Op, Sc
 Channel = tuple[int, int, str]                     # (source rank, destination rank, "act" | "grad")
 ABOUT_ONE_MICROBATCH = COMPUTE | SENDS | RECEIVES
 KIND = {Op.SEND_ACT: "act", Op.RECV_ACT: "act", Op.SEND_GRAD: "grad", Op.RECV_GRAD: "grad"}
-MAKES = {Op.F: ("act", 1), Op.B: ("grad", -1), Op.I: ("grad", -1)}        # what a computation makes for whom, in stages away
-SHOWN = 6                                          # instructions named in a message; the rest is counted
+MAKES = {Op.F: ("act", 1), Op.B: ("grad", -1), Op.I: ("grad", -1)}        # computation → (kind of its message, stage distance)
+SHOWN = 6                                          # instructions named in an error message; the others are counted
 
 
 def check_complete(schedule: Schedule, num_stages: int, num_microbatches: int, forward_only: bool) -> None:
@@ -23,12 +24,12 @@ def check_complete(schedule: Schedule, num_stages: int, num_microbatches: int, f
             _check_numbers(i, num_stages, num_microbatches)
     stage_ranks(schedule)
     counts = Counter(i for program in schedule for i in program if i.op in ABOUT_ONE_MICROBATCH)
-    _complain("appears more than once, but a micro-batch passes a stage once", (i for i, n in counts.items() if n > 1))
+    _reject("appears more than once, but a micro-batch passes a stage once", (i for i, n in counts.items() if n > 1))
     pairs = [(s, k) for s in range(num_stages) for k in range(num_microbatches)]
-    _complain("is missing, so its micro-batch would not pass this stage",
+    _reject("is missing, so its micro-batch would not pass this stage",
               (Instruction(Op.F, s, k) for s, k in pairs if (Op.F, s, k) not in counts))
     if forward_only:
-        _complain("has no place in a forward-only schedule", (i for i in counts if i.op in BACKWARD))
+        _reject("is a backward, but the schedule is forward-only", (i for i in counts if i.op in BACKWARD))
         return
     for s, k in pairs:
         whole, halves = (Op.B, s, k) in counts, ((Op.I, s, k) in counts) + ((Op.W, s, k) in counts)
@@ -39,7 +40,9 @@ def check_complete(schedule: Schedule, num_stages: int, num_microbatches: int, f
 
 
 def check_transfers(schedule: Schedule, num_stages: int) -> None:
-    """Sends and receives, if there are any, are exactly those that are needed, and each channel is in one order."""
+    """Sends and receives, if there are any, are exactly those that are needed, and each channel is in one
+    order.
+    """
     sent, received = _channels(schedule, SENDS, num_stages), _channels(schedule, RECEIVES, num_stages)
     if not sent and not received:
         return
@@ -84,7 +87,7 @@ def _check_numbers(i: Instruction, num_stages: int, num_microbatches: int) -> No
 
 
 def _needed(schedule: Schedule, num_stages: int) -> dict[Channel, set[tuple[int, int]]]:
-    """Messages that the computations call for, as (stage that consumes it, micro-batch)."""
+    """Messages that the computations require, as (stage that consumes it, micro-batch)."""
     home, needed = stage_ranks(schedule), defaultdict(set)
     for rank, program in enumerate(schedule):
         for i in program:
@@ -107,7 +110,7 @@ def _channels(schedule: Schedule, ops: frozenset[Op], num_stages: int) -> dict[C
             forth = 1 if KIND[i.op] == "act" else -1                   # direction in which this kind travels
             peer = i.stage + forth if i.op in SENDS else i.stage - forth
             if not 0 <= peer < num_stages:
-                raise ScheduleError(f"{i} on rank {rank} would communicate with stage {peer}, but there are "
+                raise ScheduleError(f"{i} on rank {rank} communicates with stage {peer}, but there are "
                                     f"{num_stages}: stages 0 to {num_stages - 1}. Remove it.")
             if i.op in SENDS:
                 channels[rank, home[peer], KIND[i.op]].append((peer, i.microbatch))
@@ -116,9 +119,9 @@ def _channels(schedule: Schedule, ops: frozenset[Op], num_stages: int) -> dict[C
     return channels
 
 
-def _complain(what: str, instructions: Iterable[Instruction]) -> None:
-    if guilty := [str(i) for i in instructions]:
-        raise ScheduleError(f"{_some(guilty)}: {what}.")
+def _reject(what: str, instructions: Iterable[Instruction]) -> None:
+    if found := [str(i) for i in instructions]:
+        raise ScheduleError(f"{_some(found)}: {what}.")
 
 
 def _some(things: list) -> str:

@@ -2,9 +2,9 @@
 
     [ loss sum, micro-batches, tokens, votes | sum, count | sum, count | … ]     float64; a pair for each ledger name
 
-A rank knows only the names that its own stages add. Names are therefore exchanged once, at the first step, and agreed in
-the order of the ranks. A rank whose layers add a new name later votes for another exchange in the same all-reduce, so no
-step waits for a message of its own.
+A rank knows only the names that its own stages add. Names are therefore exchanged once, at the first step,
+and agreed in the order of the ranks. A rank whose layers add a new name later votes for another exchange in
+the same all-reduce, so no step waits for a message of its own.
 """
 
 import math
@@ -66,9 +66,10 @@ class StepMetrics:
     def reduce(self, losses: Sequence[Loss], entries: Sequence[Entry], stop: bool = False) -> StepReport:
         """Collective over the world.
 
-        losses: of the local micro-batches; empty on ranks without the last stage. entries: of the local stages.
-        Sums are in float64, so that the reported loss does not depend, beyond its last bit, on how samples are
-        distributed over ranks. Raises ConfigError, on all ranks, for a name that the log uses itself.
+        losses: of the local micro-batches; empty on ranks without the last stage. entries: of the local
+        stages. Sums are in float64, so that the reported loss does not depend, beyond its last bit, on how
+        samples are distributed over ranks. Raises ConfigError, on all ranks, for a name that the log uses
+        itself.
         """
         mine = {(entry.name, entry.weight is not None) for entry in entries}
         if self.names is None:
@@ -85,7 +86,10 @@ class StepMetrics:
         return StepReport(total / max(count, 1), tokens, votes % NEW_NAMES > 0, terms, metrics)
 
     def _exchange(self, mine: set[tuple[str, bool]]) -> None:
-        """Agree on the names of all ranks. Collective over the world; for the first step and for new names."""
+        """Agree on the names of all ranks.
+
+        Collective over the world; for the first step and for new names.
+        """
         agreed = dict(self.names or {})
         for names in all_gather_object(mine, self.mesh.group("world")):
             for name, is_term in sorted(names):
@@ -98,7 +102,10 @@ class StepMetrics:
         self.names = agreed
 
     def _row(self, losses: Sequence[Loss], entries: Sequence[Entry]) -> torch.Tensor:
-        """This rank's sums, on the CPU. Tensor-parallel ranks compute the same, so the first alone reports."""
+        """This rank's sums, on the CPU.
+
+        Tensor-parallel ranks compute the same, so the first alone reports.
+        """
         row = torch.zeros(4 + 2 * len(self.names), dtype=torch.float64)
         if self.mesh.coordinate("tp") != 0:
             return row
@@ -139,7 +146,8 @@ def _mean(total: float, count: float) -> float:
 def stop_reason(requests: Sequence[tuple[str | None, float | None]]) -> str:
     """Why the run stops: "rank 3 received SIGTERM", "time limit of 30 min reached".
 
-    requests: of each rank, the name of the signal that it received and the time limit in minutes, where it has passed
+    requests: of each rank, the name of the signal that it received and the time limit in minutes, where it
+    has passed
     """
     received: dict[str, list[int]] = {}
     for rank, (name, _) in enumerate(requests):

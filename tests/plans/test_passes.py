@@ -154,7 +154,7 @@ def test_forward_only_of_a_lowered_schedule_keeps_the_forwards_and_stays_legal()
 @pytest.mark.parametrize("broken, message", [
     (lambda s: add_transfers(s, 3), r"stages \[0, 1\], not the 3 stages.*num_stages=2"),
     (lambda s: add_transfers((s[0], s[1][1:]), 2), r"B0@1, and waits for F0@1 \(in no program\)"),
-    (lambda s: add_transfers((s[0], s[1][1:]), 2, early=False), "RA0@1 would arrive on a rank that never computes F"),
+    (lambda s: add_transfers((s[0], s[1][1:]), 2, early=False), "RA0@1 arrives on a rank that never computes F"),
     (lambda s: add_ties(s, (0, 5)), r"stage 5 .*Stages with a backward: \[0, 1\]"),
     (lambda s: add_ties(forward_only(s), (0,)), "none .forward only"),
     (lambda s: stage_ranks((s[0], (s[1][0]._replace(stage=0),))), "F0@0 is on pipeline rank 1, but stage 0 is on rank 0"),

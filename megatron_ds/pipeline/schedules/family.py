@@ -19,8 +19,8 @@ class ScheduleFamily:
 
     make     the function that computes an order
     chunks   numbers of model chunks per rank that it supports; None: any
-    peak     most activations (of one micro-batch at one stage) that a rank keeps alive; None: only simulation tells.
-             Tests compare it with the simulator
+    peak     most activations (of one micro-batch at one stage) that a rank keeps alive; None: only simulation
+             tells. Tests compare it with the simulator
     options  keyword arguments that `make` takes, of `costs` (a StageCosts), `memory_limit` and `group_size`
     """
 

@@ -1,31 +1,36 @@
-"""zb-auto and zb-v: orders found by a search for given costs. Qi et al. 2024 (arXiv:2401.10241), sections 3.1 and 6.
+"""zb-auto and zb-v: orders found by a search for given costs. Qi et al. 2024 (arXiv:2401.10241), sections 3.1
+and 6.
 
-Both use one event loop: ranks act in the order of time, and a rank that is free asks a rule for its next computation. The
-rules are ours; as in the paper, an order is built for several settings of a rule, and the best is returned.
+Both use one event loop: ranks act in the order of time, and a rank that is free asks a rule for its next
+computation. The rules are ours; as in the paper, an order is built for several settings of a rule, and the
+best is returned.
 
 zb-auto has one stage per rank. A free rank takes the first of these that holds:
 
     I    its gradient has arrived
-    F    its activation has arrived, memory admits another, and a gradient whose arrival is known would wait for at most
-         `delay` of the length of F; `first_delay` for the first gradient, whose delay adds up over all ranks
+    F    its activation has arrived, memory admits another, and a gradient whose arrival is known would wait
+         for at most `delay` of the length of F; `first_delay` for the first gradient, whose delay adds up
+         over all ranks
     W    one is due, and nothing else arrives within `gap` of its length; so also when memory is full
     wait until the next arrival
 
-Weight halves are delayed as long as memory allows, and fill idle time, mostly at the end. The arrival of a gradient is known
-when the next rank has begun to compute it, and that of the first one from the costs. A micro-batch holds 1 between its F and
-its I, and `weight_share` of that between I and W (M_W / M_B in the paper: what attention saves is not needed for weights).
+Weight halves are delayed as long as memory allows, and fill idle time, mostly at the end. The arrival of a
+gradient is known when the next rank has begun to compute it, and that of the first one from the costs. A
+micro-batch holds 1 between its F and its I, and `weight_share` of that between I and W (M_W / M_B in the
+paper: what attention saves is not needed for weights).
 
 zb-v gives each rank a stage near the start of the model and one near its end, so that gradients return early:
 
     stage s < p is on rank s, stage p + s on rank p - 1 - s: the model goes down the ranks and up again
 
-The loss is on rank 0. Each rank keeps at most 2 p activations of half a rank's model alive, as much as 1F1B keeps on rank 0,
-and hardly waits between its first and its last computation if F = I = W. A free rank takes the first computation that is
-ready in the order: F of its later stage, F of its earlier one, I of its earlier one, I of its later one, W of either. An F
-needs room; the earlier stage leaves room for one F of the later one, which can therefore always proceed. (For equal costs
-this is the best of the 24 orders of these four: up to 16 ranks, with m a multiple of p, it takes at most 6 units more than
-the minimum, p - 1 + 6 m.) For other costs the rule is applied to their times, as it is and with W waiting if something else
-arrives within half its length; the best of these orders and of that for equal costs is returned.
+The loss is on rank 0. Each rank keeps at most 2 p activations of half a rank's model alive, as much as 1F1B
+keeps on rank 0, and hardly waits between its first and its last computation if F = I = W. A free rank takes
+the first computation that is ready in the order: F of its later stage, F of its earlier one, I of its earlier
+one, I of its later one, W of either. An F needs room; the earlier stage leaves room for one F of the later
+one, which can therefore always proceed. (For equal costs this is the best of the 24 orders of these four: up
+to 16 ranks, with m a multiple of p, it takes at most 6 units more than the minimum, p - 1 + 6 m.) For other
+costs the rule is applied to their times, as it is and with W waiting if something else arrives within half
+its length; the best of these orders and of that for equal costs is returned.
 """
 
 from collections.abc import Callable, Sequence
@@ -55,9 +60,11 @@ Rule = Callable[["_Search", int, float], tuple[Choice, float]]     # (search, ra
 @schedule("zb-auto", peak=lambda p, m, v, rank: min(m, p), options=("costs", "memory_limit"))
 def zb_auto(pipeline_size: int, num_microbatches: int, chunks: int = 1, *, costs: StageCosts = EQUAL,
             memory_limit: float | None = None, weight_share: float = 1.0) -> Schedule:
-    """The order with the shortest time of the slowest rank, from its first to its last computation; then the shortest step.
+    """The order with the shortest time of the slowest rank, from its first to its last computation; then the
+    shortest step.
 
-    memory_limit    activations of one micro-batch that a rank may keep; None: pipeline_size, as 1F1B needs on rank 0
+    memory_limit    activations of one micro-batch that a rank may keep; None: pipeline_size, as 1F1B needs on
+                    rank 0
     weight_share    part of an activation that W still needs, from 0 to 1
     """
     p, m = pipeline_size, num_microbatches
@@ -165,7 +172,10 @@ class _Search:
 
 @dataclass(frozen=True)
 class _AutoRule:
-    """The rule of zb-auto at the top, with its knobs. first_gradients: rank → earliest arrival of its first gradient."""
+    """The rule of zb-auto at the top, with its knobs.
+
+    first_gradients: rank → earliest arrival of its first gradient.
+    """
 
     limit: float
     weight_share: float
