@@ -63,7 +63,7 @@ class Ledger:
 
         value: scalar, fp32 or fp64, equal on all tensor-parallel ranks. Where a rank holds a slice (of the
         sequence, of the heads), sum it over the group first with `mpu.regions.reduce_from_region`.
-        count: number of items that value sums, a detached tensor or a number. A micro-batch without any adds 0.
+        count: number of items that value sums, a detached tensor or a number; without any, 0 is added.
         """
         self._append(name, value, count, float(weight))
 
@@ -83,10 +83,13 @@ class Ledger:
     def _append(self, name: str, value: Tensor, count: float | Tensor, weight: float | None) -> None:
         if not self.is_open:
             return
-        # No arithmetic here: a checkpointed layer must save the same tensors when it runs again on a closed ledger.
+        # No arithmetic here: a checkpointed layer must save the same tensors when it runs again on a
+        # closed ledger.
         if value.dim() != 0 or value.dtype not in (torch.float32, torch.float64):
-            raise ValueError(f"ledger entry {name!r} is {list(value.shape)} {value.dtype}: it is summed with others and "
-                             "scaled by the loss scale. Add a scalar in torch.float32, for example values.float().sum().")
+            raise ValueError(
+                f"ledger entry {name!r} is {list(value.shape)} {value.dtype}: it is summed with others and "
+                "scaled by the loss scale. Add a scalar in torch.float32, for example values.float().sum()."
+            )
         self._entries.append(Entry(name, value, count, weight))
 
 

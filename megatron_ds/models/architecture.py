@@ -58,9 +58,11 @@ class Models(Registry[Architecture]):
 
         def checked(architecture: Architecture) -> Architecture:
             if not isinstance(architecture, Architecture):
-                raise TypeError(f"model {name!r} is registered as {architecture!r}, which has no loss and no data kind. "
-                                "Write @language_model below @MODELS.register if it has the loss and data of a GPT; "
-                                "otherwise register an Architecture.")
+                raise TypeError(
+                    f"model {name!r} is registered as {architecture!r}, which has no loss and no data kind. "
+                    "Write @language_model below @MODELS.register if it has the loss and data of a GPT; "
+                    "otherwise register an Architecture."
+                )
             return add(architecture)
 
         return checked

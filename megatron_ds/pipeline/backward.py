@@ -38,7 +38,7 @@ class Root:
     """
 
     def __init__(self, *tensors: Tensor):
-        self._gradients: list[Tensor] = []         # shared with the node; a reference to the root would be a cycle
+        self._gradients: list[Tensor] = []  # shared with the node; a reference to the root would be a cycle
         self.edge: GradientEdge = get_gradient_edge(_Join.apply(self._gradients, *tensors))
 
     def give(self, *gradients: Tensor) -> None:
@@ -72,7 +72,7 @@ class _Attach(Function):
     @staticmethod
     def forward(ctx, gradients: tuple[Tensor, ...], x: Tensor, *terms: Tensor) -> Tensor:
         ctx.gradients = gradients
-        return x.detach()                          # not a view to autograd: the next layer may change it in place
+        return x.detach()  # not a view to autograd: the next layer may change it in place
 
     @staticmethod
     def backward(ctx, dx: Tensor):
@@ -97,7 +97,9 @@ class SplitBackward:
                 holders[p].append(layer)
         self.num_layers, self.parameters = len(modules), list(holders)
         self._layer_of = {p: layers[0] for p, layers in holders.items() if len(layers) == 1}
-        self._completed_with: list[list[nn.Parameter]] = [[] for _ in modules]   # the last layer that backward passes
+        self._completed_with: list[list[nn.Parameter]] = [
+            [] for _ in modules
+        ]  # the last layer that backward passes
         for p, layers in holders.items():
             self._completed_with[layers[0]].append(p)
         self.waiting: dict[int, tuple[list[tuple[nn.Parameter, Begin]], dict[nn.Parameter, Tensor]]] = {}
@@ -130,7 +132,7 @@ class SplitBackward:
         its own.
         """
         queue, gradients = self.waiting.pop(microbatch)
-        queue.reverse()                                     # taken from the end, so that factors are freed one by one
+        queue.reverse()  # taken from the end, so that factors are freed one by one
         layer = self.num_layers - 1
         begun = _begin(queue)
         while begun is not None:
@@ -146,7 +148,9 @@ class SplitBackward:
         for rest in range(layer, -1, -1):
             self._complete(rest, gradients, completed)
 
-    def _complete(self, layer: int, gradients: dict[nn.Parameter, Tensor], completed: Callable[[int], None]) -> None:
+    def _complete(
+        self, layer: int, gradients: dict[nn.Parameter, Tensor], completed: Callable[[int], None]
+    ) -> None:
         mine = [p for p in self._completed_with[layer] if p in gradients]
         if mine:
             # The backward of a leaf accumulates its gradient and runs its hooks.
@@ -154,7 +158,9 @@ class SplitBackward:
         completed(layer)
 
 
-def _begin(queue: list[tuple[nn.Parameter, Begin]]) -> tuple[nn.Parameter, Callable[[], Tensor | None]] | None:
+def _begin(
+    queue: list[tuple[nn.Parameter, Begin]],
+) -> tuple[nn.Parameter, Callable[[], Tensor | None]] | None:
     if not queue:
         return None
     parameter, begin = queue.pop()

@@ -31,14 +31,18 @@ class StageCosts:
             value = getattr(self, field.name)
             values = value if isinstance(value, tuple) else (value,)
             if not values or any(not 0 <= v < float("inf") for v in values):
-                raise ScheduleError(f"{field.name}={value} is not a cost: times are finite and not negative. Use a number "
-                                    "of 0 or more, or a tuple with one for each stage.")
+                raise ScheduleError(
+                    f"{field.name}={value} is not a cost: times are finite and not negative. Use a number "
+                    "of 0 or more, or a tuple with one for each stage."
+                )
             if isinstance(value, tuple):
                 lengths[field.name] = len(value)
         if len(set(lengths.values())) > 1:
             counts = ", ".join(f"{n} stages for {name}" for name, n in lengths.items())
-            raise ScheduleError(f"costs are of {counts}, but a pipeline has one number of stages. Use one number "
-                                "for all stages, or tuples of the same length.")
+            raise ScheduleError(
+                f"costs are of {counts}, but a pipeline has one number of stages. Use one number "
+                "for all stages, or tuples of the same length."
+            )
 
     def of(self, instruction: Instruction) -> float:
         """A cost function for the simulator: instruction → time.
@@ -55,9 +59,17 @@ class StageCosts:
         if not isinstance(value, tuple):
             return value
         if stage >= len(value):
-            raise ScheduleError(f"{kind} has costs of {len(value)} stages, but the schedule computes stage {stage}. "
-                                "Use one for each stage, or one number for all.")
+            raise ScheduleError(
+                f"{kind} has costs of {len(value)} stages, but the schedule computes stage {stage}. "
+                "Use one for each stage, or one number for all."
+            )
         return value[stage]
 
 
-KIND = {Op.F: "forward", Op.I: "input_grad", Op.W: "weight_grad", Op.SEND_ACT: "transfer", Op.SEND_GRAD: "transfer"}
+KIND = {
+    Op.F: "forward",
+    Op.I: "input_grad",
+    Op.W: "weight_grad",
+    Op.SEND_ACT: "transfer",
+    Op.SEND_GRAD: "transfer",
+}

@@ -23,8 +23,8 @@ class Op(StrEnum):
     SEND_GRAD = "SG"
     RECV_GRAD = "RG"
     GATHER = "GATHER"        # gather the stage's sharded parameters        (ZeRO stage 3)
-    RELEASE = "RELEASE"      # free what GATHER has gathered
-    REDUCE = "REDUCE"        # the next backward of the stage completes its gradients: reduce buckets as they fill
+    RELEASE = "RELEASE"  # free what GATHER has gathered
+    REDUCE = "REDUCE"  # the next backward of the stage completes its gradients: reduce buckets as they fill
     TIE = "TIE"              # sum the gradients of parameters that several stages hold
 
     __hash__ = str.__hash__  # Enum's own is a Python function, too slow for half a million look-ups
@@ -51,11 +51,15 @@ Schedule = tuple[Program, ...]      # one program per pipeline rank
 
 COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W})
 BACKWARD = frozenset({Op.B, Op.I, Op.W})
-READS_WEIGHTS = frozenset({Op.F, Op.B, Op.I})              # W needs only the layers' inputs and output gradients
+READS_WEIGHTS = frozenset({Op.F, Op.B, Op.I})  # W needs only the layers' inputs and output gradients
 SENDS = frozenset({Op.SEND_ACT, Op.SEND_GRAD})
 RECEIVES = frozenset({Op.RECV_ACT, Op.RECV_GRAD})
-CONSUMED_BY = {Op.F: Op.RECV_ACT, Op.B: Op.RECV_GRAD, Op.I: Op.RECV_GRAD}     # computation ← receive of its input
-PRODUCED_BY = {Op.F: Op.SEND_ACT, Op.B: Op.SEND_GRAD, Op.I: Op.SEND_GRAD}     # computation → send of its result
+CONSUMED_BY = {
+    Op.F: Op.RECV_ACT,
+    Op.B: Op.RECV_GRAD,
+    Op.I: Op.RECV_GRAD,
+}  # computation ← receive of its input
+PRODUCED_BY = {Op.F: Op.SEND_ACT, Op.B: Op.SEND_GRAD, Op.I: Op.SEND_GRAD}  # computation → send of its result
 
 
 def stage_ranks(schedule: Schedule) -> dict[int, int]:
@@ -64,6 +68,8 @@ def stage_ranks(schedule: Schedule) -> dict[int, int]:
     for rank, program in enumerate(schedule):
         for i in program:
             if i.op in COMPUTE and ranks.setdefault(i.stage, rank) != rank:
-                raise ScheduleError(f"{i} is on pipeline rank {rank}, but stage {i.stage} is on rank {ranks[i.stage]}: "
-                                    f"the activations of a stage stay on its rank. Move it to rank {ranks[i.stage]}.")
+                raise ScheduleError(
+                    f"{i} is on pipeline rank {rank}, but stage {i.stage} is on rank {ranks[i.stage]}: "
+                    f"the activations of a stage stay on its rank. Move it to rank {ranks[i.stage]}."
+                )
     return ranks

@@ -51,7 +51,9 @@ from .simulate import run_clocks
 def lower(schedule: Schedule, num_stages: int, *, tied: Iterable[int] = (), gather: bool = False,
           reduce_each: bool = False) -> Schedule:
     """A schedule ready to be executed: transfers, ties and reductions added."""
-    return add_zero(add_ties(add_transfers(schedule, num_stages), tied), gather=gather, reduce_each=reduce_each)
+    return add_zero(
+        add_ties(add_transfers(schedule, num_stages), tied), gather=gather, reduce_each=reduce_each
+    )
 
 
 def add_transfers(schedule: Schedule, num_stages: int, early: bool = True) -> Schedule:
@@ -92,8 +94,10 @@ def _latest_posts(schedule: Schedule, channels) -> list[dict[Instruction, int]]:
     maker = {Op.RECV_ACT: lambda r: made[Instruction(Op.F, r.stage - 1, r.microbatch)],
              Op.RECV_GRAD: lambda r: made.get(Instruction(Op.I, r.stage + 1, r.microbatch))
              or made[Instruction(Op.B, r.stage + 1, r.microbatch)]}
-    return [{r: bisect_left(starts[rank], maker[r.op](r)) for receives in its_channels.values() for r in receives}
-            for rank, its_channels in enumerate(channels)]
+    return [
+        {r: bisect_left(starts[rank], maker[r.op](r)) for receives in its_channels.values() for r in receives}
+        for rank, its_channels in enumerate(channels)
+    ]
 
 
 def add_ties(schedule: Schedule, stages: Iterable[int]) -> Schedule:
@@ -107,8 +111,10 @@ def add_ties(schedule: Schedule, stages: Iterable[int]) -> Schedule:
     trained = {i.stage for program in schedule for i in program if i.op in BACKWARD}
     for stage in stages:
         if stage not in trained:
-            raise ScheduleError(f"stage {stage} was given as a holder of a tied parameter, but the schedule computes no "
-                                f"backward of it. Stages with a backward: {sorted(trained) or 'none (forward only)'}.")
+            raise ScheduleError(
+                f"stage {stage} was given as a holder of a tied parameter, but the schedule computes no "
+                f"backward of it. Stages with a backward: {sorted(trained) or 'none (forward only)'}."
+            )
     return tuple(program + tuple(Instruction(Op.TIE, s) for s in stages if home[s] == rank)
                  for rank, program in enumerate(schedule))
 
@@ -150,7 +156,7 @@ def forward_only(schedule: Schedule) -> Schedule:
 
 def _forward_program(program: Program) -> Program:
     forward = tuple(i for i in program if i.op is Op.F)
-    posts: dict[Instruction, int] = {}                  # no later among the forwards than among all computations
+    posts: dict[Instruction, int] = {}  # no later among the forwards than among all computations
     number = 0
     for i in program:
         number += i.op is Op.F
@@ -161,8 +167,13 @@ def _forward_program(program: Program) -> Program:
     return _gathered(placed) if any(i.op is Op.GATHER for i in program) else placed
 
 
-def _place(program: Program, channels: Collection[Sequence[Instruction]], sends: Mapping[Instruction, Instruction],
-           latest: Mapping[Instruction, int], early: bool) -> Program:
+def _place(
+    program: Program,
+    channels: Collection[Sequence[Instruction]],
+    sends: Mapping[Instruction, Instruction],
+    latest: Mapping[Instruction, int],
+    early: bool,
+) -> Program:
     """`program` with `sends` after their computations, and with the receives of each channel posted in
     channel order.
 
@@ -172,10 +183,11 @@ def _place(program: Program, channels: Collection[Sequence[Instruction]], sends:
     computations = [i for i in program if i.op in COMPUTE]
     use = {Instruction(CONSUMED_BY[i.op], i.stage, i.microbatch): at
            for at, i in enumerate(computations) if i.op in CONSUMED_BY}
-    posts: dict[int, list[Instruction]] = defaultdict(list)              # number of the computation → posted before it
+    posts: dict[int, list[Instruction]] = defaultdict(list)  # number of the computation → posted before it
     for receives in channels:
         _check_used(receives, use)
-        # A message is posted no later than any message behind it in the channel: a running minimum from the back.
+        # A message is posted no later than any message behind it in the channel: a running minimum from
+        # the back.
         wanted = (min(max(0, use[r] - early), latest.get(r, use[r])) for r in reversed(receives))
         for receive, at in zip(reversed(receives), accumulate(wanted, min)):
             posts[at].append(receive)
@@ -193,14 +205,16 @@ def _check_used(receives: Sequence[Instruction], use: Mapping[Instruction, int])
     for r in receives:
         if r not in use:
             consumers = "F" if r.op is Op.RECV_ACT else "B or I"
-            raise ScheduleError(f"{r} arrives on a rank that never computes {consumers} of micro-batch {r.microbatch} at "
-                                f"stage {r.stage}. Complete the schedule: each micro-batch passes every stage once.")
+            raise ScheduleError(
+                f"{r} arrives on a rank that never computes {consumers} of micro-batch {r.microbatch} at "
+                f"stage {r.stage}. Complete the schedule: each micro-batch passes every stage once."
+            )
 
 
 def _with_reduces(program: Program, reduce_each: bool) -> Program:
     completing = [at for at, i in enumerate(program) if i.op in (Op.B, Op.W)]
     if not reduce_each:
-        completing = {program[at].stage: at for at in completing}.values()        # the last of each stage wins
+        completing = {program[at].stage: at for at in completing}.values()  # the last of each stage wins
     reduce_before = set(completing)
     return tuple(j for at, i in enumerate(program)
                  for j in ((Instruction(Op.REDUCE, i.stage), i) if at in reduce_before else (i,)))

@@ -4,8 +4,8 @@
 has finished the previous one and the instructions that it depends on have ended; they follow from its name:
 
     F s     activation of stage s - 1                     W s     I s
-    B s     F s, gradient from stage s + 1                SEND    the computation that makes the tensor (rendezvous: and the
-    I s     the same                                              peer's receive)
+    B s     F s, gradient from stage s + 1                SEND    the computation that makes the tensor (rendezvous: and
+    I s     the same                                              the peer's receive)
     TIE     all ranks that have one have reached their first
 
 An activation or gradient from another rank is available when its receive is posted and its send has arrived,
@@ -32,7 +32,16 @@ from .validate import check_complete, check_marks, check_transfers
 Cost = Callable[[Instruction], float]
 Times = list[list[float]]                          # rank → its instructions' times
 UNIT_COSTS = {Op.F: 1, Op.B: 2, Op.I: 1, Op.W: 1}
-NUMBERED = (Op.F, Op.B, Op.I, Op.W, Op.SEND_ACT, Op.RECV_ACT, Op.SEND_GRAD, Op.RECV_GRAD)     # others may wait for these
+NUMBERED = (
+    Op.F,
+    Op.B,
+    Op.I,
+    Op.W,
+    Op.SEND_ACT,
+    Op.RECV_ACT,
+    Op.SEND_GRAD,
+    Op.RECV_GRAD,
+)  # others may wait for these
 
 
 def unit_cost(instruction: Instruction) -> float:
@@ -90,7 +99,9 @@ class Simulation:
         """Per rank, the most activations (one micro-batch of one stage each) alive at once: F until its B or
         W.
         """
-        trained = {(i.stage, i.microbatch) for program in self.schedule for i in program if i.op in (Op.B, Op.W)}
+        trained = {
+            (i.stage, i.microbatch) for program in self.schedule for i in program if i.op in (Op.B, Op.W)
+        }
         grows = lambda i: i.op is Op.F and (i.stage, i.microbatch) in trained
         return tuple(_peak(program, grows, lambda i: i.op in (Op.B, Op.W)) for program in self.schedule)
 
@@ -198,8 +209,9 @@ class _Numbers:
 
     def __init__(self, schedule: Schedule):
         self.stages = 1 + max((i.stage for program in schedule for i in program), default=-1)
-        self.microbatches = 1 + max((i.microbatch for program in schedule for i in program if i.microbatch is not None),
-                                    default=0)
+        self.microbatches = 1 + max(
+            (i.microbatch for program in schedule for i in program if i.microbatch is not None), default=0
+        )
         self.base = {op: n * self.stages * self.microbatches for n, op in enumerate(NUMBERED)}
         self.count = len(NUMBERED) * self.stages * self.microbatches
         self.present = bytearray(self.count)
@@ -210,7 +222,11 @@ class _Numbers:
 
     def of(self, i: Instruction) -> int | None:
         base = self.base.get(i.op)
-        return None if base is None or i.microbatch is None else base + i.stage * self.microbatches + i.microbatch
+        return (
+            None
+            if base is None or i.microbatch is None
+            else base + i.stage * self.microbatches + i.microbatch
+        )
 
     def instruction(self, number: int) -> Instruction:
         kind, rest = divmod(number, self.stages * self.microbatches)
@@ -221,7 +237,7 @@ class _Numbers:
         op, base, m = i.op, self.base, self.microbatches
         if op not in base or op is Op.RECV_ACT or op is Op.RECV_GRAD:
             return ()
-        here = i.stage * m + i.microbatch                       # this micro-batch at this stage; ± m: at its neighbours
+        here = i.stage * m + i.microbatch  # this micro-batch at this stage; ± m: at its neighbours
         if op is Op.F:
             return () if i.stage == 0 else self._arrival(Op.RECV_ACT, Op.SEND_ACT, here, here - m, base[Op.F])
         if op is Op.W:
@@ -270,7 +286,9 @@ class _TieBarrier:
         return []
 
 
-def _check_finished(schedule: Schedule, ends: Times, needs, numbers: _Numbers, done, rendezvous: bool) -> None:
+def _check_finished(
+    schedule: Schedule, ends: Times, needs, numbers: _Numbers, done, rendezvous: bool
+) -> None:
     unfinished = [rank for rank, program in enumerate(schedule) if len(ends[rank]) < len(program)]
     if not unfinished:
         return
@@ -285,10 +303,13 @@ def _check_finished(schedule: Schedule, ends: Times, needs, numbers: _Numbers, d
         what = ", ".join(f"{other} ({_place_of(other, place, rank, at)})" for other in missing)
         stuck.append(f"rank {rank} is at instruction {at} of {len(schedule[rank])}, {schedule[rank][at]}, "
                      f"and waits for {what}")
-    advice = ("Post receives before the sends that precede their use, as add_transfers does by default, or use "
-              "sends that do not block." if rendezvous else
-              "In a valid order F of a stage comes after F of the previous stage, and B after F of its own stage and "
-              "after B of the next stage.")
+    advice = (
+        "Post receives before the sends that precede their use, as add_transfers does by default, or use "
+        "sends that do not block."
+        if rendezvous
+        else "In a valid order F of a stage comes after F of the previous stage, and B after F of its own stage "
+        "and after B of the next stage."
+    )
     kind = "rendezvous" if rendezvous else "buffered"
     raise ScheduleError(f"deadlock with {kind} sends: {'; '.join(stuck)}. {advice}")
 

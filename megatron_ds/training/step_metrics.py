@@ -1,6 +1,6 @@
 """`StepMetrics`: losses, ledger entries and stop requests of all ranks after a step, in one small all-reduce.
 
-    [ loss sum, micro-batches, tokens, votes | sum, count | sum, count | … ]     float64; a pair for each ledger name
+    [ loss sum, micro-batches, tokens, votes | sum, count | sum, count | … ]   float64; a pair for each ledger name
 
 A rank knows only the names that its own stages add. Names are therefore exchanged once, at the first step,
 and agreed in the order of the ranks. A rank whose layers add a new name later votes for another exchange in
@@ -22,7 +22,10 @@ from .records import EvalRecord, TrainRecord
 from .tables import ranks_in_short
 
 NEW_NAMES = 2.0**32             # one vote for an exchange of names, above any number of votes for a stop
-RESERVED = {f.name for record in (TrainRecord, EvalRecord) for f in fields(record)} | {"lm loss", "perplexity"}
+RESERVED = {f.name for record in (TrainRecord, EvalRecord) for f in fields(record)} | {
+    "lm loss",
+    "perplexity",
+}
 
 
 @dataclass(frozen=True)
@@ -94,11 +97,15 @@ class StepMetrics:
         for names in all_gather_object(mine, self.mesh.group("world")):
             for name, is_term in sorted(names):
                 if agreed.setdefault(name, is_term) != is_term:
-                    raise ConfigError(f"ledger name {name!r} is both a loss term and a metric: the report has one mean "
-                                      "for each name. Use two names.")
+                    raise ConfigError(
+                        f"ledger name {name!r} is both a loss term and a metric: the report has one mean "
+                        "for each name. Use two names."
+                    )
         if taken := sorted(name for name in agreed if name in RESERVED or name.replace(" ", "_") in RESERVED):
-            raise ConfigError(f"ledger names {', '.join(map(repr, taken))} are fields of the log already, and one would "
-                              "hide the other. Use other names.")
+            raise ConfigError(
+                f"ledger names {', '.join(map(repr, taken))} are fields of the log already, and one would "
+                "hide the other. Use other names."
+            )
         self.names = agreed
 
     def _row(self, losses: Sequence[Loss], entries: Sequence[Entry]) -> torch.Tensor:
@@ -110,10 +117,14 @@ class StepMetrics:
         if self.mesh.coordinate("tp") != 0:
             return row
         # One transfer from the device for all numbers of the step.
-        scalars = [x for loss in losses for x in (loss.total, loss.tokens)] + [x for e in entries for x in (e.value, e.count)]
+        scalars = [x for loss in losses for x in (loss.total, loss.tokens)] + [
+            x for e in entries for x in (e.value, e.count)
+        ]
         numbers = iter(_to_host(scalars))
         if losses:
-            totals, tokens = torch.tensor([[next(numbers), next(numbers)] for _ in losses], dtype=torch.float64).unbind(1)
+            totals, tokens = torch.tensor(
+                [[next(numbers), next(numbers)] for _ in losses], dtype=torch.float64
+            ).unbind(1)
             row[0] = (totals if self.per_token else totals / tokens.clamp(min=1)).sum()
             row[1] = tokens.sum() if self.per_token else len(losses)
             row[2] = tokens.sum()
@@ -121,7 +132,7 @@ class StepMetrics:
         place = {name: 2 * i for i, name in enumerate(self.names)}
         for entry in entries:
             value, count = next(numbers), next(numbers)
-            if (at := place.get(entry.name)) is not None:                # None: a new name, exchanged after this row
+            if (at := place.get(entry.name)) is not None:  # None: a new name, exchanged after this row
                 sums[at] += value
                 sums[at + 1] += count
         row[4:] = torch.tensor(sums, dtype=torch.float64)

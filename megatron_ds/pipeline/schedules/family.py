@@ -8,9 +8,9 @@ from ...errors import ScheduleError
 from ...registry import Registry
 from ..instruction import Schedule, stage_ranks
 
-MakeSchedule = Callable[..., Schedule]                      # (pipeline_size, num_microbatches, chunks, **options)
-Peak = Callable[[int, int, int, int], int]                  # (pipeline_size, num_microbatches, chunks, rank) → activations
-REMEMBERED = 8                                              # orders of a family: those of training and of evaluation
+MakeSchedule = Callable[..., Schedule]  # (pipeline_size, num_microbatches, chunks, **options)
+Peak = Callable[[int, int, int, int], int]  # (pipeline_size, num_microbatches, chunks, rank) → activations
+REMEMBERED = 8  # orders of a family: those of training and of evaluation
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,9 @@ class ScheduleFamily:
     peak: Peak | None = None
     options: tuple[str, ...] = ()
 
-    def __call__(self, pipeline_size: int, num_microbatches: int, chunks: int | None = None, **options) -> Schedule:
+    def __call__(
+        self, pipeline_size: int, num_microbatches: int, chunks: int | None = None, **options
+    ) -> Schedule:
         """chunks: default the fewest. Raises ScheduleError for sizes that the schedule does not support."""
         chunks = self.default_chunks if chunks is None else chunks
         self.check(pipeline_size, num_microbatches, chunks)
@@ -51,15 +53,21 @@ class ScheduleFamily:
             raise ScheduleError(f"schedule {self.name!r} cannot run on {pipeline_size} pipeline ranks: "
                                 "at least one rank has to compute. Use a pipeline size of 1 or more.")
         if num_microbatches < 1:
-            raise ScheduleError(f"schedule {self.name!r} cannot run {num_microbatches} micro-batches: a step needs at "
-                                "least one. Use any number from 1 up (global batch / micro-batch / data-parallel size); "
-                                "every schedule accepts all of them.")
+            raise ScheduleError(
+                f"schedule {self.name!r} cannot run {num_microbatches} micro-batches: a step needs at "
+                "least one. Use any number from 1 up (global batch / micro-batch / data-parallel size); "
+                "every schedule accepts all of them."
+            )
         if not self.supports(chunks):
-            valid = "any number from 1 up" if self.chunks is None else ", ".join(map(str, sorted(self.chunks)))
+            valid = (
+                "any number from 1 up" if self.chunks is None else ", ".join(map(str, sorted(self.chunks)))
+            )
             able = [name for name in SCHEDULES if SCHEDULES[name].supports(chunks)]
-            raise ScheduleError(f"schedule {self.name!r} does not support {chunks} chunks of the model per rank. "
-                                f"Valid: {valid}. Schedules for {chunks} chunks: "
-                                f"{', '.join(able) or 'none, use 1 or more'}.")
+            raise ScheduleError(
+                f"schedule {self.name!r} does not support {chunks} chunks of the model per rank. "
+                f"Valid: {valid}. Schedules for {chunks} chunks: "
+                f"{', '.join(able) or 'none, use 1 or more'}."
+            )
 
 
 SCHEDULES: Registry[ScheduleFamily] = Registry("pipeline schedule")
@@ -80,8 +88,8 @@ def schedule(name: str, *aliases: str, chunks: Collection[int] | None = (1,), pe
 def placement(name: str, pipeline_size: int, chunks: int) -> tuple[int, ...]:
     """Global stage → pipeline rank, for the pipeline_size * chunks stages of schedule `name`.
 
-        1f1b, interleaved, …   round robin        p = 3, chunks = 2        rank 0: 0 3    rank 1: 1 4    rank 2: 2 5
-        zb-v                   there and back                              rank 0: 0 5    rank 1: 1 4    rank 2: 2 3
+    1f1b, interleaved, …   round robin     p = 3, chunks = 2     rank 0: 0 3    rank 1: 1 4    rank 2: 2 5
+    zb-v                   there and back                        rank 0: 0 5    rank 1: 1 4    rank 2: 2 3
     """
     ranks = stage_ranks(SCHEDULES[name](pipeline_size, 1, chunks))
     return tuple(ranks[stage] for stage in sorted(ranks))
