@@ -19,7 +19,7 @@ time, at equal times posts before sends before computations. Each program is in 
 instruction waits only for earlier ones.)
 
     posted right before use   rank r    F3 SA3 | RG0 B0     r cannot pass SA3 until r+1 posts RA3,
-                              rank r+1  B0 SG0 | RA3 F3     which it does after SG0, which needs RG0 of r: deadlock
+                              rank r+1  B0 SG0 | RA3 F3     but SG0 needs RG0 of r: deadlock
     posted one ahead          rank r    F3 RG0 SA3 B0
                               rank r+1  B0 RA3 SG0 F3       both posts come first
 

@@ -120,7 +120,8 @@ def svg(panels: list[Panel], width: int = 1100) -> str:
     picture = layout(panels, width)
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{picture.width:g}" height="{picture.height:g}" '
-        f'viewBox="0 0 {picture.width:g} {picture.height:g}" font-family="DejaVu Sans, Helvetica, Arial, sans-serif">',
+        f'viewBox="0 0 {picture.width:g} {picture.height:g}" font-family="DejaVu Sans, Helvetica, '
+        'Arial, sans-serif">',
         f"<style>.n{{font-size:{SMALL}px;text-anchor:middle;pointer-events:none}}</style>",
         '<rect width="100%" height="100%" fill="#ffffff"/>',
     ]

@@ -4,7 +4,7 @@
 has finished the previous one and the instructions that it depends on have ended; they follow from its name:
 
     F s     activation of stage s - 1                     W s     I s
-    B s     F s, gradient from stage s + 1                SEND    the computation that makes the tensor (rendezvous: and
+    B s     F s, gradient from stage s + 1                SEND    computation of the tensor (rendezvous: and
     I s     the same                                              the peer's receive)
     TIE     all ranks that have one have reached their first
 
@@ -307,8 +307,8 @@ def _check_finished(
         "Post receives before the sends that precede their use, as add_transfers does by default, or use "
         "sends that do not block."
         if rendezvous
-        else "In a valid order F of a stage comes after F of the previous stage, and B after F of its own stage "
-        "and after B of the next stage."
+        else "In a valid order F of a stage comes after F of the previous stage, and B after F of its own "
+        "stage and after B of the next stage."
     )
     kind = "rendezvous" if rendezvous else "buffered"
     raise ScheduleError(f"deadlock with {kind} sends: {'; '.join(stuck)}. {advice}")

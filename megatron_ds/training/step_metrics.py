@@ -1,6 +1,6 @@
 """`StepMetrics`: losses, ledger entries and stop requests of all ranks after a step, in one small all-reduce.
 
-    [ loss sum, micro-batches, tokens, votes | sum, count | sum, count | … ]   float64; a pair for each ledger name
+    [ loss sum, micro-batches, tokens, votes | sum, count | sum, count | … ]   float64; a pair per ledger name
 
 A rank knows only the names that its own stages add. Names are therefore exchanged once, at the first step,
 and agreed in the order of the ranks. A rank whose layers add a new name later votes for another exchange in

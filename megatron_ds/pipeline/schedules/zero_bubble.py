@@ -4,7 +4,7 @@
 A neighbour waits only for the gradient of its output, I. The gradient of the weights, W, may come at any
 later time.
 
-    ZB-H1    as many forwards ahead as 1F1B         bubble (p - 1) (F + I - W), a third of 1F1B's if F = I = W;
+    ZB-H1    as many forwards ahead as 1F1B        bubble (p - 1) (F + I - W), a third of 1F1B's if F = I = W;
                                                               every rank keeps min(m, p) micro-batches alive
     ZB-H2    nearly twice as many                             bubble (p - 1) (F + I - 2 W), none if F = I = W;
                                                               every rank keeps min(m, 2 p - 1) micro-batches
