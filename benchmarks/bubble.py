@@ -32,12 +32,10 @@ from megatron_ds.pipeline.costs import StageCosts
 from megatron_ds.pipeline.executor import Executor
 from megatron_ds.pipeline.instruction import Op
 from megatron_ds.pipeline.passes import lower
-from megatron_ds.pipeline.placement import placement, stages_of
-from megatron_ds.pipeline.schedules import SCHEDULES, serves
+from megatron_ds.pipeline.schedules import SCHEDULES, placement, stages_of
 from megatron_ds.pipeline.simulate import Simulation, simulate
 from megatron_ds.pipeline.stage import Stage
-from megatron_ds.pipeline.timeline import Timeline
-from megatron_ds.pipeline.trace import as_simulation, write_trace
+from megatron_ds.pipeline.timeline import Timeline, as_simulation, write_trace
 from megatron_ds.tensor_parallel.weight_grad import now_or_later
 
 SHAPE = (8, 1, 16)                     # of the hidden states: messages small enough to take no time
@@ -139,7 +137,8 @@ def main() -> int:
     strayed = False
     for name in args.schedules:
         for ranks in args.ranks:
-            chunks = next(chunks for chunks in ((2, 1) if name in ("interleaved", "zb-v") else (1, 2)) if serves(name, chunks))
+            preferred = (2, 1) if name in ("interleaved", "zb-v") else (1, 2)
+            chunks = next(filter(SCHEDULES[name].supports, preferred))
             plan, real = foretell(args, name, ranks, chunks), measure(args, name, ranks, chunks)
             bubbles, spans = [s.bubble for s in real], [s.span for s in real]
             strayed |= abs(statistics.median(bubbles) - plan.bubble) > args.tolerance

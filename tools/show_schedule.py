@@ -17,13 +17,12 @@ from pathlib import Path
 from megatron_ds.cli import Arguments, main_guard
 from megatron_ds.errors import ConfigError, DataError
 from megatron_ds.pipeline.costs import StageCosts
-from megatron_ds.pipeline.draw import draw
 from megatron_ds.pipeline.instruction import Op
 from megatron_ds.pipeline.passes import add_transfers
-from megatron_ds.pipeline.picture import Panel, save_png, svg
-from megatron_ds.pipeline.schedules import OPTIONS, SCHEDULES, default_chunks
+from megatron_ds.pipeline.picture import Panel, draw, save_png, svg
+from megatron_ds.pipeline.schedules import SCHEDULES
 from megatron_ds.pipeline.simulate import Simulation, simulate
-from megatron_ds.pipeline.trace import Entry, as_simulation, read_traces, steps_of, timelines_of, typical_cost, write_trace
+from megatron_ds.pipeline.timeline import Entry, as_simulation, read_traces, steps_of, timelines_of, typical_cost, write_trace
 
 WIDEST = 240                                       # columns of a drawing in the terminal
 DRAW = {".svg": lambda panels, path, width: path.write_text(svg(panels, width), encoding="utf-8"),
@@ -81,11 +80,11 @@ def _parser() -> Arguments:
 def _planned(name: str, args, measured: dict | None) -> Panel:
     p = _or(args.pipeline_size, len(measured) if measured else 4)
     m = _or(args.microbatches, len({i.microbatch for i, *_ in measured[0] if i.op is Op.F}) if measured else 8)
-    chunks = _or(args.chunks, 2 if name == "interleaved" else default_chunks(name))
+    chunks = _or(args.chunks, 2 if name == "interleaved" else SCHEDULES[name].default_chunks)
     make, whole = SCHEDULES[name], args.costs or (1.0, 1.0, 1.0)
     costs = StageCosts(*(time / chunks for time in whole), transfer=args.transfer)
     said = {"costs": costs, "memory_limit": args.memory_limit, "group_size": args.group_size}
-    options = {option: said[option] for option in OPTIONS[name]}
+    options = {option: said[option] for option in SCHEDULES[name].options}
     cost = costs.of
     if measured and not args.costs:
         cost = typical_cost(measured)

@@ -1,12 +1,15 @@
-"""`Architecture`: what a run takes from the name of a model; nothing above this package asks which model it trains.
+"""`Architecture`: what a run takes from the name of a model; nothing above this package asks which model it
+trains.
 
-A model with the data and the loss of a GPT is a function from the model section of the configuration to its layers:
+A model with the data and the loss of a GPT is a function from the model section of the configuration to its
+layers:
 
     @MODELS.register("mine")
     @language_model
     def my_layers(config: ModelConfig, ctx: ParallelContext) -> list[Layer]: ...
 
-Any other is registered as MODELS.register("mine")(Architecture(layers=my_layers, loss=my_loss, data=MY_DATA)).
+Any other is registered as MODELS.register("mine")(Architecture(layers=my_layers, loss=my_loss,
+data=MY_DATA)).
 """
 
 from collections.abc import Callable
@@ -50,9 +53,11 @@ class Models(Registry[Architecture]):
 
         def checked(architecture: Architecture) -> Architecture:
             if not isinstance(architecture, Architecture):
-                raise TypeError(f"model {name!r} is registered as {architecture!r}, which has no loss and no data kind. "
-                                "Write @language_model below @MODELS.register if it has the loss and data of a GPT; "
-                                "otherwise register an Architecture.")
+                raise TypeError(
+                    f"model {name!r} is registered as {architecture!r}, which has no loss and no data kind. "
+                    "Write @language_model below @MODELS.register if it has the loss and data of a GPT; "
+                    "otherwise register an Architecture."
+                )
             return add(architecture)
 
         return checked

@@ -1,4 +1,6 @@
-"""Training objectives: the masked mean of the tokens' cross entropy; for BERT also that of the order of two segments."""
+"""Training objectives: the masked mean of the tokens' cross entropy; for BERT also that of the order of two
+segments.
+"""
 
 from dataclasses import dataclass
 
@@ -29,10 +31,10 @@ def gpt_loss(logits: torch.Tensor, batch: Batch, *, tp: Group, vocab_size: int, 
              per_token: bool = False) -> Loss:
     """Loss of logits [s, b, Vp / t] against `batch.labels` [b, s], where `batch.loss_mask` is not 0.
 
-    The objective is the mean over the counted tokens of this micro-batch (0 when none counts), so every micro-batch has
-    the same weight, as in Megatron. `per_token`: the objective is their sum, and the optimizer step divides the gradient
-    by the tokens of the whole global batch, so every token has the same weight. Label smoothing applies to training
-    alone. The logits are overwritten. Collective over tp.
+    The objective is the mean over the counted tokens of this micro-batch (0 when none counts), so every
+    micro-batch has the same weight, as in Megatron. `per_token`: the objective is their sum, and the
+    optimizer step divides the gradient by the tokens of the whole global batch, so every token has the same
+    weight. Label smoothing applies to training alone. The logits are overwritten. Collective over tp.
     """
     smoothing = label_smoothing if batch.training else 0.0
     losses = vocab_parallel_cross_entropy(logits, batch.labels.t(), tp, vocab_size, smoothing)      # [s, b]
@@ -43,9 +45,11 @@ def gpt_loss(logits: torch.Tensor, batch: Batch, *, tp: Group, vocab_size: int, 
 
 def bert_loss(output: BertOutput, batch: Batch, *, tp: Group, vocab_size: int, label_smoothing: float = 0.0,
               per_token: bool = False) -> Loss:
-    """`gpt_loss` of the masked tokens; the cross entropy of the segments' order goes to the ledger as "sop loss".
+    """`gpt_loss` of the masked tokens; the cross entropy of the segments' order goes to the ledger as "sop
+    loss".
 
-    Samples whose `sentence_order` is -1 have no order to predict and do not count in the second. Collective over tp.
+    Samples whose `sentence_order` is -1 have no order to predict and do not count in the second. Collective
+    over tp.
     """
     loss = gpt_loss(output.logits, batch, tp=tp, vocab_size=vocab_size, label_smoothing=label_smoothing,
                     per_token=per_token)

@@ -1,19 +1,21 @@
-"""Backward of one stage: where it starts (`Root`), what starts on its way (`attach`), and its halves (`SplitBackward`).
+"""Backward of one stage: where it starts (`Root`), what starts on its way (`attach`), and its halves
+(`SplitBackward`).
 
-`torch.autograd.backward(edge, gradient)` loads torch.fx and sympy at its first call to compare shapes, which takes a
-second of every process. A `Root` is a scalar, which needs no gradient to start from, so nothing is loaded.
+`torch.autograd.backward(edge, gradient)` loads torch.fx and sympy at its first call to compare shapes, which
+takes a second of every process. A `Root` is a scalar, which needs no gradient to start from, so nothing is
+loaded.
 
 Halves of a backward (Qi et al. 2024, arXiv:2401.10241, section 2):
 
     input half   the gradients of the activations, down to that of the stage's input; a neighbour waits for it
     weight half  the gradients of the parameters; at any later time, micro-batches in their order
 
-While the input half runs, each parameter of the stage carries a list `grad_queue`. A layer whose weight gradient is
-worth deferring appends (parameter, begin); begin() starts collectives and returns a function that computes the
-gradient, or adds it to the parameter's buffer and returns None. Gradients that other layers compute at once (sums for
-biases and norms) are returned by autograd instead of being accumulated. Either way gradients are *delivered* in the
-weight half alone: accumulated, and announced to hooks, micro-batch by micro-batch and layer by layer from the last to
-the first, as in a whole backward and with the same bits.
+While the input half runs, each parameter of the stage carries a list `grad_queue`. A layer whose weight
+gradient is worth deferring appends (parameter, begin); begin() starts collectives and returns a function that
+computes the gradient, or adds it to the parameter's buffer and returns None. Gradients that other layers
+compute at once (sums for biases and norms) are returned by autograd instead of being accumulated. Either way
+gradients are *delivered* in the weight half alone: accumulated, and announced to hooks, micro-batch by
+micro-batch and layer by layer from the last to the first, as in a whole backward and with the same bits.
 
 Between the halves a micro-batch keeps the two factors of each deferred gradient, and the small gradients.
 """
@@ -36,7 +38,7 @@ class Root:
     """
 
     def __init__(self, *tensors: Tensor):
-        self._gradients: list[Tensor] = []         # shared with the node; a reference to the root would be a cycle
+        self._gradients: list[Tensor] = []  # shared with the node; a reference to the root would be a cycle
         self.edge: GradientEdge = get_gradient_edge(_Join.apply(self._gradients, *tensors))
 
     def give(self, *gradients: Tensor) -> None:
@@ -60,8 +62,8 @@ class _Join(Function):
 def attach(x: Tensor, terms: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
     """x, in whose backward those of the scalars `terms` start, each from its gradient.
 
-    The terms then run in the turn of the layer that returned x: after the gradient of x has arrived, and so while
-    the parameters of that layer are gathered.
+    The terms then run in the turn of the layer that returned x: after the gradient of x has arrived, and so
+    while the parameters of that layer are gathered.
     """
     return _Attach.apply(tuple(gradients), x, *terms)
 
@@ -70,7 +72,7 @@ class _Attach(Function):
     @staticmethod
     def forward(ctx, gradients: tuple[Tensor, ...], x: Tensor, *terms: Tensor) -> Tensor:
         ctx.gradients = gradients
-        return x.detach()                          # not a view to autograd: the next layer may change it in place
+        return x.detach()  # not a view to autograd: the next layer may change it in place
 
     @staticmethod
     def backward(ctx, dx: Tensor):
@@ -95,7 +97,9 @@ class SplitBackward:
                 holders[p].append(layer)
         self.num_layers, self.parameters = len(modules), list(holders)
         self._layer_of = {p: layers[0] for p, layers in holders.items() if len(layers) == 1}
-        self._completed_with: list[list[nn.Parameter]] = [[] for _ in modules]   # the last layer that backward passes
+        self._completed_with: list[list[nn.Parameter]] = [
+            [] for _ in modules
+        ]  # the last layer that backward passes
         for p, layers in holders.items():
             self._completed_with[layers[0]].append(p)
         self.waiting: dict[int, tuple[list[tuple[nn.Parameter, Begin]], dict[nn.Parameter, Tensor]]] = {}
@@ -103,8 +107,8 @@ class SplitBackward:
     def input_half(self, microbatch: int, edge: GradientEdge | None, x: Tensor | None) -> Tensor | None:
         """The gradient of x, a leaf, in a backward from the `Root` at `edge`.
 
-        The weight half waits under the micro-batch's number. It is empty where edge is None or no parameter and no
-        input requires a gradient: frozen layers.
+        The weight half waits under the micro-batch's number. It is empty where edge is None or no parameter
+        and no input requires a gradient: frozen layers.
         """
         self.waiting[microbatch] = [], {}
         queue: list[tuple[nn.Parameter, Begin]] = []
@@ -124,9 +128,11 @@ class SplitBackward:
 
     @torch.no_grad()                                        # as autograd does in a backward
     def weight_half(self, microbatch: int, completed: Callable[[int], None]) -> None:
-        """Deliver the gradients of a micro-batch; `completed` is called with each layer, last to first, after its own."""
+        """Deliver the gradients of a micro-batch; `completed` is called with each layer, last to first, after
+        its own.
+        """
         queue, gradients = self.waiting.pop(microbatch)
-        queue.reverse()                                     # taken from the end, so that factors are freed one by one
+        queue.reverse()  # taken from the end, so that factors are freed one by one
         layer = self.num_layers - 1
         begun = _begin(queue)
         while begun is not None:
@@ -142,7 +148,9 @@ class SplitBackward:
         for rest in range(layer, -1, -1):
             self._complete(rest, gradients, completed)
 
-    def _complete(self, layer: int, gradients: dict[nn.Parameter, Tensor], completed: Callable[[int], None]) -> None:
+    def _complete(
+        self, layer: int, gradients: dict[nn.Parameter, Tensor], completed: Callable[[int], None]
+    ) -> None:
         mine = [p for p in self._completed_with[layer] if p in gradients]
         if mine:
             # The backward of a leaf accumulates its gradient and runs its hooks.
@@ -150,7 +158,9 @@ class SplitBackward:
         completed(layer)
 
 
-def _begin(queue: list[tuple[nn.Parameter, Begin]]) -> tuple[nn.Parameter, Callable[[], Tensor | None]] | None:
+def _begin(
+    queue: list[tuple[nn.Parameter, Begin]],
+) -> tuple[nn.Parameter, Callable[[], Tensor | None]] | None:
     if not queue:
         return None
     parameter, begin = queue.pop()

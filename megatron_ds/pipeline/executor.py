@@ -1,9 +1,9 @@
 """`Executor`: runs the program of one pipeline rank, one loop over a table of handlers, for any schedule.
 
-Tensors between stages are in two tables, keyed by (stage that consumes it, micro-batch). An entry is a tensor, made by a
-stage of this rank, or a posted receive; the computation that needs it waits for it, as late as possible. Neighbouring
-stages on one rank so pass tensors without a transfer, made contiguous as a transfer would make them: strides decide the
-order in which sums are taken, and with it the last bit.
+Tensors between stages are in two tables, keyed by (stage that consumes it, micro-batch). An entry is a
+tensor, made by a stage of this rank, or a posted receive; the computation that needs it waits for it, as late
+as possible. Neighbouring stages on one rank so pass tensors without a transfer, made contiguous as a transfer
+would make them: strides decide the order in which sums are taken, and with it the last bit.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,18 +24,27 @@ from .timeline import Timeline
 Handler = Callable[[Instruction], None]
 Key = tuple[int, int | None]                     # (stage, micro-batch)
 DESCRIPTIONS = {
-    Op.F: "forward", Op.B: "backward", Op.I: "input half of the backward", Op.W: "weight half of the backward",
-    Op.SEND_ACT: "sending the activation", Op.RECV_ACT: "posting the receive of the activation",
-    Op.SEND_GRAD: "sending the gradient", Op.RECV_GRAD: "posting the receive of the gradient",
-    Op.GATHER: "gathering parameters", Op.RELEASE: "releasing parameters", Op.REDUCE: "reducing gradients",
-    Op.TIE: "summing tied gradients"}
+    Op.F: "forward",
+    Op.B: "backward",
+    Op.I: "input half of the backward",
+    Op.W: "weight half of the backward",
+    Op.SEND_ACT: "sending the activation",
+    Op.RECV_ACT: "posting the receive of the activation",
+    Op.SEND_GRAD: "sending the gradient",
+    Op.RECV_GRAD: "posting the receive of the gradient",
+    Op.GATHER: "gathering parameters",
+    Op.RELEASE: "releasing parameters",
+    Op.REDUCE: "reducing gradients",
+    Op.TIE: "summing tied gradients",
+}
 
 
 class Executor:
     """Runs steps of one pipeline rank.
 
-    program           the lowered program of this rank; or a function from the number of micro-batches to the program,
-                      called once per number, for runs whose number changes (batch-size ramp, evaluation)
+    program           the lowered program of this rank; or a function from the number of micro-batches to the
+                      program, called once per number, for runs whose number changes (batch-size ramp,
+                      evaluation)
     stages            the stages of this rank, by global number
     channels          of this rank, in order per peer, direction and kind of message
     stage_rank        global stage → pipeline rank
@@ -45,21 +54,35 @@ class Executor:
     timeline          records start and end of each instruction, unless None; may be set between steps
     """
 
-    def __init__(self, program: Program | Callable[[int], Program], stages: Mapping[int, Stage], channels: Channels,
-                 stage_rank: Callable[[int], int], activation_shape: Callable[[Batch], tuple[int, ...]],
-                 dtype: torch.dtype, device: torch.device, hooks: Mapping[Op, Callable[[int], None]] | None = None):
+    def __init__(
+        self,
+        program: Program | Callable[[int], Program],
+        stages: Mapping[int, Stage],
+        channels: Channels,
+        stage_rank: Callable[[int], int],
+        activation_shape: Callable[[Batch], tuple[int, ...]],
+        dtype: torch.dtype,
+        device: torch.device,
+        hooks: Mapping[Op, Callable[[int], None]] | None = None,
+    ):
         self.stages, self.channels, self.stage_rank = stages, channels, stage_rank
         self.activation_shape, self.dtype, self.device = activation_shape, dtype, device
         self._handlers: dict[Op, Handler] = {
-            Op.F: self._forward, Op.B: self._backward, Op.I: self._backward_input, Op.W: self._backward_weights,
-            Op.SEND_ACT: self._send_activation, Op.RECV_ACT: self._receive_activation,
-            Op.SEND_GRAD: self._send_gradient, Op.RECV_GRAD: self._receive_gradient,
-            **{op: _with_stage(hook) for op, hook in (hooks or {}).items()}}
+            Op.F: self._forward,
+            Op.B: self._backward,
+            Op.I: self._backward_input,
+            Op.W: self._backward_weights,
+            Op.SEND_ACT: self._send_activation,
+            Op.RECV_ACT: self._receive_activation,
+            Op.SEND_GRAD: self._send_gradient,
+            Op.RECV_GRAD: self._receive_gradient,
+            **{op: _with_stage(hook) for op, hook in (hooks or {}).items()},
+        }
         self._activations: dict[Key, Tensor | Pending] = {}
         self._gradients: dict[Key, Tensor | Pending] = {}
         self._losses: dict[int, Any] = {}
         self._microbatches: Sequence[Batch] = ()
-        self._shapes: list[tuple[int, ...]] = []            # of the hidden states between stages, by micro-batch
+        self._shapes: list[tuple[int, ...]] = []  # of the hidden states between stages, by micro-batch
         self._current: Instruction | None = None
         self._scale = 1.0
         self.timeline: Timeline | None = None
@@ -89,7 +112,9 @@ class Executor:
 
     @property
     def entries(self) -> list[Entry]:
-        """The loss terms and metrics that the layers of this rank added in the last `run` or `forward`, detached."""
+        """The loss terms and metrics that the layers of this rank added in the last `run` or `forward`,
+        detached.
+        """
         return [entry for stage in self.stages.values() for entry in stage.entries]
 
     @property
@@ -110,13 +135,15 @@ class Executor:
         except BaseException as error:
             where = self._where()
             self._clear()
-            if type(error) is CommunicationError:           # its message may be the only one of this rank in the logs
+            if type(error) is CommunicationError:  # its message may be the only one of this rank in the logs
                 raise CommunicationError(f"{where}: {error}") from error
             error.add_note(where)
             raise
         self._microbatches = ()
         assert not self._activations and not self._gradients, (
-            f"tensors left unconsumed: activations {list(self._activations)}, gradients {list(self._gradients)}")
+            f"tensors left unconsumed: activations {list(self._activations)}, gradients "
+            f"{list(self._gradients)}"
+        )
         return [loss for _, loss in sorted(self._losses.items())]
 
     def _run_steps(self, steps: Sequence[tuple[Handler, Instruction]]) -> None:
@@ -142,8 +169,11 @@ class Executor:
         if i is None:
             return f"pipeline rank {self.rank} was about to begin the first instruction {step}"
         microbatch = "" if i.microbatch is None else f" of micro-batch {i.microbatch}"
-        return (f"pipeline rank {self.rank} was executing {i} ({DESCRIPTIONS[i.op]}{microbatch} at stage {i.stage}) "
-                f"{step}")
+        return (
+            f"pipeline rank {self.rank} was executing {i} ({DESCRIPTIONS[i.op]}{microbatch} at stage "
+            f"{i.stage}) "
+            f"{step}"
+        )
 
     # Handlers, one per operation; each takes the instruction alone.
 
@@ -161,14 +191,18 @@ class Executor:
         self._store_input_gradient(i, self.stages[i.stage].backward(i.microbatch, self._gradient_for(i)))
 
     def _backward_input(self, i: Instruction) -> None:
-        self._store_input_gradient(i, self.stages[i.stage].backward_input(i.microbatch, self._gradient_for(i)))
+        self._store_input_gradient(
+            i, self.stages[i.stage].backward_input(i.microbatch, self._gradient_for(i))
+        )
 
     def _backward_weights(self, i: Instruction) -> None:
         self.stages[i.stage].backward_weights(i.microbatch)
 
     def _gradient_for(self, i: Instruction) -> Tensor | None:
         """The gradient of the stage's output, None where the stage ends in a loss."""
-        return None if self.stages[i.stage].is_last else _arrived(self._gradients.pop((i.stage, i.microbatch)))
+        return (
+            None if self.stages[i.stage].is_last else _arrived(self._gradients.pop((i.stage, i.microbatch)))
+        )
 
     def _store_input_gradient(self, i: Instruction, grad: Tensor | None) -> None:
         if not self.stages[i.stage].is_first:
@@ -198,19 +232,24 @@ class Executor:
         if output.shape != expected or output.dtype != self.dtype:
             receiver = self.stage_rank(i.stage + 1)
             raise CommunicationError(
-                f"stage {i.stage} on pipeline rank {self.rank} computed {list(output.shape)} {_name(output.dtype)} for "
+                f"stage {i.stage} on pipeline rank {self.rank} computed {list(output.shape)} "
+                f"{_name(output.dtype)} for "
                 f"micro-batch {i.microbatch}, but stage {i.stage + 1} on pipeline rank {receiver} expects "
-                f"{list(expected)} {_name(self.dtype)}. A layer of stage {i.stage} changes the shape or the dtype of the "
-                "hidden states: all layers but the last must keep both.")
+                f"{list(expected)} {_name(self.dtype)}. A layer of stage {i.stage} changes the shape or "
+                f"the dtype of the "
+                "hidden states: all layers but the last must keep both."
+            )
 
     # Programs → steps.
 
     def _steps_for(self, num_microbatches: int, forward: bool) -> list[tuple[Handler, Instruction]]:
         if not callable(self._plan):
             legal = program_length(self._plan)
-            raise ScheduleError(f"this executor received {num_microbatches} micro-batches, but its program is for "
-                                f"{legal}. Pass {legal}, or make the executor with a function from the number of "
-                                "micro-batches to the program.")
+            raise ScheduleError(
+                f"this executor received {num_microbatches} micro-batches, but its program is for "
+                f"{legal}. Pass {legal}, or make the executor with a function from the number of "
+                "micro-batches to the program."
+            )
         self._compile(self._plan(num_microbatches), num_microbatches)
         return self._steps[num_microbatches, forward]
 

@@ -1,27 +1,30 @@
-"""Passes: pure functions Schedule → Schedule that add what follows from the order of the computations.
+"""Passes: pure functions Schedule → Schedule that add transfers, ties and reductions to the computations.
 
     add_transfers   SEND and RECV wherever neighbouring stages live on different ranks
     add_ties        TIE, the sum of gradients of parameters that live on several stages
-    add_zero        REDUCE, when gradients may be reduced over data-parallel ranks; GATHER and RELEASE of a stage's parameters
+    add_zero        REDUCE, when gradients may be reduced over data-parallel ranks; GATHER and RELEASE of a
+                    stage's parameters
     forward_only    the evaluation half of a schedule
     lower           the first three, in their order
 
-A transfer is named after the stage that executes it: SEND_ACT@s carries the output of stage s, RECV_ACT@s the input of
-stage s, SEND_GRAD@s the gradient of its input, RECV_GRAD@s the gradient of its output.
+A transfer has the number of the stage that executes it: SEND_ACT@s carries the output of stage s, RECV_ACT@s
+the input of stage s, SEND_GRAD@s the gradient of its input, RECV_GRAD@s the gradient of its output.
 
-Note: why receives are posted early. RECV only *posts* a receive (a buffer into which bytes may land); the computation
-that needs the tensor waits for it. A send never waits on our channels. Posted at least one computation ahead, a receive lets
-the transfer run behind that computation. And it is posted no later than the tensor is sent, by the clocks of the bare
-schedule in unit costs: so no order of instructions locks up even on a transport whose sends block until the peer has posted
-its receive. (Sort what all ranks do by planned time, at the same time posts before sends before computations. Each program
-is in that order, and everything waits only for what comes before it.)
+Note: why receives are posted early. RECV only *posts* a receive (a buffer into which bytes may land); the
+computation that needs the tensor waits for it. A send never waits on our channels. If a receive is posted at
+least one computation ahead, the transfer overlaps with that computation. It is also posted no later than the
+tensor is sent, in a simulation with unit costs: then no order of instructions deadlocks, even on a transport
+whose sends block until the peer has posted its receive. (Sort the instructions of all ranks by simulated
+time, at equal times posts before sends before computations. Each program is in that order, and each
+instruction waits only for earlier ones.)
 
     posted right before use   rank r    F3 SA3 | RG0 B0     r cannot pass SA3 until r+1 posts RA3,
-                              rank r+1  B0 SG0 | RA3 F3     which it does after SG0, which needs RG0 of r: deadlock
+                              rank r+1  B0 SG0 | RA3 F3     but SG0 needs RG0 of r: deadlock
     posted one ahead          rank r    F3 RG0 SA3 B0
                               rank r+1  B0 RA3 SG0 F3       both posts come first
 
-One ahead is enough for 1F1B, but not where a rank does something else between: two chunks, or weight halves.
+One ahead is enough for 1F1B, but not where a rank computes something else in between: two chunks, or weight
+halves.
 """
 
 from bisect import bisect_left
@@ -30,47 +33,43 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import accumulate
 
 from ..errors import ScheduleError
-from .clock import run_clocks
-from .instruction import Instruction, Op, Program, Schedule
-
-COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W})
-BACKWARD = frozenset({Op.B, Op.I, Op.W})
-READS_WEIGHTS = frozenset({Op.F, Op.B, Op.I})              # W needs what went in and the gradient of what came out
-SENDS = frozenset({Op.SEND_ACT, Op.SEND_GRAD})
-RECEIVES = frozenset({Op.RECV_ACT, Op.RECV_GRAD})
-CONSUMED_BY = {Op.F: Op.RECV_ACT, Op.B: Op.RECV_GRAD, Op.I: Op.RECV_GRAD}     # computation ← what it waits for
-PRODUCED_BY = {Op.F: Op.SEND_ACT, Op.B: Op.SEND_GRAD, Op.I: Op.SEND_GRAD}     # computation → what carries its result
-
-
-def stage_ranks(schedule: Schedule) -> dict[int, int]:
-    """Global stage → pipeline rank that computes it. Raises ScheduleError for a stage on two ranks."""
-    ranks: dict[int, int] = {}
-    for rank, program in enumerate(schedule):
-        for i in program:
-            if i.op in COMPUTE and ranks.setdefault(i.stage, rank) != rank:
-                raise ScheduleError(f"{i} is on pipeline rank {rank}, but stage {i.stage} is on rank {ranks[i.stage]}: "
-                                    f"the activations of a stage stay on its rank. Move it to rank {ranks[i.stage]}.")
-    return ranks
+from .instruction import (
+    BACKWARD,
+    COMPUTE,
+    CONSUMED_BY,
+    PRODUCED_BY,
+    READS_WEIGHTS,
+    Instruction,
+    Op,
+    Program,
+    Schedule,
+    stage_ranks,
+)
+from .simulate import run_clocks
 
 
 def lower(schedule: Schedule, num_stages: int, *, tied: Iterable[int] = (), gather: bool = False,
           reduce_each: bool = False) -> Schedule:
     """A schedule ready to be executed: transfers, ties and reductions added."""
-    return add_zero(add_ties(add_transfers(schedule, num_stages), tied), gather=gather, reduce_each=reduce_each)
+    return add_zero(
+        add_ties(add_transfers(schedule, num_stages), tied), gather=gather, reduce_each=reduce_each
+    )
 
 
 def add_transfers(schedule: Schedule, num_stages: int, early: bool = True) -> Schedule:
-    """Add SEND right after the computation that makes a tensor, and RECV early enough (see the note above) before its use.
+    """Add SEND right after the computation that makes a tensor, and RECV early enough (see the note above)
+    before its use.
 
-    early=False posts receives right before their use, to see what goes wrong then.
+    early=False posts receives right before their use; tests show the deadlocks that follow.
 
-    Stages that are neighbours on one rank exchange nothing. Receives of one channel (source, destination, kind) are posted
-    in the order in which the peer sends, so in-order channels never mix up messages, whatever the schedule.
+    Stages that are neighbours on one rank exchange nothing. Receives of one channel (source, destination,
+    kind) are posted in the order in which the peer sends, so in-order channels never confuse messages under
+    any schedule.
     """
     home = stage_ranks(schedule)
     if sorted(home) != list(range(num_stages)):
         raise ScheduleError(f"the schedule computes stages {sorted(home)}, not the {num_stages} stages 0 to "
-                            f"{num_stages - 1}: each stage feeds the next. Pass num_stages={len(home)}, or complete it.")
+                            f"{num_stages - 1}. Pass num_stages={len(home)}, or complete the schedule.")
     sends: list[dict[Instruction, Instruction]] = [{} for _ in schedule]
     channels: list[dict[tuple[int, Op], list[Instruction]]] = [defaultdict(list) for _ in schedule]
     for rank, program in enumerate(schedule):
@@ -87,65 +86,77 @@ def add_transfers(schedule: Schedule, num_stages: int, early: bool = True) -> Sc
 
 
 def _latest_posts(schedule: Schedule, channels) -> list[dict[Instruction, int]]:
-    """For each rank: receive → number of the computation before which it has to be posted, see the note on top."""
+    """For each rank: receive → number of the computation before which it must be posted (see the note at the
+    top).
+    """
     starts, ends = run_clocks(schedule)
     made = {i: end for program, its_ends in zip(schedule, ends) for i, end in zip(program, its_ends)}
     maker = {Op.RECV_ACT: lambda r: made[Instruction(Op.F, r.stage - 1, r.microbatch)],
              Op.RECV_GRAD: lambda r: made.get(Instruction(Op.I, r.stage + 1, r.microbatch))
              or made[Instruction(Op.B, r.stage + 1, r.microbatch)]}
-    return [{r: bisect_left(starts[rank], maker[r.op](r)) for receives in its_channels.values() for r in receives}
-            for rank, its_channels in enumerate(channels)]
+    return [
+        {r: bisect_left(starts[rank], maker[r.op](r)) for receives in its_channels.values() for r in receives}
+        for rank, its_channels in enumerate(channels)
+    ]
 
 
 def add_ties(schedule: Schedule, stages: Iterable[int]) -> Schedule:
-    """Add TIE for each of `stages`, the stages that hold a copy of a tied parameter, at the end of their programs.
+    """Add TIE for each of `stages`, the stages that hold a copy of a tied parameter, at the end of their
+    programs.
 
-    At the very end, not right after the stage's own last backward: TIE waits for the other holders, and with several
-    chunks per rank those may wait for a backward that this rank has not done yet.
+    They are at the very end, not right after the stage's own last backward: TIE waits for the other holders,
+    and with several chunks per rank those may wait for a backward that comes later on this rank.
     """
     stages, home = sorted(set(stages)), stage_ranks(schedule)
     trained = {i.stage for program in schedule for i in program if i.op in BACKWARD}
     for stage in stages:
         if stage not in trained:
-            raise ScheduleError(f"stage {stage} was given as a holder of a tied parameter, but the schedule computes no "
-                                f"backward of it. Stages with a backward: {sorted(trained) or 'none (forward only)'}.")
+            raise ScheduleError(
+                f"stage {stage} was given as a holder of a tied parameter, but the schedule computes no "
+                f"backward of it. Stages with a backward: {sorted(trained) or 'none (forward only)'}."
+            )
     return tuple(program + tuple(Instruction(Op.TIE, s) for s in stages if home[s] == rank)
                  for rank, program in enumerate(schedule))
 
 
 def add_zero(schedule: Schedule, *, gather: bool = False, reduce_each: bool = False) -> Schedule:
-    """Add REDUCE right before the last B or W of each stage: "the next one completes the gradients of this stage".
+    """Add REDUCE right before the last B or W of each stage: "the next one completes the gradients of this
+    stage".
 
-    reduce_each  REDUCE before every B or W: gradients live only as shards, so each micro-batch is reduced by itself
-    gather       pin parameters that live in shards: GATHER before the first computation of each stage, RELEASE after the
-                 last that reads them. Without it, layers come and go one by one, which is no matter of the schedule
+    reduce_each  REDUCE before every B or W: gradients are kept only as shards, so each micro-batch is reduced
+                 alone
+    gather       keep sharded parameters gathered: GATHER before the first computation of each stage, RELEASE
+                 after the last that reads them. Without it, layers are gathered one by one, independently of
+                 the schedule
     """
     reduced = tuple(_with_reduces(program, reduce_each) for program in schedule)
-    return tuple(map(_pinned, reduced)) if gather else reduced
+    return tuple(map(_gathered, reduced)) if gather else reduced
 
 
-def _pinned(program: Program) -> Program:
+def _gathered(program: Program) -> Program:
     readers = [(at, i.stage) for at, i in enumerate(program) if i.op in READS_WEIGHTS]
     last = {stage: at for at, stage in readers}
     first = {stage: at for at, stage in reversed(readers)}
-    pinned: list[Instruction] = []
+    gathered: list[Instruction] = []
     for at, i in enumerate(program):
         if first.get(i.stage) == at:
-            pinned.append(Instruction(Op.GATHER, i.stage))
-        pinned.append(i)
+            gathered.append(Instruction(Op.GATHER, i.stage))
+        gathered.append(i)
         if last.get(i.stage) == at:
-            pinned.append(Instruction(Op.RELEASE, i.stage))
-    return tuple(pinned)
+            gathered.append(Instruction(Op.RELEASE, i.stage))
+    return tuple(gathered)
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """The forwards of a schedule and, where it has been lowered, their transfers, receives posted early again."""
+    """The forwards of a schedule and, where it has been lowered, their transfers, receives posted early
+    again.
+    """
     return tuple(_forward_program(program) for program in schedule)
 
 
 def _forward_program(program: Program) -> Program:
     forward = tuple(i for i in program if i.op is Op.F)
-    posts: dict[Instruction, int] = {}                  # no later among the forwards than they were among all computations
+    posts: dict[Instruction, int] = {}  # no later among the forwards than among all computations
     number = 0
     for i in program:
         number += i.op is Op.F
@@ -153,23 +164,30 @@ def _forward_program(program: Program) -> Program:
             posts[i] = number
     sends = {i._replace(op=Op.F): i for i in program if i.op is Op.SEND_ACT}
     placed = _place(forward, [list(posts)], sends, posts, early=True)
-    return _pinned(placed) if any(i.op is Op.GATHER for i in program) else placed
+    return _gathered(placed) if any(i.op is Op.GATHER for i in program) else placed
 
 
-def _place(program: Program, channels: Collection[Sequence[Instruction]], sends: Mapping[Instruction, Instruction],
-           latest: Mapping[Instruction, int], early: bool) -> Program:
-    """`program` with `sends` after their computations, and with the receives of each channel posted in channel order.
+def _place(
+    program: Program,
+    channels: Collection[Sequence[Instruction]],
+    sends: Mapping[Instruction, Instruction],
+    latest: Mapping[Instruction, int],
+    early: bool,
+) -> Program:
+    """`program` with `sends` after their computations, and with the receives of each channel posted in
+    channel order.
 
-    A receive is posted right before its use; if early, one computation before, or before computation number latest[receive],
-    whichever comes first, and before the send that precedes that computation.
+    A receive is posted right before its use; if early, one computation before, or before computation number
+    latest[receive], whichever comes first, and before the send that precedes that computation.
     """
     computations = [i for i in program if i.op in COMPUTE]
     use = {Instruction(CONSUMED_BY[i.op], i.stage, i.microbatch): at
            for at, i in enumerate(computations) if i.op in CONSUMED_BY}
-    posts: dict[int, list[Instruction]] = defaultdict(list)              # number of the computation → posted before it
+    posts: dict[int, list[Instruction]] = defaultdict(list)  # number of the computation → posted before it
     for receives in channels:
         _check_used(receives, use)
-        # A message is posted no later than any message behind it in the channel: a running minimum from the back.
+        # A message is posted no later than any message behind it in the channel: a running minimum from
+        # the back.
         wanted = (min(max(0, use[r] - early), latest.get(r, use[r])) for r in reversed(receives))
         for receive, at in zip(reversed(receives), accumulate(wanted, min)):
             posts[at].append(receive)
@@ -187,14 +205,16 @@ def _check_used(receives: Sequence[Instruction], use: Mapping[Instruction, int])
     for r in receives:
         if r not in use:
             consumers = "F" if r.op is Op.RECV_ACT else "B or I"
-            raise ScheduleError(f"{r} would arrive on a rank that never computes {consumers} of micro-batch {r.microbatch} "
-                                f"at stage {r.stage}: each micro-batch passes every stage once. Complete the schedule.")
+            raise ScheduleError(
+                f"{r} arrives on a rank that never computes {consumers} of micro-batch {r.microbatch} at "
+                f"stage {r.stage}. Complete the schedule: each micro-batch passes every stage once."
+            )
 
 
 def _with_reduces(program: Program, reduce_each: bool) -> Program:
     completing = [at for at, i in enumerate(program) if i.op in (Op.B, Op.W)]
     if not reduce_each:
-        completing = {program[at].stage: at for at in completing}.values()        # the last of each stage wins
+        completing = {program[at].stage: at for at in completing}.values()  # the last of each stage wins
     reduce_before = set(completing)
     return tuple(j for at, i in enumerate(program)
                  for j in ((Instruction(Op.REDUCE, i.stage), i) if at in reduce_before else (i,)))

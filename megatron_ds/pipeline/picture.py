@@ -1,7 +1,8 @@
-"""Schedules as pictures: SVG written by hand, PNG by matplotlib. A picture is a list of panels, one below the other, to one
-scale of time, so that a plan can be laid beside what was measured.
+"""Schedules as text and as pictures: SVG written by hand, PNG by matplotlib.
 
-`layout` turns panels into boxes and words at places (a pure value); the two writers only put them down.
+A picture is a list of panels, one below the other, to one scale of time, for the comparison of a plan and a
+measurement. `layout` turns panels into boxes and labels with coordinates (a pure value); the two writers only
+write them.
 """
 
 from dataclasses import dataclass
@@ -9,27 +10,56 @@ from html import escape
 from pathlib import Path
 
 from ..errors import ConfigError
-from .instruction import Op
-from .passes import COMPUTE
-from .simulate import Simulation
+from .instruction import COMPUTE, Op, Schedule
+from .simulate import Simulation, simulate
 
-COLOURS = {Op.F: ("#4c86c6", "#9dc3ea"), Op.B: ("#d9822b", "#f3c48f"),             # a rank's first, third … stage; the others
-           Op.I: ("#c8574d", "#ebb3ad"), Op.W: ("#5a9e6f", "#a9d3b5")}
-MEANINGS = {Op.F: "F forward", Op.B: "B backward", Op.I: "I backward, input half", Op.W: "W backward, weight half"}
+COLOURS = {
+    Op.F: ("#4c86c6", "#9dc3ea"),
+    Op.B: ("#d9822b", "#f3c48f"),  # a rank's first, third … stage; the others
+    Op.I: ("#c8574d", "#ebb3ad"),
+    Op.W: ("#5a9e6f", "#a9d3b5"),
+}
+MEANINGS = {
+    Op.F: "F forward",
+    Op.B: "B backward",
+    Op.I: "I backward, input half",
+    Op.W: "W backward, weight half",
+}
 IDLE, INK, FAINT = "#eef0f2", "#22272e", "#8b949e"
 LEFT, RIGHT, TOP, ROW, GAP, TITLE, AXIS, LEGEND = 62, 74, 8, 24, 4, 26, 24, 26         # pixels
-SMALL, LETTER = 11, 6.6                                                                # font size, width of a digit
+SMALL, LETTER = 11, 6.6  # font size, width of a digit
+
+
+def draw(schedule: Schedule | Simulation, unit: float | None = None) -> str:
+    """The schedule as text, one line per rank, one column per `unit` of time (default: the shortest
+    computation).
+
+        rank 0 | F0 F1 .. .. B0 -- .. B1 --
+        rank 1 | .. F0 B0 -- F1 B1 --     "--" continues, ".." is idle, F0' is of the rank's second stage
+    """
+    simulation = schedule if isinstance(schedule, Simulation) else simulate(schedule)
+    ranks = list(zip(simulation.schedule, simulation.starts, simulation.ends))
+    if unit is None:
+        lengths = (end - start for rank in ranks for i, start, end in zip(*rank) if i.op in COMPUTE)
+        unit = min((length for length in lengths if length > 0), default=1)
+    rows = [_text_row(*rank, unit) for rank in ranks]
+    width = max((len(cell) for row in rows for cell in row), default=1)
+    digits = len(str(len(rows) - 1))
+    return "\n".join(f"rank {rank:>{digits}} | " + " ".join(_text_cell(cell, width) for cell in row).rstrip()
+                     for rank, row in enumerate(rows))
 
 
 @dataclass(frozen=True)
 class Panel:
+    """A schedule with its times, below a title."""
+
     title: str
     timeline: Simulation
 
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangle with a word in its middle; the tip is what a browser shows under the pointer."""
+    """A rectangle with text in its middle; a browser shows the tip under the pointer."""
 
     x: float
     y: float
@@ -42,8 +72,8 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Word:
-    """Text; anchor is where x is: "start", "middle" or "end"."""
+class Label:
+    """Text; x is at its anchor: "start", "middle" or "end"."""
 
     x: float
     y: float
@@ -56,48 +86,60 @@ class Word:
 
 @dataclass(frozen=True)
 class Picture:
+    """Boxes and labels, in pixels from the top left."""
+
     width: float
     height: float
     boxes: tuple[Box, ...]
-    words: tuple[Word, ...]
+    labels: tuple[Label, ...]
 
 
 def layout(panels: list[Panel], width: int = 1100) -> Picture:
-    """Places of everything, in pixels from the top left. Boxes too narrow for their number go without."""
+    """Coordinates of all boxes and labels, in pixels from the top left.
+
+    Boxes too narrow for their number omit it.
+    """
     span = max((panel.timeline.span for panel in panels), default=0) or 1
     scale = (width - LEFT - RIGHT) / span
     boxes: list[Box] = []
-    words: list[Word] = []
+    labels: list[Label] = []
     y = TOP
     for panel in panels:
-        words.append(Word(LEFT, y + 14, panel.title, size=13, bold=True))
-        y = _rows(panel.timeline, y + TITLE, scale, boxes, words)
-    _axis(span, scale, y, boxes, words)
+        labels.append(Label(LEFT, y + 14, panel.title, size=13, bold=True))
+        y = _rows(panel.timeline, y + TITLE, scale, boxes, labels)
+    _axis(span, scale, y, boxes, labels)
     y += AXIS
     programs = [program for panel in panels for program in panel.timeline.schedule]
     has_chunks = any(len({i.stage for i in program}) > 1 for program in programs)
-    _legend({i.op for program in programs for i in program}, has_chunks, y, boxes, words)
-    return Picture(width, y + LEGEND, tuple(boxes), tuple(words))
+    _legend({i.op for program in programs for i in program}, has_chunks, y, boxes, labels)
+    return Picture(width, y + LEGEND, tuple(boxes), tuple(labels))
 
 
 def svg(panels: list[Panel], width: int = 1100) -> str:
     """The picture as the text of an SVG file."""
     picture = layout(panels, width)
-    lines = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{picture.width:g}" height="{picture.height:g}" '
-             f'viewBox="0 0 {picture.width:g} {picture.height:g}" font-family="DejaVu Sans, Helvetica, Arial, sans-serif">',
-             f"<style>.n{{font-size:{SMALL}px;text-anchor:middle;pointer-events:none}}</style>",
-             '<rect width="100%" height="100%" fill="#ffffff"/>']
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{picture.width:g}" height="{picture.height:g}" '
+        f'viewBox="0 0 {picture.width:g} {picture.height:g}" font-family="DejaVu Sans, Helvetica, '
+        'Arial, sans-serif">',
+        f"<style>.n{{font-size:{SMALL}px;text-anchor:middle;pointer-events:none}}</style>",
+        '<rect width="100%" height="100%" fill="#ffffff"/>',
+    ]
     for box in picture.boxes:
         tip = f"<title>{escape(box.tip)}</title>" if box.tip else ""
         lines.append(f'<rect x="{box.x:.1f}" y="{box.y:g}" width="{box.width:.1f}" height="{box.height:g}" '
                      f'fill="{box.colour}">{tip}</rect>')
         if box.text:
-            lines.append(f'<text x="{box.x + box.width / 2:.1f}" y="{box.y + box.height / 2 + 4:g}" class="n" '
-                         f'fill="{box.ink}">{escape(box.text)}</text>')
-    for word in picture.words:
-        weight = ' font-weight="bold"' if word.bold else ""
-        lines.append(f'<text x="{word.x:.1f}" y="{word.y:g}" font-size="{word.size}" text-anchor="{word.anchor}" '
-                     f'fill="{word.ink}"{weight}>{escape(word.text)}</text>')
+            lines.append(
+                f'<text x="{box.x + box.width / 2:.1f}" y="{box.y + box.height / 2 + 4:g}" class="n" '
+                f'fill="{box.ink}">{escape(box.text)}</text>'
+            )
+    for label in picture.labels:
+        weight = ' font-weight="bold"' if label.bold else ""
+        lines.append(
+            f'<text x="{label.x:.1f}" y="{label.y:g}" font-size="{label.size}" text-anchor="{label.anchor}" '
+            f'fill="{label.ink}"{weight}>{escape(label.text)}</text>'
+        )
     return "\n".join([*lines, "</svg>", ""])
 
 
@@ -106,13 +148,15 @@ def save_png(panels: list[Panel], path: Path, width: int = 1100, dots: float = 2
     try:
         import matplotlib
     except ImportError:
-        raise ConfigError("writing a PNG needs matplotlib, which is not installed: pip install matplotlib. Or write "
-                          "an .svg, which needs no package.") from None
+        raise ConfigError(
+            "writing a PNG needs matplotlib, which is not installed: pip install matplotlib. Or write "
+            "an .svg, which needs no package."
+        ) from None
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
     from matplotlib.patches import Rectangle
 
-    picture, points = layout(panels, width), 0.75                          # of a pixel at 96 to the inch
+    picture, points = layout(panels, width), 0.75  # points per pixel, at 96 pixels per inch
     figure = plt.figure(figsize=(picture.width / 96, picture.height / 96), dpi=96 * dots)
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set(xlim=(0, picture.width), ylim=(picture.height, 0))
@@ -120,21 +164,28 @@ def save_png(panels: list[Panel], path: Path, width: int = 1100, dots: float = 2
     for box in picture.boxes:
         axes.add_patch(Rectangle((box.x, box.y), box.width, box.height, facecolor=box.colour, linewidth=0))
         if box.text:
-            axes.text(box.x + box.width / 2, box.y + box.height / 2, box.text, color=box.ink, fontsize=SMALL * points,
-                      ha="center", va="center_baseline")
-    for word in picture.words:
-        axes.text(word.x, word.y, word.text, color=word.ink, fontsize=word.size * points, va="baseline",
-                  ha={"start": "left", "middle": "center", "end": "right"}[word.anchor],
-                  weight="bold" if word.bold else "normal")
+            axes.text(
+                box.x + box.width / 2,
+                box.y + box.height / 2,
+                box.text,
+                color=box.ink,
+                fontsize=SMALL * points,
+                ha="center",
+                va="center_baseline",
+            )
+    for label in picture.labels:
+        axes.text(label.x, label.y, label.text, color=label.ink, fontsize=label.size * points, va="baseline",
+                  ha={"start": "left", "middle": "center", "end": "right"}[label.anchor],
+                  weight="bold" if label.bold else "normal")
     figure.savefig(path, dpi=96 * dots)
     plt.close(figure)
 
 
-def _rows(timeline: Simulation, y: float, scale: float, boxes: list[Box], words: list[Word]) -> float:
-    """One row per rank, with its peak of live activations behind it; returns where the next thing goes."""
-    words.append(Word(LEFT + timeline.span * scale + 8, y - 5, "peak alive", ink=FAINT, size=10))
+def _rows(timeline: Simulation, y: float, scale: float, boxes: list[Box], labels: list[Label]) -> float:
+    """One row per rank, with its peak of live activations behind it; returns the y below."""
+    labels.append(Label(LEFT + timeline.span * scale + 8, y - 5, "peak alive", ink=FAINT, size=10))
     for rank, (program, starts, ends) in enumerate(zip(timeline.schedule, timeline.starts, timeline.ends)):
-        words.append(Word(LEFT - 8, y + ROW / 2 + 4, f"rank {rank}", anchor="end"))
+        labels.append(Label(LEFT - 8, y + ROW / 2 + 4, f"rank {rank}", anchor="end"))
         boxes.append(Box(LEFT, y, timeline.span * scale, ROW, IDLE))
         stages = sorted({i.stage for i in program})
         for i, start, end in zip(program, starts, ends):
@@ -142,31 +193,45 @@ def _rows(timeline: Simulation, y: float, scale: float, boxes: list[Box], words:
                 wide = (end - start) * scale
                 number = str(i.microbatch) if wide >= LETTER * len(str(i.microbatch)) + 3 else ""
                 later = stages.index(i.stage) % 2
-                boxes.append(Box(LEFT + start * scale, y, max(wide - (0.8 if wide > 3 else 0), 0.4), ROW, COLOURS[i.op][later],
-                                 number, INK if later else "#ffffff", f"{i}: {start:.6g} to {end:.6g}"))
-        words.append(Word(LEFT + timeline.span * scale + 8, y + ROW / 2 + 4, str(timeline.peak_live[rank]), ink=FAINT))
+                boxes.append(
+                    Box(
+                        LEFT + start * scale,
+                        y,
+                        max(wide - (0.8 if wide > 3 else 0), 0.4),
+                        ROW,
+                        COLOURS[i.op][later],
+                        number,
+                        INK if later else "#ffffff",
+                        f"{i}: {start:.6g} to {end:.6g}",
+                    )
+                )
+        labels.append(
+            Label(LEFT + timeline.span * scale + 8, y + ROW / 2 + 4, str(timeline.peak_live[rank]), ink=FAINT)
+        )
         y += ROW + GAP
     return y + GAP
 
 
-def _axis(span: float, scale: float, y: float, boxes: list[Box], words: list[Word]) -> None:
+def _axis(span: float, scale: float, y: float, boxes: list[Box], labels: list[Label]) -> None:
     boxes.append(Box(LEFT, y, span * scale, 0.8, FAINT))
     step = _round_step(span / 10)
     for n in range(int(span / step + 1e-9) + 1):
         boxes.append(Box(LEFT + n * step * scale - 0.4, y, 0.8, 4, FAINT))
-        words.append(Word(LEFT + n * step * scale, y + 16, f"{n * step:g}", anchor="middle", ink=FAINT, size=10))
-    words.append(Word(LEFT - 8, y + 16, "time", anchor="end", ink=FAINT, size=10))
+        labels.append(
+            Label(LEFT + n * step * scale, y + 16, f"{n * step:g}", anchor="middle", ink=FAINT, size=10)
+        )
+    labels.append(Label(LEFT - 8, y + 16, "time", anchor="end", ink=FAINT, size=10))
 
 
-def _legend(ops: set[Op], has_chunks: bool, y: float, boxes: list[Box], words: list[Word]) -> None:
+def _legend(ops: set[Op], has_chunks: bool, y: float, boxes: list[Box], labels: list[Label]) -> None:
     x = LEFT
     entries = [(COLOURS[op][0], meaning) for op, meaning in MEANINGS.items() if op in ops] + [(IDLE, "idle")]
     for colour, meaning in entries:
         boxes.append(Box(x, y + 6, 14, 12, colour))
-        words.append(Word(x + 20, y + 16, meaning))
+        labels.append(Label(x + 20, y + 16, meaning))
         x += 36 + LETTER * len(meaning)
     note = "numbers are micro-batches" + ("; pale: every second stage of a rank" if has_chunks else "")
-    words.append(Word(x, y + 16, note, ink=FAINT))
+    labels.append(Label(x, y + 16, note, ink=FAINT))
 
 
 def _round_step(least: float) -> float:
@@ -175,3 +240,19 @@ def _round_step(least: float) -> float:
     while power > least:
         power /= 10
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least * (1 - 1e-9))
+
+
+def _text_row(program, starts, ends, unit: float) -> list[str]:
+    stages = sorted({i.stage for i in program})
+    row: list[str] = []
+    for i, start, end in zip(program, starts, ends):
+        if i.op in COMPUTE:
+            first, stop = round(start / unit), max(round(end / unit), round(start / unit) + 1)
+            row += ["."] * (first - len(row))
+            row.append(f"{i.op}{i.microbatch}" + "'" * stages.index(i.stage))
+            row += ["-"] * (stop - first - 1)
+    return row
+
+
+def _text_cell(text: str, width: int) -> str:
+    return text * width if text in (".", "-") else text.ljust(width)

@@ -1,23 +1,52 @@
-"""Runs a schedule on clocks instead of ranks: is it legal, how long does it take, what does it keep alive?
+"""Simulation of a schedule: whether it is legal, how long a step takes, what stays alive.
 
-An instruction starts when its rank has finished the previous one and when what it needs is there; a schedule in which
-no rank can go on is a deadlock, reported with what each rank waits for. Works on bare schedules (F, B, I, W) as well as
-on lowered ones. Two kinds of sends are tried:
+`run_clocks` computes when each instruction of each rank starts and ends. An instruction starts when its rank
+has finished the previous one and the instructions that it depends on have ended; they follow from its name:
+
+    F s     activation of stage s - 1                     W s     I s
+    B s     F s, gradient from stage s + 1                SEND    computation of the tensor (rendezvous: and
+    I s     the same                                              the peer's receive)
+    TIE     all ranks that have one have reached their first
+
+An activation or gradient from another rank is available when its receive is posted and its send has arrived,
+in a schedule with transfers; in a schedule without, when it is computed. If no rank can proceed, the schedule
+deadlocks, and the error names the instruction that each rank waits for. Two kinds of sends are simulated:
 
     buffered     a send never waits (our channels)
-    rendezvous   a send waits until the peer has posted the receive, as blocking sends of large messages do; a schedule
-                 that passes this test does not depend on any buffering in the transport
+    rendezvous   a send waits until the peer has posted the receive, as blocking sends of large messages do; a
+                 schedule that passes this test does not depend on buffering in the transport
+
+Half a million instructions take a second: instructions are numbered, and a blocked rank is looked at again
+only when the instruction that it waits for has ended.
 """
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
 from ..errors import ScheduleError
-from .clock import Cost, run_clocks, unit_cost
-from .instruction import Instruction, Op, Schedule
-from .passes import COMPUTE, CONSUMED_BY, RECEIVES
+from .instruction import COMPUTE, CONSUMED_BY, RECEIVES, Instruction, Op, Schedule
 from .validate import check_complete, check_marks, check_transfers
+
+Cost = Callable[[Instruction], float]
+Times = list[list[float]]                          # rank → its instructions' times
+UNIT_COSTS = {Op.F: 1, Op.B: 2, Op.I: 1, Op.W: 1}
+NUMBERED = (
+    Op.F,
+    Op.B,
+    Op.I,
+    Op.W,
+    Op.SEND_ACT,
+    Op.RECV_ACT,
+    Op.SEND_GRAD,
+    Op.RECV_GRAD,
+)  # others may wait for these
+
+
+def unit_cost(instruction: Instruction) -> float:
+    """F, I and W take one unit, B two, transfers and reductions none."""
+    return UNIT_COSTS.get(instruction.op, 0)
 
 
 @dataclass(frozen=True)
@@ -35,13 +64,13 @@ class Simulation:
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """Time each rank spends computing."""
+        """Computing time of each rank."""
         return tuple(sum(end - start for i, start, end in zip(*rank) if i.op in COMPUTE)
                      for rank in zip(self.schedule, self.starts, self.ends))
 
     @property
     def bubble(self) -> float:
-        """The share of the ranks' time that is not spent computing."""
+        """Fraction of the ranks' time without computation."""
         whole = len(self.schedule) * self.span
         return 1 - sum(self.busy) / whole if whole else 0.0
 
@@ -56,18 +85,23 @@ class Simulation:
 
     @property
     def rank_bubble(self) -> float:
-        """The share of the longest of `rank_spans` that exceeds the most work of a rank.
+        """Fraction of the longest of `rank_spans` that exceeds the computing time of the busiest rank.
 
-        This is the bubble rate of Qi et al. 2024, tables 5 and 6. It does not count that a late rank starts later than the
-        first, which costs nothing only if ranks go into the next step as they finish this one; `bubble` does.
+        This is the bubble rate of Qi et al. 2024, tables 5 and 6. It leaves out that a late rank starts later
+        than the first, which costs nothing only if ranks begin the next step as they finish this one;
+        `bubble` counts it.
         """
         longest = max(self.rank_spans, default=0)
         return 1 - max(self.busy) / longest if longest else 0.0
 
     @cached_property
     def peak_live(self) -> tuple[int, ...]:
-        """Per rank, the most activations (one micro-batch of one stage each) alive at once: F until its B or W."""
-        trained = {(i.stage, i.microbatch) for program in self.schedule for i in program if i.op in (Op.B, Op.W)}
+        """Per rank, the most activations (one micro-batch of one stage each) alive at once: F until its B or
+        W.
+        """
+        trained = {
+            (i.stage, i.microbatch) for program in self.schedule for i in program if i.op in (Op.B, Op.W)
+        }
         grows = lambda i: i.op is Op.F and (i.stage, i.microbatch) in trained
         return tuple(_peak(program, grows, lambda i: i.op in (Op.B, Op.W)) for program in self.schedule)
 
@@ -83,7 +117,7 @@ def check(schedule: Schedule, num_stages: int, num_microbatches: int, *, forward
           rendezvous: bool = True) -> Simulation:
     """Raise ScheduleError unless the schedule is legal; returns its simulation with buffered sends.
 
-    rendezvous=False admits a schedule that needs sends which do not wait for the peer.
+    rendezvous=False accepts a schedule that needs sends that do not wait for the peer.
     """
     check_complete(schedule, num_stages, num_microbatches, forward_only)
     simulation = simulate(schedule)
@@ -93,13 +127,14 @@ def check(schedule: Schedule, num_stages: int, num_microbatches: int, *, forward
 
 
 def simulate(schedule: Schedule, cost: Cost = unit_cost, sends: str = "buffered") -> Simulation:
-    """Run the clocks. Raises ScheduleError for a dependency that is never met, a deadlock, or unmatched transfers.
+    """Run the clocks. Raises ScheduleError for a dependency that is never met, a deadlock, or unmatched
+    transfers.
 
-    cost    how long an instruction takes; for a SEND, how long the tensor is under way (the sender does not wait)
+    cost    time of an instruction; for a SEND, of the transfer (the sender does not wait)
     sends   "buffered" or "rendezvous"
     """
     if sends not in ("buffered", "rendezvous"):
-        raise ScheduleError(f"sends={sends!r} is not a kind of send. Valid: 'buffered', 'rendezvous'.")
+        raise ScheduleError(f"sends={sends!r} is unknown. Valid: 'buffered', 'rendezvous'.")
     num_stages = 1 + max((i.stage for program in schedule for i in program), default=-1)
     check_transfers(schedule, num_stages)
     check_marks(schedule)
@@ -108,10 +143,181 @@ def simulate(schedule: Schedule, cost: Cost = unit_cost, sends: str = "buffered"
 
 
 def _peak(program, grows: Callable[[Instruction], bool], shrinks: Callable[[Instruction], bool]) -> int:
-    """The most that is there at once; an instruction that shrinks the count does so at its end."""
+    """The highest count; an instruction that shrinks the count does so at its end."""
     live = peak = 0
     for i in program:
         live += grows(i)
         peak = max(peak, live)
         live -= shrinks(i)
     return peak
+
+
+def run_clocks(schedule: Schedule, cost: Cost = unit_cost, rendezvous: bool = False) -> tuple[Times, Times]:
+    """(starts, ends) of each rank's instructions. Raises ScheduleError for a deadlock or an unmet dependency.
+
+    cost    time of an instruction; for a SEND, of the transfer (the sender does not wait)
+    """
+    # Number the instructions and their dependencies.
+    numbers = _Numbers(schedule)
+    needs = [[numbers.needs(i, rendezvous) for i in program] for program in schedule]
+    starts: Times = [[] for _ in schedule]
+    ends: Times = [[] for _ in schedule]
+    done: list[float | None] = [None] * numbers.count          # number → end; of a send: arrival
+    barrier = _TieBarrier(schedule)
+    waiting: dict[int, list[int]] = defaultdict(list)          # number → ranks that wait for it
+    # Run each rank until it is blocked; continue it when the instruction that it waits for has ended.
+    ready = list(range(len(schedule)))
+    while ready:
+        rank = ready.pop()
+        program, its_needs, its_starts, its_ends = schedule[rank], needs[rank], starts[rank], ends[rank]
+        clock = its_ends[-1] if its_ends else 0
+        for at in range(len(its_ends), len(program)):
+            missing = None
+            for number in its_needs[at]:
+                time = done[number]
+                if time is None:
+                    missing = number
+                    break
+                if time > clock:
+                    clock = time
+            if missing is not None:
+                waiting[missing].append(rank)
+                break
+            i = program[at]
+            if i.op is Op.TIE and not barrier.is_open:
+                ready += barrier.arrive(rank, clock)
+                if not barrier.is_open:
+                    break
+            if i.op is Op.TIE:
+                clock = max(clock, barrier.time)
+            its_starts.append(clock)
+            end = clock + cost(i)
+            if i.op is not Op.SEND_ACT and i.op is not Op.SEND_GRAD:
+                clock = end
+            its_ends.append(clock)
+            number = numbers.of(i)
+            if number is not None:
+                done[number] = end
+                if number in waiting:
+                    ready += waiting.pop(number)
+    _check_finished(schedule, ends, needs, numbers, done, rendezvous)
+    return starts, ends
+
+
+class _Numbers:
+    """Instruction ↔ number, and the numbers of the instructions that it depends on."""
+
+    def __init__(self, schedule: Schedule):
+        self.stages = 1 + max((i.stage for program in schedule for i in program), default=-1)
+        self.microbatches = 1 + max(
+            (i.microbatch for program in schedule for i in program if i.microbatch is not None), default=0
+        )
+        self.base = {op: n * self.stages * self.microbatches for n, op in enumerate(NUMBERED)}
+        self.count = len(NUMBERED) * self.stages * self.microbatches
+        self.present = bytearray(self.count)
+        for program in schedule:
+            for i in program:
+                if (number := self.of(i)) is not None:
+                    self.present[number] = 1
+
+    def of(self, i: Instruction) -> int | None:
+        base = self.base.get(i.op)
+        return (
+            None
+            if base is None or i.microbatch is None
+            else base + i.stage * self.microbatches + i.microbatch
+        )
+
+    def instruction(self, number: int) -> Instruction:
+        kind, rest = divmod(number, self.stages * self.microbatches)
+        return Instruction(NUMBERED[kind], *divmod(rest, self.microbatches))
+
+    def needs(self, i: Instruction, rendezvous: bool) -> tuple[int, ...]:
+        """Numbers of the instructions that must have ended before this one starts."""
+        op, base, m = i.op, self.base, self.microbatches
+        if op not in base or op is Op.RECV_ACT or op is Op.RECV_GRAD:
+            return ()
+        here = i.stage * m + i.microbatch  # this micro-batch at this stage; ± m: at its neighbours
+        if op is Op.F:
+            return () if i.stage == 0 else self._arrival(Op.RECV_ACT, Op.SEND_ACT, here, here - m, base[Op.F])
+        if op is Op.W:
+            return (base[Op.I] + here,)
+        if op is Op.SEND_ACT:
+            return (base[Op.F] + here, base[Op.RECV_ACT] + here + m) if rendezvous else (base[Op.F] + here,)
+        if op is Op.SEND_GRAD:
+            made_by = self._backward(here) + here
+            return (made_by, base[Op.RECV_GRAD] + here - m) if rendezvous else (made_by,)
+        forward = base[Op.F] + here
+        if i.stage == self.stages - 1:
+            return (forward,)
+        return (forward, *self._arrival(Op.RECV_GRAD, Op.SEND_GRAD, here, here + m, self._backward(here + m)))
+
+    def _arrival(self, receive: Op, send: Op, here: int, there: int, makers: int) -> tuple[int, ...]:
+        """Numbers that deliver the tensor of a neighbour: receive and send; without a receive, its
+        computation.
+        """
+        posted = self.base[receive] + here
+        return (posted, self.base[send] + there) if self.present[posted] else (makers + there,)
+
+    def _backward(self, place: int) -> int:
+        """Base of the operation that makes the gradient of a stage's input: I where backward is split."""
+        return self.base[Op.I] if self.present[self.base[Op.I] + place] else self.base[Op.B]
+
+
+class _TieBarrier:
+    """A barrier at TIE: a rank proceeds when all ranks that have one have reached their first."""
+
+    def __init__(self, schedule: Schedule):
+        self.missing = {rank for rank, program in enumerate(schedule) if any(i.op is Op.TIE for i in program)}
+        self.arrived: list[int] = []
+        self.time = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        return not self.missing
+
+    def arrive(self, rank: int, clock: float) -> list[int]:
+        """The other ranks that may proceed now."""
+        self.missing.discard(rank)
+        self.time = max(self.time, clock)
+        if self.is_open:
+            return self.arrived
+        self.arrived.append(rank)
+        return []
+
+
+def _check_finished(
+    schedule: Schedule, ends: Times, needs, numbers: _Numbers, done, rendezvous: bool
+) -> None:
+    unfinished = [rank for rank, program in enumerate(schedule) if len(ends[rank]) < len(program)]
+    if not unfinished:
+        return
+    place = {i: (rank, at) for rank, program in enumerate(schedule) for at, i in enumerate(program)}
+    stuck = []
+    for rank in unfinished:
+        at = len(ends[rank])
+        missing = [numbers.instruction(number) for number in needs[rank][at] if done[number] is None]
+        if schedule[rank][at].op is Op.TIE:
+            missing = [schedule[other][len(ends[other])] for other in unfinished
+                       if schedule[other][len(ends[other])].op is not Op.TIE]
+        what = ", ".join(f"{other} ({_place_of(other, place, rank, at)})" for other in missing)
+        stuck.append(f"rank {rank} is at instruction {at} of {len(schedule[rank])}, {schedule[rank][at]}, "
+                     f"and waits for {what}")
+    advice = (
+        "Post receives before the sends that precede their use, as add_transfers does by default, or use "
+        "sends that do not block."
+        if rendezvous
+        else "In a valid order F of a stage comes after F of the previous stage, and B after F of its own "
+        "stage and after B of the next stage."
+    )
+    kind = "rendezvous" if rendezvous else "buffered"
+    raise ScheduleError(f"deadlock with {kind} sends: {'; '.join(stuck)}. {advice}")
+
+
+def _place_of(i: Instruction, place: dict[Instruction, tuple[int, int]], rank: int, at: int) -> str:
+    if i not in place:
+        return "in no program"
+    its_rank, its_place = place[i]
+    if its_rank != rank:
+        return f"instruction {its_place} of rank {its_rank}"
+    return f"later in the same program, at {its_place}" if its_place > at else f"earlier, at {its_place}"

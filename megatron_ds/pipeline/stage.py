@@ -1,11 +1,13 @@
-"""`Stage`: consecutive layers on one rank, and the activations of micro-batches between their forward and backward.
+"""`Stage`: consecutive layers on one rank, and the activations of micro-batches between their forward and
+backward.
 
-A stage keeps, for each live micro-batch, its input and the `Root` of its output, the place in the autograd graph where
-the backward starts. The output itself is freed as soon as it has been sent, unless an operation saved it for its own
-backward. A backward comes whole, or in two halves (backward.py).
+A stage keeps, for each live micro-batch, its input and the `Root` of its output, the place in the autograd
+graph where the backward starts. The output itself is freed as soon as it has been sent, unless an operation
+saved it for its own backward. A backward comes whole, or in two halves (backward.py).
 
-Layers may add loss terms and metrics to the ledger of the batch (data/ledger.py). The terms of a layer are attached to
-its output, so each is differentiated with the layer itself, on any stage, in a whole or a split backward.
+Layers may add loss terms and metrics to the ledger of the batch (data/ledger.py). The terms of a layer are
+attached to its output, so each is differentiated with the layer itself, on any stage, in a whole or a split
+backward.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,8 +28,8 @@ from .backward import Root, SplitBackward, attach
 class LayerHooks:
     """Called around the work of each layer, for parameters that are gathered and released layer by layer.
 
-    enter, leave  called with (number of the layer in its stage, whether in backward). Not around a weight half, which
-                  reads no parameters
+    enter, leave  called with (number of the layer in its stage, whether in backward). Not around a weight
+                  half, which reads no parameters
     complete      called with the number of a layer when a weight half has delivered its gradients
     """
 
@@ -48,10 +50,11 @@ class Stage:
     """The layers of global stage `index`.
 
     modules  called in order as module(x, batch); the first layer of the model ignores x
-    loss     on the last stage, loss(x, batch) → an object with `objective`, a scalar tensor that is differentiated and is
-             not a view; it is detached in place, so that keeping the loss of a step keeps no graph alive.
-             None: the output of the last layer is the result (forward only)
-    per_token  the loss sums over tokens instead of averaging, and gradients are divided by the tokens of the step
+    loss     on the last stage, loss(x, batch) → an object with `objective`, a scalar tensor that is
+             differentiated and is not a view; it is detached in place, so that keeping the loss of a step
+             keeps no graph alive. None: the output of the last layer is the result (forward only)
+    per_token  the loss sums over tokens instead of averaging, and gradients are divided by the tokens of the
+               step
     entries  what layers added to the ledgers since the executor began its step, detached
     """
 
@@ -66,8 +69,8 @@ class Stage:
     def forward(self, microbatch: int, batch: Batch, x: Tensor | None, scale: float) -> Any:
         """Output for the next stage, detached; the loss object on the last stage.
 
-        Outside `torch.no_grad()` the micro-batch stays live until its backward. The backward of the loss and of the
-        layers' loss terms starts from `scale`.
+        Outside `torch.no_grad()` the micro-batch stays live until its backward. The backward of the loss and
+        of the layers' loss terms starts from `scale`.
         """
         training = torch.is_grad_enabled()
         if x is not None and training:
@@ -93,7 +96,8 @@ class Stage:
         return loss
 
     def backward(self, microbatch: int, grad: Tensor | None) -> Tensor | None:
-        """Gradient of the input (None on the first stage) from that of the output (None where the stage ends in a loss).
+        """Gradient of the input (None on the first stage) from that of the output (None where the stage ends
+        in a loss).
 
         Gradients of parameters are accumulated by autograd and the layers.
         """
@@ -104,7 +108,10 @@ class Stage:
         return None if live.input is None else live.input.grad
 
     def backward_input(self, microbatch: int, grad: Tensor | None) -> Tensor | None:
-        """The first half of `backward`: its result, and no parameter's gradient. `backward_weights` must follow."""
+        """The first half of `backward`: its result, and no parameter's gradient.
+
+        `backward_weights` must follow.
+        """
         live = self._to_start(microbatch, grad)
         if live.root is None:
             return self._split.input_half(microbatch, None, live.input)
@@ -121,9 +128,13 @@ class Stage:
 
     def check_empty(self) -> None:
         """Between steps no micro-batch may be alive."""
-        assert not self.live, f"stage {self.index}: micro-batches {sorted(self.live)} had a forward but no backward"
-        assert not self._split.waiting, (f"stage {self.index}: micro-batches {sorted(self._split.waiting)} had the input "
-                                         "half of a backward but not its weight half")
+        assert not self.live, (
+            f"stage {self.index}: micro-batches {sorted(self.live)} had a forward but no backward"
+        )
+        assert not self._split.waiting, (
+            f"stage {self.index}: micro-batches {sorted(self._split.waiting)} had the input "
+            "half of a backward but not its weight half"
+        )
 
     def clear(self) -> None:
         """Drop all live micro-batches and entries, after a step that failed."""
@@ -132,7 +143,10 @@ class Stage:
         self._split.waiting.clear()
 
     def _run(self, x: Tensor | None, batch: Batch, attached: Callable[[Tensor], Tensor]) -> Any:
-        """The output of the last layer. The terms of a layer that a loss follows are left for the objective."""
+        """The output of the last layer.
+
+        The terms of a layer that a loss follows are left for the objective.
+        """
         enter, leave = self.hooks.enter, self.hooks.leave
         last = len(self.modules) - 1
         for i, module in enumerate(self.modules):

@@ -1,6 +1,7 @@
-"""Where a list of layers is cut into stages: by cost, or as the user says.
+"""Assignment of a list of layers to stages, by cost or by an explicit layout.
 
-A cut is a tuple of bounds: stage s holds layers bounds[s] to bounds[s + 1] - 1 of the model's list of named layers.
+The result is a tuple of bounds: stage s holds layers bounds[s] to bounds[s + 1] - 1 of the model's list of
+named layers.
 """
 
 import math
@@ -11,34 +12,39 @@ from itertools import accumulate
 from ..errors import ConfigError, LayoutError
 
 Bounds = tuple[int, ...]
-MOST_REPEATS = 10_000          # of one "*n" in a layout; more is a slip of the finger
+MOST_REPEATS = 10_000          # of one "*n" in a layout
 
 
 def partition(costs: Sequence[float], stages: int) -> Bounds:
-    """The cut whose most expensive stage is as cheap as can be; exact, each stage holds at least one layer.
+    """The bounds that minimize the cost of the costliest stage; exact, with at least one layer on each stage.
 
-    Among several such cuts, the one that is most even (least sum of squares); among those, the one with the fewest layers
-    on the early stages, which keep the most micro-batches alive.
+    Among several such cuts, the most even one (least sum of squares); among those, the one with the fewest
+    layers on the early stages, which keep the most micro-batches alive.
     """
     n = len(costs)
     if not 1 <= stages <= n:
-        raise LayoutError(f"{n} layers cannot be cut into {stages} pipeline stages: each stage holds at least one layer. "
-                          f"Use a pipeline size times chunks of 1 to {n}, or more layers.")
+        raise LayoutError(
+            f"{n} layers cannot be cut into {stages} pipeline stages: each stage holds at least one layer. "
+            f"Use a pipeline size times chunks of 1 to {n}, or more layers."
+        )
     if bad := [c for c in costs if not 0 <= c < math.inf]:
-        raise LayoutError(f"a layer cannot cost {bad[0]}: costs are summed and compared. Use finite numbers from 0 up.")
+        raise LayoutError(
+            f"a layer has cost {bad[0]}. Costs are summed and compared: use finite numbers from 0 up."
+        )
     prefix = [0, *accumulate(_as_integers(costs))]
     limit = _least_maximum(prefix, stages)
     return _most_even(prefix, stages, limit)
 
 
 def parse_layout(text: str, is_block: Sequence[bool], stages: int) -> Bounds:
-    """Bounds from what the user wrote.
+    """Bounds of an explicit layout.
 
-    is_block  of each layer of the model in order: True for a decoder layer, False for those before the blocks (embedding)
-              and behind them (final norm, head)
-    text    either decoder layers per stage, "3,2,3": layers before the blocks go to the first stage, those behind to the
-            last. Or one letter a layer and "|" between stages, "Et*3|(tt|)*2t*3L": E embedding, t decoder layer, L norm
-            and head; "*n" repeats, parentheses group, commas and blanks are ignored; E and L may be left out.
+    is_block  of each layer of the model in order: True for a decoder layer, False for those before the blocks
+              (embedding) and behind them (final norm, head)
+    text    either decoder layers per stage, "3,2,3": layers before the blocks go to the first stage, those
+            behind to the last. Or one letter a layer and "|" between stages, "Et*3|(tt|)*2t*3L": E embedding,
+            t decoder layer, L norm and head; "*n" repeats, parentheses group, commas and blanks are ignored;
+            E and L may be omitted.
     """
     blocks = [at for at, block in enumerate(is_block) if block]
     before, behind = (blocks[0], len(is_block) - blocks[-1] - 1) if blocks else (len(is_block), 0)
@@ -51,7 +57,7 @@ def parse_layout(text: str, is_block: Sequence[bool], stages: int) -> Bounds:
 
 
 def count_stages(text: str) -> int:
-    """How many stages a layout names."""
+    """Number of stages of a layout."""
     return 1 + (text.count(",") if _is_counts(text) else _expand(text).count("|"))
 
 
@@ -60,7 +66,7 @@ def _is_counts(text: str) -> bool:
 
 
 def _parts(text: str, num_blocks: int, stages: int) -> list[str]:
-    """The layout written out, one string of E, t and L per stage, checked."""
+    """The layout with repetitions expanded and validated, one string of E, t and L per stage."""
     if _is_counts(text):
         counts = [int(word) for word in text.split(",")]
         _check_counts(text, len(counts), sum(counts), num_blocks, stages)
@@ -73,7 +79,9 @@ def _parts(text: str, num_blocks: int, stages: int) -> list[str]:
     if "L" not in "".join(parts):
         parts[-1] += "L"
     if "".join(parts) != "E" + "t" * num_blocks + "L":
-        raise _wrong(text, "E comes once, before the decoder layers, and L once, after them", num_blocks, stages)
+        raise _wrong(
+            text, "E comes once, before the decoder layers, and L once, after them", num_blocks, stages
+        )
     return parts
 
 
@@ -81,18 +89,21 @@ def _check_counts(text: str, num_parts: int, num_named: int, num_blocks: int, st
     if num_parts != stages:
         raise _wrong(text, f"it has {num_parts} stages, but the pipeline has {stages}", num_blocks, stages)
     if num_named != num_blocks:
-        raise _wrong(text, f"it has {num_named} decoder layers, but the model has {num_blocks}", num_blocks, stages)
+        raise _wrong(
+            text, f"it has {num_named} decoder layers, but the model has {num_blocks}", num_blocks, stages
+        )
 
 
 def _as_integers(costs: Sequence[float]) -> list[int]:
-    """The same costs in a unit in which all are whole, so that sums are exact and equal cuts compare as equal."""
+    """The costs as multiples of one unit, so that sums are exact and equal cuts compare as equal."""
     ratios = [c.as_integer_ratio() for c in costs]
     unit = math.lcm(*(denominator for _, denominator in ratios))
     return [numerator * (unit // denominator) for numerator, denominator in ratios]
 
 
 def _least_maximum(prefix: Sequence[int], stages: int) -> int:
-    """The optimum is the cost of some run of layers: bisect over those, trying each greedily."""
+    """Bisection over the costs of all runs of layers, one of which is the optimum; each is tested greedily.
+    """
     n = len(prefix) - 1
     candidates = sorted({prefix[j] - prefix[i] for i in range(n) for j in range(i + 1, n + 1)})
     low, high = 0, len(candidates) - 1
@@ -106,7 +117,7 @@ def _least_maximum(prefix: Sequence[int], stages: int) -> int:
 
 
 def _fits(prefix: Sequence[int], stages: int, limit: int) -> bool:
-    """Whether `stages` stages of at most `limit` suffice. Fewer are as good: cutting a stage makes none dearer."""
+    """Whether `stages` stages of at most `limit` suffice. Fewer do too: dividing a stage raises no cost."""
     used, start = 1, 0
     for at in range(1, len(prefix)):
         if prefix[at] - prefix[at - 1] > limit:
@@ -117,7 +128,10 @@ def _fits(prefix: Sequence[int], stages: int, limit: int) -> bool:
 
 
 def _most_even(prefix: Sequence[int], stages: int, limit: int) -> Bounds:
-    """Dynamic programme from the back: least[i] = (sum of squares, end of the first stage) for layers i.. in s stages."""
+    """Dynamic programming from the back: least[i] = (sum of squares, end of the first stage) for layers i..
+
+    in s stages.
+    """
     n = len(prefix) - 1
     least: list[tuple[float, int]] = [(math.inf, n)] * n + [(0, n)]
     ends = []
@@ -144,18 +158,25 @@ def _expand(text: str) -> str:
         group, group_times, letter, letter_times = found.groups()
         times = int(group_times or letter_times or 1)
         if times > MOST_REPEATS or len(expanded) > MOST_REPEATS:
-            raise ConfigError(f"pipeline layout {text!r} repeats a part {times} times: no model has that many layers. "
-                              f"Use at most {MOST_REPEATS}.")
+            raise ConfigError(
+                f"pipeline layout {text!r} repeats a part {times} times: no model has that many layers. "
+                f"Use at most {MOST_REPEATS}."
+            )
         expanded = expanded[:found.start()] + (letter or group) * times + expanded[found.end():]
     if strange := re.search(r"[^EtL|]", expanded):
-        raise ConfigError(f"pipeline layout {text!r} contains {strange.group()!r}, which is not valid at that position. "
-                          "Valid: decoder layers per stage, such as 3,2,3; or E (embedding), t (decoder layer), L (norm and "
-                          "head), | between stages, *n to repeat, parentheses, such as Et*3|t*2|t*3L.")
+        raise ConfigError(
+            f"pipeline layout {text!r} contains {strange.group()!r}, which is not valid at that position. "
+            "Valid: decoder layers per stage, such as 3,2,3; or E (embedding), t (decoder layer), L (norm "
+            "and "
+            "head), | between stages, *n to repeat, parentheses, such as Et*3|t*2|t*3L."
+        )
     return expanded
 
 
 def _wrong(text: str, what: str, num_blocks: int, stages: int) -> ConfigError:
     even = [num_blocks // stages + (s >= stages - num_blocks % stages) for s in range(stages)]
-    return ConfigError(f"pipeline layout {text!r}: {what}. Each of the {stages} stages holds at least one of the model's "
-                       f"layers, in their order; for example {','.join(map(str, even))} or "
-                       f"E{'|'.join(f't*{n}' if n else '' for n in even)}L.")
+    return ConfigError(
+        f"pipeline layout {text!r}: {what}. Each of the {stages} stages holds at least one of the model's "
+        f"layers, in their order; for example {','.join(map(str, even))} or "
+        f"E{'|'.join(f't*{n}' if n else '' for n in even)}L."
+    )

@@ -1,19 +1,38 @@
-"""`Timeline`: when the instructions of a rank really ran.
+"""`Timeline`: when the instructions of a rank ran; and timelines as files, in the JSON format of Chrome's
+trace viewer.
 
-Seconds since 1970, so that the ranks of one machine, and of machines with synchronised clocks, can be laid side by side. On
-GPUs the stamps are events on the stream: they tell when the device worked, and nobody waits for them before `read`.
+    {"traceEvents": [{"name": "F3@1", "cat": "F", "ph": "X", "ts": 12.5, "dur": 4.0, "pid": 1, "tid": 0,
+                      "args": {"op": "F", "stage": 1, "microbatch": 3}}, …]}
+
+Open the files in chrome://tracing or https://ui.perfetto.dev. One event per instruction: pid is the pipeline
+rank, ts and dur are microseconds; tid 0 holds computations, 1 transfers, 2 reductions and gathers. Planned
+and measured timelines have the same format, so they can be compared. Ranks may write one file each.
+
+Measured times are seconds since 1970, comparable between the ranks of one machine, and of machines with
+synchronised clocks. On GPUs they are events on the stream: they show when the device worked, and the host
+waits for them only in `read`.
 """
 
+import json
 import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
 
 import torch
 
-from .instruction import Instruction
+from ..errors import DataError
+from .instruction import COMPUTE, RECEIVES, SENDS, Instruction, Op
+from .simulate import Cost, Simulation
 
-Entry = tuple[Instruction, float, float]         # what, start, end
+Entry = tuple[Instruction, float, float]                       # instruction, start, end; in seconds
+THREADS = ("computations", "transfers", "reductions")
 
 
 class Timeline:
+    """Records the instructions of one rank on `device`."""
+
     def __init__(self, device: torch.device):
         self._entries: list[tuple] = []
         self._is_cuda = device.type == "cuda"
@@ -25,7 +44,7 @@ class Timeline:
             self._epoch = time.time() - time.perf_counter()
 
     def now(self):
-        """A stamp; what it is is nobody's business but ours."""
+        """A time stamp, for `add` alone."""
         if not self._is_cuda:
             return time.perf_counter()
         stamp = torch.cuda.Event(enable_timing=True)
@@ -37,7 +56,7 @@ class Timeline:
         self._entries.append((instruction, start, self.now()))
 
     def read(self) -> list[Entry]:
-        """What was added, and begin anew."""
+        """The entries since the last call."""
         entries, self._entries = self._entries, []
         if self._is_cuda:
             torch.cuda.synchronize()
@@ -45,3 +64,132 @@ class Timeline:
 
     def _seconds(self, stamp) -> float:
         return self._epoch + (self._zero.elapsed_time(stamp) / 1e3 if self._is_cuda else stamp)
+
+
+def write_trace(path: Path | str, timelines: Mapping[int, Sequence[Entry]]) -> None:
+    """Write the timelines of pipeline ranks into one file."""
+    events: list[dict] = []
+    for rank, entries in sorted(timelines.items()):
+        events.append(
+            {
+                "name": "process_name",
+                "ph": "M",
+                "pid": rank,
+                "tid": 0,
+                "args": {"name": f"pipeline rank {rank}"},
+            }
+        )
+        events += ({"name": "thread_name", "ph": "M", "pid": rank, "tid": tid, "args": {"name": name}}
+                   for tid, name in enumerate(THREADS))
+        events += (_event(rank, *entry) for entry in entries)
+    Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
+
+
+def read_traces(paths: Iterable[Path | str]) -> dict[int, list[Entry]]:
+    """Pipeline rank → its timeline, from one file, or one for each rank. Raises DataError for other files."""
+    timelines: dict[int, list[Entry]] = {}
+    for path in paths:
+        found = _read(Path(path))
+        if twice := sorted(timelines.keys() & found.keys()):
+            raise DataError(
+                f"{path} contains pipeline rank {twice[0]}, and so does an earlier file: timelines of "
+                f"several "
+                "pipelines (data-parallel ranks) cannot be combined. Use the files of one pipeline."
+            )
+        timelines |= found
+    return timelines
+
+
+def steps_of(timelines: Mapping[int, Sequence[Entry]]) -> list[dict[int, list[Entry]]]:
+    """A recording of several steps, step by step: a step ends where a rank repeats a computation."""
+    per_rank = {rank: _split(entries) for rank, entries in timelines.items()}
+    number = min((len(steps) for steps in per_rank.values()), default=0)
+    return [{rank: steps[n] for rank, steps in per_rank.items()} for n in range(number)]
+
+
+def timelines_of(simulation: Simulation, unit: float = 1.0) -> dict[int, list[Entry]]:
+    """A simulation as timelines; unit: seconds of its unit of time."""
+    ranks = zip(simulation.schedule, simulation.starts, simulation.ends)
+    return {
+        rank: [(i, start * unit, end * unit) for i, start, end in zip(*its)] for rank, its in enumerate(ranks)
+    }
+
+
+def as_simulation(timelines: Mapping[int, Sequence[Entry]]) -> Simulation:
+    """Timelines as a `Simulation`, for its bubble, its live activations and pictures.
+
+    Time is 0 at the first start.
+    """
+    begin = min((start for entries in timelines.values() for _, start, _ in entries), default=0.0)
+    ranks = [timelines[rank] for rank in sorted(timelines)]
+    return Simulation(tuple(tuple(i for i, _, _ in entries) for entries in ranks),
+                      tuple(tuple(start - begin for _, start, _ in entries) for entries in ranks),
+                      tuple(tuple(end - begin for _, _, end in entries) for entries in ranks))
+
+
+def typical_cost(timelines: Mapping[int, Sequence[Entry]]) -> Cost:
+    """A cost function for the simulator: the median time of a computation at its stage, over micro-batches.
+
+    Transfers and operations that were not recorded take no time; B and I + W are derived from one another.
+    """
+    took = defaultdict(list)
+    for entries in timelines.values():
+        for i, start, end in entries:
+            if i.op in COMPUTE:
+                took[i.op, i.stage].append(end - start)
+    typical = {key: median(times) for key, times in took.items()}
+    for op, stage in list(typical):
+        if op is Op.B:
+            typical.setdefault((Op.I, stage), typical[op, stage] / 2)
+            typical.setdefault((Op.W, stage), typical[op, stage] / 2)
+        elif op is Op.I and (Op.W, stage) in typical:
+            typical.setdefault((Op.B, stage), typical[Op.I, stage] + typical[Op.W, stage])
+    return lambda i: typical.get((i.op, i.stage), 0.0)
+
+
+def _event(rank: int, i: Instruction, start: float, end: float) -> dict:
+    tid = 0 if i.op in COMPUTE else 1 if i.op in SENDS | RECEIVES else 2
+    return {
+        "name": str(i),
+        "cat": i.op.name,
+        "ph": "X",
+        "ts": start * 1e6,
+        "dur": (end - start) * 1e6,
+        "pid": rank,
+        "tid": tid,
+        "args": {"op": str(i.op), "stage": i.stage, "microbatch": i.microbatch},
+    }
+
+
+def _read(path: Path) -> dict[int, list[Entry]]:
+    try:
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+        timelines: dict[int, list[Entry]] = {}
+        for event in events:
+            if event["ph"] == "X" and "op" in event["args"]:
+                args, start = event["args"], event["ts"] / 1e6
+                i = Instruction(Op(args["op"]), args["stage"], args["microbatch"])
+                timelines.setdefault(event["pid"], []).append((i, start, start + event["dur"] / 1e6))
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such file. A run with --trace writes timelines.") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{path} is not a timeline of a pipeline ({type(error).__name__}: {error}). Such files are "
+            f"written by "
+            "--trace and by tools/show_schedule.py --chrome-trace."
+        ) from None
+    return timelines
+
+
+def _split(entries: Sequence[Entry]) -> list[list[Entry]]:
+    steps: list[list[Entry]] = []
+    seen: set[Instruction] = set()
+    for entry in entries:
+        computes = entry[0].op in COMPUTE
+        if not steps or computes and entry[0] in seen:
+            steps.append([])
+            seen = set()
+        steps[-1].append(entry)
+        if computes:
+            seen.add(entry[0])
+    return steps

@@ -1,20 +1,24 @@
-"""What can be told of a schedule without running time: everything is there, once, on one rank, in matching channels.
+"""Checks of a schedule that need no clock: each computation is present once, on one rank, with matching
+transfers.
 
-What needs time (dependencies, deadlock) is in `simulate.py`.
+`simulate.py` checks dependencies and deadlocks.
 """
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 from ..errors import ScheduleError
-from .instruction import Instruction, Op, Schedule
-from .passes import BACKWARD, COMPUTE, RECEIVES, SENDS, stage_ranks
+from .instruction import BACKWARD, COMPUTE, RECEIVES, SENDS, Instruction, Op, Schedule, stage_ranks
 
 Channel = tuple[int, int, str]                     # (source rank, destination rank, "act" | "grad")
 ABOUT_ONE_MICROBATCH = COMPUTE | SENDS | RECEIVES
 KIND = {Op.SEND_ACT: "act", Op.RECV_ACT: "act", Op.SEND_GRAD: "grad", Op.RECV_GRAD: "grad"}
-MAKES = {Op.F: ("act", 1), Op.B: ("grad", -1), Op.I: ("grad", -1)}        # what a computation makes for whom, in stages away
-SHOWN = 6                                          # instructions named in a message; the rest is counted
+MAKES = {
+    Op.F: ("act", 1),
+    Op.B: ("grad", -1),
+    Op.I: ("grad", -1),
+}  # computation → (kind of its message, stage distance)
+SHOWN = 6  # instructions named in an error message; the others are counted
 
 
 def check_complete(schedule: Schedule, num_stages: int, num_microbatches: int, forward_only: bool) -> None:
@@ -24,23 +28,30 @@ def check_complete(schedule: Schedule, num_stages: int, num_microbatches: int, f
             _check_numbers(i, num_stages, num_microbatches)
     stage_ranks(schedule)
     counts = Counter(i for program in schedule for i in program if i.op in ABOUT_ONE_MICROBATCH)
-    _complain("appears more than once, but a micro-batch passes a stage once", (i for i, n in counts.items() if n > 1))
+    _reject(
+        "appears more than once, but a micro-batch passes a stage once",
+        (i for i, n in counts.items() if n > 1),
+    )
     pairs = [(s, k) for s in range(num_stages) for k in range(num_microbatches)]
-    _complain("is missing, so its micro-batch would not pass this stage",
+    _reject("is missing, so its micro-batch would not pass this stage",
               (Instruction(Op.F, s, k) for s, k in pairs if (Op.F, s, k) not in counts))
     if forward_only:
-        _complain("has no place in a forward-only schedule", (i for i in counts if i.op in BACKWARD))
+        _reject("is a backward, but the schedule is forward-only", (i for i in counts if i.op in BACKWARD))
         return
     for s, k in pairs:
         whole, halves = (Op.B, s, k) in counts, ((Op.I, s, k) in counts) + ((Op.W, s, k) in counts)
         if halves != (0 if whole else 2):
             ops = "+".join(str(op) for op in (Op.B, Op.I, Op.W) if Instruction(op, s, k) in counts)
-            raise ScheduleError(f"the backward of micro-batch {k} at stage {s} consists of {ops or 'nothing'}: its gradient "
-                                "would be missing or counted twice. Valid: B alone, or I and W.")
+            raise ScheduleError(
+                f"the backward of micro-batch {k} at stage {s} consists of {ops or 'nothing'}: its gradient "
+                "would be missing or counted twice. Valid: B alone, or I and W."
+            )
 
 
 def check_transfers(schedule: Schedule, num_stages: int) -> None:
-    """Sends and receives, if there are any, are exactly those that are needed, and each channel is in one order."""
+    """Sends and receives, if there are any, are exactly those that are needed, and each channel is in one
+    order.
+    """
     sent, received = _channels(schedule, SENDS, num_stages), _channels(schedule, RECEIVES, num_stages)
     if not sent and not received:
         return
@@ -50,13 +61,18 @@ def check_transfers(schedule: Schedule, num_stages: int) -> None:
         name = f"channel {kind!r} from rank {source} to rank {destination}"
         for what, messages in (("sent", sent[channel]), ("received", received[channel])):
             if difference := needed[channel] ^ set(messages):
-                raise ScheduleError(f"{name}: (stage, micro-batch) {_some(sorted(difference))} needed but not {what}, or "
-                                    f"{what} but not needed. Let add_transfers place the transfers.")
+                raise ScheduleError(
+                    f"{name}: (stage, micro-batch) {_some(sorted(difference))} needed but not {what}, or "
+                    f"{what} but not needed. Let add_transfers place the transfers."
+                )
         for n, (out, into) in enumerate(zip(sent[channel], received[channel])):
             if out != into:
                 raise ScheduleError(
-                    f"{name}: message {n} is sent for micro-batch {out[1]} at stage {out[0]}, but received for micro-batch "
-                    f"{into[1]} at stage {into[0]}: channels keep their order. Post receives in the order of the sends.")
+                    f"{name}: message {n} is sent for micro-batch {out[1]} at stage {out[0]}, but "
+                    f"received for micro-batch "
+                    f"{into[1]} at stage {into[0]}: channels keep their order. Post receives in the order "
+                    f"of the sends."
+                )
 
 
 def check_marks(schedule: Schedule) -> None:
@@ -66,18 +82,24 @@ def check_marks(schedule: Schedule) -> None:
         reduces = {i.stage: at for at, i in enumerate(program) if i.op is Op.REDUCE}
         for at, i in enumerate(program):
             if i.op is Op.TIE and at < last.get(i.stage, len(program)):
-                raise ScheduleError(f"rank {rank}: {i} at position {at} comes before the last backward of its stage, so it "
-                                    "would sum unfinished gradients. Valid: any position after that backward.")
+                raise ScheduleError(
+                    f"rank {rank}: {i} at position {at} comes before the last backward of its stage, so it "
+                    "would sum unfinished gradients. Valid: any position after that backward."
+                )
         for stage, at in reduces.items():
             between = [i for i in program[at:] if i.op in (Op.B, Op.W) and i.stage == stage]
             if len(between) != 1:
-                raise ScheduleError(f"rank {rank}: {len(between)} backwards of stage {stage} follow its last REDUCE, which "
-                                    "announces the one that completes the gradients. Valid: right before the last B or W.")
+                raise ScheduleError(
+                    f"rank {rank}: {len(between)} backwards of stage {stage} follow its last REDUCE, which "
+                    "announces the one that completes the gradients. Valid: right before the last B or W."
+                )
 
 
 def _check_numbers(i: Instruction, num_stages: int, num_microbatches: int) -> None:
     if not 0 <= i.stage < num_stages:
-        raise ScheduleError(f"{i} names stage {i.stage}, but there are {num_stages}. Valid: 0 to {num_stages - 1}.")
+        raise ScheduleError(
+            f"{i} names stage {i.stage}, but there are {num_stages}. Valid: 0 to {num_stages - 1}."
+        )
     about_one = i.op in ABOUT_ONE_MICROBATCH
     if about_one != (i.microbatch is not None) or about_one and not 0 <= i.microbatch < num_microbatches:
         legal = f"0 to {num_microbatches - 1}" if about_one else "none, it is about the whole stage"
@@ -85,7 +107,7 @@ def _check_numbers(i: Instruction, num_stages: int, num_microbatches: int) -> No
 
 
 def _needed(schedule: Schedule, num_stages: int) -> dict[Channel, set[tuple[int, int]]]:
-    """Messages that the computations call for, as (stage that consumes it, micro-batch)."""
+    """Messages that the computations require, as (stage that consumes it, micro-batch)."""
     home, needed = stage_ranks(schedule), defaultdict(set)
     for rank, program in enumerate(schedule):
         for i in program:
@@ -98,7 +120,9 @@ def _needed(schedule: Schedule, num_stages: int) -> dict[Channel, set[tuple[int,
     return needed
 
 
-def _channels(schedule: Schedule, ops: frozenset[Op], num_stages: int) -> dict[Channel, list[tuple[int, int]]]:
+def _channels(
+    schedule: Schedule, ops: frozenset[Op], num_stages: int
+) -> dict[Channel, list[tuple[int, int]]]:
     """Messages in program order, as (stage that consumes it, micro-batch)."""
     home, channels = stage_ranks(schedule), defaultdict(list)
     for rank, program in enumerate(schedule):
@@ -108,7 +132,7 @@ def _channels(schedule: Schedule, ops: frozenset[Op], num_stages: int) -> dict[C
             forth = 1 if KIND[i.op] == "act" else -1                   # direction in which this kind travels
             peer = i.stage + forth if i.op in SENDS else i.stage - forth
             if not 0 <= peer < num_stages:
-                raise ScheduleError(f"{i} on rank {rank} would communicate with stage {peer}, but there are "
+                raise ScheduleError(f"{i} on rank {rank} communicates with stage {peer}, but there are "
                                     f"{num_stages}: stages 0 to {num_stages - 1}. Remove it.")
             if i.op in SENDS:
                 channels[rank, home[peer], KIND[i.op]].append((peer, i.microbatch))
@@ -117,9 +141,9 @@ def _channels(schedule: Schedule, ops: frozenset[Op], num_stages: int) -> dict[C
     return channels
 
 
-def _complain(what: str, instructions: Iterable[Instruction]) -> None:
-    if guilty := [str(i) for i in instructions]:
-        raise ScheduleError(f"{_some(guilty)}: {what}.")
+def _reject(what: str, instructions: Iterable[Instruction]) -> None:
+    if found := [str(i) for i in instructions]:
+        raise ScheduleError(f"{_some(found)}: {what}.")
 
 
 def _some(things: list) -> str:

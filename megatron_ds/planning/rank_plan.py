@@ -18,8 +18,7 @@ from ..mpu.group import solo
 from ..mpu.param_spec import DATA_AXES, EXPERT_DATA_AXES, Init, ParamSpec
 from ..mpu.traffic import Traffic
 from ..optim import MakeOptimizer, ParamGroup, group_of
-from ..pipeline.instruction import Op, Program
-from ..pipeline.passes import RECEIVES
+from ..pipeline.instruction import RECEIVES, Op, Program
 from ..pipeline.simulate import Simulation
 from ..zero.data_groups import DataGroups
 from ..zero.exchange import UNDER_WAY

@@ -16,8 +16,7 @@ from ..optim import OPTIMIZERS
 from ..pipeline import passes
 from ..pipeline.costs import StageCosts
 from ..pipeline.instruction import Op, Program, Schedule
-from ..pipeline.placement import placement, stages_of
-from ..pipeline.schedules import OPTIONS, SCHEDULES, check_shape, default_chunks
+from ..pipeline.schedules import SCHEDULES, placement, stages_of
 from ..pipeline.stage_bounds import count_stages, parse_layout, partition
 from ..zero.prediction import KEEP, RELEASE
 from ..zero.settings import ZeroSettings
@@ -96,7 +95,7 @@ def pipeline_shape(config: RunConfig) -> PipelineShape:
         chunks = max(1, count_stages(config.parallel.pipeline_layout) // p)
     said = config.parallel.pipeline_schedule
     name = SCHEDULES.name_of(said) if said else "interleaved" if chunks and chunks > 1 else "1f1b"
-    return PipelineShape(name, p, chunks or (2 if name == "interleaved" else default_chunks(name)))
+    return PipelineShape(name, p, chunks or (2 if name == "interleaved" else SCHEDULES[name].default_chunks))
 
 
 def plan_run(config: RunConfig, layers: Sequence[Layer], measured: Times | None = None) -> RunPlan:
@@ -135,7 +134,7 @@ def plan_schedule(config: RunConfig, num_microbatches: int, pinned: bool = False
 def order(config: RunConfig, shape: PipelineShape, num_microbatches: int, costs: StageCosts | None = None) -> Schedule:
     """F, B, I and W as the registered function orders them."""
     known = {"costs": costs} | {name: getattr(config.parallel, field) for name, field in SCHEDULE_OPTIONS.items()}
-    given = {name: known[name] for name in OPTIONS.get(shape.schedule, ()) if known[name] is not None}
+    given = {name: known[name] for name in SCHEDULES[shape.schedule].options if known[name] is not None}
     return SCHEDULES[shape.schedule](shape.size, num_microbatches, shape.chunks, **given)
 
 
@@ -155,15 +154,15 @@ def schedule_problems(config: RunConfig) -> list[str]:
     try:
         shape = pipeline_shape(config)
         for num_microbatches in {microbatches_of(config), config.microbatches(make_batch_size(config).smallest)}:
-            check_shape(shape.schedule, shape.size, num_microbatches, shape.chunks)
+            SCHEDULES[shape.schedule].check(shape.size, num_microbatches, shape.chunks)
         order(config, shape, num_microbatches=1)                            # an option may be out of its range
     except MegatronDSError as error:
         return [str(error)]
     given = {name: getattr(config.parallel, field) for name, field in SCHEDULE_OPTIONS.items()}
     return [f"--{SCHEDULE_OPTIONS[name].replace('_', '-')} {value} is for --pipeline-schedule "
-            f"{' or '.join(other for other in SCHEDULES if name in OPTIONS[other])}; {shape.schedule} has no use for it. "
-            "Remove it, or use that."
-            for name, value in given.items() if value is not None and name not in OPTIONS[shape.schedule]]
+            f"{' or '.join(other for other in SCHEDULES if name in SCHEDULES[other].options)}; {shape.schedule} has no use "
+            "for it. Remove it, or use that."
+            for name, value in given.items() if value is not None and name not in SCHEDULES[shape.schedule].options]
 
 
 def cut_problems(config: RunConfig) -> list[str]:

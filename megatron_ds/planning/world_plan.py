@@ -17,8 +17,7 @@ from ..mpu.fake_group import fake_mesh
 from ..mpu.grid import Grid
 from ..mpu.traffic import RING_FACTOR
 from ..pipeline.costs import StageCosts
-from ..pipeline.instruction import Schedule
-from ..pipeline.passes import COMPUTE
+from ..pipeline.instruction import COMPUTE, Schedule
 from ..pipeline.simulate import Simulation, simulate
 from .fake_stages import FakeStage, fake_stages
 from .rank_plan import RankPlan, place_of, plan_rank

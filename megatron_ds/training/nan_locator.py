@@ -1,6 +1,7 @@
-"""Where did the first NaN come from? Run the same micro-batches forward again, watching every module's output.
+"""Locates the first non-finite value: a second forward of the same micro-batches, with a hook on every
+module's output.
 
-Nothing random is left to chance (dropout masks are a function of the sample), so the second forward repeats the first.
+Dropout masks are functions of the sample, so the second forward repeats the first.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -17,32 +18,42 @@ def locate_nonfinite(layers: Mapping[str, tuple[int, nn.Module]], weights: Itera
     """A sentence naming the first parameter or module output that is not finite, over all ranks.
 
     layers   (pipeline stage, module) of this rank, by their global names
-    weights  (name, values) of what this rank keeps; parameters in shards are not whole now
+    weights  (name, values) of the weights or shards that this rank keeps
     rerun    runs the forward of the same micro-batches; every rank must take part
 
     Collective over the world.
     """
-    output = _bad_output(layers, rerun)       # on every rank, or the neighbours would wait for this one
+    output = _bad_output(layers, rerun)       # on every rank: the forward is collective
     stage, what = _bad_parameter(weights, layers) or output or (0, None)
     entry = (stage, mesh.rank, what) if what else None
     found = sorted(entry for entry in all_gather_object(entry, mesh.group("world")) if entry)
     if not found:
-        return "no module of a second forward had a non-finite output: the loss itself is the first"
+        return ("no module had a non-finite output in a second forward: "
+                "the loss itself is the first non-finite value")
     stage, rank, what = found[0]
     return f"first seen on rank {rank} (pipeline stage {stage}): {what}"
 
 
 def _bad_parameter(weights: Iterable[tuple[str, torch.Tensor]],
                    layers: Mapping[str, tuple[int, nn.Module]]) -> tuple[int, str] | None:
-    """(stage, what) of the first stage that holds one. Its layer is not known by its name: heads hold several."""
+    """(stage, description) of the first stage that holds a non-finite parameter."""
     bad = {name for name, values in weights if not torch.isfinite(values).all()}
-    found = [(stage, p.spec.name) for stage, module in layers.values() for p in module.parameters() if p.spec.name in bad]
+    found = [
+        (stage, p.spec.name)
+        for stage, module in layers.values()
+        for p in module.parameters()
+        if p.spec.name in bad
+    ]
     stage, name = min(found, key=lambda entry: entry[0], default=(None, None))
     return None if name is None else (stage, f"parameter {name} holds non-finite values")
 
 
-def _bad_output(layers: Mapping[str, tuple[int, nn.Module]], rerun: Callable[[], object]) -> tuple[int, str] | None:
-    """(stage, what) of the first stage with one; of its modules, the one that was first in time."""
+def _bad_output(
+    layers: Mapping[str, tuple[int, nn.Module]], rerun: Callable[[], object]
+) -> tuple[int, str] | None:
+    """(stage, description) of the first stage with a non-finite output, and in it of the first module in
+    time.
+    """
     first: dict[int, str] = {}
 
     def watch(stage: int, name: str):
@@ -54,8 +65,11 @@ def _bad_output(layers: Mapping[str, tuple[int, nn.Module]], rerun: Callable[[],
                                 f"{bad} non-finite values")
         return hook
 
-    handles = [module.register_forward_hook(watch(stage, name)) for layer_name, (stage, layer) in layers.items()
-               for name, module in layer.named_modules(prefix=layer_name)]
+    handles = [
+        module.register_forward_hook(watch(stage, name))
+        for layer_name, (stage, layer) in layers.items()
+        for name, module in layer.named_modules(prefix=layer_name)
+    ]
     try:
         rerun()
     finally:

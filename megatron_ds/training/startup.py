@@ -12,7 +12,7 @@ from ..config.run import non_default
 from ..models import build_stages
 from ..mpu.fake_group import fake_mesh
 from ..mpu.grid import Grid
-from ..pipeline.draw import draw
+from ..pipeline.picture import draw
 from ..pipeline.simulate import simulate
 from ..planning.fake_stages import most_kept, run_own_stages
 from ..planning.run_model import describe_layers

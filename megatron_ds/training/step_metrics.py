@@ -1,10 +1,10 @@
 """`StepMetrics`: losses, ledger entries and stop requests of all ranks after a step, in one small all-reduce.
 
-    [ loss sum, micro-batches, tokens, votes | sum, count | sum, count | … ]     float64; a pair for each ledger name
+    [ loss sum, micro-batches, tokens, votes | sum, count | sum, count | … ]   float64; a pair per ledger name
 
-A rank knows only the names that its own stages add. Names are therefore exchanged once, at the first step, and agreed in
-the order of the ranks. A rank whose layers add a new name later votes for another exchange in the same all-reduce, so no
-step waits for a message of its own.
+A rank knows only the names that its own stages add. Names are therefore exchanged once, at the first step,
+and agreed in the order of the ranks. A rank whose layers add a new name later votes for another exchange in
+the same all-reduce, so no step waits for a message of its own.
 """
 
 import math
@@ -22,7 +22,10 @@ from ..planning.text_tables import ranks_in_short
 from .records import EvalRecord, TrainRecord
 
 NEW_NAMES = 2.0**32             # one vote for an exchange of names, above any number of votes for a stop
-RESERVED = {f.name for record in (TrainRecord, EvalRecord) for f in fields(record)} | {"lm loss", "perplexity"}
+RESERVED = {f.name for record in (TrainRecord, EvalRecord) for f in fields(record)} | {
+    "lm loss",
+    "perplexity",
+}
 
 
 @dataclass(frozen=True)
@@ -61,9 +64,10 @@ class StepMetrics:
     def reduce(self, losses: Sequence[Loss], entries: Sequence[Entry], stop: bool = False) -> StepReport:
         """Collective over the world.
 
-        losses: of the local micro-batches; empty on ranks without the last stage. entries: of the local stages.
-        Sums are in float64, so that the reported loss does not depend, beyond its last bit, on how samples are
-        distributed over ranks. Raises ConfigError, on all ranks, for a name that the log uses itself.
+        losses: of the local micro-batches; empty on ranks without the last stage. entries: of the local
+        stages. Sums are in float64, so that the reported loss does not depend, beyond its last bit, on how
+        samples are distributed over ranks. Raises ConfigError, on all ranks, for a name that the log uses
+        itself.
         """
         mine = {(entry.name, entry.weight is not None) for entry in entries}
         if self.names is None:
@@ -80,28 +84,42 @@ class StepMetrics:
         return StepReport(total / max(count, 1), tokens, votes % NEW_NAMES > 0, terms, metrics)
 
     def _exchange(self, mine: set[tuple[str, bool]]) -> None:
-        """Agree on the names of all ranks. Collective over the world; for the first step and for new names."""
+        """Agree on the names of all ranks.
+
+        Collective over the world; for the first step and for new names.
+        """
         agreed = dict(self.names or {})
         for names in all_gather_object(mine, self.mesh.group("world")):
             for name, is_term in sorted(names):
                 if agreed.setdefault(name, is_term) != is_term:
-                    raise ConfigError(f"ledger name {name!r} is both a loss term and a metric: the report has one mean "
-                                      "for each name. Use two names.")
+                    raise ConfigError(
+                        f"ledger name {name!r} is both a loss term and a metric: the report has one mean "
+                        "for each name. Use two names."
+                    )
         if taken := sorted(name for name in agreed if name in RESERVED or name.replace(" ", "_") in RESERVED):
-            raise ConfigError(f"ledger names {', '.join(map(repr, taken))} are fields of the log already, and one would "
-                              "hide the other. Use other names.")
+            raise ConfigError(
+                f"ledger names {', '.join(map(repr, taken))} are fields of the log already, and one would "
+                "hide the other. Use other names."
+            )
         self.names = agreed
 
     def _row(self, losses: Sequence[Loss], entries: Sequence[Entry]) -> torch.Tensor:
-        """This rank's sums, on the CPU. Tensor-parallel ranks compute the same, so the first alone reports."""
+        """This rank's sums, on the CPU.
+
+        Tensor-parallel ranks compute the same, so the first alone reports.
+        """
         row = torch.zeros(4 + 2 * len(self.names), dtype=torch.float64)
         if self.mesh.coordinate("tp") != 0:
             return row
         # One transfer from the device for all numbers of the step.
-        scalars = [x for loss in losses for x in (loss.total, loss.tokens)] + [x for e in entries for x in (e.value, e.count)]
+        scalars = [x for loss in losses for x in (loss.total, loss.tokens)] + [
+            x for e in entries for x in (e.value, e.count)
+        ]
         numbers = iter(_to_host(scalars))
         if losses:
-            totals, tokens = torch.tensor([[next(numbers), next(numbers)] for _ in losses], dtype=torch.float64).unbind(1)
+            totals, tokens = torch.tensor(
+                [[next(numbers), next(numbers)] for _ in losses], dtype=torch.float64
+            ).unbind(1)
             row[0] = (totals if self.per_token else totals / tokens.clamp(min=1)).sum()
             row[1] = tokens.sum() if self.per_token else len(losses)
             row[2] = tokens.sum()
@@ -109,7 +127,7 @@ class StepMetrics:
         place = {name: 2 * i for i, name in enumerate(self.names)}
         for entry in entries:
             value, count = next(numbers), next(numbers)
-            if (at := place.get(entry.name)) is not None:                # None: a new name, exchanged after this row
+            if (at := place.get(entry.name)) is not None:  # None: a new name, exchanged after this row
                 sums[at] += value
                 sums[at + 1] += count
         row[4:] = torch.tensor(sums, dtype=torch.float64)
@@ -134,7 +152,8 @@ def _mean(total: float, count: float) -> float:
 def stop_reason(requests: Sequence[tuple[str | None, float | None]]) -> str:
     """Why the run stops: "rank 3 received SIGTERM", "time limit of 30 min reached".
 
-    requests: of each rank, the name of the signal that it received and the time limit in minutes, where it has passed
+    requests: of each rank, the name of the signal that it received and the time limit in minutes, where it
+    has passed
     """
     received: dict[str, list[int]] = {}
     for rank, (name, _) in enumerate(requests):

@@ -8,8 +8,7 @@ import logging
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..pipeline.timeline import Timeline
-from ..pipeline.trace import write_trace
+from ..pipeline.timeline import Timeline, write_trace
 from .build import Engine
 from .sink import reason_of
 

@@ -13,7 +13,7 @@ from megatron_ds.training.nan_locator import locate_nonfinite
 from tests.harness.model_runs import context_of
 from tests.plans.test_bert_plans import BASE
 
-FINITE = "no module of a second forward had a non-finite output: the loss itself is the first"
+FINITE = "no module had a non-finite output in a second forward: the loss itself is the first non-finite value"
 
 
 @pytest.mark.parametrize("spoiled, stage", [

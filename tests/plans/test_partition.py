@@ -49,7 +49,7 @@ def test_many_layers_and_stages_are_cut_at_once():
 
 @pytest.mark.parametrize("costs, stages, message", [
     ([1, 1], 3, "2 layers cannot be cut into 3.*1 to 2"), ([1, 1], 0, "into 0.*1 to 2"),
-    ([1, -2], 1, "cannot cost -2"), ([1, float("nan")], 1, "cannot cost nan"), ([1, float("inf")], 2, "cannot cost inf")])
+    ([1, -2], 1, "has cost -2"), ([1, float("nan")], 1, "has cost nan"), ([1, float("inf")], 2, "has cost inf")])
 def test_an_impossible_cut_is_refused_with_the_possible_ones(costs, stages, message):
     with pytest.raises(LayoutError, match=message):
         partition(costs, stages)

@@ -5,9 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ds.errors import ScheduleError
-from megatron_ds.pipeline.instruction import Instruction, Op
-from megatron_ds.pipeline.passes import COMPUTE, add_ties, add_transfers, add_zero, forward_only, lower, stage_ranks
-from megatron_ds.pipeline.schedules import SCHEDULES, default_chunks
+from megatron_ds.pipeline.instruction import COMPUTE, Instruction, Op, stage_ranks
+from megatron_ds.pipeline.passes import add_ties, add_transfers, add_zero, forward_only, lower
+from megatron_ds.pipeline.schedules import SCHEDULES
 from megatron_ds.pipeline.simulate import check, simulate
 
 
@@ -35,7 +35,7 @@ def test_lowering_adds_but_never_reorders(early):
     for name in SCHEDULES:
         for p, m in ((1, 2), (2, 1), (3, 5), (5, 3)):
             schedule = SCHEDULES[name](p, m)
-            assert bare(add_transfers(schedule, p * default_chunks(name), early)) == schedule
+            assert bare(add_transfers(schedule, p * SCHEDULES[name].default_chunks, early)) == schedule
 
 
 def test_1f1b_posted_right_before_use_deadlocks_when_sends_wait_but_not_posted_one_ahead():
@@ -145,7 +145,7 @@ def test_where_backward_is_split_reduce_announces_the_last_weight_half_and_weigh
 def test_forward_only_of_a_lowered_schedule_keeps_the_forwards_and_stays_legal():
     for name in SCHEDULES:
         for p, m in ((1, 1), (2, 3), (4, 6)):
-            schedule, stages = SCHEDULES[name](p, m), p * default_chunks(name)
+            schedule, stages = SCHEDULES[name](p, m), p * SCHEDULES[name].default_chunks
             lowered = forward_only(lower(schedule, stages, tied=(0, stages - 1)))
             assert bare(lowered) == forward_only(schedule)
             check(lowered, stages, m, forward_only=True)
@@ -154,7 +154,7 @@ def test_forward_only_of_a_lowered_schedule_keeps_the_forwards_and_stays_legal()
 @pytest.mark.parametrize("broken, message", [
     (lambda s: add_transfers(s, 3), r"stages \[0, 1\], not the 3 stages.*num_stages=2"),
     (lambda s: add_transfers((s[0], s[1][1:]), 2), r"B0@1, and waits for F0@1 \(in no program\)"),
-    (lambda s: add_transfers((s[0], s[1][1:]), 2, early=False), "RA0@1 would arrive on a rank that never computes F"),
+    (lambda s: add_transfers((s[0], s[1][1:]), 2, early=False), "RA0@1 arrives on a rank that never computes F"),
     (lambda s: add_ties(s, (0, 5)), r"stage 5 .*Stages with a backward: \[0, 1\]"),
     (lambda s: add_ties(forward_only(s), (0,)), "none .forward only"),
     (lambda s: stage_ranks((s[0], (s[1][0]._replace(stage=0),))), "F0@0 is on pipeline rank 1, but stage 0 is on rank 0"),

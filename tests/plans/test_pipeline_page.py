@@ -5,8 +5,7 @@ import subprocess
 
 import pytest
 
-from megatron_ds.pipeline.schedules import PEAKS, SCHEDULES
-from megatron_ds.pipeline.schedules.family import LEGAL_CHUNKS
+from megatron_ds.pipeline.schedules import SCHEDULES
 from tests.contracts import test_schedules_contract as contract
 from tests.harness.documents import ROOT, blocks_of, environment
 
@@ -34,8 +33,7 @@ def worked_example():
     exec(next(block.text for block in BLOCKS if block.file == "w_last.py"), {})
     (name,) = set(SCHEDULES) - before
     yield name
-    for table in (SCHEDULES._things, PEAKS, LEGAL_CHUNKS):
-        del table[name]
+    del SCHEDULES._things[name]
 
 
 def test_the_worked_example_keeps_every_promise_of_the_contract(worked_example):

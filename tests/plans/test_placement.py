@@ -5,7 +5,7 @@ import pytest
 from megatron_ds.errors import ScheduleError
 from megatron_ds.pipeline.costs import StageCosts
 from megatron_ds.pipeline.instruction import Instruction, Op
-from megatron_ds.pipeline.placement import placement, stages_of
+from megatron_ds.pipeline.schedules import placement, stages_of
 
 
 def test_stages_go_round_the_ranks_but_there_and_back_for_zb_v():

@@ -3,9 +3,9 @@
 import pytest
 
 from megatron_ds.errors import ScheduleError
-from megatron_ds.pipeline.draw import draw
 from megatron_ds.pipeline.instruction import Instruction, Op
 from megatron_ds.pipeline.passes import add_transfers, add_zero, lower
+from megatron_ds.pipeline.picture import draw
 from megatron_ds.pipeline.schedules import SCHEDULES
 from megatron_ds.pipeline.simulate import check, simulate
 
@@ -41,8 +41,8 @@ def swapped(first, second):
     (changed(1, lambda p: [*p, Instruction(Op.F, 0, 0)]), "F0@0 is on pipeline rank 1, but stage 0 is on rank 0"),
     (changed(1, without("SA3@1")), r"'act' from rank 1 to rank 2: .*\(2, 3\) needed but not sent"),
     (changed(1, without("RG3@1")), r"'grad' from rank 2 to rank 1: .*\(1, 3\) needed but not received"),
-    (changed(2, lambda p: [*p, Instruction(Op.SEND_ACT, 2, 0)]), "SA0@2 on rank 2 would communicate with stage 3"),
-    (changed(0, lambda p: [*p, Instruction(Op.RECV_ACT, 0, 0)]), "RA0@0 on rank 0 would communicate with stage -1"),
+    (changed(2, lambda p: [*p, Instruction(Op.SEND_ACT, 2, 0)]), "SA0@2 on rank 2 communicates with stage 3"),
+    (changed(0, lambda p: [*p, Instruction(Op.RECV_ACT, 0, 0)]), "RA0@0 on rank 0 communicates with stage -1"),
     (changed(1, swapped("RA0@1", "RA1@1")), "message 0 is sent for micro-batch 0 at stage 1, but received for micro-batch 1"),
     (changed(1, swapped("B0@1", "B3@1")), "rank 1 is at .*B3@1, and waits for F3@1 .later in the same program"),
     (changed(1, swapped("SA0@1", "F0@1")), "rank 1 is at .*SA0@1, and waits for F0@1 .later in the same program"),
@@ -69,7 +69,7 @@ def test_a_schedule_for_fewer_microbatches_than_asked_is_refused():
 
 
 def test_a_backward_has_no_place_in_evaluation():
-    with pytest.raises(ScheduleError, match="B0@0, .* and 6 more: has no place in a forward-only"):
+    with pytest.raises(ScheduleError, match="B0@0, .* and 6 more: is a backward, but the schedule is forward-only"):
         check(LOWERED, P, M, forward_only=True)
 
 

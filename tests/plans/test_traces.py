@@ -10,12 +10,12 @@ import pytest
 
 from megatron_ds.errors import DataError
 from megatron_ds.pipeline.costs import StageCosts
-from megatron_ds.pipeline.instruction import Instruction, Op
-from megatron_ds.pipeline.passes import COMPUTE, lower
+from megatron_ds.pipeline.instruction import COMPUTE, Instruction, Op
+from megatron_ds.pipeline.passes import lower
 from megatron_ds.pipeline.picture import LEFT, RIGHT, Panel, layout, save_png, svg
 from megatron_ds.pipeline.schedules import SCHEDULES
 from megatron_ds.pipeline.simulate import simulate
-from megatron_ds.pipeline.trace import as_simulation, read_traces, steps_of, timelines_of, typical_cost, write_trace
+from megatron_ds.pipeline.timeline import as_simulation, read_traces, steps_of, timelines_of, typical_cost, write_trace
 
 ROOT = Path(__file__).parents[2]
 LOWERED = simulate(lower(SCHEDULES["zb-v"](3, 4), 6, tied=(0, 5)), StageCosts(1, 1.5, 0.5, 0.25).of)
@@ -90,7 +90,8 @@ def test_every_computation_is_a_box_where_and_as_long_as_it_ran():
                 assert box.width == pytest.approx((end - start) * scale, abs=1)
                 rows.setdefault(rank, set()).add(box.y)
     assert all(len(ys) == 1 for ys in rows.values()) and len(set.union(*rows.values())) == 3
-    assert max(box.x + box.width for box in picture.boxes) <= 1000 and max(word.y for word in picture.words) < picture.height
+    assert max(box.x + box.width for box in picture.boxes) <= 1000
+    assert max(label.y for label in picture.labels) < picture.height
 
 
 def test_an_svg_is_xml_with_a_box_for_each_computation_and_a_png_is_a_png(tmp_path):

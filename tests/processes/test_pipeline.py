@@ -6,13 +6,12 @@ import torch
 from megatron_ds.mpu.channels import Channels
 from megatron_ds.pipeline.instruction import Op
 from megatron_ds.pipeline.passes import lower
-from megatron_ds.pipeline.placement import placement
-from megatron_ds.pipeline.schedules import SCHEDULES, serves
+from megatron_ds.pipeline.schedules import SCHEDULES, placement
 from tests.harness.pipelines import make_batches, make_executor, make_layers, train_in_one_piece
 from tests.harness.processes import run_processes
 
 CASES = [(name, p, m, chunks) for name in SCHEDULES for p, m, chunks in ((3, 4, 1), (2, 3, 2), (4, 7, 2))
-         if serves(name, chunks)]
+         if SCHEDULES[name].supports(chunks)]
 
 
 def cut_of(p, chunks):

@@ -18,8 +18,7 @@ from megatron_ds.mpu.stuck_ranks import register_host
 from megatron_ds.mpu.transport import connect_torch
 from megatron_ds.pipeline.instruction import Op
 from megatron_ds.pipeline.passes import lower
-from megatron_ds.pipeline.placement import placement
-from megatron_ds.pipeline.schedules import SCHEDULES
+from megatron_ds.pipeline.schedules import SCHEDULES, placement
 from tests.harness.pipelines import make_batches, make_executor, make_layers
 from tests.harness.processes import run_processes
 

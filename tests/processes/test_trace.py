@@ -2,10 +2,10 @@
 
 from functools import partial
 
-from megatron_ds.pipeline.instruction import Op
-from megatron_ds.pipeline.passes import COMPUTE, lower
+from megatron_ds.pipeline.instruction import COMPUTE, Op
+from megatron_ds.pipeline.passes import lower
 from megatron_ds.pipeline.schedules import SCHEDULES
-from megatron_ds.pipeline.trace import read_traces, steps_of
+from megatron_ds.pipeline.timeline import read_traces, steps_of
 from tests.harness.pretraining import GLOBAL_BATCH, MOCK, run_pretrain, train
 
 

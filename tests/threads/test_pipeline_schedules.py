@@ -11,8 +11,7 @@ from megatron_ds.mpu.group import solo
 from megatron_ds.pipeline.executor import Executor
 from megatron_ds.pipeline.instruction import Op
 from megatron_ds.pipeline.passes import lower
-from megatron_ds.pipeline.placement import placement, stages_of
-from megatron_ds.pipeline.schedules import SCHEDULES, serves
+from megatron_ds.pipeline.schedules import SCHEDULES, placement, stages_of
 from megatron_ds.pipeline.stage import Stage
 from tests.harness.gpt_runs import make_batch
 from tests.harness.model_runs import context_of
@@ -34,7 +33,7 @@ from tests.harness.threads import run_ranks
 NUM_BLOCKS = 7
 SHAPES = [(1, 3, 2), (2, 1, 2), (2, 5, 2), (3, 4, 3), (3, 7, 2), (4, 2, 2), (4, 9, 2), (2, 6, 3),     # (p, m, chunks)
           (4, 3, 1), (3, 5, 1), (2, 8, 1), (1, 2, 1)]
-CASES = [(name, p, m, chunks) for name in SCHEDULES for p, m, chunks in SHAPES if serves(name, chunks)]
+CASES = [(name, p, m, chunks) for name in SCHEDULES for p, m, chunks in SHAPES if SCHEDULES[name].supports(chunks)]
 
 
 def even_cut(num_layers, num_stages):
@@ -55,7 +54,7 @@ def test_gradients_equal_those_of_one_process_to_the_last_bit(name, p, m, chunks
 
 @pytest.mark.parametrize("name", SCHEDULES.names())
 def test_sends_that_block_until_the_peer_receives_do_no_harm(name):
-    chunks = next(chunks for chunks in (2, 1) if serves(name, chunks))
+    chunks = next(chunks for chunks in (2, 1) if SCHEDULES[name].supports(chunks))
     microbatches, home, office = make_batches(5), placement(name, 3, chunks), PostOffice()
     losses, gradients = run_pipeline(SCHEDULES[name](3, 5, chunks), even_cut(NUM_BLOCKS + 2, 3 * chunks), microbatches,
                                      home.__getitem__, partial(RendezvousChannels, office))
@@ -64,7 +63,7 @@ def test_sends_that_block_until_the_peer_receives_do_no_harm(name):
 
 @pytest.mark.parametrize("name", SCHEDULES.names())
 def test_steps_of_other_lengths_and_numbers_and_evaluations_between_them(name):
-    chunks, p = next(chunks for chunks in (2, 1) if serves(name, chunks)), 2
+    chunks, p = next(chunks for chunks in (2, 1) if SCHEDULES[name].supports(chunks)), 2
     home, bounds = placement(name, p, chunks), even_cut(NUM_BLOCKS + 2, p * chunks)
     plan = lambda rank, m: lower(SCHEDULES[name](p, m, chunks), p * chunks)[rank]
     steps = [(3, 5), (1, 7), (4, 3), (3, 6)]                                    # (micro-batches, positions)
@@ -105,7 +104,7 @@ def gpt_stage(config, tp, weights, bounds, index, recompute):
     *((name, style, None) for name in SCHEDULES for style in STYLES), ("1f1b", "llama", "full"), ("zb-h1", "gpt2", "full"),
     ("zb-h1", "llama", "full"), ("zb-v", "gpt2", "full"), ("zb-v", "llama", "full")])
 def test_a_gpt_whose_linears_defer_their_weights_has_the_gradients_of_one_process(name, style, recompute):
-    p, chunks, m = 2, next(chunks for chunks in (2, 1) if serves(name, chunks)), 5
+    p, chunks, m = 2, next(chunks for chunks in (2, 1) if SCHEDULES[name].supports(chunks)), 5
     config: TinyConfig = STYLES[style]
     weights, batches = logical_weights(config, seed=1), [make_batch(config, b=2, seed=k) for k in range(m)]
     home, bounds = placement(name, p, chunks), even_cut(config.num_layers + 3, p * chunks)

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_ds.models import MODELS, build_stage, gpt_loss
 from megatron_ds.mpu.group import solo
-from megatron_ds.pipeline.schedules import SCHEDULES
+from megatron_ds.pipeline.schedules import SCHEDULES, ScheduleFamily
 from megatron_ds.pipeline.stage import LayerHooks, Stage
 from megatron_ds.tensor_parallel.embedding import VocabParallelEmbedding, parallel_logits, vocabulary_spec
 from megatron_ds.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -310,8 +310,9 @@ def test_the_factors_are_freed_one_by_one_in_the_weight_half():
 def split_schedules(monkeypatch):
     """1F1B in halves, as schedules of their own."""
     for delay in (0, 2):
-        monkeypatch.setitem(SCHEDULES._things, f"1f1b-split-{delay}",
-                            lambda p, m, delay=delay, **more: split_backwards(SCHEDULES["1f1b"](p, m, **more), delay))
+        make = lambda p, m, chunks, delay=delay: split_backwards(SCHEDULES["1f1b"](p, m, chunks), delay)
+        name = f"1f1b-split-{delay}"
+        monkeypatch.setitem(SCHEDULES._things, name, ScheduleFamily(name, make))
 
 
 @pytest.mark.parametrize("style, layout", [

@@ -1,75 +1,100 @@
-"""The table of schedules, and the sizes that they are asked for, checked in one place and in one wording."""
+"""`ScheduleFamily`: a schedule for all pipeline sizes, and the table of families, `SCHEDULES`."""
 
 from collections.abc import Callable, Collection
-from functools import lru_cache, wraps
+from dataclasses import dataclass
+from functools import cache, lru_cache
 
 from ...errors import ScheduleError
 from ...registry import Registry
-from ..instruction import Schedule
+from ..instruction import Schedule, stage_ranks
 
-MakeSchedule = Callable[..., Schedule]             # (pipeline_size, num_microbatches, chunks=1) → Schedule
-SCHEDULES: Registry[MakeSchedule] = Registry("pipeline schedule")
-LEGAL_CHUNKS: dict[str, Collection[int] | None] = {}        # schedule → chunks of the model per rank; None: any number
-Peak = Callable[[int, int, int, int], int]                  # (pipeline_size, num_microbatches, chunks, rank) → activations
-PEAKS: dict[str, Peak] = {}
-OPTIONS: dict[str, tuple[str, ...]] = {}                    # schedule → what else its function takes
-REMEMBERED = 8                                              # orders of a schedule: those of training and of evaluation
+MakeSchedule = Callable[..., Schedule]  # (pipeline_size, num_microbatches, chunks, **options)
+Peak = Callable[[int, int, int, int], int]  # (pipeline_size, num_microbatches, chunks, rank) → activations
+REMEMBERED = 8  # orders of a family: those of training and of evaluation
 
 
-def schedule(name: str, *aliases: str, chunks: Collection[int] | None = (1,),
-             peak: Peak | None = None, options: Collection[str] = ()) -> Callable[[MakeSchedule], MakeSchedule]:
-    """Decorator that registers a schedule, which is then asked for legal sizes only, and once for each.
+@dataclass(frozen=True)
+class ScheduleFamily:
+    """A registered schedule. Called with sizes, it returns the order for them; the last few are remembered.
 
-    chunks    the numbers of model chunks per rank it has an order for; None: any
-    options   keyword arguments that the function takes, of `costs` (a StageCosts), `memory_limit` and `group_size`
-    peak      how many activations (of one micro-batch at one stage) a rank keeps alive at most, which tests hold it to; where
-              none is declared only the simulator knows
+    make     the function that computes an order
+    chunks   numbers of model chunks per rank that it supports; None: any
+    peak     most activations (of one micro-batch at one stage) that a rank keeps alive; None: only simulation
+             tells. Tests compare it with the simulator
+    options  keyword arguments that `make` takes, of `costs` (a StageCosts), `memory_limit` and `group_size`
     """
 
-    def register(make: MakeSchedule) -> MakeSchedule:
-        LEGAL_CHUNKS[name], OPTIONS[name] = chunks, tuple(options)
-        remembering = lru_cache(REMEMBERED)(make)
-        if peak is not None:
-            PEAKS[name] = peak
+    name: str
+    make: MakeSchedule
+    chunks: Collection[int] | None = (1,)
+    peak: Peak | None = None
+    options: tuple[str, ...] = ()
 
-        @wraps(make)
-        def checked(pipeline_size: int, num_microbatches: int, chunks: int = default_chunks(name), **options) -> Schedule:
-            check_shape(name, pipeline_size, num_microbatches, chunks)
-            return remembering(pipeline_size, num_microbatches, chunks, **options)
+    def __call__(
+        self, pipeline_size: int, num_microbatches: int, chunks: int | None = None, **options
+    ) -> Schedule:
+        """chunks: default the fewest. Raises ScheduleError for sizes that the schedule does not support."""
+        chunks = self.default_chunks if chunks is None else chunks
+        self.check(pipeline_size, num_microbatches, chunks)
+        return self.make(pipeline_size, num_microbatches, chunks, **options)
 
-        return SCHEDULES.register(name, *aliases)(checked)
+    @property
+    def default_chunks(self) -> int:
+        """The fewest chunks per rank that the schedule supports."""
+        return 1 if self.chunks is None else min(self.chunks)
+
+    def supports(self, chunks: int) -> bool:
+        """Whether there is an order for that many chunks per rank."""
+        return chunks >= 1 if self.chunks is None else chunks in self.chunks
+
+    def check(self, pipeline_size: int, num_microbatches: int, chunks: int) -> None:
+        """Raise ScheduleError, with the sizes and the schedules that are valid instead."""
+        if pipeline_size < 1:
+            raise ScheduleError(f"schedule {self.name!r} cannot run on {pipeline_size} pipeline ranks: "
+                                "at least one rank has to compute. Use a pipeline size of 1 or more.")
+        if num_microbatches < 1:
+            raise ScheduleError(
+                f"schedule {self.name!r} cannot run {num_microbatches} micro-batches: a step needs at "
+                "least one. Use any number from 1 up (global batch / micro-batch / data-parallel size); "
+                "every schedule accepts all of them."
+            )
+        if not self.supports(chunks):
+            valid = (
+                "any number from 1 up" if self.chunks is None else ", ".join(map(str, sorted(self.chunks)))
+            )
+            able = [name for name in SCHEDULES if SCHEDULES[name].supports(chunks)]
+            raise ScheduleError(
+                f"schedule {self.name!r} does not support {chunks} chunks of the model per rank. "
+                f"Valid: {valid}. Schedules for {chunks} chunks: "
+                f"{', '.join(able) or 'none, use 1 or more'}."
+            )
+
+
+SCHEDULES: Registry[ScheduleFamily] = Registry("pipeline schedule")
+
+
+def schedule(name: str, *aliases: str, chunks: Collection[int] | None = (1,), peak: Peak | None = None,
+             options: Collection[str] = ()) -> Callable[[MakeSchedule], ScheduleFamily]:
+    """Decorator that registers a function as a `ScheduleFamily`; parameters are its fields."""
+
+    def register(make: MakeSchedule) -> ScheduleFamily:
+        family = ScheduleFamily(name, lru_cache(REMEMBERED)(make), chunks, peak, tuple(options))
+        return SCHEDULES.register(name, *aliases)(family)
 
     return register
 
 
-def default_chunks(name: str) -> int:
-    """The fewest chunks per rank that the schedule can work with."""
-    legal = LEGAL_CHUNKS.get(name)
-    return 1 if legal is None else min(legal)
+@cache
+def placement(name: str, pipeline_size: int, chunks: int) -> tuple[int, ...]:
+    """Global stage → pipeline rank, for the pipeline_size * chunks stages of schedule `name`.
+
+    1f1b, interleaved, …   round robin     p = 3, chunks = 2     rank 0: 0 3    rank 1: 1 4    rank 2: 2 5
+    zb-v                   there and back                        rank 0: 0 5    rank 1: 1 4    rank 2: 2 3
+    """
+    ranks = stage_ranks(SCHEDULES[name](pipeline_size, 1, chunks))
+    return tuple(ranks[stage] for stage in sorted(ranks))
 
 
-def serves(name: str, chunks: int) -> bool:
-    """Has the schedule an order for that many chunks per rank?"""
-    legal = LEGAL_CHUNKS.get(name)
-    return chunks >= 1 if legal is None else chunks in legal
-
-
-def check_shape(name: str, pipeline_size: int, num_microbatches: int, chunks: int) -> None:
-    """Raise ScheduleError naming what this schedule, and which other schedules, can do instead."""
-    if pipeline_size < 1:
-        raise ScheduleError(f"schedule {name!r} cannot run on {pipeline_size} pipeline ranks: "
-                            "at least one rank has to compute. Use a pipeline size of 1 or more.")
-    if num_microbatches < 1:
-        raise ScheduleError(f"schedule {name!r} cannot run {num_microbatches} micro-batches: a step needs at least one. "
-                            "Use any number from 1 up (global batch / micro-batch / data-parallel size); every schedule "
-                            "accepts all of them.")
-    if not serves(name, chunks):
-        able = [other for other in SCHEDULES if serves(other, chunks)]
-        raise ScheduleError(f"schedule {name!r} does not support {chunks} chunks of the model per rank. "
-                            f"Valid: {chunks_text(name)}. Schedules for {chunks} chunks: "
-                            f"{', '.join(able) or 'none, use 1 or more'}.")
-
-
-def chunks_text(name: str) -> str:
-    legal = LEGAL_CHUNKS[name]
-    return "any number from 1 up" if legal is None else ", ".join(map(str, sorted(legal)))
+def stages_of(rank: int, placement: tuple[int, ...]) -> tuple[int, ...]:
+    """The stages on a pipeline rank, in the order of the model."""
+    return tuple(stage for stage, home in enumerate(placement) if home == rank)

@@ -1,15 +1,18 @@
-"""ZB-H1 and ZB-H2: the weight half of backward waits, and fills what would be idle. Qi et al. 2024 (arXiv:2401.10241),
-section 2.
+"""ZB-H1 and ZB-H2: weight halves of backward are delayed and fill idle time. Qi et al. 2024
+(arXiv:2401.10241), section 2.
 
-A neighbour only waits for the gradient of its output: I. The gradient of the weights, W, may come at any later time.
+A neighbour waits only for the gradient of its output, I. The gradient of the weights, W, may come at any
+later time.
 
-    ZB-H1    as many forwards ahead as 1F1B                   bubble (p - 1) (F + I - W), a third of 1F1B's if F = I = W;
+    ZB-H1    as many forwards ahead as 1F1B        bubble (p - 1) (F + I - W), a third of 1F1B's if F = I = W;
                                                               every rank keeps min(m, p) micro-batches alive
     ZB-H2    nearly twice as many                             bubble (p - 1) (F + I - 2 W), none if F = I = W;
-                                                              every rank keeps min(m, 2 p - 1) micro-batches alive
+                                                              every rank keeps min(m, 2 p - 1) micro-batches
+                                                              alive
 
-Rank r has `ahead` forwards more than I, and `behind` I more than W; the sum is the number of micro-batches it keeps alive.
-What a late rank does not need for forwards ahead it uses to put off W. ZB-H2 with m < 2 p - 1 takes what lies between the two.
+Rank r has `ahead` forwards more than I, and `behind` I more than W; the sum is the number of micro-batches it
+keeps alive. A late rank uses the memory that it does not need for forwards to delay W. ZB-H2 with m < 2 p - 1
+is a schedule between the two.
 """
 
 from ..instruction import Instruction, Op, Program, Schedule
@@ -18,16 +21,19 @@ from .family import schedule
 
 @schedule("zb-h1", peak=lambda p, m, v, rank: min(m, p))
 def zb_h1(pipeline_size: int, num_microbatches: int, chunks: int = 1) -> Schedule:
+    """As many micro-batches alive as 1F1B keeps on rank 0, on every rank."""
     return _schedule(pipeline_size, num_microbatches, more=0)
 
 
 @schedule("zb-h2", peak=lambda p, m, v, rank: min(m, 2 * p - 1))
 def zb_h2(pipeline_size: int, num_microbatches: int, chunks: int = 1) -> Schedule:
-    return _schedule(pipeline_size, num_microbatches, more=max(0, min(pipeline_size - 1, num_microbatches - pipeline_size)))
+    """Nearly twice as many micro-batches alive, and no bubble if F = I = W."""
+    more = max(0, min(pipeline_size - 1, num_microbatches - pipeline_size))
+    return _schedule(pipeline_size, num_microbatches, more)
 
 
 def _schedule(p: int, m: int, more: int) -> Schedule:
-    """Keeping `more` micro-batches alive than 1F1B, from 0 to p - 1."""
+    """more: micro-batches alive beyond those of 1F1B, from 0 to p - 1."""
     programs = []
     for rank in range(p):
         ahead = p - rank + more * (p - 1 - rank) // max(1, p - 1)
