@@ -18,7 +18,7 @@ from pathlib import Path
 
 from megatron_ds.config.arguments import Arguments
 from megatron_ds.config.guard import main_guard
-from megatron_ds.data.text.corpus_merge import merge
+from megatron_ds.data.text.corpus_shards import merge
 from megatron_ds.data.text.indexed import IndexedDataset, corpus_paths
 from megatron_ds.errors import ConfigError, DataError
 

@@ -16,8 +16,7 @@ from functools import partial
 
 from megatron_ds.config.arguments import Arguments
 from megatron_ds.config.guard import main_guard
-from megatron_ds.data.text.inputs import INPUT_HELP, files_of
-from megatron_ds.data.text.text_files import check_files, read_blocks, texts_of
+from megatron_ds.data.text.text_files import INPUT_HELP, check_files, files_of, read_blocks, texts_of
 from megatron_ds.data.tokenizers.vocabulary_training import train_byte_level_bpe, train_word_pieces
 from megatron_ds.errors import DataError
 

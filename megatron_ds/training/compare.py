@@ -22,7 +22,7 @@ from ..data.gpt.gpt_data import GPT_DATA
 from ..data.gpt.packing import PackedDataset, build_packs
 from ..data.loading.datasets import Datasets
 from ..data.loading.loader import Loader
-from ..data.tokenizers.null import NullTokenizer
+from ..data.tokenizers import NullTokenizer
 from ..errors import ConfigError, LayoutError
 from ..models import MODELS
 from ..mpu.mesh import Mesh
