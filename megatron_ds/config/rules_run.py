@@ -256,7 +256,7 @@ def _is_number(text: str) -> bool:
 
 
 def _is_split(text: str) -> bool:
-    """Up to three numbers between commas, blanks or slashes; as `data/loading/split.py` reads them."""
+    """Up to three numbers between commas, blanks or slashes; as `data/loading/data_paths.py` reads them."""
     numbers = re.split(r"[\s,/]+", text.strip(" ,/"))
     return (len(numbers) <= 3 and all(re.fullmatch(r"\d+\.?\d*|\.\d+", n) for n in numbers)
             and any(float(n) for n in numbers))

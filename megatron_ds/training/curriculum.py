@@ -11,7 +11,7 @@ from ..data.curriculum.curriculum_admission import order_by_difficulty
 from ..data.curriculum.curriculum_order import CurriculumOrder
 from ..data.curriculum.difficulty_analysis import identity
 from ..data.curriculum.seqlen_curriculum import fold, truncate
-from ..data.gpt.gpt_dataset import default_cache
+from ..data.loading.cache import default_cache
 from ..difficulty import Difficulty
 from ..models import MODELS
 from ..progress import Progress

@@ -17,9 +17,8 @@ from ..config.curriculum import order_identity
 from ..config.dump import to_dict
 from ..config.rules_samples import FIM
 from ..config.train import CheckpointConfig
-from ..data.loading.data_paths import read_sources
+from ..data.loading.data_paths import parse_split, read_sources
 from ..data.loading.datasets import identify
-from ..data.loading.split import parse_split
 from ..errors import CheckpointError
 from ..models import MODELS
 from ..progress import Progress

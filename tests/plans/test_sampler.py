@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_ds.data.gpt.collate import PAD, GPTCollator
+from megatron_ds.data.gpt.gpt_data import GPTCollator
+from megatron_ds.data.kind import PAD
 from megatron_ds.data.loading.loader import Loader
 from megatron_ds.data.loading.sampler import ORDERS, cyclic, local_positions, single
 from megatron_ds.errors import ConfigError, DataError
@@ -119,7 +120,7 @@ def test_a_token_outside_the_vocabulary_is_an_error_naming_the_sample():
 
 
 def test_samples_of_another_length_are_an_error():
-    with pytest.raises(DataError, match="6 tokens where a sequence length of 7 takes 8"):
+    with pytest.raises(DataError, match="6 tokens, and a sequence length of 7 takes 8"):
         Loader(Counting(50), GPTCollator(7), micro_batch_size=2).batch(0, 8)
 
 

@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 
 from ...errors import DataError
-from ..kind import DataKind
+from ..kind import DataKind, Dataset
 from ..loading.data_paths import read_sources
-from ..loading.datasets import Dataset, identify
+from ..loading.datasets import identify
 from .difficulty_metrics import MetricSpec
 from .metric_index import ListFile, write_list_file, write_metric, write_total
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...errors import ConfigError
+from ..kind import PAD
 from ..tokenizers import Tokenizer
-from .collate import PAD
 
 LOST = "\ufffd"                                             # what decoding makes of a character that was cut in two
 

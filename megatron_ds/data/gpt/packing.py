@@ -18,10 +18,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..loading.cache import cached_arrays
+from ..kind import PAD
+from ..loading.cache import cached_arrays, default_cache
 from ..text.indexed import IndexedDataset
-from .collate import PAD
-from .gpt_dataset import corpus_fingerprint, default_cache
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +138,7 @@ def _order(samples: int, seed: int, epoch: int) -> np.ndarray:
 def open_packed_dataset(corpus: IndexedDataset, documents: range, *, title: str, seq_length: int, num_samples: int | None,
                         seed: int, cache: str | Path | None = None) -> PackedDataset:
     """As `open_gpt_dataset`, with documents packed."""
-    key = {"class": "PackedDataset", "dataset_path": str(corpus.bin_path.resolve())[:-4], "corpus": corpus_fingerprint(corpus),
+    key = {"class": "PackedDataset", "dataset_path": str(corpus.bin_path.resolve())[:-4], "corpus": corpus.fingerprint(),
            "documents": [documents.start, documents.stop], "sequence_length": seq_length, "random_seed": seed}
 
     def build() -> dict[str, np.ndarray]:

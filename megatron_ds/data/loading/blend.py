@@ -20,6 +20,8 @@ SEGMENT = 1 << 16                                           # steps that a threa
 BYTES_PER_STEP = 2 + 8                                      # of the result
 BYTES_PER_THREAD = 60                                       # and dataset, besides the result: see csrc/blend_index.h
 SPARE = 1 / 2000                                            # of the result, for that
+COUNTED_AT_ONCE = 1 << 22
+MOST_ROWS = 24                                              # of the table of draws
 
 
 @dataclass(frozen=True)
@@ -144,6 +146,45 @@ class BlendedDataset:
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
         return self.datasets[self.dataset_index[i]][int(self.sample_index[i])]
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Samples drawn from one corpus.  share: requested, None without weights.  tokens: of the corpus in this part."""
+
+    name: str
+    share: float | None
+    samples: int
+    tokens: int
+
+
+def count_draws(dataset_index: np.ndarray, num_datasets: int) -> np.ndarray:
+    """Samples drawn from each dataset; int64 [num_datasets]."""
+    counts = np.zeros(num_datasets, np.int64)
+    for first in range(0, len(dataset_index), COUNTED_AT_ONCE):             # bincount converts its input to int64
+        counts += np.bincount(dataset_index[first:first + COUNTED_AT_ONCE], minlength=num_datasets)
+    return counts
+
+
+def draws_text(part: str, draws: Sequence[Draw], seq_length: int) -> str:
+    """A table of samples, share and epochs of each corpus; of many corpora, of those that are read most often.
+
+        train data                           share asked      samples   share drawn     epochs
+          web_text_document                       70.00%          700        70.00%       0.31
+          books_text_document                     30.00%          300        30.00%       4.20
+    """
+    total = max(1, sum(draw.samples for draw in draws))
+    epochs = {draw: draw.samples * seq_length / max(1, draw.tokens) for draw in draws}
+    shown = draws if len(draws) <= MOST_ROWS else sorted(draws, key=epochs.__getitem__, reverse=True)[:MOST_ROWS]
+    width = max(24, *(len(draw.name) for draw in shown))
+    rows = [f"{part + ' data':<{width + 2}} share asked      samples  share drawn   epochs"]
+    for draw in shown:
+        asked = "" if draw.share is None else f"{draw.share:.2%}"
+        rows.append(f"  {draw.name:<{width}} {asked:>11} {draw.samples:>12,} {draw.samples / total:>12.2%} "
+                    f"{epochs[draw]:>8.2f}")
+    if len(shown) < len(draws):
+        rows.append(f"  … of {len(draws)} corpora, the {len(shown)} that are read most often")
+    return "\n".join(rows)
 
 
 def _short(flag: str, words: Sequence[str], longest: int = 12) -> str:

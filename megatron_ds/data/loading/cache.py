@@ -23,6 +23,11 @@ logger = logging.getLogger(__name__)
 _warned: set[Path] = set()                                  # folders that cannot keep indices, each reported once a process
 
 
+def default_cache(prefix: str) -> Path:
+    """The folder in which Megatron keeps index maps by default, next to the corpus."""
+    return Path(prefix).parent / "cache" / "GPTDataset_indices"
+
+
 def cached_arrays(directory: Path, title: str, key: Mapping[str, object], names: Sequence[str],
                   build: Callable[[], Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
     """The arrays `names` that `build()` makes from what `key` describes, from the cache when they are there and whole.

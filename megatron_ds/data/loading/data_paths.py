@@ -7,11 +7,19 @@ Reads those files and nothing else.
 """
 
 import json
+import math
+import re
+from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from ...errors import DataError
-from .split import PARTS
+from ...errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    pass
+
+PARTS = ("train", "valid", "test")
 
 
 class Named(NamedTuple):
@@ -73,3 +81,25 @@ def _text(flag: str, path: str) -> str:
 
 def _unfit(flag: str, path: str, what: str, form: str) -> DataError:
     return DataError(f"{flag} {path}: {what}. It must hold {form}.")
+
+
+def parse_split(text: str) -> tuple[float, ...]:
+    """`"969, 30, 1"` → (0.969, 0.03, 0.001): one share for each of PARTS; what is left out is 0.
+
+    Any proportions will do, also separated by "/". Raises ConfigError for other text.
+    """
+    try:
+        numbers = [float(word) for word in re.split(r"[\s,/]+", text.strip(" ,/"))]
+    except ValueError:
+        numbers = []
+    if not 1 <= len(numbers) <= len(PARTS) or min(numbers) < 0 or not 0 < sum(numbers) < math.inf:
+        raise ConfigError(f"--split {text!r} is not a list of up to three proportions, none negative and not all zero: "
+                          "write for example 969,30,1 or 98,2,0.")
+    numbers += [0.0] * (len(PARTS) - len(numbers))
+    return tuple(n / sum(numbers) for n in numbers)
+
+
+def cut(num_documents: int, shares: Sequence[float]) -> tuple[range, ...]:
+    """The documents of each part; bounds are running sums of the shares, rounded to a whole document (half to even)."""
+    bounds = [round(share * num_documents) for share in accumulate(shares, initial=0.0)]
+    return tuple(range(first, last) for first, last in zip(bounds, bounds[1:]))

@@ -8,39 +8,32 @@ import logging
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
 from ...config import RunConfig, Source
 from ...errors import DataError
 from ..gpt.gpt_data import GPT_DATA
-from ..gpt.gpt_dataset import corpus_fingerprint, default_cache
-from ..kind import DataKind
+from ..kind import DataKind, Dataset
 from ..text.indexed import IndexedDataset
 from .blend import (
     Blend,
     BlendedDataset,
+    Draw,
     build_blend_index,
     build_exhaustive_index,
+    count_draws,
+    draws_text,
     parse_blend,
     samples_to_provide,
 )
-from .cache import cached_arrays
-from .data_paths import read_sources
-from .draws import Draw, count_draws, draws_text
-from .split import PARTS, cut, parse_split
+from .cache import cached_arrays, default_cache
+from .data_paths import PARTS, cut, parse_split, read_sources
 
 logger = logging.getLogger(__name__)
 SETS = {"train": "training", "valid": "validation", "test": "test"}
 LOOKED_AT = 8               # samples of each part whose ids are compared with the vocabulary at once
-
-
-class Dataset(Protocol):
-    """`dataset[i]` is a dictionary of arrays, `{"tokens": int64 [s + 1]}` for a GPT; a pure function of i."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, i: int) -> dict[str, np.ndarray]: ...
 
 
 class Datasets(NamedTuple):
@@ -99,7 +92,7 @@ def fit_default_split(config: RunConfig, samples: Sequence[int], kind: DataKind 
 def identify(words: Sequence[str]) -> list[str]:
     """The words of a data path, with each corpus by its name and a hash of its lengths: the same wherever it lies."""
     blend = parse_blend(words, "the data path") if words else Blend((), None)
-    names = [f"{Path(prefix).name} ({corpus_fingerprint(IndexedDataset(prefix))[:8]})" for prefix in blend.prefixes]
+    names = [f"{Path(prefix).name} ({IndexedDataset(prefix).fingerprint()[:8]})" for prefix in blend.prefixes]
     return names if blend.weights is None else [word for pair in zip(map(str, blend.weights), names) for word in pair]
 
 

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 
 from ..batch import Batch
-from ..gpt.collate import Collator
+from ..kind import Collator
 from .sampler import ORDERS, Order, local_positions
 
 
