@@ -82,7 +82,7 @@ class Corpus:
     def __init__(self, training: Sequence[str]):
         config = read(training)
         sources = read_sources(config.data)
-        if config.data.mock_data or not (sources.whole or sources.parts[0]).words:
+        if config.data.mock_data or not (sources.whole or sources.parts[0]).values:
             raise ConfigError("missing: the data to analyse. Give the --data-path, or --train-data-path, of the training.")
         if config.model.seq_length is None:
             raise ConfigError("missing: --seq-length. Give that of the training: it cuts the corpus into samples.")

@@ -57,7 +57,7 @@ def _folders(config: RunConfig) -> list[Path]:
     if config.data.data_cache_path:
         return [Path(config.data.data_cache_path)]
     sources = read_sources(config.data)
-    named = [sources.whole] if sources.whole else [part for part in sources.parts if part.words]
+    named = [sources.whole] if sources.whole else [part for part in sources.parts if part.values]
     prefixes = [prefix for flag, words in named for prefix in parse_blend(words, flag).prefixes]
     return list(dict.fromkeys(map(default_cache, prefixes)))
 

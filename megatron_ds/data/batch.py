@@ -29,16 +29,19 @@ class Batch:
     labels        int64 [b, s], the next token of each position
     loss_mask     float32 [b, s], 1 where the position counts in the loss
     position_ids  int64 [b, s]
-    sample_ids    b integers: the position of each sample in the stream of the run (0, 1, 2, …). The same sample has the
-                  same id under every layout, so random numbers that are keyed by it do not depend on the layout.
+    sample_ids    b integers: the position of each sample in the stream of the run (0, 1, 2, …). The same
+                  sample has the same id under every layout, so random numbers that are keyed by it do not
+                  depend on the layout.
     training      False during evaluation and generation: no dropout
-    rows_per_sample   number of rows that each sample was folded into; row i belongs to sample i // rows_per_sample
+    rows_per_sample   number of rows that each sample was folded into; row i belongs to sample i //
+                      rows_per_sample
     attention_mask  None for plain causal attention, else bool [b, 1, s or 1, s], True = may not attend
-    document_ids    int64 [b, s], not decreasing: a position attends to positions of its own document only. None: all
-                    positions of a sample may attend to each other
+    document_ids    int64 [b, s], not decreasing: a position attends to positions of its own document only.
+                    None: all positions of a sample may attend to each other
     token_types     int64 [b, s], the segment of each token, for models with segment embeddings
     sentence_order  int64 [b], 1 where the segments of the sample are swapped; -1 does not count in the loss
-    kept_tokens   tokens of each sample that a token-dropping layer keeps (models/random_ltd.py); None: all of them
+    kept_tokens   tokens of each sample that a token-dropping layer keeps (models/random_ltd.py); None: all of
+                  them
     places        positions of the tokens inside such a layer; None where all tokens are present
     """
 
@@ -107,14 +110,14 @@ class Batch:
         return replace(self, **rows, sample_ids=self.sample_ids[start:stop])
 
     def _map(self, move: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
-        """Move each tensor. A row that is expanded over all samples (stride 0) is moved once and stays expanded."""
+        """Move each tensor. A row that is expanded over samples (stride 0) stays so."""
         def moved(t: torch.Tensor) -> torch.Tensor:
             return move(t[:1]).expand_as(t) if t.shape[0] > 1 and t.stride(0) == 0 else move(t)
         return replace(self, **{name: moved(t) for name, t in self.tensors().items()})
 
 
 def document_numbers(ends: torch.Tensor) -> torch.Tensor:
-    """The number of the document at each position, int64 [b, s].  ends: bool [b, s], True where a document ends."""
+    """The document at each position, int64 [b, s].  ends: bool [b, s], True where a document ends."""
     numbers = ends.cumsum(1)
     return numbers - ends.long()
 
@@ -156,12 +159,13 @@ class Documents:
         return _foreign(self)
 
     def bias(self, dtype: torch.dtype) -> torch.Tensor:
-        """[b, 1, s, s] to add to the scores: 0 for the same and earlier positions of the same document, else -inf."""
+        """[b, 1, s, s] to add to the scores: 0 for positions of the same document up to its own, else -inf."""
         return _bias(self, dtype)
 
 
-# These are squares of the sequence, and the micro-batches of a step live as long as the step, so only the last ones are
-# kept: one is used in forward while another is in backward, each perhaps with two sets of positions.
+# These are squares of the sequence, and the micro-batches of a step live as long as the step, so only the
+# last ones are kept: one is used in forward while another is in backward, each perhaps with two sets of
+# positions.
 @lru_cache(maxsize=4)
 def _foreign(documents: Documents) -> torch.Tensor:
     return (documents.ids[:, :, None] != documents.ids[:, None, :])[:, None]

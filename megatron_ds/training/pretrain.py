@@ -25,7 +25,7 @@ from ..config.flags import read_flags
 from ..config.guard import main_guard
 from ..config.launched import rank_in, with_local_rank
 from ..data.loading.datasets import build_datasets, fit_default_split
-from ..data.loading.sampler import ORDERS
+from ..data.loading.loader import ORDERS
 from ..data.tokenizers import TOKENIZERS, build_tokenizer
 from ..errors import DeviceMemoryError
 from ..models import MODELS

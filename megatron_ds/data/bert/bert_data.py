@@ -1,4 +1,4 @@
-"""`BERT_DATA`: the samples of a BERT, pairs of segments with masked tokens; mock samples; and their batches."""
+"""`BERT_DATA`: pairs of segments with masked tokens; mock samples; and the batches of both."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 
 
 class MockBertDataset:
-    """Samples that count upwards through both segments: their order is visible, and masked tokens can be guessed.
+    """Samples that count upwards through both segments: order and masked tokens can be predicted.
 
-    A pure function of (seed, i). Ids 0 to 3 are [PAD], [CLS], [SEP] and [MASK]; every third other id continues a word.
+    A pure function of (seed, i). Ids 0 to 3 are [PAD], [CLS], [SEP] and [MASK]; every third other id
+    continues a word.
     """
 
     def __init__(self, num_samples: int, vocab_size: int, options: BertOptions):
@@ -51,14 +52,16 @@ def bert_batch(samples: Sequence[Sample], indices: Sequence[int], sample_ids: tu
     text = column("text")
     return Batch(
         tokens=text, labels=column("labels").clamp_(min=0), loss_mask=column("loss_mask").float(),
-        position_ids=torch.arange(text.shape[1]).expand_as(text), sample_ids=tuple(sample_ids), training=training,
+        position_ids=torch.arange(text.shape[1]).expand_as(text), sample_ids=tuple(sample_ids),
+        training=training,
         attention_mask=(column("padding_mask") == 0)[:, None, None, :], token_types=column("types"),
         sentence_order=torch.tensor([sample["is_random"] for sample in samples]))
 
 
 def _options(config: "RunConfig", seed: int) -> BertOptions:
     bert = config.bert
-    return BertOptions(config.model.seq_length, seed, Masking(bert.mask_prob, bert.mask_max_ngram, bert.mask_whole_words),
+    return BertOptions(config.model.seq_length, seed,
+                       Masking(bert.mask_prob, bert.mask_max_ngram, bert.mask_whole_words),
                        config.model.bert_binary_head, bert.short_seq_prob)
 
 
@@ -66,19 +69,22 @@ def _mock(count: int, config: "RunConfig", tokenizer: Tokenizer, seed: int) -> M
     return MockBertDataset(count, tokenizer.vocab_size, _options(config, seed))
 
 
-def _open(corpus: IndexedDataset, documents: range, *, title: str, num_samples: int | None, config: "RunConfig",
-          tokenizer: Tokenizer) -> BertDataset:
+def _open(corpus: IndexedDataset, documents: range, *, title: str, num_samples: int | None,
+          config: "RunConfig", tokenizer: Tokenizer) -> BertDataset:
     return open_bert_dataset(corpus, documents, _options(config, config.train.seed), title=title,
-                             num_samples=num_samples, cache=config.data.data_cache_path, pieces=pieces_of(tokenizer))
+                             num_samples=num_samples, cache=config.data.data_cache_path,
+                             pieces=pieces_of(tokenizer))
 
 
 def _blank(samples: int, positions: int, device: torch.device | str = "cpu") -> Batch:
     zeros = lambda *shape, dtype=torch.int64: torch.zeros(*shape, dtype=dtype, device=device)
     return replace(blank_batch(samples, positions, device), token_types=zeros(samples, positions),
-                   attention_mask=zeros(samples, 1, 1, positions, dtype=torch.bool), sentence_order=zeros(samples))
+                   attention_mask=zeros(samples, 1, 1, positions, dtype=torch.bool),
+                   sentence_order=zeros(samples))
 
 
 BERT_DATA = DataKind(
-    title="BertDataset", tokens="text", documents=lambda corpus: corpus.document_indices, mock=_mock, open=_open,
+    title="BertDataset", tokens="text", documents=lambda corpus: corpus.document_indices,
+    mock=_mock, open=_open,
     collator=lambda config, tokenizer: bert_batch, blank=_blank,
     identity=lambda config: {**asdict(config.bert), "pairs": config.model.bert_binary_head})

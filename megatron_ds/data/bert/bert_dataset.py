@@ -8,8 +8,8 @@ A sample, padded to the sequence length s; all int64 [s] except the two flags:
     padding_mask    1   1    1   1   1    1   1   0 ..
     is_random     1 where A and B are swapped;  truncated: 1 where tokens were removed
 
-Row i of the mapping names the sentences. All random numbers come from `RandomState(seed + i)`, so a sample is a pure
-function of (corpus, documents, options, i).
+Row i of the mapping names the sentences. All random numbers come from `RandomState(seed + i)`, so a sample is
+a pure function of (corpus, documents, options, i).
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ MANY_EPOCHS = np.iinfo(np.int32).max - 1
 
 @dataclass(frozen=True)
 class BertOptions:
-    """pairs: two segments a sample, else one.  short_seq_prob: share of samples with a shorter target length."""
+    """pairs: two segments a sample, else one.  short_seq_prob: share of shorter samples."""
 
     seq_length: int
     seed: int
@@ -66,14 +66,14 @@ class BertDataset:
         for number, sentence in enumerate(sentences, first):
             if len(sentence) and not 0 <= sentence.min() <= sentence.max() < size:
                 raise DataError(
-                    f"sentence {number} holds token ids from {sentence.min()} to {sentence.max()}, outside the vocabulary of "
-                    f"{size}: the corpus was made with another tokenizer. Give the flags that "
-                    "tools/preprocess_data.py had, or preprocess the text again.")
+                    f"sentence {number} holds token ids from {sentence.min()} to {sentence.max()}, outside "
+                    f"the vocabulary of {size}: the corpus was made with another tokenizer. Give the flags "
+                    "that tools/preprocess_data.py had, or preprocess the text again.")
 
 
 def make_sample(sentences: Sequence[np.ndarray], target: int, pieces: WordPieces, options: BertOptions,
                 random: np.random.RandomState) -> dict[str, np.ndarray]:
-    """A sample of these sentences, with at most `target` of their tokens. Draws numbers in Megatron's order."""
+    """A sample of these sentences, with at most `target` of their tokens, in Megatron's order of draws."""
     a, b, swapped = _segments(sentences, options.pairs, random)
     a, b, truncated = truncate(a, b, target, random)
     tail = [b, [pieces.sep]] if len(b) else []
@@ -116,12 +116,14 @@ def open_bert_dataset(corpus: IndexedDataset, documents: range, options: BertOpt
                       num_samples: int | None, cache: str | Path | None, pieces: WordPieces) -> BertDataset:
     """The dataset of a range of documents. Its mapping is read from the cache, or built and stored there.
 
-    num_samples: at least so many, in whole epochs; None for one epoch.  Raises DataError where no document can be used.
+    num_samples: at least so many, in whole epochs; None for one epoch.  Raises DataError where no document
+    can be used.
     """
     least = options.least_sentences
     directory = Path(cache) if cache else default_cache(corpus.prefix).with_name("BertDataset_indices")
     key = {
-        "class": "BertDataset", "dataset_path": str(corpus.bin_path.resolve())[:-4], "corpus": corpus.fingerprint(),
+        "class": "BertDataset", "dataset_path": str(corpus.bin_path.resolve())[:-4],
+        "corpus": corpus.fingerprint(),
         "documents": [documents.start, documents.stop], "num_samples": num_samples,
         "sequence_length": options.seq_length, "random_seed": options.seed,
         "short_sequence_probability": options.short_seq_prob, "sentences": least,
@@ -149,11 +151,11 @@ def check_documents(bounds: np.ndarray, lengths: np.ndarray, least: int) -> None
         why = ("most likely the corpus was made without --split-sentences" if counts.max(initial=0) <= 1
                else "they are too short")
         raise DataError(f"none of its {len(counts)} documents has {least} sentences, the least for a sample: "
-                        f"{why}. Make it again with tools/preprocess_data.py --split-sentences, or train without pairs: "
-                        "--bert-no-binary-head.")
+                        f"{why}. Make it again with tools/preprocess_data.py --split-sentences, or train "
+                        "without pairs: --bert-no-binary-head.")
     for first, stop in zip(bounds[:-1][enough].tolist(), bounds[1:][enough].tolist()):
         if stop - first == 1 or lengths[first:stop].max() <= LONG_SENTENCE:
             return
-    raise DataError(f"each of its {int(enough.sum())} documents with {least} sentences or more has a sentence of more than "
-                    f"{LONG_SENTENCE} tokens, and such documents are left out, as in Megatron. Split the text into sentences: "
-                    "tools/preprocess_data.py --split-sentences.")
+    raise DataError(f"each of its {int(enough.sum())} documents with {least} sentences or more has a "
+                    f"sentence of more than {LONG_SENTENCE} tokens, and such documents are left out, as in "
+                    "Megatron. Split the text into sentences: tools/preprocess_data.py --split-sentences.")

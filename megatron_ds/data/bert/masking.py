@@ -1,10 +1,12 @@
-"""Masking for BERT: which tokens of a sample are hidden, and what replaces them; Megatron's rules and random numbers.
+"""Masking for BERT: which tokens are hidden, and what replaces them; Megatron's rules and random numbers.
 
-Tokens are chosen as n-grams of whole words (Devlin et al. 2019, arXiv:1810.04805, section 3.1, and the whole-word masking of
-its authors' code; n-grams as in Joshi et al. 2020 and Lan et al. 2020 (ALBERT), section 3.1): shorter ones more often, in
-proportion to 1/n. Of the chosen tokens 80 % become [MASK], 10 % a random token, 10 % stay.
+Tokens are chosen as n-grams of whole words (Devlin et al. 2019, arXiv:1810.04805, section 3.1, and the
+whole-word masking of its authors' code; n-grams as in Joshi et al. 2020 and Lan et al. 2020 (ALBERT), section
+3.1): shorter ones more often, in proportion to 1/n. Of the chosen tokens 80 % become [MASK], 10 % a random
+token, 10 % stay.
 
-    [CLS] the  un ##aff ##able  man [SEP] spoke [SEP]           candidates: the | un ##aff ##able | man | spoke
+    [CLS] the  un ##aff ##able  man [SEP] spoke [SEP]           candidates: the | un ##aff ##able | man |
+                                                                spoke
 """
 
 from dataclasses import dataclass
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 
 SPECIAL = ("[CLS]", "[SEP]", "[MASK]", "[PAD]")
 CONTINUES = "##"                     # marks a piece that is not the first of its word
-MASKED, REPLACED = 0.8, 0.5          # share that becomes [MASK]; of the rest, share that becomes another token
+MASKED, REPLACED = 0.8, 0.5         # share that becomes [MASK]; of the rest, share that becomes another token
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +61,7 @@ class Masking:
         return total / total[-1]
 
     def most(self, length: int, target: int) -> float:
-        """Most tokens of a sample of `length` that are chosen.  target: the length it was made for, at least `length`."""
+        """Most tokens that are chosen of a sample of `length`.  target: the requested length."""
         return min(self.probability * target, max(1, round(length * self.probability)))
 
 
@@ -106,14 +108,14 @@ def _end_that_fits(first: int, end: int, bounds: list[int], chosen: int, most: f
 
 
 def pieces_of(tokenizer: "Tokenizer") -> WordPieces:
-    """From `tokenizer.vocab`, {text of a token: id}. Raises ConfigError for a tokenizer without BERT's tokens."""
+    """From `tokenizer.vocab`, {text of a token: id}. Raises ConfigError without BERT's tokens."""
     vocab = getattr(tokenizer, "vocab", {})
     missing = [token for token in SPECIAL if token not in vocab]
     if missing:
         raise ConfigError(
-            f"{type(tokenizer).__name__} has no {' and no '.join(missing)} token, and a BERT sample is "
-            "[CLS] A [SEP] B [SEP] with some tokens replaced by [MASK], padded with [PAD]. Use a tokenizer with BERT's "
-            "tokens, such as --tokenizer-type BertWordPieceLowerCase --vocab-file vocab.txt.")
+            f"{type(tokenizer).__name__} has no {' and no '.join(missing)} token, and a BERT sample is [CLS] "
+            "A [SEP] B [SEP] with some tokens replaced by [MASK], padded with [PAD]. Use a tokenizer with "
+            "BERT's tokens, such as --tokenizer-type BertWordPieceLowerCase --vocab-file vocab.txt.")
     continues = np.zeros(tokenizer.vocab_size, bool)
     continues[[i for token, i in vocab.items() if token.startswith(CONTINUES)]] = True
     return WordPieces(*(vocab[token] for token in SPECIAL), continues)

@@ -23,10 +23,11 @@ if TYPE_CHECKING:
 class GPTCollator:
     """Batches of samples `{"tokens": int64 [s + 1]}`: inputs, and the inputs shifted by one as labels.
 
-    Samples with "document_ids" [s + 1] are packed: positions and attention restart with each document, and the
-    first token of the next document is not predicted from it.
+    Samples with "document_ids" [s + 1] are packed: positions and attention restart with each document, and
+    the first token of the next document is not predicted from it.
 
-    vocab_size            a larger id is a DataError: an embedding would fail far from the cause, or not at all
+    vocab_size            a larger id is a DataError: an embedding would fail far from the cause, or not at
+                          all
     eod                   id of the end-of-document token, which belongs to the document that it ends
     eod_mask_loss         a position whose *input* is the end of a document does not count in the loss
     reset_position_ids    positions count from the beginning of each document
@@ -65,7 +66,8 @@ class GPTCollator:
             position_ids = document_positions(document_ids)
         return Batch(
             tokens=tokens.clamp_(min=0), labels=labels.clamp_(min=0), loss_mask=loss_mask,
-            position_ids=position_ids, document_ids=document_ids if packed or self.reset_attention_mask else None,
+            position_ids=position_ids,
+            document_ids=document_ids if packed or self.reset_attention_mask else None,
             sample_ids=sample_ids, training=training)
 
     def _check(self, rows: torch.Tensor, indices: Sequence[int]) -> None:
@@ -77,9 +79,9 @@ class GPTCollator:
             return
         outside = rows < PAD if low < PAD else rows >= self.vocab_size
         row, column = outside.nonzero()[0].tolist()
-        raise DataError(f"sample {indices[row]} holds token id {rows[row, column]}, outside the vocabulary of "
-                        f"{self.vocab_size}: the corpus was made with another tokenizer. Give the flags that "
-                        "tools/preprocess_data.py had, or preprocess the text again.")
+        raise DataError(f"sample {indices[row]} holds token id {rows[row, column]}, outside the vocabulary "
+                        f"of {self.vocab_size}: the corpus was made with another tokenizer. Give the flags "
+                        "that tools/preprocess_data.py had, or preprocess the text again.")
 
 
 def _mock(count: int, config: "RunConfig", tokenizer: Tokenizer, seed: int) -> MockDataset:
@@ -92,8 +94,8 @@ def _documents(corpus: IndexedDataset) -> range:
     return range(len(corpus) + 1)
 
 
-def _open(corpus: IndexedDataset, documents: range, *, title: str, num_samples: int | None, config: "RunConfig",
-          tokenizer: Tokenizer) -> Dataset:
+def _open(corpus: IndexedDataset, documents: range, *, title: str, num_samples: int | None,
+          config: "RunConfig", tokenizer: Tokenizer) -> Dataset:
     open_dataset = open_packed_dataset if config.data.pack_documents else open_gpt_dataset
     return open_dataset(corpus, documents, title=title, seq_length=config.model.seq_length,
                         num_samples=num_samples, seed=config.train.seed, cache=config.data.data_cache_path)
@@ -103,7 +105,8 @@ def blank_batch(samples: int, positions: int, device: torch.device | str = "cpu"
     """A batch of token 0 in which all positions count in the loss."""
     tokens = torch.zeros(samples, positions, dtype=torch.int64, device=device)
     position_ids = torch.arange(positions, device=device).expand(samples, -1)
-    return Batch(tokens, tokens, torch.ones(samples, positions, device=device), position_ids, tuple(range(samples)))
+    return Batch(tokens, tokens, torch.ones(samples, positions, device=device), position_ids,
+                 tuple(range(samples)))
 
 
 def _collator(config: "RunConfig", tokenizer: Tokenizer) -> GPTCollator:

@@ -1,6 +1,7 @@
 """`GPTDataset`: a corpus cut into samples of s + 1 tokens, in Megatron's order; and mock samples.
 
-`dataset[i]` is `{"tokens": int64 [s + 1]}`, a pure function of (corpus, documents, seq_length, num_samples, seed, i).
+`dataset[i]` is `{"tokens": int64 [s + 1]}`, a pure function of (corpus, documents, seq_length, num_samples,
+seed, i).
 """
 
 from pathlib import Path
@@ -41,19 +42,21 @@ def open_gpt_dataset(corpus: IndexedDataset, documents: range, *, title: str, se
                      num_samples: int | None, seed: int, cache: str | Path | None = None) -> GPTDataset:
     """The dataset of a range of documents. Its index maps are read from the cache, or built and stored there.
 
-    title: names the part in the cache ("GPTDataset-train").  cache: None for `cache/GPTDataset_indices` next to the
-    corpus.
+    title: names the part in the cache ("GPTDataset-train").  cache: None for `cache/GPTDataset_indices` next
+    to the corpus.
     """
     directory = Path(cache) if cache else default_cache(corpus.prefix)
     key = {
         "class": "GPTDataset", "dataset_path": str(corpus.bin_path.resolve())[:-4],
-        "corpus": corpus.fingerprint(), "documents": [documents.start, documents.stop], "num_samples": num_samples,
+        "corpus": corpus.fingerprint(), "documents": [documents.start, documents.stop],
+        "num_samples": num_samples,
         "sequence_length": seq_length, "random_seed": seed,
     }
 
     def build() -> dict[str, np.ndarray]:
-        corpus.check()                                      # only the process that builds reads every row anyway
-        numbers = np.arange(documents.start, documents.stop, dtype=np.int32 if documents.stop <= INT32 else np.int64)
+        corpus.check()                                   # only the process that builds reads every row anyway
+        numbers = np.arange(documents.start, documents.stop,
+                            dtype=np.int32 if documents.stop <= INT32 else np.int64)
         return vars(build_index_maps(corpus.lengths, numbers, seq_length, num_samples, seed))
 
     return GPTDataset(corpus, IndexMaps(**cached_arrays(directory, title, key, MAPS, build)), seq_length)

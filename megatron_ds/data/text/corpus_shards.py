@@ -94,7 +94,8 @@ def preprocess_in_shards(task: Task, count: int, prefix: str, keys: Sequence[str
         only_bad = ", only bad lines" if total.num_bad else ""
         raise DataError(f"the input has no documents{only_bad}. Nothing was written.")
     for key in keys:
-        merge(shards_of(prefix, key, count, sentences), output_prefix(prefix, key, sentences), workers=workers)
+        merge(shards_of(prefix, key, count, sentences), output_prefix(prefix, key, sentences),
+              workers=workers)
     remove_shards(prefix, keys, count, sentences)
     return total
 

@@ -159,7 +159,8 @@ class IndexedWriter:
         self._documents.append(len(self._lengths))
 
     def add_documents(self, tokens: np.ndarray, lengths: np.ndarray, sequences: np.ndarray) -> None:
-        """Add documents: all tokens, of the corpus's dtype; lengths of sequences; sequences of each document."""
+        """Add documents: all tokens, of the corpus's dtype; lengths of sequences; sequences of each
+        document."""
         assert tokens.dtype == self.dtype and len(tokens) == lengths.sum() and len(lengths) == sequences.sum()
         self._bin.write(tokens.data)
         first = len(self._lengths)

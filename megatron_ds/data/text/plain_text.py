@@ -109,7 +109,8 @@ def cut_documents(file: BinaryIO, path: str, at: int, stop: int | None,
 
 def blocks_of(documents: Iterable[tuple[int, bytes]], path: str, block_bytes: int, start: int,
               position: Callable[[], int]) -> Iterator[TextBlock]:
-    """The documents that are not blank, in blocks of at least `block_bytes`.  position: that of the reader."""
+    """The documents that are not blank, in blocks of at least `block_bytes`.  position: that of the
+    reader."""
     block, size = [], 0
     for first, text in documents:
         if text and not text.isspace():

@@ -43,7 +43,8 @@ _TEXTS_OF = {LineBlock: texts_of_lines, TableBlock: texts_of_rows, TextBlock: te
 
 @dataclass(frozen=True)
 class Slice:
-    """The lines of a file that begin at bytes start … stop − 1, or these rows of a table. None: to the end."""
+    """The lines of a file that begin at bytes start … stop − 1, or these rows of a table. None: to the
+    end."""
 
     path: str
     start: int = 0

@@ -58,7 +58,8 @@ class NativeBPE:
 
     def __init__(self, plan: NativePlan, library: Callable[[Sequence[str]], list[list[int]]], encoder: type):
         self._library = library
-        self._encoder = encoder(plan.byte_ids, plan.merges, plan.whole, plan.specials, library_classes(), plan.newer,
+        self._encoder = encoder(plan.byte_ids, plan.merges, plan.whole, plan.specials, library_classes(),
+                                plan.newer,
                                 plan.most_digits)
 
     def encode_arrays(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:

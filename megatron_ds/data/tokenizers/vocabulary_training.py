@@ -64,7 +64,8 @@ def train_word_pieces(texts: Iterable[str], vocab_size: int, folder: str | os.Pa
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """The text cut at white space into pieces of at most PIECE characters: the library takes 150 bytes each."""
+    """The text cut at white space into pieces of at most PIECE characters: the library takes 150 bytes
+    each."""
     while len(text) > PIECE:
         at = max(text.rfind(" ", 0, PIECE), text.rfind("\n", 0, PIECE))
         at = at if at > 0 else PIECE
