@@ -7,8 +7,9 @@
 
 Input: plain text (.txt, .md); one JSON object per line (.jsonl and other names, or - for standard input);
 either of them compressed (.gz, .bz2, .xz, .zst); tables (.parquet, .h5); or folders of such files. Inputs are
-read in order. Output: {prefix}_{key}_document.bin and .idx for each key, and a .json with checksums. Pass
-that name without its ending to training as --data-path. An error leaves no output behind.
+read in order.
+Output: {prefix}_{key}_document.bin and .idx for each key, and a .json with checksums. Pass that name without
+its ending to training as --data-path. An error leaves no output behind.
 
 On many machines, each machine makes one shard, chosen by --num-shards and by --shard-index,
 SLURM_ARRAY_TASK_ID or RANK. A finished shard is not made again. tools/merge_datasets.py merges the shards

@@ -159,7 +159,7 @@ class Documents:
         return _foreign(self)
 
     def bias(self, dtype: torch.dtype) -> torch.Tensor:
-        """[b, 1, s, s] to add to the scores: 0 for positions of the same document up to its own, else -inf."""
+        """[b, 1, s, s] to add to the scores: 0 for earlier positions of its document, else -inf."""
         return _bias(self, dtype)
 
 

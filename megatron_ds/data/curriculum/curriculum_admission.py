@@ -82,7 +82,8 @@ class MetricIndex:
 
 
 def order_by_difficulty(metrics: Sequence[Metric], total: int, *, seed: int, steps: int,
-                        batch_at: Callable[[int], int], cache: Path, identity: dict | None = None) -> CurriculumOrder:
+                        batch_at: Callable[[int], int], cache: Path,
+                        identity: dict | None = None) -> CurriculumOrder:
     """The order of a run over `total` samples.
 
     steps     of the whole training
