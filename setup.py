@@ -31,7 +31,7 @@ else:
                           cxx_std=17, extra_compile_args=flags, optional=True),
         Pybind11Extension("megatron_ds._gelu", ["csrc/gelu.cpp"], depends=["csrc/pool.h", "csrc/processors.h"], cxx_std=17,
                           extra_compile_args=[*flags, "-fno-trapping-math"] if flags else [], optional=True),
-        Pybind11Extension("megatron_ds._bpe", ["csrc/bpe.cpp"], depends=["csrc/bpe_cutter.h", "csrc/bpe_joints.h"], cxx_std=17,
+        Pybind11Extension("megatron_ds._bpe", ["csrc/bpe.cpp"], depends=["csrc/bpe_cutter.h", "csrc/bpe_merges.h"], cxx_std=17,
                           extra_compile_args=flags, optional=True),
         Pybind11Extension("megatron_ds._index_builder", ["csrc/index_builder.cpp"], cxx_std=17, optional=True,
                           depends=["csrc/" + name for name in ("bert_mapping.h", "blend_index.h", "lanes.h", "pool.h",

@@ -18,10 +18,9 @@ from types import SimpleNamespace
 import numpy as np
 
 from megatron_ds.cli import Arguments, main_guard
-from megatron_ds.data.bert.bert_dataset import BertDataset
+from megatron_ds.data.bert.bert_dataset import BertDataset, BertOptions
 from megatron_ds.data.bert.bert_maps import build_mapping
-from megatron_ds.data.bert.masking import Masking
-from megatron_ds.data.bert.word_pieces import WordPieces
+from megatron_ds.data.bert.masking import Masking, WordPieces
 
 PAD, CLS, SEP, MASK = 0, 101, 102, 103
 
@@ -44,7 +43,7 @@ def both(sentences, mapping, *, seq_length: int, seed: int, vocab_size: int, mas
     """(ours, theirs): two datasets over the same rows."""
     from megatron.core.datasets.bert_dataset import BERTMaskedWordPieceDataset
     known = pieces(vocab_size)
-    ours = BertDataset(sentences, mapping, seq_length=seq_length, seed=seed, pieces=known, masking=masking, pairs=pairs)
+    ours = BertDataset(sentences, mapping, known, BertOptions(seq_length, seed, masking, pairs))
     theirs = object.__new__(BERTMaskedWordPieceDataset)
     texts = {i: f"##{i}" if known.continues[i] else str(i) for i in range(vocab_size)}
     theirs.dataset, theirs.sample_index, theirs._pad_token_id, theirs.token_lookup = sentences, mapping, PAD, list(texts)

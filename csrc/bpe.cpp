@@ -1,20 +1,20 @@
-// Byte-level BPE, from text to ids: what megatron_ds/data/tokenizers/native_bpe.py hands over is encoded here.
+// Byte-level BPE, from text to ids, for megatron_ds/data/tokenizers/native_bpe.py.
 //
-//   text ── cut into pieces ──► " the" ── remembered? ──► ids                 Radford et al. 2019, section 2.2
-//                                  └─ no: bytes, then joints, first learned first; remember       arXiv:1508.07909, algorithm 1
+//   text ── cut into pieces ──► " the" ── in the cache? ──► ids               Radford et al. 2019, section 2.2
+//                                  └─ no: bytes, then merges, first learned first; cache        arXiv:1508.07909, algorithm 1
 //
 //   bpe_cutter.h     where a piece ends
-//   bpe_joints.h     which neighbours are joined
+//   bpe_merges.h     which neighbours are merged
 //
-// Here is the memory of pieces. Text is mostly words that were met before, so the cost is that of cutting and of one look-up a
-// piece. Pieces of up to 15 bytes are kept in a table of 32-byte slots, two to a cache line, key and up to three ids inside:
+// This file holds the cache of pieces. Most words of a text occur often, so the cost is cutting and one look-up per piece.
+// Pieces of up to 15 bytes are cached in a table of 32-byte slots, two to a cache line, with the key and up to three ids:
 //
-//   | 15 bytes of the piece, zeros after it | its length | number of ids | id | id | id |       more ids: their place in `many_`
+//   | 15 bytes of the piece, zeros after it | its length | number of ids | id | id | id |       more ids: their index in `many_`
 //
-// Longer ones in a map. Both are emptied when full: a memory changes no id, and its size is bounded for any text.
+// Longer pieces are cached in a map. Both are emptied when full, so memory is bounded; the cache never changes an id.
 //
-// Limits, seen to by the caller: each of the 256 bytes has an id, so nothing is unknown; texts are whole characters.
-// Threads: an encoder belongs to one thread at a time; it lets go of the interpreter while it works.
+// Limits, checked by the caller: each of the 256 bytes has an id, so nothing is unknown; texts are whole characters.
+// Threads: an encoder is used by one thread at a time; it releases the interpreter lock while it works.
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
@@ -31,7 +31,7 @@
 #include <vector>
 
 #include "bpe_cutter.h"
-#include "bpe_joints.h"
+#include "bpe_merges.h"
 
 namespace py = pybind11;
 
@@ -57,15 +57,15 @@ struct Piece {
 
 class Encoder {
 public:
-    Encoder(const std::vector<int32_t>& byte_ids, const py::array_t<int32_t, py::array::c_style>& joints,
+    Encoder(const std::vector<int32_t>& byte_ids, const py::array_t<int32_t, py::array::c_style>& merges,
             const std::vector<std::pair<std::string, int32_t>>& whole, const std::vector<std::string>& specials,
             std::string classes, bool newer, int most_digits)
-        : cutter_{std::move(classes), newer, most_digits}, joints_(size_t(joints.shape(0))), slots_(1 << 12) {
+        : cutter_{std::move(classes), newer, most_digits}, merges_(size_t(merges.shape(0))), slots_(1 << 12) {
         if (byte_ids.size() != 256 || cutter_.classes.size() != 0x110000)
             throw py::value_error("an id for each byte and a class for each code point are needed");
         std::copy(byte_ids.begin(), byte_ids.end(), byte_ids_.begin());
-        const auto rows = joints.unchecked<2>();
-        for (py::ssize_t i = 0; i < rows.shape(0); ++i) joints_.set(rows(i, 0), rows(i, 1), uint32_t(i), rows(i, 2));
+        const auto rows = merges.unchecked<2>();
+        for (py::ssize_t i = 0; i < rows.shape(0); ++i) merges_.set(rows(i, 0), rows(i, 1), uint32_t(i), rows(i, 2));
         whole_.insert(whole.begin(), whole.end());
         for (const std::string& special : specials) {
             if (special.empty()) continue;
@@ -75,7 +75,7 @@ public:
         }
     }
 
-    // Ids of all texts back to back, how many each has, and the texts that hold a special token: those are left out.
+    // Ids of all texts back to back, the number of ids of each, and the texts with a special token, which are not encoded.
     py::tuple encode(const py::list& texts) {
         std::vector<std::string_view> views;
         views.reserve(texts.size());
@@ -108,7 +108,7 @@ public:
 private:
     bool holds_special(std::string_view text) const {
         if (first_bytes_.empty()) return false;
-        const auto next = [&](size_t at) {                       // they mostly all begin with <
+        const auto next = [&](size_t at) {                       // most often all special tokens begin with <
             return first_bytes_.size() == 1 ? text.find(first_bytes_[0], at) : text.find_first_of(first_bytes_, at);
         };
         for (size_t at = next(0); at != text.npos; at = next(at + 1))
@@ -117,7 +117,7 @@ private:
         return false;
     }
 
-    // A few pieces are cut before the first of them is looked up, so that their slots are on the way from memory meanwhile.
+    // AHEAD pieces are cut before the first of them is looked up, so that their slots are prefetched meanwhile.
     void encode_one(std::string_view text, Ids& out) {
         const char* end = text.data() + text.size();
         Piece pieces[AHEAD];
@@ -174,7 +174,7 @@ private:
 
     Slot* remember(const Piece& piece) {
         make_room();
-        join(std::string_view(piece.start, piece.size));
+        merge(std::string_view(piece.start, piece.size));
         Slot* slot = find(piece.low, piece.high, piece.hash);
         *slot = {piece.low, piece.high, uint32_t(piece_ids_.size()), {0, 0, 0}};
         if (piece_ids_.size() <= 3) {
@@ -203,7 +203,7 @@ private:
 
     void append_long(std::string_view piece, Ids& out) {
         if (piece.size() > LONGEST_KEPT) {
-            join(piece);
+            merge(piece);
             out.insert(out.end(), piece_ids_.begin(), piece_ids_.end());
             return;
         }
@@ -211,14 +211,14 @@ private:
         auto found = long_.find(name_);
         if (found == long_.end()) {
             if (long_.size() >= MOST_LONG) long_.clear();
-            join(piece);
+            merge(piece);
             found = long_.emplace(name_, piece_ids_).first;
         }
         out.insert(out.end(), found->second.begin(), found->second.end());
     }
 
-    // `piece_ids_` becomes the ids of the piece.
-    void join(std::string_view piece) {
+    // Writes the ids of the piece to `piece_ids_`.
+    void merge(std::string_view piece) {
         piece_ids_.clear();
         if (!whole_.empty())
             if (const auto found = whole_.find(std::string(piece)); found != whole_.end()) {
@@ -226,11 +226,11 @@ private:
                 return;
             }
         for (const char byte : piece) piece_ids_.push_back(byte_ids_[uint8_t(byte)]);
-        piece_ids_.size() <= FEW ? join_few(joints_, piece_ids_) : join_many(joints_, piece_ids_);
+        piece_ids_.size() <= FEW ? merge_few(merges_, piece_ids_) : merge_many(merges_, piece_ids_);
     }
 
     Cutter cutter_;
-    Joints joints_;
+    Merges merges_;
     std::array<int32_t, 256> byte_ids_;
     std::unordered_map<std::string, int32_t> whole_;
     std::array<std::vector<std::string>, 256> specials_;         // by first byte
@@ -245,12 +245,12 @@ private:
 }  // namespace
 
 PYBIND11_MODULE(_bpe, module) {
-    module.doc() = "Byte-level BPE; megatron_ds.data.tokenizers.native_bpe is the way in.";
+    module.doc() = "Byte-level BPE; used through megatron_ds.data.tokenizers.native_bpe.";
     py::class_<Encoder>(module, "Encoder")
         .def(py::init<const std::vector<int32_t>&, const py::array_t<int32_t, py::array::c_style>&,
                       const std::vector<std::pair<std::string, int32_t>>&, const std::vector<std::string>&, std::string, bool,
                       int>(),
-             py::arg("byte_ids"), py::arg("joints"), py::arg("whole"), py::arg("specials"), py::arg("classes"), py::arg("newer"),
-             py::arg("most_digits"))
+             py::arg("byte_ids"), py::arg("merges"), py::arg("whole"), py::arg("specials"), py::arg("classes"),
+             py::arg("newer"), py::arg("most_digits"))
         .def("encode", &Encoder::encode, py::arg("texts"));
 }

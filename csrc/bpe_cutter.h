@@ -1,6 +1,6 @@
-// Text → pieces, of which none is joined to another: the cuts of GPT-2's pattern, and of the newer one of GPT-4 and Llama 3.
+// Text → pieces that are never merged with each other: by GPT-2's pattern, or by the newer one of GPT-4 and Llama 3.
 //
-// No regular expressions: what the patterns ask of a character is its class, and which classes follow one another is written out.
+// Without regular expressions: the patterns depend on the class of each character only, so each alternative is a small loop.
 
 #pragma once
 

@@ -1,15 +1,17 @@
 """Measure how difficult each training sample is, for a curriculum that starts with the easy ones.
 
     python tools/analyze_data.py --metrics vocab_rarity seqlen --output analysis --workers 2 \\
-        --data-path corpus_text_document --seq-length 128 --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer
+        --data-path corpus_text_document --seq-length 128 \\
+        --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer
 
-Give it the flags of the training (flags about the model's size and the run are ignored), and --model bert for a BERT: the
-samples are those of one epoch of the training data. For each metric, {output}/{metric}/ gets the index files that a
-"curriculum_metrics" block of a DeepSpeed JSON names; DeepSpeed reads them, too. Finished parts are not computed again, so
-repeat the same command after a failure.
+Give it the flags of the training, and --model bert for a BERT (flags of the model's size and of the run are
+ignored). The samples are those of one epoch of the training data. For each metric, the index files are
+written to {output}/{metric}/; name them in the "curriculum_metrics" block of a DeepSpeed JSON. DeepSpeed can
+read them too. Finished shards are not computed again, so repeat the same command after a failure.
 
-On a cluster: one task for each shard (--task map; the number comes from --shard-index, SLURM_ARRAY_TASK_ID or RANK), then one
---task reduce. vocab_rarity needs total_vocab_freq, mapped and reduced before it; --task all does that by itself.
+On a cluster, run one task for each shard (--task map; the shard is chosen by --shard-index,
+SLURM_ARRAY_TASK_ID or RANK), then one --task reduce. vocab_rarity needs total_vocab_freq, mapped and reduced
+first; --task all includes it.
 """
 
 import argparse
@@ -28,8 +30,20 @@ import numpy as np
 
 from megatron_ds.cli import Arguments, main_guard
 from megatron_ds.config.parse import read
-from megatron_ds.data.curriculum.difficulty_analysis import identity, is_reduced, map_shard, percentiles, reduce_metric
-from megatron_ds.data.curriculum.difficulty_metrics import FREQUENCY, METRICS, TOTALS, MetricSpec, parse_metric
+from megatron_ds.data.curriculum.difficulty_analysis import (
+    identity,
+    is_reduced,
+    map_shard,
+    percentiles,
+    reduce_metric,
+)
+from megatron_ds.data.curriculum.difficulty_metrics import (
+    FREQUENCY,
+    METRICS,
+    TOTALS,
+    MetricSpec,
+    parse_metric,
+)
 from megatron_ds.data.loading.data_paths import read_sources
 from megatron_ds.data.loading.datasets import build_datasets
 from megatron_ds.data.tokenizers import build_tokenizer
@@ -44,9 +58,9 @@ def make_parser() -> Arguments:
     parser = Arguments(__doc__)
     add = parser.add_argument_group("analysis; other flags are those of the training").add_argument
     add("--metrics", nargs="+", required=True, metavar="METRIC",
-        help=f"{', '.join({**METRICS, **TOTALS})}, or name=module:function for a function of your own, which gets the samples "
-             "as arrays by name ({\"tokens\": [b, s + 1]}; of a BERT {\"text\": [b, s], \"padding_mask\": [b, s], …}) and "
-             "returns b integers")
+        help=f"{', '.join({**METRICS, **TOTALS})}, or name=module:function for a function of your own, which "
+             "gets the samples as arrays by name ({\"tokens\": [b, s + 1]}; of a BERT {\"text\": [b, s], "
+             "\"padding_mask\": [b, s], …}) and returns b integers")
     add("--output", required=True, metavar="DIR", help="folder for the results")
     add("--task", choices=("all", "map", "reduce"), default="all",
         help="map computes the shards, reduce combines them (default: all, both)")
@@ -58,33 +72,36 @@ def make_parser() -> Arguments:
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
-    """(the tool's own flags, the words that are the training's)."""
+    """(the tool's own flags, the flags of the training)."""
     args, training = make_parser().parse_known_args(sys.argv[1:] if argv is None else list(argv))
     for name in ("workers", "num_shards"):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)}: use a positive number.")
     if args.task == "map" and args.shard_index is None:
-        said = next((name for name in ("SLURM_ARRAY_TASK_ID", "RANK") if os.environ.get(name, "").isdigit()), None)
-        args.shard_index = int(os.environ[said]) if said else None
+        names = ("SLURM_ARRAY_TASK_ID", "RANK")
+        found = next((name for name in names if os.environ.get(name, "").isdigit()), None)
+        args.shard_index = int(os.environ[found]) if found else None
     if args.shard_index is not None and not 0 <= args.shard_index < args.num_shards:
-        raise ConfigError(f"--shard-index {args.shard_index}: with --num-shards {args.num_shards}, shards are 0 to "
-                          f"{args.num_shards - 1}.")
+        raise ConfigError(f"--shard-index {args.shard_index}: with --num-shards {args.num_shards}, shards "
+                          f"are 0 to {args.num_shards - 1}.")
     if args.shard_index is not None and args.task != "map":
-        raise ConfigError(f"--shard-index {args.shard_index} with --task {args.task}: only map works on one shard. "
-                          "Use --task map.")
+        raise ConfigError(f"--shard-index {args.shard_index} with --task {args.task}: only --task map "
+                          "computes one shard. Use --task map.")
     return args, training
 
 
 class Corpus:
-    """An epoch of the training data that the words describe, and what its samples depend on."""
+    """One epoch of the training data of these flags, and all that its samples depend on."""
 
     def __init__(self, training: Sequence[str]):
         config = read(training)
         sources = read_sources(config.data)
-        if config.data.mock_data or not (sources.whole or sources.parts[0]).words:
-            raise ConfigError("missing: the data to analyse. Give the --data-path, or --train-data-path, of the training.")
+        if config.data.mock_data or not (sources.whole or sources.parts[0]).values:
+            raise ConfigError("missing: the data to analyse. Give the --data-path, or --train-data-path, of "
+                              "the training.")
         if config.model.seq_length is None:
-            raise ConfigError("missing: --seq-length. Give that of the training: it cuts the corpus into samples.")
+            raise ConfigError("missing: --seq-length. Give that of the training: the corpus is cut into "
+                              "samples of it.")
         tokenizer, kind = build_tokenizer(config.data, config.model), MODELS[config.model.model].data
         self.dataset = build_datasets(config, (1, 0, 0), tokenizer, kind, one_epoch=True).train
         self.identity = identity(config, kind, len(self.dataset))
@@ -93,8 +110,9 @@ class Corpus:
 
 def run(args: argparse.Namespace, training: Sequence[str]) -> None:
     corpus, output = Corpus(training), Path(args.output)
-    specs = [parse_metric(word, corpus.vocab_size, corpus.seq_length) for word in dict.fromkeys(args.metrics)]
-    logger.info("%s samples of sequence length %d in %d shards", f"{len(corpus.dataset):,}", corpus.seq_length,
+    specs = [parse_metric(text, corpus.vocab_size, corpus.seq_length) for text in dict.fromkeys(args.metrics)]
+    logger.info("%s samples of sequence length %d in %d "
+                "shards", f"{len(corpus.dataset):,}", corpus.seq_length,
                 args.num_shards)
     frequency = MetricSpec(FREQUENCY, vocab_size=corpus.vocab_size, seq_length=corpus.seq_length)
     if any(spec.needs_frequency for spec in specs):
@@ -102,9 +120,9 @@ def run(args: argparse.Namespace, training: Sequence[str]) -> None:
         if args.task == "all":
             analyse([frequency], args, training, corpus, output)
         elif not is_reduced(output, frequency, corpus.identity):
-            raise DataError(f"{output / FREQUENCY} is not complete, or was made from other data, and vocab_rarity is "
-                            f"computed from it. Run --metrics {FREQUENCY} with --task map, then with --task reduce, then "
-                            "this command again.")
+            raise DataError(f"{output / FREQUENCY} is not complete, or was made from other data, and "
+                            f"vocab_rarity is computed from it. Run --metrics {FREQUENCY} with --task map, "
+                            "then with --task reduce, then this command again.")
     analyse(specs, args, training, corpus, output)
 
 
@@ -119,18 +137,22 @@ def analyse(specs: Sequence[MetricSpec], args: argparse.Namespace, training: Seq
     if args.task != "map":
         for spec in todo:
             values = reduce_metric(output, spec, args.num_shards, corpus.identity)
-            said = f"{np.count_nonzero(values):,} of {len(values):,} ids occur" if spec.is_total else percentiles(values)
-            logger.info("%s: %s", spec.name, said)
+            occurring = f"{np.count_nonzero(values):,} of {len(values):,} ids occur"
+            logger.info("%s: %s", spec.name, occurring if spec.is_total else percentiles(values))
 
 
 def map_shards(specs: Sequence[MetricSpec], args: argparse.Namespace, training: Sequence[str], corpus: Corpus,
                output: Path) -> None:
     shards = range(args.num_shards) if args.shard_index is None else [args.shard_index]
     started = time.monotonic()
-    work = partial(map_shard, save=output, num_shards=args.num_shards, specs=specs, dataset_id=corpus.identity)
-    for done, (shard, names) in enumerate(_mapped(work, shards, min(args.workers, len(shards)), training, corpus), 1):
+    work = partial(map_shard, save=output, num_shards=args.num_shards, specs=specs,
+                   dataset_id=corpus.identity)
+    for done, (shard, names) in enumerate(_mapped(work, shards, min(args.workers, len(shards)), training,
+                                                  corpus), 1):
         seconds = time.monotonic() - started
-        logger.info("shard %d: %s (%d of %d shards, %.0f s, about %.0f s left)", shard, ", ".join(names) or "complete already",
+        logger.info("shard %d: %s (%d of %d shards, %.0f s, about %.0f s "
+                    "left)", shard, ", ".join(names) or "complete "
+                                                                                                            "already",
                     done, len(shards), seconds, seconds / done * (len(shards) - done))
 
 
@@ -138,17 +160,18 @@ def _mapped(work: partial, shards: Sequence[int], workers: int, training: Sequen
     if workers <= 1:
         yield from ((shard, work(corpus.dataset, shard=shard)) for shard in shards)
         return
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start_worker, (list(training),))
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start_worker,
+                               (list(training),))
     try:
         yield from zip(shards, pool.map(partial(_map_here, work), shards))
     except BrokenProcessPool:
-        raise DataError("a worker process was killed, perhaps because memory ran out. Finished shards are kept. Use fewer "
-                        "--workers.") from None
+        raise DataError("a worker process was killed, perhaps because memory ran out. Finished shards are "
+                        "kept. Use fewer --workers.") from None
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-_corpus: Corpus | None = None                               # a worker's own, opened once when the worker starts
+_corpus: Corpus | None = None                             # of a worker process, opened when the worker starts
 
 
 def _start_worker(training: list[str]) -> None:

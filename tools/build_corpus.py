@@ -1,9 +1,9 @@
-"""A corpus of real English without a download: the documentation that ships with your own Python.
+"""Build a corpus of real English without a download, from the documentation that ships with your Python.
 
     python tools/build_corpus.py --output corpus.jsonl
 
-Takes the topics of `help()` and the docstrings of the standard library, read from its source without importing it, and of
-those the running text, a paragraph a line: more than a million characters in a few seconds. One JSON line a document; the
+Takes the running text of the topics of `help()` and of the docstrings of the standard library, read from its
+source without importing it: more than a million characters in a few seconds. One JSON line per document; the
 same Python gives the same bytes.
 """
 
@@ -23,24 +23,27 @@ from megatron_ds.cli import Arguments, main_guard
 from megatron_ds.errors import DataError
 
 # Not documentation, or not part of every installation.
-LEFT_OUT = {"test", "tests", "idle_test", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__", "turtledemo"}
-SHORTEST = 80                    # characters of a paragraph: below it are captions and summaries, one much like another
-LETTERS = 0.85                   # share of letters and blanks in running text; tables, signatures and examples have less
+LEFT_OUT = {"test", "tests", "idle_test", "idlelib", "lib2to3", "site-packages", "dist-packages",
+            "__pycache__", "turtledemo"}
+SHORTEST = 80                 # characters of a paragraph; shorter ones are captions and summaries, much alike
+LETTERS = 0.85        # share of letters and blanks in running text; tables, signatures and examples have less
 
 
 def documents() -> list[str]:
-    """All texts, each once, in an order that looks random but is always the same.
+    """All texts, each once, in a pseudorandom order that is always the same.
 
-    Training and validation take consecutive documents; shuffled by hash, both see text of every kind.
+    Training and validation take consecutive documents; ordered by hash, both have text of every kind.
     """
     found = {prose(text) for text in (*help_topics(), *docstrings(Path(sysconfig.get_paths()["stdlib"])))}
     return sorted(found - {""}, key=lambda t: hashlib.sha256(t.encode()).digest())
 
 
 def prose(text: str) -> str:
-    """The paragraphs of running text, unwrapped. On the rest a small model would spend itself, and it reads badly."""
+    """The paragraphs of running text, unwrapped. Tables and code would use up the capacity of a small
+    model."""
     paragraphs = (" ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n", text))
-    return "\n\n".join(p for p in paragraphs if len(p) >= SHORTEST and p[0].isalpha() and _letters(p) >= LETTERS * len(p))
+    return "\n\n".join(p for p in paragraphs if len(p) >= SHORTEST and p[0].isalpha()
+                       and _letters(p) >= LETTERS * len(p))
 
 
 def _letters(text: str) -> int:
@@ -50,13 +53,14 @@ def _letters(text: str) -> int:
 def help_topics() -> Iterator[str]:
     try:
         from pydoc_data.topics import topics
-    except ImportError:                                     # some distributions put it in a package of its own
+    except ImportError:                                     # a separate package in some distributions
         return
     yield from topics.values()
 
 
 def docstrings(root: Path) -> Iterator[str]:
-    """One text for each module, and one for each top-level class or function, its members' docstrings included."""
+    """One text for each module, and one for each top-level class or function, its members' docstrings
+    included."""
     for path in sorted(root.rglob("*.py")):
         if LEFT_OUT.isdisjoint(path.relative_to(root).parts):
             yield from _docstrings_of(path)
@@ -65,7 +69,7 @@ def docstrings(root: Path) -> Iterator[str]:
 def _docstrings_of(path: Path) -> Iterator[str]:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")                 # old modules have odd escapes
+            warnings.simplefilter("ignore")                 # old modules have invalid escapes
             module = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError, OSError):
         return
@@ -85,7 +89,7 @@ def _described(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> I
 
 
 def write(texts: Sequence[str], output: Path) -> None:
-    """Write beside, then rename: a corpus that is there is whole."""
+    """Write to a temporary name, then rename, so that an existing corpus is complete."""
     beside = output.with_name(f".{output.name}.{os.getpid()}")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -93,7 +97,8 @@ def write(texts: Sequence[str], output: Path) -> None:
             f.writelines(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts)
         beside.replace(output)
     except OSError as e:
-        raise DataError(f"--output {output} cannot be written: {e.strerror}. Choose another --output.") from None
+        raise DataError(f"--output {output} cannot be written: {e.strerror}. Choose another "
+                        "--output.") from None
     finally:
         with contextlib.suppress(OSError):
             beside.unlink()
@@ -102,8 +107,8 @@ def write(texts: Sequence[str], output: Path) -> None:
 def run(output: Path) -> None:
     texts = documents()
     if not texts:
-        raise DataError(f"no documentation was found below {sysconfig.get_paths()['stdlib']}: this Python is installed "
-                        "without its sources. Use another Python, or a corpus of your own.")
+        raise DataError(f"no documentation was found below {sysconfig.get_paths()['stdlib']}: this Python is "
+                        "installed without its sources. Use another Python, or a corpus of your own.")
     write(texts, output)
     print(f"{output}: {len(texts):,} documents, {sum(map(len, texts)) / 1e6:.2f} million characters")
 

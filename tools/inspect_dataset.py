@@ -1,13 +1,13 @@
-"""What is in a `.bin/.idx` corpus, and whether it is undamaged.
+"""Show the contents of a `.bin/.idx` corpus, and check it for damage.
 
     python tools/inspect_dataset.py corpus_text_document
     python tools/inspect_dataset.py corpus_text_document --document 7 --tokenizer-type HuggingFaceTokenizer \\
         --tokenizer-model tokenizer/
     python tools/inspect_dataset.py *_text_document.idx --check
 
-Counts documents, sequences and tokens, and draws how long documents are. --check reads every byte: every row of the index,
-and the tokens if there are checksums to compare with. The .bin/.idx pair holds none, as in Megatron; tools/preprocess_data.py
-writes them into PREFIX.json, and --write-checksums adds them to a corpus of another origin.
+Counts documents, sequences and tokens, and draws a histogram of document lengths. --check reads every row of
+the index, and all tokens if there are checksums. The .bin/.idx pair holds no checksums, as in Megatron;
+tools/preprocess_data.py writes them to PREFIX.json, and --write-checksums adds them to other corpora.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from megatron_ds.data.text.indexed import IndexedDataset
 from megatron_ds.data.tokenizers import TOKENIZERS, make_tokenizer
 from megatron_ds.errors import ConfigError, DataError
 
-ROWS = 1 << 20                                              # documents looked at together
+ROWS = 1 << 20                                              # documents read together
 BAR = 40                                                    # characters of the longest bar
 SHOWN_TOKENS = 200
 SHOWN_FILES = 5
@@ -36,11 +36,14 @@ def make_parser() -> Arguments:
     add("prefix", nargs="+", help="prefix of a .bin/.idx pair, or either file's name")
     add("--check", action="store_true", help="verify every offset and checksum; exit code 2 if one is wrong")
     add("--write-checksums", action="store_true",
-        help="write PREFIX.json with checksums of the files as they are now, if there is none. Not after a doubtful copy: "
-             "damage that is there already is not noticed")
-    add("--document", type=int, metavar="N", help="show this document, from 0; negative numbers count from the end")
-    add("--tokens", type=int, default=SHOWN_TOKENS, metavar="N", help=f"how many of its tokens (default {SHOWN_TOKENS})")
-    add("--tokenizer-type", help=f"to show its text: one of {', '.join(TOKENIZERS)}, the one the corpus was made with")
+        help="write PREFIX.json with checksums of the files as they are now, if there is none. Do not use it "
+             "after a doubtful copy: existing damage is not noticed")
+    add("--document", type=int, metavar="N", help="show this document, from 0; negative numbers count from "
+                                                  "the end")
+    add("--tokens", type=int, default=SHOWN_TOKENS, metavar="N",
+        help=f"how many of its tokens to show (default {SHOWN_TOKENS})")
+    add("--tokenizer-type",
+        help=f"the tokenizer of the corpus, to show its text: one of {', '.join(TOKENIZERS)}")
     add("--tokenizer-model", metavar="PATH", help="tokenizer.json, its folder, or a sentencepiece .model")
     add("--vocab-file", metavar="FILE", help="vocab.json or vocab.txt")
     add("--merge-file", metavar="FILE", help="merges.txt of GPT2BPETokenizer")
@@ -49,7 +52,7 @@ def make_parser() -> Arguments:
 
 
 def document_lengths(corpus: IndexedDataset) -> Iterator[np.ndarray]:
-    """Tokens of each document, int64, a million at a time: the index may be larger than memory."""
+    """Tokens of each document, int64, ROWS at a time: the index may be larger than memory."""
     size, item = corpus.num_tokens * corpus.dtype.itemsize, corpus.dtype.itemsize
     for first in range(0, corpus.num_documents, ROWS):
         bounds = corpus.document_indices[first:first + ROWS + 1]
@@ -60,7 +63,8 @@ def document_lengths(corpus: IndexedDataset) -> Iterator[np.ndarray]:
 
 
 def histogram(corpus: IndexedDataset) -> tuple[np.ndarray, int, int]:
-    """Documents by length, entry 0 those without tokens, entry k those of 2^(k−1) to 2^k − 1; the shortest, the longest."""
+    """(documents by length, the shortest, the longest). Entry 0: without tokens; entry k: of 2^(k−1) to 2^k −
+    1."""
     counts, least, most = np.zeros(64, np.int64), None, 0
     for lengths in document_lengths(corpus):
         least = int(lengths.min() if least is None else min(least, lengths.min()))
@@ -73,16 +77,19 @@ def histogram(corpus: IndexedDataset) -> tuple[np.ndarray, int, int]:
 
 def describe(corpus: IndexedDataset, record: CorpusRecord | None) -> None:
     counts, least, most = histogram(corpus)
-    print(f"{corpus.prefix}: {corpus.num_documents:,} documents, {len(corpus):,} sequences, {corpus.num_tokens:,} tokens of "
-          f"{corpus.dtype.newbyteorder('=')}")
-    print(f"tokens of a document: {least:,} to {most:,}, {corpus.num_tokens / max(1, corpus.num_documents):,.1f} on average")
+    print(f"{corpus.prefix}: {corpus.num_documents:,} documents, {len(corpus):,} sequences, "
+          f"{corpus.num_tokens:,} tokens of {corpus.dtype.newbyteorder('=')}")
+    print(f"tokens of a document: {least:,} to {most:,}, "
+          f"{corpus.num_tokens / max(1, corpus.num_documents):,.1f} on average")
     for k, count in enumerate(counts):
         span = "none" if k == 0 else f"{1 << k - 1:,} to {(1 << k) - 1:,}" if k > 1 else "1"
         if count:
             print(f"  {span:>23}  {count:>13,}  {'#' * int(np.ceil(BAR * count / counts.max()))}")
     if record:
         made = [name for name, *_ in record.made_from.get("inputs", [])]
-        shown = ", ".join(made[:SHOWN_FILES]) + f" and {len(made) - SHOWN_FILES:,} other files" * (len(made) > SHOWN_FILES)
+        shown = ", ".join(made[:SHOWN_FILES])
+        if len(made) > SHOWN_FILES:
+            shown += f" and {len(made) - SHOWN_FILES:,} other files"
         print(f"tokenizer {record.tokenizer or 'not recorded'}" + (f", from {shown}" if made else "") +
               (f", {record.skipped:,} bad lines left out" if record.skipped else ""))
 
@@ -108,11 +115,13 @@ def show(corpus: IndexedDataset, number: int, args: argparse.Namespace) -> None:
 def check(corpus: IndexedDataset, record: CorpusRecord | None) -> None:
     corpus.check()
     if record is None:
-        print("the index is whole. The tokens cannot be verified: there are no checksums (see --write-checksums)")
+        print("the index is whole. The tokens cannot be verified: there are no checksums (see "
+              "--write-checksums)")
         return
     if (record.documents, record.tokens) != (corpus.num_documents, corpus.num_tokens):
-        raise DataError(f"{corpus.prefix} has {corpus.num_documents} documents and {corpus.num_tokens} tokens, and its record "
-                        f"is about {record.documents} and {record.tokens}: they do not belong together. Copy both again.")
+        raise DataError(f"{corpus.prefix} has {corpus.num_documents} documents and {corpus.num_tokens} "
+                        f"tokens, and its record is about {record.documents} and {record.tokens}: they do "
+                        "not belong together. Copy both again.")
     with ThreadPoolExecutor() as pool:
         check_sums(corpus.prefix, record, pool.map)
     print("the index is whole, and all checksums are right")

@@ -23,7 +23,7 @@ from megatron_ds.data.gpt.gpt_data import GPT_DATA
 from megatron_ds.data.gpt.packing import PackedDataset, build_packs
 from megatron_ds.data.loading.datasets import Datasets
 from megatron_ds.data.loading.loader import Loader
-from megatron_ds.data.tokenizers.null import NullTokenizer
+from megatron_ds.data.tokenizers.base import NullTokenizer
 from megatron_ds.errors import ConfigError, LayoutError
 from megatron_ds.models import MODELS
 from megatron_ds.mpu.mesh import Mesh

@@ -1,10 +1,10 @@
 """Merge several corpora into one: all documents, in order.
 
     python tools/merge_datasets.py --input shards/ --output-prefix corpus_text_document
-    python tools/merge_datasets.py --input corpus_00000_of_00002_text_document corpus_00001_of_00002_text_document \\
-        --output-prefix corpus_text_document
+    python tools/merge_datasets.py --input corpus_00000_of_00002_text_document \\
+        corpus_00001_of_00002_text_document --output-prefix corpus_text_document
 
-In a folder, all pairs of .bin and .idx are merged, ordered by name. No shard may be missing.
+Of a folder, all .bin/.idx pairs are merged, ordered by name. A missing shard is an error.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_ds.cli import Arguments, main_guard
-from megatron_ds.data.text.corpus_merge import merge
+from megatron_ds.data.text.corpus_shards import merge
 from megatron_ds.data.text.indexed import IndexedDataset, corpus_paths
 from megatron_ds.errors import ConfigError, DataError
 
@@ -28,21 +28,24 @@ SHARD = re.compile(r"(.*)_(\d{5})_of_(\d{5})(_.*)")
 def make_parser() -> Arguments:
     parser = Arguments(__doc__)
     add = parser.add_argument
-    add("--input", nargs="+", required=True, metavar="PATH", help="prefixes of .bin/.idx pairs, in order, or folders of them")
-    add("--output-prefix", required=True, metavar="PREFIX", help="the merged pair is PREFIX.bin and PREFIX.idx")
+    add("--input", nargs="+", required=True, metavar="PATH", help="prefixes of .bin/.idx pairs, in order, or "
+                                                                  "folders of them")
+    add("--output-prefix", required=True, metavar="PREFIX", help="the merged pair is PREFIX.bin and "
+                                                                 "PREFIX.idx")
     add("--workers", type=int, default=4, metavar="N",
         help="number of threads that copy (default 4); more are faster with several disks")
     return parser
 
 
 def prefixes_of(inputs: Sequence[str], output: str) -> list[str]:
-    """Prefixes as they are, those in folders by name; never the output itself."""
+    """The prefixes, each folder replaced by those in it, ordered by name; without the output itself."""
     found = []
     for path in inputs:
         if not Path(path).is_dir():
             found.append(str(corpus_paths(path)[0])[:-4])
             continue
-        pairs = sorted(str(p)[:-4] for p in Path(path).glob("*.idx") if corpus_paths(output)[1].resolve() != p.resolve())
+        pairs = sorted(str(p)[:-4] for p in Path(path).glob("*.idx")
+                       if corpus_paths(output)[1].resolve() != p.resolve())
         if not pairs:
             raise DataError(f"--input {path}: there is no .idx file in this folder.")
         found += pairs
@@ -50,7 +53,7 @@ def prefixes_of(inputs: Sequence[str], output: str) -> list[str]:
 
 
 def check_shards(prefixes: Sequence[str]) -> None:
-    """Raises DataError when of n shards some are missing."""
+    """Raises DataError if shards of a set are missing."""
     there = defaultdict(set)
     for prefix in prefixes:
         if match := SHARD.fullmatch(prefix):
@@ -58,9 +61,10 @@ def check_shards(prefixes: Sequence[str]) -> None:
             there[name, int(count), key].add(int(index))
     for (name, count, key), found in there.items():
         if missing := sorted(set(range(count)) - found):
+            more = " …" if len(missing) > 10 else ""
             raise DataError(f"of {count} shards {name}_…{key} {len(missing)} are missing: "
-                            f"{', '.join(map(str, missing[:10]))}{' …' * (len(missing) > 10)}. Make them with "
-                            f"tools/preprocess_data.py --num-shards {count} --shard-index I, and merge then.")
+                            f"{', '.join(map(str, missing[:10]))}{more}. Make them with "
+                            f"tools/preprocess_data.py --num-shards {count} --shard-index I before merging.")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -71,10 +75,11 @@ def run(args: argparse.Namespace) -> None:
     output = str(corpus_paths(args.output_prefix)[0])[:-4]
     record = merge(prefixes, output, workers=args.workers)
     if record is None:
-        logger.info("%s gets no checksums, since some of its parts have none. To add them: tools/inspect_dataset.py %s "
-                    "--write-checksums", output, output)
+        logger.info("%s has no checksums, since some of its parts have none. To add them: "
+                    "tools/inspect_dataset.py %s --write-checksums", output, output)
     corpus = IndexedDataset(output)
-    logger.info("%s documents, %s tokens of %d corpora in %.1f s: %s", f"{corpus.num_documents:,}", f"{corpus.num_tokens:,}",
+    logger.info("%s documents, %s tokens of %d corpora in %.1f s: "
+                "%s", f"{corpus.num_documents:,}", f"{corpus.num_tokens:,}",
                 len(prefixes), time.monotonic() - started, output)
 
 

@@ -1,10 +1,10 @@
-"""Build the index maps of a run before it starts: on one machine, without GPUs, from the run's own flags.
+"""Build the index maps of a run before it starts, on one machine, without GPUs, from the flags of the run.
 
     python tools/prepare_cache.py --prepare-cache-world-size 64 --data-cache-path cache FLAGS_OF_PRETRAIN_GPT
 
-The run then maps these files and starts at once. The tool also prints how many samples the run draws from each corpus. The
-number of ranks matters for the checks of the flags and, with --micro-batch-size but no --global-batch-size, for the number of
-samples; index maps are the same for any number of ranks.
+The run then maps these files and starts at once. The tool also prints how many samples the run draws from
+each corpus. The number of ranks is needed to check the flags and, with --micro-batch-size but no
+--global-batch-size, for the number of samples; the index maps themselves do not depend on it.
 """
 
 import logging
@@ -15,8 +15,8 @@ from pathlib import Path
 
 from megatron_ds.cli import main_guard
 from megatron_ds.config import RunConfig, parse
-from megatron_ds.data.gpt.gpt_dataset import default_cache
 from megatron_ds.data.loading.blend import parse_blend
+from megatron_ds.data.loading.cache import default_cache
 from megatron_ds.data.loading.data_paths import read_sources
 from megatron_ds.data.loading.datasets import build_datasets, fit_default_split
 from megatron_ds.data.tokenizers import build_tokenizer
@@ -30,8 +30,8 @@ WORLD = "--prepare-cache-world-size"
 
 def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout, force=True)
-    words, world_size = _world_size(list(sys.argv[1:] if argv is None else argv))
-    config = parse(words, world_size=world_size, known=KNOWN_NAMES, rules=RULES)
+    flags, world_size = _world_size(list(sys.argv[1:] if argv is None else argv))
+    config = parse(flags, world_size=world_size, known=KNOWN_NAMES, rules=RULES)
     if config.data.mock_data:
         raise ConfigError("--mock-data has no index maps to prepare. Give the --data-path of the run.")
     for folder in _folders(config):
@@ -43,33 +43,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _world_size(words: list[str]) -> tuple[list[str], int]:
-    if WORLD not in words:
-        return words, 1
-    at = words.index(WORLD)
-    number = words[at + 1] if at + 1 < len(words) else ""
+def _world_size(arguments: list[str]) -> tuple[list[str], int]:
+    """(the flags of the run, the world size)."""
+    if WORLD not in arguments:
+        return arguments, 1
+    at = arguments.index(WORLD)
+    number = arguments[at + 1] if at + 1 < len(arguments) else ""
     if not number.isdigit() or int(number) < 1:
-        raise ConfigError(f"{WORLD} {number} is not a number of ranks. Give the one of the run.")
-    return words[:at] + words[at + 2:], int(number)
+        raise ConfigError(f"{WORLD} {number} is not a number of ranks. Give the world size of the run.")
+    return arguments[:at] + arguments[at + 2:], int(number)
 
 
 def _folders(config: RunConfig) -> list[Path]:
     if config.data.data_cache_path:
         return [Path(config.data.data_cache_path)]
     sources = read_sources(config.data)
-    named = [sources.whole] if sources.whole else [part for part in sources.parts if part.words]
-    prefixes = [prefix for flag, words in named for prefix in parse_blend(words, flag).prefixes]
+    named = [sources.whole] if sources.whole else [part for part in sources.parts if part.values]
+    prefixes = [prefix for flag, values in named for prefix in parse_blend(values, flag).prefixes]
     return list(dict.fromkeys(map(default_cache, prefixes)))
 
 
 def _check_writable(folder: Path) -> None:
-    """A run that cannot write here builds index maps in memory; this tool would build them for nothing."""
+    """Raises DataError: a run builds index maps in memory instead, which would be useless here."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise DataError(f"{folder} cannot be written: {error.strerror}. Name another folder with --data-cache-path, here and "
-                        "in the run.") from None
+        raise DataError(f"{folder} cannot be written: {error.strerror}. Name another folder with "
+                        "--data-cache-path, here and in the run.") from None
 
 
 if __name__ == "__main__":

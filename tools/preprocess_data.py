@@ -5,13 +5,15 @@
     python tools/preprocess_data.py --input corpus.jsonl more.parquet --output-prefix corpus --append-eod \\
         --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer/
 
-Input: plain text (.txt, .md); one JSON object a line (.jsonl and other names, or - for standard input); either of them
-compressed (.gz, .bz2, .xz, .zst); tables (.parquet, .h5); or folders of such files. Several inputs are read in order.
-Output: {prefix}_{key}_document.bin and .idx for each key, and a .json with checksums. Pass that name without its ending to
-training as --data-path. An error leaves no output behind.
+Input: plain text (.txt, .md); one JSON object per line (.jsonl and other names, or - for standard input);
+either of them compressed (.gz, .bz2, .xz, .zst); tables (.parquet, .h5); or folders of such files. Inputs are
+read in order.
+Output: {prefix}_{key}_document.bin and .idx for each key, and a .json with checksums. Pass that name without
+its ending to training as --data-path. An error leaves no output behind.
 
-On many machines each makes one shard, chosen by --num-shards and --shard-index, SLURM_ARRAY_TASK_ID or RANK; a finished shard
-is not made again. tools/merge_datasets.py makes one corpus of them.
+On many machines, each machine makes one shard, chosen by --num-shards and by --shard-index,
+SLURM_ARRAY_TASK_ID or RANK. A finished shard is not made again. tools/merge_datasets.py merges the shards
+into one corpus.
 """
 
 import argparse
@@ -24,12 +26,26 @@ from functools import partial
 from itertools import accumulate
 
 from megatron_ds.cli import Arguments, main_guard
-from megatron_ds.data.text.inputs import INPUT_HELP, files_of
-from megatron_ds.data.text.partitions import preprocess_in_shards, run_here, run_on_ray
+from megatron_ds.data.text.corpus_shards import preprocess_in_shards, run_here, run_on_ray
 from megatron_ds.data.text.plain_text import WHERE, TextCut
-from megatron_ds.data.text.preprocess import Shard, Written, output_prefix, preprocess, shard_prefix
+from megatron_ds.data.text.preprocess import (
+    PreprocessOptions,
+    Shard,
+    Written,
+    output_prefix,
+    preprocess,
+    shard_prefix,
+)
 from megatron_ds.data.text.sentences import ABBREVIATIONS, TRAINING_BYTES, Splitter, learn_splitter
-from megatron_ds.data.text.text_files import STDIN, check_files, read_blocks, size_of, texts_of
+from megatron_ds.data.text.text_files import (
+    INPUT_HELP,
+    STDIN,
+    check_files,
+    files_of,
+    read_blocks,
+    size_of,
+    texts_of,
+)
 from megatron_ds.data.tokenizers import TOKENIZERS, make_tokenizer
 from megatron_ds.data.tokenizers.backend import BACKENDS
 from megatron_ds.errors import ConfigError
@@ -43,23 +59,27 @@ def make_parser() -> Arguments:
     add = parser.add_argument_group("text").add_argument
     add("--input", nargs="+", required=True, metavar="PATH", help=INPUT_HELP)
     add("--text-documents", choices=WHERE, default="file",
-        help="what one document is in plain text: the file (default), a paragraph between blank lines, or a line. Do "
-             "not use paragraph or line if consecutive ones belong together, as in a novel: training shuffles documents. "
-             "Other inputs are not affected")
+        help="what one document is in plain text: the file (default), a paragraph between blank lines, or a "
+             "line. Do not use paragraph or line if consecutive ones belong together, as in a novel: "
+             "training shuffles documents. Other inputs are not affected")
     add("--text-separator", metavar="LINE",
-        help="in plain text, documents are separated by lines that are equal to this, such as '<|endoftext|>'. Do not use "
-             "it if such a line may be part of a document")
+        help="in plain text, documents are separated by lines that are equal to this, such as "
+             "'<|endoftext|>'. Do not use it if such a line may be part of a document")
     add("--json-keys", nargs="+", default=["text"], metavar="KEY",
-        help="keys of JSON lines, or columns of tables, whose text to tokenize (default: text); each makes a corpus")
+        help="keys of JSON lines, or columns of tables, whose text to tokenize (default: text); each makes a "
+             "corpus")
     add("--skip-bad-lines", action="store_true",
-        help="leave out lines that are not valid JSON or UTF-8 or lack a key, rows without text, and documents of plain text "
-             "that are not UTF-8, and report how many; without it the first one is an error. Look at the corpus "
-             "first: a wrong key leaves out everything")
+        help="leave out lines that are not valid JSON or UTF-8 or lack a key, rows without text, and "
+             "documents of plain text that are not UTF-8, and report how many; without it the first one is "
+             "an error. Look at the corpus first: a wrong key leaves out everything")
     add("--split-sentences", action="store_true",
-        help="store each sentence of a document as a sequence of its own, for BERT; abbreviations are learned from the first "
-             f"{TRAINING_BYTES >> 20} MB of the text. Not for GPT, whose documents are one sequence")
-    add("--keep-newlines", action="store_true", help="keep the white space between two sentences with the first of them")
-    add("--lang", choices=ABBREVIATIONS, help="language whose common abbreviations are known in advance (default english)")
+        help="store each sentence of a document as a sequence of its own, for BERT; abbreviations are "
+             f"learned from the first {TRAINING_BYTES >> 20} MB of the text. Not for GPT, whose documents "
+             "are one sequence")
+    add("--keep-newlines", action="store_true", help="keep the white space between two sentences with the "
+                                                     "first of them")
+    add("--lang", choices=ABBREVIATIONS,
+        help="language whose common abbreviations are given in advance (default english)")
     add = parser.add_argument_group("tokenizer").add_argument
     add("--tokenizer-type", required=True, help=f"one of {', '.join(TOKENIZERS)}")
     add("--tokenizer-model", metavar="PATH", help="tokenizer.json, its folder, or a sentencepiece .model")
@@ -67,23 +87,28 @@ def make_parser() -> Arguments:
     add("--merge-file", metavar="FILE", help="merges.txt of GPT2BPETokenizer")
     add("--vocab-size", type=int, metavar="N", help="number of ids, for NullTokenizer only")
     add("--tokenizer-backend", default="auto", choices=BACKENDS,
-        help="which encoder to use; the ids are the same. auto takes the compiled encoder if it supports the tokenizer. "
-             "gigatoken needs the package of that name, and gains nothing where native works")
+        help="which encoder to use; the ids are the same. auto takes the compiled encoder if it supports the "
+             "tokenizer. gigatoken needs the package of that name, and is not faster where native works")
     add("--append-eod", action="store_true",
-        help="end each document with the end-of-document token; almost always right: without it a model cannot learn where a "
-             "document ends")
+        help="end each document with the end-of-document token; almost always right: without it a model "
+             "cannot learn where a document ends")
     add = parser.add_argument_group("output").add_argument
-    add("--output-prefix", required=True, metavar="PREFIX", help="files are named {prefix}_{key}_document.bin and .idx")
+    add("--output-prefix", required=True, metavar="PREFIX", help="files are named "
+                                                                 "{prefix}_{key}_document.bin and .idx")
     add = parser.add_argument_group("work").add_argument
     add("--workers", type=int, default=1, metavar="N",
-        help="number of processes that tokenize, over all partitions (default 1); the output does not depend on it")
+        help="number of processes that tokenize, over all partitions (default 1); the output does not depend "
+             "on it")
     add("--partitions", type=int, default=1, metavar="N",
-        help="make N shards at the same time and merge them; useful above about 16 workers, which one process can feed")
-    add("--num-shards", type=int, metavar="N", help="cut the input into N shards; this command makes one of them")
+        help="make N shards at the same time and merge them; useful above about 16 workers, the most that "
+             "one process can feed")
+    add("--num-shards", type=int, metavar="N", help="cut the input into N shards; this command makes one of "
+                                                    "them")
     add("--shard-index", type=int, metavar="I",
-        help="which shard to make, from 0; default: SLURM_ARRAY_TASK_ID less SLURM_ARRAY_TASK_MIN, or RANK")
+        help="the shard to make, from 0; default: SLURM_ARRAY_TASK_ID minus SLURM_ARRAY_TASK_MIN, or RANK")
     add("--ray", nargs="?", const="auto", metavar="ADDRESS",
-        help="make the --num-shards shards as tasks of a Ray cluster and merge them; all machines must share the disk")
+        help="make the --num-shards shards as tasks of a Ray cluster and merge them; all machines must share "
+             "the disk")
     add("--log-interval", type=int, default=1000, metavar="N",
         help="without a terminal for a progress bar: documents between two log lines (default 1000)")
     return parser
@@ -95,25 +120,29 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         if (getattr(args, name) or 1) < 1 or getattr(args, name) == 0:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)}: use a positive number.")
     if len(set(args.json_keys)) < len(args.json_keys):
-        raise ConfigError(f"--json-keys {' '.join(args.json_keys)}: a key is named twice, and each makes one output.")
+        raise ConfigError(f"--json-keys {' '.join(args.json_keys)}: a key is named twice, and each makes one "
+                          "output. Name each key once.")
     if args.text_separator is not None and args.text_documents != "file":
-        raise ConfigError(f"--text-separator {args.text_separator!r} and --text-documents {args.text_documents} both say "
-                          "where documents end; give only one.")
+        raise ConfigError(f"--text-separator {args.text_separator!r} and --text-documents "
+                          f"{args.text_documents} both set where documents end; give only one.")
     if args.partitions > 1 and args.workers % args.partitions:
-        raise ConfigError(f"--workers {args.workers} is not a multiple of --partitions {args.partitions}, and each partition "
-                          f"has as many: use --workers {args.partitions * -(-args.workers // args.partitions)}.")
+        raise ConfigError(f"--workers {args.workers} is not a multiple of --partitions {args.partitions}, "
+                          "and all partitions have equally many: use --workers "
+                          f"{args.partitions * -(-args.workers // args.partitions)}.")
     if args.partitions > 1 and args.num_shards:
-        raise ConfigError("--partitions cuts this machine's work, --num-shards that of many machines: give one of them.")
+        raise ConfigError("--partitions divides the work of this machine, --num-shards that of many "
+                          "machines: give only one of them.")
     if args.shard_index is not None and (args.num_shards is None or args.ray):
-        raise ConfigError("--shard-index says which of --num-shards to make" +
-                          (", and --ray makes them all." if args.ray else ": give that too."))
+        raise ConfigError("--shard-index chooses one of --num-shards" +
+                          (", and --ray makes all of them: remove it." if args.ray else ": give --num-shards "
+                                                                                        "too."))
     if args.ray and not args.num_shards:
-        raise ConfigError("--ray needs --num-shards, a few times the number of the cluster's cores.")
+        raise ConfigError("--ray needs --num-shards: give a few times the number of the cluster's cores.")
     return args
 
 
 def shard_of(args: argparse.Namespace, env: Mapping[str, str]) -> Shard | None:
-    """(which, of how many) shards this command makes; None for all of the input."""
+    """(index, number of shards) of the shard this command makes; None for the whole input."""
     if args.num_shards is None or args.ray:
         return None
     index = args.shard_index
@@ -122,10 +151,11 @@ def shard_of(args: argparse.Namespace, env: Mapping[str, str]) -> Shard | None:
     elif index is None and "RANK" in env:
         index = int(env["RANK"])
     if index is None:
-        raise ConfigError(f"--num-shards {args.num_shards}: which one? Give --shard-index, or run in a Slurm array or with "
-                          "RANK in the environment.")
+        raise ConfigError(f"--num-shards {args.num_shards} does not choose the shard to make. Give "
+                          "--shard-index, or run in a Slurm array or with RANK in the environment.")
     if not 0 <= index < args.num_shards:
-        raise ConfigError(f"shard {index} of {args.num_shards}: shards are counted from 0 to {args.num_shards - 1}.")
+        raise ConfigError(f"shard {index} of {args.num_shards} does not exist: shards are numbered 0 to "
+                          f"{args.num_shards - 1}.")
     return index, args.num_shards
 
 
@@ -135,8 +165,9 @@ def run(args: argparse.Namespace) -> None:
     shard, started = shard_of(args, os.environ), time.monotonic()
     make = partial(make_tokenizer, args.tokenizer_type, backend=args.tokenizer_backend,
                    **{name: getattr(args, name) for name in TOKENIZER_FLAGS})
-    task = partial(preprocess, args.input, args.output_prefix, make, json_keys=args.json_keys, append_eod=args.append_eod,
-                   skip_bad_lines=args.skip_bad_lines, sentences=splitter(args), cut=cut_of(args))
+    options = PreprocessOptions(args.json_keys, args.append_eod, args.skip_bad_lines, splitter(args),
+                                cut_of(args))
+    task = partial(preprocess, args.input, args.output_prefix, make, options)
     if args.partitions > 1 or args.ray:
         written = run_in_shards(args, make, task)
     else:
@@ -149,14 +180,16 @@ def run(args: argparse.Namespace) -> None:
 
 
 def run_in_shards(args: argparse.Namespace, make: Callable, task: partial) -> Written:
-    make()                                                  # raises here, once, if the tokenizer flags are wrong
+    make()                                               # raises here, once, if the tokenizer flags are wrong
     each = args.workers // args.partitions
-    run = partial(run_on_ray, address=None if args.ray == "local" else args.ray, cores=each) if args.ray else run_here
+    address = None if args.ray == "local" else args.ray
+    run = partial(run_on_ray, address=address, cores=each) if args.ray else run_here
     return preprocess_in_shards(
-        partial(task, workers=each), args.num_shards or args.partitions, args.output_prefix, args.json_keys, run=run,
+        partial(task, workers=each), args.num_shards or args.partitions, args.output_prefix, args.json_keys,
+        run=run,
         sentences=args.split_sentences, workers=args.workers,
-        done=lambda w: logger.info("a shard %s: %s documents, %s tokens", "was done before" if w.done_before else "is done",
-                                   f"{w.documents:,}", f"{w.tokens:,}"))
+        done=lambda w: logger.info("a shard %s: %s documents, %s tokens", "was done before" if w.done_before
+                                   else "is done", f"{w.documents:,}", f"{w.tokens:,}"))
 
 
 def cut_of(args: argparse.Namespace) -> TextCut:
@@ -164,16 +197,17 @@ def cut_of(args: argparse.Namespace) -> TextCut:
 
 
 def splitter(args: argparse.Namespace) -> Splitter | None:
-    """Learned from the start of all the input, so that every shard has the same."""
+    """Learned from the start of the whole input, so that all shards have the same splitter."""
     if not args.split_sentences:
         if args.keep_newlines or args.lang:
             raise ConfigError("--keep-newlines and --lang only apply with --split-sentences: add it.")
         return None
     if STDIN in args.input:
-        raise ConfigError("--split-sentences reads the start of the input twice, which standard input does not allow: write "
-                          "it to a file first.")
+        raise ConfigError("--split-sentences reads the start of the input twice, which standard input does "
+                          "not allow: write it to a file first.")
     texts = (text for path in args.input for block in read_blocks(path, keys=args.json_keys, cut=cut_of(args))
-             for column in texts_of(block, args.json_keys, True)[0] for text in column if isinstance(text, str))
+             for column in texts_of(block, args.json_keys, True)[0] for text in column
+             if isinstance(text, str))
     return learn_splitter(texts, args.lang or "english", args.keep_newlines)
 
 
@@ -181,7 +215,9 @@ def report(args: argparse.Namespace, written: Written, shard: Shard | None, seco
     prefix = shard_prefix(args.output_prefix, shard) if shard else args.output_prefix
     outputs = ", ".join(output_prefix(prefix, key, args.split_sentences) for key in args.json_keys)
     if written.done_before:
-        logger.info("%s documents, %s tokens, done before: %s", f"{written.documents:,}", f"{written.tokens:,}", outputs)
+        logger.info("%s documents, %s tokens, done before: "
+                    "%s", f"{written.documents:,}", f"{written.tokens:,}",
+                    outputs)
         return
     for line in written.bad:
         logger.warning("skipped %s", line)
@@ -189,7 +225,8 @@ def report(args: argparse.Namespace, written: Written, shard: Shard | None, seco
         logger.warning("skipped %d bad lines in all", written.num_bad)
     size = sum(map(size_of, args.input)) / (shard[1] if shard else 1)
     rate = f" ({size / 1e6 / max(seconds, 1e-9):.1f} MB/s)" if size else ""
-    logger.info("%s documents, %s tokens in %.1f s%s: %s", f"{written.documents:,}", f"{written.tokens:,}", seconds, rate,
+    logger.info("%s documents, %s tokens in %.1f s%s: "
+                "%s", f"{written.documents:,}", f"{written.tokens:,}", seconds, rate,
                 outputs)
 
 
@@ -220,7 +257,8 @@ def progress_lines(args: argparse.Namespace):
         nonlocal shown
         if written.documents - shown >= args.log_interval:
             shown = written.documents
-            logger.info("%s documents, %.1f of %.1f MB read", f"{shown:,}", done(path, position) / 1e6, total / 1e6)
+            logger.info("%s documents, %.1f of %.1f MB "
+                        "read", f"{shown:,}", done(path, position) / 1e6, total / 1e6)
 
     return show
 

@@ -1,11 +1,13 @@
-"""Train a tokenizer on text of your own: byte-level BPE, the kind GPT-2 has, or BERT's WordPiece.
+"""Train a tokenizer on your own text: byte-level BPE, as of GPT-2, or BERT's WordPiece.
 
     python tools/train_tokenizer.py --input books/ --vocab-size 2048 --output tokenizer/
-    python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 2048 --output tokenizer/ --kind wordpiece
+    python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 2048 --output tokenizer/ \\
+        --kind wordpiece
 
-Writes tokenizer.json (--tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer/) and the same vocabulary for BPE as
-vocab.json and merges.txt (--tokenizer-type GPT2BPETokenizer --vocab-file … --merge-file …), where <|endoftext|> has id 0
-and ends a document; for WordPiece as vocab.txt, which begins with [PAD] [UNK] [CLS] [SEP] [MASK].
+Writes tokenizer.json (--tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer/) and the same
+vocabulary for BPE as vocab.json and merges.txt (--tokenizer-type GPT2BPETokenizer --vocab-file … --merge-file
+…), where <|endoftext|> has id 0 and ends a document; for WordPiece as vocab.txt, which begins with [PAD]
+[UNK] [CLS] [SEP] [MASK].
 """
 
 import argparse
@@ -15,8 +17,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from megatron_ds.cli import Arguments, main_guard
-from megatron_ds.data.text.inputs import INPUT_HELP, files_of
-from megatron_ds.data.text.text_files import check_files, read_blocks, texts_of
+from megatron_ds.data.text.text_files import INPUT_HELP, check_files, files_of, read_blocks, texts_of
 from megatron_ds.data.tokenizers.vocabulary_training import train_byte_level_bpe, train_word_pieces
 from megatron_ds.errors import DataError
 
@@ -28,16 +29,20 @@ KINDS = {"bpe": train_byte_level_bpe, "wordpiece": train_word_pieces,
 def make_parser() -> Arguments:
     parser = Arguments(__doc__)
     add = parser.add_argument
-    add("--input", nargs="+", required=True, metavar="PATH", help=INPUT_HELP + ". About 100 MB of text are plenty")
+    add("--input", nargs="+", required=True, metavar="PATH", help=INPUT_HELP + ". About 100 MB of text are "
+                                                                               "enough")
     add("--json-keys", nargs="+", default=["text"], metavar="KEY",
         help="keys of JSON lines, or columns of tables, whose text to learn from (default: text)")
     add("--vocab-size", type=int, required=True, metavar="N",
-        help="number of entries, with bytes and special tokens; 2048 for a toy model, 32000 to 128000 for real ones")
+        help="number of entries, including bytes and special tokens; 2048 for a toy model, 32000 to 128000 "
+             "for real ones")
     add("--kind", choices=KINDS, default="bpe",
-        help="bpe for a GPT; wordpiece (which lower-cases all text) or wordpiece-cased for a BERT (default: bpe)")
+        help="bpe for a GPT; wordpiece (which lower-cases all text) or wordpiece-cased for a BERT (default: "
+             "bpe)")
     add("--min-frequency", type=int, default=2, metavar="N",
         help="merge a pair only if it occurs at least this often (default 2)")
-    add("--output", required=True, metavar="FOLDER", help="folder for tokenizer.json and the vocabulary's own files")
+    add("--output", required=True, metavar="FOLDER", help="folder for tokenizer.json and the vocabulary's "
+                                                          "own files")
     return parser
 
 

@@ -1,4 +1,10 @@
-"""From text to batches: tokenizers, the `.bin/.idx` corpus, the order of its samples, and the batches of a rank.
+"""From text to batches.
 
-Importing the package imports nothing; the parts that only preprocess text do not need torch.
+    text/         text files → a `.bin/.idx` corpus
+    tokenizers/   text ↔ ids
+    gpt/  bert/   a corpus → samples, and samples → batches
+    loading/      the data flags → datasets, their cached index maps, and the batches of a rank
+    curriculum/   easy samples first: difficulty metrics and the order of samples
+
+Importing this package imports none of them; text/ does not need torch.
 """

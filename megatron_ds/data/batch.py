@@ -1,4 +1,4 @@
-"""`Batch`: what a model sees of the data, and how it is cut.
+"""`Batch`: the input of a model, its micro-batches, and the documents that share a sample.
 
 Shapes: b samples, s positions. Batches are [b, s]; hidden states inside a model are [s, b, h].
 """
@@ -6,12 +6,11 @@ Shapes: b samples, s positions. Batches are [b, s]; hidden states inside a model
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 
 from ..mpu.sequence_slice import SequenceSlice
-from .documents import Documents
 from .ledger import CLOSED, Ledger
 
 
@@ -35,17 +34,20 @@ class Batch:
     labels        int64 [b, s], the next token of each position
     loss_mask     float32 [b, s], 1 where the position counts in the loss
     position_ids  int64 [b, s]
-    sample_ids    b integers: the place of each sample in the whole run's stream (0, 1, 2, …). The same sample has the same
-                  id under every layout, so anything random that is keyed by it is the same under every layout.
-    training      False during evaluation and generation: nothing random happens
-    rows_per_sample   how many rows each sample was folded into; row i belongs to the sample i // rows_per_sample
+    sample_ids    b integers: the position of each sample in the stream of the run (0, 1, 2, …). The same
+                  sample has the same id under every layout, so random numbers that are keyed by it do not
+                  depend on the layout.
+    training      False during evaluation and generation: no dropout
+    rows_per_sample   number of rows that each sample was folded into; row i belongs to sample i //
+                      rows_per_sample
     attention_mask  None for plain causal attention, else bool [b, 1, s or 1, s], True = may not attend
-    document_ids    int64 [b, s], not decreasing: a position attends to positions of its own document only. None: a sample
-                    is one document to attention, whatever it holds
-    token_types     int64 [b, s], which segment a token belongs to, for models that have such embeddings
-    sentence_order  int64 [b], 1 where the segments of the sample are swapped; -1 counts in no loss
-    kept_tokens   how many tokens of each sample the layers keep that drop some (models/random_ltd.py); None: all of them
-    places        None where all tokens of the samples are here, as they are outside such a layer
+    document_ids    int64 [b, s], not decreasing: a position attends to positions of its own document only.
+                    None: all positions of a sample may attend to each other
+    token_types     int64 [b, s], the segment of each token, for models with segment embeddings
+    sentence_order  int64 [b], 1 where the segments of the sample are swapped; -1 does not count in the loss
+    kept_tokens   tokens of each sample that a token-dropping layer keeps (models/random_ltd.py); None: all of
+                  them
+    places        positions of the tokens inside such a layer; None where all tokens are present
     ledger        where layers add loss terms and metrics; closed outside of a pipeline stage
     """
 
@@ -83,8 +85,8 @@ class Batch:
         return tuple(self._rows(i, i + rows) for i in range(0, self.size, rows))
 
     @cached_property
-    def documents(self) -> Documents | None:
-        """What attention asks of `document_ids`, made once for all layers."""
+    def documents(self) -> "Documents | None":
+        """`document_ids` as attention needs them, made once for all layers."""
         return None if self.document_ids is None else Documents(self.document_ids)
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -95,11 +97,11 @@ class Batch:
         return self._map(lambda t: t.to(device, non_blocking=True))
 
     def pin(self) -> "Batch":
-        """In page-locked memory, from which a GPU reads while the host goes on."""
+        """A copy in page-locked memory, from which copies to a GPU are asynchronous."""
         return self._map(torch.Tensor.pin_memory)
 
     def keeping(self, drop, step: int) -> "Batch":
-        """This batch for a step of a run that drops tokens: a `TokenDrop`, or None."""
+        """This batch with the `kept_tokens` of a step.  drop: a `TokenDrop`, or None."""
         return self if drop is None else replace(self, kept_tokens=drop.kept_at(step, self.seq_length))
 
     @property
@@ -146,7 +148,8 @@ class Batch:
             columns = index[:, None, None].expand(-1, mask.shape[1], mask.shape[2], -1)
             kept["attention_mask"] = mask = mask.gather(3, columns)             # [b, n, s or 1, k]
             if mask.shape[2] > 1:
-                kept["attention_mask"] = mask.gather(2, index[:, None, :, None].expand(-1, mask.shape[1], -1, mask.shape[3]))
+                rows = index[:, None, :, None].expand(-1, mask.shape[1], -1, mask.shape[3])
+                kept["attention_mask"] = mask.gather(2, rows)                   # [b, n, k, k]
         return replace(self, **kept, places=places)
 
     def _rows(self, start: int, stop: int) -> "Batch":
@@ -154,10 +157,72 @@ class Batch:
         return replace(self, **rows, sample_ids=self.sample_ids[start:stop])
 
     def _map(self, move: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
-        """Each tensor moved; one row that stands for all samples (stride 0) goes once and stays one row."""
+        """Move each tensor. A row that is expanded over samples (stride 0) stays so."""
         def moved(t: torch.Tensor) -> torch.Tensor:
             return move(t[:1]).expand_as(t) if t.shape[0] > 1 and t.stride(0) == 0 else move(t)
         return replace(self, **{name: moved(t) for name, t in self.tensors().items()})
+
+
+def document_numbers(ends: torch.Tensor) -> torch.Tensor:
+    """The document at each position, int64 [b, s].  ends: bool [b, s], True where a document ends."""
+    numbers = ends.cumsum(1)
+    return numbers - ends.long()
+
+
+def document_starts(document_ids: torch.Tensor) -> torch.Tensor:
+    """Where the document of each position begins, int64 [b, s]."""
+    first = torch.zeros_like(document_ids, dtype=torch.bool)
+    first[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
+    here = torch.arange(document_ids.shape[1], device=document_ids.device)
+    return torch.where(first, here, 0).cummax(1).values
+
+
+def document_positions(document_ids: torch.Tensor) -> torch.Tensor:
+    """Positions that count from the beginning of each document, int64 [b, s]."""
+    return torch.arange(document_ids.shape[1], device=document_ids.device) - document_starts(document_ids)
+
+
+class Documents:
+    """The documents of a micro-batch, for attention; made once for all layers.
+
+        tokens         a  b  E  c  d  e  E  f         E ends a document and belongs to it
+        document_ids   0  0  0  1  1  1  1  2
+        starts         0  0  0  3  3  3  3  7
+        positions      0  1  2  0  1  2  3  0
+
+    ids: int64 [b, s], not decreasing along a sample.
+    """
+
+    def __init__(self, ids: torch.Tensor):
+        self.ids = ids
+
+    @cached_property
+    def starts(self) -> torch.Tensor:
+        return document_starts(self.ids)
+
+    @property
+    def foreign(self) -> torch.Tensor:
+        """bool [b, 1, s, s], True where the key belongs to another document than the query."""
+        return _foreign(self)
+
+    def bias(self, dtype: torch.dtype) -> torch.Tensor:
+        """[b, 1, s, s] to add to the scores: 0 for earlier positions of its document, else -inf."""
+        return _bias(self, dtype)
+
+
+# These are squares of the sequence, and the micro-batches of a step live as long as the step, so only the
+# last ones are kept: one is used in forward while another is in backward, each perhaps with two sets of
+# positions.
+@lru_cache(maxsize=4)
+def _foreign(documents: Documents) -> torch.Tensor:
+    return (documents.ids[:, :, None] != documents.ids[:, None, :])[:, None]
+
+
+@lru_cache(maxsize=4)
+def _bias(documents: Documents, dtype: torch.dtype) -> torch.Tensor:
+    closed = (documents.ids[:, :, None] != documents.ids[:, None, :])[:, None]
+    closed |= torch.ones_like(closed[0, 0]).triu(1)
+    return torch.zeros_like(closed, dtype=dtype).masked_fill_(closed, -torch.inf)
 
 
 def _picked(t: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

@@ -1,35 +1,53 @@
-"""`DataKind`: what a kind of model reads. Everything between a corpus and a batch that is not the same for all models."""
+"""`DataKind`: everything between a corpus and a batch that depends on the kind of model, GPT or BERT."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
 
 from .batch import Batch
-from .gpt.collate import Collator
+
+if TYPE_CHECKING:
+    from ..config import RunConfig
+
+Sample = Mapping[str, np.ndarray]
+# (samples, their indices in the dataset, their positions in the stream, training) → Batch
+Collator = Callable[[Sequence[Sample], Sequence[int], tuple[int, ...], bool], Batch]
+PAD = -1                                    # fills up short samples of a dataset; a batch has none
+
+
+class Dataset(Protocol):
+    """`dataset[i]` is a dictionary of arrays, `{"tokens": int64 [s + 1]}` for a GPT; a pure function of i."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, i: int) -> dict[str, np.ndarray]: ...
 
 
 @dataclass(frozen=True)
 class DataKind:
-    """title and tokens are names; the others functions, pure but for files.
+    """Two names, and functions that are pure except for files.
 
     title      begins the names of its index maps in the cache
     tokens     key of the token ids in a sample
-    documents  IndexedDataset -> the bounds of its documents, in sequences: document d is bounds[d] … bounds[d + 1] − 1.
-               Documents are what is shared out to training, validation and test
-    mock       (number of samples, config, tokenizer, seed) -> a dataset of made-up samples
-    open       (corpus, range of documents, *, title, num_samples, config, tokenizer) -> a dataset; num_samples None for
-               each sample once
-    collator   (config, tokenizer) -> what makes a batch of samples (`collate.py`)
-    blank      (samples, positions, device) -> a `Batch` that weighs what real ones do, for plans and timings
+    documents  IndexedDataset → first sequence of each document, and the number of sequences; documents are
+    divided
+               between training, validation and test
+    mock       (number of samples, config, tokenizer, seed) → a dataset of mock samples
+    open       (corpus, range of documents, *, title, num_samples, config, tokenizer) → a dataset; num_samples
+               None for each sample once
+    collator   (config, tokenizer) → a `Collator`
+    blank      (samples, positions, device) → a `Batch` as large as real ones, for plans and timings
     fills      each sample takes s tokens of its corpus, so that epochs can be counted
-    identity   config -> what decides its samples, beside corpus, sequence length and seed; plain values
+    identity   config → what its samples depend on, besides corpus, sequence length and seed; plain values
     """
 
     title: str
     tokens: str
     documents: Callable
-    mock: Callable
-    open: Callable
+    mock: Callable[..., Dataset]
+    open: Callable[..., Dataset]
     collator: Callable[..., Collator]
     blank: Callable[..., Batch]
     fills: bool = False
-    identity: Callable[[object], dict] = lambda config: {}
+    identity: Callable[["RunConfig"], dict] = lambda config: {}

@@ -17,9 +17,8 @@ from ..config.data_efficiency_options import order_identity
 from ..config.data_rules import FIM
 from ..config.dump import to_dict
 from ..config.training_options import CheckpointConfig
-from ..data.loading.data_paths import read_sources
+from ..data.loading.data_paths import parse_split, read_sources
 from ..data.loading.datasets import identify
-from ..data.loading.split import parse_split
 from ..errors import CheckpointError
 from ..models import MODELS
 from ..progress import Progress
@@ -58,7 +57,7 @@ def _data_identity(config: RunConfig) -> dict:
     """What decides the training samples and their order. Corpora count by content: they may lie elsewhere, or be split in
     other words; and a run may go on with another validation set."""
     data, sources = config.data, read_sources(config.data)
-    whole, train = sources.whole.words if sources.whole else (), sources.parts[0].words if sources.parts else ()
+    whole, train = sources.whole.values if sources.whole else (), sources.parts[0].values if sources.parts else ()
     return {"data_path": identify(whole), "train_data_path": identify(train),
             "split": list(parse_split(data.splits)) if whole else None, "mock_data": data.mock_data,
             "dataloader_type": data.dataloader_type, "seq_length": config.model.seq_length, "seed": config.train.seed,

@@ -24,7 +24,7 @@ from ..cli import main_guard
 from ..config import RunConfig, Source, parse
 from ..config.flags import read_flags
 from ..data.loading.datasets import build_datasets, fit_default_split
-from ..data.loading.sampler import ORDERS
+from ..data.loading.loader import ORDERS
 from ..data.tokenizers import TOKENIZERS, build_tokenizer
 from ..errors import DeviceMemoryError
 from ..launch_env import rank_in, with_local_rank

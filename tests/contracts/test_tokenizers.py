@@ -8,9 +8,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_ds.data.tokenizers import TOKENIZERS, arrays_of, make_tokenizer
-from megatron_ds.data.tokenizers.bert_wordpiece import WordPiece, read_vocab
-from megatron_ds.data.tokenizers.gpt2_bpe import ByteLevelBPE, byte_letters, read_bpe_files
+from megatron_ds.data.tokenizers.native_bpe import byte_letters
+from megatron_ds.data.tokenizers.vocab_files import read_bpe_files, read_vocab
 from megatron_ds.errors import ConfigError, DataError
+from tests.harness.tokenizer_references import ByteLevelBPE, WordPiece
 
 TEXT = ["The quick brown fox isn't jumping over 12 lazy dogs.\n\n  Übergrößen, naïve café!\n",
         "def train(steps: int) -> None:\n    for step in range(steps):\n        print(step, 'of', steps)\n",

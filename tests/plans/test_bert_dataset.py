@@ -8,10 +8,9 @@ import torch
 
 from megatron_ds.config import parse
 from megatron_ds.data.bert import bert_dataset
-from megatron_ds.data.bert.bert_data import BERT_DATA, bert_batch
-from megatron_ds.data.bert.bert_dataset import BertDataset, MockBertDataset, open_bert_dataset, truncate
-from megatron_ds.data.bert.masking import Masking, candidates, mask_tokens
-from megatron_ds.data.bert.word_pieces import WordPieces, pieces_of
+from megatron_ds.data.bert.bert_data import BERT_DATA, MockBertDataset, bert_batch
+from megatron_ds.data.bert.bert_dataset import BertDataset, BertOptions, open_bert_dataset, truncate
+from megatron_ds.data.bert.masking import Masking, WordPieces, candidates, mask_tokens, pieces_of
 from megatron_ds.data.loading.datasets import build_datasets
 from megatron_ds.data.text.indexed import IndexedDataset, IndexedWriter
 from megatron_ds.data.tokenizers import make_tokenizer
@@ -42,7 +41,7 @@ SINGLES = [([1, 3, 12, 3, 13, 7, 15, 37, 18, 13, 22, 45, 3, 3, 3, 3, 2], {1: 5, 
 
 
 def dataset(sentences=SENTENCES, mapping=MAPPING, seq_length=20, seed=1234, masking=Masking(), pairs=True):     # noqa: B008
-    return BertDataset(sentences, mapping, seq_length=seq_length, seed=seed, pieces=PIECES, masking=masking, pairs=pairs)
+    return BertDataset(sentences, mapping, PIECES, BertOptions(seq_length, seed, masking, pairs))
 
 
 @pytest.mark.parametrize("options, golden", [({}, PAIRS), (SINGLE, SINGLES)], ids=["pairs", "one segment"])
@@ -129,9 +128,9 @@ def write(prefix, documents):
 
 
 def open_dataset(corpus, samples=None, pairs=True, documents=None, **changed):
-    arguments = dict(title="BertDataset-train", num_samples=samples, seq_length=32, seed=7, cache=None, pieces=PIECES,
-                     masking=Masking(), pairs=pairs, short_seq_prob=0.1)
-    return open_bert_dataset(corpus, documents or range(corpus.num_documents), **{**arguments, **changed})
+    options = BertOptions(**{"seq_length": 32, "seed": 7, "masking": Masking(), "pairs": pairs, **changed})
+    return open_bert_dataset(corpus, documents or range(corpus.num_documents), options, title="BertDataset-train",
+                             num_samples=samples, cache=None, pieces=PIECES)
 
 
 def test_samples_are_sentences_of_one_document_of_the_part_and_enough_of_them(tmp_path, monkeypatch):
@@ -211,7 +210,7 @@ def test_a_batch_hides_padding_and_counts_masked_tokens_only():
 
 @pytest.mark.parametrize("pairs", [True, False])
 def test_made_up_samples_are_pure_and_within_their_sizes(pairs):
-    made = MockBertDataset(30, seq_length=16, vocab_size=40, seed=3, masking=Masking(), pairs=pairs)
+    made = MockBertDataset(30, 40, BertOptions(16, 3, Masking(), pairs))
     swapped = 0
     for i in range(30):
         sample = made[i]

@@ -73,7 +73,7 @@ def test_boundaries_of_another_corpus_are_an_error():
     for documents in ([], [0, 12], [0, 5, 4], [-1, 3]):
         with pytest.raises(DataError, match="document_indices"):
             mapping(np.array(documents, np.int64))
-    with pytest.raises(DataError, match="longer sequence"):
+    with pytest.raises(DataError, match="too short"):
         mapping(max_seq_length=1)
     with pytest.raises(DataError, match="seed -1"):
         mapping(seed=-1)

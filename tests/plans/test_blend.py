@@ -9,10 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ds.config.data_options import DataConfig
-from megatron_ds.data.loading.blend import Blend, build_blend_index, build_exhaustive_index, parse_blend, samples_to_provide
+from megatron_ds.data.loading.blend import (
+    Blend,
+    Draw,
+    build_blend_index,
+    build_exhaustive_index,
+    count_draws,
+    draws_text,
+    parse_blend,
+    samples_to_provide,
+)
+from megatron_ds.data.loading.data_paths import cut, parse_split
 from megatron_ds.data.loading.datasets import build_datasets
-from megatron_ds.data.loading.draws import Draw, count_draws, draws_text
-from megatron_ds.data.loading.split import cut, parse_split
 from megatron_ds.data.text.indexed import IndexedWriter
 from megatron_ds.data.tokenizers import make_tokenizer
 from megatron_ds.errors import ConfigError, DataError

@@ -13,7 +13,7 @@ from megatron_ds.config.data_efficiency_options import read_metric
 from megatron_ds.data.curriculum.curriculum_admission import order_by_difficulty
 from megatron_ds.data.curriculum.curriculum_order import CurriculumOrder, Stage, _floor_sum, shuffled
 from megatron_ds.data.curriculum.metric_index import write_metric
-from megatron_ds.data.gpt.collate import GPTCollator
+from megatron_ds.data.gpt.gpt_data import GPTCollator
 from megatron_ds.data.loading.loader import Loader
 from megatron_ds.errors import ConfigError, DataError
 from megatron_ds.ramps import BatchSize
@@ -214,7 +214,8 @@ def test_longer_training_changes_nothing_of_what_was_drawn(tmp_path):
     ({"min_difficulty": 0, "max_difficulty": 4}, 60, "admits no sample at step 1 .rare: the smallest value is 5.. Raise"),
     ({}, 61, "sorts 60 samples, and an epoch of the training data has 61"),
     ({"index_to_sample_path": "nowhere"}, 60, "nowhere.idx does not exist"),
-    ({"difficulty_type": "percentile", "min_difficulty": 1, "max_difficulty": 100}, 60, "60 samples are cut into 100 parts")])
+    ({"difficulty_type": "percentile", "min_difficulty": 1, "max_difficulty": 100}, 60,
+     "60 samples are divided into 100 parts")])
 def test_an_index_that_cannot_serve_is_a_data_error(tmp_path, change, total, said):
     block = {**metric(tmp_path, np.arange(60) + 5), **change}
     with pytest.raises(DataError, match=said):
@@ -224,7 +225,7 @@ def test_an_index_that_cannot_serve_is_a_data_error(tmp_path, change, total, sai
 def test_values_beside_percentiles_are_a_data_error(tmp_path):
     block = metric(tmp_path, np.arange(500) % 400)
     block["index_to_sample_path"] += "_percentile_merged"
-    with pytest.raises(DataError, match="does not hold one rising value for each of the 100 rows"):
+    with pytest.raises(DataError, match="does not hold one value, in ascending order, for each of the 100 rows"):
         order_of(tmp_path, block, total=500)
 
 

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from megatron_ds.config import DataConfig
-from megatron_ds.data.batch import Batch
-from megatron_ds.data.documents import Documents, ids_of, positions_of, starts_of
-from megatron_ds.data.gpt.collate import GPTCollator
+from megatron_ds.data.batch import Batch, Documents, document_numbers, document_positions, document_starts
+from megatron_ds.data.gpt.gpt_data import GPTCollator
 from megatron_ds.data.loading.loader import Loader
 from megatron_ds.ops.attention import attention, reference_attention
 from megatron_ds.ops.blocked_attention import BLOCK, blocked_attention
@@ -89,14 +88,14 @@ def test_a_row_of_positions_that_serves_all_samples_stays_one_row_when_moved():
 
 def random_ids(b, s, mean, seed):
     ends = torch.rand(b, s, generator=torch.Generator().manual_seed(seed)) < 1 / mean
-    return ids_of(ends)
+    return document_numbers(ends)
 
 
 def test_starts_and_positions_equal_a_plain_loop():
     ids = random_ids(4, 50, 7, seed=0)
     starts = [[row.index(n) for n in row] for row in ids.tolist()]
-    assert starts_of(ids).tolist() == starts
-    assert positions_of(ids).tolist() == [[i - start for i, start in enumerate(row)] for row in starts]
+    assert document_starts(ids).tolist() == starts
+    assert document_positions(ids).tolist() == [[i - start for i, start in enumerate(row)] for row in starts]
 
 
 def by_document(q, k, v, ids):

@@ -101,7 +101,7 @@ def change(path, start, data):
 @pytest.mark.parametrize("file, start, data, told", [
     ("c.idx", 0, b"X", "begins with"),
     ("c.idx", 0, b"TNTIDX", "fairseq"),
-    ("c.idx", 9, b"\x02", "version 2"),
+    ("c.idx", 9, b"\x02", "version is 2"),
     ("c.idx", 17, b"\x09", "code 9"),
     ("c.idx", 18, b"\x04", "truncated"),
     ("c.idx", 18, b"\x02", "too long"),

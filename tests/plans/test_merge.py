@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_ds.data.text import corpus_merge as merging
 from megatron_ds.data.text import corpus_record
-from megatron_ds.data.text.corpus_merge import merge
-from megatron_ds.data.text.corpus_record import CorpusRecord, Piece, check_sums, read_record, sha256_of
+from megatron_ds.data.text import corpus_shards as merging
+from megatron_ds.data.text.corpus_record import CorpusRecord, FilePiece, check_sums, read_record, sha256_of
+from megatron_ds.data.text.corpus_shards import merge
 from megatron_ds.data.text.indexed import IndexedDataset, IndexedWriter
 from megatron_ds.errors import DataError
 from tests.harness.deaths import die_at_change, forked, survived
@@ -36,7 +36,7 @@ def bytes_of(prefix):
 def with_record(prefix, tokenizer="T:1"):
     corpus = IndexedDataset(prefix)
     size = corpus.num_tokens * corpus.dtype.itemsize
-    CorpusRecord(corpus.num_documents, corpus.num_tokens, tokenizer, [Piece(size, sha256_of(corpus.bin_path))],
+    CorpusRecord(corpus.num_documents, corpus.num_tokens, tokenizer, [FilePiece(size, sha256_of(corpus.bin_path))],
                  sha256_of(corpus.idx_path)).write(prefix)
     return prefix
 

@@ -7,9 +7,8 @@ import os
 import pytest
 
 from megatron_ds.data.text import plain_text
-from megatron_ds.data.text.inputs import files_of
 from megatron_ds.data.text.plain_text import TextCut
-from megatron_ds.data.text.text_files import Slice, check_files, place_of, read_blocks, slices_of_shard, texts_of
+from megatron_ds.data.text.text_files import Slice, check_files, files_of, place_of, read_blocks, slices_of_shard, texts_of
 from megatron_ds.data.tokenizers import vocabulary_training
 from megatron_ds.data.tokenizers.backend import CHECKED_BYTES, CheckedBackend
 from megatron_ds.data.tokenizers.base import flat

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_ds.data.gpt.collate import PAD, GPTCollator
-from megatron_ds.data.loading.loader import Loader
-from megatron_ds.data.loading.sampler import ORDERS, cyclic, local_positions, single
+from megatron_ds.data.gpt.gpt_data import GPTCollator
+from megatron_ds.data.kind import PAD
+from megatron_ds.data.loading.loader import ORDERS, Loader, cyclic, local_positions, single
 from megatron_ds.errors import ConfigError, DataError
 
 
@@ -52,7 +52,7 @@ def test_sizes_that_do_not_divide_are_an_error_with_a_remedy():
 
 def test_single_ends_with_the_data_and_says_so():
     assert single(np.arange(3, 7), 7).tolist() == [3, 4, 5, 6]
-    with pytest.raises(DataError, match="sample 7 was asked for, the dataset has 7"):
+    with pytest.raises(DataError, match="the run needs sample 7, and the dataset has 7"):
         single(np.arange(3, 8), 7)
 
 
@@ -119,7 +119,7 @@ def test_a_token_outside_the_vocabulary_is_an_error_naming_the_sample():
 
 
 def test_samples_of_another_length_are_an_error():
-    with pytest.raises(DataError, match="6 tokens where a sequence length of 7 takes 8"):
+    with pytest.raises(DataError, match="6 tokens, and a sequence length of 7 takes 8"):
         Loader(Counting(50), GPTCollator(7), micro_batch_size=2).batch(0, 8)
 
 

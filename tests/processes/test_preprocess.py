@@ -15,7 +15,7 @@ import pytest
 
 from megatron_ds.data.text import preprocess as preprocessing
 from megatron_ds.data.text.indexed import IndexedDataset
-from megatron_ds.data.text.preprocess import preprocess
+from megatron_ds.data.text.preprocess import PreprocessOptions, preprocess
 from megatron_ds.data.text.text_files import read_blocks
 from megatron_ds.data.tokenizers import make_tokenizer
 from megatron_ds.errors import DataError
@@ -47,7 +47,7 @@ def documents_of(prefix):
 
 def test_each_line_becomes_a_document_with_its_end(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", [{"text": "1 2 3"}, {"text": ""}, b"\n", {"text": "4", "more": 1}])
-    written = preprocess([path], str(tmp_path / "out"), NULL, append_eod=True)
+    written = preprocess([path], str(tmp_path / "out"), NULL, PreprocessOptions(append_eod=True))
     assert documents_of(tmp_path / "out_text_document") == [[1, 2, 3, 100], [], [4, 100]]
     assert (written.documents, written.tokens, written.bad) == (3, 6, [])
     preprocess([path], str(tmp_path / "out"), NULL)
@@ -67,7 +67,7 @@ def test_several_files_and_keys_plain_and_gzipped(tmp_path):
     paths = [write_lines(tmp_path / "a.jsonl", [{"text": "1", "title": "2 3"}]),
              write_lines(tmp_path / "b.jsonl.gz", [{"text": "4 5", "title": ""}, {"text": "6", "title": "7"}])]
     seen = []
-    preprocess(paths, str(tmp_path / "out"), NULL, json_keys=["text", "title"],
+    preprocess(paths, str(tmp_path / "out"), NULL, PreprocessOptions(json_keys=["text", "title"]),
                progress=lambda path, position, written: seen.append((path, position, written.documents)))
     assert documents_of(tmp_path / "out_text_document") == [[1], [4, 5], [6]]
     assert documents_of(tmp_path / "out_title_document") == [[2, 3], [], [7]]
@@ -95,7 +95,7 @@ def test_a_bad_line_is_an_error_with_file_and_number_and_nothing_is_written(tmp_
         preprocess([path], str(tmp_path / "out"), NULL)
     assert f"{path}, line 3: " in str(e.value) and "--skip-bad-lines" in str(e.value)
     assert os.listdir(tmp_path) == ["a.jsonl"]
-    written = preprocess([path], str(tmp_path / "out"), NULL, skip_bad_lines=True)
+    written = preprocess([path], str(tmp_path / "out"), NULL, PreprocessOptions(skip_bad_lines=True))
     assert documents_of(tmp_path / "out_text_document") == [[1], [2], [3]] and len(written.bad) == 1
 
 
@@ -107,10 +107,11 @@ def test_an_error_leaves_the_output_of_an_earlier_run_as_it_was(tmp_path):
     assert documents_of(tmp_path / "out_text_document") == [[1]]
 
 
-@pytest.mark.parametrize("lines, told", [([], "not one document"), ([b"x\n"], "not one document is left")])
+@pytest.mark.parametrize("lines, told", [([], "has no documents[.]"), ([b"x\n"], "no documents, only bad lines")])
 def test_nothing_to_write_is_an_error(tmp_path, lines, told):
     with pytest.raises(DataError, match=told):
-        preprocess([write_lines(tmp_path / "a.jsonl", lines)], str(tmp_path / "out"), NULL, skip_bad_lines=True)
+        preprocess([write_lines(tmp_path / "a.jsonl", lines)], str(tmp_path / "out"), NULL,
+                   PreprocessOptions(skip_bad_lines=True))
     assert os.listdir(tmp_path) == ["a.jsonl"]
 
 
@@ -136,7 +137,7 @@ def test_several_workers_write_the_same_bytes(tmp_path, monkeypatch):
     lines = [{"text": " ".join(map(str, random.randint(0, 100, random.randint(0, 30))))} for _ in range(300)]
     path = write_lines(tmp_path / "a.jsonl", lines)
     for name, workers in [("one", 1), ("two", 2)]:
-        preprocess([path], str(tmp_path / name), NULL, append_eod=True, workers=workers)
+        preprocess([path], str(tmp_path / name), NULL, PreprocessOptions(append_eod=True), workers=workers)
     for end in ("bin", "idx"):
         one, two = ((tmp_path / f"{name}_text_document.{end}").read_bytes() for name in ("one", "two"))
         assert one == two and len(one) > 1000
@@ -194,7 +195,7 @@ def test_what_is_wrong_on_the_command_line_is_one_paragraph_and_exit_code_2(tmp_
         ("preprocess_data", ["--input", good, *null, "--text-documents", "line", "--text-separator", "-"], "give only one"),
         ("preprocess_data", ["--input", good, *null[:2], "--vocab-size", "1", *null[4:]], "a.jsonl, in lines 1 to 1: "),
         ("preprocess_data", ["--input", good, *null[:-1], tmp_path / "a.jsonl" / "out"], "cannot write"),
-        ("train_tokenizer", ["--input", good, "--vocab-size", "200", "--output", tmp_path / "t"], "257 ids are needed"),
+        ("train_tokenizer", ["--input", good, "--vocab-size", "200", "--output", tmp_path / "t"], "need 257 ids"),
         ("train_tokenizer", ["--input", good, "--vocab-size", "300", "--output", tmp_path / "t", "--json-keys", "body"],
          "a.jsonl, line 1: no key 'body'"),
         ("train_tokenizer", ["--input", tmp_path / "none", "--vocab-size", "300", "--output", tmp_path / "t"], "no such file"),

@@ -18,13 +18,12 @@ import pytest
 from megatron_ds.data.text import corpus_record
 from megatron_ds.data.text import preprocess as preprocessing
 from megatron_ds.data.text.corpus_record import check_sums, read_record
+from megatron_ds.data.text.corpus_shards import preprocess_in_shards, run_on_ray
 from megatron_ds.data.text.indexed import IndexedDataset
-from megatron_ds.data.text.inputs import files_of
-from megatron_ds.data.text.partitions import preprocess_in_shards, run_on_ray
 from megatron_ds.data.text.plain_text import TextCut
-from megatron_ds.data.text.preprocess import preprocess
+from megatron_ds.data.text.preprocess import PreprocessOptions, preprocess
 from megatron_ds.data.text.sentences import learn_splitter
-from megatron_ds.data.text.text_files import read_blocks
+from megatron_ds.data.text.text_files import files_of, read_blocks
 from megatron_ds.data.tokenizers import make_tokenizer
 from megatron_ds.errors import ConfigError, DataError
 
@@ -47,8 +46,8 @@ def bytes_of(prefix):
 def test_merged_shards_are_the_bytes_of_one_run_and_a_done_shard_is_not_made_again(tmp_path, capsys, caplog):
     caplog.set_level(logging.INFO)
     paths = [write_lines(tmp_path / "a.jsonl", corpus_lines()), write_lines(tmp_path / "b.jsonl.gz", corpus_lines(50))]
-    preprocess(paths, str(tmp_path / "one"), NULL, append_eod=True)
-    make = partial(preprocess, paths, str(tmp_path / "c"), NULL, append_eod=True)
+    preprocess(paths, str(tmp_path / "one"), NULL, PreprocessOptions(append_eod=True))
+    make = partial(preprocess, paths, str(tmp_path / "c"), NULL, options=PreprocessOptions(append_eod=True))
     written = [make(shard=(i, 5)) for i in range(5)]
     assert sum(w.documents for w in written) == 450 and not any(w.done_before for w in written)
     told = run_tool(capsys, "merge_datasets", "--input", *(tmp_path / f"c_0000{i}_of_00005_text_document" for i in range(5)),
@@ -59,7 +58,7 @@ def test_merged_shards_are_the_bytes_of_one_run_and_a_done_shard_is_not_made_aga
 
     again = make(shard=(2, 5))
     assert again.done_before and (again.documents, again.tokens) == (written[2].documents, written[2].tokens)
-    assert not partial(make, append_eod=False)(shard=(2, 5)).done_before           # another making
+    assert not partial(make, options=PreprocessOptions())(shard=(2, 5)).done_before           # another making
     assert not make(shard=(2, 5)).done_before
     os.truncate(tmp_path / "c_00002_of_00005_text_document.bin", 4)
     assert not make(shard=(2, 5)).done_before                                      # no longer whole
@@ -73,7 +72,7 @@ def test_the_shard_is_told_by_a_flag_or_by_the_scheduler(tmp_path, capsys, caplo
     base = ["preprocess_data", "--input", path, "--output-prefix", tmp_path / "c", *NULL_FLAGS, "--num-shards", 3]
     for name in ("RANK", "SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_MIN"):
         monkeypatch.delenv(name, raising=False)
-    assert run_tool(capsys, *base)[1].startswith("error: --num-shards 3: which one?")
+    assert run_tool(capsys, *base)[1].startswith("error: --num-shards 3 does not choose the shard")
     assert run_tool(capsys, *base, "--shard-index", 0)[0] == 0
     monkeypatch.setenv("RANK", "1")
     assert run_tool(capsys, *base)[0] == 0
@@ -83,7 +82,7 @@ def test_the_shard_is_told_by_a_flag_or_by_the_scheduler(tmp_path, capsys, caplo
     assert sorted(p.name[2:7] for p in tmp_path.glob("c_*.idx")) == ["00000", "00001", "00002"]
     assert run_tool(capsys, *base)[0] == 0 and "done before" in caplog.text
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "10")
-    assert "shards are counted from 0 to 2" in run_tool(capsys, *base)[1]
+    assert "shards are numbered 0 to 2" in run_tool(capsys, *base)[1]
     (tmp_path / "c_00001_of_00003_text_document.idx").unlink()
     code, told = run_tool(capsys, "merge_datasets", "--input", tmp_path, "--output-prefix", tmp_path / "merged")
     assert code == 2 and "1 are missing: 1." in told
@@ -136,7 +135,7 @@ def test_shards_of_a_folder_of_text_merged_are_the_bytes_of_one_run(tmp_path, ca
 def test_a_shard_of_text_cut_otherwise_is_made_again(tmp_path):
     make = partial(preprocess, files_of([str(text_files(tmp_path / "books"))]), str(tmp_path / "c"), NULL, shard=(0, 2))
     assert not make().done_before and make().done_before
-    assert not make(cut=TextCut("line")).done_before
+    assert not make(PreprocessOptions(cut=TextCut("line"))).done_before
 
 
 def in_turn(task, count):
@@ -151,7 +150,8 @@ def test_a_bad_line_in_one_partition_keeps_the_others_for_the_next_try(tmp_path)
     with pytest.raises(DataError, match="a.jsonl, line 56: not JSON"):
         preprocess_in_shards(task, 4, str(tmp_path / "c"), ["text"], run=in_turn)
     assert len(list(tmp_path.glob("c_*_of_00004_text_document.idx"))) == 3 and not (tmp_path / "c_text_document.idx").exists()
-    written = preprocess_in_shards(partial(task, skip_bad_lines=True), 4, str(tmp_path / "c"), ["text"], run=in_turn)
+    written = preprocess_in_shards(partial(task, options=PreprocessOptions(skip_bad_lines=True)), 4, str(tmp_path / "c"),
+                                   ["text"], run=in_turn)
     assert (written.documents, written.num_bad) == (59, 1) and read_record(tmp_path / "c_text_document").skipped == 1
 
 
@@ -229,7 +229,8 @@ class Words:
 def test_sentences_become_sequences_and_the_last_has_the_end(tmp_path):
     texts = ["Dr. Who came. He left again.", "", ["a bb", "", "ccc"]]
     path = write_lines(tmp_path / "a.jsonl", [{"text": text} for text in texts])
-    preprocess([path], str(tmp_path / "out"), Words, append_eod=True, sentences=learn_splitter(["Some words. More words."]))
+    splitter = learn_splitter(["Some words. More words."])
+    preprocess([path], str(tmp_path / "out"), Words, PreprocessOptions(append_eod=True, sentences=splitter))
     corpus = IndexedDataset(tmp_path / "out_text_sentence")
     assert [s.tolist() for s in corpus] == [[3, 3, 5], [2, 4, 6, 49], [1, 2], [3, 49]]
     assert corpus.document_indices.tolist() == [0, 2, 2, 4]
@@ -328,19 +329,21 @@ def test_ray_makes_every_shard_once_and_tells_what_is_wrong(tmp_path, monkeypatc
     assert bytes_of(tmp_path / "c_text_document") == bytes_of(tmp_path / "one_text_document")
     assert ray.asked[0]["address"] == "auto" and ray.asked[1]["num_cpus"] == 2
     with pytest.raises(DataError, match="a.jsonl, line .*: no key 'body'"):
-        preprocess_in_shards(partial(preprocess, [path], bad, NULL, json_keys=["body"]), 2, bad, ["body"], run=run)
+        preprocess_in_shards(partial(preprocess, [path], bad, NULL, PreprocessOptions(json_keys=["body"])), 2, bad,
+                             ["body"], run=run)
 
 
 def test_flags_that_do_not_go_together_are_told(tmp_path, capsys):
     path = write_lines(tmp_path / "a.jsonl", [{"text": "1"}])
     base = ["preprocess_data", "--input", path, "--output-prefix", tmp_path / "c", *NULL_FLAGS]
     for flags, told in [
-            (["--workers", 3, "--partitions", 2], "use --workers 4"), (["--shard-index", 1], "give that too"),
-            (["--partitions", 2, "--workers", 2, "--num-shards", 2], "give one of them"), (["--num-shards", 0], "positive"),
+            (["--workers", 3, "--partitions", 2], "use --workers 4"), (["--shard-index", 1], "give --num-shards too"),
+            (["--partitions", 2, "--workers", 2, "--num-shards", 2], "give only one of them"),
+            (["--num-shards", 0], "positive"),
             (["--ray"], "--ray needs --num-shards"),
-            (["--ray", "local", "--num-shards", 2, "--shard-index", 0], "makes them all"),
+            (["--ray", "local", "--num-shards", 2, "--shard-index", 0], "makes all of them"),
             (["--keep-newlines"], "only apply with --split-sentences"),
-            (["--num-shards", 2, "--shard-index", 2], "counted from 0 to 1")]:
+            (["--num-shards", 2, "--shard-index", 2], "numbered 0 to 1")]:
         code, said = run_tool(capsys, *base, *flags)
         assert code == 2 and told in said and said.count("\n") == 1, (flags, said)
     assert preprocessing._tokenizer is None and json.loads((tmp_path / "a.jsonl").read_text()) == {"text": "1"}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_ds import models
-from megatron_ds.data.documents import positions_of
+from megatron_ds.data.batch import document_positions
 from tests.harness.gpt_runs import make_batch, make_model, run_gpt
 from tests.harness.plain_gpt import LLAMA, STYLES, TinyConfig, logical_weights, plain_gpt, plain_loss
 from tests.harness.threads import run_ranks
@@ -69,7 +69,7 @@ def test_documents_of_a_sample_have_the_logits_that_each_has_by_itself(style, gr
     config = STYLES[style]
     ids = torch.tensor([[0] * 4 + [1] * 6, [0] + [1] * 8 + [2], [0] * 10])
     weights, batch = logical_weights(config, seed=2), make_batch(config)
-    batch = replace(batch, document_ids=ids, position_ids=positions_of(ids))
+    batch = replace(batch, document_ids=ids, position_ids=document_positions(ids))
     _, logits, grads = run_gpt(config, weights, batch, tp_size=2, sequence_parallel=True, recompute_granularity=granularity)
     weights = {name: w.clone().requires_grad_() for name, w in weights.items()}
     total = 0.0

@@ -1,72 +1,85 @@
 """`BertDataset`: runs of sentences as pairs of segments, in Megatron's order and with its random numbers.
 
-A sample, padded to the sequence length s; all int64 [s] but the two flags:
+A sample, padded to the sequence length s; all int64 [s] except the two flags:
 
     text          [CLS] A .. A [SEP] B .. B [SEP] 0 ..     some tokens hidden (masking.py)
     types           0   0    0   0   1    1   1   0 ..
     labels        the true token where one was chosen, else -1;  loss_mask: 1 there, else 0
     padding_mask    1   1    1   1   1    1   1   0 ..
-    is_random     1 where A and B stand in the wrong order;  truncated: 1 where tokens had to go
+    is_random     1 where A and B are swapped;  truncated: 1 where tokens were removed
 
-Row i of the mapping says which sentences; everything drawn is drawn from `RandomState(seed + i)`, so a sample is a pure
-function of (corpus, documents, seed, i) and the options of masking.
+Row i of the mapping names the sentences. All random numbers come from `RandomState(seed + i)`, so a sample is
+a pure function of (corpus, documents, options, i).
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from ...errors import DataError
-from ..gpt.gpt_dataset import corpus_fingerprint, default_cache
-from ..loading.cache import cached_arrays
+from ..loading.cache import cached_arrays, default_cache
 from ..text.indexed import IndexedDataset
 from .bert_maps import LONG_SENTENCE, build_mapping
-from .masking import Masking, mask_tokens
-from .word_pieces import WordPieces
+from .masking import Masking, WordPieces, mask_tokens
 
 SPECIAL_TOKENS = 3                   # [CLS] and two [SEP]
 UNLABELLED = -1
 MANY_EPOCHS = np.iinfo(np.int32).max - 1
 
 
-class BertDataset:
-    """mapping: int [N, 3], first sentence, last sentence + 1, target length. pairs: two segments a sample, else one."""
+@dataclass(frozen=True)
+class BertOptions:
+    """pairs: two segments a sample, else one.  short_seq_prob: share of shorter samples."""
 
-    def __init__(self, corpus: IndexedDataset, mapping: np.ndarray, *, seq_length: int, seed: int, pieces: WordPieces,
-                 masking: Masking, pairs: bool):
-        self.corpus, self.mapping, self.seq_length, self.seed = corpus, mapping, seq_length, seed
-        self.pieces, self.masking, self.pairs = pieces, masking, pairs
+    seq_length: int
+    seed: int
+    masking: Masking
+    pairs: bool
+    short_seq_prob: float = 0.1
+
+    @property
+    def least_sentences(self) -> int:
+        """Sentences that a sample needs."""
+        return 2 if self.pairs else 1
+
+
+class BertDataset:
+    """mapping: int [N, 3], first sentence, last sentence + 1, target length."""
+
+    def __init__(self, corpus: IndexedDataset, mapping: np.ndarray, pieces: WordPieces, options: BertOptions):
+        self.corpus, self.mapping, self.pieces, self.options = corpus, mapping, pieces, options
 
     def __len__(self) -> int:
         return len(self.mapping)
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
         first, stop, target = self.mapping[i].tolist()
-        random = np.random.RandomState((self.seed + i) % 2**32)
+        random = np.random.RandomState((self.options.seed + i) % 2**32)
         sentences = [self.corpus[at] for at in range(first, stop)]
         self._check(sentences, first)
-        return make_sample(sentences, target, self.seq_length, self.pieces, self.masking, self.pairs, random)
+        return make_sample(sentences, target, self.pieces, self.options, random)
 
     def _check(self, sentences: Sequence[np.ndarray], first: int) -> None:
         size = self.pieces.vocab_size
         for number, sentence in enumerate(sentences, first):
             if len(sentence) and not 0 <= sentence.min() <= sentence.max() < size:
                 raise DataError(
-                    f"sentence {number} holds token ids from {sentence.min()} to {sentence.max()}, outside the vocabulary of "
-                    f"{size}: the corpus was made with another tokenizer than the one given. Give the "
-                    "flags that tools/preprocess_data.py had, or preprocess the text again.")
+                    f"sentence {number} holds token ids from {sentence.min()} to {sentence.max()}, outside "
+                    f"the vocabulary of {size}: the corpus was made with another tokenizer. Give the flags "
+                    "that tools/preprocess_data.py had, or preprocess the text again.")
 
 
-def make_sample(sentences: Sequence[np.ndarray], target: int, seq_length: int, pieces: WordPieces, masking: Masking,
-                pairs: bool, random: np.random.RandomState) -> dict[str, np.ndarray]:
-    """A sample of some sentences, at most `target` of their tokens. The draws come in Megatron's order."""
-    a, b, swapped = _segments(sentences, pairs, random)
+def make_sample(sentences: Sequence[np.ndarray], target: int, pieces: WordPieces, options: BertOptions,
+                random: np.random.RandomState) -> dict[str, np.ndarray]:
+    """A sample of these sentences, with at most `target` of their tokens, in Megatron's order of draws."""
+    a, b, swapped = _segments(sentences, options.pairs, random)
     a, b, truncated = truncate(a, b, target, random)
     tail = [b, [pieces.sep]] if len(b) else []
     true = np.concatenate([[pieces.cls], a, [pieces.sep], *tail])
-    hidden, chosen = mask_tokens(true, target, pieces, masking, random)
-    row = lambda fill=0: np.full(seq_length, fill, np.int64)
+    hidden, chosen = mask_tokens(true, target, pieces, options.masking, random)
+    row = lambda fill=0: np.full(options.seq_length, fill, np.int64)
     text, types, labels, loss_mask, padding_mask = row(pieces.pad), row(), row(UNLABELLED), row(), row()
     text[:len(true)], padding_mask[:len(true)] = hidden, 1
     types[len(a) + 2:len(true)] = 1
@@ -75,8 +88,9 @@ def make_sample(sentences: Sequence[np.ndarray], target: int, seq_length: int, p
             "padding_mask": padding_mask, "truncated": int(truncated)}
 
 
-def _segments(sentences: Sequence[np.ndarray], pairs: bool, random) -> tuple[np.ndarray, np.ndarray, bool]:
-    """(A, B, whether they are swapped); without pairs all is A."""
+def _segments(sentences: Sequence[np.ndarray], pairs: bool,
+              random: np.random.RandomState) -> tuple[np.ndarray, np.ndarray, bool]:
+    """(A, B, whether they are swapped); without pairs, A is all sentences."""
     pivot, swapped = len(sentences), False
     if pairs:
         pivot = random.randint(1, len(sentences)) if len(sentences) >= 3 else 1
@@ -85,8 +99,9 @@ def _segments(sentences: Sequence[np.ndarray], pairs: bool, random) -> tuple[np.
     return (b, a, swapped) if swapped else (a, b, swapped)
 
 
-def truncate(a: np.ndarray, b: np.ndarray, target: int, random) -> tuple[np.ndarray, np.ndarray, bool]:
-    """Take tokens away, one by one, from the longer segment, from its front or its back, until `target` are left."""
+def truncate(a: np.ndarray, b: np.ndarray, target: int,
+             random: np.random.RandomState) -> tuple[np.ndarray, np.ndarray, bool]:
+    """Remove tokens one by one from the front or back of the longer segment until `target` are left."""
     (start_a, stop_a), (start_b, stop_b) = (0, len(a)), (0, len(b))
     excess = len(a) + len(b) - target
     for from_front in random.random_sample(max(excess, 0)) < 0.5:
@@ -97,19 +112,21 @@ def truncate(a: np.ndarray, b: np.ndarray, target: int, random) -> tuple[np.ndar
     return a[start_a:stop_a], b[start_b:stop_b], excess > 0
 
 
-def open_bert_dataset(corpus: IndexedDataset, documents: range, *, title: str, num_samples: int | None, seq_length: int,
-                      seed: int, cache: str | Path | None, pieces: WordPieces, masking: Masking, pairs: bool,
-                      short_seq_prob: float) -> BertDataset:
-    """The dataset of a range of documents, its mapping taken from the cache or built into it.
+def open_bert_dataset(corpus: IndexedDataset, documents: range, options: BertOptions, *, title: str,
+                      num_samples: int | None, cache: str | Path | None, pieces: WordPieces) -> BertDataset:
+    """The dataset of a range of documents. Its mapping is read from the cache, or built and stored there.
 
-    num_samples: at least so many, in whole epochs; None for one epoch.  Raises DataError where no document can be used.
+    num_samples: at least so many, in whole epochs; None for one epoch.  Raises DataError where no document
+    can be used.
     """
-    least = 2 if pairs else 1
+    least = options.least_sentences
     directory = Path(cache) if cache else default_cache(corpus.prefix).with_name("BertDataset_indices")
     key = {
-        "class": "BertDataset", "dataset_path": str(corpus.bin_path.resolve())[:-4], "corpus": corpus_fingerprint(corpus),
-        "documents": [documents.start, documents.stop], "num_samples": num_samples, "sequence_length": seq_length,
-        "random_seed": seed, "short_sequence_probability": short_seq_prob, "sentences": least,
+        "class": "BertDataset", "dataset_path": str(corpus.bin_path.resolve())[:-4],
+        "corpus": corpus.fingerprint(),
+        "documents": [documents.start, documents.stop], "num_samples": num_samples,
+        "sequence_length": options.seq_length, "random_seed": options.seed,
+        "short_sequence_probability": options.short_seq_prob, "sentences": least,
     }
 
     def build() -> dict[str, np.ndarray]:
@@ -118,52 +135,27 @@ def open_bert_dataset(corpus: IndexedDataset, documents: range, *, title: str, n
         check_documents(bounds, corpus.lengths, least)
         return {"sample_index": build_mapping(
             bounds, corpus.lengths, num_epochs=1 if num_samples is None else MANY_EPOCHS,
-            max_num_samples=2**62 if num_samples is None else num_samples, max_seq_length=seq_length - SPECIAL_TOKENS,
-            short_seq_prob=short_seq_prob, seed=seed, min_num_sent=least)}
+            max_num_samples=2**62 if num_samples is None else num_samples,
+            max_seq_length=options.seq_length - SPECIAL_TOKENS, short_seq_prob=options.short_seq_prob,
+            seed=options.seed, min_num_sent=least)}
 
     mapping = cached_arrays(directory, title, key, ("sample_index",), build)["sample_index"]
-    return BertDataset(corpus, mapping, seq_length=seq_length, seed=seed, pieces=pieces, masking=masking, pairs=pairs)
+    return BertDataset(corpus, mapping, pieces, options)
 
 
 def check_documents(bounds: np.ndarray, lengths: np.ndarray, least: int) -> None:
-    """Raises DataError where no document gives a sample: `build_mapping` would look for one in epoch after epoch."""
+    """Raises DataError where no document gives a sample, in which case `build_mapping` would not end."""
     counts = np.diff(bounds)
     enough = counts >= least
     if not enough.any():
         why = ("most likely the corpus was made without --split-sentences" if counts.max(initial=0) <= 1
                else "they are too short")
-        raise DataError(f"none of its {len(counts)} documents has {least} sentences, and a pair of segments takes that many: "
-                        f"{why}. Make it again with tools/preprocess_data.py --split-sentences, or train without pairs: "
-                        "--bert-no-binary-head.")
+        raise DataError(f"none of its {len(counts)} documents has {least} sentences, the least for a sample: "
+                        f"{why}. Make it again with tools/preprocess_data.py --split-sentences, or train "
+                        "without pairs: --bert-no-binary-head.")
     for first, stop in zip(bounds[:-1][enough].tolist(), bounds[1:][enough].tolist()):
         if stop - first == 1 or lengths[first:stop].max() <= LONG_SENTENCE:
             return
-    raise DataError(f"each of its {int(enough.sum())} documents with {least} sentences or more has a sentence of more than "
-                    f"{LONG_SENTENCE} tokens, and such documents are left out, as in Megatron. Split the text into sentences: "
-                    "tools/preprocess_data.py --split-sentences.")
-
-
-class MockBertDataset:
-    """Made-up samples that count upwards through both segments: the order can be seen, and masked tokens guessed.
-
-    A pure function of (seed, i). Ids 0 to 3 are [PAD], [CLS], [SEP] and [MASK]; every third other id continues a word.
-    """
-
-    def __init__(self, num_samples: int, *, seq_length: int, vocab_size: int, seed: int, masking: Masking, pairs: bool):
-        self.num_samples, self.seq_length, self.seed = num_samples, seq_length, seed
-        self.masking, self.pairs = masking, pairs
-        ids = np.arange(vocab_size)
-        self.pieces = WordPieces(pad=0, cls=1, sep=2, mask=3, continues=(ids > 3) & (ids % 3 == 0))
-
-    def __len__(self) -> int:
-        return self.num_samples
-
-    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        random = np.random.RandomState((self.seed + i) % 2**32)
-        most = self.seq_length - SPECIAL_TOKENS
-        target = most if random.random_sample() >= 0.1 else random.randint(2, most + 1)
-        ends = sorted({0, *random.randint(1, target, 2).tolist(), target})
-        first, step = random.randint(0, self.pieces.vocab_size), random.randint(1, 5)
-        words = 4 + (first + step * np.arange(target)) % (self.pieces.vocab_size - 4)
-        sentences = [words[a:b] for a, b in zip(ends, ends[1:])]
-        return make_sample(sentences, target, self.seq_length, self.pieces, self.masking, self.pairs, random)
+    raise DataError(f"each of its {int(enough.sum())} documents with {least} sentences or more has a "
+                    f"sentence of more than {LONG_SENTENCE} tokens, and such documents are left out, as in "
+                    "Megatron. Split the text into sentences: tools/preprocess_data.py --split-sentences.")

@@ -1,13 +1,14 @@
-"""Which sentences make a BERT sample: rows of sentence numbers, with Megatron's values and Megatron's random numbers.
+"""The sentences of each BERT sample: rows of sentence numbers, with Megatron's values and random numbers.
 
-A document is a run of sentences: document d is the sentences documents[d] … documents[d + 1] − 1. It is cut, from the front,
-into runs of whole sentences that reach a target length, and the runs of all documents and epochs are shuffled.
+A document is a run of sentences: document d is the sentences documents[d] … documents[d + 1] − 1. It is cut,
+from the front, into runs of whole sentences that reach a target length, and the runs of all documents and
+epochs are shuffled.
 
     sentences of a document    | 0 | 1   | 2 | 3     | 4 | 5 |      target 9 tokens, lengths 4 6 3 8 4 5
-    samples                    |--- 0 ---|---- 1 ----|-- 2 --|      the last one is what is left, however short
+    samples                    |--- 0 ---|---- 1 ----|-- 2 --|      the last one is the rest, of any length
 
 Random numbers are those of C++: `mt19937(seed)` for the targets, `mt19937_64(seed + 1)` for the shuffle.
-Pure; arrays may be mapped. The compiled builder does the work where it is there (`native_index.py`).
+Pure; arrays may be mapped. Built by the compiled builder if it is installed (`native_index.py`).
 """
 
 import math
@@ -18,20 +19,20 @@ import numpy as np
 from ...errors import DataError
 from ..loading.native_index import extension
 
-LONG_SENTENCE = 512                                         # tokens; a document with a longer one is left out
+LONG_SENTENCE = 512                                    # tokens; documents with a longer sentence are left out
 CHECKED_AT_ONCE = 1 << 16
-SEEDS = range(2**31 - 1)                                    # what std::mt19937_64(seed + 1) takes without wrapping around
+SEEDS = range(2**31 - 1)                            # for which std::mt19937_64(seed + 1) does not wrap around
 
 
-def build_mapping(documents: np.ndarray, sizes: np.ndarray, *, num_epochs: int, max_num_samples: int, max_seq_length: int,
-                  short_seq_prob: float, seed: int, min_num_sent: int) -> np.ndarray:
-    """[N, 3]: first sentence, last sentence + 1, target length. uint32; uint64 from 2^32 sentences on.
+def build_mapping(documents: np.ndarray, sizes: np.ndarray, *, num_epochs: int, max_num_samples: int,
+                  max_seq_length: int, short_seq_prob: float, seed: int, min_num_sent: int) -> np.ndarray:
+    """[N, 3]: first sentence, last sentence + 1, target length. uint32, or uint64 from 2^32 sentences on.
 
-    documents: [D + 1], `IndexedDataset.document_indices` or a slice of it.  sizes: tokens of every sentence of the corpus.
-    max_num_samples: no further epoch is begun once there are so many; the one under way is finished, so N may be larger.
-    max_seq_length: tokens of sentences in a sample, special tokens not counted.  short_seq_prob: share of samples whose
-    target is drawn from 2 … max_seq_length; 0 for none.  min_num_sent: 2 for sentence pairs, else 1.
-    Raises DataError for arguments that no corpus of this format has.
+    documents: [D + 1], `IndexedDataset.document_indices` or a slice of it.  sizes: tokens of every sentence
+    of the corpus. max_num_samples: no further epoch begins after so many samples; the current epoch is
+    finished, so N may be larger. max_seq_length: tokens of a sample without special tokens.  short_seq_prob:
+    share of samples whose target is drawn from 2 … max_seq_length; 0 for none.  min_num_sent: 2 for sentence
+    pairs, else 1. Raises DataError for impossible arguments.
     """
     _check(documents, sizes, max_seq_length, seed)
     ratio, arguments = short_ratio(short_seq_prob), (num_epochs, max_num_samples, max_seq_length)
@@ -41,9 +42,9 @@ def build_mapping(documents: np.ndarray, sizes: np.ndarray, *, num_epochs: int, 
     return plain_mapping(documents, sizes, *arguments, ratio, seed, min_num_sent)
 
 
-def plain_mapping(documents: np.ndarray, sizes: np.ndarray, num_epochs: int, max_num_samples: int, max_seq_length: int,
-                  ratio: int, seed: int, min_num_sent: int) -> np.ndarray:
-    """The same in Python. ratio: one in so many samples is short."""
+def plain_mapping(documents: np.ndarray, sizes: np.ndarray, num_epochs: int, max_num_samples: int,
+                  max_seq_length: int, ratio: int, seed: int, min_num_sent: int) -> np.ndarray:
+    """As `build_mapping`, in Python.  ratio: one in so many samples is short."""
     targets = _targets(ratio, max_seq_length, seed)
     rows: list[tuple[int, int, int]] = []
     for _ in range(num_epochs):
@@ -60,23 +61,26 @@ def plain_mapping(documents: np.ndarray, sizes: np.ndarray, num_epochs: int, max
     return _shuffled(rows, 3, _dtype(sizes), seed)
 
 
-def build_blocks_mapping(documents: np.ndarray, sizes: np.ndarray, title_sizes: np.ndarray, *, num_epochs: int,
-                         max_num_samples: int, max_seq_length: int, seed: int, use_one_sent_blocks: bool) -> np.ndarray:
-    """[N, 4]: first sentence, last sentence + 1, document, number of the block in its epoch. Retrieval reads these.
+def build_blocks_mapping(documents: np.ndarray, sizes: np.ndarray, title_sizes: np.ndarray, *,
+                         num_epochs: int, max_num_samples: int, max_seq_length: int, seed: int,
+                         use_one_sent_blocks: bool) -> np.ndarray:
+    """[N, 4]: first sentence, last sentence + 1, document, number of the block in its epoch. For retrieval.
 
-    title_sizes: [D], tokens of each document's title, which take room in all its blocks. Others as in `build_mapping`.
+    title_sizes: [D], tokens of each document's title, which is part of all its blocks. Others as in
+    `build_mapping`.
     """
     _check(documents, sizes, max_seq_length, seed)
     least, arguments = 1 if use_one_sent_blocks else 2, (num_epochs, max_num_samples, max_seq_length, seed)
     if extension() and sizes.dtype == title_sizes.dtype == np.int32:
-        build = extension().blocks_mapping_uint32 if _dtype(sizes) == np.uint32 else extension().blocks_mapping_uint64
+        native = extension()
+        build = native.blocks_mapping_uint32 if _dtype(sizes) == np.uint32 else native.blocks_mapping_uint64
         return build(np.ascontiguousarray(documents, np.int64), sizes, title_sizes, *arguments, least)
     return plain_blocks_mapping(documents, sizes, title_sizes, *arguments, least)
 
 
 def plain_blocks_mapping(documents: np.ndarray, sizes: np.ndarray, title_sizes: np.ndarray, num_epochs: int,
                          max_num_samples: int, max_seq_length: int, seed: int, least: int) -> np.ndarray:
-    """The same in Python. least: sentences of a block, and of what it may leave."""
+    """As `build_blocks_mapping`, in Python.  least: sentences of a block, and of the rest of its document."""
     rows: list[tuple[int, int, int, int]] = []
     for _ in range(num_epochs):
         if len(rows) >= max_num_samples:
@@ -94,7 +98,7 @@ def plain_blocks_mapping(documents: np.ndarray, sizes: np.ndarray, title_sizes: 
 
 
 def short_ratio(short_seq_prob: float) -> int:
-    """One sample in so many is short; 0 for none. Halves are rounded up, as C does and Python does not."""
+    """One sample in so many is short; 0 for none. Rounds halves up, as C does, unlike Python."""
     return min(math.floor(1.0 / short_seq_prob + 0.5), 2**31 - 1) if short_seq_prob > 0 else 0
 
 
@@ -102,8 +106,9 @@ def _dtype(sizes: np.ndarray) -> type[np.unsignedinteger]:
     return np.uint32 if len(sizes) <= np.iinfo(np.uint32).max else np.uint64
 
 
-def _documents(documents: np.ndarray, sizes: np.ndarray, least: int, tested_from: int) -> Iterator[tuple[int, list[int], int]]:
-    """(document, lengths of its sentences, its first sentence) of each that has enough sentences and no too long one.
+def _documents(documents: np.ndarray, sizes: np.ndarray, least: int,
+               tested_from: int) -> Iterator[tuple[int, list[int], int]]:
+    """(document, lengths of its sentences, its first sentence) of those with enough sentences, none too long.
 
     tested_from: a document of fewer sentences may have a long one.
     """
@@ -116,8 +121,8 @@ def _documents(documents: np.ndarray, sizes: np.ndarray, least: int, tested_from
 
 
 def _targets(ratio: int, longest: int, seed: int) -> Iterator[int]:
-    """Target lengths in the order they are drawn."""
-    random = np.random.RandomState(seed)                    # seeded with a number it is std::mt19937
+    """Target lengths in the order of the draws."""
+    random = np.random.RandomState(seed)                    # equal to std::mt19937(seed)
     while True:
         if not ratio:
             yield longest
@@ -127,9 +132,9 @@ def _targets(ratio: int, longest: int, seed: int) -> Iterator[int]:
 
 
 def _shuffled(rows: list[tuple[int, ...]], width: int, dtype: type, seed: int) -> np.ndarray:
-    """The rows in the order that Fisher and Yates' shuffle from the back gives them."""
+    """The rows in random order, by Fisher and Yates' shuffle from the back."""
     order = list(range(len(rows)))
-    sizes = np.arange(len(rows), 1, -1, dtype=np.uint64)    # of what is still to be shuffled
+    sizes = np.arange(len(rows), 1, -1, dtype=np.uint64)    # of the part that is not shuffled yet
     drawn = (mt19937_64(seed + 1, len(sizes)) % sizes).tolist()
     for i, j in zip(range(len(rows) - 1, 0, -1), drawn):
         order[i], order[j] = order[j], order[i]
@@ -137,9 +142,9 @@ def _shuffled(rows: list[tuple[int, ...]], width: int, dtype: type, seed: int) -
 
 
 def mt19937_64(seed: int, count: int) -> np.ndarray:
-    """The first `count` numbers of `std::mt19937_64(seed)`. uint64.
+    """The first `count` numbers of `std::mt19937_64(seed)`, uint64.
 
-    Nishimura 2000, "Tables of 64-bit Mersenne Twisters", as the C++ standard has it, [rand.predef].
+    Nishimura 2000, "Tables of 64-bit Mersenne Twisters", as in the C++ standard, [rand.predef].
     """
     words, middle, mask = 312, 156, 2**64 - 1
     first = [seed]
@@ -165,10 +170,13 @@ def mt19937_64(seed: int, count: int) -> np.ndarray:
 def _check(documents: np.ndarray, sizes: np.ndarray, max_seq_length: int, seed: int) -> None:
     bounds = np.asarray(documents)
     pieces = (bounds[first:first + CHECKED_AT_ONCE + 1] for first in range(0, len(bounds), CHECKED_AT_ONCE))
-    if len(bounds) == 0 or bounds[0] < 0 or bounds[-1] > len(sizes) or any((p[1:] < p[:-1]).any() for p in pieces):
-        raise DataError(f"the document boundaries do not lie in 0 … {len(sizes)} in rising order: give document_indices of "
-                        "the corpus whose sentences these are, or a slice of them with its last boundary.")
+    descends = any((piece[1:] < piece[:-1]).any() for piece in pieces)
+    if len(bounds) == 0 or bounds[0] < 0 or bounds[-1] > len(sizes) or descends:
+        raise DataError(f"the document boundaries are not ascending numbers in 0 … {len(sizes)}: give "
+                        "document_indices of the same corpus, or a slice of them with its last boundary.")
     if max_seq_length < 2:
-        raise DataError(f"a sample of at most {max_seq_length} tokens holds no two: use a longer sequence.")
+        raise DataError(f"a sample of at most {max_seq_length} tokens is too short: it needs two. Use a "
+                        "longer --seq-length.")
     if seed not in SEEDS:
-        raise DataError(f"seed {seed} is not one of 0 … {SEEDS[-1]}, which Megatron's shuffle takes.")
+        raise DataError(f"seed {seed} is not in 0 … {SEEDS[-1]}, the range of Megatron's shuffle. Use "
+                        "another --seed.")

@@ -1,25 +1,51 @@
-"""Masking for BERT: which tokens of a sample are hidden, and behind what; with Megatron's rules and random numbers.
+"""Masking for BERT: which tokens are hidden, and what replaces them; Megatron's rules and random numbers.
 
-Tokens are chosen as n-grams of whole words (Devlin et al. 2019, arXiv:1810.04805, section 3.1, and the whole-word masking of
-its authors' code; n-grams as in Joshi et al. 2020 and Lan et al. 2020 (ALBERT), section 3.1): shorter ones more often, in
-proportion to 1/n. Of the chosen tokens 80 % become [MASK], 10 % a random token, 10 % stay.
+Tokens are chosen as n-grams of whole words (Devlin et al. 2019, arXiv:1810.04805, section 3.1, and the
+whole-word masking of its authors' code; n-grams as in Joshi et al. 2020 and Lan et al. 2020 (ALBERT), section
+3.1): shorter ones more often, in proportion to 1/n. Of the chosen tokens 80 % become [MASK], 10 % a random
+token, 10 % stay.
 
-    [CLS] the  un ##aff ##able  man [SEP] spoke [SEP]           candidates: the | un ##aff ##able | man | spoke
+    [CLS] the  un ##aff ##able  man [SEP] spoke [SEP]           candidates: the | un ##aff ##able | man |
+                                                                spoke
 """
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .word_pieces import WordPieces
+from ...errors import ConfigError
 
-MASKED, REPLACED = 0.8, 0.5          # share behind [MASK]; of the rest, share that becomes another token
+if TYPE_CHECKING:
+    from ..tokenizers import Tokenizer
+
+SPECIAL = ("[CLS]", "[SEP]", "[MASK]", "[PAD]")
+CONTINUES = "##"                     # marks a piece that is not the first of its word
+MASKED, REPLACED = 0.8, 0.5         # share that becomes [MASK]; of the rest, share that becomes another token
+
+
+@dataclass(frozen=True, eq=False)
+class WordPieces:
+    """The ids of a vocabulary that masking needs.
+
+    continues: bool [vocab_size], True for an id that continues the word of the id before it ("##ing").
+    """
+
+    cls: int
+    sep: int
+    mask: int
+    pad: int
+    continues: np.ndarray
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.continues)
 
 
 @dataclass(frozen=True)
 class Masking:
-    """probability: share of the tokens that are chosen. max_ngram: words chosen together at most."""
+    """probability: share of the tokens that are chosen.  max_ngram: most words that are chosen together."""
 
     probability: float = 0.15
     max_ngram: int = 3
@@ -35,13 +61,13 @@ class Masking:
         return total / total[-1]
 
     def most(self, length: int, target: int) -> float:
-        """How many tokens of a sample of `length` may be chosen. target: what was asked of it, which it may fall short of."""
+        """Most tokens that are chosen of a sample of `length`.  target: the requested length."""
         return min(self.probability * target, max(1, round(length * self.probability)))
 
 
 def mask_tokens(tokens: np.ndarray, target: int, pieces: WordPieces, masking: Masking,
                 random: np.random.RandomState) -> tuple[np.ndarray, np.ndarray]:
-    """(the tokens with some of them hidden, sorted positions of the chosen ones, hidden or not). tokens: int64 [length]."""
+    """(tokens with some of them hidden, sorted positions of all chosen ones).  tokens: int64 [length]."""
     places, starts = candidates(tokens, pieces, masking.whole_words)
     bounds = [*starts.tolist(), len(places)]
     places, most, last = places.tolist(), masking.most(len(tokens), target), len(starts)
@@ -64,7 +90,7 @@ def mask_tokens(tokens: np.ndarray, target: int, pieces: WordPieces, masking: Ma
 
 
 def candidates(tokens: np.ndarray, pieces: WordPieces, whole_words: bool) -> tuple[np.ndarray, np.ndarray]:
-    """(positions that may be chosen, where in them each word begins). Special tokens belong to no word.
+    """(positions that may be chosen, index in them of the start of each word). Special tokens are not chosen.
 
     A piece that continues a word whose beginning was cut off belongs to the word before it, as in Megatron.
     """
@@ -75,7 +101,21 @@ def candidates(tokens: np.ndarray, pieces: WordPieces, whole_words: bool) -> tup
 
 
 def _end_that_fits(first: int, end: int, bounds: list[int], chosen: int, most: float) -> int:
-    """Words [first, end), or fewer of them, that make no more than `most` tokens with those chosen already."""
+    """The largest end so that words [first, end) and the tokens chosen already are at most `most` tokens."""
     while end > first and chosen + bounds[end] - bounds[first] > most:
         end -= 1
     return end
+
+
+def pieces_of(tokenizer: "Tokenizer") -> WordPieces:
+    """From `tokenizer.vocab`, {text of a token: id}. Raises ConfigError without BERT's tokens."""
+    vocab = getattr(tokenizer, "vocab", {})
+    missing = [token for token in SPECIAL if token not in vocab]
+    if missing:
+        raise ConfigError(
+            f"{type(tokenizer).__name__} has no {' and no '.join(missing)} token, and a BERT sample is [CLS] "
+            "A [SEP] B [SEP] with some tokens replaced by [MASK], padded with [PAD]. Use a tokenizer with "
+            "BERT's tokens, such as --tokenizer-type BertWordPieceLowerCase --vocab-file vocab.txt.")
+    continues = np.zeros(tokenizer.vocab_size, bool)
+    continues[[i for token, i in vocab.items() if token.startswith(CONTINUES)]] = True
+    return WordPieces(*(vocab[token] for token in SPECIAL), continues)

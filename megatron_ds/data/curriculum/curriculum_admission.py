@@ -1,9 +1,10 @@
-"""From the index files of metrics and their schedules to a `CurriculumOrder`: how many samples are admitted when.
+"""From the index files and schedules of metrics to a `CurriculumOrder`: the samples admitted at each step.
 
     by value        the samples whose value is at most the difficulty
-    by percentile   difficulty · (n // max_difficulty) easiest of n samples, and all of them at the maximum
+    by percentile   the difficulty · (n // max_difficulty) easiest of n samples; all at the maximum
 
-With several metrics a sample is admitted once each of them admits it. A sample stays admitted, even where a schedule falls.
+With several metrics a sample is admitted once each metric admits it. It stays admitted even if a schedule
+falls.
 """
 
 import hashlib
@@ -24,35 +25,40 @@ logger = logging.getLogger(__name__)
 
 
 class MetricIndex:
-    """The samples of a dataset, sorted by one metric, and how many of them a difficulty admits."""
+    """The samples of a dataset, sorted by one metric, and the number that each difficulty admits."""
 
     def __init__(self, metric: Metric, total: int, identity: dict | None = None):
-        """total: samples of the dataset.  identity: what `analysis.identity` says of it.  Raises DataError."""
+        """total: samples of the dataset.  identity: its `difficulty_analysis.identity`.  Raises DataError."""
         self.metric = metric
         index = ListFile(metric.index_to_sample_path)
         self.easiest_first = index.flat
         self._check(total, identity)
         if metric.difficulty_type == "value":
             values = ListFile(metric.index_to_metric_path)
-            if len(values) != len(index) or len(values.flat) != len(values) or (values.flat[1:] <= values.flat[:-1]).any():
-                raise DataError(f"{self} {values.idx_path} does not hold one rising value for each of the {len(index)} rows "
-                                f"of {index.idx_path}: the two do not belong together. Name the index_to_metric and the "
-                                "index_to_sample (not the percentile_merged) of one analysis.")
+            is_ascending = bool((values.flat[1:] > values.flat[:-1]).all())
+            if not len(values) == len(index) == len(values.flat) or not is_ascending:
+                raise DataError(f"{self} {values.idx_path} does not hold one value, in ascending order, for "
+                                f"each of the {len(index)} rows of {index.idx_path}: the two do not belong "
+                                "together. Name the index_to_metric and the index_to_sample (not the "
+                                "percentile_merged) of one analysis.")
             self.values, self.bounds = values.flat, index.bounds
 
     def admitted(self, difficulty: int) -> int:
+        """The number of samples that this difficulty admits."""
         if self.metric.difficulty_type == "value":
             return int(self.bounds[np.searchsorted(self.values, difficulty, side="right")])
         total, most = len(self.easiest_first), self.metric.difficulty.maximum
         return total if difficulty == most else total // most * difficulty
 
     def smallest(self) -> str:
-        """What the lowest difficulty that admits anything is, in words."""
+        """The lowest difficulty that admits a sample, for messages."""
         if self.metric.difficulty_type == "value":
             return f"{self.metric.name}: the smallest value is {self.values[0]}"
-        return f"{self.metric.name}: {len(self.easiest_first)} samples are cut into {self.metric.difficulty.maximum} parts"
+        parts = self.metric.difficulty.maximum
+        return f"{self.metric.name}: {len(self.easiest_first)} samples are divided into {parts} parts"
 
     def fingerprint(self) -> str:
+        """MD5 of evenly spaced blocks of the sorted samples."""
         blocks = [self.easiest_first[start:start + 4096] for start in
                   np.linspace(0, max(0, len(self.easiest_first) - 4096), 64).astype(np.int64).tolist()]
         return hashlib.md5(np.concatenate(blocks).tobytes(), usedforsecurity=False).hexdigest()
@@ -64,48 +70,59 @@ class MetricIndex:
         path, found = self.metric.index_to_sample_path, len(self.easiest_first)
         description = read_description(Path(path).parent)
         if description is None:
-            logger.info("%s %s has no description next to it (DeepSpeed writes none): only its size is checked", self, path)
+            logger.info("%s %s has no analysis.json next to it (DeepSpeed writes none): only its size is "
+                        "checked", self, path)
         elif identity is not None and (differing := describes(description, identity)):
-            raise DataError(f"{self} {path} was made from other data: {differing}. Give the flags of the analysis, or run "
-                            "tools/analyze_data.py again with the flags of the training.")
+            raise DataError(f"{self} {path} was made from other data: {differing}. Give the flags of the "
+                            "analysis, or run tools/analyze_data.py again with the flags of the training.")
         if found != total:
-            raise DataError(f"{self} {path} sorts {found} samples, and an epoch of the training data has {total}: it was made "
-                            "from other data. Run tools/analyze_data.py with the flags of the training.")
+            raise DataError(f"{self} {path} sorts {found} samples, and an epoch of the training data has "
+                            f"{total}: it was made from other data. Run tools/analyze_data.py with the flags "
+                            "of the training.")
 
 
-def order_by_difficulty(metrics: Sequence[Metric], total: int, *, seed: int, steps: int, batch_at: Callable[[int], int],
-                        cache: Path, identity: dict | None = None) -> CurriculumOrder:
+def order_by_difficulty(metrics: Sequence[Metric], total: int, *, seed: int, steps: int,
+                        batch_at: Callable[[int], int], cache: Path,
+                        identity: dict | None = None) -> CurriculumOrder:
     """The order of a run over `total` samples.
 
-    steps     of the whole training;  batch_at: consumed samples → size of the next global batch
-    cache     where the clusters of several metrics are kept; of one metric there is nothing to keep
-    Raises DataError for index files that are damaged or of other data, and where the first step admits no sample.
+    steps     of the whole training
+    batch_at  consumed samples → size of the next global batch
+    cache     folder for the order by several metrics; one metric needs none
+
+    Raises DataError for index files that are damaged or of other data, and if the first step admits no
+    sample.
     """
     indexes = [MetricIndex(metric, total, identity) for metric in metrics]
     moments = list(_moments(indexes, steps, batch_at))
-    starts, counts = [start for start, _ in moments], np.array([count for _, count in moments], np.int64)    # counts [k, m]
+    starts = [start for start, _ in moments]
+    counts = np.array([count for _, count in moments], np.int64)                            # [k, m]
     if len(indexes) == 1:
         easiest_first, admitted = indexes[0].easiest_first, counts[:, 0]
     else:
-        key = {"class": "Curriculum", "indexes": [index.fingerprint() for index in indexes], "counts": counts.tolist()}
+        key = {"class": "Curriculum", "indexes": [index.fingerprint() for index in indexes],
+               "counts": counts.tolist()}
         arrays = cached_arrays(cache, "Curriculum-train", key, ("easiest_first", "admitted"),
-                               lambda: dict(zip(("easiest_first", "admitted"), intersect(indexes, counts, total))))
+                               lambda: dict(zip(("easiest_first", "admitted"),
+                                                intersect(indexes, counts, total))))
         easiest_first, admitted = arrays["easiest_first"], arrays["admitted"]
     stages: list[Stage] = []
     for start, count in zip(starts, admitted.tolist(), strict=True):
         if not count:
-            raise DataError(f"the curriculum admits no sample at step 1 ({'; '.join(i.smallest() for i in indexes)}). Raise "
-                            "min_difficulty.")
+            raise DataError("the curriculum admits no sample at step 1 "
+                            f"({'; '.join(i.smallest() for i in indexes)}). Raise min_difficulty.")
         if not stages or count > stages[-1].admitted:
             stages.append(Stage(start, count))
-    logger.info("curriculum over %d samples in %d clusters: %d samples at first, %d from sample %d of the run on", total,
+    logger.info("curriculum over %d samples in %d clusters: %d samples at first, %d from sample %d of the "
+                "run on", total,
                 len(stages), stages[0].admitted, stages[-1].admitted, stages[-1].start)
     return CurriculumOrder(easiest_first, stages, seed)
 
 
-def intersect(indexes: Sequence[MetricIndex], counts: np.ndarray, total: int) -> tuple[np.ndarray, np.ndarray]:
-    """(samples sorted by when all metrics admit them, how many do at each moment); counts [k, m] of each metric by itself."""
-    level = np.zeros(total, np.int32)                       # of each sample: the first moment at which it is admitted
+def intersect(indexes: Sequence[MetricIndex], counts: np.ndarray,
+              total: int) -> tuple[np.ndarray, np.ndarray]:
+    """(samples by the step at which all metrics admit them, samples admitted by then).  counts: [k, m]."""
+    level = np.zeros(total, np.int32)                 # of each sample: the first row of counts that admits it
     for index, by_moment in zip(indexes, counts.T, strict=True):
         first = np.searchsorted(by_moment, np.arange(total), side="right").astype(np.int32)
         level[index.easiest_first] = np.maximum(level[index.easiest_first], first)
@@ -114,8 +131,9 @@ def intersect(indexes: Sequence[MetricIndex], counts: np.ndarray, total: int) ->
     return np.argsort(level, kind="stable")[:admitted[-1]].astype(dtype), admitted
 
 
-def _moments(indexes: Sequence[MetricIndex], steps: int, batch_at: Callable[[int], int]) -> Iterator[tuple[int, list[int]]]:
-    """(stream position, samples that each metric admits) whenever one of them admits more."""
+def _moments(indexes: Sequence[MetricIndex], steps: int,
+             batch_at: Callable[[int], int]) -> Iterator[tuple[int, list[int]]]:
+    """(stream position, samples that each metric admits) of each step at which one of them admits more."""
     position, last = 0, None
     for step in range(1, max(steps, 1) + 1):
         now = [index.admitted(index.metric.difficulty.at(step)) for index in indexes]

@@ -1,23 +1,25 @@
-"""Which samples a curriculum deals out: easy ones first, as a pure function of the place in the run's stream.
+"""The order of a curriculum: easy samples first, as a pure function of the position in the stream of the run.
 
-Samples are sorted by difficulty. At a step, the first so many of them are *admitted*; when that number grows, the new ones
-make a *cluster*. A *stage* is the stretch of the stream between two such moments. As upstream, a stage draws from all clusters
-in proportion to their sizes, goes through each cluster without repeating, and shuffles it anew when it is used up.
+Samples are sorted by difficulty. At each step a number of the easiest samples is *admitted*; when the number
+grows, the new samples are a *cluster*. A *stage* is the part of the stream between two changes. As in
+DeepSpeed, a stage draws from all clusters in proportion to their sizes, reads each cluster without
+repetition, and shuffles it again after its end.
 
     sorted by difficulty   | cluster 0 | cluster 1 |  cluster 2   | not yet |
     stage 0 draws from      ~~~~~~~~~~~
     stage 1                 ~~~~~~~~~~~~~~~~~~~~~~~
     stage 2                 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 
-Upstream draws with a generator whose state it loses on resume. Here every number follows from (seed, position):
+DeepSpeed's random generator loses its state on resume. Here all numbers are pure in (seed, position):
 
-  which cluster   position j of a stage with T samples looks at x = (a·j + b) mod T, a prime to T and near T / golden ratio;
-                  the cluster that holds x is drawn. Any stretch of positions is spread evenly, and T in a row meet each
-                  x once. How often a cluster was drawn before j is a sum of floors, computed in O(log j) steps.
-  which sample    the cluster's k-th draw is place k mod size of its pass k // size, shuffled by a permutation that is
-                  evaluated at one place without being stored (`shuffled`).
+  cluster    position j of a stage with T samples maps to x = (a·j + b) mod T, with a prime to T and near T /
+             golden ratio; the cluster that holds x is drawn. Consecutive positions are spread evenly, and T
+             of them reach each x once. The number of draws from a cluster before j is a sum of floors,
+             computed in O(log j) steps.
+  sample     the k-th draw from a cluster is item k mod size of its pass k // size, in an order given by a
+             permutation that is computed at single points without being stored (`shuffled`).
 
-So resuming costs nothing, and neither the layout nor the size of a batch matters.
+So resuming is free, and the order depends neither on the layout nor on the batch size.
 """
 
 from collections.abc import Sequence
@@ -29,69 +31,75 @@ import numpy as np
 from ...errors import DataError
 
 MOST_SAMPLES = 1 << 31                                      # products of two such numbers fit 64 bits
-MOST_STAGES = 2048                                          # a table of their square is kept: 32 MiB
+MOST_STAGES = 2048                                          # a table of its square is kept: 32 MiB
 GOLDEN = (5**0.5 - 1) / 2
-ROUNDS = 6                                                  # of the Feistel network; 4 are enough for a random look
+ROUNDS = 6                                                  # of the Feistel network; 4 look random already
 
 
 @dataclass(frozen=True)
 class Stage:
-    """From stream position `start` on, the `admitted` easiest samples are drawn from."""
+    """From stream position `start` on, samples are drawn from the `admitted` easiest ones."""
 
     start: int
     admitted: int
 
 
 class CurriculumOrder:
-    """order(positions, total) → numbers of the samples there; a `sampler.Order`.
+    """order(positions, total) → indices of the samples there; a `loader.Order`.
 
-    easiest_first   whole numbers [n], the samples sorted by difficulty (a memory map will do)
-    stages          by rising start, the first at 0, and rising numbers of admitted samples
+    easiest_first   integers [n], the samples sorted by difficulty; may be a memory map
+    stages          ascending in start, the first at 0, and in admitted samples
     """
 
     def __init__(self, easiest_first: np.ndarray, stages: Sequence[Stage], seed: int):
-        assert stages and stages[0].start == 0 and stages[0].admitted > 0, f"a curriculum begins with {stages[:1]}"
-        assert all(a.start < b.start and a.admitted < b.admitted for a, b in zip(stages, stages[1:])), "stages must rise"
+        assert stages and stages[0].start == 0 and stages[0].admitted > 0, f"invalid first stage {stages[:1]}"
+        pairs = zip(stages, stages[1:])
+        assert all(a.start < b.start and a.admitted < b.admitted for a, b in pairs), "stages must ascend"
         assert stages[-1].admitted <= len(easiest_first)
         if stages[-1].admitted >= MOST_SAMPLES:
-            raise DataError(f"a curriculum over {stages[-1].admitted} samples: at most {MOST_SAMPLES - 1} can be numbered. "
-                            "Use a longer --seq-length, or several runs.")
+            raise DataError(f"a curriculum over {stages[-1].admitted} samples: at most {MOST_SAMPLES - 1} "
+                            "can be numbered. Use a longer --seq-length, or several runs.")
         if len(stages) > MOST_STAGES:
-            raise DataError(f"the curriculum admits more samples {len(stages)} times; at most {MOST_STAGES} are "
-                            "possible. Use a larger difficulty_step, or percentiles.")
+            raise DataError(f"the curriculum admits more samples {len(stages)} times; at most {MOST_STAGES} "
+                            "are possible. Use a larger difficulty_step, or percentiles.")
         self.easiest_first, self.seed = easiest_first, seed
         self.starts = np.array([stage.start for stage in stages], np.int64)
-        self.bounds = np.array([0, *(stage.admitted for stage in stages)], np.int64)       # cluster c: bounds[c : c + 2]
+        # cluster c is bounds[c : c + 2]
+        self.bounds = np.array([0, *(stage.admitted for stage in stages)], np.int64)
         self.steps = np.array([_step(stage.admitted) for stage in stages], np.int64)
-        self.offsets = np.array([_mixed(seed, k)[0] % stage.admitted for k, stage in enumerate(stages)], np.int64)
+        self.offsets = np.array([_mixed(seed, k)[0] % stage.admitted for k, stage in enumerate(stages)],
+                                np.int64)
         self._before = self._drawn_before_stages()
 
     def __call__(self, positions: np.ndarray, total: int) -> np.ndarray:
         positions = np.asarray(positions, np.int64)
         stage = np.searchsorted(self.starts, positions, side="right") - 1
         j = positions - self.starts[stage]
-        cluster = np.searchsorted(self.bounds, self._look(j, stage), side="right") - 1
+        cluster = np.searchsorted(self.bounds, self._point(j, stage), side="right") - 1
         low, high = self.bounds[cluster], self.bounds[cluster + 1]
         k = self._before[stage, cluster] + self._drawn(j, stage, high) - self._drawn(j, stage, low)
         width = high - low
         place = shuffled(k % width, width, _mixed(self.seed, cluster, k // width))
         samples = self.easiest_first[low + place].astype(np.int64)
         if len(samples) and samples.max() >= total:
-            raise DataError(f"the index of the curriculum names sample {samples.max()}, and the dataset has {total}: it was "
-                            "made from other data. Make it again with tools/analyze_data.py.")
+            raise DataError(f"the index of the curriculum names sample {samples.max()}, and the dataset has "
+                            f"{total}: it was made from other data. Make it again with "
+                            "tools/analyze_data.py.")
         return samples
 
-    def _look(self, j: np.ndarray, stage: np.ndarray) -> np.ndarray:
+    def _point(self, j: np.ndarray, stage: np.ndarray) -> np.ndarray:
         """x = (a·j + b) mod T at position j of a stage."""
         size = self.bounds[stage + 1]
         return (self.steps[stage] * (j % size) + self.offsets[stage]) % size
 
     def _drawn(self, j: np.ndarray, stage: np.ndarray, bound: np.ndarray) -> np.ndarray:
-        """How many of the first j positions of a stage look below `bound`."""
+        """How many of the first j positions of a stage have a point x below `bound`."""
         size, step, offset = self.bounds[stage + 1], self.steps[stage], self.offsets[stage]
         rounds, rest = np.divmod(j, size)
-        # (y mod T < m) is floor(y / T) − floor((y − m) / T); adding T to y − m keeps it positive and the difference one less.
-        partial = _floor_sum(rest, size, step, offset) - _floor_sum(rest, size, step, offset + size - bound) + rest
+        # (y mod T < m) is floor(y / T) − floor((y − m) / T); adding T to y − m keeps it positive and the
+        # difference one less.
+        shifted = _floor_sum(rest, size, step, offset + size - bound)
+        partial = _floor_sum(rest, size, step, offset) - shifted + rest
         return rounds * bound + partial
 
     def _drawn_before_stages(self) -> np.ndarray:
@@ -107,10 +115,11 @@ class CurriculumOrder:
 
 
 def shuffled(place: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """Where a permutation of range(size) that is drawn by `key` sends `place`; all [n], size from 1 to 2^31.
+    """The image of `place` under the permutation of range(size) with this key; all [n], size from 1 to 2^31.
 
-    A Feistel network over the smallest 2^(2h) ≥ size, applied until it lands below `size` (Black and Rogaway 2002, "Ciphers
-    with arbitrary finite domains", cycle walking): a permutation whatever the round function.
+    A Feistel network over the smallest 2^(2h) ≥ size, applied until the result is below `size` (Black and
+    Rogaway 2002, "Ciphers with arbitrary finite domains", cycle walking): a permutation for any round
+    function.
     """
     place, size, key = (np.asarray(v).astype(np.uint64) for v in (place, size, key))
     half = np.uint64(1)
@@ -131,23 +140,23 @@ def _feistel(x: np.ndarray, half: np.ndarray, key: np.ndarray) -> np.ndarray:
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """Scatter 64 bits: the finaliser of splitmix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom numbers")."""
+    """The finalizer of splitmix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom numbers")."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
     return x ^ x >> np.uint64(31)
 
 
-def _mixed(*words) -> np.ndarray:
-    """One random-looking 63-bit number for each combination of words (integers or arrays of them), as int64."""
+def _mixed(*keys) -> np.ndarray:
+    """A pseudorandom 63-bit number for each combination of keys (integers or arrays of them), as int64."""
     state = np.zeros(1, np.uint64)
-    for word in words:
-        state = _mix(state ^ np.asarray(word, np.int64).astype(np.uint64))
+    for key in keys:
+        state = _mix(state ^ np.asarray(key, np.int64).astype(np.uint64))
     return (state >> np.uint64(1)).astype(np.int64)
 
 
 def _step(size: int) -> int:
-    """The first number from size / golden ratio on that is prime to size: multiples of it are spread evenly."""
+    """The first number from size / golden ratio on that is prime to size: its multiples are spread evenly."""
     step = max(1, round(size * GOLDEN))
     while gcd(step, size) != 1:
         step += 1
@@ -155,10 +164,10 @@ def _step(size: int) -> int:
 
 
 def _floor_sum(n: np.ndarray, m: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """The sum of floor((a·i + b) / m) over 0 ≤ i < n, element by element, in O(log) steps of Euclid's algorithm.
+    """The sum of floor((a·i + b) / m) over 0 ≤ i < n, elementwise, in O(log) steps of Euclid's algorithm.
 
-    All [k], 0 ≤ n ≤ m < 2^31, 0 ≤ a < m, 0 ≤ b < 2m, as Graham, Knuth and Patashnik reduce it in "Concrete Mathematics",
-    section 3.5: take whole multiples of m out of a and b, then exchange the roles of a and m.
+    All [k], 0 ≤ n ≤ m < 2^31, 0 ≤ a < m, 0 ≤ b < 2m, as Graham, Knuth and Patashnik reduce it in "Concrete
+    Mathematics", section 3.5: take whole multiples of m out of a and b, then exchange the roles of a and m.
     """
     n, m, a, b = (np.array(v, np.int64) for v in np.broadcast_arrays(n, m, a, b))
     total = np.zeros(n.shape, np.int64)

@@ -1,10 +1,12 @@
-"""How difficult each sample of a dataset is: map over shards of it, then reduce to the index files of `metric_index.py`.
+"""The difficulty of each sample: map over shards of the dataset, then reduce to index files.
 
-    {save}/{metric}/worker{i}_thread0/     of shard i: {metric}_sample_to_metric, or {metric}_metric_value, and done.json
+    {save}/{metric}/worker{i}_thread0/     of shard i: {metric}_sample_to_metric, or {metric}_metric_value,
+                                           and done.json
     {save}/{metric}/                       of all: the index files, and analysis.json
 
-The two .json are written last and say what their files were made of, so their presence says "complete": a shard that is done
-is not done again, and one that was killed is. Folders and ranges are those of DeepSpeed's DataAnalyzer with as many workers.
+The two .json describe the inputs of the other files and are written last, so a folder with one is complete:
+complete shards are not computed again. Folders and ranges are those of DeepSpeed's DataAnalyzer with as many
+workers.
 """
 
 import json
@@ -15,46 +17,49 @@ from pathlib import Path
 
 import numpy as np
 
+from ...config import RunConfig
 from ...errors import DataError
-from ..kind import DataKind
+from ..kind import DataKind, Dataset
 from ..loading.data_paths import read_sources
-from ..loading.datasets import Dataset, identify
+from ..loading.datasets import identify
 from .difficulty_metrics import MetricSpec
 from .metric_index import ListFile, write_list_file, write_metric, write_total
 
 logger = logging.getLogger(__name__)
-BATCH = 256                                                 # samples looked at together: bounds the memory of a map
+BATCH = 256                                            # samples measured together: bounds the memory of a map
 Values = dict[str, np.ndarray]
 
 
-def identity(config, kind: DataKind, total: int) -> dict:
-    """What the numbers of the samples of an epoch depend on; config: a RunConfig."""
+def identity(config: RunConfig, kind: DataKind, total: int) -> dict:
+    """All that the indices of the samples of an epoch depend on."""
     sources = read_sources(config.data)
-    words = (sources.whole or sources.parts[0]).words
-    return {"data": identify(words), "split": config.data.splits if sources.whole else None,
-            "seq_length": config.model.seq_length, "seed": config.train.seed, "samples": total, **kind.identity(config)}
+    values = (sources.whole or sources.parts[0]).values
+    return {"data": identify(values), "split": config.data.splits if sources.whole else None,
+            "seq_length": config.model.seq_length, "seed": config.train.seed, "samples": total,
+            **kind.identity(config)}
 
 
 def describes(description: Mapping, wanted: Mapping) -> str:
-    """What of `wanted` a description has otherwise, in words; nothing where they agree."""
+    """The differences of a description from `wanted`, for messages; "" if there are none."""
     found = description.get("dataset", {})
     differing = [key for key, value in wanted.items() if found.get(key) != value]
     return ", ".join(f"{key} {found.get(key)!r} instead of {wanted[key]!r}" for key in differing)
 
 
 def read_description(folder: Path, name: str = "analysis.json") -> dict | None:
-    """What the files of a folder were made of; None where they are not complete, or not ours."""
+    """The description of the files of a folder; None if there is none."""
     try:
         return json.loads((folder / name).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except (ValueError, OSError) as error:
-        raise DataError(f"{folder / name} cannot be read: {error}. Remove it, and run tools/analyze_data.py again.") from None
+        raise DataError(f"{folder / name} cannot be read: {error}. Remove it, and run tools/analyze_data.py "
+                        "again.") from None
 
 
-def map_shard(dataset: Dataset, save: Path, shard: int, num_shards: int, specs: Sequence[MetricSpec], dataset_id: Mapping,
-              tell: Callable[[int], None] = lambda done: None) -> list[str]:
-    """Compute the metrics of one shard's samples that are not there yet; their names. tell: called with samples done.
+def map_shard(dataset: Dataset, save: Path, shard: int, num_shards: int, specs: Sequence[MetricSpec],
+              dataset_id: Mapping, progress: Callable[[int], None] = lambda done: None) -> list[str]:
+    """Compute the missing metrics of a shard; returns their names.  progress: called with samples done.
 
     Raises DataError for a metric that fails, naming it and the samples, and for a full disk.
     """
@@ -70,7 +75,7 @@ def map_shard(dataset: Dataset, save: Path, shard: int, num_shards: int, specs: 
         for spec in todo:
             column, values = columns[spec.name], _call(functions[spec.name], spec, samples, start)
             column[:] = [column[0] + values] if spec.is_total and column else [*column, values]
-        tell(start + len(next(iter(samples.values()))) - first)
+        progress(start + len(next(iter(samples.values()))) - first)
     for spec in todo:
         folder = shard_folder(save, spec.name, shard)
         (folder / "done.json").unlink(missing_ok=True)
@@ -84,21 +89,23 @@ def map_shard(dataset: Dataset, save: Path, shard: int, num_shards: int, specs: 
 
 
 def reduce_metric(save: Path, spec: MetricSpec, num_shards: int, dataset_id: Mapping) -> np.ndarray:
-    """Merge the shards of a metric into its index files; returns its values, or its totals. Raises DataError."""
+    """Merge the shards of a metric into its index files; returns its values or totals. Raises DataError."""
     folder, prefix = save / spec.name, save / spec.name / spec.name
     description = {"metric": spec.definition(save), "dataset": dict(dataset_id)}
-    missing = [shard for shard in range(num_shards) if read_description(shard_folder(save, spec.name, shard), "done.json")
+    missing = [shard for shard in range(num_shards)
+               if read_description(shard_folder(save, spec.name, shard), "done.json")
                != _shard_description(save, spec, dataset_id, shard, num_shards)]
     if missing:
-        raise DataError(f"{folder}: {len(missing)} of {num_shards} shards are not complete, or were made from other data: "
-                        f"{', '.join(map(str, missing[:10]))}{' …' * (len(missing) > 10)}. Run the map again: finished "
-                        "shards are kept.")
+        raise DataError(f"{folder}: {len(missing)} of {num_shards} shards are not complete, or were made "
+                        f"from other data: {', '.join(map(str, missing[:10]))}{' …' * (len(missing) > 10)}. "
+                        "Run the map again: finished shards are kept.")
     what = "metric_value" if spec.is_total else "sample_to_metric"
-    parts = [ListFile(shard_folder(save, spec.name, shard) / f"{spec.name}_{what}").flat for shard in range(num_shards)]
+    parts = [ListFile(shard_folder(save, spec.name, shard) / f"{spec.name}_{what}").flat
+             for shard in range(num_shards)]
     values = np.sum([part for part in parts if len(part)], axis=0) if spec.is_total else np.concatenate(parts)
     if not spec.is_total and len(values) != dataset_id["samples"]:
-        raise DataError(f"{folder}: the shards hold {len(values)} values for {dataset_id['samples']} samples. Remove the "
-                        "folder, and run the map again.")
+        raise DataError(f"{folder}: the shards hold {len(values)} values for {dataset_id['samples']} "
+                        "samples. Remove the folder, and run the map again.")
     (folder / "analysis.json").unlink(missing_ok=True)
     (write_total if spec.is_total else write_metric)(prefix, values)
     _write_json(folder / "analysis.json", description)
@@ -106,24 +113,27 @@ def reduce_metric(save: Path, spec: MetricSpec, num_shards: int, dataset_id: Map
 
 
 def is_reduced(save: Path, spec: MetricSpec, dataset_id: Mapping) -> bool:
-    """Whether the metric's index files are complete and of this very dataset."""
-    return read_description(save / spec.name) == {"metric": spec.definition(save), "dataset": dict(dataset_id)}
+    """Whether the index files of the metric are complete and of this dataset."""
+    wanted = {"metric": spec.definition(save), "dataset": dict(dataset_id)}
+    return read_description(save / spec.name) == wanted
 
 
 def shard_range(total: int, num_shards: int, shard: int) -> tuple[int, int]:
-    """First sample of a shard, and the first after it; as DeepSpeed cuts them."""
+    """First sample of a shard, and of the next one; as in DeepSpeed."""
     bounds = np.linspace(0, total, num_shards + 1, dtype=int)
     return int(bounds[shard]), int(bounds[shard + 1])
 
 
 def shard_folder(save: Path, metric: str, shard: int) -> Path:
+    """The folder of a shard's files, with DeepSpeed's name."""
     return save / metric / f"worker{shard}_thread0"
 
 
 def percentiles(values: np.ndarray) -> str:
-    """`5 % 12 | 10 % 15 | …`: the value that so many of the samples do not exceed."""
+    """`5 % 12 | 25 % 15 | …`: the value that this share of the samples does not exceed."""
     ordered = np.sort(values)
-    return " | ".join(f"{p} % {ordered[max(0, -(-len(ordered) * p // 100) - 1)]}" for p in (5, 25, 50, 75, 95, 100))
+    return " | ".join(f"{p} % "
+                      f"{ordered[max(0, -(-len(ordered) * p // 100) - 1)]}" for p in (5, 25, 50, 75, 95, 100))
 
 
 def _batches(dataset: Dataset, first: int, last: int) -> Iterator[tuple[int, Values]]:
@@ -132,22 +142,26 @@ def _batches(dataset: Dataset, first: int, last: int) -> Iterator[tuple[int, Val
         yield start, {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
 
 
-def _call(function: Callable[[Values], np.ndarray], spec: MetricSpec, samples: Values, start: int) -> np.ndarray:
-    """The metric's whole numbers for these samples, as int64."""
+def _call(function: Callable[[Values], np.ndarray], spec: MetricSpec, samples: Values,
+          start: int) -> np.ndarray:
+    """The values of a metric for these samples, int64."""
     count = len(next(iter(samples.values())))
     try:
         values = np.asarray(function(samples))
     except Exception as error:
-        raise DataError(f"metric {spec.name} failed on samples {start} to {start + count - 1}: {type(error).__name__}: "
-                        f"{error}.") from error
+        raise DataError(f"metric {spec.name} failed on samples {start} to {start + count - 1}: "
+                        f"{type(error).__name__}: {error}.") from error
     if values.dtype.kind not in "iu" or not spec.is_total and values.shape != (count,):
-        raise DataError(f"metric {spec.name} gave {values.dtype} {list(values.shape)} for {count} samples: it must give whole "
-                        f"numbers, one for each sample ([{count}]). Round them, as in (1000 * x).astype(numpy.int64).")
+        raise DataError(f"metric {spec.name} gave {values.dtype} {list(values.shape)} for {count} samples: "
+                        f"it must give integers, one for each sample ([{count}]). Round them, as in (1000 * "
+                        "x).astype(numpy.int64).")
     return values.astype(np.int64)
 
 
-def _shard_description(save: Path, spec: MetricSpec, dataset_id: Mapping, shard: int, num_shards: int) -> dict:
-    return {"metric": spec.definition(save), "dataset": dict(dataset_id), "shard": shard, "num_shards": num_shards}
+def _shard_description(save: Path, spec: MetricSpec, dataset_id: Mapping, shard: int,
+                       num_shards: int) -> dict:
+    return {"metric": spec.definition(save), "dataset": dict(dataset_id), "shard": shard,
+            "num_shards": num_shards}
 
 
 def _write_json(path: Path, content: Mapping) -> None:

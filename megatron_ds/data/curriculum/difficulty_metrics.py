@@ -1,13 +1,13 @@
-"""Metrics of difficulty: functions from samples, arrays [b, …] by name, to one whole number for each.
+"""Difficulty metrics: functions from samples, arrays [b, …] by name, to one integer for each sample.
 
-The names and numbers are those of Megatron-DeepSpeed's `analyze_data.py`. A GPT sample is {"tokens": [b, s + 1]}, with −1
-where it is short; a BERT sample is {"text": [b, s], "padding_mask": [b, s], …}.
+Names and values are those of Megatron-DeepSpeed's `analyze_data.py`. GPT samples are {"tokens": [b, s + 1]},
+padded with −1; BERT samples are {"text": [b, s], "padding_mask": [b, s], …}.
 
-    seqlen                how many real tokens
-    total_vocab_freq      not of a sample: how often each token occurs in the whole dataset
-    vocab_rarity          the sum over tokens of −log p(token), p from total_vocab_freq: low where words are common
-    seqlen_vocab_rarity   both: by length first, and by rarity among equal lengths
-    name=module:function  a function of the user's
+    seqlen                number of tokens without padding
+    total_vocab_freq      of the whole dataset: the count of each token
+    vocab_rarity          the sum of −log p(token), with p from total_vocab_freq: low for common tokens
+    seqlen_vocab_rarity   by length, and by rarity among equal lengths
+    name=module:function  a user's function
 
 Li et al. 2022 (arXiv:2212.03597), section 3.1.
 """
@@ -31,9 +31,9 @@ FREQUENCY = "total_vocab_freq"
 
 @dataclass(frozen=True)
 class MetricSpec:
-    """A metric as named on a command line. source: import path of a function of the user's, "" for one of ours.
+    """A metric of a command line, and the vocabulary size and sequence length of the dataset.
 
-    vocab_size, seq_length: of the dataset.
+    source: import path of a user's function, "" for a built-in metric.
     """
 
     name: str
@@ -47,9 +47,10 @@ class MetricSpec:
         return (TOTALS | METRICS)[self.name](self, save)
 
     def definition(self, save: Path) -> list:
-        """What the numbers depend on besides the samples."""
+        """All that the values depend on besides the samples, as JSON values."""
         made_of = [_digest(frequency_path(save))] if self.name in NEED_FREQUENCY else []
-        return [self.name, self.source, self.vocab_size if self.name in (*TOTALS, *NEED_FREQUENCY) else None, *made_of]
+        vocab_size = self.vocab_size if self.name in (*TOTALS, *NEED_FREQUENCY) else None
+        return [self.name, self.source, vocab_size, *made_of]
 
     @property
     def is_total(self) -> bool:
@@ -61,25 +62,26 @@ class MetricSpec:
         return not self.source and self.name in NEED_FREQUENCY
 
 
-def parse_metric(word: str, vocab_size: int, seq_length: int) -> MetricSpec:
+def parse_metric(text: str, vocab_size: int, seq_length: int) -> MetricSpec:
     """`vocab_rarity`, or `name=module:function`. Raises ConfigError."""
-    name, equals, source = word.partition("=")
+    name, equals, source = text.partition("=")
     if equals and name and source and name not in {*METRICS, *TOTALS}:
         if not name.replace("_", "").isalnum():
-            raise ConfigError(f"--metrics {word}: {name!r} names a folder and files; use letters, digits and underscores.")
-        import_function(source, f"--metrics {word}: the function")
+            raise ConfigError(f"--metrics {text}: {name!r} names a folder and files; use letters, digits and "
+                              "underscores.")
+        import_function(source, f"--metrics {text}: the function")
         return MetricSpec(name, source, vocab_size, seq_length)
     if equals:
-        raise ConfigError(f"--metrics {word}: give a function as name=module:function, with a name that is not one of "
-                          f"{', '.join({**METRICS, **TOTALS})}.")
+        raise ConfigError(f"--metrics {text}: give a function as name=module:function, with a name that is "
+                          f"not one of {', '.join({**METRICS, **TOTALS})}.")
     if name not in METRICS and name not in TOTALS:
-        raise ConfigError(f"--metrics {word}{did_you_mean(name, [*METRICS, *TOTALS]) or ': unknown.'} Known: "
+        raise ConfigError(f"--metrics {text}{did_you_mean(name, [*METRICS, *TOTALS]) or ': unknown.'} Known: "
                           f"{', '.join({**METRICS, **TOTALS})}; or one of your own, name=module:function.")
     return MetricSpec(name, "", vocab_size, seq_length)
 
 
 def real_tokens(samples: Values) -> tuple[np.ndarray, np.ndarray]:
-    """(ids [b, n], which of them are real, bool [b, n]); other ids are 0."""
+    """(ids [b, n], with 0 for padding; bool [b, n], False for padding)."""
     if "tokens" in samples:
         real = samples["tokens"] >= 0
         return np.where(real, samples["tokens"], 0), real
@@ -88,6 +90,7 @@ def real_tokens(samples: Values) -> tuple[np.ndarray, np.ndarray]:
 
 
 def frequency_path(save: Path) -> Path:
+    """The list file of total_vocab_freq."""
     return save / FREQUENCY / f"{FREQUENCY}_metric_value"
 
 
@@ -112,12 +115,13 @@ def _vocab_rarity(spec: MetricSpec, save: Path):
 def _seqlen_vocab_rarity(spec: MetricSpec, save: Path):
     weights = rarities(save)
     most = spec.seq_length * float(weights.max())
-    factor = 10 ** (math.ceil(math.log(most, 10)) + 1) if most > 0 else 10      # a token more outweighs any rarity
+    # One token more outweighs any rarity.
+    factor = 10 ** (math.ceil(math.log(most, 10)) + 1) if most > 0 else 10
     return lambda samples: real_tokens(samples)[1].sum(1) * factor + _sum_of(weights, samples)
 
 
 def rarities(save: Path) -> np.ndarray:
-    """−log of each token's share, float64 [vocabulary]; a token that never occurs counts as if it did once."""
+    """−log of each token's share, float64 [vocabulary]; a token that never occurs is counted once."""
     counts = ListFile(frequency_path(save)).flat.astype(np.float64)
     counts[counts == 0] = 1
     return -np.log(counts / counts.sum())
@@ -129,14 +133,14 @@ def _sum_of(weights: np.ndarray, samples: Values) -> np.ndarray:
 
 
 def _digest(path: Path) -> str | None:
-    """Of the table of frequencies; None where there is none yet."""
+    """MD5 of the table of frequencies; None if there is none yet."""
     try:
         return hashlib.md5(ListFile(path).flat.tobytes(), usedforsecurity=False).hexdigest()
     except DataError:
         return None
 
 
-# name → maker of the function, from the spec and the folder where total_vocab_freq lies
+# name → function of the spec and the folder of total_vocab_freq, which gives the metric
 METRICS = {"seqlen": _seqlen, "vocab_rarity": _vocab_rarity, "seqlen_vocab_rarity": _seqlen_vocab_rarity}
 TOTALS = {FREQUENCY: _total_vocab_freq}
 NEED_FREQUENCY = ("vocab_rarity", "seqlen_vocab_rarity")

@@ -1,37 +1,39 @@
-"""Fill in the middle: a document's middle is moved to its end, so that a model learns to write between two texts.
+"""Fill in the middle: a document's middle moves to its end, so that a model learns to write between texts.
 
     document                 prefix | middle | suffix               cut at two characters, uniformly drawn
     prefix-suffix-middle     [PRE] prefix [SUF] suffix [MID] middle
     suffix-prefix-middle     [PRE] [SUF] suffix [MID] prefix middle
 
-Bavarian et al. 2022 (arXiv:2207.14255), sections 3 and 4.4; names and orders are Megatron's. The draws belong to the number
-of the sample: it is the same sample on any rank, in any worker, after any resume.
+Bavarian et al. 2022 (arXiv:2207.14255), sections 3 and 4.4; names and orders are Megatron's. Random numbers
+are keyed by the index of the sample, so it is the same sample on any rank, in any worker, and after a resume.
 """
 
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
+from ...config import DataConfig
 from ...errors import ConfigError
+from ..kind import PAD, Dataset
 from ..tokenizers import Tokenizer
-from .collate import PAD
 
-LOST = "\ufffd"                                             # what decoding makes of a character that was cut in two
+LOST = "\ufffd"                                             # decoded from half a character
 
 
 @dataclass(frozen=True)
 class FillInMiddle:
-    """Turns a sample's tokens [s + 1] into as many, each of its documents rearranged with probability `rate`.
+    """Rearranges each document of a sample with probability `rate`; the tokens [s + 1] keep their number.
 
-    prefix, middle, suffix  ids of the three marks
-    spm_rate                part of them that becomes suffix-prefix-middle
-    split                   a token at which documents are cut into pieces that are rearranged each by itself, with probability
-                            `fragment_rate`, once the document was chosen; say files of a repository
-    no_prefix               documents whose text begins so stay as they are
+    prefix, middle, suffix  ids of the three sentinel tokens
+    spm_rate                share of them that becomes suffix-prefix-middle
+    split                   a token that separates the fragments of a document, such as the files of a
+                            repository; in a chosen document, each fragment is rearranged separately with
+                            probability `fragment_rate`
+    no_prefix               documents whose text begins with this are not rearranged
 
-    Marks make a sample longer: what does not fit is left out at its end. A piece that holds half a character, as the ends of
-    a sample may, stays as it is.
+    Sentinel tokens make a sample longer: tokens that do not fit are cut off at its end. A fragment with half
+    a character, possible at the ends of a sample, is not rearranged.
     """
 
     tokenizer: Tokenizer
@@ -77,9 +79,9 @@ class FillInMiddle:
 
 
 class FIMDataset:
-    """Another dataset with its samples rearranged; a pure function of (seed, i)."""
+    """A dataset with its samples rearranged; a pure function of (seed, i)."""
 
-    def __init__(self, dataset: Sized, fim: FillInMiddle, seed: int):
+    def __init__(self, dataset: Dataset, fim: FillInMiddle, seed: int):
         self.dataset, self.fim, self.seed = dataset, fim, seed
 
     def __len__(self) -> int:
@@ -89,18 +91,20 @@ class FIMDataset:
         return {"tokens": self.fim(self.dataset[i]["tokens"], np.random.default_rng((self.seed, i)))}
 
 
-def make_fim(data, tokenizer: Tokenizer) -> FillInMiddle:
-    """What the flags ask for. data: a DataConfig. Raises ConfigError for a mark that is not one token."""
+def make_fim(data: DataConfig, tokenizer: Tokenizer) -> FillInMiddle:
+    """From the --fim flags. Raises ConfigError for a sentinel token that is not one token."""
     marks = {name: _id_of(tokenizer, f"--fim-{name}-token", getattr(data, f"fim_{name}_token"))
              for name in ("prefix", "middle", "suffix")}
-    split = None if data.fim_split_sample is None else _id_of(tokenizer, "--fim-split-sample", data.fim_split_sample)
+    separator = data.fim_split_sample
+    split = None if separator is None else _id_of(tokenizer, "--fim-split-sample", separator)
     return FillInMiddle(
-        tokenizer, **marks, rate=data.fim_rate, spm_rate=data.fim_spm_rate, split=split, no_prefix=data.fim_no_prefix,
+        tokenizer, **marks, rate=data.fim_rate, spm_rate=data.fim_spm_rate, split=split,
+        no_prefix=data.fim_no_prefix,
         fragment_rate=data.fim_rate if data.fim_fragment_rate is None else data.fim_fragment_rate)
 
 
 def _cut(tokens: np.ndarray, at: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """(piece, the token behind it or none) between the tokens `at`."""
+    """(piece, the token after it or none) between the tokens `at`."""
     start = 0
     for end in np.flatnonzero(tokens == at).tolist():
         yield tokens[start:end], tokens[end:end + 1]
@@ -112,6 +116,7 @@ def _id_of(tokenizer: Tokenizer, flag: str, name: str) -> int:
     """The id of a token by its text, or the id itself in decimal."""
     ids = [int(name)] if name.isdecimal() else tokenizer.encode(name)
     if len(ids) != 1 or ids[0] >= tokenizer.vocab_size:
-        raise ConfigError(f"{flag} {name}: not a token of {type(tokenizer).__name__}, which makes {len(ids)} of it and has "
-                          f"{tokenizer.vocab_size}. Name a special token of the vocabulary, or give its number.")
+        raise ConfigError(f"{flag} {name}: not one token of {type(tokenizer).__name__}, which encodes it as "
+                          f"{len(ids)} and has {tokenizer.vocab_size}. Name a special token of the "
+                          "vocabulary, or give its id.")
     return ids[0]

@@ -1,20 +1,18 @@
-"""`GPTDataset`: a corpus cut into samples of s + 1 tokens, in Megatron's order.
+"""`GPTDataset`: a corpus cut into samples of s + 1 tokens, in Megatron's order; and mock samples.
 
-`dataset[i]` is `{"tokens": int64 [s + 1]}`, a pure function of (corpus, documents, seq_length, num_samples, seed, i).
+`dataset[i]` is `{"tokens": int64 [s + 1]}`, a pure function of (corpus, documents, seq_length, num_samples,
+seed, i).
 """
 
-import hashlib
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from ..loading.cache import cached_arrays
+from ..loading.cache import cached_arrays, default_cache
 from ..text.indexed import IndexedDataset
 from .index_maps import INT32, IndexMaps, build_index_maps
 
 MAPS = ("document_index", "sample_index", "shuffle_index")
-FINGERPRINT_BLOCKS, FINGERPRINT_BLOCK = 256, 1 << 14        # at most 256 blocks of 16384 lengths are looked at
 
 
 class GPTDataset:
@@ -40,45 +38,50 @@ class GPTDataset:
         return {"tokens": tokens}
 
 
-def open_gpt_dataset(corpus: IndexedDataset, documents: range, *, title: str, seq_length: int, num_samples: int | None,
-                     seed: int, cache: str | Path | None = None) -> GPTDataset:
-    """The dataset of a range of documents, its index maps taken from the cache or built into it.
+def open_gpt_dataset(corpus: IndexedDataset, documents: range, *, title: str, seq_length: int,
+                     num_samples: int | None, seed: int, cache: str | Path | None = None) -> GPTDataset:
+    """The dataset of a range of documents. Its index maps are read from the cache, or built and stored there.
 
-    title: names the part in the cache ("GPTDataset-train").  cache: None for `cache/GPTDataset_indices` beside the corpus.
+    title: names the part in the cache ("GPTDataset-train").  cache: None for `cache/GPTDataset_indices` next
+    to the corpus.
     """
     directory = Path(cache) if cache else default_cache(corpus.prefix)
     key = {
-        "class": "GPTDataset", "dataset_path": str(corpus.bin_path.resolve())[:-4], "corpus": corpus_fingerprint(corpus),
-        "documents": [documents.start, documents.stop], "num_samples": num_samples, "sequence_length": seq_length,
-        "random_seed": seed,
+        "class": "GPTDataset", "dataset_path": str(corpus.bin_path.resolve())[:-4],
+        "corpus": corpus.fingerprint(), "documents": [documents.start, documents.stop],
+        "num_samples": num_samples,
+        "sequence_length": seq_length, "random_seed": seed,
     }
 
     def build() -> dict[str, np.ndarray]:
-        corpus.check()                                      # by the one process that builds: every row is read anyway
-        numbers = np.arange(documents.start, documents.stop, dtype=np.int32 if documents.stop <= INT32 else np.int64)
-        maps = build_index_maps(corpus.lengths, numbers, seq_length, num_samples, seed)
-        return {name: getattr(maps, name) for name in MAPS}
+        corpus.check()                                   # only the process that builds reads every row anyway
+        numbers = np.arange(documents.start, documents.stop,
+                            dtype=np.int32 if documents.stop <= INT32 else np.int64)
+        return vars(build_index_maps(corpus.lengths, numbers, seq_length, num_samples, seed))
 
     return GPTDataset(corpus, IndexMaps(**cached_arrays(directory, title, key, MAPS, build)), seq_length)
 
 
-def default_cache(prefix: str) -> Path:
-    """Where Megatron keeps index maps by default: beside the corpus."""
-    return Path(prefix).parent / "cache" / "GPTDataset_indices"
+class MockDataset:
+    """Samples to try a layout or measure speed without a corpus. Predictable, so that the loss falls.
 
-
-def corpus_fingerprint(corpus: IndexedDataset) -> str:
-    """Tells a corpus from another one that was later written under the same name.
-
-    Numbers of sequences and tokens, and the lengths of the sequences: all of them, or blocks all over a long corpus.
+    Sample i counts upwards in steps of 1 to 4 from a random id, and restarts after an end of document. A pure
+    function of (seed, i). Ids are in [0, vocab_size).
     """
-    digest = hashlib.md5(f"{len(corpus)} {corpus.num_tokens} {corpus.dtype}".encode(), usedforsecurity=False)
-    for start in _block_starts(len(corpus)):
-        digest.update(corpus.lengths[start:start + FINGERPRINT_BLOCK].tobytes())
-    return digest.hexdigest()
 
+    def __init__(self, num_samples: int, *, seq_length: int, vocab_size: int, eod: int, seed: int):
+        self.num_samples, self.seq_length, self.vocab_size = num_samples, seq_length, vocab_size
+        self.eod, self.seed = eod, seed
 
-def _block_starts(count: int) -> Sequence[int]:
-    if count <= FINGERPRINT_BLOCKS * FINGERPRINT_BLOCK:
-        return range(0, count, FINGERPRINT_BLOCK)
-    return np.linspace(0, count - FINGERPRINT_BLOCK, FINGERPRINT_BLOCKS).astype(np.int64).tolist()
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
+        random = np.random.default_rng((self.seed, i))
+        end = int(random.integers(1, self.seq_length + 1))
+        starts, steps = random.integers(0, self.vocab_size, 2), random.integers(1, 5, 2)
+        places = np.arange(self.seq_length + 1, dtype=np.int64)
+        tokens = np.where(places < end, starts[0] + steps[0] * places, starts[1] + steps[1] * (places - end))
+        tokens %= self.vocab_size
+        tokens[end] = self.eod
+        return {"tokens": tokens}

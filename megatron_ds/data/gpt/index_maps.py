@@ -1,17 +1,17 @@
-"""In which order a GPT dataset visits its corpus: three arrays, with Megatron's values.
+"""The order in which a GPT dataset reads its corpus: three arrays, with Megatron's values.
 
     document_index  [E * docs]   the documents in the order they are read, E epochs, shuffled
     sample_index    [M + 1, 2]   where sample i begins: (position in document_index, token in that document)
-    shuffle_index   [M]          which of these cuts the i-th sample of training is
+    shuffle_index   [M]          the cut that is the i-th sample of training
 
-The documents, read in document order, are one long stream of tokens; sample i is the tokens i·s … i·s + s (s + 1 of them:
-the last one is only ever a label, and is the first token of the next sample).
+The documents, in the order of document_index, are one long stream of tokens; sample i is the s + 1 tokens i·s
+… i·s + s. The last one is only a label, and is the first token of the next sample.
 
     stream   | doc 2          | doc 0     | doc 5   | ...
     samples  |---- 0 ----|---- 1 ----|---- 2 ----|        s = 4 tokens + 1 shared
 
-A numpy `RandomState(seed)` is consumed first by document_index, then by shuffle_index. Pure; `lengths` may be mapped.
-The compiled builder does the work where it is there (`native_index.py`).
+A numpy `RandomState(seed)` shuffles document_index first, then shuffle_index. Pure; `lengths` may be mapped.
+Built by the compiled builder if it is installed (`native_index.py`).
 """
 
 from dataclasses import dataclass
@@ -27,6 +27,8 @@ SEPARATE_LAST_EPOCH_BELOW = 0.80
 
 @dataclass(frozen=True)
 class IndexMaps:
+    """The three arrays."""
+
     document_index: np.ndarray
     sample_index: np.ndarray
     shuffle_index: np.ndarray
@@ -34,13 +36,14 @@ class IndexMaps:
 
 def build_index_maps(lengths: np.ndarray, documents: np.ndarray, seq_length: int, num_samples: int | None,
                      seed: int) -> IndexMaps:
-    """The three arrays for at least `num_samples` samples out of `documents`; one epoch when `num_samples` is None.
+    """The three arrays for at least `num_samples` samples of `documents`; one epoch for `num_samples` None.
 
     lengths: tokens of every sequence of the corpus.  Raises DataError when the documents hold no sample.
     """
     tokens_per_epoch = sum_of(lengths, documents)
     if tokens_per_epoch == 0 or num_samples is None and num_samples_in(tokens_per_epoch, seq_length) == 0:
-        raise DataError(f"{len(documents)} documents hold {tokens_per_epoch} tokens: not one sample of {seq_length} + 1.")
+        raise DataError(f"{len(documents)} documents hold {tokens_per_epoch} tokens: not one sample of "
+                        f"{seq_length} + 1. Use more text or a shorter --seq-length.")
     epochs = epochs_needed(tokens_per_epoch, seq_length, num_samples)
     separate = last_epoch_is_separate(tokens_per_epoch, seq_length, num_samples, epochs)
     random = np.random.RandomState(seed)
@@ -52,7 +55,7 @@ def build_index_maps(lengths: np.ndarray, documents: np.ndarray, seq_length: int
 
 
 def num_samples_in(num_tokens: int, seq_length: int) -> int:
-    """Samples that a stream of tokens yields; one more token than s is needed for each, shared with the next."""
+    """Samples in a stream of tokens: each takes s + 1, the last of which it shares with the next."""
     return (num_tokens - 1) // seq_length
 
 
@@ -63,11 +66,12 @@ def epochs_needed(tokens_per_epoch: int, seq_length: int, num_samples: int | Non
     return max(1, -(-(num_samples * seq_length + 1) // tokens_per_epoch))
 
 
-def last_epoch_is_separate(tokens_per_epoch: int, seq_length: int, num_samples: int | None, epochs: int) -> bool:
-    """Whether so little of the last epoch is used that it is shuffled by itself.
+def last_epoch_is_separate(tokens_per_epoch: int, seq_length: int, num_samples: int | None,
+                           epochs: int) -> bool:
+    """Whether so little of the last epoch is used that it is shuffled separately.
 
-    Shuffled with the others, a last epoch of which only some samples are needed would leave parts of the corpus seen
-    one time less than the rest.
+    Shuffled with the others, a partly used last epoch would leave parts of the corpus read once less than the
+    rest.
     """
     if epochs == 1:
         return False
@@ -75,10 +79,11 @@ def last_epoch_is_separate(tokens_per_epoch: int, seq_length: int, num_samples: 
     return from_last < int(SEPARATE_LAST_EPOCH_BELOW * num_samples_in(tokens_per_epoch, seq_length))
 
 
-def build_document_index(documents: np.ndarray, epochs: int, separate: bool, random: np.random.RandomState) -> np.ndarray:
-    """`epochs` copies of `documents` shuffled together, the last one by itself behind the others if `separate`.
+def build_document_index(documents: np.ndarray, epochs: int, separate: bool,
+                         random: np.random.RandomState) -> np.ndarray:
+    """`epochs` copies of `documents` shuffled together; if `separate`, the last copy is shuffled alone.
 
-    int32; int64 where the number of a document needs it.
+    int32, or int64 if a document number needs it.
     """
     largest = int(max(documents[0], documents[-1])) if len(documents) else 0
     index = np.tile(np.asarray(documents, np.int32 if largest <= INT32 else np.int64), epochs)
@@ -90,7 +95,7 @@ def build_document_index(documents: np.ndarray, epochs: int, separate: bool, ran
 
 
 def sum_of(lengths: np.ndarray, documents: np.ndarray) -> int:
-    """Tokens of the documents, a range of the corpus as a rule: then nothing is copied."""
+    """Tokens of the documents. Without a copy if they are a range of the corpus, the usual case."""
     first, last = (int(documents[0]), int(documents[-1])) if len(documents) else (0, -1)
     is_range = last - first + 1 == len(documents) and bool((documents[1:] > documents[:-1]).all())
     return int((lengths[first:last + 1] if is_range else lengths[documents]).sum(dtype=np.int64))
@@ -98,10 +103,10 @@ def sum_of(lengths: np.ndarray, documents: np.ndarray) -> int:
 
 def build_sample_index(lengths: np.ndarray, document_index: np.ndarray, seq_length: int,
                        num_tokens: int | None = None) -> np.ndarray:
-    """[M + 1, 2]: where the samples begin, and where the last one ends. int32, int64 where a number needs it.
+    """[M + 1, 2]: where the samples begin, and where the last one ends. int32, or int64 if a number needs it.
 
-    Row i is the document that holds token i·s of the stream: an empty document holds no token, so it is never named, except
-    that row 0 is always the very beginning.  num_tokens: of all documents of the index, where it is known.
+    Row i names the document that holds token i·s of the stream, so never an empty document, except that row 0
+    is always the beginning.  num_tokens: of all documents of the index, if known.
     """
     if not extension() or lengths.dtype != np.int32 or document_index.dtype not in (np.int32, np.int64):
         return plain_sample_index(lengths, document_index, seq_length)
@@ -112,7 +117,7 @@ def build_sample_index(lengths: np.ndarray, document_index: np.ndarray, seq_leng
 
 
 def plain_sample_index(lengths: np.ndarray, document_index: np.ndarray, seq_length: int) -> np.ndarray:
-    """The same with numpy: by bisection in the ends of the documents."""
+    """As `build_sample_index`, with numpy: by bisection in the ends of the documents."""
     sizes = lengths[document_index]
     ends = np.cumsum(sizes, dtype=np.int64)
     starts = np.arange(num_samples_in(int(ends[-1]), seq_length) + 1, dtype=np.int64) * seq_length
@@ -127,7 +132,7 @@ def plain_sample_index(lengths: np.ndarray, document_index: np.ndarray, seq_leng
 
 
 def build_shuffle_index(first: int, total: int, random: np.random.RandomState) -> np.ndarray:
-    """[0, first) shuffled, then [first, total) shuffled. uint32, int64 when there are too many."""
+    """[0, first) shuffled, then [first, total) shuffled. uint32, or int64 where needed."""
     dtype = np.int64 if total >= np.iinfo(np.uint32).max - 1 else np.uint32
     index = np.arange(total, dtype=dtype)
     shuffle(index[:first], random)

@@ -1,12 +1,14 @@
-"""Whole documents packed into samples, instead of one stream of them cut every s tokens.
+"""Whole documents packed into samples, instead of one stream of documents cut every s tokens.
 
-    stream     | a a a b b|b b b c c|c d d d d|           packed     | a a a c c c .|b b b b b . .|d d d d . . .|
+    stream     | a a a b b|b b b c c|c d d d d|
+    packed     | a a a c c c .|b b b b b . .|d d d d . . .|
 
-A document is cut only where it is longer than a sample; then its pieces share a token, so that each token but a document's
-first is predicted once. Pieces are packed by their histogram: longest first, each into the fullest open sample that takes it
-(best fit; Krell et al. 2021, arXiv:2107.02027, section 3 and algorithm 2), all pieces of a length at once, so the work hardly
-depends on how many there are. What stays empty is padding, some parts in a thousand for ordinary text. Truncating fewer
-documents helps the model: Ding et al. 2024 (arXiv:2404.10830), section 4.
+A document is cut only if it is longer than a sample; then consecutive pieces share a token, so that each
+token except a document's first is predicted once. Pieces are packed by the histogram of their lengths:
+longest first, each into the fullest open sample with room for it (best fit; Krell et al. 2021,
+arXiv:2107.02027, section 3 and algorithm 2), all pieces of a length at once, so the work hardly depends on
+their number. The rest of a sample is padding, a few thousandths for ordinary text. Fewer truncated documents
+help the model: Ding et al. 2024 (arXiv:2404.10830), section 4.
 """
 
 import bisect
@@ -18,10 +20,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..loading.cache import cached_arrays
+from ..kind import PAD
+from ..loading.cache import cached_arrays, default_cache
 from ..text.indexed import IndexedDataset
-from .collate import PAD
-from .gpt_dataset import corpus_fingerprint, default_cache
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +46,8 @@ class Packs(NamedTuple):
 
 
 def pack_lengths(histogram: Mapping[int, int], capacity: int) -> list[Pattern]:
-    """How to pack `histogram[length]` pieces of each length into samples of `capacity` tokens."""
-    open_samples: dict[int, list[Pattern]] = {}             # by room that is left
+    """Patterns that pack `histogram[length]` pieces of each length into samples of `capacity` tokens."""
+    open_samples: dict[int, list[Pattern]] = {}             # by free tokens
     rooms: list[int] = []                                   # its keys, ascending
 
     def put(pattern: Pattern, room: int) -> None:
@@ -59,7 +60,7 @@ def pack_lengths(histogram: Mapping[int, int], capacity: int) -> list[Pattern]:
         left = histogram[length]
         while left:
             at = bisect.bisect_left(rooms, length)
-            if at == len(rooms):                            # nothing takes it: new samples, as many of it in each as fit
+            if at == len(rooms):               # no room: new samples, each with as many of this length as fit
                 each = min(capacity // length, left)
                 samples = left // each
                 put(Pattern((length,) * each, samples), capacity - each * length)
@@ -78,15 +79,15 @@ def pack_lengths(histogram: Mapping[int, int], capacity: int) -> list[Pattern]:
 
 
 def build_packs(lengths: np.ndarray, documents: range, seq_length: int, seed: int) -> Packs:
-    """The samples of one epoch over these sequences of a corpus; which pieces meet is drawn by `seed`."""
+    """The samples of one epoch over these sequences of a corpus. `seed` assigns the pieces to samples."""
     tokens = lengths[documents.start:documents.stop].astype(np.int64)
-    pieces = np.maximum(0, -(-(tokens - 1) // seq_length))               # a sequence of one token predicts nothing
+    pieces = np.maximum(0, -(-(tokens - 1) // seq_length))          # a sequence of one token predicts nothing
     document = np.repeat(np.arange(documents.start, documents.stop), pieces)
     start = (np.arange(len(document)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * seq_length
     length = np.minimum(seq_length + 1, np.repeat(tokens, pieces) - start)
 
     drawn = np.random.RandomState(seed).permutation(len(document))
-    by_length = drawn[np.argsort(length[drawn], kind="stable")]          # of each length, in random order
+    by_length = drawn[np.argsort(length[drawn], kind="stable")]      # pieces of equal length, in random order
     found, first, counts = np.unique(length[by_length], return_index=True, return_counts=True)
     next_piece = dict(zip(found.tolist(), first.tolist()))
     members, sizes = [], []
@@ -98,16 +99,18 @@ def build_packs(lengths: np.ndarray, documents: range, seq_length: int, seed: in
         members.append(np.stack(columns, axis=1).ravel())
         sizes.append(np.full(count, len(lengths_of)))
     bounds = np.concatenate(([0], np.cumsum(np.concatenate(sizes)))) if sizes else np.zeros(1, np.int64)
-    return Packs(document, start, length, np.concatenate(members) if members else np.zeros(0, np.int64), bounds)
+    all_members = np.concatenate(members) if members else np.zeros(0, np.int64)
+    return Packs(document, start, length, all_members, bounds)
 
 
 class PackedDataset:
-    """Sample i is {"tokens": int64 [s + 1], padded, "document_ids": int64 [s + 1], one number for each piece}.
+    """Sample i is {"tokens": int64 [s + 1], padded, "document_ids": int64 [s + 1], the number of the piece}.
 
-    Each epoch deals the same packs in an order of its own; at least `num_samples` in all, or one epoch.
+    Each epoch has the same packs in another order. `num_samples` in all; None for one epoch.
     """
 
-    def __init__(self, corpus: IndexedDataset, packs: Packs, seq_length: int, num_samples: int | None, seed: int):
+    def __init__(self, corpus: IndexedDataset, packs: Packs, seq_length: int, num_samples: int | None,
+                 seed: int):
         self.corpus, self.packs, self.seq_length, self.seed = corpus, packs, seq_length, seed
         self.per_epoch = len(packs.bounds) - 1
         self.num_samples = num_samples or self.per_epoch
@@ -131,15 +134,16 @@ class PackedDataset:
         return {"tokens": tokens, "document_ids": document_ids}
 
 
-@lru_cache(maxsize=16)                                      # several corpora, each at the border of two epochs
+@lru_cache(maxsize=16)                                     # several corpora, each at the border of two epochs
 def _order(samples: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng((seed, epoch)).permutation(samples)
 
 
-def open_packed_dataset(corpus: IndexedDataset, documents: range, *, title: str, seq_length: int, num_samples: int | None,
-                        seed: int, cache: str | Path | None = None) -> PackedDataset:
-    """As `open_gpt_dataset`, with documents packed."""
-    key = {"class": "PackedDataset", "dataset_path": str(corpus.bin_path.resolve())[:-4], "corpus": corpus_fingerprint(corpus),
+def open_packed_dataset(corpus: IndexedDataset, documents: range, *, title: str, seq_length: int,
+                        num_samples: int | None, seed: int, cache: str | Path | None = None) -> PackedDataset:
+    """As `open_gpt_dataset`, with packed documents."""
+    key = {"class": "PackedDataset", "dataset_path": str(corpus.bin_path.resolve())[:-4],
+           "corpus": corpus.fingerprint(),
            "documents": [documents.start, documents.stop], "sequence_length": seq_length, "random_seed": seed}
 
     def build() -> dict[str, np.ndarray]:

@@ -1,1 +1,1 @@
-"""From corpora to the batches of a rank: data paths, blends, the cache of index maps, samplers and loaders."""
+"""From corpora to the batches of a rank: data paths, blends, the cache of index maps, loaders."""

@@ -1,8 +1,8 @@
-"""Blending: one stream of samples from several datasets, in proportion to their weights, with Megatron's values.
+"""Blending: one stream of samples from several datasets, in proportion to their weights, as in Megatron.
 
-At every step the dataset that lags farthest behind its share comes next: the one with the largest
-weight · max(step, 1) − samples drawn so far; of equals, the first. At no time is a dataset far from its share, so any
-stretch of the training sees the mixture.
+Each step draws from the dataset that is farthest behind its share: the one with the largest
+weight · max(step, 1) − samples drawn so far; of equals, the first. A dataset is never far from its share, so
+any part of the training sees the mixture.
 """
 
 import math
@@ -16,86 +16,89 @@ from .native_index import extension, num_threads
 
 MAX_DATASETS = np.iinfo(np.int16).max
 SURPLUS = 0.005
-SEGMENT = 1 << 16                                           # steps that a thread draws at a time, at least
+SEGMENT = 1 << 16                                           # fewest steps that a thread draws at a time
 BYTES_PER_STEP = 2 + 8                                      # of the result
-BYTES_PER_THREAD = 60                                       # and dataset, besides the result: see csrc/blend_index.h
+BYTES_PER_THREAD = 60                                # and dataset, besides the result: see csrc/blend_index.h
 SPARE = 1 / 2000                                            # of the result, for that
+COUNTED_AT_ONCE = 1 << 22
+MOST_ROWS = 24                                              # of the table of draws
 
 
 @dataclass(frozen=True)
 class Blend:
-    """Prefixes of corpora, and their weights as given; None to draw each sample of each corpus once."""
+    """Prefixes of corpora, and their weights as given; None to draw each sample once."""
 
     prefixes: tuple[str, ...]
     weights: tuple[float, ...] | None
     left_out: tuple[str, ...] = ()              # of weight 0
 
     def without(self, prefixes: Collection[str]) -> "Blend":
-        """The others, at the same proportions."""
+        """The blend without these corpora; the others keep their proportions."""
         kept = [i for i, prefix in enumerate(self.prefixes) if prefix not in prefixes]
         weights = None if self.weights is None else tuple(self.weights[i] for i in kept)
         return Blend(tuple(self.prefixes[i] for i in kept), weights, (*self.left_out, *prefixes))
 
     def times(self, sizes: Sequence[float]) -> "Blend":
-        """Weights that said how often a corpus is read, made weights of samples."""
+        """Each weight times its size: turns epochs of each corpus into samples."""
         return replace(self, weights=tuple(w * size for w, size in zip(self.weights, sizes)))
 
     @property
     def shares(self) -> list[float]:
-        """Weights summing to 1. They say how many samples each corpus is built with."""
+        """Weights that sum to 1, for the number of samples of each corpus."""
         return normalized(self.weights)
 
     @property
     def order_shares(self) -> list[float]:
-        """The same for the order of samples: Megatron divides by the sum once more, which can change a last bit, and a tie."""
+        """Weights for the order of samples. Megatron normalizes twice, which can break a tie."""
         return normalized(self.shares)
 
 
 def parse_blend(words: Sequence[str], flag: str) -> Blend:
-    """`["0.3", "a", "0.7", "b"]`, or prefixes alone. Raises ConfigError naming the flag that the words were given to.
-
-    Corpora of weight 0 are left out.
-    """
+    """`["0.3", "a", "0.7", "b"]`, or prefixes alone. Corpora of weight 0 are left out. Raises ConfigError."""
     weights = [_number(word) for word in words[0::2]]
     if weights[0] is None:
         return Blend(tuple(words), None)
     prefixes = tuple(words[1::2])
     if len(words) % 2 or None in weights:
-        raise ConfigError(f"{_short(flag, words)}: give either prefixes alone, or a weight before each of them.")
+        raise ConfigError(f"{_short(flag, words)}: give either prefixes alone, or a weight before each of "
+                          "them.")
     if not all(0 <= w < math.inf for w in weights):
-        raise ConfigError(f"{_short(flag, words)}: weight {next(w for w in weights if not 0 <= w < math.inf):g} is not "
-                          "allowed. Weights are proportions: numbers of at least 0, in any unit.")
+        raise ConfigError(f"{_short(flag, words)}: weight "
+                          f"{next(w for w in weights if not 0 <= w < math.inf):g} is not allowed. Weights "
+                          "are proportions: numbers of at least 0, in any unit.")
     if not any(weights):
-        raise ConfigError(f"{_short(flag, words)}: all weights are 0, so there is nothing to draw. Give a corpus a weight "
-                          "above 0, or leave out the weights to read each corpus once.")
+        raise ConfigError(f"{_short(flag, words)}: all weights are 0, so there is nothing to draw. Give a "
+                          "corpus a weight above 0, or leave out the weights to read each corpus once.")
     if len(prefixes) > MAX_DATASETS:
-        raise ConfigError(f"{flag} names {len(prefixes)} corpora; at most {MAX_DATASETS} can be blended. Merge some of them.")
+        raise ConfigError(f"{flag} names {len(prefixes)} corpora; at most {MAX_DATASETS} can be blended. "
+                          "Merge some.")
     kept, left_out = ([i for i, w in enumerate(weights) if bool(w) == wanted] for wanted in (True, False))
-    return Blend(tuple(prefixes[i] for i in kept), tuple(weights[i] for i in kept), tuple(prefixes[i] for i in left_out))
+    return Blend(tuple(prefixes[i] for i in kept), tuple(weights[i] for i in kept),
+                 tuple(prefixes[i] for i in left_out))
 
 
 def normalized(weights: Sequence[float]) -> list[float]:
-    """By numpy, as Megatron does it: another order of summation could break a tie elsewhere."""
+    """Summed by numpy, as in Megatron: another order of summation could break a tie differently."""
     array = np.array(weights, np.float64)
     return (array / array.sum()).tolist()
 
 
 def samples_to_provide(num_samples: int, share: float) -> int:
-    """Samples that a dataset is built with for its share of a blend of `num_samples`: half a percent more, as in Megatron.
+    """Samples that a dataset is built with for its share: half a percent more, as in Megatron.
 
-    Half a percent matters because the number decides how often documents repeat and how they are shuffled. It is always
-    enough: lags sum to 0, so the largest is not negative, so no dataset gets more than share · (num_samples − 1) + 1.
+    The number decides how often documents repeat and how they are shuffled. It is always enough: lags sum to
+    0, so the largest is not negative, so no dataset gets more than share · (num_samples − 1) + 1.
     """
     return math.ceil(math.ceil(num_samples * share) * (1 + SURPLUS))
 
 
 def build_blend_index(shares: Sequence[float], size: int) -> tuple[np.ndarray, np.ndarray]:
-    """(int16 [size] which dataset, int64 [size] which of its samples); shares sum to 1."""
+    """(int16 [size] the dataset, int64 [size] the sample in it) of each step; shares sum to 1."""
     return _draw(np.asarray(shares, np.float64), size, None)
 
 
 def build_exhaustive_index(sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """The same for every sample of every dataset once; a dataset that is used up is passed over."""
+    """As `build_blend_index`, with every sample of every dataset once; exhausted datasets are skipped."""
     sizes = np.asarray(sizes, np.int64)
     return _draw(sizes / sizes.sum(), int(sizes.sum()), sizes)
 
@@ -110,16 +113,16 @@ def _draw(shares: np.ndarray, size: int, limits: np.ndarray | None) -> tuple[np.
 def plan_threads(datasets: int, size: int, processors: int) -> tuple[int, int]:
     """(threads that draw, steps that one draws at a time).
 
-    One more thread needs one more state of every dataset. All processors draw where these states are little beside the
-    result; a short blend of many datasets is drawn by fewer threads, which takes longer, but not long.
+    Each thread needs a state of every dataset. All processors draw if these states are small compared with
+    the result; a short blend of many datasets is drawn by fewer threads.
     """
     affordable = int(SPARE * BYTES_PER_STEP * size / (BYTES_PER_THREAD * datasets))
     threads = max(1, min(processors, affordable, size // (2 * SEGMENT)))
-    return threads, size if threads == 1 else size // (2 * threads)     # two turns each: none waits long for the slowest
+    return threads, size if threads == 1 else size // (2 * threads)   # two turns each, to balance the threads
 
 
 def plain_draw(shares: np.ndarray, size: int, limits: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-    """Every lag at every step, by numpy. limits: samples of each dataset, None for any number."""
+    """All lags at every step, by numpy.  limits: samples of each dataset, None for any number."""
     which, sample = np.empty(size, np.int16), np.empty(size, np.int64)
     drawn, lag = np.zeros(len(shares)), np.empty(len(shares))
     for step in range(size):
@@ -144,6 +147,47 @@ class BlendedDataset:
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
         return self.datasets[self.dataset_index[i]][int(self.sample_index[i])]
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Samples drawn from a corpus.  share: requested, or None.  tokens: of the corpus in this part."""
+
+    name: str
+    share: float | None
+    samples: int
+    tokens: int
+
+
+def count_draws(dataset_index: np.ndarray, num_datasets: int) -> np.ndarray:
+    """Samples drawn from each dataset; int64 [num_datasets]."""
+    counts = np.zeros(num_datasets, np.int64)
+    for first in range(0, len(dataset_index), COUNTED_AT_ONCE):         # bincount converts its input to int64
+        counts += np.bincount(dataset_index[first:first + COUNTED_AT_ONCE], minlength=num_datasets)
+    return counts
+
+
+def draws_text(part: str, draws: Sequence[Draw], seq_length: int) -> str:
+    """A table of samples, share and epochs of each corpus, or of those that are read most often.
+
+        train data                           share asked      samples   share drawn     epochs
+          web_text_document                       70.00%          700        70.00%       0.31
+          books_text_document                     30.00%          300        30.00%       4.20
+    """
+    total = max(1, sum(draw.samples for draw in draws))
+    epochs = {draw: draw.samples * seq_length / max(1, draw.tokens) for draw in draws}
+    shown = draws
+    if len(draws) > MOST_ROWS:
+        shown = sorted(draws, key=epochs.__getitem__, reverse=True)[:MOST_ROWS]
+    width = max(24, *(len(draw.name) for draw in shown))
+    rows = [f"{part + ' data':<{width + 2}} share asked      samples  share drawn   epochs"]
+    for draw in shown:
+        asked = "" if draw.share is None else f"{draw.share:.2%}"
+        rows.append(f"  {draw.name:<{width}} {asked:>11} {draw.samples:>12,} {draw.samples / total:>12.2%} "
+                    f"{epochs[draw]:>8.2f}")
+    if len(shown) < len(draws):
+        rows.append(f"  … the {len(shown)} of {len(draws)} corpora that are read most often")
+    return "\n".join(rows)
 
 
 def _short(flag: str, words: Sequence[str], longest: int = 12) -> str:

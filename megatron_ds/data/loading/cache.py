@@ -1,11 +1,12 @@
-"""Arrays that are built once and then mapped by every rank: index maps of GPT datasets and blends.
+"""Arrays that are built once and then mapped by every rank: index maps of datasets and blends.
 
-An entry of the cache (`cache_entry.py`) is complete or not there, and is verified by checksums when it is loaded. A damaged
-entry is built again.
+An entry of the cache (`cache_entry.py`) is complete or absent, and is verified by checksums when it is
+loaded. A damaged entry is built again.
 
-Any number of processes may ask at the same time: the first one builds under a file lock, and the others wait and map the same
-pages. A process that dies releases the lock, and what it left half-written has another name, which the next process that
-builds the same removes. Ranks do not communicate, so none can be left waiting. With disks of their own, nodes build each once.
+Any number of processes may load an entry at the same time: the first one builds it under a file lock, and the
+others wait and map the same pages. A process that dies releases the lock; its partial files have temporary
+names and are removed by the next process that builds the entry. Ranks do not communicate, so no rank waits
+for another that failed. Nodes with local disks build each entry once per node.
 """
 
 import contextlib
@@ -20,18 +21,23 @@ import numpy as np
 from .cache_entry import DamagedEntry, Entry
 
 logger = logging.getLogger(__name__)
-_warned: set[Path] = set()                                  # folders that cannot keep indices, each reported once a process
+_warned: set[Path] = set()                      # folders that cannot be written, each reported once a process
+
+
+def default_cache(prefix: str) -> Path:
+    """The folder in which Megatron keeps index maps by default, next to the corpus."""
+    return Path(prefix).parent / "cache" / "GPTDataset_indices"
 
 
 def cached_arrays(directory: Path, title: str, key: Mapping[str, object], names: Sequence[str],
                   build: Callable[[], Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """The arrays `names` that `build()` makes from what `key` describes, from the cache when they are there and whole.
+    """The arrays `names` of an entry, from the cache, or made by `build()` and stored.
 
-    key: everything the values depend on (plain JSON values). Where the directory cannot be written, the arrays are built
-    in memory, with a warning.
+    key: all that the values depend on (plain JSON values).  If the directory cannot be written, each process
+    builds the arrays in memory, with a warning.
     """
     entry, arrays = Entry(directory, title, key, names), None
-    with contextlib.suppress(DamagedEntry):                 # reported below, where it is mended
+    with contextlib.suppress(DamagedEntry):                 # reported below, where it is built again
         if (found := entry.load(verify_large=False)) is not None:
             return found
     try:
@@ -52,17 +58,19 @@ def cached_arrays(directory: Path, title: str, key: Mapping[str, object], names:
 
 
 def _load(entry: Entry) -> dict[str, np.ndarray] | None:
-    """None, with a warning, for an entry that is damaged."""
+    """The arrays; None if there are none, and, with a warning, if the entry is damaged."""
     try:
         return entry.load(verify_large=True)
     except DamagedEntry as e:
-        logger.warning("the cached indices %s/%s-* cannot be used (%s): building them again", entry.directory, entry.stem, e)
+        logger.warning("the cached indices %s/%s-* cannot be used (%s): building them "
+                       "again", entry.directory, entry.stem, e)
         return None
 
 
-def _in_memory(entry: Entry, arrays: dict[str, np.ndarray] | None, error: OSError, build: Callable) -> dict[str, np.ndarray]:
-    """What the cache cannot keep. A full disk comes here, too: what was written of the entry has another name."""
-    if arrays is None:                                      # no lock: the folder may still be readable, and the entry whole
+def _in_memory(entry: Entry, arrays: dict[str, np.ndarray] | None, error: OSError,
+               build: Callable) -> dict[str, np.ndarray]:
+    """Arrays that the cache cannot store, as on a full disk. Partial files have temporary names."""
+    if arrays is None:                     # no lock: the folder may still be readable, and the entry complete
         if (found := _load(entry)) is not None:
             return found
         why = error.strerror or str(error)
@@ -70,8 +78,8 @@ def _in_memory(entry: Entry, arrays: dict[str, np.ndarray] | None, error: OSErro
         why = f"{error.strerror or error}; they take {_mib(arrays):.1f} MiB{_free(entry.directory)}"
     if entry.directory not in _warned:
         _warned.add(entry.directory)
-        logger.warning("cannot keep indices in %s (%s): each process builds them in memory. Make room, or name a writable "
-                       "folder with --data-cache-path.", entry.directory, why)
+        logger.warning("cannot store indices in %s (%s): each process builds them in memory. Free some "
+                       "space, or name a writable folder with --data-cache-path.", entry.directory, why)
     return dict(build()) if arrays is None else arrays
 
 
@@ -90,7 +98,7 @@ def _free(directory: Path) -> str:
 def _locked(directory: Path, title: str):
     """Hold the directory's lock; yields whether it is held.
 
-    Without file locks on the file system, two processes may build the same, which is harmless.
+    On a file system without locks, two processes may build the same entry, which is harmless.
     """
     with open(directory / ".lock", "a") as f:
         yield _take(f, directory, title)                    # closing the file releases the lock

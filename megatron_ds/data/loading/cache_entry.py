@@ -2,12 +2,13 @@
 
     {md5}-{title}-description.txt       the key, then a line of JSON with the checksums; written last
     {md5}-{title}-document_index.npy    ...
-    .{md5}-{title}-verified             size, times and inode of each array when it was last verified; large entries only
+    .{md5}-{title}-verified             size, times, inode of each array, verified; large entries only
 
-Every file has a CRC-32 for each block of 16 MiB, computed when it is built. An entry of up to ALWAYS_BYTES is verified each
-time a process loads it. Of a larger one the first process verifies all, and the others see from the last file that the arrays
-have not been written or replaced since: 1,000 ranks do not read them 1,000 times. So a change of bytes below the file system,
-which changes no times, is noticed in small entries only.
+Every file has a CRC-32 for each block of 16 MiB, computed when it is built. An entry of up to ALWAYS_BYTES is
+verified each time a process loads it. A larger entry is verified by the first process; the `-verified` file
+shows the others that the arrays have not been written or replaced since, so that 1,000 ranks do not read them
+1,000 times. Damage below the file system, which changes no time stamp, is therefore noticed in small entries
+only.
 """
 
 import contextlib
@@ -30,14 +31,11 @@ ALWAYS_BYTES = 1 << 26                                      # a twentieth of a s
 
 
 class DamagedEntry(Exception):
-    """Files of an entry are not those that were written. The message says which one, and what is wrong."""
+    """The files of an entry are not those that were written. The message names the difference."""
 
 
 class Entry:
-    """The arrays `names` made from what `key` describes, in a directory.
-
-    stem: begins the names of all its files
-    """
+    """The arrays `names` that depend on `key`, in a directory.  stem: begins the names of its files."""
 
     def __init__(self, directory: Path, title: str, key: Mapping[str, object], names: Sequence[str]):
         self._description = json.dumps(key, indent=4, sort_keys=True)
@@ -47,34 +45,37 @@ class Entry:
         self._stamp = directory / f".{self.stem}-verified"
 
     def load(self, verify_large: bool) -> dict[str, np.ndarray] | None:
-        """The arrays, mapped; None where the entry is not there, or where it is large and `verify_large` would be needed.
+        """The arrays, mapped. None if there is no entry, or if it is large, not verified yet, and
+        `verify_large` is False.
 
-        verify_large: read a large entry in full unless it was verified since it was written. The caller holds the lock.
-        Raises DamagedEntry.
+        verify_large: read a large entry in full unless it was verified since it was written. The caller holds
+        the lock. Raises DamagedEntry.
         """
         try:
             sums = self._read_sums()
             if sums is None or not self._is_verified(sums, verify_large):
                 return None
-            # `np.asarray` drops the memmap class, whose every small index costs microseconds; the pages stay mapped.
+            # `np.asarray` drops the memmap class, whose indexing takes microseconds; the pages stay mapped.
             return {name: np.asarray(np.load(self._path(name), mmap_mode="r")) for name in self._names}
         except (FileNotFoundError, NotADirectoryError):
             return None
         except DamagedEntry:
             raise
-        except Exception as e:                              # a damaged header makes np.load raise anything, even TokenError
+        except Exception as e:                             # np.load raises any exception for a damaged header
             raise DamagedEntry(str(e) or type(e).__name__) from None
 
     def store(self, arrays: Mapping[str, np.ndarray], is_alone: bool) -> None:
-        """Write it, complete or invisible. is_alone: the lock is held, so what a killed process left can be removed."""
+        """Write the entry, its description last. is_alone: the lock is held, so leftovers can be removed."""
         if is_alone:
             for left_behind in self.directory.glob(f".{self.stem}-*"):
                 left_behind.unlink(missing_ok=True)
         self._done.unlink(missing_ok=True)
-        sums = {name: _write(self._path(name), lambda f, value=value: np.save(f, value)) for name, value in arrays.items()}
+        sums = {name: _write(self._path(name), lambda f, value=value: np.save(f, value))
+                for name, value in arrays.items()}
         if _is_large(sums):
             self._write_stamp(sums)
-        text = f"{self._description}\n{json.dumps({'checksums': {name: asdict(each) for name, each in sums.items()}})}\n"
+        checksums = {name: asdict(each) for name, each in sums.items()}
+        text = f"{self._description}\n{json.dumps({'checksums': checksums})}\n"
         _write(self._done, lambda f: f.write(text.encode()))
 
     def _path(self, name: str) -> Path:
@@ -82,7 +83,7 @@ class Entry:
 
     def _read_sums(self) -> dict[str, "Sums"]:
         text = self._done.read_text()
-        if text == self._description:                       # as earlier versions wrote it
+        if text == self._description:                       # written by an earlier version
             raise DamagedEntry("they were written without checksums")
         if not text.startswith(self._description + "\n"):
             raise DamagedEntry(f"{self._done.name} describes others")
@@ -98,7 +99,7 @@ class Entry:
         for name, recorded in sums.items():
             _check(self._path(name), recorded)
         if is_large:
-            with contextlib.suppress(OSError):              # a folder that cannot be written: each process verifies
+            with contextlib.suppress(OSError):              # in a read-only folder each process verifies
                 self._write_stamp(sums)
         return True
 
@@ -112,7 +113,8 @@ class Entry:
         _write(self._stamp, lambda f: f.write(json.dumps(self._states(sums)).encode()))
 
     def _states(self, sums: Mapping[str, "Sums"]) -> dict[str, list]:
-        """Of each array what a write or a replacement changes, and what a copy to another place does not keep."""
+        """Of each array, what changes when the file is written or replaced, or when it is copied
+        elsewhere."""
         found = {name: self._path(name).stat() for name in self._names}
         return {name: [s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino, sums[name].bytes, sums[name].crc32]
                 for name, s in found.items()}
@@ -140,7 +142,8 @@ def _check(path: Path, recorded: Sums) -> None:
         raise DamagedEntry(f"{path.name} has {found.bytes} bytes, and {recorded.bytes} were written")
     if found != recorded:
         block = next(i for i, pair in enumerate(zip(found.crc32, recorded.crc32)) if pair[0] != pair[1])
-        raise DamagedEntry(f"the bytes of {path.name} from {block * BLOCK_BYTES} on are not those that were written")
+        raise DamagedEntry(f"the bytes of {path.name} from {block * BLOCK_BYTES} on are not those that were "
+                           "written")
 
 
 def _crc32(path: Path, start: int) -> str:
@@ -157,7 +160,7 @@ def _is_large(sums: Mapping[str, Sums]) -> bool:
 
 
 def _write(path: Path, write: Callable) -> Sums:
-    """Write beside, then rename, so that a name never stands for half a file."""
+    """Write to a temporary name, then rename, so that no partial file has the final name."""
     beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         with open(beside, "wb") as f:

@@ -1,51 +1,85 @@
-"""Which corpora the data flags name: on the command line, or in a file where they are too many for it.
+"""The corpora and their parts: from the data flags, the files that they name, and --split.
 
-    --data-path 0.3 a 0.7 b           --data-args-path FILE             the same words in a file, on any number of lines
-    --train-data-path a … --valid-…   --per-split-data-args-path FILE   {"train": ["0.3", "a", …], "valid": […], "test": […]}
-
-Reads those files and nothing else.
+    --data-path 0.3 a 0.7 b
+    --data-args-path FILE             the same in a file, on any number of lines
+    --train-data-path a --valid-…     a path for each part
+    --per-split-data-args-path FILE   {"train": ["0.3", "a", "0.7", "b"], "valid": ["c"], "test": []}
 """
 
 import json
+import math
+import re
+from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from ...errors import DataError
-from .split import PARTS
+from ...errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from ...config import DataConfig
+
+PARTS = ("train", "valid", "test")
 
 
-class Named(NamedTuple):
-    """Words of a data path, and the flag to name in a message. No words: nothing was given."""
+class DataPath(NamedTuple):
+    """The weights and prefixes of a data path, and its flag for messages. No values: not given."""
 
     flag: str
-    words: tuple[str, ...]
+    values: tuple[str, ...]
 
 
 class Sources(NamedTuple):
-    """Either `whole`, which --split divides, or `parts`, one Named for each of train, valid and test."""
+    """Either `whole`, which --split divides, or `parts`, one path for each of train, valid and test."""
 
-    whole: Named | None
-    parts: tuple[Named, ...]
+    whole: DataPath | None
+    parts: tuple[DataPath, ...]
 
 
-def read_sources(data) -> Sources:
-    """data: a DataConfig.  Raises DataError for a file that is missing or does not hold what it should."""
+def read_sources(data: "DataConfig") -> Sources:
+    """Reads only the files of --(per-split-)data-args-path. Raises DataError for a wrong one."""
     if data.per_split_data_args_path:
         flag, path = "--per-split-data-args-path", data.per_split_data_args_path
-        found = _json_words(flag, path)
-        return Sources(None, tuple(Named(f"{flag} {path}, {part}", found[part]) for part in PARTS))
+        found = _json_values(flag, path)
+        return Sources(None, tuple(DataPath(f"{flag} {path}, {part}", found[part]) for part in PARTS))
     if data.has_split_paths:
-        return Sources(None, tuple(Named(f"--{part}-data-path", tuple(getattr(data, f"{part}_data_path"))) for part in PARTS))
+        paths = {part: tuple(getattr(data, f"{part}_data_path")) for part in PARTS}
+        return Sources(None, tuple(DataPath(f"--{part}-data-path", values) for part, values in paths.items()))
     if data.data_args_path:
         flag, path = "--data-args-path", data.data_args_path
-        words = _text(flag, path).split()
-        if not words:
+        values = _text(flag, path).split()
+        if not values:
             raise _unfit(flag, path, "it is empty", "weights and prefixes, as for --data-path")
-        return Sources(Named(f"{flag} {path}", tuple(words)), ())
-    return Sources(Named("--data-path", tuple(data.data_path)), ())
+        return Sources(DataPath(f"{flag} {path}", tuple(values)), ())
+    return Sources(DataPath("--data-path", tuple(data.data_path)), ())
 
 
-def _json_words(flag: str, path: str) -> dict[str, tuple[str, ...]]:
+def parse_split(text: str) -> tuple[float, ...]:
+    """`"969, 30, 1"` → (0.969, 0.03, 0.001): the share of each of PARTS; missing shares are 0.
+
+    Any proportions, separated by commas, spaces or "/". Raises ConfigError for other text.
+    """
+    try:
+        numbers = [float(number) for number in re.split(r"[\s,/]+", text.strip(" ,/"))]
+    except ValueError:
+        numbers = []
+    if not 1 <= len(numbers) <= len(PARTS) or min(numbers) < 0 or not 0 < sum(numbers) < math.inf:
+        raise ConfigError(f"--split {text!r} is not a list of up to three proportions, none negative and not "
+                          "all zero: write for example 969,30,1 or 98,2,0.")
+    numbers += [0.0] * (len(PARTS) - len(numbers))
+    return tuple(n / sum(numbers) for n in numbers)
+
+
+def cut(num_documents: int, shares: Sequence[float]) -> tuple[range, ...]:
+    """The documents of each part: contiguous ranges, as in Megatron.
+
+    Bounds are running sums of the shares, rounded to a whole document (half to even).
+    """
+    bounds = [round(share * num_documents) for share in accumulate(shares, initial=0.0)]
+    return tuple(range(first, last) for first, last in zip(bounds, bounds[1:]))
+
+
+def _json_values(flag: str, path: str) -> dict[str, tuple[str, ...]]:
     form = '{"train": ["0.3", "a", "0.7", "b"], "valid": ["c"], "test": []}'
     try:
         found = json.loads(_text(flag, path))
@@ -55,11 +89,11 @@ def _json_words(flag: str, path: str) -> dict[str, tuple[str, ...]]:
         raise _unfit(flag, path, "it names no training data", form)
     if unknown := sorted(set(found) - set(PARTS)):
         raise _unfit(flag, path, f"it has a part {unknown[0]!r}", form)
-    words = {part: found.get(part) or [] for part in PARTS}
-    for part, listed in words.items():
-        if not isinstance(listed, list) or not all(isinstance(word, str | int | float) for word in listed):
+    values = {part: found.get(part) or [] for part in PARTS}
+    for part, listed in values.items():
+        if not isinstance(listed, list) or not all(isinstance(value, str | int | float) for value in listed):
             raise _unfit(flag, path, f"{part} is not a list of weights and prefixes", form)
-    return {part: tuple(map(str, listed)) for part, listed in words.items()}
+    return {part: tuple(map(str, listed)) for part, listed in values.items()}
 
 
 def _text(flag: str, path: str) -> str:

@@ -1,64 +1,58 @@
 """From the data flags to the datasets of a run: mock data, one corpus, a blend, or a path for each part.
 
-No communication: every process opens the same files; index maps are built by the first of a node that comes
-(`cache.py`), so an error is the same error on every rank.
+Without communication: every process opens the same files, and the first process builds the index maps
+(`cache.py`), so all ranks raise the same error.
 """
 
 import logging
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
 from ...config import RunConfig, Source
 from ...errors import DataError
 from ..gpt.gpt_data import GPT_DATA
-from ..gpt.gpt_dataset import corpus_fingerprint, default_cache
-from ..kind import DataKind
+from ..kind import DataKind, Dataset
 from ..text.indexed import IndexedDataset
+from ..tokenizers import Tokenizer
 from .blend import (
     Blend,
     BlendedDataset,
+    Draw,
     build_blend_index,
     build_exhaustive_index,
+    count_draws,
+    draws_text,
     parse_blend,
     samples_to_provide,
 )
-from .cache import cached_arrays
-from .data_paths import read_sources
-from .draws import Draw, count_draws, draws_text
-from .split import PARTS, cut, parse_split
+from .cache import cached_arrays, default_cache
+from .data_paths import PARTS, cut, parse_split, read_sources
 
 logger = logging.getLogger(__name__)
 SETS = {"train": "training", "valid": "validation", "test": "test"}
-LOOKED_AT = 8               # samples of each part whose ids are compared with the vocabulary at once
-
-
-class Dataset(Protocol):
-    """`dataset[i]` is a dictionary of arrays, `{"tokens": int64 [s + 1]}` for a GPT; a pure function of i."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, i: int) -> dict[str, np.ndarray]: ...
+CHECKED_SAMPLES = 8         # of each part, whose ids are compared with the vocabulary at the start
 
 
 class Datasets(NamedTuple):
-    """None where no samples are wanted, or where the split leaves the part no documents."""
+    """A part is None if no samples of it are wanted, or if the split assigns it no documents."""
 
     train: Dataset | None
     valid: Dataset | None
     test: Dataset | None
 
 
-def build_datasets(config, samples: Sequence[int], tokenizer, kind: DataKind = GPT_DATA, *,
-                   one_epoch: bool = False) -> Datasets:
+def build_datasets(config: RunConfig, samples: Sequence[int], tokenizer: Tokenizer,
+                   kind: DataKind = GPT_DATA, *, one_epoch: bool = False) -> Datasets:
     """The datasets of a run, each of at least the wanted number of samples.
 
-    config: a RunConfig.  samples: (training, validation, test) wanted.  kind: of what the model reads.
-    one_epoch: the training data are one epoch however many samples are wanted, for a curriculum that numbers them.
-    Raises DataError for missing or damaged files and for a part without text, unless it is the default split that leaves
-    validation or test without it; ConfigError for impossible flags.
+    samples: (training, validation, test) wanted.
+    one_epoch: the training data are one epoch for any number of samples, for a curriculum, which numbers
+    them. Raises DataError for missing or damaged files and for a part without text, except that the default
+    split may leave validation or test without text; ConfigError for impossible flags.
     """
     data = config.data
     if data.mock_data:
@@ -75,14 +69,16 @@ def build_datasets(config, samples: Sequence[int], tokenizer, kind: DataKind = G
 
 
 def fit_default_split(config: RunConfig, samples: Sequence[int], kind: DataKind = GPT_DATA) -> RunConfig:
-    """The config with a split that suits a small corpus, if validation is wanted and the default split leaves it no text.
+    """The config with a split for a small corpus, if the default split leaves wanted validation without text.
 
-    samples: (training, validation, test) wanted.  The last document of the largest corpus is then for validation and the
-    others for training. A --split that the user gave is kept as it is, and so is the default for a curriculum, whose samples
-    are numbered under it. The split in the config is part of the identity of a checkpoint. Reads the corpora.
+    Then the last document of the largest corpus is for validation and the others for training. A --split that
+    the user gave is kept, and so is the default of a curriculum, whose index numbers samples under it. The
+    split in the config is part of the identity of a checkpoint. Reads the corpora.  samples: (training,
+    validation, test) wanted.
     """
     data = config.data
-    if data.split is not None or not samples[1] or not data.is_divided_by_split or config.curriculum.curriculum_metrics:
+    is_fixed = data.split is not None or bool(config.curriculum.curriculum_metrics)
+    if is_fixed or not samples[1] or not data.is_divided_by_split:
         return config
     flag, words = read_sources(data).whole
     prefixes, builder = parse_blend(words, flag).prefixes, _Builder(config, None, kind, one_epoch=False)
@@ -91,25 +87,27 @@ def fit_default_split(config: RunConfig, samples: Sequence[int], kind: DataKind 
     if builder.has_text("valid", flag, prefixes, parse_split(data.splits)) or most < 2 or not all(
             builder.has_text(part, flag, prefixes, parse_split(split)) for part in ("train", "valid")):
         return config
-    logger.info("the default --split %s leaves no text for validation: --split %s is used, which keeps 1 of %d documents for "
-                "it and has no test set. Give --split to choose otherwise", data.splits, split, most)
+    logger.info("the default --split %s leaves no text for validation: --split %s is used, which keeps 1 of "
+                "%d documents for it and has no test set. Give --split to choose "
+                "otherwise", data.splits, split, most)
     return config.with_values({"data.split": split}, Source("derived", f"for {most} documents"))
 
 
-def identify(words: Sequence[str]) -> list[str]:
-    """The words of a data path, with each corpus by its name and a hash of its lengths: the same wherever it lies."""
-    blend = parse_blend(words, "the data path") if words else Blend((), None)
-    names = [f"{Path(prefix).name} ({corpus_fingerprint(IndexedDataset(prefix))[:8]})" for prefix in blend.prefixes]
-    return names if blend.weights is None else [word for pair in zip(map(str, blend.weights), names) for word in pair]
+def identify(values: Sequence[str]) -> list[str]:
+    """The values of a data path, each corpus as its name and a hash of its lengths, without its folder."""
+    blend = parse_blend(values, "the data path") if values else Blend((), None)
+    names = [f"{Path(prefix).name} ({IndexedDataset(prefix).fingerprint()[:8]})" for prefix in blend.prefixes]
+    pairs = zip(map(str, blend.weights or ()), names)
+    return names if blend.weights is None else [value for pair in pairs for value in pair]
 
 
 class _Builder:
-    """Opens each corpus once, and builds the parts from them.
+    """Opens each corpus once, and builds the parts.
 
-    one_epoch: training takes each sample once; is_divided: the parts are ranges of the same corpora
+    one_epoch: training reads each sample once.  is_divided: the parts are ranges of the same corpora.
     """
 
-    def __init__(self, config, tokenizer, kind: DataKind, one_epoch: bool):
+    def __init__(self, config: RunConfig, tokenizer: Tokenizer | None, kind: DataKind, one_epoch: bool):
         data = config.data
         self.config, self.tokenizer, self.kind, self.one_epoch = config, tokenizer, kind, one_epoch
         self.cache, self.repeats, self.by_epochs = (
@@ -119,34 +117,38 @@ class _Builder:
         self.is_default = self.is_divided and data.split is None
         self._corpora: dict[str, IndexedDataset] = {}
 
-    def part(self, part: str, wanted: int, flag: str, blend: Blend | None, shares: Sequence[float]) -> Dataset | None:
+    def part(self, part: str, wanted: int, flag: str, blend: Blend | None,
+             shares: Sequence[float]) -> Dataset | None:
+        """The dataset of one of PARTS, or None.  shares: of all parts."""
         if not wanted:
             return None
         if blend is None or not shares[PARTS.index(part)]:
             if part == "train":
-                raise DataError("there are no training data: name a corpus with --data-path and a --split whose first number "
-                                "is above 0, or name one with --train-data-path.")
+                raise DataError("there are no training data: name a corpus with --data-path and give a "
+                                "--split whose first number is above 0, or name one with --train-data-path.")
             logger.info("no %s set: no data are given for it, or --split assigns it 0 %%", SETS[part])
             return None
         if self.is_default and part != "train" and not self.has_text(part, flag, blend.prefixes, shares):
-            logger.info("no %s set: %s leaves it no text, as the corpus is small. Give --split, such as 80,10,10, to have one",
+            logger.info("no %s set: %s leaves it no text, as the corpus is small. Give --split, such as "
+                        "80,10,10, to have one",
                         SETS[part], self.split)
             return None
         blend = self._with_text(part, flag, blend, shares)
         opened = [partial(self._open, flag, prefix, part, shares) for prefix in blend.prefixes]
         epoch = self.one_epoch and part == "train"
-        # A weight before one corpus makes a blend, to Megatron; not where each part has a path of its own.
+        # In Megatron one corpus with a weight is a blend, except where each part has a path of its own.
         if len(opened) == 1 and (blend.weights is None or epoch or not self.is_divided):
             dataset = opened[0](None if epoch else wanted)
         elif blend.weights is None:
-            dataset = self._unweighted(part, None if epoch else wanted, [one(None) for one in opened], blend.prefixes[0])
+            dataset = self._unweighted(part, None if epoch else wanted, [one(None) for one in opened],
+                                       blend.prefixes[0])
         elif epoch:
-            raise DataError(f"{flag}: a curriculum numbers the samples of one epoch, and a blend with weights has none. Name "
-                            "the corpora without weights.")
+            raise DataError(f"{flag}: a curriculum numbers the samples of one epoch, and a blend with "
+                            "weights has no epoch. Name the corpora without weights.")
         else:
             dataset = self._weighted(part, wanted, opened, blend)
         if self.kind.fills and not epoch and logger.isEnabledFor(logging.INFO):
-            draws = self._draws(part, wanted, dataset, blend, shares)       # of an epoch, the curriculum says what is drawn
+            draws = self._draws(part, wanted, dataset, blend, shares)
             logger.info("%s", draws_text(part, draws, self.config.model.seq_length))
         return dataset
 
@@ -160,26 +162,34 @@ class _Builder:
         if len(blend.prefixes) > 1 and part != "train":
             empty = [p for p in blend.prefixes if not self._lengths(flag, p, part, shares).any()]
             if 0 < len(empty) < len(blend.prefixes):
-                logger.info("the %s part has no text of %s: it uses the other %d of %d corpora, with their weights in "
-                            "proportion", part, ", ".join(empty), len(blend.prefixes) - len(empty), len(blend.prefixes))
+                logger.info("the %s part has no text of %s: it uses the other %d of %d corpora, with their "
+                            "weights in "
+                            "proportion", part, ", ".join(empty), len(blend.prefixes) - len(empty),
+                            len(blend.prefixes))
                 blend = blend.without(empty)
         if self.by_epochs and blend.weights is not None:
-            tokens = [int(self._lengths(flag, p, part, shares).sum(dtype=np.int64)) for p in blend.prefixes]
+            tokens = [self._num_tokens(flag, p, part, shares) for p in blend.prefixes]
             blend = blend.times(tokens) if any(tokens) else blend
         return blend
 
     def num_documents(self, flag: str, prefix: str) -> int:
+        """Documents of a corpus."""
         return len(self.kind.documents(self._corpus(flag, prefix))) - 1
 
     def has_text(self, part: str, flag: str, prefixes: Sequence[str], shares: Sequence[float]) -> bool:
         """Whether the part has a token in any of the corpora."""
         return any(self._lengths(flag, prefix, part, shares).any() for prefix in prefixes)
 
-    def _draws(self, part: str, wanted: int, dataset: Dataset, blend: Blend, shares: Sequence[float]) -> list[Draw]:
-        counts = count_draws(dataset.dataset_index, len(blend.prefixes)) if isinstance(dataset, BlendedDataset) else [wanted]
+    def _draws(self, part: str, wanted: int, dataset: Dataset, blend: Blend,
+               shares: Sequence[float]) -> list[Draw]:
+        is_blend = isinstance(dataset, BlendedDataset)
+        counts = count_draws(dataset.dataset_index, len(blend.prefixes)) if is_blend else [wanted]
         asked = [None] * len(counts) if blend.weights is None else blend.shares
-        return [Draw(Path(prefix).name, share, int(count), int(self._lengths("", prefix, part, shares).sum(dtype=np.int64)))
+        return [Draw(Path(prefix).name, share, int(count), self._num_tokens("", prefix, part, shares))
                 for prefix, share, count in zip(blend.prefixes, asked, counts)]
+
+    def _num_tokens(self, flag: str, prefix: str, part: str, shares: Sequence[float]) -> int:
+        return int(self._lengths(flag, prefix, part, shares).sum(dtype=np.int64))
 
     def _lengths(self, flag: str, prefix: str, part: str, shares: Sequence[float]) -> np.ndarray:
         """Tokens of each sequence of the part."""
@@ -201,20 +211,22 @@ class _Builder:
         datasets = [one(samples_to_provide(wanted, share)) for one, share in zip(opened, blend.shares)]
         return BlendedDataset(datasets, which, sample)
 
-    def _unweighted(self, part: str, wanted: int | None, datasets: Sequence[Dataset], first_prefix: str) -> BlendedDataset:
-        """Every sample at most once; in proportion to the sizes."""
+    def _unweighted(self, part: str, wanted: int | None, datasets: Sequence[Dataset],
+                    first_prefix: str) -> BlendedDataset:
+        """Each sample at most once, in proportion to the sizes."""
         sizes = [len(d) for d in datasets]
         total = sum(sizes)
         wanted = total if wanted is None else wanted
         if wanted > total and not self.repeats:
-            raise DataError(f"the {part} part of the {len(sizes)} corpora has {total} samples, and {wanted} are wanted. "
-                            "Corpora without weights are read once: put a weight before each of them to repeat them, ask "
-                            "for fewer samples, or use --dataloader-type cyclic.")
+            raise DataError(f"the {part} part of the {len(sizes)} corpora has {total} samples, and {wanted} "
+                            "are wanted. Corpora without weights are read once: put a weight before each of "
+                            "them to repeat them, ask for fewer samples, or use --dataloader-type cyclic.")
         if wanted < total:
             build = partial(build_blend_index, (np.array(sizes) / total).tolist(), wanted)
         else:
             build = partial(build_exhaustive_index, sizes)
-        return BlendedDataset(datasets, *self._index(part, first_prefix, {"sizes": sizes, "size": min(wanted, total)}, build))
+        return BlendedDataset(datasets, *self._index(part, first_prefix,
+                                                     {"sizes": sizes, "size": min(wanted, total)}, build))
 
     def _index(self, part: str, first_prefix: str, key: dict, build) -> tuple[np.ndarray, np.ndarray]:
         names = ("dataset_index", "dataset_sample_index")
@@ -223,10 +235,12 @@ class _Builder:
                                lambda: dict(zip(names, build())))
         return arrays[names[0]], arrays[names[1]]
 
-    def _open(self, flag: str, prefix: str, part: str, shares: Sequence[float], num_samples: int | None) -> Dataset:
+    def _open(self, flag: str, prefix: str, part: str, shares: Sequence[float],
+              num_samples: int | None) -> Dataset:
         corpus = self._corpus(flag, prefix)
         try:
-            dataset = self.kind.open(corpus, self._documents(corpus, part, shares), title=f"{self.kind.title}-{part}",
+            dataset = self.kind.open(corpus, self._documents(corpus, part, shares),
+                                     title=f"{self.kind.title}-{part}",
                                      num_samples=num_samples, config=self.config, tokenizer=self.tokenizer)
             self._check_vocabulary(dataset)
         except DataError as error:
@@ -238,19 +252,21 @@ class _Builder:
         ranges = cut(len(bounds) - 1, shares)
         documents = ranges[PARTS.index(part)]
         if not corpus.num_tokens:
-            raise DataError("the corpus is empty. Make it again from some text with tools/preprocess_data.py.")
+            raise DataError("the corpus is empty. Make it again from some text with "
+                            "tools/preprocess_data.py.")
         if not corpus.lengths[bounds[documents.start]:bounds[documents.stop]].any():
             parts = ", ".join(f"{name} {len(r)}" for name, r in zip(PARTS, ranges))
-            raise DataError(f"the {part} part is empty: {self.split} divides the {len(bounds) - 1} documents into {parts}. "
-                            "Choose a --split that leaves each part some text (90,10,0 has no test part), use a larger "
-                            "corpus, or turn evaluation off with --eval-iters 0.")
+            raise DataError(f"the {part} part is empty: {self.split} divides the {len(bounds) - 1} documents "
+                            f"into {parts}. Choose a --split that leaves each part some text (90,10,0 has no "
+                            "test part), use a larger corpus, or turn evaluation off with --eval-iters 0.")
         return documents
 
     def _check_vocabulary(self, dataset: Dataset) -> None:
-        """The first samples show whether the corpus was made with another tokenizer, before training starts."""
-        highest = max((int(dataset[i][self.kind.tokens].max()) for i in range(min(len(dataset), LOOKED_AT))), default=-1)
+        """Check the first samples, so that a wrong tokenizer is an error before training starts."""
+        highest = max((int(dataset[i][self.kind.tokens].max())
+                       for i in range(min(len(dataset), CHECKED_SAMPLES))), default=-1)
         kind, size = type(self.tokenizer).__name__, self.tokenizer.vocab_size
         if highest >= size:
-            raise DataError(f"it holds token id {highest}, but {kind} as given has a vocabulary of {size}: the corpus was "
-                            "made with another tokenizer. Give the tokenizer flags that tools/preprocess_data.py had, or "
-                            "preprocess the text again.")
+            raise DataError(f"it holds token id {highest}, but {kind} as given has a vocabulary of {size}: "
+                            "the corpus was made with another tokenizer. Give the tokenizer flags that "
+                            "tools/preprocess_data.py had, or preprocess the text again.")

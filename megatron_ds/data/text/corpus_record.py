@@ -1,8 +1,9 @@
-"""`{prefix}.json`: what a corpus was made from, and checksums of its bytes.
+"""`{prefix}.json`, the record of a corpus: its inputs and options, and checksums of its bytes.
 
-It is written after the `.bin/.idx` pair is whole, and removed before a new pair replaces the old one. So a shard is done
-exactly when it has a record of what would be written now. The pair itself holds no checksums, as in Megatron, and training
-does not read the record: `tools/inspect_dataset.py --check` compares.
+The record is written after the `.bin/.idx` pair is complete, and removed before a new pair replaces the old
+one. So a shard is complete exactly when it has the record that its command would write. The pair itself holds
+no checksums, as in Megatron, and training does not read the record; `tools/inspect_dataset.py --check`
+compares.
 """
 
 import hashlib
@@ -21,22 +22,23 @@ CHUNK_BYTES = 1 << 22
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Consecutive bytes of `.bin`, PIECE_BYTES or fewer, and their SHA-256. A merged corpus has the pieces of its parts."""
+class FilePiece:
+    """At most PIECE_BYTES consecutive bytes of `.bin`, and their SHA-256. A merged corpus keeps its parts'
+    pieces."""
 
     bytes: int
     sha256: str
 
 
 class PieceSums:
-    """The pieces of bytes that are handed over one after the other."""
+    """The pieces of a file that is written front to back."""
 
     def __init__(self):
-        self._pieces: list[Piece] = []
+        self._pieces: list[FilePiece] = []
         self._digest, self._bytes = hashlib.sha256(), 0
 
     def update(self, data: memoryview) -> None:
-        """data: of bytes."""
+        """Add the next bytes; `data` has items of one byte."""
         while len(data):
             now = data[:PIECE_BYTES - self._bytes]
             self._digest.update(now)
@@ -44,30 +46,31 @@ class PieceSums:
             if self._bytes == PIECE_BYTES:
                 self._end_piece()
 
-    def finish(self) -> list[Piece]:
+    def finish(self) -> list[FilePiece]:
+        """All pieces; at least one, which may be empty."""
         if self._bytes or not self._pieces:
             self._end_piece()
         return self._pieces
 
     def _end_piece(self) -> None:
-        self._pieces.append(Piece(self._bytes, self._digest.hexdigest()))
+        self._pieces.append(FilePiece(self._bytes, self._digest.hexdigest()))
         self._digest, self._bytes = hashlib.sha256(), 0
 
 
 @dataclass(frozen=True)
 class CorpusRecord:
-    """made_from: the inputs and options, all that decides about the bytes; {} for a merged corpus of several makings."""
+    """made_from: all inputs and options that decide the bytes; {} for a corpus merged of several."""
 
     documents: int
     tokens: int
     tokenizer: str | None
-    pieces: list[Piece]
+    pieces: list[FilePiece]
     idx_sha256: str
     skipped: int = 0
     made_from: dict = field(default_factory=dict)
 
     def write(self, prefix: str) -> None:
-        """Beside, then renamed. Raises DataError when the disk is full."""
+        """Write to a temporary name, then rename. Raises DataError when the disk is full."""
         path = record_path(prefix)
         beside = path.with_name(path.name + ".partial")
         try:
@@ -78,32 +81,36 @@ class CorpusRecord:
             beside.replace(path)
         except OSError as e:
             beside.unlink(missing_ok=True)
-            raise DataError(f"cannot write {path}: {e.strerror}. Make room and run the same command again.") from None
+            raise DataError(f"cannot write {path}: {e.strerror}. Free some space and run the command "
+                            "again.") from None
 
 
 def record_path(prefix: str | os.PathLike) -> Path:
+    """`{prefix}.json`."""
     return Path(str(corpus_paths(prefix)[0])[:-4] + ".json")
 
 
 def read_record(prefix: str | os.PathLike) -> CorpusRecord | None:
-    """None where there is none.  Raises DataError for a file that is no record."""
+    """The record, or None where there is none.  Raises DataError for a file that is not a record."""
     path = record_path(prefix)
     try:
         with open(path, encoding="utf-8") as f:
             values = json.load(f)
-        return CorpusRecord(**{**values, "pieces": [Piece(**piece) for piece in values["pieces"]]})
+        return CorpusRecord(**{**values, "pieces": [FilePiece(**piece) for piece in values["pieces"]]})
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, KeyError) as e:
-        raise DataError(f"{path} is not the record of a corpus: {e}. Remove it; the corpus then has no checksums.") from None
+        raise DataError(f"{path} is not the record of a corpus: {e}. Remove it; the corpus then has no "
+                        "checksums.") from None
 
 
 def remove_record(prefix: str | os.PathLike) -> None:
+    """Remove the record if there is one."""
     record_path(prefix).unlink(missing_ok=True)
 
 
 def done_before(prefix: str, made_from: dict) -> CorpusRecord | None:
-    """The record of this very corpus, if it is there and whole; None if it has to be made."""
+    """The record of a complete corpus that was made from the same inputs and options, else None."""
     try:
         record = read_record(prefix)
         if record is None or record.made_from != made_from:
@@ -115,32 +122,34 @@ def done_before(prefix: str, made_from: dict) -> CorpusRecord | None:
 
 
 def record_of(prefix: str | os.PathLike, run: Callable[..., Iterable] = map) -> CorpusRecord:
-    """A record of the files as they are now, for a corpus that has none.  run: `map`, or that of a pool."""
+    """A record of the files as they are, for a corpus without one.  run: `map`, or that of a thread pool."""
     corpus = IndexedDataset(prefix)
     size = corpus.bin_path.stat().st_size
     spans = [(start, min(PIECE_BYTES, size - start)) for start in range(0, size, PIECE_BYTES)]
     digests = run(lambda span: _digest(corpus.bin_path, *span), spans)
-    pieces = [Piece(count, digest) for (_, count), digest in zip(spans, digests)]
+    pieces = [FilePiece(count, digest) for (_, count), digest in zip(spans, digests)]
     return CorpusRecord(corpus.num_documents, corpus.num_tokens, None, pieces, sha256_of(corpus.idx_path))
 
 
 def sha256_of(path: Path) -> str:
+    """SHA-256 of a whole file, in hexadecimal digits."""
     return _digest(path, 0, path.stat().st_size)
 
 
 def check_sums(prefix: str | os.PathLike, record: CorpusRecord, run: Callable[..., Iterable] = map) -> None:
-    """Raises DataError for the first bytes that are not those that were written.  run: `map`, or that of a pool."""
+    """Raises DataError for the first piece whose checksum differs.  run: `map`, or that of a thread pool."""
     bin_path, idx_path = corpus_paths(prefix)
     size, recorded = bin_path.stat().st_size, sum(piece.bytes for piece in record.pieces)
     if size != recorded:
-        raise DataError(f"{bin_path} has {size} bytes, and {record_path(prefix)} is about {recorded}: they do not belong "
-                        "together. Copy both again.")
+        raise DataError(f"{bin_path} has {size} bytes, and {record_path(prefix)} describes {recorded}: the "
+                        "two do not belong together. Copy both again.")
     starts = list(accumulate((piece.bytes for piece in record.pieces), initial=0))
     spans = [(start, piece.bytes) for start, piece in zip(starts, record.pieces)]
     for piece, start, found in zip(record.pieces, starts, run(lambda span: _digest(bin_path, *span), spans)):
         if found != piece.sha256:
-            raise DataError(f"{bin_path} is damaged between bytes {start:,} and {start + piece.bytes:,}: their SHA-256 is not "
-                            "the recorded one. Copy the file again, or make it again with tools/preprocess_data.py.")
+            raise DataError(f"{bin_path} is damaged between bytes {start:,} and {start + piece.bytes:,}: "
+                            "their SHA-256 is not the recorded one. Copy the file again, or make it again "
+                            "with tools/preprocess_data.py.")
     if sha256_of(idx_path) != record.idx_sha256:
         raise DataError(f"{idx_path} is damaged: its SHA-256 is not the recorded one. Copy it again.")
 

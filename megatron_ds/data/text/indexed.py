@@ -1,17 +1,18 @@
-"""The `.bin/.idx` corpus of Megatron, read and written byte for byte.
+"""The `.bin/.idx` corpus of Megatron, reading and writing.
 
-A corpus is a list of *sequences* of token ids, grouped into *documents* (one sequence each for GPT, one per sentence for
-BERT). `.bin` holds the tokens back to back; `.idx`, little-endian, holds
+A corpus is a list of *sequences* of token ids, grouped into *documents* (one sequence each for GPT, one per
+sentence for BERT). `.bin` holds the tokens back to back; `.idx`, little-endian, holds
 
     0        9         17     18       26       34        34+4S      34+12S      34+12S+8D
     | magic  | version | code | S      | D      | lengths | offsets  | documents | modes ... |
-      9 B      u64=1     u8     u64      u64      i32 [S]   i64 [S]    i64 [D]     i8 [S], optional, kept unread
+      9 B      u64=1     u8     u64      u64      i32 [S]   i64 [S]    i64 [D]     i8 [S], optional, ignored
 
-S sequences; `lengths` in tokens, `offsets` in bytes; `documents[d]` is the first sequence of document d, with S at the end,
-so D = documents + 1. A document may have no sequence at all.
+S sequences; `lengths` in tokens, `offsets` in bytes; `documents[d]` is the first sequence of document d, with
+S at the end, so D = documents + 1. A document may have no sequence at all.
 """
 
 import difflib
+import hashlib
 import os
 import struct
 from array import array
@@ -26,21 +27,23 @@ from ...errors import DataError
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
-DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 6: np.float64, 7: np.float32, 8: np.uint16}
+DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 6: np.float64, 7: np.float32,
+          8: np.uint16}
 CODES = {np.dtype(t): code for code, t in DTYPES.items()}
-CHECK_ROWS = 1 << 22                                        # rows looked at together: bounds the memory of `check`
+CHECK_ROWS = 1 << 22                                     # rows checked together: bounds the memory of `check`
+FINGERPRINT_BLOCKS, FINGERPRINT_BLOCK = 256, 1 << 14        # at most 256 blocks of 16384 lengths are hashed
 
 
 def dtype_for(vocab_size: int | None) -> np.dtype:
-    """The narrow type where every id surely fits, by Megatron's rule (its limit is 65500, not 65536)."""
+    """uint16 where all ids fit, else int32, by Megatron's rule (its limit is 65500, not 65536)."""
     return np.dtype(np.uint16 if vocab_size is not None and vocab_size < 65500 else np.int32)
 
 
 class IndexedDataset:
-    """Sequences of a corpus, mapped into memory: `corpus[i]` is a read-only view, nothing is copied.
+    """Sequences of a corpus, mapped into memory: `corpus[i]` is a read-only view without a copy.
 
-    Opening reads the header and compares file sizes; `check` reads the whole index. Both raise DataError naming the
-    file and the defect.
+    Opening reads the header and compares file sizes; `check` reads the whole index. Both raise DataError
+    naming the file and the damage.
     """
 
     def __init__(self, prefix: str | os.PathLike):
@@ -66,7 +69,8 @@ class IndexedDataset:
     def get(self, i: int, start: int = 0, length: int | None = None) -> np.ndarray:
         """`length` tokens of sequence i from token `start` on; to its end when `length` is None."""
         count = int(self.lengths[i]) - start if length is None else length
-        return np.frombuffer(self._tokens, self.dtype, count, int(self.offsets[i]) + start * self.dtype.itemsize)
+        at = int(self.offsets[i]) + start * self.dtype.itemsize
+        return np.frombuffer(self._tokens, self.dtype, count, at)
 
     @property
     def num_documents(self) -> int:
@@ -76,8 +80,23 @@ class IndexedDataset:
     def num_tokens(self) -> int:
         return len(self._tokens) // self.dtype.itemsize
 
+    def fingerprint(self) -> str:
+        """MD5 that distinguishes this corpus from another one that is later written under the same name.
+
+        Hashes the numbers of sequences and tokens, and the lengths of the sequences: all of them, or evenly
+        spaced blocks of a long corpus.
+        """
+        count = len(self)
+        starts = range(0, count, FINGERPRINT_BLOCK)
+        if len(starts) > FINGERPRINT_BLOCKS:
+            starts = np.linspace(0, count - FINGERPRINT_BLOCK, FINGERPRINT_BLOCKS).astype(np.int64).tolist()
+        digest = hashlib.md5(f"{count} {self.num_tokens} {self.dtype}".encode(), usedforsecurity=False)
+        for start in starts:
+            digest.update(self.lengths[start:start + FINGERPRINT_BLOCK].tobytes())
+        return digest.hexdigest()
+
     def check(self) -> None:
-        """Look at every row of the index. Raises DataError for the first one that points outside the tokens."""
+        """Check every row of the index. Raises DataError for the first one that points outside the tokens."""
         end = 0
         for first in range(0, len(self), CHECK_ROWS):
             lengths = self.lengths[first:first + CHECK_ROWS].astype(np.int64)
@@ -86,8 +105,8 @@ class IndexedDataset:
             bad = (lengths < 0) | (offsets != ends - lengths * self.dtype.itemsize)
             if bad.any():
                 i = int(np.argmax(bad))
-                raise _damaged(self.idx_path, f"sequence {first + i} has length {lengths[i]} and byte offset {offsets[i]}, "
-                                              "which does not continue the sequence before it")
+                raise _damaged(self.idx_path, f"sequence {first + i} has length {lengths[i]} and byte offset "
+                                              f"{offsets[i]}, which does not continue the sequence before it")
             end = int(ends[-1])
         for first in range(0, len(self.document_indices), CHECK_ROWS):
             bounds = self.document_indices[first:first + CHECK_ROWS + 1]
@@ -102,14 +121,15 @@ class IndexedDataset:
             raise _damaged(self.bin_path, f"it is {kind}: {size} bytes where {self.idx_path} describes {end}")
         bounds = self.document_indices
         if len(bounds) and (bounds[0] != 0 or bounds[-1] != len(self)):
-            raise _damaged(self.idx_path, f"the documents cover sequences {bounds[0]} to {bounds[-1]} of {len(self)}")
+            raise _damaged(self.idx_path, f"the documents cover sequences {bounds[0]} to {bounds[-1]} of "
+                                          f"{len(self)}")
 
 
 class IndexedWriter:
-    """Writes a corpus beside its name and renames it into place at the end, the index last.
+    """Writes a corpus under temporary names and renames it at the end, the index last.
 
-    A context manager: an exception inside removes what was written. A killed process leaves only `*.partial`, which no
-    reader takes for a corpus and which the next writer overwrites.
+    A context manager: an exception inside removes what was written. A killed process leaves only `*.partial`,
+    which readers ignore and the next writer overwrites.
     """
 
     def __init__(self, prefix: str | os.PathLike, dtype: np.dtype | type):
@@ -123,25 +143,24 @@ class IndexedWriter:
             self.bin_path.parent.mkdir(parents=True, exist_ok=True)
             self._bin = _open_alone(self._partial[0])
         except OSError as e:
-            raise DataError(f"cannot write {self.bin_path}: {e.strerror}. Choose another output prefix.") from None
+            raise DataError(f"cannot write {self.bin_path}: {e.strerror}. Choose another output "
+                            "prefix.") from None
 
     def add_document(self, tokens: Sequence[int] | np.ndarray, lengths: Iterable[int] | None = None) -> None:
-        """One document of one sequence, or of sequences of these lengths. Empty `tokens` without lengths: no sequence."""
+        """Add a document of one sequence, or of sequences of these lengths. Without both, no sequence."""
         ids = np.asarray(tokens)
         lengths = ([len(ids)] if len(ids) else []) if lengths is None else list(lengths)
         assert sum(lengths) == len(ids), f"{len(ids)} tokens in sequences of {lengths}"
         if len(ids) and (ids.min() < self._low or ids.max() > self._high):
-            raise DataError(f"token ids from {ids.min()} to {ids.max()} do not fit {self.dtype} in {self.bin_path}: "
-                            "the vocabulary is larger than the one the file was opened for.")
+            raise DataError(f"token ids from {ids.min()} to {ids.max()} do not fit {self.dtype} in "
+                            f"{self.bin_path}: the vocabulary is larger than that of the file.")
         self._bin.write(ids.astype(self.dtype, copy=False).tobytes())
         self._lengths.extend(lengths)
         self._documents.append(len(self._lengths))
 
     def add_documents(self, tokens: np.ndarray, lengths: np.ndarray, sequences: np.ndarray) -> None:
-        """Several documents at once: all tokens, the length of each sequence, and how many sequences each document has.
-
-        tokens: of the corpus's type already.
-        """
+        """Add documents: all tokens, of the corpus's dtype; lengths of sequences; sequences of each
+        document."""
         assert tokens.dtype == self.dtype and len(tokens) == lengths.sum() and len(lengths) == sequences.sum()
         self._bin.write(tokens.data)
         first = len(self._lengths)
@@ -153,7 +172,7 @@ class IndexedWriter:
         return len(self._documents) - 1
 
     def finish(self) -> None:
-        """Make the corpus visible: both files on disk, then renamed, `.idx` last."""
+        """Flush both files to disk, then rename them, `.idx` last."""
         _sync(self._bin)
         with open(self._partial[1], "wb") as f:
             lengths = np.frombuffer(self._lengths, np.int32) if self._lengths else np.empty(0, np.int32)
@@ -163,12 +182,13 @@ class IndexedWriter:
             f.write((np.cumsum(sizes) - sizes).astype("<i8").tobytes())
             f.write(np.frombuffer(self._documents, np.int64).astype("<i8").tobytes())
             _sync(f)
-        # An index of an older corpus must not stand beside the new tokens, not even for a moment.
+        # The index of an older corpus must never be next to the new tokens.
         self.idx_path.unlink(missing_ok=True)
         self._partial[0].replace(self.bin_path)
         self._partial[1].replace(self.idx_path)
 
     def discard(self) -> None:
+        """Remove what was written."""
         self._bin.close()
         for path in self._partial:
             path.unlink(missing_ok=True)
@@ -187,7 +207,7 @@ class IndexedWriter:
 
 
 def corpus_paths(prefix: str | os.PathLike) -> tuple[Path, Path]:
-    """`.bin` and `.idx` of a prefix; the names of either file are understood as well."""
+    """`.bin` and `.idx` of a prefix, or of the name of either file."""
     text = os.fspath(prefix)
     text = text[:-4] if text.endswith((".bin", ".idx")) else text
     return Path(text + ".bin"), Path(text + ".idx")
@@ -206,7 +226,7 @@ def _map(path: Path) -> memoryview:
 
 
 def _corpora_near(path: Path) -> str:
-    """What a user may have meant by a corpus that is not there."""
+    """Names of existing corpora that a wrong path may have meant."""
     folder = path.with_suffix("") if path.with_suffix("").is_dir() else path.parent
     if not folder.is_dir():
         return f"There is no folder {folder}."
@@ -223,22 +243,23 @@ def _read_header(path: Path, index: memoryview) -> tuple[np.dtype, int, int]:
         raise _damaged(path, f"it has {len(index)} bytes, fewer than its header of {HEADER.size}")
     magic, version, code, num_sequences, num_bounds = HEADER.unpack(index[:HEADER.size])
     if magic != MAGIC:
-        kind = "an index of the older fairseq format" if magic[:6] == b"TNTIDX" else "not an index of this format"
+        is_fairseq = magic[:6] == b"TNTIDX"
+        kind = "an index of the older fairseq format" if is_fairseq else "not an index of this format"
         raise _damaged(path, f"it begins with {magic!r}, not {MAGIC!r}: {kind}")
     if version != VERSION:
-        raise _damaged(path, f"it is of version {version}; only {VERSION} is known")
+        raise _damaged(path, f"its version is {version}; only version {VERSION} is supported")
     if code not in DTYPES:
         raise _damaged(path, f"its token type has code {code}; known codes are {', '.join(map(str, DTYPES))}")
     size = HEADER.size + 12 * num_sequences + 8 * num_bounds
     if len(index) not in (size, size + num_sequences):      # the longer one has modes
         kind = "truncated" if len(index) < size else "too long"
-        raise _damaged(path, f"it is {kind}: {len(index)} bytes where {num_sequences} sequences and {num_bounds} document "
-                             f"boundaries take {size}")
+        raise _damaged(path, f"it is {kind}: {len(index)} bytes where {num_sequences} sequences and "
+                             f"{num_bounds} document boundaries take {size}")
     return np.dtype(DTYPES[code]).newbyteorder("<"), num_sequences, num_bounds
 
 
 def _column(index: memoryview, dtype: str, count: int, at: int) -> tuple[np.ndarray, int]:
-    """`count` numbers at byte `at`, and where they end."""
+    """`count` numbers at byte `at`, and the byte after them."""
     return np.frombuffer(index, dtype, count, at), at + count * np.dtype(dtype).itemsize
 
 
@@ -248,7 +269,7 @@ def _limits(dtype: np.dtype) -> tuple[float, float]:
 
 
 def _open_alone(path: Path) -> BinaryIO:
-    """Open for writing, empty, unless another process writes it: a command given twice, or what a killed one left running."""
+    """Open an empty file for writing. Raises DataError if another process is writing it."""
     while True:
         file = open(path, "ab")
         try:
@@ -256,14 +277,14 @@ def _open_alone(path: Path) -> BinaryIO:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.close()
-            raise DataError(f"{path} is being written by another process. Wait for it or end it, or choose another output "
-                            "prefix.") from None
+            raise DataError(f"{path} is being written by another process. Wait for it or end it, or choose "
+                            "another output prefix.") from None
         except (ImportError, OSError):
-            pass                                            # a system, or a file system, without locks
+            pass                                            # an operating system or file system without locks
         if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
             file.truncate(0)
             return file
-        file.close()                                        # the other was done, and renamed it, in between
+        file.close()                                    # the other process finished and renamed it in between
 
 
 def _sync(file) -> None:
@@ -273,4 +294,5 @@ def _sync(file) -> None:
 
 
 def _damaged(path: Path, what: str) -> DataError:
-    return DataError(f"{path} is damaged: {what}. Copy it again, or make it again with tools/preprocess_data.py.")
+    return DataError(f"{path} is damaged: {what}. Copy it again, or make it again with "
+                     "tools/preprocess_data.py.")

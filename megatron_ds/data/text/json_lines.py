@@ -1,10 +1,10 @@
-"""Text corpora as JSON lines: what a line must be, and what is said of one that is not.
+"""Text corpora as JSON lines: the texts of each line, and the reason why a line cannot be used.
 
-    {"text": "The whole document, line breaks escaped.", "source": "anything else is ignored"}
+    {"text": "The whole document, with escaped line breaks.", "source": "other keys are ignored"}
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -12,10 +12,12 @@ Text = str | list[str]                                      # a document, or its
 
 
 @dataclass(frozen=True)
-class Block:
-    """Consecutive lines of a file; `position` is where its reader stands, in bytes on disk.
+class LineBlock:
+    """Consecutive lines of a file.
 
-    first_line counts from 1 at byte `start`, where the reader began; lines before it are counted only for a message.
+    first_line   counted from 1 at byte `start`, where the reader began; lines before it are counted for
+                 messages only
+    position     the reader's position in the file, in bytes on disk
     """
 
     path: str
@@ -31,7 +33,7 @@ class Block:
 
 @dataclass(frozen=True)
 class BadLine:
-    """A line, or a row of a table, that is no document or makes its document unreadable."""
+    """A line or table row that holds no usable document."""
 
     path: str
     line: int
@@ -43,12 +45,15 @@ class BadLine:
         return f"{self.path}, {self.unit} {self.line + lines_before(self.path, self.start)}: {self.reason}"
 
 
+Texts = tuple[list[list[Text]], list[BadLine]]           # the texts of each key, and the lines that have none
+
+
 @lru_cache(maxsize=64)
 def lines_before(path: str, start: int) -> int:
-    """Lines that begin before byte `start` of a plain file."""
+    """Number of lines that begin before byte `start` of an uncompressed file."""
     if not start:
         return 0
-    count, left = 1, start - 1                              # the line that byte start - 1 belongs to, and those before it
+    count, left = 1, start - 1                           # the line of byte start - 1, and all lines before it
     with open(path, "rb") as file:
         while left > 0 and (piece := file.read(min(left, 1 << 20))):
             count += piece.count(b"\n")
@@ -56,20 +61,24 @@ def lines_before(path: str, start: int) -> int:
     return count
 
 
-def texts_of_lines(block: Block, keys: Sequence[str], sentences: bool = False) -> tuple[list[list[Text]], list[BadLine]]:
-    """For each key the texts of the good lines, and the bad lines. A blank line is neither.
+def texts_of_lines(block: LineBlock, keys: Sequence[str], sentences: bool = False) -> Texts:
+    """The texts of each key. Blank lines are ignored.  sentences: a text may also be a list of sentences."""
+    numbered = enumerate(block.lines, block.first_line)
+    lines = ((number, line) for number, line in numbered if line and not line.isspace())
+    return collect_texts(lines, len(keys), lambda line: _texts(line, keys, sentences),
+                         lambda number, reason: BadLine(block.path, number, reason, block.start))
 
-    sentences: a text may also be a list of sentences.
-    """
-    texts: list[list[Text]] = [[] for _ in keys]
+
+def collect_texts(items: Iterable[tuple[int, object]], num_keys: int, read: Callable[..., list[Text]],
+                  bad_line: Callable[[int, str], BadLine]) -> Texts:
+    """`read(item)` gives a text for each key, or raises ValueError with the reason why the item is bad."""
+    texts: list[list[Text]] = [[] for _ in range(num_keys)]
     bad = []
-    for number, line in enumerate(block.lines, block.first_line):
-        if line.isspace() or not line:
-            continue
+    for number, item in items:
         try:
-            found = _texts(line, keys, sentences)
+            found = read(item)
         except ValueError as e:
-            bad.append(BadLine(block.path, number, str(e), block.start))
+            bad.append(bad_line(number, str(e)))
             continue
         for column, text in zip(texts, found):
             column.append(text)
@@ -84,28 +93,32 @@ def _texts(line: bytes, keys: Sequence[str], sentences: bool) -> list[Text]:
     except json.JSONDecodeError as e:
         raise ValueError(f"not JSON: {e.msg} at column {e.colno}") from None
     except RecursionError:
-        raise ValueError("not JSON that can be read: nested too deep") from None
+        raise ValueError("not readable JSON: nested too deep") from None
     if not isinstance(record, dict):
         raise ValueError(f"a JSON {type(record).__name__}, not an object with the key {keys[0]!r}")
-    return [_text(record, key, sentences) for key in keys]
+    if missing := [key for key in keys if key not in record]:
+        raise ValueError(f"no key {missing[0]!r}; it has {', '.join(map(repr, record)) or 'none'}")
+    return [checked_text(record[key], key, sentences) for key in keys]
 
 
-def _text(record: dict, key: str, sentences: bool) -> Text:
-    if key not in record:
-        raise ValueError(f"no key {key!r}; it has {', '.join(map(repr, record)) or 'none'}")
-    text = record[key]
-    if sentences and isinstance(text, list):
-        return [checked_text(sentence, f"an entry of {key!r}") for sentence in text]
-    return checked_text(text, repr(key))
+def checked_text(value: object, key: str, sentences: bool) -> Text:
+    """The text of a key, or its sentences. Raises ValueError unless UTF-8 can encode it."""
+    if sentences and isinstance(value, list):
+        return [_checked(sentence, f"an entry of {key!r}") for sentence in value]
+    return _checked(value, repr(key))
 
 
-def checked_text(text: object, what: str) -> str:
-    """Raises ValueError for anything that is not text which can be encoded."""
-    if not isinstance(text, str):
-        raise ValueError(f"{what} is {type(text).__name__}, not text")
-    if not text.isascii():
+def _checked(value: object, what: str) -> str:
+    if isinstance(value, bytes):                            # HDF5 stores texts as bytes
         try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as e:                     # "\\ud83d" alone is legal JSON, but no character
+            return value.decode("utf-8")
+        except UnicodeDecodeError as e:
+            raise ValueError(f"{what} is not UTF-8 at byte {e.start}") from None
+    if not isinstance(value, str):
+        raise ValueError(f"{what} is {type(value).__name__}, not text")
+    if not value.isascii():
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError as e:                   # "\\ud83d" alone is legal JSON, but not a character
             raise ValueError(f"{what} holds half a surrogate pair at character {e.start}") from None
-    return text
+    return value

@@ -1,16 +1,16 @@
-"""Plain text: a file of it cut into documents, which are handed on in blocks.
+"""Plain text: documents of a file, in blocks.
 
     file            the whole file is one document
-    paragraph       documents stand between blank lines
-    line            every line is a document
-    a separator     documents stand between lines that hold this text and nothing else
+    paragraph       blank lines separate documents
+    line            each line is a document
+    a separator     lines that are equal to this text separate documents
 
-Documents of nothing but white space are left out. The line ends behind the last line of a document are no part of it, CR LF
-counts as LF, and a byte-order mark at the start of a file is dropped.
+Documents of white space only are left out. The newlines at the end of a document are removed, CR LF becomes
+LF, and a byte-order mark at the start of the file is dropped.
 
-A file can be read in slices (`text_files.slices_of_shard`). Call a line that ends a document an *end*. The slice from byte
-`start` to byte `stop` holds the documents between the first end at or after `start` and the first end at or after `stop`, so
-consecutive slices have every document once, wherever the cuts are.
+A file can be read in slices (`text_files.slices_of_shard`). Call a line that ends a document an *end*. The
+slice from byte `start` to byte `stop` holds the documents between the first end at or after `start` and the
+first end at or after `stop`, so consecutive slices hold each document once, wherever the file is cut.
 """
 
 import codecs
@@ -21,30 +21,32 @@ from functools import partial
 from typing import BinaryIO
 
 from ...errors import DataError
-from .json_lines import BadLine, Text
+from .json_lines import BadLine, Texts
 
 WHERE = ("file", "paragraph", "line")
-LONGEST_BYTES = 1 << 27                                     # of a document: the library takes 150 bytes for each of them
+LONGEST_BYTES = 1 << 27                        # of a document: the library takes 150 bytes of memory for each
 OTHER_MARKS = {codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16"}
 
 
 @dataclass(frozen=True)
 class TextCut:
-    """Where the documents of a text file end: at one of WHERE, or, if it is given, at lines of `separator`."""
+    """Where the documents of a text file end: at one of WHERE or, if given, at lines equal to `separator`."""
 
     where: str = "file"
     separator: str | None = None
 
     @property
     def is_whole(self) -> bool:
+        """Whether a file is one document."""
         return self.where == "file" and self.separator is None
 
     @property
     def keeps_end(self) -> bool:
-        """The line that ends a document is the last of its lines."""
+        """Whether the line that ends a document belongs to it."""
         return self.where == "line" and self.separator is None
 
     def ends(self, line: bytes) -> bool:
+        """Whether this line ends a document."""
         if self.separator is not None:
             return line.rstrip(b"\r\n") == self.separator.encode()
         return self.where == "line" or self.where == "paragraph" and not line.strip()
@@ -52,9 +54,10 @@ class TextCut:
 
 @dataclass(frozen=True)
 class TextBlock:
-    """Consecutive documents of a file: where each begins, in lines, and its bytes.
+    """Consecutive documents of a file.
 
-    Lines count from 1 at byte `start`, where the reader began.  position: where the reader stands, in bytes on disk.
+    documents   (first line, bytes) of each; lines count from 1 at byte `start`, where the reader began
+    position    the reader's position in the file, in bytes on disk
     """
 
     path: str
@@ -72,10 +75,12 @@ class TextBlock:
         return first + text.rstrip(b"\r\n").count(b"\n")
 
 
-def cut_documents(file: BinaryIO, path: str, at: int, stop: int | None, cut: TextCut) -> Iterator[tuple[int, bytes]]:
-    """(first line, text) of each document of a slice. The file stands at the beginning of a line, at byte `at`.
+def cut_documents(file: BinaryIO, path: str, at: int, stop: int | None,
+                  cut: TextCut) -> Iterator[tuple[int, bytes]]:
+    """(first line, text) of each document of a slice.
 
-    at: 0 for the first slice.  Raises DataError for a document longer than LONGEST_BYTES.
+    at: position of the file, the start of a line; 0 for the first slice.
+    Raises DataError for a document longer than LONGEST_BYTES.
     """
     if cut.is_whole:
         text = file.read(LONGEST_BYTES + 1).removeprefix(codecs.BOM_UTF8)
@@ -104,49 +109,51 @@ def cut_documents(file: BinaryIO, path: str, at: int, stop: int | None, cut: Tex
 
 def blocks_of(documents: Iterable[tuple[int, bytes]], path: str, block_bytes: int, start: int,
               position: Callable[[], int]) -> Iterator[TextBlock]:
-    """The documents that are not blank, gathered until they have `block_bytes`.  position: where the reader stands now."""
-    gathered, size = [], 0
+    """The documents that are not blank, in blocks of at least `block_bytes`.  position: that of the
+    reader."""
+    block, size = [], 0
     for first, text in documents:
         if text and not text.isspace():
-            gathered.append((first, text))
+            block.append((first, text))
             size += len(text)
         if size >= block_bytes:
-            yield TextBlock(path, gathered, position(), start)
-            gathered, size = [], 0
-    if gathered:
-        yield TextBlock(path, gathered, position(), start)
+            yield TextBlock(path, block, position(), start)
+            block, size = [], 0
+    if block:
+        yield TextBlock(path, block, position(), start)
 
 
 def check_is_text(path: str, first: bytes, keys: Sequence[str]) -> None:
-    """Raises DataError for a file whose first line shows that it is UTF-16, or JSON lines with one of the keys."""
+    """Raises DataError for a file whose first line is UTF-16, or JSON lines with one of the keys."""
     for mark, name in OTHER_MARKS.items():
         if first.startswith(mark):
-            raise DataError(f"{path} is text in {name}, and only UTF-8 is read. Convert it: iconv -f {name} -t UTF-8 {path}")
+            raise DataError(f"{path} is text in {name}, and only UTF-8 is read. Convert it: "
+                            f"iconv -f {name} -t UTF-8 {path}")
     if first.lstrip(codecs.BOM_UTF8 + b" ").startswith(b'{"'):
         try:
             record = json.loads(first.decode("utf-8-sig"))
         except (ValueError, RecursionError):
             return
         if found := [key for key in keys if isinstance(record, dict) and key in record]:
-            raise DataError(f"{path} holds JSON lines: its first line is a JSON object with the key {found[0]!r}. Its name "
-                            "makes it plain text, so the JSON itself would become tokens. Rename it to end in .jsonl.")
+            raise DataError(f"{path} holds JSON lines: its first line is a JSON object with the key "
+                            f"{found[0]!r}. Its name makes it plain text, so the JSON itself would become "
+                            "tokens. Rename it to .jsonl.")
 
 
-def texts_of_documents(block: TextBlock, keys: Sequence[str],
-                       sentences: bool = False) -> tuple[list[list[Text]], list[BadLine]]:
-    """The texts of the good documents, under the one key that there is, and the bad documents by their bad line."""
+def texts_of_documents(block: TextBlock, keys: Sequence[str], sentences: bool = False) -> Texts:
+    """The texts of the documents, under the only key. One that is not UTF-8 is reported by its bad line."""
     texts, bad = [], []
     for first, data in block.documents:
         try:
             texts.append(data.decode("utf-8").replace("\r\n", "\n").rstrip("\n"))
         except UnicodeDecodeError as e:
             line_start = data.rfind(b"\n", 0, e.start) + 1
-            bad.append(BadLine(block.path, first + data.count(b"\n", 0, e.start), f"not UTF-8 at byte {e.start - line_start}",
-                               block.start))
+            bad.append(BadLine(block.path, first + data.count(b"\n", 0, e.start),
+                               f"not UTF-8 at byte {e.start - line_start}", block.start))
     return [texts], bad
 
 
 def _too_long(path: str, line: int) -> str:
-    return (f"{path}: the document that begins in line {line} is longer than {LONGEST_BYTES >> 20} MiB, and a document is "
-            "tokenized in memory as a whole. Cut the file into documents with --text-documents paragraph or line, or with "
-            "--text-separator.")
+    return (f"{path}: the document that begins in line {line} is longer than {LONGEST_BYTES >> 20} MiB, and "
+            "a document is tokenized in memory as a whole. Cut the file into documents with --text-documents "
+            "paragraph or line, or with --text-separator.")

@@ -1,16 +1,19 @@
-"""From text to tokens on disk: files of text in, one `.bin/.idx` corpus for each key out.
+"""From text to tokens on disk: text files in, one `.bin/.idx` corpus for each key out.
 
-One process reads blocks of lines or rows and writes; workers parse and tokenize. The order of the documents is that of the
-input, for any number of workers, and only a few blocks for each worker are in memory.
+The main process reads blocks of lines or rows and writes; workers parse and tokenize. Documents keep the
+order of the input for any number of workers, and only a few blocks for each worker are in memory.
 
-    read ──► [block] [block] ──► workers ──► [tokens] ──► write, in order          in flight: at most 2 · workers + 1
+    read ──► [block] [block] ──► workers ──► [tokens] ──► write, in order     in flight: at most 2 · workers +
+                                                                              1
 
-A *shard* is the same for a stretch of the input (`text_files.slices_of_shard`); the shards one after the other are the
-corpus (`merge.py`).
+A *shard* is the same for a range of the input (`text_files.slices_of_shard`); the shards one after the other
+are the corpus (`corpus_shards.py`).
 """
 
 import multiprocessing
 import os
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -26,7 +29,6 @@ from ..tokenizers import Tokenizer, arrays_of
 from .corpus_record import CorpusRecord, PieceSums, done_before, remove_record, sha256_of
 from .indexed import IndexedWriter, corpus_paths, dtype_for
 from .json_lines import BadLine
-from .orphans import end_with_parent
 from .plain_text import TextCut
 from .sentences import Splitter
 from .text_files import (
@@ -41,15 +43,37 @@ from .text_files import (
     texts_of,
 )
 
-MakeTokenizer = Callable[[], Tokenizer]                     # is sent to the workers, so it must pickle
-Shard = tuple[int, int]                                     # which, of how many
-Column = tuple[np.ndarray, np.ndarray, np.ndarray]          # tokens; tokens of each sequence; sequences of each document
-_tokenizer: Tokenizer | None = None                         # a worker's own, made once when the worker starts
+MakeTokenizer = Callable[[], Tokenizer]                     # is sent to the workers, so it is pickled
+Shard = tuple[int, int]                                     # (index, number of shards)
+Column = tuple[np.ndarray, np.ndarray, np.ndarray]     # tokens, sequence lengths, sequences of each document
+PARENT_CHECK_SECONDS = 1.0
+_tokenizer: Tokenizer | None = None                         # of a worker process, made when the worker starts
+
+
+@dataclass(frozen=True)
+class PreprocessOptions:
+    """What decides the bytes of a corpus, besides its inputs and its tokenizer.
+
+    json_keys        keys of JSON lines or columns of tables; each makes a corpus
+    append_eod       end each document with the end-of-document token
+    skip_bad_lines   leave out lines that hold no usable document, instead of failing
+    sentences        store each sentence as a sequence of its own, split by this
+    cut              where plain text documents end
+    """
+
+    json_keys: Sequence[str] = ("text",)
+    append_eod: bool = False
+    skip_bad_lines: bool = False
+    sentences: Splitter | None = None
+    cut: TextCut = WHOLE_FILES
+
+
+DEFAULTS = PreprocessOptions()
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """A block, tokenized: a column for each key."""
+    """A tokenized block: a column for each key."""
 
     columns: list[Column]
     bad: list[BadLine]
@@ -59,73 +83,81 @@ class Encoded:
 
 @dataclass
 class Written:
-    """What has been written so far. done_before: nothing was to do."""
+    """Counts of what has been written so far. done_before: the corpus was complete already."""
 
     documents: int = 0
     tokens: int = 0
     num_bad: int = 0
-    bad: list[BadLine] = field(default_factory=list)        # the first of them
+    bad: list[BadLine] = field(default_factory=list)        # the first ten
     done_before: bool = False
 
 
 def output_prefix(prefix: str, key: str, sentences: bool = False) -> str:
+    """`{prefix}_{key}_document`, or `…_sentence`."""
     return f"{prefix}_{key}_{'sentence' if sentences else 'document'}"
 
 
 def shard_prefix(prefix: str, shard: Shard) -> str:
+    """`{prefix}_00001_of_00004`."""
     return f"{prefix}_{shard[0]:05d}_of_{shard[1]:05d}"
 
 
-def preprocess(paths: Sequence[str], prefix: str, make_tokenizer: MakeTokenizer, *, json_keys: Sequence[str] = ("text",),
-               append_eod: bool = False, workers: int = 1, skip_bad_lines: bool = False, sentences: Splitter | None = None,
-               shard: Shard | None = None, cut: TextCut = WHOLE_FILES,
-               progress: Callable[[str, int, Written], None] = lambda path, position, written: None) -> Written:
-    """Write `{prefix}_{key}_document.bin/.idx` for every key, or `…_sentence` when texts are split into sentences.
+def preprocess(paths: Sequence[str], prefix: str, make_tokenizer: MakeTokenizer,
+               options: PreprocessOptions = DEFAULTS, *, workers: int = 1, shard: Shard | None = None,
+               progress: Callable[[str, int, Written], None] = lambda *_: None) -> Written:
+    """Write `{prefix}_{key}_document.bin/.idx` for every key; `…_sentence` for texts split into sentences.
 
-    shard: (i, n) writes shard i of n, as `{prefix}_0000i_of_0000n_…`, if it is not there, whole and of the same making.
-    cut: where the documents of plain text end.
-    progress: called after each block with its file, the position in it and the sums so far.
-    Raises DataError for a missing file, for a bad line unless they are skipped, and when nothing is left. After an error
-    no output exists that did not exist before.
+    shard: (i, n) writes shard i of n, `{prefix}_0000i_of_0000n_…`, unless it is complete and was made the
+    same way.
+    progress: called after each block with its file, the position in the file and the counts so far.
+    Raises DataError for a missing file, for a bad line unless they are skipped, and when no document is left.
+    An error leaves no output that did not exist before.
     """
-    check_files(paths, json_keys)
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")    # `workers` is how many cores are used, no library decides
+    keys, split = options.json_keys, options.sentences is not None
+    check_files(paths, keys)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")    # `workers` sets the number of cores
     tokenizer = make_tokenizer()
-    names = [output_prefix(shard_prefix(prefix, shard) if shard else prefix, key, sentences is not None) for key in json_keys]
-    made_from = {"inputs": [_identity(path) for path in paths], "shard": list(shard or (0, 1)), "keys": list(json_keys),
-                 "append_eod": append_eod, "skip_bad_lines": skip_bad_lines,
-                 "sentences": sentences.fingerprint if sentences else None, "tokenizer": tokenizer.fingerprint,
-                 **({"text": asdict(cut)} if any(map(is_plain_text, paths)) else {})}
-    if shard and all(records := [done_before(name, {**made_from, "key": key}) for name, key in zip(names, json_keys)]):
-        return Written(records[0].documents, sum(r.tokens for r in records), records[0].skipped, done_before=True)
-    encode = partial(encode_block, keys=tuple(json_keys), eod=tokenizer.eod if append_eod else None,
-                     dtype=dtype_for(tokenizer.vocab_size), sentences=sentences)
-    blocks = (block for piece in slices_of_shard(paths, json_keys, *(shard or (0, 1)), cut=cut)
-              for block in read_blocks(piece.path, keys=json_keys, start=piece.start, stop=piece.stop, cut=cut))
+    names = [output_prefix(shard_prefix(prefix, shard) if shard else prefix, key, split) for key in keys]
+    made_from = _made_from(paths, options, shard, tokenizer)
+    records = [done_before(name, {**made_from, "key": key}) for name,
+               key in zip(names, keys)] if shard else []
+    if shard and all(records):
+        return Written(records[0].documents, sum(r.tokens for r in records), records[0].skipped,
+                       done_before=True)
+    dtype = dtype_for(tokenizer.vocab_size)
+    eod = tokenizer.eod if options.append_eod else None
+    encode = partial(encode_block, options=options, eod=eod, dtype=dtype)
+    blocks = (block for piece in slices_of_shard(paths, keys, *(shard or (0, 1)), cut=options.cut)
+              for block in read_blocks(piece.path, keys=keys, start=piece.start, stop=piece.stop,
+                                       cut=options.cut))
     written = Written()
-    outputs = _Outputs(names, encode.keywords["dtype"])
+    outputs = _Outputs(names, dtype)
     with outputs:
         for encoded in _encoded(blocks, encode, make_tokenizer, tokenizer, workers):
-            outputs.append(encoded, written, skip_bad_lines)
+            outputs.append(encoded, written, options.skip_bad_lines)
             progress(encoded.path, encoded.position, written)
         if not written.documents and not shard:
-            left = " is left" if written.num_bad else ""
-            raise DataError(f"{_named(paths)}: not one document{left}. Nothing was written.")
-    outputs.record(json_keys, written, tokenizer.fingerprint, made_from)
+            named = ", ".join(paths[:8]) + (f" and {len(paths) - 8} others" if len(paths) > 8 else "")
+            only_bad = ", only bad lines" if written.num_bad else ""
+            raise DataError(f"{named}: the input has no documents{only_bad}. Nothing was written.")
+    outputs.record(keys, written, tokenizer.fingerprint, made_from)
     return written
 
 
-def _named(paths: Sequence[str], longest: int = 8) -> str:
-    return f"{', '.join(paths[:longest])}{f' and {len(paths) - longest} others' if len(paths) > longest else ''}"
-
-
-def _identity(path: str) -> list:
-    """A file as it was when it was read: name, bytes, time of change in nanoseconds."""
-    return [path, size_of(path), os.stat(path).st_mtime_ns if os.path.exists(path) else 0]
+def _made_from(paths: Sequence[str], options: PreprocessOptions, shard: Shard | None,
+               tokenizer: Tokenizer) -> dict:
+    """The `made_from` of the record; of each file its name, bytes, and time of change in nanoseconds."""
+    inputs = [[path, size_of(path), os.stat(path).st_mtime_ns if os.path.exists(path) else 0]
+              for path in paths]
+    return {"inputs": inputs, "shard": list(shard or (0, 1)), "keys": list(options.json_keys),
+            "append_eod": options.append_eod, "skip_bad_lines": options.skip_bad_lines,
+            "sentences": options.sentences.fingerprint if options.sentences else None,
+            "tokenizer": tokenizer.fingerprint,
+            **({"text": asdict(options.cut)} if any(map(is_plain_text, paths)) else {})}
 
 
 class _Outputs:
-    """A writer and a checksum for every key."""
+    """A writer and checksums for every key."""
 
     def __init__(self, names: Sequence[str], dtype: np.dtype):
         self.names, self._dtype = names, dtype
@@ -144,41 +176,45 @@ class _Outputs:
         return self._stack.__exit__(kind, error, trace)
 
     def append(self, encoded: Encoded, written: Written, skip_bad_lines: bool) -> None:
+        """Write a block, and add its counts to `written`."""
         if encoded.bad and not skip_bad_lines:
-            raise DataError(f"{encoded.bad[0]}. Nothing was written. Correct it, or leave out such lines, rows and "
-                            "documents of plain text with --skip-bad-lines.")
+            raise DataError(f"{encoded.bad[0]}. Nothing was written. Correct it, or leave out such lines, "
+                            "rows and documents of plain text with --skip-bad-lines.")
         written.num_bad += len(encoded.bad)
         written.bad += encoded.bad[:10 - len(written.bad)]
         for i, (tokens, lengths, sequences) in enumerate(encoded.columns):
             try:
                 self._writers[i].add_documents(tokens, lengths, sequences)
             except OSError as e:
-                raise DataError(f"cannot write {self.names[i]}.bin: {e.strerror}. Nothing was kept; make room, or choose "
-                                "another --output-prefix.") from None
+                raise DataError(f"cannot write {self.names[i]}.bin: {e.strerror}. Nothing was kept; free "
+                                "some space, or choose another --output-prefix.") from None
             self._sums[i].update(tokens.view(np.uint8).data)
             self._tokens[i] += len(tokens)
             written.tokens += len(tokens)
         written.documents += len(encoded.columns[0][2])
 
     def record(self, keys: Sequence[str], written: Written, fingerprint: str, made_from: dict) -> None:
+        """Write the record of each corpus."""
         for name, key, tokens, sums in zip(self.names, keys, self._tokens, self._sums):
-            CorpusRecord(written.documents, tokens, fingerprint, sums.finish(), sha256_of(corpus_paths(name)[1]),
+            idx_sha256 = sha256_of(corpus_paths(name)[1])
+            CorpusRecord(written.documents, tokens, fingerprint, sums.finish(), idx_sha256,
                          written.num_bad, {**made_from, "key": key}).write(name)
 
 
-# ------------------------------------------------------------------------------------------------------------ encoding
-def encode_block(block: AnyBlock, tokenizer: Tokenizer, *, keys: Sequence[str], eod: int | None, dtype: np.dtype,
-                 sentences: Splitter | None = None) -> Encoded:
-    texts, bad = texts_of(block, keys, sentences is not None)
+def encode_block(block: AnyBlock, tokenizer: Tokenizer, *, options: PreprocessOptions, eod: int | None,
+                 dtype: np.dtype) -> Encoded:
+    """Tokenize a block.  eod: id to append to each document, or None.  Raises DataError naming the block."""
+    texts, bad = texts_of(block, options.json_keys, options.sentences is not None)
     try:
-        columns = [_column(column, tokenizer, eod, dtype, sentences) for column in texts]
+        columns = [_column(column, tokenizer, eod, dtype, options.sentences) for column in texts]
     except DataError as error:
         raise DataError(f"{place_of(block)}: {error} Nothing was written.") from None
     return Encoded(columns, bad, block.path, block.position)
 
 
-def _column(texts: list, tokenizer: Tokenizer, eod: int | None, dtype: np.dtype, sentences: Splitter | None) -> Column:
-    """Sequences without tokens are left out, and a document without any has no sequence and no end, as in Megatron."""
+def _column(texts: list, tokenizer: Tokenizer, eod: int | None, dtype: np.dtype,
+            sentences: Splitter | None) -> Column:
+    """Without sequences that have no tokens. A document without tokens has no end either, as in Megatron."""
     counts = np.ones(len(texts), np.int64)
     if sentences is not None:
         rows = [text if isinstance(text, list) else sentences.split(text) for text in texts]
@@ -188,17 +224,13 @@ def _column(texts: list, tokenizer: Tokenizer, eod: int | None, dtype: np.dtype,
     document = np.repeat(np.arange(len(counts)), counts)[lengths > 0]       # of each sequence
     lengths = lengths[lengths > 0]
     if eod is not None:
-        last = np.flatnonzero(np.diff(document, append=len(counts)))        # the last sequence of each document
+        last = np.flatnonzero(np.diff(document, append=len(counts)))      # the last sequence of each document
         ids = np.insert(ids, np.cumsum(lengths)[last], eod)
         lengths[last] += 1
-    return _narrow(ids, dtype), lengths, np.bincount(document, minlength=len(counts))
-
-
-def _narrow(ids: np.ndarray, dtype: np.dtype) -> np.ndarray:
     if len(ids) and not 0 <= ids.min() <= ids.max() <= np.iinfo(dtype).max:
-        raise DataError(f"the tokenizer gave ids from {ids.min()} to {ids.max()}, which do not fit {dtype}, the type for its "
-                        "vocabulary size.")
-    return ids.astype(dtype)
+        raise DataError(f"the tokenizer gave ids from {ids.min()} to {ids.max()}, which do not fit {dtype}, "
+                        "the type for its vocabulary size.")
+    return ids.astype(dtype), lengths, np.bincount(document, minlength=len(counts))
 
 
 def _encoded(blocks: Iterable[AnyBlock], encode: partial, make_tokenizer: MakeTokenizer, tokenizer: Tokenizer,
@@ -206,20 +238,20 @@ def _encoded(blocks: Iterable[AnyBlock], encode: partial, make_tokenizer: MakeTo
     if workers <= 1:
         yield from (encode(block, tokenizer) for block in blocks)
         return
-    # "spawn": a forked copy of a process that has threads (tokenizers has) may deadlock.
+    # "spawn": a forked copy of a process with threads, which the tokenizers library starts, may deadlock.
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start_worker,
                                (make_tokenizer, os.getpid()))
     try:
         pending = deque()
         for block in blocks:
-            pending.append(pool.submit(_encode_here, encode, block))
+            pending.append(pool.submit(_encode_in_worker, encode, block))
             if len(pending) > 2 * workers:
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
     except BrokenProcessPool:
-        raise DataError("a worker process was killed, perhaps because memory ran out. Nothing was written. Use fewer "
-                        "--workers.") from None
+        raise DataError("a worker process was killed, perhaps because memory ran out. Nothing was written. "
+                        "Use fewer --workers.") from None
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -230,5 +262,18 @@ def _start_worker(make_tokenizer: MakeTokenizer, parent: int) -> None:
     _tokenizer = make_tokenizer()
 
 
-def _encode_here(encode: partial, block: AnyBlock) -> Encoded:
+def _encode_in_worker(encode: partial, block: AnyBlock) -> Encoded:
     return encode(block, _tokenizer)
+
+
+def end_with_parent(parent: int) -> None:
+    """End this process, without cleaning up, within about a second after its parent was killed.
+
+    parent: process id of the parent, which may have ended before this process begins.
+    """
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(PARENT_CHECK_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

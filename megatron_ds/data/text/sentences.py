@@ -1,8 +1,9 @@
-"""Documents into sentences, for BERT: Punkt, which learns from the text itself which full stops end one.
+"""Splitting documents into sentences, for BERT. Punkt learns from the text which full stops end a sentence.
 
-Kiss and Strunk 2006, "Unsupervised multilingual sentence boundary detection" (Computational Linguistics 32, 4): an
-abbreviation is a word that comes with a full stop more often than chance would have it. What a little text cannot teach,
-common English abbreviations are given. nltk carries it out; the extra `data` brings it.
+Kiss and Strunk 2006, "Unsupervised multilingual sentence boundary detection" (Computational Linguistics 32,
+4): an abbreviation is a word that is followed by a full stop more often than chance would have it. Common
+English abbreviations are given, since a short text does not teach them. The implementation is nltk's, of the
+extra `data`.
 """
 
 import hashlib
@@ -12,30 +13,33 @@ from collections.abc import Iterable
 from functools import cached_property
 
 from ...errors import ConfigError
-from .table_files import needs
+from .table_files import missing_package
 
-# Without their last full stop, in lower case, as Punkt keeps them.
+# Without the last full stop, in lower case, as Punkt stores them.
 ABBREVIATIONS = {
-    "english": ("mr mrs ms dr prof rev hon gen col capt lt sgt gov sen rep pres st jr sr messrs nos vs etc e.g i.e cf al viz "
-                "approx ca fig figs eq eqs secs chap vol vols pp ed eds op cit dept univ inc ltd co corp bros jan feb apr "
-                "jun jul aug sep sept oct nov dec tue tues thu thurs fri a.m p.m u.s u.k u.n d.c ph.d m.d b.a m.a b.c "
-                "a.d").split(),
+    "english": ("mr mrs ms dr prof rev hon gen col capt lt sgt gov sen rep pres st jr sr messrs nos vs etc "
+                "e.g i.e cf al viz approx ca fig figs eq eqs secs chap vol vols pp ed eds op cit dept univ "
+                "inc ltd co corp bros jan feb apr jun jul aug sep sept oct nov dec tue tues thu thurs fri "
+                "a.m p.m u.s u.k u.n d.c ph.d m.d b.a m.a b.c a.d").split(),
     "none": (),
 }
-TRAINING_BYTES = 1 << 23                                    # of text from the start of the input: two seconds, and plenty
+TRAINING_BYTES = 1 << 23                              # of text from the start of the input: takes two seconds
 
 
 class Splitter:
-    """text → its sentences. A plain value that pickles: workers and shards split alike.
+    """Splits a text into sentences. Can be pickled, so that all workers and shards split alike.
 
-    keep_newlines: white space between two sentences stays with the first, so that the sentences joined are the text.
+    keep_newlines: the white space between two sentences stays with the first; the joined sentences are then
+    the text.
     """
 
     def __init__(self, state: dict, keep_newlines: bool = False):
         self._state, self._keep_newlines = state, keep_newlines
-        self.fingerprint = hashlib.sha256(json.dumps([state, keep_newlines], sort_keys=True).encode()).hexdigest()[:16]
+        description = json.dumps([state, keep_newlines], sort_keys=True)
+        self.fingerprint = hashlib.sha256(description.encode()).hexdigest()[:16]
 
     def split(self, text: str) -> list[str]:
+        """The sentences of a text."""
         if not self._keep_newlines:
             return self._punkt.tokenize(text)
         starts = [start for start, _ in self._punkt.span_tokenize(text)]
@@ -57,10 +61,10 @@ class Splitter:
 
 
 def learn_splitter(texts: Iterable[str], language: str = "english", keep_newlines: bool = False) -> Splitter:
-    """A splitter that has read the texts, as many as TRAINING_BYTES hold.  language: whose abbreviations it knows anyway."""
+    """A splitter trained on the first TRAINING_BYTES.  language: its common abbreviations are added."""
     if language not in ABBREVIATIONS:
-        raise ConfigError(f"--lang {language}: abbreviations are known for {', '.join(ABBREVIATIONS)}. Use none: "
-                          "abbreviations are also learned from the text.")
+        raise ConfigError(f"--lang {language}: abbreviations are known for {', '.join(ABBREVIATIONS)}. Use "
+                          "none: abbreviations are also learned from the text.")
     nltk, left = _nltk(), TRAINING_BYTES
     trainer = nltk.PunktTrainer()
     for text in texts:
@@ -80,7 +84,5 @@ def _nltk():
     try:
         from nltk.tokenize import punkt
     except ImportError as e:
-        raise needs("data", "nltk", "--split-sentences", e) from None
+        raise missing_package("data", "nltk", "--split-sentences", e) from None
     return punkt
-
-

@@ -1,23 +1,28 @@
-"""Text in tables: Parquet files, and HDF5 files with one array of texts for each key. Rows are read in blocks.
+"""Text in tables: Parquet files, and HDF5 files with one array of texts for each key, read in blocks of rows.
 
-pyarrow and h5py are imported when such a file is met; the extra `data` brings them.
+pyarrow and h5py, of the extra `data`, are imported when the first such file is opened.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ...errors import ConfigError, DataError
-from .json_lines import BadLine, Text, checked_text
+from .json_lines import BadLine, Texts, checked_text, collect_texts
 
-ROWS = 1024                                                 # of a block; its texts are in memory together
+ROWS = 1024                                                 # of a block, whose texts are in memory together
 
 
 @dataclass(frozen=True)
 class TableBlock:
-    """Consecutive rows: for each key as many values. `position`: bytes of the file that the rows so far stand for."""
+    """Consecutive rows.
+
+    first_row   counted from 0
+    columns     key → as many values as there are rows
+    position    the bytes of the file that correspond to the rows read so far
+    """
 
     path: str
-    first_row: int                                          # counted from 0
+    first_row: int
     columns: dict[str, list]
     position: int
 
@@ -26,17 +31,20 @@ class TableBlock:
         return len(next(iter(self.columns.values())))
 
 
-def needs(extra: str, package: str, what: str, error: ImportError) -> ConfigError:
+def missing_package(extra: str, package: str, what: str, error: ImportError) -> ConfigError:
     """The error for a package of an extra that is not installed."""
-    return ConfigError(f"{what} needs {package} ({error}). Install it with: pip install 'megatron_ds[{extra}]'")
+    return ConfigError(f"{what} needs {package} ({error}). Install it with: pip install "
+                       f"'megatron_ds[{extra}]'")
 
 
 def num_rows(path: str, keys: Sequence[str]) -> int:
+    """Rows of a table file. Raises DataError for a damaged file or a missing key."""
     return _open(path, keys).num_rows
 
 
-def read_rows(path: str, keys: Sequence[str], size: int, start: int = 0, stop: int | None = None) -> Iterator[TableBlock]:
-    """Rows start … stop − 1.  size: bytes of the file.  Raises DataError for a damaged file or one without a key."""
+def read_rows(path: str, keys: Sequence[str], size: int, start: int = 0,
+              stop: int | None = None) -> Iterator[TableBlock]:
+    """Rows start … stop − 1.  size: bytes of the file.  Raises DataError, as `num_rows`."""
     table = _open(path, keys)
     stop, first = table.num_rows if stop is None else stop, start
     for columns in table.read(start, stop):
@@ -45,30 +53,11 @@ def read_rows(path: str, keys: Sequence[str], size: int, start: int = 0, stop: i
         first += count
 
 
-def texts_of_rows(block: TableBlock, keys: Sequence[str], sentences: bool = False) -> tuple[list[list[Text]], list[BadLine]]:
-    """As `texts_of_lines`; a row with a null in a wanted column is bad."""
-    texts: list[list[Text]] = [[] for _ in keys]
-    bad = []
-    for i in range(block.num_rows):
-        try:
-            found = [_text(block.columns[key][i], key, sentences) for key in keys]
-        except ValueError as e:
-            bad.append(BadLine(block.path, block.first_row + i, str(e), unit="row"))
-            continue
-        for column, text in zip(texts, found):
-            column.append(text)
-    return texts, bad
-
-
-def _text(value: object, key: str, sentences: bool) -> Text:
-    if sentences and isinstance(value, list):
-        return [checked_text(sentence, f"an entry of {key!r}") for sentence in value]
-    if isinstance(value, bytes):                            # HDF5 gives texts as bytes
-        try:
-            return value.decode("utf-8")
-        except UnicodeDecodeError as e:
-            raise ValueError(f"{key!r} is not UTF-8 at byte {e.start}") from None
-    return checked_text(value, repr(key))
+def texts_of_rows(block: TableBlock, keys: Sequence[str], sentences: bool = False) -> Texts:
+    """As `texts_of_lines`. A row with a null in one of the columns is bad."""
+    rows = enumerate(zip(*(block.columns[key] for key in keys)), block.first_row)
+    read = lambda row: [checked_text(value, key, sentences) for key, value in zip(keys, row)]
+    return collect_texts(rows, len(keys), read, lambda i, reason: BadLine(block.path, i, reason, unit="row"))
 
 
 def _open(path: str, keys: Sequence[str]) -> "_Parquet | _HDF5":
@@ -81,7 +70,7 @@ class _Parquet:
             import pyarrow
             import pyarrow.parquet
         except ImportError as e:
-            raise needs("data", "pyarrow", path, e) from None
+            raise missing_package("data", "pyarrow", path, e) from None
         self._path, self._keys = path, list(keys)
         self._errors = (pyarrow.ArrowException, OSError)
         try:
@@ -117,13 +106,14 @@ class _HDF5:
         try:
             import h5py
         except ImportError as e:
-            raise needs("data", "h5py", path, e) from None
+            raise missing_package("data", "h5py", path, e) from None
         try:
             self._file = h5py.File(path, "r")
         except OSError as e:
             raise _damaged(path, "HDF5", e) from None
         self._path, self._keys = path, list(keys)
-        _check_keys(path, keys, [name for name, value in self._file.items() if isinstance(value, h5py.Dataset)])
+        arrays = [name for name, value in self._file.items() if isinstance(value, h5py.Dataset)]
+        _check_keys(path, keys, arrays)
         counts = {key: self._file[key].shape for key in keys}
         if len(set(counts.values())) > 1 or any(len(shape) != 1 for shape in counts.values()):
             raise DataError(f"{path}: the arrays have shapes {counts}; texts need arrays of one dimension "
@@ -138,12 +128,12 @@ class _HDF5:
             raise _damaged(self._path, "HDF5", e) from None
 
 
-def _check_keys(path: str, keys: Sequence[str], there: Sequence[str]) -> None:
-    if missing := [key for key in keys if key not in there]:
+def _check_keys(path: str, keys: Sequence[str], found: Sequence[str]) -> None:
+    if missing := [key for key in keys if key not in found]:
         raise DataError(f"{path} has no column {', '.join(map(repr, missing))}; it has "
-                        f"{', '.join(map(repr, there)) or 'none'}. Name the right ones with --json-keys.")
+                        f"{', '.join(map(repr, found)) or 'none'}. Name existing columns with --json-keys.")
 
 
 def _damaged(path: str, kind: str, error: Exception) -> DataError:
-    return DataError(f"{path} cannot be read as {kind}: {str(error).splitlines()[0]}. Copy it again, or, if it is of "
-                     "another kind, rename it accordingly.")
+    return DataError(f"{path} cannot be read as {kind}: {str(error).splitlines()[0]}. Copy it again, or "
+                     "rename it if it is a file of another kind.")

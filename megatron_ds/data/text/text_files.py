@@ -1,70 +1,59 @@
-"""Files of text, whole or in part: JSON lines or plain text, compressed or not, Parquet, HDF5.
+"""Input files of text: the files of a folder, the part of them that a shard reads, and their blocks of texts.
 
-    .txt .md                       plain text, cut into documents (plain_text.py), at any of which a slice may begin
+    .txt .md                       plain text, cut into documents (plain_text.py), at any of them
     .jsonl .json …                 JSON lines, cut at any line
-    .gz .bz2 .xz .zst              one of these, compressed; read whole, since lines are found only by reading from the start
+    .gz .bz2 .xz .zst              one of these, compressed; read from the start, so never cut
     .parquet .h5 .hdf5             tables, cut at any row
-    -                              standard input, JSON lines, read whole
+    -                              standard input, JSON lines, never cut
 """
 
 import bz2
 import gzip
+import io
+import logging
 import lzma
 import os
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO
 
 from ...errors import ConfigError, DataError
-from .json_lines import BadLine, Block, Text, lines_before, texts_of_lines
+from .json_lines import LineBlock, Texts, lines_before, texts_of_lines
 from .plain_text import TextBlock, TextCut, blocks_of, check_is_text, cut_documents, texts_of_documents
-from .table_files import TableBlock, num_rows, read_rows, texts_of_rows
-from .zst_file import open_zst
+from .table_files import TableBlock, missing_package, num_rows, read_rows, texts_of_rows
 
+logger = logging.getLogger(__name__)
 BLOCK_BYTES = 1 << 18
+ZST_BYTES = 1 << 17                                         # of compressed data, decompressed together
 STDIN = "-"
 TABLES = (".parquet", ".h5", ".hdf5")
 PLAIN = (".txt", ".md")
-AnyBlock = Block | TableBlock | TextBlock
+FOLDER_ENDINGS = (*PLAIN, ".jsonl", *TABLES)
+INPUT_HELP = ("plain text (.txt, .md); JSON lines (.jsonl and other names; - for standard input); either of "
+              "them compressed (.gz, .bz2, .xz, .zst); tables (.parquet, .h5); or folders, of which all such "
+              "files are read, ordered by path")
 WHOLE_FILES = TextCut()
-_TEXTS_OF = {Block: texts_of_lines, TableBlock: texts_of_rows, TextBlock: texts_of_documents}
+EXAMPLES = 3                                                # names of ignored files in a message
+AnyBlock = LineBlock | TableBlock | TextBlock
+_TEXTS_OF = {LineBlock: texts_of_lines, TableBlock: texts_of_rows, TextBlock: texts_of_documents}
 
 
 @dataclass(frozen=True)
 class Slice:
-    """A part of a file: the lines that begin at bytes start … stop − 1, or these rows of a table. stop None: to the end."""
+    """The lines of a file that begin at bytes start … stop − 1, or these rows of a table. None: to the
+    end."""
 
     path: str
     start: int = 0
     stop: int | None = None
 
 
-COMPRESSED = {".gz": lambda raw: gzip.GzipFile(fileobj=raw), ".bz2": bz2.BZ2File, ".xz": lzma.LZMAFile, ".zst": open_zst}
-
-
 def is_plain_text(path: str) -> bool:
-    """By its name."""
-    return without_compression(path).lower().endswith(PLAIN)
-
-
-def without_compression(path: str) -> str:
-    """The name without the ending of a compressed file."""
-    stem, end = os.path.splitext(path)
-    return stem if end in COMPRESSED else path
-
-
-def check_files(paths: Sequence[str], keys: Sequence[str] = ("text",)) -> None:
-    """Raises DataError unless all inputs are files that can give a text for each key; checked before any is read."""
-    for path in paths:
-        if path != STDIN and not os.path.isfile(path):
-            raise DataError(f"--input {path}: there is no such file.")
-        if len(keys) > 1 and is_plain_text(path):
-            raise DataError(f"--json-keys {' '.join(keys)}: {path} is plain text, which has one text for each document and no "
-                            "keys. Name one key, or leave out the files of plain text.")
-    if paths.count(STDIN) > 1:
-        raise DataError("--input - -: standard input can be read only once. Name it once.")
+    """Whether the name is that of a plain text file, possibly compressed."""
+    return _uncompressed_name(path).lower().endswith(PLAIN)
 
 
 def size_of(path: str) -> int:
@@ -72,40 +61,34 @@ def size_of(path: str) -> int:
     return 0 if path == STDIN else os.path.getsize(path)
 
 
-def read_blocks(path: str, block_bytes: int = BLOCK_BYTES, *, keys: Sequence[str] = ("text",), start: int = 0,
-                stop: int | None = None, cut: TextCut = WHOLE_FILES) -> Iterator[AnyBlock]:
-    """A file, or a slice of it.  keys: the columns to read of a table.  cut: where documents of plain text end.
+def files_of(inputs: Sequence[str]) -> list[str]:
+    """The inputs, each folder replaced by the files below it that end in FOLDER_ENDINGS, ordered by path.
 
-    Raises DataError for a file that is missing, damaged, or not what its name says.
+    Hidden files and folders, tokenizers (folders with a tokenizer.json) and links to folders are skipped. The
+    log names files that are ignored. Raises DataError for a folder that cannot be read or has no such file.
     """
-    if path.endswith(TABLES):
-        return read_rows(path, keys, size_of(path), start, stop)
-    piece = Slice(path, start, stop)
-    if is_plain_text(path):
-        return _read_bytes(piece, lambda file, raw: _documents(file, raw, piece, block_bytes, keys, cut))
-    return _read_bytes(piece, lambda file, raw: _lines(file, raw, piece, block_bytes))
+    return [path for given in inputs for path in (_files_below(given) if os.path.isdir(given) else [given])]
 
 
-def texts_of(block: AnyBlock, keys: Sequence[str], sentences: bool = False) -> tuple[list[list[Text]], list[BadLine]]:
-    """For each key the texts of the good lines, rows or documents, and the bad ones."""
-    return _TEXTS_OF[type(block)](block, keys, sentences)
-
-
-def place_of(block: AnyBlock) -> str:
-    """Where a block stands, for messages."""
-    if isinstance(block, TableBlock):
-        return f"{block.path}, in rows {block.first_row} to {block.first_row + block.num_rows - 1}"
-    before = lines_before(block.path, block.start)
-    return f"{block.path}, in lines {block.first_line + before} to {block.last_line + before}"
+def check_files(paths: Sequence[str], keys: Sequence[str] = ("text",)) -> None:
+    """Raises DataError unless all inputs exist and have a text for each key. Nothing is read."""
+    for path in paths:
+        if path != STDIN and not os.path.isfile(path):
+            raise DataError(f"--input {path}: there is no such file.")
+        if len(keys) > 1 and is_plain_text(path):
+            raise DataError(f"--json-keys {' '.join(keys)}: {path} is plain text, which has no keys and one "
+                            "text for each document. Name one key, or leave out the files of plain text.")
+    if paths.count(STDIN) > 1:
+        raise DataError("--input - -: standard input can be read only once. Name it once.")
 
 
 def slices_of_shard(paths: Sequence[str], keys: Sequence[str], index: int, count: int,
                     cut: TextCut = WHOLE_FILES) -> list[Slice]:
-    """Shard `index` of `count`: laid end to end the files are cut into stretches of as many bytes.
+    """Shard `index` of `count`: the files, laid end to end, are divided into ranges of equally many bytes.
 
-    Every line and row belongs to the one shard in whose stretch it begins, and so does a file that is read whole: a
-    compressed one, or one of plain text that is one document. Of other plain text the documents belong to the shard in whose
-    stretch the end of the document before them begins. So the shards, one after the other, are the files in order.
+    A line or row belongs to the shard in whose range it begins, and so does a file that is never cut: a
+    compressed one, or one whose plain text is one document. Another plain text document belongs to the shard
+    in whose range the document before it ends. So the shards one after the other are the files in order.
     Raises DataError for standard input.
     """
     if STDIN in paths and count > 1:
@@ -128,52 +111,161 @@ def slices_of_shard(paths: Sequence[str], keys: Sequence[str], index: int, count
     return slices
 
 
+def read_blocks(path: str, block_bytes: int = BLOCK_BYTES, *, keys: Sequence[str] = ("text",), start: int = 0,
+                stop: int | None = None, cut: TextCut = WHOLE_FILES) -> Iterator[AnyBlock]:
+    """Blocks of a file or slice.  keys: the columns of a table to read.  cut: where plain text documents end.
+
+    Raises DataError for a file that is missing, damaged, or of another kind than its name indicates.
+    """
+    if path.endswith(TABLES):
+        return read_rows(path, keys, size_of(path), start, stop)
+    piece = Slice(path, start, stop)
+    if is_plain_text(path):
+        return _read_bytes(piece, lambda file, raw: _documents(file, raw, piece, block_bytes, keys, cut))
+    return _read_bytes(piece, lambda file, raw: _lines(file, raw, piece, block_bytes))
+
+
+def texts_of(block: AnyBlock, keys: Sequence[str], sentences: bool = False) -> Texts:
+    """The texts of each key, and the bad lines.  sentences: a text may be a list of sentences."""
+    return _TEXTS_OF[type(block)](block, keys, sentences)
+
+
+def place_of(block: AnyBlock) -> str:
+    """File and lines or rows of a block, for messages."""
+    if isinstance(block, TableBlock):
+        return f"{block.path}, in rows {block.first_row} to {block.first_row + block.num_rows - 1}"
+    before = lines_before(block.path, block.start)
+    return f"{block.path}, in lines {block.first_line + before} to {block.last_line + before}"
+
+
+def _files_below(folder: str) -> list[str]:
+    found = list(_walk(folder))
+    taken = sorted((path for path in found if _is_text_name(path)), key=lambda path: path.split(os.sep))
+    ignored = sorted(set(found) - set(taken))
+    examples = f"{', '.join(ignored[:EXAMPLES])}{' …' if len(ignored) > EXAMPLES else ''}"
+    if not taken:
+        raise DataError(f"--input {folder}: this folder has no text{f', but {examples}' if ignored else ''}. "
+                        f"Of a folder, files whose names end in {' '.join(FOLDER_ENDINGS)} are read, the "
+                        f"first three also compressed ({' '.join(COMPRESSED)}). Name other files one by one.")
+    kinds = Counter(os.path.splitext(path)[1].lower() for path in taken)
+    logger.info("%s: %s%s", folder, ", ".join(f"{count:,} {end}" for end, count in kinds.most_common()),
+                f"; {len(ignored):,} other files are left out: {examples}" if ignored else "")
+    return taken
+
+
+def _walk(folder: str) -> Iterator[str]:
+    def fail(error: OSError) -> None:
+        raise DataError(f"--input {folder}: {error.filename} cannot be read: {error.strerror}.")
+
+    for place, folders, files in os.walk(folder, onerror=fail):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        if "tokenizer.json" in files and place != folder:  # vocab.txt and merges.txt are not text to train on
+            folders.clear()
+            continue
+        yield from (os.path.join(place, name) for name in files if not name.startswith("."))
+
+
+def _is_text_name(name: str) -> bool:
+    return is_plain_text(name) or _uncompressed_name(name).endswith(".jsonl") or name.endswith(TABLES)
+
+
+def _uncompressed_name(path: str) -> str:
+    stem, end = os.path.splitext(path)
+    return stem if end in COMPRESSED else path
+
+
 def _read_bytes(piece: Slice, read: Callable[[BinaryIO, BinaryIO], Iterator[AnyBlock]]) -> Iterator[AnyBlock]:
-    """`read(file, the file on disk)` over the opened file, its errors as DataErrors."""
+    """`read(file, the file on disk)` over the opened file. Errors become DataErrors."""
     path, line = piece.path, 0
     damaged = lambda e: DataError(f"{path} is damaged after line {line}: {e}.")
     try:
-        with (open(path, "rb", BLOCK_BYTES) if path != STDIN else os.fdopen(os.dup(sys.stdin.fileno()), "rb")) as raw:
+        with (os.fdopen(os.dup(sys.stdin.fileno()), "rb") if path == STDIN else
+              open(path, "rb", BLOCK_BYTES)) as raw:
             for block in read(COMPRESSED.get(os.path.splitext(path)[1], lambda raw: raw)(raw), raw):
                 line = block.last_line
                 yield block
-    except ConfigError:                                     # a ValueError, too
+    except ConfigError:                                     # also a ValueError
         raise
     except (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError, ValueError) as e:
         raise damaged(e) from None
     except OSError as e:
-        if path.endswith(".bz2") and not e.strerror:        # what the library raises for data that are not bz2
+        if path.endswith(".bz2") and not e.strerror:        # bz2 raises OSError for data that are not bz2
             raise damaged(e) from None
         raise DataError(f"cannot read {path}: {e.strerror or e}.") from None
 
 
 def _documents(file: BinaryIO, raw: BinaryIO, piece: Slice, block_bytes: int, keys: Sequence[str],
                cut: TextCut) -> Iterator[TextBlock]:
-    at = _next_line(file, piece.start)
+    at = _seek_line(file, piece.start)
     if not at:
         check_is_text(piece.path, file.peek(BLOCK_BYTES).partition(b"\n")[0], keys)
     documents = cut_documents(file, piece.path, at, piece.stop, cut)
     return blocks_of(documents, piece.path, block_bytes, piece.start, raw.tell)
 
 
-def _lines(file: BinaryIO, raw: BinaryIO, piece: Slice, block_bytes: int) -> Iterator[Block]:
-    _next_line(file, piece.start)
+def _lines(file: BinaryIO, raw: BinaryIO, piece: Slice, block_bytes: int) -> Iterator[LineBlock]:
+    _seek_line(file, piece.start)
     number = 1
     while lines := _some_lines(file, block_bytes, piece.stop):
-        yield Block(piece.path, number, lines, raw.tell() if raw.seekable() else 0, piece.start)
+        yield LineBlock(piece.path, number, lines, raw.tell() if raw.seekable() else 0, piece.start)
         number += len(lines)
 
 
-def _next_line(file: BinaryIO, at: int) -> int:
-    """Go to the first line that begins at byte `at` or after it; where it begins."""
-    if not at:                                              # a compressed file cannot be moved in
+def _seek_line(file: BinaryIO, at: int) -> int:
+    """Seek to the first line that begins at byte `at` or after it; returns where it begins."""
+    if not at:                                              # a compressed file cannot seek
         return 0
-    file.seek(at - 1)                                       # if the byte before ends a line, the next line begins at `at`
+    file.seek(at - 1)                           # if the byte before ends a line, the next line begins at `at`
     return at - 1 + len(file.readline())
 
 
 def _some_lines(file: BinaryIO, block_bytes: int, stop: int | None) -> list[bytes]:
     left = block_bytes if stop is None else min(block_bytes, stop - file.tell())
-    if left <= 1:                                           # readlines(n) returns lines of more than n bytes, readlines(0) all
+    if left <= 1:                                   # readlines(n) returns more than n bytes, readlines(0) all
         return [file.readline()] if left == 1 else []
     return file.readlines(left - 1)
+
+
+def _open_zst(raw: BinaryIO) -> BinaryIO:
+    """Raises ConfigError without zstandard. Reading damaged data raises EOFError or ValueError."""
+    try:
+        import zstandard
+    except ImportError as e:
+        raise missing_package("data", "zstandard", "a .zst file", e) from None
+    return io.BufferedReader(_ZstFrames(raw, zstandard), ZST_BYTES)
+
+
+class _ZstFrames(io.RawIOBase):
+    """All frames of a .zst file. zstandard's own reader does not report a truncated last frame."""
+
+    def __init__(self, raw: BinaryIO, zstandard):
+        self._raw, self._zstandard = raw, zstandard
+        self._frame, self._input, self._output = None, b"", memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        while not self._output:
+            self._input = self._input or self._raw.read(ZST_BYTES)
+            if not self._input:
+                if self._frame is not None:
+                    raise EOFError("compressed data end in the middle of a frame")
+                return 0
+            self._decompress()
+        count = min(len(buffer), len(self._output))
+        buffer[:count], self._output = self._output[:count], self._output[count:]
+        return count
+
+    def _decompress(self) -> None:
+        self._frame = self._frame or self._zstandard.ZstdDecompressor().decompressobj()
+        try:
+            self._output = memoryview(self._frame.decompress(self._input))
+        except self._zstandard.ZstdError as e:
+            raise ValueError(str(e)) from None
+        self._input = self._frame.unused_data if self._frame.eof else b""
+        self._frame = None if self._frame.eof else self._frame
+
+
+COMPRESSED = {".gz": lambda raw: gzip.GzipFile(fileobj=raw), ".bz2": bz2.BZ2File, ".xz": lzma.LZMAFile,
+              ".zst": _open_zst}

@@ -1,20 +1,28 @@
 """Tokenizers: text ↔ ids, made from the tokenizer flags by `make_tokenizer`.
 
-To add one: a file here with a class that has the members of `Tokenizer` and a `from_options`, registered in TOKENIZERS.
+To add one: a file here with a class that has the members of `Tokenizer` and a `from_options`, registered in
+TOKENIZERS.
 """
 
+from typing import TYPE_CHECKING
+
 from ...errors import ConfigError
-from . import bert_wordpiece, gpt2_bpe, huggingface, null, sentence_piece  # noqa: F401  each registers itself
-from .base import TOKENIZERS, Tokenizer, TokenizerOptions, arrays_of
+from . import model_files, vocab_files  # noqa: F401  register their tokenizers
+from .base import TOKENIZERS, NullTokenizer, Tokenizer, TokenizerOptions, arrays_of
 
-__all__ = ["TOKENIZERS", "Tokenizer", "TokenizerOptions", "arrays_of", "build_tokenizer", "make_tokenizer"]
+if TYPE_CHECKING:
+    from ...config import DataConfig, ModelConfig
+
+__all__ = ["TOKENIZERS", "NullTokenizer", "Tokenizer", "TokenizerOptions", "arrays_of", "build_tokenizer",
+           "make_tokenizer"]
 
 
-def build_tokenizer(data, model) -> Tokenizer:
-    """The tokenizer that a run's flags ask for: `data` and `model` are the sections of its config."""
+def build_tokenizer(data: "DataConfig", model: "ModelConfig") -> Tokenizer:
+    """The tokenizer of a run. Raises as `make_tokenizer`, and ConfigError without --tokenizer-type."""
     if data.tokenizer_type is None:
-        raise ConfigError(f"no tokenizer is given: add --tokenizer-type, one of {', '.join(TOKENIZERS.names())}, the one "
-                          "that the corpus was made with. For mock data, NullTokenizer with --vocab-size is enough.")
+        raise ConfigError("no tokenizer is given: add --tokenizer-type, one of "
+                          f"{', '.join(TOKENIZERS.names())}, with which the corpus was made. For mock data, "
+                          "NullTokenizer with --vocab-size is enough.")
     return make_tokenizer(data.tokenizer_type, vocab_file=data.vocab_file, merge_file=data.merge_file,
                           tokenizer_model=data.tokenizer_model, vocab_size=model.vocab_size)
 
@@ -22,11 +30,14 @@ def build_tokenizer(data, model) -> Tokenizer:
 def make_tokenizer(tokenizer_type: str, *, vocab_file: str | None = None, merge_file: str | None = None,
                    tokenizer_model: str | None = None, vocab_size: int | None = None,
                    backend: str = "auto") -> Tokenizer:
-    """Raises ConfigError for an unknown type or a missing flag or file, DataError for a file that is not what it should be.
+    """A tokenizer by its type.
 
-    vocab_size: only `NullTokenizer` reads it.  backend: what encodes (backend.py); the ids do not depend on it.
+    vocab_size: read by `NullTokenizer` only.  backend: the encoder (backend.py); the ids do not depend on it.
+    Raises ConfigError for an unknown type or a missing flag or file, DataError for a file with other
+    contents.
     """
     kind = TOKENIZERS[tokenizer_type]
     if backend != "auto" and not getattr(kind, "has_backends", False):
-        raise ConfigError(f"--tokenizer-backend {backend}: {tokenizer_type} has only one encoder; leave the flag out.")
+        raise ConfigError(f"--tokenizer-backend {backend}: {tokenizer_type} has only one encoder. Remove the "
+                          "flag.")
     return kind.from_options(TokenizerOptions(vocab_file, merge_file, tokenizer_model, vocab_size, backend))

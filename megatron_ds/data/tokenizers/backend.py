@@ -1,11 +1,11 @@
-"""What turns texts into ids for the tokenizers that read files of the `tokenizers` library, by `--tokenizer-backend`:
+"""Encoders of the tokenizers that are served by the `tokenizers` library, chosen by `--tokenizer-backend`:
 
-    native       csrc/bpe.cpp, for byte-level BPE; some thirty times as fast as the library
+    native       csrc/bpe.cpp, for byte-level BPE; about thirty times as fast as the library
     gigatoken    the package of that name, for much the same tokenizers, if it is installed
-    tokenizers   the library itself, for everything
-    auto         native where it can be, else the library; which, and why, is said once in the log
+    tokenizers   the library itself, for all of them
+    auto         native if it supports the tokenizer, else the library; the reason is logged once
 
-The ids are those of the library for every backend: the first texts are encoded by both and compared.
+All backends give the library's ids: the first texts are encoded by both and compared.
 """
 
 import functools
@@ -13,6 +13,7 @@ import importlib
 import logging
 from collections.abc import Callable, Sequence
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,14 +21,37 @@ from ...errors import ConfigError, DataError
 from .base import Arrays, flat
 from .native_bpe import NativeBPE, plan_native
 
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as LibraryModel
+
 logger = logging.getLogger(__name__)
-CHECKED_BYTES = 1 << 16                                     # of the first texts are encoded twice; a twentieth of a second
+CHECKED_BYTES = 1 << 16                                     # of the first texts are encoded twice, in 50 ms
+
+
+class LibraryTokenizer:
+    """Base of the tokenizers over a `tokenizers.Tokenizer`. Special tokens are not added to the text."""
+
+    def __init__(self, tokenizer: "LibraryModel", backend: str):
+        self._tokenizer = tokenizer
+        self._backend = Backend(tokenizer, backend)
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return LibraryBackend(self._tokenizer).encode_batch(texts)
+
+    def encode_arrays(self, texts: Sequence[str]) -> Arrays:
+        return self._backend.encode_arrays(texts)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
 class LibraryBackend:
-    """Ids by a `tokenizers.Tokenizer`."""
+    """Ids by the library."""
 
-    def __init__(self, tokenizer):
+    def __init__(self, tokenizer: "LibraryModel"):
         self._tokenizer = tokenizer
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -38,6 +62,8 @@ class LibraryBackend:
 
 
 class GigatokenBackend:
+    """Ids by the package gigatoken, from the JSON description of a tokenizer."""
+
     def __init__(self, description: str, package: ModuleType):
         self._tokenizer = package.Tokenizer.from_json(description)
 
@@ -46,7 +72,7 @@ class GigatokenBackend:
 
 
 class CheckedBackend:
-    """A fast backend whose first ids are compared with the library's."""
+    """A fast backend. The ids of the first CHECKED_BYTES are compared with the library's."""
 
     def __init__(self, name: str, fast: NativeBPE | GigatokenBackend, library: LibraryBackend):
         self._name, self._fast, self._library, self._unchecked = name, fast, library, CHECKED_BYTES
@@ -61,27 +87,30 @@ class CheckedBackend:
         start = 0
         for text, length in zip(texts, lengths.tolist()):
             mine, start = ids[start:start + length].tolist(), start + length
-            if len(text) > self._unchecked:                 # the library takes 150 bytes for each byte of a text
+            if len(text) > self._unchecked:              # the library takes 150 bytes for each byte of a text
                 text = text[:self._unchecked]
                 mine = self._fast.encode_arrays([text])[0].tolist()
             theirs = self._library.encode_batch([text])[0]
             if mine != theirs:
-                at = next((i for i, pair in enumerate(zip(mine, theirs)) if pair[0] != pair[1]), min(len(mine), len(theirs)))
-                raise DataError(f"--tokenizer-backend {self._name} gives other ids than the tokenizers library: from token "
-                                f"{at} on {mine[at:at + 4]} instead of {theirs[at:at + 4]}, in a text that begins with "
-                                f"{text[:40]!r}. Use --tokenizer-backend tokenizers, and please report it.")
+                at = next((i for i, pair in enumerate(zip(mine, theirs)) if pair[0] != pair[1]),
+                          min(len(mine), len(theirs)))
+                raise DataError(
+                    f"--tokenizer-backend {self._name} gives other ids than the tokenizers library: from "
+                    f"token {at} on {mine[at:at + 4]} instead of {theirs[at:at + 4]}, in a text that begins "
+                    f"with {text[:40]!r}. Use --tokenizer-backend tokenizers, and please report it.")
             self._unchecked -= len(text)
             if self._unchecked <= 0:
                 return
 
 
 class Backend:
-    """The backend of that name for a `tokenizers.Tokenizer`, made when it is first used: training never encodes.
+    """A backend by name, made when it is first used: training never encodes.
 
-    Raises ConfigError at once for a name that is unknown, or whose backend is not there or cannot serve the tokenizer.
+    Raises ConfigError at once for an unknown name, and for a backend that is missing or does not support the
+    tokenizer.
     """
 
-    def __init__(self, tokenizer, name: str):
+    def __init__(self, tokenizer: "LibraryModel", name: str):
         if name not in _MAKERS:
             raise ConfigError(f"--tokenizer-backend {name}: use one of {', '.join(_MAKERS)}.")
         self._tokenizer, self._name = tokenizer, name
@@ -89,6 +118,7 @@ class Backend:
             _ = self._made
 
     def encode_arrays(self, texts: Sequence[str]) -> Arrays:
+        """Ids of the texts back to back, and the number of ids of each."""
         return self._made.encode_arrays(texts)
 
     @functools.cached_property
@@ -97,7 +127,7 @@ class Backend:
 
 
 def _auto(library: LibraryBackend, describe: Callable[[], str]) -> LibraryBackend | CheckedBackend:
-    made = _native_or_why_not(library, describe)
+    made = _native_or_reason(library, describe)
     if isinstance(made, str):
         logger.info("text is encoded by the tokenizers library: %s", made)
         return library
@@ -105,13 +135,15 @@ def _auto(library: LibraryBackend, describe: Callable[[], str]) -> LibraryBacken
 
 
 def _native(library: LibraryBackend, describe: Callable[[], str]) -> CheckedBackend:
-    made = _native_or_why_not(library, describe)
+    made = _native_or_reason(library, describe)
     if isinstance(made, str):
-        raise ConfigError(f"--tokenizer-backend native does not support this tokenizer: {made}. Use auto or tokenizers.")
+        raise ConfigError(f"--tokenizer-backend native does not support this tokenizer: {made}. Use auto or "
+                          "tokenizers.")
     return made
 
 
-def _native_or_why_not(library: LibraryBackend, describe: Callable[[], str]) -> CheckedBackend | str:
+def _native_or_reason(library: LibraryBackend, describe: Callable[[], str]) -> CheckedBackend | str:
+    """The native backend, or the reason why it cannot be used."""
     if extension() is None:
         return "megatron_ds was installed without a C++17 compiler, so its faster encoder is missing"
     plan = plan_native(describe())
@@ -123,23 +155,24 @@ def _gigatoken(library: LibraryBackend, describe: Callable[[], str]) -> CheckedB
     try:
         package = importlib.import_module("gigatoken")
     except ImportError as e:
-        raise ConfigError(f"--tokenizer-backend gigatoken needs the package gigatoken ({e}): pip install gigatoken, or use "
-                          "native, which needs no package.") from None
+        raise ConfigError(f"--tokenizer-backend gigatoken needs the package gigatoken ({e}): pip install "
+                          "gigatoken, or use native, which needs no package.") from None
     try:
         return CheckedBackend("gigatoken", GigatokenBackend(describe(), package), library)
-    except Exception as e:                                  # what a tokenizer it does not know raises, it does not say
-        raise ConfigError(f"--tokenizer-backend gigatoken does not support this tokenizer: {e}. Use auto.") from None
+    except Exception as e:                                  # gigatoken does not document its exceptions
+        raise ConfigError(f"--tokenizer-backend gigatoken does not support this tokenizer: {e}. Use "
+                          "auto.") from None
 
 
-_MAKERS = {"auto": _auto, "native": _native, "tokenizers": lambda library, describe: library, "gigatoken": _gigatoken}
+_MAKERS = {"auto": _auto, "native": _native, "tokenizers": lambda library, describe: library,
+           "gigatoken": _gigatoken}
 BACKENDS = tuple(_MAKERS)
 
 
 @functools.cache
 def extension() -> ModuleType | None:
+    """The compiled encoder, or None where the package was installed without a compiler."""
     try:
         return importlib.import_module("megatron_ds._bpe")
     except ImportError:
         return None
-
-

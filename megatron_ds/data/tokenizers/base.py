@@ -1,4 +1,4 @@
-"""What every tokenizer is, and the table of them."""
+"""`Tokenizer`, the interface of all tokenizers; the table of them; and the simplest one, `NullTokenizer`."""
 
 import hashlib
 import os
@@ -8,20 +8,21 @@ from typing import Protocol
 
 import numpy as np
 
-from ...errors import ConfigError
+from ...errors import ConfigError, DataError
 from ...registry import Registry
 
-Arrays = tuple[np.ndarray, np.ndarray]                      # ids of several texts back to back; how many each of them has
+Arrays = tuple[np.ndarray, np.ndarray]             # ids of several texts back to back, and the length of each
+
 
 class Tokenizer(Protocol):
     """Text ↔ ids.
 
-    vocab_size   ids are in [0, vocab_size), special ones included; not padded
+    vocab_size   ids are in [0, vocab_size), special tokens included; without padding
     eod          id that ends a document
-    fingerprint  the same for two tokenizers exactly when they are of the same kind with the same vocabulary
+    fingerprint  equal for two tokenizers exactly when they have the same type and vocabulary
 
-    One that has a way to encode many texts without a Python list of each also has `encode_arrays(texts) -> Arrays`;
-    `arrays_of` uses it.
+    A tokenizer that encodes many texts without a Python list of each also has `encode_arrays(texts) ->
+    Arrays`, which `arrays_of` uses.
     """
 
     vocab_size: int
@@ -35,7 +36,7 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True)
 class TokenizerOptions:
-    """The values of the tokenizer flags; a tokenizer says which of them it needs."""
+    """The values of the tokenizer flags. Each tokenizer reads those that it needs."""
 
     vocab_file: str | None = None
     merge_file: str | None = None
@@ -44,7 +45,7 @@ class TokenizerOptions:
     backend: str = "auto"
 
 
-TOKENIZERS: Registry[type[Tokenizer]] = Registry("tokenizer")       # each has a `from_options(TokenizerOptions)`
+TOKENIZERS: Registry[type[Tokenizer]] = Registry("tokenizer")    # each has a `from_options(TokenizerOptions)`
 
 
 def arrays_of(tokenizer: Tokenizer, texts: Sequence[str]) -> Arrays:
@@ -54,33 +55,28 @@ def arrays_of(tokenizer: Tokenizer, texts: Sequence[str]) -> Arrays:
 
 
 def flat(rows: Sequence[Sequence[int]]) -> Arrays:
+    """The rows back to back, int32, and their lengths, int64."""
     lengths = np.array([len(row) for row in rows], np.int64)
     return np.fromiter((i for row in rows for i in row), np.int32, int(lengths.sum())), lengths
 
 
-def required_file(options: TokenizerOptions, field: str, kind: str, *, folder_ok: bool = False) -> str:
-    """The path in `options.field`. Raises ConfigError naming the flag when it is not given or not there."""
-    return required_files(options, (field,), kind, folder_ok=folder_ok)[0]
-
-
-def required_files(options: TokenizerOptions, fields: Sequence[str], kind: str, *, folder_ok: bool = False) -> list[str]:
-    """Several of them; all problems are in one error."""
+def required_files(options: TokenizerOptions, fields: Sequence[str], kind: str, *,
+                   folder_ok: bool = False) -> list[str]:
+    """The paths in these fields. Raises one ConfigError naming all flags that are missing or name no file."""
+    flag = lambda field: "--" + field.replace("_", "-")
     wrong = []
-    missing = [_flag(field) for field in fields if not getattr(options, field)]
+    missing = [flag(field) for field in fields if not getattr(options, field)]
     if missing:
-        wrong.append(f"{kind} needs {' and '.join(missing)}. tools/train_tokenizer.py makes such files from text of your own.")
+        wrong.append(f"{kind} needs {' and '.join(missing)}. tools/train_tokenizer.py makes such files from "
+                     "your text.")
     for field in fields:
         path = getattr(options, field)
         if path and not (os.path.isfile(path) or folder_ok and os.path.isdir(path)):
             what = "file or folder" if folder_ok else "file"
-            wrong.append(f"{_flag(field)} {path}: there is no such {what}, and {kind} needs it.")
+            wrong.append(f"{flag(field)} {path}: there is no such {what}, and {kind} needs it.")
     if wrong:
         raise ConfigError(" ".join(wrong))
     return [getattr(options, field) for field in fields]
-
-
-def _flag(field: str) -> str:
-    return "--" + field.replace("_", "-")
 
 
 def fingerprint_of(kind: str, *parts: bytes) -> str:
@@ -89,3 +85,38 @@ def fingerprint_of(kind: str, *parts: bytes) -> str:
     for part in parts:
         digest.update(len(part).to_bytes(8, "little") + part)
     return f"{kind}:{digest.hexdigest()[:16]}"
+
+
+@TOKENIZERS.register("NullTokenizer")
+class NullTokenizer:
+    """Text that is decimal ids between spaces, for mock data and tests.
+
+    Ids 0 … N − 1 for `--vocab-size N`; the end of a document is one more id, N, as in Megatron.
+    """
+
+    def __init__(self, num_ids: int):
+        self.eod = num_ids
+        self.vocab_size = num_ids + 1
+        self.fingerprint = f"NullTokenizer:{num_ids}"
+
+    @classmethod
+    def from_options(cls, options: TokenizerOptions) -> "NullTokenizer":
+        if not options.vocab_size:
+            raise ConfigError("NullTokenizer needs --vocab-size, the number of different ids in the data.")
+        return cls(options.vocab_size)
+
+    def encode(self, text: str) -> list[int]:
+        try:
+            ids = [int(word) for word in text.split()]
+        except ValueError as e:
+            raise DataError(f"NullTokenizer reads decimal ids separated by spaces: {e}.") from None
+        if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
+            raise DataError(f"ids from {min(ids)} to {max(ids)} are not all in [0, {self.vocab_size}), the "
+                            f"range of --vocab-size {self.eod}.")
+        return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join(map(str, ids))

@@ -1,4 +1,4 @@
-"""Training a vocabulary on text of one's own: byte-level BPE of GPT-2's form, or BERT's WordPiece."""
+"""Training a vocabulary on your own text: byte-level BPE of GPT-2's form, or BERT's WordPiece."""
 
 import logging
 import os
@@ -8,21 +8,22 @@ from itertools import chain
 from pathlib import Path
 
 from ...errors import ConfigError, DataError
-from .gpt2_bpe import EOD
+from .vocab_files import BERT_TOKENS, EOD
 
 logger = logging.getLogger(__name__)
-SMALLEST = 257                                              # a letter for each byte, and the end of a document
+SMALLEST = 257                                             # a letter for each byte, and the end of a document
 PIECE = 1 << 20
-BERT_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
-def train_byte_level_bpe(texts: Iterable[str], vocab_size: int, folder: str | os.PathLike, *, min_frequency: int = 2) -> int:
-    """Write tokenizer.json (for HuggingFaceTokenizer) and vocab.json, merges.txt (for GPT2BPETokenizer): the same ids.
+def train_byte_level_bpe(texts: Iterable[str], vocab_size: int, folder: str | os.PathLike, *,
+                         min_frequency: int = 2) -> int:
+    """Write tokenizer.json (for HuggingFaceTokenizer), and vocab.json and merges.txt (for GPT2BPETokenizer).
 
-    Id 0 is `<|endoftext|>`.  Returns the size reached, smaller than `vocab_size` when the text has too few repeated pairs.
+    Id 0 is `<|endoftext|>`.  Returns the size, below `vocab_size` where the text has too few repeated pairs.
     """
     if vocab_size < SMALLEST:
-        raise ConfigError(f"--vocab-size {vocab_size} is too small: {SMALLEST} ids are needed for the 256 bytes and {EOD}.")
+        raise ConfigError(f"--vocab-size {vocab_size} is too small: the 256 bytes and {EOD} need {SMALLEST} "
+                          "ids.")
 
     def train(texts: Iterable[str]):
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -34,18 +35,19 @@ def train_byte_level_bpe(texts: Iterable[str], vocab_size: int, folder: str | os
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
         return tokenizer
 
-    return _learn(texts, vocab_size, folder, ("vocab.json", "merges.txt", "tokenizer.json"), train, min_frequency)
+    files = ("vocab.json", "merges.txt", "tokenizer.json")
+    return _learn(texts, vocab_size, folder, files, train, min_frequency)
 
 
-def train_word_pieces(texts: Iterable[str], vocab_size: int, folder: str | os.PathLike, *, min_frequency: int = 2,
-                      lower: bool = True) -> int:
-    """Write vocab.txt (for BertWordPieceLowerCase, or BertWordPieceCase) and tokenizer.json (for HuggingFaceTokenizer).
+def train_word_pieces(texts: Iterable[str], vocab_size: int, folder: str | os.PathLike, *,
+                      min_frequency: int = 2, lower: bool = True) -> int:
+    """Write vocab.txt (for BertWordPieceLowerCase or …Case) and tokenizer.json (for HuggingFaceTokenizer).
 
-    Ids 0 to 4 are [PAD] [UNK] [CLS] [SEP] [MASK].  Returns the size reached.
+    Ids 0 to 4 are [PAD] [UNK] [CLS] [SEP] [MASK].  Returns the size.
     """
     if vocab_size <= len(BERT_TOKENS):
-        raise ConfigError(f"--vocab-size {vocab_size} is too small: {', '.join(BERT_TOKENS)} alone are {len(BERT_TOKENS)}. "
-                          "Use a thousand for a toy model; BERT has 30,522.")
+        raise ConfigError(f"--vocab-size {vocab_size} is too small: {', '.join(BERT_TOKENS)} alone are "
+                          f"{len(BERT_TOKENS)}. Use a thousand for a toy model; BERT has 30,522.")
 
     def train(texts: Iterable[str]):
         from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -54,14 +56,16 @@ def train_word_pieces(texts: Iterable[str], vocab_size: int, folder: str | os.Pa
         tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         tokenizer.decoder = decoders.WordPiece()
         tokenizer.train_from_iterator(texts, trainers.WordPieceTrainer(
-            vocab_size=vocab_size, min_frequency=min_frequency, special_tokens=list(BERT_TOKENS), show_progress=False))
+            vocab_size=vocab_size, min_frequency=min_frequency, special_tokens=list(BERT_TOKENS),
+            show_progress=False))
         return tokenizer
 
     return _learn(texts, vocab_size, folder, ("vocab.txt", "tokenizer.json"), train, min_frequency)
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """The text cut at white space into pieces of PIECE characters or fewer: the library takes 150 times the memory of each."""
+    """The text cut at white space into pieces of at most PIECE characters: the library takes 150 bytes
+    each."""
     while len(text) > PIECE:
         at = max(text.rfind(" ", 0, PIECE), text.rfind("\n", 0, PIECE))
         at = at if at > 0 else PIECE
@@ -70,9 +74,9 @@ def _pieces(text: str) -> Iterator[str]:
     yield text
 
 
-def _learn(texts: Iterable[str], vocab_size: int, folder: str | os.PathLike, files: tuple[str, ...], train: Callable,
-           min_frequency: int) -> int:
-    """Train, write beside, rename. `train(texts)` gives a tokenizer of the `tokenizers` library."""
+def _learn(texts: Iterable[str], vocab_size: int, folder: str | os.PathLike, files: tuple[str, ...],
+           train: Callable, min_frequency: int) -> int:
+    """Train, write to a temporary folder, rename. `train(texts)` gives the library's tokenizer."""
     folder = Path(folder)
     beside = folder.with_name(f".{folder.name}.partial")
     try:
@@ -93,6 +97,7 @@ def _learn(texts: Iterable[str], vocab_size: int, folder: str | os.PathLike, fil
         shutil.rmtree(beside, ignore_errors=True)
     size = tokenizer.get_vocab_size()
     if size < vocab_size:
-        logger.warning("only %d of %d entries: no other pairs occur %d times in the text", size, vocab_size,
-                       min_frequency)
+        logger.warning("the vocabulary has only %d of %d entries: no other pairs occur %d times in the "
+                       "text", size,
+                       vocab_size, min_frequency)
     return size

@@ -1,4 +1,4 @@
-// A piece's symbols → ids: of all neighbours that can be joined those first that were learned first, until none can be
+// The symbols of a piece → ids: of all neighbours that can be merged, the pair that was learned first, until no pair can be
 // (Sennrich et al. 2016, arXiv:1508.07909, algorithm 1). By scanning where symbols are few, with a queue where they are many.
 
 #pragma once
@@ -24,15 +24,15 @@ uint64_t mix(uint64_t a, uint64_t b) {
     return uint64_t(product) ^ uint64_t(product >> 64);
 }
 
-struct Joint {
+struct Merge {
     uint64_t pair = UINT64_MAX;
     uint32_t rank = NO_RANK;
     int32_t id = 0;
 };
 
-class Joints {
+class Merges {
 public:
-    explicit Joints(size_t count) {
+    explicit Merges(size_t count) {
         size_t size = 16;
         while (size < 2 * count) size *= 2;
         slots_.resize(size);
@@ -43,7 +43,7 @@ public:
         slots_[place(pair)] = {pair, rank, id};
     }
 
-    const Joint& get(int32_t left, int32_t right) const { return slots_[place(key(left, right))]; }
+    const Merge& get(int32_t left, int32_t right) const { return slots_[place(key(left, right))]; }
 
 private:
     static uint64_t key(int32_t left, int32_t right) { return uint64_t(uint32_t(left)) << 32 | uint32_t(right); }
@@ -55,13 +55,13 @@ private:
         return i;
     }
 
-    std::vector<Joint> slots_;
+    std::vector<Merge> slots_;
 };
 
-void join_few(const Joints& joints, Ids& ids) {
-    std::array<Joint, FEW> pairs;
+void merge_few(const Merges& merges, Ids& ids) {
+    std::array<Merge, FEW> pairs;
     size_t n = ids.size();
-    for (size_t i = 0; i + 1 < n; ++i) pairs[i] = joints.get(ids[i], ids[i + 1]);
+    for (size_t i = 0; i + 1 < n; ++i) pairs[i] = merges.get(ids[i], ids[i + 1]);
     while (n > 1) {
         size_t best = 0;
         for (size_t i = 1; i + 1 < n; ++i)
@@ -71,22 +71,22 @@ void join_few(const Joints& joints, Ids& ids) {
         std::copy(ids.begin() + best + 2, ids.begin() + n, ids.begin() + best + 1);
         if (best + 2 < n) std::copy(pairs.begin() + best + 2, pairs.begin() + n - 1, pairs.begin() + best + 1);
         --n;
-        if (best > 0) pairs[best - 1] = joints.get(ids[best - 1], ids[best]);
-        if (best + 1 < n) pairs[best] = joints.get(ids[best], ids[best + 1]);
+        if (best > 0) pairs[best - 1] = merges.get(ids[best - 1], ids[best]);
+        if (best + 1 < n) pairs[best] = merges.get(ids[best], ids[best + 1]);
     }
     ids.resize(n);
 }
 
-// The same with a queue and a linked list: a text without spaces is one piece, however long.
-void join_many(const Joints& joints, Ids& ids) {
+// As merge_few, with a queue and a linked list: a text without spaces is one piece of any length.
+void merge_many(const Merges& merges, Ids& ids) {
     const size_t n = ids.size(), none = n;
     std::vector<size_t> before(n), after(n);
-    using Entry = std::pair<uint64_t, int32_t>;                  // rank and place, in this order; the joint's id
+    using Entry = std::pair<uint64_t, int32_t>;                  // rank and index, in this order; the merged id
     std::priority_queue<Entry, std::vector<Entry>, std::greater<Entry>> queue;
     const auto offer = [&](size_t i) {
         if (i == none || after[i] == none) return;
-        const Joint& joint = joints.get(ids[i], ids[after[i]]);
-        if (joint.rank != NO_RANK) queue.push({uint64_t(joint.rank) << 32 | i, joint.id});
+        const Merge& merge = merges.get(ids[i], ids[after[i]]);
+        if (merge.rank != NO_RANK) queue.push({uint64_t(merge.rank) << 32 | i, merge.id});
     };
     for (size_t i = 0; i < n; ++i) {
         before[i] = i ? i - 1 : none;
@@ -98,8 +98,8 @@ void join_many(const Joints& joints, Ids& ids) {
         queue.pop();
         const size_t i = order & UINT32_MAX, j = ids[i] < 0 ? none : after[i];
         if (j == none) continue;
-        const Joint& joint = joints.get(ids[i], ids[j]);
-        if (joint.rank != order >> 32) continue;                 // one of the two has been joined to another since
+        const Merge& merge = merges.get(ids[i], ids[j]);
+        if (merge.rank != order >> 32) continue;                 // one of the two has been merged with another since
         ids[i] = id;
         ids[j] = -1;
         after[i] = after[j];
