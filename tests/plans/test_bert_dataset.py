@@ -210,7 +210,7 @@ def test_a_batch_hides_padding_and_counts_masked_tokens_only():
 
 
 @pytest.mark.parametrize("pairs", [True, False])
-def test_made_up_samples_are_pure_and_within_their_sizes(pairs):
+def test_mock_samples_are_pure_and_within_their_sizes(pairs):
     made = MockBertDataset(30, seq_length=16, vocab_size=40, seed=3, masking=Masking(), pairs=pairs)
     swapped = 0
     for i in range(30):
