@@ -63,8 +63,8 @@ DOCUMENT_ENDS = 11
 class LayoutRequest:
     """A layout as the user wrote it ("tp=2,pp=2,dp=1,sp=1"), its world size and its flags.
 
-    reference: the layout of one process to compare with. It has the same micro-batch size, since
-    micro-batches weigh alike whatever the number of tokens that count in them.
+    reference: the layout of one process to compare with. It has the same micro-batch size, because all
+    micro-batches have the same weight, whatever the number of tokens in their loss.
     """
 
     text: str
@@ -74,7 +74,10 @@ class LayoutRequest:
 
 
 def parse_layout(text: str, **defaults: str) -> LayoutRequest:
-    """defaults: values of keys that the text does not name. Raises ConfigError naming the nearest known key.
+    """The layout of a text such as "tp=2,pp=2". Raises ConfigError with the most similar key for an unknown
+    one.
+
+    defaults: values of keys that the text does not contain
     """
     values = dict(defaults)
     for item in filter(None, text.split(",")):
@@ -101,7 +104,7 @@ def parse_layout(text: str, **defaults: str) -> LayoutRequest:
 class Trace:
     """Results of a training on one rank; after `merge`, on all ranks.
 
-    losses, grad_norms  one number a step, the same on every rank
+    losses, grad_norms  one number per step, the same on every rank
     boxes               (name, logical shape, logical offset, values) of this rank's final weights
     """
 
@@ -131,12 +134,13 @@ def train_layout(config: RunConfig, mesh: Mesh, steps: int, samples: Sequence, *
     """Train `steps` steps on `samples`, as of `mock_samples` (global batches in turn, wrapping around).
     Collective over the world.
 
-    watch: shown the engine before the first step, to look at it or hang hooks on its modules.
+    watch: called with the engine before the first step, to inspect it or to add hooks to its modules.
     """
     engine = build_engine(config, mesh)
     if watch is not None:
         watch(engine)
-    learning_rate, weight_decay, batch_size = make_learning_rate(config), make_weight_decay(config), make_batch_size(config)
+    learning_rate, weight_decay = make_learning_rate(config), make_weight_decay(config)
+    batch_size = make_batch_size(config)
     lengths, drop = make_lengths(config), make_token_drop(config)
     progress, losses, norms = Progress(), [], []
     data = mesh.group("dp", "cp")
