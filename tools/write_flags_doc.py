@@ -48,8 +48,7 @@ default, with its source.
 `--help` prints all flags, `--version` the versions of megatron_ds, torch and Python, and `--print-config` the
 complete configuration as YAML that `--config` reads, with the source of each value. Each exits without
 starting the run. `--local-rank N`, which `torch.distributed.launch` and DeepSpeed's launcher append, is
-accepted; the launcher's environment sets the rank.
-"""
+accepted; the launcher's environment sets the rank."""
 
 
 def main() -> int:
@@ -88,8 +87,8 @@ def flags_document() -> str:
 
 
 WITHOUT_OPTION = """A flag is accepted, and listed at startup, if it changes nothing: it requests what always
-happens, or it chooses an implementation that cannot change any number. A flag is refused if the run would differ
-from what it requests.
+happens, or it chooses an implementation that cannot change any number. A flag is refused if the run would
+differ from what it requests.
 """
 
 

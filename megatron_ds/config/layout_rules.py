@@ -211,8 +211,8 @@ def virtual_stages(config: RunConfig) -> Iterator[str]:
         return
     ranks, thick = parallel.pipeline_model_parallel_size, parallel.num_layers_per_virtual_pipeline_stage
     if given and ranks == 1:
-        yield (f"{written(config, given[0])} splits the layers of a pipeline rank into several stages, "
-               f"which has no effect with {written(config, PP)}. Remove it, or use {flag(PP)} 2 or more.")
+        yield (f"{written(config, given[0])} puts several stages on each pipeline rank, to shorten the idle "
+               f"time of the pipeline, but {written(config, PP)}. Remove it, or use {flag(PP)} 2 or more.")
     elif thick and layers and layers % (ranks * thick):
         even = divisors(layers // ranks) if layers % ranks == 0 else []
         advice = f"Use {flag(CHUNK_LAYERS)} {either(even)}" if even else (
