@@ -3,8 +3,8 @@ once.
 
     start-up, one rank         raises `Stopped` at once: nothing is unsaved and no other rank waits
     start-up, several ranks    is recorded; ranks agree on it at the next step of the start-up
-    training and evaluation    is recorded; ranks agree on it in the all-reduce of each step, so all of them stop
-                               after the same step. A signal to one rank is enough
+    training and evaluation    is recorded; ranks agree on it in the all-reduce of each step, so all of them
+                               stop after the same step. A signal to one rank is enough
     after the last save        is ignored: the exit code must not report a failure
 """
 

@@ -43,7 +43,8 @@ AUTOGRAD = {"forward", "backward", "setup_context", "jvp", "vmap"}
 SIGNATURES_OF_DEEPSPEED = {"comm.init_distributed", "checkpointing.configure"}
 # Subjects and verbs of people, and metaphors for what has a name: write the object, the operation and the
 # field's term.
-RIDDLES = re.compile(r"\b(who|whom|whoever|nobody|somebody|tells?|told|says?|said|speaks?|hears?|heard|reckon(?:ed|s)?|"
+RIDDLES = re.compile(r"\b(who|whom|whoever|nobody|somebody|tells?|told|says?|said|speaks?|hears?|heard|"
+                     r"reckon(?:ed|s)?|"
                      r"judge[sd]?|promise[sd]?|passports?|nevertheless|made[ -]up|riddles?)\b", re.IGNORECASE)
 RIDDLE_ALLOWED: dict[str, tuple[str, ...]] = {}      # file → words that it needs
 
@@ -128,7 +129,8 @@ def documented_methods() -> dict[str, tuple[tuple[str, ...], frozenset[str]]]:
             if isinstance(node, ast.ClassDef):
                 bases = tuple(re.sub(r"\[.*", "", ast.unparse(base)).rpartition(".")[2]
                               for base in node.bases)
-                methods = frozenset(f.name for f in node.body if isinstance(f, ast.FunctionDef) and ast.get_docstring(f))
+                methods = frozenset(f.name for f in node.body
+                                    if isinstance(f, ast.FunctionDef) and ast.get_docstring(f))
                 found[node.name] = bases, methods
     return found
 

@@ -71,7 +71,8 @@ class TrainConfig:
     check_for_nan: str = option(
         "stop", choices=("stop", "continue"), flag="--check-for-nan",
         switches={"--check-for-nan-in-loss-and-grad": "stop",
-                  "--no-check-for-nan-in-loss-and-grad": "continue", "--no-check-for-nan-in-loss": "continue"},
+                  "--no-check-for-nan-in-loss-and-grad": "continue",
+                  "--no-check-for-nan-in-loss": "continue"},
         help="What to do when the loss is not finite. It is printed, counted and located in both cases.",
         avoid="A run that continues rarely recovers.")
     calculate_per_token_loss: bool = option(

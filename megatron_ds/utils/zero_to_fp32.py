@@ -68,7 +68,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(checkpoint_dir: str | os.PathLike
                                                safe_serialization: bool = False,
                                                tag: str | None = None,
                                                exclude_frozen_parameters: bool = False) -> list[str]:
-    """Write the weights for torch.load, or as safetensors (safe_serialization). Returns the names of the tensors.
+    """Write the weights for torch.load, or as safetensors (safe_serialization). Returns the tensors' names.
 
     output_dir      a folder, or a file whose name ends in .bin, .pt or .pth
     max_shard_size  of a file of the folder, in bytes or as "5GB"; a larger tensor has a file of its own.
