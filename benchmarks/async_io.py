@@ -1,14 +1,16 @@
-"""How fast offloaded state moves between memory and a disk: io_uring, threads, and plain reads and writes beside them.
+"""How fast offloaded state moves between memory and a disk: io_uring, threads, and plain reads and writes
+beside them.
 
     python benchmarks/async_io.py                                         4 GiB in the present directory
     python benchmarks/async_io.py --directory /mnt/nvme --size 16 --rounds 5
 
-A scratch file of --size GiB is written and read from end to end, by regions as the optimizer's states are: two of them are
-under way at any time, each cut into blocks. `plain` is what `dd` with oflag=direct does: one block after the other. All use
-O_DIRECT where the file system allows it, so the page cache flatters nobody; where it does not, that is said first, and the
-figures are those of memory. Contestants take turns, the medians of the rounds are printed, with the fastest and the slowest.
-CPU is the process's time per GB moved: what is left for training on a machine whose cores are busy. The bytes are random, as
-some disks compress.
+A scratch file of --size GiB is written and read from end to end, by regions as the optimizer's states are:
+two of them are under way at any time, each cut into blocks. `plain` is what `dd` with oflag=direct does: one
+block after the other. All use O_DIRECT where the file system allows it, so the page cache does not count;
+where it does not, the output begins with a note, and the figures are those of memory. Contestants take turns,
+the medians of the rounds are printed, with the fastest and the slowest. CPU is the process's time per GB
+moved: what is left for training on a machine whose cores are busy. The bytes are random, as some disks
+compress.
 """
 
 import argparse
@@ -66,7 +68,8 @@ def sweep(regions: list[Region], buffers: list[torch.Tensor], what: str) -> None
 
 def engines(arguments: argparse.Namespace) -> dict[str, AsyncIO]:
     block = arguments.block_kib << 10
-    found = {"plain": PlainIO(block), "threads": make_io("threads", threads=arguments.threads, block_bytes=block)}
+    found = {"plain": PlainIO(block),
+             "threads": make_io("threads", threads=arguments.threads, block_bytes=block)}
     try:
         found["io_uring"] = make_io("io_uring", queue_depth=arguments.queue_depth, block_bytes=block)
     except ConfigError as reason:
@@ -75,7 +78,8 @@ def engines(arguments: argparse.Namespace) -> dict[str, AsyncIO]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--directory", default=".", help="on the disk to measure")
     parser.add_argument("--size", type=float, default=4, help="GiB")
     parser.add_argument("--region-mib", type=int, default=64, help="what is asked for at a time")
@@ -91,7 +95,8 @@ def main() -> None:
     nbytes = arguments.region_mib << 20
     regions = [file.allocate(nbytes) for _ in range(max(1, int(arguments.size * 2**30 / nbytes)))]
     buffers = [aligned_empty(nbytes, torch.uint8).random_() for _ in range(2)]
-    sweep(regions, buffers, "write_from")       # blocks that were never written are slower, or read as zeros without the disk
+    # blocks that were never written are slower, or read as zeros without the disk
+    sweep(regions, buffers, "write_from")
     seconds = {(name, what): [] for what in ("write_from", "read_into") for name in contestants}
     cpu = {key: [] for key in seconds}
     for _ in range(arguments.rounds):
@@ -104,8 +109,8 @@ def main() -> None:
     gigabytes = len(regions) * nbytes / 1e9
     for (name, what), times in seconds.items():
         speed = [gigabytes / t for t in (statistics.median(times), max(times), min(times))]
-        print(f"{what.split('_')[0]:5s} | {name:8s} | {speed[0]:6.2f} GB/s ({speed[1]:.2f} to {speed[2]:.2f}) | "
-              f"{statistics.median(cpu[name, what]) / gigabytes * 1e3:6.1f} ms CPU per GB")
+        print(f"{what.split('_')[0]:5s} | {name:8s} | {speed[0]:6.2f} GB/s ({speed[1]:.2f} to "
+              f"{speed[2]:.2f}) | {statistics.median(cpu[name, what]) / gigabytes * 1e3:6.1f} ms CPU per GB")
     file.close()
     for io in contestants.values():
         io.close()

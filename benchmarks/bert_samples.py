@@ -3,11 +3,11 @@
     python benchmarks/bert_samples.py --cases 1000
     python benchmarks/bert_samples.py --cases 0 --seq-length 512 --rounds 3
 
-Needs an environment with megatron-core. Sentences are random word pieces; both make their samples from the same rows of the
-same mapping, in turns.
+Needs an environment with megatron-core. Sentences are random word pieces; both make their samples from the
+same rows of the same mapping, in turns.
 
-Not compared is what megatron-core means otherwise than it says: where a token was replaced by a random one, and that one is
-[PAD], its padding mask hides the place; ours hides what is padding.
+Not compared is what megatron-core differs from its documentation: where a token was replaced by a random one,
+and that one is [PAD], its padding mask hides the place; ours hides what is padding.
 """
 
 import argparse
@@ -48,9 +48,11 @@ def both(sentences, mapping, *, seq_length: int, seed: int, vocab_size: int, mas
     texts = {i: f"##{i}" if known.continues[i] else str(i) for i in range(vocab_size)}
     theirs.dataset, theirs.sample_index, theirs._pad_token_id, theirs.token_lookup = sentences, mapping, PAD, list(texts)
     theirs.config = SimpleNamespace(
-        tokenizer=SimpleNamespace(cls=CLS, sep=SEP, mask=MASK, pad=PAD, inv_vocab=texts), sequence_length=seq_length,
+        tokenizer=SimpleNamespace(cls=CLS, sep=SEP, mask=MASK, pad=PAD, inv_vocab=texts),
+        sequence_length=seq_length,
         random_seed=seed, classification_head=pairs, masking_probability=masking.probability,
-        masking_max_ngram=masking.max_ngram, masking_do_full_word=masking.whole_words, masking_do_permutation=False,
+        masking_max_ngram=masking.max_ngram, masking_do_full_word=masking.whole_words,
+        masking_do_permutation=False,
         masking_use_longer_ngrams=False, masking_use_geometric_distribution=False)
     return ours, theirs
 
@@ -67,11 +69,15 @@ def compare(cases: int) -> int:
     for case in range(cases):
         vocab_size, seq_length = int(random.integers(120, 2000)), int(random.integers(8, 130))
         pairs, seed = bool(random.integers(2)), int(random.integers(2**31 - 2))
-        masking = Masking(float(random.choice([0.05, 0.15, 0.4])), int(random.integers(1, 5)), bool(random.integers(4)))
+        masking = Masking(float(random.choice([0.05, 0.15, 0.4])), int(random.integers(1, 5)),
+                          bool(random.integers(4)))
         sentences, bounds, sizes = corpus(random, 4, vocab_size, int(random.integers(2, 60)))
-        mapping = build_mapping(bounds, sizes, num_epochs=1, max_num_samples=10**9, max_seq_length=seq_length - 3,
-                                short_seq_prob=float(random.choice([0.0, 0.1, 0.5])), seed=seed, min_num_sent=1 + pairs)
-        ours, theirs = both(sentences, mapping, seq_length=seq_length, seed=seed, vocab_size=vocab_size, masking=masking,
+        mapping = build_mapping(bounds, sizes, num_epochs=1, max_num_samples=10**9,
+                                max_seq_length=seq_length - 3,
+                                short_seq_prob=float(random.choice([0.0, 0.1, 0.5])), seed=seed,
+                                min_num_sent=1 + pairs)
+        ours, theirs = both(sentences, mapping, seq_length=seq_length, seed=seed, vocab_size=vocab_size,
+                            masking=masking,
                             pairs=pairs)
         for i in range(len(mapping)):
             samples += 1
@@ -87,7 +93,8 @@ def measure(seq_length: int, rounds: int, count: int = 200) -> None:
     sentences, bounds, sizes = corpus(np.random.default_rng(2), 20 * count, 30522, 40)
     mapping = build_mapping(bounds, sizes, num_epochs=1, max_num_samples=10**9, max_seq_length=seq_length - 3,
                             short_seq_prob=0.1, seed=1, min_num_sent=2)
-    sets = both(sentences, mapping, seq_length=seq_length, seed=1, vocab_size=30522, masking=Masking(), pairs=True)
+    sets = both(sentences, mapping, seq_length=seq_length, seed=1, vocab_size=30522, masking=Masking(),
+                pairs=True)
     times = [[], []]
     for _ in range(rounds):
         for dataset, taken in zip(sets, times):
@@ -96,15 +103,18 @@ def measure(seq_length: int, rounds: int, count: int = 200) -> None:
                 dataset[i]
             taken.append((time.perf_counter() - start) / count * 1e3)
     for name, taken in zip(("ours", "megatron-core"), times):
-        print(f"{name:14} {np.median(taken):.3f} ms a sample of {seq_length} ({min(taken):.3f}–{max(taken):.3f})")
+        print(f"{name:14} {np.median(taken):.3f} ms a sample of {seq_length} "
+              f"({min(taken):.3f}–{max(taken):.3f})")
     print(f"ratio of medians {np.median(times[1]) / np.median(times[0]):.1f}")
 
 
 def parse_arguments(argv=None) -> argparse.Namespace:
     parser = Arguments(__doc__)
     parser.add_argument("--cases", type=int, default=1000, help="random corpora to compare (default 1000)")
-    parser.add_argument("--seq-length", type=int, default=512, help="of the samples that are timed (default 512)")
-    parser.add_argument("--rounds", type=int, default=0, help="times that both are timed, in turns (default 0)")
+    parser.add_argument("--seq-length", type=int, default=512,
+                        help="of the samples that are timed (default 512)")
+    parser.add_argument("--rounds", type=int, default=0,
+                        help="times that both are timed, in turns (default 0)")
     return parser.parse_args(argv)
 
 

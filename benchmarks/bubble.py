@@ -3,10 +3,11 @@
     python benchmarks/bubble.py                      # 1F1B, interleaved, ZB-H1 and ZB-V on 2 and 4 processes, two minutes
     python benchmarks/bubble.py --schedules zb-h2 --ranks 4 --microbatches 12 --times 20 10 10 --trace FOLDER
 
-Processes over gloo run the real stages, executor and channels. Only the layers are not real: they sleep for as long as F, I
-and W of a micro-batch shall take, so that two cores can show many ranks. The bubble is one minus the share of the ranks' time,
-from the first start to the last end on any rank, that lies inside computations. A rank that waits for a message does not
-compute. Exit code 1 when a schedule is further from the simulator than --tolerance.
+Processes over gloo run the real stages, executor and channels. Only the layers are not real: they sleep for
+as long as F, I and W of a micro-batch shall take, so that two cores can show many ranks. The bubble is one
+minus the share of the ranks' time, from the first start to the last end on any rank, that lies inside
+computations. A rank that waits for a message does not compute. Exit code 1 when a schedule is further from
+the simulator than --tolerance.
 """
 
 import argparse
@@ -42,7 +43,7 @@ SHAPE = (8, 1, 16)                     # of the hidden states: messages small en
 
 
 class Sleep(torch.autograd.Function):
-    """x → x. Its forward, and the two halves of its backward, take as long as they are told."""
+    """x → x. Its forward, and the two halves of its backward, take as long as the given costs."""
 
     @staticmethod
     def forward(ctx, x, weight, times):
@@ -86,7 +87,7 @@ def run_rank(rank: int, args, name: str, ranks: int, chunks: int, store: str, an
                         torch.device("cpu"), {Op.REDUCE: lambda stage: None})
     tokens = torch.zeros(args.microbatches, SHAPE[0], dtype=torch.int64)
     batches = Batch(tokens, tokens, tokens.float(), tokens, tuple(range(args.microbatches))).split(1)
-    executor.run(batches)                                               # connections are made at the first message
+    executor.run(batches)  # connections are made at the first message
     rounds = []
     for _ in range(args.rounds):
         torch.distributed.barrier()
@@ -104,7 +105,8 @@ def measure(args, name: str, ranks: int, chunks: int) -> list[Simulation]:
     answers = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         processes = torch.multiprocessing.spawn(
-            run_rank, (args, name, ranks, chunks, os.path.join(folder, "store"), answers), nprocs=ranks, join=False)
+            run_rank, (args, name, ranks, chunks, os.path.join(folder, "store"), answers), nprocs=ranks,
+            join=False)
         rounds = dict(answers.get() for _ in range(ranks))
         processes.join()
     timelines = [{rank: rounds[rank][n] for rank in range(ranks)} for n in range(args.rounds)]
@@ -116,7 +118,8 @@ def measure(args, name: str, ranks: int, chunks: int) -> list[Simulation]:
 
 def foretell(args, name: str, ranks: int, chunks: int) -> Simulation:
     forward, input_grad, weight_grad = (t / chunks for t in args.times)
-    return simulate(SCHEDULES[name](ranks, args.microbatches, chunks), StageCosts(forward, input_grad, weight_grad).of)
+    return simulate(SCHEDULES[name](ranks, args.microbatches, chunks),
+                    StageCosts(forward, input_grad, weight_grad).of)
 
 
 def main() -> int:
@@ -130,8 +133,8 @@ def main() -> int:
     parser.add_argument("--tolerance", type=float, default=0.02)
     parser.add_argument("--trace", help="folder for a Chrome trace of the last round of each")
     args = parser.parse_args()
-    print(f"F, I, W = {', '.join(f'{t:g}' for t in args.times)} ms, {args.microbatches} micro-batches, median of "
-          f"{args.rounds} steps (least to most)\n")
+    print(f"F, I, W = {', '.join(f'{t:g}' for t in args.times)} ms, {args.microbatches} micro-batches, "
+          f"median of {args.rounds} steps (least to most)\n")
     print("| schedule | ranks | chunks | bubble foretold | bubble measured | step foretold | step measured |")
     print("|---" * 7 + "|")
     strayed = False
@@ -142,8 +145,9 @@ def main() -> int:
             plan, real = foretell(args, name, ranks, chunks), measure(args, name, ranks, chunks)
             bubbles, spans = [s.bubble for s in real], [s.span for s in real]
             strayed |= abs(statistics.median(bubbles) - plan.bubble) > args.tolerance
-            print(f"| {name} | {ranks} | {chunks} | {plan.bubble:.4f} | {statistics.median(bubbles):.4f} ({min(bubbles):.4f}–"
-                  f"{max(bubbles):.4f}) | {plan.span:.0f} ms | {statistics.median(spans) * 1000:.0f} ms |", flush=True)
+            print(f"| {name} | {ranks} | {chunks} | {plan.bubble:.4f} | {statistics.median(bubbles):.4f} "
+                  f"({min(bubbles):.4f}–{max(bubbles):.4f}) | {plan.span:.0f} ms | "
+                  f"{statistics.median(spans) * 1000:.0f} ms |", flush=True)
     return int(strayed)
 
 

@@ -1,7 +1,8 @@
 """One training step of each contestant on a workload: a function from the step's number to the step's loss.
 
-`ours` runs this package's engine; `eager` is plain PyTorch in one process, `compile` the same under torch.compile, and `ddp`
-under DistributedDataParallel, all with fused AdamW, foreach clipping and SDPA attention.
+`ours` runs this package's engine; `eager` is plain PyTorch in one process, `compile` the same under
+torch.compile, and `ddp` under DistributedDataParallel, all with fused AdamW, foreach clipping and SDPA
+attention.
 """
 
 import os
@@ -18,7 +19,8 @@ from workloads import BETAS, CLIP, EPS, LEARNING_RATE, NUM_BATCHES, WEIGHT_DECAY
 Step = Callable[[int], float]
 
 
-# ---------------------------------------------------------------------------------------------------- plain PyTorch
+# ---------------------------------------------------------------------------------------------------- plain
+# PyTorch
 class PlainBlock(nn.Module):
     def __init__(self, h: int, heads: int):
         super().__init__()
@@ -47,7 +49,8 @@ class PlainGPT(nn.Module):
         with torch.no_grad():
             for name, parameter in self.named_parameters():
                 key = name.removeprefix("blocks.")
-                key = key[:3] if key[:3] in ("wte", "wpe") else key.replace("weight", "w").replace("bias", "b")
+                key = key[:3] if key[:3] in ("wte", "wpe") else key.replace("weight", "w").replace("bias",
+                                                                                                   "b")
                 parameter.copy_(torch.from_numpy(values[key]))
 
     def forward(self, tokens, labels):
@@ -77,11 +80,14 @@ def plain(w: Workload, rank: int, world: int, dtype: str, compiled: bool = False
     return plain_step(w, rank, world, net, plain_adamw(model), dtype)
 
 
-def plain_step(w: Workload, rank: int, world: int, net: nn.Module, optimizer: torch.optim.Optimizer, dtype: str,
-               microbatch: Callable[[bool], AbstractContextManager] | None = None, keep_gradients: bool | None = None) -> Step:
+def plain_step(w: Workload, rank: int, world: int, net: nn.Module, optimizer: torch.optim.Optimizer,
+               dtype: str,
+               microbatch: Callable[[bool], AbstractContextManager] | None = None,
+               keep_gradients: bool | None = None) -> Step:
     """PyTorch's training loop. bf16 is autocast over fp32 weights.
 
-    microbatch      context of the forward and backward of a micro-batch, told whether it is the last; default DDP's no_sync
+    microbatch      context of the forward and backward of a micro-batch, given whether it is the last;
+                    default DDP's no_sync
     keep_gradients  between the steps, zeroed; default where they are views of DDP's buckets
     """
     data, share = torch.from_numpy(token_batches(w)), w.global_batch // world
@@ -107,7 +113,8 @@ def plain_step(w: Workload, rank: int, world: int, net: nn.Module, optimizer: to
     return step
 
 
-# ---------------------------------------------------------------------------------------------------- this package
+# ---------------------------------------------------------------------------------------------------- this
+# package
 def our_flags(w: Workload, dtype: str, layout: tuple[str, ...]) -> list[str]:
     return [
         "--num-layers", str(w.layers), "--hidden-size", str(w.hidden), "--num-attention-heads", str(w.heads),
@@ -138,13 +145,16 @@ def ours(w: Workload, world: int, dtype: str, layout: tuple[str, ...], stack: Ex
     def step(i: int) -> float:
         progress = Progress(step=i, samples=i * w.global_batch)
         batch = loader.batch(progress.samples, w.global_batch, data.rank, data.size)
-        return train_step(engine, batch, progress, learning_rate=LEARNING_RATE, weight_decay=WEIGHT_DECAY).loss
+        return train_step(engine, batch, progress, learning_rate=LEARNING_RATE,
+                          weight_decay=WEIGHT_DECAY).loss
 
     return step
 
 
 class Samples:
-    """The batches as a dataset of our loader: sample i is row i of all batches laid end to end, over and over."""
+    """The batches as a dataset of our loader: sample i is row i of all batches laid end to end, over and
+    over.
+    """
 
     def __init__(self, w: Workload):
         self.rows = token_batches(w).reshape(-1, w.seq + 1)
@@ -156,7 +166,8 @@ class Samples:
         return {"tokens": self.rows[i % len(self.rows)]}
 
 
-SHORT_NAMES = {"input_layernorm": "ln1", "self_attention.linear_qkv": "qkv", "self_attention.linear_proj": "proj",
+SHORT_NAMES = {"input_layernorm": "ln1", "self_attention.linear_qkv": "qkv",
+               "self_attention.linear_proj": "proj",
                "pre_mlp_layernorm": "ln2", "mlp.linear_fc1": "fc1", "mlp.linear_fc2": "fc2"}
 
 

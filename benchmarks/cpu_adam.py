@@ -1,15 +1,17 @@
-"""Time of one Adam step on the CPU: ours, torch's fused AdamW, DeepSpeed's (if installed) and the copy bandwidth beside them.
+"""Time of one Adam step on the CPU: ours, torch's fused AdamW, DeepSpeed's (if installed) and the copy
+bandwidth beside them.
 
     python benchmarks/cpu_adam.py                             100M parameters, 1 and 2 threads, about two minutes
     python benchmarks/cpu_adam.py --parameters 10e6 --rounds 3
 
-`plain` is the update alone, 28 bytes per parameter: p, g, m, v read, p, m, v written. `whole` is what a training step in bf16
-needs: the gradient unscaled and clipped by one factor, the update, the bf16 weight written. Ours does that in one pass, 30
-bytes; with torch and DeepSpeed it is three passes. GB/s counts the bytes of the one pass for everybody, so that equal work
-shows equal figures. Contestants take turns; the best of the rounds counts (the others measure who else uses the machine).
-On a machine that is not idle trust the CPU time, which all threads together used: waiting for a core is not in it.
-"small pages" is ours on p, g and the bf16 weight as torch allocates them. `copy` is torch's copy of
-one large array to another on as many threads: bytes read and written per second.
+`plain` is the update alone, 28 bytes per parameter: p, g, m, v read, p, m, v written. `whole` is what a
+training step in bf16 needs: the gradient unscaled and clipped by one factor, the update, the bf16 weight
+written. Ours does that in one pass, 30 bytes; with torch and DeepSpeed it is three passes. GB/s counts the
+bytes of the one pass for everybody, so that equal work shows equal figures. Contestants take turns; the best
+of the rounds counts (the others measure other programs on the machine). On a machine that is not idle trust
+the CPU time, which all threads together used: waiting for a core is not in it. "small pages" is ours on p, g
+and the bf16 weight as torch allocates them. `copy` is torch's copy of one large array to another on as many
+threads: bytes read and written per second.
 
 DeepSpeed is optional: `pip install deepspeed ninja`; it compiles its own kernel at the first use.
 """
@@ -66,7 +68,8 @@ def torch_fused(p: torch.nn.Parameter, work: str) -> Step:
 
 
 def torch_scaled(p: torch.nn.Parameter, work: str) -> Step:
-    """Unscaling inside torch's kernel (its `grad_scale`, which also writes the gradient back), then the cast."""
+    """Unscaling inside torch's kernel (its `grad_scale`, which also writes the gradient back), then the cast.
+    """
     optimizer = torch.optim.AdamW([p], fused=True, **OPTIONS)
     if work == "plain":
         return optimizer.step
@@ -84,7 +87,10 @@ def deepspeed_adam(p: torch.nn.Parameter, work: str) -> Step:
 
 
 def contestants(variants: list[str]) -> dict[str, tuple[bool, Make]]:
-    """Name → (on large pages, how to make its step). Large pages are this package's way to allocate, so only ours has them."""
+    """Name → (on large pages, how to make its step).
+
+    Large pages are this package's way to allocate, so only ours has them.
+    """
     found = {f"ours {v}": (True, partial(ours, variant=v)) for v in variants}
     found |= {"ours, small pages": (False, ours), "torch fused": (False, torch_fused),
               "torch grad_scale": (False, torch_scaled)}
@@ -123,13 +129,16 @@ def measure(numel: int, threads: int, work: str, rounds: int, variants: list[str
     for name, (clock, cpu) in best.items():
         width = 8 if name == "copy" else BYTES[work]
         against = [f"{b / x:.2f}" for b, x in zip(best["torch fused"], (clock, cpu))]
-        print(f"{threads} thread{'s' * (threads > 1)} | {work} | {name:17s} | {clock * 1e3:6.1f} ms, {cpu * 1e3:6.1f} CPU | "
-              f"{numel * width / clock / 1e9:5.1f} GB/s, {numel * width / cpu * threads / 1e9:5.1f} by CPU time"
-              + ("" if name == "copy" else f" | {against[0]}x torch fused, {against[1]}x by CPU time"), flush=True)
+        print(f"{threads} thread{'s' * (threads > 1)} | {work} | {name:17s} | {clock * 1e3:6.1f} ms, "
+              f"{cpu * 1e3:6.1f} CPU | {numel * width / clock / 1e9:5.1f} GB/s, "
+              f"{numel * width / cpu * threads / 1e9:5.1f} by CPU time"
+              + ("" if name == "copy" else f" | {against[0]}x torch fused, {against[1]}x by CPU "
+                                           "time"), flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parameters", type=float, default=100e6)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--work", nargs="+", choices=list(BYTES), default=list(BYTES))

@@ -1,9 +1,10 @@
-"""Curriculum against DeepSpeed's own functions, on random parameters: difficulties, clusters, index files, resuming.
+"""Curriculum against DeepSpeed's own functions, on random parameters: difficulties, clusters, index files,
+resuming.
 
     PYTHONPATH=. python benchmarks/curriculum_peers.py             # where deepspeed is installed; about a minute on one core
 
-Prints a table; exits with 1 where something that must be equal is not. DeepSpeed's sampler runs alone, without a
-launcher: its barrier and its broadcast among one rank do nothing.
+Prints a table; exits with 1 where something that must be equal is not. DeepSpeed's sampler runs alone,
+without a launcher: its barrier and its broadcast among one rank do nothing.
 """
 
 import contextlib
@@ -34,7 +35,8 @@ from megatron_ds.errors import DataError
 
 FILES = ("sample_to_metric", "index_to_metric", "index_to_sample", "index_to_sample_percentile_merged")
 alone = types.SimpleNamespace(size=lambda: 1)
-data_sampler.dist = data_analyzer.dist = types.SimpleNamespace(barrier=lambda **_: None, broadcast=lambda *_, **__: None)
+data_sampler.dist = data_analyzer.dist = types.SimpleNamespace(barrier=lambda **_: None, broadcast=lambda *_,
+                                                               **__: None)
 
 
 def random_schedule(rng: random.Random, low: int, high: int) -> dict:
@@ -44,7 +46,8 @@ def random_schedule(rng: random.Random, low: int, high: int) -> dict:
         config = {"difficulty": [rng.randint(low, high) for _ in range(count)],
                   "max_step": sorted(rng.sample(range(1, 60), count - 1))}
     else:
-        config = {"total_curriculum_step": rng.randint(1, 80), "difficulty_step": rng.choice([1, 2, 7, 8, 16, 64])}
+        config = {"total_curriculum_step": rng.randint(1, 80),
+                  "difficulty_step": rng.choice([1, 2, 7, 8, 16, 64])}
         if kind == "fixed_root":
             config["root_degree"] = rng.choice([1, 2, 3, 4, 0.5, 1.7])
     return {"min_difficulty": low, "max_difficulty": high, "schedule_type": kind, "schedule_config": config}
@@ -70,7 +73,8 @@ def write_random_metric(rng: random.Random, folder: Path, name: str, total: int)
 
 
 def random_metrics(rng: random.Random, folder: Path, total: int) -> dict[str, dict]:
-    """One metric, or two; each schedule rises, since upstream admits samples twice where a difficulty falls."""
+    """One metric, or two; each schedule rises, since upstream admits samples twice where a difficulty falls.
+    """
     metrics = {}
     for name in ("a", "b")[:rng.choice([1, 1, 2])]:
         values, kind = write_random_metric(rng, folder, name, total), rng.choice(["value", "percentile"])
@@ -92,13 +96,15 @@ def upstream_sampler(metrics: dict, folder: Path, total: int, batch: int, seed: 
 
 def our_order(metrics: dict, folder: Path, total: int, batch: int, steps: int):
     texts = [json.dumps({"name": name, **block}) for name, block in metrics.items()]
-    return order_by_difficulty([read_metric(text) for text in texts], total, seed=1234, steps=steps, batch_at=lambda n: batch,
+    return order_by_difficulty([read_metric(text) for text in texts], total, seed=1234, steps=steps,
+                               batch_at=lambda n: batch,
                                cache=folder / "cache")
 
 
 def compare_clusters(cases: int) -> dict[str, int]:
     """Which samples are admitted at each step, and in which cluster they are."""
-    rng, counts = random.Random(1), dict.fromkeys(("cases", "clusters", "samples", "unequal", "nothing at step 1"), 0)
+    rng, counts = random.Random(1), dict.fromkeys(("cases", "clusters", "samples", "unequal",
+                                                   "nothing at step 1"), 0)
     for _ in range(cases):
         total, batch, steps = rng.randint(100, 2000), rng.choice([1, 4, 16]), 60
         with tempfile.TemporaryDirectory() as name:
@@ -122,7 +128,8 @@ def compare_clusters(cases: int) -> dict[str, int]:
             stage = np.searchsorted(order.starts, np.arange(steps) * batch, side="right")
             mine = order(np.arange(steps * batch), total).reshape(steps, batch)
             easiest = [set(order.easiest_first[:order.bounds[k]].tolist()) for k in range(len(bounds))]
-            inside = all(set(a) <= easiest[k] and set(b.tolist()) <= easiest[k] for a, b, k in zip(drawn, mine, stage))
+            inside = all(set(a) <= easiest[k] and set(b.tolist()) <= easiest[k] for a, b,
+                         k in zip(drawn, mine, stage))
             counts["unequal"] += not (same and inside)
     return counts
 
@@ -153,13 +160,16 @@ def upstream_analysis(rows: Rows, folder: Path, workers: int = 2) -> None:
     def analyse(name, function, kind):
         for worker in range(workers):
             analyzer = data_analyzer.DataAnalyzer(
-                torch.from_numpy(rows.tokens), num_workers=workers, worker_id=worker, batch_size=64, metric_names=[name],
-                metric_functions=[function], metric_types=[kind], metric_dtypes=[torch.int64], save_path=str(folder))
+                torch.from_numpy(rows.tokens), num_workers=workers, worker_id=worker, batch_size=64,
+                metric_names=[name],
+                metric_functions=[function], metric_types=[kind], metric_dtypes=[torch.int64],
+                save_path=str(folder))
             analyzer.run_map()
         analyzer.run_reduce()
 
     analyse("total_vocab_freq", frequency, "accumulate_value_over_samples")
-    counts = MMapIndexedDataset(str(folder / "total_vocab_freq/total_vocab_freq_metric_value"), skip_warmup=True)
+    counts = MMapIndexedDataset(str(folder / "total_vocab_freq/total_vocab_freq_metric_value"),
+                                skip_warmup=True)
     table = np.copy(counts[0])                     # while `counts` lives: its arrays dangle when it is gone
     table[table == 0] = 1
     table = torch.tensor(table, dtype=torch.double)
@@ -179,11 +189,15 @@ def compare_analysis(total: int) -> dict[str, bool]:
             for shard in range(3):
                 map_shard(rows, ours, shard, 3, [spec], dataset_id)
             reduce_metric(ours, spec, 3, dataset_id)
-        names = [f"vocab_rarity/vocab_rarity_{what}" for what in FILES] + ["total_vocab_freq/total_vocab_freq_metric_value"]
+        names = [f"vocab_rarity/vocab_rarity_{what}"
+                 for what in FILES] + ["total_vocab_freq/total_vocab_freq_metric_value"]
         bins = all((theirs / f"{n}.bin").read_bytes() == (ours / f"{n}.bin").read_bytes() for n in names)
-        readers = all(_same_rows(ListFile(theirs / n), MMapIndexedDataset(str(ours / n), skip_warmup=True)) for n in names)
-        block = {"difficulty_type": "value", "clustering_type": "schedule_based", "min_difficulty": 70, "max_difficulty": 200,
-                 "schedule_type": "fixed_linear", "schedule_config": {"total_curriculum_step": 30, "difficulty_step": 1}}
+        readers = all(_same_rows(ListFile(theirs / n), MMapIndexedDataset(str(ours / n), skip_warmup=True))
+                      for n in names)
+        block = {"difficulty_type": "value", "clustering_type": "schedule_based", "min_difficulty": 70,
+                 "max_difficulty": 200,
+                 "schedule_type": "fixed_linear",
+                 "schedule_config": {"total_curriculum_step": 30, "difficulty_step": 1}}
         paths = [{f"index_to_{what}_path": str(folder / f"vocab_rarity/vocab_rarity_index_to_{what}")
                   for what in ("sample", "metric")} for folder in (theirs, ours)]
         on_ours = upstream_sampler({"vocab_rarity": {**block, **paths[1]}}, Path(name) / "x", total, 16)
@@ -206,8 +220,10 @@ def resumed_draws(cases: int) -> tuple[int, int, int]:
         with tempfile.TemporaryDirectory() as name, contextlib.redirect_stdout(io.StringIO()):
             folder, total, batch = Path(name), 500, 8
             values = write_random_metric(rng, folder, "a", total)
-            metrics = {"a": {"index_to_sample_path": str(folder / "a/a_index_to_sample"), "difficulty_type": "value",
-                             "index_to_metric_path": str(folder / "a/a_index_to_metric"), "clustering_type": "schedule_based",
+            metrics = {"a": {"index_to_sample_path": str(folder / "a/a_index_to_sample"),
+                             "difficulty_type": "value",
+                             "index_to_metric_path": str(folder / "a/a_index_to_metric"),
+                             "clustering_type": "schedule_based",
                              "min_difficulty": int(values.min()), "max_difficulty": int(values.max()),
                              "schedule_type": "fixed_linear",
                              "schedule_config": {"total_curriculum_step": 40, "difficulty_step": 1}}}
@@ -232,15 +248,17 @@ def main() -> int:
     bad += unequal
     with contextlib.redirect_stdout(io.StringIO()):
         counts = compare_clusters(1000)
-    rows.append((f"clusters: {counts['cases']} curricula of one or two metrics, {counts['clusters']:,} clusters of "
-                 f"{counts['samples']:,} samples", f"{counts['unequal']} unequal"))
-    rows.append((f"  and {counts['nothing at step 1']} that admit nothing at step 1", "an error; upstream fails in numpy"))
+    rows.append((f"clusters: {counts['cases']} curricula of one or two metrics, {counts['clusters']:,} "
+                 f"clusters of {counts['samples']:,} samples", f"{counts['unequal']} unequal"))
+    rows.append((f"  and {counts['nothing at step 1']} that admit nothing at step "
+                 "1", "an error; upstream fails in numpy"))
     bad += counts["unequal"]
     for what, holds in compare_analysis(1000).items():
         rows.append((f"analysis of 1,000 samples: {what}", "yes" if holds else "NO"))
         bad += not holds
     cases, theirs, ours = resumed_draws(20)
-    rows.append((f"resumed at step 20, {cases} curricula: went on with other samples", f"DeepSpeed {theirs}, here {ours}"))
+    rows.append((f"resumed at step 20, {cases} curricula: went on with other "
+                 "samples", f"DeepSpeed {theirs}, here {ours}"))
     bad += ours
     print(f"deepspeed {deepspeed.__version__}")
     for what, result in rows:

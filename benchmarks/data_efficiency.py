@@ -1,15 +1,17 @@
-"""Does it pay to let blocks see fewer tokens at first, or to begin with short sequences? Validation loss against time.
+"""Does it pay to let blocks see fewer tokens at first, or to begin with short sequences? Validation loss
+against time.
 
     python benchmarks/data_efficiency.py --out FOLDER                  all runs that FOLDER lacks, one after the other
     python benchmarks/data_efficiency.py --out FOLDER --only plain-200 random-ltd-320
     python benchmarks/data_efficiency.py --out FOLDER --show           table and picture of the runs that are there
     python benchmarks/data_efficiency.py --out FOLDER --times          a step by the tokens that its blocks keep, in turns
 
-The corpus is the source code of your own Python's standard library, 11 million characters of English and Python, seen less
-than once. Every run has its own length and its own learning-rate decay, so the last losses can be compared: what matters is
-how long plain training takes to the loss that another run ends with, read off the line between the two plain runs around it.
-Time is told in steps of plain training: those of other kinds are timed beside it, in turns, since a shared machine may be a
-third slower in one run than in the next. The seconds of the runs are told, too. Evaluation is at full length, with all tokens.
+The corpus is the source code of your own Python's standard library, 11 million characters of English and
+Python, seen less than once. Every run has its own length and its own learning-rate decay, so the last losses
+can be compared: what matters is how long plain training takes to the loss that another run ends with, read
+off the line between the two plain runs around it. Time is told in steps of plain training: those of other
+kinds are timed beside it, in turns, since a shared machine may be a third slower in one run than in the next.
+The seconds of the runs are told, too. Evaluation is at full length, with all tokens.
 """
 
 import argparse
@@ -25,15 +27,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-LEFT_OUT = {"test", "tests", "idle_test", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__"}
+LEFT_OUT = {"test", "tests", "idle_test", "idlelib", "lib2to3", "site-packages", "dist-packages",
+            "__pycache__"}
 LENGTH, BATCH, EVERY = 512, 4, 10
 STEPS_TIMED = [*((LENGTH, kept) for kept in (64, 128, 192, 256, 320, 384, 448, LENGTH)),
                *((length, length) for length in (64, 128, 192, 256, 320, 384, 448))]
 JOB = ("--num-layers 6 --hidden-size 128 --num-attention-heads 2 --make-vocab-size-divisible-by 64 "
-       "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --init-method-std 0.06 "
-       "--hidden-dropout 0 --attention-dropout 0 --lr 2e-3 --min-lr 1e-4 --lr-decay-style cosine --weight-decay 0.1 "
-       "--adam-beta2 0.95 --split 95,5,0 --tokenizer-type HuggingFaceTokenizer --eval-iters 40 "
-       f"--seq-length {LENGTH} --micro-batch-size {BATCH} --global-batch-size {BATCH} --log-interval {EVERY}").split()
+       "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
+       "--init-method-std 0.06 --hidden-dropout 0 --attention-dropout 0 --lr 2e-3 --min-lr 1e-4 "
+       "--lr-decay-style cosine --weight-decay 0.1 --adam-beta2 0.95 --split 95,5,0 --tokenizer-type "
+       f"HuggingFaceTokenizer --eval-iters 40 --seq-length {LENGTH} --micro-batch-size {BATCH} "
+       f"--global-batch-size {BATCH} --log-interval {EVERY}").split()
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,8 @@ def random_ltd(steps: int, least: int, part: float, seed: int = 1234) -> Contest
 
 def curriculum(steps: int, least: int, part: float) -> tuple:
     """Flags: sequences from `least` tokens to their whole length in this part of the run."""
-    return ("--curriculum-type", "seqlen_truncate", "--curriculum-min-length", least, "--curriculum-steps", int(part * steps),
+    return ("--curriculum-type", "seqlen_truncate", "--curriculum-min-length", least, "--curriculum-steps",
+            int(part * steps),
             "--curriculum-length-step", 32)
 
 
@@ -66,7 +71,8 @@ CONTESTANTS = {
     "random-ltd-320": random_ltd(320, 128, 2 / 3),
     "random-ltd-320-again": random_ltd(320, 128, 2 / 3, seed=4321),
     "plain-320-lr4": Contestant("plain, twice the rate", 320, HIGHER),
-    "random-ltd-320-lr4": Contestant("random-LTD, twice the rate", 320, (*random_ltd(320, 128, 2 / 3).flags, *HIGHER)),
+    "random-ltd-320-lr4": Contestant("random-LTD, twice the rate", 320,
+                                     (*random_ltd(320, 128, 2 / 3).flags, *HIGHER)),
     "curriculum-400": Contestant("curriculum from 64", 400, curriculum(400, 64, 2 / 3)),
 }
 
@@ -80,8 +86,10 @@ def prepare(out: Path) -> None:
     texts = {path.read_text(encoding="utf-8", errors="ignore") for path in paths}
     ordered = sorted(filter(None, texts), key=lambda text: hashlib.sha256(text.encode()).digest())
     (out / "corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in ordered))
-    call("tools/train_tokenizer.py", "--input", out / "corpus.jsonl", "--vocab-size", 2048, "--output", out / "tokenizer")
-    call("tools/preprocess_data.py", "--input", out / "corpus.jsonl", "--output-prefix", out / "corpus", "--append-eod",
+    call("tools/train_tokenizer.py", "--input", out / "corpus.jsonl", "--vocab-size", 2048, "--output",
+         out / "tokenizer")
+    call("tools/preprocess_data.py", "--input", out / "corpus.jsonl", "--output-prefix", out / "corpus",
+         "--append-eod",
          "--workers", 2, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", out / "tokenizer")
 
 
@@ -89,8 +97,10 @@ def train(out: Path, name: str) -> None:
     """A run; its metrics appear under its name when it is complete."""
     c, metrics = CONTESTANTS[name], out / f"{name}.partial"
     metrics.unlink(missing_ok=True)
-    call("pretrain_gpt.py", *JOB, *c.flags, "--train-iters", c.steps, "--lr-warmup-iters", c.steps // 20, "--seed", c.seed,
-         "--eval-interval", c.steps // 4, "--data-path", out / "corpus_text_document", "--tokenizer-model", out / "tokenizer",
+    call("pretrain_gpt.py", *JOB, *c.flags, "--train-iters", c.steps, "--lr-warmup-iters", c.steps // 20,
+         "--seed", c.seed,
+         "--eval-interval", c.steps // 4, "--data-path", out / "corpus_text_document", "--tokenizer-model",
+         out / "tokenizer",
          "--metrics-path", metrics)
     metrics.rename(out / f"{name}.jsonl")
 
@@ -127,7 +137,8 @@ def read(out: Path, name: str) -> Result | None:
 
 def plain_cost(results: dict[str, Result], loss: float) -> float | None:
     """Steps of plain training that end with this loss; None where no two plain runs lie around it."""
-    plain = sorted((r.loss, r.steps) for name, r in results.items() if r.kind == "plain" and "again" not in name)
+    plain = sorted((r.loss, r.steps) for name, r in results.items() if r.kind == "plain"
+                   and "again" not in name)
     around = [pair for pair in zip(plain, plain[1:]) if pair[0][0] <= loss <= pair[1][0]]
     return between(list(around[0]), loss) if around else None
 
@@ -135,7 +146,8 @@ def plain_cost(results: dict[str, Result], loss: float) -> float | None:
 def show(out: Path, picture: Path | None) -> None:
     results = {name: result for name in CONTESTANTS if (result := read(out, name))}
     costs = {name: cost(out, CONTESTANTS[name]) or r.steps for name, r in results.items()}
-    print(f"{'run':22} {'seconds':>8} {'in plain steps':>15} {'layer tokens':>13} {'last loss':>10}  plain takes to that loss")
+    print(f"{'run':22} {'seconds':>8} {'in plain steps':>15} {'layer tokens':>13} {'last loss':>10}  plain "
+          "takes to that loss")
     for name, r in results.items():
         plain = plain_cost(results, r.loss) if r.kind != "plain" else None
         words = f"{plain:.0f} steps: {1 - costs[name] / plain:+.1%} saved" if plain else ""
@@ -151,12 +163,14 @@ def draw(results: dict[str, Result], costs: dict[str, float], picture: Path) -> 
     figure, axes = pyplot.subplots(figsize=(7, 4.2))
     kinds = list(dict.fromkeys(r.kind for r in results.values()))
     for number, kind in enumerate(kinds):
-        runs = sorted((costs[name], r.loss) for name, r in results.items() if r.kind == kind and "again" not in name)
+        runs = sorted((costs[name], r.loss) for name, r in results.items() if r.kind == kind
+                      and "again" not in name)
         again = [(costs[name], r.loss) for name, r in results.items() if r.kind == kind and "again" in name]
         axes.plot(*zip(*runs), "o-" if len(runs) > 1 else "o", color=f"C{number}", label=kind)
         if again:
             axes.plot(*zip(*again), "o", color=f"C{number}", fillstyle="none")
-    axes.set(xlabel="time of the whole run, in steps of plain training", ylabel="validation loss at its end, all tokens",
+    axes.set(xlabel="time of the whole run, in steps of plain "
+                    "training", ylabel="validation loss at its end, all tokens",
              title="Whole runs, each with its own learning-rate decay; hollow: another seed")
     axes.legend()
     axes.grid(alpha=0.3)
@@ -165,8 +179,8 @@ def draw(results: dict[str, Result], costs: dict[str, float], picture: Path) -> 
 
 
 def times(out: Path, rounds: int = 9) -> None:
-    """Milliseconds of a step of so many positions, whose four middle blocks keep so many tokens: all of them in turns, in one
-    process, so that a machine that changes its speed changes all alike."""
+    """Milliseconds of a step of so many positions, whose four middle blocks keep so many tokens: all of them
+    in turns, in one process, so that a machine that changes its speed changes all alike."""
     import torch
 
     from megatron_ds.config import parse
@@ -176,7 +190,8 @@ def times(out: Path, rounds: int = 9) -> None:
     from megatron_ds.training.allocator import set_allocator
     from megatron_ds.training.build import build_engine
     set_allocator(keep_freed=True)
-    engine = build_engine(config_of(Contestant("", 9, random_ltd(320, 128, 2 / 3).flags), parse), Mesh(Grid(), 0))
+    engine = build_engine(config_of(Contestant("", 9, random_ltd(320, 128, 2 / 3).flags), parse),
+                          Mesh(Grid(), 0))
     tokens, taken = torch.randint(2047, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(1)), {}
     for _ in range(rounds):
         for length, kept in STEPS_TIMED:
@@ -191,9 +206,10 @@ def times(out: Path, rounds: int = 9) -> None:
     (out / "times.json").write_text(json.dumps(rows))
     whole = next(row[2] for row in rows if row[:2] == [LENGTH, LENGTH])
     for length, kept, middle, least, most in rows:
-        flops = step_flops(engine.config.model, length, kept) / step_flops(engine.config.model, LENGTH, LENGTH)
-        print(f"{length:4} positions, {kept:4} kept: {middle:6.1f} ms ({least:.1f} to {most:.1f}), {middle / whole:.3f} of a "
-              f"whole step; by FLOPs {flops:.3f}")
+        flops = step_flops(engine.config.model, length, kept) / step_flops(engine.config.model, LENGTH,
+                                                                           LENGTH)
+        print(f"{length:4} positions, {kept:4} kept: {middle:6.1f} ms ({least:.1f} to {most:.1f}), "
+              f"{middle / whole:.3f} of a whole step; by FLOPs {flops:.3f}")
 
 
 def step_flops(model, length: int, kept: int) -> float:
@@ -202,19 +218,23 @@ def step_flops(model, length: int, kept: int) -> float:
 
 
 def config_of(contestant: Contestant, parse):
-    data = ["--mock-data", "--vocab-size", "2047", "--tokenizer-type", "NullTokenizer", "--train-iters", contestant.steps]
+    data = ["--mock-data", "--vocab-size", "2047", "--tokenizer-type", "NullTokenizer", "--train-iters",
+            contestant.steps]
     job = [*JOB[:JOB.index("--split")], *JOB[JOB.index("--tokenizer-type") + 2:], *data, *contestant.flags]
     return parse([str(word) for word in job], world_size=1)
 
 
 def cost(out: Path, contestant: Contestant) -> float | None:
-    """What a run takes, in whole plain steps: by the times of steps of its lengths and kept tokens, along lines between."""
+    """What a run takes, in whole plain steps: by the times of steps of its lengths and kept tokens, along
+    lines between.
+    """
     from megatron_ds.config import parse
     from megatron_ds.config.data_efficiency_options import length_difficulty
     from megatron_ds.config.training_schedule import make_token_drop
     if not (out / "times.json").exists():
         return None
-    rows = {(length, kept): middle for length, kept, middle, *_ in json.loads((out / "times.json").read_text())}
+    rows = {(length, kept): middle for length, kept, middle,
+            *_ in json.loads((out / "times.json").read_text())}
     config = config_of(contestant, parse)
     drop = make_token_drop(config)
     grows = length_difficulty(config.curriculum, LENGTH) if config.curriculum.curriculum_type else None

@@ -1,10 +1,12 @@
-"""Data-parallel contestants that split state: DDP with ZeroRedundancyOptimizer, FSDP2 and DeepSpeed ZeRO, on gloo processes.
+"""Data-parallel contestants that split state: DDP with ZeroRedundancyOptimizer, FSDP2 and DeepSpeed ZeRO, on
+gloo processes.
 
     pip install deepspeed==0.19.8              # only for the contestants `deepspeed:0` to `deepspeed:3[+cpu_adam]`
 
-Each is set for speed: gradients synchronised once a step where the peer can, weights gathered one block ahead, fused AdamW.
-What a peer sends and keeps follows from that: `fsdp2:2` keeps its weights from the first forward to the last backward of a
-step, `fsdp2:3` frees them after each use; DeepSpeed's stages 2 and 3 reduce every micro-batch.
+Each is set for speed: gradients synchronised once a step where the peer can, weights gathered one block
+ahead, fused AdamW. What a peer sends and keeps follows from that: `fsdp2:2` keeps its weights from the first
+forward to the last backward of a step, `fsdp2:3` frees them after each use; DeepSpeed's stages 2 and 3 reduce
+every micro-batch.
 """
 
 import contextlib
@@ -21,16 +23,21 @@ def ddp_zero(w: Workload, rank: int, world: int, dtype: str) -> Step:
     from torch.distributed.optim import ZeroRedundancyOptimizer
     model = PlainGPT(w)
     net = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    optimizer = ZeroRedundancyOptimizer(adamw_groups(model), torch.optim.AdamW, parameters_as_bucket_view=True,
+    optimizer = ZeroRedundancyOptimizer(adamw_groups(model), torch.optim.AdamW,
+                                        parameters_as_bucket_view=True,
                                         lr=LEARNING_RATE, betas=BETAS, eps=EPS, fused=True)
     return plain_step(w, rank, world, net, optimizer, dtype)
 
 
 def fsdp2(w: Workload, rank: int, world: int, dtype: str, stage: int) -> Step:
-    """stage 2 or 3. fp32 shards and gradients; with bf16 the gathered weights and the activations have 16 bits."""
+    """stage 2 or 3.
+
+    fp32 shards and gradients; with bf16 the gathered weights and the activations have 16 bits.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if dtype == "bf16" else None
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16,
+                                  reduce_dtype=torch.float32) if dtype == "bf16" else None
     options = dict(mesh=init_device_mesh("cpu", (world,)), reshard_after_forward=stage == 3)
     if policy is not None:
         options["mp_policy"] = policy
@@ -39,7 +46,8 @@ def fsdp2(w: Workload, rank: int, world: int, dtype: str, stage: int) -> Step:
     for block in blocks:
         fully_shard(block, **options)
     fully_shard(net, **options)
-    # There are no streams on a CPU: only a gather that is asynchronous and asked for a block ahead hides behind compute.
+    # There are no streams on a CPU: only a gather that is asynchronous and asked for a block ahead hides
+    # behind compute.
     net._set_unshard_async_op(True)
     for block, following in zip(blocks, blocks[1:]):
         block.set_modules_to_forward_prefetch([following])
@@ -53,7 +61,8 @@ def fsdp2(w: Workload, rank: int, world: int, dtype: str, stage: int) -> Step:
         net.set_reshard_after_backward(is_last or stage == 3)
         yield
 
-    return plain_step(w, rank, world, net, optimizer, "fp32", microbatch, keep_gradients=False)     # the policy casts
+    # the policy casts
+    return plain_step(w, rank, world, net, optimizer, "fp32", microbatch, keep_gradients=False)
 
 
 def zero(w: Workload, rank: int, world: int, dtype: str, stage: int, cpu_adam: bool) -> Step:
@@ -65,7 +74,8 @@ def zero(w: Workload, rank: int, world: int, dtype: str, stage: int, cpu_adam: b
     model = PlainGPT(w)
     numel = sum(p.numel() for p in model.parameters())
     config = {
-        "train_micro_batch_size_per_gpu": w.micro_batch, "gradient_accumulation_steps": share // w.micro_batch,
+        "train_micro_batch_size_per_gpu": w.micro_batch,
+        "gradient_accumulation_steps": share // w.micro_batch,
         "gradient_clipping": CLIP, "steps_per_print": 10**9, "zero_allow_untested_optimizer": True,
         "zero_optimization": {"stage": stage, "reduce_bucket_size": numel, "allgather_bucket_size": numel,
                               "overlap_comm": False, "contiguous_gradients": True}}

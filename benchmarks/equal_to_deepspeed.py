@@ -1,10 +1,11 @@
-"""Whether programs written for DeepSpeed lose the same under this package: regenerates what the tests compare with.
+"""Whether programs written for DeepSpeed lose the same under this package: regenerates what the tests compare
+with.
 
     python benchmarks/equal_to_deepspeed.py                 # both packages; needs DeepSpeed; minutes; exit code 1 if not equal
     python benchmarks/equal_to_deepspeed.py --write         # and writes tests/golden/deepspeed_losses.json
 
-The programs are those of tests/deepspeed_scripts, on two gloo ranks of this machine, once with `import deepspeed` and once
-with `import megatron_ds as deepspeed`. Nothing else differs.
+The programs are those of tests/deepspeed_scripts, on two gloo ranks of this machine, once with `import
+deepspeed` and once with `import megatron_ds as deepspeed`. Nothing else differs.
 """
 
 import argparse
@@ -20,7 +21,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
-os.environ |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
+os.environ |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
+               "GLOO_SOCKET_IFNAME": "lo",
                "TOKENIZERS_PARALLELISM": "false"}
 
 from tests.harness.deepspeed_scripts import GOLDEN, RANKS, all_cases, differences, run_case  # noqa: E402

@@ -1,10 +1,12 @@
-"""Whether corpora, index maps and samples equal those of megatron-core: a check beside the tests, which do not need it.
+"""Whether corpora, index maps and samples equal those of megatron-core: a check beside the tests, which do
+not need it.
 
     python benchmarks/equal_to_megatron.py              # needs megatron-core; a minute; exit code 1 and a traceback if not
 
-Corpora are written by each side and read by the other, of every dtype, with empty documents and documents of many sentences,
-and one above 4 GiB, whose zeros are holes in the file. Index maps are built from random lengths, orders, weights and sentences
-by both. Samples are compared through each side's own datasets and blends, caches and splits.
+Corpora are written by each side and read by the other, of every dtype, with empty documents and documents of
+many sentences, and one above 4 GiB, whose zeros are holes in the file. Index maps are built from random
+lengths, orders, weights and sentences by both. Samples are compared through each side's own datasets and
+blends, caches and splits.
 """
 
 import argparse
@@ -50,14 +52,15 @@ def check_corpora(folder):
         equal_files(ours, theirs)
         read = IndexedDataset(theirs)
         read.check()
-        peer = Theirs(str(ours)) if read.num_tokens else read           # theirs cannot open a corpus without any token
+        peer = Theirs(str(ours)) if read.num_tokens else read  # theirs cannot open a corpus without any token
         assert len(read) == len(peer) and read.num_documents == len(documents) == len(peer.document_indices) - 1
         assert np.array_equal(read.document_indices, peer.document_indices)
         for i in range(len(read)):
             assert read[i].dtype == peer[i].dtype and np.array_equal(read[i], peer[i])
             start = int(rng.integers(0, len(read[i]) + 1))
             assert np.array_equal(read.get(i, start), peer.get(i, start))
-    print(f"corpora: {case + 1} written by both, {len(DTYPES)} dtypes: byte-identical, read alike in both directions")
+    print(f"corpora: {case + 1} written by both, {len(DTYPES)} dtypes: byte-identical, read alike in both "
+          "directions")
 
 
 def check_large_corpus(folder):
@@ -71,7 +74,8 @@ def check_large_corpus(folder):
     read.check()
     assert size > 4 << 30 and np.array_equal(read[69], last[400:]) and np.array_equal(peer[69], last[400:])
     assert np.array_equal(read.get(67, len(zeros) - 3), peer.get(67, len(zeros) - 3))
-    print(f"large corpus: {size / 2**30:.2f} GiB in {held / 2**20:.1f} MiB of disk, index byte-identical, its end read alike")
+    print(f"large corpus: {size / 2**30:.2f} GiB in {held / 2**20:.1f} MiB of disk, index byte-identical, "
+          "its end read alike")
 
 
 class Sparse:
@@ -124,26 +128,32 @@ def check_samples(folder):
             for length in rng.integers(1, 60, documents):
                 writer.add_document(rng.integers(1, 5000, length))
     compared = 0
-    blends = ((prefixes[:1], None), (prefixes[:1], [0.5]), (prefixes, [0.6, 0.3, 0.1]), (prefixes, [1.0, 1.0, 1.0]),
+    blends = ((prefixes[:1], None), (prefixes[:1], [0.5]), (prefixes, [0.6, 0.3, 0.1]),
+              (prefixes, [1.0, 1.0, 1.0]),
               (prefixes, None))
     for words, weights in blends:
         for seq_length, wanted in ((16, (700, 60, 20)), (7, (150, 8, 8))):
             mine = ours_of(folder, words, weights, seq_length, wanted)
             peers = theirs_of(folder, words, weights, seq_length, wanted)
             for one, two in zip(mine, peers):
-                # Theirs rounds the samples of each corpus up; without weights it lists every sample, whatever is wanted.
+                # Theirs rounds the samples of each corpus up; without weights it lists every sample, whatever
+                # is wanted.
                 assert len(one) == len(two) if len(words) == 1 and weights is None else len(one) <= len(two)
                 for i in range(len(one)):
                     tokens = one[i]["tokens"]
-                    assert np.array_equal(tokens[:-1], two[i]["tokens"]) and np.array_equal(tokens[1:], two[i]["labels"])
+                    assert np.array_equal(tokens[:-1], two[i]["tokens"]) and np.array_equal(tokens[1:],
+                                                                                            two[i]["labels"])
                 compared += len(one)
-    print(f"samples: {compared} of train, valid and test, one corpus and blends with and without weights: equal")
+    print(f"samples: {compared} of train, valid and test, one corpus and blends with and without weights: "
+          "equal")
 
 
 def ours_of(folder, prefixes, weights, seq_length, wanted):
     words = prefixes if weights is None else [str(word) for pair in zip(weights, prefixes) for word in pair]
-    data = DataConfig(data_path=tuple(words), split="90,7,3", data_cache_path=str(folder / "ours"), dataloader_type="cyclic")
-    config = SimpleNamespace(data=data, model=SimpleNamespace(seq_length=seq_length), train=SimpleNamespace(seed=1234))
+    data = DataConfig(data_path=tuple(words), split="90,7,3", data_cache_path=str(folder / "ours"),
+                      dataloader_type="cyclic")
+    config = SimpleNamespace(data=data, model=SimpleNamespace(seq_length=seq_length),
+                             train=SimpleNamespace(seed=1234))
     return build_datasets(config, wanted, SimpleNamespace(vocab_size=5000))
 
 
@@ -152,8 +162,10 @@ def theirs_of(folder, prefixes, weights, seq_length, wanted):
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
     tokenizer = SimpleNamespace(eod=0, pad=-1, vocab_size=5000, unique_identifiers={"name": "made up"})
     config = GPTDatasetConfig(
-        random_seed=1234, sequence_length=seq_length, blend=(prefixes, weights), split="90,7,3", tokenizer=tokenizer,
-        reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False, create_attention_mask=False,
+        random_seed=1234, sequence_length=seq_length, blend=(prefixes, weights), split="90,7,3",
+        tokenizer=tokenizer,
+        reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False,
+        create_attention_mask=False,
         path_to_cache=str(folder / "theirs"), mid_level_dataset_surplus=0.005)
     sizes = [None] * 3 if weights is None and len(prefixes) > 1 else wanted
     return BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()
@@ -170,8 +182,8 @@ def check_index_maps(cases, compiled):
         check_sample_index(rng, peer)
         check_blends(rng, peer)
         check_sentences(rng, peer)
-    print(f"index maps of {'the compiled builder' if compiled else 'numpy'}: {cases} random cases each of sample index, "
-          "blend, exhaustive blend, BERT mapping, block mapping: equal")
+    print(f"index maps of {'the compiled builder' if compiled else 'numpy'}: {cases} random cases each of "
+          "sample index, blend, exhaustive blend, BERT mapping, block mapping: equal")
 
 
 def check_sample_index(rng, peer):
@@ -182,24 +194,27 @@ def check_sample_index(rng, peer):
     tokens = int(lengths.sum())
     for build, dtype in ((peer.build_sample_idx_int32, np.int32), (peer.build_sample_idx_int64, np.int64)):
         theirs = build(lengths, order, seq_length, epochs, tokens, True, 1)
-        assert np.array_equal(index_maps.build_sample_index(lengths, order, seq_length, epochs * tokens).astype(dtype), theirs)
+        assert np.array_equal(index_maps.build_sample_index(lengths, order, seq_length,
+                                                            epochs * tokens).astype(dtype), theirs)
 
 
 def check_blends(rng, peer):
     count, size = int(rng.integers(1, 40)), int(rng.integers(0, 400))
-    weights = rng.choice([rng.random(count) + 1e-6, np.exp(rng.normal(0, 3, count)), rng.integers(1, 4, count).astype(float)])
+    weights = rng.choice([rng.random(count) + 1e-6, np.exp(rng.normal(0, 3, count)),
+                          rng.integers(1, 4, count).astype(float)])
     shares = weights / weights.sum()
     which, sample = np.zeros(size, np.int16), np.zeros(size, np.int64)
     peer.build_blending_indices(which, sample, shares, count, size, False)
     assert all(map(same, blend.build_blend_index(shares, size), (which, sample)))
-    sizes = rng.integers(1, 30, count).astype(np.int64)     # theirs writes outside its arrays when a size is 0
+    sizes = rng.integers(1, 30, count).astype(np.int64)  # theirs writes outside its arrays when a size is 0
     which, sample = np.zeros(sizes.sum(), np.int16), np.zeros(sizes.sum(), np.int64)
     peer.build_exhaustive_blending_indices(which, sample, sizes, count)
     assert all(map(same, blend.build_exhaustive_index(sizes), (which, sample)))
 
 
 def check_sentences(rng, peer):
-    bounds = np.r_[0, np.cumsum(rng.integers(0, rng.integers(2, 12), int(rng.integers(0, 40))))].astype(np.int64)
+    bounds = np.r_[0,
+                   np.cumsum(rng.integers(0, rng.integers(2, 12), int(rng.integers(0, 40))))].astype(np.int64)
     sizes = rng.integers(0, rng.choice([5, 40, 520]), int(bounds[-1]) + 2).astype(np.int32)
     bounds = bounds[int(rng.integers(0, len(bounds))):]
     titles = rng.integers(0, 20, len(bounds) - 1).astype(np.int32)

@@ -1,11 +1,13 @@
-"""Index maps: our builder beside Megatron's compiled helpers, in one run: time, peak memory, and equal results.
+"""Index maps: our builder beside Megatron's compiled helpers, in one run: time, peak memory, and equal
+results.
 
     python benchmarks/index_builders.py                 # needs megatron-core; two minutes
     python benchmarks/index_builders.py --only "blend of 64"
 
-Contestants take turns within a case. Memory is of a process of its own for each contestant and case: the highest resident size
-while building, less the size before; a thousandth of the case is built first, so that what is counted is no code that is
-loaded. Inputs are made up: lengths of documents and sentences are log-normal, weights uniform.
+Contestants take turns within a case. Memory is of a process of its own for each contestant and case: the
+highest resident size while building, less the size before; a thousandth of the case is built first, so that
+what is counted is no code that is loaded. Inputs are mock data: lengths of documents and sentences are
+log-normal, weights uniform.
 """
 
 import argparse
@@ -74,11 +76,12 @@ def sentences(items, longest):
     bounds = np.r_[0, np.cumsum(rng.integers(2, 30, items * 645 // 10_000))]
     sizes = np.maximum(2, rng.lognormal(3.0, 0.6, int(bounds[-1]))).astype(np.int32)
     return (lambda peer: peer.build_mapping(bounds, sizes, 1, 2**62, longest, 0.1, 1234, False, 2),
-            lambda: bert_maps.build_mapping(bounds, sizes, num_epochs=1, max_num_samples=2**62, max_seq_length=longest,
+            lambda: bert_maps.build_mapping(bounds, sizes, num_epochs=1, max_num_samples=2**62,
+                                            max_seq_length=longest,
                                             short_seq_prob=0.1, seed=1234, min_num_sent=2))
 
 
-# name: (maker of both contestants, what it is told besides the number of items, rounds)
+# name: (maker of both contestants, its arguments besides the number of items, rounds)
 CASES = {
     "sample index, 10M documents, s = 2048": (sample_index, (2048,), 7),
     "sample index, 10M documents, s = 512": (sample_index, (512,), 7),
@@ -134,7 +137,8 @@ def same(one, two):
 
 def measured_apart(name, who):
     command = [sys.executable, __file__, "--only", name, "--memory-of", who]
-    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
+    return json.loads(subprocess.run(command, check=True, capture_output=True,
+                                     text=True).stdout.splitlines()[-1])
 
 
 def run(case, who, peer):

@@ -1,9 +1,11 @@
-"""A model whose training state is several times the memory that a process may use: without and with offloading to a disk.
+"""A model whose training state is several times the memory that a process may use: without and with
+offloading to a disk.
 
     python benchmarks/largest_model.py --limit-mib 1700 --nvme-path /var/tmp
 
-The process runs in a memory control group of its own (Linux, as root; page cache counts, too). It must be killed when nothing
-is offloaded, and train when masters, moments and weights are. `--limit-mib 0` measures without a limit.
+The process runs in a memory control group of its own (Linux, as root; page cache counts, too). It must be
+killed when nothing is offloaded, and train when masters, moments and weights are. `--limit-mib 0` measures
+without a limit.
 """
 
 import argparse
@@ -27,7 +29,8 @@ def memory_group(limit_mib: int):
     if not limit_mib:
         yield None
         return
-    for parent, limit in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")):
+    for parent, limit in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"),
+                          ("/sys/fs/cgroup", "memory.max")):
         folder = Path(parent) / f"largest_model_{os.getpid()}"
         if (Path(parent) / "cgroup.procs").exists():
             try:
@@ -35,8 +38,8 @@ def memory_group(limit_mib: int):
                 (folder / limit).write_text(str(limit_mib << 20))
                 break
             except OSError as error:
-                raise SystemExit(f"cannot make a memory control group in {parent}: {error.strerror}. Run as root on Linux, or "
-                                 "use --limit-mib 0.") from None
+                raise SystemExit(f"cannot make a memory control group in {parent}: {error.strerror}. Run as "
+                                 "root on Linux, or use --limit-mib 0.") from None
     else:
         raise SystemExit("no memory control groups here. Run as root on Linux, or use --limit-mib 0.")
     try:
@@ -47,10 +50,13 @@ def memory_group(limit_mib: int):
 
 
 def train(flags: list[str], group: Path | None, steps: int) -> dict:
-    """What became of it: exit code, peak memory of the process, seconds a step, loss, and the line about state."""
+    """What became of it: exit code, peak memory of the process, seconds a step, loss, and the line about
+    state.
+    """
     with tempfile.TemporaryDirectory() as work:
         metrics = Path(work) / "metrics.jsonl"
-        command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags, "--train-iters", str(steps), "--metrics-jsonl",
+        command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags, "--train-iters", str(steps),
+                   "--metrics-jsonl",
                    str(metrics)]
 
         def enter() -> None:
@@ -58,7 +64,8 @@ def train(flags: list[str], group: Path | None, steps: int) -> dict:
                 (group / "cgroup.procs").write_text(str(os.getpid()))
 
         with open(Path(work) / "log", "w+") as log:
-            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, preexec_fn=enter, cwd=work)
+            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, preexec_fn=enter,
+                                       cwd=work)
             _, status, usage = os.wait4(process.pid, 0)
             log.seek(0)
             said = log.read()
@@ -71,7 +78,8 @@ def train(flags: list[str], group: Path | None, steps: int) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--limit-mib", type=int, default=1700)
     parser.add_argument("--nvme-path", default=tempfile.gettempdir())
     parser.add_argument("--layers", type=int, default=12)
@@ -81,21 +89,26 @@ def main() -> None:
     args = parser.parse_args()
     h, vocab = args.hidden, 8192
     parameters = args.layers * (12 * h * h + 13 * h) + (vocab + args.seq + 2) * h
-    flags = ["--num-layers", args.layers, "--hidden-size", h, "--num-attention-heads", h // 64, "--seq-length", args.seq,
-             "--vocab-size", vocab, "--mock-data", "--micro-batch-size", 1, "--global-batch-size", 1, "--lr", "1e-4", "--bf16",
-             "--main-grads-dtype", "bf16", "--log-interval", 1, "--eval-iters", 0, "--recompute-granularity", "full",
+    flags = ["--num-layers", args.layers, "--hidden-size", h, "--num-attention-heads", h // 64,
+             "--seq-length", args.seq,
+             "--vocab-size", vocab, "--mock-data", "--micro-batch-size", 1, "--global-batch-size", 1, "--lr",
+             "1e-4", "--bf16",
+             "--main-grads-dtype", "bf16", "--log-interval", 1, "--eval-iters", 0, "--recompute-granularity",
+             "full",
              "--zero-stage", 3, "--hidden-dropout", 0, "--attention-dropout", 0]
     flags = [str(flag) for flag in flags]
     away = ["--offload-optimizer", "nvme", "--offload-param", "nvme", "--offload-nvme-path", args.nvme_path,
             "--sub-group-size", str(2**21)]
     state = parameters * STATE_BYTES / 2**20
     print(f"{parameters:,} parameters, {state:,.0f} MiB of state", end="")
-    print(f" = {state / args.limit_mib:.2f} times the limit of {args.limit_mib} MiB" if args.limit_mib else ", no limit")
+    print(f" = {state / args.limit_mib:.2f} times the limit of {args.limit_mib} "
+          "MiB" if args.limit_mib else ", no limit")
     for name, extra in (("nothing offloaded", []), ("everything to a disk", away)):
         with memory_group(args.limit_mib) as group:
             result = train(flags + extra, group, args.steps)
         ended = "trained" if result["exit"] == 0 else f"ended with exit code {result['exit']}"
-        print(f"{name}: {ended}, peak {result['peak_mib']} MiB, {result['s_step']} s/step, losses {result['losses']}")
+        print(f"{name}: {ended}, peak {result['peak_mib']} MiB, {result['s_step']} s/step, losses "
+              f"{result['losses']}")
         print(f"    {result['state'] or result['said'][-300:]}", flush=True)
 
 

@@ -3,11 +3,11 @@
     python benchmarks/loader.py --peer-python /path/to/python          about half a minute; the peer's needs megatron-core
     python benchmarks/loader.py                                        ours alone
 
-A corpus of made-up documents (lengths log-normal, 490 tokens on average, uint16) is written once; samples of s + 1 tokens in
-shuffled order are read from it by one thread, the file being in memory. Both make whole batches: tokens, labels, loss mask
-and positions, ours by `Loader`, the peer's by `torch.utils.data.default_collate` over `GPTDataset[i]`, which is what
-Megatron's data loader does in its worker. `sample` is `dataset[i]` alone, which for the peer holds all four. Contestants are
-processes that take turns; both must read the same tokens.
+A corpus of mock documents (lengths log-normal, 490 tokens on average, uint16) is written once; samples of s +
+1 tokens in shuffled order are read from it by one thread, the file being in memory. Both make whole batches:
+tokens, labels, loss mask and positions, ours by `Loader`, the peer's by `torch.utils.data.default_collate`
+over `GPTDataset[i]`, which is what Megatron's data loader does in its worker. `sample` is `dataset[i]` alone,
+which for the peer holds all four. Contestants are processes that take turns; both must read the same tokens.
 """
 
 import argparse
@@ -53,7 +53,8 @@ def megatron(prefix: str, seq_length: int, samples: int, cache: str):
     class Tokenizer:
         eod, pad, vocab_size, unique_identifiers = 0, -1, VOCAB, {"name": "none"}
 
-    config = GPTDatasetConfig(random_seed=SEED, sequence_length=seq_length, blend=([prefix], None), split="100,0,0",
+    config = GPTDatasetConfig(random_seed=SEED, sequence_length=seq_length, blend=([prefix], None),
+                              split="100,0,0",
                               tokenizer=Tokenizer(), reset_position_ids=False, reset_attention_mask=False,
                               eod_mask_loss=False, create_attention_mask=False, path_to_cache=cache)
     dataset = BlendedMegatronDatasetBuilder(GPTDataset, [samples, 0, 0], lambda: True, config).build()[0]
@@ -88,7 +89,8 @@ def serve(contestant: str, prefix: str, cache: str, samples: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer-python", help="a Python with megatron-core")
     parser.add_argument("--seq-lengths", type=int, nargs="+", default=[2048, 512, 256])
     parser.add_argument("--documents", type=int, default=100_000)
@@ -103,7 +105,8 @@ def main() -> None:
         write_corpus(prefix, args.documents)
         pythons = {"ours": sys.executable} | ({"megatron": args.peer_python} if args.peer_python else {})
         children = {name: subprocess.Popen(
-            [python, __file__, "--samples", str(args.samples), "--serve", name, str(prefix), f"{folder}/{name}"],
+            [python, __file__, "--samples", str(args.samples), "--serve", name, str(prefix),
+             f"{folder}/{name}"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
             for name, python in pythons.items()}
         try:
@@ -128,7 +131,8 @@ def ask(child: subprocess.Popen, request: str) -> tuple[float, list[int]]:
 
 def report(children: dict, what: str, seq_length: int, args) -> None:
     rows = {name: [] for name in children}
-    checks = [ask(child, f"{what} {seq_length}")[1] for child in children.values()]            # builds, and warms the file
+    # builds, and warms the file
+    checks = [ask(child, f"{what} {seq_length}")[1] for child in children.values()]
     assert all(check == checks[0] for check in checks), "the contestants read other tokens"
     for _ in range(args.rounds):
         for name, child in children.items():
@@ -140,7 +144,8 @@ def report(children: dict, what: str, seq_length: int, args) -> None:
               f"({rates[0]:.0f}–{rates[-1]:.0f})  {batch:.3f} ms a batch of {BATCH}")
     if len(rows) > 1:
         ratios = sorted(theirs / mine for mine, theirs in zip(rows["ours"], rows["megatron"]))
-        print(f"{seq_length:6d}  {what:6s}  ratio      {statistics.median(ratios):.2f} ({ratios[0]:.2f}–{ratios[-1]:.2f})")
+        print(f"{seq_length:6d}  {what:6s}  ratio      {statistics.median(ratios):.2f} "
+              f"({ratios[0]:.2f}–{ratios[-1]:.2f})")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def resident_mib() -> float:
-    """What is resident now; where the system does not tell, the peak so far."""
+    """What is resident now; where the system does not report it, the peak so far."""
     status = Path("/proc/self/status")
     if not status.exists():
         return peak_mib()
@@ -22,7 +22,8 @@ def peak_mib() -> float:
 
 
 def forget_peak() -> None:
-    """Start the peak anew, after giving back what is free: building a model leaves arrays behind. Linux only."""
+    """Start the peak anew, after giving back what is free: building a model leaves arrays behind. Linux only.
+    """
     if sys.platform.startswith("linux"):
         getattr(ctypes.CDLL(None), "malloc_trim", lambda _: 0)(0)
         try:

@@ -1,11 +1,12 @@
-"""Pipeline-parallel contestants on two gloo processes: torch.distributed.pipelining and DeepSpeed's PipelineModule.
+"""Pipeline-parallel contestants on two gloo processes: torch.distributed.pipelining and DeepSpeed's
+PipelineModule.
 
     torchpp:SCHEDULE[/CUT]    gpipe, 1f1b, interleaved, interleaved-zb, zbv; CUT is blocks per stage, as in torchpp:1f1b/4+2
     dspp[:METHOD]             DeepSpeed's 1F1B, cut by METHOD: parameters (default) or uniform
 
-The embedding and the head share one matrix. torch has no means for that: each of the two stages holds a copy here, their
-gradients are summed after the schedule, and the gradient norm counts them once. DeepSpeed has TiedLayerSpec; its norm counts
-the copies twice, so that its loss is another one as soon as clipping sets in.
+The embedding and the head share one matrix. torch has no means for that: each of the two stages holds a copy
+here, their gradients are summed after the schedule, and the gradient norm counts them once. DeepSpeed has
+TiedLayerSpec; its norm counts the copies twice, so that its loss is another one as soon as clipping sets in.
 """
 
 import os
@@ -19,11 +20,14 @@ from workloads import CLIP, NUM_BATCHES, Workload, token_batches
 
 SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved": "ScheduleInterleaved1F1B",
              "interleaved-zb": "ScheduleInterleavedZeroBubble", "zbv": "ScheduleZBVZeroBubble"}
-PLACES = {"interleaved": ((0, 2), (1, 3)), "interleaved-zb": ((0, 2), (1, 3)), "zbv": ((0, 3), (1, 2))}   # rank → its stages
+# rank → its stages
+PLACES = {"interleaved": ((0, 2), (1, 3)), "interleaved-zb": ((0, 2), (1, 3)), "zbv": ((0, 3), (1, 2))}
 
 
 class Part(nn.Module):
-    """Blocks [start, stop) of the plain model, with the embedding before the first and the head behind the last one."""
+    """Blocks [start, stop) of the plain model, with the embedding before the first and the head behind the
+    last one.
+    """
 
     def __init__(self, whole: PlainGPT, start: int, stop: int):
         super().__init__()
@@ -50,8 +54,9 @@ def torchpp(w: Workload, rank: int, dtype: str, schedule: str, cut: str) -> Step
     num_stages = 2 * len(mine)
     counts = [int(n) for n in cut.split("+")] if cut else _even(w.layers, num_stages)
     if len(counts) != num_stages or sum(counts) != w.layers:
-        raise SystemExit(f"torchpp:{schedule}/{cut}: {schedule} has {num_stages} stages here and the model {w.layers} blocks. "
-                         f"Name {num_stages} numbers with that sum, as in {'+'.join(map(str, _even(w.layers, num_stages)))}.")
+        raise SystemExit(f"torchpp:{schedule}/{cut}: {schedule} has {num_stages} stages here and the model "
+                         f"{w.layers} blocks. Name {num_stages} numbers with that sum, as in "
+                         f"{'+'.join(map(str, _even(w.layers, num_stages)))}.")
     bounds = [sum(counts[:s]) for s in range(num_stages + 1)]
     weights = torch.bfloat16 if dtype == "bf16" else torch.float32
     whole, m = PlainGPT(w).to(weights), w.micro_batch
@@ -59,11 +64,14 @@ def torchpp(w: Workload, rank: int, dtype: str, schedule: str, cut: str) -> Step
     hidden = torch.zeros(m, w.seq, w.hidden, dtype=weights, requires_grad=True)
     tokens = torch.zeros(m, w.seq, dtype=torch.long)
     logits = torch.zeros(m, w.seq, w.vocab, dtype=weights, requires_grad=True)
-    stages = [PipelineStage(part, s, num_stages, torch.device("cpu"), input_args=(tokens if part.is_first else hidden,),
-                            output_args=(logits if part.is_last else hidden,)) for s, part in zip(mine, parts)]
+    stages = [PipelineStage(part, s, num_stages, torch.device("cpu"),
+                            input_args=(tokens if part.is_first else hidden,),
+                            output_args=(logits if part.is_last else hidden,)) for s,
+                            part in zip(mine, parts)]
     num_microbatches = w.global_batch // m
     loss = lambda y, labels: F.cross_entropy(y.float().flatten(0, 1), labels.flatten())
-    run = getattr(schedules, SCHEDULES[schedule])(stages if schedule in PLACES else stages[0], num_microbatches, loss_fn=loss)
+    run = getattr(schedules, SCHEDULES[schedule])(stages if schedule in PLACES else stages[0],
+                                                  num_microbatches, loss_fn=loss)
     everything = nn.ModuleList(parts)
     optimizer, data = plain_adamw(everything), torch.from_numpy(token_batches(w))
     first = next((part.wte.weight for part in parts if part.is_first), None)
@@ -120,21 +128,25 @@ def dspp(w: Workload, dtype: str, method: str) -> Step:
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))          # it sets its own
     whole = PlainGPT(w)
-    tied = lambda **way: TiedLayerSpec("embed", _Embed, whole.wte, whole.wpe, tied_weight_attr=["wte.weight"], **way)
+    tied = lambda **way: TiedLayerSpec("embed", _Embed, whole.wte, whole.wpe, tied_weight_attr=["wte.weight"],
+                                       **way)
     head = lambda module, x: F.linear(x, module.wte.weight)
     layers = [tied(), *whole.blocks, whole.lnf, tied(forward_fn=head)]
     loss = lambda y, labels: F.cross_entropy(y.float().flatten(0, 1), labels.flatten())
-    net = PipelineModule(layers=layers, num_stages=2, loss_fn=loss, activation_checkpoint_interval=0, partition_method=method)
+    net = PipelineModule(layers=layers, num_stages=2, loss_fn=loss, activation_checkpoint_interval=0,
+                         partition_method=method)
     config = {"train_micro_batch_size_per_gpu": w.micro_batch,
               "gradient_accumulation_steps": w.global_batch // w.micro_batch, "gradient_clipping": CLIP,
-              "steps_per_print": 10**9, "zero_allow_untested_optimizer": True, "zero_optimization": {"stage": 0}}
+              "steps_per_print": 10**9, "zero_allow_untested_optimizer": True,
+              "zero_optimization": {"stage": 0}}
     if dtype == "bf16":
         config["bf16"], net = {"enabled": True}, net.to(torch.bfloat16)
     engine, *_ = deepspeed.initialize(model=net, optimizer=plain_adamw(net), config=config)
     data = torch.from_numpy(token_batches(w))
 
     def step(i: int) -> float:
-        pairs = [(rows[:, :-1].contiguous(), rows[:, 1:].contiguous()) for rows in data[i % NUM_BATCHES].split(w.micro_batch)]
+        pairs = [(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
+                 for rows in data[i % NUM_BATCHES].split(w.micro_batch)]
         return float(engine.train_batch(data_iter=iter(pairs)))
 
     return step

@@ -3,15 +3,16 @@
     python benchmarks/preprocess.py                                                ours alone
     python benchmarks/preprocess.py --peer-python PEER/bin/python --rounds 3     one with megatron-core and transformers
 
-The text is that of this Python: the documentation that tools/build_corpus.py finds, that of the installed packages, and their
-sources until --megabytes are there, no document twice. A byte-level BPE of 32,768 entries is trained on it first. All are held
-to one core (`taskset`) and take turns. Ours is timed as a whole command, from its start to the finished pair of files; the
-peer only from the first line it reads, as its imports take long and a corpus could be longer. The files are compared, ids
-and index, byte for byte.
+The text is that of this Python: the documentation that tools/build_corpus.py finds, that of the installed
+packages, and their sources until --megabytes are there, no document twice. A byte-level BPE of 32,768 entries
+is trained on it first. All are held to one core (`taskset`) and take turns. Ours is timed as a whole command,
+from its start to the finished pair of files; the peer only from the first line it reads, as its imports take
+long and a corpus could be longer. The files are compared, ids and index, byte for byte.
 
-The peer does what Megatron's tools/preprocess_data.py does with --workers 1: a pool of one process that parses each line and
-encodes it with megatron-core's own HuggingFaceTokenizer, fed by `imap` in chunks of 32, and megatron-core's
-IndexedDatasetBuilder in the parent. It gets --peer-documents of the documents, as it is slow; rates are per byte of input.
+The peer does what Megatron's tools/preprocess_data.py does with --workers 1: a pool of one process that
+parses each line and encodes it with megatron-core's own HuggingFaceTokenizer, fed by `imap` in chunks of 32,
+and megatron-core's IndexedDatasetBuilder in the parent. It gets --peer-documents of the documents, as it is
+slow; rates are per byte of input.
 """
 
 import argparse
@@ -29,7 +30,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 
-# ------------------------------------------------------------------------------------------------------------- the peer
+# -------------------------------------------------------------------------------------------------------------
+# the peer
 class Peer:
     """Megatron's steps over megatron-core's parts; `encoder` lives in the worker."""
 
@@ -38,7 +40,8 @@ class Peer:
     @classmethod
     def start(cls, folder: str) -> None:
         from megatron.core.tokenizers import MegatronTokenizer
-        cls.encoder = MegatronTokenizer.from_pretrained(folder, metadata_path={"library": "huggingface"}, use_fast=True)
+        cls.encoder = MegatronTokenizer.from_pretrained(folder, metadata_path={"library": "huggingface"},
+                                                        use_fast=True)
 
     @classmethod
     def encode(cls, line: str) -> tuple[list[int], list[int]]:
@@ -64,12 +67,14 @@ def run_peer(text: str, folder: str, output: str) -> None:
     print(time.perf_counter() - start)
 
 
-# ------------------------------------------------------------------------------------------------------------- the text
+# -------------------------------------------------------------------------------------------------------------
+# the text
 def write_corpus(path: Path, megabytes: float) -> None:
     sys.path.insert(0, str(ROOT / "tools"))
     import build_corpus as own
     standard, installed = (Path(sysconfig.get_paths()[name]) for name in ("stdlib", "purelib"))
-    prose = {own.prose(text) for text in own.help_topics()} | {own.prose(text) for text in own.docstrings(standard)}
+    prose = {own.prose(text) for text in own.help_topics()} | {own.prose(text)
+                                                               for text in own.docstrings(standard)}
     own.LEFT_OUT = own.LEFT_OUT - {"site-packages", "dist-packages"}
     prose = (prose | {own.prose(text) for text in own.docstrings(installed)}) - {""}
     by_hash = lambda text: hashlib.sha256(text.encode()).digest()
@@ -85,17 +90,20 @@ def write_corpus(path: Path, megabytes: float) -> None:
         except (UnicodeDecodeError, OSError):
             continue
     with open(path, "w", encoding="utf-8") as f:
-        f.writelines(json.dumps({"text": t}, ensure_ascii=False) + "\n" for t in sorted(set(texts), key=by_hash))
+        f.writelines(json.dumps({"text": t}, ensure_ascii=False) + "\n" for t in sorted(set(texts),
+                                                                                        key=by_hash))
 
 
 def prepare(folder: Path, megabytes: float, part: int) -> None:
-    """corpus.jsonl, its first lines as part.jsonl, and tokenizer/ with what transformers wants to see in it."""
+    """corpus.jsonl, its first lines as part.jsonl, and tokenizer/ with what transformers wants to see in it.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     corpus, tokenizer = folder / "corpus.jsonl", folder / "tokenizer"
     if not corpus.exists():
         write_corpus(corpus, megabytes)
     if not tokenizer.exists():
-        subprocess.run([sys.executable, ROOT / "tools/train_tokenizer.py", "--input", corpus, "--vocab-size", "32768",
+        subprocess.run([sys.executable, ROOT / "tools/train_tokenizer.py", "--input", corpus, "--vocab-size",
+                        "32768",
                         "--output", tokenizer], check=True, env=environment())
         (tokenizer / "tokenizer_config.json").write_text(json.dumps(
             {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}))
@@ -103,7 +111,8 @@ def prepare(folder: Path, megabytes: float, part: int) -> None:
         target.writelines(line for _, line in zip(range(part), source))
 
 
-# -------------------------------------------------------------------------------------------------------------- the race
+# --------------------------------------------------------------------------------------------------------------
+# the race
 def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
             "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
@@ -112,11 +121,14 @@ def environment() -> dict[str, str]:
 def command(name: str, folder: Path, peer_python: str | None) -> list[str]:
     """ours, ours/BACKEND, ours/part or peer; the last two on part.jsonl."""
     if name == "peer":
-        return [peer_python, __file__, "--run-peer", *(str(folder / end) for end in ("part.jsonl", "tokenizer", "peer"))]
+        return [peer_python, __file__, "--run-peer",
+                *(str(folder / end) for end in ("part.jsonl", "tokenizer", "peer"))]
     what = name.partition("/")[2]
     text = "part" if what == "part" else "corpus"
-    return [sys.executable, str(ROOT / "tools/preprocess_data.py"), "--input", str(folder / f"{text}.jsonl"), "--append-eod",
-            "--output-prefix", str(folder / name.replace("/", "_")), "--tokenizer-type", "HuggingFaceTokenizer",
+    return [sys.executable, str(ROOT / "tools/preprocess_data.py"), "--input", str(folder / f"{text}.jsonl"),
+            "--append-eod",
+            "--output-prefix", str(folder / name.replace("/", "_")), "--tokenizer-type",
+            "HuggingFaceTokenizer",
             "--tokenizer-model", str(folder / "tokenizer"), "--log-interval", "100000000",
             "--tokenizer-backend", what if what not in ("", "part") else "auto"]
 
@@ -125,21 +137,25 @@ def race(args: argparse.Namespace) -> None:
     folder = Path(args.folder)
     prepare(folder, args.megabytes, args.peer_documents)
     sizes = {text: (folder / f"{text}.jsonl").stat().st_size for text in ("corpus", "part")}
-    names = ["ours", *(f"ours/{backend}" for backend in args.backends)] + (["ours/part", "peer"] if args.peer_python else [])
+    names = ["ours", *(f"ours/{backend}" for backend in args.backends)] + (["ours/part", "peer"]
+                                                                           if args.peer_python else [])
     seconds = {name: [] for name in names}
     for _ in range(args.rounds):
         for name in names:
             start = time.perf_counter()
-            done = subprocess.run(["taskset", "-c", str(args.core), *command(name, folder, args.peer_python)], check=True,
+            done = subprocess.run(["taskset", "-c", str(args.core), *command(name, folder, args.peer_python)],
+                                  check=True,
                                   env=environment(), stdout=subprocess.PIPE, text=True)
             whole = time.perf_counter() - start
             seconds[name].append(float(done.stdout.split()[-1]) if name == "peer" else whole)
     for name, times in seconds.items():
         size = sizes["part" if name in ("ours/part", "peer") else "corpus"] / 1e6
         low, middle, high = min(times), statistics.median(times), max(times)
-        print(f"{name:20} {size:6.1f} MB  {middle:8.2f} s ({low:.2f} to {high:.2f})  {size / middle:7.2f} MB/s on one core")
+        print(f"{name:20} {size:6.1f} MB  {middle:8.2f} s ({low:.2f} to {high:.2f})  {size / middle:7.2f} "
+              "MB/s on one core")
     if args.peer_python:
-        ratio = [(sizes["corpus"] / ours) / (sizes["part"] / peer) for ours, peer in zip(seconds["ours"], seconds["peer"])]
+        ratio = [(sizes["corpus"] / ours) / (sizes["part"] / peer) for ours,
+                 peer in zip(seconds["ours"], seconds["peer"])]
         print(f"ours over the peer, round by round: {', '.join(f'{r:.1f}' for r in ratio)}")
         for end in ("bin", "idx"):
             mine, theirs = (folder / f"ours_part_text_document.{end}", folder / f"peer.{end}")
@@ -147,7 +163,8 @@ def race(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", default="preprocess_benchmark", help="for text, tokenizer and output")
     parser.add_argument("--megabytes", type=float, default=60, help="of text")
     parser.add_argument("--peer-python", help="interpreter with megatron-core and transformers")

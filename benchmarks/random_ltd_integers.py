@@ -2,7 +2,8 @@
 
     PYTHONPATH=. PYTHON_WITH_DEEPSPEED benchmarks/random_ltd_integers.py --cases 1000
 
-Needs deepspeed (0.19.8 was used), and of megatron_ds the plain functions alone. Ends with 1 if any number differs.
+Needs deepspeed (0.19.8 was used), and of megatron_ds the plain functions alone. Ends with 1 if any number
+differs.
 """
 
 import argparse

@@ -1,9 +1,10 @@
-"""Tensor-parallel contestants on two gloo processes: torch's DTensor, and megatron-core where it is installed.
+"""Tensor-parallel contestants on two gloo processes: torch's DTensor, and megatron-core where it is
+installed.
 
     pip install megatron-core==0.16.1          # only for the contestant `mcore`
 
-Both get fused AdamW, a vocabulary-parallel loss and the gradient norm of the whole model, as our step has. Two things that
-megatron-core takes from CUDA are replaced for CPU (`_without_cuda`); nothing of its maths is.
+Both get fused AdamW, a vocabulary-parallel loss and the gradient norm of the whole model, as our step has.
+Two things that megatron-core takes from CUDA are replaced for CPU (`_without_cuda`); nothing of its maths is.
 """
 
 import contextlib
@@ -115,10 +116,11 @@ def dtensor(w: Workload, rank: int, world: int) -> Step:
     return step
 
 
-# ---------------------------------------------------------------------------------------------------- megatron-core
+# ----------------------------------------------------------------------------------------------------
+# megatron-core
 def _without_cuda() -> None:
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
-    torch.cuda.current_device = lambda: "cpu"                                      # where a scratch buffer lies
+    torch.cuda.current_device = lambda: "cpu"  # where a scratch buffer lies
     CudaRNGStatesTracker.fork = lambda self, name="": contextlib.nullcontext()     # there is no dropout
 
 
@@ -131,7 +133,8 @@ def mcore(w: Workload, rank: int, world: int) -> Step:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=world)
     config = TransformerConfig(
         num_layers=w.layers, hidden_size=w.hidden, num_attention_heads=w.heads, ffn_hidden_size=4 * w.hidden,
-        use_cpu_initialization=True, perform_initialization=False, tensor_model_parallel_size=world, hidden_dropout=0.0,
+        use_cpu_initialization=True, perform_initialization=False, tensor_model_parallel_size=world,
+        hidden_dropout=0.0,
         attention_dropout=0.0, layernorm_epsilon=1e-5, activation_func=partial(F.gelu, approximate="tanh"),
         bias_activation_fusion=False, masked_softmax_fusion=False, bias_dropout_fusion=False,
         gradient_accumulation_fusion=False, params_dtype=torch.float32)
@@ -145,7 +148,8 @@ def mcore(w: Workload, rank: int, world: int) -> Step:
     def step(i: int) -> float:
         total, rows = 0.0, data[i % NUM_BATCHES].split(w.micro_batch)
         for part in rows:
-            loss = model(part[:, :-1].contiguous(), positions, mask, labels=part[:, 1:].contiguous()).mean() / len(rows)
+            loss = model(part[:, :-1].contiguous(), positions, mask,
+                         labels=part[:, 1:].contiguous()).mean() / len(rows)
             loss.backward()
             total += loss.item()
         clip_([(p.grad, s) for p, s in zip(parameters, split)])
@@ -156,9 +160,11 @@ def mcore(w: Workload, rank: int, world: int) -> Step:
     return step
 
 
-def _load_mcore(model: nn.Module, w: Workload, rank: int, world: int) -> tuple[list[nn.Parameter], list[bool]]:
+def _load_mcore(model: nn.Module, w: Workload, rank: int, world: int) -> tuple[list[nn.Parameter],
+                                                                               list[bool]]:
     """Fill the weights; (parameters, which of them are split). Its names are ours: both are Megatron's."""
-    values, rows, columns = initial_weights(w), ("word_embeddings", "linear_qkv", "linear_fc1"), ("proj.weight", "fc2.weight")
+    values, rows, columns = initial_weights(w), ("word_embeddings", "linear_qkv",
+                                                 "linear_fc1"), ("proj.weight", "fc2.weight")
     parameters, split = [], []
     for name, parameter in model.named_parameters():
         whole = logical_value(name, values, w)

@@ -12,18 +12,20 @@
     pipelines       torchpp:SCHEDULE[/CUT], dspp[:METHOD] (see pipeline_peers.py); give all contestants one --micro-batch
     ours[:layout]   the layout language of tools/compare_layouts.py
 
-All ranks of one contestant together use two threads. Each round runs every contestant once in fresh processes, in turn, so
-that a slow minute of the machine hits all alike; medians over rounds are shown with their spread. With `--turns` the
-contestants live together and take their *steps* in turn, one working while the others sleep, and the ratio of each step to
-the step of the first contestant beside it is shown, too: for machines whose speed changes within seconds. `loss_last` must
-be equal: to 1e-4 in fp32, within rounding in bf16. `--python` names another interpreter for a contestant's family, for peers
-that one environment does not hold; torch's version must be the same in all. Workload T is for trying what runs at all.
+All ranks of one contestant together use two threads. Each round runs every contestant once in fresh
+processes, in turn, so that a slow minute of the machine hits all alike; medians over rounds are shown with
+their spread. With `--turns` the contestants live together and take their *steps* in turn, one working while
+the others sleep, and the ratio of each step to the step of the first contestant beside it is shown, too: for
+machines whose speed changes within seconds. `loss_last` must be equal: to 1e-4 in fp32, within rounding in
+bf16. `--python` names another interpreter for a contestant's family, for peers that one environment does not
+hold; torch's version must be the same in all. Workload T is for trying what runs at all.
 
-bf16 is what each offers: autocast over fp32 weights (eager, compile, ddp, ddp-zero), 16-bit compute from fp32 shards (fsdp2),
-16-bit weights with fp32 masters (deepspeed, ours).
+bf16 is what each offers: autocast over fp32 weights (eager, compile, ddp, ddp-zero), 16-bit compute from fp32
+shards (fsdp2), 16-bit weights with fp32 masters (deepspeed, ours).
 
-Memory, per rank, is the peak of resident memory in the training steps: all of it, and what lies above the level before the
-model was built, when everything was imported and the ranks connected. The first figure has each peer's libraries in it.
+Memory, per rank, is the peak of resident memory in the training steps: all of it, and what lies above the
+level before the model was built, when everything was imported and the ranks connected. The first figure has
+each peer's libraries in it.
 """
 
 import argparse
@@ -50,14 +52,16 @@ TOTAL_THREADS = 2
 STEP_DONE = "a step is done"
 
 
-# What is imported only when it is used, by everyone and by a family: loaded before the level of memory is read.
+# What is imported only when it is used, by everyone and by a family: loaded before the level of memory is
+# read.
 LAZY_IMPORTS = {
     "all": ["torch._dynamo", "torch.distributed.tensor"],
     "ours": ["megatron_ds.training.build", "megatron_ds.training.join", "megatron_ds.training.step",
              "megatron_ds.data.loading.loader", "megatron_ds.checkpoint.pieces"],
     "compile": ["torch._inductor.compile_fx"], "ddp-zero": ["torch.distributed.optim"], "fsdp2": ["torch.distributed.fsdp"],
     "deepspeed": ["deepspeed"], "dtensor": ["torch.distributed.tensor.parallel"],
-    "mcore": ["megatron.core.models.gpt.gpt_model"], "torchpp": ["torch.distributed.pipelining"], "dspp": ["deepspeed.pipe"]}
+    "mcore": ["megatron.core.models.gpt.gpt_model"], "torchpp": ["torch.distributed.pipelining"],
+    "dspp": ["deepspeed.pipe"]}
 FP32_ONLY = {"dtensor", "mcore"}
 
 
@@ -91,7 +95,7 @@ def run_rank(args: argparse.Namespace, stack: ExitStack) -> None:
         if args.turns and rank == 0:
             print(STEP_DONE, flush=True)
     if args.turns:
-        sys.stdin.readline()                         # it takes a second to end: not beside another's last step
+        sys.stdin.readline()  # it takes a second to end: not beside another's last step
     peak = peak_memory.peak_mib()
     peaks = [(peak, peak - level)]
     if world > 1:
@@ -101,9 +105,11 @@ def run_rank(args: argparse.Namespace, stack: ExitStack) -> None:
     if rank == 0:
         measured = seconds[w.warmup:]
         print(json.dumps({
-            "contestant": args.rank_of, "workload": w.name, "dtype": args.dtype, "step_s": statistics.median(measured),
+            "contestant": args.rank_of, "workload": w.name, "dtype": args.dtype,
+            "step_s": statistics.median(measured),
             "seconds": measured, "step_min": min(measured), "loss_last": losses[-1],
-            "peak_mib": [round(peak) for peak, _ in peaks], "peak_above_mib": [round(above) for _, above in peaks],
+            "peak_mib": [round(peak) for peak, _ in peaks],
+            "peak_above_mib": [round(above) for _, above in peaks],
             "tokens_s": w.global_batch * w.seq / statistics.median(measured)}), flush=True)
 
 
@@ -150,9 +156,9 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     from megatron_ds.errors import ConfigError
     for contestant in args.contestants:
         if not KNOWN.fullmatch(contestant):
-            parser.error(f"no contestant {contestant!r}. There are eager, compile, ddp, ddp-zero, fsdp2:2, fsdp2:3, "
-                         "deepspeed:0 to deepspeed:3 (with torch's Adam, or +cpu_adam), dtensor, mcore, "
-                         "torchpp:SCHEDULE[/CUT], dspp[:METHOD], ours and ours:LAYOUT.")
+            parser.error(f"no contestant {contestant!r}. There are eager, compile, ddp, ddp-zero, fsdp2:2, "
+                         "fsdp2:3, deepspeed:0 to deepspeed:3 (with torch's Adam, or +cpu_adam), dtensor, "
+                         "mcore, torchpp:SCHEDULE[/CUT], dspp[:METHOD], ours and ours:LAYOUT.")
         if args.dtype != "fp32" and family(contestant) in FP32_ONLY:
             parser.error(f"{contestant} is measured in fp32 only. Leave it out, or take --dtype fp32.")
         try:
@@ -177,15 +183,18 @@ class Running:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
         threads = str(max(1, TOTAL_THREADS // world))
-        env = os.environ | {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
+        env = os.environ | {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
+                            "MASTER_ADDR": "127.0.0.1",
                             "MASTER_PORT": str(port), "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads,
                             "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
         python = pythons.get(family(contestant), sys.executable)
         command = [python, "-W", "ignore", __file__, "--workload", args.workload, "--dtype", args.dtype,
-                   "--micro-batch", str(args.micro_batch), "--steps", str(args.steps), *["--turns"] * args.turns,
+                   "--micro-batch", str(args.micro_batch), "--steps", str(args.steps),
+                   *["--turns"] * args.turns,
                    "--rank-of", contestant]
         self.ranks = [subprocess.Popen(command, env=env | {"RANK": str(r), "LOCAL_RANK": str(r)}, text=True,
-                                       stdin=subprocess.PIPE, stdout=subprocess.PIPE if r == 0 else subprocess.DEVNULL)
+                                       stdin=subprocess.PIPE,
+                                       stdout=subprocess.PIPE if r == 0 else subprocess.DEVNULL)
                       for r in range(world)]
 
     def take_a_step(self) -> None:
@@ -204,7 +213,8 @@ class Running:
         text = self.ranks[0].stdout.read()
         for rank in self.ranks:
             rank.wait()
-        # Not the exit codes: peers that have done their work sometimes abort while their process groups are taken down.
+        # Not the exit codes: peers that have done their work sometimes abort while their process groups are
+        # taken down.
         records = [line for line in text.splitlines() if line.startswith('{"contestant"')]
         if not records:
             raise SystemExit(f"{self.contestant}: a rank failed; its error is above")
@@ -212,12 +222,13 @@ class Running:
 
 
 def run_round(args: argparse.Namespace, pythons: dict[str, str]) -> Iterator[dict]:
-    """The record of each contestant, when it has ended: one after the other, or taking their steps in turn."""
+    """The record of each contestant, when it has ended: one after the other, or taking their steps in turn.
+    """
     if not args.turns:
         yield from (Running(contestant, args, pythons).finish() for contestant in args.contestants)
         return
     running, w = [], workload(args)
-    for contestant in args.contestants:                     # their first steps, so that nobody still imports later
+    for contestant in args.contestants:  # their first steps, so that nothing is imported later
         running.append(Running(contestant, args, pythons))
         running[-1].take_a_step()
     for _ in range(w.warmup + w.steps - 1):
@@ -227,18 +238,20 @@ def run_round(args: argparse.Namespace, pythons: dict[str, str]) -> Iterator[dic
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", choices=WORKLOADS, default="S")
     parser.add_argument("--contestants", nargs="+", default=["eager", "ours", "ddp", "ours:dp=2"])
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
-    parser.add_argument("--micro-batch", type=int, default=0, help="samples of a micro-batch, in place of the workload's")
-    parser.add_argument("--steps", type=int, default=0, help="measure the first steps, so many, and no others: for "
-                        "contestants that take minutes for one")
+    parser.add_argument("--micro-batch", type=int, default=0, help="samples of a micro-batch, in place of "
+                                                                   "the workload's")
+    parser.add_argument("--steps", type=int, default=0, help="measure the first steps, so many, and no "
+                        "others: for contestants that take minutes for one")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--python", nargs="+", default=[], metavar="FAMILY=PATH",
                         help="the interpreter of contestants of a family, as in deepspeed=DS/bin/python")
-    parser.add_argument("--turns", action="store_true", help="all contestants live together and take their steps in turn; "
-                        "their memory must fit together")
+    parser.add_argument("--turns", action="store_true", help="all contestants live together and take their "
+                        "steps in turn; their memory must fit together")
     parser.add_argument("--output", type=Path, help="append every record to this JSON-lines file")
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -251,7 +264,8 @@ def main() -> None:
     for number in range(args.rounds):
         for record in run_round(args, pythons):
             records[record["contestant"]].append(record)
-            print(f"round {number + 1}: {record['contestant']:28s} {record['step_s']:.3f} s/step", file=sys.stderr, flush=True)
+            print(f"round {number + 1}: {record['contestant']:28s} {record['step_s']:.3f} "
+                  "s/step", file=sys.stderr, flush=True)
             if args.output:
                 with args.output.open("a") as file:
                     file.write(json.dumps(record) + "\n")
@@ -261,8 +275,8 @@ def main() -> None:
 
 
 def show(records: dict[str, list[dict]], work: str) -> None:
-    print(f"| workload {work} | s/step median (min–max of rounds) | best step | tokens/s | last loss | peak MiB per rank "
-          "| above the level before the model |")
+    print(f"| workload {work} | s/step median (min–max of rounds) | best step | tokens/s | last loss | peak "
+          "MiB per rank | above the level before the model |")
     print("|---|---|---|---|---|---|---|")
     for contestant, rows in records.items():
         times = [r["step_s"] for r in rows]
@@ -279,7 +293,8 @@ def show_ratios(records: dict[str, list[dict]]) -> None:
     first = next(iter(records))
     print(f"\n| times as fast as {first} | median of steps | quarters |\n|---|---|---|")
     for contestant, rows in records.items():
-        ratios = [a / b for row, other in zip(records[first], rows) for a, b in zip(row["seconds"], other["seconds"])]
+        ratios = [a / b for row, other in zip(records[first], rows) for a,
+                  b in zip(row["seconds"], other["seconds"])]
         low, middle, high = statistics.quantiles(ratios, n=4)
         print(f"| {contestant} | {middle:.3f} | {low:.3f}–{high:.3f} |")
 

@@ -1,7 +1,9 @@
-"""The work every contestant does: model sizes, tokens, initial weights, optimizer. Same bits for all, so losses must agree.
+"""The work every contestant does: model sizes, tokens, initial weights, optimizer. Same bits for all, so
+losses must agree.
 
-S is a small GPT (14 M parameters), M a GPT-2-small-like one (111 M), T a tiny one, to see whether a contestant runs. Tokens
-follow Zipf's law. AdamW, betas .9/.95, weight decay .1 on matrices, gradient clipping 1.0, tanh-GELU, tied head, no dropout.
+S is a small GPT (14 M parameters), M a GPT-2-small-like one (111 M), T a tiny one, to see whether a
+contestant runs. Tokens follow Zipf's law. AdamW, betas .9/.95, weight decay .1 on matrices, gradient clipping
+1.0, tanh-GELU, tied head, no dropout.
 """
 
 import math
@@ -25,9 +27,12 @@ class Workload:
 
 
 WORKLOADS = {w.name: w for w in (
-    Workload("T", layers=2, hidden=64, heads=2, seq=32, vocab=512, global_batch=8, micro_batch=2, warmup=1, steps=3),
-    Workload("S", layers=6, hidden=384, heads=6, seq=256, vocab=8192, global_batch=16, micro_batch=4, warmup=2, steps=8),
-    Workload("M", layers=12, hidden=768, heads=12, seq=512, vocab=32768, global_batch=8, micro_batch=2, warmup=1, steps=3),
+    Workload("T", layers=2, hidden=64, heads=2, seq=32, vocab=512, global_batch=8, micro_batch=2, warmup=1,
+             steps=3),
+    Workload("S", layers=6, hidden=384, heads=6, seq=256, vocab=8192, global_batch=16, micro_batch=4,
+             warmup=2, steps=8),
+    Workload("M", layers=12, hidden=768, heads=12, seq=512, vocab=32768, global_batch=8, micro_batch=2,
+             warmup=1, steps=3),
 )}
 LEARNING_RATE, BETAS, EPS, WEIGHT_DECAY, CLIP = 1e-3, (0.9, 0.95), 1e-8, 0.1, 1.0
 SEED, NUM_BATCHES = 1234, 4
@@ -44,7 +49,10 @@ def token_batches(w: Workload) -> np.ndarray:
 
 
 def initial_weights(w: Workload) -> dict[str, np.ndarray]:
-    """fp32 arrays by short name. Linears are [out, in]; the rows of `qkv` are all queries, then keys, then values."""
+    """fp32 arrays by short name.
+
+    Linears are [out, in]; the rows of `qkv` are all queries, then keys, then values.
+    """
     rng = np.random.Generator(np.random.PCG64(SEED + 1))
     h = w.hidden
     draw = lambda *shape, std=0.02: rng.standard_normal(shape, dtype=np.float32) * np.float32(std)
@@ -54,6 +62,7 @@ def initial_weights(w: Workload) -> dict[str, np.ndarray]:
     for i in range(w.layers):
         layer = {"ln1.w": ones(h), "ln1.b": zeros(h), "qkv.w": draw(3 * h, h), "qkv.b": zeros(3 * h),
                  "proj.w": draw(h, h, std=small), "proj.b": zeros(h), "ln2.w": ones(h), "ln2.b": zeros(h),
-                 "fc1.w": draw(4 * h, h), "fc1.b": zeros(4 * h), "fc2.w": draw(h, 4 * h, std=small), "fc2.b": zeros(h)}
+                 "fc1.w": draw(4 * h, h), "fc1.b": zeros(4 * h), "fc2.w": draw(h, 4 * h, std=small),
+                 "fc2.b": zeros(h)}
         weights |= {f"{i}.{k}": v for k, v in layer.items()}
     return weights | {"lnf.w": ones(h), "lnf.b": zeros(h)}

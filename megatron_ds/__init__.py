@@ -1,9 +1,9 @@
 """megatron_ds: pretraining with tensor, pipeline and data parallelism and ZeRO that composes, plans and
 resumes at any layout.
 
-    engine, *_ = megatron_ds.initialize(model=module, config="ds_config.json")      # any torch module: docs/engine.md
+    engine, *_ = megatron_ds.initialize(model=module, config="ds_config.json")    # any module: docs/engine.md
 
-Importing the package imports nothing else: its rooms (`megatron_ds.mpu`, `megatron_ds.config`, …) load when
+Importing the package imports no submodule: `megatron_ds.mpu`, `megatron_ds.config`, … load when they are
 first used.
 """
 
@@ -13,18 +13,19 @@ from .version import __version__
 
 __all__ = ["RepeatingLoader", "__version__", "add_config_arguments", "init_distributed", "initialize"]
 
-_ROOMS = ("accelerator", "checkpoint", "checkpointing", "cli", "comm", "config", "data", "engine", "errors",
+_SUBMODULES = ("accelerator", "checkpoint", "checkpointing", "cli", "comm", "config", "data", "engine",
+               "errors",
           "models",
           "mpu", "ops", "optim", "pipeline", "progress", "ramps", "registry", "tensor_parallel", "training",
           "utils", "zero")
 
-# The functions under DeepSpeed's names: `import megatron_ds as deepspeed` is the whole migration of many
-# programs.
+# Functions under DeepSpeed's names: for many programs `import megatron_ds as deepspeed` is the whole
+# migration of many programs.
 _OF_THE_ENGINE = ("RepeatingLoader", "add_config_arguments", "initialize")
 
 
 def __getattr__(name: str):
-    if name in _ROOMS:
+    if name in _SUBMODULES:
         return import_module(f".{name}", __name__)
     if name == "init_distributed":
         return import_module(".comm", __name__).init_distributed
@@ -34,4 +35,4 @@ def __getattr__(name: str):
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_ROOMS, *_OF_THE_ENGINE, "init_distributed"])
+    return sorted([*globals(), *_SUBMODULES, *_OF_THE_ENGINE, "init_distributed"])

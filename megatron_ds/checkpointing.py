@@ -3,8 +3,9 @@
     megatron_ds.checkpointing.configure(mpu_=None)
     x = megatron_ds.checkpointing.checkpoint(layer, x)
 
-Note: random numbers. torch restores the states of the CPU's and the devices' generators before it recomputes:
-dropout has the same masks. Megatron's named generators of tensor-parallel ranks are not among them.
+Note: random numbers. torch restores its generators of the CPU and the devices before it recomputes, so
+dropout has the same masks. It does not restore generators that a program makes, such as Megatron's for
+tensor-parallel ranks.
 """
 
 from collections.abc import Callable
@@ -15,12 +16,11 @@ from torch.utils import checkpoint as of_torch
 
 from .errors import ConfigError
 
-# What each key of DeepSpeed's would do here, if it were asked for.
+# Argument that is not supported → why it is not needed.
 REFUSED = {"partition_activations": "activations are not split over tensor-parallel ranks",
-           "contiguous_checkpointing": "torch's allocator places "
-                                       "activations", "checkpoint_in_cpu": "activations "
-           "stay on the "
-           "device", "synchronize": "no step of recomputation needs it", "profile": "use torch.profiler"}
+           "contiguous_checkpointing": "torch's allocator places activations",
+           "checkpoint_in_cpu": "activations stay on the device",
+           "synchronize": "no step of recomputation needs it", "profile": "use torch.profiler"}
 _state = {"configured": False}
 
 
@@ -28,9 +28,10 @@ def configure(mpu_: Any = None, deepspeed_config: Any = None, partition_activati
               contiguous_checkpointing: bool | None = None, num_checkpoints: int | None = None,
               checkpoint_in_cpu: bool | None = None, synchronize: bool | None = None,
               profile: bool | None = None) -> None:
-    """Raises ConfigError for what is asked for and not there. mpu_, num_checkpoints: nothing depends on them.
+    """Check DeepSpeed's arguments. Raises ConfigError for those that are set and not supported.
 
-    deepspeed_config: a dict whose "activation_checkpointing" has the other arguments
+    mpu_, num_checkpoints: have no effect
+    deepspeed_config: a dict whose "activation_checkpointing" contains the other arguments
     """
     block = dict(deepspeed_config.get("activation_checkpointing", {})) if isinstance(deepspeed_config,
                                                                                      dict) else {}
@@ -40,25 +41,28 @@ def configure(mpu_: Any = None, deepspeed_config: Any = None, partition_activati
     names = {"contiguous_memory_optimization": "contiguous_checkpointing",
              "cpu_checkpointing": "checkpoint_in_cpu",
              "synchronize_checkpoint_boundary": "synchronize"}
-    asked = {names.get(key, key): value for key, value in block.items()} | {k: v for k, v in given.items() if v is not None}
-    if wrong := [key for key, value in asked.items() if value and key in REFUSED]:
-        raise ConfigError("; ".join(f"{key} is not supported: {REFUSED[key]}" for key in wrong) + ". Leave "
-                                                                                                  "it out.")
+    requested = {names.get(key, key): value for key, value in block.items()}
+    requested |= {key: value for key, value in given.items() if value is not None}
+    if wrong := [key for key, value in requested.items() if value and key in REFUSED]:
+        raise ConfigError("; ".join(f"{key} is not supported: {REFUSED[key]}"
+                                    for key in wrong) + ". Remove it.")
     _state["configured"] = True
 
 
 def is_configured() -> bool:
+    """Whether `configure` has been called."""
     return _state["configured"]
 
 
 def reset() -> None:
-    """For programs that call it after evaluation; there is nothing to free."""
+    """Does nothing: there is nothing to free. Programs call it after evaluation."""
 
 
 def checkpoint(function: Callable, *args: Any) -> Any:
-    """`function(*args)`, whose activations are computed again in backward instead of being kept.
+    """`function(*args)`. Its activations are computed again in backward instead of being kept.
 
-    Non-reentrant, unlike DeepSpeed's: parameters are trained also where no argument requires a gradient.
+    Unlike DeepSpeed's, it does not re-enter autograd: parameters receive gradients also if no argument
+    requires one.
     """
     return of_torch.checkpoint(function, *args, use_reentrant=False)
 
@@ -68,5 +72,6 @@ class CheckpointFunction:
 
     @staticmethod
     def apply(function: Callable, outputs: list, *args: Any) -> None:
+        """Append the result, or its elements, to `outputs`."""
         result = checkpoint(function, *args)
         outputs.extend([result] if torch.is_tensor(result) else result)

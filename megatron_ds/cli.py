@@ -1,8 +1,9 @@
-"""How a command ends when something is wrong: one paragraph on stderr, exit code 2, no traceback.
+"""Start and end of a command: its flags, its exit code, and its errors: one paragraph on stderr, without a
+traceback.
 
-`main_guard` runs a command; `run_command` also imports it and handles stop signals from the first import to
-the exit. An error that all ranks raise alike is printed once, by rank 0; the other ranks wait before they
-exit (Note: the order of exits).
+`main_guard` runs a command; `run_command` also imports it, and handles stop signals from the first import to
+the exit. Rank 0 prints an error that all ranks raise; the others wait before they exit (Note: the order of
+exits). `Arguments` reads the flags of a tool.
 """
 
 import argparse
@@ -13,33 +14,33 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from .errors import CommunicationError, ConfigError, LayoutError, MegatronDSError, ScheduleError
 from .launch_env import ends_siblings, is_launched, local_rank_in, rank_in, size_in
 from .registry import did_you_mean
 from .stop_request import Stopped, StopRequest, ignore_stop_signals
 
-# they follow from the same flags, so every rank raises them
+# All ranks raise these errors, because they follow from the same flags.
 EVERYWHERE = (ConfigError, LayoutError, ScheduleError)
 WAIT_SECONDS = 5.0
 
 # Note: the order of exits.  torchrun, mpirun and srun -K end all ranks as soon as one of them fails. If rank
-# 1 failed before rank 0 had printed the error, rank 0 would be killed and the error would never be seen. So
-# the other ranks wait: once rank 0 has printed the error and failed, the launcher ends them. A rank that
-# still runs after the wait has an error that rank 0 does not have (a machine without the --config file, or
-# with fewer GPUs), and prints it itself.
+# 1 failed before rank 0 had printed the error, rank 0 would be killed and the error would not be printed.
+# Therefore the other ranks wait: once rank 0 has printed the error and failed, the launcher ends them. A rank
+# that still runs after the wait has an error that rank 0 does not have (a machine without the --config file,
+# or with fewer GPUs), and prints it itself.
 
 
-def run_command(module: str, function: str, **arguments) -> NoReturn:
-    """Import `module` and exit with the code of its `function(**arguments)`; the last line of an entry
+def run_command(module: str, function: str, **arguments: Any) -> NoReturn:
+    """Import `module`, and exit with the code of its `function(**arguments)`. The last line of an entry
     script.
 
     Stop signals (`stop_request.py`) are handled while the module is imported, which takes seconds, and
     ignored once the exit code is known.
     """
     stop = StopRequest()
-    if size_in(os.environ) > 1:          # one rank that left alone would let the others wait for it
+    if size_in(os.environ) > 1:          # if one rank exited alone, the others would wait for it
         stop.defer()
     stop.install()
     code = main_guard(lambda: getattr(import_module(module), function)(**arguments))
@@ -48,12 +49,13 @@ def run_command(module: str, function: str, **arguments) -> NoReturn:
 
 
 def main_guard(main: Callable[[], int | None], rank: int | None = None) -> int:
-    """Run `main`; the exit code. `sys.exit(main_guard(main))` is the last line of a tool.
+    """Run `main`, print its error, and return the exit code. `sys.exit(main_guard(main))` is the last line of
+    a tool.
 
-    An error that all ranks raise alike is printed by rank 0 alone: errors of the configuration, and any error
-    whose attribute `on_all_ranks` is true. Any other error is printed by the rank that raised it, with its
-    number. An exception that is not a MegatronDSError keeps its traceback, which torchrun's summary quotes
-    for the rank that failed first. rank: by default the rank in the launcher's environment.
+    Rank 0 prints an error that all ranks raise: an error of the configuration, or one whose attribute
+    `on_all_ranks` is true. Any other error is printed, with the rank, by each rank that raises it. An
+    exception that is not a MegatronDSError keeps its traceback, which torchrun's summary quotes for the rank
+    that failed first. rank: by default that of the launcher's environment
     """
     rank = rank_in(os.environ) if rank is None else rank
     try:
@@ -85,10 +87,11 @@ def main_guard(main: Callable[[], int | None], rank: int | None = None) -> int:
 
 
 def note_for_torchrun(env: Mapping[str, str], text: str, is_consequence: bool = False) -> None:
-    """Set what torchrun's summary shows for this rank, so that the summary ends with the error itself.
+    """Write the error that torchrun's summary shows for this rank.
 
-    The summary calls the earliest failure the cause. Ranks notice within the same second that a peer is gone,
-    and torchrun dates a killed rank by when it noticed: so a consequence is dated later.
+    The summary takes the earliest failure for the cause. Other ranks fail within the same second because a
+    peer is gone, and torchrun dates a killed rank by the time at which it noticed; therefore consequences get
+    a later time.
     """
     path = env.get("TORCHELASTIC_ERROR_FILE")
     if not path:
@@ -98,37 +101,46 @@ def note_for_torchrun(env: Mapping[str, str], text: str, is_consequence: bool = 
         with open(path, "w") as file:
             json.dump({"message": {"message": text, "extraInfo": details}}, file)
     except OSError:
-        pass                                                 # the error itself is on stderr already
+        pass                                                 # the error is already on stderr
 
 
 def _must_print(env: Mapping[str, str]) -> bool:
-    """Whether this rank, not rank 0, prints an error that all ranks should have: rank 0 did not fail during
-    the wait.
+    """Whether this rank prints an error that all ranks should raise, because rank 0 has not failed after a
+    wait.
     """
     if not rank_in(env):
-        return False  # the rank was given by the caller; no launcher is known
+        return False  # the caller set the rank; there is no launcher
     if not is_launched(env):
         return local_rank_in(env) == 0
-    time.sleep(WAIT_SECONDS + 0.5 * local_rank_in(env))  # in turns, so that the first to fail ends the others
+    # in turns, so that the launcher ends the others after one message
+    time.sleep(WAIT_SECONDS + 0.5 * local_rank_in(env))
     return ends_siblings(env) or local_rank_in(env) == 0
 
 
 class Arguments(argparse.ArgumentParser):
-    """An ArgumentParser whose `parse_args` raises one ConfigError. Call it inside `main_guard`."""
+    """An ArgumentParser that raises one ConfigError for all unknown flags. Call `parse_args` inside
+    `main_guard`.
+
+    Plain argparse prints a page of usage, accepts abbreviated flags, and reports a misspelt required flag
+    only as missing.
+    """
 
     def __init__(self, description: str | None):
         super().__init__(description=description, allow_abbrev=False,
                          formatter_class=argparse.RawDescriptionHelpFormatter)
 
-    def parse_args(self, args: Sequence[str] | None = None, namespace=None) -> argparse.Namespace:
+    def parse_args(self, args: Sequence[str] | None = None,
+                   namespace: argparse.Namespace | None = None) -> argparse.Namespace:
+        """As argparse's. Raises ConfigError with suggestions for unknown flags."""
         args = sys.argv[1:] if args is None else list(args)
         known = list(self._option_string_actions)
         typed = [word.partition("=")[0] for word in args if word.startswith("--") and len(word) > 2]
-        wrong = ["unknown flag "
-                 f"{flag}{did_you_mean(flag, known) or '.'}" for flag in typed if flag not in known]
+        unknown = [flag for flag in typed if flag not in known]
+        wrong = [f"unknown flag {flag}{did_you_mean(flag, known) or '.'}" for flag in unknown]
         if wrong:
             raise ConfigError(f"{' '.join(wrong)} --help lists the flags.")
         return super().parse_args(args, namespace)
 
     def error(self, message: str) -> None:
+        """Raise the message as a ConfigError."""
         raise ConfigError(f"{message.removeprefix('argument ')}. --help lists the flags.")

@@ -5,8 +5,8 @@
     if dist.get_rank() == 0: ...
     dist.barrier()
 
-A program of one process needs no process group and no launcher: it is rank 0 of 1, and collectives leave
-tensors as they are. All names of torch.distributed that are not defined here are torch's own.
+A program of one process needs no process group and no launcher: it is rank 0 of 1, and its collectives do not
+change tensors. All other names are those of torch.distributed.
 """
 
 import atexit
@@ -20,7 +20,8 @@ import torch.distributed as dist
 from .errors import ConfigError, NotInitializedError
 from .mpu import launch as launching
 
-BACKENDS = {None: None, "gloo": "cpu", "nccl": "cuda", "cpu:gloo,cuda:nccl": None}      # what each needs
+# backend → the device that it needs
+BACKENDS = {None: None, "gloo": "cpu", "nccl": "cuda", "cpu:gloo,cuda:nccl": None}
 
 
 def init_distributed(dist_backend: str | None = None, auto_mpi_discovery: bool = True,
@@ -29,25 +30,25 @@ def init_distributed(dist_backend: str | None = None, auto_mpi_discovery: bool =
                      init_method: str | None = None,
                      dist_init_required: bool | None = None, config: Any = None, rank: int = -1,
                      world_size: int = -1) -> None:
-    """Make the process group, unless there is one. Collective over all ranks.
+    """Create the process group, unless there is one. Collective over all ranks.
 
-    The launcher's environment says which rank this is (torchrun, Slurm, Open MPI); `initialize` does the same
-    by itself.
+    The launcher's environment sets the rank (torchrun, Slurm, Open MPI). `initialize` calls this function
+    itself.
 
-    dist_backend  None: tensors on CPUs travel by gloo, those on CUDA by nccl. "nccl" is refused without a GPU
+    dist_backend  None: gloo for tensors on CPUs, nccl for those on CUDA. "nccl" is refused without a GPU
     timeout       of a collective
-    distributed_port  where rank 0 listens, unless the launcher has set MASTER_PORT; None: the launcher's
-                      port, else 29500
-    rank, world_size  where there is no launcher; the addresses are MASTER_ADDR and MASTER_PORT
+    distributed_port  port of rank 0, unless the launcher has set MASTER_PORT; None: the launcher's port, else
+                      29500
+    rank, world_size  without a launcher; the address of rank 0 is then in MASTER_ADDR and MASTER_PORT
     init_method   None or "env://"
-    dist_init_required  False: it is an error if there is none yet
+    dist_init_required  False: an error if there is no process group yet
     auto_mpi_discovery, verbose, config  have no effect
     """
     if dist.is_initialized():
         return
     if dist_init_required is False:
-        raise ConfigError("dist_init_required=False, but there is no process group yet. Make it before with "
-                          "torch.distributed.init_process_group, or leave the argument out.")
+        raise ConfigError("dist_init_required=False, but there is no process group yet. Create it before "
+                          "with torch.distributed.init_process_group, or leave the argument out.")
     if dist_backend not in BACKENDS:
         raise ConfigError(f"dist_backend={dist_backend!r} is not supported. Leave it out: gloo and nccl are "
                           "chosen by where a tensor is.")
@@ -66,26 +67,27 @@ def init_distributed(dist_backend: str | None = None, auto_mpi_discovery: bool =
 
 
 def is_initialized() -> bool:
-    """Whether there is a process group, or none is needed: a program of one process, after `init_distributed`
-    or not.
-    """
+    """Whether there is a process group, or the program has one process and needs none."""
     return dist.is_initialized() or _is_alone()
 
 
 def is_available() -> bool:
+    """Whether torch was built with torch.distributed."""
     return dist.is_available()
 
 
 def get_rank(group: Any = None) -> int:
+    """The rank of this process in the group."""
     return dist.get_rank(group) if _meets() else 0
 
 
 def get_world_size(group: Any = None) -> int:
+    """The number of ranks of the group."""
     return dist.get_world_size(group) if _meets() else 1
 
 
 def get_local_rank() -> int:
-    """The number of this process on its machine."""
+    """The rank of this process on its machine."""
     return launching.read_launch().local_rank
 
 
@@ -95,25 +97,30 @@ def get_world_group() -> Any:
 
 
 def barrier(group: Any = None, **options: Any) -> Any:
+    """Wait until all ranks of the group have called it."""
     return dist.barrier(group, **options) if _meets() else None
 
 
 def all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None,
                async_op: bool = False) -> Any:
+    """Reduce the tensor in place over the group."""
     return dist.all_reduce(tensor, op, group, async_op) if _meets() else _done(async_op)
 
 
 def broadcast(tensor: torch.Tensor, src: int, group: Any = None, async_op: bool = False) -> Any:
+    """Copy the tensor of rank `src` to all ranks of the group."""
     return dist.broadcast(tensor, src, group, async_op) if _meets() else _done(async_op)
 
 
 def reduce(tensor: torch.Tensor, dst: int, op: Any = dist.ReduceOp.SUM, group: Any = None,
            async_op: bool = False) -> Any:
+    """Reduce the tensor to rank `dst`."""
     return dist.reduce(tensor, dst, op, group, async_op) if _meets() else _done(async_op)
 
 
 def all_gather(tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any = None,
                async_op: bool = False) -> Any:
+    """Gather the tensors of all ranks of the group into `tensor_list`."""
     if _meets():
         return dist.all_gather(tensor_list, tensor, group, async_op)
     tensor_list[0].copy_(tensor)
@@ -121,19 +128,20 @@ def all_gather(tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any
 
 
 def all_gather_object(object_list: list, obj: Any, group: Any = None) -> None:
-    """Of trusted peers only: objects travel as pickles."""
+    """For trusted peers only: objects are sent as pickles."""
     if _meets():
         return dist.all_gather_object(object_list, obj, group)
     object_list[0] = obj
 
 
 def broadcast_object_list(object_list: list, src: int, group: Any = None, device: Any = None) -> None:
-    """Of a trusted peer only: objects travel as pickles."""
+    """For a trusted peer only: objects are sent as pickles."""
     if _meets():
         dist.broadcast_object_list(object_list, src, group, device)
 
 
 def destroy_process_group(group: Any = None) -> None:
+    """Leave the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group(group)
 
@@ -150,7 +158,10 @@ def _is_alone() -> bool:
 
 
 def _meets() -> bool:
-    """Whether there are other ranks. Raises NotInitializedError where they are not joined yet."""
+    """Whether there are other ranks.
+
+    Raises NotInitializedError if there is no process group with them yet.
+    """
     if dist.is_initialized():
         return True
     if not _is_alone():
@@ -160,7 +171,7 @@ def _meets() -> bool:
 
 
 class _Done:
-    """A collective that is over."""
+    """The handle of a collective of one process, which is complete."""
 
     def wait(self, *_: Any) -> bool:
         return True

@@ -1,4 +1,4 @@
-"""The optional C++ parts of the package, which `pip install` leaves out where there is no compiler."""
+"""The optional C++ modules of the package. `pip install` omits them if there is no compiler."""
 
 import importlib
 import logging
@@ -7,9 +7,9 @@ from typing import Any
 
 
 def load_compiled(name: str, what: str, instead: str, logger: logging.Logger) -> ModuleType | Any:
-    """Module `name` of the package; None, said by `logger`, where it was not compiled.
+    """The compiled module `name`; None, with a warning, if it was not compiled.
 
-    what: is not compiled.  instead: what happens now
+    what: the module in the warning.  instead: the consequence, for the warning
     """
     try:
         return importlib.import_module(f"megatron_ds.{name}")

@@ -1,18 +1,18 @@
-"""Difficulties: how hard the data of a step may be, a pure function of the step. DeepSpeed's integers,
+"""Difficulty: an integer that grows during training, as a pure function of the step; DeepSpeed's values
 without its state.
 
-A difficulty is whatever a curriculum grows: a sequence length, the largest value of a metric, a percentile,
-the tokens that a layer keeps. Steps count from 1: the first step of a run asks for `at(1)`, which is
-`Progress.step + 1`.
+It is a sequence length, the largest value or percentile of a metric that samples may have, or the number of
+tokens that a layer keeps. Steps count from 1: the first step of a run uses `at(1)`, which is `Progress.step +
+1`.
 
-    Rise      from `minimum` to `maximum` along the p-th root of the time, in multiples of a step (p = 1: a
-              line)
-    Stairs    a list of values, each until a step of its own
-    Custom    what a function of the user's returns
+    Rise      from `minimum` to `maximum` along the p-th root of the time (p = 1: a line), in multiples of k
+    Stairs    a list of values, each until a given step
+    Custom    the values of a function of the user
+    TokenDrop the tokens that blocks keep under random-LTD
 
-Letters: t step, T steps of the rise, p degree of the root, k multiple.
-Li et al. 2022 (arXiv:2108.06084), section 4.1, paces the sequence length like this (equation 1 is Rise with p
-= 1).
+Letters: t step, T steps of the rise, p degree of the root, k multiple. Rise with p = 1 is the pacing function
+of Li et al. 2022 (arXiv:2108.06084), section 4.1, equation 1. Random-LTD is Yao et al. 2022
+(arXiv:2211.11586), section 3: chosen blocks process a random subset of the tokens, which grows to all tokens.
 """
 
 import importlib
@@ -28,21 +28,21 @@ from .registry import did_you_mean
 
 
 class Difficulty(Protocol):
-    """`maximum` is where it ends; `at` never exceeds it."""
+    """maximum: the largest value of `at`, and the last."""
 
     maximum: int
 
-    def at(self, step: int) -> int: ...
+    def at(self, step: int) -> int:
+        """The difficulty of a step, counted from 1."""
 
 
 @dataclass(frozen=True)
 class Rise:
-    """floor((t/T)^(1/p) (max − min) + min), rounded down to a multiple of k, at least `lowest`, at most
-    `maximum`.
+    """floor((t/T)^(1/p) (max − min) + min), rounded down to a multiple of k, between `lowest` and `maximum`.
 
-    lowest   None: the first multiple of k that is not below `minimum`. Rounding down alone would begin below
-             it, at a sequence length of 0 for instance (DeepSpeed before 0.19 did); 0 gives those integers.
-    The maximum itself need not be a multiple of k: it is reached once t is far enough past T.
+    lowest: None for the first multiple of k that is not below `minimum`. 0 for the values of DeepSpeed before
+    0.19, which rounds down below the minimum, for instance to a sequence length of 0. The maximum need not be
+    a multiple of k: it is reached at some t > T.
     """
 
     minimum: int
@@ -53,9 +53,10 @@ class Rise:
     lowest: int | None = None
 
     def at(self, step: int) -> int:
+        """The difficulty of a step, counted from 1."""
         if self.minimum == self.maximum:
-            return self.maximum  # upstream never asks a schedule that cannot rise
-        # in floats, as upstream: the integers must be the same
+            return self.maximum              # as in DeepSpeed, also if it is not a multiple
+        # Floats, as in DeepSpeed, so that the integers are equal.
         risen = (step / self.steps) ** (1.0 / self.root)
         value = math.floor(risen * (self.maximum - self.minimum) + self.minimum)
         value -= value % self.multiple
@@ -63,18 +64,20 @@ class Rise:
 
     @property
     def floor(self) -> int:
+        """The least value."""
         return -(-self.minimum // self.multiple) * self.multiple if self.lowest is None else self.lowest
 
 
 @dataclass(frozen=True)
 class Stairs:
-    """values[i] until step until[i], the last value for good. Once `maximum` is reached it stays."""
+    """values[i] until step until[i]; the last value has no end. The first value ≥ `maximum` stays."""
 
     values: tuple[int, ...]
     until: tuple[int, ...]
     maximum: int
 
     def at(self, step: int) -> int:
+        """The difficulty of a step, counted from 1."""
         return self.values[min(bisect_left(self.until, step), self._top)]
 
     @cached_property
@@ -84,9 +87,9 @@ class Stairs:
 
 @dataclass(frozen=True)
 class Custom:
-    """function(step), an integer in [1, maximum]. It must depend on nothing else, or a resumed run differs.
+    """function(step), an integer in [1, maximum]. If it depends on anything else, a resumed run differs.
 
-    Upstream ceases to ask once the maximum was returned; here it is asked at every step.
+    DeepSpeed stops calling the function when it has returned the maximum; here it is called at every step.
     """
 
     function: Callable[[int], int]
@@ -94,6 +97,10 @@ class Custom:
     name: str = "the schedule function"
 
     def at(self, step: int) -> int:
+        """The difficulty of a step, counted from 1.
+
+        Raises ConfigError for an invalid value of the function.
+        """
         value = self.function(step)
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= self.maximum:
             raise ConfigError(f"{self.name} returned {value!r} for step {step}: a difficulty is an integer "
@@ -103,8 +110,11 @@ class Custom:
 
 @dataclass(frozen=True)
 class TokenDrop:
-    """blocks: numbers of those that drop, of `num_blocks` in all.  kept: step → tokens of a sequence that
-    they keep.
+    """Random-LTD: the blocks that drop tokens, of `num_blocks` in all, and the tokens of a sequence that they
+    keep.
+
+    Steps count from 0 here, as DeepSpeed's do: the first step of a run uses `kept_at(0)`, which is
+    `Progress.step`.
     """
 
     blocks: tuple[int, ...]
@@ -112,27 +122,25 @@ class TokenDrop:
     kept: Difficulty
 
     def kept_at(self, step: int, length: int | None = None) -> int:
-        """Tokens of a sequence, of one of `length` tokens at most all."""
+        """Tokens of a sequence that the blocks keep. length: of the sequence, if it is shortened."""
         kept = self.kept.at(step)
         return kept if length is None else min(kept, length)
 
     def layer_tokens(self, step: int, length: int) -> int:
-        """Tokens that all blocks together see of one sequence: num_blocks × length where nothing is dropped.
-        """
+        """Tokens of one sequence, summed over the blocks that process them."""
         return len(self.blocks) * self.kept_at(step, length) + (self.num_blocks - len(self.blocks)) * length
 
 
 def make_difficulty(settings: Mapping[str, Any], where: str = "the curriculum") -> Difficulty:
-    """What a block of DeepSpeed's JSON describes: min_difficulty, max_difficulty, schedule_type,
-    schedule_config.
+    """The difficulty that a block of DeepSpeed's JSON describes. Raises ConfigError.
 
-    where: begins messages. Raises ConfigError. Keys of the block that say nothing about the schedule are left
-    alone.
+    settings: min_difficulty, max_difficulty, schedule_type, schedule_config; other keys are ignored
+    where: begins messages
     """
     low, high = (_integer(settings, key, where) for key in ("min_difficulty", "max_difficulty"))
     if low > high:
         raise ConfigError(f"{where}: min_difficulty {low} is above max_difficulty {high}, but difficulty "
-                          "only rises. Exchange them.")
+                          "only rises. Exchange the two.")
     kind = settings.get("schedule_type")
     if kind not in KINDS:
         raise ConfigError(f"{where}: schedule_type is {kind!r}{did_you_mean(str(kind), list(KINDS)) or '.'} "
@@ -145,12 +153,12 @@ def make_difficulty(settings: Mapping[str, Any], where: str = "the curriculum") 
     missing = [key for key in needed if key not in config]
     unknown = sorted(config.keys() - {*needed, *optional})
     if missing or unknown:
-        raise ConfigError(f"{where}: the schedule_config of {kind} holds {', '.join(needed)}; " + " "
-                                                                                                  "and ".join(
-            filter(None, [missing and f"missing: {', '.join(missing)}", unknown and "unknown: "
-                                                                                    f"{', '.join(unknown)}"])) + ".")
+        wrong = [f"{what}: {', '.join(keys)}" for what, keys in (("missing", missing), ("unknown", unknown))
+                 if keys]
+        raise ConfigError(f"{where}: the schedule_config of {kind} has the keys {', '.join(needed)}; "
+                          f"{' and '.join(wrong)}.")
     made = make(low, high, config, where)
-    # upstream never asks a schedule that cannot rise
+    # DeepSpeed does not use a schedule that cannot rise
     return Stairs((high,), (), high) if low == high else made
 
 
@@ -159,23 +167,23 @@ def _rise(low: int, high: int, config: Mapping[str, Any], where: str) -> Rise:
     if isinstance(root, bool) or not isinstance(root, int | float) or not 0 < root < math.inf:
         raise ConfigError(f"{where}: root_degree is {root!r}; it must be a number above 0: 1 is a line, 2 "
                           "the square root.")
-    return Rise(low, high, _integer(config, "total_curriculum_step", where, 1),
-                _integer(config, "difficulty_step", where, 1),
-                root)
+    steps, multiple = (_integer(config, key, where, 1) for key in ("total_curriculum_step",
+                                                                   "difficulty_step"))
+    return Rise(low, high, steps, multiple, root)
 
 
 def _stairs(low: int, high: int, config: Mapping[str, Any], where: str) -> Stairs:
     values, until = (_integers(config, key, where) for key in ("difficulty", "max_step"))
     if len(values) != len(until) + 1 or not until:
         raise ConfigError(f"{where}: difficulty has {len(values)} values and max_step {len(until)}. The last "
-                          "difficulty has no last step, so max_step must be shorter by one, and hold one at "
-                          "least.")
+                          "difficulty has no last step, so max_step must be shorter by one, and must not be "
+                          "empty.")
     if list(until) != sorted(set(until)) or until[0] < 1:
-        raise ConfigError(f"{where}: max_step is {list(until)}; the steps must rise, from 1 on, or a "
-                          "difficulty is skipped.")
+        raise ConfigError(f"{where}: max_step is {list(until)}; the steps must rise and begin at 1 or "
+                          "later. Otherwise a difficulty would be skipped.")
     if max(values) > high:
-        raise ConfigError(f"{where}: difficulty holds {max(values)}, above max_difficulty {high}. Raise "
-                          "max_difficulty.")
+        raise ConfigError(f"{where}: difficulty contains {max(values)}, above max_difficulty {high}. "
+                          "Raise max_difficulty.")
     return Stairs(values, until, high)
 
 
@@ -184,7 +192,7 @@ def _custom(low: int, high: int, config: Mapping[str, Any], where: str) -> Custo
     return Custom(import_function(name, f"{where}: function"), high, f"{where}: {name}")
 
 
-# schedule_type → (maker, keys of schedule_config that it needs, keys that it may have)
+# schedule_type → (maker, required keys of schedule_config, optional keys)
 KINDS: Mapping[str, tuple[Callable[..., Difficulty], tuple[str, ...], tuple[str, ...]]] = {
     "fixed_linear": (_rise, ("total_curriculum_step", "difficulty_step"), ()),
     "fixed_root": (_rise, ("total_curriculum_step", "difficulty_step", "root_degree"), ()),
@@ -194,7 +202,7 @@ KINDS: Mapping[str, tuple[Callable[..., Difficulty], tuple[str, ...], tuple[str,
 
 
 def import_function(name: Any, where: str) -> Callable:
-    """The function that "package.module:function" names. Raises ConfigError."""
+    """The function at an import path "package.module:function". Raises ConfigError."""
     module, colon, attribute = str(name).partition(":")
     if not (module and colon and attribute):
         raise ConfigError(f"{where} is {name!r}; give an import path such as "
@@ -202,8 +210,8 @@ def import_function(name: Any, where: str) -> Callable:
     try:
         function = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{where} {name!r} cannot be imported: {error}. Is its folder in "
-                          "PYTHONPATH?") from error
+        raise ConfigError(f"{where} {name!r} cannot be imported: {error}. Add its folder to "
+                          "PYTHONPATH.") from error
     if not callable(function):
         raise ConfigError(f"{where} {name!r} is {function!r}, not a function.")
     return function
@@ -213,8 +221,8 @@ def _integer(settings: Mapping[str, Any], key: str, where: str, at_least: int | 
     value = settings.get(key)
     if isinstance(value, bool) or not isinstance(value, int) or at_least is not None and value < at_least:
         bound = "" if at_least is None else f" of at least {at_least}"
-        said = "is missing" if key not in settings else f"is {value!r}"
-        raise ConfigError(f"{where}: {key} {said}; give an integer{bound}.")
+        state = "is missing" if key not in settings else f"is {value!r}"
+        raise ConfigError(f"{where}: {key} {state}; give an integer{bound}.")
     return value
 
 

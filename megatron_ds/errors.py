@@ -1,17 +1,17 @@
 """The error tree. Catch `MegatronDSError` to catch everything this package raises on purpose.
 
     MegatronDSError
-      ConfigError            the user asked for something impossible          (also ValueError)
+      ConfigError            the configuration is not possible                (also ValueError)
       LayoutError            sizes do not divide, shards do not cover         (also ValueError)
-      ScheduleError          an instruction list is not legal
+      ScheduleError          an instruction list is not valid
       CheckpointError        missing, incomplete, or written by another model
       DataError              a corpus or an index is missing, damaged or empty
-      CommunicationError     a peer died, never answered, or meant another tensor
+      CommunicationError     a peer exited, did not answer, or sent another tensor
       DeviceMemoryError      the run does not fit on a rank's device
-      StorageError           a disk failed under what was moved out to it
+      StorageError           offloaded state could not be written or read
       NotInitializedError    mpu used before `initialize_model_parallel`
 
-A message says what was wrong with the numbers, why it matters, and what to do.
+A message states what is wrong with the numbers, why it matters, and what to do.
 """
 
 
@@ -20,15 +20,15 @@ class MegatronDSError(Exception):
 
 
 class ConfigError(MegatronDSError, ValueError):
-    """The user asked for something impossible."""
+    """The configuration, or an argument of a user, is not possible."""
 
 
 class LayoutError(MegatronDSError, ValueError):
-    """Sizes do not divide, or shards do not cover what they should."""
+    """Sizes are not divisible, or shards do not cover their tensor once."""
 
 
 class ScheduleError(MegatronDSError):
-    """An instruction list is not legal."""
+    """An instruction list is not valid."""
 
 
 class CheckpointError(MegatronDSError):
@@ -40,7 +40,10 @@ class DataError(MegatronDSError):
 
 
 class CommunicationError(MegatronDSError):
-    """A peer died, never answered, or meant another tensor; names the ranks and what was expected."""
+    """A peer exited, did not answer in time, or sent another tensor than expected.
+
+    The message has the ranks.
+    """
 
 
 class DeviceMemoryError(MegatronDSError):
@@ -48,7 +51,7 @@ class DeviceMemoryError(MegatronDSError):
 
 
 class StorageError(MegatronDSError):
-    """What was moved out to a scratch file could not be written, or read back."""
+    """Offloaded state could not be written to its scratch file, or read back."""
 
 
 class NotInitializedError(MegatronDSError):

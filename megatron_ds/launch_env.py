@@ -1,4 +1,4 @@
-"""What the launcher's environment says about this process, before any process group exists."""
+"""The launcher's environment: rank and world size of this process before there is a process group."""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,39 +9,33 @@ LAUNCHERS = ("TORCHELASTIC_RUN_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 
 
 def rank_in(env: Mapping[str, str]) -> int:
-    """By the environment of torchrun, Slurm or Open MPI; 0 without a launcher."""
+    """The rank that torchrun, Slurm or Open MPI has set; 0 without a launcher."""
     return _first_number(env, RANKS) or 0
 
 
 def size_in(env: Mapping[str, str]) -> int:
-    """Number of ranks, by the environment of torchrun, Slurm or Open MPI; 1 without a launcher."""
+    """The world size that torchrun, Slurm or Open MPI has set; 1 without a launcher."""
     return _first_number(env, SIZES) or 1
 
 
 def local_rank_in(env: Mapping[str, str]) -> int:
-    """The number of this process on its machine; 0 where the environment has none."""
+    """The rank on this machine; 0 if the environment has none."""
     return _first_number(env, LOCAL_RANKS) or 0
 
 
 def is_launched(env: Mapping[str, str]) -> bool:
-    """Whether a launcher started this process, which may end all ranks when one of them fails."""
+    """Whether a launcher started this process. It may end all ranks when one of them fails."""
     return any(env.get(name) for name in LAUNCHERS)
 
 
 def ends_siblings(env: Mapping[str, str]) -> bool:
-    """Whether the launcher certainly does so.
-
-    srun only does with -K, and workers of torchrun may see srun's variables.
-    """
+    """Whether the launcher ends all ranks when one fails. srun does so only with -K."""
     return bool(env.get("TORCHELASTIC_RUN_ID") or env.get("OMPI_COMM_WORLD_RANK"))
 
 
-# torch.distributed.launch and DeepSpeed's launcher append --local-rank N to the command and set LOCAL_RANK,
-# too.
+# torch.distributed.launch and DeepSpeed's launcher append --local-rank N, and also set LOCAL_RANK.
 def with_local_rank(env: Mapping[str, str], local_rank: int | None) -> Mapping[str, str]:
-    """The environment with the number of --local-rank, where a launcher set RANK and WORLD_SIZE but no local
-    rank.
-    """
+    """The environment with --local-rank as LOCAL_RANK, if a launcher set RANK and WORLD_SIZE only."""
     needs_it = env.get("RANK") and env.get("WORLD_SIZE") and not _has_local_rank(env)
     return {**env,
             "LOCAL_RANK": str(local_rank)} if needs_it and local_rank is not None and local_rank >= 0 else env
@@ -62,8 +56,8 @@ def problems_of_local_rank(env: Mapping[str, str], local_rank: int | None) -> Se
         return (problem,)
     is_alone = not is_launched(env) and not (env.get("RANK") and env.get("WORLD_SIZE"))
     if _local_rank_name(env) is None and local_rank is not None and local_rank > 0 and is_alone:
-        return (f"--local-rank {local_rank} without RANK and WORLD_SIZE in the environment: this process cannot find the "
-                "others. Start with torchrun, or remove the flag to run a single process.",)
+        return (f"--local-rank {local_rank} without RANK and WORLD_SIZE in the environment: this process "
+                "cannot find the others. Start with torchrun, or remove the flag to run a single process.",)
     return ()
 
 

@@ -1,21 +1,20 @@
-"""Where training stands: the one number every `Ramp` is a function of, and all that resuming the data needs.
-"""
+"""`Progress`: the counters of a run. Ramps and the position in the data are functions of them."""
 
 from dataclasses import asdict, dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Counters of a run; replaced, never changed.
+    """Counters of a run, immutable: each step makes a new one.
 
-    step               optimizer steps tried, skipped ones included ("iteration" in Megatron's log line)
+    step               optimizer steps, including skipped ones ("iteration" in Megatron's log line)
     samples            sequences consumed, over all data-parallel ranks
     tokens             tokens consumed
-    scheduled_samples  the samples of steps that were not skipped: learning rate and weight decay advance on
-                       these, as in Megatron, where a step skipped for overflow does not advance the scheduler
+    scheduled_samples  samples of steps that were not skipped: learning rate and weight decay advance on
+                       these, as in Megatron
     skipped_steps      steps skipped because a gradient was not finite
     nan_steps          steps whose loss was not finite
-    layer_tokens       tokens consumed, counted once for each block that saw them
+    layer_tokens       tokens consumed, counted once for each block that processed them
     """
 
     step: int = 0
@@ -36,4 +35,5 @@ class Progress:
             layer_tokens=self.layer_tokens + layer_tokens)
 
     def to_dict(self) -> dict[str, int]:
+        """Plain values for run.json."""
         return asdict(self)

@@ -1,12 +1,12 @@
-"""Ramps: pure functions from `Progress` to the value of a setting at that point. A schedule has no state to
-store.
+r"""Ramps: pure functions from `Progress` to the value of a setting. They have no state, so checkpoints store
+none.
 
-Learning rate and weight decay advance on *scheduled samples* (samples of steps that were not skipped) or,
-with spans in tokens, on the tokens consumed (of all steps); batch size on samples consumed. A span in
-iterations is that many times the global batch size, as in Megatron. A batch that grows has no fixed number of
-samples per iteration, so a batch ramp needs its spans in samples or tokens.
+Learning rate and weight decay advance on *scheduled samples* (samples of steps that were not skipped) or, if
+their spans are in tokens, on all consumed tokens. The batch size advances on consumed samples. A span in
+iterations is that many times the global batch size, as in Megatron. While the batch grows an iteration has no
+fixed number of samples; then spans must be in samples or tokens.
 
-Letters: n samples (or tokens) so far, w of warm-up, d after which the decay is over.
+Letters: n samples (or tokens) consumed so far, w end of the warm-up, d end of the decay.
 """
 
 import math
@@ -22,17 +22,17 @@ Ramp = Callable[[Progress], T]
 
 
 def scheduled_samples(progress: Progress) -> int:
+    """Samples of the steps that were not skipped."""
     return progress.scheduled_samples
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Tokens consumed, as Megatron-DeepSpeed counts them: after a curriculum shortened the sequences, and
-    with random-LTD the mean over the layers of the tokens that each of them saw. layers: their number with
-    random-LTD, else None.
+    """Consumed tokens, as Megatron-DeepSpeed counts them: those that were trained on, and with random-LTD the
+    mean over the layers of the tokens that each layer processed.
 
-    Tokens of skipped steps count. Megatron-DeepSpeed hands its schedule the tokens before the last step; here
-    they include it, as its samples do.
+    layers: number of layers with random-LTD, else None. Tokens of skipped steps count. Megatron-DeepSpeed
+    leaves out the tokens of the last step; here they count, as samples do.
     """
 
     layers: int | None = None
@@ -41,7 +41,7 @@ class Tokens:
         return progress.tokens if self.layers is None else progress.layer_tokens // self.layers
 
 
-# Shapes of a decay: the part of it that is over, r in [0, 1] → the part of the height that is left.
+# Shapes of a decay: elapsed fraction r in [0, 1] → fraction of the height that is left.
 FALLS: Mapping[str, Callable[[float], float]] = {
     "linear": lambda r: 1 - r,
     "cosine": lambda r: 0.5 * (math.cos(math.pi * r) + 1),
@@ -52,13 +52,11 @@ FALLS: Mapping[str, Callable[[float], float]] = {
 
 @dataclass(frozen=True)
 class LearningRate:
-    r"""Warm up linearly from `initial` to `highest`, then fall in `style` to `lowest`, which holds from
-    `decay` on.
+    r"""Linear warm-up from `initial` to `highest`, then a decay in `style` to `lowest`.
 
-    With "WSD" (warm-up, stable, decay: Hu et al. 2024, arXiv:2404.06395, section 4) the fall takes the last
-    `final` samples of `decay` and has the shape `final_style`. "inverse-square-root" is Vaswani et al. 2017,
-    equation 3, scaled to pass through `highest` at the end of the warm-up. count: what n is, the scheduled
-    samples or `Tokens`.
+    "WSD" (warm-up, stable, decay: Hu et al. 2024, arXiv:2404.06395, section 4) decays during the last `final`
+    samples before `decay`, in the shape `final_style`. "inverse-square-root" is Vaswani et al. 2017, equation
+    3, scaled to pass through `highest` at the end of the warm-up. count: progress → n.
 
         highest      ____                     ____________
                     /    \                   /            \
@@ -81,6 +79,7 @@ class LearningRate:
         return self.at(self.count(progress))
 
     def at(self, n: int) -> float:
+        """The learning rate after n samples or tokens."""
         if 0 < self.warmup and n <= self.warmup:
             return self.initial + (self.highest - self.initial) * n / self.warmup
         if self.style == "constant":
@@ -92,7 +91,7 @@ class LearningRate:
         return self.lowest + self._left(n) * (self.highest - self.lowest)
 
     def _left(self, n: int) -> float:
-        """Part of the height that is left after n samples."""
+        """Fraction of the height that is left after n."""
         if self.style != "WSD":
             return FALLS[self.style]((n - self.warmup) / max(self.decay - self.warmup, 1))
         start = self.decay - self.final
@@ -101,11 +100,12 @@ class LearningRate:
 
 @dataclass(frozen=True)
 class DeepSpeedRate:
-    """DeepSpeed's WarmupLR, WarmupDecayLR and WarmupCosineLR, step for step; spans in steps of `batch`
-    samples.
+    """DeepSpeed's WarmupLR, WarmupDecayLR and WarmupCosineLR, equal at every step.
 
-    They count i = steps done − 1, which is −1 at the first step: it runs at `initial` (WarmupCosineLR: at 0).
-    The warm-up is at least two steps long. WarmupDecayLR falls back to `initial`, WarmupCosineLR to `lowest`.
+    These schedulers count i = completed steps − 1, which is −1 at the first step: its rate is `initial`, or 0
+    for WarmupCosineLR. The warm-up is at least two steps long. WarmupDecayLR decays to `initial`,
+    WarmupCosineLR to `lowest`. batch: samples of a step, which convert samples to steps; warmup and total are
+    in steps.
     """
 
     style: str
@@ -121,6 +121,7 @@ class DeepSpeedRate:
         return self.at(progress.scheduled_samples // self.batch - 1)
 
     def at(self, i: int) -> float:
+        """The learning rate of the step that follows i + 1 completed steps."""
         if i < 0:
             return 0.0 if self.style == "WarmupCosineLR" else self.initial
         if i < self.steps:
@@ -131,17 +132,19 @@ class DeepSpeedRate:
         span = max(1, self.total - self.steps)
         if self.style == "WarmupDecayLR":
             return self.initial + (self.highest - self.initial) * max(0.0, (self.total - i) / span)
-        return self.lowest + (self.highest - self.lowest) * FALLS["cosine"](min(1.0,
-                                                                                (i - self.steps + 1) / span))
+        fallen = min(1.0, (i - self.steps + 1) / span)
+        return self.lowest + (self.highest - self.lowest) * FALLS["cosine"](fallen)
 
     @property
     def steps(self) -> int:
+        """Steps of the warm-up."""
         return max(2, self.warmup)
 
 
 @dataclass(frozen=True)
 class WeightDecay:
-    """From `start` to `end` over a `span` of what `count` counts, constant, linear, or along half a cosine.
+    """From `start` to `end` over `span` samples or tokens: constant, linear, or along half a period of a
+    cosine.
     """
 
     start: float
@@ -154,6 +157,7 @@ class WeightDecay:
         return self.at(self.count(progress))
 
     def at(self, n: int) -> float:
+        """The weight decay after n samples or tokens."""
         if self.style == "constant" or n > self.span:
             return self.end
         r = n / self.span
@@ -163,27 +167,25 @@ class WeightDecay:
 
 @dataclass(frozen=True)
 class BatchSize:
-    """Global batch size: `steps` of (samples, size), each size from that many consumed samples on; the first
-    from 0.
+    """Global batch size, as a table of steps.
 
-    Integers only, so that a run that is resumed where the size changes continues with the same sizes.
+    steps: (samples, size) in rising order: `size` applies from that number of consumed samples on. The first
+    begins at 0. All numbers are integers, so a resumed run has the same sizes.
     """
 
     steps: tuple[tuple[int, int], ...]
 
     @classmethod
     def constant(cls, size: int) -> "BatchSize":
+        """One size for the whole run."""
         return cls(((0, size),))
 
     @classmethod
     def growing(cls, start: int, increment: int, final: int, span: int) -> "BatchSize":
-        """From `start` by `increment` to `final`, which is reached after `span` samples; each size for an
-        equal part of them.
-        """
+        """From `start` by `increment` to `final`. The sizes below `final` share `span` samples equally."""
         increments = (final - start) // increment
-        steps = {-(-i * span // increments): start + i * increment
-                 for i in range(increments)} if increments else {0: start}
-        return cls(tuple({**steps, span: final}.items()))
+        steps = {-(-i * span // increments): start + i * increment for i in range(increments)}
+        return cls(tuple({**(steps or {0: start}), span: final}.items()))
 
     def rounded_down(self, multiple: int) -> "BatchSize":
         """Each size rounded down to a multiple."""
@@ -193,28 +195,32 @@ class BatchSize:
         return self.at(progress.samples)
 
     def at(self, n: int) -> int:
+        """The size after n consumed samples."""
         return self.steps[bisect_right(self.steps, n, key=lambda step: step[0]) - 1][1]
 
     def until(self, n: int) -> float:
-        """The number of samples at which the size at n ends; infinity for the last."""
+        """The number of consumed samples at which the size at n ends; infinity for the last size."""
         return next((samples for samples, _ in self.steps if samples > n), math.inf)
 
     @property
     def final(self) -> int:
+        """The last size."""
         return self.steps[-1][1]
 
     @property
     def smallest(self) -> int:
+        """The least of all sizes."""
         return min(size for _, size in self.steps)
 
 
 def count_steps(batch_size: BatchSize, samples: int, consumed: int = 0) -> int:
-    """Optimizer steps that fit into `samples` when `consumed` are gone; the last ones, too few for a batch,
-    are left over.
+    """Optimizer steps that `samples` in all allow after `consumed` ones.
+
+    A remainder below a batch is not used.
     """
     steps, n = 0, consumed
     while n + (size := batch_size.at(n)) <= samples:
-        held = min(batch_size.until(n), samples)
-        alike = min(-((n - held) // size), (samples - n) // size)           # steps of this size
+        end = min(batch_size.until(n), samples)
+        alike = min(-((n - end) // size), (samples - n) // size)           # steps of this size
         steps, n = steps + alike, n + alike * size
     return steps

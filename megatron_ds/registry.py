@@ -1,7 +1,6 @@
-"""Name → thing, with a helpful error for a name that nobody registered.
+"""`Registry`: name → entry, with a suggestion for unknown names.
 
-Models, schedules, tokenizers and optimizers each keep one `Registry`; `tests/contracts/` run over them,
-so an entry is tested by existing.
+Models, schedules, tokenizers and optimizers have one `Registry` each. `tests/contracts/` test every entry.
 """
 
 import difflib
@@ -14,7 +13,7 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """A table of named things of one noun, filled by a decorator.
+    """A table of named entries of one kind, filled by a decorator.
 
     >>> colours = Registry("colour")
     >>> @colours.register("red", "rouge")
@@ -29,11 +28,11 @@ class Registry(Generic[T]):
         self._aliases: dict[str, str] = {}
 
     def register(self, name: str, *aliases: str) -> Callable[[T], T]:
-        """Decorator that files a thing under `name`; `aliases` find it too, but are not listed."""
+        """Decorator that adds an entry under `name`. Aliases find it, too, but are not listed."""
 
         def add(thing: T) -> T:
             for key in (name, *aliases):
-                assert key not in self._things and key not in self._aliases, f"{self.noun} {key!r} registered twice"
+                assert key not in self, f"{self.noun} {key!r} is registered twice"
             self._things[name] = thing
             self._aliases.update(dict.fromkeys(aliases, name))
             return thing
@@ -41,7 +40,7 @@ class Registry(Generic[T]):
         return add
 
     def __getitem__(self, name: str) -> T:
-        """Raises ConfigError naming the nearest known name."""
+        """Raises ConfigError with the most similar name."""
         try:
             return self._things[self._aliases.get(name, name)]
         except KeyError:
@@ -50,7 +49,7 @@ class Registry(Generic[T]):
                               f"{', '.join(sorted(self._things))}.") from None
 
     def name_of(self, name: str) -> str:
-        """The listed name of what `name`, perhaps an alias, finds."""
+        """The listed name for a name or an alias."""
         return self._aliases.get(name, name)
 
     def __contains__(self, name: str) -> bool:
@@ -60,11 +59,12 @@ class Registry(Generic[T]):
         return iter(self._things)
 
     def names(self) -> tuple[str, ...]:
+        """All listed names, in the order of registration."""
         return tuple(self._things)
 
 
 def did_you_mean(name: str, known: list[str]) -> str:
-    """`"; did you mean 'x'?"`, or nothing when no known name is near."""
+    """`"; did you mean 'x'?"`, or an empty string if no known name is similar."""
     folded = {k.lower(): k for k in known}
     near = difflib.get_close_matches(name.lower(), folded, n=1, cutoff=0.6)
     return f"; did you mean {folded[near[0]]!r}?" if near else ""

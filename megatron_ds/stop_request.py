@@ -1,11 +1,11 @@
-"""Signals that ask a command to stop: SIGTERM, SIGUSR1 and the first Ctrl-C. A second Ctrl-C ends the command
-at once.
+"""Signals that request a stop: SIGTERM, SIGUSR1 and the first Ctrl-C. A second Ctrl-C ends the command at
+once.
 
-    start-up, one rank alone      the signal raises `Stopped` at once: nothing is unsaved and no other rank waits
-    start-up, several ranks       the signal is noted; ranks agree on it at the next step of the start-up
-    training and evaluation       the signal is noted; ranks agree on it in the reduction that each step makes anyway, so all
-                                  of them stop after the same step. A signal sent to any one rank is enough
-    after the last save           ignored: the work is done, and a queue must not see a failure
+    start-up, one rank         raises `Stopped` at once: nothing is unsaved and no other rank waits
+    start-up, several ranks    is recorded; ranks agree on it at the next step of the start-up
+    training and evaluation    is recorded; ranks agree on it in the all-reduce of each step, so all of them
+                               stop after the same step. A signal to one rank is enough
+    after the last save        is ignored: the exit code must not report a failure
 """
 
 import signal
@@ -15,8 +15,10 @@ GRACEFUL = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class Stopped(BaseException):
-    """A signal asked to stop before training began. Derives from BaseException, as KeyboardInterrupt does, so
-    that no `except Exception` on the way handles it."""
+    """A signal requested a stop before training began.
+
+    Derives from BaseException, as KeyboardInterrupt does, so that no `except Exception` handles it.
+    """
 
 
 class StopRequest:
@@ -31,7 +33,7 @@ class StopRequest:
         self._previous: dict = {}
 
     def install(self) -> None:
-        """Handle the signals; what an outer request has received already counts for this one, too."""
+        """Handle the signals. A signal that an outer request has received counts for this one, too."""
         for number in GRACEFUL:
             self._previous[number] = outer = signal.signal(number, self._handle)
             self.received = self.received or getattr(getattr(outer, "__self__", None), "received", None)
@@ -40,12 +42,12 @@ class StopRequest:
         self.install()
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
     def defer(self) -> None:
-        """From here on a signal is noted in `received` and raises nothing."""
+        """From now on a signal sets `received` and raises nothing."""
         self._is_deferred = True
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -57,12 +59,11 @@ class StopRequest:
 
 
 def before_training(signal_name: str) -> str:
-    """The line that a command ends with when it was stopped during start-up."""
+    """The last line of a command that was stopped during start-up."""
     return f"stopped by {signal_name} before the first step: there is nothing to save"
 
 
 def ignore_stop_signals() -> None:
-    """For the rest of this process, once its exit code is known: the interpreter still takes a moment to end.
-    """
+    """Ignore the signals from now on: the exit code is known, and the interpreter takes a moment to exit."""
     for number in GRACEFUL:
         signal.signal(number, signal.SIG_IGN)

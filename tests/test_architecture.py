@@ -122,8 +122,6 @@ def test_every_package_needs_torch_and_numpy_only_and_starts_nothing():
     assert not modules_after(statement) & optional
 
 
-
-
 def test_the_entry_scripts_stay_short():
     for script in ("pretrain_gpt.py", "pretrain_bert.py"):
         assert len((ROOT / script).read_text().splitlines()) <= 60

@@ -2,12 +2,16 @@
 
 What counts:
 
-* A name is *public* if neither it nor a module or class around it begins with an underscore. Nested functions are not public.
-* Annotations: all parameters of public functions, public methods and constructors of public classes, also *args and **kwargs,
+* A name is *public* if neither it nor a module or class around it begins with an underscore. Nested functions
+are not public.
+* Annotations: all parameters of public functions, public methods and constructors of public classes, also
+*args and **kwargs,
   without self and cls.
-* Docstrings: public modules, classes, functions, methods and properties. Not dunder methods. A method also has the docstring of
+* Docstrings: public modules, classes, functions, methods and properties. Not dunder methods. A method also
+has the docstring of
   the method that it overrides in a base class of this package, as `inspect.getdoc` finds it.
-* Signatures: parameters of every function, public or not, without self and cls. Fields of dataclasses are not parameters.
+* Signatures: parameters of every function, public or not, without self and cls. Fields of dataclasses are not
+parameters.
 * `forward`, `backward` and their like of autograd Functions count nowhere: torch calls them by position.
 * Words: in docstrings, comments, other strings, and names of functions and classes.
 """
@@ -37,8 +41,10 @@ ANY_ROOM_MAY_HAVE = {"__init__.py"}
 AUTOGRAD = {"forward", "backward", "setup_context", "jvp", "vmap"}
 # Functions under DeepSpeed's names have DeepSpeed's parameters.
 SIGNATURES_OF_DEEPSPEED = {"comm.init_distributed", "checkpointing.configure"}
-# Subjects and verbs of people, and metaphors for what has a name: write the object, the operation and the field's term.
-RIDDLES = re.compile(r"\b(who|whom|whoever|nobody|somebody|tells?|told|says?|said|speaks?|hears?|heard|reckon(?:ed|s)?|"
+# Subjects and verbs of people, and metaphors for what has a name: write the object, the operation and the
+# field's term.
+RIDDLES = re.compile(r"\b(who|whom|whoever|nobody|somebody|tells?|told|says?|said|speaks?|hears?|heard|"
+                     r"reckon(?:ed|s)?|"
                      r"judge[sd]?|promise[sd]?|passports?|nevertheless|made[ -]up|riddles?)\b", re.IGNORECASE)
 RIDDLE_ALLOWED: dict[str, tuple[str, ...]] = {}      # file → words that it needs
 
@@ -82,7 +88,8 @@ def functions(path: Path) -> Iterator[Function]:
     def walk(node: ast.AST, name: str, is_public: bool, owner: ast.ClassDef | None) -> Iterator[Function]:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.ClassDef):
-                yield from walk(child, f"{name}.{child.name}", is_public and not is_private(child.name), child)
+                yield from walk(child, f"{name}.{child.name}", is_public and not is_private(child.name),
+                                child)
             elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
                 yield Function(f"{name}.{child.name}", child, is_public and not is_private(child.name),
                                parameters_of(child, owner), owner)
@@ -94,7 +101,8 @@ def functions(path: Path) -> Iterator[Function]:
     yield from walk(tree_of(path), name, not any(map(is_private, name.split("."))), None)
 
 
-def parameters_of(node: ast.FunctionDef | ast.AsyncFunctionDef, owner: ast.ClassDef | None) -> tuple[ast.arg, ...]:
+def parameters_of(node: ast.FunctionDef | ast.AsyncFunctionDef, owner: ast.ClassDef | None) -> tuple[ast.arg,
+                                                                                                     ...]:
     arguments = node.args
     named = [*arguments.posonlyargs, *arguments.args]
     is_static = any(ast.unparse(decorator) == "staticmethod" for decorator in node.decorator_list)
@@ -119,8 +127,10 @@ def documented_methods() -> dict[str, tuple[tuple[str, ...], frozenset[str]]]:
     for path in FILES:
         for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.ClassDef):
-                bases = tuple(re.sub(r"\[.*", "", ast.unparse(base)).rpartition(".")[2] for base in node.bases)
-                methods = frozenset(f.name for f in node.body if isinstance(f, ast.FunctionDef) and ast.get_docstring(f))
+                bases = tuple(re.sub(r"\[.*", "", ast.unparse(base)).rpartition(".")[2]
+                              for base in node.bases)
+                methods = frozenset(f.name for f in node.body
+                                    if isinstance(f, ast.FunctionDef) and ast.get_docstring(f))
                 found[node.name] = bases, methods
     return found
 
@@ -181,7 +191,8 @@ def test_public_names_have_docstrings(room):
 def test_no_function_has_more_parameters_than_a_reader_can_hold(room):
     """More mean that a value is missing."""
     long = {f.name: len(f.parameters) for path in files_of(room) for f in functions(path)
-            if len(f.parameters) > MOST_PARAMETERS and not is_of_autograd(f) and f.name not in SIGNATURES_OF_DEEPSPEED}
+            if len(f.parameters) > MOST_PARAMETERS and not is_of_autograd(f)
+            and f.name not in SIGNATURES_OF_DEEPSPEED}
     assert not long
 
 
@@ -196,7 +207,8 @@ def riddles(path: Path) -> Iterator[tuple[int, str, str]]:
     """(line, word, text around it) of a file."""
     allowed = RIDDLE_ALLOWED.get(str(path.relative_to(PACKAGE)), ())
     source = path.read_text(encoding="utf-8")
-    texts = [(token.start[0], token.string) for token in tokenize.generate_tokens(io.StringIO(source).readline)
+    texts = [(token.start[0], token.string)
+             for token in tokenize.generate_tokens(io.StringIO(source).readline)
              if token.type in (tokenize.STRING, tokenize.COMMENT)]
     texts += [(node.lineno, node.name.replace("_", " ")) for node in ast.walk(tree_of(path))
               if isinstance(node, ast.FunctionDef | ast.ClassDef)]
@@ -229,7 +241,8 @@ if __name__ == "__main__":                          # the state of every room: p
     for each in sorted({room_of(path) for path in FILES}):
         (parameters, bare), (things, silent) = missing_annotations(each), missing_docstrings(each)
         found = [riddle for path in files_of(each) for riddle in riddles(path)]
-        longest = max((len(f.parameters) for path in files_of(each) for f in functions(path) if not is_of_autograd(f)),
+        longest = max((len(f.parameters) for path in files_of(each) for f in functions(path)
+                       if not is_of_autograd(f)),
                       default=0)
         print(f"{each or '(root)':16} annotated {1 - len(bare) / max(parameters, 1):6.1%}  documented "
               f"{1 - len(silent) / things:6.1%}  longest signature {longest:2}  riddles {len(found)}")

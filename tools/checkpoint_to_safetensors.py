@@ -1,13 +1,16 @@
-"""Take the weights out of a checkpoint, of any layout and ZeRO stage, into safetensors files as Hugging Face lays them out.
+"""Export the weights of a checkpoint, of any layout and ZeRO stage, to a folder of safetensors as Hugging
+Face's.
 
     python tools/checkpoint_to_safetensors.py --load quickstart/checkpoints --output quickstart/safetensors
 
-Tensors go through memory one at a time. For an engine's checkpoint, buffers are included, and the names are those of the
-module that was trained: `from_pretrained` reads the folder once the model's config.json is beside the files.
+One tensor is in memory at a time. For an engine's checkpoint, buffers are included, and the names are
+those of the module that was trained: `from_pretrained` reads the folder when the model's config.json is
+in it.
 
-Tensors of a pretraining run keep this package's names, such as decoder.layers.0.self_attention.linear_qkv.weight.
-`from_pretrained` of Hugging Face needs other names, and some tensors split or joined: convert them first. A config.json with
-the sizes of the model, the tokenizer and the iteration is written beside them, unless the folder has one of another program.
+Tensors of a pretraining run keep this package's names, such as
+decoder.layers.0.self_attention.linear_qkv.weight. `from_pretrained` of Hugging Face needs other names, and
+some tensors split or joined: convert them first. A config.json with the sizes of the model, the tokenizer and
+the iteration is written to the folder, unless it has one of another program.
 """
 
 import argparse
@@ -34,20 +37,24 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def parse_arguments(argv=None) -> argparse.Namespace:
     parser = Arguments(__doc__)
     add = parser.add_argument
-    add("--load", type=Path, required=True, help="checkpoint folder of a run (its --save), or of an engine's tag")
+    add("--load", type=Path, required=True, help="checkpoint folder of a run (its --save), or of an engine's "
+                                                 "tag")
     add("--output", type=Path, required=True, help="folder for the files; what else is in it stays")
     add("--iteration", type=int, help="which checkpoint of the folder (default: the latest)")
-    add("--dtype", choices=DTYPES, default="float32", help="of the weights (default float32, as they are saved)")
+    add("--dtype", choices=DTYPES, default="float32", help="of the weights (default float32, as they are "
+                                                           "saved)")
     add("--max-shard-bytes", type=int, default=5 * 10**9, help="longest file, in bytes (default 5000000000)")
     return parser.parse_args(argv)
 
 
 def main(args: argparse.Namespace) -> int:
     if args.max_shard_bytes < 1:
-        raise ConfigError(f"--max-shard-bytes {args.max_shard_bytes}: a file needs room. Use a positive number of bytes.")
+        raise ConfigError(f"--max-shard-bytes {args.max_shard_bytes}: a file needs room. Use a positive "
+                          "number of bytes.")
     step = args.iteration if args.iteration is not None else latest(args.load)
     if step is None:
-        raise CheckpointError(f"--load {args.load}: no complete checkpoint there. Give what was --save in training.")
+        raise CheckpointError(f"--load {args.load}: no complete checkpoint there. Give what was --save in "
+                              "training.")
     run = read_run(args.load, step)
     if "config" in run:
         require(run, args.load, "identity.model", "config.data.tokenizer_type")
@@ -63,15 +70,21 @@ def main(args: argparse.Namespace) -> int:
 
 
 def write_config(file: Path, run: Mapping, dtype: str) -> None:
-    """What is known of the model, for readers of the files. A config.json that another program wrote stays as it is."""
+    """What is known of the model, for readers of the files.
+
+    A config.json that another program wrote stays as it is.
+    """
     if file.exists() and MODEL_TYPE not in file.read_text(errors="replace"):
         print(f"{file} was there and is left as it is")
         return
     tokenizer = {name: value for name, value in run["config"]["data"].items() if name.startswith("tokenizer")}
-    values = {"model_type": MODEL_TYPE, "tensor_names": "megatron_ds", "dtype": dtype, "iteration": run["step"],
-              "megatron_ds_version": run.get("version"), "model": run["identity"]["model"], "tokenizer": tokenizer}
+    values = {"model_type": MODEL_TYPE, "tensor_names": "megatron_ds", "dtype": dtype,
+              "iteration": run["step"],
+              "megatron_ds_version": run.get("version"), "model": run["identity"]["model"],
+              "tokenizer": tokenizer}
     write_durably(file, json.dumps(values, indent=2) + "\n")
-    print(f"wrote {file}. Tensors have the names of this package: from_pretrained of Hugging Face needs converted ones")
+    print(f"wrote {file}. Tensors have the names of this package: from_pretrained of Hugging Face needs "
+          "converted ones")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
-"""Train the same tiny model under several layouts, each on gloo ranks, and print the differences from one process.
+"""Train the same tiny model under several layouts, each on gloo ranks, and print the differences from one
+process.
 
-    python tools/compare_layouts.py --layouts "tp=2,pp=2,dp=1,sp=1,schedule=1f1b" "tp=1,pp=1,dp=2,zero=1" --steps 20
+    python tools/compare_layouts.py --layouts "tp=2,pp=2,dp=1,sp=1,schedule=1f1b" "tp=1,pp=1,dp=2,zero=1"
+    --steps 20
 
-A layout is a list of key=value: tp, pp, dp (sizes), sp (0 or 1), schedule, chunks (stages on each pipeline rank), cut (the
-costs that it balances), layout (an explicit cut), recompute (none, selective, full), mbs (micro-batch size), zero; for ZeRO
-bucket, accumulate, grads, comm, persist, prefetch, pin, hpz.
-The reference is always one process with the same micro-batch size, because every micro-batch has the same weight, whatever the
-number of tokens in its loss. The exit code is 1 if a difference exceeds the tolerance.
+A layout is a list of key=value: tp, pp, dp (sizes), sp (0 or 1), schedule, chunks (stages on each pipeline
+rank), cut (the costs that it balances), layout (an explicit cut), recompute (none, selective, full), mbs
+(micro-batch size), zero; for ZeRO bucket, accumulate, grads, comm, persist, prefetch, pin, hpz. The reference
+is always one process with the same micro-batch size, because every micro-batch has the same weight, whatever
+the number of tokens in its loss. The exit code is 1 if a difference exceeds the tolerance.
 """
 
 import argparse
@@ -29,15 +31,16 @@ from tools.layout_comparison import (
     Difference,
     LayoutRequest,
     difference,
-    made_up_samples,
     merge,
+    mock_samples,
     parse_layout,
     train_layout,
 )
 
 STYLES = {
     "gpt2": ["--position-embedding-type", "learned_absolute", "--normalization", "LayerNorm"],
-    "llama": ["--position-embedding-type", "rope", "--normalization", "RMSNorm", "--swiglu", "--disable-bias-linear",
+    "llama": ["--position-embedding-type", "rope", "--normalization", "RMSNorm", "--swiglu",
+              "--disable-bias-linear",
               "--group-query-attention", "--num-query-groups", "2"],
     "bert": ["--model", "bert"],
 }
@@ -47,8 +50,8 @@ DOCUMENTS = {"joined": [], "apart": ["--reset-position-ids", "--reset-attention-
 SAMPLES = {"cut": ["--mock-data"], "packed": ["--data-path", "made_up", "--pack-documents"],
            "fim": ["--data-path", "made_up", "--fim-data", "--fim-rate", "0.9", "--fim-prefix-token", "1",
                    "--fim-middle-token", "2", "--fim-suffix-token", "3"]}
-# Tolerances. fp32: only the order of summation differs. In 16 bits each order rounds differently, and twenty Adam steps
-# amplify this; the figures are the effect of rounding with a margin.
+# Tolerances. fp32: only the order of summation differs. In 16 bits each order rounds differently, and twenty
+# Adam steps amplify this; the figures are the effect of rounding with a margin.
 TOLERANCE = {"fp32": Difference(loss=1e-6, grad_norm=1e-6, weights=1e-5),
              "bf16": Difference(loss=2e-4, grad_norm=1e-2, weights=5e-2),
              "fp16": Difference(loss=5e-5, grad_norm=2e-3, weights=1e-2)}
@@ -60,17 +63,23 @@ def tiny_job(style: str, dtype: str, untie: bool, dropout: float, layers: int, g
     """Flags of the job that every layout trains.
 
     documents  of a sample: "joined", or "apart"
-    samples    "cut" out of the stream of documents, "packed" of whole ones, or "fim": with documents' middles filled in
+    samples    "cut" out of the stream of documents, "packed" of whole ones, or "fim": with documents' middles
+               filled in
     readers    ranks of a tensor-parallel group that read the samples
     """
     return [
-        "--num-layers", str(layers), "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", str(SEQ_LENGTH),
-        "--max-position-embeddings", str(SEQ_LENGTH), "--vocab-size", str(VOCAB), "--make-vocab-size-divisible-by", "8",
-        "--global-batch-size", str(global_batch_size), "--train-iters", str(steps), "--lr", "1e-3", "--min-lr", "1e-4",
+        "--num-layers", str(layers), "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length",
+        str(SEQ_LENGTH),
+        "--max-position-embeddings", str(SEQ_LENGTH), "--vocab-size", str(VOCAB),
+        "--make-vocab-size-divisible-by", "8",
+        "--global-batch-size", str(global_batch_size), "--train-iters", str(steps), "--lr", "1e-3",
+        "--min-lr", "1e-4",
         "--lr-decay-style", "cosine", "--lr-warmup-iters", str(min(2, steps - 1)), "--weight-decay", "0.1",
-        "--clip-grad", "1.0", "--hidden-dropout", str(dropout), "--attention-dropout", str(dropout), "--num-workers",
+        "--clip-grad", "1.0", "--hidden-dropout", str(dropout), "--attention-dropout", str(dropout),
+        "--num-workers",
         "0", "--data-readers", readers, *SAMPLES[samples], "--tokenizer-type", "NullTokenizer",
-        *(["--untie-embeddings-and-output-weights"] if untie else []), *([] if style == "bert" else ["--eod-mask-loss"]),
+        *(["--untie-embeddings-and-output-weights"] if untie else []),
+        *([] if style == "bert" else ["--eod-mask-loss"]),
         *STYLES[style], *DTYPES[dtype], *DOCUMENTS[documents]]
 
 
@@ -83,10 +92,11 @@ def run_rank(flags: list[str], rank: int, world_size: int, port: int, steps: int
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     launch = launching.read_launch({
-        "RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0" if not torch.cuda.is_available() else str(rank),
+        "RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0" if not torch.cuda.is_available()
+        else str(rank),
         "LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
     config = parse(flags, world_size=world_size)
-    samples = made_up_samples(config, 4 * config.train.global_batch_size, seed=1)
+    samples = mock_samples(config, 4 * config.train.global_batch_size, seed=1)
     with joined(config, launch) as mesh:
         return train_layout(config, mesh, steps, samples)
 
@@ -97,12 +107,14 @@ def run_layout(pool: ProcessPoolExecutor, layout: LayoutRequest, job: list[str],
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    ranks = [pool.submit(run_rank, flags, rank, layout.world_size, port, steps) for rank in range(layout.world_size)]
+    ranks = [pool.submit(run_rank, flags, rank, layout.world_size, port,
+                         steps) for rank in range(layout.world_size)]
     try:
         return merge([rank.result() for rank in ranks])
     except BrokenProcessPool:
-        raise CommunicationError(f"layout {layout.text}: a rank exited without an error message, because of a lack of memory "
-                                 "or a crash in native code. Run this layout alone to find out.") from None
+        raise CommunicationError(f"layout {layout.text}: a rank exited without an error message, because of "
+                                 "a lack of memory or a crash in native code. Run this layout alone to find "
+                                 "out.") from None
 
 
 def parse_arguments(argv=None) -> argparse.Namespace:
@@ -115,14 +127,14 @@ def parse_arguments(argv=None) -> argparse.Namespace:
     parser.add_argument("--untie", action="store_true", help="separate input and output embeddings")
     parser.add_argument("--dropout", type=float, default=0.0, help="hidden and attention dropout (default 0)")
     parser.add_argument("--documents", choices=DOCUMENTS, default="joined",
-                        help="documents of a sample attend to each other, or are separate: --reset-position-ids "
-                             "--reset-attention-mask (default joined)")
+                        help="documents of a sample attend to each other, or are separate: "
+                             "--reset-position-ids --reset-attention-mask (default joined)")
     parser.add_argument("--samples", choices=SAMPLES, default="cut",
-                        help="cut from the stream of documents, packed from whole ones, or with fill-in-the-middle "
-                             "(default cut)")
+                        help="cut from the stream of documents, packed from whole ones, or with "
+                             "fill-in-the-middle (default cut)")
     parser.add_argument("--readers", choices=("all", "first"), default="all",
-                        help="ranks of a tensor-parallel group that read samples: all, or the first, which sends them "
-                             "(default all)")
+                        help="ranks of a tensor-parallel group that read samples: all, or the first, which "
+                             "sends them (default all)")
     parser.add_argument("--num-layers", type=int, default=4, help="blocks of the model (default 4)")
     parser.add_argument("--global-batch-size", type=int, default=8, help="samples per step (default 8)")
     return parser.parse_args(argv)
@@ -133,7 +145,8 @@ def main(argv=None) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    job = tiny_job(args.style, args.dtype, args.untie, args.dropout, args.num_layers, args.global_batch_size, args.steps,
+    job = tiny_job(args.style, args.dtype, args.untie, args.dropout, args.num_layers, args.global_batch_size,
+                   args.steps,
                    args.documents, args.samples, args.readers)
     layouts = [parse_layout(text, mbs="1") for text in args.layouts]
     references: dict[str, tuple] = {}
@@ -144,7 +157,8 @@ def run(args: argparse.Namespace) -> int:
     with ProcessPoolExecutor(max(layout.world_size for layout in layouts), mp_context=context) as pool:
         for layout in tqdm(layouts, desc="layouts", leave=False, disable=not sys.stderr.isatty()):
             if layout.reference not in references:
-                references[layout.reference] = run_layout(pool, parse_layout(layout.reference), job, args.steps)
+                references[layout.reference] = run_layout(pool, parse_layout(layout.reference), job,
+                                                          args.steps)
             ran = run_layout(pool, layout, job, args.steps)
             rows.append((layout.text, difference(ran, references[layout.reference], model)))
     return show(rows, args)
@@ -160,7 +174,8 @@ def show(rows: list[tuple[str, Difference]], args: argparse.Namespace) -> int:
     for text, d in rows:
         ok = d.is_within(limit)
         failures += not ok
-        print(f"{text:{width}}  {d.loss:9.2e}  {d.grad_norm:9.2e}  {d.weights:9.2e}  {'ok' if ok else 'TOO LARGE'}")
+        print(f"{text:{width}}  {d.loss:9.2e}  {d.grad_norm:9.2e}  {d.weights:9.2e}  "
+              f"{'ok' if ok else 'TOO LARGE'}")
     return 1 if failures else 0
 
 

@@ -39,11 +39,14 @@ def parse_arguments(argv=None) -> argparse.Namespace:
     add("--min-new-tokens", type=int, default=0, help="generate at least this many tokens (default 0)")
     add("--temperature", type=float, default=1.0,
         help="divides the logits; lower values give more likely text, 0 is greedy (default 1)")
-    add("--greedy", action="store_true", help="always select the most likely token; the same as --temperature 0")
-    add("--top-k", type=int, default=0, help="sample from the k most likely tokens only (default 0: no limit)")
+    add("--greedy", action="store_true", help="always select the most likely token; the same as "
+                                              "--temperature 0")
+    add("--top-k", type=int, default=0, help="sample from the k most likely tokens only (default 0: no "
+                                             "limit)")
     add("--top-p", type=float, default=1.0,
         help="sample from the most likely tokens whose probabilities sum to this (default 1: no limit)")
-    add("--seed", type=int, default=0, help="the same seed gives the same text at every tensor-parallel size (default 0)")
+    add("--seed", type=int, default=0, help="the same seed gives the same text at every tensor-parallel size "
+                                            "(default 0)")
     add("--tokenizer-model", metavar="PATH",
         help="read the tokenizer here instead of the copy beside the checkpoints; it must be the same one")
     add("--vocab-file", metavar="FILE", help="the same, for tokenizers with a vocabulary file")
@@ -58,8 +61,9 @@ def main(args: argparse.Namespace, launch) -> int:
         raise ConfigError(f"--max-new-tokens {args.max_new_tokens} generates no text. Use a positive number.")
     tp_size = args.tensor_model_parallel_size or launch.world_size
     if tp_size != launch.world_size:
-        raise ConfigError(f"--tensor-model-parallel-size {tp_size} with {launch.world_size} process(es): generation splits "
-                          f"the model over all processes. Start {tp_size} with torchrun --nproc-per-node {tp_size}.")
+        raise ConfigError(f"--tensor-model-parallel-size {tp_size} with {launch.world_size} process(es): "
+                          f"generation splits the model over all processes. Start {tp_size} with torchrun "
+                          f"--nproc-per-node {tp_size}.")
     sampling = Sampling(0.0 if args.greedy else args.temperature, args.top_k, args.top_p, args.seed)
     step = find_step(args.load, args.iteration)
     run = read_run(args.load, step)
@@ -80,10 +84,14 @@ def main(args: argparse.Namespace, launch) -> int:
 
 
 def find_step(directory: Path, iteration: int | None) -> int:
-    """The iteration to load. Raises CheckpointError where there is none, or where the folder is itself a checkpoint."""
+    """The iteration to load.
+
+    Raises CheckpointError where there is none, or where the folder is itself a checkpoint.
+    """
     if is_ours(directory):
         number = directory.resolve().name.removeprefix("iter_").lstrip("0") or "0"
-        raise CheckpointError(f"--load {directory} is a checkpoint, and --load takes the folder that holds it. Use --load "
+        raise CheckpointError(f"--load {directory} is a checkpoint, and --load takes the folder that holds "
+                              "it. Use --load "
                               f"{directory.resolve().parent}{f' --iteration {number}' * number.isdecimal()}.")
     step = iteration if iteration is not None else latest(directory)
     if step is None:
@@ -101,14 +109,17 @@ def load_model(config, mesh: Mesh, directory: Path, step: int) -> torch.nn.Modul
     return modules
 
 
-def show(prompt: str, tokenizer, modules, config, mesh: Mesh, sampling: Sampling, args: argparse.Namespace) -> None:
+def show(prompt: str, tokenizer, modules, config, mesh: Mesh, sampling: Sampling,
+         args: argparse.Namespace) -> None:
     ids = tokenizer.encode(prompt)
     room = config.model.positions - len(ids)
     if room < 1:
-        raise ConfigError(f"--prompt of {len(ids)} tokens fills all {config.model.positions} positions. Shorten it.")
+        raise ConfigError(f"--prompt of {len(ids)} tokens fills all {config.model.positions} positions. "
+                          "Shorten it.")
     stop = (lambda token: False) if args.ignore_eod else (lambda token: token == tokenizer.eod)
     tokens = list(generate(modules, ids, max_new_tokens=min(args.max_new_tokens, room), sampling=sampling,
-                           tp=mesh.group("tp"), vocab_size=config.model.vocab_size, stop=stop, end=tokenizer.eod,
+                           tp=mesh.group("tp"), vocab_size=config.model.vocab_size, stop=stop,
+                           end=tokenizer.eod,
                            min_new_tokens=args.min_new_tokens))
     if mesh.rank == 0:
         if tokens and stop(tokens[-1]):

@@ -1,8 +1,8 @@
-"""Train one tiny model under several layouts and measure how far each strays from one process.
+"""Train a tiny model under a layout, and measure its difference from another layout, usually one process.
 
-`train_layout` runs on one rank of any transport (processes in tools/compare_layouts.py, threads in the tests) and returns a
-`Trace`: losses, gradient norms, and the rank's boxes of the final logical weights. `merge` puts the ranks' boxes together,
-checking that each element is there; `difference` compares two merged traces.
+`train_layout` runs on one rank of any transport (processes in tools/compare_layouts.py, threads in the tests)
+and returns a `Trace`: losses, gradient norms, and the rank's boxes of the final logical weights. `merge`
+combines the traces of all ranks; `difference` compares two merged traces.
 """
 
 import itertools
@@ -33,30 +33,32 @@ from megatron_ds.training.build import Engine, build_engine
 from megatron_ds.training.samples import build_loaders, rearranged
 from megatron_ds.training.step import train_step
 
-# Shorthand of a layout → the flag it stands for. A value of "" takes the flag without a value when the number is 1.
+# Key of a layout → its flag. Those of SWITCHES are flags without a value, given if the value of the key is 1.
 LAYOUT_KEYS = {
     "tp": "--tensor-model-parallel-size", "pp": "--pipeline-model-parallel-size", "dp": None,
-    "sp": "--sequence-parallel", "schedule": "--pipeline-schedule", "chunks": "--num-virtual-stages-per-pipeline-rank",
-    "cut": "--pipeline-cut", "zero": "--zero-stage",
+    "sp": "--sequence-parallel", "schedule": "--pipeline-schedule",
+    "chunks": "--num-virtual-stages-per-pipeline-rank", "cut": "--pipeline-cut", "zero": "--zero-stage",
     "recompute": "--recompute-granularity", "layout": "--pipeline-layout", "mbs": "--micro-batch-size",
     "accumulate": "--zero-accumulate", "persist": "--stage3-param-persistence-threshold",
     "prefetch": "--stage3-prefetch-bucket-size", "pin": "--zero3-pin-stage", "bucket": "--reduce-bucket-size",
-    "grads": "--main-grads-dtype", "comm": "--communication-data-type", "divide": "--gradient-predivide-factor",
-    "prescale": "--prescale-gradients", "offload": "--offload-optimizer", "ratio": "--offload-optimizer-ratio",
+    "grads": "--main-grads-dtype", "comm": "--communication-data-type",
+    "divide": "--gradient-predivide-factor", "prescale": "--prescale-gradients",
+    "offload": "--offload-optimizer", "ratio": "--offload-optimizer-ratio",
     "offload_param": "--offload-param", "nvme": "--offload-nvme-path",
     "sub_group": "--sub-group-size", "hpz": "--zero-hpz-partition-size",
 }
 SWITCHES = {"sp", "prescale"}
-FOR_EVER = 1 << 40    # samples
-DOCUMENT_ENDS = 11    # multiples of it among the ids of made-up GPT samples end documents: masks of all shapes
+ENDLESS = 1 << 40    # samples
+# of GPT mock samples: ids that are multiples of it end a document, which makes masks of all shapes
+DOCUMENT_ENDS = 11
 
 
 @dataclass(frozen=True)
 class LayoutRequest:
-    """A layout as the user wrote it ("tp=2,pp=2,dp=1,sp=1"), its world size, and the flags it means.
+    """A layout as the user wrote it ("tp=2,pp=2,dp=1,sp=1"), its world size and its flags.
 
-    reference: the layout of one process to compare with. It has the same micro-batch size, since micro-batches weigh alike
-    whatever the number of tokens that count in them.
+    reference: the layout of one process to compare with. It has the same micro-batch size, because all
+    micro-batches have the same weight, whatever the number of tokens in their loss.
     """
 
     text: str
@@ -66,7 +68,11 @@ class LayoutRequest:
 
 
 def parse_layout(text: str, **defaults: str) -> LayoutRequest:
-    """defaults: values of keys that the text does not name. Raises ConfigError naming the nearest known key."""
+    """The layout of a text such as "tp=2,pp=2". Raises ConfigError with the most similar key for an unknown
+    one.
+
+    defaults: values of keys that the text does not contain
+    """
     values = dict(defaults)
     for item in filter(None, text.split(",")):
         key, _, value = item.partition("=")
@@ -90,9 +96,9 @@ def parse_layout(text: str, **defaults: str) -> LayoutRequest:
 
 @dataclass
 class Trace:
-    """What training left behind on one rank; after `merge`, of the whole run.
+    """Results of a training on one rank; after `merge`, on all ranks.
 
-    losses, grad_norms  one number a step, the same on every rank
+    losses, grad_norms  one number per step, the same on every rank
     boxes               (name, logical shape, logical offset, values) of this rank's final weights
     """
 
@@ -101,8 +107,10 @@ class Trace:
     boxes: list[tuple[str, tuple[int, ...], tuple[int, ...], torch.Tensor]]
 
 
-def made_up_samples(config: RunConfig, count: int, seed: int) -> Sequence:
-    """What `train_layout` takes: random ids for a GPT, else samples of what the model reads. The same on every rank."""
+def mock_samples(config: RunConfig, count: int, seed: int) -> Sequence:
+    """Samples for `train_layout`, the same on every rank: random ids for a GPT, else mock samples of the
+    model.
+    """
     model, kind = config.model, MODELS[config.model.model].data
     if kind is GPT_DATA:
         return random_samples(count, model.seq_length, model.vocab_size, seed)
@@ -117,10 +125,10 @@ def random_samples(count: int, seq_length: int, vocab_size: int, seed: int) -> t
 
 def train_layout(config: RunConfig, mesh: Mesh, steps: int, samples: Sequence, *,
                  watch: Callable[[Engine], None] | None = None) -> Trace:
-    """Train `steps` steps on `samples`, as of `made_up_samples` (global batches in turn, wrapping around). Collective over
-    the world.
+    """Train `steps` steps on `samples`, as of `mock_samples` (global batches in turn, wrapping around).
+    Collective over the world.
 
-    watch: shown the engine before the first step, to look at it or hang hooks on its modules.
+    watch: called with the engine before the first step, to inspect it or to add hooks to its modules.
     """
     engine = build_engine(config, mesh)
     if watch is not None:
@@ -146,16 +154,17 @@ def global_batch_share(samples: Sequence, first: int, size: int, config: RunConf
 
 
 def open_loader(config: RunConfig, samples: Sequence, mesh: Mesh) -> Loader:
-    """The loader that a run has, over `samples` in turns: packed, rearranged and sent as the config says."""
+    """The loader of a run over `samples`, repeated without end: packed, rearranged and sent as configured."""
     words = NullTokenizer(config.model.vocab_size - 1)
     if MODELS[config.model.model].data is not GPT_DATA:
-        dataset = InTurns(samples)
+        dataset = Cycle(samples)
     elif config.data.pack_documents:
-        corpus = MadeUpCorpus(_with_ends(samples, words.eod), words.eod)
-        packs = build_packs(corpus.lengths, range(len(corpus.lengths)), config.model.seq_length, config.train.seed)
-        dataset = PackedDataset(corpus, packs, config.model.seq_length, FOR_EVER, config.train.seed)
+        corpus = MockCorpus(_with_ends(samples, words.eod), words.eod)
+        packs = build_packs(corpus.lengths, range(len(corpus.lengths)), config.model.seq_length,
+                            config.train.seed)
+        dataset = PackedDataset(corpus, packs, config.model.seq_length, ENDLESS, config.train.seed)
     else:
-        dataset = InTurns([{"tokens": row} for row in _with_ends(samples, words.eod)])
+        dataset = Cycle([{"tokens": row} for row in _with_ends(samples, words.eod)])
     return build_loaders(config, rearranged(config, Datasets(dataset, None, None), words), words, mesh).train
 
 
@@ -163,21 +172,21 @@ def _with_ends(samples: torch.Tensor, eod: int) -> np.ndarray:
     return samples.where(samples % DOCUMENT_ENDS != 0, eod).numpy()
 
 
-class InTurns:
-    """A dataset that begins again when it is over."""
+class Cycle:
+    """A dataset that repeats its samples without end."""
 
     def __init__(self, samples: Sequence):
         self.samples = samples
 
     def __len__(self) -> int:
-        return FOR_EVER
+        return ENDLESS
 
     def __getitem__(self, i: int):
         return self.samples[i % len(self.samples)]
 
 
-class MadeUpCorpus:
-    """The documents of samples laid end to end, as `PackedDataset` reads them."""
+class MockCorpus:
+    """The documents in the concatenation of samples, with the interface that `PackedDataset` reads."""
 
     def __init__(self, rows: np.ndarray, eod: int):
         tokens = rows.ravel()
@@ -196,7 +205,10 @@ def _weight_boxes(engine):
 
 
 def merge(traces: Sequence[Trace]) -> tuple[Trace, dict[str, torch.Tensor]]:
-    """The run's losses and norms, and its whole logical weights. Raises LayoutError where an element is missing or double."""
+    """The run's losses and norms, and its whole logical weights.
+
+    Raises LayoutError if an element is on no rank or on several.
+    """
     weights, seen = {}, {}
     for name, shape, offset, values in itertools.chain.from_iterable(t.boxes for t in traces):
         target = weights.setdefault(name, torch.empty(shape))
@@ -206,13 +218,16 @@ def merge(traces: Sequence[Trace]) -> tuple[Trace, dict[str, torch.Tensor]]:
         count[where] += 1
     for name, count in seen.items():
         if not (count == 1).all():
-            raise LayoutError(f"{name}: {int((count == 0).sum())} elements on no rank, {int((count > 1).sum())} on several.")
+            raise LayoutError(f"{name}: {int((count == 0).sum())} elements on no rank, "
+                              f"{int((count > 1).sum())} on several.")
     return traces[0], weights
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Largest relative differences: of any step's loss, any step's gradient norm; of final weights (see `difference`)."""
+    """Largest relative differences: of any step's loss, any step's gradient norm; of final weights (see
+    `difference`).
+    """
 
     loss: float
     grad_norm: float
@@ -226,7 +241,9 @@ class Difference:
 
 
 def difference(run: tuple[Trace, dict], reference: tuple[Trace, dict], model) -> Difference:
-    """weights: largest over tensors of ‖w − w₀‖ / ‖w₀‖ (Frobenius), of what the loss determines (`determined`)."""
+    """weights: largest over tensors of ‖w − w₀‖ / ‖w₀‖ (Frobenius), of what the loss determines
+    (`determined`).
+    """
     (trace, weights), (trace0, weights0) = run, reference
     if weights.keys() != weights0.keys():
         raise LayoutError(f"different parameters: {sorted(weights.keys() ^ weights0.keys())}")
@@ -238,8 +255,9 @@ def difference(run: tuple[Trace, dict], reference: tuple[Trace, dict], model) ->
 def determined(name: str, values: torch.Tensor, model) -> torch.Tensor:
     """`values` without what the loss does not depend on.
 
-    A bias of the keys adds the same number to all scores of a query, which softmax takes away again: without rotary
-    positions its gradient is zero but for rounding, and Adam divides that rounding by itself. Such rows are left out.
+    A bias of the keys adds the same number to all scores of a query, which does not change the softmax.
+    Without rotary positions its gradient is zero except for rounding, and Adam normalizes that rounding to
+    full steps. These rows are left out.
     """
     if not name.endswith("linear_qkv.bias") or model.position_embedding_type == "rope":
         return values
@@ -250,7 +268,8 @@ def determined(name: str, values: torch.Tensor, model) -> torch.Tensor:
 def _largest(values: Sequence[float], reference: Sequence[float]) -> float:
     """A step that overflowed must overflow in both runs."""
     same = [(x, y) for x, y in zip(values, reference, strict=True) if math.isfinite(x) or math.isfinite(y)]
-    return max((abs(x - y) / abs(y) if math.isfinite(x) and math.isfinite(y) else math.inf for x, y in same), default=0.0)
+    return max((abs(x - y) / abs(y) if math.isfinite(x) and math.isfinite(y) else math.inf for x, y in same),
+               default=0.0)
 
 
 def _tensor_difference(w: torch.Tensor, w0: torch.Tensor) -> float:

@@ -18,7 +18,8 @@ STYLES = {"train": dict(linewidth=1.5), "validation": dict(marker="o", linestyle
 def read(path: Path) -> dict[str, list[dict]]:
     """Records by kind ("train", "validation", "test"), each in order of steps."""
     if not path.exists():
-        raise DataError(f"--metrics {path}: no such file. Start the run with --save or --metrics-jsonl to write one.")
+        raise DataError(f"--metrics {path}: no such file. Start the run with --save or --metrics-jsonl to "
+                        "write one.")
     records: dict[str, list[dict]] = {}
     for record in read_metrics(path):
         records.setdefault(record["kind"], []).append(record)
@@ -30,7 +31,8 @@ def draw(records: dict[str, list[dict]], output: Path, *, title: str, marks: lis
     try:
         import matplotlib
     except ImportError:
-        raise ConfigError("drawing needs matplotlib, which is not installed: pip install matplotlib") from None
+        raise ConfigError("drawing needs matplotlib, which is not installed: pip install "
+                          "matplotlib") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
@@ -45,7 +47,8 @@ def draw(records: dict[str, list[dict]], output: Path, *, title: str, marks: lis
     for step, text in marks:
         if step:
             axes.axvline(step, color="grey", linewidth=0.8)
-        axes.annotate(text, (step, 0.02), xycoords=("data", "axes fraction"), xytext=(4, 0), textcoords="offset points",
+        axes.annotate(text, (step, 0.02), xycoords=("data", "axes fraction"), xytext=(4, 0),
+                      textcoords="offset points",
                       color="dimgrey", fontsize=9)
     axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
     axes.set_xlim(left=0)
@@ -69,7 +72,8 @@ def main() -> int:
     parser.add_argument("--metrics", type=Path, required=True, help="metrics.jsonl of a run")
     parser.add_argument("--output", type=Path, required=True, help="picture to write (.png, .svg, .pdf)")
     parser.add_argument("--title", default="", help="title of the picture")
-    parser.add_argument("--vocab-size", type=int, help="also draw the loss of a uniform guess among this many tokens")
+    parser.add_argument("--vocab-size", type=int, help="also draw the loss of a uniform guess among this "
+                                                       "many tokens")
     parser.add_argument("--mark", action="append", default=[], metavar="STEP=TEXT",
                         help="vertical line at a step, with a label; may be given several times")
     args = parser.parse_args()

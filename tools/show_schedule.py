@@ -1,14 +1,16 @@
-"""Show a pipeline schedule in the terminal, as a picture or as a Chrome trace; planned, and as measured in a run.
+"""Show a pipeline schedule in the terminal, as a picture or as a Chrome trace: planned, or measured in a run.
 
     python tools/show_schedule.py --schedule 1f1b --pipeline-size 4 --microbatches 8
     python tools/show_schedule.py --schedule zb-v --pipeline-size 4 --microbatches 8 --output zb-v.svg
     python tools/show_schedule.py --schedule 1f1b zb-h1 zb-auto --pipeline-size 4 --microbatches 8 \\
         --costs 1 1.2 0.7 --transfer 0.05 --memory-limit 8 --output compared.png
-    python tools/show_schedule.py --schedule zb-h1 --pipeline-size 2 --microbatches 4 --measured runs/traces --output both.svg
+    python tools/show_schedule.py --schedule zb-h1 --pipeline-size 2 --microbatches 4 \\
+        --measured runs/traces --output both.svg
 
-Times are in the units of --costs (seconds with --measured). The bubble is the fraction of all ranks' time in which they do not
-compute. Pictures are .svg files, or .png files if matplotlib is installed. A Chrome trace opens in https://ui.perfetto.dev.
-"peak alive" is the maximum number of live activations, each of one micro-batch at one stage.
+Times are in the units of --costs (seconds with --measured). The bubble is the fraction of all ranks' time in
+which they do not compute. Pictures are .svg files, or .png files if matplotlib is installed. A Chrome trace
+opens in https://ui.perfetto.dev. "peak alive" is the maximum number of live activations, each of one
+micro-batch at one stage.
 """
 
 import sys
@@ -52,15 +54,18 @@ def main() -> int:
 def _parser() -> Arguments:
     parser = Arguments(__doc__)
     plan = parser.add_argument_group("plan")
-    plan.add_argument("--schedule", nargs="+", default=["1f1b"], metavar="NAME", help=f"one or more of {', '.join(SCHEDULES)}")
-    plan.add_argument("--pipeline-size", type=int, metavar="P", help="pipeline ranks (default 4, or as --measured)")
-    plan.add_argument("--microbatches", type=int, metavar="M", help="micro-batches of a step (default 8, or as --measured)")
-    plan.add_argument("--chunks", type=int, metavar="V", help="stages per rank (default: the fewest the schedule takes; 2 for "
-                      "interleaved)")
+    plan.add_argument("--schedule", nargs="+", default=["1f1b"], metavar="NAME",
+                      help=f"one or more of {', '.join(SCHEDULES)}")
+    plan.add_argument("--pipeline-size", type=int, metavar="P",
+                      help="pipeline ranks (default 4, or as --measured)")
+    plan.add_argument("--microbatches", type=int, metavar="M", help="micro-batches of a step (default 8, or "
+                                                                    "as --measured)")
+    plan.add_argument("--chunks", type=int, metavar="V", help="stages per rank (default: the fewest the "
+                      "schedule takes; 2 for interleaved)")
     plan.add_argument("--costs", nargs=3, type=float, metavar=("F", "I", "W"),
-                      help="time of a rank's share of the model for one micro-batch: forward, backward of the input, of the "
-                      "weights; B takes I + W, and each of V stages takes 1/V of it (default 1 1 1; with --measured the "
-                      "measured times of each stage)")
+                      help="time of a rank's share of the model for one micro-batch: forward, backward of "
+                      "the input, of the weights; B takes I + W, and each of V stages takes 1/V of it "
+                      "(default 1 1 1; with --measured the measured times of each stage)")
     plan.add_argument("--transfer", type=float, default=0.0, metavar="T",
                       help="time to send a tensor between two ranks (default 0)")
     plan.add_argument("--memory-limit", type=float, metavar="A",
@@ -68,12 +73,15 @@ def _parser() -> Arguments:
     plan.add_argument("--group-size", type=int, metavar="G",
                       help="interleaved: minimum number of consecutive micro-batches of a stage (default: P)")
     parser.add_argument("--measured", nargs="+", type=Path, metavar="PATH",
-                        help="timelines written by a run with --trace: a folder, or the files of one pipeline")
+                        help="timelines written by a run with --trace: a folder, or the files of one "
+                             "pipeline")
     parser.add_argument("--step", type=int, default=-1, metavar="N",
                         help="step of --measured to show, from 0 (default: the last)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="picture to write, .svg or .png")
-    parser.add_argument("--width", type=int, default=1100, metavar="PIXELS", help="width of the picture (default 1100)")
-    parser.add_argument("--chrome-trace", type=Path, metavar="FILE", help="JSON file to write, with the first schedule")
+    parser.add_argument("--width", type=int, default=1100, metavar="PIXELS",
+                        help="width of the picture (default 1100)")
+    parser.add_argument("--chrome-trace", type=Path, metavar="FILE",
+                        help="JSON file to write, with the first schedule")
     return parser
 
 
@@ -92,26 +100,29 @@ def _planned(name: str, args, measured: dict | None) -> Panel:
     if measured and not args.costs:
         _check_stages(name, p * chunks, {i.stage for its in measured.values() for i, *_ in its})
     timeline = simulate(add_transfers(order, p * chunks), cost)
-    what = f"{name}: {_count(p, 'rank')}, {_count(m, 'micro-batch')}" + (f", {chunks} stages a rank" if chunks > 1 else "")
+    what = f"{name}: {_count(p, 'rank')}, {_count(m, 'micro-batch')}" + (f", {chunks} stages a rank"
+                                                                         if chunks > 1 else "")
     return Panel(f"{what}, bubble {timeline.bubble:.1%}, span {timeline.span:.4g}", timeline)
 
 
 def _check_stages(name: str, planned: int, measured: set[int]) -> None:
     if measured != {*range(planned)}:
-        raise ConfigError(f"--measured has times of {len(measured)} stages, but {name} would have {planned} stages, "
-                          f"whose times were not measured. Give --costs, or sizes that make {len(measured)} stages.")
+        raise ConfigError(f"--measured has times of {len(measured)} stages, but {name} would have {planned} "
+                          "stages, whose times were not measured. Give --costs, or sizes that make "
+                          f"{len(measured)} stages.")
 
 
 def _measured(args) -> dict[int, list[Entry]]:
     """The timelines of the step that was asked for."""
-    paths = [file for path in args.measured for file in (sorted(path.glob("*.json")) if path.is_dir() else [path])]
+    paths = [file for path in args.measured
+             for file in (sorted(path.glob("*.json")) if path.is_dir() else [path])]
     if not paths:
-        raise DataError(f"no timelines in {', '.join(map(str, args.measured))}: a run writes them (*.json) when started with "
-                        "--trace.")
+        raise DataError(f"no timelines in {', '.join(map(str, args.measured))}: a run writes them (*.json) "
+                        "when started with --trace.")
     steps = steps_of(read_traces(paths))
     if not -len(steps) <= args.step < len(steps):
-        raise ConfigError(f"--step {args.step}: {len(steps)} steps were recorded. Valid: 0 to {len(steps) - 1}, or -1 for the "
-                          "last.")
+        raise ConfigError(f"--step {args.step}: {len(steps)} steps were recorded. Valid: 0 to "
+                          f"{len(steps) - 1}, or -1 for the last.")
     return steps[args.step]
 
 

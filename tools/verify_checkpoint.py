@@ -1,8 +1,8 @@
-"""Read every byte of a checkpoint and compare it with the checksums that were saved, for instance after copying it.
+"""Read every byte of a checkpoint, and compare it with the saved checksums, for instance after copying it.
 
     python tools/verify_checkpoint.py --load quickstart/checkpoints
 
-Ends with code 0 when all files are as they were saved, else with 2 and a line for each changed file.
+The exit code is 0 if no file has changed, else 2, with a line for each changed file.
 """
 
 import argparse
@@ -19,7 +19,8 @@ from megatron_ds.errors import CheckpointError
 def parse_arguments(argv=None) -> argparse.Namespace:
     parser = Arguments(__doc__)
     parser.add_argument("--load", type=Path, required=True, help="checkpoint folder of a run (its --save)")
-    parser.add_argument("--iteration", type=int, help="which checkpoint of the folder (default: the one in the tracker)")
+    parser.add_argument("--iteration", type=int, help="which checkpoint of the folder (default: the one in "
+                                                      "the tracker)")
     return parser.parse_args(argv)
 
 
@@ -28,14 +29,15 @@ def main(args: argparse.Namespace) -> int:
     if step is None:
         tracker = read_tracker(args.load)
         if tracker is None or not tracker.isdecimal():
-            raise CheckpointError(f"--load {args.load}: no tracker there names an iteration. Give --iteration, one of "
+            raise CheckpointError(f"--load {args.load}: no tracker there names an iteration. Give "
+                                  "--iteration, one of "
                                   f"{', '.join(map(str, steps_in(args.load))) or 'none'}.")
         step = int(tracker)
     path = find_checkpoint(args.load, step)
     problems = list(problems_of(path))
     if problems:
-        raise CheckpointError(f"{path} is not what was saved: {'; '.join(problems)}. Copy these files again, or load another "
-                              "iteration.")
+        raise CheckpointError(f"{path} is not what was saved: {'; '.join(problems)}. Copy these files again, "
+                              "or load another iteration.")
     print(f"{path}: all files are as they were saved")
     return 0
 

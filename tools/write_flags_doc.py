@@ -12,8 +12,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron_ds.config.deepspeed_json import TRANSLATED, declared_keys  # noqa: E402
+from megatron_ds.config.deepspeed_json import TRANSLATED  # noqa: E402
 from megatron_ds.config.help import TITLES, default_text, invocation  # noqa: E402
+from megatron_ds.config.json_document import declared_keys  # noqa: E402
 from megatron_ds.config.option import Option  # noqa: E402
 from megatron_ds.config.run import SECTIONS, all_options  # noqa: E402
 from megatron_ds.config.unsupported import FAMILIES, FLAGS, KEYS, Answer  # noqa: E402
@@ -24,10 +25,12 @@ INTRO = """# Flags
 
 Every option can be given in three ways:
 
-* as a flag, in any spelling below; hyphens and underscores are the same, and so are `--lr 1e-4` and `--lr=1e-4`;
-* in a YAML file, `--config run.yaml` (several are allowed): by its name, bare or inside its section. A checkpoint's `run.json`
-  is such a file too, and repeats its run;
-* in a DeepSpeed JSON, `--deepspeed_config ds.json`, if a key is listed for it below. `"auto"` means: take it from the flags.
+* as a flag, in any spelling below; hyphens and underscores are the same, and so are `--lr 1e-4` and
+  `--lr=1e-4`;
+* in a YAML file, `--config run.yaml` (several are allowed): by its name, bare or inside its section. A
+  checkpoint's `run.json` is such a file too, and repeats its run;
+* in a DeepSpeed JSON, `--deepspeed_config ds.json`, if a key is listed for it below. `"auto"` means: take the
+  value from the flags.
 
 ```yaml
 model:
@@ -38,25 +41,28 @@ optimizer:
 train_iters: 1000
 ```
 
-Flags override files. It is an error if two files give one option different values, or if a name is unknown. All errors of a
-command line and its files are reported at once. Startup prints every value that is not the default, with its source.
+Flags override files. It is an error if two files give one option different values, or if a name is unknown.
+All errors of a command line and its files are reported at once. Startup prints every value that is not the
+default, with its source.
 
-`--help` prints all flags, `--version` the versions of megatron_ds, torch and Python, and `--print-config` the complete
-configuration as YAML that `--config` reads, with the source of each value. Each exits without starting the run.
-`--local-rank N`, which `torch.distributed.launch` and DeepSpeed's launcher append, is accepted; the launcher's environment
-sets the rank."""
+`--help` prints all flags, `--version` the versions of megatron_ds, torch and Python, and `--print-config` the
+complete configuration as YAML that `--config` reads, with the source of each value. Each exits without
+starting the run. `--local-rank N`, which `torch.distributed.launch` and DeepSpeed's launcher append, is
+accepted; the launcher's environment sets the rank."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with code 1 if the file is out of date")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with code 1 if the file is "
+                                                             "out of date")
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "flags.md",
                         help="file to write (default: %(default)s)")
     args = parser.parse_args()
     text = flags_document()
     if args.check:
         stale = not args.output.is_file() or args.output.read_text(encoding="utf-8") != text
-        print(f"{args.output} is {'out of date: run python tools/write_flags_doc.py' if stale else 'up to date'}")
+        print(f"{args.output} is "
+              f"{'out of date: run python tools/write_flags_doc.py' if stale else 'up to date'}")
         return int(stale)
     args.output.write_text(text, encoding="utf-8")
     print(f"wrote {args.output}")
@@ -68,27 +74,29 @@ def flags_document() -> str:
     parts = [INTRO]
     for section in SECTIONS:
         rows = [_row(option) for option in all_options().values() if option.section == section]
-        parts += [f"\n## {TITLES[section]} (`{section}:`)\n", *_table(("Flag", "Default", "Meaning", "Advice"), rows)]
+        parts += [f"\n## {TITLES[section]} (`{section}:`)\n",
+                  *_table(("Flag", "Default", "Meaning", "Advice"), rows)]
     parts += ["\n## DeepSpeed keys\n", *_table(("Key", "Option"), _keys())]
     parts += ["\n## Flags of Megatron without an option\n", WITHOUT_OPTION, *_answers({
         **FLAGS, **{f"{start}…": answer for start, answer in FAMILIES.items()}}, "Flag")]
     parts += ["\n## DeepSpeed keys without an option\n",
-              "The same for the JSON. Each key covers the block under it. A value that switches the feature off is "
-              "accepted.\n",
+              "The same for the JSON. Each key covers the block under it. A value that switches the feature "
+              "off is accepted.\n",
               *_answers(KEYS, "Key")]
     return "\n".join(parts) + "\n"
 
 
-WITHOUT_OPTION = """A flag is accepted, and listed at startup, if there is nothing to do for it: it asks for what always
-happens, or it chooses an implementation that cannot change any number. A flag is refused if the run would differ from what it
-asks for.
+WITHOUT_OPTION = """A flag is accepted, and listed at startup, if it changes nothing: it requests what always
+happens, or it chooses an implementation that cannot change any number. A flag is refused if the run would
+differ from what it requests.
 """
 
 
 def _answers(table: Mapping[str, Answer], head: str) -> Iterator[str]:
     rows = []
     for name, answer in sorted(table.items()):
-        values = [] if not answer.values else [str(value).lower() for value in answer.values if value not in (None, "auto")]
+        values = [] if not answer.values else [str(value).lower() for value in answer.values
+                                               if value not in (None, "auto")]
         if answer.values is None or not answer.refusal:
             accepted, refused = answer.note, ""
         else:

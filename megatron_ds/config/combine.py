@@ -1,8 +1,10 @@
 """Settings of all sources → one `RunConfig`.
 
-    dataclass defaults  <  the script's  <  files (YAML and DeepSpeed JSON, equal among themselves)  <  flags
+    defaults  <  values of the entry script  <  files (YAML and DeepSpeed JSON)  <  flags
 
-Two files that give one option different values are an error, because neither takes precedence.
+Two files that give one option different values are an error, because neither takes precedence. After that,
+missing batch sizes are derived, and options that have no effect beside others are left out: they are noted in
+`RunConfig.without_effect`, which startup prints.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,13 +18,17 @@ from .training_schedule import parse_batch_steps
 
 def merge(files: Sequence[Setting], flags: Sequence[Setting], world_size: int = 1,
           scripted: Sequence[Setting] = ()) -> RunConfig:
-    """Raises ConfigError where files contradict each other. Checks nothing else: see `rules`."""
+    """The configuration that all settings together describe. Raises ConfigError if files contradict each
+    other.
+
+    scripted: values of the entry script. Other checks are in `rules`.
+    """
     reject(contradictions(files, flags))
     return combined(files, flags, world_size, scripted)
 
 
 def contradictions(files: Iterable[Setting], flags: Iterable[Setting]) -> list[str]:
-    """Options to which files give different values, unless a flag decides."""
+    """A problem for each option to which files give different values, unless a flag overrides them."""
     decided = {setting.path for setting in flags}
     first: dict[str, Setting] = {}
     wrong = []
@@ -31,21 +37,21 @@ def contradictions(files: Iterable[Setting], flags: Iterable[Setting]) -> list[s
         if before.value != setting.value and setting.path not in decided:
             option = all_options()[setting.path]
             wrong.append(f"{option.flag} is {before.value} in {before.source} but {setting.value} in "
-                         f"{setting.source}: files do not override each other. Remove one of them, or decide "
-                         f"with {option.flag}.")
+                         f"{setting.source}: files do not override each other. Remove one of the two, or "
+                         f"override both with {option.flag}.")
     return wrong
 
 
 def combined(files: Sequence[Setting], flags: Sequence[Setting], world_size: int = 1,
              scripted: Sequence[Setting] = ()) -> RunConfig:
-    """The same without that check: the first of two files wins."""
+    """`merge` without the check: the first of two files wins."""
     chosen = {setting.path: setting for setting in (*scripted, *reversed(files), *flags)}
     config = RunConfig(world_size=world_size)
     for setting in sorted(chosen.values(), key=lambda s: isinstance(s.value, PartOf)):
         config = _with(config, setting)
     if config.plan.is_dry and config.plan.world_size:
         config = replace(config, world_size=config.plan.world_size)
-    return with_batch_sizes(resolved(config))
+    return with_batch_sizes(without_useless_options(config))
 
 
 def with_batch_sizes(config: RunConfig) -> RunConfig:
@@ -53,7 +59,7 @@ def with_batch_sizes(config: RunConfig) -> RunConfig:
 
     The micro-batch is derived only if a DeepSpeed JSON gave one of the others, as DeepSpeed does. With
     Megatron's flags it is required: a forgotten flag should not mean the largest micro-batch. Does nothing
-    where the numbers do not divide; `rules` reports that.
+    where a number is not divisible; `rules` reports that.
     """
     train, ranks = config.train, config.data_parallel_size
     micro, total, steps = train.micro_batch_size, train.global_batch_size, train.gradient_accumulation_steps
@@ -80,6 +86,7 @@ def with_batch_sizes(config: RunConfig) -> RunConfig:
 
 
 def _last_of_schedule(config: RunConfig) -> int | None:
+    """The last size of --step-batch-size-schedule, if it can be read."""
     train, seq_length = config.train, config.model.seq_length
     if not train.step_batch_size_schedule or not seq_length:
         return None
@@ -105,37 +112,36 @@ TOKENIZER_FILES = ("data.vocab_file", "data.merge_file", "data.tokenizer_model")
 GPT2_TOKENS = 50_256                  # beside the end-of-document token, which NullTokenizer adds
 
 
-def resolved(config: RunConfig) -> RunConfig:
+def without_useless_options(config: RunConfig) -> RunConfig:
+    """The config without options that have no effect beside others."""
     for function in (_mock_data, _mock_vocabulary, _recomputation, _gradient_divisor, _saving):
         config = function(config)
     return config
 
 
 def _mock_data(config: RunConfig) -> RunConfig:
-    """The flag --mock-data wins over the corpus of a recipe.
+    """On the command line --mock-data replaces the corpus of a file.
 
-    From a file it does not: `rules` then asks to decide.
+    In a file it is an error beside a corpus (`rules`).
     """
-    source = config.sources.get("data.mock_data")
-    if config.data.mock_data and source is not None and source.kind == "flag":
+    if config.data.mock_data and _is_flag(config, "data.mock_data"):
         return _without(config, DATA, "--mock-data is used instead")
     return config
 
 
 def _mock_vocabulary(config: RunConfig) -> RunConfig:
-    """Mock tokens need a vocabulary size, but no tokenizer: that of a recipe is left out if --vocab-size is
-    given.
+    """Mock tokens need a vocabulary size, but no tokenizer: with --vocab-size the tokenizer of a file is left
+    out.
     """
     if not config.data.mock_data:
         return config
-    source = config.sources.get("data.mock_data")
-    is_flag = source is not None and source.kind == "flag"
-    if is_flag and config.model.vocab_size is not None and config.data.tokenizer_type not in (None, "NullTokenizer"):
+    has_tokenizer = config.data.tokenizer_type not in (None, "NullTokenizer")
+    if has_tokenizer and config.model.vocab_size is not None and _is_flag(config, "data.mock_data"):
         config = _without(config, ("data.tokenizer_type", *TOKENIZER_FILES), "mock data needs no tokenizer")
     if config.data.tokenizer_type is not None:
         return config
-    config = config.with_values({"data.tokenizer_type": "NullTokenizer"}, Source("derived", "for "
-                                                                                            "--mock-data"))
+    source = Source("derived", "for --mock-data")
+    config = config.with_values({"data.tokenizer_type": "NullTokenizer"}, source)
     has_files = bool(config.data.vocab_file or config.data.merge_file)
     config = _without(config, TOKENIZER_FILES, "mock data needs no tokenizer")
     if has_files and config.model.vocab_size is None:
@@ -145,15 +151,15 @@ def _mock_vocabulary(config: RunConfig) -> RunConfig:
 
 
 def _recomputation(config: RunConfig) -> RunConfig:
+    """--recompute-method uniform with one layer at a time recomputes all layers one by one: the default."""
     train = config.train
-    # layers one by one, and all of them
     if train.recompute_method == "uniform" and train.recompute_num_layers == 1:
         return replace(config, train=replace(train, recompute_num_layers=None))
     return config
 
 
 def _gradient_divisor(config: RunConfig) -> RunConfig:
-    """Dividing gradients while they are summed only prevents an overflow of fp16."""
+    """Dividing gradients before they are summed matters in fp16 only."""
     dtype = config.zero.communication_data_type or config.optimizer.main_grads_dtype
     if dtype == "fp16":
         return config
@@ -162,6 +168,7 @@ def _gradient_divisor(config: RunConfig) -> RunConfig:
 
 
 def _saving(config: RunConfig) -> RunConfig:
+    """Options of saving have no effect without a directory."""
     if config.checkpoint.save is not None:
         return config
     return _without(config,
@@ -170,8 +177,8 @@ def _saving(config: RunConfig) -> RunConfig:
 
 
 def _without(config: RunConfig, paths: tuple[str, ...], why: str) -> RunConfig:
-    """The options at their defaults; those that were given are noted."""
-    given = [path for path in paths if config.get(path) != all_options()[path].default]
+    """The options set to their defaults; those that had another value are noted with the reason."""
+    given = [path for path in paths if not config.is_default(path)]
     if not given:
         return config
     notes = {written(config, path): why for path in given}
@@ -179,3 +186,8 @@ def _without(config: RunConfig, paths: tuple[str, ...], why: str) -> RunConfig:
     config = config.with_values(defaults, Source("derived", why))
     sources = {path: source for path, source in config.sources.items() if path not in given}
     return replace(config, sources=sources, without_effect={**config.without_effect, **notes})
+
+
+def _is_flag(config: RunConfig, path: str) -> bool:
+    source = config.sources.get(path)
+    return source is not None and source.kind == "flag"

@@ -1,8 +1,9 @@
-"""`CurriculumConfig`: short sequences first, or easy samples first. DeepSpeed's two curricula.
+"""DeepSpeed's data efficiency: `CurriculumConfig` (short sequences or easy samples first) and
+`RandomLTDConfig`.
 
 A curriculum over lengths (`--curriculum-type`) is given with flags or with the legacy block
-"curriculum_learning". A curriculum over samples takes a block for each metric, as in "data_efficiency"; each
-is kept as one JSON text.
+"curriculum_learning". A curriculum over samples has a block for each metric, as in "data_efficiency"; each
+block is kept as a JSON string.
 """
 
 import json
@@ -14,7 +15,7 @@ from ..difficulty import KINDS, Difficulty, make_difficulty
 from ..errors import ConfigError
 from .option import option
 
-TRUNCATE, RESHAPE = "seqlen_truncate", "seqlen_reshape"     # also the names that upstream gives such metrics
+TRUNCATE, RESHAPE = "seqlen_truncate", "seqlen_reshape"     # DeepSpeed's names of such metrics
 SCHEDULE = ("min_difficulty", "max_difficulty", "schedule_type", "schedule_config")
 METRIC_KEYS = {"name", "index_to_sample_path", "index_to_metric_path", "difficulty_type", "clustering_type",
                *SCHEDULE}
@@ -29,89 +30,91 @@ class CurriculumConfig:
     curriculum_type: str | None = option(
         None, choices=(TRUNCATE, RESHAPE), values={"seqlen": TRUNCATE},
         help="Train on short sequences first: seqlen_truncate drops the rest of each sample, seqlen_reshape "
-        "folds it into more "
-        "rows.", avoid="Truncation needs more samples for the same tokens. Evaluation is always at full "
-                       "length.")
+             "folds it into more rows.",
+        avoid="Truncation needs more samples for the same tokens. Evaluation is always at full length.")
     curriculum_schedule: str = option("fixed_linear", choices=tuple(KINDS), help="How the length grows.")
-    curriculum_min_length: int | None = option(None, at_least=1, unit="tokens", help="Length of the first "
-                                                                                     "step.")
-    curriculum_max_length: int | None = option(None, at_least=1, unit="tokens",
-                                               help="Length at the end of the curriculum. Default: "
-                                                    "--seq-length.")
-    curriculum_steps: int | None = option(None, at_least=1, unit="steps", help="Steps until the largest "
-                                          "length is reached (fixed_linear, fixed_root).")
-    curriculum_length_step: int = option(8, at_least=1, unit="tokens", help="The length is a multiple of "
-                                         "this (fixed_linear, "
-                                         "fixed_root).", avoid="Multiples of 8 are fast on GPUs; each new "
-                                         "length costs some memory and a search for kernels.")
-    curriculum_root_degree: float | None = option(None, above=0, help="Degree of the root: with 2 the length "
-                                                "grows with the square root of the steps (fixed_root).")
-    curriculum_lengths: tuple[int, ...] = option((), at_least=1, unit="tokens", help="The lengths, in order "
-                                                 "(fixed_discrete).")
-    curriculum_until_steps: tuple[int, ...] = option((), at_least=1, unit="steps", help="The last step of "
-                                                     "each length except the last (fixed_discrete).")
-    curriculum_function: str | None = option(None, help="package.module:function from the step, counted from "
-                                             "1, to the length "
-                                             "(custom).", avoid="If it depends on anything else, a resumed "
-                                                                "run differs.")
+    curriculum_min_length: int | None = option(
+        None, at_least=1, unit="tokens", help="Length of the first step.")
+    curriculum_max_length: int | None = option(
+        None, at_least=1, unit="tokens", help="Length at the end of the curriculum. Default: --seq-length.")
+    curriculum_steps: int | None = option(
+        None, at_least=1, unit="steps",
+        help="Steps until the largest length is reached (fixed_linear, fixed_root).")
+    curriculum_length_step: int = option(
+        8, at_least=1, unit="tokens", help="The length is a multiple of this (fixed_linear, fixed_root).",
+        avoid="Multiples of 8 are fast on GPUs; each new length costs some memory and a search for kernels.")
+    curriculum_root_degree: float | None = option(
+        None, above=0,
+        help="Degree of the root: with 2 the length grows with the square root of the steps (fixed_root).")
+    curriculum_lengths: tuple[int, ...] = option(
+        (), at_least=1, unit="tokens", help="The lengths, in order (fixed_discrete).")
+    curriculum_until_steps: tuple[int, ...] = option(
+        (), at_least=1, unit="steps", help="The last step of each length except the last (fixed_discrete).")
+    curriculum_function: str | None = option(
+        None, help="package.module:function from the step, counted from 1, to the length (custom).",
+        avoid="If it depends on anything else, a resumed run differs.")
     curriculum_metrics: tuple[str, ...] = option(
-        (), help="Easy samples first: for each metric, a block of \"curriculum_metrics\" with its \"name\" "
-        "inside, as JSON text. Easier to write in a DeepSpeed "
-        "JSON.", avoid="It needs an analysis by tools/analyze_data.py.")
+        (),
+        help="Easy samples first: for each metric, a block of \"curriculum_metrics\" with its \"name\" "
+             "inside, as JSON text. Easier to write in a DeepSpeed JSON.",
+        avoid="It needs an analysis by tools/analyze_data.py.")
     curriculum_cluster_path: str | None = option(
-        None, help="Directory for the samples that several metrics admit. Default: --data-cache-path, or "
-        "next to the first index.")
-    data_efficiency_seed: int = option(1234, at_least=0, help="Seed of the order in which a curriculum draws "
-                                                              "samples.")
+        None,
+        help="Directory for the samples that several metrics admit. Default: --data-cache-path, or next to "
+             "the first index.")
+    data_efficiency_seed: int = option(
+        1234, at_least=0, help="Seed of the order in which a curriculum draws samples.")
 
     @property
     def length_settings(self) -> dict[str, Any]:
-        """The curriculum over lengths as a block of DeepSpeed's JSON; without max_difficulty if none was
-        given.
-        """
-        said = {"total_curriculum_step": self.curriculum_steps, "root_degree": self.curriculum_root_degree,
+        """The curriculum over lengths as a block of DeepSpeed's JSON, without keys that have no value."""
+        schedule = {"total_curriculum_step": self.curriculum_steps,
+                    "root_degree": self.curriculum_root_degree,
                 "difficulty": list(self.curriculum_lengths) or None,
                 "max_step": list(self.curriculum_until_steps) or None,
                 "function": self.curriculum_function}
         _, needed, _ = KINDS[self.curriculum_schedule]
-        said = {key: value for key, value in said.items() if value is not None}
+        schedule = {key: value for key, value in schedule.items() if value is not None}
         if "difficulty_step" in needed:
-            said["difficulty_step"] = self.curriculum_length_step
+            schedule["difficulty_step"] = self.curriculum_length_step
         block = {"min_difficulty": self.curriculum_min_length, "max_difficulty": self.curriculum_max_length,
-                 "schedule_type": self.curriculum_schedule, "schedule_config": said}
+                 "schedule_type": self.curriculum_schedule, "schedule_config": schedule}
         return {key: value for key, value in block.items() if value is not None}
 
 
 @dataclass(frozen=True)
 class RandomLTDConfig:
-    """Random layer-wise token dropping (docs/data_efficiency.md): blocks process a growing random subset of
-    the tokens.
+    """Random layer-wise token dropping (docs/data_efficiency.md): blocks process a growing subset of the
+    tokens.
     """
 
     random_ltd: bool = option(
-        False, help="Let some blocks process only a random subset of the tokens, which grows during training "
-                    "(random-LTD).",
+        False,
+        help="Let some blocks process only a random subset of the tokens, which grows during training "
+             "(random-LTD).",
         avoid="It changes what is trained. Compare losses on a small run first.")
     random_ltd_total_layers: int | None = option(
-        None, at_least=1, json=f"{_LTD}.total_layer_num", help="Require this number of blocks: an error if "
-        "the model has another.", avoid="Not needed: the number is known from the model.")
+        None, at_least=1, json=f"{_LTD}.total_layer_num",
+        help="Require this number of blocks: any other number of layers is an error.",
+        avoid="Not needed: the number is known from the model.")
     random_ltd_layer_ids: tuple[int, ...] = option(
-        (), at_least=0, json=f"{_LTD}.random_ltd_layer_id", help="Numbers of the blocks that drop tokens, "
-        "from 0. Default: all except the first and the last.")
+        (), at_least=0, json=f"{_LTD}.random_ltd_layer_id",
+        help="Numbers of the blocks that drop tokens, from 0. Default: all except the first and the last.")
     random_ltd_min_tokens: int | None = option(
         None, at_least=1, unit="tokens", json=f"{_LTD}.random_ltd_schedule.min_value",
         help="Tokens of each sequence that these blocks keep in the first step.")
     random_ltd_max_tokens: int | None = option(
         None, at_least=1, unit="tokens", json=f"{_LTD}.random_ltd_schedule.max_value",
-        help="Tokens that they keep in the end. Default: the sequence length.",
+        help="Tokens of each sequence that these blocks keep at the end. Default: the sequence length.",
         avoid="With fewer, the run never trains on the whole sequences that it is evaluated on.")
     random_ltd_steps: int | None = option(
         None, at_least=1, unit="steps", json=f"{_LTD}.random_ltd_schedule.schedule_config.require_steps",
-        help="Steps over which the number grows linearly. Two thirds of the run is a good starting point.")
+        help="Steps over which the number of kept tokens grows linearly. Two thirds of the run is a good "
+             "starting point.")
     random_ltd_tokens_per_step: int = option(
         16, at_least=1, unit="tokens", json=f"{_LTD}.random_ltd_schedule.schedule_config.seq_per_step",
         help="The number of kept tokens is rounded down to a multiple of this.",
-        avoid="Kernels are fastest with multiples of 8, on GPUs of 64.")
+        avoid="Kernels are fastest with multiples of 64 on GPUs, of 8 on CPUs.")
 
     def dropping_blocks(self, num_layers: int) -> tuple[int, ...]:
         """Numbers of the blocks that drop tokens.
@@ -123,7 +126,7 @@ class RandomLTDConfig:
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric that orders samples; paths are prefixes of .bin/.idx pairs."""
+    """A metric that orders samples, with the prefixes of its .bin/.idx pairs."""
 
     name: str
     index_to_sample_path: str
@@ -133,7 +136,7 @@ class Metric:
 
 
 def length_difficulty(curriculum: CurriculumConfig, seq_length: int) -> Difficulty:
-    """The sequence length of a step. Raises ConfigError, which names the flags."""
+    """The sequence length as a function of the step. Raises ConfigError with the flags that are wrong."""
     settings = {"max_difficulty": seq_length, **curriculum.length_settings}
     if curriculum.curriculum_schedule == "fixed_discrete":
         settings.setdefault("min_difficulty", min(curriculum.curriculum_lengths, default=1))
@@ -146,7 +149,7 @@ def length_difficulty(curriculum: CurriculumConfig, seq_length: int) -> Difficul
 
 
 def read_metric(text: str) -> Metric:
-    """A metric from its JSON text. Raises ConfigError naming the metric and the key."""
+    """A metric from its JSON string. Raises ConfigError with the metric and the key that is wrong."""
     try:
         block = json.loads(text)
     except ValueError as error:
@@ -179,22 +182,25 @@ def read_metric(text: str) -> Metric:
 
 
 def order_identity(curriculum: CurriculumConfig) -> list[Any]:
-    """The part of a curriculum that decides the order of samples, as plain values; without paths, so files
-    may move.
+    """The values that decide the order of samples, for the identity of a run.
+
+    Without paths: files may move.
     """
     blocks = [json.loads(text) for text in curriculum.curriculum_metrics]
     return [{key: value for key, value in block.items() if not key.endswith("_path")} for block in blocks] + [
         curriculum.data_efficiency_seed]
 
 
+# Key of DeepSpeed's JSON in a message → the flag that sets it.
+_FLAGS_OF_KEYS = {
+    "min_difficulty": "--curriculum-min-length", "max_difficulty": "--curriculum-max-length",
+    "total_curriculum_step": "--curriculum-steps", "difficulty_step": "--curriculum-length-step",
+    "root_degree": "--curriculum-root-degree", "max_step": "--curriculum-until-steps",
+    "schedule_config of ": "--curriculum-schedule ", " function": " --curriculum-function",
+    " difficulty": " --curriculum-lengths"}
+
+
 def _in_flags(message: str) -> str:
-    for key, flag in (("min_difficulty", "--curriculum-min-length"),
-                      ("max_difficulty", "--curriculum-max-length"),
-                      ("total_curriculum_step", "--curriculum-steps"),
-                      ("difficulty_step", "--curriculum-length-step"),
-                      ("root_degree", "--curriculum-root-degree"), ("max_step", "--curriculum-until-steps"),
-                      ("schedule_config of ", "--curriculum-schedule "), (" function", " "
-                                                                                       "--curriculum-function"),
-                      (" difficulty", " --curriculum-lengths")):
+    for key, flag in _FLAGS_OF_KEYS.items():
         message = message.replace(key, flag)
     return message

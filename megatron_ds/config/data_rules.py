@@ -7,38 +7,39 @@ from .messages import flag, written
 from .run import RunConfig, all_options
 
 FIM = ("data.fim_rate", "data.fim_spm_rate", "data.fim_split_sample", "data.fim_fragment_rate",
-       "data.fim_no_prefix",
-       "data.fim_prefix_token", "data.fim_middle_token", "data.fim_suffix_token")
+       "data.fim_no_prefix", "data.fim_prefix_token", "data.fim_middle_token", "data.fim_suffix_token")
 SHORTEST = 8           # [CLS] A [SEP] B [SEP] with a few tokens in each segment
+SPLIT_PATHS = ("data.train_data_path", "data.valid_data_path", "data.test_data_path")
 OF_GPT = ("data.eod_mask_loss", "data.reset_position_ids", "data.reset_attention_mask", "data.fim_data",
           "data.pack_documents")
 
 
 def corpus(config: RunConfig) -> Iterator[str]:
+    """The data come from one source, with a tokenizer; splits and blend weights match that source."""
     data = config.data
-    paths = [path for path in ("data.train_data_path", "data.valid_data_path",
-                               "data.test_data_path") if config.get(path)]
-    given = [written(config, path) for path in (("data.mock_data",) if data.mock_data else ()) + (
-        ("data.data_path",) if data.data_path else ()) + tuple(paths[:1]) + tuple(
-        path for path in ("data.data_args_path", "data.per_split_data_args_path") if config.get(path))]
+    paths = [path for path in SPLIT_PATHS if config.get(path)]
+    sources = ("data.mock_data", "data.data_path", *paths[:1], "data.data_args_path",
+               "data.per_split_data_args_path")
+    given = [written(config, path) for path in sources if config.get(path)]
     if not given and not config.plan.is_dry:                          # a plan can come before its data
         yield ("missing: the data. Give --data-path PREFIX, or --train-data-path and so on for each split, "
                "or --mock-data to train on random tokens.")
     elif len(given) > 1:
-        yield (f"{' and '.join(given)} {'both' if len(given) == 2 else 'all'} specify the data. Give only one"
-               f"{'; --mock-data as a flag replaces the others' * data.mock_data}.")
+        yield (f"{' and '.join(given)} {'both' if len(given) == 2 else 'all'} choose the training data. Give "
+               f"only one{'; --mock-data on the command line replaces the others' * data.mock_data}.")
     if data.split is not None and not data.is_divided_by_split:
-        yield (f"{written(config, 'data.split')} divides a --data-path, and there is none. Remove it"
-               f"{', because each split has its own path' if paths or data.per_split_data_args_path else ''}.")
+        why = "each split has its own path" if paths or data.per_split_data_args_path else "there is none"
+        yield f"{written(config, 'data.split')} divides the corpora of --data-path, but {why}. Remove it."
     elif data.split is not None and not _is_split(data.split):
         yield (f"{written(config, 'data.split')} is not a list of up to three proportions, none negative and "
                "not all zero. Use for instance 969,30,1, or 98,2,0 for no test set.")
     if paths and not data.train_data_path:
-        yield f"{written(config, paths[0])} without --train-data-path: there is nothing to train on."
+        yield (f"{written(config, paths[0])} without --train-data-path: there is no training data. Add "
+               "--train-data-path.")
     words = next(filter(None, (data.data_path, data.train_data_path)), ())
     if data.blend_weights == "epochs" and (data.mock_data or words and not is_number(words[0])):
-        yield (f"{written(config, 'data.blend_weights')} without weights before the prefixes, which are the "
-               "numbers of epochs. Add them.")
+        yield (f"{written(config, 'data.blend_weights')} needs a weight before each prefix: the number of "
+               "epochs of that corpus. Add the weights.")
     if given and not data.mock_data and data.tokenizer_type is None:
         yield ("missing: --tokenizer-type, the tokenizer that the corpus was tokenized with (NullTokenizer "
                "for bare ids).")
@@ -48,6 +49,7 @@ def corpus(config: RunConfig) -> Iterator[str]:
 
 
 def is_number(text: str) -> bool:
+    """Whether a word of --data-path is a weight rather than a prefix."""
     try:
         return float(text) is not None
     except ValueError:
@@ -62,44 +64,47 @@ def _is_split(text: str) -> bool:
 
 
 def fill_in_the_middle(config: RunConfig) -> Iterator[str]:
+    """Its options need --fim-data, and --fim-data needs documents."""
     data = config.data
     for path in FIM:
-        if not data.fim_data and config.get(path) != all_options()[path].default:
-            yield f"{written(config, path)} has no effect without --fim-data. Add that, or remove it."
+        if not data.fim_data and not config.is_default(path):
+            yield f"{written(config, path)} has no effect without --fim-data. Add --fim-data, or remove it."
     if data.fim_data and data.mock_data:
-        yield "--fim-data with --mock-data: random tokens have no text to rearrange. Remove one."
+        yield "--fim-data with --mock-data: random tokens have no text to rearrange. Remove one of the two."
     if data.fim_fragment_rate is not None and data.fim_split_sample is None:
         yield (f"{written(config, 'data.fim_fragment_rate')} without --fim-split-sample: documents are not "
-               "cut into fragments. Add that token.")
+               "cut into fragments. Add --fim-split-sample TOKEN, or remove it.")
 
 
 def packing(config: RunConfig) -> Iterator[str]:
+    """Packed samples consist of whole, unchanged documents."""
     data = config.data
     if data.pack_documents and data.mock_data:
-        yield "--pack-documents with --mock-data: random samples have no documents to pack. Remove one."
+        yield ("--pack-documents with --mock-data: random samples have no documents to pack. Remove one of "
+               "the two.")
     if data.pack_documents and data.fim_data:
         yield ("--pack-documents with --fim-data: packed samples have no room for the special tokens. Remove "
-               "one; --reset-attention-mask also separates documents.")
-
+               "one of the two; --reset-attention-mask also separates documents.")
 
 
 def only_for_bert(config: RunConfig) -> Iterator[str]:
+    """Options of BERT's samples and heads have no effect on other models."""
     if config.model.model == "bert":
         return
     for path, option in all_options().items():
-        if (option.section == "bert"
-            or path == "model.bert_binary_head") and config.get(path) != option.default:
+        if (option.section == "bert" or path == "model.bert_binary_head") and not config.is_default(path):
             yield (f"{written(config, path)} applies to BERT, but {written(config, 'model.model')}. Remove "
-                   "it, or train a BERT with pretrain_bert.py or --model bert.")
+                   "it, or train BERT with pretrain_bert.py or --model bert.")
 
 
 def not_for_bert(config: RunConfig) -> Iterator[str]:
+    """A sample of BERT is a pair of segments of one document, without a causal mask."""
     if config.model.model != "bert":
         return
     for path in OF_GPT:
         if config.get(path):
-            yield (f"{written(config, path)} applies to samples of several documents; a sample of BERT is "
-                   "from one document. Remove it.")
+            yield (f"{written(config, path)} applies to samples of several documents, but a sample of BERT "
+                   "is from one document. Remove it.")
     if config.model.position_embedding_type == "none":
         yield (f"{written(config, 'model.position_embedding_type')}: BERT has no causal mask, so without "
                "position embeddings the order of tokens would be lost. Use "

@@ -1,9 +1,9 @@
 """A DeepSpeed JSON (`--deepspeed_config`) → settings.
 
-Most keys are declared with their option (`option(json="gradient_clipping")`); those that need arithmetic are
-below. "auto" means "take it from the flags". Keys that have no option here are accepted or refused by
-`foreign.py`, with the reason. In a block that is switched off (`"fp16": {"enabled": false, …}`) values are
-ignored, but names are checked.
+Most keys are declared with their option (`option(json="gradient_clipping")`); keys that need arithmetic are
+translated below. "auto" means: take the value from the flags. `unsupported.py` accepts or refuses keys that
+have no option here, with the reason. In a block that is switched off (`"fp16": {"enabled": false, …}`) values
+are ignored, but names are checked.
 """
 
 import json
@@ -22,9 +22,9 @@ from .deepspeed_data_efficiency import (
     translate_curriculum,
     translate_random_ltd,
 )
-from .option import Option, coerce, json_key, shown
-from .reading import PartOf, Reading, Setting
-from .run import Source, all_options
+from .json_document import JsonDocument, declared_keys, paths_of
+from .option import Option, json_key, shown
+from .reading import PartOf, Reading
 from .suggest import near_key
 from .unsupported import KEYS, answer_to_key
 from .yaml_file import names, text_of
@@ -39,14 +39,14 @@ TRANSLATED: Mapping[str, Option] = {
     "tensorboard.output_path": json_key(str, "`--tensorboard-dir`, together with the job name"),
     "tensorboard.job_name": json_key(str, "the directory under the output path"),
     "scheduler.type": json_key(str, "`--lr-decay-style`: WarmupLR, WarmupDecayLR, WarmupCosineLR"),
-    "scheduler.params.warmup_type": json_key(str, "`--lr-warmup-style`; log unless "
-                                                  "given", choices=("log", "linear")),
+    "scheduler.params.warmup_type": json_key(
+        str, "`--lr-warmup-style`; log unless given", choices=("log", "linear")),
     "scheduler.params.warmup_min_lr": json_key(float, "`--lr-warmup-init`"),
     "scheduler.params.warmup_max_lr": json_key(float, "`--lr`"),
     "scheduler.params.warmup_num_steps": json_key(int, "`--lr-warmup-iters`; 1000 unless given"),
     "scheduler.params.total_num_steps": json_key(int, "`--lr-decay-iters`"),
-    "scheduler.params.warmup_min_ratio": json_key(float, "`--lr-warmup-init`, as a fraction of the learning "
-                                                         "rate"),
+    "scheduler.params.warmup_min_ratio": json_key(
+        float, "`--lr-warmup-init`, as a fraction of the learning rate"),
     "scheduler.params.cos_min_ratio": json_key(
         float, "`--min-lr`, as a fraction of the learning rate; 0.0001 unless given"),
     **CURRICULUM_KEYS, **RANDOM_LTD_KEYS}
@@ -71,17 +71,13 @@ def read_deepspeed(path: str) -> Reading:
 
 
 def reading_of(path: str, block: Mapping[str, Any]) -> Reading:
-    """The settings of a block that was read already, its problems, and the keys that are accepted but have no
-    effect.
-
-    path: names the block in messages
-    """
-    document = _Document(path)
-    document.walk("", block)
+    """The settings and problems of a block. path: name of the block in messages."""
+    document = JsonDocument(path, known_keys())
+    _collect(document, "", block)
     for translate in (_declared, _fp16, _optimizer, _scheduler, _tensorboard, translate_curriculum,
                       translate_random_ltd):
         translate(document)
-    return document.reading
+    return document
 
 
 def auto_keys(block: Mapping[str, Any], prefix: str = "") -> list[str]:
@@ -97,106 +93,71 @@ def auto_keys(block: Mapping[str, Any], prefix: str = "") -> list[str]:
 
 def with_autos(block: Mapping[str, Any], values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """A copy of the block in which the "auto" of each dotted key of `values` is replaced by its value."""
-    return {name: with_autos(value, values, f"{prefix}{name}.") if isinstance(value, Mapping)
-            else values.get(prefix + name, value) if value == "auto" else value for name,
-            value in block.items()}
+    def replaced(name: str, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return with_autos(value, values, f"{prefix}{name}.")
+        return values.get(prefix + name, value) if value == "auto" else value
+
+    return {name: replaced(name, value) for name, value in block.items()}
 
 
-class _Document:
-    """The known keys of one file, {dotted key: value}, and what they mean so far."""
-
-    def __init__(self, path: str):
-        self.path = path
-        self.keys: dict[str, Any] = {}
-        self.reading = Reading()
-
-    @property
-    def wrong(self) -> list[str]:
-        return self.reading.problems
-
-    def walk(self, prefix: str, block: Mapping[str, Any]) -> None:
-        """Collect the known keys; answer the others."""
-        is_off = block.get("enabled") is False
-        for name, value in block.items():
-            key = prefix + name
-            is_block = any(known.startswith(key + ".") for known in known_keys())
-            if is_block and isinstance(value, dict):
-                self.walk(key + ".", value)
-            elif is_block:
-                self.wrong.append(f'{self.path}: "{key}" should be a block {{ … }}, not {shown(value)}.')
-            elif key in known_keys():
-                self.keys[key] = value
-            else:
-                self._answer(key, value, is_off)
-
-    def _answer(self, key: str, value: Any, is_off: bool) -> None:
-        """A key that has no option here. is_off: its block is switched off."""
-        covered = answer_to_key(key)
-        if covered is None:
-            near = _near(key)
-            self.reading.refuse(f'{self.path}: unknown key "{key}"{near or "."} docs/flags.md lists all '
-                                'keys.')
-            self.reading.unread |= {option.path for known, option in declared_keys().items()
-                                    if repr(known) in near or repr(known.rpartition(".")[2]) in near}
-        elif is_off or covered[1].accepts(value):
-            self.reading.without_effect[f"{self.path} "
-                                        f"{key}"] = "its block is off" if is_off else covered[1].note
+def _collect(document: JsonDocument, prefix: str, block: Mapping[str, Any]) -> None:
+    """Store the values of known keys in the document, and accept or refuse the others."""
+    is_off = block.get("enabled") is False
+    for name, value in block.items():
+        key = prefix + name
+        is_block = any(known.startswith(key + ".") for known in document.known)
+        if is_block and isinstance(value, dict):
+            _collect(document, key + ".", value)
+        elif is_block:
+            document.refuse(f'{document.path}: "{key}" should be a block {{ … }}, not {shown(value)}.')
+        elif key in document.known:
+            document.values[key] = value
         else:
-            self.reading.refuse(f'{self.path}: "{key}" is not supported: {covered[1].refusal}')
-
-    def take(self, key: str, option: Option | None = None) -> Any:
-        """The value of a key, None when it is absent, "auto", or wrong (which is noted)."""
-        value = self.keys.get(key)
-        if value is None or value == "auto":
-            return None
-        try:
-            return coerce(option or known_keys()[key], value, f'{self.path}: "{key}"')
-        except ConfigError as error:
-            self.reading.refuse(error)
-            self.reading.unread |= _paths_of(key)
-            return None
-
-    def give(self, path: str, value: Any, key: str) -> None:
-        if value is not None:
-            self.reading.settings.append(Setting(path, value, Source("deepspeed", f"{self.path} {key}")))
-
-    def is_auto(self, key: str) -> bool:
-        return self.keys.get(key) == "auto"
-
-    def refuse_params(self, block: str, kind: str, allowed: set[str]) -> None:
-        """Report the `params` that a type does not have."""
-        for key in self.keys:
-            name = key.removeprefix(f"{block}.params.")
-            if name != key and name not in allowed:
-                self.wrong.append(f'{self.path}: "{key}" does not apply to the {block} {kind}, which has '
-                                  f"{', '.join(sorted(allowed))}. Remove it.")
+            _answer(document, key, value, is_off)
 
 
-def _declared(document: _Document) -> None:
-    """Keys that are an option each."""
-    off = {block + "." for block in ("fp16", "bf16") if document.keys.get(block + ".enabled", False) is False}
-    off |= {LTD + "."} if random_ltd_is_off(document.keys) else set()
+def _answer(document: JsonDocument, key: str, value: Any, is_off: bool) -> None:
+    """A key without an option. is_off: its block is switched off."""
+    covered = answer_to_key(key)
+    if covered is None:
+        near = _near(key)
+        document.refuse(f'{document.path}: unknown key "{key}"{near or "."} docs/flags.md lists all keys.')
+        document.unread |= {option.path for known, option in declared_keys().items()
+                            if repr(known) in near or repr(known.rpartition(".")[2]) in near}
+    elif is_off or covered[1].accepts(value):
+        note = "its block is off" if is_off else covered[1].note
+        document.without_effect[f"{document.path} {key}"] = note
+    else:
+        document.refuse(f'{document.path}: "{key}" is not supported: {covered[1].refusal}')
+
+
+def _declared(document: JsonDocument) -> None:
+    """Keys that an option declares."""
+    off = {block + "." for block in ("fp16", "bf16") if document.values.get(block + ".enabled",
+                                                                            False) is False}
+    off |= {LTD + "."} if random_ltd_is_off(document.values) else set()
     for key, option in declared_keys().items():
         if not key.startswith(tuple(off)) or key.endswith(".enabled"):
             document.give(option.path, document.take(key, option), key)
 
 
-def _fp16(document: _Document) -> None:
-    if document.take("fp16.enabled") is False or "fp16.enabled" not in document.keys:
+def _fp16(document: JsonDocument) -> None:
+    if document.take("fp16.enabled") is False or "fp16.enabled" not in document.values:
         return
-    # 0 is dynamic
-    document.give("optimizer.loss_scale", document.take("fp16.loss_scale") or None, "fp16.loss_scale")
+    scale = document.take("fp16.loss_scale") or None         # 0 is dynamic
+    document.give("optimizer.loss_scale", scale, "fp16.loss_scale")
     power = document.take("fp16.initial_scale_power")
     document.give("optimizer.initial_loss_scale", None if power is None else 2.0**power,
                   "fp16.initial_scale_power")
 
 
-def _optimizer(document: _Document) -> None:
+def _optimizer(document: JsonDocument) -> None:
     kind = document.take("optimizer.type")
     if kind is not None and kind.lower() not in OPTIMIZERS:
-        document.reading.refuse(f'{document.path}: "optimizer.type" is {kind!r}, which is not available. '
-                                'Available: Adam, '
-                                "AdamW (both with decoupled weight decay), SGD.", "optimizer.optimizer")
+        document.refuse(f'{document.path}: "optimizer.type" is {kind!r}, which is not available. '
+                        "Available: Adam, AdamW (both with decoupled weight decay), SGD.",
+                        "optimizer.optimizer")
     elif kind is not None:
         name = OPTIMIZERS[kind.lower()]
         document.give("optimizer.optimizer", name, "optimizer.type")
@@ -205,18 +166,18 @@ def _optimizer(document: _Document) -> None:
         document.give(f"optimizer.adam_beta{number}", beta, "optimizer.params.betas")
 
 
-def _scheduler(document: _Document) -> None:
-    """Keys that are missing take DeepSpeed's defaults: 1000 steps of logarithmic warm-up, cosine down to 1e-4
-    of the top.
+def _scheduler(document: JsonDocument) -> None:
+    """Missing keys have DeepSpeed's defaults: 1000 steps of logarithmic warm-up, a cosine to 1e-4 of the
+    maximum.
     """
     kind = document.take("scheduler.type")
     if kind is None:
         return
     if kind not in SCHEDULER_PARAMS:
         near = did_you_mean(kind, list(SCHEDULER_PARAMS)) or "."
-        document.wrong.append(f'{document.path}: "scheduler.type" is {kind!r}, which is not available{near} '
-                              f"Available: {', '.join(SCHEDULER_PARAMS)}; or use --lr-decay-style instead.")
-        document.reading.unread |= _paths_of("scheduler.type")
+        document.refuse(f'{document.path}: "scheduler.type" is {kind!r}, which is not available{near} '
+                        f"Available: {', '.join(SCHEDULER_PARAMS)}; or use --lr-decay-style instead.")
+        document.unread |= paths_of("scheduler.type")
         return
     document.refuse_params("scheduler", kind, SCHEDULER_PARAMS[kind])
     document.give("optimizer.lr_decay_style", kind, "scheduler.type")
@@ -225,7 +186,8 @@ def _scheduler(document: _Document) -> None:
              meaning: Callable[[Any], Any] = lambda value: value) -> None:
         key = f"scheduler.params.{name}"
         value = document.take(key)
-        if value is None and default is not None and name in SCHEDULER_PARAMS[kind] and key not in document.keys:
+        has_default = default is not None and name in SCHEDULER_PARAMS[kind]
+        if value is None and has_default and key not in document.values:
             document.give(path, meaning(default), "scheduler.type, as DeepSpeed's default")
         elif value is not None:
             document.give(path, meaning(value), key)
@@ -239,29 +201,28 @@ def _scheduler(document: _Document) -> None:
     give("optimizer.min_lr", "cos_min_ratio", 1e-4, lambda part: PartOf("optimizer.lr", part))
 
 
-def _tensorboard(document: _Document) -> None:
+def _tensorboard(document: JsonDocument) -> None:
     if not document.take("tensorboard.enabled"):
         return
     folder = document.take("tensorboard.output_path")
     if folder is None and not document.is_auto("tensorboard.output_path"):
-        document.wrong.append(f'{document.path}: "tensorboard" is enabled without "output_path", the '
-                              'directory for the '
-                              "events. Add it, or disable the block and use --tensorboard-dir.")
+        document.refuse(f'{document.path}: "tensorboard" is enabled without "output_path", the '
+                        "directory for the events. Add it, or disable the block and use --tensorboard-dir.")
     elif folder is not None:
         folder = os.path.join(folder, document.take("tensorboard.job_name") or "DeepSpeedJobName")
         document.give("logging.tensorboard_dir", folder, "tensorboard.output_path")
 
 
 def load_json(path: str, flag: str) -> dict[str, Any]:
-    """The block that a file holds. flag: what named the file, for messages."""
+    """The block of a JSON file. flag: the flag that gave the file, for messages. Raises ConfigError."""
     text = text_of(path, flag)
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
-            raise ConfigError(f"{path}: {', '.join(map(repr, twice))} occurs twice in one block; JSON would "
-                              "keep only the last. Keep one.")
+            raise ConfigError(f"{path}: {', '.join(map(repr, twice))} occurs twice in a block, and JSON "
+                              "would keep only the last. Remove one.")
         return dict(pairs)
 
     try:
@@ -270,16 +231,16 @@ def load_json(path: str, flag: str) -> dict[str, Any]:
         raise ConfigError(f"{path}:{error.lineno}: this is not JSON: {error.msg.lower()} at column "
                           f"{error.colno}.") from None
     except RecursionError:
-        raise ConfigError(f"{path}: this is not a file of settings: its brackets are nested too "
+        raise ConfigError(f"{path}: this is not a configuration: its brackets are nested too "
                           "deep.") from None
     if not isinstance(document, dict):
-        raise ConfigError(f"{path} should hold a block {{ … }} of keys.")
+        raise ConfigError(f"{path} should contain one block {{ … }} of keys.")
     return document
 
 
 def _near(key: str) -> str:
-    """A suggestion for an unknown key: another project's name for an option, a key of the same block, or of
-    any other.
+    """A suggestion for an unknown key: the key of an option's name, a key of the same block, or any other
+    key.
     """
     parent, _, name = key.rpartition(".")
     candidates = [*known_keys(), *KEYS]
@@ -289,24 +250,11 @@ def _near(key: str) -> str:
     direct = by_option.get(name) if not parent else None
     if direct:
         return f"; did you mean {direct!r}?"
-    return near_key(name, siblings) or (not parent and near_key(name, by_option)) or near_key(key, {k: k for k in candidates})
-
-
-def _paths_of(key: str) -> set[str]:
-    """The options that a key decides; all of the optimizer's for a key that several of them depend on."""
-    if key in declared_keys():
-        return {declared_keys()[key].path}
-    section = {"scheduler": "optimizer", "fp16": "optimizer"}.get(key.partition(".")[0],
-                                                                  key.partition(".")[0])
-    return {path for path in all_options() if path.startswith(section + ".")}
-
-
-@cache
-def declared_keys() -> Mapping[str, Option]:
-    """Dotted key → the option that declares it."""
-    return {option.json: option for option in all_options().values() if option.json}
+    near = near_key(name, siblings) or (not parent and near_key(name, by_option))
+    return near or near_key(key, {candidate: candidate for candidate in candidates})
 
 
 @cache
 def known_keys() -> Mapping[str, Option]:
+    """All dotted keys that are read."""
     return {**declared_keys(), **TRANSLATED}

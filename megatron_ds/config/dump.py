@@ -1,4 +1,4 @@
-"""The configuration as a report, as YAML, and as plain values for run.json."""
+"""Forms of a configuration: YAML, plain values for run.json, and a list of options without effect."""
 
 import json
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ WIDEST = 48                                                 # widest column; lon
 
 
 def report_without_effect(config: RunConfig) -> str:
-    """What was accepted although there is nothing to do, by reason; empty if there is nothing.
+    """A list of accepted flags and keys that change nothing, by reason. Empty if there are none.
 
         accepted, nothing to do:
           --use-flash-attn, --transformer-impl    kernels are chosen by what the device supports
@@ -26,8 +26,8 @@ def report_without_effect(config: RunConfig) -> str:
         return ""
     names = {why: ", ".join(listed) for why, listed in by_reason.items()}
     width = min(WIDEST, max(map(len, names.values())))
-    return "\n".join(["accepted, nothing to do:", *(f"  {listed.ljust(width)}  "
-                                                    f"{why}" for why, listed in names.items())])
+    rows = [f"  {listed.ljust(width)}  {why}" for why, listed in names.items()]
+    return "\n".join(["accepted, nothing to do:", *rows])
 
 
 def to_yaml(config: RunConfig) -> str:
@@ -43,7 +43,7 @@ def to_yaml(config: RunConfig) -> str:
 
 
 def _yaml_value(option: Option, value: Any) -> str:
-    """Texts are quoted, so that YAML reads them as they are; an empty value leaves the default."""
+    """Strings are quoted, so that YAML keeps them as they are. None is an empty value, which sets nothing."""
     if value is None:
         return ""
     if isinstance(value, tuple):
@@ -54,18 +54,18 @@ def _yaml_value(option: Option, value: Any) -> str:
 
 
 def to_dict(config: RunConfig) -> dict[str, Any]:
-    """Plain values, ready for JSON: each section, the world size, and the sources as {path: [kind, name]}."""
+    """Plain values for JSON: each section, the world size, and the sources as {path: [kind, name]}."""
     sections = {section: {name: list(value) if isinstance(value, tuple) else value
                           for name, value in asdict(getattr(config, section)).items()}
-                          for section in SECTIONS}
+                for section in SECTIONS}
     return {**sections, "world_size": config.world_size,
             "sources": {path: [source.kind, source.name] for path, source in config.sources.items()}}
 
 
 def from_dict(saved: Mapping[str, Any]) -> RunConfig:
-    """The config that `to_dict` wrote, also in an older version.
+    """The config that `to_dict` of this or an older version wrote.
 
-    Fields that did not exist get their defaults. Raises ConfigError for unknown ones.
+    Fields that did not exist then have their defaults. Raises ConfigError for unknown fields.
     """
     saved = {RENAMED.get(name, name): values for name, values in saved.items()}
     sections = {section: cls(**_fields(section, saved.get(section, {}))) for section, cls in SECTIONS.items()}

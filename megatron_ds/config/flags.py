@@ -1,7 +1,7 @@
 """The command line → settings.
 
-A scanner of our own over the table of options, not argparse: it reports every mistake at once, remembers the
-spelling that was used, and explains flags of Megatron that have no option here.
+Unlike argparse, this scanner reports all mistakes at once, keeps the spelling that was used for messages, and
+explains flags of Megatron that have no option here.
 """
 
 import re
@@ -19,17 +19,17 @@ from .unsupported import answer_to_flag
 
 CONFIG_FLAG, DEEPSPEED_FLAG = "--config", "--deepspeed-config"
 LOCAL_RANK_FLAG = "--local-rank"  # appended by torch.distributed.launch and DeepSpeed's launcher
-# Flags that print something and exit → what they ask for.
+# Flags that print a text and exit → the text.
 ASKING = {"--help": "help", "-h": "help", "--version": "version", "--print-config": "config"}
-# Switches that only say what is not wanted: they give way to these values of the same option, as in Megatron.
-GIVES_WAY = {"--no-position-embedding": ("rope",)}
+# Switches that exclude a value of an option: other flags override them with these values, as in Megatron.
+OVERRIDDEN = {"--no-position-embedding": ("rope",)}
 
 
 @dataclass
 class CommandLine(Reading):
-    """What the command line says, before any file is read.
+    """The reading of the command line, before its files are read.
 
-    asks_for: "help", "version", "config" or nothing.
+    asks_for: the text that is to be printed instead of a run, "help", "version" or "config".
     """
 
     yaml_files: list[str] = field(default_factory=list)
@@ -40,7 +40,7 @@ class CommandLine(Reading):
 
 @dataclass(frozen=True)
 class Spelling:
-    """One way to write an option as a flag; a switch sets `value`, any other takes the following word."""
+    """A flag of an option. A switch sets the option to `value`; any other flag takes the words after it."""
 
     option: Option
     is_switch: bool = False
@@ -49,11 +49,11 @@ class Spelling:
 
 @cache
 def spellings() -> Mapping[str, Spelling]:
-    """flag → what it does."""
+    """All flags of options → what they set."""
     table: dict[str, Spelling] = {}
 
     def add(flag: str, spelling: Spelling) -> None:
-        assert flag not in table, f"{flag} is declared by {table[flag].option.path} and {spelling.option.path}"
+        assert flag not in table, f"{table[flag].option.path} and {spelling.option.path} both declare {flag}"
         table[flag] = spelling
 
     for option in all_options().values():
@@ -69,7 +69,7 @@ def spellings() -> Mapping[str, Spelling]:
 
 
 def read_flags(argv: Sequence[str]) -> CommandLine:
-    """What the flags say, and what is wrong with them. The same flag twice: the later wins."""
+    """The settings and problems of a command line. If a flag occurs twice, the later one wins."""
     line = CommandLine()
     files = {CONFIG_FLAG: line.yaml_files, DEEPSPEED_FLAG: line.deepspeed_files}
     for typed, words in _flags_with_words(argv, line):
@@ -87,13 +87,13 @@ def read_flags(argv: Sequence[str]) -> CommandLine:
                 _without_option(line, typed, words)
         except ConfigError as error:
             line.refuse(error, spellings()[flag].option.path if flag in spellings() else None)
-    line.settings = _given_way(line.settings)
+    line.settings = _without_overridden(line.settings)
     line.problems += _contradictions(line.settings)
     return line
 
 
 def canonical(flag: str) -> str:
-    """`--hidden_size` is `--hidden-size`."""
+    """The flag with hyphens: --hidden-size for --hidden_size."""
     return flag.replace("_", "-")
 
 
@@ -109,7 +109,7 @@ def _flags_with_words(argv: Sequence[str], line: CommandLine) -> Iterator[tuple[
                 yield flag, words
             name, equals, value = word.partition("=")
             flag, words, is_misspelt = name, [value] if equals else [], False
-        elif re.match("[-–—]+[A-Za-z]", word):  # -lr, and dashes that a text processor made
+        elif re.match("[-–—]+[A-Za-z]", word):  # -lr, or dashes of a word processor
             _misspelt(line, word)
             is_misspelt = True
         elif is_misspelt:
@@ -155,7 +155,7 @@ def _misspelt(line: CommandLine, word: str) -> None:
 
 
 def _mark_meant(line: CommandLine, near: str) -> None:
-    """The options that a suggestion names were probably meant, so their values are not known."""
+    """The options that a suggestion mentions were probably meant: their values are unknown."""
     line.unread |= {spelling.option.path for name, spelling in spellings().items() if repr(name) in near}
 
 
@@ -188,15 +188,16 @@ def _without_option(line: CommandLine, typed: str, words: list[str]) -> None:
                     f"{answer.refusal}")
 
 
-def _given_way(settings: Sequence[Setting]) -> list[Setting]:
-    values = {(setting.path, setting.value) for setting in settings}
-    return [s for s in settings if not any((s.path, value) in values for value in GIVES_WAY.get(s.source.name,
-                                                                                                ()))]
+def _without_overridden(settings: Sequence[Setting]) -> list[Setting]:
+    given = {(setting.path, setting.value) for setting in settings}
+    return [setting for setting in settings
+            if not any((setting.path, value) in given for value in OVERRIDDEN.get(setting.source.name, ()))]
 
 
 def _contradictions(settings: Sequence[Setting]) -> list[str]:
-    """Two flags that set one option to different values, unless they are `--x` and its own `--no-x`: then the
-    later wins.
+    """A problem for each two flags that set an option to different values.
+
+    `--x` and its own `--no-x` do not contradict each other: the later one wins.
     """
     wrong, last = [], {}
     for setting in settings:

@@ -1,7 +1,7 @@
-"""`--help`, made from the table of options."""
+"""The text of `--help`, generated from the declarations of the options."""
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from .flags import CONFIG_FLAG, DEEPSPEED_FLAG
 from .messages import value_text
@@ -10,10 +10,8 @@ from .run import SECTIONS, all_options
 
 WIDTH, COLUMN = 120, 44
 TITLES = {"model": "Model", "parallel": "Parallelism", "zero": "ZeRO", "optimizer": "Optimizer",
-          "train": "Training",
-          "data": "Data", "bert": "BERT's samples", "curriculum": "Curriculum", "random_ltd": "Random-LTD",
-          "checkpoint": "Checkpoints", "logging": "Logging",
-          "plan": "Planning"}
+          "train": "Training", "data": "Data", "bert": "BERT's samples", "curriculum": "Curriculum",
+          "random_ltd": "Random-LTD", "checkpoint": "Checkpoints", "logging": "Logging", "plan": "Planning"}
 FILES = (
     (f"{CONFIG_FLAG} FILE …", "YAML files with the names below (num_layers: 12), or a checkpoint's run.json. "
      "Flags override files; two files may not give an option different values."),
@@ -23,16 +21,18 @@ COMMANDS = (
     ("--version", "Print the versions of megatron_ds, torch and Python, and exit."),
     ("--print-config", "Print the complete configuration as YAML for --config, with the source of each "
                        "value, and exit."),
-    ("--local-rank N", "Accepted because launchers append it; the launcher's environment sets the rank."))
+    ("--local-rank N", "Accepted because some launchers append it; the rank follows from the launcher's "
+                       "environment."))
 
 
 def help_text() -> str:
     """All options by section, with defaults and advice on when not to use them."""
-    parts = ["Required: " + ", ".join(o.flag for o in all_options().values() if o.required) + ", "
+    required = ", ".join(option.flag for option in all_options().values() if option.required)
+    intro = (f"Required: {required}, "
              "--train-iters, --train-samples or --train-tokens, and data (--data-path with --tokenizer-type, "
              "or --mock-data). --num-layers and --num_layers are the same flag, and so are --lr 1e-4 and "
-             "--lr=1e-4."]
-    lines = [*textwrap.wrap(parts[0], WIDTH), "", "Files", *_rows(FILES), "", "Information", *_rows(COMMANDS)]
+             "--lr=1e-4.")
+    lines = [*textwrap.wrap(intro, WIDTH), "", "Files", *_rows(FILES), "", "Information", *_rows(COMMANDS)]
     for section in SECTIONS:
         lines += ["", TITLES[section], *_rows((invocation(o), explanation(o)) for o in all_options().values()
                                               if o.section == section)]
@@ -40,7 +40,7 @@ def help_text() -> str:
 
 
 def invocation(option: Option) -> str:
-    """How the option is written: all spellings, and the placeholder of the value."""
+    """All spellings of the option, with a placeholder for the value."""
     if option.kind is bool:
         main = [option.flag, option.negative] if option.default in (None, True) else [option.flag]
         return ", ".join([*main, *(s for s in option.switches if s not in main)])
@@ -52,15 +52,14 @@ def invocation(option: Option) -> str:
 
 def explanation(option: Option) -> str:
     """Help, default, and when not to use it."""
-    said = option.help
-    shown = default_text(option)
-    if shown and "Default:" not in said:
-        said += f" Default: {shown}."
-    return f"{said} {option.avoid}".rstrip()
+    text, default = option.help, default_text(option)
+    if default and "Default:" not in text:
+        text += f" Default: {default}."
+    return f"{text} {option.avoid}".rstrip()
 
 
 def default_text(option: Option) -> str:
-    """The default as it is written after the flag; empty if there is none, and for switches that are off."""
+    """The default as it is written after the flag. Empty without a default, and for switches that are off."""
     if option.default in (None, ()) or option.default is False:
         return ""
     if option.default is True:
@@ -73,7 +72,7 @@ def _metavar(option: Option) -> str:
     return f"{word} …" if option.is_list and not option.count else " ".join([word] * (option.count or 1))
 
 
-def _rows(pairs) -> Iterator[str]:
+def _rows(pairs: Iterable[tuple[str, str]]) -> Iterator[str]:
     for left, right in pairs:
         head = textwrap.wrap(left, WIDTH - 2, initial_indent="  ", subsequent_indent="    ")
         body = textwrap.wrap(right, WIDTH, initial_indent=" " * COLUMN, subsequent_indent=" " * COLUMN,

@@ -1,5 +1,6 @@
 """Parts of messages: a value with its flag and source, a list of alternatives, the divisors of a number."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,22 +8,25 @@ from .run import RunConfig, all_options
 
 
 def flag(path: str) -> str:
+    """The main flag of an option."""
     return all_options()[path].flag
 
 
 def written(config: RunConfig, path: str) -> str:
-    """`--tensor-model-parallel-size 3`, with the source in brackets unless it was this flag."""
+    """An option and its value as the user wrote them: "--num-layers 3", with the source unless it is the
+    command line.
+    """
     option, source, value = all_options()[path], config.sources.get(path), config.get(path)
     if source is not None and source.kind == "flag" and source.name not in (option.flag, *option.flags):
         return source.name                                            # a switch: --fp16, --swiglu
     name = source.name if source is not None and source.kind == "flag" else option.flag
     if option.kind is bool:
-        words = option.flag if value else option.negative
+        text = option.flag if value else option.negative
     else:
-        words = f"{name} {value_text(value)}"
+        text = f"{name} {value_text(value)}"
     if source is None:
-        return f"{words} (default)"
-    return words if source.kind == "flag" else f"{words} ({source})"
+        return f"{text} (default)"
+    return text if source.kind == "flag" else f"{text} ({source})"
 
 
 def value_text(value: Any) -> str:
@@ -38,21 +42,17 @@ def either(values: Sequence[Any]) -> str:
     """`1, 2 or 4`; more than four consecutive numbers are `1 to 12`."""
     if len(values) > 4 and list(values) == list(range(values[0], values[0] + len(values))):
         return f"{values[0]} to {values[-1]}"
-    words = [str(value) for value in values]
-    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+    texts = [str(value) for value in values]
+    return " or ".join([", ".join(texts[:-1]), texts[-1]] if len(texts) > 1 else texts)
 
 
 def divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1)
-            if number % n == 0] if number <= 10_000 else _large_divisors(number)
-
-
-def _large_divisors(number: int) -> list[int]:
-    small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
+    """In rising order."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})
 
 
 def neighbours(number: int, step: int) -> str:
-    """The multiples of `step` around `number`."""
+    """The two multiples of `step` next to `number`: "8 or 12"."""
     below = number // step * step
     return either([below, below + step] if below else [step])

@@ -1,15 +1,16 @@
-"""`option(...)`: the one declaration of a field, from which its flag, its file keys, its help and its
-documentation follow.
+"""`option(...)` declares a field of the configuration, with its flag, file keys, help and documentation.
 
     field      hidden_dropout: float = option(0.1, help="…", json="…")
-    flag       --hidden-dropout 0.2               (and every spelling in `flags`, and every switch in
-               `switches`)
-    YAML       hidden_dropout: 0.2                (bare, or inside its section `model:`)
+    flag       --hidden-dropout 0.2               and every spelling in `flags` and `switches`
+    YAML       hidden_dropout: 0.2                bare, or inside its section `model:`
     JSON       the DeepSpeed key in `json`
     docs       a row of docs/flags.md
 
 Terms: a *section* is one dataclass (`model`, `train`, …); a *path* is `section.field`; a *switch* is a flag
 without a value, which sets its field to one fixed value (`--swiglu` sets model.activation to "swiglu").
+
+`coerce` converts the words of the command line and the values of files to the type of the option. The type
+decides, not the file: YAML 1.1 reads `1e-4` as a string, and JSON may have 5e8 for a count.
 """
 
 import dataclasses
@@ -25,7 +26,7 @@ from typing import Any
 from ..errors import ConfigError
 from ..registry import did_you_mean
 
-DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # names of options → names of torch
+DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # name in options → name in torch
 NOUNS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
 
@@ -33,15 +34,18 @@ NOUNS = {int: "a whole number", float: "a number", bool: "true or false", str: "
 class Option:
     """A declared field. `section`, `name`, `kind` and `is_list` are filled in by `options_of`.
 
-    kind       int, float, bool or str: what one value is;  is_list: a tuple of those
+    kind       type of one value: int, float, bool or str;  is_list: the field is a tuple of them
+    count      number of values of a list, where it is fixed
     flag       the main spelling, `--name-with-hyphens` unless it differs
     flags      more spellings that take a value
-    switches   spellings that take none → the value each sets
+    switches   spellings that take no value → the value that each sets
     values     other spellings of a value → the value
-    alone      the value of the flag when none follows it, where that is allowed
-    strip      characters that are removed from both ends of a text
-    avoid      when *not* to use it
-    at_least, above, at_most, below   the range of legal values
+    alone      the value of the flag without a value after it, where that is allowed
+    strip      characters that are removed from both ends of a string
+    avoid      when *not* to use the option
+    json       its key in a DeepSpeed JSON
+    unit       of its values, for help and placeholders
+    at_least, above, at_most, below   the range of valid values
     """
 
     default: Any
@@ -69,11 +73,12 @@ class Option:
 
     @property
     def path(self) -> str:
+        """`section.name`."""
         return f"{self.section}.{self.name}"
 
     @property
     def noun(self) -> str:
-        """What a value looks like, for messages: "a whole number", "3 whole numbers", "one of a, b"."""
+        """The kind of value, for messages: "a whole number", "3 whole numbers", "one of a, b"."""
         if self.choices:
             return f"one of {', '.join(map(str, self.choices))}"
         if self.is_list:
@@ -88,21 +93,21 @@ class Option:
 
 
 def option(default: Any = None, *, help: str, **more: Any) -> Any:
-    """A dataclass field. A required field has no default: it is None until a source gives it."""
+    """A dataclass field with the `Option` in its metadata.
+
+    A required field is None until a source gives it.
+    """
     more["flags"] = tuple(more.get("flags", ()))
     return field(default=default, metadata={"option": Option(default=default, help=help, **more)})
 
 
 def json_key(kind: type, help: str, **more: Any) -> Option:
-    """A key of a DeepSpeed JSON that is translated to options, instead of being one.
-
-    help: what it means here.
-    """
+    """A key of a DeepSpeed JSON that is translated to other options. help: its meaning, for docs/flags.md."""
     return Option(None, help, kind=kind, **more)
 
 
 def options_of(section: str, cls: type) -> tuple[Option, ...]:
-    """The options of one section, in the order of declaration."""
+    """The options of a section's dataclass, in the order of declaration."""
     hints = typing.get_type_hints(cls)
     return tuple(_bind(f.metadata["option"], section, f.name, hints[f.name])
                  for f in dataclasses.fields(cls) if "option" in f.metadata)
@@ -113,7 +118,7 @@ def _bind(declared: Option, section: str, name: str, hint: Any) -> Option:
         hint = next(t for t in typing.get_args(hint) if t is not types.NoneType)
     is_list = typing.get_origin(hint) is tuple
     kind = typing.get_args(hint)[0] if is_list else hint
-    assert kind in NOUNS, f"{section}.{name}: a field may be int, float, bool, str or a tuple of them, not {hint}"
+    assert kind in NOUNS, f"{section}.{name}: {hint} is not int, float, bool, str or a tuple of one of them"
     return dataclasses.replace(declared, section=section, name=name, kind=kind, is_list=is_list,
                                flag=declared.flag or "--" + name.replace("_", "-"))
 
@@ -122,7 +127,10 @@ def coerce(option: Option, raw: Any, where: str) -> Any:
     """`raw` as a value of the option's type. Raises a ConfigError whose message begins with `where`."""
     if not option.is_list:
         return _one(option, raw, where)
-    items = tuple(raw) if isinstance(raw, list | tuple) else (raw,) if option.kind is str else tuple(str(raw).split())
+    if isinstance(raw, list | tuple):
+        items = tuple(raw)
+    else:
+        items = (raw,) if option.kind is str else tuple(str(raw).split())
     if option.count is not None and len(items) != option.count:
         raise ConfigError(f"{where} needs {option.noun}, not {len(items)}.")
     return tuple(_one(option, item, where) for item in items)
@@ -141,12 +149,11 @@ def _one(option: Option, raw: Any, where: str) -> Any:
         near = did_you_mean(str(value), [*map(str, option.choices), *option.values])
         raise ConfigError(f"{where}: {shown(raw)} is not "
                           f"{option.noun}{near.replace(';', ':')}" + ("" if near else "."))
-    for words, bound, fails in (("at "
-                                 "least", option.at_least, operator.lt), ("above", option.above, operator.le),
-                                ("at "
-                                 "most", option.at_most, operator.gt), ("below", option.below, operator.ge)):
+    bounds = (("at least", option.at_least, operator.lt), ("above", option.above, operator.le),
+              ("at most", option.at_most, operator.gt), ("below", option.below, operator.ge))
+    for relation, bound, fails in bounds:
         if bound is not None and fails(value, bound):
-            raise ConfigError(f"{where}: {raw} is out of range; it must be {words} {bound}.")
+            raise ConfigError(f"{where}: {raw} is out of range; it must be {relation} {bound}.")
     return value
 
 

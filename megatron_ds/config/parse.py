@@ -1,4 +1,4 @@
-"""`parse`: from the command line to a `RunConfig`: flags → files → merge → rules."""
+"""`parse`: the command line → a `RunConfig`. Flags and files are read, combined, and checked by all rules."""
 
 import os
 import sys
@@ -23,23 +23,25 @@ from .yaml_file import names, read_yaml
 def parse(argv: Sequence[str], world_size: int = 1, *, defaults: Mapping[str, Any] | None = None,
           known: Mapping[str, Container[str]] | None = None, rules: Sequence[Rule] = (),
           env: Mapping[str, str] | None = None) -> RunConfig:
-    """The configuration that `argv` describes, for `world_size` ranks. Raises one ConfigError with all
-    problems.
+    """The configuration that `argv` describes, for `world_size` ranks.
 
-    defaults: field name → value, the defaults of an entry script; files and flags override them.
-    known: path → names that the option may have, for options that name an entry of a registry (registries lie
-    in the layers above): {"parallel.pipeline_schedule": SCHEDULES}. rules: more functions from the config to
-    problems, for what only the layers above can check; called if all else is right. `--help`, `--version` and
-    `--print-config` print on rank 0 of the launcher's environment, and exit with code 0.
+    defaults  field name → value: the defaults of an entry script. Files and flags override them
+    known     path → the names that the option may have, for options that name an entry of a registry of a
+              layer above: {"parallel.pipeline_schedule": SCHEDULES}
+    rules     functions from the config to problems, for checks that need a layer above. They are called if no
+              other problem was found
+    env       the launcher's environment. Rank 0 prints the text of --help, --version and --print-config, and
+              all ranks exit with code 0
+
+    Raises one ConfigError with all problems.
     """
     env = os.environ if env is None else env
     line, readings = _read_all(argv, env)
     config = _config_of(line, readings, world_size, defaults)
-    problems, unread = _problems_of(line, readings,
-                                    env), set().union(*(reading.unread for reading in readings))
+    problems = _problems_of(line, readings, env)
     if not all(reading.is_complete for reading in readings):
-        reject(problems)  # a file that could not be read might have given anything that seems missing
-    check(config, known, rules, problems, unread)
+        reject(problems)                     # what seems to be missing may be in the file that cannot be read
+    check(config, known, rules, problems, unread=set().union(*(reading.unread for reading in readings)))
     if line.asks_for == "config":
         _print_and_exit(to_yaml(config), env)
     return config
@@ -47,7 +49,7 @@ def parse(argv: Sequence[str], world_size: int = 1, *, defaults: Mapping[str, An
 
 def read(argv: Sequence[str], world_size: int = 1, *, defaults: Mapping[str, Any] | None = None,
          env: Mapping[str, str] | None = None) -> RunConfig:
-    """The same before any rule is checked: for a tool that needs only some of a run's flags."""
+    """`parse` without rules, for a tool that needs only some of a run's options."""
     env = os.environ if env is None else env
     line, readings = _read_all(argv, env)
     reject(_problems_of(line, readings, env))
@@ -55,7 +57,7 @@ def read(argv: Sequence[str], world_size: int = 1, *, defaults: Mapping[str, Any
 
 
 def version_text() -> str:
-    """The versions that a bug report needs. Does not import torch."""
+    """Versions of this package, torch and Python, in one line. Does not import torch."""
     try:
         torch = version_of("torch")
     except PackageNotFoundError:
@@ -65,7 +67,7 @@ def version_text() -> str:
 
 
 def _read_all(argv: Sequence[str], env: Mapping[str, str]) -> tuple[CommandLine, list[Reading]]:
-    """The command line, and what it and each of its files say."""
+    """The command line, and one reading for it and for each of its files."""
     line = read_flags(argv)
     if line.asks_for == "help":
         _print_and_exit(help_text(), env)
@@ -76,9 +78,8 @@ def _read_all(argv: Sequence[str], env: Mapping[str, str]) -> tuple[CommandLine,
 
 def _config_of(line: CommandLine, readings: Sequence[Reading], world_size: int,
                defaults: Mapping[str, Any] | None) -> RunConfig:
-    scripted = [Setting(names()[name].path, value, Source("script", "the "
-                                                                    "script")) for name,
-                                                                    value in (defaults or {}).items()]
+    source = Source("script", "the script")
+    scripted = [Setting(names()[name].path, value, source) for name, value in (defaults or {}).items()]
     config = combined(_of_files(readings), line.settings, world_size, scripted)
     notes = {name: why for reading in readings for name, why in reading.without_effect.items()}
     return config.with_notes(notes)

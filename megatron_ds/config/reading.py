@@ -1,4 +1,4 @@
-"""`Setting`: one value given by a source. `Reading`: all that one source gave, and all that is wrong with it.
+"""What reading a source of options yields: `Setting`s, and problems, which are raised together as one error.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ from .run import Source
 
 @dataclass(frozen=True)
 class Setting:
-    """`value` is of the option's type already, or a `PartOf`."""
+    """A value that a source gives to an option. value: already of the option's type, or a `PartOf`."""
 
     path: str
     value: Any
@@ -20,7 +20,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class PartOf:
-    """A value that is a part of another option's, known only when all sources are merged."""
+    """A fraction of the value of another option, which is known when all sources are merged."""
 
     path: str
     part: float
@@ -31,12 +31,11 @@ class PartOf:
 
 @dataclass
 class Reading:
-    """What the command line or one file says; filled in while it is read, so that one mistake does not hide
-    the others.
+    """The settings and problems of the command line or of one file. Reading continues after a problem.
 
-    unread          paths of the options that were given, but with a value or name that cannot be used
+    unread          paths of options that were given with a value or a name that cannot be used
     is_complete     False for a file that could not be read at all: it might have given any option
-    without_effect  what was accepted although there is nothing to do, as written → why
+    without_effect  flag or key that was accepted although it changes nothing, as written → the reason
     """
 
     settings: list[Setting] = field(default_factory=list)
@@ -46,39 +45,39 @@ class Reading:
     without_effect: dict[str, str] = field(default_factory=dict)
 
     def refuse(self, problem: object, path: str | None = None) -> None:
-        """Note a problem, and the option whose value is therefore unknown."""
+        """Add a problem. path: the option whose value is unknown because of it."""
         self.problems.append(str(problem))
         if path is not None:
             self.unread.add(path)
 
     def settings_or_error(self) -> list[Setting]:
-        """Raises one ConfigError with all problems."""
+        """The settings. Raises one ConfigError with all problems, if there are any."""
         reject(self.problems)
         return self.settings
 
 
 class ConfigProblems(ConfigError):
-    """A ConfigError that keeps its problems one by one."""
+    """A ConfigError with a list of problems, which its message numbers if there are several."""
 
     def __init__(self, problems: Sequence[str]):
         self.problems = tuple(problems)
-        several = [f"{len(problems)} problems in the configuration:", *(f"  {i}. "
-                                                                        f"{p}" for i,
-                                                                        p in enumerate(problems, 1))]
-        super().__init__(problems[0] if len(problems) == 1 else "\n".join(several))
+        numbered = "\n".join(f"  {i}. {problem}" for i, problem in enumerate(problems, 1))
+        several = f"{len(problems)} problems in the configuration:\n{numbered}"
+        super().__init__(problems[0] if len(problems) == 1 else several)
 
-    def __reduce__(self):                    # it is pickled as its problems, not as the text made of them
+    def __reduce__(self):                    # pickled with its problems, not with the message made of them
         return ConfigProblems, (self.problems,)
 
 
 def reject(problems: Sequence[str]) -> None:
-    """Raise if there is any problem."""
+    """Raise a ConfigError with all problems, each once, if there are any."""
     if problems:
         raise ConfigProblems(list(dict.fromkeys(problems)))
 
 
 def attempt(problems: list[str], function: Callable, *arguments: Any) -> Any:
-    """`function(*arguments)`, or None after appending the problems that it raised."""
+    """`function(*arguments)`; if it raises a ConfigError, None, and its problems are appended to `problems`.
+    """
     try:
         return function(*arguments)
     except ConfigProblems as error:

@@ -1,8 +1,8 @@
-"""What must hold between the values: all violations are reported at once, before anything is built.
+"""Constraints between options. All violations are reported at once, before anything is built.
 
-A rule is a function from the config to the problems it finds. Each problem gives the numbers and their
-sources, why it matters, and the valid alternatives. A rule returns nothing when a value that it needs is
-missing; `missing` reports that.
+A rule is a function from the config to the problems that it finds. Each problem states the numbers and their
+sources, why they are wrong, and the valid alternatives. A rule yields nothing if a value that it needs is
+missing, because `missing` reports that.
 """
 
 import re
@@ -23,17 +23,19 @@ Rule = Callable[[RunConfig], Iterable[str]]
 
 def check(config: RunConfig, known: Mapping[str, Container[str]] | None = None, rules: Sequence[Rule] = (),
           problems: Sequence[str] = (), unread: Collection[str] = ()) -> None:
-    """Raises one ConfigError with all problems. `known`, `rules`: see `parse`.
+    """Raise one ConfigError with all problems, if there are any.
 
-    problems: those that reading found.  unread: paths of options whose value could not be read; a rule that
-    names one of them judged its default, so its finding is left out.
+    known, rules  see `parse`
+    problems      found while the sources were read
+    unread        paths of options whose value could not be read. They have their defaults here, so problems
+                  that mention one of them are left out
     """
     rules_of_sections = (*LAYOUT_RULES, *TRAINING_RULES, *DATA_RULES, *DATA_EFFICIENCY_RULES)
     found = [problem for rule in rules_of_sections for problem in rule(config)]
     found += unknown_names(config, known or {})
     reject([*problems, *missing(config, unread), *(p for p in found if not _names_one_of(p, unread))])
     higher: list[str] = []
-    for rule in rules:                       # they may build on all of the above
+    for rule in rules:                       # they rely on the rules above
         higher += attempt(higher, lambda rule=rule: list(rule(config))) or []
     reject(higher)
 
@@ -44,6 +46,7 @@ def _names_one_of(problem: str, paths: Collection[str]) -> bool:
 
 
 def missing(config: RunConfig, unread: Collection[str] = ()) -> Iterator[str]:
+    """One problem with all required options that have no value."""
     names = [option.flag for path, option in all_options().items()
              if option.required and config.get(path) is None and path not in unread]
     if names:
@@ -52,9 +55,7 @@ def missing(config: RunConfig, unread: Collection[str] = ()) -> Iterator[str]:
 
 
 def unknown_names(config: RunConfig, known: Mapping[str, Container[str]]) -> Iterator[str]:
-    """Names of registry entries that do not exist; looked up here so that a typo is reported with all other
-    problems.
-    """
+    """Names that are not in their registry. known: path of the option → the registry."""
     for path, registry in known.items():
         name = config.get(path)
         if name is not None and name not in registry:

@@ -1,6 +1,6 @@
 """`RunConfig`: the whole configuration of one run, frozen, with the source of every value.
 
-Only `training/build.py` uses all of it; the layers below receive numbers.
+The layers below `training` receive numbers and groups, not the whole configuration.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,18 +21,15 @@ from .training_options import CheckpointConfig, LoggingConfig, PlanConfig, Train
 SECTIONS: Mapping[str, type] = MappingProxyType({
     "model": ModelConfig, "parallel": ParallelConfig, "zero": ZeroConfig, "optimizer": OptimizerConfig,
     "train": TrainConfig, "data": DataConfig, "bert": BertConfig, "curriculum": CurriculumConfig,
-    "random_ltd": RandomLTDConfig,
-    "checkpoint": CheckpointConfig, "logging": LoggingConfig, "plan": PlanConfig})
-# names that sections had in older files → their names now
+    "random_ltd": RandomLTDConfig, "checkpoint": CheckpointConfig, "logging": LoggingConfig,
+    "plan": PlanConfig})
+# Name of a section in older files → its name now.
 RENAMED = MappingProxyType({"routing": "random_ltd"})
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a value came from. A value with none is the default.
-
-    kind: "script", "yaml", "deepspeed", "flag" or "derived".
-    """
+    """The source of a value; a default has none. kind: "script", "yaml", "deepspeed", "flag" or "derived"."""
 
     kind: str
     name: str
@@ -43,9 +40,12 @@ class Source:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """`sources` maps the path of each value that was given ("train.seed") to its `Source`.
+    """One dataclass per section, all values of their final types.
 
-    without_effect: what was accepted although there is nothing to do, as written → why; startup prints it.
+    sources         path of each value that is not the default of its declaration ("train.seed") → its
+                    `Source`
+    without_effect  flag or key that was accepted although it changes nothing, as written → the reason;
+                    startup prints these
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -66,6 +66,7 @@ class RunConfig:
 
     @property
     def data_parallel_size(self) -> int:
+        """Ranks that process different samples. The world size must be divisible by the other sizes."""
         return self.world_size // self.parallel.model_parallel_size
 
     @property
@@ -86,11 +87,12 @@ class RunConfig:
         return self.microbatches(self.train.global_batch_size)
 
     def microbatches(self, global_batch_size: int) -> int:
+        """Micro-batches of a step of this size, on each data-parallel rank."""
         return global_batch_size // (self.train.micro_batch_size * self.data_parallel_size)
 
     @property
     def pipeline_chunks(self) -> int | None:
-        """Stages on each pipeline rank, if an option gives them."""
+        """Stages on each pipeline rank, if an option sets their number."""
         p = self.parallel
         if p.num_virtual_stages_per_pipeline_rank or not p.num_layers_per_virtual_pipeline_stage:
             return p.num_virtual_stages_per_pipeline_rank
@@ -98,15 +100,20 @@ class RunConfig:
         return layers // (p.pipeline_model_parallel_size * p.num_layers_per_virtual_pipeline_stage) or None
 
     def get(self, path: str) -> Any:
+        """The value of `section.field`."""
         section, name = path.split(".")
         return getattr(getattr(self, section), name)
 
+    def is_default(self, path: str) -> bool:
+        """Whether the option has its default value, from whatever source."""
+        return self.get(path) == all_options()[path].default
+
     def source(self, path: str) -> str:
-        """For messages: `--lr`, `gpt.yaml:12`, or `default`."""
+        """The source of a value, for messages: "--lr", "gpt.yaml:12", or "default"."""
         return str(self.sources.get(path, "default"))
 
     def with_values(self, values: Mapping[str, Any], source: Source) -> "RunConfig":
-        """A copy with some values replaced, {path: value}, all of one source."""
+        """A copy with other values for some paths, all from one source."""
         sections = {section: replace(getattr(self, section), **{
             path.split(".")[1]: value for path, value in values.items() if path.startswith(section + ".")})
             for section in SECTIONS}

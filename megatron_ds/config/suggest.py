@@ -1,5 +1,4 @@
-"""Suggestions for unknown names: a table of other projects' names, then the most similar name, if it is
-similar enough.
+"""Suggestions for unknown names: from a table of other projects' names, else the most similar known name.
 
     >>> near_flag("--learning-rate")
     "; did you mean '--lr'?"
@@ -8,13 +7,14 @@ similar enough.
 """
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 CUTOFF = 0.75  # of difflib's ratio; below it two names share letters, not a meaning: "profile", "vocab-file"
 
 _LENGTH = "the length of training is --train-iters, --train-samples or --train-tokens"
-_RANKS = "the launcher sets the number of processes: torchrun --nproc-per-node N. To plan without it: --dry-run --world-size N"
+_RANKS = ("the launcher sets the number of processes: torchrun --nproc-per-node N. To plan without a "
+          "launcher: --dry-run --world-size N")
 _TP, _PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
 _DTYPE = "weights are in fp32 unless --bf16 or --fp16 is given"
 _RECOMPUTE = "--recompute-granularity"
@@ -52,8 +52,7 @@ SYNONYMS: Mapping[str, str | tuple[str, ...]] = MappingProxyType({
                      "nodes"), _RANKS),
     **dict.fromkeys(("profile", "profiler", "profile-step-start", "profile-step-end", "use-pytorch-profiler"),
                     "there is no profiler yet; --trace DIR records the timeline of the pipeline"),
-    **dict.fromkeys(("compile", "torch-compile", "jit"), "torch.compile is not used: there is nothing to "
-                                                         "turn on"),
+    **dict.fromkeys(("compile", "torch-compile", "jit"), "torch.compile is not used. Remove the flag"),
     **dict.fromkeys(("moe", "experts"), "mixture-of-experts models are not available yet"),
     **dict.fromkeys(("wandb", "report-to", "mlflow"), "metrics go to the log, to --tensorboard-dir and to "
                                                       "--metrics-jsonl"),
@@ -91,23 +90,23 @@ SYNONYMS: Mapping[str, str | tuple[str, ...]] = MappingProxyType({
 
 
 def near_flag(typed: str, known: Iterable[str]) -> str:
-    """What to add after `unknown flag --typed`: `; did you mean '--lr'?`, `: a sentence.`, or nothing."""
+    """The text to add to `unknown flag --typed`: `; did you mean '--lr'?`, `: a sentence.`, or nothing."""
     return _near(typed.lstrip("-"), {flag.lstrip("-"): flag for flag in known}, lambda flag: flag)
 
 
 def near_key(name: str, known: Mapping[str, str]) -> str:
-    """The same for the key of a file. known: name with underscores → how the file writes it."""
+    """`near_flag` for the key of a file. known: name with underscores → the name as the file writes it."""
     return _near(name, known, lambda flag: known.get(flag.removeprefix("--").replace("-", "_")))
 
 
 def most_similar(name: str, known: Sequence[str]) -> str | None:
-    """The known name with most letters in common, in the same order; None if none is similar enough."""
+    """The known name with the highest ratio of difflib, ignoring case; None below the cutoff."""
     folded = {k.lower().replace("_", "-"): k for k in known}
     near = difflib.get_close_matches(name.lower().replace("_", "-"), folded, n=1, cutoff=CUTOFF)
     return folded[near[0]] if near else None
 
 
-def _near(name: str, known: Mapping[str, str], written) -> str:
+def _near(name: str, known: Mapping[str, str], written: Callable[[str], str | None]) -> str:
     """known: bare name → how it is written here.  written: one of our flags → how it is written here, or
     None.
     """

@@ -1,4 +1,4 @@
-"""`TrainConfig`, `CheckpointConfig` and `LoggingConfig`: the run itself, its checkpoints and its logs."""
+"""Options of the run: `TrainConfig`, `CheckpointConfig`, `LoggingConfig`, and `PlanConfig` for a dry run."""
 
 from dataclasses import dataclass
 
@@ -14,10 +14,9 @@ class TrainConfig:
     more or fewer ranks.
     """
 
-    micro_batch_size: int = option(required=True, at_least=1, flags=["--batch-size"],
-                                   json="train_micro_batch_size_per_gpu",
-                                   unit="samples", help="Samples of one forward and backward pass on one "
-                                                        "data-parallel rank.")
+    micro_batch_size: int = option(
+        required=True, at_least=1, flags=["--batch-size"], json="train_micro_batch_size_per_gpu",
+        unit="samples", help="Samples of one forward and backward pass on one data-parallel rank.")
     global_batch_size: int | None = option(
         None, at_least=1, json="train_batch_size", unit="samples",
         help="Samples of one optimizer step over all ranks. Default: micro-batch × data-parallel size.")
@@ -26,45 +25,49 @@ class TrainConfig:
         help="Micro-batches of one step, instead of --global-batch-size.",
         avoid="Prefer --global-batch-size, which means the same on any number of ranks.")
     rampup_batch_size: tuple[int, ...] | None = option(
-        None, count=3, at_least=0, help="START INCREMENT SAMPLES: the global batch begins at START and grows "
-        "by INCREMENT until it reaches the global batch size after SAMPLES samples. Needs --train-samples or "
-        "--train-tokens.")
+        None, count=3, at_least=0,
+        help="START INCREMENT SAMPLES: the global batch begins at START and grows by INCREMENT until it "
+             "reaches the global batch size after SAMPLES samples. Needs --train-samples or --train-tokens.")
     step_batch_size_schedule: tuple[str, ...] = option(
-        (), help="TOKENS:SIZE …: the global batch has SIZE samples once TOKENS tokens are consumed, such as "
-        "0:256 2B:512 (K, M, B and T are powers of a thousand). The last is the global batch size. Needs "
-        "--train-samples or --train-tokens.")
+        (),
+        help="TOKENS:SIZE …: the global batch has SIZE samples once TOKENS tokens are consumed, such as "
+             "0:256 2B:512 (K, M, B and T are powers of a thousand). The last is the global batch size. "
+             "Needs --train-samples or --train-tokens.")
     decrease_batch_size_if_needed: bool = option(
         False, help="Round a global batch down to a multiple of micro-batch × data-parallel size.",
         avoid="The result then depends on the layout: another number of ranks trains on other batches.")
-    train_iters: int | None = option(None, at_least=0, unit="iterations",
-                                     help="Length of training in iterations. 0 only evaluates.")
-    train_samples: int | None = option(None, at_least=1, unit="samples", help="Length of training in "
-                                       "samples, instead of --train-iters.")
+    train_iters: int | None = option(
+        None, at_least=0, unit="iterations", help="Length of training in iterations. 0 only evaluates.")
+    train_samples: int | None = option(
+        None, at_least=1, unit="samples", help="Length of training in samples, instead of --train-iters.")
     train_tokens: int | None = option(
-        None, at_least=1, unit="tokens", help="Length of training in tokens: the run ends with the step that "
-        "reaches it. --train-iters or --train-samples beside it is an upper bound. Shortened and dropped "
-        "tokens do not count.")
-    eval_iters: int = option(100, at_least=0, unit="iterations", help="Batches of one evaluation; 0 turns "
-                                                                      "evaluation off.")
+        None, at_least=1, unit="tokens",
+        help="Length of training in tokens: the run ends with the step that reaches it. --train-iters or "
+             "--train-samples beside it is an upper bound. Shortened and dropped tokens do not count.")
+    eval_iters: int = option(
+        100, at_least=0, unit="iterations", help="Batches of one evaluation; 0 turns evaluation off.")
     eval_interval: int = option(1000, at_least=1, unit="iterations", help="Steps between evaluations.")
-    exit_interval: int | None = option(None, at_least=1, unit="iterations",
-                                       help="Save and exit at the next step that is a multiple of this.")
-    exit_duration_in_mins: float | None = option(None, above=0, unit="minutes", help="Save and exit after "
-                                                                                     "this many minutes.")
+    exit_interval: int | None = option(
+        None, at_least=1, unit="iterations",
+        help="Save and exit at the next step that is a multiple of this.")
+    exit_duration_in_mins: float | None = option(
+        None, above=0, unit="minutes", help="Save and exit after this many minutes.")
     seed: int = option(1234, at_least=0, help="Seed of initial weights, data order and dropout.")
     recompute_granularity: str | None = option(
         None, choices=("full", "selective"),
         switches={"--recompute-activations": "selective", "--checkpoint-activations": "full"},
-        help="Recompute activations in the backward pass instead of keeping them: of whole layers (full), or "
-        "only of core attention (selective).",
+        help="Recompute activations in the backward pass instead of keeping them: of whole layers (full), "
+             "or only of core attention (selective).",
         avoid="full takes about a third more time; use it only when memory runs out.")
     recompute_method: str | None = option(
-        None, choices=("uniform", "block"), help="Which layers are fully recomputed: all (uniform) or the "
-        "first --recompute-num-layers of each stage (block). Default: block if that number is given.")
-    recompute_num_layers: int | None = option(None, at_least=1, help="Layers of each stage that are "
-                                                                     "recomputed. Default: all.")
-    label_smoothing: float = option(0.0, at_least=0, below=1, help="Share of the target that is spread "
-                                    "evenly over the rest of the vocabulary.")
+        None, choices=("uniform", "block"),
+        help="Which layers are fully recomputed: all (uniform) or the first --recompute-num-layers of each "
+             "stage (block). Default: block if that number is given.")
+    recompute_num_layers: int | None = option(
+        None, at_least=1, help="Layers of each stage that are recomputed. Default: all.")
+    label_smoothing: float = option(
+        0.0, at_least=0, below=1,
+        help="Share of the target that is spread evenly over the rest of the vocabulary.")
     check_for_nan: str = option(
         "stop", choices=("stop", "continue"), flag="--check-for-nan",
         switches={"--check-for-nan-in-loss-and-grad": "stop",
@@ -82,49 +85,55 @@ class CheckpointConfig:
     """A checkpoint loads at any layout of the same model."""
 
     save: str | None = option(None, help="Directory for checkpoints. Default: none are written.")
-    load: str | None = option(None, help="Directory to resume from. When it is also --save and holds no "
-                              "checkpoint yet, training starts from scratch; otherwise a directory without a "
-                              "checkpoint is an error.")
+    load: str | None = option(
+        None,
+        help="Directory to resume from. When it is also --save and holds no checkpoint yet, training starts "
+             "from scratch; otherwise a directory without a checkpoint is an error.")
     overwrite_save: bool = option(
-        False, help="If --save holds another run, move that run into a subfolder replaced-RUN_ID-TIME and "
-                    "start here.",
+        False,
+        help="If --save holds another run, move that run into a subfolder replaced-RUN_ID-TIME and start "
+             "here.",
         avoid="A script that restarts by itself would start from scratch each time: use --load there.")
-    save_interval: int | None = option(None, at_least=1, unit="iterations",
-                                       help="Steps between checkpoints. Default: only at the end.")
-    save_total_limit: int | None = option(None, at_least=1, help="Keep only the newest N checkpoints. "
-                                                                 "Default: all.")
-    no_save_optim: bool = option(False, help="Write weights only.", avoid="Training cannot resume from such "
-                                                                          "a checkpoint.")
+    save_interval: int | None = option(
+        None, at_least=1, unit="iterations",
+        help="Steps between checkpoints. Default: one checkpoint at the end of training.")
+    save_total_limit: int | None = option(
+        None, at_least=1, help="Keep only the newest N checkpoints. Default: all.")
+    no_save_optim: bool = option(
+        False, help="Write weights only.",
+        avoid="Training cannot resume from such a checkpoint.")
     no_load_optim: bool = option(False, help="Load weights only; the optimizer starts with empty state.")
-    finetune: bool = option(False, help="Load weights only, and start at the first step and the first "
-                                        "sample.")
-    exit_on_missing_checkpoint: bool = option(False, help="Exit with an error if --load holds no checkpoint, "
-                                              "also when it is --save.",
-                                              avoid="Leave it off in a script that starts and resumes with "
-                                                    "the same command.")
+    finetune: bool = option(
+        False, help="Load weights only, and start at the first step and the first sample.")
+    exit_on_missing_checkpoint: bool = option(
+        False, help="Exit with an error if --load holds no checkpoint, also when it is --save.",
+        avoid="Leave it off in a script that starts and resumes with the same command.")
 
 
 @dataclass(frozen=True)
 class LoggingConfig:
     """Rank 0 writes the log."""
 
-    log_interval: int = option(100, at_least=1, json="steps_per_print", unit="iterations", help="Steps "
-                                                                                                "between log "
-                                                                                                "lines.")
-    tensorboard_dir: str | None = option(None, help="Directory for TensorBoard events. Default: none are "
-                                                    "written.")
-    metrics_path: str | None = option(None, flags=["--metrics-jsonl"],
-                                      help="File to which the record of each log line is appended as JSON. "
-                                      "Default: metrics.jsonl in the --save directory, if there is one.")
+    log_interval: int = option(
+        100, at_least=1, json="steps_per_print", unit="iterations", help="Steps between log lines.")
+    tensorboard_dir: str | None = option(
+        None, help="Directory for TensorBoard events. Default: none are written.")
+    metrics_path: str | None = option(
+        None, flags=["--metrics-jsonl"],
+        help="File to which the record of each log line is appended as JSON. Default: metrics.jsonl in the "
+             "--save directory, if there is one.")
     progress_bar: bool = option(
         True, help="Show a progress bar while stdout is a terminal. Log files never contain one.",
         avoid="Turn it off where a recording of the terminal must hold plain lines.")
     trace: str | None = option(
-        None, help="Directory for timelines of the pipeline's instructions, one file per pipeline rank, for "
-        "tools/show_schedule.py or chrome://tracing. Default: none are written.")
+        None,
+        help="Directory for timelines of the pipeline's instructions, one file per pipeline rank, for "
+             "tools/show_schedule.py or chrome://tracing. Default: none are written.")
     trace_steps: tuple[int, ...] | None = option(
-        None, count=2, at_least=1, unit="steps", help="FIRST LAST: the steps that --trace records, counted "
-        "from the start of this process. Default: 2 3.", avoid="The first step is slower than the others.")
+        None, count=2, at_least=1, unit="steps",
+        help="FIRST LAST: the steps that --trace records, counted from the start of this process. Default: "
+             "2 3.",
+        avoid="The first step is slower than the others.")
 
 
 @dataclass(frozen=True)
@@ -135,12 +144,15 @@ class PlanConfig:
         "off", choices=("off", "cuda", "cpu"), alone="cuda", switches={"--no-dry-run": "off"},
         help="Print the plan and exit: layout, schedule, memory and traffic of a rank, FLOPs; or the errors "
              "of a launch. cuda, cpu: the kind of device to plan for. The flag without a value means cuda.")
-    world_size: int | None = option(None, at_least=1, unit="ranks", help="Number of ranks to plan for "
-                                    "(--dry-run only). Default: the launcher's, else 1.",
-                                    avoid="In real runs the launcher sets it.")
-    rank: int = option(0, at_least=0, help="The rank whose memory and traffic are printed (--dry-run only).",
-                       avoid="In real runs the launcher sets it.")
+    world_size: int | None = option(
+        None, at_least=1, unit="ranks",
+        help="Number of ranks to plan for (--dry-run only). Default: the launcher's, else 1.",
+        avoid="In real runs the launcher sets it.")
+    rank: int = option(
+        0, at_least=0, help="The rank whose memory and traffic are printed (--dry-run only).",
+        avoid="In real runs the launcher sets it.")
 
     @property
     def is_dry(self) -> bool:
+        """Whether a plan is printed instead of a run."""
         return self.dry_run != "off"

@@ -6,12 +6,14 @@ from .messages import divisors, either, flag, neighbours, written
 from .run import RunConfig, all_options
 from .training_schedule import counts_tokens, parse_batch_steps
 
-MICRO, GLOBAL, STEPS = "train.micro_batch_size", "train.global_batch_size", "train.gradient_accumulation_steps"
+MICRO, GLOBAL = "train.micro_batch_size", "train.global_batch_size"
+STEPS = "train.gradient_accumulation_steps"
 RAMP, SCHEDULE = "train.rampup_batch_size", "train.step_batch_size_schedule"
 ITERS, SAMPLES, TOKENS = "train.train_iters", "train.train_samples", "train.train_tokens"
 
 
 def batch(config: RunConfig) -> Iterator[str]:
+    """Global batch = micro-batch × accumulation steps × data-parallel ranks."""
     train, ranks = config.train, config.data_parallel_size
     micro, total, steps = train.micro_batch_size, train.global_batch_size, train.gradient_accumulation_steps
     if not ranks or not total or total < 1 or (micro is not None and micro < 1):
@@ -37,16 +39,17 @@ def batch(config: RunConfig) -> Iterator[str]:
 
 
 def batch_ramp(config: RunConfig) -> Iterator[str]:
+    """--rampup-batch-size reaches the global batch, in sizes that all ranks share evenly."""
     train, ramp = config.train, config.train.rampup_batch_size
-    if ramp is None or not train.global_batch_size or not train.micro_batch_size or not config.data_parallel_size:
+    if ramp is None or not (train.global_batch_size and train.micro_batch_size and config.data_parallel_size):
         return
     start, increment, _ = ramp
     if train.train_iters is not None:
         yield (f"{written(config, RAMP)} with {written(config, ITERS)}: while the batch grows, an iteration "
                "has no fixed number of samples. Use --train-samples or --train-tokens.")
     if not 1 <= start <= train.global_batch_size:
-        yield (f"{written(config, RAMP)} starts at {start}; it must start between 1 and "
-               f"{written(config, GLOBAL)}.")
+        yield (f"{written(config, RAMP)} starts at {start}, outside 1 to {written(config, GLOBAL)}. "
+               f"Use a start between these.")
     elif increment < 1 or (train.global_batch_size - start) % increment:
         grows = train.global_batch_size - start
         yield (f"{written(config, RAMP)} cannot grow from {start} to {train.global_batch_size} by "
@@ -56,16 +59,17 @@ def batch_ramp(config: RunConfig) -> Iterator[str]:
     if train.decrease_batch_size_if_needed:
         if start < unit:
             yield (f"{written(config, RAMP)} starts below {unit}, one micro-batch on every rank: rounded "
-                   "down, it would be 0.")
+                   f"down, it would be 0. Start at {unit} or more.")
         return
-    for word, number in (("start", start), ("increment", increment)):
+    for what, number in (("start", start), ("increment", increment)):
         if number % unit:
-            yield (f"{written(config, RAMP)}: the {word} {number} is not a multiple of "
+            yield (f"{written(config, RAMP)}: the {what} {number} is not a multiple of "
                    f"{written(config, MICRO)} × {config.data_parallel_size} data-parallel ranks = {unit}. "
                    f"Use {neighbours(number, unit)}.")
 
 
 def batch_schedule(config: RunConfig) -> Iterator[str]:
+    """--step-batch-size-schedule can be read, and all ranks share each size evenly."""
     train = config.train
     if not train.step_batch_size_schedule:
         return
@@ -96,6 +100,7 @@ def batch_schedule(config: RunConfig) -> Iterator[str]:
 
 
 def length(config: RunConfig) -> Iterator[str]:
+    """The training has one length, of at least a step; the learning rate is given in the same unit."""
     train = config.train
     if train.train_iters is None and train.train_samples is None and train.train_tokens is None:
         yield f"missing: the length of training. Give {flag(ITERS)}, {flag(SAMPLES)} or {flag(TOKENS)}."
@@ -105,7 +110,7 @@ def length(config: RunConfig) -> Iterator[str]:
         return
     first = _first_batch(config)
     if train.train_samples and first and train.train_samples < first:
-        yield (f"{written(config, SAMPLES)} is less than one global batch of {first}: there would be no "
+        yield (f"{written(config, SAMPLES)} is less than one global batch of {first}: training would have no "
                f"step. Use {flag(SAMPLES)} {first} or more.")
     yield from _units(config)
     if config.optimizer.lr_warmup_fraction is not None:
@@ -124,15 +129,16 @@ def _units(config: RunConfig) -> Iterator[str]:
     if counts_tokens(config):
         unit, why = "tokens", "the other spans of the learning rate are in tokens"
         if not rate.lr_decay_tokens and not train.train_tokens and rate.lr_decay_style != "constant":
-            yield (f"{written(config, 'optimizer.lr_warmup_tokens')} without the end of the decay in tokens. "
+            yield (f"{written(config, 'optimizer.lr_warmup_tokens')} needs the end of the decay in tokens. "
                    f"Add {flag('optimizer.lr_decay_tokens')} or {flag(TOKENS)}.")
     elif train.train_iters is not None or train.train_samples is not None or train.train_tokens is not None:
         unit = "iters" if train.train_iters is not None else "samples"
-        why = f"the length of training is in {'iterations' if unit == 'iters' else 'samples'}" if not train.train_tokens else (
-            f"there is no {flag(ITERS)}" if unit == "samples" else f"there is {written(config, ITERS)}")
+        why = f"the length of training is in {'iterations' if unit == 'iters' else 'samples'}"
+        if train.train_tokens:
+            why = f"{flag(ITERS)} is not given" if unit == "samples" else f"{written(config, ITERS)} is given"
         if train.train_iters is None and train.train_samples is None and not rate.lr_decay_samples:
-            yield (f"a learning rate in samples needs the end of its decay, since {written(config, TOKENS)} "
-                   f"gives none in that unit. Add {flag('optimizer.lr_decay_samples')}, or use "
+            yield (f"the learning rate is in samples, but {written(config, TOKENS)} sets the end of its "
+                   f"decay in tokens. Add {flag('optimizer.lr_decay_samples')}, or use "
                    f"{flag('optimizer.lr_warmup_tokens')}.")
     else:
         return
@@ -143,10 +149,11 @@ def _units(config: RunConfig) -> Iterator[str]:
 
 
 def _in_unit(config: RunConfig, name: str, other: str, unit: str) -> str:
-    """Advice: the span under its flag of the other unit, with the number where it can be worked out."""
+    """Advice: the flag of the other unit, with the converted number where it can be computed."""
     if f"optimizer.{name}_{unit}" not in all_options():
         return f" Remove it; {config.optimizer.lr_decay_style} cannot count {unit}."
-    number, size, length = config.get(f"optimizer.{name}_{other}"), config.train.global_batch_size, config.model.seq_length
+    number = config.get(f"optimizer.{name}_{other}")
+    size, length = config.train.global_batch_size, config.model.seq_length
     in_samples = number if other == "samples" else number * size if size else None
     converted = {"samples": in_samples, "tokens": in_samples and length and in_samples * length,
                  "iters": size and in_samples and -(-in_samples // size)}[unit]
@@ -155,6 +162,7 @@ def _in_unit(config: RunConfig, name: str, other: str, unit: str) -> str:
 
 
 def _first_batch(config: RunConfig) -> int | None:
+    """Global batch size of the first step, if it is known."""
     train = config.train
     if train.step_batch_size_schedule:
         try:
@@ -165,6 +173,7 @@ def _first_batch(config: RunConfig) -> int | None:
 
 
 def learning_rate(config: RunConfig) -> Iterator[str]:
+    """Its values are ordered, its spans fit into each other, and its style uses all spans that are given."""
     rate, train = config.optimizer, config.train
     for path in ("optimizer.min_lr", "optimizer.lr_warmup_init"):
         if rate.lr is not None and config.get(path) > rate.lr:
@@ -172,20 +181,22 @@ def learning_rate(config: RunConfig) -> Iterator[str]:
                    "highest learning rate.")
     tokens = counts_tokens(config)
     unit = "tokens" if tokens else "iters" if train.train_iters is not None else "samples"
-    decay_path = f"optimizer.lr_decay_{unit}" if config.get(f"optimizer.lr_decay_{unit}") else f"train.train_{unit}"
+    decay_path = f"optimizer.lr_decay_{unit}"
+    if not config.get(decay_path):
+        decay_path = f"train.train_{unit}"
     decay, warmup = config.get(decay_path), config.get(f"optimizer.lr_warmup_{unit}")
     final = None if tokens else config.get(f"optimizer.lr_wsd_decay_{unit}")
-    if decay and warmup and warmup >= decay and rate.lr_decay_style != "constant" and rate.lr_decay_style != "WarmupLR":
+    if decay and warmup and warmup >= decay and rate.lr_decay_style not in ("constant", "WarmupLR"):
         yield (f"{written(config, f'optimizer.lr_warmup_{unit}')} leaves nothing of "
                f"{written(config, decay_path)} for the decay. Use a warm-up below {decay}, or "
                "--lr-decay-style constant.")
     if rate.lr_decay_style == "WSD" and tokens:
-        yield (f"{written(config, 'optimizer.lr_decay_style')} has no final phase in tokens. Set its spans "
-               f"with {flag('optimizer.lr_decay_samples')}, {flag('optimizer.lr_warmup_samples')} and "
-               f"{flag('optimizer.lr_wsd_decay_samples')}.")
+        yield (f"{written(config, 'optimizer.lr_decay_style')} cannot count its final decay in tokens. Set "
+               f"its spans with {flag('optimizer.lr_decay_samples')}, {flag('optimizer.lr_warmup_samples')} "
+               f"and {flag('optimizer.lr_wsd_decay_samples')}.")
     elif rate.lr_decay_style == "WSD" and decay:
         if not final:
-            yield ("--lr-decay-style WSD needs the length of its last phase. Add "
+            yield ("--lr-decay-style WSD needs the length of its final decay. Add "
                    f"{flag(f'optimizer.lr_wsd_decay_{unit}')}.")
         elif final + warmup > decay:
             yield (f"{written(config, f'optimizer.lr_wsd_decay_{unit}')} and a warm-up of {warmup} are "
@@ -204,29 +215,30 @@ def learning_rate(config: RunConfig) -> Iterator[str]:
 
 def _deepspeed_style(config: RunConfig) -> Iterator[str]:
     """DeepSpeed's schedulers count steps."""
-    named = next((path for path in ("optimizer.lr_decay_tokens", "optimizer.lr_warmup_tokens", SAMPLES,
-                                    TOKENS)
-                  if config.get(path)), None)
-    if named is not None and (named.startswith("optimizer.") or config.train.train_iters is None):
-        unit = "samples" if named == SAMPLES else "tokens"
-        yield (f"{written(config, 'optimizer.lr_decay_style')} counts steps, but {written(config, named)} "
+    spans = ("optimizer.lr_decay_tokens", "optimizer.lr_warmup_tokens", SAMPLES, TOKENS)
+    given = next((path for path in spans if config.get(path)), None)
+    if given is not None and (given.startswith("optimizer.") or config.train.train_iters is None):
+        unit = "samples" if given == SAMPLES else "tokens"
+        yield (f"{written(config, 'optimizer.lr_decay_style')} counts steps, but {written(config, given)} "
                f"counts {unit}. Use {flag(ITERS)} and spans in iterations.")
 
 
 def weight_decay(config: RunConfig) -> Iterator[str]:
+    """A weight decay that changes has a first and a last value; a constant one has neither."""
     optimizer = config.optimizer
-    ends = [path for path in ("optimizer.start_weight_decay",
-                              "optimizer.end_weight_decay") if config.get(path) is not None]
+    both = ("optimizer.start_weight_decay", "optimizer.end_weight_decay")
+    ends = [path for path in both if config.get(path) is not None]
     if optimizer.weight_decay_incr_style == "constant" and ends:
-        yield (f"{' and '.join(written(config, path) for path in ends)} would have no effect, because the "
-               "weight decay is constant. Add --weight-decay-incr-style linear or cosine, or give only "
+        yield (f"{' and '.join(written(config, path) for path in ends)} would have no effect: the weight "
+               "decay is constant. Add --weight-decay-incr-style linear or cosine, or give only "
                "--weight-decay.")
     elif optimizer.weight_decay_incr_style != "constant" and len(ends) < 2:
-        yield (f"{written(config, 'optimizer.weight_decay_incr_style')} needs its first and last value. Give "
-               "--start-weight-decay and --end-weight-decay.")
+        yield (f"{written(config, 'optimizer.weight_decay_incr_style')} needs the first and the last value. "
+               "Give both --start-weight-decay and --end-weight-decay.")
 
 
 def number_format(config: RunConfig) -> Iterator[str]:
+    """Weights have one dtype, and only fp16 scales the loss."""
     if config.optimizer.fp16 and config.optimizer.bf16:
         yield (f"{written(config, 'optimizer.fp16')} and {written(config, 'optimizer.bf16')}: weights have "
                "one dtype. Give only one; bf16 needs no loss scaling.")
@@ -235,23 +247,25 @@ def number_format(config: RunConfig) -> Iterator[str]:
                "the loss. Remove it.")
     if config.optimizer.min_loss_scale > config.optimizer.initial_loss_scale:
         yield (f"{written(config, 'optimizer.min_loss_scale')} is above "
-               f"{written(config, 'optimizer.initial_loss_scale')}.")
+               f"{written(config, 'optimizer.initial_loss_scale')}, the first scale. Lower the minimum.")
 
 
 def checkpoints(config: RunConfig) -> Iterator[str]:
+    """Options of saving and loading need a directory."""
     if config.checkpoint.overwrite_save and config.checkpoint.save is None:
-        yield (f"{written(config, 'checkpoint.overwrite_save')} without --save: there is no folder to save "
-               "in. Add --save DIR.")
+        yield (f"{written(config, 'checkpoint.overwrite_save')} without --save: no directory is given. "
+               "Add --save DIR, or remove it.")
     for path in ("checkpoint.no_load_optim", "checkpoint.finetune", "checkpoint.exit_on_missing_checkpoint"):
         if config.get(path) and config.checkpoint.load is None:
-            yield (f"{written(config, path)} without --load: there is nothing to load. Add --load DIR, or "
+            yield (f"{written(config, path)} without --load: no directory is given. Add --load DIR, or "
                    "remove it.")
 
 
 def planning(config: RunConfig) -> Iterator[str]:
-    for path, least in (("plan.world_size", None), ("plan.rank", 0)):
-        if config.get(path) != least and not config.plan.is_dry:
-            yield (f"{written(config, path)}: in a real run the launcher sets it. Remove it, or add "
+    """World size and rank are options of a plan only."""
+    for path in ("plan.world_size", "plan.rank"):
+        if not config.plan.is_dry and not config.is_default(path):
+            yield (f"{written(config, path)}: outside of a plan the launcher sets it. Remove it, or add "
                    "--dry-run to plan such a run.")
     if config.plan.is_dry and config.plan.rank >= config.world_size:
         yield (f"{written(config, 'plan.rank')} is not one of {config.world_size} "
@@ -261,11 +275,12 @@ def planning(config: RunConfig) -> Iterator[str]:
 
 
 def recomputation(config: RunConfig) -> Iterator[str]:
+    """The choice of layers applies to full recomputation."""
     train = config.train
     for path in ("train.recompute_method", "train.recompute_num_layers"):
         if config.get(path) is not None and train.recompute_granularity != "full":
-            yield (f"{written(config, path)} has no effect without --recompute-granularity full. Add that, "
-                   "or remove it.")
+            yield (f"{written(config, path)} has no effect without --recompute-granularity full. Add it, "
+                   f"or remove {flag(path)}.")
     if train.recompute_method == "uniform" and (train.recompute_num_layers or 1) > 1:
         yield (f"{written(config, 'train.recompute_num_layers')} with --recompute-method uniform: layers are "
                "recomputed one by one. Use 1, or --recompute-method block, which recomputes that many layers "
@@ -275,6 +290,7 @@ def recomputation(config: RunConfig) -> Iterator[str]:
 
 
 def traces(config: RunConfig) -> Iterator[str]:
+    """The steps of a trace need its directory and are in order."""
     steps = config.logging.trace_steps
     if steps and config.logging.trace is None:
         yield (f"{written(config, 'logging.trace_steps')} without --trace: nothing is recorded. Add --trace "
@@ -285,5 +301,4 @@ def traces(config: RunConfig) -> Iterator[str]:
 
 
 TRAINING_RULES = (batch, batch_ramp, batch_schedule, length, learning_rate, weight_decay, number_format,
-                  checkpoints,
-                  recomputation, traces, planning)
+                  checkpoints, recomputation, traces, planning)

@@ -1,5 +1,5 @@
-"""What changes during a run, as functions of its progress: the values of `ramps`, `difficulty` and
-`TokenDrop` that a `RunConfig` describes.
+"""The values that change during a run, as the options describe them: learning rate, weight decay, batch size,
+and the tokens that random-LTD keeps.
 """
 
 from collections.abc import Sequence
@@ -12,54 +12,49 @@ from .training_options import TrainConfig
 
 
 def make_learning_rate(config: RunConfig) -> Ramp[float]:
-    """The learning rate that a `RunConfig` describes."""
+    """The learning rate of a run, over tokens (`counts_tokens`) or over samples of steps that were not
+    skipped.
+    """
     optimizer, train = config.optimizer, config.train
-    batch = train.global_batch_size
+    style, batch = optimizer.lr_decay_style, train.global_batch_size
+    values = {"highest": optimizer.lr, "lowest": optimizer.min_lr, "initial": optimizer.lr_warmup_init}
     if counts_tokens(config):
-        decay = optimizer.lr_decay_tokens or train.train_tokens or 1  # none is needed for a constant rate
-        warmup = optimizer.lr_warmup_tokens
-        if optimizer.lr_warmup_fraction is not None:
-            warmup = optimizer.lr_warmup_fraction * decay
-        return LearningRate(highest=optimizer.lr, lowest=optimizer.min_lr, initial=optimizer.lr_warmup_init,
-                            warmup=warmup,
-                            decay=decay, style=optimizer.lr_decay_style, count=token_count(config))
+        decay = optimizer.lr_decay_tokens or train.train_tokens or 1      # a constant rate needs none
+        warmup = _fraction(optimizer.lr_warmup_fraction, decay, optimizer.lr_warmup_tokens)
+        return LearningRate(**values, warmup=warmup, decay=decay, style=style, count=token_count(config))
     decay = _span(optimizer.lr_decay_iters, optimizer.lr_decay_samples, batch) or train_span(train)
-    if optimizer.lr_decay_style.startswith("Warmup"):
+    if style.startswith("Warmup"):
         warmup = optimizer.lr_warmup_iters
         if optimizer.lr_warmup_fraction is not None:
             warmup = int(optimizer.lr_warmup_fraction * decay / batch)
-        return DeepSpeedRate(
-            optimizer.lr_decay_style, highest=optimizer.lr, lowest=optimizer.min_lr,
-            initial=optimizer.lr_warmup_init,
-            warmup=warmup, total=decay // batch, warmup_style=optimizer.lr_warmup_style, batch=batch)
+        return DeepSpeedRate(style, **values, warmup=warmup, total=decay // batch,
+                             warmup_style=optimizer.lr_warmup_style, batch=batch)
     warmup = _span(optimizer.lr_warmup_iters, optimizer.lr_warmup_samples, batch)
-    if optimizer.lr_warmup_fraction is not None:
-        warmup = optimizer.lr_warmup_fraction * decay
     final = _span(optimizer.lr_wsd_decay_iters, optimizer.lr_wsd_decay_samples, batch)
-    return LearningRate(
-        highest=optimizer.lr, lowest=optimizer.min_lr, initial=optimizer.lr_warmup_init, warmup=warmup,
-        decay=decay,
-        style=optimizer.lr_decay_style, final=final, final_style=optimizer.lr_wsd_decay_style)
+    return LearningRate(**values, warmup=_fraction(optimizer.lr_warmup_fraction, decay, warmup), decay=decay,
+                        style=style, final=final, final_style=optimizer.lr_wsd_decay_style)
 
 
 def counts_tokens(config: RunConfig) -> bool:
-    """Whether the learning rate is a function of tokens: a span in tokens is given, or the training is and no
-    span is.
+    """Whether the learning rate is a function of tokens.
+
+    It is if a span is given in tokens, or if only the length of the training is given, in tokens.
     """
     optimizer, spans = config.optimizer, ("lr_decay", "lr_warmup", "lr_wsd_decay")
     if optimizer.lr_decay_tokens or optimizer.lr_warmup_tokens:
         return True
     others = any(getattr(optimizer, f"{span}_{unit}") for span in spans for unit in ("iters", "samples"))
-    return bool(config.train.train_tokens) and not others and not optimizer.lr_decay_style.startswith("Warmup")
+    is_of_deepspeed = optimizer.lr_decay_style.startswith("Warmup")
+    return bool(config.train.train_tokens) and not others and not is_of_deepspeed
 
 
 def token_count(config: RunConfig) -> Tokens:
-    """How a run counts its tokens."""
+    """The tokens that a run counts: with random-LTD, the mean over the layers."""
     return Tokens(config.model.num_layers if config.random_ltd.random_ltd else None)
 
 
 def make_weight_decay(config: RunConfig) -> Ramp[float]:
-    """The weight decay that a `RunConfig` describes."""
+    """The weight decay of a run, over tokens if its length is in tokens."""
     optimizer, tokens = config.optimizer, config.train.train_tokens
     start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
     return WeightDecay(
@@ -70,7 +65,7 @@ def make_weight_decay(config: RunConfig) -> Ramp[float]:
 
 
 def make_batch_size(config: RunConfig) -> BatchSize:
-    """The global batch size that a `RunConfig` describes."""
+    """The global batch size of a run."""
     ramp = stated_batch_size(config)
     if config.train.decrease_batch_size_if_needed:
         return ramp.rounded_down(config.train.micro_batch_size * config.data_parallel_size)
@@ -78,7 +73,9 @@ def make_batch_size(config: RunConfig) -> BatchSize:
 
 
 def stated_batch_size(config: RunConfig) -> BatchSize:
-    """The same without --decrease-batch-size-if-needed: it does not depend on the number of ranks."""
+    """The global batch size without --decrease-batch-size-if-needed: it does not depend on the number of
+    ranks.
+    """
     train = config.train
     if train.step_batch_size_schedule:
         return BatchSize(parse_batch_steps(train.step_batch_size_schedule, config.model.seq_length))
@@ -89,17 +86,17 @@ def stated_batch_size(config: RunConfig) -> BatchSize:
 
 
 def parse_batch_steps(words: Sequence[str], seq_length: int) -> tuple[tuple[int, int], ...]:
-    """`0:768 250B:1536`, TOKENS:SIZE from tokens on, as ((samples, size), …), in the order of the samples.
+    """TOKENS:SIZE pairs, as in "0:768 250B:1536", as ((samples, size), …) in rising order.
 
-    Megatron's rule: suffixes K, M, B, T are powers of a thousand, and tokens become samples by whole
-    division. Raises ValueError, with words for the user, for anything else.
+    As in Megatron, the suffixes K, M, B, T are powers of a thousand, and tokens become samples by integer
+    division. Raises ValueError whose message continues "--step-batch-size-schedule …".
     """
     pairs = [pair.split(":") for pair in " ".join(words).replace(",", " ").split()]
     if not pairs or any(len(pair) != 2 for pair in pairs):
         raise ValueError("is not a list of TOKENS:SIZE, such as 0:256 2B:512")
     steps = sorted((_count(tokens) // seq_length, _count(size)) for tokens, size in pairs)
     if steps[0][0] != 0:
-        raise ValueError(f"begins after {steps[0][0]} samples; the first size must hold from 0 on")
+        raise ValueError(f"begins after {steps[0][0]} samples; the first size must begin at 0 tokens")
     for (samples, _), (after, _) in zip(steps, steps[1:]):
         if samples == after:
             raise ValueError(f"has two sizes from {samples} samples on (tokens / {seq_length})")
@@ -119,23 +116,28 @@ def _count(text: str) -> int:
 
 
 def train_span(train: TrainConfig) -> int:
-    """Samples of the whole training, where it has a length in samples or iterations."""
+    """Samples of the whole training, whose length is in samples or iterations."""
     return train.train_samples or train.train_iters * train.global_batch_size
 
 
 def _span(iterations: int | None, samples: int | None, batch: int) -> int:
-    """The span in samples, given in one of the two units."""
+    """A span in samples, given in one of the two units."""
     return samples or (iterations or 0) * batch
 
 
+def _fraction(fraction: float | None, whole: float, span: float) -> float:
+    """A span that a fraction of a whole may replace."""
+    return span if fraction is None else fraction * whole
+
+
 def make_token_drop(config: RunConfig) -> TokenDrop | None:
-    """What a `RunConfig` describes; None without --random-ltd."""
+    """The tokens that blocks keep; None without --random-ltd."""
     ltd, model = config.random_ltd, config.model
     if not ltd.random_ltd:
         return None
     most = ltd.random_ltd_max_tokens or model.seq_length
-    # lowest=0: upstream rounds down below its own minimum where that is no multiple, and here the integers
-    # are upstream's.
+    # lowest=0: DeepSpeed rounds down below the minimum if that is not a multiple, and the integers are to be
+    # equal.
     kept = Rise(ltd.random_ltd_min_tokens, most, ltd.random_ltd_steps, ltd.random_ltd_tokens_per_step,
                 lowest=0)
     return TokenDrop(ltd.dropping_blocks(model.num_layers), model.num_layers, kept)

@@ -1,9 +1,8 @@
-"""Flags of Megatron and keys of DeepSpeed's JSON that have no option here: the table flag or key → `Answer`.
+"""Flags of Megatron and keys of DeepSpeed's JSON that have no option here: tables of flag or key → `Answer`.
 
-An answer accepts what asks for something that always happens here, or what chooses an implementation or tunes
-speed without changing any number; startup lists it under "accepted, nothing to do". It refuses, with the
-reason, what would change numbers or lose something that was asked for. A key whose value switches a feature
-off is always accepted.
+A flag or key is accepted if it requests what always happens here, or if it chooses an implementation without
+changing any number; startup lists it under "accepted, nothing to do". It is refused, with the reason, if the
+run would otherwise differ from what it requests. A value that switches a feature off is always accepted.
 """
 
 from collections.abc import Mapping
@@ -11,16 +10,17 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-# DeepSpeed replaces "auto" by its default, and the defaults of refused keys are off
+# Values that mean "off". DeepSpeed replaces "auto" by the default, which is off for all refused keys.
 OFF = (False, None, "auto")
 
 
 @dataclass(frozen=True)
 class Answer:
-    """note: why there is nothing to do, for accepted values.  refusal: why another value is refused, and what
-    to do.
+    """Which values of a flag or key are accepted.
 
-    values: the accepted values; None: every value.
+    note     why an accepted value changes nothing
+    refusal  why another value is refused, and what to do
+    values   the accepted values; None: all
     """
 
     note: str = ""
@@ -28,6 +28,7 @@ class Answer:
     values: tuple[Any, ...] | None = None
 
     def accepts(self, value: Any) -> bool:
+        """Whether the value is accepted. value: of the flag as a string, or of the key."""
         if self.values is None:
             return True
         if isinstance(value, dict):
@@ -36,24 +37,27 @@ class Answer:
 
 
 def _is_off(value: Any) -> bool:
-    """A block is off if its "enabled" is, or if all its values are."""
+    """Whether a value switches a feature off.
+
+    A block does if its "enabled" does, or else if all its values do.
+    """
     if isinstance(value, dict):
         return value["enabled"] in OFF if "enabled" in value else all(map(_is_off, value.values()))
     return value in OFF or value in (0, "", [])
 
 
 def nothing(note: str) -> Answer:
-    """Every value is accepted."""
+    """An answer that accepts every value."""
     return Answer(note)
 
 
 def only(*values: Any, note: str, refusal: str) -> Answer:
-    """These values are accepted, and the values that mean "off"."""
+    """An answer that accepts these values and None and "auto"."""
     return Answer(note, refusal, (*values, None, "auto"))
 
 
 def refused(reason: str) -> Answer:
-    """Only values that mean "off" are accepted."""
+    """An answer that accepts only values that mean "off"."""
     return Answer("it is off", reason, OFF)
 
 
@@ -258,21 +262,22 @@ KEYS: Mapping[str, Answer] = MappingProxyType({
         ("param", "max_in_cpu", nothing("weights are either in host memory or on disk")))},
     **{f"zero_optimization.stage3_{name}": _STAGE3 for name in (
         "max_live_parameters", "max_reuse_distance", "model_persistence_threshold",
-        "module_granularity_threshold",
-        "use_all_reduce_for_fetch_params")},
-    "zero_optimization.stage3_gather_16bit_weights_on_model_save": nothing("exported weights are always "
-                                                                           "gathered"),
+        "module_granularity_threshold", "use_all_reduce_for_fetch_params")},
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": nothing(
+        "exported weights are always gathered"),
 })
 
 
 def answer_to_flag(flag: str) -> Answer | None:
-    """None for a flag that is not in the tables."""
-    return FLAGS.get(flag) or next((answer for start, answer in FAMILIES.items() if flag.startswith(start)),
-                                   None)
+    """The answer to a flag of Megatron; None if the tables do not have it."""
+    of_family = (answer for start, answer in FAMILIES.items() if flag.startswith(start))
+    return FLAGS.get(flag) or next(of_family, None)
 
 
 def answer_to_key(key: str) -> tuple[str, Answer] | None:
-    """(the key of the table that covers `key`, its answer)."""
+    """(key of the table, its answer) for a key or a key of a block under it; None if the table does not have
+    it.
+    """
     for known, answer in KEYS.items():
         if key == known or key.startswith(known + "."):
             return known, answer

@@ -1,13 +1,12 @@
 """A YAML file (`--config`) → settings.
 
-    num_layers: 12                  a field by its name, or by any flag's name without the hyphens,
+    num_layers: 12                  a field: its name, or any of its flags without the leading hyphens,
     optimizer:                      bare or inside its section
       lr: 6e-4
     data_path: [0.3, books, 0.7, web]
 
-Scalars are read as written and coerced by the option's type, since YAML 1.1 reads 1e-4 as a text, 010 as
-eight and 1:30 as ninety. A checkpoint's run.json is such a file too: it holds the whole configuration under
-`config`.
+Scalars are read as written and converted by the option's type, since YAML 1.1 reads 1e-4 as a string, 010 as
+eight and 1:30 as ninety. A checkpoint's run.json is such a file too: its `config` is a whole configuration.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from .run import RENAMED, SECTIONS, Source, all_options
 from .suggest import near_key
 
 NULL = "tag:yaml.org,2002:null"
-RECORDS = ("world_size", "sources")      # in a run.json: they describe the run that wrote it
+RECORDS = ("world_size", "sources")      # of a run.json: they describe the run that wrote it
 
 
 def read_yaml(path: str) -> Reading:
-    """The settings of a file, and its problems. Never builds Python objects from it."""
+    """The settings and problems of a file. YAML tags construct no Python objects."""
     reading = Reading()
     try:
         root = _compose(path)
@@ -45,14 +44,14 @@ def read_yaml(path: str) -> Reading:
 
 
 def _compose(path: str) -> Any:
-    """The root node, None for an empty file. Raises ConfigError for what is not YAML."""
+    """The root node, None for an empty file. Raises ConfigError if the file is not YAML."""
     import yaml
     try:
         return yaml.compose(text_of(path, "--config"), Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}{_what(error)}.") from None
     except RecursionError:
-        raise ConfigError(f"{path}: this is not a file of settings: its brackets are nested too "
+        raise ConfigError(f"{path}: this is not a configuration: its brackets are nested too "
                           "deep.") from None
 
 
@@ -64,9 +63,9 @@ def _what(error: Any) -> str:
 
 
 def text_of(path: str, flag: str) -> str:
-    """The text of a file named by a flag."""
+    """The text of a file that a flag gave. Raises ConfigError."""
     try:
-        return Path(path).read_text(encoding="utf-8-sig")  # with or without the mark that Windows writes
+        return Path(path).read_text(encoding="utf-8-sig")  # with or without a byte-order mark
     except UnicodeDecodeError:
         raise ConfigError(f"{flag} {path}: this is not a text file.") from None
     except OSError as error:
@@ -76,7 +75,7 @@ def text_of(path: str, flag: str) -> str:
 
 def _top(path: str, root: Any, reading: Reading) -> None:
     if root.id != "mapping":
-        reading.refuse(f"{path} should hold `name: value` lines, but holds a {root.id}.")
+        reading.refuse(f"{path} should contain `name: value` lines, but its content is a {root.id}.")
         reading.is_complete = False
         return
     inner = _by_key(root)
@@ -97,19 +96,22 @@ def _by_key(mapping: Any) -> dict[str, Any]:
 
 
 def _entries(path: str, mapping: Any, reading: Reading) -> Iterator[tuple[str, Any, int]]:
-    """(key, value, line number). A key that occurs twice is an error; YAML itself would keep the last."""
+    """(key, value, line number).
+
+    A key that occurs twice is a problem: YAML itself would keep the last value.
+    """
     first: dict[str, int] = {}
     for key, value in mapping.value:
         name, line = str(key.value), key.start_mark.line + 1
         if name in first:
-            reading.refuse(f"{path}:{line}: {name} occurs here and on line {first[name]}. Keep one.")
+            reading.refuse(f"{path}:{line}: {name} occurs here and on line {first[name]}. Remove one.")
         else:
             first[name] = line
             yield name, value, line
 
 
 def _read(entry: Entry, reading: Reading) -> None:
-    """An empty value sets nothing: `lr:` leaves lr to the other sources."""
+    """Add the setting of an entry, or its problem. An empty value, as in `lr:`, sets nothing."""
     option = None
     try:
         option = entry.option()
@@ -124,7 +126,7 @@ def _read(entry: Entry, reading: Reading) -> None:
 
 @dataclass(frozen=True)
 class Entry:
-    """A `name: value` of the file; `section` is None for a bare one."""
+    """A `name: value` of the file. section: None outside of a section."""
 
     path: str
     line: int
@@ -134,10 +136,11 @@ class Entry:
 
     @property
     def where(self) -> str:
+        """File and line, for messages."""
         return f"{self.path}:{self.line}"
 
     def plain(self) -> Any:
-        """The value as written: a text, or a list of texts."""
+        """The value as written: a string or a list of strings. Raises ConfigError for a block."""
         if self.value.id == "sequence" and all(item.id == "scalar" for item in self.value.value):
             return [item.value for item in self.value.value]
         if self.value.id != "scalar":
@@ -146,7 +149,7 @@ class Entry:
         return self.value.value
 
     def option(self) -> Option:
-        """The option that the name means. Raises ConfigError with a suggestion."""
+        """The option of this name. Raises ConfigError with a suggestion."""
         option = names().get(self._name)
         if option is not None and self.section in (None, option.section):
             return option
@@ -161,7 +164,7 @@ class Entry:
                           f"{self.name!r}{self._near() or '. All keys are in docs/flags.md.'}")
 
     def probably_meant(self) -> set[str]:
-        """Paths of the options that an unusable name probably stands for."""
+        """Paths of the options that an unknown name probably means."""
         switch, near = spellings().get("--" + self._name.replace("_", "-")), self._near()
         meant = {option.path for name, option in names().items() if repr(name) in near or name == self._name}
         return meant | ({switch.option.path} if switch else set())
@@ -177,7 +180,7 @@ class Entry:
 
 @cache
 def names() -> Mapping[str, Option]:
-    """Key → option: the field's name, and each flag that takes a value, with underscores."""
+    """Key → option. Keys are the field's name, and its flags that take a value, with underscores."""
     table = {option.name: option for option in all_options().values()}
     assert len(table) == len(all_options()), "two sections have a field of the same name"
     for option in all_options().values():

@@ -1,4 +1,4 @@
-"""`deepspeed.utils`: what programs for DeepSpeed take from there. Nothing in this package uses it."""
+"""`deepspeed.utils`, for programs that import it. This package does not use it."""
 
 import logging
 from collections.abc import Sequence
@@ -12,7 +12,9 @@ logger = logging.getLogger("megatron_ds")
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """Log on these ranks; None or -1 among them: on all. Works before the ranks are joined, too."""
+    """Log on these ranks; on all if `ranks` is None or contains -1. Also works before there is a process
+    group.
+    """
     rank = read_launch().rank
     if ranks is None or -1 in ranks or rank in ranks:
         logger.log(level, "[Rank %d] %s", rank, message)

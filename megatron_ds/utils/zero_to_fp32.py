@@ -4,9 +4,9 @@ folder.
     state = get_fp32_state_dict_from_zero_checkpoint("saved")               # of the last tag, on one process
     python tools/zero_to_fp32.py saved pytorch_model.bin
 
-Any stage, number of ranks and tensor-parallel size. Weights are the fp32 masters; buffers are as they were
-saved. Of tied parameters there is the first name; names that the module shares are added where the module is
-given.
+The checkpoint may be of any ZeRO stage, number of ranks and tensor-parallel size. Weights are the fp32
+masters. Tied parameters have the first of their names; `load_state_dict_from_zero_checkpoint` adds the
+others.
 """
 
 import json
@@ -32,8 +32,8 @@ def get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir: str | os.PathLike, 
                                              lazy_mode: bool = False) -> dict[str, torch.Tensor]:
     """{name: CPU tensor} of a checkpoint that `engine.save_checkpoint` wrote. One process, no process group.
 
-    tag        None: what was saved last
-    lazy_mode  has no effect: tensors are read one after the other in any case
+    tag        None: the last one that was saved
+    lazy_mode  has no effect: tensors are always read one after the other
     Raises CheckpointError where there is no complete checkpoint, ConfigError for exclude_frozen_parameters: a
     checkpoint does not say which parameters were frozen.
     """
@@ -68,23 +68,23 @@ def convert_zero_checkpoint_to_fp32_state_dict(checkpoint_dir: str | os.PathLike
                                                safe_serialization: bool = False,
                                                tag: str | None = None,
                                                exclude_frozen_parameters: bool = False) -> list[str]:
-    """Write the weights for torch.load or, safe_serialization, as safetensors; the names of the tensors.
+    """Write the weights for torch.load, or as safetensors (safe_serialization). Returns the tensors' names.
 
-    output_dir      a folder; or a file, where it ends in .bin, .pt or .pth
+    output_dir      a folder, or a file whose name ends in .bin, .pt or .pth
     max_shard_size  of a file of the folder, in bytes or as "5GB"; a larger tensor has a file of its own.
                     None: one file
 
-    Files of a folder are those of Hugging Face: pytorch_model.bin, or parts and pytorch_model.bin.index.json.
-    Tensors go through memory a file at a time.
+    A folder has the files of Hugging Face: pytorch_model.bin, or its parts and pytorch_model.bin.index.json.
+    The tensors of one file are in memory at a time.
     """
     if exclude_frozen_parameters:
-        # says why not
-        get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
+        get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, True)       # raises
     stored, output = _stored(checkpoint_dir, tag), Path(output_dir)
     entries = [TensorEntry(e.name, e.shape, e.dtype) for e in stored.entries]
     is_file = output.suffix in (".bin", ".pt", ".pth")
-    limit = sum(entry.nbytes
-                for entry in entries) + 1 if max_shard_size is None or is_file else bytes_of(max_shard_size)
+    limit = sum(entry.nbytes for entry in entries) + 1
+    if max_shard_size is not None and not is_file:
+        limit = bytes_of(max_shard_size)
     if safe_serialization and not is_file:
         write_folder(output, entries, stored.read_all, solo(), limit)
     elif safe_serialization:
@@ -96,7 +96,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(checkpoint_dir: str | os.PathLike
 
 
 def bytes_of(size: str | int) -> int:
-    """5000000000 for "5GB". Raises ConfigError."""
+    """A size in bytes: 5000000000 for "5GB". Raises ConfigError."""
     text = str(size).strip().upper()
     unit = next((unit for unit in UNITS if text.endswith(unit)), None)
     number = text.removesuffix(unit) if unit else text

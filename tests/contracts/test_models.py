@@ -27,7 +27,7 @@ from tests.harness.layout_runs import GLOBAL_BATCH, run_layout, stray
 from tests.harness.threads import run_ranks
 from tests.plans.test_activations import kept
 from tests.threads.test_layout_grid import TOLERANCE
-from tools.layout_comparison import made_up_samples, merge, train_layout
+from tools.layout_comparison import merge, mock_samples, train_layout
 
 JOB = ["--num-layers", "3", "--hidden-size", "24", "--num-attention-heads", "4", "--seq-length", "16",
        "--vocab-size", "61",
@@ -64,7 +64,7 @@ def same_after_save_and_load(name, folder):
     """Saved by two ranks that share the tensors, loaded into one whole model."""
     config = parse([*job_of(name), "--micro-batch-size", "1", "--tensor-model-parallel-size", "2"],
                    world_size=2)
-    samples = made_up_samples(config, 2 * GLOBAL_BATCH, seed=1)
+    samples = mock_samples(config, 2 * GLOBAL_BATCH, seed=1)
 
     def main(rank, world):
         engines, mesh = [], Mesh(config.grid(), rank, world.connect)

@@ -31,7 +31,7 @@ from tests.harness.layout_runs import run_layout
 from tests.harness.pretraining import MOCK, records, train
 from tests.harness.threads import run_ranks
 from tools.compare_layouts import tiny_job
-from tools.layout_comparison import global_batch_share, made_up_samples
+from tools.layout_comparison import global_batch_share, mock_samples
 
 WEIGHT, LAYERS, BATCH, STEPS, RATE = 500.0, 4, 4, 2, 0.05
 
@@ -107,7 +107,7 @@ def by_hand(dtype: str, per_token: bool, weight: float = WEIGHT) -> Result:
     """One process, no stage and no ledger: the objective is the sum of both losses over all micro-batches."""
     job, dtypes = job_of(dtype, per_token), {"fp32": torch.float32, "fp16": torch.float16}
     config = parse([*job, "--micro-batch-size", "1"])
-    samples = made_up_samples(config, 4 * BATCH, seed=1)
+    samples = mock_samples(config, 4 * BATCH, seed=1)
     model = build_stage(MODELS["penalized gpt"](
         config.model, ParallelContext(precision=Precision(dtypes[dtype]))))
     initialize(model.parameters(), config.train.seed, {})

@@ -21,7 +21,7 @@ from megatron_ds.models.block import MLP, Block
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
 from tests.harness.threads import run_ranks
-from tools.layout_comparison import difference, made_up_samples, merge, parse_layout, train_layout
+from tools.layout_comparison import difference, merge, mock_samples, parse_layout, train_layout
 
 GLOBAL_BATCH, NUM_LAYERS, STEPS = 4, 3, 20         # three layers are two stages that differ
 
@@ -70,7 +70,7 @@ def run_layout(job: list[str], layout: str, steps: int = STEPS) -> Run:
     config = parse([*job, *request.flags], world_size=request.world_size)
     grid = Grid.fit(request.world_size, tp=config.parallel.tensor_model_parallel_size,
                     pp=config.parallel.pipeline_model_parallel_size, order=config.parallel.rank_order)
-    samples = made_up_samples(config, 4 * GLOBAL_BATCH, seed=1)
+    samples = mock_samples(config, 4 * GLOBAL_BATCH, seed=1)
     seen: dict[int, Seen] = {}
 
     def main(rank, world):

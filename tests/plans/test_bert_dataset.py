@@ -209,7 +209,7 @@ def test_a_batch_hides_padding_and_counts_masked_tokens_only():
 
 
 @pytest.mark.parametrize("pairs", [True, False])
-def test_made_up_samples_are_pure_and_within_their_sizes(pairs):
+def test_mock_samples_are_pure_and_within_their_sizes(pairs):
     made = MockBertDataset(30, 40, BertOptions(16, 3, Masking(), pairs))
     swapped = 0
     for i in range(30):

@@ -208,7 +208,7 @@ def test_a_curriculum_survives_run_json(read):
 
 
 @pytest.mark.parametrize("document, words, said", [
-    ({"curriculum_learning": {"enabled": True, "curriculum_type": "vocab", **RISING}}, (), "only \"seqlen\" exists"),
+    ({"curriculum_learning": {"enabled": True, "curriculum_type": "vocab", **RISING}}, (), "must be \"seqlen\""),
     ({"curriculum_learning": {"enabled": "yes", **RISING}}, (), "'yes' is not true or false"),
     ({"curriculum_learning": {"enabled": True, **RISING, "schedule": 1}}, (), "unknown key \"curriculum_learning.schedule\""),
     ({"curriculum_learning": {"enabled": True, **RISING, "max_difficulty": 2048}}, (), "longer than --seq-length 1024"),
@@ -234,6 +234,6 @@ def test_lengths_that_tensor_parallel_ranks_cannot_share_are_refused(read):
     words = (*LENGTHS, "--curriculum-min-length", "9", "--curriculum-length-step")
     layout = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
     found = problem_of(read, {}, *RUN, *layout, *words, "1", ranks=2)
-    assert "a length of 415, which --sequence-parallel cannot split" in found
+    assert "the length 415, which is not a multiple of the tensor-parallel size 2" in found
     assert read({}, *RUN, *layout, *words, "2", ranks=2).curriculum.curriculum_length_step == 2
     assert read({}, *RUN, *words, "1").curriculum.curriculum_length_step == 1

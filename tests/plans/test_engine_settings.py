@@ -17,7 +17,8 @@ def problem_of(config, ranks=2):
 
 
 def test_a_dict_and_a_file_mean_the_same(tmp_path):
-    config = {**GOOD, "gradient_accumulation_steps": 3, "zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}
+    config = {**GOOD, "gradient_accumulation_steps": 3, "zero_optimization": {"stage": 2},
+              "bf16": {"enabled": True}}
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(config))
     for source in (config, path, str(path)):
@@ -38,7 +39,8 @@ def test_the_batch_is_worked_out_as_by_deepspeed(given, ranks, micro, steps):
 
 def test_where_the_json_is_silent_deepspeeds_defaults_hold():
     o = read_settings(GOOD, 1).optimizer
-    assert (o.weight_decay, o.clip_grad, o.lr_decay_style, o.initial_loss_scale) == (0.0, 1.0, "constant", 65536.0)
+    assert (o.weight_decay, o.clip_grad, o.lr_decay_style, o.initial_loss_scale) == (0.0, 1.0, "constant",
+                                                                                     65536.0)
     assert (o.adam_beta1, o.adam_beta2, o.adam_eps, o.gradient_dtype) == (0.9, 0.999, 1e-8, "float32")
 
 
@@ -46,22 +48,28 @@ def test_where_the_json_is_silent_deepspeeds_defaults_hold():
     ({"zero_optimisation": {"stage": 1}}, "did you mean 'zero_optimization"),
     ({"zero_optimization": {"stag": 1}}, "did you mean 'stage'?"),
     ({"wall_clock_breakdown": True}, '"wall_clock_breakdown" is not supported'),
-    ({"curriculum_learning": {"enabled": True, "curriculum_type": "seqlen", "min_difficulty": 8, "max_difficulty": 64,
+    ({"curriculum_learning": {"enabled": True, "curriculum_type": "seqlen", "min_difficulty": 8,
+                              "max_difficulty": 64,
                               "schedule_type": "fixed_linear", "schedule_config": {"total_curriculum_step": 9,
                                                                                    "difficulty_step": 8}}},
      "config curriculum_learning.schedule_type is refused here"),
-    ({"gradient_clipping": "auto"}, '"gradient_clipping" is "auto", and no value for it was given as args.max_grad_norm'),
+    ({"gradient_clipping": "auto"}, '"gradient_clipping" is "auto", and no value for it was given as '
+                                    'args.max_grad_norm'),
     ({"train_batch_size": 33, "train_micro_batch_size_per_gpu": 8}, '"train_batch_size" 32 or 48'),
     ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "Give only one"),
     ({"zero_optimization": {"stage": 2, "stage3_prefetch_bucket_size": 9}}, "applies to ZeRO stage 3"),
-    ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, "offloads what ZeRO stage 3 splits"),
+    ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, "offloads weights, which ZeRO "
+                                                                              "splits from stage 3 on"),
     ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme"}}}, "needs a folder"),
     ({"scheduler": {"type": "WarmupDecayLR"}}, "total_num_steps"),
-    ({"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 9}}}, '"scheduler.params.warmup_num_steps" 1000'),
+    ({"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 9}}},
+     '"scheduler.params.warmup_num_steps" 1000'),
     ({"optimizer": {"type": "Adam"}}, "missing: the learning rate"),
     ({"prescale_gradients": True, "fp16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp16"}},
      '"communication_data_type" fp16'),
-    ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3}}, '"zero_optimization.zero_hpz_partition_size" 1 or 2'),
+    ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3}},
+     '"zero_optimization.zero_hpz_partition_size" '
+                                                                        '1 or 2'),
     ({"data_types": {"grad_accum_dtype": "bf16"}}, '"data_types.grad_accum_dtype" fp32'),
 ])
 def test_a_mistake_is_told_in_the_words_of_the_json(change, says):
@@ -73,7 +81,7 @@ def test_all_mistakes_are_told_at_once_and_nonsense_too():
     text = problem_of({"zero": 1, "scheduler": {"type": "OneCycle"}, "optimizer": {"type": "Lamb"}})
     assert all(word in text for word in ("3 problems", '"zero"', "OneCycle", "Lamb"))
     text = problem_of({})
-    assert "missing: the size of a batch" in text and "missing: the learning rate" not in text     # no optimizer
+    assert "missing: the size of a batch" in text and "missing: the learning rate" not in text  # no optimizer
     assert "give a dict" in problem_of(3) and "no-such.json" in problem_of("no-such.json")
 
 

@@ -150,4 +150,4 @@ def test_the_flag_for_mock_data_replaces_the_data_of_a_recipe(tmp_path):
     config = parse([*NEEDED, "--mock-data", *files], env={})
     assert (config.data.tokenizer_type, config.model.vocab_size, config.data.vocab_file) == ("NullTokenizer", 50_256, None)
     (tmp_path / "mock.yaml").write_text("mock_data: true\n")
-    assert "both specify the data" in refusal(*CORPUS, "--config", str(tmp_path / "mock.yaml"))
+    assert "both choose the training data" in refusal(*CORPUS, "--config", str(tmp_path / "mock.yaml"))

@@ -175,7 +175,7 @@ def test_step_schedule_reads_what_megatron_reads(words, steps):
 
 
 @pytest.mark.parametrize("text, words", [
-    ("", "TOKENS:SIZE"), ("0:4 8", "TOKENS:SIZE"), ("20:4", "first size must hold from 0"), ("0:4 100:8 109:16", "two sizes"),
+    ("", "TOKENS:SIZE"), ("0:4 8", "TOKENS:SIZE"), ("20:4", "first size must begin at 0"), ("0:4 100:8 109:16", "two sizes"),
     ("0:x", "'x'"), ("0:4 1.55:8", "'1.55'"), ("0:-4", "'-4'")])
 def test_step_schedule_says_what_is_wrong_with_it(text, words):
     with pytest.raises(ValueError, match=words):

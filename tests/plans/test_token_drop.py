@@ -122,7 +122,7 @@ def test_of_a_block_that_is_off_nothing_counts(tmp_path, around, ltd):
 
 
 @pytest.mark.parametrize("change, words", [
-    ({"random_ltd_layer_num": 4}, '"random_ltd_layer_id" names 3 layers'), ({"total_layer_num": 24}, "--num-layers 6"),
+    ({"random_ltd_layer_num": 4}, '"random_ltd_layer_id" contains 3 layers'), ({"total_layer_num": 24}, "--num-layers 6"),
     ({"layer_token_lr_schedule": {"enabled": True}}, "the learning rate follows samples or steps"),
     ({"hidden_state_order": "batch_seq_dim"}, "seq_batch_dim"), ({"random_ltd_layer_ids": [1]}, "did you mean"),
     ({"random_ltd_layer_id": [1, 2, 6]}, "no block 6 among 6"),
@@ -140,7 +140,7 @@ SP = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
     ([*LTD, "--random-ltd-max-tokens", "129"], "more than --seq-length 128"),
     ([*LTD, "--random-ltd-max-tokens", "16"], "the number only grows"),
     ([*LTD, "--random-ltd-tokens-per-step", "33"], "no token would be kept at first"),
-    ([*LTD, "--random-ltd-layer-ids", "2", "2"], "names 2 twice"),
+    ([*LTD, "--random-ltd-layer-ids", "2", "2"], "contains 2 twice"),
     ([*LTD, "--num-layers", "2"], "no block remains besides the first and the last"),
     ([*LTD, *SP, "--random-ltd-tokens-per-step", "15"], "Use --random-ltd-tokens-per-step 14 or 16"),
     ([*LTD, *SP, "--random-ltd-max-tokens", "65"], "Use --random-ltd-max-tokens 64 or 66")])

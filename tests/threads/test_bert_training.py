@@ -18,7 +18,7 @@ from tests.harness.model_runs import context_of
 from tests.harness.plain_bert import plain_bert, plain_bert_losses
 from tests.harness.plain_training import train_plainly
 from tools.compare_layouts import TOLERANCE, tiny_job
-from tools.layout_comparison import made_up_samples
+from tools.layout_comparison import mock_samples
 
 STEPS, LAYERS = 5, 4
 AXES = {"embeddings": ("tied", "untied"), "head": ("pairs", "single"), "tp": (1, 2), "pp": (1, 2), "dp": (1, 2),
@@ -90,7 +90,7 @@ def test_one_process_trains_like_a_plain_bert_under_torchs_adamw():
     initialize(ours.parameters(), config.train.seed, {})
     plain = PlainBert(config.model, {p.spec.name: p.detach()[:p.spec.shape[0]] for p in dict.fromkeys(ours.parameters())})
     decays = {p.spec.name: p.spec.decay for p in ours.parameters()}
-    samples, seen = made_up_samples(config, 4 * GLOBAL_BATCH, seed=1), []
+    samples, seen = mock_samples(config, 4 * GLOBAL_BATCH, seed=1), []
 
     def loss_of(module, batch):
         words, order = module(batch)
