@@ -30,7 +30,7 @@ import torch
 
 from ..errors import ConfigError, StorageError
 from .async_io import ALIGNMENT, AsyncIO, Work, aligned_empty, bytes_of
-from .file_map import FileMap
+from .memory_maps import FileMap
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ each stream. Sends return at once and keep their tensor until it is gone; receiv
 
 Note: two ranks that mean different tensors. Bytes that land in a buffer of another shape are garbage, or end the process. So
 the tag of a message depends on its shape and dtype: another one is never taken for it. And once a step and pair of ranks, in
-front of the first message, goes a `promise` of what will be sent (promise.py), so that the receiver can say at once who meant
+front of the first message, goes a `promise` of what will be sent (shape_check.py), so that the receiver can say at once who meant
 what, instead of waiting for something that never comes.
 """
 
@@ -19,7 +19,7 @@ import torch
 
 from ..errors import CommunicationError
 from .group import Group, Work
-from .promise import difference, make_promise
+from .shape_check import difference, make_promise
 
 _KINDS = {"act": 0, "grad": 1}
 WORDS = {"act": "an activation", "grad": "a gradient"}

@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron_ds.mpu.promise import MOST_RUNS, difference, make_promise
+from megatron_ds.mpu.shape_check import MOST_RUNS, difference, make_promise
 
 
 def test_equal_promises_differ_in_nothing():
