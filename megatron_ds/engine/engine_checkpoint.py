@@ -17,7 +17,7 @@ from ..checkpoint.pieces import ParameterPiece
 from ..checkpoint.run_file import progress_of, require
 from ..checkpoint.save import save
 from ..errors import CheckpointError, ConfigError
-from ..mpu.agree import together
+from ..mpu.agree import on_one_rank
 from ..mpu.param_spec import ParamSpec
 from .loop_state import load_loop_state, loop_state
 from .module_specs import NOT_DRAWN, global_names
@@ -36,7 +36,7 @@ def save_checkpoint(engine: "Engine", directory: str | os.PathLike, tag: str | N
         raise ConfigError("a checkpoint holds no gradients, and this step has some that would be lost. Save at a boundary of "
                           "accumulation, right after engine.step().")
     folder, tagged = folder_of(directory, tag), tag is not None
-    together(engine.world.world, lambda: _check_vacant(folder), only=0)
+    on_one_rank(engine.world.world, lambda: _check_vacant(folder))
     buffers = [buffer for buffer in _buffers(engine) if buffer.replica == 0]
     run = {"version": __version__, "engine": _description(engine), "progress": engine.progress.to_dict(),
            "optimizer": engine.optimizer.extra_state(), "loop": loop_state(engine), "client_state": dict(client_state)}
@@ -47,7 +47,7 @@ def save_checkpoint(engine: "Engine", directory: str | os.PathLike, tag: str | N
         if tagged or (Path(directory) / LATEST).exists():
             write_durably(Path(directory) / LATEST, tag or "")
 
-    together(engine.world.world, point, only=0)
+    on_one_rank(engine.world.world, point)
     return path
 
 
@@ -68,7 +68,7 @@ def load_checkpoint(engine: "Engine", directory: str | os.PathLike, tag: str | N
         _check(engine, folder, run, load_optimizer_states)
         return str(folder), step, run
 
-    found = together(world, look, only=0)
+    found = on_one_rank(world, look)
     if found is None:
         return None, {}
     folder, step, run = found

@@ -12,7 +12,7 @@ from torch import nn
 from ..config import RunConfig
 from ..config.dump import report_without_effect
 from ..errors import ConfigError
-from ..mpu.agree import together
+from ..mpu.agree import on_all_ranks
 from ..mpu.external_groups import DataParallelWorld, has_process_group, join_world
 from ..mpu.group import solo
 from ..mpu.param_spec import EXPERT_DATA_AXES
@@ -111,18 +111,18 @@ def initialize(args: Any = None, model: nn.Module | None = None, optimizer: Clie
         return client, block, settings, partitions, inner
 
     # Together: a file of settings may be missing on one machine, and the other ranks would wait in `agree`.
-    client, block, settings, partitions, inner = together(world.world, prepared)
+    client, block, settings, partitions, inner = on_all_ranks(world.world, prepared)
     agree(model, world)
     layers = find_layers(model) if settings.zero.stage == 3 else []
     groups = _data_groups(settings, world)
     # Together: a rank's disk may be full, or its file of weights missing.
-    zero = together(world.world, lambda: _make_zero(model, settings, world, groups, layers, inner, draw or zeros))
+    zero = on_all_ranks(world.world, lambda: _make_zero(model, settings, world, groups, layers, inner, draw or zeros))
     move_into(zero, partitions)
     gathering = zero.gathering_of(0) if layers else None
     hooks = ModuleGathering(model, layers, gathering, settings.zero.prefetch_bucket_size) if gathering else None
     defaults = client.defaults if client else {k: v for group in inner.groups[:1] for k, v in group.items() if k != "params"}
     # Together: its folder may be one that rank 0 cannot write.
-    monitor = together(world.world, lambda: Monitor(settings.logging.tensorboard_dir if world.rank == 0 else None))
+    monitor = on_all_ranks(world.world, lambda: Monitor(settings.logging.tensorboard_dir if world.rank == 0 else None))
     engine = Engine(model, block, settings, world, EngineOptimizer(zero, inner, defaults), hooks, monitor)
     for p in model.parameters():
         p.engine = weakref.ref(engine)          # for zero.GatheredParameters

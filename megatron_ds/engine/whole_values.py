@@ -13,7 +13,7 @@ from ..checkpoint.pieces import ParameterPiece
 from ..checkpoint.safetensors_folder import TensorEntry, write_folder
 from ..checkpoint.tensor_stream import TensorStream
 from ..errors import CheckpointError, ConfigError
-from ..mpu.agree import together
+from ..mpu.agree import on_one_rank
 from ..mpu.collectives import broadcast_
 from ..mpu.param_spec import ParamSpec
 from .module_specs import NOT_DRAWN, global_names
@@ -94,7 +94,7 @@ def save_16bit_model(engine: "Engine", directory: str | os.PathLike, filename: s
         finally:
             writing.unlink(missing_ok=True)
 
-    together(engine.world.world, write, only=0)
+    on_one_rank(engine.world.world, write)
     return True
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from ..config import RunConfig
 from ..models import build_stages, count_uses
-from ..mpu.agree import together
+from ..mpu.agree import on_all_ranks
 from ..mpu.channels import Channels
 from ..mpu.mesh import Mesh
 from ..mpu.sequence_slice import SequenceSlice
@@ -85,7 +85,7 @@ def build_engine(config: RunConfig, mesh: Mesh) -> Engine:
         initialize(parameters, config.train.seed, mesh.coordinates)
     groups = _data_groups(config, mesh)
     # Together: a rank's disk may be full.
-    optimizer = together(mesh.group("world"), lambda: _build_optimizer(config, mesh, groups, built, parameters))
+    optimizer = on_all_ranks(mesh.group("world"), lambda: _build_optimizer(config, mesh, groups, built, parameters))
     kinds = {stage: [layer.sort for layer in layers] for stage, layers in slices.items()}
     pinned, why_pinned = _pinning(config, mesh, memory, optimizer, kinds, plan)
     stages = {index: _build_stage(config, mesh, index, list(built[index]), optimizer, plan) for index in built}
