@@ -37,7 +37,7 @@ class Pending(Protocol):
 class Channels(Protocol):
     """In-order channels to the other pipeline ranks, one per peer, direction and kind ("act" or "grad")."""
 
-    def begin(self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> None: ...
+    def announce(self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> None: ...
     def send(self, kind: str, destination: int, tensor: Tensor) -> None: ...
     def recv(self, kind: str, source: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Pending: ...
     def drain(self) -> None: ...
@@ -101,7 +101,7 @@ class Executor:
         self._microbatches, self._losses, self._at = microbatches, {}, None
         try:
             self._shapes = [self.activation_shape(batch) for batch in microbatches]
-            self.channels.begin(self._shapes, self.dtype)
+            self.channels.announce(self._shapes, self.dtype)
             self._carry_out(steps)
             self.channels.drain()
         except BaseException as error:
