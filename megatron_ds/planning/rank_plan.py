@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..config import RunConfig
-from ..mpu.fake_group import imagined_group
+from ..mpu.fake_group import fake_group
 from ..mpu.grid import Grid
 from ..mpu.param_spec import DATA_AXES
 from ..mpu.traffic import Traffic
@@ -89,12 +89,12 @@ def place_of(config: RunConfig, grid: Grid, rank: int, placement: Sequence[int])
     """placement: stage → pipeline rank."""
     at, inner_size = grid.coordinates(rank), config.zero.zero_hpz_partition_size
     size, data_rank = grid.size("dp", "cp"), grid.group_of(rank, "dp", "cp").index(rank)
-    data = imagined_group("dp-cp", size, data_rank)
+    data = fake_group("dp-cp", size, data_rank)
     ranks = Hierarchy.flat(data)
     if inner_size > 1:
         o, i = divmod(data_rank, inner_size)
-        inner = data if inner_size == size else imagined_group("dp-cp-inner", inner_size, i)
-        ranks = Hierarchy(data, inner, imagined_group("dp-cp-outer", size // inner_size, o))
+        inner = data if inner_size == size else fake_group("dp-cp-inner", inner_size, i)
+        ranks = Hierarchy(data, inner, fake_group("dp-cp-outer", size // inner_size, o))
     ends = {placement[0], placement[-1]}
     holders = len(ends) if at["pp"] in ends else 1
     return Place(rank, at, ranks, grid.tp, holders, grid.size("tp", "pp"), grid.world_size)

@@ -12,7 +12,7 @@ from ..config import RunConfig, Source
 from ..config.training_schedule import make_token_drop
 from ..data.tokenizers import build_tokenizer
 from ..errors import ConfigError, DataError
-from ..mpu.fake_group import imagined_mesh
+from ..mpu.fake_group import fake_mesh
 from ..mpu.grid import Grid
 from ..mpu.traffic import RING_FACTOR
 from ..pipeline.costs import StageCosts
@@ -100,7 +100,7 @@ def plan_world(config: RunConfig, rank: int = 0, device: str = "cuda") -> WorldP
     if not 0 <= rank < grid.world_size:
         raise ConfigError(f"--rank {rank} is not one of {grid.world_size} ranks. Use 0 to {grid.world_size - 1}, or a larger "
                           "--world-size.")
-    mesh = imagined_mesh(grid, rank)
+    mesh = fake_mesh(grid, rank)
     layers = describe_layers(config, mesh)
     by_flops = config.with_values({"parallel.pipeline_cut": "flops"}, Source("derived", "the plan"))
     run = plan_run(by_flops if config.parallel.pipeline_cut == "measured" else config, layers)

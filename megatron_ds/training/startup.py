@@ -10,7 +10,7 @@ from ..config.dump import report_without_effect
 from ..config.messages import value_text
 from ..config.run import non_default
 from ..models import build_stages
-from ..mpu.fake_group import imagined_mesh
+from ..mpu.fake_group import fake_mesh
 from ..mpu.grid import Grid
 from ..pipeline.draw import draw
 from ..pipeline.simulate import simulate
@@ -78,7 +78,7 @@ def _model(engine: Engine, given: RunConfig) -> str:
 
 def count_parameters(config: RunConfig, grid: Grid) -> int:
     """Of the whole model: logical shapes without padding, tied weights once. Builds the layers without memory."""
-    layers = describe_layers(config, imagined_mesh(grid, 0))
+    layers = describe_layers(config, fake_mesh(grid, 0))
     modules = build_stages({0: layers})[0]
     return sum({p.spec.name: p.spec.numel for p in modules.parameters()}.values())
 

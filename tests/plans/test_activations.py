@@ -11,7 +11,7 @@ import torch
 from megatron_ds.config import parse
 from megatron_ds.config.training_schedule import make_token_drop
 from megatron_ds.models import MODELS, build_stage, with_random_ltd
-from megatron_ds.mpu.fake_group import imagined_mesh
+from megatron_ds.mpu.fake_group import fake_mesh
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.ops import product
@@ -41,7 +41,7 @@ def kept(job: list[str], tp: int, layers: slice, apart: bool = False) -> tuple[i
     """(measured, said) bytes of a micro-batch on a stage of these layers."""
     config = parse([*JOB, *job], world_size=tp)
     model, train, dtype = config.model, config.train, DTYPES[config.optimizer.params_dtype]
-    ctx = parallel_context(config, imagined_mesh(Grid(tp=tp), tp - 1, "cpu"))
+    ctx = parallel_context(config, fake_mesh(Grid(tp=tp), tp - 1, "cpu"))
     architecture, group = MODELS[model.model], ctx.tp
     stage_layers = architecture(model, ctx)
     drop = make_token_drop(config)

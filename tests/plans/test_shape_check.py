@@ -19,7 +19,8 @@ def test_the_first_micro_batch_that_differs_is_named_with_both_shapes_and_dtypes
 
 
 def test_another_number_of_micro_batches_is_reported():
-    assert describe_difference(encode_shapes([(5, 2, 6)] * 4, torch.float32), encode_shapes([(5, 2, 6)] * 3, torch.float32)) == (
+    four, three = (encode_shapes([(5, 2, 6)] * count, torch.float32) for count in (4, 3))
+    assert describe_difference(four, three) == (
         "this rank's step has 4 micro-batches, the sender's has 3")
 
 

@@ -39,7 +39,8 @@ def shorten(executor, batches):
 
 def test_a_receiver_that_expects_another_shape_says_who_sends_what():
     story = run_two(shorten, changed_rank=1)
-    assert "rank 1 (pipeline position 1) receives an activation from rank 0 (position 0), but the shapes of their steps differ" in story
+    assert ("rank 1 (pipeline position 1) receives an activation from rank 0 (position 0), but the shapes of their "
+            "steps differ" in story)
     assert "micro-batch 1 was expected as [3, 2, 6] float32, but the sender has [5, 2, 6] float32" in story
     assert "pipeline rank 1 was at F0@1 (forward of micro-batch 0 at stage 1), out of a step of 3 micro-batches" in story
 
@@ -48,7 +49,8 @@ def test_a_receiver_of_another_dtype_says_so_before_any_garbage():
     def widen(executor, batches):
         executor.dtype = torch.float64
 
-    assert "micro-batch 0 was expected as [5, 2, 6] float64, but the sender has [5, 2, 6] float32" in run_two(widen, changed_rank=1)
+    story = run_two(widen, changed_rank=1)
+    assert "micro-batch 0 was expected as [5, 2, 6] float64, but the sender has [5, 2, 6] float32" in story
 
 
 def test_ranks_with_other_numbers_of_micro_batches_find_out():
