@@ -1,11 +1,12 @@
-"""Model parallel units: the positions of ranks on the grid, their groups, and the getters under Megatron's names.
+"""Model parallel units: the coordinates of ranks on the grid, their groups, and getters with Megatron's
+names.
 
-Names load their module when they are first used, so the pure parts (`mpu.grid`, `mpu.param_spec`) cost no import of torch.
+Names load their module on first use, so the pure parts (`mpu.grid`, `mpu.param_spec`) do not import torch.
 """
 
 from importlib import import_module
 
-_HOME = {
+_NAMES = {
     "grid": ("Grid",),
     "group": ("Group", "coordinates_of", "solo"),
     "mesh": ("Mesh",),
@@ -29,7 +30,7 @@ _HOME = {
         "get_model_parallel_group", "get_model_parallel_world_size", "get_model_parallel_rank", "get_model_parallel_src_rank",
     ),
 }
-_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = list(_MODULE_OF)
 

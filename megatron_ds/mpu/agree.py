@@ -100,7 +100,8 @@ def _summary(texts: Sequence[str | None]) -> str:
             ranks_of.setdefault(text, []).append(rank)
     if len(ranks_of) == 1 and None not in texts:
         return texts[0]
-    named = [f"rank {', '.join(map(str, ranks[:MOST_NAMED]))}{' ...' if len(ranks) > MOST_NAMED else ''}: {text}"
+    named = [f"rank {', '.join(map(str, ranks[:MOST_NAMED]))}{' ...' if len(ranks) > MOST_NAMED else ''}: "
+             f"{text}"
              for text, ranks in list(ranks_of.items())[:MOST_TEXTS]]
     if len(ranks_of) > MOST_TEXTS:
         named.append(f"and others on {sum(map(len, list(ranks_of.values())[MOST_TEXTS:]))} more ranks")

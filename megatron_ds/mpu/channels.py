@@ -1,14 +1,14 @@
 """`Channels`: activations and gradients between the ranks of a pipeline, each stream in its own order.
 
-A channel is (source, destination, kind, chunk). Messages of one channel arrive in the order in which they were
-sent; between channels there is no order. So the ranks of a pipeline schedule must agree on the order of each
-stream only, not on when a send meets its receive. Sends return at once and keep their tensor until it has been
-sent; receives are posted at once.
+A channel is (source, destination, kind, chunk). Messages of one channel arrive in the order in which they
+were sent; between channels there is no order. So the ranks of a pipeline schedule must agree on the order of
+each stream only, not on when a send meets its receive. Sends return at once and keep their tensor until it
+has been sent; receives are posted at once.
 
-Note: two ranks that expect different tensors. Bytes received into a buffer of another shape are garbage, or end
-the process. So the tag of a message depends on its shape and dtype: it never matches the receive of another
-one. In addition ranks compare the shapes of each step (shape_check.py), so that a receiver reports the
-difference at once instead of waiting for a message that never arrives.
+Note: two ranks that expect different tensors. Bytes received into a buffer of another shape are garbage, or
+end the process. So the tag of a message depends on its shape and dtype: it never matches the receive of
+another one. In addition ranks compare the shapes of each step (shape_check.py), so that a receiver reports
+the difference at once instead of waiting for a message that never arrives.
 """
 
 import zlib
@@ -32,7 +32,8 @@ LAST_TAG = (1 << 16) - 1        # transports use higher tags themselves
 
 
 class Channels:
-    """The channels of one rank. Destinations and sources are positions in `group`, the rank's own included."""
+    """The channels of one rank. Destinations and sources are positions in `group`, the rank's own included.
+    """
 
     def __init__(self, group: Group):
         self.group = group
@@ -60,7 +61,9 @@ class Channels:
 
     def recv(self, kind: str, source: int, shape: tuple[int, ...], dtype: torch.dtype,
              device: torch.device | str = "cpu", chunk: int = 0) -> "Pending":
-        """Post the receive of the channel's next message. Its shape and dtype must be known; they are not sent."""
+        """Post the receive of the channel's next message. Its shape and dtype must be known; they are not
+        sent.
+        """
         if source == self.group.rank:
             return Pending(self, kind, source, None, None, lambda: self._own[kind, chunk].popleft())
         self._check.expect(source, lambda message: self._receive(kind, source, message, SHAPES_TAG))
@@ -81,10 +84,10 @@ class Channels:
         if difference := self._check.verify(source, wait):
             ranks, me = self.group.ranks, self.group.rank
             raise CommunicationError(
-                f"rank {ranks[me]} (pipeline position {me}) receives {_NAMES[kind]} from rank {ranks[source]} "
-                f"(position {source}), but the shapes of their steps differ: {difference}. All stages must divide "
-                "the same batch in the same way and use one dtype. Look for a rank with other data, another "
-                "sequence length, micro-batch size or precision.")
+                f"rank {ranks[me]} (pipeline position {me}) receives {_NAMES[kind]} from rank "
+                f"{ranks[source]} (position {source}), but the shapes of their steps differ: {difference}. "
+                "All stages must divide the same batch in the same way and use one dtype. Look for a rank "
+                "with other data, another sequence length, micro-batch size or precision.")
 
     @property
     def num_waiting(self) -> int:
@@ -114,8 +117,9 @@ class Channels:
         except CommunicationError as error:
             ranks, me = self.group.ranks, self.group.rank
             raise CommunicationError(
-                f"rank {ranks[me]} (pipeline position {me}) was {'sending' if me == source else 'waiting for'} "
-                f"{_NAMES[kind]} from rank {ranks[source]} to rank {ranks[destination]}: {error}") from error
+                f"rank {ranks[me]} (pipeline position {me}) was "
+                f"{'sending' if me == source else 'waiting for'} {_NAMES[kind]} from rank {ranks[source]} to "
+                f"rank {ranks[destination]}: {error}") from error
 
 
 class Pending:
@@ -129,7 +133,9 @@ class Pending:
         self._tensor, self._work, self._take = tensor, work, take
 
     def wait(self) -> torch.Tensor:
-        """The message. Raises CommunicationError with sender, receiver and kind when it does not arrive in time."""
+        """The message. Raises CommunicationError with sender, receiver and kind when it does not arrive in
+        time.
+        """
         if self._take is not None:
             return self._take()
         self._channels.verify(self._kind, self._source)
@@ -139,5 +145,5 @@ class Pending:
 
 @lru_cache(maxsize=4096)
 def _tag(kind: str, chunk: int, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Odd for gradients, even for activations, so that a transport can tell the two streams apart."""
+    """Odd for gradients, even for activations, so that a transport can separate the two streams."""
     return 2 + _KINDS[kind] + 2 * (zlib.crc32(repr((chunk, shape, dtype)).encode()) % (LAST_TAG // 2 - 1))

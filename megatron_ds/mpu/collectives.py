@@ -1,8 +1,8 @@
 """All collectives of the package, counted in `group.traffic`.
 
-Names ending in `_` write in place. `n` is the group size. A group of one is no special case for callers: in-place
-operations leave the tensor as it is, the others return their input. With `async_op` a collective returns a `Work`
-to wait for. Raises LayoutError where a size is not divisible.
+Names ending in `_` write in place. `n` is the group size. A group of one is no special case for callers:
+in-place operations leave the tensor as it is, the others return their input. With `async_op` a collective
+returns a `Work` to wait for. Raises LayoutError where a size is not divisible.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,9 @@ def all_reduce_(tensor: torch.Tensor, group: Group, op: str = "sum", async_op: b
 
 
 def all_gather_into_(out: torch.Tensor, tensor: torch.Tensor, group: Group, async_op: bool = False) -> Work:
-    """Concatenate the ranks' flat `tensor`s in `out` [n * numel]; `tensor` may be this rank's slice of `out`."""
+    """Concatenate the ranks' flat `tensor`s in `out` [n * numel]; `tensor` may be this rank's slice of
+    `out`.
+    """
     if group.size == 1:
         if out.data_ptr() != tensor.data_ptr():
             out.copy_(tensor)
@@ -74,9 +76,10 @@ def all_to_all_(out: torch.Tensor, tensor: torch.Tensor, group: Group,
                 splits: tuple[Sequence[int], Sequence[int]] | None = None, async_op: bool = False) -> Work:
     """Send piece i of `tensor` to rank i; piece j of `out` is received from rank j.
 
-    splits: (rows sent to each rank, rows received from each rank), rows of dimension 0, in rank order; a number
-    may be 0. Without them the pieces of flat tensors are equal. What one rank sends another must be what that
-    one receives from it. Raises LayoutError when the numbers do not add up to the rows of the tensors.
+    splits: (rows sent to each rank, rows received from each rank), rows of dimension 0, in rank order; a
+    number may be 0. Without them the pieces of flat tensors are equal. What one rank sends another must be
+    what that one receives from it. Raises LayoutError when the numbers do not add up to the rows of the
+    tensors.
     """
     if splits is None:
         if group.size == 1:
@@ -99,17 +102,18 @@ def exchange(sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple
              async_op: bool = False) -> Work:
     """Send each (tensor, position in the group) and receive into each (tensor, position), all at once.
 
-    For rings: `exchange([(x, next)], [(y, previous)], group)`. Each send meets one receive of equal shape and
-    dtype in an `exchange` of its destination; those between two ranks are matched in order. All ranks take part
-    in their exchanges of one group in the same order. A group of one copies its sends to its receives.
+    For rings: `exchange([(x, next)], [(y, previous)], group)`. Each send meets one receive of equal shape
+    and dtype in an `exchange` of its destination; those between two ranks are matched in order. All ranks
+    take part in their exchanges of one group in the same order. A group of one copies its sends to its
+    receives.
     """
     if group.size == 1:
         for (source, _), (destination, _) in zip(sends, receives, strict=True):
             destination.copy_(source)
         return DONE
     if any(peer == group.rank for _, peer in (*sends, *receives)):
-        raise LayoutError(f"rank {group.rank} of the {group.axes} group exchanges a tensor with itself: a copy "
-                          "does this without a message.")
+        raise LayoutError(f"rank {group.rank} of the {group.axes} group exchanges a tensor with itself: a "
+                          "copy does this without a message.")
     if sends:
         group.traffic.add("send", group.axes, group.size, sum(tensor.nbytes for tensor, _ in sends), len(sends))
     return _finish(group.transport.exchange([(tensor.contiguous(), peer) for tensor, peer in sends], receives),
@@ -133,7 +137,9 @@ def barrier(group: Group) -> None:
 
 
 def share_memory(group: Group) -> Group:
-    """The group with memory that its ranks share if they are processes of one host (`Group.memory`). Collective."""
+    """The group with memory that its ranks share if they are processes of one host (`Group.memory`).
+    Collective.
+    """
     return group if group.transport is None else replace(group, memory=group.transport.share_memory())
 
 
@@ -154,11 +160,12 @@ def _finish(work: Work, async_op: bool) -> Work:
 
 def _check_divides(tensor: torch.Tensor, group: Group, dim: int) -> None:
     if tensor.shape[dim] % group.size:
-        raise LayoutError(f"dimension {dim} of a tensor of shape {list(tensor.shape)} is not a multiple of the "
-                          f"{group.axes} group's size {group.size}: each rank keeps an equal piece.")
+        raise LayoutError(f"dimension {dim} of a tensor of shape {list(tensor.shape)} is not a multiple of "
+                          f"the {group.axes} group's size {group.size}: each rank keeps an equal piece.")
 
 
 def _check_splits(what: str, rows: Sequence[int], tensor: torch.Tensor, group: Group) -> None:
     if len(rows) != group.size or sum(rows) != tensor.shape[0] or min(rows) < 0:
-        raise LayoutError(f"splits {list(rows)} of the {tensor.shape[0]} rows to be {what} over the {group.axes} group "
-                          f"of size {group.size}: one number a rank is needed, and they must add up to the rows.")
+        raise LayoutError(f"splits {list(rows)} of the {tensor.shape[0]} rows to be {what} over the "
+                          f"{group.axes} group of size {group.size}: one number a rank is needed, and they "
+                          "must add up to the rows.")

@@ -1,8 +1,8 @@
 """A mesh of any size without other processes: the groups of one rank, over a transport without peers.
 
-Collectives return at once and leave their result as it was: on the meta device, where tensors have shapes and no
-values, nothing else is needed. Sizes are checked as by a real transport and calls are counted in `mesh.traffic`,
-so the bytes that one of a thousand ranks sends can be counted on a laptop.
+Collectives return at once and leave their result as it was: on the meta device, where tensors have shapes
+and no values, nothing else is needed. Sizes are checked as by a real transport and calls are counted in
+`mesh.traffic`, so the bytes that one of a thousand ranks sends can be counted on a laptop.
 """
 
 from collections.abc import Sequence
@@ -73,8 +73,8 @@ class FakeTransport:
 
     def _check(self, what: str, parts: int, whole: int) -> None:
         if parts != whole:
-            raise LayoutError(f"{what} over the {self.axes} group of {self.size}: the parts of all ranks have {parts} "
-                              f"elements in total, but the whole has {whole}.")
+            raise LayoutError(f"{what} over the {self.axes} group of {self.size}: the parts of all ranks "
+                              f"have {parts} elements in total, but the whole has {whole}.")
 
 
 def fake_mesh(grid: Grid, rank: int, device: torch.device | str = "meta") -> Mesh:

@@ -1,19 +1,20 @@
 """Reductions and gathers over a gloo group, made of point-to-point messages of pieces.
 
-gloo's reduce-scatter is an all-reduce of a copy, and the order in which it sums depends on where it cuts. Here
-each rank sends every other rank its piece: half the bytes, and each element is added once. gloo's all-gather
-copies everything into a buffer and out of it again; here messages are received into the result.
+gloo's reduce-scatter is an all-reduce of a copy, and the order in which it sums depends on where it cuts.
+Here each rank sends every other rank its piece: half the bytes, and each element is added once. gloo's
+all-gather copies everything into a buffer and out of it again; here messages are received into the result.
 
     reduce-scatter   piece i of each rank's tensor → rank i, which adds them
     all-gather       the tensor of each rank → all others, into the piece of their result that it is
     all-reduce       a reduce-scatter, then an all-gather; a small tensor goes to all ranks whole, in one round
 
-Measured with one core a rank, times as fast as gloo's: reduce-scatter 3.5 for two ranks and 32 MB, 2 to 4 for
-2 to 16 MB, never slower below; all-gather of two ranks and 4 MB 2.5, with 0.6 of the CPU time and no additional
-memory; all-reduce equal within the noise.
+Measured with one core a rank, times as fast as gloo's: reduce-scatter 3.5 for two ranks and 32 MB, 2 to 4
+for 2 to 16 MB, never slower below; all-gather of two ranks and 4 MB 2.5, with 0.6 of the CPU time and no
+additional memory; all-reduce equal within the noise.
 
-Note: rank order. Pieces are added in the order of the ranks, p0 + p1 + …, in both reductions and wherever tensors
-are cut. So the result has the same bits on all ranks, and a reduce-scatter has those of an all-reduce.
+Note: rank order. Pieces are added in the order of the ranks, p0 + p1 + …, in both reductions and wherever
+tensors are cut. So the result has the same bits on all ranks, and a reduce-scatter has those of an
+all-reduce.
 
 Note: waiting. The additions, and the second round of an all-reduce, happen in `wait`. All ranks must wait for
 their operations in the order in which they start them, which must be the same on all.
@@ -33,7 +34,8 @@ Message = Callable[[torch.Tensor, int, int], Work]
 
 
 class Pieces:
-    """The collectives of one rank. send, receive: start a message (tensor, position of the other rank, tag)."""
+    """The collectives of one rank. send, receive: start a message (tensor, position of the other rank, tag).
+    """
 
     def __init__(self, rank: int, size: int, send: Message, receive: Message):
         self.rank, self.size, self._send, self._receive = rank, size, send, receive
@@ -74,7 +76,8 @@ class Pieces:
         return [mine if i == self.rank else torch.empty_like(mine) for i in range(self.size)]
 
     def _swap(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], tag: int) -> list[Work]:
-        """Start to send outgoing[i] to rank i and to receive incoming[i] from it; empty tensors are skipped."""
+        """Start to send outgoing[i] to rank i and to receive incoming[i] from it; empty tensors are skipped.
+        """
         others = [i for i in range(self.size) if i != self.rank]
         return [*(self._receive(incoming[i], i, tag) for i in others if incoming[i].numel()),
                 *(self._send(outgoing[i], i, tag) for i in others if outgoing[i].numel())]

@@ -1,4 +1,5 @@
-"""`ShapeCheck`: pipeline ranks compare, once a step, the shapes of the hidden states they are about to exchange.
+"""`ShapeCheck`: pipeline ranks compare, once a step, the shapes of the hidden states they are about to
+exchange.
 
 Before its first message of a step to another rank, a rank sends it the shapes and the dtype of all the step's
 micro-batches, in a message of fixed length. The receiver compares them with its own. Without this, ranks that

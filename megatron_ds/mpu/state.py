@@ -1,7 +1,7 @@
-"""The mesh of this process, for the few who may ask for it: training scripts, tools, and the getters that customers know.
+"""The mesh of this process, for training scripts, tools and the getters of Megatron and DeepSpeed.
 
-Layers never read it: they are handed their groups. It lives in a ContextVar, so ranks that are threads of one process each
-see their own; a thread that is started later sees none and must be given its mesh.
+Layers never read it; they receive their groups as arguments. The mesh is in a ContextVar, so that ranks
+which are threads of one process have one each. A thread started later has none: call `set_mesh` in it.
 """
 
 from contextvars import ContextVar
@@ -13,7 +13,8 @@ from ..errors import NotInitializedError
 from .grid import DEFAULT_ORDER, Grid
 from .mesh import Mesh
 
-# Groups that a getter of `getters.py` may return on some ranks alone, so they are connected on all ranks before.
+# Groups that a getter of `getters.py` may return on some ranks only, so they are connected on all ranks
+# before.
 GETTER_GROUPS = (("tp",), ("cp",), ("dp",), ("pp",), ("ep",), ("edp",), ("dp", "cp"), ("tp", "pp"), ("world",), ("embd",))
 
 _MESH: ContextVar[Mesh | None] = ContextVar("mesh", default=None)
@@ -23,10 +24,10 @@ def initialize_model_parallel(tensor_model_parallel_size: int = 1, pipeline_mode
                               context_parallel_size: int = 1, expert_model_parallel_size: int = 1,
                               order: str = DEFAULT_ORDER, timeout: timedelta | None = None,
                               device: torch.device | str | None = None) -> Mesh:
-    """Cut the world of torch.distributed (or this process alone, when it was not started) into the mesh, and keep it.
+    """Make the mesh of all ranks of torch.distributed, or of this process alone where it was not started.
 
-    Data parallelism takes the ranks that are left. Collective over all ranks. Raises ConfigError when the sizes do not fill
-    the world.
+    Data parallelism takes the remaining ranks. Collective over all ranks. Raises ConfigError when the sizes
+    do not divide the world size.
     """
     import torch.distributed as dist
 
@@ -41,24 +42,27 @@ def initialize_model_parallel(tensor_model_parallel_size: int = 1, pipeline_mode
 
 
 def set_mesh(mesh: Mesh | None) -> None:
+    """Set the mesh of this context, the calling thread."""
     _MESH.set(mesh)
 
 
 def get_mesh() -> Mesh:
-    """Raises NotInitializedError before `initialize_model_parallel` or `set_mesh`."""
+    """The mesh. Raises NotInitializedError before `initialize_model_parallel` or `set_mesh`."""
     mesh = _MESH.get()
     if mesh is None:
         raise NotInitializedError("the process has no mesh yet, so there are no groups to query. Call "
-                                  "mpu.initialize_model_parallel(...) first; in a new thread, call mpu.set_mesh(mesh).")
+                                  "mpu.initialize_model_parallel(...) first; in a new thread, call "
+                                  "mpu.set_mesh(mesh).")
     return mesh
 
 
 def model_parallel_is_initialized() -> bool:
+    """Whether this context has a mesh."""
     return _MESH.get() is not None
 
 
 def destroy_model_parallel() -> None:
-    """Hang up the groups and forget the mesh; the world of torch.distributed stays."""
+    """Close the mesh's process groups and unset it; torch.distributed stays initialised."""
     if (mesh := _MESH.get()) is not None:
         mesh.close()
     set_mesh(None)

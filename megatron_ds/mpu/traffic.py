@@ -1,9 +1,9 @@
 """Counters of what the collectives of this process move, per operation and group.
 
-Bytes are *payload per rank*: for an all-reduce and an all-to-all the size of the tensor, for an all-gather the
-size of the gathered result, for a reduce-scatter the size of the full input, for point-to-point messages their
-size. An all-to-all of unequal pieces (`all_to_all_v`) counts what goes to other ranks, since that depends on
-the sizes. `RING_FACTOR` converts payload to the bytes that a rank of a ring sends (`wire_bytes`).
+Bytes are *payload per rank*: for an all-reduce and an all-to-all the size of the tensor, for an all-gather
+the size of the gathered result, for a reduce-scatter the size of the full input, for point-to-point messages
+their size. An all-to-all of unequal pieces (`all_to_all_v`) counts what goes to other ranks, since that
+depends on the sizes. `RING_FACTOR` converts payload to the bytes that a rank of a ring sends (`wire_bytes`).
 """
 
 from collections import Counter

@@ -1,12 +1,13 @@
 """`TorchTransport`: a group's transport over torch.distributed: gloo for CPU tensors, NCCL for CUDA tensors.
 
-torch.distributed takes global ranks and raises RuntimeError with the address of a socket. A group takes positions,
-and its errors name the rank, the group, the operation and the rank that is stuck. This file translates.
+torch.distributed takes global ranks and raises RuntimeError with the address of a socket. A group takes
+positions, and its errors name the rank, the group, the operation and the rank that is stuck. This file
+translates.
 
-Note: lanes. NCCL has no tags: between two ranks, messages of one communicator arrive in the order in which both
-sides post them. A pipeline has four streams without an order among them (activations and gradients, to the next
-and to the previous rank), so on NCCL its group has a communicator for each. On gloo the tags of messages separate
-the streams.
+Note: lanes. NCCL has no tags: between two ranks, messages of one communicator arrive in the order in which
+both sides post them. A pipeline has four streams without an order among them (activations and gradients, to
+the next and to the previous rank), so on NCCL its group has a communicator for each. On gloo the tags of
+messages separate the streams.
 """
 
 import queue
@@ -35,10 +36,11 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 def connect_torch(axes: str, groups: list[tuple[int, ...]], rank: int,
                   timeout: timedelta | None = None) -> "TorchTransport | None":
-    """Make the process groups of `groups`; return the transport of the one with `rank`, None if it is alone there.
+    """Make the process groups of `groups`; return the transport of the one with `rank`, None if it is alone
+    there.
 
-    Collective over the whole world, not only over members: torch names groups by counting them, so all ranks must
-    make the same groups.
+    Collective over the whole world, not only over members: torch names groups by counting them, so all ranks
+    must make the same groups.
     """
     mine = None
     num_lanes = NUM_STREAMS.get(axes, 0) if "nccl" in dist.get_backend_config() else 0
@@ -51,7 +53,9 @@ def connect_torch(axes: str, groups: list[tuple[int, ...]], rank: int,
 
 
 def lone_process_group(rank: int) -> dist.ProcessGroup | None:
-    """A process group of this rank alone, None where torch.distributed was not started. Only this rank calls."""
+    """A process group of this rank alone, None where torch.distributed was not started. Only this rank
+    calls.
+    """
     return dist.new_group([rank], use_local_synchronization=True) if dist.is_initialized() else None
 
 
@@ -67,8 +71,8 @@ class TorchTransport:
         self._pieces = Pieces(self.rank, self.size, self._send_piece, self._receive_piece)
 
     def all_reduce(self, tensor: Tensor, op: str) -> Work:
-        """As in `Transport`. Of two ranks gloo's own: a + b = b + a, so it has the same bits, it is as fast, and
-        its second round does not run in `wait`."""
+        """As in `Transport`. Of two ranks gloo's own: a + b = b + a, so it has the same bits, it is as fast,
+        and its second round does not run in `wait`."""
         if op == "sum" and self.size > 2 and not tensor.is_cuda:
             return self._pieces.all_reduce(tensor.detach())
         return self._start("all-reduce", dist.all_reduce, tensor.detach(), _OPS[op])
@@ -180,8 +184,8 @@ class _Outbox:
     """Waits for gloo's sends in a thread.
 
     A send of gloo is complete when the receiver has taken the message, and only `wait` detects this:
-    `is_completed` stays False until then, and a `wait` that times out breaks the connection. Without a thread that
-    waits, every message of a step would stay in memory until the step ends.
+    `is_completed` stays False until then, and a `wait` that times out breaks the connection. Without a
+    thread that waits, every message of a step would stay in memory until the step ends.
     """
 
     def __init__(self):
@@ -231,7 +235,9 @@ class _Sent:
 
 
 class _Translated:
-    """Context that translates torch's exceptions to CommunicationError. A class, since each collective enters it."""
+    """Context that translates torch's exceptions to CommunicationError. A class, since each collective
+    enters it.
+    """
 
     __slots__ = ("transport", "what")
 

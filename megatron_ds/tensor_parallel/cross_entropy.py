@@ -1,16 +1,19 @@
 """Cross entropy of logits whose vocabulary is split over the group, with its own backward.
 
-Each rank takes the softmax over its own columns and its own log of the sum, lse_r. One all-gather of a few numbers per token
-(lse_r, the label's logit where the rank holds it, the sum of logits for smoothing) gives all the rest on every rank:
+Each rank takes the softmax over its own columns and its own log of the sum, lse_r. One all-gather of a few
+numbers per token (lse_r, the label's logit where the rank holds it, the sum of logits for smoothing) gives
+all the rest on every rank:
 
     lse = log Σ_r exp(lse_r)      loss = lse - logit[label]      p = p_r * exp(lse_r - lse)      dlogit = p - target
 
-so there is one small collective a call, none in backward, and no buffer of the size of the logits but the logits: they become
-p_r, and in backward the gradient. Nothing is as large as they are, so a second one would be what a training step takes most
-memory with. The arithmetic is fp32, some rows at a time. What is kept in 16 bits are probabilities, not their differences from
-the target: where the label is predicted well the difference is small, so its probability is kept apart in fp32.
+so there is one small collective a call, none in backward, and no buffer of the size of the logits but the
+logits: they become p_r, and in backward the gradient. Nothing is as large as they are, so a second one would
+be what a training step takes most memory with. The arithmetic is fp32, some rows at a time. What is kept in
+16 bits are probabilities, not their differences from the target: where the label is predicted well the
+difference is small, so its probability is kept apart in fp32.
 
-Columns from `vocab_size` on are padding, set to -inf in the logits: their probability and gradient are exactly zero.
+Columns from `vocab_size` on are padding, set to -inf in the logits: their probability and gradient are
+exactly zero.
 """
 
 import torch
@@ -18,20 +21,21 @@ from torch.autograd.function import once_differentiable
 
 from ..mpu import collectives
 from ..mpu.group import Group
-from ..ops.cross_entropy import smoothing_weight
 
 # Numbers of fp32 worked on at once, in whole rows: what stays in a CPU's cache, and what keeps a GPU busy.
 CPU_BLOCK, GPU_BLOCK = 2**18, 2**24
-# fp16 has no exponent for unlikely tokens: there probabilities are kept times this, the largest power of two that fits.
+# fp16 has no exponent for unlikely tokens: there probabilities are kept times this, the largest power of two
+# that fits.
 KEPT_TIMES = {torch.float16: 2.0**15}
 
 
 def vocab_parallel_cross_entropy(logits: torch.Tensor, labels: torch.Tensor, group: Group, vocab_size: int,
                                  label_smoothing: float = 0.0) -> torch.Tensor:
-    """logits [s, b, V'/t], labels [s, b] in [0, vocab_size) → loss per token, fp32 [s, b], the same on every rank.
+    """logits [s, b, V'/t], labels [s, b] in [0, vocab_size) → loss per token, fp32 [s, b], the same on every
+    rank.
 
     The logits are used up: whoever wants them afterwards keeps a copy.
-    Smoothing as in `ops.cross_entropy.cross_entropy`, over the whole vocabulary for any t. One backward per forward.
+    Smoothing as in `reference_cross_entropy`, over the whole vocabulary for any t. One backward per forward.
     """
     return _CrossEntropy.apply(logits, labels, group, vocab_size, label_smoothing)
 
@@ -89,8 +93,8 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _softmax_(logits: torch.Tensor, column: torch.Tensor, valid: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax over this rank's columns, times KEPT_TIMES, in place of the logits [n, V'/t]. Returns that of `column` [n, 1],
-    and the log of the sum they were divided by, fp32 [n, 1] both."""
+    """Softmax over this rank's columns, times KEPT_TIMES, in place of the logits [n, V'/t]. Returns that of
+    `column` [n, 1], and the log of the sum they were divided by, fp32 [n, 1] both."""
     at_column, lse = (logits.new_empty(len(logits), 1, dtype=torch.float32) for _ in range(2))
     if valid == 0:
         logits.zero_()
@@ -112,3 +116,25 @@ def _softmax_(logits: torch.Tensor, column: torch.Tensor, valid: int) -> tuple[t
 def _blocks(t: torch.Tensor) -> list[slice]:
     rows = max(1, (CPU_BLOCK if t.device.type == "cpu" else GPU_BLOCK) // t.shape[1])
     return [slice(start, start + rows) for start in range(0, t.shape[0], rows)]
+
+
+def reference_cross_entropy(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int,
+                            label_smoothing: float = 0.0) -> torch.Tensor:
+    """The same on whole logits [.., V'], labels [..]; columns from `vocab_size` on are ignored.
+
+    Smoothing as in Megatron: the label's target is 1 - e, every other token's e / (vocab_size - 1). (torch
+    spreads e over all tokens, the label included: its e is Megatron's times vocab_size / (vocab_size - 1).)
+    """
+    log_p = torch.log_softmax(logits[..., :vocab_size].float(), dim=-1)
+    loss = -log_p.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    if label_smoothing:
+        e = smoothing_weight(label_smoothing, vocab_size)
+        loss = (1 - e) * loss - e * log_p.mean(-1)
+    return loss
+
+
+def smoothing_weight(label_smoothing: float, vocab_size: int) -> float:
+    """Weight of the mean over all tokens that gives each token but the label label_smoothing / (vocab_size -
+    1).
+    """
+    return label_smoothing * vocab_size / (vocab_size - 1)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from ..host.huge_pages import huge_page_zeros
+from ..host.memory_maps import huge_page_zeros
 from ..mpu.collectives import all_gather_into_
 from .data_groups import Hierarchy
 from .layout import Layout, SlotPiece

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ..host.huge_pages import huge_page_zeros
+from ..host.memory_maps import huge_page_zeros
 from ..mpu.group import Group
 from ..mpu.param_spec import ParamSpec
 from .buckets import GradBuckets, Holder

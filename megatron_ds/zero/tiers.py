@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from ..host.async_io import aligned_empty
-from ..host.huge_pages import huge_page_zeros
+from ..host.memory_maps import huge_page_zeros
 from ..mpu.group import DONE, Work
 
 
