@@ -56,7 +56,7 @@ class Channels:
             return
         self._check.announce(destination,
                              lambda message: self._start(kind, destination, SHAPES_TAG, message, SHAPES_TAG))
-        self.group.traffic.add("send", self.group.axes, self.group.size, tensor.numel() * tensor.element_size())
+        self.group.traffic.add("send", self.group.axes, self.group.size, tensor.nbytes)
         self._start(kind, destination, chunk, tensor, _tag(kind, chunk, tuple(tensor.shape), tensor.dtype))
 
     def recv(self, kind: str, source: int, shape: tuple[int, ...], dtype: torch.dtype,

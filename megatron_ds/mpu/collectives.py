@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..errors import LayoutError
-from .group import DONE, Group, Transport, Work
+from .group import DONE, Group, Messages, Transport, Work
 
 
 def all_reduce_(tensor: torch.Tensor, group: Group, op: str = "sum", async_op: bool = False) -> Work:
@@ -98,8 +98,7 @@ def all_to_all_(out: torch.Tensor, tensor: torch.Tensor, group: Group,
     return _finish(group.transport.all_to_all(out, tensor, sent, received), async_op)
 
 
-def exchange(sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]], group: Group,
-             async_op: bool = False) -> Work:
+def exchange(sends: Messages, receives: Messages, group: Group, async_op: bool = False) -> Work:
     """Send each (tensor, position in the group) and receive into each (tensor, position), all at once.
 
     For rings: `exchange([(x, next)], [(y, previous)], group)`. Each send meets one receive of equal shape
@@ -115,9 +114,10 @@ def exchange(sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple
         raise LayoutError(f"rank {group.rank} of the {group.axes} group exchanges a tensor with itself: a "
                           "copy does this without a message.")
     if sends:
-        group.traffic.add("send", group.axes, group.size, sum(tensor.nbytes for tensor, _ in sends), len(sends))
-    return _finish(group.transport.exchange([(tensor.contiguous(), peer) for tensor, peer in sends], receives),
-                   async_op)
+        num_bytes = sum(tensor.nbytes for tensor, _ in sends)
+        group.traffic.add("send", group.axes, group.size, num_bytes, len(sends))
+    sends = [(tensor.contiguous(), peer) for tensor, peer in sends]
+    return _finish(group.transport.exchange(sends, receives), async_op)
 
 
 def broadcast_(tensor: torch.Tensor, group: Group, source: int = 0, async_op: bool = False) -> Work:

@@ -23,9 +23,10 @@ from .grid import cut_groups
 from .group import Group, solo
 from .mesh import Mesh
 from .param_spec import DATA_AXES, EXPERT_DATA_AXES
-from .state import get_mesh, initialize_model_parallel, model_parallel_is_initialized
+from .state import default_device, get_mesh, initialize_model_parallel, model_parallel_is_initialized
 
-FUNCTIONS = tuple(f"get_{kind}_parallel_{what}" for kind in ("model", "data") for what in ("rank", "group", "world_size"))
+FUNCTIONS = tuple(f"get_{kind}_parallel_{what}" for kind in ("model", "data")
+                  for what in ("rank", "group", "world_size"))
 SEVENTH = "get_expert_data_parallel_group"
 
 
@@ -114,14 +115,14 @@ def _mesh_of_all_ranks() -> Mesh:
         return mesh
     if not dist.is_initialized():
         launching.start(launching.read_launch())
-        atexit.register(launching.stop)         # a process group that outlives the interpreter's threads aborts it
+        atexit.register(launching.stop)         # `TorchTransport.close` has the reason
     return initialize_model_parallel()
 
 
 def _of_mesh(mesh: Mesh) -> DataParallelWorld:
     _check_stages(mesh.size("pp"))
     expert = mesh.group("edp") if mesh.size("ep") > 1 else None
-    return DataParallelWorld(mesh.group("dp", "cp"), mesh.group("tp"), mesh.group("world"), mesh.device, mesh, expert,
+    return DataParallelWorld(mesh.reduction, mesh.group("tp"), mesh.group("world"), mesh.device, mesh, expert,
                              mesh.coordinate("ep"))
 
 
@@ -136,7 +137,7 @@ def _of_functions(mpu: Any) -> DataParallelWorld:
     model = _adopt("tp", mpu.get_model_parallel_group(), mpu.get_model_parallel_world_size())
     size = data.size * model.size
     world = _adopt("tp-cp-dp-pp", None, size)
-    return DataParallelWorld(data, model, world, _device(), None, *_experts_of(mpu, data, world))
+    return DataParallelWorld(data, model, world, default_device(), None, *_experts_of(mpu, data, world))
 
 
 def _experts_of(mpu: Any, data: Group, world: Group) -> tuple[Group | None, int]:
@@ -155,7 +156,8 @@ def _experts_of(mpu: Any, data: Group, world: Group) -> tuple[Group | None, int]
     given = all_gather_object((data.ranks, expert.ranks), world)
     parts = {ranks: sorted({theirs for of, theirs in given if of == ranks}) for ranks, _ in given}
     for ranks, found in parts.items():
-        if sorted(rank for part in found for rank in part) != sorted(ranks) or len({len(part) for part in found}) > 1:
+        covered = sorted(rank for part in found for rank in part)
+        if covered != sorted(ranks) or len({len(part) for part in found}) > 1:
             shown = ", ".join(str(list(part)) for part in found)
             raise ConfigError(f"{SEVENTH}() of the mpu gives the groups {shown} to the data-parallel ranks "
                               f"{list(ranks)}: each of these ranks must be in exactly one group, and all "
@@ -189,7 +191,3 @@ def _check_stages(stages: int) -> None:
     if stages > 1:
         raise ConfigError(f"mpu has {stages} pipeline stages, but an engine runs a module as a whole. Use "
                           "data and tensor parallelism, or pretrain_gpt.py for pipelines.")
-
-
-def _device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..errors import LayoutError
 from .grid import Grid
-from .group import DONE, Group, Work
+from .group import DONE, Group, Messages, Work
 from .mesh import Mesh
 from .traffic import Traffic
 
@@ -57,7 +57,7 @@ class FakeTransport:
         """As in `Transport`; leaves the tensor as it is."""
         return DONE
 
-    def exchange(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> Work:
+    def exchange(self, sends: Messages, receives: Messages) -> Work:
         """As in `Transport`; leaves the tensors as they are."""
         return DONE
 

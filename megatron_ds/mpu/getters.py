@@ -1,5 +1,5 @@
-"""The getters of Megatron-LM's parallel_state, and the six functions of an `mpu` for DeepSpeed, over the
-mesh.
+"""The getters of Megatron-LM's parallel_state, and the six functions of an `mpu` for DeepSpeed, over
+the mesh.
 
 Groups are returned as torch ProcessGroups. A group of one rank is a ProcessGroup too, made on first use,
 since torch takes `group=None` for the whole world; only where torch.distributed was not started, in a world
@@ -58,8 +58,7 @@ def get_pipeline_model_parallel_first_rank() -> int:
 
 
 def get_pipeline_model_parallel_last_rank() -> int:
-    """Global rank of the model's last stage; of the first stage where a schedule folds the pipeline (zb-v).
-    """
+    """Global rank of the model's last stage; the first where a schedule folds the pipeline (zb-v)."""
     return get_mesh().group("pp").ranks[get_mesh().placement[-1]]
 
 
@@ -159,12 +158,12 @@ def get_expert_data_parallel_group():
 
 
 def get_expert_data_parallel_world_size() -> int:
-    """Size of the ranks with the same experts."""
+    """Number of ranks with the same experts."""
     return get_mesh().size("edp")
 
 
 def get_expert_data_parallel_rank() -> int:
-    """Position of this rank in the ranks with the same experts."""
+    """Position of this rank among those with the same experts."""
     return get_mesh().coordinate("edp")
 
 
@@ -207,7 +206,7 @@ def get_model_parallel_src_rank() -> int:
     return get_mesh().group("tp", "pp").ranks[0]
 
 
-_alone: WeakKeyDictionary[Mesh, object] = WeakKeyDictionary()      # mesh → the process group of its rank alone
+_alone: WeakKeyDictionary[Mesh, object] = WeakKeyDictionary()    # mesh → process group of its rank
 
 
 def _process_group(*axes: str):

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
     from ..host.shared_memory import SharedPages
 
+Messages = Sequence[tuple["Tensor", int]]
+"""(tensor, position of the other rank in the group)"""
+
 # Groups over these axes carry that many streams of messages (`isend`) without an order among them. Where the
 # backend has no tags, the transport has a communicator for each.
 NUM_STREAMS = {"pp": 4}
@@ -95,7 +98,7 @@ class Transport(Protocol):
     def irecv(self, tensor: "Tensor", source: int, tag: int) -> Work:
         """Receive a message of the shape and dtype of `tensor` into it."""
 
-    def exchange(self, sends: Sequence[tuple["Tensor", int]], receives: Sequence[tuple["Tensor", int]]) -> Work:
+    def exchange(self, sends: "Messages", receives: "Messages") -> Work:
         """Start all sends (tensor, destination) and receives (tensor, source) together."""
 
     def all_gather_object(self, obj: Any) -> list:

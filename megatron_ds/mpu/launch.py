@@ -49,7 +49,8 @@ def read_launch(env: Mapping[str, str] | None = None) -> Launch:
         if all(env.get(name) for name in is_there):
             return _checked(read(env))
     if env.get("RANK"):
-        raise ConfigError("RANK is set but WORLD_SIZE is not: a launcher sets both. Start with torchrun, or unset RANK.")
+        raise ConfigError("RANK is set but WORLD_SIZE is not: a launcher sets both. Start with torchrun, or "
+                          "unset RANK.")
     return Launch()
 
 
@@ -98,11 +99,11 @@ def _torchrun(env: Mapping[str, str]) -> Launch:
     address = env.get("MASTER_ADDR", "")
     world_size = _int(env, "WORLD_SIZE")
     if not address and world_size > 1:
-        raise ConfigError(f"WORLD_SIZE={world_size} but MASTER_ADDR is not set: the ranks cannot find rank 0. "
-                          "torchrun sets it; without torchrun, set it to the host of rank 0.")
+        raise ConfigError(f"WORLD_SIZE={world_size} but MASTER_ADDR is not set: the ranks cannot find rank "
+                          "0. torchrun sets it; without torchrun, set it to the host of rank 0.")
     rank = _int(env, "RANK")
     if not env.get("LOCAL_RANK") and world_size > 1 and address not in _LOCAL:
-        raise ConfigError("LOCAL_RANK is not set: a rank must know its place on its machine to pick a GPU. torchrun sets it; "
+        raise ConfigError("LOCAL_RANK is not set: it selects the GPU of a rank. torchrun sets it; "
                           "without torchrun, number the processes of each machine from 0.")
     local_rank = _int(env, "LOCAL_RANK", rank)
     local_size = _int(env, "LOCAL_WORLD_SIZE", world_size if address in _LOCAL else local_rank + 1)
@@ -116,18 +117,19 @@ def _slurm(env: Mapping[str, str]) -> Launch:
     """
     size = _int(env, "SLURM_STEP_NUM_TASKS" if env.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS")
     rank, local_rank = _int(env, "SLURM_PROCID"), _int(env, "SLURM_LOCALID", 0)
-    if size > 1 and env.get("SLURM_TASK_PID") and not env.get("SLURM_STEP_ID"):       # else it would wait for ever
-        raise ConfigError(f"this runs in the batch script of a Slurm job of {size} tasks, not as one of the tasks. Start the "
-                          "ranks with srun (srun python pretrain_gpt.py …) or torchrun; for one rank only, put SLURM_NTASKS=1 "
-                          "before the command.")
+    if size > 1 and env.get("SLURM_TASK_PID") and not env.get("SLURM_STEP_ID"):     # it would wait for ever
+        raise ConfigError(f"this runs in the batch script of a Slurm job of {size} tasks, not as one of the "
+                          "tasks. Start the ranks with srun (srun python pretrain_gpt.py …) or torchrun; for "
+                          "one rank only, put SLURM_NTASKS=1 before the command.")
     hosts = expand_nodelist(_first(env, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"))
     address = env.get("MASTER_ADDR") or (hosts[0] if hosts else "")
     if not address:
-        raise ConfigError(f"Slurm started rank {rank} of {size}, but neither SLURM_NODELIST nor MASTER_ADDR gives the host "
-                          "of rank 0. Set MASTER_ADDR to it.")
+        raise ConfigError(f"Slurm started rank {rank} of {size}, but neither SLURM_NODELIST nor MASTER_ADDR "
+                          "gives the host of rank 0. Set MASTER_ADDR to it.")
     local_size = _tasks_on_node(env, _int(env, "SLURM_NODEID", 0)) or -(-size // max(1, len(hosts)))
     job = _first(env, "SLURM_JOB_ID", "SLURM_JOBID") + "." + env.get("SLURM_STEP_ID", "")
-    return Launch(rank, size, local_rank, local_size, address, _int(env, "MASTER_PORT", _port_of(job)), "Slurm")
+    port = _int(env, "MASTER_PORT", _port_of(job))
+    return Launch(rank, size, local_rank, local_size, address, port, "Slurm")
 
 
 def _open_mpi(env: Mapping[str, str]) -> Launch:
@@ -136,10 +138,12 @@ def _open_mpi(env: Mapping[str, str]) -> Launch:
     local_size = _int(env, "OMPI_COMM_WORLD_LOCAL_SIZE", size)
     address = env.get("MASTER_ADDR") or ("127.0.0.1" if local_size == size else "")
     if not address:
-        raise ConfigError(f"Open MPI started {size} ranks on several machines, {local_size} of them here, but "
-                          "MASTER_ADDR is not set: the host of rank 0 is unknown. Run mpirun with -x MASTER_ADDR=<host of rank 0>.")
+        raise ConfigError(f"Open MPI started {size} ranks on several machines, {local_size} of them here, "
+                          "but MASTER_ADDR is not set: the host of rank 0 is unknown. Run mpirun with -x "
+                          "MASTER_ADDR=<host of rank 0>.")
     job = _first(env, "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_hnp_uri")
-    return Launch(rank, size, local_rank, local_size, address, _int(env, "MASTER_PORT", _port_of(job)), "Open MPI")
+    port = _int(env, "MASTER_PORT", _port_of(job))
+    return Launch(rank, size, local_rank, local_size, address, port, "Open MPI")
 
 
 def _tasks_on_node(env: Mapping[str, str], node: int) -> int:
@@ -147,7 +151,8 @@ def _tasks_on_node(env: Mapping[str, str], node: int) -> int:
     unset.
     """
     counts = []
-    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", _first(env, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")):
+    text = _first(env, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         counts += [int(count)] * int(times or 1)
     return counts[node] if node < len(counts) else 0
 
@@ -168,22 +173,24 @@ def _int(env: Mapping[str, str], name: str, default: int | None = None) -> int:
     try:
         return int(text)
     except (TypeError, ValueError):
-        raise ConfigError(f"environment variable {name}={text!r} is not an integer; the launcher should set it.") from None
+        raise ConfigError(f"environment variable {name}={text!r} is not an integer; the launcher should set "
+                          "it.") from None
 
 
 def _checked(launch: Launch) -> Launch:
     if not (0 <= launch.rank < launch.world_size and 0 <= launch.local_rank < launch.local_world_size):
-        raise ConfigError(f"{launch.source} gives rank {launch.rank} of {launch.world_size}, local rank {launch.local_rank} of "
-                          f"{launch.local_world_size}: ranks are numbered from 0, so each is smaller than its world size.")
+        raise ConfigError(f"{launch.source} gives rank {launch.rank} of {launch.world_size}, local rank "
+                          f"{launch.local_rank} of {launch.local_world_size}: ranks are numbered from 0, so "
+                          "each is smaller than its world size.")
     return launch
 
 
 def _own_device(launch: Launch) -> torch.device:
     """The GPU of this rank: the only visible one where the launcher binds one GPU to each task."""
     count = torch.cuda.device_count()
-    if count > 1 and max(launch.local_rank + 1, launch.local_world_size) > count:      # true on all its ranks or on none
-        raise ConfigError(f"{launch.local_world_size} ranks were started on {platform.node()}, which shows {count} GPUs: each "
-                          f"rank needs its own. Start {count} ranks on it at most.")
+    if count > 1 and max(launch.local_rank + 1, launch.local_world_size) > count:    # alike on its ranks
+        raise ConfigError(f"{launch.local_world_size} ranks were started on {platform.node()}, which shows "
+                          f"{count} GPUs: each rank needs its own. Start {count} ranks on it at most.")
     return torch.device("cuda", launch.local_rank if count > 1 else 0)
 
 
@@ -194,16 +201,17 @@ def _join(launch: Launch, backend: str, timeout: timedelta) -> None:
     try:
         if launch.rank > 0:
             _wait_for_listener(launch.address, launch.port, begin + timeout.total_seconds())
-        dist.init_process_group(backend, init_method=f"tcp://{launch.address}:{launch.port}", rank=launch.rank,
-                                world_size=launch.world_size, timeout=timeout)
+        address = f"tcp://{launch.address}:{launch.port}"
+        dist.init_process_group(backend, init_method=address, rank=launch.rank, world_size=launch.world_size,
+                                timeout=timeout)
         register_host()
     except (RuntimeError, ValueError, OSError) as error:
         hint = "srun, not plain python, starts the ranks of a Slurm job" if launch.source == "Slurm" else \
-            "start all of them, with the same address and port, and check whether one exited with an error of its own"
+            "start all of them, with the same address and port, and check whether one exited with an error"
         raise CommunicationError(
-            f"rank {launch.rank} of {launch.world_size} (from {launch.source}) could not connect to the other ranks at "
-            f"{launch.address}:{launch.port} within {time.monotonic() - begin:.0f} s: {hint}; MASTER_PORT chooses "
-            f"another port if this one is taken. The cause: {error}") from error
+            f"rank {launch.rank} of {launch.world_size} (from {launch.source}) could not connect to the "
+            f"other ranks at {launch.address}:{launch.port} within {time.monotonic() - begin:.0f} s: {hint}; "
+            f"MASTER_PORT chooses another port if this one is taken. The cause: {error}") from error
 
 
 def _wait_for_listener(address: str, port: int, deadline: float) -> None:
@@ -218,7 +226,7 @@ def _wait_for_listener(address: str, port: int, deadline: float) -> None:
             return
         except OSError as error:
             if time.monotonic() > deadline:
-                raise OSError(f"no process listens there ({error.strerror or error}): rank 0 did not start or has exited") \
-                    from error
+                raise OSError(f"no process listens there ({error.strerror or error}): rank 0 did not start "
+                              "or has exited") from error
         time.sleep(max(0.0, min(pause, deadline - time.monotonic())))
         pause = min(1.0, 1.5 * pause)

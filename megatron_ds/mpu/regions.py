@@ -52,8 +52,8 @@ def scatter_to_sequence_region(x: torch.Tensor, group: Group) -> torch.Tensor:
 def gather_from_sequence_region(x: torch.Tensor, group: Group, grad: str = "reduce_scatter") -> torch.Tensor:
     """The whole sequence from the ranks' slices: [s / t, b, h] → [s, b, h].
 
-    grad  "reduce_scatter" where ranks compute different results from it (a column-parallel linear), so that the
-          gradient is a partial sum; "split" where all ranks compute the same and have the same gradient
+    grad  "reduce_scatter" where ranks compute different results from it (a column-parallel linear), so that
+          the gradient is a partial sum; "split" where all ranks compute the same and have the same gradient
     """
     assert grad in ("reduce_scatter", "split"), f"grad={grad!r} is neither 'reduce_scatter' nor 'split'"
     if grad == "split":

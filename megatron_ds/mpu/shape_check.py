@@ -5,7 +5,7 @@ Before its first message of a step to another rank, a rank sends it the shapes a
 micro-batches, in a message of fixed length. The receiver compares them with its own. Without this, ranks that
 divide a batch differently would wait for messages that never arrive, until the timeout.
 
-    | micro-batches | dtype | CRC-32 of all shapes | runs | of each run of equal shapes: micro-batches, dimensions, sizes |
+    | micro-batches | dtype | CRC-32 of all shapes | runs | of each run of equal shapes: length, dims, sizes |
 
 Runs that do not fit into the message are compared by the checksum alone.
 """
@@ -28,8 +28,9 @@ class ShapeCheck:
 
     def __init__(self):
         self._expected: torch.Tensor | None = None
-        self._announced: set[int] = set()                                   # peers that this step's message was sent to
-        self._received: dict[int, tuple[torch.Tensor, Work] | None] = {}    # peer → message under way; None: verified
+        self._announced: set[int] = set()             # peers that this step's message was sent to
+        # peer → its message under way; None: verified
+        self._received: dict[int, tuple[torch.Tensor, Work] | None] = {}
 
     def start(self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> None:
         """Begin a step. shapes: of the hidden states of each micro-batch."""
@@ -83,7 +84,8 @@ def describe_difference(expected: torch.Tensor, received: torch.Tensor) -> str:
     names = [_name_of(dtype), _name_of(its_dtype)]
     for k, (shape, its_shape) in enumerate(zip(_shapes(expected), _shapes(received))):
         if shape != its_shape or dtype != its_dtype:
-            return f"micro-batch {k} was expected as {shape} {names[0]}, but the sender has {its_shape} {names[1]}"
+            return (f"micro-batch {k} was expected as {shape} {names[0]}, but the sender has {its_shape} "
+                    f"{names[1]}")
     return f"a micro-batch after number {len(_shapes(expected)) - 1} has another shape than expected"
 
 

@@ -15,7 +15,8 @@ from .mesh import Mesh
 
 # Groups that a getter of `getters.py` may return on some ranks only, so they are connected on all ranks
 # before.
-GETTER_GROUPS = (("tp",), ("cp",), ("dp",), ("pp",), ("ep",), ("edp",), ("dp", "cp"), ("tp", "pp"), ("world",), ("embd",))
+GETTER_GROUPS = (("tp",), ("cp",), ("dp",), ("pp",), ("ep",), ("edp",), ("dp", "cp"), ("tp", "pp"),
+                 ("world",), ("embd",))
 
 _MESH: ContextVar[Mesh | None] = ContextVar("mesh", default=None)
 
@@ -33,9 +34,9 @@ def initialize_model_parallel(tensor_model_parallel_size: int = 1, pipeline_mode
 
     joined = dist.is_available() and dist.is_initialized()
     world_size, rank = (dist.get_world_size(), dist.get_rank()) if joined else (1, 0)
-    grid = Grid.fit(world_size, tp=tensor_model_parallel_size, cp=context_parallel_size, ep=expert_model_parallel_size,
-                    pp=pipeline_model_parallel_size, order=order)
-    mesh = Mesh(grid, rank, _connect(timeout) if world_size > 1 else None, device or _default_device())
+    grid = Grid.fit(world_size, tp=tensor_model_parallel_size, cp=context_parallel_size,
+                    ep=expert_model_parallel_size, pp=pipeline_model_parallel_size, order=order)
+    mesh = Mesh(grid, rank, _connect(timeout) if world_size > 1 else None, device or default_device())
     mesh.connect(GETTER_GROUPS)
     set_mesh(mesh)
     return mesh
@@ -74,5 +75,8 @@ def _connect(timeout: timedelta | None):
     return lambda axes, groups, rank: connect_torch(axes, groups, rank, timeout)
 
 
-def _default_device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+def default_device() -> torch.device:
+    """torch's current GPU, the CPU without one."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

@@ -41,7 +41,8 @@ def name_stuck_ranks(wait_seconds: float = REPORT_SECONDS) -> str | None:
     """
     size, store = dist.get_world_size(), _within(ANSWER_SECONDS, _store)
     if store is None or not _within(ANSWER_SECONDS, lambda: _write(store)):
-        return "The store of torch.distributed does not respond: its process, rank 0 or torchrun's agent, is stuck or gone"
+        return ("The store of torch.distributed does not respond: its process, rank 0 or torchrun's agent, "
+                "is stuck or gone")
     deadline = time.monotonic() + wait_seconds
     while (count := _within(ANSWER_SECONDS, lambda: store.add("count", 0))) is not None:
         if count == size - 1:        # the last one may be about to report
@@ -88,10 +89,11 @@ def _sentence(store: dist.Store, size: int) -> str:
     missing = _absent(store, range(size))
     if not missing:
         return f"All {size} ranks report that they waited: they took different paths through the program"
-    names = ", ".join(f"{rank}{_host(store, rank)}" for rank in missing[:_NAMED]) + " and others" * (len(missing) > _NAMED)
+    names = ", ".join(f"{rank}{_host(store, rank)}" for rank in missing[:_NAMED])
+    names += " and others" if len(missing) > _NAMED else ""
     which = f"rank {names} is" if len(missing) == 1 else f"ranks {names} are"
-    return (f"Of {size} ranks, all but {len(missing)} report that they waited; {which} stuck: stopped, busy with something "
-            f"else, or on a host that is gone")
+    return (f"Of {size} ranks, all but {len(missing)} report that they waited; {which} stuck: stopped, busy "
+            f"with something else, or on a host that is gone")
 
 
 def _within(seconds: float, call: Callable):

@@ -23,7 +23,7 @@ from torch import Tensor
 from ..errors import CommunicationError
 from ..host.shared_memory import SharedPages, share_pages
 from .gloo_collectives import LAST_TAG, Pieces
-from .group import NUM_STREAMS, AllOf, Work
+from .group import NUM_STREAMS, AllOf, Messages, Work
 from .stuck_ranks import name_stuck_ranks, report_failure
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -46,7 +46,8 @@ def connect_torch(axes: str, groups: list[tuple[int, ...]], rank: int,
     num_lanes = NUM_STREAMS.get(axes, 0) if "nccl" in dist.get_backend_config() else 0
     for ranks in groups:
         if len(ranks) > 1:
-            made = [dist.new_group(list(ranks), timeout=timeout, group_desc=axes) for _ in range(1 + num_lanes)]
+            made = [dist.new_group(list(ranks), timeout=timeout, group_desc=axes)
+                    for _ in range(1 + num_lanes)]
             if rank in ranks:
                 mine = TorchTransport(made[0], axes, made[1:])
     return mine
@@ -110,7 +111,7 @@ class TorchTransport:
         what, lane = f"receive from rank {self.ranks[source]}", self._lane(source, self.rank, tag)
         return self._guard(what, lambda: dist.irecv(tensor.detach(), self.ranks[source], lane, tag))
 
-    def exchange(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> Work:
+    def exchange(self, sends: Messages, receives: Messages) -> Work:
         """As in `Transport`. One batch on NCCL, where unbatched messages in both directions can deadlock."""
         operations = [(dist.irecv, tensor, peer) for tensor, peer in receives]
         operations += [(dist.isend, tensor, peer) for tensor, peer in sends]
@@ -211,7 +212,7 @@ class _Outbox:
             work, sent = entry
             try:
                 work.wait()
-            except Exception as error:      # raised again in `_Sent.wait`; an ended thread would leave it waiting
+            except Exception as error:      # raised in `_Sent.wait`
                 sent.error = error
             sent.over.set()
             del entry, work, sent               # they would keep the message until the next one
@@ -263,13 +264,13 @@ def _failure_message(transport: TorchTransport, what: str, error: RuntimeError) 
     cause = str(error).split("This is typically caused")[0].strip()
     if any(closed in cause.lower() for closed in _CLOSED):
         report_failure()
-        why = ("A peer exited: the earliest error among these ranks is the cause; if there is none, the peer was killed "
-               "(out of memory?)")
+        why = ("A peer exited: the earliest error among these ranks is the cause; if there is none, the peer "
+               "was killed (out of memory?)")
     elif "timed out" in cause.lower() or "timeout" in cause.lower():
         stuck = name_stuck_ranks() or "Look for a rank that is busy or stuck, or that took another path"
-        why = f"A peer did not arrive in time (--distributed-timeout-minutes sets how long ranks wait). {stuck}"
+        why = f"A peer did not arrive in time (--distributed-timeout-minutes sets the time to wait). {stuck}"
     else:
         report_failure()
         why = "Look for the earliest error among these ranks"
-    return (f"rank {me}: {what} failed in the {transport.axes or 'unnamed'} group of ranks {peers}. {why}. Message of "
-            f"the backend: {cause}")
+    return (f"rank {me}: {what} failed in the {transport.axes or 'unnamed'} group of ranks {peers}. {why}. "
+            f"Message of the backend: {cause}")
