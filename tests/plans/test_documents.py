@@ -11,8 +11,8 @@ from megatron_ds.data.batch import Batch
 from megatron_ds.data.documents import Documents, ids_of, positions_of, starts_of
 from megatron_ds.data.gpt.collate import GPTCollator
 from megatron_ds.data.loading.loader import Loader
-from megatron_ds.ops.core_attention import attention, reference_attention
 from megatron_ds.ops.blocked_attention import BLOCK, blocked_attention
+from megatron_ds.ops.core_attention import attention, reference_attention
 from megatron_ds.training.samples import warn_without_ends
 
 EOD = 9
