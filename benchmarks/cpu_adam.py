@@ -23,7 +23,7 @@ from functools import partial
 
 import torch
 
-from megatron_ds.host.huge_pages import huge_page_zeros
+from megatron_ds.host.memory_maps import huge_page_zeros
 from megatron_ds.ops import adam
 from megatron_ds.optim.cpu_adam import CpuAdamW
 

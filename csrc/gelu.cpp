@@ -156,7 +156,7 @@ void run_backward(uintptr_t x, uintptr_t dy, uintptr_t dx, int64_t count, bool i
 }  // namespace
 
 PYBIND11_MODULE(_gelu, module) {
-    module.doc() = "GELU with tanh on contiguous fp32 or bf16 arrays, given by address; megatron_ds.ops.gelu is the way in.";
+    module.doc() = "GELU with tanh on contiguous fp32 or bf16 arrays, given by address; megatron_ds.ops.activation is the way in.";
     module.def("forward", &run_forward, py::arg("x"), py::arg("y"), py::arg("count"), py::arg("is_bf16"), py::arg("threads"));
     module.def("backward", &run_backward, py::arg("x"), py::arg("dy"), py::arg("dx"), py::arg("count"), py::arg("is_bf16"),
                py::arg("threads"));

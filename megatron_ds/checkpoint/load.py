@@ -13,13 +13,13 @@ from pathlib import Path
 import torch
 
 from ..errors import CheckpointError
+from ..mpu.agree import gather_from_all_ranks, on_all_ranks, on_one_rank
 from ..mpu.group import Group, coordinates_of
 from ..mpu.param_spec import Coordinates
 from . import folder as folders
 from .pieces import ParameterPiece, Piece
 from .run_file import read_run_file
 from .same_model import check_same_model
-from .together import together
 
 __all__ = ["latest", "read_run", "load", "load_weights", "check_same_model"]
 
@@ -113,7 +113,8 @@ def _fill(directory: str | os.PathLike, step: int, pieces: Iterable[Piece], coor
           exact: bool) -> None:
     from .storage import Reader, plan_reading
 
-    folder, what = Path(directory), f"cannot load iteration {step} from {directory}"
+    folder = Path(directory)
+    failing = {"doing": f"cannot load iteration {step} from {directory}", "kind": CheckpointError}
     readings = []       # stays on this rank; what an action returns travels
 
     def plan() -> tuple[bool, str]:
@@ -127,12 +128,12 @@ def _fill(directory: str | os.PathLike, step: int, pieces: Iterable[Piece], coor
         with way_back(folder, step):
             readings[0].run()
 
-    seen = together(world, what, plan)
-    together(world, what, lambda: _check_same_save([save for _, save in seen]), only=0)
+    seen = gather_from_all_ranks(world, plan, **failing)
+    on_one_rank(world, lambda: _check_same_save([save for _, save in seen]), **failing)
     if not all(has_checksums for has_checksums, _ in seen) and world.rank == 0:
         logger.warning("%s was saved in format 1, without checksums of its files: changed bytes and files of other saves "
                        "would not all be noticed", find_checkpoint(folder, step))
-    together(world, what, fill)
+    on_all_ranks(world, fill, **failing)
 
 
 def _save_of(path: Path) -> str:

@@ -26,9 +26,9 @@ from datetime import datetime
 from pathlib import Path
 
 from ..errors import CheckpointError
+from ..mpu.agree import on_one_rank
 from ..mpu.group import Group
 from .folder import read_regular
-from .together import together
 
 logger = logging.getLogger(__name__)
 
@@ -244,7 +244,7 @@ def locked(folder: Path, world: Group, *, beat: float = BEAT, stale: float = STA
     acquire = held.check if held else lock and lock.try_acquire
     try:
         waiting = False
-        while owner := together(world, f"cannot save in {folder}", acquire, only=0)[0]:
+        while owner := on_one_rank(world, acquire, doing=f"cannot save in {folder}", kind=CheckpointError):
             if lock and not waiting:
                 logger.warning("%s is locked by %s, which may be gone: waiting for a sign of life, at most %.0f seconds",
                                folder, owner, stale)

@@ -18,10 +18,10 @@ from pathlib import Path
 import torch
 
 from ..errors import CheckpointError
+from ..mpu.agree import on_one_rank
 from ..mpu.group import Group
 from ..registry import did_you_mean
 from .folder import sync_directory, write_durably
-from .together import together
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -51,9 +51,10 @@ def write_folder(directory: str | os.PathLike, entries: Sequence[TensorEntry],
     Written beside and renamed: a crash leaves the old files, or none, never some of either. What else is in the folder stays.
     Collective over `world`. Raises CheckpointError on all ranks when rank 0 cannot write.
     """
-    folder, what = Path(directory), f"could not write safetensors to {directory}"
+    folder = Path(directory)
+    failing = {"doing": f"could not write safetensors to {directory}", "kind": CheckpointError}
     files = cut_into_files(entries, max_shard_bytes)
-    together(world, what, lambda: folder.mkdir(parents=True, exist_ok=True), only=0)
+    on_one_rank(world, lambda: folder.mkdir(parents=True, exist_ok=True), **failing)
     writing = _Writing(folder, files) if world.rank == 0 else None
     try:
         for tensor in tensors([entry for file in files for entry in file]):
@@ -63,7 +64,7 @@ def write_folder(directory: str | os.PathLike, entries: Sequence[TensorEntry],
         if writing:
             writing.abandon()
         raise
-    together(world, what, lambda: writing.publish(), only=0)
+    on_one_rank(world, lambda: writing.publish(), **failing)
 
 
 def cut_into_files(entries: Sequence[TensorEntry], max_bytes: int) -> list[list[TensorEntry]]:

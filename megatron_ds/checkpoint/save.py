@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
+from ..errors import CheckpointError
+from ..mpu.agree import gather_from_all_ranks, on_one_rank
 from ..mpu.group import Group
 from ..mpu.param_spec import Coordinates
 from . import folder as folders
@@ -22,7 +24,6 @@ from .pieces import Piece, written_here
 from .retain import prune
 from .run_file import plain, write_run_file
 from .space import bytes_written_here, explained, free_bytes
-from .together import together
 
 __all__ = ["save", "check_writable"]
 T = TypeVar("T")
@@ -41,8 +42,9 @@ def save(directory: str | os.PathLike, step: int, pieces: Iterable[Piece], *, co
     """
     from .storage import write_index, write_pieces  # 0.8 s of imports, for processes that do save
 
-    folder, what, pieces = Path(directory), f"could not save iteration {step} to {directory}", list(pieces)
-    values = together(world, what, lambda: plain(run), only=0)[0]
+    folder, pieces = Path(directory), list(pieces)
+    failing = {"doing": f"could not save iteration {step} to {directory}", "kind": CheckpointError}
+    values = on_one_rank(world, lambda: plain(run), **failing)
     share = bytes_written_here(pieces, coordinates)
     with locked(folder, world) as lock:
         def prepare() -> tuple[int, int | None, Path | None]:
@@ -59,13 +61,13 @@ def save(directory: str | os.PathLike, step: int, pieces: Iterable[Piece], *, co
             folders.publish(folder, step, writing)
             prune(folder, step, limit)
 
-        begun = together(world, what, prepare)
+        begun = gather_from_all_ranks(world, prepare, **failing)
         needed, (_, free, writing) = sum(share for share, *_ in begun), begun[0]
         guarded = lambda action: _explaining(action, folder, needed, free, share)
         try:
-            parts = together(world, what, lambda: guarded(
-                lambda: write_pieces(writing, written_here(pieces, coordinates), coordinates, world.rank)))
-            together(world, what, lambda: guarded(finish), only=0)
+            write = lambda: write_pieces(writing, written_here(pieces, coordinates), coordinates, world.rank)
+            parts = gather_from_all_ranks(world, lambda: guarded(write), **failing)
+            on_one_rank(world, lambda: guarded(finish), **failing)
         except BaseException:
             if world.rank == 0:
                 folders.abandon(writing)

@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ..errors import CheckpointError
+from ..mpu.agree import gather_from_all_ranks, on_all_ranks
 from ..mpu.group import Group
 from ..mpu.param_spec import Coordinates
 from .pieces import Piece, written_here
-from .together import together
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,8 @@ def check_room(folder: Path, pieces: Iterable[Piece], *, coordinates: Coordinate
                                   f"{most:,} bytes (ulimit -f). Raise the limit.")
         return share, free_bytes(folder) if world.rank == 0 else None
 
-    found = together(world, f"--save {folder}", look)
+    failing = {"doing": f"--save {folder}", "kind": CheckpointError}
+    found = gather_from_all_ranks(world, look, **failing)
     needed, free = sum(share for share, _ in found), found[0][1]
     kept = saves if limit is None else min(saves, limit + 1)
     if free is None or not saves:
@@ -63,7 +64,7 @@ def check_room(folder: Path, pieces: Iterable[Piece], *, coordinates: Coordinate
         def refuse() -> None:
             raise CheckpointError(f"no space left for a checkpoint: {needed:,} bytes needed, {free:,} free. Free some, give a "
                                   "folder on another disk, or save less: --no-save-optim writes weights only.")
-        together(world, f"--save {folder}", refuse)
+        on_all_ranks(world, refuse, **failing)
     if free < kept * needed and world.rank == 0:
         logger.warning("--save %s: checkpoints that fit: %d (%s each, %s free), and this run keeps up to %d at a time. %s",
                        folder, free // needed, size(needed), size(free), kept,

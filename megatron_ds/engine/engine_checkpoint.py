@@ -28,7 +28,7 @@ from ..checkpoint.pieces import ParameterPiece
 from ..checkpoint.run_file import progress_of, require
 from ..checkpoint.save import save
 from ..errors import CheckpointError, ConfigError
-from ..mpu.agree import together
+from ..mpu.agree import on_one_rank
 from ..mpu.param_spec import ParamSpec
 from .engine_optimizer import JsonScheduler
 from .engine_status import EngineStatus
@@ -46,7 +46,7 @@ def save_checkpoint(engine: EngineStatus, directory: str | os.PathLike, tag: str
         raise ConfigError("a checkpoint holds no gradients, and those of the current update would be lost. "
                           "Save at a boundary of accumulation, right after engine.step().")
     folder, tagged = folder_of(directory, tag), tag is not None
-    together(engine.world.world, lambda: _check_vacant(folder), only=0)
+    on_one_rank(engine.world.world, lambda: _check_vacant(folder))
     buffers = [buffer for buffer in _buffers(engine) if buffer.replica == 0]
     run = {"version": __version__, "engine": _description(engine), "progress": engine.progress.to_dict(),
            "optimizer": engine.optimizer.extra_state(), "loop": loop_state(engine),
@@ -58,7 +58,7 @@ def save_checkpoint(engine: EngineStatus, directory: str | os.PathLike, tag: str
         if tagged or (Path(directory) / LATEST).exists():
             write_durably(Path(directory) / LATEST, tag or "")
 
-    together(engine.world.world, point, only=0)
+    on_one_rank(engine.world.world, point)
     return path
 
 
@@ -80,7 +80,7 @@ def load_checkpoint(engine: EngineStatus, directory: str | os.PathLike, tag: str
         _check(engine, folder, run, load_optimizer_states)
         return str(folder), step, run
 
-    found = together(world, look, only=0)
+    found = on_one_rank(world, look)
     if found is None:
         return None, {}
     folder, step, run = found

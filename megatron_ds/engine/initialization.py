@@ -14,7 +14,7 @@ from ..config import RunConfig
 from ..config.dump import report_without_effect
 from ..errors import ConfigError
 from ..launch_env import local_rank_contradiction, with_local_rank
-from ..mpu.agree import together
+from ..mpu.agree import on_all_ranks
 from ..mpu.external_groups import DataParallelWorld, has_process_group, join_world
 from ..mpu.group import solo
 from ..optim import default_groups
@@ -131,7 +131,7 @@ def initialize(args: Any = None, model: nn.Module | None = None, optimizer: Clie
         return _Prepared(client, block, settings, partitions, inner)
 
     # Together: where a rank lacks the file of settings, the others would wait in `agree`.
-    ready = together(world.world, prepared)
+    ready = on_all_ranks(world.world, prepared)
     agree(model, world)
     engine = _build_engine(model, world, ready, draw or zeros)
     if world.rank == 0 and (accepted := report_without_effect(ready.settings)):
@@ -161,7 +161,7 @@ def _build_engine(model: nn.Module, world: DataParallelWorld, ready: _Prepared, 
     settings, inner = ready.settings, ready.inner
     layers = find_layers(model) if settings.zero.stage == 3 else []
     groups = _data_groups(settings, world)
-    zero = together(world.world, lambda: _make_zero(model, settings, world, groups, layers, inner, draw))
+    zero = on_all_ranks(world.world, lambda: _make_zero(model, settings, world, groups, layers, inner, draw))
     move_into(zero, ready.partitions)
     gathering = zero.gathering_of(0) if layers else None
     prefetch = settings.zero.prefetch_bucket_size
@@ -169,7 +169,7 @@ def _build_engine(model: nn.Module, world: DataParallelWorld, ready: _Prepared, 
     first = ready.client.defaults if ready.client else next(iter(inner.groups), {})
     optimizer = EngineOptimizer(zero, inner, {key: value for key, value in first.items() if key != "params"})
     folder = settings.logging.tensorboard_dir if world.rank == 0 else None
-    monitor = together(world.world, lambda: Monitor(folder))
+    monitor = on_all_ranks(world.world, lambda: Monitor(folder))
     engine = Engine(model, ready.block, settings, world, optimizer, hooks, monitor)
     for p in model.parameters():
         p.engine = weakref.ref(engine)          # for zero.GatheredParameters

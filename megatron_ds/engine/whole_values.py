@@ -12,7 +12,7 @@ from ..checkpoint.pieces import ParameterPiece
 from ..checkpoint.safetensors_folder import TensorEntry, write_folder
 from ..checkpoint.tensor_stream import TensorStream
 from ..errors import CheckpointError, ConfigError
-from ..mpu.agree import together
+from ..mpu.agree import on_one_rank
 from ..mpu.collectives import broadcast_
 from ..mpu.param_spec import ParamSpec
 from .engine_status import EngineStatus
@@ -95,7 +95,7 @@ def save_16bit_model(engine: EngineStatus, directory: str | os.PathLike, filenam
         finally:
             writing.unlink(missing_ok=True)
 
-    together(engine.world.world, write, only=0)
+    on_one_rank(engine.world.world, write)
     return True
 
 

@@ -1,1 +1,3 @@
-"""What one machine offers: memory that processes share, large pages, files as memory, scratch files, asynchronous I/O."""
+"""What one machine offers: memory that processes share, large pages, files as memory, scratch files,
+asynchronous I/O.
+"""

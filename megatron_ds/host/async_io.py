@@ -1,12 +1,13 @@
-"""Reads and writes of files that go on while the caller computes: through io_uring, or on threads where that is not to be had.
+"""Reads and writes of files in the background: through io_uring, or on threads where io_uring does not work.
 
     work = io.read(fd, tensor, offset)      # returns at once
-    ...                                     # the tensor is the disk's now: neither read nor written
+    ...                                     # until `wait` the tensor must be neither read nor written
     work.wait()
 
-A transfer is cut into blocks, many of which are in flight together: a disk is fast only with a queue. Both engines give the
-same bytes and the same errors, so that nothing but speed depends on which one serves. io_uring (csrc/async_io.cpp, an optional
-extension) costs less CPU time: one thread that mostly sleeps keeps the queue full, without the GIL.
+A transfer is cut into blocks, many of which are in flight together: a disk is fast only with a queue. Both
+engines transfer the same bytes and raise the same errors; they differ in speed only. io_uring
+(csrc/async_io.cpp, an optional extension) uses less CPU time: one thread that mostly sleeps keeps the queue
+full, without the GIL.
 """
 
 import concurrent.futures
@@ -15,7 +16,6 @@ import errno
 import functools
 import importlib
 import logging
-import mmap
 import os
 import threading
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from typing import Protocol
 import torch
 
 from ..errors import ConfigError
-from .huge_pages import LARGE_PAGE_BYTES
+from .memory_maps import anonymous_zeros
 
 logger = logging.getLogger(__name__)
 
@@ -34,31 +34,36 @@ ENGINES = ("auto", "io_uring", "threads")
 
 
 class Work(Protocol):
-    """A transfer under way. To be waited for: an error of one that is dropped is never seen."""
+    """A transfer under way. It must be waited for: the error of one that is dropped is lost."""
 
     def wait(self) -> None:
-        """Return when the tensor is the caller's again, with all its bytes moved; again, at once.
+        """Return when all bytes were transferred and the tensor may be used; a second call returns at once.
 
-        Raises OSError, which says what was asked and how far it came: also for a file that ends too early.
+        Raises OSError with the bytes requested and transferred, also for a file that ends too early.
         """
 
 
 class AsyncIO(Protocol):
     """An engine. tensor: contiguous, on the CPU, any dtype; offset: bytes from the start of the file.
 
-    Transfers of one engine overlap and end in any order. It may be called from several threads, not from a forked child.
+    Transfers of one engine overlap and complete in any order. Several threads may call it; a forked child
+    may not.
     """
 
-    def read(self, fd: int, tensor: torch.Tensor, offset: int) -> Work: ...
+    def read(self, fd: int, tensor: torch.Tensor, offset: int) -> Work:
+        """Start to fill `tensor` from the file."""
 
-    def write(self, fd: int, tensor: torch.Tensor, offset: int) -> Work: ...
+    def write(self, fd: int, tensor: torch.Tensor, offset: int) -> Work:
+        """Start to write `tensor` to the file."""
 
     def close(self) -> None:
-        """Wait for what is under way and give back threads; the engine is of no use afterwards."""
+        """Wait for transfers under way and free threads; the engine cannot be used afterwards."""
 
 
-def make_io(kind: str = "auto", *, queue_depth: int = 32, threads: int = 8, block_bytes: int = 1 << 20) -> AsyncIO:
-    """The engine of that name in ENGINES; "auto" is io_uring where it works, else threads, which is said once in the log.
+def make_io(kind: str = "auto", *, queue_depth: int = 32, threads: int = 8,
+            block_bytes: int = 1 << 20) -> AsyncIO:
+    """The engine of that name in ENGINES; "auto" is io_uring where it works, else threads, with one line in
+    the log.
 
     queue_depth, threads  blocks in flight together, of io_uring and of threads
     Raises ConfigError for another name or impossible numbers, and for io_uring where it does not work.
@@ -73,28 +78,21 @@ def make_io(kind: str = "auto", *, queue_depth: int = 32, threads: int = 8, bloc
         if kind == "io_uring":
             raise ConfigError(f"Disk access by io_uring was requested but does not work: {reason.strerror}. "
                               "Use 'threads', or 'auto', which uses io_uring only if it works.") from reason
-        _say_threads(reason.strerror)
+        _log_threads(reason.strerror)
         return ThreadIO(threads, block_bytes)
 
 
 def aligned_empty(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """[numel] on the CPU, at a whole page, so that direct access takes it as it is; zeros, until written to.
+    """[numel] on the CPU that begins at a page, as direct access needs; zeros until written to.
 
-    Large ones lie on large pages where the system offers them: fewer of them to look up and to pin for each transfer.
+    Large ones are on large pages where the system offers them: a transfer then has fewer pages to look up
+    and lock.
     """
-    nbytes = numel * dtype.itemsize
-    if nbytes == 0:
-        return torch.empty(numel, dtype=dtype)
-    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
-    pages = mmap.mmap(-1, nbytes, **private)
-    if nbytes >= 2 * LARGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=dtype, count=numel)       # keeps the pages
+    return anonymous_zeros(numel, dtype) if numel else torch.empty(0, dtype=dtype)
 
 
-# ------------------------------------------------------------------------------------------------------------- threads
-class ThreadIO:
-    """`AsyncIO` by preadv and pwritev on `threads` threads, each of which moves one block at a time."""
+class ThreadIO(AsyncIO):
+    """`AsyncIO` by preadv and pwritev on `threads` threads, each of which transfers one block at a time."""
 
     def __init__(self, threads: int = 8, block_bytes: int = 1 << 20):
         self.block_bytes = _checked_block(block_bytes)
@@ -112,28 +110,29 @@ class ThreadIO:
     def _start(self, move, doing: str, fd: int, tensor: torch.Tensor, offset: int) -> "_ThreadWork":
         view = memoryview(bytes_of(tensor).numpy())
         starts = range(0, len(view), self.block_bytes)
-        return _ThreadWork(_Asked(doing, len(view), offset),
-                           [self._pool.submit(move, fd, view[i:i + self.block_bytes], offset + i) for i in starts])
+        blocks = [self._pool.submit(move, fd, view[i:i + self.block_bytes], offset + i) for i in starts]
+        return _ThreadWork(_Request(doing, len(view), offset), blocks)
 
 
 @dataclass(frozen=True)
 class _ThreadWork:
-    asked: "_Asked"
+    request: "_Request"
     blocks: list[concurrent.futures.Future]
 
     def wait(self) -> None:
-        results = [block.result() for block in self.blocks]      # all, before an error: none may still be writing
-        self.asked.check(sum(moved for moved, _ in results), next((error for _, error in results if error), 0))
+        results = [block.result() for block in self.blocks]      # of all: none may still be writing
+        errors = [error for _, error in results if error]
+        self.request.check(sum(moved for moved, _ in results), errors[0] if errors else 0)
 
 
 def _read_block(fd: int, view: memoryview, offset: int) -> tuple[int, int]:
-    """(bytes moved, errno or 0). Fewer bytes than asked without an error: the file ends there."""
+    """(bytes transferred, errno or 0). Fewer bytes than requested without an error: the file ends there."""
     done = 0
     try:
         while done < len(view) and (moved := os.preadv(fd, [view[done:]], offset + done)):
             done += moved
     except OSError as error:
-        # After a short direct read the rest is no longer aligned. Short means that the file ends, which is the finding.
+        # After a short direct read the rest is no longer aligned. It was short because the file ends.
         return done, 0 if done and error.errno == errno.EINVAL else error.errno
     return done, 0
 
@@ -148,16 +147,17 @@ def _write_block(fd: int, view: memoryview, offset: int) -> tuple[int, int]:
     return done, 0
 
 
-# ------------------------------------------------------------------------------------------------------------ io_uring
-class UringIO:
-    """`AsyncIO` by io_uring, `queue_depth` blocks in flight. Raises OSError that says why where it does not work."""
+class UringIO(AsyncIO):
+    """`AsyncIO` by io_uring, `queue_depth` blocks in flight. Raises OSError with the reason where it does
+    not work.
+    """
 
     def __init__(self, queue_depth: int = 32, block_bytes: int = 1 << 20):
         try:
             extension = importlib.import_module("megatron_ds._async_io")
         except ImportError as reason:
-            raise OSError(errno.ENOSYS, f"io_uring is not compiled ({reason}); on Linux, reinstall megatron_ds with a C++17 "
-                                        "compiler to have it") from reason
+            raise OSError(errno.ENOSYS, f"io_uring is not compiled ({reason}); on Linux, reinstall "
+                                        "megatron_ds with a C++17 compiler to have it") from reason
         self._ring = extension.Ring(_checked_depth(queue_depth), _checked_block(block_bytes))
         self._try()
 
@@ -173,10 +173,10 @@ class UringIO:
     def _start(self, write: bool, doing: str, fd: int, tensor: torch.Tensor, offset: int) -> "_UringWork":
         view = bytes_of(tensor)
         ticket = self._ring.submit(write, fd, view.data_ptr(), len(view), offset)
-        return _UringWork(self._ring, ticket, view, _Asked(doing, len(view), offset))
+        return _UringWork(self._ring, ticket, view, _Request(doing, len(view), offset))
 
     def _try(self) -> None:
-        """A ring can be had where its operations are forbidden: move a page there and back."""
+        """Write a page and read it back: a system may allow a ring and forbid its operations."""
         there, back = torch.arange(ALIGNMENT, dtype=torch.int16), torch.zeros(ALIGNMENT, dtype=torch.int16)
         fd = os.memfd_create("io_uring")
         try:
@@ -189,37 +189,36 @@ class UringIO:
 
 
 class _UringWork:
-    """Keeps the tensor, which the kernel writes to, and is waited for at the latest when it is dropped."""
+    """Keeps the tensor, which the kernel accesses, until the transfer is complete; dropping it waits."""
 
-    def __init__(self, ring, ticket: int, view: torch.Tensor, asked: "_Asked"):
-        self._ring, self._ticket, self._view, self._asked = ring, ticket, view, asked
+    def __init__(self, ring, ticket: int, view: torch.Tensor, request: "_Request"):
+        self._ring, self._ticket, self._view, self._request = ring, ticket, view, request
         self._result: tuple[int, int] | None = None
-        self._one_waits = threading.Lock()
+        self._lock = threading.Lock()
 
     def wait(self) -> None:
-        self._asked.check(*self._ended())
+        self._request.check(*self._ended())
 
     def _ended(self) -> tuple[int, int]:
-        with self._one_waits:
+        with self._lock:
             if self._result is None:
                 self._result = self._ring.wait(self._ticket)
                 self._view = None
             return self._result
 
     def __del__(self):
-        with contextlib.suppress(ValueError):       # in a forked child, which has no part in it
+        with contextlib.suppress(ValueError):       # in a forked child, which has no ring
             self._ended()
 
 
 @functools.cache
-def _say_threads(reason: str) -> None:
+def _log_threads(reason: str) -> None:
     logger.warning("Disk access runs on threads, which costs more CPU time than io_uring would: %s.", reason)
 
 
-# -------------------------------------------------------------------------------------------------------------- shared
 @dataclass(frozen=True)
-class _Asked:
-    """What a transfer was to do, for its errors."""
+class _Request:
+    """What a transfer should do, for its errors."""
 
     doing: str
     nbytes: int
@@ -234,23 +233,24 @@ class _Asked:
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as uint8. Raises ValueError for a tensor that is no stretch of memory."""
+    """The same memory as uint8. Raises ValueError for a tensor on a GPU or not contiguous."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         how = "" if tensor.is_contiguous() else "not "
-        raise ValueError(f"Disk access got a tensor on {tensor.device}, {how}contiguous: it must be both on the CPU and "
-                         "contiguous. Copy it to one from aligned_empty.")
+        raise ValueError(f"Disk access got a tensor on {tensor.device}, {how}contiguous: it must be on the "
+                         "CPU and contiguous. Copy it into one from aligned_empty.")
     return tensor.detach().view(-1).view(torch.uint8)
 
 
 def _checked_block(block_bytes: int) -> int:
     if block_bytes < ALIGNMENT or block_bytes % ALIGNMENT or block_bytes > 1 << 30:
-        raise ConfigError(f"Disk access by blocks of {block_bytes} bytes is impossible: direct access transfers whole pages. "
-                          f"Use a multiple of {ALIGNMENT}, at most {1 << 30}; a mebibyte or more is fast.")
+        raise ConfigError(f"Disk access by blocks of {block_bytes} bytes is impossible: direct access "
+                          f"transfers whole pages. Use a multiple of {ALIGNMENT}, at most {1 << 30}; a "
+                          "mebibyte or more is fast.")
     return block_bytes
 
 
 def _checked_depth(blocks: int) -> int:
     if not 1 <= blocks <= MOST_IN_FLIGHT:
-        raise ConfigError(f"{blocks} blocks in flight are not possible: use 1 to {MOST_IN_FLIGHT}; 32 are enough to "
-                          "keep a disk busy.")
+        raise ConfigError(f"{blocks} blocks in flight are not possible: use 1 to {MOST_IN_FLIGHT}; 32 are "
+                          "enough to keep a disk busy.")
     return blocks

@@ -1,17 +1,19 @@
-"""Disk space for what does not fit in memory, reserved, fast to reach, and gone with the process that made it.
+"""Scratch files: reserved disk space for state that does not fit in memory, freed when the process ends.
 
-A `ScratchFile` has no name: a crash leaves nothing behind that somebody could take for saved state. It has two descriptors:
+A `ScratchFile` has no name, so a crash leaves nothing that could be mistaken for saved state. It has two
+descriptors:
 
-    direct     O_DIRECT, between the disk and the tensor without a copy, no memory spent on a cache: whole pages only
-    buffered   through the page cache: any address and length, memory maps; and everything, where there is no O_DIRECT
+    direct     O_DIRECT, between the disk and the tensor without a copy or page cache: whole pages only
+    buffered   through the page cache: any address and length, memory maps; everything, if O_DIRECT fails
 
-Note: two ways to one byte. The kernel keeps both ways coherent where one has ended before the other begins: direct reads
-see what was written through the cache or a map, direct writes take cached pages away. It does so by units of the page cache,
-*folios* of up to 2048 pages, and promises nothing for one that is touched through a map while part of it is written directly:
-old bytes may come back with it, and be written out later over the new ones. So regions begin at multiples of that size, and no
-folio spans two of them; the gaps are holes, which take no disk space. For one region the rule is the caller's: wait for a
-transfer before the next one, and before touching the map. `Region` also moves its cached pages out of the way by itself, for
-file systems that promise less.
+Note: two ways to one byte. The kernel keeps both ways coherent if one access ends before the other begins:
+direct reads see what was written through the cache or a map, and direct writes drop cached pages. It does so
+by units of the page cache, *folios* of up to 2048 pages, and guarantees nothing for a folio that is accessed
+through a map while part of it is written directly: old bytes may be read with it and be written later over
+the new ones. So regions begin at multiples of that size, and no folio spans two of them; the gaps are holes,
+which use no disk space. Within one region the caller must wait for a transfer before starting the next one
+and before touching the map. `Region` also drops its cached pages itself, for file systems that guarantee
+less.
 
     region 0            region 1       region 2            begin at multiples of STRIDE
     |=======|...........|===|..........|=============|     === reserved, whole pages    ... hole
@@ -30,7 +32,7 @@ import torch
 
 from ..errors import ConfigError, StorageError
 from .async_io import ALIGNMENT, AsyncIO, Work, aligned_empty, bytes_of
-from .file_map import FileMap
+from .memory_maps import FileMap
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +42,9 @@ STRIDE = 2048 * mmap.PAGESIZE       # the largest folio: see "two ways to one by
 class ScratchFile:
     """A file without a name in `directory`, whose regions are reached through the engine `io`.
 
-    direct: use O_DIRECT where the file system allows it; where not, that is said once in the log.
-    Raises ConfigError for a directory that is missing or cannot be written to. `io` stays the caller's, to close afterwards.
+    direct: use O_DIRECT where the file system allows it; where it does not, one line in the log gives the
+    reason. The caller closes `io`, after this file. Raises ConfigError for a directory that is missing or
+    cannot be written to.
     """
 
     def __init__(self, directory: str | os.PathLike, io: AsyncIO, *, direct: bool = True):
@@ -53,10 +56,10 @@ class ScratchFile:
         self._close = weakref.finalize(self, lambda: [os.close(fd) for fd in fds])
 
     def allocate(self, nbytes: int) -> "Region":
-        """Reserve that much of the disk, so that later writes cannot find it full. (Copy-on-write file systems, as btrfs and
-        ZFS, promise less.)
+        """Reserve disk space, so that later writes cannot find the disk full.
 
-        Raises ConfigError with the free space when there is not enough.
+        Copy-on-write file systems, such as btrfs and ZFS, do not guarantee this. Raises ConfigError with the
+        free space when there is not enough.
         """
         offset, length = _up(self._end, STRIDE), _up(nbytes, ALIGNMENT)
         if length:
@@ -65,7 +68,8 @@ class ScratchFile:
         return Region(self, offset, nbytes)
 
     def close(self) -> None:
-        """Give the disk space back; wait for all transfers before. Maps stay valid, and keep it, while their tensors live."""
+        """Free the disk space, after all transfers. Maps stay valid, and keep it, while their tensors live.
+        """
         self._close()
 
     def _reserve(self, offset: int, length: int) -> None:
@@ -75,13 +79,16 @@ class ScratchFile:
             os.ftruncate(self.buffered_fd, self._end)       # of what was asked, some may have been granted
             status = os.statvfs(self.buffered_fd)
             raise ConfigError(
-                f"{self.directory} has not enough space for {_size(length)} of offloaded state ({error.strerror}): "
-                f"{_size(status.f_bavail * status.f_frsize)} are free, {_size(self._end)} were reserved before. "
-                "Free disk space, give a directory on a larger disk, or offload less.") from error
+                f"{self.directory} has not enough space for {_size(length)} of offloaded state "
+                f"({error.strerror}): {_size(status.f_bavail * status.f_frsize)} are free, "
+                f"{_size(self._end)} were reserved before. Free disk space, give a directory on a larger "
+                "disk, or offload less.") from error
 
 
 class Region:
-    """`nbytes` of a scratch file. One transfer at a time on the same bytes; `file.io` runs those of many regions together."""
+    """`nbytes` of a scratch file. One transfer at a time on the same bytes; those of different regions
+    overlap.
+    """
 
     def __init__(self, file: ScratchFile, offset: int, nbytes: int):
         self.file, self.offset, self.nbytes = file, offset, nbytes
@@ -91,8 +98,8 @@ class Region:
     def read_into(self, tensor: torch.Tensor) -> Work:
         """Fill a contiguous CPU tensor of at most `nbytes` from the region's start.
 
-        Straight from the disk when the tensor begins at a multiple of 4096 (`aligned_empty`). `wait` of a region's Work raises
-        StorageError. Raises ValueError for a tensor that does not fit.
+        Direct when the tensor begins at a multiple of 4096 (`aligned_empty`). `wait` of a region's Work
+        raises StorageError. Raises ValueError for a tensor that does not fit.
         """
         view = self._checked(tensor)
         if not self._goes_direct(view):
@@ -109,9 +116,9 @@ class Region:
         return work
 
     def write_from(self, tensor: torch.Tensor) -> Work:
-        """The other way: bytes of the region behind the tensor's stay as they were.
+        """Write a contiguous CPU tensor to the region's start; later bytes of the region stay as they are.
 
-        Straight to the disk when the tensor begins at a multiple of 4096 and ends at one or with the region.
+        Direct when the tensor begins at a multiple of 4096 and ends at one or with the region.
         """
         view = self._checked(tensor)
         if not self._goes_direct(view) or len(view) % ALIGNMENT and len(view) != self.nbytes:
@@ -123,7 +130,7 @@ class Region:
         body, tail = _cut(view)
         work = _RegionWork(self, [self.file.io.write(self.file.direct_fd, body, self.offset)])
         if len(tail):
-            page = aligned_empty(ALIGNMENT, torch.uint8)        # its rest is padding between nbytes and the next page
+            page = aligned_empty(ALIGNMENT, torch.uint8)        # beyond the tail: padding up to the next page
             page[:len(tail)] = tail
             work.parts.append(self.file.io.write(self.file.direct_fd, page, self.offset + len(body)))
         if self._map is not None:
@@ -131,10 +138,10 @@ class Region:
         return work
 
     def map(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        """[numel], the region itself as memory: read on touch, written when the system likes, or by `settle`.
+        """[numel], the region as memory: read on access, written by the system at any time or by `settle`.
 
-        Valid while the tensor lives, even when file and region are gone. Further maps show the same bytes. Raises
-        StorageError where the system has no more maps to give.
+        Valid while the tensor lives, even when file and region are gone. Further maps show the same bytes.
+        Raises StorageError where the system allows no more maps.
         """
         if numel * dtype.itemsize > self.nbytes:
             raise ValueError(f"{numel} elements of {dtype} do not fit in a region of {self.nbytes} bytes.")
@@ -148,7 +155,7 @@ class Region:
         return self._map.tensor(dtype, numel)
 
     def settle(self) -> None:
-        """Write what was put into the map to the disk, and give back the memory its pages take; it stays usable.
+        """Write changes of the map to the disk and free the memory of its pages; the map stays usable.
 
         Raises StorageError. Nothing to do without a map.
         """
@@ -170,23 +177,24 @@ class Region:
         return self.file.direct_fd is not None and view.data_ptr() % ALIGNMENT == 0
 
     def _write_cached(self) -> None:
-        """After a write through the page cache: to the disk, as all others go."""
+        """After a write through the page cache: write it to the disk, as a direct write is."""
         os.fdatasync(self.file.buffered_fd)
         self._drop_cached()
 
     def _drop_cached(self) -> None:
-        """Forget pages in memory that are the same on the disk: first out of the map, then out of the page cache."""
+        """Drop pages from memory that are on the disk: first from the map, then from the page cache."""
         if self._map is not None:
             self._map.drop()
         os.posix_fadvise(self.file.buffered_fd, self.offset, self._length, os.POSIX_FADV_DONTNEED)
 
     def _failure(self, what: str) -> StorageError:
-        return StorageError(f"Offloaded state in {self.file.directory}, {self.nbytes} bytes from offset {self.offset} of its "
-                            f"scratch file: {what}. It cannot go on; check the disk, and resume from a checkpoint.")
+        return StorageError(f"Offloaded state in {self.file.directory}, {self.nbytes} bytes from offset "
+                            f"{self.offset} of its scratch file: {what}. It cannot go on; check the disk, "
+                            "and resume from a checkpoint.")
 
 
 class _RegionWork:
-    """Transfers of one region, and what follows them."""
+    """Transfers of one region, and an action after them."""
 
     def __init__(self, region: Region, parts: list[Work]):
         self.region, self.parts = region, parts
@@ -210,22 +218,25 @@ class _RegionWork:
 
 def _open_nameless(directory: Path) -> int:
     if not hasattr(os, "posix_fallocate"):
-        raise ConfigError("State can be offloaded to a disk on Linux only: this system cannot reserve disk space.")
+        raise ConfigError("State can be offloaded to a disk on Linux only: this system cannot reserve disk "
+                          "space.")
     try:
-        return os.open(directory, os.O_RDWR | os.O_TMPFILE | os.O_EXCL, 0o600)      # O_EXCL: it cannot be given a name
+        return os.open(directory, os.O_RDWR | os.O_TMPFILE | os.O_EXCL, 0o600)    # O_EXCL: never a name
     except OSError:
-        pass        # not every file system can; if nothing can be created at all, the next lines say why
+        pass        # not all file systems support it; if no file can be created, the next lines raise
     try:
         fd, name = tempfile.mkstemp(prefix=".megatron_ds-scratch-", dir=directory)
         os.unlink(name)
         return fd
     except OSError as error:
-        raise ConfigError(f"{directory} cannot hold offloaded state: {error.strerror}. Give an existing directory that "
-                          "this process may write to, preferably on a local NVMe disk.") from error
+        raise ConfigError(f"{directory} cannot hold offloaded state: {error.strerror}. Give an existing "
+                          "directory that this process may write to, preferably on a local NVMe "
+                          "disk.") from error
 
 
 def _reopen_direct(fd: int, directory: Path) -> int | None:
-    """A second, direct descriptor of the file, which is empty; None, said once, where that does not work."""
+    """A second, direct descriptor of the file, which is empty; None, with one line in the log, if it fails.
+    """
     direct = None
     try:
         direct = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_DIRECT)
@@ -236,16 +247,16 @@ def _reopen_direct(fd: int, directory: Path) -> int | None:
     except OSError as error:        # some file systems accept the flag, and fail when it is used
         if direct is not None:
             os.close(direct)
-        _say_buffered(directory, error.strerror)
+        _log_buffered(directory, error.strerror)
         return None
     finally:
         os.ftruncate(fd, 0)
 
 
 @functools.cache
-def _say_buffered(directory: Path, reason: str) -> None:
-    logger.warning("Offloaded state in %s goes through the page cache, which costs memory and time: its file system has no "
-                   "direct access (%s).", directory, reason)
+def _log_buffered(directory: Path, reason: str) -> None:
+    logger.warning("Offloaded state in %s goes through the page cache, which costs memory and time: its file "
+                   "system has no direct access (%s).", directory, reason)
 
 
 def _cut(view: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

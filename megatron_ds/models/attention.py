@@ -20,7 +20,7 @@ from torch import nn
 from ..config.model_options import ModelConfig
 from ..data.batch import Batch
 from ..mpu.context import ParallelContext
-from ..ops.attention import attention
+from ..ops.core_attention import attention
 from ..ops.dropout import attention_keep_mask
 from ..ops.rotary import apply_rotary, rotary_channels, rotary_tables
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear

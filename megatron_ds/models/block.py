@@ -14,7 +14,7 @@ from ..config.model_options import ModelConfig
 from ..data.batch import Batch
 from ..mpu.context import ParallelContext, Recompute
 from ..ops.activation import ACTIVATIONS
-from ..ops.norm import NORMS
+from ..ops.norms import NORMS
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from .attention import CoreAttention, Rotary, SelfAttention
 from .kv_cache import KVCache

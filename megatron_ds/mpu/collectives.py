@@ -1,15 +1,18 @@
-"""Every collective of the project, in one place, counted in `group.traffic`.
+"""All collectives of the package, counted in `group.traffic`.
 
-Names ending in `_` write in place. `n` is the group size. A group of one is no special case for callers: in-place
-operations leave the tensor as it is, the others return their input. Raises LayoutError where a size does not divide.
+Names ending in `_` write in place. `n` is the group size. A group of one is no special case for callers:
+in-place operations leave the tensor as it is, the others return their input. With `async_op` a collective
+returns a `Work` to wait for. Raises LayoutError where a size is not divisible.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from ..errors import LayoutError
-from .group import DONE, Group, Work
+from .group import DONE, Group, Messages, Transport, Work
 
 
 def all_reduce_(tensor: torch.Tensor, group: Group, op: str = "sum", async_op: bool = False) -> Work:
@@ -18,7 +21,9 @@ def all_reduce_(tensor: torch.Tensor, group: Group, op: str = "sum", async_op: b
 
 
 def all_gather_into_(out: torch.Tensor, tensor: torch.Tensor, group: Group, async_op: bool = False) -> Work:
-    """Lay the ranks' flat `tensor`s one after the other in `out` [n * numel]; `tensor` may be a slice of `out`."""
+    """Concatenate the ranks' flat `tensor`s in `out` [n * numel]; `tensor` may be this rank's slice of
+    `out`.
+    """
     if group.size == 1:
         if out.data_ptr() != tensor.data_ptr():
             out.copy_(tensor)
@@ -28,7 +33,7 @@ def all_gather_into_(out: torch.Tensor, tensor: torch.Tensor, group: Group, asyn
 
 def reduce_scatter_into_(out: torch.Tensor, tensor: torch.Tensor, group: Group, op: str = "sum",
                          async_op: bool = False) -> Work:
-    """Sum the flat `tensor` [n * numel] over the group; piece `group.rank` of it lands in `out` [numel]."""
+    """Sum the flat `tensor` [n * numel] over the group; `out` [numel] receives piece `group.rank`."""
     if group.size == 1:
         if out.data_ptr() != tensor.data_ptr():
             out.copy_(tensor)
@@ -67,45 +72,86 @@ def shard(tensor: torch.Tensor, group: Group, dim: int = 0) -> torch.Tensor:
     return tensor.chunk(group.size, dim)[group.rank].contiguous()
 
 
-def all_to_all_(out: torch.Tensor, tensor: torch.Tensor, group: Group, async_op: bool = False) -> Work:
-    """Piece i of the flat `tensor` goes to rank i; piece j of `out` comes from rank j. Pieces are equal."""
+def all_to_all_(out: torch.Tensor, tensor: torch.Tensor, group: Group,
+                splits: tuple[Sequence[int], Sequence[int]] | None = None, async_op: bool = False) -> Work:
+    """Send piece i of `tensor` to rank i; piece j of `out` is received from rank j.
+
+    splits: (rows sent to each rank, rows received from each rank), rows of dimension 0, in rank order; a
+    number may be 0. Without them the pieces of flat tensors are equal. What one rank sends another must be
+    what that one receives from it. Raises LayoutError when the numbers do not add up to the rows of the
+    tensors.
+    """
+    if splits is None:
+        if group.size == 1:
+            out.copy_(tensor)
+            return DONE
+        return _run("all_to_all", group, tensor, async_op, lambda t: t.all_to_all(out, tensor))
+    sent, received = splits
+    _check_splits("sent", sent, tensor, group)
+    _check_splits("received", received, out, group)
     if group.size == 1:
         out.copy_(tensor)
         return DONE
-    return _run("all_to_all", group, tensor, async_op, lambda t: t.all_to_all(out, tensor))
+    first = sum(sent[:group.rank])
+    elsewhere = tensor.nbytes - tensor[first:first + sent[group.rank]].nbytes
+    group.traffic.add("all_to_all_v", group.axes, group.size, elsewhere)
+    return _finish(group.transport.all_to_all(out, tensor, sent, received), async_op)
+
+
+def exchange(sends: Messages, receives: Messages, group: Group, async_op: bool = False) -> Work:
+    """Send each (tensor, position in the group) and receive into each (tensor, position), all at once.
+
+    For rings: `exchange([(x, next)], [(y, previous)], group)`. Each send meets one receive of equal shape
+    and dtype in an `exchange` of its destination; those between two ranks are matched in order. All ranks
+    take part in their exchanges of one group in the same order. A group of one copies its sends to its
+    receives.
+    """
+    if group.size == 1:
+        for (source, _), (destination, _) in zip(sends, receives, strict=True):
+            destination.copy_(source)
+        return DONE
+    if any(peer == group.rank for _, peer in (*sends, *receives)):
+        raise LayoutError(f"rank {group.rank} of the {group.axes} group exchanges a tensor with itself: a "
+                          "copy does this without a message.")
+    if sends:
+        num_bytes = sum(tensor.nbytes for tensor, _ in sends)
+        group.traffic.add("send", group.axes, group.size, num_bytes, len(sends))
+    sends = [(tensor.contiguous(), peer) for tensor, peer in sends]
+    return _finish(group.transport.exchange(sends, receives), async_op)
 
 
 def broadcast_(tensor: torch.Tensor, group: Group, source: int = 0, async_op: bool = False) -> Work:
-    """Copy the tensor of group position `source` into everybody's."""
+    """Copy the tensor of group position `source` to all ranks."""
     return _run("broadcast", group, tensor, async_op, lambda t: t.broadcast(tensor, source))
 
 
-def all_gather_object(obj, group: Group) -> list:
+def all_gather_object(obj: Any, group: Group) -> list:
     """The ranks' picklable objects, in group order. For small control data among trusted peers only."""
     return [obj] if group.size == 1 else group.transport.all_gather_object(obj)
 
 
-def broadcast_object(obj, group: Group, source: int = 0):
-    """The object of group position `source`, on every rank."""
-    return all_gather_object(obj if group.rank == source else None, group)[source]
-
-
 def barrier(group: Group) -> None:
-    """Return once every rank of the group has come here."""
+    """Return when every rank of the group has called it."""
     if group.size > 1:
         group.transport.barrier()
 
 
 def share_memory(group: Group) -> Group:
-    """The group with memory that its ranks see of each other, where they are processes of one host. Collective."""
+    """The group with memory that its ranks share if they are processes of one host (`Group.memory`).
+    Collective.
+    """
     return group if group.transport is None else replace(group, memory=group.transport.share_memory())
 
 
-def _run(operation: str, group: Group, counted: torch.Tensor, async_op: bool, call) -> Work:
+def _run(operation: str, group: Group, counted: torch.Tensor, async_op: bool,
+         call: Callable[[Transport], Work]) -> Work:
     if group.size == 1:
         return DONE
     group.traffic.add(operation, group.axes, group.size, counted.numel() * counted.element_size())
-    work = call(group.transport)
+    return _finish(call(group.transport), async_op)
+
+
+def _finish(work: Work, async_op: bool) -> Work:
     if async_op:
         return work
     work.wait()
@@ -114,5 +160,12 @@ def _run(operation: str, group: Group, counted: torch.Tensor, async_op: bool, ca
 
 def _check_divides(tensor: torch.Tensor, group: Group, dim: int) -> None:
     if tensor.shape[dim] % group.size:
-        raise LayoutError(f"dimension {dim} of a tensor of shape {list(tensor.shape)} is not a multiple of the "
-                          f"{group.axes} group's size {group.size}: each rank keeps an equal piece.")
+        raise LayoutError(f"dimension {dim} of a tensor of shape {list(tensor.shape)} is not a multiple of "
+                          f"the {group.axes} group's size {group.size}: each rank keeps an equal piece.")
+
+
+def _check_splits(what: str, rows: Sequence[int], tensor: torch.Tensor, group: Group) -> None:
+    if len(rows) != group.size or sum(rows) != tensor.shape[0] or min(rows) < 0:
+        raise LayoutError(f"splits {list(rows)} of the {tensor.shape[0]} rows to be {what} over the "
+                          f"{group.axes} group of size {group.size}: one number a rank is needed, and they "
+                          "must add up to the rows.")

@@ -6,14 +6,17 @@ Asking for a group of several ranks for the first time connects it, which is col
 (`mesh.py`).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
 import torch
+from torch import nn
 
 from ..errors import ConfigError
 from .group import Group, solo
+from .param_spec import ParamSpec
 from .sequence_slice import SequenceSlice
 
 GRANULARITIES = (None, "selective", "full")
@@ -98,3 +101,14 @@ class ParallelContext:
     def dtype(self) -> torch.dtype:
         """Of parameters and activations."""
         return self.precision.parameters
+
+
+def new_parameter(spec: ParamSpec, *, sizes: Mapping[str, int] | None = None,
+                  dtype: torch.dtype = torch.float32, device: torch.device | str | None = None) -> nn.Parameter:
+    """This rank's shard of `spec`, uninitialised, with `.spec` set; `tensor_parallel.init` writes its values.
+
+    sizes: ranks of mesh axes, 1 where absent.
+    """
+    parameter = nn.Parameter(torch.empty(spec.local_shape(sizes or {}), dtype=dtype, device=device))
+    parameter.spec = spec
+    return parameter

@@ -1,13 +1,13 @@
-"""`DataParallelWorld`: the groups of a customer's program, for an engine that trains a module as a whole.
+"""`DataParallelWorld`: the groups of a user's program, for an engine that trains a module as a whole.
 
-Three ways to say who the ranks are:
+The argument `mpu` of `megatron_ds.initialize` is one of:
 
-    nothing    torch.distributed as it was started, else the launcher's environment; all ranks are data-parallel
+    None       torch.distributed as started, else the launcher's environment; all ranks are data-parallel
     a Mesh     or `megatron_ds.mpu` itself after `initialize_model_parallel`
-    an `mpu`   any object with the six functions that DeepSpeed asks of one; its process groups are used as they are
+    an `mpu`   any object with the six functions that DeepSpeed calls; its process groups are used unchanged
 
-Expert parallelism: a Mesh with `ep`, or a seventh function of the `mpu`, Megatron-core's `get_expert_data_parallel_group`:
-the data-parallel ranks that hold the same experts as this one.
+Expert parallelism: a Mesh with `ep`, or a seventh function of the `mpu`, Megatron-core's
+`get_expert_data_parallel_group`: the data-parallel ranks that hold the same experts as this one.
 """
 
 import atexit
@@ -23,19 +23,22 @@ from .grid import cut_groups
 from .group import Group, solo
 from .mesh import Mesh
 from .param_spec import DATA_AXES, EXPERT_DATA_AXES
-from .state import get_mesh, initialize_model_parallel, model_parallel_is_initialized
+from .state import default_device, get_mesh, initialize_model_parallel, model_parallel_is_initialized
 
-SIX = tuple(f"get_{kind}_parallel_{what}" for kind in ("model", "data") for what in ("rank", "group", "world_size"))
+FUNCTIONS = tuple(f"get_{kind}_parallel_{what}" for kind in ("model", "data")
+                  for what in ("rank", "group", "world_size"))
 SEVENTH = "get_expert_data_parallel_group"
 
 
 @dataclass(frozen=True)
 class DataParallelWorld:
-    """data: ranks that see different samples of one model part. model: those that hold one copy of the model together.
+    """The groups of this rank.
 
-    mesh         whose groups these are, None where they were borrowed
-    expert       of the data ranks, those that hold the same experts as this one; None where no expert parallelism was given
-    expert_part  which part of the experts these hold, of data.size / expert.size: parts are numbered by their first data rank
+    data         ranks that hold the same part of the model and train on different samples
+    model        ranks that hold one copy of the model together
+    mesh         the Mesh of these groups, None if they are a user's process groups
+    expert       the ranks of `data` that hold the same experts as this one; None without expert parallelism
+    expert_part  the part of the experts they hold, of data.size / expert.size, numbered by first data rank
     """
 
     data: Group
@@ -61,7 +64,7 @@ class DataParallelWorld:
 
     @property
     def expert_parts(self) -> int:
-        """Ranks of an expert-parallel group: into how many parts the experts are divided."""
+        """The size of expert parallelism: the number of parts into which the experts are divided."""
         return self.data.size // self.expert.size if self.expert else 1
 
     @property
@@ -71,19 +74,19 @@ class DataParallelWorld:
 
     @property
     def by_axes(self) -> dict[tuple[str, ...], Group]:
-        """`ParamSpec.reduced_over` → the group that sums such gradients. Without expert parallelism it is one group."""
+        """`ParamSpec.reduced_over` → the group that sums such gradients."""
         return {DATA_AXES: self.data, EXPERT_DATA_AXES: self.expert or self.data}
 
     @property
     def rank(self) -> int:
-        """Of this process among all ranks."""
+        """Global rank of this process."""
         return self.world.ranks[self.world.rank]
 
 
 def join_world(mpu: Any = None) -> DataParallelWorld:
-    """The groups that `mpu` means; see above. Collective over all ranks where groups are yet to be made.
+    """The groups of `mpu`; see above. Collective over all ranks where groups must be made.
 
-    Raises ConfigError when `mpu` lacks one of the functions, or cuts the model into pipeline stages.
+    Raises ConfigError when `mpu` lacks one of the functions or has pipeline stages.
     """
     if mpu is None:
         return _of_mesh(_mesh_of_all_ranks())
@@ -91,11 +94,11 @@ def join_world(mpu: Any = None) -> DataParallelWorld:
         return _of_mesh(mpu)
     if getattr(mpu, "__name__", None) == __package__:
         return _of_mesh(get_mesh())
-    return _of_six(mpu)
+    return _of_functions(mpu)
 
 
 def has_process_group() -> bool:
-    """Whether this rank has joined the others, or is the only one."""
+    """Whether torch.distributed was started or is not needed: there is one rank."""
     import torch.distributed as dist
 
     return model_parallel_is_initialized() or dist.is_initialized() or launching.read_launch().world_size == 1
@@ -107,54 +110,58 @@ def _mesh_of_all_ranks() -> Mesh:
     if model_parallel_is_initialized():
         mesh = get_mesh()
         if mesh.size("dp") != mesh.world_size:
-            raise ConfigError(f"the ranks are cut into {mesh.grid}, but no mpu was given, which means that all of them are "
-                              "data-parallel. Give mpu=megatron_ds.mpu.")
+            raise ConfigError(f"The mesh is {mesh.grid}, but no mpu was given, which makes all ranks "
+                              "data-parallel. Pass mpu=megatron_ds.mpu.")
         return mesh
     if not dist.is_initialized():
         launching.start(launching.read_launch())
-        atexit.register(launching.stop)         # a process group that outlives the interpreter's threads aborts it
+        atexit.register(launching.stop)         # `TorchTransport.close` has the reason
     return initialize_model_parallel()
 
 
 def _of_mesh(mesh: Mesh) -> DataParallelWorld:
     _check_stages(mesh.size("pp"))
     expert = mesh.group("edp") if mesh.size("ep") > 1 else None
-    return DataParallelWorld(mesh.group("dp", "cp"), mesh.group("tp"), mesh.group("world"), mesh.device, mesh, expert,
+    return DataParallelWorld(mesh.reduction, mesh.group("tp"), mesh.group("world"), mesh.device, mesh, expert,
                              mesh.coordinate("ep"))
 
 
-def _of_six(mpu: Any) -> DataParallelWorld:
-    missing = [name for name in SIX if not callable(getattr(mpu, name, None))]
+def _of_functions(mpu: Any) -> DataParallelWorld:
+    missing = [name for name in FUNCTIONS if not callable(getattr(mpu, name, None))]
     if missing:
-        raise ConfigError(f"mpu lacks {', '.join(missing)}: an mpu is an object with the functions {', '.join(SIX)}, or a "
-                          "megatron_ds Mesh. Leave it out where all ranks are data-parallel.")
+        raise ConfigError(f"mpu lacks {', '.join(missing)}: an mpu is an object with the functions "
+                          f"{', '.join(FUNCTIONS)}, or a megatron_ds Mesh. Leave it out where all ranks are "
+                          "data-parallel.")
     _check_stages(getattr(mpu, "get_pipeline_model_parallel_world_size", lambda: 1)())
-    data = _borrow("dp-cp", mpu.get_data_parallel_group(), mpu.get_data_parallel_world_size())
-    model = _borrow("tp", mpu.get_model_parallel_group(), mpu.get_model_parallel_world_size())
+    data = _adopt("dp-cp", mpu.get_data_parallel_group(), mpu.get_data_parallel_world_size())
+    model = _adopt("tp", mpu.get_model_parallel_group(), mpu.get_model_parallel_world_size())
     size = data.size * model.size
-    world = _borrow("tp-cp-dp-pp", None, size)
-    return DataParallelWorld(data, model, world, _device(), None, *_experts_of(mpu, data, world))
+    world = _adopt("tp-cp-dp-pp", None, size)
+    return DataParallelWorld(data, model, world, default_device(), None, *_experts_of(mpu, data, world))
 
 
 def _experts_of(mpu: Any, data: Group, world: Group) -> tuple[Group | None, int]:
-    """(expert, expert_part) of a `DataParallelWorld`. Collective over the world where the mpu has the function.
+    """(expert, expert_part) of a `DataParallelWorld`. Collective over the world where the mpu has the
+    function.
 
-    Raises ConfigError, on all ranks, unless the groups are parts of the data group, of equal size and without overlap.
+    Raises ConfigError, on all ranks, unless the groups are parts of the data group, of equal size and
+    without overlap.
     """
     if not callable(getattr(mpu, SEVENTH, None)):
         return None, 0
     import torch.distributed as dist
 
     process_group = getattr(mpu, SEVENTH)()
-    expert = _borrow("edp", process_group, dist.get_world_size(process_group) if dist.is_initialized() else 1)
+    expert = _adopt("edp", process_group, dist.get_world_size(process_group) if dist.is_initialized() else 1)
     given = all_gather_object((data.ranks, expert.ranks), world)
     parts = {ranks: sorted({theirs for of, theirs in given if of == ranks}) for ranks, _ in given}
     for ranks, found in parts.items():
-        if sorted(rank for part in found for rank in part) != sorted(ranks) or len({len(part) for part in found}) > 1:
+        covered = sorted(rank for part in found for rank in part)
+        if covered != sorted(ranks) or len({len(part) for part in found}) > 1:
             shown = ", ".join(str(list(part)) for part in found)
-            raise ConfigError(f"{SEVENTH}() of the mpu gives the groups {shown} to the data-parallel ranks {list(ranks)}: "
-                              "each of these ranks must be in exactly one group, and all groups must have one size. Make the "
-                              "groups from the data-parallel group.")
+            raise ConfigError(f"{SEVENTH}() of the mpu gives the groups {shown} to the data-parallel ranks "
+                              f"{list(ranks)}: each of these ranks must be in exactly one group, and all "
+                              "groups must have one size. Make the groups from the data-parallel group.")
     return expert, parts[data.ranks].index(expert.ranks)
 
 
@@ -162,11 +169,11 @@ def group_of(process_group: Any) -> Group:
     """A data-parallel Group over torch's process group."""
     import torch.distributed as dist
 
-    return _borrow("dp-cp", process_group, dist.get_world_size(process_group))
+    return _adopt("dp-cp", process_group, dist.get_world_size(process_group))
 
 
-def _borrow(axes: str, process_group: Any, size: int) -> Group:
-    """A Group over a process group that is there already; None means the whole world, as in torch."""
+def _adopt(axes: str, process_group: Any, size: int) -> Group:
+    """A Group over an existing process group; None is the whole world, as in torch."""
     import torch.distributed as dist
 
     if size == 1:
@@ -175,16 +182,12 @@ def _borrow(axes: str, process_group: Any, size: int) -> Group:
 
     transport = TorchTransport(process_group or dist.group.WORLD, axes)
     if transport.size != size:
-        raise ConfigError(f"mpu says that its {axes} group has {size} ranks, but the process group has {transport.size}: "
-                          "data-parallel × model-parallel ranks must be all ranks.")
+        raise ConfigError(f"mpu gives {size} as the size of its {axes} group, but the process group has "
+                          f"{transport.size} ranks: data-parallel × model-parallel ranks must be all ranks.")
     return Group(axes, transport.ranks, transport.rank, transport)
 
 
 def _check_stages(stages: int) -> None:
     if stages > 1:
-        raise ConfigError(f"mpu cuts the model into {stages} pipeline stages, but an engine runs a module as a whole. Use "
+        raise ConfigError(f"mpu has {stages} pipeline stages, but an engine runs a module as a whole. Use "
                           "data and tensor parallelism, or pretrain_gpt.py for pipelines.")
-
-
-def _device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

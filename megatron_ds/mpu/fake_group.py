@@ -1,72 +1,91 @@
-"""A mesh of any size without other processes: the groups of one rank, whose peers are only imagined.
+"""A mesh of any size without other processes: the groups of one rank, over a transport without peers.
 
-Collectives come back at once and leave in their result whatever was in it: on the meta device, where tensors have shapes and
-no values, that is all there is. Sizes are checked as a real transport would, and calls are counted in `mesh.traffic` as ever,
-so that what a rank of a thousand sends can be counted on a laptop.
+Collectives return at once and leave their result as it was: on the meta device, where tensors have shapes
+and no values, nothing else is needed. Sizes are checked as by a real transport and calls are counted in
+`mesh.traffic`, so the bytes that one of a thousand ranks sends can be counted on a laptop.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from ..errors import LayoutError
 from .grid import Grid
-from .group import DONE, Group
+from .group import DONE, Group, Messages, Work
 from .mesh import Mesh
 from .traffic import Traffic
 
 
 class FakeTransport:
-    """`group.Transport` to nobody. size: of the group."""
+    """`group.Transport` without peers. size: of the group."""
 
     def __init__(self, axes: str, size: int):
         self.axes, self.size = axes, size
 
-    def all_reduce(self, tensor, op):
+    def all_reduce(self, tensor: Tensor, op: str) -> Work:
+        """As in `Transport`; leaves the tensor as it is."""
         return DONE
 
-    def all_gather(self, out, tensor):
+    def all_gather(self, out: Tensor, tensor: Tensor) -> Work:
+        """As in `Transport`. Raises LayoutError for wrong sizes."""
         self._check("all-gather", tensor.numel() * self.size, out.numel())
         return DONE
 
-    def reduce_scatter(self, out, tensor, op):
+    def reduce_scatter(self, out: Tensor, tensor: Tensor, op: str) -> Work:
+        """As in `Transport`. Raises LayoutError for wrong sizes."""
         self._check("reduce-scatter", out.numel() * self.size, tensor.numel())
         return DONE
 
-    def all_to_all(self, out, tensor):
-        self._check("all-to-all", tensor.numel(), out.numel())
+    def all_to_all(self, out: Tensor, tensor: Tensor, sent: Sequence[int] | None = None,
+                   received: Sequence[int] | None = None) -> Work:
+        """As in `Transport`. Raises LayoutError for wrong sizes."""
+        if sent is None:
+            self._check("all-to-all", tensor.numel(), out.numel())
         return DONE
 
-    def broadcast(self, tensor, source):
+    def broadcast(self, tensor: Tensor, source: int) -> Work:
+        """As in `Transport`; leaves the tensor as it is."""
         return DONE
 
-    def isend(self, tensor, destination, tag):
+    def isend(self, tensor: Tensor, destination: int, tag: int) -> Work:
+        """As in `Transport`."""
         return DONE
 
-    def irecv(self, tensor, source, tag):
+    def irecv(self, tensor: Tensor, source: int, tag: int) -> Work:
+        """As in `Transport`; leaves the tensor as it is."""
         return DONE
 
-    def all_gather_object(self, obj):
+    def exchange(self, sends: Messages, receives: Messages) -> Work:
+        """As in `Transport`; leaves the tensors as they are."""
+        return DONE
+
+    def all_gather_object(self, obj: Any) -> list:
+        """The object of this rank, for each rank."""
         return [obj] * self.size
 
-    def barrier(self):
-        pass
+    def barrier(self) -> None:
+        """Return at once."""
 
-    def share_memory(self):
-        return None
+    def share_memory(self) -> None:
+        """None: no rank shares memory."""
 
     def _check(self, what: str, parts: int, whole: int) -> None:
         if parts != whole:
-            raise LayoutError(f"{what} over the {self.axes} group of {self.size}: the parts of all ranks have {parts} "
-                              f"elements in total, but the whole has {whole}.")
+            raise LayoutError(f"{what} over the {self.axes} group of {self.size}: the parts of all ranks "
+                              f"have {parts} elements in total, but the whole has {whole}.")
 
 
 def fake_mesh(grid: Grid, rank: int, device: torch.device | str = "meta") -> Mesh:
-    """The mesh of `rank`, its peers imagined."""
+    """The mesh of `rank`, over fake transports."""
     return Mesh(grid, rank, _connect, device)
 
 
 def fake_group(axes: str, size: int, rank: int = 0, traffic: Traffic | None = None) -> Group:
     """A group of `size` ranks numbered from 0, seen from one of them."""
-    return Group(axes, tuple(range(size)), rank, FakeTransport(axes, size) if size > 1 else None, traffic or Traffic())
+    transport = FakeTransport(axes, size) if size > 1 else None
+    return Group(axes, tuple(range(size)), rank, transport, traffic or Traffic())
 
 
 def _connect(axes: str, groups: list[tuple[int, ...]], rank: int) -> FakeTransport | None:

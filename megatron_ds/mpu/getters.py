@@ -1,8 +1,10 @@
-"""The getters that users of Megatron-LM know, and the six functions that DeepSpeed asks of an `mpu`, answered from the mesh.
+"""The getters of Megatron-LM's parallel_state, and the six functions of an `mpu` for DeepSpeed, over
+the mesh.
 
-Groups come as torch ProcessGroups. A group of one rank is one too, made when asked for, since torch takes `group=None` for
-the whole world; only where torch.distributed was not started, in a world of one, is it None. Ranks called "first", "last",
-"next", "src" are global ranks; all others are positions in their group.
+Groups are returned as torch ProcessGroups. A group of one rank is a ProcessGroup too, made on first use,
+since torch takes `group=None` for the whole world; only where torch.distributed was not started, in a world
+of one, it is None. Ranks called "first", "last", "next", "prev" and "src" are global ranks; all others are
+positions in their group.
 
 Each raises NotInitializedError before `initialize_model_parallel`.
 """
@@ -16,49 +18,57 @@ from .state import get_mesh
 
 
 def get_tensor_model_parallel_group():
+    """The tensor-parallel group as a ProcessGroup."""
     return _process_group("tp")
 
 
 def get_tensor_model_parallel_world_size() -> int:
+    """Size of the tensor-parallel group."""
     return get_mesh().size("tp")
 
 
 def get_tensor_model_parallel_rank() -> int:
+    """Position of this rank in the tensor-parallel group."""
     return get_mesh().coordinate("tp")
 
 
 def get_tensor_model_parallel_src_rank() -> int:
+    """Global rank of the first rank of the tensor-parallel group."""
     return get_mesh().group("tp").ranks[0]
 
 
 def get_pipeline_model_parallel_group():
+    """The pipeline group as a ProcessGroup."""
     return _process_group("pp")
 
 
 def get_pipeline_model_parallel_world_size() -> int:
+    """Size of the pipeline group."""
     return get_mesh().size("pp")
 
 
 def get_pipeline_model_parallel_rank() -> int:
+    """Position of this rank in the pipeline group."""
     return get_mesh().coordinate("pp")
 
 
 def get_pipeline_model_parallel_first_rank() -> int:
-    """Who holds the model's first stage."""
+    """Global rank of the model's first stage."""
     return get_mesh().group("pp").ranks[get_mesh().placement[0]]
 
 
 def get_pipeline_model_parallel_last_rank() -> int:
-    """Who holds the model's last stage: where a schedule folds the pipeline (zb-v), the same rank as the first."""
+    """Global rank of the model's last stage; the first where a schedule folds the pipeline (zb-v)."""
     return get_mesh().group("pp").ranks[get_mesh().placement[-1]]
 
 
 def get_pipeline_model_parallel_next_rank() -> int:
-    """Global rank of the next place in the pipeline; the first comes after the last."""
+    """Global rank of the next position in the pipeline group; the first follows the last."""
     return _around(get_mesh().group("pp"), 1)
 
 
 def get_pipeline_model_parallel_prev_rank() -> int:
+    """Global rank of the previous position in the pipeline group; the last precedes the first."""
     return _around(get_mesh().group("pp"), -1)
 
 
@@ -70,105 +80,133 @@ def get_virtual_pipeline_model_parallel_world_size() -> int | None:
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Whether this rank holds the model's first stage; with ignore_virtual=False, whether its chunk `vp_stage` is that."""
+    """Whether this rank holds the model's first stage; with ignore_virtual=False, whether its chunk
+    `vp_stage` is that.
+    """
     mesh = get_mesh()
     return mesh.is_first_stage if ignore_virtual else _chunk(mesh, vp_stage) == 0
 
 
 def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Whether this rank holds the model's last stage, which has the loss; with ignore_virtual=False, as above."""
+    """Whether this rank holds the model's last stage, which has the loss; with ignore_virtual=False, as
+    above.
+    """
     mesh = get_mesh()
     return mesh.is_last_stage if ignore_virtual else _chunk(mesh, vp_stage) == len(mesh.placement) - 1
 
 
 def get_data_parallel_group(with_context_parallel: bool = False):
+    """The data-parallel group as a ProcessGroup; with_context_parallel: times context parallelism."""
     return _process_group(*_data(with_context_parallel))
 
 
 def get_data_parallel_world_size(with_context_parallel: bool = False) -> int:
+    """Size of the data-parallel group; with_context_parallel: times context parallelism."""
     return get_mesh().size(*_data(with_context_parallel))
 
 
 def get_data_parallel_rank(with_context_parallel: bool = False) -> int:
+    """Position of this rank in the data-parallel group; with_context_parallel: times context parallelism."""
     return get_mesh().group(*_data(with_context_parallel)).rank
 
 
 def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
+    """Global rank of the first rank of the data-parallel group; with_context_parallel: times context
+    parallelism.
+    """
     return get_mesh().group(*_data(with_context_parallel)).ranks[0]
 
 
 def get_context_parallel_group():
+    """The context-parallel group as a ProcessGroup."""
     return _process_group("cp")
 
 
 def get_context_parallel_world_size() -> int:
+    """Size of the context-parallel group."""
     return get_mesh().size("cp")
 
 
 def get_context_parallel_rank() -> int:
+    """Position of this rank in the context-parallel group."""
     return get_mesh().coordinate("cp")
 
 
 def get_context_parallel_global_ranks() -> list[int]:
+    """Global ranks of the context-parallel group."""
     return list(get_mesh().group("cp").ranks)
 
 
 def get_expert_model_parallel_group():
+    """The expert-parallel group as a ProcessGroup."""
     return _process_group("ep")
 
 
 def get_expert_model_parallel_world_size() -> int:
+    """Size of the expert-parallel group."""
     return get_mesh().size("ep")
 
 
 def get_expert_model_parallel_rank() -> int:
+    """Position of this rank in the expert-parallel group."""
     return get_mesh().coordinate("ep")
 
 
 def get_expert_data_parallel_group():
+    """The ranks with the same experts as a ProcessGroup."""
     return _process_group("edp")
 
 
 def get_expert_data_parallel_world_size() -> int:
+    """Number of ranks with the same experts."""
     return get_mesh().size("edp")
 
 
 def get_expert_data_parallel_rank() -> int:
+    """Position of this rank among those with the same experts."""
     return get_mesh().coordinate("edp")
 
 
 def get_embedding_group():
-    """The ranks of first and last stage, which both hold a tied embedding; any other is alone in its group, and so are all
-    where one rank has both stages."""
+    """The ranks of the first and the last stage, which both hold a tied embedding.
+
+    Every other rank is alone in its group, and so are all ranks where one rank holds both stages.
+    """
     placement = get_mesh().placement
     return _process_group("embd") if placement[0] != placement[-1] else _lone_group()
 
 
 def is_rank_in_embedding_group() -> bool:
+    """Whether this rank holds the first or the last stage."""
     return get_mesh().is_first_stage or get_mesh().is_last_stage
 
 
-# "Model parallel" is tensor and pipeline together for all three, so that model size x data size (with context) = world,
-# which DeepSpeed relies on. Megatron-DeepSpeed means both for the group but tensor alone for rank and size.
+# "Model parallel" means tensor times pipeline parallelism in the following functions, so that model size x
+# data size (with context) is the world size, as DeepSpeed expects. In Megatron-DeepSpeed the group means
+# both, rank and size tensor parallelism alone.
 
 
 def get_model_parallel_group():
+    """The group of tensor times pipeline parallelism."""
     return _process_group("tp", "pp")
 
 
 def get_model_parallel_world_size() -> int:
+    """Size of the group of tensor times pipeline parallelism."""
     return get_mesh().size("tp", "pp")
 
 
 def get_model_parallel_rank() -> int:
+    """Position of this rank in the group of tensor times pipeline parallelism."""
     return get_mesh().group("tp", "pp").rank
 
 
 def get_model_parallel_src_rank() -> int:
+    """Global rank of the first rank of the group of tensor times pipeline parallelism."""
     return get_mesh().group("tp", "pp").ranks[0]
 
 
-_alone: WeakKeyDictionary[Mesh, object] = WeakKeyDictionary()      # mesh → the process group of its rank alone
+_alone: WeakKeyDictionary[Mesh, object] = WeakKeyDictionary()    # mesh → process group of its rank
 
 
 def _process_group(*axes: str):
@@ -192,8 +230,9 @@ def _chunk(mesh: Mesh, vp_stage: int | None) -> int:
     if vp_stage is None and len(stages) == 1:
         vp_stage = 0
     if vp_stage is None or not 0 <= vp_stage < len(stages):
-        raise ConfigError(f"vp_stage={vp_stage}: this rank holds {len(stages)} stages of the model, numbered 0 to "
-                          f"{len(stages) - 1}. Give one of these numbers, or query the rank with ignore_virtual=True.")
+        raise ConfigError(f"vp_stage={vp_stage}: this rank holds {len(stages)} stages of the model, numbered "
+                          f"0 to {len(stages) - 1}. Give one of these numbers, or query the rank with "
+                          "ignore_virtual=True.")
     return stages[vp_stage]
 
 

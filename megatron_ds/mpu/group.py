@@ -1,66 +1,125 @@
-"""`Group`: the ranks that speak together, and how they reach each other.
+"""`Group`: ranks that communicate with each other, and the transport that connects them.
 
-A group is a value handed down to the layers that need it; nothing looks one up from a global. How bytes travel is a
-`Transport`: torch.distributed in real runs (`transport.py`), plain threads in tests, nothing at all for a group of one.
+A group is a value passed to the layers that need it; no code looks one up from a global. A `Transport` moves
+the bytes: torch.distributed in real runs (`transport.py`), threads in tests, none for a group of one rank.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .traffic import Traffic
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from ..host.shared_memory import SharedPages
+
+Messages = Sequence[tuple["Tensor", int]]
+"""(tensor, position of the other rank in the group)"""
+
+# Groups over these axes carry that many streams of messages (`isend`) without an order among them. Where the
+# backend has no tags, the transport has a communicator for each.
+NUM_STREAMS = {"pp": 4}
 
 
 class Work(Protocol):
     """A collective, or a message, under way."""
 
-    def wait(self) -> Any: ...
-    def is_completed(self) -> bool: ...      # asked of sends only: may the tensor be let go?
+    def wait(self) -> Any:
+        """Return when results may be read and inputs overwritten (on a GPU: by work queued afterwards)."""
+
+    def is_completed(self) -> bool:
+        """Whether the tensor of a send may be freed. False if unknown."""
 
 
 class Done:
-    """The work of a collective that had nothing to do."""
+    """A `Work` that is complete, for a collective with nothing to do."""
 
     def wait(self) -> None:
-        return None
+        """Return at once."""
 
     def is_completed(self) -> bool:
+        """True."""
         return True
 
 
 DONE = Done()
 
 
+class AllOf:
+    """Several `Work`s as one. Waiting again returns at once."""
+
+    __slots__ = ("_works",)
+
+    def __init__(self, works: Sequence[Work]):
+        self._works = list(works)
+
+    def wait(self) -> None:
+        """Wait for each, in order."""
+        works, self._works = self._works, []
+        for work in works:
+            work.wait()
+
+    def is_completed(self) -> bool:
+        """Whether each is."""
+        return all(work.is_completed() for work in self._works)
+
+
 class Transport(Protocol):
     """Moves tensors among the ranks of one group. Positions are indices into the group, never global ranks.
 
-    Each method is collective over the group, except `isend` and `irecv`. Tensors are contiguous; results are written in
-    place. `op` is one of "sum", "max", "min". All return a `Work`.
+    Each method is collective over the group, except `isend`, `irecv` and `exchange`. Tensors are contiguous;
+    results are written in place. `op` is one of "sum", "max", "min".
     """
 
-    def all_reduce(self, tensor, op: str) -> Work: ...
-    def all_gather(self, out, tensor) -> Work: ...            # out: [n * numel], tensor: [numel], both flat
-    def reduce_scatter(self, out, tensor, op: str) -> Work: ...  # out: [numel / n], tensor: [numel], both flat
-    def all_to_all(self, out, tensor) -> Work: ...            # both flat, n equal pieces
-    def broadcast(self, tensor, source: int) -> Work: ...
-    def isend(self, tensor, destination: int, tag: int) -> Work: ...
-    def irecv(self, tensor, source: int, tag: int) -> Work: ...
-    def all_gather_object(self, obj) -> list: ...
-    def barrier(self) -> None: ...
-    def share_memory(self) -> "SharedPages | None": ...     # not a Work: the files, or None where ranks are apart
+    def all_reduce(self, tensor: "Tensor", op: str) -> Work:
+        """`tensor` becomes the reduction over all ranks."""
+
+    def all_gather(self, out: "Tensor", tensor: "Tensor") -> Work:
+        """out: flat [n * numel], tensor: flat [numel], which may be this rank's piece of `out`."""
+
+    def reduce_scatter(self, out: "Tensor", tensor: "Tensor", op: str) -> Work:
+        """out: flat [numel / n], which may be this rank's piece of `tensor`, flat [numel]."""
+
+    def all_to_all(self, out: "Tensor", tensor: "Tensor", sent: Sequence[int] | None = None,
+                   received: Sequence[int] | None = None) -> Work:
+        """Rows of `tensor` to each rank: `sent[i]` to rank i; `received[i]` rows of `out` from it.
+
+        Without them, flat tensors in n equal pieces.
+        """
+
+    def broadcast(self, tensor: "Tensor", source: int) -> Work:
+        """`tensor` becomes that of `source`."""
+
+    def isend(self, tensor: "Tensor", destination: int, tag: int) -> Work:
+        """Start a message. Those of one (source, destination, tag) arrive in order."""
+
+    def irecv(self, tensor: "Tensor", source: int, tag: int) -> Work:
+        """Receive a message of the shape and dtype of `tensor` into it."""
+
+    def exchange(self, sends: "Messages", receives: "Messages") -> Work:
+        """Start all sends (tensor, destination) and receives (tensor, source) together."""
+
+    def all_gather_object(self, obj: Any) -> list:
+        """The picklable objects of all ranks, in order."""
+
+    def barrier(self) -> None:
+        """Return when all ranks have called it."""
+
+    def share_memory(self) -> "SharedPages | None":
+        """Memory that all ranks map; None where they are on several hosts."""
 
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Ranks that speak together, seen from one of them.
+    """Ranks that communicate with each other, seen from one of them.
 
-    axes       which mesh axes the group spans, joined by "-" ("tp", "dp-cp"); names the group in errors and traffic
+    axes       which mesh axes the group spans, joined by "-" ("tp", "dp-cp"); its name in errors and traffic
     ranks      their global ranks, in group order
     rank       the position of this process in `ranks`
     transport  None exactly when the group has one rank
-    memory     that its ranks see of each other; None: not asked for (`collectives.share_memory`), or they cannot
+    memory     memory that its ranks share; None if not requested (`collectives.share_memory`) or impossible
     """
 
     axes: str
@@ -72,6 +131,7 @@ class Group:
 
     @property
     def size(self) -> int:
+        """Number of ranks."""
         return len(self.ranks)
 
     def __repr__(self) -> str:

@@ -1,7 +1,7 @@
-"""Who am I, of how many? Reads what a launcher left in the environment, and starts and stops torch.distributed.
+"""`Launch`: rank, world size and address from the launcher's environment; starts and stops torch.distributed.
 
-Known launchers: torchrun (and whatever sets its variables), Slurm's srun, Open MPI's mpirun, or none, which is one rank. A
-world of one rank opens no socket and makes no process group.
+Supported launchers: torchrun (and others that set its variables), Slurm's srun, Open MPI's mpirun, or none,
+which is one rank. A world of one rank opens no socket and makes no process group.
 """
 
 import os
@@ -26,7 +26,9 @@ _LOCAL = ("127.0.0.1", "localhost", "::1")
 
 @dataclass(frozen=True)
 class Launch:
-    """This process among all: global and per-machine rank, where rank 0 listens, and which launcher said so."""
+    """Global rank and rank on this host, the numbers of ranks, the address of rank 0, and the launcher's
+    name.
+    """
 
     rank: int = 0
     world_size: int = 1
@@ -38,21 +40,25 @@ class Launch:
 
 
 def read_launch(env: Mapping[str, str] | None = None) -> Launch:
-    """The launch that `env` (default: os.environ) describes. Raises ConfigError naming the variable that is wrong."""
+    """The launch described by `env` (default: os.environ). Raises ConfigError naming the variable that is
+    wrong.
+    """
     env = os.environ if env is None else env
     for is_there, read in ((("RANK", "WORLD_SIZE"), _torchrun), (("SLURM_PROCID", "SLURM_NTASKS"), _slurm),
                            (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), _open_mpi)):
         if all(env.get(name) for name in is_there):
             return _checked(read(env))
     if env.get("RANK"):
-        raise ConfigError("RANK is set but WORLD_SIZE is not: a launcher sets both. Start with torchrun, or unset RANK.")
+        raise ConfigError("RANK is set but WORLD_SIZE is not: a launcher sets both. Start with torchrun, or "
+                          "unset RANK.")
     return Launch()
 
 
 def start(launch: Launch, timeout: timedelta = DEFAULT_TIMEOUT) -> torch.device:
-    """Join the world, unless it is this process alone; returns the device of this rank. Collective over all ranks.
+    """Start torch.distributed unless there is one rank; returns the device of this rank. Collective.
 
-    Tensors on CUDA travel by nccl, those on the CPU by gloo. Raises CommunicationError when the others do not come.
+    CUDA tensors use NCCL, CPU tensors gloo. Raises CommunicationError when other ranks do not connect in
+    time.
     """
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -64,7 +70,7 @@ def start(launch: Launch, timeout: timedelta = DEFAULT_TIMEOUT) -> torch.device:
 
 
 def stop() -> None:
-    """Leave the world; does nothing where none was joined."""
+    """Stop torch.distributed; does nothing where it was not started."""
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():
@@ -72,7 +78,7 @@ def stop() -> None:
 
 
 def expand_nodelist(text: str) -> list[str]:
-    """Slurm's short writing of host names: "gpu[003-005,9],login" → gpu003 gpu004 gpu005 gpu9 login."""
+    """The hostnames of Slurm's list notation: "gpu[003-005,9],login" → gpu003 gpu004 gpu005 gpu9 login."""
     names = []
     for item in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
         expanded = [""]
@@ -89,15 +95,15 @@ def _numbers(part: str) -> list[str]:
     return [str(i).zfill(width) for i in range(int(first), int(last or first) + 1)]
 
 
-def _torchrun(env) -> Launch:
+def _torchrun(env: Mapping[str, str]) -> Launch:
     address = env.get("MASTER_ADDR", "")
     world_size = _int(env, "WORLD_SIZE")
     if not address and world_size > 1:
-        raise ConfigError(f"WORLD_SIZE={world_size} but MASTER_ADDR is not set: the ranks cannot find rank 0. "
-                          "torchrun sets it; without torchrun, set it to the host of rank 0.")
+        raise ConfigError(f"WORLD_SIZE={world_size} but MASTER_ADDR is not set: the ranks cannot find rank "
+                          "0. torchrun sets it; without torchrun, set it to the host of rank 0.")
     rank = _int(env, "RANK")
     if not env.get("LOCAL_RANK") and world_size > 1 and address not in _LOCAL:
-        raise ConfigError("LOCAL_RANK is not set: a rank must know its place on its machine to pick a GPU. torchrun sets it; "
+        raise ConfigError("LOCAL_RANK is not set: it selects the GPU of a rank. torchrun sets it; "
                           "without torchrun, number the processes of each machine from 0.")
     local_rank = _int(env, "LOCAL_RANK", rank)
     local_size = _int(env, "LOCAL_WORLD_SIZE", world_size if address in _LOCAL else local_rank + 1)
@@ -105,76 +111,86 @@ def _torchrun(env) -> Launch:
                   _int(env, "MASTER_PORT", DEFAULT_PORT), "torchrun")
 
 
-def _slurm(env) -> Launch:
-    """The variables of the job *step* come first: `srun -n 2` in an allocation of eight tasks makes two ranks."""
+def _slurm(env: Mapping[str, str]) -> Launch:
+    """The variables of the job *step* come first: `srun -n 2` in an allocation of eight tasks makes two
+    ranks.
+    """
     size = _int(env, "SLURM_STEP_NUM_TASKS" if env.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS")
     rank, local_rank = _int(env, "SLURM_PROCID"), _int(env, "SLURM_LOCALID", 0)
-    if size > 1 and env.get("SLURM_TASK_PID") and not env.get("SLURM_STEP_ID"):       # else it waits for ranks nobody starts
-        raise ConfigError(f"this runs in the batch script of a Slurm job of {size} tasks, not as one of the tasks. Start the "
-                          "ranks with srun (srun python pretrain_gpt.py …) or torchrun; for one rank only, put SLURM_NTASKS=1 "
-                          "before the command.")
+    if size > 1 and env.get("SLURM_TASK_PID") and not env.get("SLURM_STEP_ID"):     # it would wait for ever
+        raise ConfigError(f"this runs in the batch script of a Slurm job of {size} tasks, not as one of the "
+                          "tasks. Start the ranks with srun (srun python pretrain_gpt.py …) or torchrun; for "
+                          "one rank only, put SLURM_NTASKS=1 before the command.")
     hosts = expand_nodelist(_first(env, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"))
     address = env.get("MASTER_ADDR") or (hosts[0] if hosts else "")
     if not address:
-        raise ConfigError(f"Slurm started rank {rank} of {size}, but neither SLURM_NODELIST nor MASTER_ADDR tells where "
-                          "rank 0 is. Set MASTER_ADDR to its host.")
+        raise ConfigError(f"Slurm started rank {rank} of {size}, but neither SLURM_NODELIST nor MASTER_ADDR "
+                          "gives the host of rank 0. Set MASTER_ADDR to it.")
     local_size = _tasks_on_node(env, _int(env, "SLURM_NODEID", 0)) or -(-size // max(1, len(hosts)))
     job = _first(env, "SLURM_JOB_ID", "SLURM_JOBID") + "." + env.get("SLURM_STEP_ID", "")
-    return Launch(rank, size, local_rank, local_size, address, _int(env, "MASTER_PORT", _port_of(job)), "Slurm")
+    port = _int(env, "MASTER_PORT", _port_of(job))
+    return Launch(rank, size, local_rank, local_size, address, port, "Slurm")
 
 
-def _open_mpi(env) -> Launch:
+def _open_mpi(env: Mapping[str, str]) -> Launch:
     rank, size = _int(env, "OMPI_COMM_WORLD_RANK"), _int(env, "OMPI_COMM_WORLD_SIZE")
     local_rank = _int(env, "OMPI_COMM_WORLD_LOCAL_RANK", rank)
     local_size = _int(env, "OMPI_COMM_WORLD_LOCAL_SIZE", size)
     address = env.get("MASTER_ADDR") or ("127.0.0.1" if local_size == size else "")
     if not address:
-        raise ConfigError(f"Open MPI started {size} ranks on several machines, {local_size} of them here, and does not tell "
-                          "where rank 0 is. Run mpirun with -x MASTER_ADDR=<host of rank 0>.")
+        raise ConfigError(f"Open MPI started {size} ranks on several machines, {local_size} of them here, "
+                          "but MASTER_ADDR is not set: the host of rank 0 is unknown. Run mpirun with -x "
+                          "MASTER_ADDR=<host of rank 0>.")
     job = _first(env, "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_hnp_uri")
-    return Launch(rank, size, local_rank, local_size, address, _int(env, "MASTER_PORT", _port_of(job)), "Open MPI")
+    port = _int(env, "MASTER_PORT", _port_of(job))
+    return Launch(rank, size, local_rank, local_size, address, port, "Open MPI")
 
 
-def _tasks_on_node(env, node: int) -> int:
-    """SLURM_STEP_TASKS_PER_NODE is written "4(x2),3": two nodes with four tasks, then one with three. 0 if not told."""
+def _tasks_on_node(env: Mapping[str, str], node: int) -> int:
+    """SLURM_STEP_TASKS_PER_NODE is written "4(x2),3": two nodes with four tasks, then one with three. 0 if
+    unset.
+    """
     counts = []
-    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", _first(env, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")):
+    text = _first(env, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         counts += [int(count)] * int(times or 1)
     return counts[node] if node < len(counts) else 0
 
 
 def _port_of(job: str) -> int:
-    """The same port for all ranks of a job, another for another job on the same machine; below the ephemeral range."""
+    """A port below the ephemeral range, the same for all ranks of a job, usually different for other jobs."""
     return 20000 + zlib.crc32(job.encode()) % 12000 if job.strip(".") else DEFAULT_PORT
 
 
-def _first(env, *names: str) -> str:
+def _first(env: Mapping[str, str], *names: str) -> str:
     return next((env[name] for name in names if env.get(name)), "")
 
 
-def _int(env, name: str, default: int | None = None) -> int:
+def _int(env: Mapping[str, str], name: str, default: int | None = None) -> int:
     text = env.get(name)
     if not text and default is not None:
         return default
     try:
         return int(text)
     except (TypeError, ValueError):
-        raise ConfigError(f"environment variable {name}={text!r} is not a whole number; the launcher should set it.") from None
+        raise ConfigError(f"environment variable {name}={text!r} is not an integer; the launcher should set "
+                          "it.") from None
 
 
 def _checked(launch: Launch) -> Launch:
     if not (0 <= launch.rank < launch.world_size and 0 <= launch.local_rank < launch.local_world_size):
-        raise ConfigError(f"{launch.source} says rank {launch.rank} of {launch.world_size}, local rank {launch.local_rank} of "
-                          f"{launch.local_world_size}: a rank counts from 0 and stays below its total.")
+        raise ConfigError(f"{launch.source} gives rank {launch.rank} of {launch.world_size}, local rank "
+                          f"{launch.local_rank} of {launch.local_world_size}: ranks are numbered from 0, so "
+                          "each is smaller than its world size.")
     return launch
 
 
 def _own_device(launch: Launch) -> torch.device:
-    """Launchers that bind one GPU to each task leave a single visible device, which then is the rank's."""
+    """The GPU of this rank: the only visible one where the launcher binds one GPU to each task."""
     count = torch.cuda.device_count()
-    if count > 1 and max(launch.local_rank + 1, launch.local_world_size) > count:      # so that all its ranks say the same
-        raise ConfigError(f"{launch.local_world_size} ranks were started on {platform.node()}, which shows {count} GPUs: each "
-                          f"rank needs its own. Start {count} ranks on it at most.")
+    if count > 1 and max(launch.local_rank + 1, launch.local_world_size) > count:    # alike on its ranks
+        raise ConfigError(f"{launch.local_world_size} ranks were started on {platform.node()}, which shows "
+                          f"{count} GPUs: each rank needs its own. Start {count} ranks on it at most.")
     return torch.device("cuda", launch.local_rank if count > 1 else 0)
 
 
@@ -185,22 +201,23 @@ def _join(launch: Launch, backend: str, timeout: timedelta) -> None:
     try:
         if launch.rank > 0:
             _wait_for_listener(launch.address, launch.port, begin + timeout.total_seconds())
-        dist.init_process_group(backend, init_method=f"tcp://{launch.address}:{launch.port}", rank=launch.rank,
-                                world_size=launch.world_size, timeout=timeout)
+        address = f"tcp://{launch.address}:{launch.port}"
+        dist.init_process_group(backend, init_method=address, rank=launch.rank, world_size=launch.world_size,
+                                timeout=timeout)
         register_host()
     except (RuntimeError, ValueError, OSError) as error:
         hint = "srun, not plain python, starts the ranks of a Slurm job" if launch.source == "Slurm" else \
-            "start all of them, with the same address and port, and check whether one exited with an error of its own"
+            "start all of them, with the same address and port, and check whether one exited with an error"
         raise CommunicationError(
-            f"rank {launch.rank} of {launch.world_size} (from {launch.source}) could not connect to the other ranks at "
-            f"{launch.address}:{launch.port} within {time.monotonic() - begin:.0f} s: {hint}; MASTER_PORT chooses "
-            f"another port if this one is taken. The cause: {error}") from error
+            f"rank {launch.rank} of {launch.world_size} (from {launch.source}) could not connect to the "
+            f"other ranks at {launch.address}:{launch.port} within {time.monotonic() - begin:.0f} s: {hint}; "
+            f"MASTER_PORT chooses another port if this one is taken. The cause: {error}") from error
 
 
 def _wait_for_listener(address: str, port: int, deadline: float) -> None:
-    """Return when rank 0 (or torchrun's agent) listens. Raises OSError, the last one, when it does not by `deadline`.
+    """Return when rank 0 (or torchrun's agent) listens. Raises the last OSError if it does not by `deadline`.
 
-    torch's own store waits too, but tries twice, up to 2.4 times the timeout, and prints C++ stack frames.
+    torch's own store also waits, but tries twice, up to 2.4 times the timeout, and prints C++ stack frames.
     """
     pause = 0.05
     while True:
@@ -209,7 +226,7 @@ def _wait_for_listener(address: str, port: int, deadline: float) -> None:
             return
         except OSError as error:
             if time.monotonic() > deadline:
-                raise OSError(f"no process listens there ({error.strerror or error}): rank 0 did not start or has exited") \
-                    from error
+                raise OSError(f"no process listens there ({error.strerror or error}): rank 0 did not start "
+                              "or has exited") from error
         time.sleep(max(0.0, min(pause, deadline - time.monotonic())))
         pause = min(1.0, 1.5 * pause)

@@ -1,4 +1,4 @@
-"""Borders of parallel regions: each pairs a collective in forward with its adjoint in backward.
+"""Boundaries of parallel regions: each pairs a collective in forward with its adjoint in backward.
 
     name                                   forward                 backward
     copy_to_region                         identity                all-reduce            f      of Megatron
@@ -10,9 +10,9 @@
     reduce_scatter_to_sequence_region      reduce-scatter          all-gather            g-bar
     first_of_sequence                      broadcast from rank 0   rank 0 keeps it
 
-Shoeybi et al. 2019 (arXiv:1909.08053), section 3; Korthikanti et al. 2022 (arXiv:2205.05198), section 4.2, for the sequence
-ones. All are collective over `group`, forward and backward, and do nothing for a group of one. Inputs are never modified.
-Backward may run in another thread, so each keeps its group in `ctx`.
+Shoeybi et al. 2019 (arXiv:1909.08053), section 3; Korthikanti et al. 2022 (arXiv:2205.05198), section 4.2,
+for the sequence regions. All are collective over `group`, forward and backward, and do nothing for a group
+of one. Inputs are never modified. Backward may run in another thread, so each keeps its group in `ctx`.
 """
 
 import torch
@@ -23,22 +23,24 @@ from .group import Group
 
 
 def copy_to_region(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Enter a region where each rank computes something else from the same `x`; the gradients are summed."""
+    """Enter a region in which ranks compute different results from the same `x`; the gradients are summed."""
     return _Copy.apply(x, group) if group.size > 1 else x
 
 
 def reduce_from_region(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Leave a region whose ranks each hold a partial sum."""
+    """Leave a region in which each rank has a partial sum."""
     return _Reduce.apply(x, group) if group.size > 1 else x
 
 
 def scatter_to_region(x: torch.Tensor, group: Group, dim: int = -1) -> torch.Tensor:
-    """Keep this rank's piece of `dim` of an `x` that all ranks hold. Raises LayoutError if it does not divide."""
+    """This rank's piece of `dim` of an `x` that all ranks hold. Raises LayoutError if it is not divisible."""
     return _Scatter.apply(x, group, dim) if group.size > 1 else x
 
 
 def gather_from_region(x: torch.Tensor, group: Group, dim: int = -1) -> torch.Tensor:
-    """Put the ranks' pieces of `dim` together. What follows must be the same on all ranks, as its gradient is sliced."""
+    """Concatenate the ranks' pieces of `dim`. All ranks must compute the same from it: its gradient is
+    sliced.
+    """
     return _Gather.apply(x, group, dim) if group.size > 1 else x
 
 
@@ -50,8 +52,8 @@ def scatter_to_sequence_region(x: torch.Tensor, group: Group) -> torch.Tensor:
 def gather_from_sequence_region(x: torch.Tensor, group: Group, grad: str = "reduce_scatter") -> torch.Tensor:
     """The whole sequence from the ranks' slices: [s / t, b, h] → [s, b, h].
 
-    grad  "reduce_scatter" where each rank computes something else from the result (a column-parallel linear), so that the
-          gradient here is a partial sum; "split" where all ranks compute the same, and hold the same gradient.
+    grad  "reduce_scatter" where ranks compute different results from it (a column-parallel linear), so that
+          the gradient is a partial sum; "split" where all ranks compute the same and have the same gradient
     """
     assert grad in ("reduce_scatter", "split"), f"grad={grad!r} is neither 'reduce_scatter' nor 'split'"
     if grad == "split":
@@ -70,7 +72,7 @@ def reduce_scatter_to_sequence_region(x: torch.Tensor, group: Group) -> torch.Te
 def first_of_sequence(x: torch.Tensor, group: Group) -> torch.Tensor:
     """The first position of a sequence of which each rank holds a slice: [s / t, b, h] → [b, h] on all ranks.
 
-    What follows must be the same on all ranks, as its gradient is taken from one.
+    All ranks must compute the same from it: the gradient of rank 0 is used.
     """
     return _First.apply(x, group) if group.size > 1 else x[0]
 

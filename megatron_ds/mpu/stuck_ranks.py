@@ -1,10 +1,13 @@
-"""Which rank is stuck: after a failed operation each rank reports in the store that ranks met at; a stuck rank does not.
+"""Which rank is stuck: after a failed operation each rank reports to torch.distributed's store; a stuck rank
+does not.
 
-A timeout names the group that did not complete, not the rank that is stuck: in an all-reduce every rank waits for every other,
-and across groups rank 1 may wait for rank 3, which waits for rank 2. All of them time out within a moment of one another. So
-each rank writes down that it failed, waits a while for the others to do the same, and names those that did not.
+A timeout names the group that did not complete, not the rank that is stuck: in an all-reduce every rank
+waits for every other, and across groups rank 1 may wait for rank 3, which waits for rank 2. All of them time
+out at nearly the same time. So each rank reports its failure, waits for the reports of the others, and names
+the missing ranks.
 
-Nothing here raises or blocks: the store may be on the very rank that is stuck, so a thread talks to it, with a time limit.
+Nothing here raises or blocks: the store may be on the rank that is stuck, so a thread accesses it, with a
+time limit.
 """
 
 import platform
@@ -14,30 +17,32 @@ from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
-REPORT_SECONDS = 10.0        # ranks that waited alike time out within a step of one another
+REPORT_SECONDS = 10.0        # ranks that waited time out within a step of one another
 LAST_REPORT_SECONDS = 2.0    # for the last one, when all others have reported
 ANSWER_SECONDS = 3.0         # how long the store may take to answer
 _NAMED = 8
 
 
 def register_host() -> None:
-    """Write this rank's host name into the store, so that a stuck rank can be named with its host. Not collective."""
+    """Write this rank's hostname into the store, to be named if the rank is stuck. Not collective."""
     _store().set(_host_key(dist.get_rank()), platform.node())
 
 
 def report_failure() -> None:
-    """Let the other ranks know that this one is not stuck. Not collective."""
+    """Report that this rank is not stuck. Not collective."""
     _within(ANSWER_SECONDS, lambda: _write(_store()))
 
 
 def name_stuck_ranks(wait_seconds: float = REPORT_SECONDS) -> str | None:
-    """Report this rank, wait for the reports of the others, and name the ranks that are missing. Not collective.
+    """Report this rank, wait for the reports of the others, and name the ranks that are missing. Not
+    collective.
 
-    Returns a sentence; None when the store does not answer although it is not known to be on a rank that is stuck.
+    Returns a sentence; None when the store stops responding before all reports are in.
     """
     size, store = dist.get_world_size(), _within(ANSWER_SECONDS, _store)
     if store is None or not _within(ANSWER_SECONDS, lambda: _write(store)):
-        return "The store that ranks met at does not answer: rank 0, or torchrun's agent, which holds it, is stuck or gone"
+        return ("The store of torch.distributed does not respond: its process, rank 0 or torchrun's agent, "
+                "is stuck or gone")
     deadline = time.monotonic() + wait_seconds
     while (count := _within(ANSWER_SECONDS, lambda: store.add("count", 0))) is not None:
         if count == size - 1:        # the last one may be about to report
@@ -49,7 +54,7 @@ def name_stuck_ranks(wait_seconds: float = REPORT_SECONDS) -> str | None:
 
 
 def _store() -> dist.Store:
-    """A connection of its own: the process group may hold the first one in the middle of a request."""
+    """A connection of its own: the process group's may be in the middle of a request."""
     return dist.PrefixStore("failed ranks", dist.group.WORLD.get_group_store().clone())
 
 
@@ -62,7 +67,7 @@ def _write(store: dist.Store) -> bool:
 
 
 def _absent(store: dist.Store, ranks: Sequence[int]) -> list[int]:
-    """The ranks without a report; in halves, as one request tells whether all keys of a list exist."""
+    """The ranks without a report, by bisection: one request checks whether all keys of a list exist."""
     if store.check([str(rank) for rank in ranks]):
         return []
     if len(ranks) == 1:
@@ -84,10 +89,11 @@ def _sentence(store: dist.Store, size: int) -> str:
     missing = _absent(store, range(size))
     if not missing:
         return f"All {size} ranks report that they waited: they took different paths through the program"
-    names = ", ".join(f"{rank}{_host(store, rank)}" for rank in missing[:_NAMED]) + " and others" * (len(missing) > _NAMED)
+    names = ", ".join(f"{rank}{_host(store, rank)}" for rank in missing[:_NAMED])
+    names += " and others" if len(missing) > _NAMED else ""
     which = f"rank {names} is" if len(missing) == 1 else f"ranks {names} are"
-    return (f"Of {size} ranks, all but {len(missing)} report that they waited; {which} stuck: stopped, busy with something "
-            f"else, or on a host that is gone")
+    return (f"Of {size} ranks, all but {len(missing)} report that they waited; {which} stuck: stopped, busy "
+            f"with something else, or on a host that is gone")
 
 
 def _within(seconds: float, call: Callable):
@@ -97,7 +103,7 @@ def _within(seconds: float, call: Callable):
     def run() -> None:
         try:
             result.append(call())
-        except Exception:      # noqa: BLE001  a report is an extra: the failure that is under way has its own error
+        except Exception:      # noqa: BLE001  the failure being reported has its own error
             pass
 
     thread = threading.Thread(target=run, name="failure report", daemon=True)

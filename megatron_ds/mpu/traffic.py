@@ -1,8 +1,9 @@
-"""Counts what the collectives of this process move, per operation and group.
+"""Counters of what the collectives of this process move, per operation and group.
 
-Bytes are *payload per rank*: for an all-reduce the size of the tensor, for an all-gather the size of the gathered result,
-for a reduce-scatter the size of the full input, for point-to-point the size of the message. Multiply by 2(n-1)/n, (n-1)/n,
-(n-1)/n and 1 for what a ring puts on the wire (`wire_bytes`).
+Bytes are *payload per rank*: for an all-reduce and an all-to-all the size of the tensor, for an all-gather
+the size of the gathered result, for a reduce-scatter the size of the full input, for point-to-point messages
+their size. An all-to-all of unequal pieces (`all_to_all_v`) counts what goes to other ranks, since that
+depends on the sizes. `RING_FACTOR` converts payload to the bytes that a rank of a ring sends (`wire_bytes`).
 """
 
 from collections import Counter
@@ -13,6 +14,7 @@ RING_FACTOR = {            # bytes sent by one rank of a ring of n, per byte of 
     "all_gather": lambda n: (n - 1) / n,
     "reduce_scatter": lambda n: (n - 1) / n,
     "all_to_all": lambda n: (n - 1) / n,
+    "all_to_all_v": lambda n: 1.0,
     "broadcast": lambda n: 1.0,
     "send": lambda n: 1.0,
 }
@@ -26,15 +28,17 @@ class Traffic:
     calls: Counter = field(default_factory=Counter)
 
     def add(self, operation: str, axes: str, size: int, num_bytes: int, calls: int = 1) -> None:
-        """num_bytes: of all the calls together."""
+        """Count calls with `num_bytes` in total."""
         self.bytes[operation, axes, size] += num_bytes
         self.calls[operation, axes, size] += calls
 
     def add_all(self, other: "Traffic", times: int = 1) -> None:
+        """Count what `other` counted, `times` times."""
         for key, num_bytes in other.bytes.items():
             self.add(*key, times * num_bytes, times * other.calls[key])
 
     def clear(self) -> None:
+        """Set all counters to zero."""
         self.bytes.clear()
         self.calls.clear()
 

@@ -1,1 +1,4 @@
-"""The maths of a layer, without parallelism: a plain reference beside each fast path."""
+"""The maths of a layer, without parallelism: a plain reference beside each fast implementation.
+
+Each file names its implementations and the devices and dtypes that they are used for.
+"""

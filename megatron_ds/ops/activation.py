@@ -2,20 +2,33 @@
 
 A gated activation takes [.., 2f], the halves being [gate; up], and returns [.., f].
 `gelu` is the tanh approximation, as in Megatron's fused kernel and GPT-2; `gelu_exact` the one with erf.
+
+Implementations: on CPU `gelu` is csrc/gelu.cpp, an optional extension which takes a third of torch's time;
+everywhere else torch's kernels. `squared_relu` and `swiglu` are torch operations with a backward of our own,
+which keeps less; they run on any device.
 """
 
+import functools
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from .gelu import gelu
+from ..compiled import load_compiled
+from .workspace import has_memory
+
+logger = logging.getLogger(__name__)
+
+COMPILED_DTYPES = (torch.float32, torch.bfloat16)       # of the extension
 
 
 @dataclass(frozen=True)
 class Activation:
-    """`parts`: how many equal parts the first linear's output has, 2 when gated."""
+    """parts: number of equal parts of the first linear's output, 2 when gated."""
 
     function: Callable[[torch.Tensor], torch.Tensor]
     parts: int = 1
@@ -24,12 +37,26 @@ class Activation:
         return self.function(x)
 
 
+def gelu(x: torch.Tensor) -> torch.Tensor:
+    """0.5 x (1 + tanh(sqrt(2/π) (x + 0.044715 x³))). Hendrycks & Gimpel 2016 (arXiv:1606.08415), section 2.
+    """
+    if x.device.type == "cpu" and x.dtype in COMPILED_DTYPES and has_memory(x) and extension():
+        return _FastGELU.apply(x)
+    return reference_gelu(x)
+
+
+def reference_gelu(x: torch.Tensor) -> torch.Tensor:
+    """The same by torch."""
+    return F.gelu(x, approximate="tanh")
+
+
 def gelu_exact(x: torch.Tensor) -> torch.Tensor:
     """x Φ(x), Φ the normal distribution function."""
     return F.gelu(x)
 
 
 def relu(x: torch.Tensor) -> torch.Tensor:
+    """max(x, 0)."""
     return F.relu(x)
 
 
@@ -39,7 +66,9 @@ def squared_relu(x: torch.Tensor) -> torch.Tensor:
 
 
 def swiglu(x: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up for x = [gate; up] along the last dimension. Shazeer 2020 (arXiv:2002.05202), equation 6."""
+    """silu(gate) * up for x = [gate; up] along the last dimension. Shazeer 2020 (arXiv:2002.05202), equation
+    6.
+    """
     return _SwiGLU.apply(x)
 
 
@@ -50,6 +79,32 @@ ACTIVATIONS = {
     "squared_relu": Activation(squared_relu),
     "swiglu": Activation(swiglu, parts=2),
 }
+
+
+@functools.cache
+def extension() -> ModuleType | Any:
+    """The compiled GELU; None, with one line in the log, where the package was installed without a compiler.
+    """
+    return load_compiled("_gelu", "GELU", "torch's runs instead, three times slower on CPU", logger)
+
+
+class _FastGELU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        x = x.contiguous()
+        ctx.save_for_backward(x)
+        y = torch.empty_like(x)
+        extension().forward(x.data_ptr(), y.data_ptr(), x.numel(), x.dtype == torch.bfloat16,
+                            torch.get_num_threads())
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x,) = ctx.saved_tensors
+        dy, dx = dy.contiguous(), torch.empty_like(x)
+        extension().backward(x.data_ptr(), dy.data_ptr(), dx.data_ptr(), x.numel(), x.dtype == torch.bfloat16,
+                             torch.get_num_threads())
+        return dx
 
 
 class _SquaredReLU(torch.autograd.Function):

@@ -1,41 +1,45 @@
 """Causal attention on CPU by blocks of queries: batched matrix products and torch's softmax kernel.
 
-torch's fused attention for CPU works head by head on tiles that are small for a matrix product. Here a block of queries of
-all heads is multiplied with the keys that it may see, so the products run at full speed, and the upper triangle is never
-computed but for half a block. The probabilities are kept for backward: s * s / 2 numbers a head.
+torch's fused attention for CPU works head by head on tiles that are small for a matrix product. Here a block
+of queries of all heads is multiplied with the keys that it may see, so the products run at full speed, and
+of the upper triangle only half a block per row is computed. The probabilities are kept for backward: s * s /
+2 numbers a head.
 
-Measured on one core of an AMD EPYC, forward and backward, times as fast as torch's: 1.2 for 128 positions, 1.3 for 256 and
-1.5 for 512 (d = 64), 1.7 with grouped queries; 1.0 for 1024, 0.9 below 64. In bf16 2.3 to 3 up to 512, 1.5 for 1024. On two
-cores the gain is less, and 1.0 for 1024. Hence `worth_blocking`.
+Measured on one core of an AMD EPYC, forward and backward, times as fast as torch's: 1.2 for 128 positions,
+1.3 for 256 and 1.5 for 512 (d = 64), 1.7 with grouped queries; 1.0 for 1024, 0.9 below 64. In bf16 2.3 to 3
+up to 512, 1.5 for 1024. On two cores the gain is smaller, and 1.0 for 1024. `worth_blocking` follows from
+this.
 
-In 16 bits the scores and their softmax are fp32, as in torch's, and so are the sums of dk and dv over the blocks; the other
-products round to 16 bits, and the probabilities are kept in them. Where a processor has no products of the dtype (`product`),
-all of them are fp32 and round nothing: queries, keys and values are widened for the time of the call.
+In 16 bits the scores and their softmax are fp32, as in torch's, and so are the sums of dk and dv over the
+blocks; the other products round to 16 bits, and the probabilities are kept in 16 bits. Where a processor has
+no matrix products of the dtype (`product`), all products are in fp32 and round nothing: queries, keys and
+values are converted for the duration of the call.
 
-    queries   | block 0 |  sees keys [0, B)                 Shapes: s positions, b samples, n query heads, g key-value heads,
-              | block 1 |  sees keys [0, 2B)                r = n/g queries that share a key, d channels, B rows of a block.
-              | block 2 |  sees keys [0, 3B)
+    queries   | block 0 |  sees keys [0, B)         s positions, b samples, n query heads, g key-value heads,
+              | block 1 |  sees keys [0, 2B)        r = n/g queries that share a key, d channels,
+              | block 2 |  sees keys [0, 3B)        B rows of a block
 
-Of samples that hold several documents a block sees the keys from the beginning of its first query's document on, so what is
-saved grows with their number.
+If samples hold several documents, a block sees the keys from the start of its first query's document on, so
+the work decreases with the number of documents.
 
 The formulas of backward are those of Dao et al. 2022 (arXiv:2205.14135), appendix B.2.
 """
 
 import math
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from .product import is_widened
 
-KERNELS = (torch.float32, torch.bfloat16)        # what oneDNN and torch's softmax are fast in, beside what is widened
+KERNELS = (torch.float32, torch.bfloat16)        # dtypes with fast matrix products and softmax
 BLOCK = 64
 TILE = 1 << 20                   # scores worked on at once: 4 MiB, two of them in backward
 
 
 def worth_blocking(q: torch.Tensor, k: torch.Tensor) -> bool:
-    """Whether `blocked_attention` is the faster way, and keeps at most four times the memory of the queries."""
+    """Whether `blocked_attention` is faster, and keeps at most four times the memory of the queries."""
     return (q.device.type == "cpu" and (q.dtype in KERNELS or is_widened(q)) and q.shape[0] == k.shape[0]
             and is_worth_blocking(q.shape[0], q.shape[3]))
 
@@ -45,8 +49,11 @@ def is_worth_blocking(positions: int, channels: int) -> bool:
     return 2 * BLOCK <= positions <= 8 * channels
 
 
-def blocked_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, documents=None) -> torch.Tensor:
-    """q [s, b, n, d], k and v [s, b, g, d] → [s, b, n * d]; any strides. documents: as `attention` takes them."""
+def blocked_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
+                      documents: Any = None) -> torch.Tensor:
+    """q [s, b, n, d], k and v [s, b, g, d] → [s, b, n * d]; any strides. documents: as `attention` takes
+    them.
+    """
     return _BlockedAttention.apply(q, k, v, scale, documents)
 
 
@@ -57,13 +64,13 @@ class _BlockedAttention(torch.autograd.Function):
         out = q.new_empty(s, b, n * d)
         result = _query_view(out.view(q.shape), k)
         queries, keys, values = _factors(q, k, v)
-        wide_queries, wide_keys = queries.float(), keys.float()                             # in fp32 they are the same
+        wide_queries, wide_keys = queries.float(), keys.float()                    # the same if fp32
         work, kept = _Workspace(wide_queries, 2), []
         for heads, rows, seen in _tiles(queries, documents):
             scores = _scores(wide_queries[heads, rows], wide_keys[heads, seen], rows, seen, scale, work)
             if documents is not None:
-                _close_other_documents(scores, documents, len(queries), heads, rows, seen)
-            p = _probabilities(scores, q.dtype, work)                                       # [heads, r B, seen]
+                _mask_other_documents(scores, documents, len(queries), heads, rows, seen)
+            p = _probabilities(scores, q.dtype, work)                               # [heads, r B, seen]
             kept.append(p.to(q.dtype))
             p = p if values.dtype == p.dtype else kept[-1]
             result[heads, rows] = _rows_first(p.bmm(values[heads, seen]), result)
@@ -75,7 +82,8 @@ class _BlockedAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dout):
         queries, keys, values, *kept = ctx.saved_tensors
-        dq, dk, dv = dout.new_empty(ctx.q_shape), *(dout.new_empty(ctx.k_shape, dtype=torch.float32) for _ in range(2))
+        dq = dout.new_empty(ctx.q_shape)
+        dk, dv = (dout.new_empty(ctx.k_shape, dtype=torch.float32) for _ in range(2))
         if is_widened(dout):
             queries, keys, values = _factors(queries, keys, values)
         dqueries, dkeys, dvalues = _query_view(dq, dk), _key_view(dk), _key_view(dv)
@@ -83,8 +91,10 @@ class _BlockedAttention(torch.autograd.Function):
         work = _Workspace(queries, 2 + is_widened(dout))
         if ctx.documents is not None:
             dk.zero_(), dv.zero_()
-        for p, (heads, rows, seen) in zip(reversed(kept), reversed(_tiles(queries, ctx.documents)), strict=True):
-            # Without documents the last block of queries sees all keys, so it comes first and writes where the others add.
+        tiles = _tiles(queries, ctx.documents)
+        for p, (heads, rows, seen) in zip(reversed(kept), reversed(tiles), strict=True):
+            # Without documents the last block of queries sees all keys: it is first, and writes; the others
+            # add.
             writes = ctx.documents is None and seen.stop == queries.shape[1]
             put = torch.Tensor.copy_ if writes else torch.Tensor.add_
             p = p if p.dtype == values.dtype else work.tile(2, p.shape).copy_(p)
@@ -101,8 +111,8 @@ class _BlockedAttention(torch.autograd.Function):
 
 
 class _Workspace:
-    """Memory for tiles of scores, written again and again, so that it stays in the cache, as new tensors would not. Of one
-    call: kept longer (workspace.py) it would lie idle beside the logits, where a step peaks."""
+    """Reused memory for tiles of scores: it stays in the cache, as new tensors would not. It belongs to one
+    call: kept longer (workspace.py) it would be allocated, unused, beside the logits, where a step peaks."""
 
     def __init__(self, queries: torch.Tensor, tiles: int):
         heads, s, r, _ = queries.shape
@@ -124,28 +134,30 @@ def _key_view(k: torch.Tensor) -> torch.Tensor:
 
 
 def _factors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
-    """Queries, keys and values, heads in front, as the products want them."""
+    """Queries, keys and values with the heads in front, in the dtype and order of the products."""
     return [_ready(t) for t in (_query_view(q, k), _key_view(k), _key_view(v))]
 
 
 def _ready(view: torch.Tensor) -> torch.Tensor:
-    """In fp32 where there are no products of the dtype. Those of fp32 take any strides, those of bf16 would copy for each
-    tile."""
+    """In fp32 where there are no products of the dtype. Products of fp32 take any strides, those of bf16
+    would copy every tile."""
     if is_widened(view):
         return view.float()
     return view if view.dtype == torch.float32 else view.contiguous()
 
 
 def _tiles(queries: torch.Tensor, documents) -> list[tuple[slice, slice, slice]]:
-    """(heads, rows, keys seen) as slices: some key-value heads, a block of positions, and the positions up to its last, from
-    where the first document of the block begins."""
+    """(heads, rows, keys seen) as slices: some key-value heads, a block of positions, and the positions from
+    the start of the block's first document to the block's last."""
     (heads, s, _, _), step = queries.shape, _heads_at_once(queries)
     tiles = []
     for first in range(0, heads, step):
         some = slice(first, min(first + step, heads))
         for start in range(0, s, BLOCK):
             rows = slice(start, min(start + BLOCK, s))
-            begin = int(documents.starts[_samples_of(some, heads, documents), start].amin()) if documents else 0
+            begin = 0
+            if documents:
+                begin = int(documents.starts[_samples_of(some, heads, documents), start].amin())
             tiles.append((some, rows, slice(begin, rows.stop)))
     return tiles
 
@@ -173,7 +185,9 @@ def _rows_first(tile: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 def _scores(q_tile: torch.Tensor, k_tile: torch.Tensor, rows: slice, seen: slice, scale: float,
             work: _Workspace) -> torch.Tensor:
-    """scale * q kᵀ of a block with the keys that it sees, -inf in the future within the block: [heads, r B, seen]."""
+    """scale * q kᵀ of a block with the keys that it sees, -inf in the future within the block: [heads, r B,
+    seen].
+    """
     heads, block, r, _ = q_tile.shape
     scores = work.tile(0, (heads, r * block, k_tile.shape[1]))
     torch.baddbmm(scores, _heads_first(q_tile), k_tile.transpose(1, 2), beta=0, alpha=scale, out=scores)
@@ -182,17 +196,20 @@ def _scores(q_tile: torch.Tensor, k_tile: torch.Tensor, rows: slice, seen: slice
     return scores
 
 
-def _close_other_documents(scores: torch.Tensor, documents, total: int, heads: slice, rows: slice, seen: slice) -> None:
-    """-inf where query and key are not of one document, in place; most tiles of long documents need nothing."""
+def _mask_other_documents(scores: torch.Tensor, documents: Any, total: int, heads: slice, rows: slice,
+                          seen: slice) -> None:
+    """-inf where query and key are of different documents, in place; most tiles of long documents need
+    nothing.
+    """
     samples = _samples_of(heads, total, documents)
     if int(documents.starts[samples, rows.stop - 1].amax()) <= seen.start:
         return
     ids = documents.ids[samples]
-    closed = ids[:, rows, None] != ids[:, None, seen]                                       # [samples, B, seen]
+    closed = ids[:, rows, None] != ids[:, None, seen]                               # [samples, B, seen]
     owner = torch.arange(heads.start, heads.stop) * documents.ids.shape[0] // total - samples.start
     scores.unflatten(1, (-1, rows.stop - rows.start)).masked_fill_(closed[owner][:, None], -math.inf)
 
 
 def _probabilities(scores: torch.Tensor, kept: torch.dtype, work: _Workspace) -> torch.Tensor:
-    """softmax(scores), in new memory if it will be kept as it is."""
+    """softmax(scores), in new memory if backward keeps it in this dtype."""
     return torch.softmax(scores, dim=-1, out=None if kept == scores.dtype else work.tile(1, scores.shape))

@@ -1,16 +1,18 @@
 """Dropout whose mask is a pure function of (seed, site, sample, position, channel).
 
-A mask is a table of 16-bit random numbers, row by row; an element is kept when its number is below a threshold. Any
-slice of rows can be drawn alone, so a rank that holds a slice of the sequence, a micro-batch of another size, a
-recomputed forward and a resumed run use the same mask, and no generator state is saved. There is no global generator.
+A mask is a table of 16-bit random numbers, row by row; an element is kept when its number is below a
+threshold. Any slice of rows can be drawn alone, so a rank that holds a slice of the sequence, a micro-batch
+of another size, a recomputed forward and a resumed run use the same mask, and no generator state is saved.
+There is no global generator.
 
-The numbers come from Philox 4x64-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), keyed by
-(seed, site, sample) or (seed, site, sample, head). Row r starts at counter 1 + r * ceil(cols / 16); each counter gives
-sixteen numbers. CPUs draw with NumPy, one table after another; other devices compute all tables in one sequence of
-elementwise operations on int64. Both give the same bits, so a run on a GPU drops what the same run on a CPU drops.
+The numbers come from Philox 4x64-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"),
+keyed by (seed, site, sample) or (seed, site, sample, head). Row r starts at counter 1 + r * ceil(cols / 16);
+each counter gives sixteen numbers. CPUs draw with NumPy, one table after another; other devices compute all
+tables in one sequence of elementwise operations on int64. Both give the same bits, so a run on a GPU drops
+what the same run on a CPU drops.
 
-Where only some tokens of a sequence are present, their masks are picked from the whole table: a token keeps the mask
-that it has among all.
+Where only some tokens of a sequence are present, their masks are selected from the whole table, so a token's
+mask does not depend on the others.
 """
 
 from collections.abc import Sequence
@@ -26,7 +28,7 @@ NUMBERS_PER_COUNTER = 16     # 4 words of 64 bits
 ROUNDS = 10
 MULTIPLIERS = (0xD2E7470EE14C6C93, 0xCA5A826395121157)       # Salmon et al. 2011, table 2
 KEY_STEPS = (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)         # of the key from round to round
-COUNTERS_AT_ONCE = 1 << 22   # bounds the working memory on a device: a few int64 tensors of this many elements
+COUNTERS_AT_ONCE = 1 << 22   # limits working memory on a device: a few int64 tensors of this size
 
 Key = tuple[int | str, ...]
 
@@ -46,7 +48,8 @@ def dropout(x: torch.Tensor, p: float, *, seed: int, site: str, sample_ids: tupl
         return x
     s, b, h = x.shape
     held = len(rows) if picked is None else picked.shape[1]
-    assert len(sample_ids) == b and held == s, f"x is {list(x.shape)}, got {len(sample_ids)} samples, {held} rows"
+    assert len(sample_ids) == b and held == s, (
+        f"x is {list(x.shape)}, got {len(sample_ids)} samples, {held} rows")
     keys = [(seed, site, int(sample)) for sample in sample_ids]
     if picked is None:
         mask = torch.empty(s, b, h, dtype=torch.bool, device=x.device)
@@ -59,20 +62,22 @@ def dropout(x: torch.Tensor, p: float, *, seed: int, site: str, sample_ids: tupl
 
 def keep_masks(p: float, keys: Sequence[Key], rows: range, cols: int, *,
                device: torch.device | str = "cpu") -> torch.Tensor:
-    """bool [len(keys), len(rows), cols], True = keep: these rows of each key's table. `cols` is the full width."""
+    """bool [len(keys), len(rows), cols], True = keep: these rows of each key's table. `cols` is the full
+    width.
+    """
     masks = torch.empty(len(keys), len(rows), cols, dtype=torch.bool, device=device)
     draw_keep_masks_(masks, p, keys, rows)
     return masks
 
 
-def attention_keep_mask(p: float, *, seed: int, site: str, sample_ids: tuple[int, ...], heads: range, rows: range,
-                        cols: int, picked: torch.Tensor | None = None,
+def attention_keep_mask(p: float, *, seed: int, site: str, sample_ids: tuple[int, ...], heads: range,
+                        rows: range, cols: int, picked: torch.Tensor | None = None,
                         device: torch.device | str = "cpu") -> torch.Tensor:
     """bool [b, n, sq, sk] for attention probabilities.
 
     heads   global head numbers
     rows    query positions; `cols` key positions
-    picked  int64 [b, k]: only these rows (counted from the first) and columns of each sample, giving [b, n, k, k]
+    picked  int64 [b, k]: only these rows (counted from the first) and columns of each sample; [b, n, k, k]
     """
     keys = [(seed, site, int(sample), head) for sample in sample_ids for head in heads]
     masks = keep_masks(p, keys, rows, cols, device=device).view(len(sample_ids), len(heads), len(rows), cols)
@@ -163,7 +168,8 @@ def draw_on_device_(out: torch.Tensor, threshold: int, seeds: Sequence[int], row
 
 
 def philox(counters: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Philox 4x64-10 of 256-bit counters whose upper 192 bits are zero, and keys whose upper 64 bits are zero.
+    """Philox 4x64-10 of 256-bit counters whose upper 192 bits are zero, and keys whose upper 64 bits are
+    zero.
 
     counters int64 [n], keys int64 [k, 1], both read as unsigned numbers → int64 [k, n, 4].
     """
@@ -174,7 +180,7 @@ def philox(counters: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         high0, low0 = _multiply(x0, MULTIPLIERS[0])
         high1, low1 = _multiply(x2, MULTIPLIERS[1])
         x0, x1, x2, x3 = high1 ^ x1 ^ first, low1, high0 ^ x3 ^ second, low0
-        first, second = first + _signed(KEY_STEPS[0]), second + _signed(KEY_STEPS[1])    # wraps around at 64 bits
+        first, second = (key + _signed(step) for key, step in zip((first, second), KEY_STEPS))    # mod 2**64
     return torch.stack((x0, x1, x2, x3), dim=-1)
 
 

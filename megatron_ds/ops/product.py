@@ -1,9 +1,13 @@
-"""Matrix products in the dtype of their factors, at the speed of fp32 where a processor cannot multiply 16-bit numbers.
+"""Matrix products in the dtype of their factors, at the speed of fp32 where a CPU cannot multiply 16-bit
+numbers.
 
-torch multiplies bf16 and fp16 matrices on a CPU through oneDNN where the processor has instructions for it (AVX-512 with
-BF16, AMX), and otherwise element by element: on two AVX2 cores 0.7 GFLOP/s, where fp32 reaches 100. Such products are computed
-here in fp32 and rounded once, which is what the instructions do, too; in parts of the longest dimension, as vocabularies in
-fp32 are large.
+torch multiplies bf16 and fp16 matrices on a CPU through oneDNN where the processor has instructions for it
+(AVX-512 with BF16, AMX), and otherwise element by element: on two AVX2 cores 0.7 GFLOP/s, where fp32 reaches
+100.
+
+Implementations: on such CPUs, 16-bit products are computed here in fp32 and rounded once, as the
+instructions do, in parts of the longest dimension, since a vocabulary in fp32 is large. On all other devices
+and for all other dtypes they are torch's `mm` and `addmm`.
 """
 
 import functools
@@ -13,7 +17,8 @@ import torch
 
 from .workspace import WORKSPACE
 
-# Of the longest dimension at a time: as much as makes so many numbers of fp32, but no less than keeps the product fast.
+# A part of the longest dimension has about PART_ELEMENTS fp32 numbers, but at least LEAST_PART rows, to stay
+# fast.
 PART_ELEMENTS, LEAST_PART = 2**20, 256
 EVERYTHING = slice(None)
 
@@ -28,7 +33,7 @@ def has_products(dtype: torch.dtype) -> bool:
 
 
 def is_widened(t: torch.Tensor) -> bool:
-    """Whether products of `t` are better computed in fp32."""
+    """Whether products of `t` are computed in fp32."""
     return t.device.type == "cpu" and not has_products(t.dtype)
 
 
@@ -67,7 +72,10 @@ def _widened(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> tor
         return out.copy_(sums)
     for rows, columns, wide_a, wide_b in _parts(a, b):
         part = WORKSPACE.take("product", len(wide_a), wide_b.shape[1])
-        torch.mm(wide_a, wide_b, out=part) if bias is None else torch.addmm(bias[columns], wide_a, wide_b, out=part)
+        if bias is None:
+            torch.mm(wide_a, wide_b, out=part)
+        else:
+            torch.addmm(bias[columns], wide_a, wide_b, out=part)
         out[rows, columns] = part
     return out
 
@@ -79,8 +87,10 @@ def _add_widened_(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def _parts(a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[slice, slice, torch.Tensor, torch.Tensor]]:
-    """(rows of a, columns of b, factors in fp32) whose products are those rows and columns of a b, or where what is summed
-    over is the longest, add up to it. The factors are good until the next ones are asked for."""
+    """Yields (rows of a, columns of b, their parts in fp32); the products are those rows and columns of a b.
+    If the summed dimension is the longest, the products add up to a b instead. The next iteration reuses the
+    yielded tensors.
+    """
     (n, k), m = a.shape, b.shape[1]
     wide_a, wide_b = functools.partial(_widen, "factor a"), functools.partial(_widen, "factor b")
     if k > max(n, m):
@@ -97,7 +107,7 @@ def _parts(a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[slice, slice, tor
 
 
 def working_elements(n: int, k: int, m: int) -> dict[str, int]:
-    """Numbers of fp32 that the workspace holds for [n, k] [k, m], by role."""
+    """fp32 numbers that the workspace holds for a product [n, k] [k, m], by role."""
     if k > max(n, m):
         part = _split(k, n + m)[0].stop
         return {"factor a": n * part, "factor b": part * m, "product": n * m}
@@ -109,15 +119,14 @@ def working_elements(n: int, k: int, m: int) -> dict[str, int]:
 
 
 def _split(size: int, each: int) -> list[slice]:
-    """[0, size) in parts of equal length, or one less, as many as PART_ELEMENTS and LEAST_PART say where one index
-    takes `each` numbers."""
+    """[0, size) in parts whose lengths differ by at most one. each: numbers per index, for PART_ELEMENTS."""
     count = max(1, min(-(-size * each // PART_ELEMENTS), size // LEAST_PART))
     ends = [-(-size * i // count) for i in range(count + 1)]
     return [slice(start, stop) for start, stop in zip(ends, ends[1:])]
 
 
 def _widen(role: str, t: torch.Tensor) -> torch.Tensor:
-    """A matrix in fp32 in the workspace, its numbers in the order in which they lie."""
+    """A matrix in fp32 in the workspace, in its own memory order."""
     if t.stride(0) < t.stride(1):
         return _widen(role, t.t()).t()
     return WORKSPACE.take(role, *t.shape).copy_(t)

@@ -1,7 +1,7 @@
 """Random numbers as a pure function of a key: no global generator, nothing to save, nothing to restore.
 
-A key is a tuple of plain values, say (seed, "decoder.layers.3.mlp", sample 17). The same key gives the same numbers under
-every layout, in a recomputed forward, and after a resume.
+A key is a tuple of plain values, for example (seed, "decoder.layers.3.mlp", sample 17). The same key gives
+the same numbers under every layout, in a recomputed forward, and after a resume.
 """
 
 import hashlib
@@ -20,18 +20,19 @@ def seed_of(*key: int | str) -> int:
 
 
 def generator_of(*key: int | str, device: torch.device | str = "cpu") -> torch.Generator:
-    """A fresh generator that belongs to the key alone."""
+    """A new generator, seeded by the key."""
     return torch.Generator(device=device).manual_seed(seed_of(*key))
 
 
-def random_numbers(keys: Sequence[tuple[int | str, ...]], count: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """int64 [len(keys), count], uniform over all 64 bits: number i of a key, the same bits on every kind of device.
+def random_numbers(keys: Sequence[tuple[int | str, ...]], count: int,
+                   device: torch.device | str = "cpu") -> torch.Tensor:
+    """int64 [len(keys), count], uniform over all 64 bits, the same bits on every device.
 
-    SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators", figure 16): the key is where the
-    stream starts, i how far it has gone.
+    Number i of a key is SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number
+    generators", figure 16) started at the key's seed, after i steps.
     """
     starts = torch.tensor([seed_of(*key) for key in keys], dtype=torch.int64).to(device, non_blocking=True)
-    z = starts[:, None] + GOLDEN * torch.arange(1, count + 1, device=device)     # whole numbers wrap around at 64 bits
+    z = starts[:, None] + GOLDEN * torch.arange(1, count + 1, device=device)     # modulo 2**64
     z = (z ^ shift_right(z, 30)) * -0x40A7B892E31B1A47
     z = (z ^ shift_right(z, 27)) * -0x6B2FB644ECCEEE15
     return z ^ shift_right(z, 31)
@@ -39,14 +40,16 @@ def random_numbers(keys: Sequence[tuple[int | str, ...]], count: int, device: to
 
 def random_subset(keys: Sequence[tuple[int | str, ...]], kept: int, of: int,
                   device: torch.device | str = "cpu") -> torch.Tensor:
-    """int64 [len(keys), kept]: for each key `kept` different numbers below `of`, ascending, each subset as likely as another.
+    """int64 [len(keys), kept]: for each key `kept` different numbers below `of`, ascending, all subsets
+    equally likely.
 
-    Those are taken whose random numbers are smallest; so a larger subset of a key holds the smaller ones.
+    The subset consists of the numbers with the smallest random keys, so a larger one contains the smaller
+    ones.
     """
     order = random_numbers(keys, of, device).argsort(dim=1, stable=True)
     return order[:, :kept].sort(dim=1).values
 
 
 def shift_right(z: torch.Tensor, bits: int) -> torch.Tensor:
-    """z >> bits as if it had no sign."""
+    """z >> bits of the unsigned number with the bits of z."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)

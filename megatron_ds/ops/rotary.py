@@ -1,22 +1,27 @@
 """Rotary position embedding (Su et al. 2021, arXiv:2104.09864, section 3.4.2), in Megatron's arrangement.
 
-The first r = percent * d channels of a head are rotated, channel i together with channel i + r/2 ("rotate half"); the rest
-pass unchanged. Pair i turns by position * base^(-2i / r).
+The first r = percent * d channels of a head are rotated, channel i together with channel i + r/2 ("rotate
+half"); the rest pass unchanged. Pair i is rotated by the angle position * base^(-2i / r).
+
+Implementation: torch operations in fp32 on all devices, with a backward of our own that keeps nothing of x.
 """
 
 import torch
 
 
 def rotary_channels(head_dim: int, percent: float = 1.0) -> int:
-    """How many channels of a head are rotated: an even number."""
+    """Number of channels of a head that are rotated, even."""
     channels = int(head_dim * percent)
     return channels - channels % 2
 
 
-def rotary_tables(positions: torch.Tensor, channels: int, base: float = 10000.0) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin, fp32 [s, 1, 1, r/2] for `positions` [s], or [s, b, 1, r/2] for [b, s]; shared by all layers."""
+def rotary_tables(positions: torch.Tensor, channels: int,
+                  base: float = 10000.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin, fp32 [s, 1, 1, r/2] for `positions` [s], or [s, b, 1, r/2] for [b, s]; shared by all
+    layers.
+    """
     exponents = torch.arange(0, channels, 2, dtype=torch.float32, device=positions.device) / channels
-    where = positions.float()[:, None] if positions.dim() == 1 else positions.t().float()        # [s, 1] or [s, b]
+    where = positions.float()[:, None] if positions.dim() == 1 else positions.t().float()   # [s, 1] or [s, b]
     angles = where[:, :, None, None] * base ** -exponents
     return angles.cos(), angles.sin()
 
@@ -27,13 +32,14 @@ def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
 
 
 def reference_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """`apply_rotary` with autograd's own backward."""
     half = cos.shape[-1]
     first, second, rest = x.float().split([half, half, x.shape[-1] - 2 * half], dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1).to(x.dtype)
 
 
 class _Rotate(torch.autograd.Function):
-    # Turning back is turning by the opposite angle, so nothing of x is kept for backward.
+    # The gradient is rotated by the opposite angle, so nothing of x is kept for backward.
 
     @staticmethod
     def forward(ctx, x, cos, sin):

@@ -1,4 +1,4 @@
-"""Memory in fp32 on the CPU that is written again and again, of each thread."""
+"""Memory of a thread for fp32 intermediates on the CPU, and whether a tensor has memory at all."""
 
 import math
 import threading
@@ -10,28 +10,28 @@ from torch._subclasses import FakeTensor
 
 
 class Workspace(threading.local):
-    """Tensors for what lives no longer than the function that computes it, one for each role.
+    """Tensors for intermediates that are not needed after the function that computes them, one for each role.
 
-    They stay in the cache, as new ones would not. And new ones would lie between what layers keep for backward, and leave
-    holes there that nothing else fits in: of a training step in bf16 with fp32 inside, a twentieth of the peak.
-    Not for autograd: whoever writes to them does so without gradients.
+    Reused memory stays in the CPU's cache. New tensors would be allocated between those that layers keep for
+    backward and leave holes that nothing else fits into: a twentieth of the peak of a training step in bf16
+    with fp32 products. Not for autograd: write to them without gradients.
     """
 
     def __init__(self):
         self._memory: dict[str, torch.Tensor | None] = {}
 
     def take(self, role: str, *shape: int) -> torch.Tensor:
-        """A tensor of any content, good until the thread takes the role again: two that are alive at once have two roles."""
+        """An uninitialised tensor, valid until the thread takes the same role again."""
         memory, numel = self._memory.get(role), math.prod(shape)
         if memory is None or memory.numel() < numel:
-            memory = self._memory[role] = None                      # the old one goes before the new one comes
-            with torch.inference_mode(False):                       # what is made inside could not be written to outside
+            memory = self._memory[role] = None      # free the old one before allocating
+            with torch.inference_mode(False):        # else it could not be written to elsewhere
                 memory = self._memory[role] = torch.empty(numel, dtype=torch.float32, device="cpu")
         return memory[:numel].view(shape)
 
     @contextmanager
     def apart(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Within, nothing is taken of the memory held so far: {role: tensor} of what is taken instead, gone afterwards."""
+        """Use other memory within the context: {role: tensor}, freed at its end."""
         held, self._memory = self._memory, {}
         try:
             yield self._memory
@@ -43,5 +43,7 @@ WORKSPACE = Workspace()
 
 
 def has_memory(t: torch.Tensor) -> bool:
-    """False for a tensor of the meta device and for a FakeTensor: they have shapes, dtypes and storages, and no values."""
+    """False for a tensor of the meta device and for a FakeTensor, which have shapes and dtypes but no
+    values.
+    """
     return not (t.is_meta or isinstance(t, FakeTensor))

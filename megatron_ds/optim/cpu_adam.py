@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from ..host.huge_pages import huge_page_zeros
+from ..host.memory_maps import huge_page_zeros
 from ..ops.adam import AdamRow, adamw_
 
 

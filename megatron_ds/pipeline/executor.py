@@ -129,7 +129,7 @@ class Executor:
             stage.begin_step()
         try:
             self._shapes = [self.activation_shape(batch) for batch in microbatches]
-            self.channels.begin(self._shapes, self.dtype)
+            self.channels.announce(self._shapes, self.dtype)
             self._run_steps(steps)
             self.channels.drain()
         except BaseException as error:

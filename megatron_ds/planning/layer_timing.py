@@ -24,7 +24,7 @@ from ..config import RunConfig
 from ..data.batch import Batch
 from ..errors import ConfigError
 from ..models import MODELS
-from ..mpu.agree import together
+from ..mpu.agree import on_one_rank
 from ..mpu.channels import Channels
 from ..mpu.collectives import all_gather_object
 from ..mpu.context import ParallelContext
@@ -49,7 +49,7 @@ def measured_times(config: RunConfig, mesh: Mesh, ctx: ParallelContext) -> Times
         return None
     path, what = config.parallel.pipeline_costs_path, _what(config, mesh.device)
     world = mesh.group("world")
-    if path and (found := together(world, lambda: read_costs(Path(path), what), only=0)):
+    if path and (found := on_one_rank(world, lambda: read_costs(Path(path), what))):
         return found
     mine = time_layers(config, ctx)
     transfer = time_transfer(config, mesh.group("pp"), ctx)
@@ -57,7 +57,7 @@ def measured_times(config: RunConfig, mesh: Mesh, ctx: ParallelContext) -> Times
     layers = {kind: LayerCost(*map(statistics.fmean, zip(*(rank[kind] for _, rank in everybody)))) for kind in mine}
     agreed = Times(layers, statistics.fmean(seconds for seconds, _ in everybody), SOURCE)
     if path:
-        together(world, lambda: write_costs(Path(path), what, agreed), only=0)
+        on_one_rank(world, lambda: write_costs(Path(path), what, agreed))
     return agreed
 
 

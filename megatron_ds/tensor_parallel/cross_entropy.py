@@ -22,7 +22,6 @@ from torch.autograd.function import once_differentiable
 
 from ..mpu import collectives
 from ..mpu.group import Group
-from ..ops.cross_entropy import smoothing_weight
 
 # fp32 elements processed at once, in whole rows: as many as fit a CPU's cache, and as keep a GPU busy.
 CPU_BLOCK, GPU_BLOCK = 2**18, 2**24
@@ -35,7 +34,7 @@ def vocab_parallel_cross_entropy(logits: torch.Tensor, labels: torch.Tensor, gro
                                  label_smoothing: float = 0.0) -> torch.Tensor:
     """logits [s, b, V'/t], labels [s, b] in [0, vocab_size) → loss per token, fp32 [s, b].
 
-    The same on every rank. Overwrites the logits. Smoothing as in `ops.cross_entropy.cross_entropy`, over the
+    The same on every rank. Overwrites the logits. Smoothing as in `reference_cross_entropy`, over the
     whole vocabulary for any t. One backward per forward. Collective: all-gather.
     """
     return _CrossEntropy.apply(logits, labels, group, vocab_size, label_smoothing)
@@ -118,3 +117,25 @@ def _softmax_(logits: torch.Tensor, column: torch.Tensor, valid: int) -> tuple[t
 def _blocks(t: torch.Tensor) -> list[slice]:
     rows = max(1, (CPU_BLOCK if t.device.type == "cpu" else GPU_BLOCK) // t.shape[1])
     return [slice(start, start + rows) for start in range(0, t.shape[0], rows)]
+
+
+def reference_cross_entropy(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int,
+                            label_smoothing: float = 0.0) -> torch.Tensor:
+    """The same on whole logits [.., V'], labels [..]; columns from `vocab_size` on are ignored.
+
+    Smoothing as in Megatron: the label's target is 1 - e, every other token's e / (vocab_size - 1). (torch
+    spreads e over all tokens, the label included: its e is Megatron's times vocab_size / (vocab_size - 1).)
+    """
+    log_p = torch.log_softmax(logits[..., :vocab_size].float(), dim=-1)
+    loss = -log_p.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    if label_smoothing:
+        e = smoothing_weight(label_smoothing, vocab_size)
+        loss = (1 - e) * loss - e * log_p.mean(-1)
+    return loss
+
+
+def smoothing_weight(label_smoothing: float, vocab_size: int) -> float:
+    """Weight of the mean over all tokens that gives each token but the label label_smoothing / (vocab_size -
+    1).
+    """
+    return label_smoothing * vocab_size / (vocab_size - 1)

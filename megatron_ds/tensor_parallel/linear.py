@@ -25,10 +25,9 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from ..mpu import collectives
-from ..mpu.context import ParallelContext
+from ..mpu.context import ParallelContext, new_parameter
 from ..mpu.group import DONE, Group, Work, solo
 from ..mpu.param_spec import Init, ParamSpec, Split
-from ..ops.parameter import new_parameter
 from ..ops.product import affine, product
 from .weight_grad import Finish, linear_gradient, nothing, now_or_later
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..config import RunConfig
 from ..models import build_stages, count_uses
-from ..mpu.agree import together
+from ..mpu.agree import on_all_ranks
 from ..mpu.channels import Channels
 from ..mpu.mesh import Mesh
 from ..mpu.param_spec import DATA_AXES, EXPERT_DATA_AXES
@@ -85,7 +85,7 @@ def build_engine(config: RunConfig, mesh: Mesh) -> Engine:
         initialize(parameters, config.train.seed, mesh.coordinates)
     groups = _data_groups(config, mesh)
     # Together: a rank's disk may be full.
-    optimizer = together(mesh.group("world"), lambda: _build_optimizer(config, mesh, groups, built, parameters))
+    optimizer = on_all_ranks(mesh.group("world"), lambda: _build_optimizer(config, mesh, groups, built, parameters))
     pinned, why_pinned = _pinning(config, mesh, memory, optimizer, plan)
     stages = {index: _build_stage(config, mesh, index, list(built[index]), optimizer, plan) for index in built}
     return Engine(config, mesh, plan, make_batches(config, mesh, ctx.slice), stages, modules, parameters, optimizer,

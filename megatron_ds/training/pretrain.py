@@ -30,7 +30,7 @@ from ..errors import DeviceMemoryError
 from ..launch_env import rank_in, with_local_rank
 from ..models import MODELS
 from ..mpu import launch as launching
-from ..mpu.agree import together
+from ..mpu.agree import on_all_ranks, on_one_rank
 from ..mpu.collectives import all_gather_object
 from ..mpu.launch import Launch
 from ..mpu.mesh import Mesh
@@ -100,13 +100,13 @@ def train(as_given: RunConfig, mesh: Mesh, source: str, started: float, stop: St
     """
     world, checkpoint = mesh.group("world"), as_given.checkpoint
     _leave_if_stopped(stop, mesh)
-    together(world, lambda: _check_outputs(as_given, mesh.rank))
+    on_all_ranks(world, lambda: _check_outputs(as_given, mesh.rank))
     with save_folder(checkpoint, world):
         start = find_start(checkpoint, world)
-        config, tokenizer, loaders = together(world, lambda: _open_data(as_given, mesh))
+        config, tokenizer, loaders = on_all_ranks(world, lambda: _open_data(as_given, mesh))
         description = describe_run(config, as_given, tokenizer, start.run_id)
         if start.step is not None:
-            together(world, lambda: check_same_run(start.run, description, checkpoint))
+            on_all_ranks(world, lambda: check_same_run(start.run, description, checkpoint))
         _leave_if_stopped(stop, mesh)
         engine = build_engine(config, mesh)
         if mesh.rank == 0:
@@ -117,7 +117,7 @@ def train(as_given: RunConfig, mesh: Mesh, source: str, started: float, stop: St
         if checkpoint.save:
             clear_save_folder(checkpoint, world)
             _check_room(engine, progress)
-            description |= together(world, lambda: keep_tokenizer_files(config), only=0)
+            description |= on_one_rank(world, lambda: keep_tokenizer_files(config))
         log = open_log(config, progress, start.run_id) if mesh.rank == 0 else Log()
         trainer = Trainer(engine, loaders, log, progress, description, started, stop)
         reason = trainer.run()

@@ -10,7 +10,7 @@ import torch
 
 from ..data.batch import Batch
 from ..data.loading.loader import Loader
-from ..mpu.agree import together
+from ..mpu.agree import on_one_rank
 from ..mpu.collectives import broadcast_
 from ..mpu.group import Group
 
@@ -36,7 +36,7 @@ class SharedReader:
             tensors = made.tensors()
             return replace(made, **dict.fromkeys(tensors)), {name: _form(t) for name, t in tensors.items()}
 
-        frame, forms = together(self.tp, read, only=READER)
+        frame, forms = on_one_rank(self.tp, read, READER)
         tensors = {name: self._send(made and getattr(made, name), *form) for name, form in forms.items()}
         return replace(frame, **tensors)
 

@@ -22,7 +22,7 @@ from ..checkpoint.lock import locked
 from ..checkpoint.occupant import check_vacant, move_aside, run_id_of
 from ..config.training_options import CheckpointConfig
 from ..errors import CheckpointError
-from ..mpu.agree import together
+from ..mpu.agree import on_one_rank
 from ..mpu.group import Group
 
 logger = logging.getLogger(__name__)
@@ -57,13 +57,13 @@ def find_start(checkpoint: CheckpointConfig, world: Group) -> Start:
         _check_save_folder(checkpoint, start)
         return start
 
-    return together(world, look, only=0)
+    return on_one_rank(world, look)
 
 
 def clear_save_folder(checkpoint: CheckpointConfig, world: Group) -> None:
     """With --overwrite-save, move another run that --save holds into a subfolder, after the load from there. Collective."""
     if checkpoint.overwrite_save and not _continues_in_place(checkpoint):
-        together(world, lambda: move_aside(Path(checkpoint.save)) and None, only=0)
+        on_one_rank(world, lambda: move_aside(Path(checkpoint.save)) and None)
 
 
 def _look(checkpoint: CheckpointConfig) -> Start:

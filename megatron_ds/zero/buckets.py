@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from ..errors import MegatronDSError
-from ..host.huge_pages import huge_page_zeros
+from ..host.memory_maps import huge_page_zeros
 from ..mpu.collectives import all_reduce_
 from ..mpu.group import Group, Work
 from .data_groups import Hierarchy

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from ..host.huge_pages import huge_page_zeros
+from ..host.memory_maps import huge_page_zeros
 from ..mpu.collectives import all_gather_into_
 from ..mpu.group import DONE, Work
 from ..mpu.param_spec import ParamSpec

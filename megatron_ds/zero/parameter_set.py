@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ..host.huge_pages import huge_page_zeros
+from ..host.memory_maps import huge_page_zeros
 from ..mpu.collectives import all_reduce_
 from ..mpu.group import Group
 from .buckets import GradBuckets, GradientStore, Holder, Reduction

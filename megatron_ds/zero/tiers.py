@@ -15,7 +15,7 @@ import torch
 
 from ..config.parallel_options import ZeroConfig
 from ..host.async_io import ALIGNMENT, AsyncIO, aligned_empty, make_io
-from ..host.huge_pages import huge_page_zeros
+from ..host.memory_maps import huge_page_zeros
 from ..host.scratch_file import Region, ScratchFile
 from ..mpu.group import DONE, Work
 

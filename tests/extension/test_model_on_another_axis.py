@@ -22,7 +22,7 @@ from megatron_ds.mpu.group import coordinates_of
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.mpu.regions import gather_from_sequence_region
 from megatron_ds.mpu.sequence_slice import Part, SequenceSlice
-from megatron_ds.ops.attention import attention
+from megatron_ds.ops.core_attention import attention
 from megatron_ds.tensor_parallel.init import initialize
 from tests.harness.gpt_runs import make_batch
 from tests.harness.plain_gpt import STYLES, gather_logical

@@ -166,7 +166,7 @@ class RendezvousChannels:
     def __init__(self, office: PostOffice, rank: int, world, timeout: float = 20):
         self.office, self.rank, self.baton, self.timeout = office, rank, world.baton, timeout
 
-    def begin(self, shapes, dtype):
+    def announce(self, shapes, dtype):
         pass
 
     def send(self, kind, destination, tensor):

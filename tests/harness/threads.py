@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 
 from megatron_ds.host.shared_memory import share_pages
-from megatron_ds.mpu.group import DONE, Group
+from megatron_ds.mpu.group import DONE, AllOf, Group
 from megatron_ds.mpu.traffic import Traffic
 
 TIMEOUT_SECONDS = 60
@@ -129,8 +129,11 @@ class ThreadTransport:
         out.detach().copy_(self._reduced(tensor, op).chunk(self.size)[self.rank])
         return DONE
 
-    def all_to_all(self, out, tensor):
-        out.detach().copy_(torch.cat([t.chunk(self.size)[self.rank] for t in self._exchange(tensor.detach().clone())]))
+    def all_to_all(self, out, tensor, sent=None, received=None):
+        pieces = tensor.detach().clone().split(list(sent or [len(tensor) // self.size] * self.size))
+        mine = [of_rank[self.rank] for of_rank in self._exchange(pieces)]
+        assert received is None or [len(piece) for piece in mine] == list(received), "another number of rows was sent"
+        out.detach().copy_(torch.cat(mine))
         return DONE
 
     def broadcast(self, tensor, source):
@@ -143,6 +146,11 @@ class ThreadTransport:
 
     def irecv(self, tensor, source, tag):
         return _Receive(tensor, self.room, self.room.mailbox(source, self.rank, tag))
+
+    def exchange(self, sends, receives):
+        for tensor, destination in sends:
+            self.isend(tensor, destination, "exchanged")
+        return AllOf([self.irecv(tensor, source, "exchanged") for tensor, source in receives])
 
     def all_gather_object(self, obj):
         return self._exchange(obj)

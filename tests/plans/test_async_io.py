@@ -238,7 +238,7 @@ def test_auto_takes_io_uring_where_it_works(uring):
 
 def test_without_the_extension_threads_serve_and_that_is_said_once(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "megatron_ds._async_io", None)
-    async_io._say_threads.cache_clear()
+    async_io._log_threads.cache_clear()
     with caplog.at_level(logging.INFO):
         engines = [make_io("auto"), make_io("auto")]
     assert all(isinstance(io, ThreadIO) for io in engines)
@@ -250,7 +250,7 @@ def test_without_the_extension_threads_serve_and_that_is_said_once(monkeypatch, 
 def test_where_the_kernel_forbids_io_uring_threads_serve_and_the_reason_is_told(uring):
     def child(answers):
         forbid_io_uring()
-        async_io._say_threads.cache_clear()
+        async_io._log_threads.cache_clear()
         records = []
         async_io.logger.addHandler(handler := logging.Handler())
         handler.emit = records.append

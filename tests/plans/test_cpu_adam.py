@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_ds.host.huge_pages import huge_page_zeros
+from megatron_ds.host.memory_maps import huge_page_zeros
 from megatron_ds.ops import adam
 from megatron_ds.ops.adam import AdamRow, adamw_, reference_adamw_
 from megatron_ds.optim import OPTIMIZERS

@@ -6,8 +6,8 @@ import sys
 import pytest
 import torch
 
-from megatron_ds.ops import gelu as module
-from megatron_ds.ops.gelu import gelu, reference_gelu
+from megatron_ds.ops import activation as module
+from megatron_ds.ops.activation import gelu, reference_gelu
 
 compiled = pytest.mark.skipif(not module.extension(), reason="the extension is not built")
 

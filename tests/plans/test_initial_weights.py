@@ -3,8 +3,8 @@ import itertools
 import pytest
 import torch
 
+from megatron_ds.mpu.context import new_parameter
 from megatron_ds.mpu.param_spec import Init, ParamSpec, Split
-from megatron_ds.ops.parameter import new_parameter
 from megatron_ds.tensor_parallel import init
 from megatron_ds.tensor_parallel.init import initialize, initialize_interval
 from tests.harness.shards import assemble, cut

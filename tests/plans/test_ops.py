@@ -7,11 +7,11 @@ import torch.nn.functional as F
 from megatron_ds.ops import blocked_attention as blocked
 from megatron_ds.ops import product as ops_product
 from megatron_ds.ops.activation import ACTIVATIONS
-from megatron_ds.ops.attention import attention, reference_attention
-from megatron_ds.ops.cross_entropy import cross_entropy
+from megatron_ds.ops.core_attention import attention, reference_attention
 from megatron_ds.ops.dropout import attention_keep_mask
-from megatron_ds.ops.norm import NORMS, LayerNorm, RMSNorm, reference_layer_norm, reference_rms_norm
+from megatron_ds.ops.norms import NORMS, LayerNorm, RMSNorm, reference_layer_norm, reference_rms_norm
 from megatron_ds.ops.rotary import apply_rotary, reference_rotary, rotary_channels, rotary_tables
+from megatron_ds.tensor_parallel.cross_entropy import reference_cross_entropy
 
 
 def randn(*shape, dtype=torch.float32, seed=0):
@@ -175,7 +175,7 @@ def test_second_derivatives_of_blocked_attention_are_refused():
 
 def test_blocked_attention_serves_the_lengths_where_it_is_faster(monkeypatch):
     called = []
-    monkeypatch.setattr("megatron_ds.ops.attention.blocked_attention",
+    monkeypatch.setattr("megatron_ds.ops.core_attention.blocked_attention",
                         lambda q, k, v, *rest: (called.append(len(q)), blocked.blocked_attention(q, k, v, *rest))[1])
     monkeypatch.setattr(ops_product, "has_products", lambda dtype: dtype is torch.float32)         # a machine without bf16
     for s in (64, 128, 256, 257):
@@ -228,4 +228,4 @@ def test_reference_cross_entropy_equals_torch_on_the_true_vocabulary(smoothing):
     logits, labels = randn(4, 3, 16), torch.randint(0, 13, (4, 3))
     expected = F.cross_entropy(logits[..., :13].flatten(0, 1), labels.flatten(), reduction="none",
                                label_smoothing=smoothing * 13 / 12).view(4, 3)     # torch's definition of smoothing
-    torch.testing.assert_close(cross_entropy(logits, labels, 13, smoothing), expected)
+    torch.testing.assert_close(reference_cross_entropy(logits, labels, 13, smoothing), expected)

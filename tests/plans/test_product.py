@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_ds.ops import product as products
-from megatron_ds.ops.attention import attention, reference_attention
+from megatron_ds.ops.core_attention import attention, reference_attention
 from megatron_ds.ops.product import add_product_, affine, product
 from megatron_ds.ops.workspace import Workspace
 from tests.harness.alive_bytes import AliveBytes

@@ -287,7 +287,7 @@ def refusing(flag, code):
 def test_a_file_system_without_direct_access_is_used_through_the_cache_and_that_is_said_once(
         threads, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(os, "open", refusing(os.O_DIRECT, 22))
-    scratch_file._say_buffered.cache_clear()
+    scratch_file._log_buffered.cache_clear()
     with caplog.at_level(logging.INFO):
         files = [ScratchFile(tmp_path, threads) for _ in range(2)]
     assert [f.direct_fd for f in files] == [None, None]

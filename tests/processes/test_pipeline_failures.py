@@ -119,7 +119,7 @@ def mean_other_tensors(rank, world, longer):
 def test_ranks_that_mean_other_shapes_find_out_at_once_and_nobody_computes_with_garbage(longer):
     results = run_processes(P, mean_other_tensors, longer)
     length = 7 if longer else 3
-    assert f"micro-batch 0 was expected as [{length}, 2, 6] float32, but comes as [5, 2, 6] float32" in results[1]
-    assert "rank 1 (pipeline position 1) and rank 0 (position 0), which sends an activation to it" in results[1]
+    assert f"micro-batch 0 was expected as [{length}, 2, 6] float32, but the sender has [5, 2, 6] float32" in results[1]
+    assert "rank 1 (pipeline position 1) receives an activation from rank 0 (position 0)" in results[1]
     assert "did not arrive in time" not in results[1]
     assert "done" not in results

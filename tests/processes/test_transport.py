@@ -56,6 +56,43 @@ def test_every_operation_is_right_for_every_dtype():
             assert torch.equal(received, given[:, 2 * rank:2 * rank + 2].flatten())
 
 
+ROWS = [[0, 3, 1], [2, 0, 5], [0, 0, 4]]           # ROWS[i][j]: sent by rank i to rank j
+
+
+def rows_of(rank, dtype):
+    return (torch.arange(2 * sum(ROWS[rank])).view(-1, 2) + 100 * rank).to(dtype)
+
+
+def pieces_of_any_size(rank, world):
+    """By dtype: what an all-to-all with splits brought, and what came along a ring."""
+    group, results = world.group("ep", range(world.size), rank), {}
+    received = [rows[rank] for rows in ROWS]
+    for dtype in DTYPES:
+        out, passed = torch.empty(sum(received), 2, dtype=dtype), []
+        work = collectives.all_to_all_(out, rows_of(rank, dtype), group, (ROWS[rank], received), async_op=True)
+        held = torch.full((3,), rank, dtype=dtype)
+        for _ in range(2):
+            got = torch.empty(3, dtype=dtype)
+            collectives.exchange([(held, (rank + 1) % 3)], [(got, (rank - 1) % 3)], group)
+            held = got
+            passed.append(got)
+        work.wait()
+        results[dtype] = out, passed
+    both = [torch.empty(1 << 18) for _ in range(2)]         # both directions, more than a socket takes in one piece
+    sends = [(torch.full((1 << 18,), 10.0 * rank + peer), peer) for peer in range(3) if peer != rank]
+    collectives.exchange(sends, [(t, peer) for t, (_, peer) in zip(both, sends)], group)
+    return results, [t.unique().tolist() for t in both]
+
+
+def test_an_all_to_all_of_unequal_pieces_and_an_exchange_are_right_for_every_dtype():
+    for rank, (results, both) in enumerate(run_processes(3, pieces_of_any_size)):
+        for dtype, (out, passed) in results.items():
+            expected = torch.cat([rows_of(i, dtype).split(ROWS[i])[rank] for i in range(3)])
+            assert torch.equal(out, expected), dtype
+            assert [t.tolist() for t in passed] == [[(rank - 1) % 3] * 3, [(rank - 2) % 3] * 3]
+        assert both == [[10.0 * peer + rank] for peer in range(3) if peer != rank]
+
+
 def sums_of_reals(rank, world):
     """By size and dtype: (all-reduced, this rank's piece of the reduced, all ranks' numbers), all under way at once."""
     group, n, results, works = world.group("dp", range(world.size), rank), world.size, {}, []
@@ -192,6 +229,7 @@ def test_a_mesh_over_processes_sums_over_each_axis():
 
 
 UNDER_TORCHRUN = """
+import os
 import torch
 from megatron_ds import mpu
 from megatron_ds.mpu import collectives
@@ -203,7 +241,7 @@ collectives.all_reduce_(total, mesh.group("tp"))
 assert total.item() == 3.0 and launch.source == "torchrun" and launch.local_world_size == 2
 mpu.destroy_model_parallel()
 mpu.stop()
-print("done", launch.rank)
+os.write(1, f"done {launch.rank}\\n".encode())         # at once: lines of two ranks must not mix
 """
 
 

@@ -201,7 +201,7 @@ def test_what_one_rank_lacks_ends_all_of_them_naming_it(corpora, tmp_path, there
             shutil.copy(corpora / f"{corpus}{suffix}", folder / f"good{suffix}")
     argv = [*TINY, *STEPS, *PP2, "--data-path", "good", "--split", "80,10,10"]
     message = told(argv, ranks=2, spoil=partial(elsewhere, folders=list(map(str, folders))))
-    assert "on rank(s) 1 of 2: --data-path good: " in message and words in message
+    assert "rank 1: --data-path good: " in message and words in message
 
 
 BROKEN_ON_ONE_RANK = """

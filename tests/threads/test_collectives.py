@@ -73,6 +73,69 @@ def test_all_to_all_transposes_ranks_and_pieces():
         assert torch.equal(out[rank], torch.cat([t.chunk(RANKS)[rank] for t in given]))
 
 
+ROWS = [[0, 3, 1], [2, 0, 5], [0, 0, 4]]           # ROWS[i][j]: sent by rank i to rank j
+
+
+@pytest.mark.parametrize("shape", [(), (2,)])
+def test_all_to_all_with_splits_sends_any_number_of_rows_and_counts_those_to_other_ranks(shape):
+    given = [torch.arange(20.0).view(10, 2)[:sum(rows), 0 if not shape else slice(None)].add(100 * rank).contiguous()
+             for rank, rows in enumerate(ROWS)]
+
+    def swap(rank, group):
+        received = [rows[rank] for rows in ROWS]
+        out = given[rank].new_empty(sum(received), *shape)
+        collectives.all_to_all_(out, given[rank], group, (ROWS[rank], received))
+        return out, dict(group.traffic.bytes)
+
+    for rank, (out, counted) in enumerate(on_ranks(swap)):
+        assert torch.equal(out, torch.cat([t.split(rows)[rank] for t, rows in zip(given, ROWS)]))
+        elsewhere = sum(ROWS[rank]) - ROWS[rank][rank]
+        assert counted == {("all_to_all_v", "tp", 3): 4 * elsewhere * (2 if shape else 1)}
+
+
+@pytest.mark.parametrize("splits", [([1, 2], [3, 0, 0]), ([1, 1, 2], [3, 0, 0]), ([1, 1, 1], [3, 0, 1]),
+                                    ([4, -1, 0], [1, 1, 1])])
+def test_splits_that_do_not_add_up_are_refused(splits):
+    with pytest.raises(LayoutError, match="add up to the rows"):
+        on_ranks(lambda rank, group: collectives.all_to_all_(torch.empty(3), torch.ones(3), group, splits))
+
+
+def test_a_ring_passes_each_tensor_to_the_next_rank_and_counts_it():
+    given = pieces((4, 2))
+
+    def turn(rank, group):
+        following, previous = (rank + 1) % RANKS, (rank - 1) % RANKS
+        held, seen = given[rank].t(), [given[rank].t()]            # not contiguous
+        for _ in range(RANKS - 1):
+            got = torch.empty(2, 4)
+            collectives.exchange([(held, following)], [(got, previous)], group, async_op=True).wait()
+            held = got
+            seen.append(got)
+        return seen, dict(group.traffic.bytes), dict(group.traffic.calls)
+
+    for rank, (seen, counted, calls) in enumerate(on_ranks(turn)):
+        assert all(torch.equal(t, given[(rank - i) % RANKS].t()) for i, t in enumerate(seen))
+        assert counted == {("send", "tp", 3): 64} and calls == {("send", "tp", 3): 2}
+
+
+def test_an_exchange_may_have_other_numbers_of_sends_and_receives_on_each_rank():
+    def scatter(rank, group):
+        got = torch.empty(2)
+        sends = [(torch.full((2,), 10.0 * peer), peer) for peer in (1, 2)] if rank == 0 else []
+        collectives.exchange(sends, [] if rank == 0 else [(got, 0)], group)
+        return None if rank == 0 else got.tolist()
+
+    assert on_ranks(scatter) == [None, [10.0, 10.0], [20.0, 20.0]]
+
+
+def test_an_exchange_with_oneself_is_a_copy_in_a_group_of_one_and_refused_in_others():
+    out = torch.zeros(3)
+    collectives.exchange([(torch.ones(3), 0)], [(out, 0)], solo())
+    assert out.tolist() == [1.0] * 3
+    with pytest.raises(LayoutError, match="with itself"):
+        on_ranks(lambda rank, group: collectives.exchange([(out, rank)], [], group))
+
+
 def test_broadcast_copies_the_position_in_the_group_not_the_global_rank():
     tensors = pieces((3,), 4)
     expected = tensors[2].clone()
@@ -86,9 +149,8 @@ def test_broadcast_copies_the_position_in_the_group_not_the_global_rank():
 
 
 def test_objects_come_in_group_order():
-    for got in on_ranks(lambda rank, group: (collectives.all_gather_object({"rank": rank}, group),
-                                             collectives.broadcast_object(rank * 10, group, source=2))):
-        assert got == ([{"rank": 0}, {"rank": 1}, {"rank": 2}], 20)
+    for got in on_ranks(lambda rank, group: collectives.all_gather_object({"rank": rank}, group)):
+        assert got == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
 
 
 def test_a_dimension_that_does_not_divide_is_refused_with_the_numbers():

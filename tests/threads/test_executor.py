@@ -47,8 +47,8 @@ def test_receives_are_posted_before_the_computation_ahead_and_waited_for_only_wh
     events = []
 
     class Recording:
-        def begin(self, shapes, dtype):
-            events.append(f"begin {len(shapes)}")
+        def announce(self, shapes, dtype):
+            events.append(f"announce {len(shapes)}")
 
         def send(self, kind, destination, tensor):
             events.append(f"send {kind} to {destination}")
@@ -73,7 +73,7 @@ def test_receives_are_posted_before_the_computation_ahead_and_waited_for_only_wh
     make_executor(program, make_layers(3), (0, 1, 3, 5), Recording(), lambda stage: stage, 1,
                   {Op.REDUCE: lambda stage: events.append("reduce")}, Telling).run(make_batches(2))
     assert events == [
-        "begin 2", "post act from 0", "post act from 0", "wait act", "F0", "post grad from 2", "send act to 2",
+        "announce 2", "post act from 0", "post act from 0", "wait act", "F0", "post grad from 2", "send act to 2",
         "wait act", "F1", "post grad from 2", "send act to 2",
         "wait grad", "B0", "send grad to 0", "reduce", "wait grad", "B1", "send grad to 0", "drain"]
 

@@ -39,8 +39,9 @@ def shorten(executor, batches):
 
 def test_a_receiver_that_expects_another_shape_says_who_sends_what():
     story = run_two(shorten, changed_rank=1)
-    assert "rank 1 (pipeline position 1) and rank 0 (position 0), which sends an activation to it, disagree" in story
-    assert "micro-batch 1 was expected as [3, 2, 6] float32, but comes as [5, 2, 6] float32" in story
+    assert ("rank 1 (pipeline position 1) receives an activation from rank 0 (position 0), but the shapes of their "
+            "steps differ" in story)
+    assert "micro-batch 1 was expected as [3, 2, 6] float32, but the sender has [5, 2, 6] float32" in story
     assert "pipeline rank 1 was executing F0@1 (forward of micro-batch 0 at stage 1) in a step of 3 micro-batches" in story
 
 
@@ -48,7 +49,8 @@ def test_a_receiver_of_another_dtype_says_so_before_any_garbage():
     def widen(executor, batches):
         executor.dtype = torch.float64
 
-    assert "micro-batch 0 was expected as [5, 2, 6] float64, but comes as [5, 2, 6] float32" in run_two(widen, changed_rank=1)
+    story = run_two(widen, changed_rank=1)
+    assert "micro-batch 0 was expected as [5, 2, 6] float64, but the sender has [5, 2, 6] float32" in story
 
 
 def test_ranks_with_other_numbers_of_micro_batches_find_out():
@@ -57,7 +59,7 @@ def test_ranks_with_other_numbers_of_micro_batches_find_out():
         batches.pop()
 
     story = run_two(shrink, changed_rank=1)
-    assert "disagree: expected a step of 2 micro-batches, but that one takes a step of 3" in story
+    assert "differ: this rank's step has 2 micro-batches, the sender's has 3" in story
 
 
 @pytest.mark.parametrize("change, words", [
@@ -75,7 +77,7 @@ def test_a_stage_that_makes_something_else_than_the_next_expects_does_not_send_i
 
 
 def test_a_message_is_never_taken_for_one_of_another_shape():
-    """Without promises: the channel alone."""
+    """Without the shape check: the channel alone."""
     def talk(rank, world):
         channels = Channels(pipeline_group(world, rank))
         if rank == 0:
@@ -87,14 +89,14 @@ def test_a_message_is_never_taken_for_one_of_another_shape():
     assert torch.equal(run_ranks(2, talk)[1], torch.ones(3))
 
 
-def test_promises_are_not_counted_as_traffic_and_go_once_a_step():
+def test_the_shape_check_is_not_counted_as_traffic_and_is_sent_once_a_step():
     def talk(rank, world):
         group = pipeline_group(world, rank)
         channels, sent = Channels(group), []
         isend = group.transport.isend
         group.transport.isend = lambda tensor, *where: sent.append(tensor.dtype) or isend(tensor, *where)
         for _ in range(2):
-            channels.begin([(4,)] * 3, torch.float32)
+            channels.announce([(4,)] * 3, torch.float32)
             for kind in ("act", "grad", "act"):
                 if rank == 0:
                     channels.send(kind, 1, torch.zeros(4))

@@ -1,10 +1,16 @@
 """Core attention: softmax(q kᵀ / sqrt(d)) v, causal or masked, with grouped keys and values.
 
-Shapes: s positions, b samples, n query heads, g key-value heads (g divides n; query head i reads key-value head i // (n/g)),
-d channels. Queries may be fewer than keys: they are then the last ones (generation with a key-value cache).
+Shapes: s positions, b samples, n query heads, g key-value heads (g divides n; query head i reads key-value
+head i // (n/g)), d channels. Queries may be fewer than keys: they are then the last ones (generation with a
+key-value cache).
+
+Implementations: `blocked_attention` on CPU for causal attention of medium length, where it is faster;
+torch's fused attention otherwise, on every device; `reference_attention` with dropout, since it needs the
+probabilities.
 """
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,26 +22,25 @@ from .workspace import has_memory
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True,
-              mask: torch.Tensor | None = None, documents=None, dropout: float = 0.0, keep: torch.Tensor | None = None,
-              scale: float | None = None) -> torch.Tensor:
+              mask: torch.Tensor | None = None, documents: Any = None, dropout: float = 0.0,
+              keep: torch.Tensor | None = None, scale: float | None = None) -> torch.Tensor:
     """q [sq, b, n, d], k and v [sk, b, g, d] → [sq, b, n * d].
 
-    mask     bool [b or 1, n or 1, sq, sk], True = may not attend; joined with the causal mask when `causal`
-    documents  of these samples, as `data.documents.Documents`, with sq = sk: a query sees keys of its own document only
-    keep     with `dropout` > 0: bool [b, n, sq, sk] from `ops.dropout.attention_keep_mask`. Keeps the probabilities
-             for backward, so memory grows with sq * sk; without it torch's fused attention is used, or where that is
-             slower `blocked_attention`
-    scale    of the scores, 1 / sqrt(d) unless given
+    mask       bool [b or 1, n or 1, sq, sk], True = may not attend; in addition to the causal mask
+    documents  `data.documents.Documents` of the samples, with sq = sk: a query sees its own document only
+    keep       with `dropout` > 0: bool [b, n, sq, sk] from `ops.dropout.attention_keep_mask`. Keeps the
+               probabilities for backward, so memory grows with sq * sk
+    scale      of the scores, 1 / sqrt(d) unless given
 
-    In fp32 where the processor has no products of the dtype; `blocked_attention` keeps 16 bits for backward even so.
+    In fp32 where the processor has no matrix products of the dtype; `blocked_attention` still keeps 16 bits.
     """
     assert (dropout > 0) == (keep is not None), "attention dropout needs its mask, and the mask a probability"
     if causal and mask is None and keep is None and worth_blocking(q, k):
         whole = documents if has_memory(q) else None          # a plan counts what one document keeps, which is the most
         return blocked_attention(q, k, v, scale or 1 / math.sqrt(q.shape[-1]), whole)
     if is_widened(q):
-        wide = attention(q.float(), k.float(), v.float(), causal=causal, mask=mask, documents=documents, dropout=dropout,
-                         keep=keep, scale=scale)
+        wide = attention(q.float(), k.float(), v.float(), causal=causal, mask=mask, documents=documents,
+                         dropout=dropout, keep=keep, scale=scale)
         return wide.to(q.dtype)
     if documents is not None and (keep is not None or mask is not None or not causal):
         mask, documents = documents.foreign if mask is None else mask | documents.foreign, None
@@ -44,7 +49,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
     sq, sk = q.shape[0], k.shape[0]
     queries, keys, values = (t.permute(1, 2, 0, 3) for t in (q, k, v))          # [b, n or g, s, d], views
     plain_causal = causal and mask is None and documents is None and sq == sk
-    allowed = None if documents is None else documents.bias(q.dtype)            # bool or to be added; None where all may be
+    allowed = None if documents is None else documents.bias(q.dtype)    # added to the scores; None: all
     if documents is None and not plain_causal:
         forbidden = _forbidden(sq, sk, causal, mask, q.device)
         allowed = None if forbidden is None else ~forbidden
@@ -56,9 +61,9 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
 
 
 def reference_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True,
-                        mask: torch.Tensor | None = None, dropout: float = 0.0, keep: torch.Tensor | None = None,
-                        scale: float | None = None) -> torch.Tensor:
-    """The same, written out; the softmax in fp32."""
+                        mask: torch.Tensor | None = None, dropout: float = 0.0,
+                        keep: torch.Tensor | None = None, scale: float | None = None) -> torch.Tensor:
+    """The same in elementary operations, on any device; the softmax in fp32."""
     (sq, b, n, d), (sk, _, g, _) = q.shape, k.shape
     queries = q.permute(1, 2, 0, 3).reshape(b, g, n // g, sq, d)
     keys, values = (t.permute(1, 2, 0, 3).unsqueeze(2) for t in (k, v))         # [b, g, 1, sk, d]
@@ -69,7 +74,7 @@ def reference_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, ca
         scores = scores.masked_fill(forbidden, -math.inf)
     p = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
     if forbidden is not None and mask is not None:
-        p = p.masked_fill(forbidden.all(-1, keepdim=True), 0.0)                 # a query that may attend to nothing: 0
+        p = p.masked_fill(forbidden.all(-1, keepdim=True), 0.0)         # a query without keys: 0
     if keep is not None:
         p = apply_mask(p, keep, dropout)
     out = p.reshape(b, g, n // g, sq, sk) @ values
@@ -106,5 +111,7 @@ class _PlannedAttention(torch.autograd.Function):
 
 
 def _merge_heads(out: torch.Tensor) -> torch.Tensor:
-    """[b, n, s, d] → [s, b, n * d]; no copy on CPU, where fused attention keeps the memory order of the queries."""
+    """[b, n, s, d] → [s, b, n * d]; no copy on CPU, where fused attention keeps the memory order of the
+    queries.
+    """
     return out.permute(2, 0, 1, 3).flatten(2)

@@ -1,18 +1,22 @@
-"""LayerNorm and RMSNorm over the last dimension. Computed in fp32 inside, whatever the dtype of x."""
+"""LayerNorm and RMSNorm over the last dimension, computed in fp32 for every dtype of x.
+
+Implementations: LayerNorm is torch's on all devices. RMSNorm is torch's on GPUs, where it is one kernel; on
+CPU, where torch's is a dozen operations, it is `_RMSNorm`, in a third of the time.
+"""
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..mpu.context import new_parameter
 from ..mpu.param_spec import Init, ParamSpec
-from .parameter import new_parameter
 
 
 class LayerNorm(nn.Module):
     """(x - mean) / sqrt(var + eps) * weight + bias. Ba et al. 2016 (arXiv:1607.06450)."""
 
-    def __init__(self, hidden: int, *, name: str, eps: float = 1e-5, dtype: torch.dtype = torch.float32, device=None,
-                 partial_over: tuple[str, ...] = ()):
+    def __init__(self, hidden: int, *, name: str, eps: float = 1e-5, dtype: torch.dtype = torch.float32,
+                 device: torch.device | str | None = None, partial_over: tuple[str, ...] = ()):
         """partial_over: ("tp",) where x is a slice of the sequence; see `ParamSpec`."""
         super().__init__()
         self.eps = eps
@@ -23,14 +27,15 @@ class LayerNorm(nn.Module):
         self.bias = make("bias", "zeros")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [.., hidden] → the same shape and dtype."""
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x²) + eps) * weight. Zhang & Sennrich 2019 (arXiv:1910.07467), equation 4."""
 
-    def __init__(self, hidden: int, *, name: str, eps: float = 1e-5, dtype: torch.dtype = torch.float32, device=None,
-                 partial_over: tuple[str, ...] = ()):
+    def __init__(self, hidden: int, *, name: str, eps: float = 1e-5, dtype: torch.dtype = torch.float32,
+                 device: torch.device | str | None = None, partial_over: tuple[str, ...] = ()):
         """partial_over: ("tp",) where x is a slice of the sequence; see `ParamSpec`."""
         super().__init__()
         self.eps = eps
@@ -38,6 +43,7 @@ class RMSNorm(nn.Module):
         self.weight = new_parameter(spec, dtype=dtype, device=device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [.., hidden] → the same shape and dtype."""
         return rms_norm(x, self.weight, self.eps)
 
 
@@ -45,8 +51,9 @@ NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """torch's, which is one kernel on GPUs; on CPU it is a dozen operations, and ours takes a third of the time. Ours also
-    on the meta device, where torch's would keep more than its GPU kernel, which keeps x and one number a row as ours does."""
+    """torch's on GPUs, where it is one kernel. On CPUs torch runs a dozen operations and ours takes a third of the
+    time. Ours also on the meta device: like torch's GPU kernel it keeps x and one number a row.
+    """
     if x.device.type == "cpu" or x.is_meta:
         return _RMSNorm.apply(x, weight, eps)
     return F.rms_norm(x, weight.shape, weight, eps)
@@ -80,7 +87,9 @@ def _inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
     return norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
 
 
-def reference_layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+def reference_layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor,
+                         eps: float) -> torch.Tensor:
+    """LayerNorm in elementary operations."""
     wide = x.float()
     centred = wide - wide.mean(-1, keepdim=True)
     scaled = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
@@ -88,5 +97,6 @@ def reference_layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tens
 
 
 def reference_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMSNorm in elementary operations."""
     wide = x.float()
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
