@@ -10,6 +10,8 @@ import select
 import struct
 import sys
 import termios
+import threading
+import time
 
 import pytest
 
@@ -19,9 +21,14 @@ from megatron_ds.training.step_metrics import stop_reason
 from megatron_ds.training.trainer import stall_text
 from tests.plans.test_train_log import EVALUATION, changed, logging_to
 
+END = "<end of what was shown>"
+
 
 class Terminal:
-    """A pseudo terminal as stdout of this process, with the handler that a run's log has. After `close`: what it showed."""
+    """A pseudo terminal as stdout of this process, with the handler that a run's log has.
+
+    A thread reads what the terminal shows: it holds a few kilobytes, and a write to a full one waits.
+    """
 
     def __init__(self, patch: pytest.MonkeyPatch, columns: int):
         self.ours, theirs = os.openpty()
@@ -36,13 +43,28 @@ class Terminal:
         root = logging.getLogger()
         patch.setattr(root, "handlers", [*root.handlers, self.handler])
         root.setLevel(logging.INFO)
+        self.received, self.ended = b"", threading.Event()
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
+
+    def _read(self) -> None:
+        while not self.ended.is_set():
+            if select.select([self.ours], [], [], 0.01)[0]:
+                self.received += os.read(self.ours, 1 << 16)
 
     def shown(self) -> str:
+        """What the terminal showed so far."""
+        self.stream.write(END)
         self.stream.flush()
-        shown = b""
-        while select.select([self.ours], [], [], 0.5)[0]:                # a terminal passes text on in parts
-            shown += os.read(self.ours, 1 << 20)
-        return shown.decode()
+        while END.encode() not in self.received:                         # a terminal passes text on in parts
+            time.sleep(0.01)
+        return self.received.decode().partition(END)[0]
+
+    def hang_up(self) -> None:
+        """Close the terminal's end: writes to the other end fail from here on."""
+        self.ended.set()
+        self.reader.join()
+        os.close(self.ours)
 
 
 @pytest.fixture
@@ -56,8 +78,8 @@ def terminal(monkeypatch):
     yield open_terminal
     logging.getLogger().setLevel(level)              # `setLevel`, since loggers remember which levels are on
     for one in opened:
-        with contextlib.suppress(OSError):                               # a test may have closed our end
-            os.close(one.ours)
+        if not one.ended.is_set():                                       # a test may have closed our end
+            one.hang_up()
         with contextlib.suppress(OSError):
             one.stream.close()
 
@@ -129,7 +151,7 @@ def test_a_terminal_that_is_closed_ends_no_run(tmp_path, terminal, monkeypatch):
     monkeypatch.setattr(logging, "raiseExceptions", False)               # the log handler's own complaint, on stderr
     log = open_log(logging_to(tmp_path), Progress())
     log.begin(0, 4)
-    os.close(screen.ours)                                                # writes to the other end fail from here on
+    screen.hang_up()
     for step in range(1, 5):
         log.bar._bar.mininterval = 0
         log.advance(step, loss=1.0, tokens_per_second=1.0)
