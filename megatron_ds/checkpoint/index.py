@@ -23,7 +23,7 @@ from torch.distributed.checkpoint import metadata as dcp
 from ..errors import CheckpointError
 from .chunk_file import saved_crc32
 from .folder import INDEX_FILE, read_regular
-from .pickle_walk import check_opcodes
+from .index_pickle import check_opcodes
 from .run_file import check_crc32, read_run_file
 
 MOST_DIMENSIONS = 8       # 2**8 corners of a box

@@ -16,12 +16,12 @@ from typing import TypeVar
 from ..mpu.group import Group
 from ..mpu.param_spec import Coordinates
 from . import folder as folders
+from .disk_space import bytes_written_here, explained, free_bytes
 from .folder import check_writable
 from .lock import locked
 from .pieces import Piece, written_here
 from .retain import prune
 from .run_file import plain, write_run_file
-from .space import bytes_written_here, explained, free_bytes
 from .together import together
 
 __all__ = ["save", "check_writable"]
@@ -74,7 +74,7 @@ def save(directory: str | os.PathLike, step: int, pieces: Iterable[Piece], *, co
 
 
 def _explaining(action: Callable[[], T], folder: Path, *numbers: int | None) -> T:
-    """`action()`; of a disk that is full its error says so, with the numbers (`space.explained`)."""
+    """`action()`; of a disk that is full its error says so, with the numbers (`disk_space.explained`)."""
     try:
         return action()
     except (OSError, RuntimeError) as error:

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import torch
 
+from ..checkpoint.disk_space import check_room
 from ..checkpoint.folder import find
 from ..checkpoint.save import check_writable
-from ..checkpoint.space import check_room
 from ..cli import main_guard
 from ..config import RunConfig, Source, parse
 from ..config.flags import read_flags
@@ -42,13 +42,13 @@ from ..planning.training_length import make_length
 from ..progress import Progress
 from ..stop_request import Stopped, StopRequest, before_training
 from .build import Engine, build_engine
-from .join import joined
+from .distributed import joined
 from .log import Log, check_log, open_log
-from .persist import check_same_run, describe_run, load_run, saved_pieces
+from .run_checkpoint import check_same_run, describe_run, load_run, saved_pieces
+from .run_start import clear_save_folder, find_start, save_folder
 from .samples import build_loaders, rearranged, wanted_samples
 from .sink import check_folder
-from .start import clear_save_folder, find_start, save_folder
-from .startup import describe
+from .startup_text import describe
 from .tokenizer_files import keep_tokenizer_files
 from .trainer import Trainer
 

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from ..checkpoint.folder import sync_directory
-from ..checkpoint.occupant import TOKENIZERS
+from ..checkpoint.save_folder import TOKENIZERS
 from ..config import RunConfig
 from ..data.tokenizers import Tokenizer, build_tokenizer
 from ..errors import CheckpointError

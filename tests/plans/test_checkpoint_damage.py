@@ -17,8 +17,8 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from megatron_ds.checkpoint.index import covers_once, read_index
+from megatron_ds.checkpoint.index_pickle import check_opcodes
 from megatron_ds.checkpoint.load import latest, load, read_run
-from megatron_ds.checkpoint.pickle_walk import check_opcodes
 from megatron_ds.checkpoint.save import save
 from megatron_ds.errors import CheckpointError
 from megatron_ds.mpu.group import solo

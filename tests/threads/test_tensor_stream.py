@@ -14,7 +14,7 @@ from megatron_ds.checkpoint.safetensors_folder import (
     write_folder,
 )
 from megatron_ds.checkpoint.save import save
-from megatron_ds.checkpoint.tensor_stream import TensorStream
+from megatron_ds.checkpoint.whole_tensors import TensorStream
 from megatron_ds.errors import CheckpointError
 from megatron_ds.mpu.group import solo
 from tests.harness.checkpoints import change_index, reseal

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from ..checkpoint.load import latest, read_run
 from ..checkpoint.lock import locked
-from ..checkpoint.occupant import check_vacant, move_aside, run_id_of
+from ..checkpoint.save_folder import check_vacant, move_aside, run_id_of
 from ..config.training_options import CheckpointConfig
 from ..errors import CheckpointError
 from ..mpu.agree import together

@@ -8,10 +8,10 @@ import time
 from pathlib import Path
 
 from .. import __version__
+from ..checkpoint.disk_space import bytes_in, size
 from ..checkpoint.load import check_same_model, load
 from ..checkpoint.run_file import progress_of, require
 from ..checkpoint.save import save
-from ..checkpoint.space import bytes_in, size
 from ..config import RunConfig, Source
 from ..config.data_efficiency_options import order_identity
 from ..config.data_rules import FIM
@@ -24,7 +24,7 @@ from ..errors import CheckpointError
 from ..models import MODELS
 from ..progress import Progress
 from .build import Engine
-from .start import Start
+from .run_start import Start
 
 logger = logging.getLogger(__name__)
 
