@@ -17,7 +17,7 @@ JOB = ("--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 4 --
 # arena only, else from a mapping of its own; a freed block stays resident when it is kept.
 PROBE = """
 import ctypes, sys, threading
-from megatron_ds.training.allocator import set_allocator
+from megatron_ds.training.distributed import set_allocator
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
 assert sys.argv[1] == "none" or set_allocator(keep_freed=sys.argv[1] == "keep")

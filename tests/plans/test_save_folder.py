@@ -136,7 +136,7 @@ def test_one_command_starts_and_resumes(tmp_path, caplog):
 
 
 def test_a_misspelt_load_is_an_error_with_the_names_that_are_close(used, tmp_path):
-    with pytest.raises(CheckpointError, match=r"--load .*/uzed: the folder is not there, .* Did you mean .*/used\?"):
+    with pytest.raises(CheckpointError, match=r"--load .*/uzed: the folder does not exist, .* Did you mean .*/used\?"):
         start(load=tmp_path / "uzed")
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match="--load .*/empty: the folder holds no checkpoint"):
