@@ -73,10 +73,13 @@ def this_process(env: Mapping[str, str] = os.environ) -> Owner:
 
 
 class SaveLock:
-    """The lock of one folder, in the process of rank 0."""
+    """The lock of one folder, in the process of rank 0.
+
+    beat    seconds between renewals
+    stale   seconds without a renewal after which the owner counts as ended
+    """
 
     def __init__(self, folder: Path, beat: float = BEAT, stale: float = STALE):
-        """beat: seconds between renewals; stale: seconds without one after which the owner has ended."""
         self.folder, self.path, self.mine = folder, folder / LOCK, this_process()
         self._beat, self._stale = beat, stale
         self._seen: tuple[tuple, float] | None = None       # ((owner, beat), when they were first read)

@@ -18,13 +18,12 @@ from ..mpu.group import Group
 from ..mpu.param_spec import Coordinates
 from . import folder as folders
 from .disk_space import bytes_written_here, explained, free_bytes
-from .folder import check_writable, prune
+from .folder import prune
 from .lock import locked
 from .pieces import Piece, written_here
 from .run_file import plain, write_run_file
 from .together import together
 
-__all__ = ["save", "check_writable"]
 T = TypeVar("T")
 
 
@@ -46,6 +45,7 @@ def save(directory: str | os.PathLike, step: int, pieces: Iterable[Piece], *, co
     share = bytes_written_here(pieces, coordinates)
     with locked(folder, world) as lock:
         def prepare() -> tuple[int, int | None, Path | None]:
+            """Every rank: bytes it will write. Rank 0: remove leftovers, make the hidden directory."""
             if world.rank:
                 return share, None, None
             lock.check()
@@ -53,6 +53,7 @@ def save(directory: str | os.PathLike, step: int, pieces: Iterable[Piece], *, co
             return share, free_bytes(folder), writing
 
         def finish() -> None:
+            """Rank 0: index and run.json, then publish, then delete old checkpoints."""
             save_id = secrets.token_hex(16)
             write_run_file(writing, step, values, save_id, write_index(writing, parts, save_id))
             lock.check()

@@ -18,8 +18,7 @@ from pathlib import Path
 import torch
 
 from ..checkpoint.disk_space import check_room
-from ..checkpoint.folder import find
-from ..checkpoint.save import check_writable
+from ..checkpoint.folder import check_writable, find
 from ..cli import main_guard
 from ..config import RunConfig, Source, parse
 from ..config.flags import read_flags
