@@ -7,14 +7,14 @@ import torch
 from megatron_ds.checkpoint.load import latest, load
 from megatron_ds.checkpoint.save import save
 from tests.harness.processes import run_processes
-from tests.harness.states import Layout, pieces_of
+from tests.harness.states import Layout, pieces_of, tp_coordinates
 
 SLICED = Layout(dp=2, stage=1)
 SPLIT = Layout(tp=2, padded=14)
 
 
 def groups(layout, rank, world):
-    return {"tp": world.group("tp", layout.tp_ranks(rank), rank), "world": world.group("world", range(world.size), rank)}
+    return {"coordinates": tp_coordinates(layout, rank), "world": world.group("world", range(world.size), rank)}
 
 
 def save_step(rank, world, folder, layout, step, seed):
