@@ -46,7 +46,7 @@ def describe_run(config: RunConfig, as_given: RunConfig, tokenizer: Tokenizer, r
     --overwrite-save is left out: it is a permission for one start, not for later ones with run.json as
     --config.
     """
-    once = as_given.with_values({"checkpoint.overwrite_save": False}, Source("derived", "for one start"))
+    once = as_given.with_values({"checkpoint.overwrite_save": False}, Source("derived", "for one start only"))
     return {"version": __version__, "run_id": run_id, "identity": _identity(config, tokenizer),
             "config": to_dict(once if as_given.checkpoint.overwrite_save else as_given),
             "world_size": config.world_size}
