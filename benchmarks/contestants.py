@@ -134,7 +134,7 @@ def ours(w: Workload, world: int, dtype: str, layout: tuple[str, ...], stack: Ex
     from megatron_ds.mpu import launch as launching
     from megatron_ds.progress import Progress
     from megatron_ds.training.build import build_engine
-    from megatron_ds.training.join import joined
+    from megatron_ds.training.distributed import joined
     from megatron_ds.training.step import train_step
     config = parse(our_flags(w, dtype, layout), world_size=world)
     engine = build_engine(config, stack.enter_context(joined(config, launching.read_launch(os.environ))))

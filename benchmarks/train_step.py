@@ -56,7 +56,7 @@ STEP_DONE = "a step is done"
 # read.
 LAZY_IMPORTS = {
     "all": ["torch._dynamo", "torch.distributed.tensor"],
-    "ours": ["megatron_ds.training.build", "megatron_ds.training.join", "megatron_ds.training.step",
+    "ours": ["megatron_ds.training.build", "megatron_ds.training.distributed", "megatron_ds.training.step",
              "megatron_ds.data.loading.loader", "megatron_ds.checkpoint.pieces"],
     "compile": ["torch._inductor.compile_fx"], "ddp-zero": ["torch.distributed.optim"], "fsdp2": ["torch.distributed.fsdp"],
     "deepspeed": ["deepspeed"], "dtensor": ["torch.distributed.tensor.parallel"],

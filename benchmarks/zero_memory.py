@@ -97,7 +97,7 @@ def measure(flags: list[str], rank: int, n: int, port: int) -> Measured:
     from megatron_ds.mpu import launch as launching
     from megatron_ds.progress import Progress
     from megatron_ds.training.build import build_engine
-    from megatron_ds.training.join import joined
+    from megatron_ds.training.distributed import joined
     from megatron_ds.training.step import train_step
     from tools.layout_comparison import global_batch_share, random_samples
     torch.set_num_threads(1)
@@ -172,8 +172,7 @@ def main() -> int:
                         help="not a multiple of 64, so that there is padding")
     args = parser.parse_args()
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["megatron_ds.training.build", "megatron_ds.training.join",
-                                    "megatron_ds.training.compare"])
+    context.set_forkserver_preload(["megatron_ds.training.build", "megatron_ds.training.distributed"])
     os.environ.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
     results: dict[tuple, list[Measured]] = {}
     with ProcessPoolExecutor(max(args.ranks), mp_context=context) as pool:

@@ -33,7 +33,7 @@ PACKAGE = ROOT / "megatron_ds"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Rooms that keep all rules; "" is the modules beside the rooms.
-DONE = ("", "config", "host")
+DONE = ("", "config", "host", "checkpoint")
 
 ANNOTATED, DOCUMENTED = 0.98, 0.95
 MOST_PARAMETERS, MOST_LINES = 8, 400
@@ -46,7 +46,8 @@ SIGNATURES_OF_DEEPSPEED = {"comm.init_distributed", "checkpointing.configure"}
 RIDDLES = re.compile(r"\b(who|whom|whoever|nobody|somebody|tells?|told|says?|said|speaks?|hears?|heard|"
                      r"reckon(?:ed|s)?|"
                      r"judge[sd]?|promise[sd]?|passports?|nevertheless|made[ -]up|riddles?)\b", re.IGNORECASE)
-RIDDLE_ALLOWED: dict[str, tuple[str, ...]] = {}      # file → words that it needs
+RIDDLE_ALLOWED: dict[str, tuple[str, ...]] = {         # file → words that it needs
+    "checkpoint/chunk_file.py": ("tell",)}              # the method of files
 
 
 @dataclass(frozen=True)

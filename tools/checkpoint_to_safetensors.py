@@ -25,7 +25,7 @@ from megatron_ds.checkpoint.folder import write_durably
 from megatron_ds.checkpoint.load import latest, read_run
 from megatron_ds.checkpoint.run_file import require
 from megatron_ds.checkpoint.safetensors_folder import TensorEntry, write_folder
-from megatron_ds.checkpoint.stored import StoredTensors
+from megatron_ds.checkpoint.whole_tensors import StoredTensors
 from megatron_ds.cli import Arguments, main_guard
 from megatron_ds.errors import CheckpointError, ConfigError
 from megatron_ds.mpu.group import solo

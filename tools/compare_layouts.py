@@ -88,7 +88,7 @@ def run_rank(flags: list[str], rank: int, world_size: int, port: int, steps: int
     import torch
 
     from megatron_ds.mpu import launch as launching
-    from megatron_ds.training.join import joined
+    from megatron_ds.training.distributed import joined
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     launch = launching.read_launch({
@@ -152,7 +152,7 @@ def run(args: argparse.Namespace) -> int:
     references: dict[str, tuple] = {}
     rows: list[tuple[str, Difference]] = []
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["megatron_ds.training.build", "megatron_ds.training.join"])
+    context.set_forkserver_preload(["megatron_ds.training.build", "megatron_ds.training.distributed"])
     model = parse([*job, *parse_layout("", mbs="1").flags], world_size=1).model
     with ProcessPoolExecutor(max(layout.world_size for layout in layouts), mp_context=context) as pool:
         for layout in tqdm(layouts, desc="layouts", leave=False, disable=not sys.stderr.isatty()):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megatron_ds.checkpoint.folder import read_tracker, steps_in
 from megatron_ds.checkpoint.load import find_checkpoint
-from megatron_ds.checkpoint.verify import problems_of
+from megatron_ds.checkpoint.run_file import damaged_files
 from megatron_ds.cli import Arguments, main_guard
 from megatron_ds.errors import CheckpointError
 
@@ -34,7 +34,7 @@ def main(args: argparse.Namespace) -> int:
                                   f"{', '.join(map(str, steps_in(args.load))) or 'none'}.")
         step = int(tracker)
     path = find_checkpoint(args.load, step)
-    problems = list(problems_of(path))
+    problems = list(damaged_files(path))
     if problems:
         raise CheckpointError(f"{path} is not what was saved: {'; '.join(problems)}. Copy these files again, "
                               "or load another iteration.")

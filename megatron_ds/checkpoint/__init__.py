@@ -1,0 +1,1 @@
+"""Checkpoints of logical tensors: save under one layout, load under any other."""

@@ -1,15 +1,17 @@
-"""Files of chunks: their checksums, computed while they are written, and the reading of one chunk, with its checks.
+"""Files of chunks: checksums computed while a file is written, and the verified read of one chunk.
 
     __3_0.distcp      |  chunk  |  chunk  |  chunk  |      each chunk is an archive that torch.save wrote
     running CRC-32    0         a         b         c      of the file up to this byte
 
-The index keeps, for each chunk, the CRC-32 of its file before and after it. The bytes of a chunk are those that the save
-wrote if CRC-32, continued from the value before, gives the value after. The value at the end is that of the whole file, which
-run.json keeps. So one pass over the bytes, when they are written and when they are read, serves the chunk and the file.
+For each chunk, the index keeps the CRC-32 of the file before and after the chunk. A chunk is intact if
+CRC-32, continued from the value before it, gives the value after it. The value at the end of the file is the
+checksum of the whole file, which run.json keeps. One pass over the bytes therefore verifies both the chunk
+and the file.
 
-CRC-32 finds damage and mixed-up files. It does not protect against a forged checkpoint, whose author can compute checksums
-too. For that case the archive of a chunk is limited to what torch.save writes for a tensor: uncompressed records, and a pickle
-that names nothing but the constructor of a tensor and the types of storage. (`weights_only` alone admits `bytearray(2**40)`.)
+CRC-32 finds damage and mixed-up files. It does not protect against a forged checkpoint, whose author can
+compute checksums too. Therefore the archive of a chunk may contain only what torch.save writes for a tensor:
+uncompressed records, and a pickle that names only the constructor of a tensor and the storage types.
+(`weights_only` alone would accept `bytearray(2**40)`.)
 """
 
 import io
@@ -28,13 +30,14 @@ from ..errors import CheckpointError
 
 MOST_BYTES_OF_PICKLE = 2**16        # of the description of one tensor; 500 are usual
 STORAGES = ("Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool")
-NAMES = {"torch._utils _rebuild_tensor_v2", "collections OrderedDict", *(f"torch {name}Storage" for name in STORAGES)}
+NAMES = {"torch._utils _rebuild_tensor_v2", "collections OrderedDict",
+         *(f"torch {name}Storage" for name in STORAGES)}
 
 
 class ChecksummedFiles(FileSystem):
-    """DCP's file system. Knows the CRC-32 of what it has written, at the end and at each border between chunks.
+    """DCP's file system, write only. It records the CRC-32 of each file at its end and at each chunk border.
 
-    DCP's writer calls `tell()` where a chunk begins and where it ends; these positions are the borders.
+    DCP's writer calls `tell()` at the start and end of a chunk; these positions are the borders.
     """
 
     def __init__(self):
@@ -43,18 +46,21 @@ class ChecksummedFiles(FileSystem):
 
     @contextmanager
     def create_stream(self, path: Path, mode: str) -> Iterator["_ChecksummedFile"]:
+        """Open a file for writing. DCP calls this."""
         assert mode == "wb", f"{path} is opened with mode {mode}: this file system only writes"
         with _ChecksummedFile(io.FileIO(path, mode)) as file:
             self._written[Path(path).name] = file
             yield file
 
     def crc32_around(self, place: _StorageInfo) -> tuple[int, int]:
-        """CRC-32 of the file before and after a chunk that was written there."""
+        """CRC-32 of the file before and after the chunk written at `place`."""
         borders = self._written[place.relative_path].crc32_at
-        assert {place.offset, place.offset + place.length} <= borders.keys(), "DCP's writer has not called tell() at a border"
+        assert {place.offset, place.offset + place.length} <= borders.keys(), (
+            "DCP's writer did not query the position at a chunk border")
         return borders[place.offset], borders[place.offset + place.length]
 
     def crc32_of(self, name: str) -> int:
+        """CRC-32 of a whole written file."""
         return self._written[name].crc32
 
 
@@ -74,11 +80,12 @@ class _ChecksummedFile(io.BufferedWriter):
         return at
 
 
-def read_chunk(path: Path, name: str, place: _StorageInfo, chunk: ChunkStorageMetadata, dtype: torch.dtype) -> torch.Tensor:
-    """The chunk of tensor `name` that lies at `place` of file `path`, on the CPU.
+def read_chunk(path: Path, name: str, place: _StorageInfo, chunk: ChunkStorageMetadata,
+               dtype: torch.dtype) -> torch.Tensor:
+    """The chunk of tensor `name` at `place` of file `path`, on the CPU.
 
-    The bytes must be the saved ones, and the tensor must have the size and dtype that the index promises. Raises
-    CheckpointError naming file, tensor and byte.
+    Raises CheckpointError naming file, tensor and byte, unless the bytes are the saved ones and the tensor
+    has the size and dtype that the index records.
     """
     try:
         content = _read(path, place)
@@ -101,26 +108,30 @@ def _read(path: Path, place: _StorageInfo) -> io.BytesIO:
     if (around := saved_crc32(place)) is not None:
         before, after = around
         if (found := zlib.crc32(content, before)) != after:
-            raise ValueError(f"its CRC-32 is {found:08x} and was {after:08x} when it was saved. Either bytes have changed, or "
-                             "the file is that of another save or another rank")
+            raise ValueError(f"its CRC-32 is {found:08x} and was {after:08x} when it was saved. Either bytes "
+                             "have changed, or the file is that of another save or another rank")
     return io.BytesIO(content)
 
 
 def saved_crc32(place: _StorageInfo) -> tuple[int, int] | None:
-    """CRC-32 of the file before and after the chunk; None for checkpoints of format 1, which have none."""
+    """CRC-32 of the file before and after the chunk; None in checkpoints of format 1."""
     return vars(place).get("crc32")
 
 
 def _check_archive(content: io.BytesIO, with_checksums: bool) -> int:
-    """The size of its largest record. Refuses compressed records: inflated they may be a thousand times as large."""
+    """Size of the largest record.
+
+    Refuses compressed records, which may inflate to a thousand times their size.
+    """
     archive = zipfile.ZipFile(content)
     for record in archive.infolist():
         if record.compress_type != zipfile.ZIP_STORED or record.file_size != record.compress_size:
-            raise ValueError(f"its record {record.filename} is compressed; this package writes none that are")
+            raise ValueError(f"its record {record.filename} is compressed; this package writes uncompressed "
+                             "records only")
         if record.filename.endswith("data.pkl"):
             _check_pickle(archive, record)
     if with_checksums and (damaged := archive.testzip()):       # torch.load does not compare them
-        raise ValueError(f"{damaged} has another checksum than when it was written")
+        raise ValueError(f"the checksum of {damaged} is not the one that was saved")
     content.seek(0)
     return max((record.file_size for record in archive.infolist()), default=0)
 
@@ -130,15 +141,17 @@ def _check_pickle(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> None:
         raise ValueError(f"its {record.filename} has {record.file_size} bytes, more than a tensor needs")
     for opcode, name, _ in pickletools.genops(archive.read(record)):
         if opcode.name == "STACK_GLOBAL" or opcode.name == "GLOBAL" and name not in NAMES:
-            raise ValueError(f"it asks for {name or 'a computed name'}, which no tensor needs")
+            raise ValueError(f"its pickle names {name or 'a computed name'}, which no tensor needs")
 
 
-def _check_tensor(tensor: torch.Tensor, chunk: ChunkStorageMetadata, dtype: torch.dtype, largest: int) -> None:
+def _check_tensor(tensor: torch.Tensor, chunk: ChunkStorageMetadata, dtype: torch.dtype,
+                  largest: int) -> None:
     if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.device.type != "cpu":
         raise ValueError(f"it holds no plain tensor, but a {type(tensor).__name__}")
     if tensor.shape != chunk.sizes or tensor.dtype != dtype:
-        raise ValueError(f"it holds a tensor of shape {list(tensor.shape)} and {tensor.dtype}, and the index says "
-                         f"{list(chunk.sizes)} and {dtype}")
-    # torch.load takes the size of the memory from the archive's pickle and does not compare it with the record
+        raise ValueError(f"it holds a tensor of shape {list(tensor.shape)} and {tensor.dtype}, and the index "
+                         f"records {list(chunk.sizes)} and {dtype}")
+    # torch.load takes the storage size from the archive's pickle and does not compare it with the record.
     if tensor.untyped_storage().nbytes() > largest:
-        raise ValueError(f"its tensor takes {tensor.untyped_storage().nbytes()} bytes, and its largest record has {largest}")
+        raise ValueError(f"its tensor takes {tensor.untyped_storage().nbytes()} bytes, and its largest "
+                         f"record has {largest}")

@@ -1,15 +1,15 @@
-"""The folder of checkpoints: names, what is complete, how a new one becomes visible. No tensors, no collectives.
+"""The folder of checkpoints: names, completeness, publication and retention. No tensors, no collectives.
 
     latest_checkpointed_iteration.txt     the tracker: "200"; replaced by a rename, may be edited to go back
     iter_0000100/  iter_0000200/          complete checkpoints
-    .iter_0000300.writing-5f0c2a91/       being written, or left by a crash: never looked at, removed by the next save
-    .iter_0000200.replaced/               what iter_0000200 was before it was saved a second time
-    .iter_0000050.deleting/               on its way out
+    .iter_0000300.writing-5f0c2a91/       being written, or left by a crash: never read, then removed
+    .iter_0000200.replaced/               the former iter_0000200, while the step is saved a second time
+    .iter_0000050.deleting/               being deleted
 
-A save writes and syncs `.writing`, renames it to its name, then replaces the tracker. Renames are atomic, so at any moment
-the tracker leads to a complete checkpoint. Saving a step a second time needs two renames; between them only `.replaced`
-has the state, which is why `find` looks there too. One job at a time saves into a folder (`lock.py`); the name of `.writing`
-has a random part all the same, so that the files of two jobs never meet.
+A save writes and syncs `.writing`, renames it to its final name, then replaces the tracker. Renames are
+atomic, so at any moment the tracker names a complete checkpoint. Saving a step a second time needs two
+renames; between them only `.replaced` has the state, so `find` looks there too. One job at a time saves into
+a folder (`lock.py`); the name of `.writing` still has a random part, so that files of two jobs cannot mix.
 """
 
 import errno
@@ -20,6 +20,7 @@ import secrets
 import shutil
 import stat
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 from ..errors import CheckpointError
@@ -34,11 +35,12 @@ _HIDDEN = re.compile(r"\.(iter_\d{7,})\.(writing|replaced|deleting)(?:-[0-9a-f]+
 
 
 def name_of(step: int) -> str:
+    """Name of the directory of a checkpoint: "iter_0000200"."""
     return f"iter_{step:07d}"
 
 
 def find(folder: Path, step: int) -> Path | None:
-    """Where the checkpoint of `step` lies, complete or not."""
+    """Path of the checkpoint of `step`, complete or not; None when there is none."""
     choices = (folder / name_of(step), _replaced_path(folder, step))
     return next((path for path in choices if path.is_dir()), None)
 
@@ -55,12 +57,12 @@ def steps_in(folder: Path) -> list[int]:
 
 
 def is_ours(path: Path) -> bool:
-    """Written by this package, as opposed to another program with the same directory names."""
+    """Whether this package wrote the checkpoint, and not another program with the same directory names."""
     return (path / RUN_FILE).is_file() and (path / INDEX_FILE).is_file()
 
 
 def read_tracker(folder: Path) -> str | None:
-    """The tracker's text; None when there is no tracker. Raises CheckpointError when it is no regular file."""
+    """The tracker's text; None when there is no tracker. Raises CheckpointError for a special file."""
     try:
         return read_regular(folder / TRACKER).decode(errors="replace").strip()
     except FileNotFoundError:
@@ -68,9 +70,10 @@ def read_tracker(folder: Path) -> str | None:
 
 
 def begin(folder: Path, step: int) -> Path:
-    """Clear what crashed saves left; the new directory to write the checkpoint of `step` into.
+    """Remove leftovers of crashed saves; return a new directory into which the checkpoint of `step` is
+    written.
 
-    The caller holds the folder's lock: whatever else is being written there has no living writer.
+    The caller holds the folder's lock, so other `.writing` directories belong to processes that have ended.
     """
     folder.mkdir(parents=True, exist_ok=True)
     _restore_replaced(folder)
@@ -91,7 +94,10 @@ def abandon(writing: Path) -> None:
 
 
 def publish(folder: Path, step: int, writing: Path) -> Path:
-    """Make what lies in `writing` the checkpoint of `step`, and let the tracker point to it. All its files are synced."""
+    """Make `writing`, whose files are synced, the checkpoint of `step`, and point the tracker to it.
+
+    Returns its path.
+    """
     target, replaced = folder / name_of(step), _replaced_path(folder, step)
     sync_directory(writing)
     if os.path.lexists(target):
@@ -104,7 +110,7 @@ def publish(folder: Path, step: int, writing: Path) -> Path:
 
 
 def delete(folder: Path, step: int) -> None:
-    """Remove a checkpoint; hidden by a rename first, so that half of one is never seen."""
+    """Remove a checkpoint. A rename hides it first, so that a partly deleted checkpoint is never visible."""
     deleting = folder / f".{name_of(step)}.deleting"
     _remove(deleting)
     os.rename(folder / name_of(step), deleting)
@@ -112,7 +118,7 @@ def delete(folder: Path, step: int) -> None:
 
 
 def check_writable(directory: str | os.PathLike) -> None:
-    """Make the folder and write a file in it, as a save will. Raises CheckpointError now rather than hours from now."""
+    """Create the folder and write a probe file. Raises CheckpointError at start-up, not at the first save."""
     folder = Path(directory)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -122,14 +128,15 @@ def check_writable(directory: str | os.PathLike) -> None:
             os.fsync(probe.fileno())
     except OSError as error:
         raise CheckpointError(
-            f"--save {folder}: no checkpoint can be written there ({error.strerror or error}), and the run would lose its "
-            "work at the first save. Name a folder that this user may write to, or leave out --save.") from error
+            f"--save {folder}: no checkpoint can be written there ({error.strerror or error}), and the run "
+            "would lose its work at the first save. Give a folder that this user may write to, or omit "
+            "--save.") from error
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Write beside, sync, rename into place: readers see the old text or the new one.
+    """Write a temporary file, sync it and rename it to `path`: readers see the old text or the new one.
 
-    The file beside has a random name and is made by this call: a link that was put there is not followed.
+    The temporary file has a random name and is created exclusively, so a planted link is not followed.
     """
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
@@ -146,22 +153,26 @@ def write_durably(path: Path, text: str) -> None:
 
 
 def read_regular(path: Path) -> bytes:
-    """The bytes of a file. Raises OSError as `open` does, and CheckpointError for a pipe or a device, which could block."""
+    """The bytes of a file.
+
+    Raises OSError as `open` does; CheckpointError for a pipe or device, which could block.
+    """
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise CheckpointError(f"{path} is not a regular file. Remove it, or restore the file that belongs there.")
+        raise CheckpointError(f"{path} is not a regular file. Remove it, or restore the file that belongs "
+                              "there.")
     with open(handle, "rb") as file:
         return file.read()
 
 
 def sync_directory(path: Path) -> None:
-    """Names of files, and renames, survive a power loss from here on."""
+    """Sync a directory: created names and renames then survive a power loss."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):      # some network file systems sync no directories
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):      # some network file systems cannot sync one
             raise
     finally:
         os.close(handle)
@@ -172,7 +183,7 @@ def _replaced_path(folder: Path, step: int) -> Path:
 
 
 def _restore_replaced(folder: Path) -> None:
-    """Finish or undo a second save of a step that was cut off between its two renames."""
+    """Finish or undo a second save of a step that crashed between its two renames."""
     for step in steps_in(folder):
         replaced, target = _replaced_path(folder, step), folder / name_of(step)
         if os.path.lexists(target):
@@ -182,7 +193,10 @@ def _restore_replaced(folder: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """A directory with its files, or a file. Of a link the link only: users move old checkpoints elsewhere and link them."""
+    """Remove a directory with its files, or a file.
+
+    Of a link, only the link: users move old checkpoints and link them.
+    """
     if path.is_symlink() or path.is_file():
         path.unlink()
     elif path.exists():
@@ -196,3 +210,29 @@ def _move_aside(target: Path, replaced: Path) -> None:
     kept = target.with_name(f"{target.name}.not_ours.{secrets.token_hex(4)}")
     os.rename(target, kept)
     logger.warning("%s was not written by this program, or is damaged: kept as %s", target, kept.name)
+
+
+def to_delete(steps: Iterable[int], saved: int, limit: int | None) -> list[int]:
+    """Which of the complete checkpoints `steps` to delete after `saved` was written. limit: how many to keep;
+    None: all.
+
+    Steps later than `saved` belong to training that the user discarded by editing the tracker. They are
+    neither counted nor deleted: counting them as the newest would delete the checkpoints of the current run.
+    """
+    if limit is None:
+        return []
+    assert limit >= 1, f"keeping {limit} checkpoints would delete the one just written"
+    return sorted(step for step in set(steps) if step <= saved)[:-limit]
+
+
+def prune(folder: Path, saved: int, limit: int | None) -> None:
+    """Delete the checkpoints in `to_delete`, except directories that another program wrote.
+
+    The new checkpoint is already durable, so a failed deletion is a warning and training continues.
+    """
+    ours = [step for step in steps_in(folder) if is_ours(folder / name_of(step))]
+    for step in to_delete(ours, saved, limit):
+        try:
+            delete(folder, step)
+        except OSError as error:
+            logger.warning("could not delete the old checkpoint %s: %s", folder / name_of(step), error)

@@ -1,60 +1,33 @@
-"""The index of a checkpoint, `.metadata`: which chunks (boxes of logical tensors) there are, and in which file.
+"""The index of a checkpoint, `.metadata`: the chunks (boxes of logical tensors) and the file of each.
 
-torch.distributed.checkpoint pickles it, and a pickle may call anything. So that nothing in a checkpoint is executed, it is
-read by an unpickler that knows the index's own dataclasses and nothing else. Before it is unpickled it is compared with the
-checksum in run.json; afterwards it is checked against itself (chunks cover each element of a tensor once) and against the
-files (they have the sizes that were saved, and hold what the index says).
+The index is compared with its checksum in run.json, then unpickled by a guarded unpickler
+(`index_pickle.py`), then checked against itself (chunks cover each element of a tensor once) and against the
+files (sizes and checksums).
 """
 
 import gc
-import io
 import math
 import os
-import pickle
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch.distributed.checkpoint import filesystem as dcp_files
 from torch.distributed.checkpoint import metadata as dcp
 
 from ..errors import CheckpointError
 from .chunk_file import saved_crc32
 from .folder import INDEX_FILE, read_regular
-from .pickle_walk import check_opcodes
+from .index_pickle import unpickled
 from .run_file import check_crc32, read_run_file
 
 MOST_DIMENSIONS = 8       # 2**8 corners of a box
 
 
-def _member(enumeration: type, name: str):
-    """What pickles of Python up to 3.11.3 mean by `getattr`: a member of an enumeration, by its name. Nothing else."""
-    if enumeration is not dcp._MEM_FORMAT_ENCODING:
-        raise pickle.UnpicklingError(f"it asks for an attribute of {enumeration!r}, which no index needs")
-    return enumeration[name]
-
-
-_DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
-_ALLOWED = {
-    (dcp.__name__, "Metadata"): dcp.Metadata,
-    (dcp.__name__, "MetadataIndex"): dcp.MetadataIndex,
-    (dcp.__name__, "TensorStorageMetadata"): dcp.TensorStorageMetadata,
-    (dcp.__name__, "ChunkStorageMetadata"): dcp.ChunkStorageMetadata,
-    (dcp.__name__, "TensorProperties"): dcp.TensorProperties,
-    (dcp.__name__, "StorageMeta"): dcp.StorageMeta,
-    (dcp.__name__, "_MEM_FORMAT_ENCODING"): dcp._MEM_FORMAT_ENCODING,
-    (dcp_files.__name__, "_StorageInfo"): dcp_files._StorageInfo,
-    ("builtins", "getattr"): _member,
-    ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,      # a look-up in a table
-} | {("torch", name): getattr(torch, name) for name in _DTYPES}
-
-
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """The collector visits all new objects again and again: to unpickle 640,000 chunks takes 19 s with it and 4 s without."""
+    """Disable the garbage collector: with it, 640,000 chunks take 19 s instead of 4 s."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -65,10 +38,10 @@ def _without_garbage_collection() -> Iterator[None]:
 
 
 def read_index(path: Path) -> dcp.Metadata:
-    """The index of the checkpoint at `path`, after run.json has been validated and compared with it.
+    """The verified index of the checkpoint at `path`. Also validates run.json.
 
-    Every element of every tensor then lies in one chunk, and every chunk in a file that has the size it was saved with.
-    Raises CheckpointError naming the file and what is wrong with it.
+    Every element of every tensor lies in one chunk, and every chunk in a file of the size that was saved.
+    Raises CheckpointError naming the file and the problem.
     """
     run = read_run_file(path)
     return index_of(path, run.get("save_id"), run.get("files"))
@@ -76,9 +49,9 @@ def read_index(path: Path) -> dcp.Metadata:
 
 @_without_garbage_collection()
 def index_of(path: Path, save_id: str | None, files: Mapping[str, Mapping] | None) -> dcp.Metadata:
-    """The index of the checkpoint at `path`, which is to be the one of the save `save_id`, with these files.
+    """The index of the checkpoint at `path`, which must belong to the save `save_id` and list these files.
 
-    files    {name: {"bytes": size, "crc32": checksum}}; None for a checkpoint of format 1, which has neither this nor an id
+    files    {name: {"bytes": size, "crc32": checksum}}; None for a checkpoint of format 1 (no save_id)
     """
     file_name = path / INDEX_FILE
     try:
@@ -90,36 +63,23 @@ def index_of(path: Path, save_id: str | None, files: Mapping[str, Mapping] | Non
     try:
         if files is not None:
             check_crc32(content, files[INDEX_FILE])
-        index = _unpickled(content)
+        index = unpickled(content)
     except Exception as error:      # a damaged pickle raises almost anything
         raise CheckpointError(f"{file_name} is damaged: {error}") from error
     try:
         problem = next(_problems(path, index, save_id, files), None)
-    except Exception as error:      # its parts may be anything too
-        problem = f"its index is not one ({type(error).__name__}: {error})"
+    except Exception as error:      # its parts may have any type
+        problem = f"its index is malformed ({type(error).__name__}: {error})"
     if problem:
         raise CheckpointError(f"{path} is not a complete checkpoint: {problem}.")
     return index
 
 
-def _unpickled(content: bytes) -> dcp.Metadata:
-    check_opcodes(content)
-    return _Unpickler(io.BytesIO(content)).load()
-
-
-class _Unpickler(pickle.Unpickler):
-    """Refuses every name that no index needs, before anything is imported for it."""
-
-    def find_class(self, module: str, name: str):
-        if (module, name) not in _ALLOWED:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no index needs")
-        return _ALLOWED[module, name]
-
-
-def _problems(path: Path, index: dcp.Metadata, save_id: str | None, files: Mapping[str, Mapping] | None) -> Iterator[str]:
+def _problems(path: Path, index: dcp.Metadata, save_id: str | None,
+              files: Mapping[str, Mapping] | None) -> Iterator[str]:
     if index.storage_meta.save_id != save_id:
-        yield (f"{INDEX_FILE} is of the save {index.storage_meta.save_id}, and run.json of the save {save_id}: one of them "
-               "comes from another checkpoint")
+        yield (f"{INDEX_FILE} is of the save {index.storage_meta.save_id}, and run.json of the save "
+               f"{save_id}: one of them comes from another checkpoint")
     sizes: dict[str, int] = {}
     for name in sorted({place.relative_path for place in index.storage_data.values()}):
         yield from _file_problems(path, name, files)
@@ -133,18 +93,18 @@ def _problems(path: Path, index: dcp.Metadata, save_id: str | None, files: Mappi
 
 def _file_problems(path: Path, name: str, files: Mapping[str, Mapping] | None) -> Iterator[str]:
     if os.path.basename(name) != name or name in ("", os.curdir, os.pardir):
-        yield f"the index stores tensors in {name!r}, which is no file in its directory"
+        yield f"the index stores tensors in {name!r}, which is not a file name in its directory"
     try:
         found = os.stat(path / name)
     except FileNotFoundError:
-        yield (f"{name} is missing; all ranks must save to one file system that all see, and a copy of a checkpoint needs "
-               "every file")
+        yield (f"{name} is missing; all ranks must save to one shared file system, and a copy of a "
+               "checkpoint needs every file")
         return
     except OSError as error:
         yield f"{name} cannot be read: {error.strerror or error}"
         return
     if not stat.S_ISREG(found.st_mode):
-        yield f"{name} is no regular file"
+        yield f"{name} is not a regular file"
     if files is not None and name in files and found.st_size != files[name]["bytes"]:
         yield f"{name} has {found.st_size} bytes, and {files[name]['bytes']} were saved"
 
@@ -153,31 +113,34 @@ def _tensor_problems(name: str, tensor: dcp.TensorStorageMetadata, storage: Mapp
                      with_checksums: bool) -> Iterator[str]:
     shape, itemsize = tensor.size, tensor.properties.dtype.itemsize
     if not isinstance(name, str) or type(shape) is not torch.Size or len(shape) > MOST_DIMENSIONS:
-        yield f"{name!r} has the shape {shape}"
+        yield f"{name!r} has the invalid shape {shape}"
     for chunk in tensor.chunks:
         place = storage[dcp.MetadataIndex(name, chunk.offsets)]
         if not _inside(chunk, shape):
-            yield f"{name}, of shape {list(shape)}, has a chunk of {list(chunk.sizes)} at {list(chunk.offsets)}"
+            yield (f"{name}, of shape {list(shape)}, has a chunk of {list(chunk.sizes)} at "
+                   f"{list(chunk.offsets)}")
         if not 0 <= place.offset <= place.offset + place.length <= sizes[place.relative_path]:
-            yield (f"{place.relative_path} has {sizes[place.relative_path]} bytes, and {name} is to be read from bytes "
-                   f"{place.offset} to {place.offset + place.length}")
+            yield (f"{place.relative_path} has {sizes[place.relative_path]} bytes, and {name} is to be read "
+                   f"from bytes {place.offset} to {place.offset + place.length}")
         if math.prod(chunk.sizes) * itemsize > place.length:
-            yield (f"{name} has a chunk of {list(chunk.sizes)}, {math.prod(chunk.sizes) * itemsize} bytes, for which "
-                   f"{place.relative_path} has {place.length}")
+            yield (f"{name} has a chunk of {list(chunk.sizes)}, {math.prod(chunk.sizes) * itemsize} bytes, "
+                   f"for which {place.relative_path} has {place.length}")
         if with_checksums != (saved_crc32(place) is not None):
-            yield f"a chunk of {name} has {'no' if with_checksums else 'a'} checksum, unlike the rest of the checkpoint"
+            yield (f"a chunk of {name} has {'no' if with_checksums else 'a'} checksum, unlike the rest of "
+                   "the checkpoint")
     if not covers_once(shape, tensor.chunks):
         held = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
-        yield (f"the {len(tensor.chunks)} chunks of {name} overlap or leave holes: they have {held} elements, and its shape "
-               f"{list(shape)} has {math.prod(shape)}")
+        yield (f"the {len(tensor.chunks)} chunks of {name} overlap or leave holes: they have {held} "
+               f"elements, and its shape {list(shape)} has {math.prod(shape)}")
 
 
 def covers_once(shape: Sequence[int], chunks: Sequence[dcp.ChunkStorageMetadata]) -> bool:
-    """Do the boxes `chunks`, each inside of `shape`, hold every element exactly once?
+    """Whether the boxes `chunks`, each inside `shape`, hold every element exactly once.
 
-    They do if and only if their corners, with alternating signs, add up to those of the whole box: the sum over corners is
-    the mixed difference of "how many boxes hold this element", and a function that is 0 far away is known by its mixed
-    difference. Drawn in two dimensions, for two boxes side by side, where the corners between them cancel:
+    They do if and only if their corners, with alternating signs, add up to those of the whole box. The signed
+    corners are the mixed difference of the function "number of boxes that hold this element", and a function
+    that is 0 far away is determined by its mixed difference. In two dimensions, for two adjacent boxes, the
+    corners between them cancel:
 
         + --- - + --- -        + ----------- -
         |     | |     |   =    |             |         2**d corners a box: 2 s for 640,000 boxes of a matrix
@@ -187,14 +150,15 @@ def covers_once(shape: Sequence[int], chunks: Sequence[dcp.ChunkStorageMetadata]
     for offsets, sizes, sign in [((0,) * len(shape), shape, -1), *((c.offsets, c.sizes, 1) for c in chunks)]:
         corners = [((), sign)]
         for at, n in zip(offsets, sizes):
-            corners = [(corner + (at,), s) for corner, s in corners] + [(corner + (at + n,), -s) for corner, s in corners]
+            corners = ([(corner + (at,), s) for corner, s in corners]
+                       + [(corner + (at + n,), -s) for corner, s in corners])
         for corner, s in corners:
             total[corner] = total.get(corner, 0) + s
     return not any(total.values())
 
 
 def _overlaps(storage: Mapping) -> Iterator[str]:
-    """Chunks that share bytes: a small file could then stand for tensors of any size."""
+    """Chunks that share bytes: a small file could otherwise describe tensors of any size."""
     extents = sorted((place.relative_path, place.offset, place.length) for place in storage.values())
     for (name, at, length), (next_name, next_at, _) in zip(extents, extents[1:]):
         if name == next_name and at + length > next_at:

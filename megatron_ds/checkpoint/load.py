@@ -1,12 +1,13 @@
-"""Load: find the checkpoint, read what it says of its run, fill pieces of any layout from it.
+"""Load a checkpoint: find it, read its run.json, compare models, fill pieces of any layout.
 
-A rank reads the stored chunks that meet its pieces, whatever layout wrote them; there is no conversion.
+A rank reads the stored chunks that intersect its pieces, whichever layout wrote them; there is no conversion.
 """
 
+import json
 import logging
 import os
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,29 +20,27 @@ from ..mpu.param_spec import Coordinates
 from . import folder as folders
 from .pieces import ParameterPiece, Piece
 from .run_file import read_run_file
-from .same_model import check_same_model
-
-__all__ = ["latest", "read_run", "load", "load_weights", "check_same_model"]
 
 logger = logging.getLogger(__name__)
 
 MOST_DIGITS = 18      # of a step
-MOST_REASONS = 3      # of how many incomplete checkpoints a message gives the reason
+MOST_REASONS = 3      # number of incomplete checkpoints whose problems a message lists
+ABSENT = "(absent)"
 
 
 def latest(directory: str | os.PathLike) -> int | None:
-    """The step to load: what the tracker says, or, with a warning, the newest complete one if that is not loadable.
+    """The step to load: the tracker's or, with a warning, the newest complete one if that is not loadable.
 
-    None when there is no checkpoint. Raises CheckpointError when there are some and none is complete: to start afresh
-    without a word would look like a resumed run.
+    None when there is no checkpoint. Raises CheckpointError when there are some and none is complete, since a
+    silent start from scratch would look like a resumed run.
     """
     folder = Path(directory)
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder} is a file: --load takes the directory that was given as --save.")
     if folders.is_ours(folder):
         raise CheckpointError(f"{folder} is a checkpoint itself: --load takes the directory above it, "
-                              f"{folder.resolve().parent}. To load another than its newest, write the iteration into its "
-                              f"{folders.TRACKER}.")
+                              f"{folder.resolve().parent}. To load an earlier one, write its iteration into "
+                              f"{folders.TRACKER} there.")
     wanted, steps = folders.read_tracker(folder), folders.steps_in(folder)
     if wanted is None and not steps:
         return None
@@ -58,17 +57,17 @@ def latest(directory: str | os.PathLike) -> int | None:
     if len(problems) > MOST_REASONS:
         state += f"; and {len(problems) - MOST_REASONS} more are incomplete"
     if found is None:
-        raise CheckpointError(f"no complete checkpoint in {folder}: {state}. Starting afresh there would look like resuming. "
-                              "Restore one, or give another folder.")
+        raise CheckpointError(f"no complete checkpoint in {folder}: {state}. Starting from scratch there "
+                              "would look like resuming. Restore a checkpoint, or give another folder.")
     if found != named:
         logger.warning("%s. Loading the newest complete checkpoint, iteration %d", state, found)
     return found
 
 
 def problem_of(folder: Path, step: int) -> str | None:
-    """Why the checkpoint of `step` cannot be loaded, as its index and run.json show; None when it can.
+    """Why the checkpoint of `step` cannot be loaded, as far as index and run.json show; None when it can.
 
-    Tensors are not read: their files have the right sizes, and their checksums are compared when they are loaded.
+    Only the sizes of tensor files are compared. Their checksums are compared when they are loaded.
     """
     from .index import read_index
 
@@ -83,97 +82,138 @@ def problem_of(folder: Path, step: int) -> str | None:
 
 
 def read_run(directory: str | os.PathLike, step: int) -> dict:
-    """What `save` was given as `run`, with what `run_file.py` adds. Raises CheckpointError when it is not readable."""
+    """The values in run.json: `run` of `save`, and those that `run_file.py` adds.
+
+    Raises CheckpointError if unreadable.
+    """
     return read_run_file(find_checkpoint(directory, step))
 
 
-def load(directory: str | os.PathLike, step: int, pieces: Iterable[Piece], *, coordinates: Coordinates, world: Group,
-         kinds: Collection[str] | None = None) -> None:
-    """Fill the pieces in place, bit for bit; padding becomes zero. Copies of tied parameters are filled too.
+def load(directory: str | os.PathLike, step: int, pieces: Iterable[Piece], *, coordinates: Coordinates,
+         world: Group, kinds: Collection[str] | None = None) -> None:
+    """Fill the pieces in place with the saved values, bit for bit; padding becomes zero. Tied copies are
+    filled too.
 
     kinds   fill pieces of these kinds only ("weight", "exp_avg", ...); None means all
 
-    Collective over `world`. Raises CheckpointError, the same on all ranks, listing each tensor that is missing or has
-    another shape; nothing has been filled then.
+    Collective over `world`. Raises the same CheckpointError on all ranks, listing each tensor that is missing
+    or has another shape; no piece has been changed then.
     """
     wanted = (piece for piece in pieces if kinds is None or piece.kind in kinds)
     _fill(directory, step, wanted, coordinates, world, exact=True)
 
 
-def load_weights(directory: str | os.PathLike, step: int, parameters: Iterable[torch.nn.Parameter], tp: Group) -> None:
-    """Fill model parameters that carry a `.spec`, in whatever dtype they are, from the saved fp32 weights.
+def load_weights(directory: str | os.PathLike, step: int, parameters: Iterable[torch.nn.Parameter],
+                 tp: Group) -> None:
+    """Fill parameters that have a `.spec` from the saved fp32 weights, cast to the dtype of each parameter.
 
-    For generation and evaluation, where there is no optimizer. Collective over `tp`.
+    For generation and evaluation without an optimizer. Collective over `tp`.
     """
     pieces = [ParameterPiece(parameter.spec, parameter.detach().view(-1)) for parameter in parameters]
     _fill(directory, step, pieces, coordinates_of(tp), world=tp, exact=False)
 
 
-def _fill(directory: str | os.PathLike, step: int, pieces: Iterable[Piece], coordinates: Coordinates, world: Group,
-          exact: bool) -> None:
+def _fill(directory: str | os.PathLike, step: int, pieces: Iterable[Piece], coordinates: Coordinates,
+          world: Group, exact: bool) -> None:
     from .storage import Reader, plan_reading
 
     folder = Path(directory)
     failing = {"doing": f"cannot load iteration {step} from {directory}", "kind": CheckpointError}
-    readings = []       # stays on this rank; what an action returns travels
+    readings = []       # stays on this rank, unlike the return value of `plan`, which is gathered
 
     def plan() -> tuple[bool, str]:
         path = find_checkpoint(folder, step)
-        with way_back(folder, step):
+        with explain_way_back(folder, step):
             reader = Reader(path)
         readings.append(plan_reading(reader, pieces, coordinates, exact))
         return reader.has_checksums, _save_of(path)
 
     def fill() -> None:
-        with way_back(folder, step):
+        with explain_way_back(folder, step):
             readings[0].run()
 
     seen = gather_from_all_ranks(world, plan, **failing)
     on_one_rank(world, lambda: _check_same_save([save for _, save in seen]), **failing)
     if not all(has_checksums for has_checksums, _ in seen) and world.rank == 0:
-        logger.warning("%s was saved in format 1, without checksums of its files: changed bytes and files of other saves "
-                       "would not all be noticed", find_checkpoint(folder, step))
+        logger.warning("%s was saved in format 1, without checksums of its files: not all changed bytes and "
+                       "files of other saves can be detected", find_checkpoint(folder, step))
     on_all_ranks(world, fill, **failing)
 
 
 def _save_of(path: Path) -> str:
-    """What tells this save from every other: its id, or in format 1 the checksum of its index and its run.json."""
+    """An identifier of the save: its save_id, or in format 1 a checksum of its index and its run.json."""
     if save_id := read_run_file(path).get("save_id"):
         return save_id
-    return f"{zlib.crc32(b''.join(folders.read_regular(path / name) for name in (folders.INDEX_FILE, folders.RUN_FILE))):08x}"
+    contents = (folders.read_regular(path / name) for name in (folders.INDEX_FILE, folders.RUN_FILE))
+    return f"{zlib.crc32(b''.join(contents)):08x}"
 
 
 def _check_same_save(saves: Sequence[str]) -> None:
-    """saves: what each rank sees, in rank order. Raises CheckpointError where ranks see different ones."""
+    """Raises CheckpointError unless all ranks see the same save. saves: identifiers in rank order."""
     others = [rank for rank, save in enumerate(saves) if save != saves[0]]
     if others:
-        raise CheckpointError(f"rank(s) {', '.join(map(str, others[:8]))} of {len(saves)} see another save under this name "
-                              "than rank 0: the folder is not on one file system that all ranks share, or its copies differ. "
-                              "Loading would mix two saves. Give a folder that all ranks share.")
+        raise CheckpointError(f"rank(s) {', '.join(map(str, others[:8]))} of {len(saves)} see another save "
+                              "under this name than rank 0: the folder is not on a file system that all "
+                              "ranks share, or its copies differ. Loading would mix two saves. Give a folder "
+                              "that all ranks share.")
 
 
 @contextmanager
-def way_back(folder: Path, step: int) -> Iterator[None]:
-    """Adds to the error of a damaged checkpoint which earlier one can be loaded instead, and how."""
+def explain_way_back(folder: Path, step: int) -> Iterator[None]:
+    """Add to the error of a damaged checkpoint which earlier one can be loaded instead, and how."""
     try:
         yield
     except CheckpointError as error:
         earlier = [other for other in reversed(folders.steps_in(folder)) if other < step]
         intact = next((other for other in earlier if problem_of(folder, other) is None), None)
-        advice = (f"To go back to iteration {intact}, the last complete one before it, write {intact} into "
-                  f"{folder / folders.TRACKER}" if intact is not None else f"{folder} has no earlier complete checkpoint")
+        if intact is None:
+            advice = f"{folder} has no earlier complete checkpoint"
+        else:
+            advice = (f"To go back to iteration {intact}, the last complete one before it, write {intact} "
+                      f"into {folder / folders.TRACKER}")
         raise CheckpointError(f"{str(error).rstrip('.')}. {advice}.") from error
 
 
 def find_checkpoint(directory: str | os.PathLike, step: int) -> Path:
-    """Where it lies. Raises CheckpointError, naming those that there are."""
+    """Path of the checkpoint of `step`.
+
+    Raises CheckpointError, listing those that exist, when there is none.
+    """
     path = folders.find(Path(directory), step)
     if path is None:
-        raise CheckpointError(f"there is no checkpoint of iteration {step} in {directory}; there are iterations "
+        raise CheckpointError(f"there is no checkpoint of iteration {step} in {directory}; there are "
+                              "iterations "
                               f"{', '.join(map(str, folders.steps_in(Path(directory)))) or 'none'}.")
     return path
 
 
 def _state(folder: Path, wanted: str | None, steps: list[int]) -> str:
-    tracker = "is missing" if wanted is None else f"says {wanted!r}, which is not a complete checkpoint"
+    tracker = "is missing" if wanted is None else f"names {wanted!r}, which is not a complete checkpoint"
     return f"{folder / folders.TRACKER} {tracker} (iterations there: {', '.join(map(str, steps)) or 'none'})"
+
+
+def check_same_model(saved: Mapping, current: Mapping) -> None:
+    """Compare two nested dicts of plain values.
+
+    Raises CheckpointError naming each differing field with both values.
+    """
+    theirs, ours = dict(_flat(saved)), dict(_flat(current))
+    differing = [name for name in sorted(theirs | ours) if theirs.get(name, ABSENT) != ours.get(name, ABSENT)]
+    if differing:
+        differences = "; ".join(f"{name}: checkpoint {_show(theirs, name)}, this run {_show(ours, name)}"
+                                for name in differing)
+        raise CheckpointError(f"the checkpoint belongs to another run: {differences}. Loading it would train "
+                              "a different model or on different data. Give the flags it was saved with (its "
+                              "run.json works as --config), or another --load.")
+
+
+def _flat(values: Mapping, prefix: str = "") -> Iterator[tuple[str, object]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", json.loads(json.dumps(value))      # tuples become lists, as in run.json
+
+
+def _show(values: Mapping, name: str) -> str:
+    return repr(values[name]) if name in values else ABSENT

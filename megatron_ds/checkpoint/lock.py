@@ -1,15 +1,17 @@
-"""The lock of a save folder: one live job writes there at a time, on file systems that several machines share too.
+"""The lock of a save folder: one live job at a time writes there, also on a shared file system.
 
     folder/.lock    {"token": …, "host": …, "pid": …, "machine": …, "born": …, "since": …, "job": …}
 
-Rank 0 writes the file under another name and links it to this one, which is atomic on NFS too, and fails where there is a
-lock. (flock is not used: it may not reach other machines, and forked workers keep it when their parent was killed.) While the
-lock is held, a thread renews the file's modification time, the *beat*. A lock left behind is taken over
+Rank 0 writes the file under a temporary name and hard-links it to `.lock`. The link is atomic, on NFS too,
+and fails if a lock exists. (flock is not used: it may not reach other machines, and forked workers keep it
+after their parent was killed.) While the lock is held, a thread renews the file's modification time, the
+*beat*. An abandoned lock is taken over
 
-    same machine    at once, when no process has that pid and start time; never while there is one
-    another one     when the beat did not change for STALE seconds, watched here, so that clocks need not agree
+    same machine       at once, if no process has that pid and start time; never while such a process exists
+    another machine    if the beat did not change for STALE seconds by the local clock; clocks need not agree
 
-A holder that was suspended and lost its lock finds another token in the file, and publishes nothing (`SaveLock.check`).
+A process that was suspended and lost its lock finds another token in the file and publishes nothing
+(`SaveLock.check`).
 """
 
 import contextlib
@@ -34,8 +36,8 @@ logger = logging.getLogger(__name__)
 
 LOCK = ".lock"
 BEAT = 10.0        # seconds between two renewals
-STALE = 60.0       # seconds without a renewal, after which a process on another machine counts as gone
-OLD = 10           # a beat older than so many times STALE, by the file system's clock, is not watched first
+STALE = 60.0       # seconds without a renewal after which a process on another machine counts as ended
+OLD = 10           # a beat older than OLD * STALE by the file server's clock is stale at once
 HIDDEN = -1        # "start time" of a process that /proc does not show to this user
 JOB_VARIABLES = {"SLURM_JOB_ID": "Slurm job", "PBS_JOBID": "PBS job", "LSB_JOBID": "LSF job", "JOB_ID": "job"}
 
@@ -44,9 +46,11 @@ JOB_VARIABLES = {"SLURM_JOB_ID": "Slurm job", "PBS_JOBID": "PBS job", "LSB_JOBID
 class Owner:
     """The process that holds a lock.
 
-    token     random, of this lock
-    machine   boot id and process namespace: where `pid` means a process
-    born      start time of the process, in clock ticks since boot; with `pid` it names one process only
+    token     random identifier of this lock
+    machine   boot id and process namespace, within which `pid` is valid
+    born      start time of the process in clock ticks since boot; with `pid` it identifies one process
+    since     when the lock was acquired, as text
+    job       of the queue, as text; "" if unknown
     """
 
     token: str
@@ -62,26 +66,30 @@ class Owner:
 
 
 def this_process(env: Mapping[str, str] = os.environ) -> Owner:
+    """This process as the owner of a new lock. env: where job queues put their job id."""
     job = next((f"{name} {env[key]}" for key, name in JOB_VARIABLES.items() if env.get(key)), "")
     return Owner(secrets.token_hex(8), platform.node(), os.getpid(), _machine(), _born(os.getpid()) or 0,
                  f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z}", job)
 
 
 class SaveLock:
-    """The lock of one folder, in the process of rank 0."""
+    """The lock of one folder, in the process of rank 0.
+
+    beat    seconds between renewals
+    stale   seconds without a renewal after which the owner counts as ended
+    """
 
     def __init__(self, folder: Path, beat: float = BEAT, stale: float = STALE):
-        """beat, stale: seconds between renewals, and seconds without one after which the owner counts as gone."""
         self.folder, self.path, self.mine = folder, folder / LOCK, this_process()
         self._beat, self._stale = beat, stale
-        self._seen: tuple[tuple, float] | None = None       # (what the file was, when it was first seen so)
+        self._seen: tuple[tuple, float] | None = None       # ((owner, beat), when they were first read)
         self._lost: Owner | None = None
         self._warned = False
         self._stop, self._renewing = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._renew_regularly, daemon=True, name="save folder lock")
 
     def try_acquire(self) -> str | None:
-        """None when the lock is held now; else its owner, which may be gone: try again in a second.
+        """None when the lock was acquired; else its owner, which may have ended: try again in a second.
 
         Raises CheckpointError when a live process holds it, OSError when the folder cannot be written.
         """
@@ -90,18 +98,21 @@ class SaveLock:
             found = self._read()
             if found is None:
                 if self.path.is_symlink():
-                    raise CheckpointError(f"{self.path} is a link that leads nowhere. Delete it.")
-                continue                                    # released meanwhile
+                    raise CheckpointError(f"{self.path} is a broken link. Delete it.")
+                continue                                    # released in the meantime
             owner, beat = found
-            if owner == self.mine:                          # the file server did what it then reported as failed
+            if owner == self.mine:                   # the link succeeded although an error was reported
                 break
             if _is_alive(owner) or self._has_moved(owner, beat):
                 raise CheckpointError(
-                    f"it is in use by {owner}. Two jobs in one folder would overwrite each other's checkpoints. Wait for that "
-                    f"job, stop it, or give another folder. If you are sure that it is gone, delete {self.path}.")
+                    f"it is in use by {owner}. Two jobs in one folder would overwrite each other's "
+                    "checkpoints. Wait for that job, stop it, or give another folder. If that job has ended, "
+                    f"delete {self.path}.")
             if _is_gone(owner) or self._is_silent(owner, beat):
-                why = "which is gone" if _is_gone(owner) else f"which did not renew it for {self._stale:.0f} seconds"
-                logger.warning("%s: taking over the lock of %s, %s", self.folder, owner or "an unknown process", why)
+                why = ("which has ended" if _is_gone(owner)
+                       else f"which did not renew it for {self._stale:.0f} seconds")
+                logger.warning("%s: taking over the lock of %s, %s", self.folder,
+                               owner or "an unknown process", why)
                 self._remove(owner)
             else:
                 return str(owner or "an unknown process")
@@ -109,14 +120,18 @@ class SaveLock:
         return None
 
     def check(self) -> None:
-        """Raises CheckpointError when another process has taken the lock over."""
+        """Renew the lock. Raises CheckpointError when another process has taken it over."""
         self._renew()
         if self._lost:
-            raise CheckpointError(f"the folder was taken over by {self._lost}, while this process ({self.mine}) was suspended "
-                                  "or cut off from the file system. Nothing more is written there. Stop one of the two jobs.")
+            raise CheckpointError(f"the folder was taken over by {self._lost}, while this process "
+                                  f"({self.mine}) was suspended or cut off from the file system. Nothing "
+                                  "more is written there. Stop one of the two jobs.")
 
     def release(self) -> None:
-        """Remove the file, if it is this lock's; also of a lock that was not acquired."""
+        """Stop renewing, and remove the file if this lock owns it.
+
+        Allowed for a lock that was not acquired.
+        """
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -126,7 +141,7 @@ class SaveLock:
 
     # ---- the file
     def _create(self) -> bool:
-        """Whether the lock is this process's now; False when there is a lock already."""
+        """Create the lock file. False when there is one already."""
         text, beside = json.dumps(asdict(self.mine)), self.folder / f"{LOCK}.{self.mine.token}"
         _write_new(beside, text)
         try:
@@ -140,37 +155,41 @@ class SaveLock:
         return True
 
     def _read(self) -> tuple[Owner | None, int] | None:
-        """None without a file; else see `_read`."""
+        """`_read` of the lock file; None when there is none."""
         try:
             return _read(self.path)
         except FileNotFoundError:
             return None
 
     def _remove(self, owner: Owner | None) -> None:
-        """Remove the lock that `owner` left. Renamed first: another job may have taken it over a moment ago."""
+        """Remove the lock that `owner` abandoned.
+
+        It is renamed first, as another job may just have taken it over.
+        """
         aside = self.folder / f"{LOCK}.{self.mine.token}.old"
         with contextlib.suppress(FileNotFoundError):
             os.rename(self.path, aside)
             if _read(aside)[0] != owner:
-                with contextlib.suppress(OSError):          # its owner makes it anew at its next beat
+                with contextlib.suppress(OSError):          # else its owner creates it again at its next beat
                     os.link(aside, self.path)
             aside.unlink()
         self._seen = None
 
-    # ---- whether its owner lives
+    # ---- whether its owner is alive
     def _has_moved(self, owner: Owner | None, beat: int) -> bool:
-        """Whether the beat changed since it was first seen."""
+        """Whether owner or beat changed since the first call."""
         if self._seen is None:
             self._seen = (owner, beat), time.monotonic()
         return self._seen[0] != (owner, beat) and owner is not None
 
     def _is_silent(self, owner: Owner | None, beat: int) -> bool:
+        """Whether the lock was not renewed for `stale` seconds."""
         if self._has_moved(owner, beat):
             return False
         return time.monotonic() - self._seen[1] >= self._stale or self._now() - beat > OLD * self._stale * 1e9
 
     def _now(self) -> int:
-        """The clock that stamps files of this folder, in ns: that of the file server."""
+        """The file server's clock, which stamps the files of this folder, in ns."""
         probe = self.folder / f"{LOCK}.{self.mine.token}.now"
         probe.touch()
         try:
@@ -181,7 +200,7 @@ class SaveLock:
     # ---- the beat
     def _renew_regularly(self) -> None:
         while not self._stop.wait(self._beat):
-            with contextlib.suppress(OSError, CheckpointError):     # the next beat, or the next save, tries again
+            with contextlib.suppress(OSError, CheckpointError):     # the next beat or save tries again
                 self._renew()
 
     def _renew(self) -> None:
@@ -191,8 +210,8 @@ class SaveLock:
     def _renew_alone(self) -> None:
         if not self.folder.is_dir():
             if not self._warned:
-                logger.warning("%s was removed while this run saves there: its checkpoints and metrics are gone. The next "
-                               "save makes the folder anew.", self.folder)
+                logger.warning("%s was removed while this run saves there: its checkpoints and metrics are "
+                               "lost. The next save creates the folder again.", self.folder)
             self._warned = True
             return
         if not (found := self._read()):
@@ -205,7 +224,7 @@ class SaveLock:
 
 
 def _read(path: Path) -> tuple[Owner | None, int]:
-    """(owner of a lock, its time of modification in ns); no owner where the file does not name one."""
+    """(owner, modification time in ns) of a lock file; the owner is None if the file is not valid."""
     text, beat = read_regular(path), path.stat().st_mtime_ns
     try:
         values = json.loads(text)
@@ -216,7 +235,7 @@ def _read(path: Path) -> tuple[Owner | None, int]:
 
 
 def _write_new(path: Path, text: str) -> bool:
-    """Make a file; False when there is one."""
+    """Create a file. False when there is one already."""
     try:
         handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o644)
     except FileExistsError:
@@ -226,16 +245,20 @@ def _write_new(path: Path, text: str) -> bool:
     return True
 
 
-_held: dict[tuple[int, str], SaveLock] = {}      # of this process: a run holds its folder's lock, and each of its saves asks
+# (pid, real path) → lock held by this process: a run holds the lock of its folder, and each of its saves uses
+# it.
+_held: dict[tuple[int, str], SaveLock] = {}
 
 
 @contextlib.contextmanager
 def locked(folder: Path, world: Group, *, beat: float = BEAT, stale: float = STALE,
            poll: float = 1.0) -> Iterator[SaveLock | None]:
-    """Hold the lock of `folder`; the lock, on rank 0. A lock that this process holds already is used, and kept.
+    """Hold the lock of `folder`; yields it on rank 0, None elsewhere. A lock that this process holds already
+    is reused.
 
-    Collective over `world`: a gather of results every `poll` seconds while the owner is watched, so that no rank waits in a
-    collective for long. beat, stale: of `SaveLock`. Raises CheckpointError on all ranks while a live process holds the lock.
+    Collective over `world`: while rank 0 watches another owner, one gather of results every `poll` seconds,
+    so that no rank waits in a collective for long. beat, stale: see `SaveLock`. Raises CheckpointError on all
+    ranks while a live process holds the lock.
     """
     place, held, lock = (os.getpid(), os.path.realpath(folder)), None, None
     if world.rank == 0:
@@ -246,7 +269,8 @@ def locked(folder: Path, world: Group, *, beat: float = BEAT, stale: float = STA
         waiting = False
         while owner := on_one_rank(world, acquire, doing=f"cannot save in {folder}", kind=CheckpointError):
             if lock and not waiting:
-                logger.warning("%s is locked by %s, which may be gone: waiting for a sign of life, at most %.0f seconds",
+                logger.warning("%s is locked by %s, which may have ended: waiting at most %.0f seconds for a "
+                               "renewal",
                                folder, owner, stale)
             waiting = True
             time.sleep(poll)
@@ -262,15 +286,17 @@ def locked(folder: Path, world: Group, *, beat: float = BEAT, stale: float = STA
 # ---- processes of this machine
 
 def _machine() -> str:
-    """Of one boot of one machine, and of one namespace of processes; empty where this is not known."""
+    """Identifier of this boot of this machine and of this process namespace; empty when it cannot be read."""
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + " " + os.readlink("/proc/self/ns/pid")
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return ""
 
 
 def _born(pid: int) -> int | None:
-    """Start time of a process of this machine: None when it is not there or has ended, HIDDEN when /proc does not show it."""
+    """Start time of a process of this machine: None when it does not exist or has ended, HIDDEN when /proc
+    hides it."""
     try:
         state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -284,7 +310,7 @@ def _is_unknown(pid: int) -> bool:
     except ProcessLookupError:
         return True
     except OSError:
-        pass                                                # of another user: it is there
+        pass                                                # exists, and belongs to another user
     return False
 
 

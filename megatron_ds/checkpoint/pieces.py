@@ -1,28 +1,41 @@
-"""The pieces of training state that a checkpoint reads and writes, and which rank writes a replicated one.
+"""Pieces of training state: where each lies in the logical tensors of a checkpoint, and which rank writes it.
 
-A piece is anything with the attributes of `Piece`, such as ZeRO's `StatePiece`. Its tensor is called
-"kind/name" in the checkpoint: "weight/decoder.final_layernorm.weight", "exp_avg/output_layer.weight".
+A checkpoint holds logical tensors: true shape, no padding, names that do not depend on the layout. A *piece*
+is an interval [start, stop) of a flattened local shard, since ZeRO cuts flat buffers without regard to rows.
+It becomes rectangles of the shard, each of which `ParamSpec.boxes` moves to its place in the logical tensor.
 
-Two kinds of ranks hold the same content: data-parallel ones (those of `ParamSpec.reduced_over`), which a
-piece counts itself (`replica` of `replicas`), and tensor-parallel ones of a parameter that is not split over
-"tp".
+    shard [4, 5], interval [3, 16)          . . . H H      head   1 x 2
+                                            B B B B B      body   2 x 5
+                                            B B B B B
+                                            T . . . .      tail   1 x 1
+
+An interval of a row-major tensor of n dimensions is at most 2n - 1 rectangles, and so is its intersection
+with one box of `ParamSpec.boxes`.
+
+The tensor of a piece is called "kind/name" in the checkpoint: "weight/decoder.final_layernorm.weight",
+"exp_avg/output_layer.weight". Two kinds of ranks hold the same content: data-parallel ranks (the axes in
+`ParamSpec.reduced_over`), which a piece counts itself (`replica` of `replicas`), and tensor-parallel ranks of
+a parameter that is not split over "tp".
 """
 
+import math
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from ..mpu.param_spec import Box, Coordinates, ParamSpec
-from .logical import flat_offset, logical_boxes, row_major_strides, shard_shape
 
 WEIGHT = "weight"
+Corner = tuple[int, ...]
 
 
 class Piece(Protocol):
     """Elements [start, stop) of the flattened shard of one parameter's weight, first moment, ...
+
+    Anything with these attributes is a piece, such as ZeRO's `StatePiece`.
 
     tensor    flat, of stop - start elements, contiguous; read when saving, written into when loading
     replica   position of this rank among the `replicas` data-parallel ranks that hold the same content
@@ -35,14 +48,6 @@ class Piece(Protocol):
     tensor: torch.Tensor
     replica: int
     replicas: int
-
-
-@dataclass(frozen=True)
-class View:
-    """A rectangle of a piece: its corner in the logical tensor, and the memory with its values."""
-
-    offset: tuple[int, ...]
-    tensor: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -62,13 +67,21 @@ class ParameterPiece:
         return self.tensor.numel()
 
 
+@dataclass(frozen=True)
+class View:
+    """A rectangle of a piece: its corner in the logical tensor, and the memory with its values."""
+
+    offset: Corner
+    tensor: torch.Tensor
+
+
 def key(piece: Piece) -> str:
-    """The name of its tensor in the checkpoint."""
+    """Name of the piece's tensor in the checkpoint."""
     return f"{piece.kind}/{piece.spec.name}"
 
 
 def views(piece: Piece, coordinates: Coordinates) -> list[View]:
-    """The rectangles of a piece as views of its memory; padding is in none."""
+    """The rectangles of a piece as views of its memory. No view contains padding."""
     tensor = piece.tensor
     assert tensor.dim() == 1 and tensor.is_contiguous() and tensor.numel() == piece.stop - piece.start, (
         f"{key(piece)}: elements [{piece.start}, {piece.stop}) in a tensor of shape {list(tensor.shape)}")
@@ -77,12 +90,19 @@ def views(piece: Piece, coordinates: Coordinates) -> list[View]:
     return [View(box.logical, _view(piece, shape, box)) for box in boxes]
 
 
-def written_here(pieces: Iterable[Piece], coordinates: Coordinates) -> list[Piece]:
-    """The pieces that this rank writes: of several holders of the same content, one.
+def _view(piece: Piece, shape: Corner, box: Box) -> torch.Tensor:
+    """The box in the piece's memory, with the strides of the shard. It may be non-contiguous there."""
+    tensor = piece.tensor.detach()
+    first = flat_offset(shape, box.local) - piece.start
+    return tensor.as_strided(box.sizes, row_major_strides(shape), tensor.storage_offset() + first)
 
-    Copies of tied parameters have the name of the first holder's parameter, which alone is written. Among
-    replicas the writer follows from a hash of the name, so that ranks agree without communication and share
-    the work.
+
+def written_here(pieces: Iterable[Piece], coordinates: Coordinates) -> list[Piece]:
+    """The pieces that this rank writes. Exactly one of the ranks that hold the same content writes it.
+
+    Copies of tied parameters have the name of the parameter they copy; only the original is written. The
+    writer among replicas follows from a hash of the name: ranks agree without communication and share the
+    work.
     """
     return [p for p in pieces if not p.spec.tied_copy and _is_writer(p, coordinates)]
 
@@ -93,8 +113,65 @@ def _is_writer(piece: Piece, coordinates: Coordinates) -> bool:
     return replica == piece.replica and (piece.spec.is_split_over("tp") or turn % tp_size == tp_rank)
 
 
-def _view(piece: Piece, shape: tuple[int, ...], box: Box) -> torch.Tensor:
-    """The box in the piece's memory, with the strides of the shard: a box need not be contiguous there."""
-    tensor = piece.tensor.detach()
-    first = flat_offset(shape, box.local) - piece.start
-    return tensor.as_strided(box.sizes, row_major_strides(shape), tensor.storage_offset() + first)
+# ---- From an interval of a local shard to boxes of the logical tensor.
+
+def logical_boxes(spec: ParamSpec, coordinates: Coordinates, start: int, stop: int) -> tuple[Box, ...]:
+    """The boxes of the logical tensor that hold elements [start, stop) of the flattened shard.
+
+    Each element of the interval that is not padding lies in exactly one box. `Box.local` counts in the shard,
+    not in the interval: the first element of a box is element `flat_offset(shape of the shard, box.local) -
+    start` there.
+    """
+    mirrors = spec.boxes(coordinates)
+    rectangles = tuple(interval_boxes(shard_shape(spec, coordinates), start, stop))
+    met = (_intersect(corner, sizes, mirror) for mirror in mirrors for corner, sizes in rectangles)
+    return tuple(box for box in met if box is not None)
+
+
+def shard_shape(spec: ParamSpec, coordinates: Coordinates) -> Corner:
+    """Shape of the shard of the rank at `coordinates`."""
+    return spec.local_shape({axis: size for axis, (_, size) in coordinates.items()})
+
+
+def interval_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[Corner, Corner]]:
+    """(corner, sizes) of the rectangles of the flat interval [start, stop) of a row-major tensor."""
+    if start >= stop:
+        return
+    if not shape:
+        yield (), ()
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row           # rows first .. last are whole
+    if first > last:                                      # begins and ends inside one row
+        yield from _in_row(last, shape, start - last * row, stop - last * row)
+        return
+    if start < first * row:
+        yield from _in_row(first - 1, shape, start - (first - 1) * row, row)
+    if first < last:
+        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
+    if last * row < stop:
+        yield from _in_row(last, shape, 0, stop - last * row)
+
+
+def flat_offset(shape: Sequence[int], corner: Sequence[int]) -> int:
+    """Index of the element at `corner` in the flattened row-major tensor."""
+    return sum(at * stride for at, stride in zip(corner, row_major_strides(shape)))
+
+
+def row_major_strides(shape: Sequence[int]) -> Corner:
+    """Strides of a contiguous tensor, in elements."""
+    return tuple(math.prod(shape[d + 1:]) for d in range(len(shape)))
+
+
+def _in_row(index: int, shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[Corner, Corner]]:
+    for corner, sizes in interval_boxes(shape[1:], start, stop):
+        yield (index, *corner), (1, *sizes)
+
+
+def _intersect(corner: Corner, sizes: Corner, mirror: Box) -> Box | None:
+    low = tuple(max(a, b) for a, b in zip(corner, mirror.local))
+    high = tuple(min(a + n, b + m) for a, n, b, m in zip(corner, sizes, mirror.local, mirror.sizes))
+    if any(a >= b for a, b in zip(low, high)):
+        return None
+    logical = tuple(at + a - b for at, a, b in zip(mirror.logical, low, mirror.local))
+    return Box(low, logical, tuple(b - a for a, b in zip(low, high)))

@@ -1,14 +1,14 @@
-"""`run.json`: what a checkpoint says of the run that wrote it and of its own files, in plain JSON.
+"""`run.json`: the run that wrote a checkpoint, and sizes and checksums of its files, in plain JSON.
 
     format_version   of the checkpoint; a reader refuses a later one
     step             optimizer steps done
-    save_id          random, of this save; the index has the same
-    versions         of python and torch that wrote it; informative
-    ...              whatever the trainer adds: config, progress, identity of model and data, scaler state
+    save_id          random identifier of this save; the index has the same
+    versions         of Python and torch that wrote it; informative
+    ...              values that the caller adds: config, progress, identity of model and data, scaler state
     files            size in bytes and CRC-32 of every other file of the checkpoint
     checksum         CRC-32 of all values above, as JSON with sorted keys and without spaces
 
-Format 1 had no save_id, files and checksum. It is still read.
+Format 1 had no save_id, files or checksum. It is still read.
 """
 
 import json
@@ -28,24 +28,25 @@ from ..progress import Progress
 from .folder import INDEX_FILE, RUN_FILE, read_regular, write_durably
 
 FORMAT_VERSION = 2
-MOST = 2**62        # counters beyond this do not fit into the integers of torch
+MOST = 2**62        # larger counters do not fit into the integers of torch
+BLOCK = 2**24       # bytes read at once to verify a file
 
 
 # ---- Writing.
 
 def plain(run: Mapping) -> dict:
-    """The values of `run` as JSON keeps them. Raises TypeError when one is no plain value."""
+    """`run` as it is after a round trip through JSON. Raises TypeError for a value that JSON cannot hold."""
     return json.loads(json.dumps(dict(run)))
 
 
 def write_run_file(path: Path, step: int, run: Mapping, save_id: str, files: Mapping[str, Mapping]) -> None:
-    """Write it durably; `run` is what the caller adds, `files` what `storage.write_index` returned.
+    """Write run.json durably. run: values of the caller; files: as `storage.write_index` returned them.
 
-    Raises CheckpointError where `read_run_file` would refuse it, while the former checkpoint is still there.
+    Raises CheckpointError if `read_run_file` would refuse it, before the former checkpoint is replaced.
     """
     versions = {"python": platform.python_version(), "torch": torch.__version__}
-    content = plain({"format_version": FORMAT_VERSION, "step": step, "save_id": save_id, "versions": versions, **run,
-                     "files": files})
+    content = plain({"format_version": FORMAT_VERSION, "step": step, "save_id": save_id, "versions": versions,
+                     **run, "files": files})
     content["checksum"] = checksum_of(content)
     if problem := next(_problems(content, step), None):
         raise CheckpointError(f"{RUN_FILE} could not be read again: {problem}.")
@@ -53,34 +54,38 @@ def write_run_file(path: Path, step: int, run: Mapping, save_id: str, files: Map
 
 
 def checksum_of(content: Mapping) -> str:
-    """Eight hex digits, of all values but the checksum itself: the same however the file is indented or ordered."""
+    """Eight hex digits over all values but "checksum", independent of indentation and key order."""
     rest = {name: value for name, value in content.items() if name != "checksum"}
     return f"{zlib.crc32(json.dumps(rest, sort_keys=True, separators=(',', ':')).encode()):08x}"
 
 
 def entry_of(size: int, crc32: int) -> dict[str, Any]:
-    """What `files` keeps of a file."""
+    """The entry of a file in the table `files`."""
     return {"bytes": size, "crc32": f"{crc32:08x}"}
 
 
 def check_crc32(content: bytes, entry: Mapping) -> None:
-    """Raises ValueError when `content` is not what `entry_of` described."""
+    """Raises ValueError when `content` does not match its entry in `files`."""
     if len(content) != entry["bytes"]:
         raise ValueError(f"it has {len(content)} bytes, and {entry['bytes']} were saved")
     if (found := f"{zlib.crc32(content):08x}") != entry["crc32"]:
-        raise ValueError(f"its CRC-32 is {found}, and run.json says {entry['crc32']}. Either bytes have changed, or one of "
-                         "the two files is that of another save")
+        raise ValueError(f"its CRC-32 is {found}, and run.json records {entry['crc32']}. Either bytes have "
+                         "changed, or one of the two files is that of another save")
 
 
 # ---- Reading.
 
 def read_run_file(path: Path) -> dict:
-    """Its values, validated. Raises CheckpointError when it is missing, damaged, or of a format that came later."""
+    """The validated values.
+
+    Raises CheckpointError when run.json is missing, damaged, or of a later format.
+    """
     file = path / RUN_FILE
     try:
         return _validated(file, json.loads(read_regular(file)))
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path} has no {RUN_FILE}: it was not saved by this package, or is incomplete.") from error
+        raise CheckpointError(f"{path} has no {RUN_FILE}: it was not saved by this package, or is "
+                              "incomplete.") from error
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror or error}.") from error
     except RecursionError as error:
@@ -94,37 +99,39 @@ def _validated(file: Path, run: Any) -> dict:
     if type(version) is not int or version < 1:
         raise CheckpointError(f"{file} is damaged: it has no format_version.")
     if version > FORMAT_VERSION:
-        raise CheckpointError(f"{file} is of format {version}; this version reads formats up to {FORMAT_VERSION}. Load it "
-                              "with the version that wrote it, or a newer one.")
+        raise CheckpointError(f"{file} is of format {version}; this version reads formats up to "
+                              f"{FORMAT_VERSION}. Load it with the version that wrote it, or a newer one.")
     if problem := next(_problems(run, _step_of(file.parent)), None):
         raise CheckpointError(f"{file} is damaged, or was changed after it was saved: {problem}.")
     return run
 
 
 def _step_of(path: Path) -> int | None:
-    """The step in the name of a checkpoint's directory; None where a user has given it another name."""
+    """The step in the name of a checkpoint's directory; None when a user has renamed it."""
     found = re.search(r"iter_(\d{7,})", path.name)
     return int(found[1]) if found else None
 
 
 def require(run: Mapping, path: str | Path, *names: str) -> None:
-    """Raises CheckpointError unless `run`, of the checkpoint `path`, has all values `names`, dotted like "identity.model"."""
+    """Raises CheckpointError unless `run`, of the checkpoint `path`, has all `names`, dotted like
+    "identity.model"."""
     for name in names:
         value: Any = run
         for part in name.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
         if value is None:
-            raise CheckpointError(f"{RUN_FILE} of {path} has no {name!r}: it is damaged, or another program has saved it.")
+            raise CheckpointError(f"{RUN_FILE} of {path} has no {name!r}: it is damaged, or another program "
+                                  "wrote it.")
 
 
 def progress_of(run: Mapping) -> Progress:
-    """Where training stood; counters that this version does not know are left out."""
+    """The progress of training; counters that this version does not know are left out."""
     known = {field.name for field in fields(Progress)}
     return Progress(**{name: value for name, value in run["progress"].items() if name in known})
 
 
 def _problems(run: Mapping, step_of_folder: int | None) -> Iterator[str]:
-    """What is wrong with `run`. Take the first problem only: later checks rely on those before."""
+    """The problems of `run`. Use the first only: later checks rely on earlier ones."""
     if "checksum" in run or run["format_version"] >= 2:
         if run.get("checksum") != (found := checksum_of(run)):
             yield f"its values have the checksum {found}, and it records {run.get('checksum')}"
@@ -178,7 +185,8 @@ def _is_optimizer(value: Any) -> bool:
         return False
     scaler = {"loss_scale": _is_scale, "loss_scale_lives": _is_count, "loss_scale_iteration": _is_count,
               "loss_scale_last_overflow": lambda n: n == -1 and type(n) is int or _is_count(n)}
-    return value.keys().isdisjoint(scaler) or all(is_valid(value.get(name)) for name, is_valid in scaler.items())
+    return (value.keys().isdisjoint(scaler)
+            or all(is_valid(value.get(name)) for name, is_valid in scaler.items()))
 
 
 def _is_scale(value: Any) -> bool:
@@ -200,3 +208,36 @@ _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
 def _show(value: Any) -> str:
     text = repr(value)
     return text if len(text) < 100 else text[:100] + " ..."
+
+
+# ---- Verifying all files, for instance after a copy. (Loading compares the chunks that it reads.)
+
+def damaged_files(path: Path) -> Iterator[str]:
+    """A sentence for each file of the checkpoint at `path` whose size or checksum differs from the saved one.
+
+    Reads everything, each file once. Raises CheckpointError when run.json itself is damaged, or is of format
+    1, which has no checksums.
+    """
+    run = read_run_file(path)
+    if "files" not in run:
+        raise CheckpointError(f"{path} was saved in format {run['format_version']}, without checksums of its "
+                              "files: it cannot be verified. A checkpoint that this version saves can.")
+    for name, entry in run["files"].items():
+        try:
+            size, crc32 = size_and_crc32(path / name)
+        except OSError as error:
+            yield f"{path / name} cannot be read: {error.strerror or error}"
+            continue
+        if size != entry["bytes"]:
+            yield f"{path / name} has {size} bytes, and {entry['bytes']} were saved"
+        elif crc32 != entry["crc32"]:
+            yield f"{path / name} has the CRC-32 {crc32}, and {entry['crc32']} was saved"
+
+
+def size_and_crc32(file: Path) -> tuple[int, str]:
+    """(size in bytes, CRC-32 as eight hex digits) of a file, read block by block."""
+    size = crc32 = 0
+    with open(file, "rb") as stream:
+        while block := stream.read(BLOCK):
+            size, crc32 = size + len(block), zlib.crc32(block, crc32)
+    return size, f"{crc32:08x}"

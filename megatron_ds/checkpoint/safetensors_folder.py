@@ -1,12 +1,12 @@
-"""Folders of safetensors in the manner of Hugging Face, written and read a tensor at a time.
+"""Folders of safetensors in Hugging Face's layout, written and read one tensor at a time.
 
-    model.safetensors                         where all fits into one file; else
+    model.safetensors                         if everything fits into one file; else
     model-00001-of-00003.safetensors …        and
     model.safetensors.index.json              {"metadata": {"total_size": …}, "weight_map": {tensor: file}}
 
-A file is eight bytes with the length of a JSON header, the header with the place of each tensor, and the tensors. Since shapes
-are known beforehand, the header is written first and nothing has to be held. The safetensors library writes files from tensors
-that are all there; that is why this writer exists.
+A file is eight bytes with the length of a JSON header, the header with the offsets of each tensor, and the
+tensors. Since shapes are known in advance, the header is written first and each tensor is released after it
+is written. (The safetensors library needs all tensors of a file in memory.)
 """
 
 import json
@@ -25,13 +25,14 @@ from .folder import sync_directory, write_durably
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-CODES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-         torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"}
+CODES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+         torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+         torch.uint8: "U8", torch.bool: "BOOL"}
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """What will be written, before it is there."""
+    """Name, shape and dtype of a tensor that will be written."""
 
     name: str
     shape: tuple[int, ...]
@@ -39,6 +40,7 @@ class TensorEntry:
 
     @property
     def nbytes(self) -> int:
+        """Size of the tensor in bytes."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
@@ -47,9 +49,11 @@ def write_folder(directory: str | os.PathLike, entries: Sequence[TensorEntry],
                  max_shard_bytes: int) -> None:
     """Write `entries` into files of at most `max_shard_bytes`, or of one tensor that is larger.
 
-    tensors   given the entries in the order of writing, yields them one by one; rank 0 writes, others take part in yielding
-    Written beside and renamed: a crash leaves the old files, or none, never some of either. What else is in the folder stays.
-    Collective over `world`. Raises CheckpointError on all ranks when rank 0 cannot write.
+    tensors   given entries in the order of writing, yields their tensors; called on all ranks
+
+    Files are written under temporary names and renamed: a crash leaves the old files or none, never a
+    mixture. Other files in the folder are kept. Collective over `world`. Raises CheckpointError on all ranks
+    when rank 0 cannot write.
     """
     folder = Path(directory)
     failing = {"doing": f"could not write safetensors to {directory}", "kind": CheckpointError}
@@ -68,7 +72,10 @@ def write_folder(directory: str | os.PathLike, entries: Sequence[TensorEntry],
 
 
 def cut_into_files(entries: Sequence[TensorEntry], max_bytes: int) -> list[list[TensorEntry]]:
-    """In order; within a file wide elements come first, so that each tensor begins at a multiple of its element's size."""
+    """Distribute entries over files, in order.
+
+    Within a file wide dtypes come first, which aligns every tensor.
+    """
     files: list[list[TensorEntry]] = [[]]
     for entry in entries:
         if files[-1] and sum(e.nbytes for e in files[-1]) + entry.nbytes > max_bytes:
@@ -78,10 +85,11 @@ def cut_into_files(entries: Sequence[TensorEntry], max_bytes: int) -> list[list[
 
 
 def header_of(entries: Sequence[TensorEntry]) -> bytes:
-    """The beginning of a file, up to the first tensor."""
+    """The bytes of a file before its first tensor."""
     places, at = {"__metadata__": {"format": "pt"}}, 0
     for entry in entries:
-        places[entry.name] = {"dtype": CODES[entry.dtype], "shape": list(entry.shape), "data_offsets": [at, at + entry.nbytes]}
+        places[entry.name] = {"dtype": CODES[entry.dtype], "shape": list(entry.shape),
+                              "data_offsets": [at, at + entry.nbytes]}
         at += entry.nbytes
     text = json.dumps(places).encode()
     text += b" " * (-len(text) % 8)
@@ -89,7 +97,10 @@ def header_of(entries: Sequence[TensorEntry]) -> bytes:
 
 
 class _Writing:
-    """The files under way. An error is kept until `publish`, since other ranks are still sending."""
+    """Files being written, on rank 0.
+
+    An error is raised in `publish` only, since other ranks are still sending.
+    """
 
     def __init__(self, folder: Path, files: list[list[TensorEntry]]):
         self._folder, self._files = folder, files
@@ -105,15 +116,17 @@ class _Writing:
     def add(self, tensor: torch.Tensor) -> None:
         """The next tensor, on the CPU."""
         number, entry = self._queue.pop()
-        assert tensor.shape == entry.shape and tensor.dtype == entry.dtype, f"{entry}: got {tensor.dtype} {list(tensor.shape)}"
+        assert tensor.shape == entry.shape and tensor.dtype == entry.dtype, (
+            f"{entry}: got {tensor.dtype} {list(tensor.shape)}")
         self._attempt(lambda: self._write(number, tensor))
 
     def publish(self) -> None:
+        """Replace the old files. Raises OSError when writing failed; the old files then stay."""
         self._attempt(self._end)
         if self._error is not None:
             self.abandon()
             raise self._error
-        if len(self._names) > 1 or not (self._folder / SINGLE).exists():       # one file replaces another at once
+        if len(self._names) > 1 or not (self._folder / SINGLE).exists():   # one file is replaced atomically
             self._forget((SINGLE, INDEX))
         for name in self._names:
             os.replace(self._hidden(name), self._folder / name)
@@ -124,7 +137,7 @@ class _Writing:
             *self._names, *([INDEX] if len(self._names) > 1 else [])})
 
     def abandon(self) -> None:
-        """Remove what has been written; the old files stay."""
+        """Remove the temporary files; the old files stay."""
         if self._open is not None:
             self._open.close()
         for name in self._names:
@@ -171,30 +184,34 @@ class _Writing:
 
 
 def from_safetensors(directory: str | os.PathLike) -> Callable[[str, int, torch.Tensor], None]:
-    """draw(name, start, out): fill flat `out` with elements of a stored tensor, reading no more than their rows.
+    """A function read(name, start, out) that fills flat `out` with elements of a tensor, from `start` on.
 
-    Raises CheckpointError when the folder holds no safetensors; draw does when it has no such tensor.
+    It reads only the rows that it needs. Raises CheckpointError when the folder has no safetensors; the
+    function raises it when there is no such tensor, or when the tensor is too small.
     """
     folder = Path(directory)
     file_of = dict(_contents(folder))
 
-    def draw(name: str, start: int, out: torch.Tensor) -> None:
+    def read(name: str, start: int, out: torch.Tensor) -> None:
         from safetensors import safe_open
 
         if name not in file_of:
-            raise CheckpointError(f"{folder} has no tensor {name!r}{did_you_mean(name, list(file_of)) or '.'}")
+            raise CheckpointError(f"{folder} has no tensor "
+                                  f"{name!r}{did_you_mean(name, list(file_of)) or '.'}")
         with safe_open(file_of[name], framework="pt") as file:
             stored = file.get_slice(name)
             shape = stored.get_shape()
             row = torch.Size(shape[1:]).numel()
             stop = start + out.numel()
             if stop > torch.Size(shape).numel():
-                raise CheckpointError(f"{name} in {folder} has shape {shape}, too small for what is to be filled with it.")
+                raise CheckpointError(f"{name} in {folder} has shape {shape}, too small for the parameter to "
+                                      "be filled.")
             first, last = start // row if row else 0, -(-stop // row) if row else 0
             values = stored[first:last] if shape else file.get_tensor(name)
-            out.copy_(values.reshape(-1)[start - first * row:stop - first * row] if shape else values.reshape(-1))
+            flat = values.reshape(-1)
+            out.copy_(flat[start - first * row:stop - first * row] if shape else flat)
 
-    return draw
+    return read
 
 
 def _contents(folder: Path) -> Iterator[tuple[str, Path]]:
@@ -203,9 +220,10 @@ def _contents(folder: Path) -> Iterator[tuple[str, Path]]:
     try:
         if (folder / SINGLE).exists():
             with safe_open(folder / SINGLE, framework="pt") as file:
-                yield from ((name, folder / SINGLE) for name in file.keys())       # noqa: SIM118  not a dict
+                yield from ((name, folder / SINGLE) for name in file.keys())   # noqa: SIM118  not a dict
         else:
             index = json.loads((folder / INDEX).read_bytes())
             yield from ((name, folder / file) for name, file in index["weight_map"].items())
     except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise CheckpointError(f"{folder} holds no safetensors that can be read ({SINGLE}, or {INDEX}): {error}") from error
+        raise CheckpointError(f"{folder} has no readable safetensors ({SINGLE}, or {INDEX}): "
+                              f"{error}") from error

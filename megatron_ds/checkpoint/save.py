@@ -1,10 +1,11 @@
-"""Save: every rank writes its share into a hidden directory, rank 0 makes it visible when all of it is on disk.
+"""Save a checkpoint: all ranks write chunks into a hidden directory, which rank 0 then publishes.
 
-    all     write own chunks, sync                                 .iter_0000200.writing-5f0c2a91/__{rank}_0.distcp
-    rank 0  index, run.json, sync; rename; tracker; delete old     iter_0000200/, latest_checkpointed_iteration.txt
+    all     write own chunks, sync                          .iter_0000200.writing-5f0c2a91/__{rank}_0.distcp
+    rank 0  index, run.json, sync; rename; tracker          iter_0000200/, latest_checkpointed_iteration.txt
+            delete old checkpoints
 
-A crash at any byte leaves the checkpoint that the tracker pointed to before (`folder.py` says why). Rank 0 holds the lock of
-the folder meanwhile (`lock.py`); a run holds it from its start to its end.
+A crash at any point leaves the checkpoint that the tracker named before (see `folder.py`). Rank 0 holds the
+lock of the folder during a save (`lock.py`); a training run holds it from start to end.
 """
 
 import os
@@ -18,29 +19,27 @@ from ..mpu.agree import gather_from_all_ranks, on_one_rank
 from ..mpu.group import Group
 from ..mpu.param_spec import Coordinates
 from . import folder as folders
-from .folder import check_writable
+from .disk_space import bytes_written_here, explained, free_bytes
+from .folder import prune
 from .lock import locked
 from .pieces import Piece, written_here
-from .retain import prune
 from .run_file import plain, write_run_file
-from .space import bytes_written_here, explained, free_bytes
 
-__all__ = ["save", "check_writable"]
 T = TypeVar("T")
 
 
-def save(directory: str | os.PathLike, step: int, pieces: Iterable[Piece], *, coordinates: Coordinates, world: Group,
-         run: Mapping, limit: int | None = None) -> Path:
-    """Write the checkpoint of `step`; its path, when it is complete, durable and the one that `latest` finds.
+def save(directory: str | os.PathLike, step: int, pieces: Iterable[Piece], *, coordinates: Coordinates,
+         world: Group, run: Mapping, limit: int | None = None) -> Path:
+    """Write the checkpoint of `step`. Returns its path when it is complete, durable and named by the tracker.
 
-    pieces   all that this rank holds; of replicated content one rank writes one copy
-    run      plain JSON values about the run, of rank 0; `load.read_run` returns them
+    pieces   all state of this rank; one rank writes content that several hold
+    run      plain JSON values for run.json, from rank 0; `load.read_run` returns them
     limit    how many checkpoints to keep in `directory`; None keeps all
 
-    Collective over `world`. Raises CheckpointError on all ranks when any failed, or when another live job saves into the
-    folder; the previous checkpoint is then untouched.
+    Collective over `world`. Raises CheckpointError on all ranks when any rank failed, or when another live
+    job saves into the folder; the previous checkpoint is then unchanged.
     """
-    from .storage import write_index, write_pieces  # 0.8 s of imports, for processes that do save
+    from .storage import write_index, write_pieces  # imports take 0.8 s; only processes that save need them
 
     folder, pieces = Path(directory), list(pieces)
     failing = {"doing": f"could not save iteration {step} to {directory}", "kind": CheckpointError}
@@ -48,6 +47,7 @@ def save(directory: str | os.PathLike, step: int, pieces: Iterable[Piece], *, co
     share = bytes_written_here(pieces, coordinates)
     with locked(folder, world) as lock:
         def prepare() -> tuple[int, int | None, Path | None]:
+            """Every rank: bytes it will write. Rank 0: remove leftovers, make the hidden directory."""
             if world.rank:
                 return share, None, None
             lock.check()
@@ -55,6 +55,7 @@ def save(directory: str | os.PathLike, step: int, pieces: Iterable[Piece], *, co
             return share, free_bytes(folder), writing
 
         def finish() -> None:
+            """Rank 0: index and run.json, then publish, then delete old checkpoints."""
             save_id = secrets.token_hex(16)
             write_run_file(writing, step, values, save_id, write_index(writing, parts, save_id))
             lock.check()
@@ -76,7 +77,7 @@ def save(directory: str | os.PathLike, step: int, pieces: Iterable[Piece], *, co
 
 
 def _explaining(action: Callable[[], T], folder: Path, *numbers: int | None) -> T:
-    """`action()`; of a disk that is full its error says so, with the numbers (`space.explained`)."""
+    """`action()`, with an explained error when the disk is full (`disk_space.explained`)."""
     try:
         return action()
     except (OSError, RuntimeError) as error:

@@ -1,18 +1,21 @@
-"""Tensors to and from one checkpoint directory: planners, a writer and a reader on torch.distributed.checkpoint ("DCP").
+"""Tensors of one checkpoint directory: planners, a writer and a reader for torch.distributed.checkpoint
+("DCP").
 
 The files are a plain DCP checkpoint: `.metadata`, the index of chunks (boxes of logical tensors), and one
-`__{rank}_0.distcp` for each rank that wrote something. DCP's own tools read them. A chunk is compared with the checksum that
-the index keeps of it (chunk_file.py) and loaded with `weights_only=True`.
+`__{rank}_0.distcp` for each rank that wrote a chunk. DCP's own tools can read them. Each chunk is compared
+with its checksum in the index (chunk_file.py) and loaded with `weights_only=True`.
 
-Note: why DCP's parts and not `dcp.save` / `dcp.load`. Those speak torch.distributed by themselves. Driven through `Group`,
-the same planners serve one process without a process group, gloo, nccl, and ranks that are threads.
+Note: why the parts of DCP are used, and not `dcp.save` / `dcp.load`. The latter call torch.distributed
+themselves. The same planners, with collectives of `Group`, run in one process without a process group, on
+gloo, on nccl, and on ranks that are threads.
 """
 
 import io
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint import metadata as dcp
@@ -43,21 +46,25 @@ from .run_file import entry_of
 LISTED = 20       # how many tensors an error message names
 
 
-# ---- Saving: each rank writes its chunks, rank 0 then writes the index of all of them.
+# ---- Saving: each rank writes its chunks, then rank 0 writes the index of all chunks.
 
 def write_pieces(path: Path, pieces: Iterable[Piece], coordinates: Coordinates,
                  rank: int) -> tuple[SavePlan, list[WriteResult]]:
-    """Write and sync this rank's file; its part of the index, for `write_index`. Does not communicate."""
+    """Write and sync this rank's file.
+
+    Returns this rank's part of the index, for `write_index`. Not collective.
+    """
     planner, writer = PieceSavePlanner(pieces, coordinates), Writer(path)
     writer.set_up_storage_writer(is_coordinator=False, rank=rank, use_collectives=False)
     plan = writer.prepare_local_plan(planner.create_local_plan())
     return plan, writer.write_data(plan, planner).wait() if plan.items else []
 
 
-def write_index(path: Path, parts: Sequence[tuple[SavePlan, list[WriteResult]]], save_id: str) -> dict[str, dict]:
-    """Write the index of what all ranks wrote; {file: its size and checksum}, for run.json.
+def write_index(path: Path, parts: Sequence[tuple[SavePlan, list[WriteResult]]],
+                save_id: str) -> dict[str, dict]:
+    """Write the index of all ranks' chunks. Returns {file: its size and checksum}, for run.json.
 
-    Raises CheckpointError unless the ranks wrote every element, once, and the files are readable here.
+    Raises CheckpointError unless the ranks wrote every element once and the files are readable on this rank.
     """
     writer = Writer(path, save_id)
     writer.finish(merge_plans([plan for plan, _ in parts]), [results for _, results in parts])
@@ -68,16 +75,17 @@ def write_index(path: Path, parts: Sequence[tuple[SavePlan, list[WriteResult]]],
 
 
 def _table_of(places: Iterable[_StorageInfo]) -> dict[str, dict]:
-    """Size and checksum of each file: its last chunk ends where the file ends."""
+    """{file: its size and checksum}. The last chunk of a file ends where the file ends."""
     last: dict[str, _StorageInfo] = {}
     for place in places:
         if place.relative_path not in last or last[place.relative_path].offset < place.offset:
             last[place.relative_path] = place
-    return {name: entry_of(place.offset + place.length, saved_crc32(place)[1]) for name, place in sorted(last.items())}
+    return {name: entry_of(place.offset + place.length, saved_crc32(place)[1])
+            for name, place in sorted(last.items())}
 
 
 class PieceSavePlanner(SavePlanner):
-    """Writes pieces as chunks of logical tensors. Which rank writes what is decided before (`pieces.written_here`)."""
+    """Writes pieces as chunks of logical tensors. The pieces are those of `pieces.written_here`."""
 
     def __init__(self, pieces: Iterable[Piece], coordinates: Coordinates):
         self._tensors: dict[dcp.MetadataIndex, torch.Tensor] = {}
@@ -93,26 +101,31 @@ class PieceSavePlanner(SavePlanner):
         self._items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=TensorWriteData(
             _chunk(view), dcp.TensorProperties(dtype=view.tensor.dtype), torch.Size(piece.spec.shape))))
 
-    def set_up_planner(self, state_dict, storage_meta=None, is_coordinator=False) -> None:
-        pass
+    def set_up_planner(self, state_dict: Mapping[str, Any], storage_meta: dcp.StorageMeta | None = None,
+                       is_coordinator: bool = False) -> None:
+        """Nothing to do: the constructor has the pieces."""
 
     def create_local_plan(self) -> SavePlan:
+        """The chunks of this rank."""
         return SavePlan(self._items)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], dcp.Metadata]:
+        """The plans unchanged, and the index of all of them."""
         return all_plans, merge_plans(all_plans)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """The plan unchanged."""
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
+        """The values of a chunk."""
         return self._tensors[write_item.index]
 
 
 class Writer(FileSystemWriter):
-    """DCP's writer: one synced file per rank. Leaves the temporary path out of the index, and adds checksums to it.
+    """DCP's writer: one synced file per rank. It adds checksums to the index and omits the temporary path.
 
-    A chunk's place in the index has the attribute `crc32` (chunk_file.py); DCP's own reader does not look at it.
+    A chunk's storage info in the index gets the attribute `crc32`, which DCP's own reader ignores.
     """
 
     def __init__(self, path: Path, save_id: str | None = None):
@@ -120,22 +133,30 @@ class Writer(FileSystemWriter):
         self.fs, self._save_id = ChecksummedFiles(), save_id
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future:
+        """Write the chunks of the plan, and attach their checksums to the results."""
         written = super().write_data(plan, planner)
         for result in written.wait():
             result.storage_data.crc32 = self.fs.crc32_around(result.storage_data)
         return written
 
     def storage_meta(self) -> dcp.StorageMeta:
+        """What the index records about the save as a whole: its id."""
         return dcp.StorageMeta(save_id=self._save_id)
 
     @property
     def crc32_of_index(self) -> int:
-        """After `finish`, which writes the index under another name and renames it."""
+        """CRC-32 of the index.
+
+        Valid after `finish`, which writes it under a temporary name and renames it.
+        """
         return self.fs.crc32_of(f"{INDEX_FILE}.tmp")
 
 
 def merge_plans(plans: Sequence[SavePlan]) -> dcp.Metadata:
-    """The index of all ranks' chunks. Raises CheckpointError when together they are not each logical element once."""
+    """The index of all ranks' chunks.
+
+    Raises CheckpointError unless they hold each element of each tensor once.
+    """
     seen: dict[str, tuple] = {}
     for item in itertools.chain.from_iterable(plan.items for plan in plans):
         this = (list(item.tensor_data.size), item.tensor_data.properties.dtype)
@@ -145,16 +166,19 @@ def merge_plans(plans: Sequence[SavePlan]) -> dcp.Metadata:
     counts = {name: (_elements(t.chunks), math.prod(t.size)) for name, t in index.state_dict_metadata.items()}
     wrong = [f"{name} has {held} of {total}" for name, (held, total) in counts.items() if held != total]
     if wrong:
-        raise CheckpointError(f"the ranks together do not hold each element of a tensor once: {_listing(wrong)}")
+        raise CheckpointError("the ranks together do not hold each element of a tensor once: "
+                              f"{_listing(wrong)}")
     return index
 
 
-# ---- Loading: each rank reads the index and, of the chunks that meet its pieces, what it wants.
+# ---- Loading: each rank reads the index, and those chunks that intersect its pieces.
 
-def plan_reading(reader: "Reader", pieces: Iterable[Piece], coordinates: Coordinates, exact: bool) -> "Reading":
-    """What will be read, checked. Raises CheckpointError listing every tensor that is missing or has another shape.
+def plan_reading(reader: "Reader", pieces: Iterable[Piece], coordinates: Coordinates,
+                 exact: bool) -> "Reading":
+    """A checked plan to fill `pieces`. Raises CheckpointError listing each tensor that is missing or of
+    another shape.
 
-    exact   the stored dtype must be that of the piece; otherwise values are converted
+    exact   refuse a stored dtype other than that of the piece; otherwise values are converted
     """
     planner = PieceLoadPlanner(pieces, coordinates, exact)
     planner.set_up_planner({}, reader.index)
@@ -162,19 +186,19 @@ def plan_reading(reader: "Reader", pieces: Iterable[Piece], coordinates: Coordin
 
 
 class Reading:
-    """A checked plan to fill pieces; nothing has been written into them yet."""
+    """A checked plan to fill pieces; the pieces are unchanged until `run`."""
 
     def __init__(self, reader: "Reader", planner: "PieceLoadPlanner", plan: LoadPlan):
         self._reader, self._planner, self._plan = reader, planner, plan
 
     def run(self) -> None:
-        """Fill the pieces: each element is the saved one; padding, which is not saved, becomes zero."""
+        """Fill the pieces with the saved values; padding, which is not saved, becomes zero."""
         self._planner.clear_padding()
         self._reader.read_data(self._plan, self._planner).wait()
 
 
 class PieceLoadPlanner(LoadPlanner):
-    """Reads into pieces whatever stored chunks meet them."""
+    """Reads stored chunks into the pieces that they intersect."""
 
     def __init__(self, pieces: Iterable[Piece], coordinates: Coordinates, exact: bool):
         self._pieces, self._exact = list(pieces), exact
@@ -186,11 +210,16 @@ class PieceLoadPlanner(LoadPlanner):
             if sum(view.tensor.numel() for view in found) < piece.tensor.numel():
                 self._padded.append(piece.tensor.detach())
 
-    def set_up_planner(self, state_dict, metadata: dcp.Metadata | None = None, is_coordinator: bool = False) -> None:
+    def set_up_planner(self, state_dict: Mapping[str, Any], metadata: dcp.Metadata | None = None,
+                       is_coordinator: bool = False) -> None:
+        """Take the index of the checkpoint."""
         self._stored = metadata.state_dict_metadata
 
     def create_local_plan(self) -> LoadPlan:
-        """Raises CheckpointError that lists every tensor which is missing or has another shape."""
+        """What this rank reads.
+
+        Raises CheckpointError listing each tensor that is missing or of another shape.
+        """
         problems = {problem for piece in self._pieces if (problem := self._problem(piece))}
         problems = sorted(problems, key=lambda text: (not text.startswith(WEIGHT), text))
         if problems:
@@ -209,7 +238,8 @@ class PieceLoadPlanner(LoadPlanner):
 
     def _hint(self) -> str:
         without_optimizer = all(name.startswith(f"{WEIGHT}/") for name in self._stored)
-        return ". It was saved without optimizer state: give --no-load-optim or --finetune" if without_optimizer else ""
+        advice = ". It was saved without optimizer state: give --no-load-optim or --finetune"
+        return advice if without_optimizer else ""
 
     def _read_items(self, name: str) -> list[ReadItem]:
         wanted = [_chunk(view) for view in self._views[name]]
@@ -220,31 +250,36 @@ class PieceLoadPlanner(LoadPlanner):
         return items
 
     def clear_padding(self) -> None:
+        """Zero the pieces that contain padding."""
         for tensor in self._padded:
             tensor.zero_()
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """The plans unchanged."""
         return global_plan
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        """The plan unchanged."""
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        raise CheckpointError(f"{read_item.storage_index.fqn} is no tensor")
+        """Raises CheckpointError: checkpoints of this package hold tensors only."""
+        raise CheckpointError(f"{read_item.storage_index.fqn} is not a tensor")
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        """The memory into which an item is read."""
         target = self._views[read_item.dest_index.fqn][read_item.dest_index.index].tensor
         return _narrow(target, read_item.dest_offsets, read_item.lengths)
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        pass
+        """Nothing to do: `resolve_tensor` returned the final memory."""
 
 
 class Reader(FileSystemReader):
-    """DCP's reader with a guarded index (`index.py`), reading each chunk once.
+    """DCP's reader with a verified index (`index.py`). It reads each chunk once.
 
-    DCP's own loads a chunk anew for every rectangle wanted from it: up to 2n - 1 times for a slice of a flat buffer.
-    Raises CheckpointError when the checkpoint is damaged.
+    DCP's own reader loads a chunk again for every rectangle of it: up to 2n - 1 times for a slice of a flat
+    buffer. Raises CheckpointError when the checkpoint is damaged.
     """
 
     def __init__(self, path: Path):
@@ -254,6 +289,7 @@ class Reader(FileSystemReader):
         self.set_up_storage_reader(self.index, is_coordinator=False)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future:
+        """Read the items of the plan, chunk by chunk, in the order in which the chunks are stored."""
         place = lambda item: (self.storage_data[item.storage_index].relative_path,
                               self.storage_data[item.storage_index].offset)
         for _, wanted in itertools.groupby(sorted(plan.items, key=place), key=place):

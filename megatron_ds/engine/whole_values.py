@@ -10,7 +10,7 @@ from torch import nn
 
 from ..checkpoint.pieces import ParameterPiece
 from ..checkpoint.safetensors_folder import TensorEntry, write_folder
-from ..checkpoint.tensor_stream import TensorStream
+from ..checkpoint.whole_tensors import TensorStream
 from ..errors import CheckpointError, ConfigError
 from ..mpu.agree import on_one_rank
 from ..mpu.collectives import broadcast_

@@ -1,0 +1,1 @@
+"""A training run: start, steps, evaluation, log, checkpoints. Scripts call `pretrain.pretrain`."""

@@ -1,6 +1,6 @@
-"""From a command line to a trained model: the order in which a run starts.
+"""`pretrain`: run a pretraining job, from the command line to the exit code. Steps of a run:
 
-    parse and check the config        no process group yet: all errors in it are reported here, once, exit code 2
+    parse and check the config        before the process group: all its errors are reported once, exit code 2
     --dry-run                         print the plan and exit
     launch                            torchrun, Slurm, Open MPI or one rank
     save folder                       checked and locked
@@ -17,15 +17,14 @@ from pathlib import Path
 
 import torch
 
-from ..checkpoint.folder import find
-from ..checkpoint.save import check_writable
-from ..checkpoint.space import check_room
+from ..checkpoint.disk_space import check_room
+from ..checkpoint.folder import check_writable, find
 from ..cli import main_guard
 from ..config import RunConfig, Source, parse
 from ..config.flags import read_flags
 from ..data.loading.datasets import build_datasets, fit_default_split
 from ..data.loading.loader import ORDERS
-from ..data.tokenizers import TOKENIZERS, build_tokenizer
+from ..data.tokenizers import TOKENIZERS, Tokenizer, build_tokenizer
 from ..errors import DeviceMemoryError
 from ..launch_env import rank_in, with_local_rank
 from ..models import MODELS
@@ -42,26 +41,27 @@ from ..planning.training_length import make_length
 from ..progress import Progress
 from ..stop_request import Stopped, StopRequest, before_training
 from .build import Engine, build_engine
-from .join import joined
+from .distributed import joined
 from .log import Log, check_log, open_log
-from .persist import check_same_run, describe_run, load_run, saved_pieces
+from .run_checkpoint import check_same_run, describe_run, load_run, saved_pieces
+from .run_start import clear_save_folder, find_start, save_folder
 from .samples import build_loaders, rearranged, wanted_samples
 from .sink import check_folder
-from .start import clear_save_folder, find_start, save_folder
-from .startup import describe
+from .startup_text import describe
 from .tokenizer_files import keep_tokenizer_files
-from .trainer import Trainer
+from .trainer import Loaders, Trainer
 
-# Options that name an entry of a registry, and the registry; config lies below them all and cannot know.
-KNOWN_NAMES = {"model.model": MODELS, "parallel.pipeline_schedule": SCHEDULES, "optimizer.optimizer": OPTIMIZERS,
-               "data.tokenizer_type": TOKENIZERS, "data.dataloader_type": ORDERS}
+# Options that name an entry of a registry. config/ lies below the registries and cannot import them.
+KNOWN_NAMES = {"model.model": MODELS, "parallel.pipeline_schedule": SCHEDULES,
+               "optimizer.optimizer": OPTIMIZERS, "data.tokenizer_type": TOKENIZERS,
+               "data.dataloader_type": ORDERS}
 logger = logging.getLogger(__name__)
 
 
-def pretrain(argv: Sequence[str] | None = None, **defaults) -> int:
-    """Run a pretraining job from flags (default: the command line); returns the exit code.
+def pretrain(argv: Sequence[str] | None = None, **defaults: object) -> int:
+    """Run a pretraining job from flags (default: the command line). Returns the exit code.
 
-    defaults: what an entry script prefers, by name of the option; flags and files win over it.
+    defaults: values of the entry script by option name; flags and files override them.
     """
     def run() -> int:
         with StopRequest() as stop:
@@ -70,7 +70,7 @@ def pretrain(argv: Sequence[str] | None = None, **defaults) -> int:
     return main_guard(run)
 
 
-def _pretrain(argv, defaults: Mapping[str, object], stop: StopRequest) -> int:
+def _pretrain(argv: Sequence[str] | None, defaults: Mapping[str, object], stop: StopRequest) -> int:
     started = time.monotonic()
     argv = sys.argv[1:] if argv is None else list(argv)
     env = with_local_rank(os.environ, read_flags(argv).local_rank)
@@ -80,7 +80,7 @@ def _pretrain(argv, defaults: Mapping[str, object], stop: StopRequest) -> int:
                    defaults=defaults)
     if config.plan.is_dry:
         return dry_run(config, launch)
-    if launch.world_size > 1:        # the others would wait for a rank that exits alone
+    if launch.world_size > 1:        # if one rank exited alone, the others would wait for it
         stop.defer()
     with joined(config, launch) as mesh:
         try:
@@ -93,10 +93,13 @@ def _pretrain(argv, defaults: Mapping[str, object], stop: StopRequest) -> int:
 
 
 def train(as_given: RunConfig, mesh: Mesh, source: str, started: float, stop: StopRequest) -> str:
-    """Build everything on this rank and train; why it ended. Collective over the world.
+    """Build all objects of this rank and train. Returns why training ended. Collective over the world.
 
-    The save folder is checked and locked before anything is built, which may take minutes. Raises `Stopped` on all ranks when
-    one of them received a stop signal before the first step.
+    source    the launcher, for the start-up text
+    started   time.monotonic() at the start of the process
+
+    The save folder is checked and locked first, since building may take minutes. Raises `Stopped` on all
+    ranks when one of them received a stop signal before the first step.
     """
     world, checkpoint = mesh.group("world"), as_given.checkpoint
     _leave_if_stopped(stop, mesh)
@@ -123,23 +126,27 @@ def train(as_given: RunConfig, mesh: Mesh, source: str, started: float, stop: St
         reason = trainer.run()
         if checkpoint.save and mesh.rank == 0 and (path := find(Path(checkpoint.save), trainer.saved_step)):
             logger.info("the last checkpoint is %s", path)
-    return _nothing_to_do(config, progress) if progress.step and make_length(config).is_reached(progress) else reason
+    was_complete = progress.step and make_length(config).is_reached(progress)
+    return _nothing_to_do(config, progress) if was_complete else reason
 
 
 def _leave_if_stopped(stop: StopRequest, mesh: Mesh) -> None:
-    """Collective over the world: one all-gather of the signals received."""
+    """Raises `Stopped` if any rank received a signal. Collective over the world: one all-gather."""
     received = all_gather_object(stop.received, mesh.group("world"))
     if any(received):
         raise Stopped(before_training(next(filter(None, received))))
 
 
 def _check_room(engine: Engine, progress: Progress) -> None:
-    """A save folder that cannot hold one checkpoint ends the run here, not at its first save. Collective."""
+    """Raises CheckpointError when the save folder has no room for one checkpoint.
+
+    Collective over the world.
+    """
     config, mesh = engine.config, engine.mesh
     checkpoint, steps = config.checkpoint, make_length(config).steps_after(progress)
     saves = -(-steps // (checkpoint.save_interval or max(1, steps)))
-    check_room(Path(checkpoint.save), saved_pieces(engine), coordinates=mesh.coordinates, world=mesh.group("world"),
-               saves=saves, limit=checkpoint.save_total_limit)
+    check_room(Path(checkpoint.save), saved_pieces(engine), coordinates=mesh.coordinates,
+               world=mesh.group("world"), saves=saves, limit=checkpoint.save_total_limit)
 
 
 def _nothing_to_do(config: RunConfig, progress: Progress) -> str:
@@ -147,22 +154,24 @@ def _nothing_to_do(config: RunConfig, progress: Progress) -> str:
     lengths = {"--train-iters": train.train_iters, "--train-samples": train.train_samples,
                "--train-tokens": train.train_tokens}
     limits = " and ".join(f"{name} is {limit}" for name, limit in lengths.items() if limit is not None)
-    return (f"nothing to do: the checkpoint is at iteration {progress.step} ({progress.samples} samples, {progress.tokens} "
-            f"tokens) and {limits}")
+    return (f"nothing to do: the checkpoint is at iteration {progress.step} ({progress.samples} samples, "
+            f"{progress.tokens} tokens) and {limits}")
 
 
 def _what_would_fit(error: Exception, mesh: Mesh) -> str:
     place = ", ".join(f"{axis} {mesh.coordinate(axis)} of {mesh.size(axis)}" for axis in ("tp", "pp", "dp"))
-    said = str(error).split(" If reserved but unallocated")[0].strip()
-    return (f"out of memory on {mesh.device} of rank {mesh.rank} ({place}). What saves most, in this order: a smaller "
-            "--micro-batch-size, --recompute-granularity full, --bf16, --use-distributed-optimizer, more "
-            f"--tensor-model-parallel-size or --pipeline-model-parallel-size. The device said: {said}")
+    text = str(error).split(" If reserved but unallocated")[0].strip()
+    return (f"out of memory on {mesh.device} of rank {mesh.rank} ({place}). What saves most, in this order: "
+            "a smaller --micro-batch-size, --recompute-granularity full, --bf16, "
+            "--use-distributed-optimizer, more --tensor-model-parallel-size or "
+            f"--pipeline-model-parallel-size. Error of the device: {text}")
 
 
-def _open_data(config: RunConfig, mesh: Mesh):
+def _open_data(config: RunConfig, mesh: Mesh) -> tuple[RunConfig, Tokenizer, Loaders]:
     """(config with the tokenizer's vocabulary size, tokenizer, loaders). Reads files; not collective."""
     tokenizer = build_tokenizer(config.data, config.model)
-    config = config.with_values({"model.vocab_size": tokenizer.vocab_size}, Source("derived", "the tokenizer"))
+    source = Source("derived", "the tokenizer")
+    config = config.with_values({"model.vocab_size": tokenizer.vocab_size}, source)
     kind = MODELS[config.model.model].data
     config = fit_default_split(config, wanted_samples(config), kind)
     datasets = build_datasets(config, wanted_samples(config), tokenizer, kind,
@@ -171,7 +180,7 @@ def _open_data(config: RunConfig, mesh: Mesh):
 
 
 def _check_outputs(config: RunConfig, rank: int) -> None:
-    """Raises ConfigError or CheckpointError unless the run can write where it will have to, hours from now."""
+    """Raises ConfigError or CheckpointError when an output file or folder cannot be written."""
     if config.checkpoint.save:
         check_writable(config.checkpoint.save)
     if config.logging.trace:
@@ -181,6 +190,8 @@ def _check_outputs(config: RunConfig, rank: int) -> None:
 
 
 def _set_up_logging(rank: int) -> None:
-    """Rank 0 logs everything; the others only warnings, with their rank."""
-    level, form = (logging.INFO, "%(message)s") if rank == 0 else (logging.WARNING, f"[rank {rank}] %(message)s")
+    """Log everything on rank 0; on other ranks only warnings, with their rank."""
+    level, form = logging.INFO, "%(message)s"
+    if rank:
+        level, form = logging.WARNING, f"[rank {rank}] {form}"
     logging.basicConfig(level=level, format=form, stream=sys.stdout, force=True)

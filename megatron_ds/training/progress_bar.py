@@ -2,7 +2,7 @@
 
     step 1200/5000 |████████▍                         |  24%, loss 2.8317 | 41.2k tok/s | ETA 1:18:11
 
-The bar shows numbers that the step's report has brought to the host anyway. Where stdout is not a terminal there is no bar.
+The numbers are those of the step's report, already on the host. Without a terminal there is no bar.
 """
 
 import logging
@@ -22,7 +22,7 @@ EVALUATION_FORMAT = "{desc} {n_fmt}/{total_fmt} |{bar}| ETA {remaining}"
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Whether the stream shows text to a person."""
+    """Whether the stream is a terminal."""
     return hasattr(stream, "isatty") and stream.isatty()
 
 
@@ -32,34 +32,40 @@ def columns() -> int:
 
 
 def make_bar(wanted: bool) -> "ProgressBar | NoBar":
-    """A bar on stdout where that is a terminal that can draw one."""
+    """A bar on stdout if `wanted` and stdout is a terminal that can draw one; else a `NoBar`."""
     draws = wanted and is_terminal(sys.stdout) and os.environ.get("TERM") != "dumb"
     return ProgressBar(sys.stdout) if draws else NoBar()
 
 
 class NoBar:
-    """Stands for the bar where there is none."""
+    """The interface of `ProgressBar` without output."""
 
-    def begin(self, step: int, steps: int) -> None: ...
-    def advance(self, step: int, loss: float, tokens_per_second: float) -> None: ...
-    def close(self) -> None: ...
+    def begin(self, step: int, steps: int) -> None:
+        """Nothing to draw."""
+
+    def advance(self, step: int, loss: float, tokens_per_second: float) -> None:
+        """Nothing to draw."""
+
+    def close(self) -> None:
+        """Nothing to remove."""
 
     @contextmanager
     def evaluating(self, what: str, batches: int) -> Iterator[Callable[[], Any]]:
+        """Yields a function without effect."""
         yield lambda: None
 
 
 class ProgressBar:
-    """One bar for the steps of a run, and below it one for an evaluation while it lasts.
+    """One bar for the steps of a run and, during an evaluation, one below it.
 
-    An error of the terminal (it was closed) removes the bar and does not end the run.
+    An error of the terminal, for instance because it was closed, removes the bar and does not end the run.
     """
 
     def __init__(self, stream: TextIO):
         self._stream, self._bar, self._redirected = stream, None, []
 
     def begin(self, step: int, steps: int) -> None:
-        """Draw the bar at `step` of `steps`. Until `close`, what is logged to the stream is printed above it."""
+        """Draw the bar at `step` of `steps`. Until `close`, log lines on the stream are printed above it."""
         self._bar = self._new(total=steps, initial=step, bar_format=FORMAT)
         for handler in logging.getLogger().handlers:
             if getattr(handler, "stream", None) is self._stream:
@@ -67,7 +73,7 @@ class ProgressBar:
                 self._redirected.append(handler)
 
     def advance(self, step: int, loss: float, tokens_per_second: float) -> None:
-        """After each step. tqdm draws at most ten times a second."""
+        """Update the bar after a step. tqdm draws at most ten times a second."""
         if self._bar is not None:
             self._bar.set_postfix_str(f"loss {loss:.4f} | {rate(tokens_per_second)}", refresh=False)
             self._attempt(lambda: self._bar.update(step - self._bar.n))
@@ -75,7 +81,7 @@ class ProgressBar:
     @contextmanager
     def evaluating(self, what: str, batches: int) -> Iterator[Callable[[], Any]]:
         """Yields a function to call after each batch."""
-        # Not `self._bar and …`: tqdm's bar of no steps is false.
+        # Not `self._bar and …`: a tqdm bar of 0 steps is false.
         bar = None if self._bar is None else self._new(total=batches, desc=what, bar_format=EVALUATION_FORMAT)
         if bar is None:
             yield lambda: None
@@ -86,16 +92,16 @@ class ProgressBar:
             self._attempt(bar.close)
 
     def close(self) -> None:
-        """Remove the bar; log lines go to the stream as before."""
+        """Remove the bar; log lines are written directly to the stream again."""
         for handler in self._redirected:
-            handler.stream = self._stream            # `setStream` flushes, which a closed terminal refuses
+            handler.stream = self._stream     # `setStream` would flush, which fails on a closed terminal
         self._redirected.clear()
         bar, self._bar = self._bar, None
         if bar is not None:
             self._attempt(bar.close)
 
-    def _new(self, **options):
-        """A bar, or None where the terminal fails."""
+    def _new(self, **options: Any) -> Any:
+        """A new tqdm bar; None when the terminal fails."""
         return self._attempt(lambda: _tqdm()(file=self._stream, dynamic_ncols=True, leave=False, **options))
 
     def _attempt(self, draw: Callable[[], Any]) -> Any:
@@ -110,7 +116,7 @@ class ProgressBar:
 
 
 class _Above:
-    """A stream for a log handler: text goes to the real stream, above the bars on it."""
+    """A stream for a log handler: writes to the real stream, above its bars."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream
@@ -124,7 +130,7 @@ class _Above:
 
 @cache
 def _tqdm() -> type:
-    """tqdm without its monitor thread and its lock between processes: one process draws, from one thread."""
+    """tqdm without its monitor thread and its lock between processes: only one thread of rank 0 draws."""
     from tqdm import tqdm
 
     class Bar(tqdm):

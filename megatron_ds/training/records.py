@@ -1,6 +1,7 @@
-"""What a run reports: the record of a log line and the record of an evaluation, as text and as plain fields.
+"""Records that a run logs: one for an interval of training steps, one for an evaluation.
 
-Each record has a `line()` in Megatron-LM's format for log files, and a `short()` that fits a terminal of 100 columns.
+Each record has `line()`, in Megatron-LM's format for log files, `short()`, which fits a terminal of 100
+columns, and `fields()`, plain values for sinks.
 """
 
 import math
@@ -12,13 +13,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class TrainRecord:
-    """One logged interval; means over its steps. Times in seconds, rates per second over all ranks.
+    """One logged interval: means over its steps. Times in seconds, rates per second over all ranks.
 
-    mfu                model FLOP/s as a fraction of the device's peak; None where no data sheet gives the peak
-    kept_tokens        of each sequence, in the blocks that drop tokens; None where no block does
-    layer_tokens       tokens consumed, counted once for each block that saw them
-    actual_seq_length  tokens of a sequence that a block sees, averaged over the blocks, rounded down
-    data_seconds       time that rank 0 waited for its batch; 0 while workers are ahead
+    mfu                model FLOP/s as a fraction of the device's peak; None when the peak is unknown
+    kept_tokens        per sequence, in the blocks that drop tokens; None when no block drops tokens
+    layer_tokens       consumed tokens, counted once for each block that processed them
+    actual_seq_length  tokens per sequence that a block processes, mean over the blocks, rounded down
+    data_seconds       time that rank 0 waited for its batch; 0 while the loader is ahead
     metrics            loss terms and metrics that layers added, by name
     """
 
@@ -51,11 +52,12 @@ class TrainRecord:
 
     def line(self) -> str:
         """Megatron-LM's fields in its order, then tokens/s, MFU, memory and the remaining time."""
+        digits = 1 if self.tflops_per_rank >= 1 else 3
         fields = [
             f" [{datetime.now():%Y-%m-%d %H:%M:%S.%f}] iteration {self.step:8d}/{self.steps:8d}",
             f"consumed samples: {self.samples:12d}",
             f"elapsed time per iteration (ms): {self.step_seconds * 1000:.1f}",
-            f"throughput per GPU (TFLOP/s/GPU): {self.tflops_per_rank:.{1 if self.tflops_per_rank >= 1 else 3}f}",
+            f"throughput per GPU (TFLOP/s/GPU): {self.tflops_per_rank:.{digits}f}",
             f"learning rate: {self.learning_rate:.6E}",
             f"global batch size: {self.global_batch_size:5d}",
             f"lm loss: {self.loss:.6E}",
@@ -77,11 +79,12 @@ class TrainRecord:
     def _dropping(self) -> list[str]:
         if self.kept_tokens is None:
             return []
-        return [f"random ltd reserved length: {self.kept_tokens:5d}", f"actual seqlen: {self.actual_seq_length:5d}",
+        return [f"random ltd reserved length: {self.kept_tokens:5d}",
+                f"actual seqlen: {self.actual_seq_length:5d}",
                 f"consumed layer tokens: {self.layer_tokens:12d}"]
 
     def short(self) -> str:
-        """The fields to watch while a run is young; skipped and NaN steps only where there are some."""
+        """The most important fields; numbers of skipped and NaN steps only if they are not 0."""
         return " | ".join((
             f"step {self.step}/{self.steps}", f"loss {self.loss:.4f}",
             *(f"{name} {mean:.4f}" for name, mean in self.metrics.items()),
@@ -92,6 +95,7 @@ class TrainRecord:
             f"ETA {timedelta(seconds=round(self.eta_seconds))}"))
 
     def fields(self) -> dict[str, Any]:
+        """Plain values by name, for sinks."""
         return _flat(self)
 
 
@@ -108,24 +112,29 @@ class EvalRecord:
 
     @property
     def kind(self) -> str:
+        """The kind of the record in metrics.jsonl: its split."""
         return self.split
 
     @property
     def perplexity(self) -> float:
+        """exp(loss), with the loss limited to 20 as in Megatron-LM."""
         return math.exp(min(20.0, self.loss))
 
     def line(self) -> str:
+        """Megatron-LM's three lines."""
         metrics = "".join(f"{name} value: {mean:.6E} | " for name, mean in self.metrics.items())
-        text = (f" {self.split} loss at iteration {self.step} | lm loss value: {self.loss:.6E} | "
-                f"lm loss PPL: {self.perplexity:.6E} | {metrics}evaluation time (s): {self.eval_seconds:.2f} | ")
+        text = (f" {self.split} loss at iteration {self.step} | lm loss value: {self.loss:.6E} | lm loss "
+                f"PPL: {self.perplexity:.6E} | {metrics}evaluation time (s): {self.eval_seconds:.2f} | ")
         return "\n".join(("-" * len(text), text, "-" * len(text)))
 
     def short(self) -> str:
+        """One line for a narrow terminal."""
         return " | ".join((f"{self.split} at step {self.step}", f"loss {self.loss:.4f}",
                            *(f"{name} {mean:.4f}" for name, mean in self.metrics.items()),
                            f"perplexity {self.perplexity:.2f}", f"{self.eval_seconds:.2f} s"))
 
     def fields(self) -> dict[str, Any]:
+        """Plain values by name, for sinks."""
         return _flat(self) | {"perplexity": self.perplexity}
 
 
@@ -133,7 +142,7 @@ Record = TrainRecord | EvalRecord
 
 
 def rate(tokens_per_second: float) -> str:
-    """Tokens per second in three digits: 874 tok/s, 41.2k tok/s, 1.31M tok/s."""
+    """Tokens per second with three digits: 874 tok/s, 41.2k tok/s, 1.31M tok/s."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if tokens_per_second >= size:
             return f"{tokens_per_second / size:.3g}{letter} tok/s"
@@ -141,6 +150,6 @@ def rate(tokens_per_second: float) -> str:
 
 
 def _flat(record: Record) -> dict[str, Any]:
-    """The fields of the record, and its metrics: "sop loss" as sop_loss."""
+    """The fields of the record, with each metric as a field: "sop loss" becomes sop_loss."""
     fields = asdict(record)
     return fields | {name.replace(" ", "_"): mean for name, mean in fields.pop("metrics").items()}

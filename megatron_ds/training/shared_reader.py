@@ -1,7 +1,7 @@
-"""One reader for a tensor-parallel group: its first rank makes the batch, the others are sent it.
+"""One reader for a tensor-parallel group: its first rank reads the batch and broadcasts it.
 
-For disks that many ranks would overload, and for samples that cost work to make. Where files are mapped from a disk that
-keeps up, each rank reading for itself is faster: nothing is sent, and nobody waits for another.
+For disks that many ranks would overload, and for samples that are expensive to build. If files are mapped
+from a fast disk, it is faster when each rank reads the batch itself.
 """
 
 from dataclasses import replace
@@ -18,15 +18,15 @@ READER = 0                                                  # position in the gr
 
 
 class SharedReader:
-    """A `Loader` seen from every rank of a tensor-parallel group; batches come on `device`."""
+    """The interface of `Loader` for every rank of a tensor-parallel group. Batches are on `device`."""
 
     def __init__(self, loader: Loader, tp: Group, device: torch.device):
         self.loader, self.tp, self.device = loader, tp, device
 
-    def batch(self, *where, training: bool = True) -> Batch:
-        """As `Loader.batch`. Collective over the group: what can be said in a few words, then a broadcast for each tensor.
+    def batch(self, *where: object, training: bool = True) -> Batch:
+        """As `Loader.batch`. Collective over the group: an exchange of shapes, then a broadcast per tensor.
 
-        What the reader raises is raised on all.
+        An error of the reading rank is raised on all ranks.
         """
         made = None
 
@@ -41,10 +41,12 @@ class SharedReader:
         return replace(frame, **tensors)
 
     def close(self) -> None:
+        """Stop the threads of the loader."""
         self.loader.close()
 
-    def _send(self, tensor: torch.Tensor | None, shape: torch.Size, rows: int, dtype: torch.dtype) -> torch.Tensor:
-        """A row that stands for all samples travels once."""
+    def _send(self, tensor: torch.Tensor | None, shape: torch.Size, rows: int,
+              dtype: torch.dtype) -> torch.Tensor:
+        """Broadcast a tensor. A row that is expanded over all samples is sent once."""
         sent = torch.empty(rows, *shape[1:], dtype=dtype, device=self.device)
         if tensor is not None:
             sent.copy_(tensor[:rows])

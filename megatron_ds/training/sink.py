@@ -1,7 +1,8 @@
-"""What every metric sink shares: files that are only appended to, and failures that never end a run.
+"""Metric sinks: their interface, append-only files, and errors that do not end a run.
 
-A *sink* takes the records of a run and writes them somewhere. A full disk or a removed folder must not cost the run its
-unsaved steps, so `Tolerant` reports the first failure of a sink, tries again with each later record and counts what was lost.
+A *sink* receives the records of a run and writes them to a file or folder. A full disk or a removed folder
+must not cost the run its unsaved steps, so `Tolerant` reports the first error of a sink, tries again with
+each later record, and counts the lost records.
 """
 
 import logging
@@ -9,7 +10,7 @@ import os
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
 from ..errors import ConfigError
 from .records import Record
@@ -18,23 +19,24 @@ logger = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
-    """Takes the records of a run; `place` is the file or folder that messages name.
+    """Receives the records of a run. place: the file or folder, for messages.
 
-    The class of a sink of a training script has `open(config, progress, run_id)`, which returns None when the config does not
-    ask for the sink, and `check(config)`, which raises ConfigError when the place that the config names cannot be written to.
+    The sinks of training scripts also have two class methods: `open(config, progress, run_id)`, which returns
+    None when the config does not enable the sink, and `check(config)`, which raises ConfigError when its
+    place cannot be written.
     """
 
     place: Path
 
     def write(self, record: Record) -> None:
-        """Write one record, or raise OSError with nothing of it written."""
+        """Write one record completely, or raise OSError and write nothing."""
 
 
 class AppendedFile:
-    """A file that grows by whole pieces. It is opened for each piece, so a folder removed meanwhile is made again.
+    """An append-only file. It is opened for each write, so a folder that was removed is created again.
 
     header    first bytes of a new file
-    is_lines  the file holds lines: a line cut off by a crash is ended before the next one is written
+    is_lines  the file consists of lines: a line cut off by a crash is ended before the next one is written
     """
 
     def __init__(self, path: Path, header: bytes = b"", is_lines: bool = False):
@@ -48,7 +50,8 @@ class AppendedFile:
             size = file.seek(0, os.SEEK_END)
             if size == 0:
                 if self._has_written:
-                    logger.warning("%s was removed or emptied during the run; it holds only records from here on.", self.path)
+                    logger.warning("%s was removed or emptied during the run; it has only records from here "
+                                   "on.", self.path)
                 data = self.header + data
             elif self.is_lines and not self._has_written and not _ends_a_line(file):
                 data = b"\n" + data
@@ -58,12 +61,12 @@ class AppendedFile:
                     rest = rest[file.write(rest):]
             except OSError:
                 with suppress(OSError):
-                    file.truncate(size)              # readers stop at half a record
+                    file.truncate(size)              # readers fail at an incomplete record
                 raise
         self._has_written = True
 
 
-def _ends_a_line(file) -> bool:
+def _ends_a_line(file: BinaryIO) -> bool:
     file.seek(-1, os.SEEK_END)
     return file.read(1) == b"\n"
 
@@ -77,34 +80,35 @@ class Tolerant:
         self._why = ""
 
     def write(self, record: Record) -> None:
-        """Write the record, or report why not."""
+        """Write the record, or log the error."""
         try:
             self.sink.write(record)
         except OSError as error:
             self.lost += 1
             if not self._why:
-                logger.warning("cannot write to %s: %s. Training goes on without these records; writing is tried again with "
-                               "each new record.", self.sink.place, reason_of(error))
+                logger.warning("cannot write to %s: %s. Training continues without these records; each new "
+                               "record is tried again.", self.sink.place, reason_of(error))
             self._why = reason_of(error)
 
     def close(self) -> None:
-        """Report how many records are missing."""
+        """Log how many records were lost."""
         if self.lost:
-            logger.warning("%d record(s) of this run are missing in %s: %s.", self.lost, self.sink.place, self._why)
+            logger.warning("%d record(s) of this run are missing in %s: %s.", self.lost, self.sink.place,
+                           self._why)
 
 
 def reason_of(error: OSError) -> str:
-    """The system's words for the error, such as "No space left on device"."""
+    """The system's text for the error, such as "No space left on device"."""
     return error.strerror or str(error)
 
 
 def check_folder(flag: str, folder: Path) -> None:
-    """Raises ConfigError, naming the flag, unless files can be made in the folder; makes the folder."""
+    """Create the folder. Raises ConfigError, naming the flag, unless files can be created in it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
         why = "it is a file" if folder.is_file() else reason_of(error)
-        raise ConfigError(f"{flag}: nothing can be written in {folder} ({why}). Name a place that this user may write to, "
-                          f"or leave out {flag}.") from error
+        raise ConfigError(f"{flag}: nothing can be written in {folder} ({why}). Give a folder that this user "
+                          f"may write to, or omit {flag}.") from error

@@ -3,13 +3,13 @@
     DIR/events.out.tfevents.…          all tags; x is the number of steps
     DIR/samples/events.out.tfevents.…  losses as "lm loss vs samples" and the like; x is the number of samples
 
-A process that resumes begins its event file with a SessionLog START at its first step: TensorBoard then drops the points at
-that x and beyond, which an earlier try wrote before it crashed. The marker holds for all tags of one folder, so a folder can
-have only one unit of x: with samples beside steps, each resume would drop every point against samples. Hence two folders;
-TensorBoard shows the second as the run "samples".
+A process that resumes begins its event file with a SessionLog START at its first step. TensorBoard then drops
+the points at that x and beyond, which an earlier process wrote before it crashed. The marker applies to all
+tags of a folder, so a folder can have only one unit of x: if samples and steps shared one, each resume would
+drop every point against samples. TensorBoard shows the second folder as the run "samples".
 
-The files are written here and not by `SummaryWriter`: its background thread raises errors of the disk late, and prints a
-traceback of its own. A point a log line needs no thread.
+`SummaryWriter` is not used, because its background thread reports disk errors late and prints a traceback of
+its own. One point per log line needs no thread.
 """
 
 import io
@@ -27,12 +27,13 @@ from .sink import AppendedFile, check_folder
 TAGS = {"learning-rate": "learning_rate", "batch-size": "global_batch_size", "loss-scale": "loss_scale",
         "grad-norm": "grad_norm", "iteration-time": "step_seconds", "throughput": "tflops_per_rank",
         "batch-generator-time": "data_seconds", "tokens-per-second": "tokens_per_second", "mfu": "mfu"}
-TOKEN_TAGS = {"seqlen/random_ltd_reserved_length": "kept_tokens", "seqlen/actual_seq_length": "actual_seq_length",
+TOKEN_TAGS = {"seqlen/random_ltd_reserved_length": "kept_tokens",
+              "seqlen/actual_seq_length": "actual_seq_length",
               "consumed-layer-tokens": "layer_tokens"}
 
 
 class TensorBoard:
-    """The sink. Each record is one event for each of the two folders."""
+    """The sink for TensorBoard. Each record becomes one event in each of the two folders."""
 
     def __init__(self, directory: Path, progress: Progress):
         self.place = directory
@@ -41,22 +42,25 @@ class TensorBoard:
 
     @classmethod
     def open(cls, config: RunConfig, progress: Progress, run_id: str) -> "TensorBoard | None":
+        """The sink of this run; None when the config does not enable it."""
         directory = config.logging.tensorboard_dir
         return cls(Path(directory), progress) if directory else None
 
     @classmethod
     def check(cls, config: RunConfig) -> None:
+        """Raises ConfigError when event files cannot be written."""
         if config.logging.tensorboard_dir:
             check_folder("--tensorboard-dir", Path(config.logging.tensorboard_dir))
 
     def write(self, record: Record) -> None:
+        """Write the values of the record, or raise OSError."""
         losses = dict(losses_of(record))
         self._steps.add(losses | dict(others_of(record)), record.step)
         self._samples.add({f"{tag} vs samples": value for tag, value in losses.items()}, record.samples)
 
 
 def losses_of(record: Record) -> Iterator[tuple[str, float]]:
-    """(tag, value) of the losses, which are drawn against steps and against samples."""
+    """(tag, value) of losses and metrics, which are drawn against steps and against samples."""
     if isinstance(record, EvalRecord):
         yield f"lm loss {record.split}", record.loss
         yield f"lm loss {record.split} ppl", record.perplexity
@@ -67,22 +71,23 @@ def losses_of(record: Record) -> Iterator[tuple[str, float]]:
 
 
 def others_of(record: Record) -> Iterator[tuple[str, float]]:
-    """(tag, value) of all else, which is drawn against steps only."""
+    """(tag, value) of the other values, which are drawn against steps only."""
     if isinstance(record, TrainRecord):
         tags = TAGS if record.kept_tokens is None else TAGS | TOKEN_TAGS
-        yield from ((tag, getattr(record, name)) for tag, name in tags.items() if getattr(record, name) is not None)
+        values = ((tag, getattr(record, name)) for tag, name in tags.items())
+        yield from ((tag, value) for tag, value in values if value is not None)
 
 
 class EventFile:
     """An event file of this process.
 
-    first: x of its first point; TensorBoard then drops the points of earlier files from there on. None: it keeps them
+    first: x from which on TensorBoard drops the points of earlier files; None: it keeps them
     """
 
     def __init__(self, directory: Path, first: int | None = None):
         from tensorboard.compat.proto import event_pb2
         now = time.time()
-        # Readers sort the files of a folder by name: the digits after the second keep two starts within it in order.
+        # Readers sort the files of a folder by name: fractional digits order two starts within one second.
         path = directory / f"events.out.tfevents.{now:017.6f}.{socket.gethostname()}.{os.getpid()}"
         header = _framed(event_pb2.Event(wall_time=now, file_version="brain.Event:2"))
         if first is not None:
@@ -91,14 +96,15 @@ class EventFile:
         self._file = AppendedFile(path, header=header)
 
     def add(self, values: Mapping[str, float], x: int) -> None:
-        """One event with a point for each tag. Raises OSError with nothing of it written."""
+        """Write one event with a point for each tag completely, or raise OSError and write nothing."""
         from tensorboard.compat.proto import event_pb2, summary_pb2
         scalars = [summary_pb2.Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
-        self._file.append(_framed(event_pb2.Event(wall_time=time.time(), step=x, summary=summary_pb2.Summary(value=scalars))))
+        summary = summary_pb2.Summary(value=scalars)
+        self._file.append(_framed(event_pb2.Event(wall_time=time.time(), step=x, summary=summary)))
 
 
 def _framed(event) -> bytes:
-    """The event with its length and checksums, as event files hold it."""
+    """The event with its length and checksums, as in an event file."""
     from tensorboard.summary.writer.record_writer import RecordWriter
     buffer = io.BytesIO()
     RecordWriter(buffer).write(event.SerializeToString())

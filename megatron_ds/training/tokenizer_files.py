@@ -1,11 +1,12 @@
-"""The files of the tokenizer, copied beside the checkpoints: a trained model works where the originals are gone.
+"""Copies of the tokenizer's files beside the checkpoints, so that a model can be used without the originals.
 
     runs/a/tokenizer-3f09c2d1a8b4/tokenizer_model/tokenizer.json     copies of what --tokenizer-model names
-    runs/a/iter_0000100/run.json     "tokenizer_files": {"tokenizer_model": "tokenizer-3f09c2d1a8b4/tokenizer_model"}
+    runs/a/iter_0000100/run.json
+        "tokenizer_files": {"tokenizer_model": "tokenizer-3f09c2d1a8b4/tokenizer_model/tokenizer.json"}
 
-The name holds a hash of the files, so a run with another tokenizer in the same folder replaces nothing. Of a folder only files
-that belong to a tokenizer are copied: a folder of Hugging Face may hold weights, too. A tokenizer without files, such as one
-of the user's own, needs no copies.
+The folder name contains a hash of the files, so a run with another tokenizer in the same folder overwrites
+nothing. If --tokenizer-model is a folder, only the files of a tokenizer are copied, since Hugging Face
+folders may contain weights too. A tokenizer without files, such as a user-defined one, needs no copies.
 """
 
 import hashlib
@@ -17,68 +18,81 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from ..checkpoint.folder import sync_directory
-from ..checkpoint.occupant import TOKENIZERS
+from ..checkpoint.save_folder import TOKENIZERS
 from ..config import RunConfig
 from ..data.tokenizers import Tokenizer, build_tokenizer
 from ..errors import CheckpointError
 
 FIELDS = ("vocab_file", "merge_file", "tokenizer_model")
-CONFIG = "tokenizer_config.json"                            # names the end of a document; read beside tokenizer.json
-OF_A_FOLDER = ("tokenizer.json", CONFIG, "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
-               "vocab.txt", "tokenizer.model", "spiece.model")
-KEY = "tokenizer_files"                                     # of run.json
+CONFIG = "tokenizer_config.json"                            # has the end-of-document token
+OF_A_FOLDER = ("tokenizer.json", CONFIG, "special_tokens_map.json", "added_tokens.json", "vocab.json",
+               "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model")
+KEY = "tokenizer_files"                                     # in run.json
 
 
 def keep_tokenizer_files(config: RunConfig) -> dict:
-    """Copy the files into the --save folder, unless they are there; what run.json says of them.
+    """Copy the files into the --save folder unless it has them. Called by rank 0, once per start.
 
-    Rank 0 calls it, once a run. Returns {KEY: {field: path below the folder}}, {} without files or without --save.
-    Raises CheckpointError when they cannot be copied.
+    Returns an entry for run.json, {KEY: {field: path relative to the folder}}; {} without files or without
+    --save. Raises CheckpointError when the files cannot be copied.
     """
-    given = {field: Path(path) for field in FIELDS if (path := getattr(config.data, field)) and os.path.exists(path)}
+    given = {field: Path(path) for field in FIELDS
+             if (path := getattr(config.data, field)) and os.path.exists(path)}
     if not config.checkpoint.save or not given:
         return {}
     folder = Path(config.checkpoint.save)
     try:
-        contents = {f"{field}/{file.name}": file.read_bytes() for field, path in given.items() for file in _files_at(path)}
+        contents = {f"{field}/{file.name}": file.read_bytes()
+                    for field, path in given.items() for file in _files_at(path)}
         name = TOKENIZERS.replace("*", _hash_of(contents))
         if not _holds(folder / name, contents):
             _write(folder / name, contents)
     except OSError as error:
-        raise CheckpointError(f"--save {folder}: the files of the tokenizer cannot be copied there: {error}.") from error
+        raise CheckpointError(f"--save {folder}: the files of the tokenizer cannot be copied there: "
+                              f"{error}.") from error
     ends = {field: "" if path.is_dir() else f"/{path.name}" for field, path in given.items()}
     return {KEY: {field: f"{name}/{field}{end}" for field, end in ends.items()}}
 
 
-def tokenizer_of(directory: str | os.PathLike, run: Mapping, config: RunConfig, given: Mapping[str, str]) -> Tokenizer:
-    """The tokenizer of a checkpoint: from the files `given` now, else from the copies, else from the original paths.
+def tokenizer_of(directory: str | os.PathLike, run: Mapping, config: RunConfig,
+                 given: Mapping[str, str]) -> Tokenizer:
+    """The tokenizer of a checkpoint: of the `given` files, else of the copies, else of the original paths.
 
-    directory: the folder of checkpoints.  run: the content of run.json, and config: its config.  given: {field: path}.
-    Raises CheckpointError when no file is left, or when it is another tokenizer than the run had.
+    directory   the folder of checkpoints
+    run         the content of run.json
+    config      the config in it
+    given       {field: path}; may be empty
+
+    Raises CheckpointError when files are missing, or when it is not the tokenizer of the run.
     """
     copies = {} if given else _copies(Path(directory), run)
     paths = {**copies, **given}
     data = replace(config.data, **paths)
-    missing = [field for field in FIELDS if (path := getattr(data, field)) and not os.path.exists(path) and field not in given]
+    missing = [field for field in FIELDS
+               if (path := getattr(data, field)) and not os.path.exists(path) and field not in given]
     if missing:
         flags = [f"--{field.replace('_', '-')}" for field in missing]
         named = " and ".join(f"{flag} {getattr(data, field)}" for flag, field in zip(flags, missing))
-        raise CheckpointError(f"run.json of {directory} names {named}, which does not exist here, and there is no copy beside "
-                              f"the checkpoints. Give the tokenizer that the run had with {' and '.join(flags)}.")
+        raise CheckpointError(f"run.json of {directory} names {named}, which does not exist here, and there "
+                              "is no copy beside the checkpoints. Give the run's tokenizer with "
+                              f"{' and '.join(flags)}.")
     tokenizer, wanted = build_tokenizer(data, config.model), run["identity"]["tokenizer"]["fingerprint"]
     if tokenizer.fingerprint != wanted:
-        where = ", ".join(str(getattr(data, field)) for field in FIELDS if getattr(data, field)) or "that type"
-        raise CheckpointError(f"the tokenizer of {where} is {tokenizer.fingerprint}, and {directory} was trained with "
-                              f"{wanted}: the same ids mean other text. Give the files of that one with --tokenizer-model, "
-                              "or with --vocab-file and --merge-file.")
+        named = (str(path) for field in FIELDS if (path := getattr(data, field)))
+        where = ", ".join(named) or "that type"
+        raise CheckpointError(f"the tokenizer of {where} is {tokenizer.fingerprint}, and {directory} was "
+                              f"trained with {wanted}: the same ids mean other text. Give the files of the "
+                              "latter with --tokenizer-model, or with --vocab-file and --merge-file.")
     return tokenizer
 
 
 def _copies(directory: Path, run: Mapping) -> dict[str, str]:
-    """The paths of the copies that run.json names, if all of them are there."""
+    """{field: path} of the copies that run.json names; {} unless all exist."""
     named = run.get(KEY) or {}
-    if not isinstance(named, dict) or not set(named) <= set(FIELDS) or not all(map(_is_below, named.values())):
-        raise CheckpointError(f"run.json of {directory} is damaged: {KEY} is not a table of paths in that folder.")
+    is_table = isinstance(named, dict) and set(named) <= set(FIELDS)
+    if not is_table or not all(map(_is_below, named.values())):
+        raise CheckpointError(f"run.json of {directory} is damaged: {KEY} is not a table of paths in that "
+                              "folder.")
     paths = {field: str(directory / path) for field, path in named.items()}
     return paths if all(map(os.path.exists, paths.values())) else {}
 
@@ -103,11 +117,15 @@ def _hash_of(contents: Mapping[str, bytes]) -> str:
 
 
 def _holds(folder: Path, contents: Mapping[str, bytes]) -> bool:
-    return all((folder / name).is_file() and (folder / name).read_bytes() == data for name, data in contents.items())
+    return all((folder / name).is_file() and (folder / name).read_bytes() == data
+               for name, data in contents.items())
 
 
 def _write(folder: Path, contents: Mapping[str, bytes]) -> None:
-    """Beside, synced, then renamed: the folder is complete or not there. A damaged one is replaced."""
+    """Write a temporary folder, sync it and rename it: `folder` is complete or absent.
+
+    A damaged one is replaced.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
     beside = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
     try:

@@ -1,10 +1,11 @@
-"""`Tracer`: the timelines of a few steps, as files (`--trace`).
+"""`Tracer`: write timelines of a few steps to files (`--trace`).
 
-One file a pipeline rank, FOLDER/pipeline-rank-N.json, written by the first tensor- and data-parallel rank of each stage: those
-ranks are one pipeline. The others record nothing.
+One file per pipeline rank, FOLDER/pipeline-rank-N.json, written by the ranks whose other coordinates are all
+0: these ranks form one pipeline. Other ranks record nothing.
 """
 
 import logging
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,6 +18,8 @@ TRACED = (2, 3)          # the first step allocates and connects
 
 
 class Tracer:
+    """Records the instructions of the steps --trace-steps on the ranks of one pipeline."""
+
     def __init__(self, engine: Engine):
         wanted, mesh = engine.config.logging, engine.mesh
         is_first = not any(at for axis, at in mesh.grid.coordinates(mesh.rank).items() if axis != "pp")
@@ -26,8 +29,11 @@ class Tracer:
         self._steps = range(first, last + 1)
 
     @contextmanager
-    def step(self):
-        """Around a training step. The file is written after each recorded step, so a run may end at any time."""
+    def step(self) -> Iterator[None]:
+        """A context around a training step.
+
+        The file is written after each recorded step: a run may end at any time.
+        """
         self._done += 1
         if self._folder is None or self._done not in self._steps:
             yield
@@ -42,10 +48,10 @@ class Tracer:
         self._write(self._folder / f"pipeline-rank-{rank}.json", rank)
 
     def _write(self, path: Path, rank: int) -> None:
-        """A full disk must not end the run: no further step is recorded then."""
+        """Write the entries so far. If that fails, log a warning and record no further steps."""
         try:
             write_trace(path, {rank: self._entries})
         except OSError as error:
-            logger.warning("cannot write %s: %s. Training goes on; the %d recorded instruction(s) are lost, and --trace is "
-                           "switched off.", path, reason_of(error), len(self._entries))
+            logger.warning("cannot write %s: %s. Training continues; the %d recorded instruction(s) are "
+                           "lost, and --trace is switched off.", path, reason_of(error), len(self._entries))
             self._folder, self._entries = None, []

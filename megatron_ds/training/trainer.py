@@ -21,8 +21,8 @@ from .batches import BatchSource
 from .build import Engine
 from .evaluate import evaluate
 from .log import Log
-from .persist import save_run
 from .records import EvalRecord, TrainRecord
+from .run_checkpoint import save_run
 from .step import StepOutcome, train_step
 from .step_metrics import stop_reason
 from .tracer import Tracer

@@ -19,7 +19,7 @@ from torch import nn
 
 from ..checkpoint.load import latest
 from ..checkpoint.safetensors_folder import TensorEntry, cut_into_files, write_folder
-from ..checkpoint.stored import StoredTensors
+from ..checkpoint.whole_tensors import StoredTensors
 from ..engine.engine_checkpoint import folder_of, last_tag
 from ..errors import CheckpointError, ConfigError
 from ..mpu.group import solo

@@ -8,7 +8,7 @@ import torch
 
 from megatron_ds.config import parse
 from megatron_ds.mpu.launch import Launch
-from megatron_ds.training import join
+from megatron_ds.training import distributed
 
 JOB = ("--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 4 --micro-batch-size 1 --global-batch-size 1 "
        "--lr 1e-3 --train-iters 1 --mock-data --vocab-size 16").split()
@@ -17,7 +17,7 @@ JOB = ("--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 4 --
 # arena only, else from a mapping of its own; a freed block stays resident when it is kept.
 PROBE = """
 import ctypes, sys, threading
-from megatron_ds.training.allocator import set_allocator
+from megatron_ds.training.distributed import set_allocator
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
 assert sys.argv[1] == "none" or set_allocator(keep_freed=sys.argv[1] == "keep")
@@ -53,8 +53,8 @@ def test_threads_share_the_main_heap_and_freed_memory_is_kept_when_asked(asked, 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on CUDA devices the allocator stays as it is")
 @pytest.mark.parametrize("flags, kept", [([], True), (["--zero-stage", "1", "--offload-optimizer", "cpu"], False)])
 def test_the_allocator_is_set_before_ranks_are_met_and_keeps_memory_where_nothing_is_offloaded(flags, kept, monkeypatch):
-    events, start = [], join.launching.start
-    monkeypatch.setattr(join, "set_allocator", lambda keep_freed: events.append(keep_freed))
-    monkeypatch.setattr(join.launching, "start", lambda *arguments: events.append("start") or start(*arguments))
-    with join.joined(parse([*JOB, *flags], world_size=1), Launch()):
+    events, start = [], distributed.launching.start
+    monkeypatch.setattr(distributed, "set_allocator", lambda keep_freed: events.append(keep_freed))
+    monkeypatch.setattr(distributed.launching, "start", lambda *arguments: events.append("start") or start(*arguments))
+    with distributed.joined(parse([*JOB, *flags], world_size=1), Launch()):
         assert events == [kept, "start"]

@@ -17,8 +17,8 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from megatron_ds.checkpoint.index import covers_once, read_index
+from megatron_ds.checkpoint.index_pickle import check_opcodes
 from megatron_ds.checkpoint.load import latest, load, read_run
-from megatron_ds.checkpoint.pickle_walk import check_opcodes
 from megatron_ds.checkpoint.save import save
 from megatron_ds.errors import CheckpointError
 from megatron_ds.mpu.group import solo
@@ -227,11 +227,11 @@ def named(name):
     (moved_chunk, "chunks of .* overlap or leave holes"),
     (huge_tensor, "bytes, for which __._0.distcp has"),
     (shared_bytes, "two chunks share byte|bytes, for which"),
-    (named("."), "'.', which is no file in its directory"),
-    (named(".."), "'..', which is no file"),
-    (named(""), "'', which is no file"),
-    (named("../iter_0000002/__0_0.distcp"), "which is no file"),
-    (named("folder"), "folder is no regular file"),
+    (named("."), "'.', which is not a file name in its directory"),
+    (named(".."), "'..', which is not a file name"),
+    (named(""), "'', which is not a file name"),
+    (named("../iter_0000002/__0_0.distcp"), "which is not a file name"),
+    (named("folder"), "folder is not a regular file"),
 ], ids=lambda value: getattr(value, "__name__", None))
 def test_an_index_that_contradicts_itself_or_the_files_is_refused(change, message, format_1, tmp_path):
     path = save_of_two_ranks(tmp_path, NEW)
@@ -250,11 +250,11 @@ def test_an_index_that_contradicts_itself_or_the_files_is_refused(change, messag
     (b"\x80\x04\x8e" + struct.pack("<Q", 2**40) + b"abc.", "BINBYTES8"),
     (b"\x80\x04X" + struct.pack("<I", 2**31) + b"abc.", "would end at byte"),
     (b"\x80\x04cos\nsystem\n.", "GLOBAL"),
-    (b"\x80\x04N", "without the mark of an end"),
+    (b"\x80\x04N", "it ends without STOP"),
     (b"\x80\x04N.N.", "more bytes follow"),
     (b"\x80\x04J\x01", "ends within BININT"),
     (b"\x80\x04X\x01", "ends within a length"),
-    (b"\xff", "no opcode"),
+    (b"\xff", "not an opcode"),
 ])
 def test_opcodes_that_no_index_needs_are_refused_before_anything_is_unpickled(opcodes, message):
     with pytest.raises(ValueError, match=message):
@@ -313,10 +313,10 @@ def test_compressed_records_are_refused_before_they_are_inflated(tmp_path, monke
 
 
 @pytest.mark.parametrize("values, message", [
-    (lambda right: right.double(), "torch.float64, and the index says"),
+    (lambda right: right.double(), "torch.float64, and the index records"),
     (lambda right: right.reshape(-1)[:-1].clone(), "a tensor of shape"),
     (lambda right: {"a": right}, "no plain tensor, but a dict"),
-    (lambda right: Reduced(bytearray, 2**40), "asks for __builtin__ bytearray"),        # weights_only admits it
+    (lambda right: Reduced(bytearray, 2**40), "names __builtin__ bytearray"),        # weights_only admits it
 ])
 def test_a_chunk_that_holds_something_else_than_the_index_says_is_refused(values, message, tmp_path):
     path = save(tmp_path, NEW, some_pieces(NEW)[:1], coordinates={}, world=solo(), run={})
@@ -340,7 +340,7 @@ def test_the_warning_and_the_error_say_what_is_wrong_with_which_file(two_saves, 
             with caplog.at_level(logging.WARNING):
                 assert latest(folder) == OLD
             assert len(caplog.records) == 1 and reason in caplog.text
-    with pytest.raises(CheckpointError, match=f"no complete checkpoint in .*says '4'.*{reason}"):
+    with pytest.raises(CheckpointError, match=f"no complete checkpoint in .*names '4'.*{reason}"):
         latest(folder)
 
 

@@ -4,9 +4,8 @@ import shutil
 import pytest
 import torch
 
-from megatron_ds.checkpoint.folder import check_writable, steps_in
+from megatron_ds.checkpoint.folder import check_writable, steps_in, to_delete
 from megatron_ds.checkpoint.load import latest, load, read_run
-from megatron_ds.checkpoint.retain import to_delete
 from megatron_ds.checkpoint.save import save
 from megatron_ds.errors import CheckpointError
 from megatron_ds.mpu.group import solo
@@ -70,14 +69,14 @@ def test_the_newest_complete_checkpoint_is_loaded_with_one_warning_when_the_trac
 def test_a_folder_of_another_program_is_refused_and_not_taken_for_a_fresh_start(tmp_path):
     (tmp_path / "iter_0000100" / "mp_rank_00").mkdir(parents=True)
     (tmp_path / TRACKER).write_text("100")
-    with pytest.raises(CheckpointError, match="no complete checkpoint.*says '100'"):
+    with pytest.raises(CheckpointError, match="no complete checkpoint.*names '100'"):
         latest(tmp_path)
 
 
 def test_a_tracker_without_any_checkpoint_is_an_error(tmp_path):
     for text in ("release", "7", "9" * 5000):
         (tmp_path / TRACKER).write_text(text)
-        with pytest.raises(CheckpointError, match="no complete checkpoint.*says"):
+        with pytest.raises(CheckpointError, match="no complete checkpoint.*names"):
             latest(tmp_path)
 
 

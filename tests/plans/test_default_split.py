@@ -10,7 +10,7 @@ from megatron_ds.data.loading.datasets import build_datasets, fit_default_split
 from megatron_ds.data.text.indexed import IndexedWriter
 from megatron_ds.data.tokenizers import TOKENIZERS, build_tokenizer
 from megatron_ds.errors import DataError
-from megatron_ds.training.persist import describe_run
+from megatron_ds.training.run_checkpoint import describe_run
 from megatron_ds.training.samples import wanted_samples
 
 FLAGS = ("--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1 --global-batch-size 4 "

@@ -9,7 +9,7 @@ from megatron_ds.config.deepspeed_json import auto_keys, known_keys, reading_of,
 from megatron_ds.config.dump import report_without_effect
 from megatron_ds.config.unsupported import FLAGS, KEYS
 from megatron_ds.errors import ConfigError
-from megatron_ds.training.startup import values_text
+from megatron_ds.training.startup_text import values_text
 
 NEEDED = ("--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --micro-batch-size 2 --lr 6e-4 "
           "--train-iters 100").split()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ds.checkpoint.logical import flat_offset, interval_boxes, logical_boxes
+from megatron_ds.checkpoint.pieces import flat_offset, interval_boxes, logical_boxes
 from megatron_ds.errors import LayoutError
 from megatron_ds.mpu.param_spec import Box, Init, ParamSpec, Split
 

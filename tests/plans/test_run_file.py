@@ -89,7 +89,7 @@ DESCRIPTION = {"identity": IDENTITY, "config": {"optimizer": {"optimizer": "adam
 @pytest.mark.parametrize("missing", ["identity", "config", "progress", "optimizer", "identity.data", "config.optimizer"])
 def test_a_training_run_names_what_the_run_json_of_a_checkpoint_lacks(missing, tmp_path):
     from megatron_ds.config.training_options import CheckpointConfig
-    from megatron_ds.training.persist import check_same_run
+    from megatron_ds.training.run_checkpoint import check_same_run
 
     saved = json.loads(json.dumps(DESCRIPTION | {name: RUN[name] for name in ("progress", "optimizer")}))
     check_same_run(saved, DESCRIPTION, CheckpointConfig(load=str(tmp_path)))
@@ -101,7 +101,7 @@ def test_a_training_run_names_what_the_run_json_of_a_checkpoint_lacks(missing, t
 
 def test_a_training_run_refuses_the_checkpoint_of_an_engine(tmp_path):
     from megatron_ds.config.training_options import CheckpointConfig
-    from megatron_ds.training.persist import check_same_run
+    from megatron_ds.training.run_checkpoint import check_same_run
 
     with pytest.raises(CheckpointError, match="saved by an engine .* engine.load_checkpoint"):
         check_same_run({"engine": {"parameters": 3}, **RUN}, DESCRIPTION, CheckpointConfig(load=str(tmp_path)))

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ds.checkpoint import space
+from megatron_ds.checkpoint import disk_space
+from megatron_ds.checkpoint.disk_space import bytes_written_here, check_room, explained
 from megatron_ds.checkpoint.folder import read_tracker, write_durably
 from megatron_ds.checkpoint.load import latest, read_run
-from megatron_ds.checkpoint.occupant import move_aside
 from megatron_ds.checkpoint.save import save
-from megatron_ds.checkpoint.space import bytes_written_here, check_room, explained
+from megatron_ds.checkpoint.save_folder import move_aside
 from megatron_ds.config.training_options import CheckpointConfig
 from megatron_ds.errors import CheckpointError
 from megatron_ds.mpu.group import solo
-from megatron_ds.training.start import clear_save_folder, find_start
+from megatron_ds.training.run_start import clear_save_folder, find_start
 from tests.harness.deaths import forked, survived
 from tests.harness.states import Layout, pieces_of
 
@@ -136,7 +136,7 @@ def test_one_command_starts_and_resumes(tmp_path, caplog):
 
 
 def test_a_misspelt_load_is_an_error_with_the_names_that_are_close(used, tmp_path):
-    with pytest.raises(CheckpointError, match=r"--load .*/uzed: the folder is not there, .* Did you mean .*/used\?"):
+    with pytest.raises(CheckpointError, match=r"--load .*/uzed: the folder does not exist, .* Did you mean .*/used\?"):
         start(load=tmp_path / "uzed")
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match="--load .*/empty: the folder holds no checkpoint"):
@@ -173,17 +173,17 @@ def room(folder, saves=1, limit=None):
 
 
 def test_a_disk_that_cannot_hold_one_checkpoint_is_an_error_before_the_first_step(tmp_path, monkeypatch):
-    monkeypatch.setattr(space, "free_bytes", lambda folder: BYTES - 1)
+    monkeypatch.setattr(disk_space, "free_bytes", lambda folder: BYTES - 1)
     with pytest.raises(CheckpointError, match=rf"--save .*: no space left .* {BYTES:,} bytes needed, {BYTES - 1:,} free"):
         room(tmp_path)
-    monkeypatch.setattr(space, "free_bytes", lambda folder: None)
+    monkeypatch.setattr(disk_space, "free_bytes", lambda folder: None)
     room(tmp_path)
 
 
 @pytest.mark.parametrize("saves, limit, warned", [
     (2, None, False), (3, None, True), (9, 1, False), (9, 2, True), (1, 9, False)])
 def test_a_disk_that_will_be_full_later_is_a_warning(tmp_path, monkeypatch, caplog, saves, limit, warned):
-    monkeypatch.setattr(space, "free_bytes", lambda folder: 2 * BYTES)
+    monkeypatch.setattr(disk_space, "free_bytes", lambda folder: 2 * BYTES)
     room(tmp_path, saves, limit)
     assert ("checkpoints that fit: 2" in caplog.text) == warned
 

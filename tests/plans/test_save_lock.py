@@ -84,12 +84,12 @@ def test_a_lock_from_elsewhere_is_taken_over_when_its_time_does_not_change(tmp_p
         path.write_text(content)
     with locked(tmp_path, solo(), stale=SOON, poll=SOON) as lock:
         assert json.loads(path.read_text())["host"] == lock.mine.host
-    assert "waiting for a sign of life" in caplog.text and "taking over" in caplog.text
+    assert "for a renewal" in caplog.text and "taking over" in caplog.text
 
 
 def test_a_lock_that_is_a_link_to_nothing_is_an_error_and_not_a_loop(tmp_path):
     (tmp_path / LOCK).symlink_to(tmp_path / "gone")
-    with pytest.raises(CheckpointError, match="a link that leads nowhere"):
+    with pytest.raises(CheckpointError, match="a broken link"):
         save_step(tmp_path, 1, seed=1)
 
 

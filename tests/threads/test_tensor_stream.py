@@ -14,7 +14,7 @@ from megatron_ds.checkpoint.safetensors_folder import (
     write_folder,
 )
 from megatron_ds.checkpoint.save import save
-from megatron_ds.checkpoint.tensor_stream import TensorStream
+from megatron_ds.checkpoint.whole_tensors import TensorStream
 from megatron_ds.errors import CheckpointError
 from megatron_ds.mpu.group import solo
 from tests.harness.checkpoints import change_index, reseal
@@ -178,7 +178,7 @@ def test_draws_read_intervals_of_stored_tensors(tmp_path):
         draw("matrx", 0, torch.empty(1))
     with pytest.raises(CheckpointError, match="too small"):
         draw("vector", 3, torch.empty(4))
-    with pytest.raises(CheckpointError, match="holds no safetensors"):
+    with pytest.raises(CheckpointError, match="has no readable safetensors"):
         from_safetensors(tmp_path / "nowhere")
 
 

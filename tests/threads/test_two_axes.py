@@ -6,7 +6,7 @@ import torch
 from megatron_ds.checkpoint.load import load
 from megatron_ds.checkpoint.pieces import ParameterPiece, views, written_here
 from megatron_ds.checkpoint.save import save
-from megatron_ds.checkpoint.tensor_stream import TensorStream
+from megatron_ds.checkpoint.whole_tensors import TensorStream
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.mpu.param_spec import Init, ParamSpec, Split

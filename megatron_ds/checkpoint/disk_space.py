@@ -1,4 +1,4 @@
-"""Room on the disk: bytes that a checkpoint needs, bytes that are free, and what a failed write says of them."""
+"""Disk space: bytes that a checkpoint needs, bytes that are free, and the error of a failed write."""
 
 import errno
 import logging
@@ -16,33 +16,37 @@ from .pieces import Piece, written_here
 logger = logging.getLogger(__name__)
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-HEADER = 1500            # bytes that torch.save writes beside the values of a tensor, at least (measured: 1513 to 1577)
-PROBE = 1 << 20          # bytes of the file that finds out whether a disk is full
+HEADER = 1500            # least number of bytes that torch.save adds to a tensor (measured: 1513 to 1577)
+PROBE = 1 << 20          # bytes written to find out whether a disk is full
 
 
 def bytes_written_here(pieces: Iterable[Piece], coordinates: Coordinates) -> int:
-    """At least so many bytes are in the file that this rank writes."""
-    return sum(piece.tensor.numel() * piece.tensor.element_size() + HEADER for piece in written_here(pieces, coordinates))
+    """Lower bound of the size of the file that this rank writes."""
+    written = written_here(pieces, coordinates)
+    return sum(piece.tensor.numel() * piece.tensor.element_size() + HEADER for piece in written)
 
 
 def free_bytes(folder: Path) -> int | None:
-    """Bytes that this user may write in the file system of `folder`; None where it does not know."""
+    """Bytes that this user may write in the file system of `folder`; None when the file system does not
+    report it."""
     found = os.statvfs(folder)
     return found.f_bavail * found.f_frsize if found.f_blocks else None
 
 
 def file_limit() -> int | None:
-    """Size of the largest file that this process may write (`ulimit -f`); None for any."""
+    """Size in bytes of the largest file that this process may write (`ulimit -f`); None for no limit."""
     soft = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     return None if soft == resource.RLIM_INFINITY else soft
 
 
 def check_room(folder: Path, pieces: Iterable[Piece], *, coordinates: Coordinates, world: Group, saves: int,
                limit: int | None) -> None:
-    """Raises CheckpointError on all ranks when not even one checkpoint fits; a warning when there is no room for all of them.
+    """Check that the checkpoints of a run fit on the disk: a warning when not all do.
 
     saves   how many checkpoints the run will write
-    limit   how many it keeps; while one is written there is one more
+    limit   how many it keeps, not counting the one being written
+
+    Raises CheckpointError on all ranks when not even one checkpoint fits.
 
     Collective over `world`.
     """
@@ -50,8 +54,8 @@ def check_room(folder: Path, pieces: Iterable[Piece], *, coordinates: Coordinate
 
     def look() -> tuple[int, int | None]:
         if (most := file_limit()) is not None and share > most:
-            raise CheckpointError(f"a file of the checkpoint needs {share:,} bytes, and this process may write files of "
-                                  f"{most:,} bytes (ulimit -f). Raise the limit.")
+            raise CheckpointError(f"a file of the checkpoint needs {share:,} bytes, and this process may "
+                                  f"write files of {most:,} bytes (ulimit -f). Raise the limit.")
         return share, free_bytes(folder) if world.rank == 0 else None
 
     failing = {"doing": f"--save {folder}", "kind": CheckpointError}
@@ -62,36 +66,40 @@ def check_room(folder: Path, pieces: Iterable[Piece], *, coordinates: Coordinate
         return
     if free < needed:
         def refuse() -> None:
-            raise CheckpointError(f"no space left for a checkpoint: {needed:,} bytes needed, {free:,} free. Free some, give a "
-                                  "folder on another disk, or save less: --no-save-optim writes weights only.")
+            raise CheckpointError(f"no space left for a checkpoint: {needed:,} bytes needed, {free:,} free. "
+                                  "Free some, give a folder on another disk, or save less: --no-save-optim "
+                                  "writes weights only.")
         on_all_ranks(world, refuse, **failing)
     if free < kept * needed and world.rank == 0:
-        logger.warning("--save %s: checkpoints that fit: %d (%s each, %s free), and this run keeps up to %d at a time. %s",
+        logger.warning("--save %s: checkpoints that fit: %d (%s each, %s free), and this run keeps up to %d "
+                       "at a time. %s",
                        folder, free // needed, size(needed), size(free), kept,
                        "Free some, or keep fewer with --save-total-limit." if kept > 2 else "Free some.")
 
 
 def explained(error: Exception, folder: Path, needed: int, free: int | None, share: int) -> Exception:
-    """The error of a failed write, as a CheckpointError that names the bytes where the disk or a limit is the reason.
+    """The error to raise for a failed write: a CheckpointError with numbers if a full disk caused it.
 
-    needed   bytes of the whole checkpoint.  free: when its save began.  share: bytes that this rank was to write
+    needed   bytes of the whole checkpoint
+    free     bytes free when the save began; None if unknown
+    share    bytes that this rank was to write
     """
     most = file_limit()
     code = _errno_of(error) or _errno_of_probe(folder)
     if code == errno.EFBIG or code is None and most is not None and share > most:
         allowed = "fewer" if most is None else f"{most:,}"
-        return CheckpointError(f"File too large: a file of about {share:,} bytes needed, and this process may write files of "
-                               f"{allowed} bytes (ulimit -f). Raise the limit.")
+        return CheckpointError(f"File too large: a file of about {share:,} bytes needed, and this process "
+                               f"may write files of {allowed} bytes (ulimit -f). Raise the limit.")
     if code in FULL or isinstance(error, RuntimeError) and free is not None and free < needed:
         words = "Disk quota exceeded" if code == errno.EDQUOT else "No space left on device"
         begun = "an unknown number" if free is None else f"{free:,}"
-        return CheckpointError(f"{words}: about {needed:,} bytes needed, {begun} free in {folder} when the save began. Free "
-                               "some, or keep fewer checkpoints with --save-total-limit.")
+        return CheckpointError(f"{words}: about {needed:,} bytes needed, {begun} free in {folder} when the "
+                               "save began. Free some, or keep fewer checkpoints with --save-total-limit.")
     return error
 
 
 def bytes_in(folder: Path) -> int:
-    """Of the files in a folder, for a line of the log: 0 when they cannot be read."""
+    """Total size of the files in a folder, for the log; 0 when they cannot be read."""
     try:
         return sum(path.stat().st_size for path in folder.iterdir())
     except OSError:
@@ -99,7 +107,7 @@ def bytes_in(folder: Path) -> int:
 
 
 def size(count: int) -> str:
-    """For a line of the log: "33.6 MB"."""
+    """A number of bytes as text: "33.6 MB"."""
     for unit, value in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= value:
             return f"{count / value:.1f} {unit}"
@@ -107,7 +115,7 @@ def size(count: int) -> str:
 
 
 def _errno_of(error: BaseException | None) -> int | None:
-    """Of the first OSError among the error and those that it came from."""
+    """errno of the first OSError in the chain of causes of `error`."""
     while error is not None:
         if isinstance(error, OSError):
             return error.errno
@@ -116,7 +124,10 @@ def _errno_of(error: BaseException | None) -> int | None:
 
 
 def _errno_of_probe(folder: Path) -> int | None:
-    """torch's writer hides the reason of a failed write: find it by writing a little. None when that succeeds."""
+    """errno of a small write into `folder`, since torch's writer hides why its own failed.
+
+    None when it succeeds.
+    """
     probe = folder / f".probe-{os.getpid()}"
     try:
         with open(probe, "xb") as file:

@@ -1,4 +1,4 @@
-"""What a run prints before its first step: grid, model, stages, schedule, memory, and every value that is not default."""
+"""The text that a run logs before its first step: grid, model, stages, schedule, memory, options."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -19,10 +19,11 @@ from ..planning.run_model import describe_layers
 from ..planning.run_plan import RunPlan, microbatches_of, plan_schedule
 from .build import Engine
 
-SHARES = {"flops": "FLOPs", "parameters": "parameters", "uniform": "decoder layers", "measured": "measured time"}
+SHARES = {"flops": "FLOPs", "parameters": "parameters", "uniform": "decoder layers",
+          "measured": "measured time"}
 NOUNS = {"embedding": "embedding", "bert_embedding": "embedding", "norm": "final norm", "head": "output head",
          "bert_head": "output heads"}
-# Kind of a value's source → the group that the value is listed in, from the name of the source.
+# Kind of a value's source → title of the group in which the value is listed, from the name of the source.
 GROUPS = {"flag": lambda name: "flags", "script": lambda name: name, "derived": lambda name: "derived",
           "yaml": lambda name: Path(name.rpartition(":")[0]).name,
           "deepspeed": lambda name: Path(name.rpartition(" ")[0]).name}
@@ -30,26 +31,28 @@ WIDTH = 110
 
 
 def describe(engine: Engine, launch_source: str, given: RunConfig) -> str:
-    """The whole start-up text of rank 0. given: the config before the tokenizer set the size of the vocabulary."""
+    """The start-up text of rank 0. given: the config before the tokenizer set the vocabulary size."""
     config, mesh = engine.config, engine.mesh
     return "\n".join((
         grid_text(mesh.grid, launch_source, mesh.device.type), _model(engine, given), "",
         _stages(engine.plan, SHARES[config.parallel.pipeline_cut]), "",
         _schedule(config, engine.plan, engine.pinned), "",
-        f"optimizer: {config.optimizer.optimizer}, {config.optimizer.params_dtype} weights, {config.optimizer.gradient_dtype} "
-        "gradients, fp32 optimizer state", _zero(engine), _memory(engine), "",
+        f"optimizer: {config.optimizer.optimizer}, {config.optimizer.params_dtype} weights, "
+        f"{config.optimizer.gradient_dtype} gradients, fp32 optimizer state",
+        _zero(engine), _memory(engine), "",
         values_text(config), *filter(None, (report_without_effect(config),))))
 
 
 def _memory(engine: Engine) -> str:
     held = engine.optimizer.memory()
     kinds = {field.name: getattr(held, field.name) for field in fields(held)}
-    words = ", ".join(f"{name} {count / 2**20:.1f}" for name, count in (kinds | _activations(engine)).items() if count)
-    return f"memory of rank 0 (MiB): {words}"
+    counts = kinds | _activations(engine)
+    listed = (f"{name} {n / 2**20:.1f}" for name, n in counts.items() if n)
+    return f"memory of rank 0 (MiB): {', '.join(listed)}"
 
 
 def _activations(engine: Engine) -> dict[str, int]:
-    """What the micro-batches of a full batch keep at the worst moment, as --dry-run shows it."""
+    """Peak bytes of activations in a step of the full batch, as --dry-run shows them."""
     schedule = plan_schedule(engine.config, microbatches_of(engine.config), engine.pinned, engine.plan.stage_costs())
     program = schedule[engine.mesh.coordinate("pp")]
     runs = run_own_stages(engine.config, engine.mesh, engine.plan, program, only_forward=True)
@@ -57,44 +60,55 @@ def _activations(engine: Engine) -> dict[str, int]:
 
 
 def grid_text(grid: Grid, launch_source: str, device: str) -> str:
-    """The sizes of the mesh. Context and expert parallelism are left out while their size is 1."""
+    """The sizes of the mesh axes. Context and expert parallelism are left out if their size is 1."""
     axes = [axis for axis in grid.order.split("-") if axis not in ("cp", "ep") or getattr(grid, axis) > 1]
-    sizes = " × ".join(f"{axis} {getattr(grid, axis)}" for axis in ("tp", "cp", "ep", "pp", "dp") if axis in axes)
-    return (f"grid: {grid.world_size} rank{'s' * (grid.world_size > 1)} = {sizes}, order {'-'.join(axes)}, launched by "
-            f"{launch_source}, device {device}")
+    sizes = " × ".join(f"{axis} {getattr(grid, axis)}" for axis in ("tp", "cp", "ep", "pp", "dp")
+                       if axis in axes)
+    return (f"grid: {grid.world_size} rank{'s' * (grid.world_size > 1)} = {sizes}, order {'-'.join(axes)}, "
+            f"launched by {launch_source}, device {device}")
 
 
 def _model(engine: Engine, given: RunConfig) -> str:
-    """The size of the whole model and of this rank's part, and of the vocabulary."""
+    """Parameters of the model and of this rank, and the size of the vocabulary."""
     config = engine.config
     found, padded = config.model.vocab_size, config.padded_vocab_size
-    here = f"{sum(p.numel() for p in engine.parameters):,}" + " with the padding of the vocabulary" * (padded != found)
-    return (f"model: {count_parameters(config, engine.mesh.grid):,} parameters; rank 0 trains {here}\n"
-            + vocabulary_text(given.model.vocab_size, found, padded, config.data.tokenizer_type == "NullTokenizer"))
+    here = sum(p.numel() for p in engine.parameters)
+    note = " with the padding of the vocabulary" if padded != found else ""
+    adds_end = config.data.tokenizer_type == "NullTokenizer"
+    whole = count_parameters(config, engine.mesh.grid)
+    return (f"model: {whole:,} parameters; rank 0 trains {here:,}{note}\n"
+            + vocabulary_text(given.model.vocab_size, found, padded, adds_end))
 
 
 def count_parameters(config: RunConfig, grid: Grid) -> int:
-    """Of the whole model: logical shapes without padding, tied weights once. Builds the layers without memory."""
+    """Number of parameters of the model: logical shapes without padding, tied weights counted once.
+
+    Builds the layers without memory.
+    """
     layers = describe_layers(config, fake_mesh(grid, 0))
     modules = build_stages({0: layers})[0]
     return sum({p.spec.name: p.spec.numel for p in modules.parameters()}.values())
 
 
 def vocabulary_text(given: int | None, found: int, padded: int, adds_end: bool) -> str:
-    """Why the vocabulary has the size that it has.
+    """The size of the vocabulary and its derivation.
 
-    given: --vocab-size, if any; found: tokens of the tokenizer; adds_end: it is `given` tokens and one that ends documents
+    given     --vocab-size, if any
+    found     number of tokens of the tokenizer
+    padded    rows of the embedding
+    adds_end  the tokenizer has `given` tokens and an end-of-document token
     """
     tokens = f"vocabulary: {found:,} tokens"
     if given is not None and adds_end:
         tokens += f" (--vocab-size {given} and one for the end of a document)"
     elif given is not None and given != found:
         tokens += f" (of the tokenizer; --vocab-size {given} is not used)"
-    return tokens + (f", padded to {padded:,} rows (--make-vocab-size-divisible-by)" if padded != found else "")
+    return tokens + (f", padded to {padded:,} rows "
+                     "(--make-vocab-size-divisible-by)" if padded != found else "")
 
 
 def values_text(config: RunConfig) -> str:
-    """Every value that is not the default, by its source.
+    """All values that differ from their defaults, grouped by source.
 
     not at their defaults:
       gpt.yaml  num_layers 12, hidden_size 768, …
@@ -103,19 +117,20 @@ def values_text(config: RunConfig) -> str:
     """
     groups: dict[str, list[str]] = {}
     for option, value in non_default(config):
-        name = option.flag.removeprefix("--").replace("-", "_")                    # zero_stage, where the field is `stage`
+        name = option.flag.removeprefix("--").replace("-", "_")     # zero_stage; its field is `stage`
         source, text = config.sources.get(option.path), f"{name} {value_text(value)}"
         group = GROUPS[source.kind](source.name) if source else "default"
         groups.setdefault(group, []).append(f"{text} ({source})" if group == "derived" else text)
     if not groups:
         return "every option is at its default"
     width = max(map(len, groups))
-    order = sorted(groups, key="derived".__eq__)                                   # the user's own values first
-    return "\n".join(("not at their defaults:", *(_wrapped(f"  {group:{width}}  ", groups[group]) for group in order)))
+    order = sorted(groups, key="derived".__eq__)                 # the user's values first
+    lines = (_wrapped(f"  {group:{width}}  ", groups[group]) for group in order)
+    return "\n".join(("not at their defaults:", *lines))
 
 
 def _wrapped(title: str, values: Sequence[str]) -> str:
-    """`title` and the values in lines of at most `WIDTH` characters; no value is broken."""
+    """`title` and the values in lines of at most `WIDTH` characters; lines break between values only."""
     lines, line = [], title
     for number, value in enumerate(values):
         value += "," * (number + 1 < len(values))
@@ -127,14 +142,16 @@ def _wrapped(title: str, values: Sequence[str]) -> str:
 
 
 def _zero(engine: Engine) -> str:
-    """State and traffic of rank 0; the same numbers are measured on the buffers and counted in the collectives."""
+    """State and traffic of rank 0. Tests compare them with the buffers and with counted collectives."""
     config, memory = engine.config, engine.optimizer.memory()
     sent = ", ".join(f"{operation.replace('_', '-')} over {axes} {count:,}"
                      for (operation, axes), count in sorted(engine.traffic().items()))
     places = engine.optimizer.memory_by_place()
-    where = f" ({', '.join(f'{place} {count:,}' for place, count in places.items())})" if set(places) - {"device"} else ""
-    return (f"ZeRO stage {config.zero.stage}: {memory.total:,} bytes of state on this rank{where}; payload of a step over the "
-            f"data-parallel ranks: {sent or 'none'}" + (f"\n{engine.why_pinned}" if engine.why_pinned else ""))
+    listed = ", ".join(f"{place} {count:,}" for place, count in places.items())
+    where = f" ({listed})" if set(places) - {"device"} else ""
+    return (f"ZeRO stage {config.zero.stage}: {memory.total:,} bytes of state on this rank{where}; payload "
+            "of a step over the data-parallel ranks: "
+            f"{sent or 'none'}" + (f"\n{engine.why_pinned}" if engine.why_pinned else ""))
 
 
 def _stages(plan: RunPlan, counted: str) -> str:
@@ -152,11 +169,13 @@ def _stages(plan: RunPlan, counted: str) -> str:
 
 
 def layers_text(kinds: Sequence[str]) -> str:
-    """Layers in words, blocks first: "2 blocks, embedding, final norm, output head"."""
+    """Kinds of layers as text, blocks first: "2 blocks, embedding, final norm, output head"."""
     counts = Counter(kinds)
     blocks = counts.pop("block", 0)
     words = [f"{blocks} block{'s' * (blocks > 1)}"] if blocks else []
-    words += [NOUNS.get(kind, kind) if count == 1 else f"{count} × {NOUNS.get(kind, kind)}" for kind, count in counts.items()]
+    for kind, count in counts.items():
+        noun = NOUNS.get(kind, kind)
+        words.append(noun if count == 1 else f"{count} × {noun}")
     return ", ".join(words) or "no layers"
 
 

@@ -1,11 +1,11 @@
-"""Where a run starts: which checkpoint it loads, which run it is, and whether its save folder is free for it.
+"""Where a run starts: the checkpoint it loads, its run id, and whether its save folder is free.
 
-    --load D, D holds a checkpoint       that run continues, under its run id      (with --finetune: a new run begins)
-    --load D --save D, D holds none      a new run: one command starts and resumes
-    --load D, D holds none               an error: a misspelt folder must not start a run from scratch
-    no --load                            a new run
+    --load D, D has a checkpoint       that run continues under its run id (with --finetune: a new run)
+    --load D --save D, D has none      a new run: the same command starts and resumes
+    --load D, D has none               an error: a misspelt folder must not start a run from scratch
+    no --load                          a new run
 
-A *run id* is random, made at a start from scratch, and in run.json of each checkpoint.
+A *run id* is random. A start from scratch creates it, and run.json of each checkpoint of the run has it.
 """
 
 import difflib
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from ..checkpoint.load import latest, read_run
 from ..checkpoint.lock import locked
-from ..checkpoint.occupant import check_vacant, move_aside, run_id_of
+from ..checkpoint.save_folder import check_vacant, move_aside, run_id_of
 from ..config.training_options import CheckpointConfig
 from ..errors import CheckpointError
 from ..mpu.agree import on_one_rank
@@ -30,7 +30,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Start:
-    """step: of the checkpoint to load, None for a start from scratch.  run: its run.json, {} without one."""
+    """The start of a run.
+
+    step    of the checkpoint to load; None for a start from scratch
+    run     its run.json; {} for a start from scratch
+    """
 
     step: int | None
     run: dict
@@ -39,7 +43,10 @@ class Start:
 
 @contextmanager
 def save_folder(checkpoint: CheckpointConfig, world: Group) -> Iterator[None]:
-    """Hold the lock of the --save folder, if there is one. Collective; CheckpointError while another job uses it."""
+    """Hold the lock of the --save folder, if one is given. Collective.
+
+    Raises CheckpointError when another job uses the folder.
+    """
     if checkpoint.save is None:
         yield
         return
@@ -48,9 +55,9 @@ def save_folder(checkpoint: CheckpointConfig, world: Group) -> Iterator[None]:
 
 
 def find_start(checkpoint: CheckpointConfig, world: Group) -> Start:
-    """As rank 0 sees the folders; the same on all ranks. Collective.
+    """The start that rank 0 finds in the folders, on all ranks. Collective; called inside `save_folder`.
 
-    Raises CheckpointError when there is nothing to load, or when --save holds another run. Inside `save_folder`.
+    Raises CheckpointError when there is nothing to load, or when --save holds another run.
     """
     def look() -> Start:
         start = _look(checkpoint)
@@ -61,7 +68,10 @@ def find_start(checkpoint: CheckpointConfig, world: Group) -> Start:
 
 
 def clear_save_folder(checkpoint: CheckpointConfig, world: Group) -> None:
-    """With --overwrite-save, move another run that --save holds into a subfolder, after the load from there. Collective."""
+    """With --overwrite-save, move another run in the --save folder into a subfolder.
+
+    Collective; called after the load.
+    """
     if checkpoint.overwrite_save and not _continues_in_place(checkpoint):
         on_one_rank(world, lambda: move_aside(Path(checkpoint.save)) and None)
 
@@ -80,30 +90,34 @@ def _look(checkpoint: CheckpointConfig) -> Start:
 
 
 def _check_may_start(checkpoint: CheckpointConfig) -> None:
-    """Raises CheckpointError unless a start from scratch is what the user can have meant by --load of an empty folder."""
+    """Raises CheckpointError unless the empty --load folder is also --save."""
     folder = Path(checkpoint.load)
     if checkpoint.exit_on_missing_checkpoint:
-        raise CheckpointError(f"--load {folder}: no complete checkpoint there, and --exit-on-missing-checkpoint is given. "
-                              "Check the path, or remove the flag to start from scratch.")
+        raise CheckpointError(f"--load {folder}: no complete checkpoint there, and "
+                              "--exit-on-missing-checkpoint is given. Check the path, or remove the flag to "
+                              "start from scratch.")
     if checkpoint.save and _same_folder(folder, Path(checkpoint.save)):
         return
-    what = "holds no checkpoint" if folder.is_dir() else "is not there"
+    what = "holds no checkpoint" if folder.is_dir() else "does not exist"
     names = [path.name for path in folder.parent.iterdir() if path.is_dir()] if folder.parent.is_dir() else []
     close = [str(folder.parent / name) for name in difflib.get_close_matches(folder.name, names)]
     hint = f" Did you mean {' or '.join(close)}?" if close and not folder.is_dir() else ""
-    raise CheckpointError(f"--load {folder}: the folder {what}, and a start from scratch would look like a resumed run.{hint} "
-                          "Correct the path, or leave out --load to start from scratch. To start and resume with one command, "
-                          "give the same folder to --save and --load.")
+    raise CheckpointError(f"--load {folder}: the folder {what}, and a start from scratch would look like a "
+                          f"resumed run.{hint} Correct the path, or omit --load to start from scratch. To "
+                          "start and resume with one command, give the same folder to --save and --load.")
 
 
 def _check_save_folder(checkpoint: CheckpointConfig, start: Start) -> None:
     if checkpoint.save is None or checkpoint.overwrite_save or _continues_in_place(checkpoint):
         return
     from_there = checkpoint.load and _same_folder(Path(checkpoint.load), Path(checkpoint.save))
-    advice = "Remove --finetune to continue that run" if from_there else f"Add --load {checkpoint.save} to continue that run"
-    if checkpoint.load and not from_there:
-        advice = f"Use --load {checkpoint.save}{' without --finetune' * checkpoint.finetune} to continue that run"
-    check_vacant(Path(checkpoint.save), start.run_id, start.step or 0, advice)
+    if from_there:
+        change = "Remove --finetune"
+    elif checkpoint.load:
+        change = f"Use --load {checkpoint.save}{' without --finetune' * checkpoint.finetune}"
+    else:
+        change = f"Add --load {checkpoint.save}"
+    check_vacant(Path(checkpoint.save), start.run_id, start.step or 0, f"{change} to continue that run")
 
 
 def _continues_in_place(checkpoint: CheckpointConfig) -> bool:

@@ -1,0 +1,151 @@
+"""Whole logical tensors, one at a time: collected from the ranks of a run, or read from a checkpoint without
+a model.
+
+`TensorStream` and `StoredTensors` both have `entries`, the names, shapes and dtypes in advance, and then
+yield the tensors, as `safetensors_folder.write_folder` needs them.
+
+For each tensor in turn, every rank sends `TensorStream` the rectangles that it holds (pieces.py), and rank 0
+copies them into place. Each rank holds its own state only, and rank 0 one whole tensor in addition, so the
+model need not fit on any rank. The pieces are those of a checkpoint, so it works for any layout.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from ..errors import CheckpointError
+from ..mpu.collectives import all_gather_object
+from ..mpu.group import Group
+from ..mpu.param_spec import Coordinates, Init, ParamSpec
+from .load import explain_way_back, find_checkpoint
+from .pieces import ParameterPiece, Piece, views
+from .safetensors_folder import TensorEntry
+
+TAG = 0
+
+
+class TensorStream:
+    """The tensors formed by all ranks' pieces of one kind. Construction and iteration are collective.
+
+    world     the ranks that hold the pieces
+    device    on which tensors are sent: the device of the backend of `world`
+    dtype_of  name → dtype to which the tensor is cast before it is sent; None: its own
+    """
+
+    def __init__(self, pieces: Iterable[Piece], *, coordinates: Coordinates, world: Group,
+                 device: torch.device | str = "cpu", dtype_of: Callable[[str], torch.dtype] | None = None):
+        self._world, self._device = world, device
+        self._views: dict[str, list] = {}
+        here: dict[str, tuple] = {}
+        for piece in pieces:
+            if _sends(piece, coordinates):
+                name = piece.spec.name
+                found = self._views.setdefault(name, [])
+                found += views(piece, coordinates)
+                dtype = dtype_of(name) if dtype_of else piece.tensor.dtype
+                chunks = [(v.offset, tuple(v.tensor.shape)) for v in found]
+                here[name] = (tuple(piece.spec.shape), dtype, chunks)
+        self._sent_by_rank = all_gather_object(here, world)
+        self.entries = _entries(self._sent_by_rank)
+        self._entry_of = {entry.name: entry for entry in self.entries}
+
+    def __iter__(self) -> Iterator[torch.Tensor | None]:
+        """The tensors in the order of `entries`; None on ranks other than 0."""
+        return self.tensors([entry.name for entry in self.entries])
+
+    def tensors(self, names: Sequence[str]) -> Iterator[torch.Tensor | None]:
+        """The tensors of these names; None on ranks other than 0.
+
+        Collective: all ranks pass the same names and exhaust the iterator.
+        """
+        for name in names:
+            entry = self._entry_of[name]
+            yield self._receive(entry) if self._world.rank == 0 else self._send(entry)
+
+    def _send(self, entry: TensorEntry) -> None:
+        for view in self._views.get(entry.name, ()):
+            message = view.tensor.to(self._device, entry.dtype).contiguous().view(-1)
+            self._world.traffic.add("send", self._world.axes, self._world.size, message.nbytes)
+            self._world.transport.isend(message, 0, TAG).wait()
+
+    def _receive(self, entry: TensorEntry) -> torch.Tensor:
+        whole = torch.empty(entry.shape, dtype=entry.dtype)
+        for view in self._views.get(entry.name, ()):
+            _rectangle(whole, view.offset, view.tensor.shape).copy_(view.tensor)
+        for rank, sent in enumerate(self._sent_by_rank[1:], 1):
+            for offset, sizes in sent.get(entry.name, ((), None, ()))[2]:
+                target = _rectangle(whole, offset, sizes)
+                message = torch.empty(target.numel(), dtype=entry.dtype, device=self._device)
+                self._world.transport.irecv(message, rank, TAG).wait()
+                target.copy_(message.view(target.shape))
+        return whole
+
+
+def _sends(piece: Piece, coordinates: Coordinates) -> bool:
+    """Whether this rank is the first holder of the content, so that rank 0 prefers its own copy."""
+    tp_rank, _ = coordinates.get("tp", (0, 1))
+    is_first = piece.replica == 0 and (piece.spec.is_split_over("tp") or tp_rank == 0)
+    return is_first and not piece.spec.tied_copy
+
+
+def _entries(sent_by_rank: Sequence[dict]) -> list[TensorEntry]:
+    """All tensors, rank by rank.
+
+    Raises CheckpointError unless the ranks send each element of each tensor once.
+    """
+    shapes: dict[str, tuple] = {}
+    held: dict[str, int] = {}
+    for sent in sent_by_rank:
+        for name, (shape, dtype, chunks) in sent.items():
+            shapes.setdefault(name, (shape, dtype))
+            held[name] = held.get(name, 0) + sum(torch.Size(sizes).numel() for _, sizes in chunks)
+    wrong = [name for name, (shape, _) in shapes.items() if held[name] != torch.Size(shape).numel()]
+    if wrong:
+        raise CheckpointError(f"the ranks together do not hold each element once of {len(wrong)} tensors, "
+                              f"first {wrong[0]}.")
+    return [TensorEntry(name, shape, dtype) for name, (shape, dtype) in shapes.items()]
+
+
+def _rectangle(whole: torch.Tensor, offset: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    return whole[tuple(slice(at, at + n) for at, n in zip(offset, sizes))]
+
+
+class StoredTensors:
+    """The tensors of some kinds ("weight", "exp_avg", …) of the checkpoint of `step`, by name.
+
+    Raises CheckpointError when there is no such checkpoint, or when it is damaged.
+    """
+
+    def __init__(self, directory: str | os.PathLike, step: int, kinds: tuple[str, ...]):
+        from .storage import Reader
+
+        self._folder, self._step = Path(directory), step
+        path = find_checkpoint(self._folder, step)
+        with explain_way_back(self._folder, step):
+            self._reader = Reader(path)
+        self._kind_of: dict[str, str] = {}
+        self.entries: list[TensorEntry] = []
+        for key, stored in self._reader.index.state_dict_metadata.items():
+            kind, _, name = key.partition("/")
+            if kind in kinds:
+                self._kind_of[name] = kind
+                self.entries.append(TensorEntry(name, tuple(stored.size), stored.properties.dtype))
+
+    def read(self, entry: TensorEntry) -> torch.Tensor:
+        """The whole tensor, cast to the dtype of `entry`, which may differ from that of the checkpoint."""
+        from .storage import PieceLoadPlanner
+
+        flat = torch.empty(torch.Size(entry.shape).numel(), dtype=entry.dtype)
+        spec = ParamSpec(entry.name, entry.shape, Init("zeros"))
+        piece = ParameterPiece(spec, flat, self._kind_of[entry.name])
+        planner = PieceLoadPlanner([piece], {}, exact=False)
+        planner.set_up_planner({}, self._reader.index)
+        with explain_way_back(self._folder, self._step):
+            self._reader.read_data(planner.create_local_plan(), planner).wait()
+        return flat.view(entry.shape)
+
+    def read_all(self, entries: list[TensorEntry]) -> Iterator[torch.Tensor]:
+        """The tensors of `entries`, each read when the iterator reaches it."""
+        return (self.read(entry) for entry in entries)

@@ -1,0 +1,71 @@
+"""Set up this process for a distributed run: the memory allocator, the process groups, this rank's mesh.
+
+Note: allocator settings on a CPU (glibc; on other systems nothing changes).
+
+    keep freed    glibc returns large freed blocks to the kernel, and the next use of each page is a page
+                  fault. Training frees and allocates the same activations every micro-batch.
+    one arena     glibc gives each thread an arena of its own, and memory freed in one serves no other.
+                  Communication threads copy buckets: their arenas would be held in addition to the main one,
+                  which has enough free memory when gradients are summed.
+"""
+
+import ctypes
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+
+import torch
+
+from ..config import RunConfig
+from ..mpu import launch as launching
+from ..mpu.launch import Launch
+from ..mpu.mesh import Mesh
+from ..mpu.state import GETTER_GROUPS, set_mesh
+from ..mpu.transport import connect_torch
+
+# From glibc's <malloc.h>.
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX, M_ARENA_MAX = -1, -2, -4, -8
+TOP_PAD_BYTES = 64 << 20
+ONE_ARENA = ((M_ARENA_MAX, 1),)
+KEEP_FREED = ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, TOP_PAD_BYTES))
+
+
+@contextmanager
+def joined(config: RunConfig, launch: Launch) -> Iterator[Mesh]:
+    """Initialize the process group, yield this rank's mesh, and close both at the end.
+
+    The getters of `mpu` use the same mesh.
+
+    Collective over the world. Raises CommunicationError when other ranks do not connect within
+    --distributed-timeout-minutes.
+    """
+    zero = config.zero
+    if not torch.cuda.is_available():       # with offloaded state, host memory is scarce: return freed blocks
+        set_allocator(keep_freed=zero.offload_optimizer == zero.offload_param == "none")
+    grid = config.grid(launch.world_size)
+    timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
+    device = launching.start(launch, timeout)
+    try:
+        mesh = Mesh(grid, launch.rank, partial(connect_torch, timeout=timeout), device)
+        mesh.connect(GETTER_GROUPS)
+        set_mesh(mesh)
+        yield mesh
+        mesh.close()
+    finally:
+        set_mesh(None)
+        launching.stop()
+
+
+def set_allocator(keep_freed: bool) -> bool:
+    """Use one arena and, if `keep_freed`, keep freed memory. Returns whether glibc accepted the settings.
+
+    Once per process, before communication threads exist: a thread chooses its arena when it starts.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)      # musl has none
+    if mallopt is None:
+        return False
+    return all([mallopt(option, value) == 1 for option, value in ONE_ARENA + KEEP_FREED * keep_freed])
