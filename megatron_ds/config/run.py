@@ -13,10 +13,9 @@ from ..mpu.grid import Grid
 from .data_efficiency_options import CurriculumConfig, RandomLTDConfig
 from .data_options import BertConfig, DataConfig
 from .model_options import ModelConfig
-from .optimizer_options import OptimizerConfig
 from .option import Option, options_of
 from .parallel_options import ParallelConfig, ZeroConfig
-from .training_options import CheckpointConfig, LoggingConfig, PlanConfig, TrainConfig
+from .training_options import CheckpointConfig, LoggingConfig, OptimizerConfig, PlanConfig, TrainConfig
 
 SECTIONS: Mapping[str, type] = MappingProxyType({
     "model": ModelConfig, "parallel": ParallelConfig, "zero": ZeroConfig, "optimizer": OptimizerConfig,

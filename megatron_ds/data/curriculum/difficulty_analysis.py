@@ -20,10 +20,9 @@ import numpy as np
 from ...config import RunConfig
 from ...errors import DataError
 from ..kind import DataKind, Dataset
-from ..loading.data_paths import read_sources
+from ..loading.blend import read_sources
 from ..loading.datasets import identify
-from .difficulty_metrics import MetricSpec
-from .metric_index import ListFile, write_list_file, write_metric, write_total
+from .difficulty_metrics import ListFile, MetricSpec, write_list_file, write_metric, write_total
 
 logger = logging.getLogger(__name__)
 BATCH = 256                                            # samples measured together: bounds the memory of a map

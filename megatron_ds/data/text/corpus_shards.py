@@ -25,7 +25,7 @@ from ...errors import ConfigError, DataError
 from .corpus_record import CorpusRecord, read_record, record_path, remove_record, sha256_of
 from .indexed import CODES, HEADER, MAGIC, VERSION, IndexedDataset, corpus_paths
 from .preprocess import Shard, Written, end_with_parent, output_prefix, shard_prefix
-from .table_files import missing_package
+from .text_records import missing_package
 
 COPY_BYTES = 1 << 26                                        # copied by one task
 ROWS = 1 << 20                                              # of an index, in memory together

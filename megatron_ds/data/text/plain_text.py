@@ -21,7 +21,7 @@ from functools import partial
 from typing import BinaryIO
 
 from ...errors import DataError
-from .json_lines import BadLine, Texts
+from .text_records import BadLine, Texts
 
 WHERE = ("file", "paragraph", "line")
 LONGEST_BYTES = 1 << 27                        # of a document: the library takes 150 bytes of memory for each

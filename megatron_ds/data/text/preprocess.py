@@ -28,7 +28,6 @@ from ...errors import DataError
 from ..tokenizers import Tokenizer, arrays_of
 from .corpus_record import CorpusRecord, PieceSums, done_before, remove_record, sha256_of
 from .indexed import IndexedWriter, corpus_paths, dtype_for
-from .json_lines import BadLine
 from .plain_text import TextCut
 from .sentences import Splitter
 from .text_files import (
@@ -42,6 +41,7 @@ from .text_files import (
     slices_of_shard,
     texts_of,
 )
+from .text_records import BadLine
 
 MakeTokenizer = Callable[[], Tokenizer]                     # is sent to the workers, so it is pickled
 Shard = tuple[int, int]                                     # (index, number of shards)

@@ -8,7 +8,7 @@ from itertools import chain
 from pathlib import Path
 
 from ...errors import ConfigError, DataError
-from .vocab_files import BERT_TOKENS, EOD
+from .file_tokenizers import BERT_TOKENS, EOD
 
 logger = logging.getLogger(__name__)
 SMALLEST = 257                                             # a letter for each byte, and the end of a document
