@@ -1,4 +1,4 @@
-"""A YAML file (`--config`) → settings.
+"""Files of options: a YAML file (`--config`) → settings, and the parts of a DeepSpeed JSON.
 
     num_layers: 12                  a field: its name, or any of its flags without the leading hyphens,
     optimizer:                      bare or inside its section
@@ -8,7 +8,7 @@
 Scalars are read as written and converted by the option's type, since YAML 1.1 reads 1e-4 as a string, 010 as
 eight and 1:30 as ninety. A checkpoint's run.json is such a file too: its `config` is a whole configuration.
 
-`JsonDocument`: a DeepSpeed JSON while it is translated to settings.
+`JsonDocument` is a DeepSpeed JSON while `deepspeed_json.py` translates it to settings.
 """
 
 from __future__ import annotations

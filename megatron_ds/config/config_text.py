@@ -1,7 +1,4 @@
-"""The text of `--help`, generated from the declarations of the options.
-
-Forms of a configuration: YAML, plain values for run.json, and a list of options without effect.
-"""
+"""Texts of options and configurations: `--help`, YAML, the values in run.json, options without effect."""
 
 import json
 import textwrap
@@ -31,6 +28,7 @@ COMMANDS = (
                        "value, and exit."),
     ("--local-rank N", "Accepted because some launchers append it; the rank follows from the launcher's "
                        "environment."))
+WIDEST = 48                                                 # widest column; longer values are not aligned
 
 
 def help_text() -> str:
@@ -88,9 +86,6 @@ def _rows(pairs: Iterable[tuple[str, str]]) -> Iterator[str]:
         if len(head) == 1 and len(head[0]) < COLUMN - 1 and body:
             body[0] = head.pop().ljust(COLUMN) + body[0][COLUMN:]
         yield from (*head, *body)
-
-
-WIDEST = 48                                                 # widest column; longer values are not aligned
 
 
 def report_without_effect(config: RunConfig) -> str:

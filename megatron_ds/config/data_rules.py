@@ -1,7 +1,4 @@
-"""Rules about the data: where it comes from, and how documents become samples.
-
-Rules about data efficiency: curricula over lengths and over samples, and random-LTD.
-"""
+"""Rules about the data (its source, the samples made of it) and data efficiency (curricula, random-LTD)."""
 
 import re
 from collections.abc import Iterator
@@ -18,6 +15,15 @@ SHORTEST = 8           # [CLS] A [SEP] B [SEP] with a few tokens in each segment
 SPLIT_PATHS = ("data.train_data_path", "data.valid_data_path", "data.test_data_path")
 OF_GPT = ("data.eod_mask_loss", "data.reset_position_ids", "data.reset_attention_mask", "data.fim_data",
           "data.pack_documents")
+LENGTH_OPTIONS = ("schedule", "min_length", "max_length", "steps", "length_step", "root_degree", "lengths",
+                  "until_steps", "function")
+USED_BY = {"steps": ("fixed_linear", "fixed_root"), "length_step": ("fixed_linear", "fixed_root"),
+           "root_degree": ("fixed_root",), "lengths": ("fixed_discrete",), "until_steps": ("fixed_discrete",),
+           "function": ("custom",)}
+ON, IDS, TOTAL, LEAST, MOST, STEPS, MULTIPLE = (
+    f"random_ltd.random_ltd{name}" for name in (
+        "", "_layer_ids", "_total_layers", "_min_tokens", "_max_tokens", "_steps", "_tokens_per_step"))
+LENGTH, TP = "model.seq_length", "parallel.tensor_model_parallel_size"
 
 
 def corpus(config: RunConfig) -> Iterator[str]:
@@ -121,18 +127,6 @@ def not_for_bert(config: RunConfig) -> Iterator[str]:
 
 
 DATA_RULES = (corpus, fill_in_the_middle, packing, only_for_bert, not_for_bert)
-
-
-LENGTH_OPTIONS = ("schedule", "min_length", "max_length", "steps", "length_step", "root_degree", "lengths",
-                  "until_steps", "function")
-USED_BY = {"steps": ("fixed_linear", "fixed_root"), "length_step": ("fixed_linear", "fixed_root"),
-           "root_degree": ("fixed_root",), "lengths": ("fixed_discrete",), "until_steps": ("fixed_discrete",),
-           "function": ("custom",)}
-
-ON, IDS, TOTAL, LEAST, MOST, STEPS, MULTIPLE = (
-    f"random_ltd.random_ltd{name}" for name in (
-        "", "_layer_ids", "_total_layers", "_min_tokens", "_max_tokens", "_steps", "_tokens_per_step"))
-LENGTH, TP = "model.seq_length", "parallel.tensor_model_parallel_size"
 
 
 def lengths(config: RunConfig) -> Iterator[str]:

@@ -1,10 +1,8 @@
 """`parse`: the command line → a `RunConfig`. Flags and files are read, combined, and checked by all rules.
 
-Constraints between options. All violations are reported at once, before anything is built.
-
-A rule is a function from the config to the problems that it finds. Each problem states the numbers and their
-sources, why they are wrong, and the valid alternatives. A rule yields nothing if a value that it needs is
-missing, because `missing` reports that.
+All problems are reported at once, before anything is built. A rule is a function from the config to the
+problems that it finds. Each problem states the numbers and their sources, why they are wrong, and the valid
+alternatives. A rule yields nothing if a value that it needs is missing, because `missing` reports that.
 """
 
 import os

@@ -1,4 +1,6 @@
-"""From the index files and schedules of metrics to a `CurriculumOrder`: the samples admitted at each step.
+"""The order of a curriculum: easy samples first, as a pure function of the position in the stream of the run.
+
+The index files and schedules of the metrics give the samples that are *admitted* at each step:
 
     by value        the samples whose value is at most the difficulty
     by percentile   the difficulty · (n // max_difficulty) easiest of n samples; all at the maximum
@@ -6,12 +8,9 @@
 With several metrics a sample is admitted once each metric admits it. It stays admitted even if a schedule
 falls.
 
-The order of a curriculum: easy samples first, as a pure function of the position in the stream of the run.
-
-Samples are sorted by difficulty. At each step a number of the easiest samples is *admitted*; when the number
-grows, the new samples are a *cluster*. A *stage* is the part of the stream between two changes. As in
-DeepSpeed, a stage draws from all clusters in proportion to their sizes, reads each cluster without
-repetition, and shuffles it again after its end.
+Samples are sorted by difficulty. When the number of admitted samples grows, the new ones are a *cluster*. A
+*stage* is the part of the stream between two changes. As in DeepSpeed, a stage draws from all clusters in
+proportion to their sizes, reads each cluster without repetition, and shuffles it again after its end.
 
     sorted by difficulty   | cluster 0 | cluster 1 |  cluster 2   | not yet |
     stage 0 draws from      ~~~~~~~~~~~
@@ -48,6 +47,10 @@ from .difficulty_analysis import describes, read_description
 from .difficulty_metrics import ListFile
 
 logger = logging.getLogger(__name__)
+MOST_SAMPLES = 1 << 31                                      # products of two such numbers fit 64 bits
+MOST_STAGES = 2048                                          # a table of its square is kept: 32 MiB
+GOLDEN = (5**0.5 - 1) / 2
+ROUNDS = 6                                                  # of the Feistel network; 4 look random already
 
 
 class MetricIndex:
@@ -169,12 +172,6 @@ def _moments(indexes: Sequence[MetricIndex], steps: int,
         if all(count == len(index.easiest_first) for count, index in zip(counts, indexes)):
             return
         position, last = position + batch_at(position), counts
-
-
-MOST_SAMPLES = 1 << 31                                      # products of two such numbers fit 64 bits
-MOST_STAGES = 2048                                          # a table of its square is kept: 32 MiB
-GOLDEN = (5**0.5 - 1) / 2
-ROUNDS = 6                                                  # of the Feistel network; 4 look random already
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
-"""Index files of a metric, in the layout of DeepSpeed's DataAnalyzer and data sampler.
+"""Difficulty metrics, functions from samples to one integer for each sample; and their index files.
 
-A *list file* is a .bin/.idx pair like a corpus (`indexed.py`) whose sequences are *rows* of integers. Three
-type codes differ: 6, 7 and 8 are uint16, uint32 and uint64 here, and two float types and uint16 in a corpus.
+The files have the layout of DeepSpeed's DataAnalyzer and data sampler. A *list file* is a .bin/.idx pair like
+a corpus (`indexed.py`), whose sequences are *rows* of integers. Three type codes differ: 6, 7 and 8 are
+uint16, uint32 and uint64 here, and two float types and uint16 in a corpus.
 
     {metric}_sample_to_metric                      row i: the value of sample i
     {metric}_index_to_metric                       row v: the v-th smallest value that occurs
@@ -11,10 +12,8 @@ type codes differ: 6, 7 and 8 are uint16, uint32 and uint64 here, and two float 
 
 So all rows of `index_to_sample` together are the samples sorted by difficulty.
 
-Difficulty metrics: functions from samples, arrays [b, …] by name, to one integer for each sample.
-
-Names and values are those of Megatron-DeepSpeed's `analyze_data.py`. GPT samples are {"tokens": [b, s + 1]},
-padded with −1; BERT samples are {"text": [b, s], "padding_mask": [b, s], …}.
+Names and values of the metrics are those of Megatron-DeepSpeed's `analyze_data.py`. GPT samples are
+{"tokens": [b, s + 1]}, padded with −1; BERT samples are {"text": [b, s], "padding_mask": [b, s], …}.
 
     seqlen                number of tokens without padding
     total_vocab_freq      of the whole dataset: the count of each token
@@ -44,6 +43,9 @@ CODES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 6: np.u
 CODE_OF = {np.dtype(t): code for code, t in CODES.items()}
 UNSIGNED, SIGNED = (np.uint8, np.uint16, np.uint32, np.uint64), (np.int8, np.int16, np.int32, np.int64)
 MOST_PERCENTILES = 100
+Values = Mapping[str, np.ndarray]
+FREQUENCY = "total_vocab_freq"
+NEED_FREQUENCY = ("vocab_rarity", "seqlen_vocab_rarity")
 
 
 def fitting_dtype(low: int, high: int) -> np.dtype:
@@ -110,8 +112,9 @@ def write_list_file(prefix: str | os.PathLike, flat: np.ndarray, lengths: Sequen
     offsets = (np.cumsum(lengths) - lengths) * flat.dtype.itemsize
     header = HEADER.pack(MAGIC, VERSION, CODE_OF[flat.dtype], len(lengths), 2)
     idx_path.unlink(missing_ok=True)
-    _write(bin_path, flat.astype(flat.dtype.newbyteorder("<"), copy=False))
-    _write(idx_path, header, lengths.astype("<i4"), offsets.astype("<i8"), np.array([0, len(lengths)], "<i8"))
+    write_synced(bin_path, flat.astype(flat.dtype.newbyteorder("<"), copy=False))
+    write_synced(idx_path, header, lengths.astype("<i4"), offsets.astype("<i8"),
+                 np.array([0, len(lengths)], "<i8"))
 
 
 def write_metric(prefix: Path, values: np.ndarray) -> None:
@@ -134,7 +137,8 @@ def write_total(prefix: Path, totals: np.ndarray) -> None:
     write_list_file(f"{prefix}_metric_value", totals.astype(dtype), [len(totals)])
 
 
-def _write(path: Path, *parts) -> None:
+def write_synced(path: Path, *parts: bytes | np.ndarray) -> None:
+    """Write to a temporary name, sync, rename. Raises DataError when the disk is full."""
     beside = path.with_name(f"{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -150,10 +154,6 @@ def _write(path: Path, *parts) -> None:
                         "--output, and run the same command again: finished shards are kept.") from None
 
 
-Values = Mapping[str, np.ndarray]
-FREQUENCY = "total_vocab_freq"
-
-
 @dataclass(frozen=True)
 class MetricSpec:
     """A metric of a command line, and the vocabulary size and sequence length of the dataset.
@@ -167,6 +167,7 @@ class MetricSpec:
     seq_length: int = 0
 
     def function(self, save: Path) -> Callable[[Values], np.ndarray]:
+        """Samples → values of the metric.  save: folder of the analysis, for `rarities`."""
         if self.source:
             return import_function(self.source, f"metric {self.name}: the function")
         return (TOTALS | METRICS)[self.name](self, save)
@@ -184,6 +185,7 @@ class MetricSpec:
 
     @property
     def needs_frequency(self) -> bool:
+        """Whether it is computed from total_vocab_freq."""
         return not self.source and self.name in NEED_FREQUENCY
 
 
@@ -268,4 +270,3 @@ def _digest(path: Path) -> str | None:
 # name → function of the spec and the folder of total_vocab_freq, which gives the metric
 METRICS = {"seqlen": _seqlen, "vocab_rarity": _vocab_rarity, "seqlen_vocab_rarity": _seqlen_vocab_rarity}
 TOTALS = {FREQUENCY: _total_vocab_freq}
-NEED_FREQUENCY = ("vocab_rarity", "seqlen_vocab_rarity")

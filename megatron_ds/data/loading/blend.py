@@ -5,9 +5,8 @@
     --train-data-path a --valid-…     a path for each part
     --per-split-data-args-path FILE   {"train": ["0.3", "a", "0.7", "b"], "valid": ["c"], "test": []}
 
-Blending: one stream of samples from several datasets, in proportion to their weights, as in Megatron.
-
-Each step draws from the dataset that is farthest behind its share: the one with the largest
+A blend is one stream of samples from several datasets, in proportion to their weights, as in Megatron. Each
+step draws from the dataset that is farthest behind its share: the one with the largest
 weight · max(step, 1) − samples drawn so far; of equals, the first. A dataset is never far from its share, so
 any part of the training sees the mixture.
 """
@@ -30,6 +29,14 @@ if TYPE_CHECKING:
     from ...config import DataConfig
 
 PARTS = ("train", "valid", "test")
+MAX_DATASETS = np.iinfo(np.int16).max
+SURPLUS = 0.005
+SEGMENT = 1 << 16                                           # fewest steps that a thread draws at a time
+BYTES_PER_STEP = 2 + 8                                      # of the result
+BYTES_PER_THREAD = 60                                # and dataset, besides the result: see csrc/blend_index.h
+SPARE = 1 / 2000                                            # of the result, for that
+COUNTED_AT_ONCE = 1 << 22
+MOST_ROWS = 24                                              # of the table of draws
 
 
 class DataPath(NamedTuple):
@@ -117,16 +124,6 @@ def _text(flag: str, path: str) -> str:
 
 def _unfit(flag: str, path: str, what: str, form: str) -> DataError:
     return DataError(f"{flag} {path}: {what}. It must hold {form}.")
-
-
-MAX_DATASETS = np.iinfo(np.int16).max
-SURPLUS = 0.005
-SEGMENT = 1 << 16                                           # fewest steps that a thread draws at a time
-BYTES_PER_STEP = 2 + 8                                      # of the result
-BYTES_PER_THREAD = 60                                # and dataset, besides the result: see csrc/blend_index.h
-SPARE = 1 / 2000                                            # of the result, for that
-COUNTED_AT_ONCE = 1 << 22
-MOST_ROWS = 24                                              # of the table of draws
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,14 @@
 """Arrays that are built once and then mapped by every rank: index maps of datasets and blends.
 
-An entry of the cache is complete or absent, and is verified by checksums when it is
-loaded. A damaged entry is built again.
+An entry of the cache is complete or absent, and is verified by checksums when it is loaded. A damaged entry
+is built again.
 
 Any number of processes may load an entry at the same time: the first one builds it under a file lock, and the
 others wait and map the same pages. A process that dies releases the lock; its partial files have temporary
 names and are removed by the next process that builds the entry. Ranks do not communicate, so no rank waits
 for another that failed. Nodes with local disks build each entry once per node.
 
-One entry of the cache of index maps: its files, their checksums, and when these are compared.
+The files of an entry:
 
     {md5}-{title}-description.txt       the key, then a line of JSON with the checksums; written last
     {md5}-{title}-document_index.npy    ...
@@ -40,6 +40,10 @@ from pathlib import Path
 import numpy as np
 
 logger = logging.getLogger(__name__)
+BLOCK_BYTES = 1 << 24
+CHUNK_BYTES = 1 << 20                                       # read at a time, by each of THREADS
+THREADS = 8                                                 # zlib releases the interpreter lock
+ALWAYS_BYTES = 1 << 26                                      # a twentieth of a second
 _warned: set[Path] = set()                      # folders that cannot be written, each reported once a process
 
 
@@ -137,12 +141,6 @@ def _take(file, directory: Path, title: str) -> bool:
     return True
 
 
-BLOCK_BYTES = 1 << 24
-CHUNK_BYTES = 1 << 20                                       # read at a time, by each of THREADS
-THREADS = 8                                                 # zlib releases the interpreter lock
-ALWAYS_BYTES = 1 << 26                                      # a twentieth of a second
-
-
 class DamagedEntry(Exception):
     """The files of an entry are not those that were written. The message names the difference."""
 
@@ -226,8 +224,7 @@ class Entry:
         _write(self._stamp, lambda f: f.write(json.dumps(self._states(sums)).encode()))
 
     def _states(self, sums: Mapping[str, Sums]) -> dict[str, list]:
-        """Of each array, what changes when the file is written or replaced, or when it is copied
-        elsewhere."""
+        """Of each array, what changes when the file is written, replaced or copied."""
         found = {name: self._path(name).stat() for name in self._names}
         return {name: [s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino, sums[name].bytes, sums[name].crc32]
                 for name, s in found.items()}
@@ -242,6 +239,7 @@ class Sums:
 
 
 def sums_of(path: Path) -> Sums:
+    """Size and checksums of a file; threads read a large one."""
     size = path.stat().st_size
     if size <= BLOCK_BYTES:
         return Sums(size, [_crc32(path, 0)])

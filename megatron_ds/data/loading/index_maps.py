@@ -11,12 +11,9 @@ The documents, in the order of document_index, are one long stream of tokens; sa
     samples  |---- 0 ----|---- 1 ----|---- 2 ----|        s = 4 tokens + 1 shared
 
 A numpy `RandomState(seed)` shuffles document_index first, then shuffle_index. Pure; `lengths` may be mapped.
-Built by the compiled builder if it is installed.
 
-The compiled index builder, csrc/index_builder.cpp: the same arrays as numpy's, several times faster.
-
-Optional: `index_maps.py`, `blend.py` and `bert_maps.py` also build their arrays with numpy, which the tests
-compare.
+`extension` is the compiled index builder, csrc/index_builder.cpp. It is optional: the arrays here, in
+`blend.py` and in `bert_maps.py` are also built with numpy, with the same values, several times slower.
 """
 
 import functools
@@ -31,7 +28,9 @@ import numpy as np
 from ...compiled import load_compiled
 from ...errors import DataError
 
+logger = logging.getLogger(__name__)
 INT32 = np.iinfo(np.int32).max
+MOST_THREADS = 16                                           # random reads are limited by memory, not by cores
 SEPARATE_LAST_EPOCH_BELOW = 0.80
 
 
@@ -149,11 +148,6 @@ def build_shuffle_index(first: int, total: int, random: np.random.RandomState) -
     if first < total:
         shuffle(index[first:], random)
     return index
-
-
-logger = logging.getLogger(__name__)
-
-MOST_THREADS = 16                                           # random reads are limited by memory, not by cores
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""`BertDataset`: runs of sentences as pairs of segments, in Megatron's order and with its random numbers.
+"""`BERT_DATA`: runs of sentences as pairs of segments, in Megatron's order and with its random numbers.
 
 A sample, padded to the sequence length s; all int64 [s] except the two flags:
 
@@ -10,8 +10,6 @@ A sample, padded to the sequence length s; all int64 [s] except the two flags:
 
 Row i of the mapping names the sentences. All random numbers come from `RandomState(seed + i)`, so a sample is
 a pure function of (corpus, documents, options, i).
-
-`BERT_DATA`: pairs of segments with masked tokens; mock samples; and the batches of both.
 """
 
 from collections.abc import Sequence
@@ -132,13 +130,9 @@ def open_bert_dataset(corpus: IndexedDataset, documents: range, options: BertOpt
     """
     least = options.least_sentences
     directory = Path(cache) if cache else default_cache(corpus.prefix).with_name("BertDataset_indices")
-    key = {
-        "class": "BertDataset", "dataset_path": str(corpus.bin_path.resolve())[:-4],
-        "corpus": corpus.fingerprint(),
-        "documents": [documents.start, documents.stop], "num_samples": num_samples,
-        "sequence_length": options.seq_length, "random_seed": options.seed,
-        "short_sequence_probability": options.short_seq_prob, "sentences": least,
-    }
+    key = {"class": "BertDataset", **corpus.key(documents), "num_samples": num_samples,
+           "sequence_length": options.seq_length, "random_seed": options.seed,
+           "short_sequence_probability": options.short_seq_prob, "sentences": least}
 
     def build() -> dict[str, np.ndarray]:
         corpus.check()

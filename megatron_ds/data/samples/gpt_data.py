@@ -1,9 +1,7 @@
-"""`GPTDataset`: a corpus cut into samples of s + 1 tokens, in Megatron's order; and mock samples.
+"""`GPT_DATA`: documents laid end to end and cut into samples of s + 1 tokens, in Megatron's order; batches.
 
 `dataset[i]` is `{"tokens": int64 [s + 1]}`, a pure function of (corpus, documents, seq_length, num_samples,
 seed, i).
-
-`GPT_DATA`: the samples of a GPT, documents laid end to end and cut every s tokens, and their batches.
 """
 
 from collections.abc import Sequence
@@ -60,12 +58,8 @@ def open_gpt_dataset(corpus: IndexedDataset, documents: range, *, title: str, se
     to the corpus.
     """
     directory = Path(cache) if cache else default_cache(corpus.prefix)
-    key = {
-        "class": "GPTDataset", "dataset_path": str(corpus.bin_path.resolve())[:-4],
-        "corpus": corpus.fingerprint(), "documents": [documents.start, documents.stop],
-        "num_samples": num_samples,
-        "sequence_length": seq_length, "random_seed": seed,
-    }
+    key = {"class": "GPTDataset", **corpus.key(documents), "num_samples": num_samples,
+           "sequence_length": seq_length, "random_seed": seed}
 
     def build() -> dict[str, np.ndarray]:
         corpus.check()                                   # only the process that builds reads every row anyway

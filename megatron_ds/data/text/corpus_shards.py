@@ -4,9 +4,8 @@ Each shard is an independent task. A complete shard is not made again, so a comm
 where it was. Merging copies the shards in parallel, since each one's place is known from the sizes:
 
     a.bin |--- a ---|        merged.bin |--- a ---|- b -|------ c ------|
-    b.bin |- b -|            merged.idx   lengths of a, b and c; new byte offsets; document numbers of b
-                                          continue a's
-    c.bin |------ c ------|
+    b.bin |- b -|            merged.idx   lengths of a, b and c; new byte offsets;
+    c.bin |------ c ------|               document numbers of b continue those of a
 
 The merged corpus is complete or absent: it is written under another name and renamed, `.idx` last.
 """

@@ -52,8 +52,7 @@ _TEXTS_OF = {LineBlock: texts_of_lines, TableBlock: texts_of_rows, TextBlock: te
 
 @dataclass(frozen=True)
 class Slice:
-    """The lines of a file that begin at bytes start … stop − 1, or these rows of a table. None: to the
-    end."""
+    """The lines of a file that begin at bytes start … stop − 1, or rows of a table. stop None: to the end."""
 
     path: str
     start: int = 0

@@ -1,10 +1,9 @@
-"""Text corpora as JSON lines: the texts of each line, and the reason why a line cannot be used.
+"""Records with a text for each key: JSON lines, and rows of tables; and why a record cannot be used.
 
     {"text": "The whole document, with escaped line breaks.", "source": "other keys are ignored"}
 
-Text in tables: Parquet files, and HDF5 files with one array of texts for each key, read in blocks of rows.
-
-pyarrow and h5py, of the extra `data`, are imported when the first such file is opened.
+Tables are Parquet files, and HDF5 files with one array of texts for each key, read in blocks of rows. pyarrow
+and h5py, of the extra `data`, are imported when the first such file is opened.
 """
 
 import json
@@ -15,6 +14,7 @@ from functools import lru_cache
 from ...errors import ConfigError, DataError
 
 Text = str | list[str]                                      # a document, or its sentences
+ROWS = 1024                                                 # of a block, whose texts are in memory together
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class LineBlock:
 
     @property
     def last_line(self) -> int:
+        """Number of the last line, counted as `first_line`."""
         return self.first_line + len(self.lines) - 1
 
 
@@ -130,9 +131,6 @@ def _checked(value: object, what: str) -> str:
     return value
 
 
-ROWS = 1024                                                 # of a block, whose texts are in memory together
-
-
 @dataclass(frozen=True)
 class TableBlock:
     """Consecutive rows.
@@ -149,6 +147,7 @@ class TableBlock:
 
     @property
     def num_rows(self) -> int:
+        """Rows of the block."""
         return len(next(iter(self.columns.values())))
 
 

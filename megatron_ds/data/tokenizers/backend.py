@@ -7,12 +7,9 @@
 
 All backends give the library's ids: the first texts are encoded by both and compared.
 
-The compiled byte-level BPE (`csrc/bpe.cpp`), for those tokenizers of the library that it supports.
-
-It supports two patterns that cut text into pieces, that of GPT-2 and that of GPT-4, Llama 3 and Qwen 2, and
-plain merges. `plan_native` reads the library's JSON description and gives the reason if anything else is in
-it. Texts with an added token such as `<|endoftext|>` are encoded by the library, which has many rules for
-those.
+The native encoder supports plain merges and two patterns that cut text into pieces, that of GPT-2 and that of
+GPT-4, Llama 3 and Qwen 2. `plan_native` reads the library's JSON description and gives the reason if anything
+else is in it. Texts with an added token such as `<|endoftext|>` are encoded by the library.
 """
 
 from __future__ import annotations
@@ -23,28 +20,39 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ...errors import ConfigError, DataError
-from .base import Arrays, flat
+from .base import Arrays, Tokenizer, flat
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as LibraryModel
 
 logger = logging.getLogger(__name__)
 CHECKED_BYTES = 1 << 16                                     # of the first texts are encoded twice, in 50 ms
+OTHER, LETTER, NUMBER, SPACE = range(4)
+LAST_ASSIGNED = 0x40000                                     # no letters, numbers or spaces from here on
+# The newer pattern, and how many digits of a number stay together.
+_NEWER = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+          r"\s*[\r\n]+|\s+(?!\S)|\s+")
+MOST_DIGITS = {_NEWER % "{1,3}": 3, _NEWER % "": 1}
 
 
-class LibraryTokenizer:
-    """Base of the tokenizers over a `tokenizers.Tokenizer`. Special tokens are not added to the text."""
+class LibraryTokenizer(Tokenizer):
+    """Base of the tokenizers over a `tokenizers.Tokenizer`. Special tokens are not added to the text.
+
+    Raises ConfigError for a backend that is unknown, missing, or does not support the tokenizer.
+    """
 
     def __init__(self, tokenizer: LibraryModel, backend: str):
-        self._tokenizer = tokenizer
-        self._backend = Backend(tokenizer, backend)
+        if backend not in _MAKERS:
+            raise ConfigError(f"--tokenizer-backend {backend}: use one of {', '.join(_MAKERS)}.")
+        self._tokenizer, self._backend_name = tokenizer, backend
+        if backend != "auto":
+            _ = self._backend
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -53,7 +61,13 @@ class LibraryTokenizer:
         return LibraryBackend(self._tokenizer).encode_batch(texts)
 
     def encode_arrays(self, texts: Sequence[str]) -> Arrays:
+        """Ids of the texts back to back, and the number of ids of each, by the backend."""
         return self._backend.encode_arrays(texts)
+
+    @functools.cached_property
+    def _backend(self) -> LibraryBackend | CheckedBackend:
+        """Made when it is first used: training never encodes."""
+        return _MAKERS[self._backend_name](LibraryBackend(self._tokenizer), self._tokenizer.to_str)
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
@@ -66,9 +80,11 @@ class LibraryBackend:
         self._tokenizer = tokenizer
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of each text."""
         return [e.ids for e in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def encode_arrays(self, texts: Sequence[str]) -> Arrays:
+        """As `LibraryTokenizer.encode_arrays`."""
         return flat(self.encode_batch(texts))
 
 
@@ -79,6 +95,7 @@ class GigatokenBackend:
         self._tokenizer = package.Tokenizer.from_json(description)
 
     def encode_arrays(self, texts: Sequence[str]) -> Arrays:
+        """As `LibraryTokenizer.encode_arrays`."""
         return flat(self._tokenizer.encode_batch_list(list(texts), parallel=False))
 
 
@@ -89,6 +106,7 @@ class CheckedBackend:
         self._name, self._fast, self._library, self._unchecked = name, fast, library, CHECKED_BYTES
 
     def encode_arrays(self, texts: Sequence[str]) -> Arrays:
+        """As `LibraryTokenizer.encode_arrays`. Raises DataError where the two backends disagree."""
         ids, lengths = self._fast.encode_arrays(texts)
         if self._unchecked > 0:
             self._check(texts, ids, lengths)
@@ -112,29 +130,6 @@ class CheckedBackend:
             self._unchecked -= len(text)
             if self._unchecked <= 0:
                 return
-
-
-class Backend:
-    """A backend by name, made when it is first used: training never encodes.
-
-    Raises ConfigError at once for an unknown name, and for a backend that is missing or does not support the
-    tokenizer.
-    """
-
-    def __init__(self, tokenizer: LibraryModel, name: str):
-        if name not in _MAKERS:
-            raise ConfigError(f"--tokenizer-backend {name}: use one of {', '.join(_MAKERS)}.")
-        self._tokenizer, self._name = tokenizer, name
-        if name != "auto":
-            _ = self._made
-
-    def encode_arrays(self, texts: Sequence[str]) -> Arrays:
-        """Ids of the texts back to back, and the number of ids of each."""
-        return self._made.encode_arrays(texts)
-
-    @functools.cached_property
-    def _made(self) -> LibraryBackend | CheckedBackend:
-        return _MAKERS[self._name](LibraryBackend(self._tokenizer), self._tokenizer.to_str)
 
 
 def _auto(library: LibraryBackend, describe: Callable[[], str]) -> LibraryBackend | CheckedBackend:
@@ -189,16 +184,7 @@ def extension() -> ModuleType | None:
         return None
 
 
-OTHER, LETTER, NUMBER, SPACE = range(4)
-LAST_ASSIGNED = 0x40000                                     # no letters, numbers or spaces from here on
-
-# The newer pattern, and how many digits of a number stay together.
-_NEWER = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|"
-          r"\s*[\r\n]+|\s+(?!\S)|\s+")
-MOST_DIGITS = {_NEWER % "{1,3}": 3, _NEWER % "": 1}
-
-
-@lru_cache(maxsize=1)
+@functools.cache
 def byte_letters() -> dict[int, str]:
     """The letter that byte-level vocabularies write for each of the 256 bytes (Radford et al. 2019).
 
@@ -295,7 +281,7 @@ def _as_bytes(vocab: dict[str, int]) -> list[tuple[bytes, int]]:
             if all(c in byte_of for c in token)]
 
 
-@lru_cache(maxsize=1)
+@functools.cache
 def library_classes() -> bytes:
     """The class of each code point in the `tokenizers` library, whose Unicode version differs from Python's.
 

@@ -1,11 +1,9 @@
-"""Tokenizers of one file, `--tokenizer-model`: `HuggingFaceTokenizer` and `SentencePieceTokenizer`.
+"""Tokenizers that are read from files: `--tokenizer-model`, or `--vocab-file` and `--merge-file`.
 
-Tokenizers of vocabulary files, by the `tokenizers` library: GPT-2's byte-level BPE and BERT's WordPiece.
-
-GPT2BPETokenizer reads `vocab.json` and `merges.txt` (Radford et al. 2019, section 2.2; Sennrich et al. 2016,
-arXiv:1508.07909, algorithm 1). BertWordPiece… reads `vocab.txt` (Devlin et al. 2019, section 3; Wu et al.
-2016, arXiv:1609.08144, section 4.1): of a word, the longest token of the vocabulary from the left,
-repeatedly.
+HuggingFaceTokenizer and SentencePieceTokenizer read one file. GPT2BPETokenizer reads `vocab.json` and
+`merges.txt` (Radford et al. 2019, section 2.2; Sennrich et al. 2016, arXiv:1508.07909, algorithm 1).
+BertWordPiece… reads `vocab.txt` (Devlin et al. 2019, section 3; Wu et al. 2016, arXiv:1609.08144, section
+4.1): of a word, the longest token of the vocabulary from the left, repeatedly.
 """
 
 import json
@@ -14,10 +12,14 @@ from collections.abc import Mapping, Sequence
 
 from ...errors import DataError
 from .backend import LibraryTokenizer
-from .base import TOKENIZERS, TokenizerOptions, fingerprint_of, required_files
+from .base import TOKENIZERS, Tokenizer, TokenizerOptions, fingerprint_of, required_files
 
 # Common names of the end-of-document token, tried when no tokenizer_config.json names it.
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
+EOD = "<|endoftext|>"
+BERT_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+LONGEST_WORD = 200                                      # characters; a longer word is unknown, as in Megatron
+Pair = tuple[str, str]
 
 
 @TOKENIZERS.register("HuggingFaceTokenizer", "HFTokenizer")
@@ -70,7 +72,7 @@ def _configured_end(config_file: str) -> str | None:
 
 
 @TOKENIZERS.register("SentencePieceTokenizer", "GPTSentencePieceTokenizer")
-class SentencePieceTokenizer:
+class SentencePieceTokenizer(Tokenizer):
     """A sentencepiece `.model`. No begin and end tokens are added; end of sentence ends a document."""
 
     def __init__(self, path: str):
@@ -99,12 +101,6 @@ class SentencePieceTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._processor.decode(list(map(int, ids)))
-
-
-EOD = "<|endoftext|>"
-BERT_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-LONGEST_WORD = 200                                      # characters; a longer word is unknown, as in Megatron
-Pair = tuple[str, str]
 
 
 @TOKENIZERS.register("GPT2BPETokenizer")
