@@ -18,9 +18,9 @@ from types import SimpleNamespace
 import numpy as np
 
 from megatron_ds.cli import Arguments, main_guard
-from megatron_ds.data.bert.bert_dataset import BertDataset, BertOptions
-from megatron_ds.data.bert.bert_maps import build_mapping
-from megatron_ds.data.bert.masking import Masking, WordPieces
+from megatron_ds.data.samples.bert_data import BertDataset, BertOptions
+from megatron_ds.data.samples.bert_maps import build_mapping
+from megatron_ds.data.samples.masking import Masking, WordPieces
 
 PAD, CLS, SEP, MASK = 0, 101, 102, 103
 
@@ -41,7 +41,7 @@ def corpus(random: np.random.Generator, documents: int, vocab_size: int, longest
 
 def both(sentences, mapping, *, seq_length: int, seed: int, vocab_size: int, masking: Masking, pairs: bool):
     """(ours, theirs): two datasets over the same rows."""
-    from megatron.core.datasets.bert_dataset import BERTMaskedWordPieceDataset
+    from megatron.core.datasets.bert_data import BERTMaskedWordPieceDataset
     known = pieces(vocab_size)
     ours = BertDataset(sentences, mapping, known, BertOptions(seq_length, seed, masking, pairs))
     theirs = object.__new__(BERTMaskedWordPieceDataset)

@@ -129,8 +129,8 @@ def our_flags(w: Workload, dtype: str, layout: tuple[str, ...]) -> list[str]:
 def ours(w: Workload, world: int, dtype: str, layout: tuple[str, ...], stack: ExitStack) -> Step:
     """`stack` leaves the other ranks when it closes."""
     from megatron_ds.config import parse
-    from megatron_ds.data.gpt.gpt_data import GPTCollator
     from megatron_ds.data.loading.loader import Loader
+    from megatron_ds.data.samples.gpt_data import GPTCollator
     from megatron_ds.mpu import launch as launching
     from megatron_ds.progress import Progress
     from megatron_ds.training.build import build_engine

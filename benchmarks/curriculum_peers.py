@@ -26,10 +26,9 @@ from deepspeed.runtime.data_pipeline.data_sampling import data_analyzer, data_sa
 from deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset import MMapIndexedDataset
 
 from megatron_ds.config.data_efficiency_options import read_metric
-from megatron_ds.data.curriculum.curriculum_admission import order_by_difficulty
+from megatron_ds.data.curriculum.curriculum_order import order_by_difficulty
 from megatron_ds.data.curriculum.difficulty_analysis import map_shard, reduce_metric
-from megatron_ds.data.curriculum.difficulty_metrics import MetricSpec
-from megatron_ds.data.curriculum.metric_index import ListFile, write_metric
+from megatron_ds.data.curriculum.difficulty_metrics import ListFile, MetricSpec, write_metric
 from megatron_ds.difficulty import make_difficulty
 from megatron_ds.errors import DataError
 

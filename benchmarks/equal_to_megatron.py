@@ -20,10 +20,9 @@ from types import SimpleNamespace
 import numpy as np
 
 from megatron_ds.config.data_options import DataConfig
-from megatron_ds.data.bert import bert_maps
-from megatron_ds.data.gpt import index_maps
-from megatron_ds.data.loading import blend, native_index
+from megatron_ds.data.loading import blend, index_maps
 from megatron_ds.data.loading.datasets import build_datasets
+from megatron_ds.data.samples import bert_maps
 from megatron_ds.data.text.indexed import DTYPES, IndexedDataset, IndexedWriter
 
 
@@ -175,8 +174,8 @@ def check_index_maps(cases, compiled):
     """Of our builder, or of numpy and Python alone."""
     import megatron.core.datasets.helpers_cpp as peer
     rng = np.random.default_rng(compiled)
-    extension = native_index.extension
-    for module in (index_maps, blend, bert_maps, native_index):
+    extension = index_maps.extension
+    for module in (index_maps, blend, bert_maps):
         module.extension = extension if compiled else lambda: None
     for _ in range(cases):
         check_sample_index(rng, peer)

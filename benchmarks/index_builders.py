@@ -20,9 +20,8 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_ds.data.bert import bert_maps
-from megatron_ds.data.gpt import index_maps
-from megatron_ds.data.loading import blend, native_index
+from megatron_ds.data.loading import blend, index_maps
+from megatron_ds.data.samples import bert_maps
 
 ITEMS = 10_000_000
 
@@ -40,7 +39,7 @@ def sample_index(items, seq_length):
 def document_shuffle(items):
     def ours():
         array = np.arange(items, dtype=np.int32)
-        native_index.shuffle(array, np.random.RandomState(1234))
+        index_maps.shuffle(array, np.random.RandomState(1234))
         return array
 
     def numpys(_):
@@ -101,7 +100,7 @@ def main():
     parser.add_argument("--memory-of", help="one contestant: what a child process measures")
     options = parser.parse_args()
     import megatron.core.datasets.helpers_cpp as peer
-    assert native_index.extension(), "our builder is not compiled"
+    assert index_maps.extension(), "our builder is not compiled"
     if options.memory_of:
         make, details, _ = CASES[options.only]
         run(make(ITEMS // 1000, *details), options.memory_of, peer)

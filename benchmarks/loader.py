@@ -34,9 +34,8 @@ def write_corpus(prefix: Path, documents: int) -> None:
 
 def ours(prefix: str, seq_length: int, samples: int, cache: str):
     """(dataset, function from sample numbers to a checksum of their batch)."""
-    from megatron_ds.data.gpt.gpt_data import GPTCollator
-    from megatron_ds.data.gpt.gpt_dataset import open_gpt_dataset
     from megatron_ds.data.loading.loader import Loader
+    from megatron_ds.data.samples.gpt_data import GPTCollator, open_gpt_dataset
     from megatron_ds.data.text.indexed import IndexedDataset
     corpus = IndexedDataset(prefix)
     dataset = open_gpt_dataset(corpus, range(len(corpus)), title="GPTDataset-train", seq_length=seq_length,

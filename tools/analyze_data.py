@@ -44,7 +44,7 @@ from megatron_ds.data.curriculum.difficulty_metrics import (
     MetricSpec,
     parse_metric,
 )
-from megatron_ds.data.loading.data_paths import read_sources
+from megatron_ds.data.loading.blend import read_sources
 from megatron_ds.data.loading.datasets import build_datasets
 from megatron_ds.data.tokenizers import build_tokenizer
 from megatron_ds.errors import ConfigError, DataError

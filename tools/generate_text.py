@@ -16,7 +16,7 @@ from megatron_ds.checkpoint.folder import is_ours
 from megatron_ds.checkpoint.load import latest, load_weights, read_run
 from megatron_ds.checkpoint.run_file import require
 from megatron_ds.cli import Arguments, main_guard
-from megatron_ds.config.dump import from_dict
+from megatron_ds.config.config_text import from_dict
 from megatron_ds.errors import CheckpointError, ConfigError
 from megatron_ds.models import MODELS, build_stage
 from megatron_ds.models.generation import Sampling, generate

@@ -19,10 +19,10 @@ from megatron_ds.checkpoint.pieces import views, written_here
 from megatron_ds.config import RunConfig
 from megatron_ds.config.training_schedule import make_batch_size, make_learning_rate, make_weight_decay
 from megatron_ds.data.batch import Batch
-from megatron_ds.data.gpt.gpt_data import GPT_DATA
-from megatron_ds.data.gpt.packing import PackedDataset, build_packs
 from megatron_ds.data.loading.datasets import Datasets
 from megatron_ds.data.loading.loader import Loader
+from megatron_ds.data.samples.gpt_data import GPT_DATA
+from megatron_ds.data.samples.packing import PackedDataset, build_packs
 from megatron_ds.data.tokenizers.base import NullTokenizer
 from megatron_ds.errors import ConfigError, LayoutError
 from megatron_ds.models import MODELS

@@ -12,9 +12,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from megatron_ds.config.config_files import declared_keys  # noqa: E402
+from megatron_ds.config.config_text import TITLES, default_text, invocation  # noqa: E402
 from megatron_ds.config.deepspeed_json import TRANSLATED  # noqa: E402
-from megatron_ds.config.help import TITLES, default_text, invocation  # noqa: E402
-from megatron_ds.config.json_document import declared_keys  # noqa: E402
 from megatron_ds.config.option import Option  # noqa: E402
 from megatron_ds.config.run import SECTIONS, all_options  # noqa: E402
 from megatron_ds.config.unsupported import FAMILIES, FLAGS, KEYS, Answer  # noqa: E402

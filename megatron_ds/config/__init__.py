@@ -6,11 +6,10 @@ from.
 
 from .data_options import BertConfig, DataConfig
 from .model_options import ModelConfig
-from .optimizer_options import OptimizerConfig
 from .parallel_options import ParallelConfig, ZeroConfig
 from .parse import parse
 from .run import RunConfig, Source
-from .training_options import CheckpointConfig, LoggingConfig, TrainConfig
+from .training_options import CheckpointConfig, LoggingConfig, OptimizerConfig, TrainConfig
 
 __all__ = ["BertConfig", "CheckpointConfig", "DataConfig", "LoggingConfig", "ModelConfig", "OptimizerConfig",
            "ParallelConfig", "RunConfig", "Source", "TrainConfig", "ZeroConfig", "parse"]

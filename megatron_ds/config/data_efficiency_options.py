@@ -27,8 +27,7 @@ CLUSTERINGS = ("schedule_based", "single_cluster")
 class CurriculumConfig:
     """Off unless --curriculum-type or --curriculum-metrics is given; both may be."""
 
-    curriculum_type: str | None = option(
-        None, choices=(TRUNCATE, RESHAPE), values={"seqlen": TRUNCATE},
+    curriculum_type: str | None = option(None, choices=(TRUNCATE, RESHAPE), values={"seqlen": TRUNCATE},
         help="Train on short sequences first: seqlen_truncate drops the rest of each sample, seqlen_reshape "
              "folds it into more rows.",
         avoid="Truncation needs more samples for the same tokens. Evaluation is always at full length.")
@@ -37,14 +36,12 @@ class CurriculumConfig:
         None, at_least=1, unit="tokens", help="Length of the first step.")
     curriculum_max_length: int | None = option(
         None, at_least=1, unit="tokens", help="Length at the end of the curriculum. Default: --seq-length.")
-    curriculum_steps: int | None = option(
-        None, at_least=1, unit="steps",
+    curriculum_steps: int | None = option(None, at_least=1, unit="steps",
         help="Steps until the largest length is reached (fixed_linear, fixed_root).")
     curriculum_length_step: int = option(
         8, at_least=1, unit="tokens", help="The length is a multiple of this (fixed_linear, fixed_root).",
         avoid="Multiples of 8 are fast on GPUs; each new length costs some memory and a search for kernels.")
-    curriculum_root_degree: float | None = option(
-        None, above=0,
+    curriculum_root_degree: float | None = option(None, above=0,
         help="Degree of the root: with 2 the length grows with the square root of the steps (fixed_root).")
     curriculum_lengths: tuple[int, ...] = option(
         (), at_least=1, unit="tokens", help="The lengths, in order (fixed_discrete).")
@@ -53,13 +50,11 @@ class CurriculumConfig:
     curriculum_function: str | None = option(
         None, help="package.module:function from the step, counted from 1, to the length (custom).",
         avoid="If it depends on anything else, a resumed run differs.")
-    curriculum_metrics: tuple[str, ...] = option(
-        (),
+    curriculum_metrics: tuple[str, ...] = option((),
         help="Easy samples first: for each metric, a block of \"curriculum_metrics\" with its \"name\" "
              "inside, as JSON text. Easier to write in a DeepSpeed JSON.",
         avoid="It needs an analysis by tools/analyze_data.py.")
-    curriculum_cluster_path: str | None = option(
-        None,
+    curriculum_cluster_path: str | None = option(None,
         help="Directory for the samples that several metrics admit. Default: --data-cache-path, or next to "
              "the first index.")
     data_efficiency_seed: int = option(
@@ -88,17 +83,14 @@ class RandomLTDConfig:
     tokens.
     """
 
-    random_ltd: bool = option(
-        False,
+    random_ltd: bool = option(False,
         help="Let some blocks process only a random subset of the tokens, which grows during training "
              "(random-LTD).",
         avoid="It changes what is trained. Compare losses on a small run first.")
-    random_ltd_total_layers: int | None = option(
-        None, at_least=1, json=f"{_LTD}.total_layer_num",
+    random_ltd_total_layers: int | None = option(None, at_least=1, json=f"{_LTD}.total_layer_num",
         help="Require this number of blocks: any other number of layers is an error.",
         avoid="Not needed: the number is known from the model.")
-    random_ltd_layer_ids: tuple[int, ...] = option(
-        (), at_least=0, json=f"{_LTD}.random_ltd_layer_id",
+    random_ltd_layer_ids: tuple[int, ...] = option((), at_least=0, json=f"{_LTD}.random_ltd_layer_id",
         help="Numbers of the blocks that drop tokens, from 0. Default: all except the first and the last.")
     random_ltd_min_tokens: int | None = option(
         None, at_least=1, unit="tokens", json=f"{_LTD}.random_ltd_schedule.min_value",

@@ -1,9 +1,12 @@
-"""Rules about the data: where it comes from, and how documents become samples."""
+"""Rules about the data (its source, the samples made of it) and data efficiency (curricula, random-LTD)."""
 
 import re
 from collections.abc import Iterator
 
-from .messages import flag, written
+from ..difficulty import Difficulty
+from .data_efficiency_options import RESHAPE, length_difficulty, read_metric
+from .messages import flag, neighbours, written
+from .reading import attempt
 from .run import RunConfig, all_options
 
 FIM = ("data.fim_rate", "data.fim_spm_rate", "data.fim_split_sample", "data.fim_fragment_rate",
@@ -12,6 +15,15 @@ SHORTEST = 8           # [CLS] A [SEP] B [SEP] with a few tokens in each segment
 SPLIT_PATHS = ("data.train_data_path", "data.valid_data_path", "data.test_data_path")
 OF_GPT = ("data.eod_mask_loss", "data.reset_position_ids", "data.reset_attention_mask", "data.fim_data",
           "data.pack_documents")
+LENGTH_OPTIONS = ("schedule", "min_length", "max_length", "steps", "length_step", "root_degree", "lengths",
+                  "until_steps", "function")
+USED_BY = {"steps": ("fixed_linear", "fixed_root"), "length_step": ("fixed_linear", "fixed_root"),
+           "root_degree": ("fixed_root",), "lengths": ("fixed_discrete",), "until_steps": ("fixed_discrete",),
+           "function": ("custom",)}
+ON, IDS, TOTAL, LEAST, MOST, STEPS, MULTIPLE = (
+    f"random_ltd.random_ltd{name}" for name in (
+        "", "_layer_ids", "_total_layers", "_min_tokens", "_max_tokens", "_steps", "_tokens_per_step"))
+LENGTH, TP = "model.seq_length", "parallel.tensor_model_parallel_size"
 
 
 def corpus(config: RunConfig) -> Iterator[str]:
@@ -115,3 +127,162 @@ def not_for_bert(config: RunConfig) -> Iterator[str]:
 
 
 DATA_RULES = (corpus, fill_in_the_middle, packing, only_for_bert, not_for_bert)
+
+
+def lengths(config: RunConfig) -> Iterator[str]:
+    """A curriculum over lengths has the options of its schedule, and lengths that the ranks can split."""
+    curriculum, whole = config.curriculum, config.model.seq_length
+    given = [name for name in LENGTH_OPTIONS if not config.is_default(f"curriculum.curriculum_{name}")]
+    if curriculum.curriculum_type is None:
+        if given:
+            yield (f"{written(config, f'curriculum.curriculum_{given[0]}')} has no effect without "
+                   "--curriculum-type. Add --curriculum-type seqlen_truncate or seqlen_reshape, or remove "
+                   "it.")
+        return
+    if whole is None:
+        return
+    kind, longest = curriculum.curriculum_schedule, curriculum.curriculum_max_length
+    for name in given:
+        if kind not in USED_BY.get(name, (kind,)):
+            yield (f"{written(config, f'curriculum.curriculum_{name}')} has no effect with "
+                   f"--curriculum-schedule {kind}. Remove it, or use {' or '.join(USED_BY[name])}.")
+            return
+    if longest is not None and longest > whole:
+        yield (f"{written(config, 'curriculum.curriculum_max_length')} is longer than "
+               f"{written(config, 'model.seq_length')}, the length of a sample. Use {whole} or less.")
+        return
+    problems: list[str] = []
+    difficulty = attempt(problems, length_difficulty, curriculum, whole)
+    yield from problems
+    if difficulty is not None:
+        yield from _split_by_tensor_ranks(config, difficulty)
+
+
+def _split_by_tensor_ranks(config: RunConfig, difficulty: Difficulty) -> Iterator[str]:
+    """With sequence parallelism every length is divisible by the tensor-parallel size."""
+    tp, train = config.parallel.tensor_model_parallel_size, config.train
+    samples = train.train_samples or (train.train_tokens or 0) // max(1, getattr(difficulty, "minimum", 1))
+    steps = train.train_iters or samples // (train.global_batch_size or 1)
+    if not (config.parallel.sequence_parallel and tp > 1):
+        return
+    problems: list[str] = []
+    odd = attempt(problems, _length_not_divided, difficulty, steps, tp)
+    yield from problems
+    if odd is not None:
+        yield (f"the curriculum contains the length {odd}, which is not a multiple of the tensor-parallel "
+               f"size {tp}: with {written(config, 'parallel.sequence_parallel')} each rank holds an equal "
+               "slice of the sequence. Use lengths, and a --curriculum-length-step, that are multiples of "
+               f"{tp}.")
+
+
+def _length_not_divided(difficulty: Difficulty, steps: int, tp: int) -> int | None:
+    for step in range(1, steps + 1):
+        length = difficulty.at(step)
+        if length % tp:
+            return length
+        if length == difficulty.maximum:
+            return None
+    return None
+
+
+def samples(config: RunConfig) -> Iterator[str]:
+    """A curriculum over samples sets their order, and needs a corpus with an analysis."""
+    curriculum, data = config.curriculum, config.data
+    if not curriculum.curriculum_metrics:
+        if curriculum.curriculum_cluster_path is not None:
+            yield (f"{written(config, 'curriculum.curriculum_cluster_path')} has no effect without metrics. "
+                   "Add a \"curriculum_metrics\" block, or remove it.")
+        return
+    problems: list[str] = []
+    metrics = [attempt(problems, read_metric, text) for text in curriculum.curriculum_metrics]
+    yield from problems
+    names = [metric.name for metric in metrics if metric]
+    if len(set(names)) < len(names):
+        yield f"two curriculum metrics are named {max(names, key=names.count)}. Remove or rename one."
+    if curriculum.curriculum_cluster_path is not None and len(names) == 1:
+        yield (f"{written(config, 'curriculum.curriculum_cluster_path')} is for the clusters of several "
+               "metrics; one metric needs none. Remove it.")
+    if data.dataloader_type != "single":
+        yield (f"{written(config, 'data.dataloader_type')} with curriculum metrics: the curriculum sets the "
+               "order of the samples. Use --dataloader-type single.")
+    if data.mock_data:
+        yield (f"{written(config, 'data.mock_data')} with curriculum metrics: random samples have no "
+               "analysis to order them by. Use --data-path.")
+    words = data.train_data_path or data.data_path
+    if len(words) > 1 and is_number(words[0]):
+        yield ("curriculum metrics number the samples of one epoch, and a weighted blend has no epochs. Give "
+               "the corpora without weights.")
+
+
+def folding(config: RunConfig) -> Iterator[str]:
+    """Only samples of a GPT can be folded into shorter rows."""
+    if config.curriculum.curriculum_type == RESHAPE and config.model.model not in (None, "gpt"):
+        yield (f"{written(config, 'curriculum.curriculum_type')} cuts a sample at any token, but a sample of "
+               f"{config.model.model} cannot be cut. Use seqlen_truncate.")
+
+
+def random_ltd_is_on(config: RunConfig) -> Iterator[str]:
+    """The options of random-LTD have no effect without --random-ltd."""
+    for path in all_options() if not config.random_ltd.random_ltd else ():
+        if path.startswith("random_ltd.random_ltd_") and not config.is_default(path):
+            yield f"{written(config, path)} has no effect without {flag(ON)}. Add {flag(ON)}, or remove it."
+
+
+def kept_tokens(config: RunConfig) -> Iterator[str]:
+    """The number of kept tokens begins above 0 and grows to at most the sequence length."""
+    ltd, length = config.random_ltd, config.model.seq_length
+    if not ltd.random_ltd:
+        return
+    for path in (LEAST, STEPS):
+        if config.get(path) is None:
+            yield f"{written(config, ON)} needs {flag(path)}: {all_options()[path].help}"
+    least, multiple = ltd.random_ltd_min_tokens, ltd.random_ltd_tokens_per_step
+    most = ltd.random_ltd_max_tokens or length
+    if length and most and most > length:
+        yield (f"{written(config, MOST)} is more than {written(config, LENGTH)}. Use {length} or less, or "
+               "remove it to keep all tokens at the end.")
+    if least and most and least > most:
+        yield (f"{written(config, LEAST)} is more than the {most} tokens kept at the end, but the number "
+               f"only grows. Use {flag(LEAST)} {most} or less.")
+    elif least and least < multiple and least != most:
+        yield (f"{written(config, LEAST)} is less than {written(config, MULTIPLE)}: rounded down to a "
+               f"multiple of {multiple}, no token would be kept at first. Use {flag(LEAST)} {multiple} or "
+               f"more, or {flag(MULTIPLE)} {least} or less.")
+
+
+def dropping_blocks(config: RunConfig) -> Iterator[str]:
+    """The blocks that drop tokens exist, once each."""
+    ltd, layers = config.random_ltd, config.model.num_layers
+    if not ltd.random_ltd or not layers:
+        return
+    ids, total = ltd.random_ltd_layer_ids, ltd.random_ltd_total_layers
+    if total is not None and total != layers:
+        yield (f"{written(config, TOTAL)}, but {written(config, 'model.num_layers')}. Make them equal, or "
+               f"remove {flag(TOTAL)}.")
+    outside, twice = sorted({i for i in ids if i >= layers}), sorted({i for i in ids if ids.count(i) > 1})
+    if outside:
+        yield (f"{written(config, IDS)}: there is no block {', '.join(map(str, outside))} among {layers}, "
+               f"numbered from 0. Use numbers up to {layers - 1}.")
+    if twice:
+        yield f"{written(config, IDS)} contains {', '.join(map(str, twice))} twice. Give each block once."
+    if not ltd.dropping_blocks(layers):
+        yield (f"{written(config, ON)} with {written(config, 'model.num_layers')}: no block remains besides "
+               f"the first and the last to drop tokens. Choose blocks with {flag(IDS)}.")
+
+
+def sequence_parallel(config: RunConfig) -> Iterator[str]:
+    """With sequence parallelism the number of kept tokens is divisible by the tensor-parallel size."""
+    ltd, t, length = config.random_ltd, config.parallel.tensor_model_parallel_size, config.model.seq_length
+    if not ltd.random_ltd or not config.parallel.sequence_parallel or t == 1 or not length:
+        return
+    most, multiple = ltd.random_ltd_max_tokens or length, ltd.random_ltd_tokens_per_step
+    why = f"{written(config, TP)}: with --sequence-parallel each rank holds an equal part of the kept tokens"
+    if multiple % t and ltd.random_ltd_min_tokens != most:
+        yield (f"{written(config, MULTIPLE)} is not a multiple of {why}. Use {flag(MULTIPLE)} "
+               f"{neighbours(multiple, t)}.")
+    if most < length and most % t:
+        yield f"{written(config, MOST)} is not a multiple of {why}. Use {flag(MOST)} {neighbours(most, t)}."
+
+
+DATA_EFFICIENCY_RULES = (lengths, samples, folding, random_ltd_is_on, kept_tokens, dropping_blocks,
+                         sequence_parallel)

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..registry import did_you_mean
+from .config_files import JsonDocument
 from .data_efficiency_options import METRIC_KEYS, RESHAPE, TRUNCATE
-from .json_document import JsonDocument
 from .option import Option, coerce, json_key, shown
 from .reading import attempt
 from .run import all_options

@@ -14,6 +14,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..registry import did_you_mean
+from .config_files import JsonDocument, declared_keys, names, paths_of, text_of
 from .deepspeed_data_efficiency import (
     CURRICULUM_KEYS,
     LTD,
@@ -22,12 +23,10 @@ from .deepspeed_data_efficiency import (
     translate_curriculum,
     translate_random_ltd,
 )
-from .json_document import JsonDocument, declared_keys, paths_of
 from .option import Option, json_key, shown
 from .reading import PartOf, Reading
 from .suggest import near_key
 from .unsupported import KEYS, answer_to_key
-from .yaml_file import names, text_of
 
 # Keys that the functions below translate.
 TRANSLATED: Mapping[str, Option] = {

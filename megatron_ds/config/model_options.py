@@ -13,13 +13,11 @@ class ModelConfig:
     model: str = option("gpt", help="Name of a registered model.")
     num_layers: int = option(required=True, at_least=1, help="Number of transformer layers.")
     hidden_size: int = option(required=True, at_least=1, help="Width of the hidden states.")
-    ffn_hidden_size: int | None = option(
-        None, at_least=1,
+    ffn_hidden_size: int | None = option(None, at_least=1,
         help="Width inside the feed-forward block. Default: 4 × hidden size; with swiglu 8/3 × hidden size "
              "rounded down to a multiple of 64, which has the same number of weights.")
     num_attention_heads: int = option(required=True, at_least=1, help="Number of attention (query) heads.")
-    num_query_groups: int | None = option(
-        None, at_least=1, flags=["--num-key-value-heads"],
+    num_query_groups: int | None = option(None, at_least=1, flags=["--num-key-value-heads"],
         help="Number of key/value heads, each shared by a group of query heads. Default: one per query head.",
         avoid="It must be a multiple of the tensor-parallel size.")
     group_query_attention: bool = option(
@@ -27,51 +25,39 @@ class ModelConfig:
         avoid="--num-query-groups alone is enough.")
     kv_channels: int | None = option(
         None, at_least=1, help="Width of one head. Default: hidden size / number of heads.")
-    seq_length: int = option(
-        required=True, at_least=1, flags=["--encoder-seq-length"], unit="tokens",
+    seq_length: int = option(required=True, at_least=1, flags=["--encoder-seq-length"], unit="tokens",
         help="Tokens per training sample.")
-    max_position_embeddings: int | None = option(
-        None, at_least=1, unit="tokens",
+    max_position_embeddings: int | None = option(None, at_least=1, unit="tokens",
         help="Longest sequence that the model can process. Default: the sequence length.")
-    position_embedding_type: str = option(
-        "learned_absolute", choices=("learned_absolute", "rope", "none"),
+    position_embedding_type: str = option("learned_absolute", choices=("learned_absolute", "rope", "none"),
         switches={"--use-rotary-position-embeddings": "rope", "--no-position-embedding": "none"},
         help="How the position of a token enters the model.")
-    rotary_base: float = option(
-        10000.0, above=0, flags=["--rotary-position-embeddings-theta"],
+    rotary_base: float = option(10000.0, above=0, flags=["--rotary-position-embeddings-theta"],
         help="Base of the rotary angles (rope only); use a larger one for long sequences.")
     rotary_percent: float = option(
         1.0, above=0, at_most=1, help="Share of the channels of each head that are rotated (rope only).")
-    normalization: str = option(
-        "LayerNorm", choices=("LayerNorm", "RMSNorm"),
+    normalization: str = option("LayerNorm", choices=("LayerNorm", "RMSNorm"),
         values={"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}, help="Type of the normalization layers.")
-    norm_epsilon: float = option(
-        1e-5, above=0, flags=["--layernorm-epsilon"],
+    norm_epsilon: float = option(1e-5, above=0, flags=["--layernorm-epsilon"],
         help="Added to the variance inside a normalization layer.")
-    activation: str = option(
-        "gelu", choices=("gelu", "gelu_exact", "swiglu", "relu", "squared_relu"),
+    activation: str = option("gelu", choices=("gelu", "gelu_exact", "swiglu", "relu", "squared_relu"),
         switches={"--swiglu": "swiglu", "--squared-relu": "squared_relu"},
         help="Nonlinearity of the feed-forward block; gelu is the tanh approximation.")
     add_bias_linear: bool = option(
         True, switches={"--disable-bias-linear": False}, help="Give the linear layers biases.")
-    untie_embeddings_and_output_weights: bool = option(
-        False, help="Give the output layer its own weights.",
+    untie_embeddings_and_output_weights: bool = option(False, help="Give the output layer its own weights.",
         avoid="In small models sharing saves a large part of all weights.")
-    init_method_std: float = option(
-        0.02, at_least=0,
+    init_method_std: float = option(0.02, at_least=0,
         help="Standard deviation of the initial weights; output projections use std / sqrt(2 × layers).")
     hidden_dropout: float = option(
         0.1, at_least=0, below=1, help="Dropout after the embedding, attention and feed-forward.",
         avoid="0 is usual when each sample is seen once.")
-    attention_dropout: float = option(
-        0.1, at_least=0, below=1, help="Dropout of attention probabilities.",
+    attention_dropout: float = option(0.1, at_least=0, below=1, help="Dropout of attention probabilities.",
         avoid="Above 0 it excludes the fused attention kernels.")
-    make_vocab_size_divisible_by: int = option(
-        128, at_least=1,
+    make_vocab_size_divisible_by: int = option(128, at_least=1,
         help="The vocabulary is padded to a multiple of this × tensor-parallel size. Padding does not enter "
              "the softmax.")
-    bert_binary_head: bool = option(
-        True, switches={"--bert-no-binary-head": False},
+    bert_binary_head: bool = option(True, switches={"--bert-no-binary-head": False},
         help="BERT's samples are pairs of segments, and the model predicts whether they are in the right "
              "order (--model bert).",
         avoid="Without it a sample is one run of sentences.")

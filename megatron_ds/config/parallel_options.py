@@ -12,17 +12,14 @@ class ParallelConfig:
     tensor_model_parallel_size: int = option(
         1, at_least=1, flags=["--model-parallel-size"], help="Number of ranks that split every layer.",
         avoid="Across nodes the all-reduces of each layer become the bottleneck.")
-    pipeline_model_parallel_size: int = option(
-        1, at_least=1, json="pipeline.stages", switches={"--no-pipeline-parallel": 1},
-        help="Number of ranks that each hold some of the layers.",
+    pipeline_model_parallel_size: int = option(1, at_least=1, json="pipeline.stages",
+        switches={"--no-pipeline-parallel": 1}, help="Number of ranks that each hold some of the layers.",
         avoid="With fewer than about four times as many micro-batches, ranks wait for each other.")
     context_parallel_size: int = option(
         1, at_least=1, help="Number of ranks that split the sequence. Not available yet: only 1 is accepted.")
-    expert_model_parallel_size: int = option(
-        1, at_least=1, flags=["--moe-expert-parallel-size"],
+    expert_model_parallel_size: int = option(1, at_least=1, flags=["--moe-expert-parallel-size"],
         help="Number of ranks that share the experts. Not available yet: only 1 is accepted.")
-    sequence_parallel: bool = option(
-        False,
+    sequence_parallel: bool = option(False,
         help="Split normalization and dropout along the sequence inside a tensor-parallel group: saves "
              "activation memory.",
         avoid="The sequence length must be a multiple of the tensor-parallel size.")
@@ -31,13 +28,11 @@ class ParallelConfig:
         help="Order of the work on a pipeline rank: gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v or "
              "zb-auto. Default: 1f1b; interleaved if ranks hold several stages.",
         avoid="gpipe keeps the activations of all micro-batches, zb-h2 of twice as many as 1f1b.")
-    num_virtual_stages_per_pipeline_rank: int | None = option(
-        None, at_least=1,
+    num_virtual_stages_per_pipeline_rank: int | None = option(None, at_least=1,
         help="Stages (chunks of layers) on each pipeline rank: more of them shorten the idle time of the "
              "pipeline. Default: 2 for interleaved and zb-v, else 1.",
         avoid="Each additional stage adds a transfer per micro-batch.")
-    num_layers_per_virtual_pipeline_stage: int | None = option(
-        None, at_least=1,
+    num_layers_per_virtual_pipeline_stage: int | None = option(None, at_least=1,
         help="Number of stages on each pipeline rank, given as the decoder layers of one stage: stages = "
              "layers / (pipeline size × this).")
     microbatch_group_size_per_virtual_pipeline_stage: int | None = option(
@@ -46,27 +41,22 @@ class ParallelConfig:
              "before it continues with the next. Default: the pipeline size.",
         avoid="One or two more hide the transfers between stages, but keep that many more activations for "
               "each stage of a rank except one. With fewer than the pipeline size, ranks would wait.")
-    pipeline_layout: str | None = option(
-        None, flags=["--pipeline-model-parallel-layout"],
+    pipeline_layout: str | None = option(None, flags=["--pipeline-model-parallel-layout"],
         help="Decoder layers of each pipeline stage, such as 3,2,3; or one letter per layer, such as "
              "Et*3|tt|t*3L (E embedding, t decoder layer, L norm and head). With several stages on a rank, "
              "one entry per stage. Default: see --pipeline-cut.")
-    pipeline_cut: str = option(
-        "flops", choices=("flops", "parameters", "uniform", "measured"), json="pipeline.partition",
-        values={"best": "flops"},
+    pipeline_cut: str = option("flops", choices=("flops", "parameters", "uniform", "measured"),
+        json="pipeline.partition", values={"best": "flops"},
         help="How layers are assigned to stages: the cost of the most expensive stage is minimal. The cost "
              "of a layer is its FLOPs, its parameters, 1 for each decoder layer (uniform), or its time "
              "measured at startup (measured, which also measures transfers for zb-auto).",
         avoid="measured takes seconds at startup, and the assignment depends on the machine.")
-    pipeline_costs_path: str | None = option(
-        None,
+    pipeline_costs_path: str | None = option(None,
         help="File of measured times (--pipeline-cut measured): read if it matches this run, else written.")
-    pipeline_memory_limit: int | None = option(
-        None, at_least=1, unit="micro-batches",
+    pipeline_memory_limit: int | None = option(None, at_least=1, unit="micro-batches",
         help="Number of micro-batches whose activations zb-auto may keep on a rank. Default: the pipeline "
              "size, as many as 1f1b keeps on the first rank.")
-    rank_order: str = option(
-        "tp-cp-ep-dp-pp", switches={"--use-tp-pp-dp-mapping": "tp-cp-ep-pp-dp"},
+    rank_order: str = option("tp-cp-ep-dp-pp", switches={"--use-tp-pp-dp-mapping": "tp-cp-ep-pp-dp"},
         help="Mesh axes, from the one that varies fastest with the rank to the slowest.",
         avoid="The default keeps tensor-parallel ranks on one node.")
     distributed_timeout_minutes: int = option(
@@ -83,14 +73,12 @@ class ParallelConfig:
 class ZeroConfig:
     """Training state that data-parallel ranks split instead of replicating it."""
 
-    stage: int = option(
-        0, choices=(0, 1, 2, 3), flag="--zero-stage", switches={"--use-distributed-optimizer": 1},
-        json="zero_optimization.stage",
+    stage: int = option(0, choices=(0, 1, 2, 3), flag="--zero-stage",
+        switches={"--use-distributed-optimizer": 1}, json="zero_optimization.stage",
         help="0: nothing is split; 1: optimizer state; 2: also gradients; 3: also weights.",
         avoid="At data-parallel size 1 there is nothing to split. Stage 3 communicates 1.5 times as much as "
               "the others: use it if the weights do not fit.")
-    zero_accumulate: str = option(
-        "sharded", choices=("sharded", "full"),
+    zero_accumulate: str = option("sharded", choices=("sharded", "full"),
         help="How gradients of several micro-batches accumulate (stages 2 and 3). sharded: each micro-batch "
              "is reduced into the rank's shard; full: whole gradients are kept and reduced once per step.",
         avoid="full communicates less, but every rank holds all gradients during a step.")
@@ -99,8 +87,7 @@ class ZeroConfig:
         json="zero_optimization.stage3_param_persistence_threshold", unit="elements",
         help="Parameters with fewer elements stay whole on every rank (stage 3). Default: the smallest "
              "parameters, together a thousandth of all.")
-    prefetch_bucket_size: int | None = option(
-        None, at_least=0, flag="--stage3-prefetch-bucket-size",
+    prefetch_bucket_size: int | None = option(None, at_least=0, flag="--stage3-prefetch-bucket-size",
         json="zero_optimization.stage3_prefetch_bucket_size", unit="elements",
         help="Elements that are gathered ahead of the current layer (stage 3). Default: one layer.",
         avoid="0 gathers each layer when it is needed, and waits for it.")
@@ -117,9 +104,8 @@ class ZeroConfig:
              "direction (stage 3). auto: if they fit into the memory of every rank beside training state "
              "and activations. The flag without a value means on.",
         avoid="All weights of the stage then stay gathered during the step.")
-    reduce_bucket_size: int | None = option(
-        None, at_least=1, flags=["--ddp-bucket-size"], json="zero_optimization.reduce_bucket_size",
-        unit="elements",
+    reduce_bucket_size: int | None = option(None, at_least=1, flags=["--ddp-bucket-size"],
+        json="zero_optimization.reduce_bucket_size", unit="elements",
         help="Gradients are reduced in buckets of about this many elements. Default: an eighth of the "
              "rank's parameters, between 1 and 40 million.",
         avoid="Smaller buckets overlap more with the backward pass, but each reduction has a latency.")
@@ -140,25 +126,21 @@ class ZeroConfig:
         help="Dtype in which gradients are summed over the data-parallel ranks. Default: "
              "--main-grads-dtype, in which they accumulate.",
         avoid="16 bits halve the traffic of fp32, but each sum is rounded: bf16 keeps about 3 digits.")
-    gradient_predivide_factor: float = option(
-        1.0, above=0, json="gradient_predivide_factor",
+    gradient_predivide_factor: float = option(1.0, above=0, json="gradient_predivide_factor",
         help="Gradients are divided by this before they are summed in fp16 and multiplied by it afterwards, "
              "so that the sum stays in the range of fp16. Use a power of two.",
         avoid="The smallest gradients are lost. Use it only if steps are skipped at a loss scale that a "
               "single rank could use.")
-    prescale_gradients: bool = option(
-        False, json="prescale_gradients",
+    prescale_gradients: bool = option(False, json="prescale_gradients",
         help="Like --gradient-predivide-factor with the number of data-parallel ranks.")
 
-    offload_optimizer: str = option(
-        "none", choices=("none", "cpu", "nvme"),
+    offload_optimizer: str = option("none", choices=("none", "cpu", "nvme"),
         switches={"--optimizer-cpu-offload": "cpu", "--cpu-optimizer": "cpu"},
         json="zero_optimization.offload_optimizer.device",
         help="Where master weights and optimizer state are kept (stages 1 to 3): on the device (none), in "
              "host memory, or on a disk. Offloaded state is updated by the host's CPU.",
         avoid="Each step moves gradients and weights, or the state, between device, host and disk.")
-    offload_optimizer_ratio: float = option(
-        1.0, above=0, at_most=1, flags=["--optimizer-offload-fraction"],
+    offload_optimizer_ratio: float = option(1.0, above=0, at_most=1, flags=["--optimizer-offload-fraction"],
         json="zero_optimization.offload_optimizer.ratio",
         help="Share of the optimizer state that is offloaded; the device keeps and updates the rest.")
     offload_param: str = option(
@@ -169,24 +151,19 @@ class ZeroConfig:
         None, flags=["--nvme-path"], json="zero_optimization.offload_optimizer.nvme_path",
         help="Folder on a local disk for the scratch file of offloaded state. The file is deleted however "
              "the run ends.")
-    offload_param_nvme_path: str | None = option(
-        None, json="zero_optimization.offload_param.nvme_path",
+    offload_param_nvme_path: str | None = option(None, json="zero_optimization.offload_param.nvme_path",
         help="Folder for the scratch file of offloaded weights. Default: --offload-nvme-path.")
-    sub_group_size: int = option(
-        4 * 2**20, at_least=2048, json="zero_optimization.sub_group_size", unit="elements",
-        help="Offloaded state is processed in groups of about this many elements.",
+    sub_group_size: int = option(4 * 2**20, at_least=2048, json="zero_optimization.sub_group_size",
+        unit="elements", help="Offloaded state is processed in groups of about this many elements.",
         avoid="With a disk, three groups are in memory at a time, at 12 to 16 bytes per element.")
-    nvme_io: str = option(
-        "auto", choices=("auto", "io_uring", "threads"),
+    nvme_io: str = option("auto", choices=("auto", "io_uring", "threads"),
         help="How the scratch file is read and written. auto: io_uring if the system allows it, else "
              "threads.")
-    nvme_block_size: int = option(
-        2**20, at_least=4096, json="aio.block_size", unit="bytes",
+    nvme_block_size: int = option(2**20, at_least=4096, json="aio.block_size", unit="bytes",
         help="Size of the blocks that are read and written.")
     nvme_queue_depth: int = option(
         32, at_least=1, json="aio.queue_depth", help="Blocks in flight at a time (--nvme-io io_uring).")
-    nvme_threads: int = option(
-        4, at_least=1, json="aio.intra_op_parallelism",
+    nvme_threads: int = option(4, at_least=1, json="aio.intra_op_parallelism",
         help="Number of threads that read and write (--nvme-io threads).")
 
     @property

@@ -13,10 +13,9 @@ from ..mpu.grid import Grid
 from .data_efficiency_options import CurriculumConfig, RandomLTDConfig
 from .data_options import BertConfig, DataConfig
 from .model_options import ModelConfig
-from .optimizer_options import OptimizerConfig
 from .option import Option, options_of
 from .parallel_options import ParallelConfig, ZeroConfig
-from .training_options import CheckpointConfig, LoggingConfig, PlanConfig, TrainConfig
+from .training_options import CheckpointConfig, LoggingConfig, OptimizerConfig, PlanConfig, TrainConfig
 
 SECTIONS: Mapping[str, type] = MappingProxyType({
     "model": ModelConfig, "parallel": ParallelConfig, "zero": ZeroConfig, "optimizer": OptimizerConfig,
@@ -75,10 +74,14 @@ class RunConfig:
         return self.model.padded_vocab_size(self.parallel.tensor_model_parallel_size)
 
     def grid(self, world_size: int | None = None) -> Grid:
-        """The grid of the run's ranks; world_size: by default as configured. Raises ConfigError if it does not divide."""
+        """The grid of the run's ranks.  world_size: None for the configured one.
+
+        Raises ConfigError if the world size is not divisible by the sizes of the axes.
+        """
         p = self.parallel
-        return Grid.fit(self.world_size if world_size is None else world_size, tp=p.tensor_model_parallel_size,
-                        cp=p.context_parallel_size, ep=p.expert_model_parallel_size, pp=p.pipeline_model_parallel_size,
+        return Grid.fit(self.world_size if world_size is None else world_size,
+                        tp=p.tensor_model_parallel_size, cp=p.context_parallel_size,
+                        ep=p.expert_model_parallel_size, pp=p.pipeline_model_parallel_size,
                         order=p.rank_order)
 
     @property

@@ -1,8 +1,97 @@
-"""Options of the run: `TrainConfig`, `CheckpointConfig`, `LoggingConfig`, and `PlanConfig` for a dry run."""
+"""Options of training: optimizer, run, checkpoints, logging, and `PlanConfig` for a dry run."""
 
 from dataclasses import dataclass
 
-from .option import option
+from .option import DTYPE_NAMES, option
+
+LR_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD", "WarmupLR", "WarmupDecayLR",
+             "WarmupCosineLR")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """Spans are in iterations, samples or tokens; those in iterations and samples advance on steps that were
+    not skipped.
+    """
+
+    optimizer: str = option(
+        "adam", help="Name of a registered optimizer: adam (decoupled weight decay), sgd.")
+    lr: float = option(required=True, above=0, json="optimizer.params.lr", help="Highest learning rate.")
+    min_lr: float = option(0.0, at_least=0, help="Learning rate at the end of the decay and after it.")
+    weight_decay: float = option(0.01, at_least=0, json="optimizer.params.weight_decay",
+        help="Weight decay of matrices; biases and normalization weights never decay.")
+    start_weight_decay: float | None = option(
+        None, at_least=0, help="Weight decay at the first step, if it changes.")
+    end_weight_decay: float | None = option(
+        None, at_least=0, help="Weight decay at the last step, if it changes.")
+    weight_decay_incr_style: str = option("constant", choices=("constant", "linear", "cosine"),
+        help="How the weight decay changes from --start-weight-decay to --end-weight-decay.")
+    adam_beta1: float = option(0.9, at_least=0, below=1, help="Decay rate of Adam's first moment.")
+    adam_beta2: float = option(0.999, at_least=0, below=1, help="Decay rate of Adam's second moment.",
+        avoid="Large language models usually train with 0.95.")
+    adam_eps: float = option(
+        1e-8, above=0, json="optimizer.params.eps", help="Added to the square root of the second moment.")
+    sgd_momentum: float = option(
+        0.9, at_least=0, below=1, json="optimizer.params.momentum", help="Momentum (sgd only).")
+    clip_grad: float = option(1.0, at_least=0, json="gradient_clipping",
+        help="Gradients are scaled down to this global norm; 0: no clipping.")
+
+    lr_decay_style: str = option("linear", choices=LR_STYLES,
+        help="How the learning rate decays after the warm-up. The three Warmup… styles are DeepSpeed's "
+             "schedulers: WarmupDecayLR decays to --lr-warmup-init, WarmupCosineLR to --min-lr.")
+    lr_decay_iters: int | None = option(None, at_least=1, unit="iterations",
+        help="Iteration at which the decay ends. Default: the end of training.")
+    lr_decay_samples: int | None = option(
+        None, at_least=1, unit="samples", help="Consumed samples at which the decay ends.")
+    lr_decay_tokens: int | None = option(None, at_least=1, unit="tokens",
+        help="Consumed tokens at which the decay ends; the warm-up is then in tokens, too. With a "
+             "curriculum, only tokens that were trained on count.")
+    lr_warmup_iters: int = option(0, at_least=0, unit="iterations", help="Length of the warm-up.")
+    lr_warmup_samples: int = option(0, at_least=0, unit="samples", help="Length of the warm-up in samples.")
+    lr_warmup_tokens: int = option(0, at_least=0, unit="tokens",
+        help="Length of the warm-up in consumed tokens, with --lr-decay-tokens or --train-tokens.")
+    lr_warmup_fraction: float | None = option(
+        None, at_least=0, at_most=1, help="Length of the warm-up as a fraction of the decay span.")
+    lr_warmup_init: float = option(0.0, at_least=0, help="Learning rate at the first step of the warm-up.")
+    lr_warmup_style: str = option(
+        "linear", choices=("linear", "log"), help="Shape of the warm-up; log only with the Warmup… styles.")
+    lr_wsd_decay_iters: int | None = option(
+        None, at_least=1, unit="iterations", help="Length of the final decay (WSD only).")
+    lr_wsd_decay_samples: int | None = option(
+        None, at_least=1, unit="samples", help="Length of the final decay in samples (WSD only).")
+    lr_wsd_decay_style: str = option("exponential", choices=("exponential", "linear", "cosine", "minus_sqrt"),
+        help="Shape of the final decay (WSD only).")
+
+    fp16: bool = option(
+        False, json="fp16.enabled", help="Weights and activations in fp16, fp32 masters, loss scaling.",
+        avoid="Prefer --bf16, which needs no loss scaling, where the device supports it.")
+    bf16: bool = option(False, json="bf16.enabled", help="Weights and activations in bfloat16, fp32 masters.",
+        avoid="CPUs without bf16 instructions are slower in bf16 than in fp32.")
+    loss_scale: float | None = option(None, above=0, help="Fixed loss scale (fp16 only). Default: dynamic.",
+        avoid="A fixed scale that overflows skips every step.")
+    initial_loss_scale: float = option(2.0**32, above=0, help="First dynamic loss scale (fp16 only).")
+    min_loss_scale: float = option(1.0, above=0, json="fp16.min_loss_scale",
+        help="Training stops with an error if the dynamic loss scale would fall below this (fp16 only).")
+    loss_scale_window: int = option(1000, at_least=1, json="fp16.loss_scale_window", unit="iterations",
+        help="Steps without overflow after which the scale doubles (fp16 only).")
+    hysteresis: int = option(
+        2, at_least=1, json="fp16.hysteresis", help="Overflows after which the scale is halved (fp16 only).")
+
+    main_grads_dtype: str = option("fp32", choices=("fp32", "bf16", "fp16"),
+        json="data_types.grad_accum_dtype", switches={"--accumulate-allreduce-grads-in-fp32": "fp32"},
+        help="Dtype in which gradients accumulate, and in which they are reduced unless "
+             "--communication-data-type is given. It is fp32 or the dtype of the weights.",
+        avoid="16 bits lose small contributions when many micro-batches or ranks are added up.")
+
+    @property
+    def gradient_dtype(self) -> str:
+        """Dtype in which gradients accumulate, as torch names it."""
+        return DTYPE_NAMES[self.main_grads_dtype]
+
+    @property
+    def params_dtype(self) -> str:
+        """Dtype of weights and activations, as torch names it."""
+        return "float16" if self.fp16 else "bfloat16" if self.bf16 else "float32"
 
 
 @dataclass(frozen=True)
@@ -17,19 +106,15 @@ class TrainConfig:
     micro_batch_size: int = option(
         required=True, at_least=1, flags=["--batch-size"], json="train_micro_batch_size_per_gpu",
         unit="samples", help="Samples of one forward and backward pass on one data-parallel rank.")
-    global_batch_size: int | None = option(
-        None, at_least=1, json="train_batch_size", unit="samples",
+    global_batch_size: int | None = option(None, at_least=1, json="train_batch_size", unit="samples",
         help="Samples of one optimizer step over all ranks. Default: micro-batch × data-parallel size.")
-    gradient_accumulation_steps: int | None = option(
-        None, at_least=1, json="gradient_accumulation_steps", unit="micro-batches",
-        help="Micro-batches of one step, instead of --global-batch-size.",
+    gradient_accumulation_steps: int | None = option(None, at_least=1, json="gradient_accumulation_steps",
+        unit="micro-batches", help="Micro-batches of one step, instead of --global-batch-size.",
         avoid="Prefer --global-batch-size, which means the same on any number of ranks.")
-    rampup_batch_size: tuple[int, ...] | None = option(
-        None, count=3, at_least=0,
+    rampup_batch_size: tuple[int, ...] | None = option(None, count=3, at_least=0,
         help="START INCREMENT SAMPLES: the global batch begins at START and grows by INCREMENT until it "
              "reaches the global batch size after SAMPLES samples. Needs --train-samples or --train-tokens.")
-    step_batch_size_schedule: tuple[str, ...] = option(
-        (),
+    step_batch_size_schedule: tuple[str, ...] = option((),
         help="TOKENS:SIZE …: the global batch has SIZE samples once TOKENS tokens are consumed, such as "
              "0:256 2B:512 (K, M, B and T are powers of a thousand). The last is the global batch size. "
              "Needs --train-samples or --train-tokens.")
@@ -40,33 +125,28 @@ class TrainConfig:
         None, at_least=0, unit="iterations", help="Length of training in iterations. 0 only evaluates.")
     train_samples: int | None = option(
         None, at_least=1, unit="samples", help="Length of training in samples, instead of --train-iters.")
-    train_tokens: int | None = option(
-        None, at_least=1, unit="tokens",
+    train_tokens: int | None = option(None, at_least=1, unit="tokens",
         help="Length of training in tokens: the run ends with the step that reaches it. --train-iters or "
              "--train-samples beside it is an upper bound. Shortened and dropped tokens do not count.")
     eval_iters: int = option(
         100, at_least=0, unit="iterations", help="Batches of one evaluation; 0 turns evaluation off.")
     eval_interval: int = option(1000, at_least=1, unit="iterations", help="Steps between evaluations.")
-    exit_interval: int | None = option(
-        None, at_least=1, unit="iterations",
+    exit_interval: int | None = option(None, at_least=1, unit="iterations",
         help="Save and exit at the next step that is a multiple of this.")
     exit_duration_in_mins: float | None = option(
         None, above=0, unit="minutes", help="Save and exit after this many minutes.")
     seed: int = option(1234, at_least=0, help="Seed of initial weights, data order and dropout.")
-    recompute_granularity: str | None = option(
-        None, choices=("full", "selective"),
+    recompute_granularity: str | None = option(None, choices=("full", "selective"),
         switches={"--recompute-activations": "selective", "--checkpoint-activations": "full"},
         help="Recompute activations in the backward pass instead of keeping them: of whole layers (full), "
              "or only of core attention (selective).",
         avoid="full takes about a third more time; use it only when memory runs out.")
-    recompute_method: str | None = option(
-        None, choices=("uniform", "block"),
+    recompute_method: str | None = option(None, choices=("uniform", "block"),
         help="Which layers are fully recomputed: all (uniform) or the first --recompute-num-layers of each "
              "stage (block). Default: block if that number is given.")
     recompute_num_layers: int | None = option(
         None, at_least=1, help="Layers of each stage that are recomputed. Default: all.")
-    label_smoothing: float = option(
-        0.0, at_least=0, below=1,
+    label_smoothing: float = option(0.0, at_least=0, below=1,
         help="Share of the target that is spread evenly over the rest of the vocabulary.")
     check_for_nan: str = option(
         "stop", choices=("stop", "continue"), flag="--check-for-nan",
@@ -85,22 +165,18 @@ class CheckpointConfig:
     """A checkpoint loads at any layout of the same model."""
 
     save: str | None = option(None, help="Directory for checkpoints. Default: none are written.")
-    load: str | None = option(
-        None,
+    load: str | None = option(None,
         help="Directory to resume from. When it is also --save and holds no checkpoint yet, training starts "
              "from scratch; otherwise a directory without a checkpoint is an error.")
-    overwrite_save: bool = option(
-        False,
+    overwrite_save: bool = option(False,
         help="If --save holds another run, move that run into a subfolder replaced-RUN_ID-TIME and start "
              "here.",
         avoid="A script that restarts by itself would start from scratch each time: use --load there.")
-    save_interval: int | None = option(
-        None, at_least=1, unit="iterations",
+    save_interval: int | None = option(None, at_least=1, unit="iterations",
         help="Steps between checkpoints. Default: one checkpoint at the end of training.")
     save_total_limit: int | None = option(
         None, at_least=1, help="Keep only the newest N checkpoints. Default: all.")
-    no_save_optim: bool = option(
-        False, help="Write weights only.",
+    no_save_optim: bool = option(False, help="Write weights only.",
         avoid="Training cannot resume from such a checkpoint.")
     no_load_optim: bool = option(False, help="Load weights only; the optimizer starts with empty state.")
     finetune: bool = option(
@@ -118,19 +194,16 @@ class LoggingConfig:
         100, at_least=1, json="steps_per_print", unit="iterations", help="Steps between log lines.")
     tensorboard_dir: str | None = option(
         None, help="Directory for TensorBoard events. Default: none are written.")
-    metrics_path: str | None = option(
-        None, flags=["--metrics-jsonl"],
+    metrics_path: str | None = option(None, flags=["--metrics-jsonl"],
         help="File to which the record of each log line is appended as JSON. Default: metrics.jsonl in the "
              "--save directory, if there is one.")
     progress_bar: bool = option(
         True, help="Show a progress bar while stdout is a terminal. Log files never contain one.",
         avoid="Turn it off where a recording of the terminal must hold plain lines.")
-    trace: str | None = option(
-        None,
+    trace: str | None = option(None,
         help="Directory for timelines of the pipeline's instructions, one file per pipeline rank, for "
              "tools/show_schedule.py or chrome://tracing. Default: none are written.")
-    trace_steps: tuple[int, ...] | None = option(
-        None, count=2, at_least=1, unit="steps",
+    trace_steps: tuple[int, ...] | None = option(None, count=2, at_least=1, unit="steps",
         help="FIRST LAST: the steps that --trace records, counted from the start of this process. Default: "
              "2 3.",
         avoid="The first step is slower than the others.")
@@ -144,12 +217,10 @@ class PlanConfig:
         "off", choices=("off", "cuda", "cpu"), alone="cuda", switches={"--no-dry-run": "off"},
         help="Print the plan and exit: layout, schedule, memory and traffic of a rank, FLOPs; or the errors "
              "of a launch. cuda, cpu: the kind of device to plan for. The flag without a value means cuda.")
-    world_size: int | None = option(
-        None, at_least=1, unit="ranks",
+    world_size: int | None = option(None, at_least=1, unit="ranks",
         help="Number of ranks to plan for (--dry-run only). Default: the launcher's, else 1.",
         avoid="In real runs the launcher sets it.")
-    rank: int = option(
-        0, at_least=0, help="The rank whose memory and traffic are printed (--dry-run only).",
+    rank: int = option(0, at_least=0, help="The rank whose memory and traffic are printed (--dry-run only).",
         avoid="In real runs the launcher sets it.")
 
     @property

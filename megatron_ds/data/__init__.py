@@ -2,7 +2,7 @@
 
     text/         text files → a `.bin/.idx` corpus
     tokenizers/   text ↔ ids
-    gpt/  bert/   a corpus → samples, and samples → batches
+    samples/      a corpus → samples of GPT and BERT, and samples → batches
     loading/      the data flags → datasets, their cached index maps, and the batches of a rank
     curriculum/   easy samples first: difficulty metrics and the order of samples
 

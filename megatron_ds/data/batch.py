@@ -7,11 +7,15 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..mpu.sequence_slice import SequenceSlice
 from .ledger import CLOSED, Ledger
+
+if TYPE_CHECKING:
+    from ..difficulty import TokenDrop
 
 
 @dataclass(frozen=True)
@@ -68,10 +72,12 @@ class Batch:
 
     @property
     def size(self) -> int:
+        """Rows of the batch."""
         return self.tokens.shape[0]
 
     @property
     def seq_length(self) -> int:
+        """Tokens of each row that this batch holds."""
         return self.tokens.shape[1]
 
     @property
@@ -94,14 +100,15 @@ class Batch:
         return {f.name: t for f in fields(self) if isinstance(t := getattr(self, f.name), torch.Tensor)}
 
     def to(self, device: torch.device) -> "Batch":
+        """A copy on the device; asynchronous from page-locked memory."""
         return self._map(lambda t: t.to(device, non_blocking=True))
 
     def pin(self) -> "Batch":
         """A copy in page-locked memory, from which copies to a GPU are asynchronous."""
         return self._map(torch.Tensor.pin_memory)
 
-    def keeping(self, drop, step: int) -> "Batch":
-        """This batch with the `kept_tokens` of a step.  drop: a `TokenDrop`, or None."""
+    def keeping(self, drop: "TokenDrop | None", step: int) -> "Batch":
+        """This batch with the `kept_tokens` of a step; the batch itself without random-LTD."""
         return self if drop is None else replace(self, kept_tokens=drop.kept_at(step, self.seq_length))
 
     @property
@@ -110,7 +117,7 @@ class Batch:
         return self.places is not None and self.places.index.dim() == 2
 
     def positions(self, rows: range | None = None) -> tuple[range, torch.Tensor | None]:
-        """Positions in their sequences of these `rows` of the batch's tokens (None: of all), as `ops.dropout` reads them.
+        """Positions of these rows of tokens in their sequences, for `ops.dropout`.  rows: None for all.
 
         (the rows, None) for whole sequences; else (all positions, int64 [b, k] indices into them).
         """
@@ -124,20 +131,21 @@ class Batch:
         index = part.index(self.seq_length, self.tokens.device)
         if index is None:
             return self
-        kept = self.kept_tokens             # layers that drop tokens keep the same share of the tokens on each rank
-        return replace(self.at_places(index), kept_tokens=None if kept is None else kept // part.context.size)
+        # Layers that drop tokens keep the same share of the tokens on each rank.
+        kept = None if self.kept_tokens is None else self.kept_tokens // part.context.size
+        return replace(self.at_places(index), kept_tokens=kept)
 
     def with_ledger(self, ledger: Ledger) -> "Batch":
         """This batch for one stage. `documents` is made once for all stages of a rank."""
-        _ = self.documents                                      # cached before the copy, so all stages share it
+        _ = self.documents                                  # cached before the copy, so all stages share it
         batch = copy.copy(self)
         object.__setattr__(batch, "ledger", ledger)
         return batch
 
     def at_places(self, index: torch.Tensor) -> "Batch":
-        """Only the tokens at index [k] or [b, k], ascending, among those that this batch holds. Tokens keep their positions.
+        """Only the tokens at index [k] or [b, k], ascending, among those that this batch holds.
 
-        A batch that holds some of the tokens already is narrowed further.
+        Tokens keep their positions. A batch that holds some of the tokens already is narrowed further.
         """
         kept = {name: _picked(t, index) for name, t in self.tensors().items() if t.dim() == 2}
         places = Places(index, self.seq_length)
@@ -198,6 +206,7 @@ class Documents:
 
     @cached_property
     def starts(self) -> torch.Tensor:
+        """Where the document of each position begins, int64 [b, s]."""
         return document_starts(self.ids)
 
     @property
@@ -226,7 +235,10 @@ def _bias(documents: Documents, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _picked(t: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """t [b, s] at index [k] or [b, k]; one row that stands for all samples (stride 0) stays one row if the index is."""
+    """t [b, s] at index [k] or [b, k].
+
+    A row that is expanded over all samples (stride 0) stays so if the index is the same for all of them.
+    """
     if index.dim() == 2:
         return t.gather(1, index)
     if t.shape[0] > 1 and t.stride(0) == 0:

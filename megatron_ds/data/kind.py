@@ -31,8 +31,7 @@ class DataKind:
     title      begins the names of its index maps in the cache
     tokens     key of the token ids in a sample
     documents  IndexedDataset → first sequence of each document, and the number of sequences; documents are
-    divided
-               between training, validation and test
+               divided between training, validation and test
     mock       (number of samples, config, tokenizer, seed) → a dataset of mock samples
     open       (corpus, range of documents, *, title, num_samples, config, tokenizer) → a dataset; num_samples
                None for each sample once

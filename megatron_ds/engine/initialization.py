@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..config import RunConfig
-from ..config.dump import report_without_effect
+from ..config.config_text import report_without_effect
 from ..errors import ConfigError
 from ..launch_env import local_rank_contradiction, with_local_rank
 from ..mpu.agree import on_all_ranks

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..config.model_options import ModelConfig
-from ..data.gpt.gpt_data import GPT_DATA
 from ..data.kind import DataKind
+from ..data.samples.gpt_data import GPT_DATA
 from ..mpu.context import ParallelContext
 from ..registry import Registry
 from .layer import Layer

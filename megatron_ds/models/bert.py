@@ -8,7 +8,7 @@ BERT.
 from functools import partial
 
 from ..config.model_options import ModelConfig
-from ..data.bert.bert_data import BERT_DATA
+from ..data.samples.bert_data import BERT_DATA
 from ..mpu.context import ParallelContext
 from .architecture import MODELS, Architecture
 from .attention import make_rotary

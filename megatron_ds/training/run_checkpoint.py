@@ -15,11 +15,11 @@ from ..checkpoint.pieces import WEIGHT, Piece
 from ..checkpoint.run_file import progress_of, require
 from ..checkpoint.save import save
 from ..config import RunConfig, Source
+from ..config.config_text import to_dict
 from ..config.data_efficiency_options import order_identity
 from ..config.data_rules import FIM
-from ..config.dump import to_dict
 from ..config.training_options import CheckpointConfig
-from ..data.loading.data_paths import parse_split, read_sources
+from ..data.loading.blend import parse_split, read_sources
 from ..data.loading.datasets import identify
 from ..data.tokenizers import Tokenizer
 from ..errors import CheckpointError

@@ -8,13 +8,12 @@ from ..config import RunConfig
 from ..config.data_efficiency_options import read_metric
 from ..config.data_options import DataConfig
 from ..config.training_schedule import stated_batch_size
-from ..data.curriculum.curriculum_admission import order_by_difficulty
-from ..data.curriculum.curriculum_order import CurriculumOrder
+from ..data.curriculum.curriculum_order import CurriculumOrder, order_by_difficulty
 from ..data.curriculum.difficulty_analysis import identity
-from ..data.gpt.fim import FIMDataset, make_fim
-from ..data.gpt.gpt_dataset import default_cache
 from ..data.loading.datasets import Datasets
 from ..data.loading.loader import Loader
+from ..data.samples.fim import FIMDataset, make_fim
+from ..data.samples.gpt_data import default_cache
 from ..data.tokenizers.base import Tokenizer
 from ..models import MODELS
 from ..mpu.mesh import Mesh

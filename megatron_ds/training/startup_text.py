@@ -6,7 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from ..config import RunConfig
-from ..config.dump import report_without_effect
+from ..config.config_text import report_without_effect
 from ..config.messages import value_text
 from ..config.run import non_default
 from ..models import build_stages

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ds.data.tokenizers import backend, make_tokenizer
-from megatron_ds.data.tokenizers.native_bpe import MOST_DIGITS, plan_native
+from megatron_ds.data.tokenizers.backend import MOST_DIGITS, plan_native
 from megatron_ds.errors import ConfigError, DataError
 
 TEXT = ["The quick brown fox isn't jumping over 12 lazy dogs.\n\n  Übergrößen, naïve café! It'S 12345 o'clock\r\n\r\n  x",

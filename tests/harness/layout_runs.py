@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from megatron_ds.config import parse
-from megatron_ds.data.gpt.fim import FillInMiddle
-from megatron_ds.data.gpt.packing import PackedDataset
 from megatron_ds.data.loading.loader import Loader
+from megatron_ds.data.samples.fim import FillInMiddle
+from megatron_ds.data.samples.packing import PackedDataset
 from megatron_ds.models.attention import CoreAttention
 from megatron_ds.models.block import MLP, Block
 from megatron_ds.mpu.grid import Grid

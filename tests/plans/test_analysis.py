@@ -13,11 +13,10 @@ import torch
 
 from megatron_ds.config import parse
 from megatron_ds.config.training_schedule import make_batch_size
-from megatron_ds.data.bert.bert_data import BERT_DATA
 from megatron_ds.data.curriculum.difficulty_analysis import map_shard, percentiles, reduce_metric
-from megatron_ds.data.curriculum.difficulty_metrics import MetricSpec, parse_metric
-from megatron_ds.data.curriculum.metric_index import ListFile
+from megatron_ds.data.curriculum.difficulty_metrics import ListFile, MetricSpec, parse_metric
 from megatron_ds.data.loading.datasets import build_datasets
+from megatron_ds.data.samples.bert_data import BERT_DATA
 from megatron_ds.data.text.indexed import IndexedWriter
 from megatron_ds.data.tokenizers import build_tokenizer
 from megatron_ds.errors import ConfigError, DataError

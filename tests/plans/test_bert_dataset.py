@@ -7,11 +7,18 @@ import pytest
 import torch
 
 from megatron_ds.config import parse
-from megatron_ds.data.bert import bert_dataset
-from megatron_ds.data.bert.bert_data import BERT_DATA, MockBertDataset, bert_batch
-from megatron_ds.data.bert.bert_dataset import BertDataset, BertOptions, open_bert_dataset, truncate
-from megatron_ds.data.bert.masking import Masking, WordPieces, candidates, mask_tokens, pieces_of
 from megatron_ds.data.loading.datasets import build_datasets
+from megatron_ds.data.samples import bert_data
+from megatron_ds.data.samples.bert_data import (
+    BERT_DATA,
+    BertDataset,
+    BertOptions,
+    MockBertDataset,
+    bert_batch,
+    open_bert_dataset,
+    truncate,
+)
+from megatron_ds.data.samples.masking import Masking, WordPieces, candidates, mask_tokens, pieces_of
 from megatron_ds.data.text.indexed import IndexedDataset, IndexedWriter
 from megatron_ds.data.tokenizers import make_tokenizer
 from megatron_ds.data.tokenizers.vocabulary_training import train_word_pieces
@@ -142,7 +149,7 @@ def test_samples_are_sentences_of_one_document_of_the_part_and_enough_of_them(tm
         document = max(d for d in range(6) if bounds[d] <= first)
         assert 1 <= document < 4 and stop <= bounds[document + 1] and stop - first >= 2 and 2 <= target <= 29
     assert all(set(samples[i]["text"]) <= set(IDS) and samples[i]["padding_mask"].sum() <= 32 for i in range(40))
-    monkeypatch.setattr(bert_dataset, "build_mapping", lambda *a, **k: pytest.fail("built again"))
+    monkeypatch.setattr(bert_data, "build_mapping", lambda *a, **k: pytest.fail("built again"))
     again = open_dataset(corpus, samples=40, documents=range(1, 4))
     assert np.array_equal(again.mapping, samples.mapping)
     with pytest.raises(pytest.fail.Exception):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron_ds.data.bert.bert_maps import build_blocks_mapping, build_mapping, mt19937_64, short_ratio
+from megatron_ds.data.samples.bert_maps import build_blocks_mapping, build_mapping, mt19937_64, short_ratio
 from megatron_ds.errors import DataError
 
 DOCUMENTS = np.array([0, 3, 4, 9, 11])

@@ -15,11 +15,12 @@ from megatron_ds.data.loading.blend import (
     build_blend_index,
     build_exhaustive_index,
     count_draws,
+    cut,
     draws_text,
     parse_blend,
+    parse_split,
     samples_to_provide,
 )
-from megatron_ds.data.loading.data_paths import cut, parse_split
 from megatron_ds.data.loading.datasets import build_datasets
 from megatron_ds.data.text.indexed import IndexedWriter
 from megatron_ds.data.tokenizers import make_tokenizer

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from megatron_ds.data.loading import cache, cache_entry
+from megatron_ds.data.loading import cache
 from megatron_ds.data.loading.cache import cached_arrays
 
 ARRAYS = {"order": np.random.RandomState(7).permutation(5000).astype(np.int32), "starts": np.arange(600).reshape(-1, 2)}
@@ -23,8 +23,8 @@ def fresh(monkeypatch, caplog):
 def size(request, monkeypatch):
     """Entries that are verified at each load; and those that are verified once, of several blocks."""
     if request.param == "large":
-        monkeypatch.setattr(cache_entry, "ALWAYS_BYTES", 0)
-        monkeypatch.setattr(cache_entry, "BLOCK_BYTES", 3000)
+        monkeypatch.setattr(cache, "ALWAYS_BYTES", 0)
+        monkeypatch.setattr(cache, "BLOCK_BYTES", 3000)
     return request.param
 
 
@@ -89,10 +89,10 @@ def test_a_file_of_another_size_is_written_again(tmp_path, size, change):
 
 
 def test_a_large_entry_is_read_once_for_all_processes_and_again_when_a_file_was_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(cache_entry, "ALWAYS_BYTES", 0)
-    read, sums_of = [], cache_entry.sums_of
+    monkeypatch.setattr(cache, "ALWAYS_BYTES", 0)
+    read, sums_of = [], cache.sums_of
     load(tmp_path)
-    monkeypatch.setattr(cache_entry, "sums_of", lambda path: read.append(path.name) or sums_of(path))
+    monkeypatch.setattr(cache, "sums_of", lambda path: read.append(path.name) or sums_of(path))
     assert equal(load(tmp_path)) and equal(load(tmp_path)) and not read
     path = file_of(tmp_path, "order.npy")
     path.write_bytes(path.read_bytes())                     # the same bytes: nothing to mend, but that has to be seen

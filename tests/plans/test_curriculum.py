@@ -10,11 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ds.config.data_efficiency_options import read_metric
-from megatron_ds.data.curriculum.curriculum_admission import order_by_difficulty
-from megatron_ds.data.curriculum.curriculum_order import CurriculumOrder, Stage, _floor_sum, shuffled
-from megatron_ds.data.curriculum.metric_index import write_metric
-from megatron_ds.data.gpt.gpt_data import GPTCollator
+from megatron_ds.data.curriculum.curriculum_order import CurriculumOrder, Stage, _floor_sum, order_by_difficulty, shuffled
+from megatron_ds.data.curriculum.difficulty_metrics import write_metric
 from megatron_ds.data.loading.loader import Loader
+from megatron_ds.data.samples.gpt_data import GPTCollator
 from megatron_ds.errors import ConfigError, DataError
 from megatron_ds.ramps import BatchSize
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from megatron_ds.config import parse
-from megatron_ds.data.bert.bert_data import BERT_DATA
-from megatron_ds.data.loading.data_paths import cut, parse_split
+from megatron_ds.data.loading.blend import cut, parse_split
 from megatron_ds.data.loading.datasets import build_datasets, fit_default_split
+from megatron_ds.data.samples.bert_data import BERT_DATA
 from megatron_ds.data.text.indexed import IndexedWriter
 from megatron_ds.data.tokenizers import TOKENIZERS, build_tokenizer
 from megatron_ds.errors import DataError

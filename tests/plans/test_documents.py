@@ -8,8 +8,8 @@ import torch
 
 from megatron_ds.config import DataConfig
 from megatron_ds.data.batch import Batch, Documents, document_numbers, document_positions, document_starts
-from megatron_ds.data.gpt.gpt_data import GPTCollator
 from megatron_ds.data.loading.loader import Loader
+from megatron_ds.data.samples.gpt_data import GPTCollator
 from megatron_ds.ops.blocked_attention import BLOCK, blocked_attention
 from megatron_ds.ops.core_attention import attention, reference_attention
 from megatron_ds.training.samples import warn_without_ends

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from megatron_ds.config import DataConfig
-from megatron_ds.data.gpt.fim import FillInMiddle, FIMDataset, make_fim
-from megatron_ds.data.gpt.gpt_data import GPTCollator
 from megatron_ds.data.kind import PAD
 from megatron_ds.data.loading.loader import Loader
+from megatron_ds.data.samples.fim import FillInMiddle, FIMDataset, make_fim
+from megatron_ds.data.samples.gpt_data import GPTCollator
 from megatron_ds.errors import ConfigError
 
 PRE, MID, SUF, EOD, FILE = 300, 301, 302, 303, 304

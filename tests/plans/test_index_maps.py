@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ds.data.gpt.index_maps import (
+from megatron_ds.data.loading.index_maps import (
     build_document_index,
     build_index_maps,
     build_sample_index,

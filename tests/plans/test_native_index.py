@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megatron_ds.data.bert import bert_maps
-from megatron_ds.data.gpt.index_maps import build_index_maps, build_sample_index, plain_sample_index
-from megatron_ds.data.loading import blend, native_index
+from megatron_ds.data.loading import blend, index_maps
 from megatron_ds.data.loading.blend import plain_draw
+from megatron_ds.data.loading.index_maps import build_index_maps, build_sample_index, plain_sample_index
+from megatron_ds.data.samples import bert_maps
 
-pytestmark = pytest.mark.skipif(not native_index.extension(), reason="the extension is not built")
+pytestmark = pytest.mark.skipif(not index_maps.extension(), reason="the extension is not built")
 
 
 def equal(one, two):
@@ -36,8 +36,8 @@ def test_sample_index_equals_the_plain_one(threads):
         if tokens == 0:
             continue
         plain = plain_sample_index(lengths, order, seq_length)
-        assert equal(native_index.extension().sample_index_int32(lengths, order, seq_length, tokens, threads), plain)
-        wide = native_index.extension().sample_index_int64(lengths, order, seq_length, tokens, threads)
+        assert equal(index_maps.extension().sample_index_int32(lengths, order, seq_length, tokens, threads), plain)
+        wide = index_maps.extension().sample_index_int64(lengths, order, seq_length, tokens, threads)
         assert equal(wide, plain.astype(np.int64))
 
 
@@ -52,7 +52,7 @@ def test_a_wrong_number_of_tokens_is_an_error_and_writes_nothing_outside():
     lengths, order = np.full(9, 5, np.int32), np.arange(9, dtype=np.int32)
     for tokens in (1, 20, 44, 46):
         with pytest.raises(ValueError, match=f"hold 45 tokens, not {tokens}"):
-            native_index.extension().sample_index_int32(lengths, order, 4, tokens, 2)
+            index_maps.extension().sample_index_int32(lengths, order, 4, tokens, 2)
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.uint32, np.int64])
@@ -61,7 +61,7 @@ def test_shuffle_is_numpys_and_so_is_what_comes_after(dtype):
         one, two = np.random.RandomState(size), np.random.RandomState(size)
         for _ in range(3):
             a, b = np.arange(size, dtype=dtype), np.arange(size, dtype=dtype)
-            native_index.shuffle(a, one)
+            index_maps.shuffle(a, one)
             two.shuffle(b)
             assert equal(a, b)
         assert one.randint(10**9) == two.randint(10**9) and one.normal() == two.normal()
@@ -78,18 +78,18 @@ def test_blends_equal_the_plain_ones(kind):
                 shares = limits / limits.sum()
             plain = plain_draw(shares, size, limits)
             for segment in (1, 7, 100, 10**6):              # short ones begin wrong now and then, and are drawn again
-                assert all(map(equal, native_index.extension().blend(shares, size, limits, segment, 2), plain))
+                assert all(map(equal, index_maps.extension().blend(shares, size, limits, segment, 2), plain))
 
 
 def test_long_blends_equal_the_plain_ones():
     rng = np.random.default_rng(0)
     for shares in (shares_of("random", 64, rng), shares_of("wide", 12, rng)):
-        assert all(map(equal, native_index.extension().blend(shares, 40000, None, 9000, 2), plain_draw(shares, 40000, None)))
+        assert all(map(equal, index_maps.extension().blend(shares, 40000, None, 9000, 2), plain_draw(shares, 40000, None)))
 
 
 def test_all_processors_draw_a_long_blend_and_one_a_short_one_of_many_datasets(monkeypatch):
     asked = []
-    compiled = native_index.extension()
+    compiled = index_maps.extension()
     recorder = SimpleNamespace(blend=lambda *call: asked.append(call[3:]) or compiled.blend(*call))
     monkeypatch.setattr(blend, "extension", lambda: recorder)
     monkeypatch.setattr(blend, "num_threads", lambda: 2)
@@ -111,7 +111,7 @@ def test_shares_that_do_not_sum_to_one_are_drawn_the_same():
     for total in (0.3, 0.999, 1.7):
         shares = shares_of("random", 20, rng) * total
         shares[3::7] = 0
-        assert all(map(equal, native_index.extension().blend(shares, 3000, None, 500, 2), plain_draw(shares, 3000, None)))
+        assert all(map(equal, index_maps.extension().blend(shares, 3000, None, 500, 2), plain_draw(shares, 3000, None)))
 
 
 def test_bert_rows_equal_the_plain_ones():
@@ -123,7 +123,7 @@ def test_bert_rows_equal_the_plain_ones():
         titles = rng.integers(0, 9, len(bounds)).astype(np.int32)
         epochs, most, longest, seed = (int(rng.integers(*span)) for span in ((0, 4), (0, 60), (2, 150), (0, 2**31 - 1)))
         ratio, least = int(rng.choice([0, 1, 3, 10])), int(rng.integers(0, 4))
-        native, arguments = native_index.extension(), (bounds, sizes, epochs, most, longest, ratio, seed, least)
+        native, arguments = index_maps.extension(), (bounds, sizes, epochs, most, longest, ratio, seed, least)
         plain = bert_maps.plain_mapping(*arguments)
         assert equal(native.mapping_uint32(*arguments), plain)
         assert equal(native.mapping_uint64(*arguments), plain.astype(np.uint64))
@@ -137,13 +137,13 @@ def test_without_the_extension_numpy_builds_the_same_and_says_so_once(monkeypatc
     lengths, documents = np.array([5, 3, 8, 1, 10, 4], np.int32), np.arange(6)
     compiled = build_index_maps(lengths, documents, 4, 16, seed=1234)
     monkeypatch.setitem(sys.modules, "megatron_ds._index_builder", None)        # importing it is an ImportError then
-    native_index.extension.cache_clear()
+    index_maps.extension.cache_clear()
     try:
         for _ in range(2):
             plain = build_index_maps(lengths, documents, 4, 16, seed=1234)
     finally:
         monkeypatch.undo()
-        native_index.extension.cache_clear()
+        index_maps.extension.cache_clear()
     for name in ("document_index", "sample_index", "shuffle_index"):
         assert equal(getattr(plain, name), getattr(compiled, name))
     assert caplog.text.count("not compiled") == 1
@@ -159,7 +159,7 @@ def test_other_threads_of_python_run_meanwhile():
     clock = threading.Thread(target=tick)
     clock.start()
     shares = np.full(8, 1 / 8) + np.arange(8) * 1e-3
-    native_index.extension().blend(shares / shares.sum(), 2_000_000, None, 10**7, 1)      # some 30 ms
+    index_maps.extension().blend(shares / shares.sum(), 2_000_000, None, 10**7, 1)      # some 30 ms
     stop.set()
     clock.join()
     assert len(ticks) > 2

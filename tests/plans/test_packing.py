@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ds.config import parse
-from megatron_ds.data.gpt.gpt_data import GPTCollator
-from megatron_ds.data.gpt.packing import PackedDataset, build_packs, open_packed_dataset, pack_lengths
 from megatron_ds.data.kind import PAD
 from megatron_ds.data.loading.datasets import build_datasets
 from megatron_ds.data.loading.loader import Loader
+from megatron_ds.data.samples.gpt_data import GPTCollator
+from megatron_ds.data.samples.packing import PackedDataset, build_packs, open_packed_dataset, pack_lengths
 from megatron_ds.data.text.indexed import IndexedDataset, IndexedWriter
 from megatron_ds.data.tokenizers import build_tokenizer
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from megatron_ds.config import parse
-from megatron_ds.data.gpt import gpt_dataset
 from megatron_ds.data.loading import datasets
+from megatron_ds.data.samples import gpt_data
 from megatron_ds.data.text.indexed import IndexedWriter
 from megatron_ds.data.tokenizers import build_tokenizer
 from megatron_ds.errors import ConfigError, DataError
@@ -43,7 +43,7 @@ def test_a_run_finds_what_was_prepared_and_builds_nothing(corpora, tmp_path, mon
     printed = capsys.readouterr().out
     assert "train data" in printed and "60.00%" in printed and str(tmp_path / "kept") in printed
     assert len(os.listdir(tmp_path / "kept")) == 3 * (2 * 4 + 3) + 1           # parts of two corpora and a blend; the lock
-    for module, name in ((gpt_dataset, "build_index_maps"), (datasets, "build_blend_index")):
+    for module, name in ((gpt_data, "build_index_maps"), (datasets, "build_blend_index")):
         monkeypatch.setattr(module, name, lambda *_: pytest.fail("built again"))
     config = parse(flags)
     found = datasets.build_datasets(config, wanted_samples(config), build_tokenizer(config.data, config.model))

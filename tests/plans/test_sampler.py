@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_ds.data.gpt.gpt_data import GPTCollator
 from megatron_ds.data.kind import PAD
 from megatron_ds.data.loading.loader import ORDERS, Loader, cyclic, local_positions, single
+from megatron_ds.data.samples.gpt_data import GPTCollator
 from megatron_ds.errors import ConfigError, DataError
 
 

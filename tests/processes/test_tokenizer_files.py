@@ -10,7 +10,7 @@ import pytest
 
 from megatron_ds.cli import main_guard
 from megatron_ds.config import parse
-from megatron_ds.config.dump import to_dict
+from megatron_ds.config.config_text import to_dict
 from megatron_ds.data.tokenizers import TOKENIZERS, build_tokenizer
 from megatron_ds.data.tokenizers.vocabulary_training import train_byte_level_bpe
 from megatron_ds.errors import CheckpointError

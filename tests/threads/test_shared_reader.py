@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_ds.data.gpt.gpt_data import GPTCollator
 from megatron_ds.data.loading.loader import Loader
+from megatron_ds.data.samples.gpt_data import GPTCollator
 from megatron_ds.errors import DataError
 from megatron_ds.training.shared_reader import SharedReader
 from tests.harness.threads import run_ranks

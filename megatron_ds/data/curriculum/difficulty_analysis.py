@@ -11,7 +11,6 @@ workers.
 
 import json
 import logging
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -20,10 +19,9 @@ import numpy as np
 from ...config import RunConfig
 from ...errors import DataError
 from ..kind import DataKind, Dataset
-from ..loading.data_paths import read_sources
+from ..loading.blend import read_sources
 from ..loading.datasets import identify
-from .difficulty_metrics import MetricSpec
-from .metric_index import ListFile, write_list_file, write_metric, write_total
+from .difficulty_metrics import ListFile, MetricSpec, write_list_file, write_metric, write_synced, write_total
 
 logger = logging.getLogger(__name__)
 BATCH = 256                                            # samples measured together: bounds the memory of a map
@@ -84,7 +82,7 @@ def map_shard(dataset: Dataset, save: Path, shard: int, num_shards: int, specs: 
             write_list_file(folder / f"{spec.name}_metric_value", values, [len(values)])
         else:
             write_list_file(folder / f"{spec.name}_sample_to_metric", values, np.ones(len(values), np.int64))
-        _write_json(folder / "done.json", description[spec.name])
+        write_synced(folder / "done.json", json.dumps(description[spec.name], indent=1).encode())
     return [spec.name for spec in todo]
 
 
@@ -108,7 +106,7 @@ def reduce_metric(save: Path, spec: MetricSpec, num_shards: int, dataset_id: Map
                         "samples. Remove the folder, and run the map again.")
     (folder / "analysis.json").unlink(missing_ok=True)
     (write_total if spec.is_total else write_metric)(prefix, values)
-    _write_json(folder / "analysis.json", description)
+    write_synced(folder / "analysis.json", json.dumps(description, indent=1).encode())
     return values
 
 
@@ -162,12 +160,3 @@ def _shard_description(save: Path, spec: MetricSpec, dataset_id: Mapping, shard:
                        num_shards: int) -> dict:
     return {"metric": spec.definition(save), "dataset": dict(dataset_id), "shard": shard,
             "num_shards": num_shards}
-
-
-def _write_json(path: Path, content: Mapping) -> None:
-    beside = path.with_name(f"{path.name}.partial")
-    with open(beside, "w", encoding="utf-8") as file:
-        json.dump(content, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)

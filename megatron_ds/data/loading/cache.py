@@ -1,26 +1,49 @@
 """Arrays that are built once and then mapped by every rank: index maps of datasets and blends.
 
-An entry of the cache (`cache_entry.py`) is complete or absent, and is verified by checksums when it is
-loaded. A damaged entry is built again.
+An entry of the cache is complete or absent, and is verified by checksums when it is loaded. A damaged entry
+is built again.
 
 Any number of processes may load an entry at the same time: the first one builds it under a file lock, and the
 others wait and map the same pages. A process that dies releases the lock; its partial files have temporary
 names and are removed by the next process that builds the entry. Ranks do not communicate, so no rank waits
 for another that failed. Nodes with local disks build each entry once per node.
+
+The files of an entry:
+
+    {md5}-{title}-description.txt       the key, then a line of JSON with the checksums; written last
+    {md5}-{title}-document_index.npy    ...
+    .{md5}-{title}-verified             size, times, inode of each array, verified; large entries only
+
+Every file has a CRC-32 for each block of 16 MiB, computed when it is built. An entry of up to ALWAYS_BYTES is
+verified each time a process loads it. A larger entry is verified by the first process; the `-verified` file
+shows the others that the arrays have not been written or replaced since, so that 1,000 ranks do not read them
+1,000 times. Damage below the file system, which changes no time stamp, is therefore noticed in small entries
+only.
 """
 
+from __future__ import annotations
+
 import contextlib
+import hashlib
+import json
 import logging
+import os
 import shutil
 import time
+import uuid
+import zlib
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
-from .cache_entry import DamagedEntry, Entry
-
 logger = logging.getLogger(__name__)
+BLOCK_BYTES = 1 << 24
+CHUNK_BYTES = 1 << 20                                       # read at a time, by each of THREADS
+THREADS = 8                                                 # zlib releases the interpreter lock
+ALWAYS_BYTES = 1 << 26                                      # a twentieth of a second
 _warned: set[Path] = set()                      # folders that cannot be written, each reported once a process
 
 
@@ -116,3 +139,147 @@ def _take(file, directory: Path, title: str) -> bool:
         logger.warning("no file lock in %s (%s): several processes may build the same indices", directory, e)
         return False
     return True
+
+
+class DamagedEntry(Exception):
+    """The files of an entry are not those that were written. The message names the difference."""
+
+
+class Entry:
+    """The arrays `names` that depend on `key`, in a directory.  stem: begins the names of its files."""
+
+    def __init__(self, directory: Path, title: str, key: Mapping[str, object], names: Sequence[str]):
+        self._description = json.dumps(key, indent=4, sort_keys=True)
+        self.stem = f"{hashlib.md5(self._description.encode(), usedforsecurity=False).hexdigest()}-{title}"
+        self.directory, self._names = directory, names
+        self._done = directory / f"{self.stem}-description.txt"
+        self._stamp = directory / f".{self.stem}-verified"
+
+    def load(self, verify_large: bool) -> dict[str, np.ndarray] | None:
+        """The arrays, mapped. None if there is no entry, or if it is large, not verified yet, and
+        `verify_large` is False.
+
+        verify_large: read a large entry in full unless it was verified since it was written. The caller holds
+        the lock. Raises DamagedEntry.
+        """
+        try:
+            sums = self._read_sums()
+            if sums is None or not self._is_verified(sums, verify_large):
+                return None
+            # `np.asarray` drops the memmap class, whose indexing takes microseconds; the pages stay mapped.
+            return {name: np.asarray(np.load(self._path(name), mmap_mode="r")) for name in self._names}
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except DamagedEntry:
+            raise
+        except Exception as e:                             # np.load raises any exception for a damaged header
+            raise DamagedEntry(str(e) or type(e).__name__) from None
+
+    def store(self, arrays: Mapping[str, np.ndarray], is_alone: bool) -> None:
+        """Write the entry, its description last. is_alone: the lock is held, so leftovers can be removed."""
+        if is_alone:
+            for left_behind in self.directory.glob(f".{self.stem}-*"):
+                left_behind.unlink(missing_ok=True)
+        self._done.unlink(missing_ok=True)
+        sums = {name: _write(self._path(name), lambda f, value=value: np.save(f, value))
+                for name, value in arrays.items()}
+        if _is_large(sums):
+            self._write_stamp(sums)
+        checksums = {name: asdict(each) for name, each in sums.items()}
+        text = f"{self._description}\n{json.dumps({'checksums': checksums})}\n"
+        _write(self._done, lambda f: f.write(text.encode()))
+
+    def _path(self, name: str) -> Path:
+        return self.directory / f"{self.stem}-{name}.npy"
+
+    def _read_sums(self) -> dict[str, Sums]:
+        text = self._done.read_text()
+        if text == self._description:                       # written by an earlier version
+            raise DamagedEntry("they were written without checksums")
+        if not text.startswith(self._description + "\n"):
+            raise DamagedEntry(f"{self._done.name} describes others")
+        sums = json.loads(text.removeprefix(self._description))["checksums"]
+        return {name: Sums(int(sums[name]["bytes"]), list(sums[name]["crc32"])) for name in self._names}
+
+    def _is_verified(self, sums: Mapping[str, Sums], verify_large: bool) -> bool:
+        is_large = _is_large(sums)
+        if is_large and self._has_stamp(sums):
+            return True
+        if is_large and not verify_large:
+            return False
+        for name, recorded in sums.items():
+            _check(self._path(name), recorded)
+        if is_large:
+            with contextlib.suppress(OSError):              # in a read-only folder each process verifies
+                self._write_stamp(sums)
+        return True
+
+    def _has_stamp(self, sums: Mapping[str, Sums]) -> bool:
+        try:
+            return json.loads(self._stamp.read_text()) == self._states(sums)
+        except (OSError, ValueError):
+            return False
+
+    def _write_stamp(self, sums: Mapping[str, Sums]) -> None:
+        _write(self._stamp, lambda f: f.write(json.dumps(self._states(sums)).encode()))
+
+    def _states(self, sums: Mapping[str, Sums]) -> dict[str, list]:
+        """Of each array, what changes when the file is written, replaced or copied."""
+        found = {name: self._path(name).stat() for name in self._names}
+        return {name: [s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino, sums[name].bytes, sums[name].crc32]
+                for name, s in found.items()}
+
+
+@dataclass(frozen=True)
+class Sums:
+    """The size of a file, and the CRC-32 of each of its blocks in hexadecimal digits."""
+
+    bytes: int
+    crc32: list[str]
+
+
+def sums_of(path: Path) -> Sums:
+    """Size and checksums of a file; threads read a large one."""
+    size = path.stat().st_size
+    if size <= BLOCK_BYTES:
+        return Sums(size, [_crc32(path, 0)])
+    with ThreadPoolExecutor(THREADS) as pool:
+        return Sums(size, list(pool.map(lambda start: _crc32(path, start), range(0, size, BLOCK_BYTES))))
+
+
+def _check(path: Path, recorded: Sums) -> None:
+    found = sums_of(path)
+    if found.bytes != recorded.bytes:
+        raise DamagedEntry(f"{path.name} has {found.bytes} bytes, and {recorded.bytes} were written")
+    if found != recorded:
+        block = next(i for i, pair in enumerate(zip(found.crc32, recorded.crc32)) if pair[0] != pair[1])
+        raise DamagedEntry(f"the bytes of {path.name} from {block * BLOCK_BYTES} on are not those that were "
+                           "written")
+
+
+def _crc32(path: Path, start: int) -> str:
+    crc, left = 0, BLOCK_BYTES
+    with open(path, "rb", buffering=0) as f:
+        f.seek(start)
+        while left and (chunk := f.read(min(left, CHUNK_BYTES))):
+            crc, left = zlib.crc32(chunk, crc), left - len(chunk)
+    return f"{crc:08x}"
+
+
+def _is_large(sums: Mapping[str, Sums]) -> bool:
+    return sum(each.bytes for each in sums.values()) > ALWAYS_BYTES
+
+
+def _write(path: Path, write: Callable) -> Sums:
+    """Write to a temporary name, then rename, so that no partial file has the final name."""
+    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        with open(beside, "wb") as f:
+            write(f)
+            f.flush()
+            os.fsync(f.fileno())
+        sums = sums_of(beside)
+        beside.replace(path)
+        return sums
+    finally:
+        beside.unlink(missing_ok=True)

@@ -14,23 +14,26 @@ import numpy as np
 
 from ...config import RunConfig, Source
 from ...errors import DataError
-from ..gpt.gpt_data import GPT_DATA
 from ..kind import DataKind, Dataset
+from ..samples.gpt_data import GPT_DATA
 from ..text.indexed import IndexedDataset
 from ..tokenizers import Tokenizer
 from .blend import (
+    PARTS,
     Blend,
     BlendedDataset,
     Draw,
     build_blend_index,
     build_exhaustive_index,
     count_draws,
+    cut,
     draws_text,
     parse_blend,
+    parse_split,
+    read_sources,
     samples_to_provide,
 )
 from .cache import cached_arrays, default_cache
-from .data_paths import PARTS, cut, parse_split, read_sources
 
 logger = logging.getLogger(__name__)
 SETS = {"train": "training", "valid": "validation", "test": "test"}

@@ -23,8 +23,7 @@ CHUNK_BYTES = 1 << 22
 
 @dataclass(frozen=True)
 class FilePiece:
-    """At most PIECE_BYTES consecutive bytes of `.bin`, and their SHA-256. A merged corpus keeps its parts'
-    pieces."""
+    """At most PIECE_BYTES consecutive bytes of `.bin`; a merged corpus keeps the pieces of its parts."""
 
     bytes: int
     sha256: str

@@ -4,9 +4,8 @@ Each shard is an independent task. A complete shard is not made again, so a comm
 where it was. Merging copies the shards in parallel, since each one's place is known from the sizes:
 
     a.bin |--- a ---|        merged.bin |--- a ---|- b -|------ c ------|
-    b.bin |- b -|            merged.idx   lengths of a, b and c; new byte offsets; document numbers of b
-                                          continue a's
-    c.bin |------ c ------|
+    b.bin |- b -|            merged.idx   lengths of a, b and c; new byte offsets;
+    c.bin |------ c ------|               document numbers of b continue those of a
 
 The merged corpus is complete or absent: it is written under another name and renamed, `.idx` last.
 """
@@ -25,7 +24,7 @@ from ...errors import ConfigError, DataError
 from .corpus_record import CorpusRecord, read_record, record_path, remove_record, sha256_of
 from .indexed import CODES, HEADER, MAGIC, VERSION, IndexedDataset, corpus_paths
 from .preprocess import Shard, Written, end_with_parent, output_prefix, shard_prefix
-from .table_files import missing_package
+from .text_records import missing_package
 
 COPY_BYTES = 1 << 26                                        # copied by one task
 ROWS = 1 << 20                                              # of an index, in memory together

@@ -74,10 +74,12 @@ class IndexedDataset:
 
     @property
     def num_documents(self) -> int:
+        """Number of documents, those without tokens included."""
         return len(self.document_indices) - 1
 
     @property
     def num_tokens(self) -> int:
+        """Tokens of all sequences."""
         return len(self._tokens) // self.dtype.itemsize
 
     def fingerprint(self) -> str:
@@ -94,6 +96,11 @@ class IndexedDataset:
         for start in starts:
             digest.update(self.lengths[start:start + FINGERPRINT_BLOCK].tobytes())
         return digest.hexdigest()
+
+    def key(self, documents: range) -> dict:
+        """What identifies a range of documents in a cache: path, fingerprint and bounds, as JSON values."""
+        return {"dataset_path": str(self.bin_path.resolve())[:-4], "corpus": self.fingerprint(),
+                "documents": [documents.start, documents.stop]}
 
     def check(self) -> None:
         """Check every row of the index. Raises DataError for the first one that points outside the tokens."""
@@ -117,7 +124,7 @@ class IndexedDataset:
         size, item = len(self._tokens), self.dtype.itemsize
         end = int(self.offsets[-1]) + int(self.lengths[-1]) * item if len(self) else 0
         if size != end:
-            kind = "truncated" if size < end else "longer than its index says"
+            kind = "truncated" if size < end else "too long"
             raise _damaged(self.bin_path, f"it is {kind}: {size} bytes where {self.idx_path} describes {end}")
         bounds = self.document_indices
         if len(bounds) and (bounds[0] != 0 or bounds[-1] != len(self)):
@@ -159,8 +166,7 @@ class IndexedWriter:
         self._documents.append(len(self._lengths))
 
     def add_documents(self, tokens: np.ndarray, lengths: np.ndarray, sequences: np.ndarray) -> None:
-        """Add documents: all tokens, of the corpus's dtype; lengths of sequences; sequences of each
-        document."""
+        """Add documents: all tokens, of this dtype; tokens of each sequence; sequences of each document."""
         assert tokens.dtype == self.dtype and len(tokens) == lengths.sum() and len(lengths) == sequences.sum()
         self._bin.write(tokens.data)
         first = len(self._lengths)
@@ -169,6 +175,7 @@ class IndexedWriter:
 
     @property
     def num_documents(self) -> int:
+        """Documents added so far."""
         return len(self._documents) - 1
 
     def finish(self) -> None:
@@ -196,7 +203,7 @@ class IndexedWriter:
     def __enter__(self) -> "IndexedWriter":
         return self
 
-    def __exit__(self, kind, error, trace) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
             return self.discard()
         try:

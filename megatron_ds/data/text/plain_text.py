@@ -21,7 +21,7 @@ from functools import partial
 from typing import BinaryIO
 
 from ...errors import DataError
-from .json_lines import BadLine, Texts
+from .text_records import BadLine, Texts
 
 WHERE = ("file", "paragraph", "line")
 LONGEST_BYTES = 1 << 27                        # of a document: the library takes 150 bytes of memory for each
@@ -67,10 +67,12 @@ class TextBlock:
 
     @property
     def first_line(self) -> int:
+        """First line of the first document."""
         return self.documents[0][0]
 
     @property
     def last_line(self) -> int:
+        """Last line of the last document that is not blank."""
         first, text = self.documents[-1]
         return first + text.rstrip(b"\r\n").count(b"\n")
 
@@ -109,8 +111,7 @@ def cut_documents(file: BinaryIO, path: str, at: int, stop: int | None,
 
 def blocks_of(documents: Iterable[tuple[int, bytes]], path: str, block_bytes: int, start: int,
               position: Callable[[], int]) -> Iterator[TextBlock]:
-    """The documents that are not blank, in blocks of at least `block_bytes`.  position: that of the
-    reader."""
+    """Documents that are not blank, in blocks of at least `block_bytes`.  position: that of the reader."""
     block, size = [], 0
     for first, text in documents:
         if text and not text.isspace():

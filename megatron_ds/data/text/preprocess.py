@@ -3,8 +3,7 @@
 The main process reads blocks of lines or rows and writes; workers parse and tokenize. Documents keep the
 order of the input for any number of workers, and only a few blocks for each worker are in memory.
 
-    read ──► [block] [block] ──► workers ──► [tokens] ──► write, in order     in flight: at most 2 · workers +
-                                                                              1
+    read ──► [block] [block] ──► workers ──► [tokens] ──► write, in order     at most 2 · workers + 1 blocks
 
 A *shard* is the same for a range of the input (`text_files.slices_of_shard`); the shards one after the other
 are the corpus (`corpus_shards.py`).
@@ -28,7 +27,6 @@ from ...errors import DataError
 from ..tokenizers import Tokenizer, arrays_of
 from .corpus_record import CorpusRecord, PieceSums, done_before, remove_record, sha256_of
 from .indexed import IndexedWriter, corpus_paths, dtype_for
-from .json_lines import BadLine
 from .plain_text import TextCut
 from .sentences import Splitter
 from .text_files import (
@@ -42,6 +40,7 @@ from .text_files import (
     slices_of_shard,
     texts_of,
 )
+from .text_records import BadLine
 
 MakeTokenizer = Callable[[], Tokenizer]                     # is sent to the workers, so it is pickled
 Shard = tuple[int, int]                                     # (index, number of shards)
@@ -119,11 +118,11 @@ def preprocess(paths: Sequence[str], prefix: str, make_tokenizer: MakeTokenizer,
     tokenizer = make_tokenizer()
     names = [output_prefix(shard_prefix(prefix, shard) if shard else prefix, key, split) for key in keys]
     made_from = _made_from(paths, options, shard, tokenizer)
-    records = [done_before(name, {**made_from, "key": key}) for name,
-               key in zip(names, keys)] if shard else []
-    if shard and all(records):
-        return Written(records[0].documents, sum(r.tokens for r in records), records[0].skipped,
-                       done_before=True)
+    if shard:
+        records = [done_before(name, {**made_from, "key": key}) for name, key in zip(names, keys)]
+        if all(records):
+            return Written(records[0].documents, sum(r.tokens for r in records), records[0].skipped,
+                           done_before=True)
     dtype = dtype_for(tokenizer.vocab_size)
     eod = tokenizer.eod if options.append_eod else None
     encode = partial(encode_block, options=options, eod=eod, dtype=dtype)

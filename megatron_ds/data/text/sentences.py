@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from functools import cached_property
 
 from ...errors import ConfigError
-from .table_files import missing_package
+from .text_records import missing_package
 
 # Without the last full stop, in lower case, as Punkt stores them.
 ABBREVIATIONS = {

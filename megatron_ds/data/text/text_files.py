@@ -21,9 +21,18 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 from ...errors import ConfigError, DataError
-from .json_lines import LineBlock, Texts, lines_before, texts_of_lines
 from .plain_text import TextBlock, TextCut, blocks_of, check_is_text, cut_documents, texts_of_documents
-from .table_files import TableBlock, missing_package, num_rows, read_rows, texts_of_rows
+from .text_records import (
+    LineBlock,
+    TableBlock,
+    Texts,
+    lines_before,
+    missing_package,
+    num_rows,
+    read_rows,
+    texts_of_lines,
+    texts_of_rows,
+)
 
 logger = logging.getLogger(__name__)
 BLOCK_BYTES = 1 << 18
@@ -43,8 +52,7 @@ _TEXTS_OF = {LineBlock: texts_of_lines, TableBlock: texts_of_rows, TextBlock: te
 
 @dataclass(frozen=True)
 class Slice:
-    """The lines of a file that begin at bytes start … stop − 1, or these rows of a table. None: to the
-    end."""
+    """The lines of a file that begin at bytes start … stop − 1, or rows of a table. stop None: to the end."""
 
     path: str
     start: int = 0

@@ -7,7 +7,7 @@ TOKENIZERS.
 from typing import TYPE_CHECKING
 
 from ...errors import ConfigError
-from . import model_files, vocab_files  # noqa: F401  register their tokenizers
+from . import file_tokenizers  # noqa: F401  registers its tokenizers
 from .base import TOKENIZERS, NullTokenizer, Tokenizer, TokenizerOptions, arrays_of
 
 if TYPE_CHECKING:

@@ -6,34 +6,53 @@
     auto         native if it supports the tokenizer, else the library; the reason is logged once
 
 All backends give the library's ids: the first texts are encoded by both and compared.
+
+The native encoder supports plain merges and two patterns that cut text into pieces, that of GPT-2 and that of
+GPT-4, Llama 3 and Qwen 2. `plan_native` reads the library's JSON description and gives the reason if anything
+else is in it. Texts with an added token such as `<|endoftext|>` are encoded by the library.
 """
+
+from __future__ import annotations
 
 import functools
 import importlib
+import json
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ...errors import ConfigError, DataError
-from .base import Arrays, flat
-from .native_bpe import NativeBPE, plan_native
+from .base import Arrays, Tokenizer, flat
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as LibraryModel
 
 logger = logging.getLogger(__name__)
 CHECKED_BYTES = 1 << 16                                     # of the first texts are encoded twice, in 50 ms
+OTHER, LETTER, NUMBER, SPACE = range(4)
+LAST_ASSIGNED = 0x40000                                     # no letters, numbers or spaces from here on
+# The newer pattern, and how many digits of a number stay together.
+_NEWER = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+          r"\s*[\r\n]+|\s+(?!\S)|\s+")
+MOST_DIGITS = {_NEWER % "{1,3}": 3, _NEWER % "": 1}
 
 
-class LibraryTokenizer:
-    """Base of the tokenizers over a `tokenizers.Tokenizer`. Special tokens are not added to the text."""
+class LibraryTokenizer(Tokenizer):
+    """Base of the tokenizers over a `tokenizers.Tokenizer`. Special tokens are not added to the text.
 
-    def __init__(self, tokenizer: "LibraryModel", backend: str):
-        self._tokenizer = tokenizer
-        self._backend = Backend(tokenizer, backend)
+    Raises ConfigError for a backend that is unknown, missing, or does not support the tokenizer.
+    """
+
+    def __init__(self, tokenizer: LibraryModel, backend: str):
+        if backend not in _MAKERS:
+            raise ConfigError(f"--tokenizer-backend {backend}: use one of {', '.join(_MAKERS)}.")
+        self._tokenizer, self._backend_name = tokenizer, backend
+        if backend != "auto":
+            _ = self._backend
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -42,7 +61,13 @@ class LibraryTokenizer:
         return LibraryBackend(self._tokenizer).encode_batch(texts)
 
     def encode_arrays(self, texts: Sequence[str]) -> Arrays:
+        """Ids of the texts back to back, and the number of ids of each, by the backend."""
         return self._backend.encode_arrays(texts)
+
+    @functools.cached_property
+    def _backend(self) -> LibraryBackend | CheckedBackend:
+        """Made when it is first used: training never encodes."""
+        return _MAKERS[self._backend_name](LibraryBackend(self._tokenizer), self._tokenizer.to_str)
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
@@ -51,13 +76,15 @@ class LibraryTokenizer:
 class LibraryBackend:
     """Ids by the library."""
 
-    def __init__(self, tokenizer: "LibraryModel"):
+    def __init__(self, tokenizer: LibraryModel):
         self._tokenizer = tokenizer
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of each text."""
         return [e.ids for e in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def encode_arrays(self, texts: Sequence[str]) -> Arrays:
+        """As `LibraryTokenizer.encode_arrays`."""
         return flat(self.encode_batch(texts))
 
 
@@ -68,6 +95,7 @@ class GigatokenBackend:
         self._tokenizer = package.Tokenizer.from_json(description)
 
     def encode_arrays(self, texts: Sequence[str]) -> Arrays:
+        """As `LibraryTokenizer.encode_arrays`."""
         return flat(self._tokenizer.encode_batch_list(list(texts), parallel=False))
 
 
@@ -78,6 +106,7 @@ class CheckedBackend:
         self._name, self._fast, self._library, self._unchecked = name, fast, library, CHECKED_BYTES
 
     def encode_arrays(self, texts: Sequence[str]) -> Arrays:
+        """As `LibraryTokenizer.encode_arrays`. Raises DataError where the two backends disagree."""
         ids, lengths = self._fast.encode_arrays(texts)
         if self._unchecked > 0:
             self._check(texts, ids, lengths)
@@ -101,29 +130,6 @@ class CheckedBackend:
             self._unchecked -= len(text)
             if self._unchecked <= 0:
                 return
-
-
-class Backend:
-    """A backend by name, made when it is first used: training never encodes.
-
-    Raises ConfigError at once for an unknown name, and for a backend that is missing or does not support the
-    tokenizer.
-    """
-
-    def __init__(self, tokenizer: "LibraryModel", name: str):
-        if name not in _MAKERS:
-            raise ConfigError(f"--tokenizer-backend {name}: use one of {', '.join(_MAKERS)}.")
-        self._tokenizer, self._name = tokenizer, name
-        if name != "auto":
-            _ = self._made
-
-    def encode_arrays(self, texts: Sequence[str]) -> Arrays:
-        """Ids of the texts back to back, and the number of ids of each."""
-        return self._made.encode_arrays(texts)
-
-    @functools.cached_property
-    def _made(self) -> LibraryBackend | CheckedBackend:
-        return _MAKERS[self._name](LibraryBackend(self._tokenizer), self._tokenizer.to_str)
 
 
 def _auto(library: LibraryBackend, describe: Callable[[], str]) -> LibraryBackend | CheckedBackend:
@@ -176,3 +182,125 @@ def extension() -> ModuleType | None:
         return importlib.import_module("megatron_ds._bpe")
     except ImportError:
         return None
+
+
+@functools.cache
+def byte_letters() -> dict[int, str]:
+    """The letter that byte-level vocabularies write for each of the 256 bytes (Radford et al. 2019).
+
+    Bytes that are visible in Latin-1 stand for themselves; the others, in order, are the letters from U+0100
+    on.
+    """
+    visible = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    hidden = [b for b in range(256) if b not in visible]
+    return {b: chr(b) for b in visible} | {b: chr(256 + i) for i, b in enumerate(hidden)}
+
+
+@dataclass(frozen=True)
+class NativePlan:
+    """Arguments of the compiled encoder.
+
+    merges       int32 [merges, 3]: left id, right id, merged id; the first learned first
+    whole        tokens that equal pieces become at once, without merging
+    specials     added tokens; texts with one are left to the library
+    newer        the newer pattern instead of GPT-2's
+    most_digits  of a number, in the newer pattern
+    """
+
+    byte_ids: list[int]
+    merges: np.ndarray
+    whole: list[tuple[bytes, int]]
+    specials: list[bytes]
+    newer: bool
+    most_digits: int
+
+
+class NativeBPE:
+    """Encodes many texts at once; `library` encodes those with an added token."""
+
+    def __init__(self, plan: NativePlan, library: Callable[[Sequence[str]], list[list[int]]], encoder: type):
+        self._library = library
+        self._encoder = encoder(plan.byte_ids, plan.merges, plan.whole, plan.specials, library_classes(),
+                                plan.newer,
+                                plan.most_digits)
+
+    def encode_arrays(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Ids of the texts back to back, and the number of ids of each."""
+        ids, lengths, left = self._encoder.encode(list(texts))
+        if not left:
+            return ids, lengths
+        parts = np.split(ids, np.cumsum(lengths)[:-1])
+        for i, row in zip(left, self._library([texts[i] for i in left])):
+            parts[i], lengths[i] = np.array(row, np.int32), len(row)
+        return np.concatenate(parts), lengths
+
+
+def plan_native(description: str) -> NativePlan | str:
+    """The plan for the text of a `tokenizer.json`, or the reason why the tokenizer is not supported."""
+    parts = json.loads(description)
+    model = parts["model"]
+    if model.get("type") != "BPE":
+        return f"its model is {model.get('type')}, not BPE"
+    for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
+        if model.get(name):
+            return f"its model has {name}"
+    if parts.get("normalizer"):
+        return f"it normalizes text ({parts['normalizer'].get('type')})"
+    pattern = _known_pattern(parts.get("pre_tokenizer") or {})
+    if pattern is None:
+        return "it cuts text in another way than GPT-2, GPT-4, Llama 3 and Qwen 2"
+    vocab, letters = model["vocab"], byte_letters()
+    if missing := [b for b, letter in letters.items() if letter not in vocab]:
+        return f"its vocabulary has no token for {len(missing)} of the 256 bytes"
+    pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
+    merges = np.array([(vocab[left], vocab[right], vocab[left + right]) for left, right in pairs], np.int32)
+    return NativePlan([vocab[letters[b]] for b in range(256)], merges.reshape(-1, 3),
+                      _as_bytes(vocab) if model.get("ignore_merges") else [],
+                      [token["content"].encode() for token in parts.get("added_tokens") or []], *pattern)
+
+
+def _known_pattern(pre_tokenizer: dict) -> tuple[bool, int] | None:
+    """(whether it is the newer pattern, digits of a number together); None for an unknown pattern."""
+    if pre_tokenizer.get("type") == "Sequence":
+        split, *rest = pre_tokenizer["pretokenizers"]
+        pattern = split.get("pattern", {}).get("Regex")
+        known = (split["type"] == "Split" and split["behavior"] == "Isolated" and not split["invert"]
+                 and pattern in MOST_DIGITS and len(rest) == 1 and _is_byte_level(rest[0])
+                 and not rest[0]["use_regex"])
+        return (True, MOST_DIGITS[pattern]) if known else None
+    return (False, 0) if _is_byte_level(pre_tokenizer) and pre_tokenizer.get("use_regex", True) else None
+
+
+def _is_byte_level(part: dict) -> bool:
+    return part.get("type") == "ByteLevel" and not part["add_prefix_space"]
+
+
+def _as_bytes(vocab: dict[str, int]) -> list[tuple[bytes, int]]:
+    byte_of = {letter: b for b, letter in byte_letters().items()}
+    return [(bytes(byte_of[c] for c in token), i) for token, i in vocab.items()
+            if all(c in byte_of for c in token)]
+
+
+@functools.cache
+def library_classes() -> bytes:
+    """The class of each code point in the `tokenizers` library, whose Unicode version differs from Python's.
+
+    The library cuts the text of all characters, in order, into runs of one class; the class of a run is found
+    from its first character.
+    """
+    from tokenizers import pre_tokenizers
+    cut = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str
+    codes = np.array([c for c in range(0x80, LAST_ASSIGNED) if not 0xD800 <= c < 0xE000])
+    text = "".join(map(chr, codes))
+    classes = np.zeros(0x110000, np.uint8)
+    for c in range(0x80):
+        classes[c] = _class_of(chr(c), cut)
+    for _, (start, stop) in cut(text):
+        classes[codes[start:stop]] = _class_of(text[start], cut)
+    return classes.tobytes()
+
+
+def _class_of(character: str, cut: Callable) -> int:
+    """A letter is not cut from letters, a number from numbers, a sign from signs; white space from none."""
+    alike = {LETTER: "a", NUMBER: "1", OTHER: "!"}
+    return next((kind for kind, c in alike.items() if len(cut(f"{c}{character}{c}")) == 1), SPACE)

@@ -29,9 +29,18 @@ class Tokenizer(Protocol):
     eod: int
     fingerprint: str
 
-    def encode(self, text: str) -> list[int]: ...
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]: ...
-    def decode(self, ids: Sequence[int]) -> str: ...
+    @classmethod
+    def from_options(cls, options: "TokenizerOptions") -> "Tokenizer":
+        """From the tokenizer flags. Raises ConfigError for a missing one, DataError for damaged files."""
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, without an end of document."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of each text."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of these ids."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +54,7 @@ class TokenizerOptions:
     backend: str = "auto"
 
 
-TOKENIZERS: Registry[type[Tokenizer]] = Registry("tokenizer")    # each has a `from_options(TokenizerOptions)`
+TOKENIZERS: Registry[type[Tokenizer]] = Registry("tokenizer")
 
 
 def arrays_of(tokenizer: Tokenizer, texts: Sequence[str]) -> Arrays:
@@ -88,7 +97,7 @@ def fingerprint_of(kind: str, *parts: bytes) -> str:
 
 
 @TOKENIZERS.register("NullTokenizer")
-class NullTokenizer:
+class NullTokenizer(Tokenizer):
     """Text that is decimal ids between spaces, for mock data and tests.
 
     Ids 0 … N − 1 for `--vocab-size N`; the end of a document is one more id, N, as in Megatron.

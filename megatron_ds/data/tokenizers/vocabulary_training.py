@@ -8,7 +8,7 @@ from itertools import chain
 from pathlib import Path
 
 from ...errors import ConfigError, DataError
-from .vocab_files import BERT_TOKENS, EOD
+from .file_tokenizers import BERT_TOKENS, EOD
 
 logger = logging.getLogger(__name__)
 SMALLEST = 257                                             # a letter for each byte, and the end of a document
@@ -64,8 +64,7 @@ def train_word_pieces(texts: Iterable[str], vocab_size: int, folder: str | os.Pa
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """The text cut at white space into pieces of at most PIECE characters: the library takes 150 bytes
-    each."""
+    """The text, cut at white space into pieces of PIECE characters: the library takes 150 bytes for each."""
     while len(text) > PIECE:
         at = max(text.rfind(" ", 0, PIECE), text.rfind("\n", 0, PIECE))
         at = at if at > 0 else PIECE
@@ -97,7 +96,6 @@ def _learn(texts: Iterable[str], vocab_size: int, folder: str | os.PathLike, fil
         shutil.rmtree(beside, ignore_errors=True)
     size = tokenizer.get_vocab_size()
     if size < vocab_size:
-        logger.warning("the vocabulary has only %d of %d entries: no other pairs occur %d times in the "
-                       "text", size,
-                       vocab_size, min_frequency)
+        logger.warning("the vocabulary has only %d of %d entries: no other pairs occur %d times in the text",
+                       size, vocab_size, min_frequency)
     return size

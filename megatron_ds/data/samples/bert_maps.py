@@ -8,7 +8,7 @@ epochs are shuffled.
     samples                    |--- 0 ---|---- 1 ----|-- 2 --|      the last one is the rest, of any length
 
 Random numbers are those of C++: `mt19937(seed)` for the targets, `mt19937_64(seed + 1)` for the shuffle.
-Pure; arrays may be mapped. Built by the compiled builder if it is installed (`native_index.py`).
+Pure; arrays may be mapped. Built by the compiled builder of `index_maps.py` if it is installed.
 """
 
 import math
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from ...errors import DataError
-from ..loading.native_index import extension
+from ..loading.index_maps import extension
 
 LONG_SENTENCE = 512                                    # tokens; documents with a longer sentence are left out
 CHECKED_AT_ONCE = 1 << 16

@@ -5,8 +5,7 @@ whole-word masking of its authors' code; n-grams as in Joshi et al. 2020 and Lan
 3.1): shorter ones more often, in proportion to 1/n. Of the chosen tokens 80 % become [MASK], 10 % a random
 token, 10 % stay.
 
-    [CLS] the  un ##aff ##able  man [SEP] spoke [SEP]           candidates: the | un ##aff ##able | man |
-                                                                spoke
+    [CLS] the  un ##aff ##able  man [SEP] spoke [SEP]    candidates: the | un ##aff ##able | man | spoke
 """
 
 from dataclasses import dataclass
@@ -40,6 +39,7 @@ class WordPieces:
 
     @property
     def vocab_size(self) -> int:
+        """Number of ids."""
         return len(self.continues)
 
 

@@ -35,8 +35,10 @@ class Pattern(NamedTuple):
 
 
 class Packs(NamedTuple):
-    """Piece p is `length[p]` tokens of sequence `document[p]` from `start[p]` on; sample i holds the pieces
-    `members[bounds[i]:bounds[i + 1]]`."""
+    """Piece p is `length[p]` tokens of sequence `document[p]` from `start[p]` on.
+
+    Sample i holds the pieces `members[bounds[i]:bounds[i + 1]]`.
+    """
 
     document: np.ndarray
     start: np.ndarray
@@ -142,9 +144,8 @@ def _order(samples: int, seed: int, epoch: int) -> np.ndarray:
 def open_packed_dataset(corpus: IndexedDataset, documents: range, *, title: str, seq_length: int,
                         num_samples: int | None, seed: int, cache: str | Path | None = None) -> PackedDataset:
     """As `open_gpt_dataset`, with packed documents."""
-    key = {"class": "PackedDataset", "dataset_path": str(corpus.bin_path.resolve())[:-4],
-           "corpus": corpus.fingerprint(),
-           "documents": [documents.start, documents.stop], "sequence_length": seq_length, "random_seed": seed}
+    key = {"class": "PackedDataset", **corpus.key(documents), "sequence_length": seq_length,
+           "random_seed": seed}
 
     def build() -> dict[str, np.ndarray]:
         corpus.check()

@@ -1,4 +1,4 @@
-"""`BertDataset`: runs of sentences as pairs of segments, in Megatron's order and with its random numbers.
+"""`BERT_DATA`: runs of sentences as pairs of segments, in Megatron's order and with its random numbers.
 
 A sample, padded to the sequence length s; all int64 [s] except the two flags:
 
@@ -13,16 +13,25 @@ a pure function of (corpus, documents, options, i).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from ...errors import DataError
+from ..batch import Batch
+from ..kind import DataKind, Sample
 from ..loading.cache import cached_arrays, default_cache
 from ..text.indexed import IndexedDataset
+from ..tokenizers import Tokenizer
 from .bert_maps import LONG_SENTENCE, build_mapping
-from .masking import Masking, WordPieces, mask_tokens
+from .gpt_data import blank_batch
+from .masking import Masking, WordPieces, mask_tokens, pieces_of
+
+if TYPE_CHECKING:
+    from ...config import RunConfig
 
 SPECIAL_TOKENS = 3                   # [CLS] and two [SEP]
 UNLABELLED = -1
@@ -121,13 +130,9 @@ def open_bert_dataset(corpus: IndexedDataset, documents: range, options: BertOpt
     """
     least = options.least_sentences
     directory = Path(cache) if cache else default_cache(corpus.prefix).with_name("BertDataset_indices")
-    key = {
-        "class": "BertDataset", "dataset_path": str(corpus.bin_path.resolve())[:-4],
-        "corpus": corpus.fingerprint(),
-        "documents": [documents.start, documents.stop], "num_samples": num_samples,
-        "sequence_length": options.seq_length, "random_seed": options.seed,
-        "short_sequence_probability": options.short_seq_prob, "sentences": least,
-    }
+    key = {"class": "BertDataset", **corpus.key(documents), "num_samples": num_samples,
+           "sequence_length": options.seq_length, "random_seed": options.seed,
+           "short_sequence_probability": options.short_seq_prob, "sentences": least}
 
     def build() -> dict[str, np.ndarray]:
         corpus.check()
@@ -159,3 +164,74 @@ def check_documents(bounds: np.ndarray, lengths: np.ndarray, least: int) -> None
     raise DataError(f"each of its {int(enough.sum())} documents with {least} sentences or more has a "
                     f"sentence of more than {LONG_SENTENCE} tokens, and such documents are left out, as in "
                     "Megatron. Split the text into sentences: tools/preprocess_data.py --split-sentences.")
+
+
+class MockBertDataset:
+    """Samples that count upwards through both segments: order and masked tokens can be predicted.
+
+    A pure function of (seed, i). Ids 0 to 3 are [PAD], [CLS], [SEP] and [MASK]; every third other id
+    continues a word.
+    """
+
+    def __init__(self, num_samples: int, vocab_size: int, options: BertOptions):
+        self.num_samples, self.options = num_samples, options
+        ids = np.arange(vocab_size)
+        self.pieces = WordPieces(pad=0, cls=1, sep=2, mask=3, continues=(ids > 3) & (ids % 3 == 0))
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
+        random = np.random.RandomState((self.options.seed + i) % 2**32)
+        most = self.options.seq_length - SPECIAL_TOKENS
+        target = most if random.random_sample() >= 0.1 else random.randint(2, most + 1)
+        ends = sorted({0, *random.randint(1, target, 2).tolist(), target})
+        first, step = random.randint(0, self.pieces.vocab_size), random.randint(1, 5)
+        words = 4 + (first + step * np.arange(target)) % (self.pieces.vocab_size - 4)
+        sentences = [words[a:b] for a, b in zip(ends, ends[1:])]
+        return make_sample(sentences, target, self.pieces, self.options, random)
+
+
+def bert_batch(samples: Sequence[Sample], indices: Sequence[int], sample_ids: tuple[int, ...],
+               training: bool) -> Batch:
+    """The `Collator` of samples of `BertDataset`."""
+    column = lambda key: torch.from_numpy(np.stack([sample[key] for sample in samples]))       # [b, s]
+    text = column("text")
+    return Batch(
+        tokens=text, labels=column("labels").clamp_(min=0), loss_mask=column("loss_mask").float(),
+        position_ids=torch.arange(text.shape[1]).expand_as(text), sample_ids=tuple(sample_ids),
+        training=training,
+        attention_mask=(column("padding_mask") == 0)[:, None, None, :], token_types=column("types"),
+        sentence_order=torch.tensor([sample["is_random"] for sample in samples]))
+
+
+def _options(config: "RunConfig", seed: int) -> BertOptions:
+    bert = config.bert
+    return BertOptions(config.model.seq_length, seed,
+                       Masking(bert.mask_prob, bert.mask_max_ngram, bert.mask_whole_words),
+                       config.model.bert_binary_head, bert.short_seq_prob)
+
+
+def _mock(count: int, config: "RunConfig", tokenizer: Tokenizer, seed: int) -> MockBertDataset:
+    return MockBertDataset(count, tokenizer.vocab_size, _options(config, seed))
+
+
+def _open(corpus: IndexedDataset, documents: range, *, title: str, num_samples: int | None,
+          config: "RunConfig", tokenizer: Tokenizer) -> BertDataset:
+    return open_bert_dataset(corpus, documents, _options(config, config.train.seed), title=title,
+                             num_samples=num_samples, cache=config.data.data_cache_path,
+                             pieces=pieces_of(tokenizer))
+
+
+def _blank(samples: int, positions: int, device: torch.device | str = "cpu") -> Batch:
+    zeros = lambda *shape, dtype=torch.int64: torch.zeros(*shape, dtype=dtype, device=device)
+    return replace(blank_batch(samples, positions, device), token_types=zeros(samples, positions),
+                   attention_mask=zeros(samples, 1, 1, positions, dtype=torch.bool),
+                   sentence_order=zeros(samples))
+
+
+BERT_DATA = DataKind(
+    title="BertDataset", tokens="text", documents=lambda corpus: corpus.document_indices,
+    mock=_mock, open=_open,
+    collator=lambda config, tokenizer: bert_batch, blank=_blank,
+    identity=lambda config: {**asdict(config.bert), "pairs": config.model.bert_binary_head})

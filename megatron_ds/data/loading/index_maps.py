@@ -11,17 +11,26 @@ The documents, in the order of document_index, are one long stream of tokens; sa
     samples  |---- 0 ----|---- 1 ----|---- 2 ----|        s = 4 tokens + 1 shared
 
 A numpy `RandomState(seed)` shuffles document_index first, then shuffle_index. Pure; `lengths` may be mapped.
-Built by the compiled builder if it is installed (`native_index.py`).
+
+`extension` is the compiled index builder, csrc/index_builder.cpp. It is optional: the arrays here, in
+`blend.py` and in `bert_maps.py` are also built with numpy, with the same values, several times slower.
 """
 
+import functools
+import logging
+import os
 from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 
+from ...compiled import load_compiled
 from ...errors import DataError
-from ..loading.native_index import extension, num_threads, shuffle
 
+logger = logging.getLogger(__name__)
 INT32 = np.iinfo(np.int32).max
+MOST_THREADS = 16                                           # random reads are limited by memory, not by cores
 SEPARATE_LAST_EPOCH_BELOW = 0.80
 
 
@@ -139,3 +148,27 @@ def build_shuffle_index(first: int, total: int, random: np.random.RandomState) -
     if first < total:
         shuffle(index[first:], random)
     return index
+
+
+@functools.cache
+def extension() -> ModuleType | Any:
+    """The compiled module; None, logged once, where the package was installed without a compiler."""
+    return load_compiled("_index_builder", "the index builder", "numpy builds index maps instead, "
+                         "slowly where there are millions of samples", logger)
+
+
+def num_threads() -> int:
+    """Threads to build with: the processors that this process may run on, at most MOST_THREADS."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(allowed, MOST_THREADS)
+
+
+def shuffle(array: np.ndarray, random: np.random.RandomState) -> None:
+    """`random.shuffle(array)`, in place: the same order, and the same state of `random` afterwards."""
+    is_supported = 1 < len(array) <= 2**32 and array.itemsize in (4, 8) and array.flags.c_contiguous
+    if not is_supported or not extension():
+        return random.shuffle(array)
+    state = random.get_state(legacy=False)
+    position = extension().shuffle(array, state["state"]["key"], state["state"]["pos"])
+    state["state"]["pos"] = position
+    random.set_state(state)

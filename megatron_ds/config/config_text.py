@@ -1,0 +1,162 @@
+"""Texts of options and configurations: `--help`, YAML, the values in run.json, options without effect."""
+
+import json
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from ..errors import ConfigError
+from ..registry import did_you_mean
+from .flags import CONFIG_FLAG, DEEPSPEED_FLAG
+from .messages import value_text
+from .option import Option
+from .run import RENAMED, SECTIONS, RunConfig, Source, all_options
+
+WIDTH, COLUMN = 120, 44
+TITLES = {"model": "Model", "parallel": "Parallelism", "zero": "ZeRO", "optimizer": "Optimizer",
+          "train": "Training", "data": "Data", "bert": "BERT's samples", "curriculum": "Curriculum",
+          "random_ltd": "Random-LTD", "checkpoint": "Checkpoints", "logging": "Logging", "plan": "Planning"}
+FILES = (
+    (f"{CONFIG_FLAG} FILE …", "YAML files with the names below (num_layers: 12), or a checkpoint's run.json. "
+     "Flags override files; two files may not give an option different values."),
+    (f"{DEEPSPEED_FLAG} FILE", "A DeepSpeed JSON. \"auto\" in it means: take the value from the flags."))
+COMMANDS = (
+    ("--help, -h", "Print this text and exit."),
+    ("--version", "Print the versions of megatron_ds, torch and Python, and exit."),
+    ("--print-config", "Print the complete configuration as YAML for --config, with the source of each "
+                       "value, and exit."),
+    ("--local-rank N", "Accepted because some launchers append it; the rank follows from the launcher's "
+                       "environment."))
+WIDEST = 48                                                 # widest column; longer values are not aligned
+
+
+def help_text() -> str:
+    """All options by section, with defaults and advice on when not to use them."""
+    required = ", ".join(option.flag for option in all_options().values() if option.required)
+    intro = (f"Required: {required}, "
+             "--train-iters, --train-samples or --train-tokens, and data (--data-path with --tokenizer-type, "
+             "or --mock-data). --num-layers and --num_layers are the same flag, and so are --lr 1e-4 and "
+             "--lr=1e-4.")
+    lines = [*textwrap.wrap(intro, WIDTH), "", "Files", *_rows(FILES), "", "Information", *_rows(COMMANDS)]
+    for section in SECTIONS:
+        lines += ["", TITLES[section], *_rows((invocation(o), explanation(o)) for o in all_options().values()
+                                              if o.section == section)]
+    return "\n".join(lines) + "\n"
+
+
+def invocation(option: Option) -> str:
+    """All spellings of the option, with a placeholder for the value."""
+    if option.kind is bool:
+        main = [option.flag, option.negative] if option.default in (None, True) else [option.flag]
+        return ", ".join([*main, *(s for s in option.switches if s not in main)])
+    what = f"{{{','.join(map(str, option.choices))}}}" if option.choices else _metavar(option)
+    if option.alone is not None:
+        what = f"[{what}]"
+    return ", ".join([f"{flag} {what}" for flag in (option.flag, *option.flags)] + list(option.switches))
+
+
+def explanation(option: Option) -> str:
+    """Help, default, and when not to use it."""
+    text, default = option.help, default_text(option)
+    if default and "Default:" not in text:
+        text += f" Default: {default}."
+    return f"{text} {option.avoid}".rstrip()
+
+
+def default_text(option: Option) -> str:
+    """The default as it is written after the flag. Empty without a default, and for switches that are off."""
+    if option.default in (None, ()) or option.default is False:
+        return ""
+    if option.default is True:
+        return "on"
+    return value_text(option.default)
+
+
+def _metavar(option: Option) -> str:
+    word = (option.unit or {int: "N", float: "X", str: option.name.rsplit("_", 1)[-1]}[option.kind]).upper()
+    return f"{word} …" if option.is_list and not option.count else " ".join([word] * (option.count or 1))
+
+
+def _rows(pairs: Iterable[tuple[str, str]]) -> Iterator[str]:
+    for left, right in pairs:
+        head = textwrap.wrap(left, WIDTH - 2, initial_indent="  ", subsequent_indent="    ")
+        body = textwrap.wrap(right, WIDTH, initial_indent=" " * COLUMN, subsequent_indent=" " * COLUMN,
+                             break_long_words=False, break_on_hyphens=False)
+        if len(head) == 1 and len(head[0]) < COLUMN - 1 and body:
+            body[0] = head.pop().ljust(COLUMN) + body[0][COLUMN:]
+        yield from (*head, *body)
+
+
+def report_without_effect(config: RunConfig) -> str:
+    """A list of accepted flags and keys that change nothing, by reason. Empty if there are none.
+
+        accepted, nothing to do:
+          --use-flash-attn, --transformer-impl    kernels are chosen by what the device supports
+    """
+    by_reason: dict[str, list[str]] = {}
+    for name, why in config.without_effect.items():
+        by_reason.setdefault(why, []).append(name)
+    if not by_reason:
+        return ""
+    names = {why: ", ".join(listed) for why, listed in by_reason.items()}
+    width = min(WIDEST, max(map(len, names.values())))
+    rows = [f"  {listed.ljust(width)}  {why}" for why, listed in names.items()]
+    return "\n".join(["accepted, nothing to do:", *rows])
+
+
+def to_yaml(config: RunConfig) -> str:
+    """Every option as YAML for `--config`, with its source as a comment."""
+    lines = ["# The complete configuration. Use it with --config FILE; flags override it."]
+    for section in SECTIONS:
+        lines.append(f"\n{section}:")
+        for option in all_options().values():
+            if option.section == section:
+                value = f"  {option.name}: {_yaml_value(option, config.get(option.path))}"
+                lines.append(f"{value.rstrip().ljust(WIDEST)}  # {config.source(option.path)}")
+    return "\n".join(lines) + "\n"
+
+
+def _yaml_value(option: Option, value: Any) -> str:
+    """Strings are quoted, so that YAML keeps them as they are. None is an empty value, which sets nothing."""
+    if value is None:
+        return ""
+    if isinstance(value, tuple):
+        return f"[{', '.join(_yaml_value(option, item) for item in value)}]"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
+
+
+def to_dict(config: RunConfig) -> dict[str, Any]:
+    """Plain values for JSON: each section, the world size, and the sources as {path: [kind, name]}."""
+    sections = {section: {name: list(value) if isinstance(value, tuple) else value
+                          for name, value in asdict(getattr(config, section)).items()}
+                for section in SECTIONS}
+    return {**sections, "world_size": config.world_size,
+            "sources": {path: [source.kind, source.name] for path, source in config.sources.items()}}
+
+
+def from_dict(saved: Mapping[str, Any]) -> RunConfig:
+    """The config that `to_dict` of this or an older version wrote.
+
+    Fields that did not exist then have their defaults. Raises ConfigError for unknown fields.
+    """
+    saved = {RENAMED.get(name, name): values for name, values in saved.items()}
+    sections = {section: cls(**_fields(section, saved.get(section, {}))) for section, cls in SECTIONS.items()}
+    sources = {_renamed(path): Source(*source) for path, source in saved.get("sources", {}).items()}
+    return RunConfig(**sections, world_size=saved.get("world_size", 1), sources=sources)
+
+
+def _renamed(path: str) -> str:
+    section, dot, name = path.partition(".")
+    return RENAMED.get(section, section) + dot + name
+
+
+def _fields(section: str, saved: Mapping[str, Any]) -> dict[str, Any]:
+    names = [option.name for option in all_options().values() if option.section == section]
+    for name in saved:
+        if name not in names:
+            raise ConfigError(f"the saved configuration has {section}.{name}, which does not exist in this "
+                              f"version{did_you_mean(name, names) or '.'} It was written by another version.")
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
