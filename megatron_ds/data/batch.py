@@ -10,7 +10,7 @@ from functools import cached_property, lru_cache
 
 import torch
 
-from ..mpu.sequence_slice import SequenceSlice
+from ..mpu.context import SequenceSlice
 from .ledger import CLOSED, Ledger
 
 

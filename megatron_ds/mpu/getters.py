@@ -13,8 +13,7 @@ from weakref import WeakKeyDictionary
 
 from ..errors import ConfigError
 from .group import Group
-from .mesh import Mesh
-from .state import get_mesh
+from .mesh import Mesh, get_mesh
 
 
 def get_tensor_model_parallel_group():

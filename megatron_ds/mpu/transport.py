@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import CommunicationError
-from ..host.shared_memory import SharedPages, share_pages
-from .gloo_collectives import LAST_TAG, Pieces
+from ..host.memory_maps import SharedPages, share_pages
+from .collectives import LAST_TAG, Pieces
 from .group import NUM_STREAMS, AllOf, Messages, Work
 from .stuck_ranks import name_stuck_ranks, report_failure
 

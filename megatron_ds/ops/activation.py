@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from ..compiled import load_compiled
-from .workspace import has_memory
+from .product import has_memory
 
 logger = logging.getLogger(__name__)
 

@@ -112,7 +112,7 @@ class _BlockedAttention(torch.autograd.Function):
 
 class _Workspace:
     """Reused memory for tiles of scores: it stays in the cache, as new tensors would not. It belongs to one
-    call: kept longer (workspace.py) it would be allocated, unused, beside the logits, where a step peaks."""
+    call: kept longer (`product.WORKSPACE`) it would be allocated, unused, beside the logits, where a step peaks."""
 
     def __init__(self, queries: torch.Tensor, tiles: int):
         heads, s, r, _ = queries.shape

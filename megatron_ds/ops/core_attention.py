@@ -17,8 +17,7 @@ import torch.nn.functional as F
 
 from .blocked_attention import blocked_attention, worth_blocking
 from .dropout import apply_mask
-from .product import is_widened
-from .workspace import has_memory
+from .product import has_memory, is_widened
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True,

@@ -1,9 +1,13 @@
-"""Dropout whose mask is a pure function of (seed, site, sample, position, channel).
+"""Dropout whose mask is a pure function of (seed, site, sample, position, channel), and other random numbers
+that are functions of a key.
+
+A key is a tuple of plain values, for example (seed, "decoder.layers.3.mlp", sample 17). The same key gives
+the same numbers under every layout, in a recomputed forward, and after a resume: there is no global
+generator, and nothing to save or restore.
 
 A mask is a table of 16-bit random numbers, row by row; an element is kept when its number is below a
-threshold. Any slice of rows can be drawn alone, so a rank that holds a slice of the sequence, a micro-batch
-of another size, a recomputed forward and a resumed run use the same mask, and no generator state is saved.
-There is no global generator.
+threshold. Any slice of rows can be drawn alone, so a rank that holds a slice of the sequence and a
+micro-batch of another size use the same mask.
 
 The numbers come from Philox 4x64-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"),
 keyed by (seed, site, sample) or (seed, site, sample, head). Row r starts at counter 1 + r * ceil(cols / 16);
@@ -15,13 +19,13 @@ Where only some tokens of a sequence are present, their masks are selected from 
 mask does not depend on the others.
 """
 
+import hashlib
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from .random import seed_of, shift_right
-from .workspace import has_memory
+from .product import has_memory
 
 LEVELS = 1 << 16             # values of a random number; so drop probabilities are multiples of 1 / LEVELS
 NUMBERS_PER_COUNTER = 16     # 4 words of 64 bits
@@ -197,3 +201,49 @@ def _multiply(x: torch.Tensor, factor: int) -> tuple[torch.Tensor, torch.Tensor]
 def _signed(number: int) -> int:
     """The int64 that has the bits of this unsigned number of 64 bits."""
     return number - (1 << 64) if number >> 63 else number
+
+
+BITS = 63          # of a seed: torch.Generator takes a signed 64-bit number
+GOLDEN = -0x61C8864680B583EB         # 2**64 / golden ratio, as a signed number
+
+
+def seed_of(*key: int | str) -> int:
+    """A seed that depends on every part of the key, and on their order and types."""
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=16).digest()
+    return int.from_bytes(digest, "little") >> (128 - BITS)
+
+
+def generator_of(*key: int | str, device: torch.device | str = "cpu") -> torch.Generator:
+    """A new generator, seeded by the key."""
+    return torch.Generator(device=device).manual_seed(seed_of(*key))
+
+
+def random_numbers(keys: Sequence[tuple[int | str, ...]], count: int,
+                   device: torch.device | str = "cpu") -> torch.Tensor:
+    """int64 [len(keys), count], uniform over all 64 bits, the same bits on every device.
+
+    Number i of a key is SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number
+    generators", figure 16) started at the key's seed, after i steps.
+    """
+    starts = torch.tensor([seed_of(*key) for key in keys], dtype=torch.int64).to(device, non_blocking=True)
+    z = starts[:, None] + GOLDEN * torch.arange(1, count + 1, device=device)     # modulo 2**64
+    z = (z ^ shift_right(z, 30)) * -0x40A7B892E31B1A47
+    z = (z ^ shift_right(z, 27)) * -0x6B2FB644ECCEEE15
+    return z ^ shift_right(z, 31)
+
+
+def random_subset(keys: Sequence[tuple[int | str, ...]], kept: int, of: int,
+                  device: torch.device | str = "cpu") -> torch.Tensor:
+    """int64 [len(keys), kept]: for each key `kept` different numbers below `of`, ascending, all subsets
+    equally likely.
+
+    The subset consists of the numbers with the smallest random keys, so a larger one contains the smaller
+    ones.
+    """
+    order = random_numbers(keys, of, device).argsort(dim=1, stable=True)
+    return order[:, :kept].sort(dim=1).values
+
+
+def shift_right(z: torch.Tensor, bits: int) -> torch.Tensor:
+    """z >> bits of the unsigned number with the bits of z."""
+    return (z >> bits) & ((1 << (64 - bits)) - 1)

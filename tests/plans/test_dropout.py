@@ -3,8 +3,7 @@ import pytest
 import torch
 
 from megatron_ds.ops import dropout as module
-from megatron_ds.ops.dropout import attention_keep_mask, dropout, keep_masks, keep_scale
-from megatron_ds.ops.random import seed_of
+from megatron_ds.ops.dropout import attention_keep_mask, dropout, keep_masks, keep_scale, seed_of
 
 KEY = (1234, "decoder.layers.3.mlp", 17)
 

@@ -8,8 +8,7 @@ import torch
 from megatron_ds.errors import LayoutError
 from megatron_ds.models.random_ltd import RandomLTD
 from megatron_ds.mpu.group import solo
-from megatron_ds.ops.dropout import apply_mask, attention_keep_mask, dropout
-from megatron_ds.ops.random import random_subset
+from megatron_ds.ops.dropout import apply_mask, attention_keep_mask, dropout, random_subset
 from tests.harness.gpt_runs import make_batch, make_model, run_gpt
 from tests.harness.plain_gpt import STYLES, logical_weights
 from tests.threads.test_gpt_layouts import LAYOUTS, MIXTURES, assert_equal_runs, oracle
