@@ -1,5 +1,5 @@
-"""Memory maps: anonymous pages, large ones where the system offers them, parts of a file, and memory of one rank
-that the other ranks of its group can map, all on one host (`SharedPages`).
+"""Memory maps: anonymous pages, large ones where the system offers them, parts of a file, and memory of one
+rank that the other ranks of its group can map, all on one host (`SharedPages`).
 
 Large pages need Linux with transparent huge pages on request ("madvise", the usual setting). A sweep over
 gigabytes then spends no time on page tables: the CPU's Adam step takes a fifth less.
@@ -35,9 +35,7 @@ MS_SYNC = 4
 
 def huge_page_zeros(numel: int, *, dtype: torch.dtype = torch.float32,
                     device: torch.device | str = "cpu") -> torch.Tensor:
-    """torch.zeros(numel). On the CPU a large one is a memory map: freed, it is returned to the system at
-    once.
-    """
+    """torch.zeros(numel). A large one on the CPU is a memory map: freed, it returns to the system."""
     nbytes = numel * dtype.itemsize
     is_large = nbytes >= 2 * LARGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE")
     if torch.device(device).type != "cpu" or not is_large:
@@ -224,9 +222,7 @@ def share_pages(rank: int, exchange: Callable[[object], list]) -> SharedPages | 
 
 
 def _host() -> tuple[str, str, str] | None:
-    """Equal for two processes that see each other's process ids; None on systems where this file does not
-    work.
-    """
+    """Equal for two processes that see each other's process ids; None where this does not work."""
     try:
         if platform.machine() not in _MACHINES:
             return None

@@ -66,9 +66,7 @@ class Channels:
 
     def recv(self, kind: str, source: int, shape: tuple[int, ...], dtype: torch.dtype,
              device: torch.device | str = "cpu", chunk: int = 0) -> "Pending":
-        """Post the receive of the channel's next message. Its shape and dtype must be known; they are not
-        sent.
-        """
+        """Post the receive of the channel's next message, whose shape and dtype are not sent."""
         if source == self.group.rank:
             return Pending(self, kind, source, None, None, lambda: self._own[kind, chunk].popleft())
         self._check.expect(source, lambda message: self._receive(kind, source, message, SHAPES_TAG))
@@ -121,10 +119,9 @@ class Channels:
             return call()
         except CommunicationError as error:
             ranks, me = self.group.ranks, self.group.rank
-            raise CommunicationError(
-                f"rank {ranks[me]} (pipeline position {me}) was "
-                f"{'sending' if me == source else 'waiting for'} {_NAMES[kind]} from rank {ranks[source]} to "
-                f"rank {ranks[destination]}: {error}") from error
+            raise CommunicationError(f"rank {ranks[me]} (pipeline position {me}) was "
+                                     f"{'sending' if me == source else 'waiting for'} {_NAMES[kind]} from "
+                                     f"rank {ranks[source]} to rank {ranks[destination]}: {error}") from error
 
 
 class Pending:
@@ -138,9 +135,7 @@ class Pending:
         self._tensor, self._work, self._take = tensor, work, take
 
     def wait(self) -> torch.Tensor:
-        """The message. Raises CommunicationError with sender, receiver and kind when it does not arrive in
-        time.
-        """
+        """The message. Raises CommunicationError when it does not arrive in time."""
         if self._take is not None:
             return self._take()
         self._channels.verify(self._kind, self._source)

@@ -41,9 +41,7 @@ def all_reduce_(tensor: torch.Tensor, group: Group, op: str = "sum", async_op: b
 
 
 def all_gather_into_(out: torch.Tensor, tensor: torch.Tensor, group: Group, async_op: bool = False) -> Work:
-    """Concatenate the ranks' flat `tensor`s in `out` [n * numel]; `tensor` may be this rank's slice of
-    `out`.
-    """
+    """Concatenate the flat `tensor`s in `out` [n * numel]; `tensor` may be this rank's slice of `out`."""
     if group.size == 1:
         if out.data_ptr() != tensor.data_ptr():
             out.copy_(tensor)
@@ -157,9 +155,7 @@ def barrier(group: Group) -> None:
 
 
 def share_memory(group: Group) -> Group:
-    """The group with memory that its ranks share if they are processes of one host (`Group.memory`).
-    Collective.
-    """
+    """The group with memory that its ranks share if on one host (`Group.memory`). Collective."""
     return group if group.transport is None else replace(group, memory=group.transport.share_memory())
 
 

@@ -176,7 +176,8 @@ class ParallelContext:
 
 
 def new_parameter(spec: ParamSpec, *, sizes: Mapping[str, int] | None = None,
-                  dtype: torch.dtype = torch.float32, device: torch.device | str | None = None) -> nn.Parameter:
+                  dtype: torch.dtype = torch.float32,
+                  device: torch.device | str | None = None) -> nn.Parameter:
     """This rank's shard of `spec`, uninitialised, with `.spec` set; `tensor_parallel.init` writes its values.
 
     sizes: ranks of mesh axes, 1 where absent.

@@ -21,6 +21,7 @@ mask does not depend on the others.
 
 import hashlib
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -35,6 +36,13 @@ KEY_STEPS = (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)         # of the key from r
 COUNTERS_AT_ONCE = 1 << 22   # limits working memory on a device: a few int64 tensors of this size
 
 Key = tuple[int | str, ...]
+
+
+class KeepMask(NamedTuple):
+    """Which attention probabilities are kept: bool [b, n, sq, sk]; p: the probability to be dropped."""
+
+    mask: torch.Tensor
+    p: float
 
 
 def dropout(x: torch.Tensor, p: float, *, seed: int, site: str, sample_ids: tuple[int, ...], rows: range,
@@ -54,7 +62,7 @@ def dropout(x: torch.Tensor, p: float, *, seed: int, site: str, sample_ids: tupl
     held = len(rows) if picked is None else picked.shape[1]
     assert len(sample_ids) == b and held == s, (
         f"x is {list(x.shape)}, got {len(sample_ids)} samples, {held} rows")
-    keys = [(seed, site, int(sample)) for sample in sample_ids]
+    keys = sample_keys(seed, site, sample_ids)
     if picked is None:
         mask = torch.empty(s, b, h, dtype=torch.bool, device=x.device)
         draw_keep_masks_(mask.transpose(0, 1), p, keys, rows)
@@ -66,29 +74,33 @@ def dropout(x: torch.Tensor, p: float, *, seed: int, site: str, sample_ids: tupl
 
 def keep_masks(p: float, keys: Sequence[Key], rows: range, cols: int, *,
                device: torch.device | str = "cpu") -> torch.Tensor:
-    """bool [len(keys), len(rows), cols], True = keep: these rows of each key's table. `cols` is the full
-    width.
-    """
+    """bool [len(keys), len(rows), cols], True = keep: these rows of each key's table, of full width."""
     masks = torch.empty(len(keys), len(rows), cols, dtype=torch.bool, device=device)
     draw_keep_masks_(masks, p, keys, rows)
     return masks
 
 
-def attention_keep_mask(p: float, *, seed: int, site: str, sample_ids: tuple[int, ...], heads: range,
-                        rows: range, cols: int, picked: torch.Tensor | None = None,
-                        device: torch.device | str = "cpu") -> torch.Tensor:
-    """bool [b, n, sq, sk] for attention probabilities.
+def sample_keys(seed: int, site: str, sample_ids: Sequence[int]) -> list[Key]:
+    """The key of each sample at a place in the model."""
+    return [(seed, site, int(sample)) for sample in sample_ids]
 
-    heads   global head numbers
+
+def attention_keep_mask(p: float, keys: Sequence[Key], *, heads: range, rows: range, cols: int,
+                        picked: torch.Tensor | None = None,
+                        device: torch.device | str = "cpu") -> KeepMask:
+    """The mask of attention probabilities, [b, n, sq, sk].
+
+    keys    of the b samples, from `sample_keys`
+    heads   global numbers of the n heads
     rows    query positions; `cols` key positions
     picked  int64 [b, k]: only these rows (counted from the first) and columns of each sample; [b, n, k, k]
     """
-    keys = [(seed, site, int(sample), head) for sample in sample_ids for head in heads]
-    masks = keep_masks(p, keys, rows, cols, device=device).view(len(sample_ids), len(heads), len(rows), cols)
-    if picked is None:
-        return masks
-    rows_picked = masks.gather(2, picked[:, None, :, None].expand(-1, len(heads), -1, cols))
-    return rows_picked.gather(3, picked[:, None, None, :].expand(-1, len(heads), picked.shape[1], -1))
+    of_heads = [(*key, head) for key in keys for head in heads]
+    masks = keep_masks(p, of_heads, rows, cols, device=device).view(len(keys), len(heads), len(rows), cols)
+    if picked is not None:
+        masks = masks.gather(2, picked[:, None, :, None].expand(-1, len(heads), -1, cols))
+        masks = masks.gather(3, picked[:, None, None, :].expand(-1, len(heads), picked.shape[1], -1))
+    return KeepMask(masks, p)
 
 
 def draw_keep_masks_(out: torch.Tensor, p: float, keys: Sequence[Key], rows: range) -> None:

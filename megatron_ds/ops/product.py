@@ -55,9 +55,7 @@ WORKSPACE = Workspace()
 
 
 def has_memory(t: torch.Tensor) -> bool:
-    """False for a tensor of the meta device and for a FakeTensor, which have shapes and dtypes but no
-    values.
-    """
+    """False on the meta device and for a FakeTensor, which have shapes and dtypes but no values."""
     return not (t.is_meta or isinstance(t, FakeTensor))
 
 

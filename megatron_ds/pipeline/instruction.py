@@ -55,11 +55,7 @@ BACKWARD = frozenset({Op.B, Op.I, Op.W})
 READS_WEIGHTS = frozenset({Op.F, Op.B, Op.I})  # W needs only the layers' inputs and output gradients
 SENDS = frozenset({Op.SEND_ACT, Op.SEND_GRAD})
 RECEIVES = frozenset({Op.RECV_ACT, Op.RECV_GRAD})
-CONSUMED_BY = {
-    Op.F: Op.RECV_ACT,
-    Op.B: Op.RECV_GRAD,
-    Op.I: Op.RECV_GRAD,
-}  # computation ← receive of its input
+CONSUMED_BY = {Op.F: Op.RECV_ACT, Op.B: Op.RECV_GRAD, Op.I: Op.RECV_GRAD}     # ← receive of its input
 PRODUCED_BY = {Op.F: Op.SEND_ACT, Op.B: Op.SEND_GRAD, Op.I: Op.SEND_GRAD}  # computation → send of its result
 
 
@@ -69,10 +65,9 @@ def stage_ranks(schedule: Schedule) -> dict[int, int]:
     for rank, program in enumerate(schedule):
         for i in program:
             if i.op in COMPUTE and ranks.setdefault(i.stage, rank) != rank:
-                raise ScheduleError(
-                    f"{i} is on pipeline rank {rank}, but stage {i.stage} is on rank {ranks[i.stage]}: "
-                    f"the activations of a stage stay on its rank. Move it to rank {ranks[i.stage]}."
-                )
+                raise ScheduleError(f"{i} is on pipeline rank {rank}, but stage {i.stage} is on rank "
+                                    f"{ranks[i.stage]}: the activations of a stage stay on its rank. Move it "
+                                    f"to rank {ranks[i.stage]}.")
     return ranks
 
 
@@ -100,18 +95,14 @@ class StageCosts:
             value = getattr(self, field.name)
             values = value if isinstance(value, tuple) else (value,)
             if not values or any(not 0 <= v < float("inf") for v in values):
-                raise ScheduleError(
-                    f"{field.name}={value} is not a cost: times are finite and not negative. Use a number "
-                    "of 0 or more, or a tuple with one for each stage."
-                )
+                raise ScheduleError(f"{field.name}={value} is not a cost: times are finite and not negative. "
+                                    "Use a number of 0 or more, or a tuple with one for each stage.")
             if isinstance(value, tuple):
                 lengths[field.name] = len(value)
         if len(set(lengths.values())) > 1:
             counts = ", ".join(f"{n} stages for {name}" for name, n in lengths.items())
-            raise ScheduleError(
-                f"costs are of {counts}, but a pipeline has one number of stages. Use one number "
-                "for all stages, or tuples of the same length."
-            )
+            raise ScheduleError(f"costs are of {counts}, but a pipeline has one number of stages. Use one "
+                                "number for all stages, or tuples of the same length.")
 
     def of(self, instruction: Instruction) -> float:
         """A cost function for the simulator: instruction → time.
@@ -128,17 +119,10 @@ class StageCosts:
         if not isinstance(value, tuple):
             return value
         if stage >= len(value):
-            raise ScheduleError(
-                f"{kind} has costs of {len(value)} stages, but the schedule computes stage {stage}. "
-                "Use one for each stage, or one number for all."
-            )
+            raise ScheduleError(f"{kind} has costs of {len(value)} stages, but the schedule computes stage "
+                                f"{stage}. Use one for each stage, or one number for all.")
         return value[stage]
 
 
-KIND = {
-    Op.F: "forward",
-    Op.I: "input_grad",
-    Op.W: "weight_grad",
-    Op.SEND_ACT: "transfer",
-    Op.SEND_GRAD: "transfer",
-}
+KIND = {Op.F: "forward", Op.I: "input_grad", Op.W: "weight_grad", Op.SEND_ACT: "transfer",
+        Op.SEND_GRAD: "transfer"}

@@ -19,8 +19,8 @@ class ScheduleFamily:
 
     make     the function that computes an order
     chunks   numbers of model chunks per rank that it supports; None: any
-    peak     most activations (of one micro-batch at one stage) that a rank keeps alive; None: only simulation
-             tells. Tests compare it with the simulator
+    peak     most activations (of one micro-batch at one stage) that a rank keeps alive; None: known from
+             simulation only. Tests compare it with the simulator
     options  keyword arguments that `make` takes, of `costs` (a StageCosts), `memory_limit` and `group_size`
     """
 
@@ -30,9 +30,8 @@ class ScheduleFamily:
     peak: Peak | None = None
     options: tuple[str, ...] = ()
 
-    def __call__(
-        self, pipeline_size: int, num_microbatches: int, chunks: int | None = None, **options
-    ) -> Schedule:
+    def __call__(self, pipeline_size: int, num_microbatches: int, chunks: int | None = None,
+                 **options) -> Schedule:
         """chunks: default the fewest. Raises ScheduleError for sizes that the schedule does not support."""
         chunks = self.default_chunks if chunks is None else chunks
         self.check(pipeline_size, num_microbatches, chunks)
@@ -53,21 +52,16 @@ class ScheduleFamily:
             raise ScheduleError(f"schedule {self.name!r} cannot run on {pipeline_size} pipeline ranks: "
                                 "at least one rank has to compute. Use a pipeline size of 1 or more.")
         if num_microbatches < 1:
-            raise ScheduleError(
-                f"schedule {self.name!r} cannot run {num_microbatches} micro-batches: a step needs at "
-                "least one. Use any number from 1 up (global batch / micro-batch / data-parallel size); "
-                "every schedule accepts all of them."
-            )
+            raise ScheduleError(f"schedule {self.name!r} cannot run {num_microbatches} micro-batches: a step "
+                                "needs at least one. Use any number from 1 up (global batch / micro-batch / "
+                                "data-parallel size); every schedule accepts all of them.")
         if not self.supports(chunks):
-            valid = (
-                "any number from 1 up" if self.chunks is None else ", ".join(map(str, sorted(self.chunks)))
-            )
+            counts = self.chunks or ("any number from 1 up",)
+            valid = ", ".join(map(str, sorted(counts)))
             able = [name for name in SCHEDULES if SCHEDULES[name].supports(chunks)]
-            raise ScheduleError(
-                f"schedule {self.name!r} does not support {chunks} chunks of the model per rank. "
-                f"Valid: {valid}. Schedules for {chunks} chunks: "
-                f"{', '.join(able) or 'none, use 1 or more'}."
-            )
+            raise ScheduleError(f"schedule {self.name!r} does not support {chunks} chunks of the model per "
+                                f"rank. Valid: {valid}. Schedules for {chunks} chunks: "
+                                f"{', '.join(able) or 'none, use 1 or more'}.")
 
 
 SCHEDULES: Registry[ScheduleFamily] = Registry("pipeline schedule")

@@ -100,9 +100,8 @@ NEVER = float("inf")
 SAME_TIME = 1e-9                     # sums of the same times in another order differ by rounding
 
 Choice = tuple[Op, int] | None       # (operation, stage) to begin now; None: wait
-Rule = Callable[
-    ["_Search", int, float], tuple[Choice, float]
-]  # (search, rank, now) → (choice, time of the next look)
+# (search, rank, now) → (choice, time of the next look)
+Rule = Callable[["_Search", int, float], tuple[Choice, float]]
 
 
 @schedule("zb-auto", peak=lambda p, m, v, rank: min(m, p), options=("costs", "memory_limit"))
@@ -118,11 +117,10 @@ def zb_auto(pipeline_size: int, num_microbatches: int, chunks: int = 1, *, costs
     p, m = pipeline_size, num_microbatches
     limit = p if memory_limit is None else memory_limit
     if not limit >= 1 or not 0 <= weight_share <= 1:
-        raise ScheduleError(
-            f"schedule 'zb-auto' cannot keep at most {limit} activations with a weight share of "
-            f"{weight_share}: one micro-batch must fit. Use a memory limit of 1 or more (1F1B's rank 0 keeps "
-            f"{p}; twice that leaves almost no bubble) and a share from 0 to 1."
-        )
+        raise ScheduleError(f"schedule 'zb-auto' cannot keep at most {limit} activations with a weight share "
+                            f"of {weight_share}: one micro-batch must fit. Use a memory limit of 1 or more "
+                            f"(1F1B's rank 0 keeps {p}; twice that leaves almost no bubble) and a share from "
+                            "0 to 1.")
     first_gradients = _first_gradients(p, costs)
     searches = [_Search(range(p), m, costs, _AutoRule(limit, weight_share, first_gradients, *knobs))
                 for knobs in product(AUTO_FIRST_DELAYS, AUTO_DELAYS, AUTO_GAPS)]
@@ -135,9 +133,8 @@ def zb_auto(pipeline_size: int, num_microbatches: int, chunks: int = 1, *, costs
 
 
 @schedule("zb-v", chunks=(2,), peak=lambda p, m, v, rank: min(2 * m, 2 * p), options=("costs",))
-def zb_v(
-    pipeline_size: int, num_microbatches: int, chunks: int = 2, *, costs: StageCosts = EQUAL
-) -> Schedule:
+def zb_v(pipeline_size: int, num_microbatches: int, chunks: int = 2, *,
+         costs: StageCosts = EQUAL) -> Schedule:
     """The model goes down the ranks and up again."""
     p, m = pipeline_size, num_microbatches
     homes = [*range(p), *reversed(range(p))]
@@ -152,9 +149,8 @@ def score_of(order: Schedule, num_stages: int, costs: StageCosts) -> tuple[float
     """(longest time of a rank from first to last computation, time of all ranks together); less is better."""
     lowered = add_transfers(order, num_stages)
     starts, ends = run_clocks(lowered, costs.of)
-    first = [
-        next(start for i, start in zip(program, its) if i.op is Op.F) for program, its in zip(lowered, starts)
-    ]
+    first = [next(start for i, start in zip(program, its) if i.op is Op.F)
+             for program, its in zip(lowered, starts)]
     last = [its[-1] for its in ends]
     return max(end - begin for begin, end in zip(first, last)), max(last)
 
