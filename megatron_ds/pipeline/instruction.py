@@ -24,8 +24,8 @@ class Op(StrEnum):
     SEND_GRAD = "SG"
     RECV_GRAD = "RG"
     GATHER = "GATHER"        # gather the stage's sharded parameters        (ZeRO stage 3)
-    RELEASE = "RELEASE"  # free what GATHER has gathered
-    REDUCE = "REDUCE"  # the next backward of the stage completes its gradients: reduce buckets as they fill
+    RELEASE = "RELEASE"      # free what GATHER has gathered
+    REDUCE = "REDUCE"        # the next backward of the stage completes its gradients: reduce full buckets
     TIE = "TIE"              # sum the gradients of parameters that several stages hold
 
     __hash__ = str.__hash__  # Enum's own is a Python function, too slow for half a million look-ups

@@ -69,6 +69,7 @@ def add_transfers(schedule: Schedule, num_stages: int, early: bool = True) -> Sc
     if sorted(home) != list(range(num_stages)):
         raise ScheduleError(f"the schedule computes stages {sorted(home)}, not the {num_stages} stages 0 to "
                             f"{num_stages - 1}. Pass num_stages={len(home)}, or complete the schedule.")
+    # Pair each computation that makes a tensor with its send, and with the receive on the peer.
     sends: list[dict[Instruction, Instruction]] = [{} for _ in schedule]
     channels: list[dict[tuple[int, Op], list[Instruction]]] = [defaultdict(list) for _ in schedule]
     for rank, program in enumerate(schedule):
@@ -79,6 +80,7 @@ def add_transfers(schedule: Schedule, num_stages: int, early: bool = True) -> Sc
                 sends[rank][i] = Instruction(send, i.stage, i.microbatch)
                 receive = Op.RECV_ACT if send is Op.SEND_ACT else Op.RECV_GRAD
                 channels[home[peer]][rank, receive].append(Instruction(receive, peer, i.microbatch))
+    # Place them among the computations.
     posts = _latest_posts(schedule, channels) if early else [{}] * len(schedule)
     return tuple(_place(program, channels[rank].values(), sends[rank], posts[rank], early)
                  for rank, program in enumerate(schedule))
@@ -172,14 +174,15 @@ def _place(program: Program, channels: Collection[Sequence[Instruction]],
     computations = [i for i in program if i.op in COMPUTE]
     use = {Instruction(CONSUMED_BY[i.op], i.stage, i.microbatch): at
            for at, i in enumerate(computations) if i.op in CONSUMED_BY}
-    posts: dict[int, list[Instruction]] = defaultdict(list)  # number of the computation → posted before it
+    # Decide before which computation each receive is posted.
+    posts: dict[int, list[Instruction]] = defaultdict(list)         # number of the computation → receives
     for receives in channels:
         _check_used(receives, use)
-        # A message is posted no later than any message behind it in the channel: a running minimum from
-        # the back.
+        # No later than any message behind it in the channel: a running minimum from the back.
         wanted = (min(max(0, use[r] - early), latest.get(r, use[r])) for r in reversed(receives))
         for receive, at in zip(reversed(receives), accumulate(wanted, min)):
             posts[at].append(receive)
+    # Walk the program; `at` is the number of computations so far.
     placed, at = posts[0][::-1], 0
     for i in program:
         placed.append(i)

@@ -270,8 +270,9 @@ class _TieBarrier:
         return []
 
 
-def _check_finished(schedule: Schedule, ends: Times, needs, numbers: _Numbers, done,
-                    rendezvous: bool) -> None:
+def _check_finished(schedule: Schedule, ends: Times, needs: list[list[tuple[int, ...]]], numbers: _Numbers,
+                    done: list[float | None], rendezvous: bool) -> None:
+    """Raise ScheduleError for a deadlock, with the instruction that each blocked rank waits for."""
     unfinished = [rank for rank, program in enumerate(schedule) if len(ends[rank]) < len(program)]
     if not unfinished:
         return

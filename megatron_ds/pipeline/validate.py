@@ -28,7 +28,7 @@ def check_complete(schedule: Schedule, num_stages: int, num_microbatches: int, f
             (i for i, n in counts.items() if n > 1))
     pairs = [(s, k) for s in range(num_stages) for k in range(num_microbatches)]
     _reject("is missing, so its micro-batch would not pass this stage",
-              (Instruction(Op.F, s, k) for s, k in pairs if (Op.F, s, k) not in counts))
+            (Instruction(Op.F, s, k) for s, k in pairs if (Op.F, s, k) not in counts))
     if forward_only:
         _reject("is a backward, but the schedule is forward-only", (i for i in counts if i.op in BACKWARD))
         return

@@ -98,8 +98,8 @@ def _interleaved_program(rank: int, p: int, v: int, groups: list[range]) -> Prog
                 for group in groups for c in reversed(range(v)) for k in group]
     ahead = (2 if v > 1 else 1) * (p - rank - 1)
     # The first backward is of the last chunk, after all earlier chunks of the first group. With several
-    # chunks,
-    # a forward and a backward of neighbouring ranks alternate, which takes two forwards for each later rank.
+    # chunks, a forward and a backward of neighbouring ranks alternate, which takes two forwards for each
+    # later rank.
     warmup = min(len(forward), ahead + (v - 1) * len(groups[0]))
     steady = (i for pair in zip(forward[warmup:], backward) for i in pair)
     return (*forward[:warmup], *steady, *backward[len(forward) - warmup:])
