@@ -38,7 +38,7 @@ from itertools import accumulate
 
 from ...errors import ScheduleError
 from ..instruction import Instruction, Op, Program, Schedule
-from .family import schedule
+from . import schedule
 
 
 @schedule("gpipe", peak=lambda p, m, v, rank: m)

@@ -55,7 +55,7 @@ from ...errors import ScheduleError
 from ..instruction import Instruction, Op, Program, Schedule, StageCosts
 from ..passes import add_transfers
 from ..simulate import run_clocks
-from .family import schedule
+from . import schedule
 
 
 @schedule("zb-h1", peak=lambda p, m, v, rank: min(m, p))
