@@ -10,14 +10,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..host.memory_maps import SharedPages
+
 RING_FACTOR = {            # bytes sent by one rank of a ring of n, per byte of payload
     "all_reduce": lambda n: 2 * (n - 1) / n,
-    "all_gather": lambda n: (n - 1) / n,
-    "reduce_scatter": lambda n: (n - 1) / n,
-    "all_to_all": lambda n: (n - 1) / n,
-    "all_to_all_v": lambda n: 1.0,
-    "broadcast": lambda n: 1.0,
-    "send": lambda n: 1.0,
+    **dict.fromkeys(("all_gather", "reduce_scatter", "all_to_all"), lambda n: (n - 1) / n),
+    **dict.fromkeys(("all_to_all_v", "broadcast", "send"), lambda n: 1.0),
 }
 
 
@@ -47,11 +48,6 @@ class Traffic:
         """Bytes a rank sends when every collective is a ring."""
         return {(op, axes, n): count * RING_FACTOR[op](n) for (op, axes, n), count in self.bytes.items()}
 
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ..host.memory_maps import SharedPages
 
 Messages = Sequence[tuple["Tensor", int]]
 """(tensor, position of the other rank in the group)"""

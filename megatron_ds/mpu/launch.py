@@ -38,7 +38,7 @@ class Launch:
 
 
 def read_launch(env: Mapping[str, str] | None = None) -> Launch:
-    """The launch that `env` (default: os.environ) describes. Raises ConfigError with the variable."""
+    """The launch that `env` (default: os.environ) describes. ConfigError names a wrong variable."""
     env = os.environ if env is None else env
     for is_there, read in ((("RANK", "WORLD_SIZE"), _torchrun), (("SLURM_PROCID", "SLURM_NTASKS"), _slurm),
                            (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), _open_mpi)):
@@ -141,7 +141,7 @@ def _open_mpi(env: Mapping[str, str]) -> Launch:
 
 
 def _tasks_on_node(env: Mapping[str, str], node: int) -> int:
-    """Sum of "4(x2),3": two nodes with four tasks, then one with three. 0 if unset."""
+    """Tasks on a node: "4(x2),3" is two nodes with four, then one with three. 0 if unset."""
     counts = []
     text = _first(env, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
