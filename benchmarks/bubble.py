@@ -29,9 +29,8 @@ from megatron_ds.mpu.context import new_parameter
 from megatron_ds.mpu.group import Group
 from megatron_ds.mpu.param_spec import Init, ParamSpec
 from megatron_ds.mpu.transport import connect_torch
-from megatron_ds.pipeline.costs import StageCosts
 from megatron_ds.pipeline.executor import Executor
-from megatron_ds.pipeline.instruction import Op
+from megatron_ds.pipeline.instruction import Op, StageCosts
 from megatron_ds.pipeline.passes import lower
 from megatron_ds.pipeline.schedules import SCHEDULES, placement, stages_of
 from megatron_ds.pipeline.simulate import Simulation, simulate

@@ -18,8 +18,7 @@ from pathlib import Path
 
 from megatron_ds.cli import Arguments, main_guard
 from megatron_ds.errors import ConfigError, DataError
-from megatron_ds.pipeline.costs import StageCosts
-from megatron_ds.pipeline.instruction import Op
+from megatron_ds.pipeline.instruction import Op, StageCosts
 from megatron_ds.pipeline.passes import add_transfers
 from megatron_ds.pipeline.picture import Panel, draw, save_png, svg
 from megatron_ds.pipeline.schedules import SCHEDULES

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..mpu.sequence_slice import SequenceSlice
+from ..mpu.context import SequenceSlice
 from .ledger import CLOSED, Ledger
 
 if TYPE_CHECKING:

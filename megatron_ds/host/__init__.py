@@ -1,3 +1,1 @@
-"""What one machine offers: memory that processes share, large pages, files as memory, scratch files,
-asynchronous I/O.
-"""
+"""What one machine offers: shared memory, large pages, scratch files, asynchronous I/O."""

@@ -148,9 +148,7 @@ def _write_block(fd: int, view: memoryview, offset: int) -> tuple[int, int]:
 
 
 class UringIO(AsyncIO):
-    """`AsyncIO` by io_uring, `queue_depth` blocks in flight. Raises OSError with the reason where it does
-    not work.
-    """
+    """`AsyncIO` by io_uring, `queue_depth` blocks in flight. Raises OSError where it does not work."""
 
     def __init__(self, queue_depth: int = 32, block_bytes: int = 1 << 20):
         try:

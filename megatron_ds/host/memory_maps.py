@@ -1,18 +1,30 @@
-"""Memory maps: anonymous pages, large ones where the system offers them, and parts of a file. Also the C
-library's calls.
+"""Memory maps: anonymous pages, large ones where the system offers them, parts of a file, and memory of one
+rank that the other ranks of its group can map, all on one host (`SharedPages`).
 
 Large pages need Linux with transparent huge pages on request ("madvise", the usual setting). A sweep over
 gigabytes then spends no time on page tables: the CPU's Adam step takes a fifth less.
 
 `FileMap` is not Python's mmap, which keeps a descriptor open for each map, of which a process has few, and
 holds the interpreter's lock while it writes pages back.
+
+Data that does not change during a step, such as weights, need not be sent between processes of one host: a
+process maps the owner's `SharedPages`, without copying, sending or waiting. A mapped page counts as the
+process's own memory until it is unmapped. There is no synchronisation: the caller ensures that no rank reads
+while another writes.
 """
 
 import ctypes
 import functools
+import logging
 import mmap
 import os
+import platform
+import secrets
+import socket
 import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -23,9 +35,7 @@ MS_SYNC = 4
 
 def huge_page_zeros(numel: int, *, dtype: torch.dtype = torch.float32,
                     device: torch.device | str = "cpu") -> torch.Tensor:
-    """torch.zeros(numel). On the CPU a large one is a memory map: freed, it is returned to the system at
-    once.
-    """
+    """torch.zeros(numel). A large one on the CPU is a memory map: freed, it returns to the system."""
     nbytes = numel * dtype.itemsize
     is_large = nbytes >= 2 * LARGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE")
     if torch.device(device).type != "cpu" or not is_large:
@@ -97,3 +107,183 @@ def os_error() -> OSError:
     """The error of the last failed call of `libc`."""
     code = ctypes.get_errno()
     return OSError(code, os.strerror(code))
+
+
+logger = logging.getLogger(__name__)
+
+PAGE = mmap.PAGESIZE
+_NAME = "megatron_ds"
+_MACHINES = ("x86_64", "aarch64")
+_PROT_NONE, _MAP_FIXED, _MAP_NORESERVE, _MADV_POPULATE_READ = 0, 0x10, 0x4000, 22       # Linux's on these
+
+
+@dataclass(frozen=True)
+class Part:
+    """Bytes [start, start + nbytes) of a rank's shared memory."""
+
+    rank: int
+    start: int
+    nbytes: int
+
+
+class SharedPages:
+    """An anonymous file in memory for each rank, deleted with its last descriptor.
+
+    files: descriptors of all ranks' files, in rank order; `rank` is this one.
+    """
+
+    def __init__(self, rank: int, files: Sequence[int]):
+        self.files, self._rank, self._end = files, rank, 0
+        weakref.finalize(self, _close, files).atexit = False
+
+    def allocate(self, nbytes: int) -> tuple[int, torch.Tensor]:
+        """(first byte, uint8 [nbytes] of zeros) in this rank's file. Raises OSError where there is no room.
+
+        Ranks that make the same calls get the same first bytes.
+        """
+        start, self._end = self._end, self._end + _up_to_page(nbytes)
+        os.ftruncate(self.files[self._rank], self._end)
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        address = _map(None, nbytes, mmap.MAP_SHARED, access, self.files[self._rank], start)
+        return start, torch.frombuffer(memory_at(address, nbytes), dtype=torch.uint8)
+
+
+class Mapping:
+    """Parts of the ranks' files as one tensor, `bytes`, uint8; valid between `populate` and `drop`. Writes
+    to it stay private.
+
+        part 0   |-- pages --|-- pages --|- piece -|
+        part 1                           |- piece -|-- pages --|-- pages --|
+
+    A page that holds the end of one part and the start of the next is a copy of both pieces. Raises OSError
+    where the system has no room.
+    """
+
+    def __init__(self, shared: SharedPages, parts: Sequence[Part]):
+        """A part must begin at the offset within a page at which the previous one ends."""
+        self._shared = shared                                       # its files stay open
+        begin = parts[0].start % PAGE
+        stop = begin + sum(part.nbytes for part in parts)
+        size = _up_to_page(stop)
+        base = _map(None, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, _PROT_NONE, -1, 0)
+        memory = memory_at(base, size)
+        self._span, self.bytes = (base, size), torch.frombuffer(memory, dtype=torch.uint8)[begin:stop]
+        self._pieces: list[tuple[memoryview, int, int]] = []        # where, file, from which byte on
+        for part in parts:
+            assert part.start % PAGE == begin % PAGE, "a part begins at another offset within a page"
+            self._map_part(memoryview(memory), base, begin, shared.files[part.rank], part)
+            begin += part.nbytes
+
+    def _map_part(self, memory: memoryview, base: int, begin: int, file: int, part: Part) -> None:
+        """Map the whole pages of a part from byte `begin` on; note the pieces of pages, to be read."""
+        stop, first, last = begin + part.nbytes, _up_to_page(begin), (begin + part.nbytes) // PAGE * PAGE
+        if first < last:
+            _map(base + first, last - first, mmap.MAP_PRIVATE | _MAP_FIXED, _PROT_NONE, file,
+                 part.start + first - begin)
+        for low, high in [(begin, first), (last, stop)] if first <= last else [(begin, stop)]:
+            if low < high:
+                self._pieces.append((memory[low:high], file, part.start + low - begin))
+
+    def populate(self) -> None:
+        """Make `bytes` readable, with the contents that the owners have written so far. Raises OSError."""
+        _check(libc().mprotect(*self._span, mmap.PROT_READ | mmap.PROT_WRITE), self._span[1])
+        # All pages at once; a kernel before 5.14 refuses, and maps each page when it is read.
+        libc().madvise(*self._span, _MADV_POPULATE_READ)
+        for piece, file, start in self._pieces:
+            count = os.preadv(file, [piece], start)
+            assert count == len(piece), f"{count} of {len(piece)} bytes at {start} of a rank's shared memory"
+
+    def drop(self) -> None:
+        """Release the memory. Reading it afterwards segfaults instead of returning stale data."""
+        _check(libc().madvise(*self._span, mmap.MADV_DONTNEED), self._span[1])
+        _check(libc().mprotect(*self._span, _PROT_NONE), self._span[1])
+
+
+def share_pages(rank: int, exchange: Callable[[object], list]) -> SharedPages | None:
+    """Memory that all ranks can map; None where they are on several hosts, or not on Linux.
+
+    rank: the position of this one. exchange: an all-gather of objects. Collective over its ranks.
+    """
+    host, name = _host(), f"{_NAME}-{secrets.token_hex(8)}"
+    file = None if host is None else _make_file(name)
+    entries = exchange((host if file is not None else None, os.getpid(), file, name))
+    hosts = {entry[0] for entry in entries}
+    if None in hosts or len(hosts) > 1:
+        _close([file])
+        return None
+    files, trouble = _open_others(entries, rank)
+    problems = [problem for problem in exchange(trouble) if problem]
+    if problems:
+        _close(files)
+        if rank == 0:
+            _warn_once(problems[0])
+        return None
+    return SharedPages(rank, files)
+
+
+def _host() -> tuple[str, str, str] | None:
+    """Equal for two processes that see each other's process ids; None where this does not work."""
+    try:
+        if platform.machine() not in _MACHINES:
+            return None
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        return socket.gethostname(), boot, os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return None
+
+
+def _make_file(name: str) -> int | None:
+    try:
+        return os.memfd_create(name)
+    except (AttributeError, OSError):       # not on Linux; or the system forbids it
+        return None
+
+
+def _open_others(entries: Sequence[tuple], rank: int) -> tuple[list[int], str]:
+    """(descriptors of all ranks' files, up to the first that cannot be opened; the reason, or "")"""
+    files: list[int] = []
+    trouble = ""
+    for position, (_, pid, file, name) in enumerate(entries):
+        path = f"/proc/{pid}/fd/{file}"
+        try:
+            if position == rank:
+                files.append(file)
+            elif trouble:
+                continue
+            elif os.readlink(path) != f"/memfd:{name} (deleted)":
+                trouble = f"{path} is not the file that process {pid} announced"
+            else:
+                files.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+        except OSError as error:
+            trouble = f"process {os.getpid()} may not read memory of process {pid}: {error}"
+    return files, trouble
+
+
+@functools.cache
+def _warn_once(why: str) -> None:
+    logger.warning("the processes of this host send sharded weights as messages, which is slower than shared "
+                   "memory: %s", why)
+
+
+def _close(files: Sequence[int | None]) -> None:
+    for file in files:
+        if file is not None:
+            os.close(file)
+
+
+def _map(address: int | None, nbytes: int, flags: int, protection: int, file: int, offset: int) -> int:
+    at = libc().mmap(address, nbytes, protection, flags | _MAP_NORESERVE, file, offset)
+    _check(at == MAP_FAILED, nbytes)
+    return at
+
+
+def _check(failed: int, nbytes: int) -> None:
+    if failed:
+        error = os_error()
+        raise OSError(error.errno, f"cannot map {nbytes} bytes of this host's memory, where the ranks of one "
+                                   f"host share the weights of ZeRO stage 3: {error.strerror}. Check ulimit "
+                                   "-v and -d, vm.max_map_count and vm.overcommit_memory")
+
+
+def _up_to_page(nbytes: int) -> int:
+    return -(-nbytes // PAGE) * PAGE

@@ -78,17 +78,14 @@ class ScratchFile:
         except OSError as error:
             os.ftruncate(self.buffered_fd, self._end)       # of what was asked, some may have been granted
             status = os.statvfs(self.buffered_fd)
-            raise ConfigError(
-                f"{self.directory} has not enough space for {_size(length)} of offloaded state "
-                f"({error.strerror}): {_size(status.f_bavail * status.f_frsize)} are free, "
-                f"{_size(self._end)} were reserved before. Free disk space, give a directory on a larger "
-                "disk, or offload less.") from error
+            raise ConfigError(f"{self.directory} has not enough space for {_size(length)} of offloaded state "
+                              f"({error.strerror}): {_size(status.f_bavail * status.f_frsize)} are free, "
+                              f"{_size(self._end)} were reserved before. Free disk space, give a directory "
+                              "on a larger disk, or offload less.") from error
 
 
 class Region:
-    """`nbytes` of a scratch file. One transfer at a time on the same bytes; those of different regions
-    overlap.
-    """
+    """`nbytes` of a scratch file. One transfer at a time on the same bytes; regions overlap."""
 
     def __init__(self, file: ScratchFile, offset: int, nbytes: int):
         self.file, self.offset, self.nbytes = file, offset, nbytes

@@ -21,7 +21,7 @@ from ..config.model_options import ModelConfig
 from ..data.batch import Batch
 from ..mpu.context import ParallelContext
 from ..ops.core_attention import attention
-from ..ops.dropout import attention_keep_mask
+from ..ops.dropout import KeepMask, attention_keep_mask, sample_keys
 from ..ops.rotary import apply_rotary, rotary_channels, rotary_tables
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from .kv_cache import KVCache
@@ -124,14 +124,14 @@ class CoreAttention(nn.Module):
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> torch.Tensor:
         p = self.dropout if batch.training else 0.0
         return attention(q, k, v, causal=self.causal, mask=batch.attention_mask, documents=batch.documents,
-                         dropout=p, keep=self.keep_mask(q, k, p, batch) if p else None)
+                         keep=self.keep_mask(q, k, p, batch) if p else None)
 
-    def keep_mask(self, q: torch.Tensor, k: torch.Tensor, p: float, batch: Batch) -> torch.Tensor:
+    def keep_mask(self, q: torch.Tensor, k: torch.Tensor, p: float, batch: Batch) -> KeepMask:
         """Which probabilities are kept. Keys contain the global number of a head, so its mask is the same on
         any rank."""
         heads, (rows, picked) = q.shape[2], batch.positions()
         first = self.ctx.tp.rank * heads
-        return attention_keep_mask(p, seed=self.ctx.seed, site=self.site, sample_ids=batch.sample_ids,
-                                   heads=range(first, first + heads), rows=rows,
+        keys = sample_keys(self.ctx.seed, self.site, batch.sample_ids)
+        return attention_keep_mask(p, keys, heads=range(first, first + heads), rows=rows,
                                    cols=k.shape[0] if picked is None else len(rows), picked=picked,
                                    device=q.device)

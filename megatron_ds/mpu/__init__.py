@@ -9,14 +9,11 @@ from importlib import import_module
 _NAMES = {
     "grid": ("Grid",),
     "group": ("Group", "coordinates_of", "solo"),
-    "mesh": ("Mesh",),
+    "mesh": ("Mesh", "destroy_model_parallel", "get_mesh", "initialize_model_parallel",
+             "model_parallel_is_initialized", "set_mesh"),
     "param_spec": ("Box", "Init", "ParamSpec", "Split"),
     "channels": ("Channels",),
     "launch": ("Launch", "read_launch", "start", "stop"),
-    "state": (
-        "destroy_model_parallel", "get_mesh", "initialize_model_parallel", "model_parallel_is_initialized",
-        "set_mesh",
-    ),
     "getters": (
         "get_tensor_model_parallel_group", "get_tensor_model_parallel_world_size",
         "get_tensor_model_parallel_rank", "get_tensor_model_parallel_src_rank",

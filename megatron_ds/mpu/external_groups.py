@@ -21,9 +21,8 @@ from . import launch as launching
 from .collectives import all_gather_object
 from .grid import cut_groups
 from .group import Group, solo
-from .mesh import Mesh
+from .mesh import Mesh, default_device, get_mesh, initialize_model_parallel, model_parallel_is_initialized
 from .param_spec import DATA_AXES, EXPERT_DATA_AXES
-from .state import default_device, get_mesh, initialize_model_parallel, model_parallel_is_initialized
 
 FUNCTIONS = tuple(f"get_{kind}_parallel_{what}" for kind in ("model", "data")
                   for what in ("rank", "group", "world_size"))

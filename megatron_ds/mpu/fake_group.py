@@ -13,9 +13,8 @@ from torch import Tensor
 
 from ..errors import LayoutError
 from .grid import Grid
-from .group import DONE, Group, Messages, Work
+from .group import DONE, Group, Messages, Traffic, Work
 from .mesh import Mesh
-from .traffic import Traffic
 
 
 class FakeTransport:

@@ -13,8 +13,7 @@ from weakref import WeakKeyDictionary
 
 from ..errors import ConfigError
 from .group import Group
-from .mesh import Mesh
-from .state import get_mesh
+from .mesh import Mesh, get_mesh
 
 
 def get_tensor_model_parallel_group():
@@ -80,17 +79,13 @@ def get_virtual_pipeline_model_parallel_world_size() -> int | None:
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Whether this rank holds the model's first stage; with ignore_virtual=False, whether its chunk
-    `vp_stage` is that.
-    """
+    """Whether this rank holds the model's first stage; with ignore_virtual=False, in chunk `vp_stage`."""
     mesh = get_mesh()
     return mesh.is_first_stage if ignore_virtual else _chunk(mesh, vp_stage) == 0
 
 
 def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Whether this rank holds the model's last stage, which has the loss; with ignore_virtual=False, as
-    above.
-    """
+    """Whether this rank holds the last stage, which has the loss; ignore_virtual as above."""
     mesh = get_mesh()
     return mesh.is_last_stage if ignore_virtual else _chunk(mesh, vp_stage) == len(mesh.placement) - 1
 
@@ -111,9 +106,7 @@ def get_data_parallel_rank(with_context_parallel: bool = False) -> int:
 
 
 def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
-    """Global rank of the first rank of the data-parallel group; with_context_parallel: times context
-    parallelism.
-    """
+    """Global rank of the first rank of the data-parallel (with_context_parallel: dp times cp) group."""
     return get_mesh().group(*_data(with_context_parallel)).ranks[0]
 
 

@@ -56,10 +56,9 @@ class Grid:
                               f"first, joined by '-': {DEFAULT_ORDER!r} is the default.")
         data = self.cp * self.dp
         if data % self.ep:
-            raise ConfigError(
-                f"expert_model_parallel_size={self.ep} does not divide context x data = {self.cp} x "
-                f"{self.dp} = {data}: experts are distributed over those ranks. Use a size in "
-                f"{_listed(divisors(data))}.")
+            raise ConfigError(f"expert_model_parallel_size={self.ep} does not divide context x data = "
+                              f"{self.cp} x {self.dp} = {data}: experts are distributed over those ranks. "
+                              f"Use a size in {_listed(divisors(data))}.")
 
     @classmethod
     def fit(cls, world_size: int, tp: int = 1, cp: int = 1, ep: int = 1, pp: int = 1,

@@ -2,18 +2,52 @@
 
 A group is a value passed to the layers that need it; no code looks one up from a global. A `Transport` moves
 the bytes: torch.distributed in real runs (`transport.py`), threads in tests, none for a group of one rank.
+`Traffic` counts them.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from .traffic import Traffic
-
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..host.shared_memory import SharedPages
+    from ..host.memory_maps import SharedPages
+
+RING_FACTOR = {            # bytes sent by one rank of a ring of n, per byte of payload
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    **dict.fromkeys(("all_gather", "reduce_scatter", "all_to_all"), lambda n: (n - 1) / n),
+    **dict.fromkeys(("all_to_all_v", "broadcast", "send"), lambda n: 1.0),
+}
+
+
+@dataclass
+class Traffic:
+    """Payload bytes and calls, keyed by (operation, group axes, group size)."""
+
+    bytes: Counter = field(default_factory=Counter)
+    calls: Counter = field(default_factory=Counter)
+
+    def add(self, operation: str, axes: str, size: int, num_bytes: int, calls: int = 1) -> None:
+        """Count calls with `num_bytes` in total."""
+        self.bytes[operation, axes, size] += num_bytes
+        self.calls[operation, axes, size] += calls
+
+    def add_all(self, other: "Traffic", times: int = 1) -> None:
+        """Count what `other` counted, `times` times."""
+        for key, num_bytes in other.bytes.items():
+            self.add(*key, times * num_bytes, times * other.calls[key])
+
+    def clear(self) -> None:
+        """Set all counters to zero."""
+        self.bytes.clear()
+        self.calls.clear()
+
+    def wire_bytes(self) -> dict[tuple[str, str, int], float]:
+        """Bytes a rank sends when every collective is a ring."""
+        return {(op, axes, n): count * RING_FACTOR[op](n) for (op, axes, n), count in self.bytes.items()}
+
 
 Messages = Sequence[tuple["Tensor", int]]
 """(tensor, position of the other rank in the group)"""

@@ -26,9 +26,7 @@ _LOCAL = ("127.0.0.1", "localhost", "::1")
 
 @dataclass(frozen=True)
 class Launch:
-    """Global rank and rank on this host, the numbers of ranks, the address of rank 0, and the launcher's
-    name.
-    """
+    """Global rank, rank on this host, numbers of ranks, address of rank 0, and the launcher's name."""
 
     rank: int = 0
     world_size: int = 1
@@ -40,9 +38,7 @@ class Launch:
 
 
 def read_launch(env: Mapping[str, str] | None = None) -> Launch:
-    """The launch described by `env` (default: os.environ). Raises ConfigError naming the variable that is
-    wrong.
-    """
+    """The launch that `env` (default: os.environ) describes. ConfigError names a wrong variable."""
     env = os.environ if env is None else env
     for is_there, read in ((("RANK", "WORLD_SIZE"), _torchrun), (("SLURM_PROCID", "SLURM_NTASKS"), _slurm),
                            (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), _open_mpi)):
@@ -112,9 +108,7 @@ def _torchrun(env: Mapping[str, str]) -> Launch:
 
 
 def _slurm(env: Mapping[str, str]) -> Launch:
-    """The variables of the job *step* come first: `srun -n 2` in an allocation of eight tasks makes two
-    ranks.
-    """
+    """Variables of the job *step* come first: `srun -n 2` in an allocation of eight tasks is two ranks."""
     size = _int(env, "SLURM_STEP_NUM_TASKS" if env.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS")
     rank, local_rank = _int(env, "SLURM_PROCID"), _int(env, "SLURM_LOCALID", 0)
     if size > 1 and env.get("SLURM_TASK_PID") and not env.get("SLURM_STEP_ID"):     # it would wait for ever
@@ -147,9 +141,7 @@ def _open_mpi(env: Mapping[str, str]) -> Launch:
 
 
 def _tasks_on_node(env: Mapping[str, str], node: int) -> int:
-    """SLURM_STEP_TASKS_PER_NODE is written "4(x2),3": two nodes with four tasks, then one with three. 0 if
-    unset.
-    """
+    """Tasks on a node: "4(x2),3" is two nodes with four, then one with three. 0 if unset."""
     counts = []
     text = _first(env, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):

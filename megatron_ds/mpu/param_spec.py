@@ -97,10 +97,9 @@ class ParamSpec:
                 raise LayoutError(f"{self.name}: {field} names the axis {odd[0]!r}. Supported: "
                                   f"{SUPPORTED[field]}.")
         if len(set(all_axes := sum(named.values(), ()))) < len(all_axes):
-            raise LayoutError(
-                f"{self.name}: an axis is named more than once in {named}. Ranks along an axis hold shards, "
-                "or whole parameters with partial gradients, or parameters of their own: name each axis "
-                "once.")
+            raise LayoutError(f"{self.name}: an axis is named more than once in {named}. Ranks along an axis "
+                              "hold shards, or whole parameters with partial gradients, or parameters of "
+                              "their own: name each axis once.")
         for split in self.splits:
             self._check(split)
 
@@ -144,10 +143,9 @@ class ParamSpec:
         for split in self.splits:
             size, total = sizes.get(split.axis, 1), split.padded or self.shape[split.dim]
             if total % (size * split.parts):
-                raise LayoutError(
-                    f"{self.name}: dimension {split.dim} has size {total} in {split.parts} part(s), which is "
-                    f"not divisible by {size} {split.axis} ranks. Use a size that divides "
-                    f"{total // split.parts}.")
+                raise LayoutError(f"{self.name}: dimension {split.dim} has size {total} in {split.parts} "
+                                  f"part(s), which is not divisible by {size} {split.axis} ranks. Use a size "
+                                  f"that divides {total // split.parts}.")
             shape[split.dim] = total // size
         return tuple(shape)
 

@@ -38,9 +38,7 @@ def scatter_to_region(x: torch.Tensor, group: Group, dim: int = -1) -> torch.Ten
 
 
 def gather_from_region(x: torch.Tensor, group: Group, dim: int = -1) -> torch.Tensor:
-    """Concatenate the ranks' pieces of `dim`. All ranks must compute the same from it: its gradient is
-    sliced.
-    """
+    """Concatenate the pieces of `dim`. All ranks must compute the same from it: its gradient is sliced."""
     return _Gather.apply(x, group, dim) if group.size > 1 else x
 
 

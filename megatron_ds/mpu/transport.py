@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import CommunicationError
-from ..host.shared_memory import SharedPages, share_pages
-from .gloo_collectives import LAST_TAG, Pieces
+from ..host.memory_maps import SharedPages, share_pages
+from .collectives import LAST_TAG, Pieces
 from .group import NUM_STREAMS, AllOf, Messages, Work
 from .stuck_ranks import name_stuck_ranks, report_failure
 
@@ -54,9 +54,7 @@ def connect_torch(axes: str, groups: list[tuple[int, ...]], rank: int,
 
 
 def lone_process_group(rank: int) -> dist.ProcessGroup | None:
-    """A process group of this rank alone, None where torch.distributed was not started. Only this rank
-    calls.
-    """
+    """A process group of this rank alone, None without torch.distributed. Only this rank calls."""
     return dist.new_group([rank], use_local_synchronization=True) if dist.is_initialized() else None
 
 
@@ -236,9 +234,7 @@ class _Sent:
 
 
 class _Translated:
-    """Context that translates torch's exceptions to CommunicationError. A class, since each collective
-    enters it.
-    """
+    """Context that turns torch's exceptions into CommunicationError. A class: entering it is cheap."""
 
     __slots__ = ("transport", "what")
 

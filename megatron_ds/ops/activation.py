@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from ..compiled import load_compiled
-from .workspace import has_memory
+from .product import has_memory
 
 logger = logging.getLogger(__name__)
 
@@ -66,19 +66,12 @@ def squared_relu(x: torch.Tensor) -> torch.Tensor:
 
 
 def swiglu(x: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up for x = [gate; up] along the last dimension. Shazeer 2020 (arXiv:2002.05202), equation
-    6.
-    """
+    """silu(gate) * up for x = [gate; up] in the last dimension. Shazeer 2020 (arXiv:2002.05202), eq. 6."""
     return _SwiGLU.apply(x)
 
 
-ACTIVATIONS = {
-    "gelu": Activation(gelu),
-    "gelu_exact": Activation(gelu_exact),
-    "relu": Activation(relu),
-    "squared_relu": Activation(squared_relu),
-    "swiglu": Activation(swiglu, parts=2),
-}
+ACTIVATIONS = {"gelu": Activation(gelu), "gelu_exact": Activation(gelu_exact), "relu": Activation(relu),
+               "squared_relu": Activation(squared_relu), "swiglu": Activation(swiglu, parts=2)}
 
 
 @functools.cache

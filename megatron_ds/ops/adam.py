@@ -46,9 +46,7 @@ class AdamRow:
 @torch.no_grad()
 def reference_adamw_(rows: Sequence[AdamRow], *, lr: float, betas: tuple[float, float], eps: float,
                      weight_decay: float, grad_scale: float = 1.0) -> None:
-    """Update each row with its gradient * grad_scale. Loshchilov and Hutter 2019 (arXiv:1711.05101),
-    algorithm 2.
-    """
+    """Update each row with gradient * grad_scale. Loshchilov and Hutter 2019 (arXiv:1711.05101), alg. 2."""
     for r in rows:
         beta1, beta2 = betas
         g = r.grad * _fp32(grad_scale)
@@ -75,17 +73,13 @@ def adamw_(rows: Sequence[AdamRow], *, lr: float, betas: tuple[float, float], ep
 
 
 def variants() -> list[str]:
-    """Instruction sets of the kernel that this processor supports, fastest first; none without the
-    extension.
-    """
+    """Instruction sets of the kernel on this processor, fastest first; none without the extension."""
     return extension().variants() if extension() else []
 
 
 @functools.cache
 def extension() -> ModuleType | Any:
-    """The compiled module; None, with one line in the log, where the package was installed without a
-    compiler.
-    """
+    """The compiled module; None, with a line in the log, where no compiler was found at installation."""
     return load_compiled("_cpu_adam", "CPU Adam", "torch's AdamW runs instead, slower where gradients are "
                          "unscaled or weights have 16 bits", logger)
 
@@ -136,9 +130,7 @@ class FusedAdam(torch.optim.Adam):
 
 
 class DeepSpeedCPUAdam(FusedAdam):
-    """As `FusedAdam`, with the arguments of DeepSpeed's CPU Adam. "offload_optimizer" selects where its
-    state is.
-    """
+    """`FusedAdam` with DeepSpeed's CPU Adam's arguments. "offload_optimizer" places its state."""
 
     def __init__(self, model_params: Any, lr: float = 1e-3, bias_correction: bool = True,
                  betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0,

@@ -51,9 +51,7 @@ def is_worth_blocking(positions: int, channels: int) -> bool:
 
 def blocked_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
                       documents: Any = None) -> torch.Tensor:
-    """q [s, b, n, d], k and v [s, b, g, d] → [s, b, n * d]; any strides. documents: as `attention` takes
-    them.
-    """
+    """q [s, b, n, d], k and v [s, b, g, d] → [s, b, n * d]; any strides. documents: as `attention`."""
     return _BlockedAttention.apply(q, k, v, scale, documents)
 
 
@@ -112,7 +110,7 @@ class _BlockedAttention(torch.autograd.Function):
 
 class _Workspace:
     """Reused memory for tiles of scores: it stays in the cache, as new tensors would not. It belongs to one
-    call: kept longer (workspace.py) it would be allocated, unused, beside the logits, where a step peaks."""
+    call: kept longer (`product.WORKSPACE`) it would be allocated, unused, beside the logits, at the peak."""
 
     def __init__(self, queries: torch.Tensor, tiles: int):
         heads, s, r, _ = queries.shape
@@ -198,9 +196,7 @@ def _scores(q_tile: torch.Tensor, k_tile: torch.Tensor, rows: slice, seen: slice
 
 def _mask_other_documents(scores: torch.Tensor, documents: Any, total: int, heads: slice, rows: slice,
                           seen: slice) -> None:
-    """-inf where query and key are of different documents, in place; most tiles of long documents need
-    nothing.
-    """
+    """-inf where query and key are of different documents, in place; most tiles need nothing."""
     samples = _samples_of(heads, total, documents)
     if int(documents.starts[samples, rows.stop - 1].amax()) <= seen.start:
         return

@@ -16,36 +16,34 @@ import torch
 import torch.nn.functional as F
 
 from .blocked_attention import blocked_attention, worth_blocking
-from .dropout import apply_mask
-from .product import is_widened
-from .workspace import has_memory
+from .dropout import KeepMask, apply_mask
+from .product import has_memory, is_widened
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True,
-              mask: torch.Tensor | None = None, documents: Any = None, dropout: float = 0.0,
-              keep: torch.Tensor | None = None, scale: float | None = None) -> torch.Tensor:
+              mask: torch.Tensor | None = None, documents: Any = None, keep: KeepMask | None = None,
+              scale: float | None = None) -> torch.Tensor:
     """q [sq, b, n, d], k and v [sk, b, g, d] → [sq, b, n * d].
 
     mask       bool [b or 1, n or 1, sq, sk], True = may not attend; in addition to the causal mask
     documents  `data.documents.Documents` of the samples, with sq = sk: a query sees its own document only
-    keep       with `dropout` > 0: bool [b, n, sq, sk] from `ops.dropout.attention_keep_mask`. Keeps the
-               probabilities for backward, so memory grows with sq * sk
+    keep       dropout of the probabilities, from `ops.dropout.attention_keep_mask`. They are kept for
+               backward, so memory grows with sq * sk
     scale      of the scores, 1 / sqrt(d) unless given
 
     In fp32 where the processor has no matrix products of the dtype; `blocked_attention` still keeps 16 bits.
     """
-    assert (dropout > 0) == (keep is not None), "attention dropout needs its mask, and the mask a probability"
     if causal and mask is None and keep is None and worth_blocking(q, k):
-        whole = documents if has_memory(q) else None          # a plan counts what one document keeps, which is the most
+        whole = documents if has_memory(q) else None    # a plan counts what one document keeps: the most
         return blocked_attention(q, k, v, scale or 1 / math.sqrt(q.shape[-1]), whole)
     if is_widened(q):
         wide = attention(q.float(), k.float(), v.float(), causal=causal, mask=mask, documents=documents,
-                         dropout=dropout, keep=keep, scale=scale)
+                         keep=keep, scale=scale)
         return wide.to(q.dtype)
     if documents is not None and (keep is not None or mask is not None or not causal):
         mask, documents = documents.foreign if mask is None else mask | documents.foreign, None
     if keep is not None:
-        return reference_attention(q, k, v, causal=causal, mask=mask, dropout=dropout, keep=keep, scale=scale)
+        return reference_attention(q, k, v, causal=causal, mask=mask, keep=keep, scale=scale)
     sq, sk = q.shape[0], k.shape[0]
     queries, keys, values = (t.permute(1, 2, 0, 3) for t in (q, k, v))          # [b, n or g, s, d], views
     plain_causal = causal and mask is None and documents is None and sq == sk
@@ -55,14 +53,15 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
         allowed = None if forbidden is None else ~forbidden
     if q.is_meta:
         return _merge_heads(_PlannedAttention.apply(queries, keys, values, allowed))
-    out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=allowed, is_causal=plain_causal, scale=scale,
-                                         enable_gqa=queries.shape[1] != keys.shape[1])        # [b, n, sq, d]
+    out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=allowed, is_causal=plain_causal,
+                                         scale=scale,                                         # [b, n, sq, d]
+                                         enable_gqa=queries.shape[1] != keys.shape[1])
     return _merge_heads(out)
 
 
 def reference_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True,
-                        mask: torch.Tensor | None = None, dropout: float = 0.0,
-                        keep: torch.Tensor | None = None, scale: float | None = None) -> torch.Tensor:
+                        mask: torch.Tensor | None = None, keep: KeepMask | None = None,
+                        scale: float | None = None) -> torch.Tensor:
     """The same in elementary operations, on any device; the softmax in fp32."""
     (sq, b, n, d), (sk, _, g, _) = q.shape, k.shape
     queries = q.permute(1, 2, 0, 3).reshape(b, g, n // g, sq, d)
@@ -76,7 +75,7 @@ def reference_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, ca
     if forbidden is not None and mask is not None:
         p = p.masked_fill(forbidden.all(-1, keepdim=True), 0.0)         # a query without keys: 0
     if keep is not None:
-        p = apply_mask(p, keep, dropout)
+        p = apply_mask(p, *keep)
     out = p.reshape(b, g, n // g, sq, sk) @ values
     return _merge_heads(out.reshape(b, n, sq, d))
 
@@ -90,9 +89,9 @@ def _forbidden(sq: int, sk: int, causal: bool, mask: torch.Tensor | None, device
 
 
 class _PlannedAttention(torch.autograd.Function):
-    # On the meta device torch would write attention out, scores and all. This keeps what its fused kernels keep on GPUs, by
-    # their documentation: the arguments, a mask as numbers to be added, the output in the memory order [b, s, n, d], and the
-    # logarithm of each row's sum in fp32.
+    # On the meta device torch would write attention out, scores and all. This keeps what its fused kernels
+    # keep on GPUs, by their documentation: the arguments, a mask as numbers to be added, the output in the
+    # memory order [b, s, n, d], and the logarithm of each row's sum in fp32.
 
     @staticmethod
     def forward(ctx, queries, keys, values, allowed):
@@ -111,7 +110,5 @@ class _PlannedAttention(torch.autograd.Function):
 
 
 def _merge_heads(out: torch.Tensor) -> torch.Tensor:
-    """[b, n, s, d] → [s, b, n * d]; no copy on CPU, where fused attention keeps the memory order of the
-    queries.
-    """
+    """[b, n, s, d] → [s, b, n * d]; on CPU no copy: fused attention keeps the queries' memory order."""
     return out.permute(2, 0, 1, 3).flatten(2)

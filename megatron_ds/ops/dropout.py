@@ -1,9 +1,13 @@
-"""Dropout whose mask is a pure function of (seed, site, sample, position, channel).
+"""Dropout whose mask is a pure function of (seed, site, sample, position, channel), and other random numbers
+that are functions of a key.
+
+A key is a tuple of plain values, for example (seed, "decoder.layers.3.mlp", sample 17). The same key gives
+the same numbers under every layout, in a recomputed forward, and after a resume: there is no global
+generator, and nothing to save or restore.
 
 A mask is a table of 16-bit random numbers, row by row; an element is kept when its number is below a
-threshold. Any slice of rows can be drawn alone, so a rank that holds a slice of the sequence, a micro-batch
-of another size, a recomputed forward and a resumed run use the same mask, and no generator state is saved.
-There is no global generator.
+threshold. Any slice of rows can be drawn alone, so a rank that holds a slice of the sequence and a
+micro-batch of another size use the same mask.
 
 The numbers come from Philox 4x64-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"),
 keyed by (seed, site, sample) or (seed, site, sample, head). Row r starts at counter 1 + r * ceil(cols / 16);
@@ -15,13 +19,14 @@ Where only some tokens of a sequence are present, their masks are selected from 
 mask does not depend on the others.
 """
 
+import hashlib
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from .random import seed_of, shift_right
-from .workspace import has_memory
+from .product import has_memory
 
 LEVELS = 1 << 16             # values of a random number; so drop probabilities are multiples of 1 / LEVELS
 NUMBERS_PER_COUNTER = 16     # 4 words of 64 bits
@@ -31,6 +36,13 @@ KEY_STEPS = (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)         # of the key from r
 COUNTERS_AT_ONCE = 1 << 22   # limits working memory on a device: a few int64 tensors of this size
 
 Key = tuple[int | str, ...]
+
+
+class KeepMask(NamedTuple):
+    """Which attention probabilities are kept: bool [b, n, sq, sk]; p: the probability to be dropped."""
+
+    mask: torch.Tensor
+    p: float
 
 
 def dropout(x: torch.Tensor, p: float, *, seed: int, site: str, sample_ids: tuple[int, ...], rows: range,
@@ -50,7 +62,7 @@ def dropout(x: torch.Tensor, p: float, *, seed: int, site: str, sample_ids: tupl
     held = len(rows) if picked is None else picked.shape[1]
     assert len(sample_ids) == b and held == s, (
         f"x is {list(x.shape)}, got {len(sample_ids)} samples, {held} rows")
-    keys = [(seed, site, int(sample)) for sample in sample_ids]
+    keys = sample_keys(seed, site, sample_ids)
     if picked is None:
         mask = torch.empty(s, b, h, dtype=torch.bool, device=x.device)
         draw_keep_masks_(mask.transpose(0, 1), p, keys, rows)
@@ -62,29 +74,33 @@ def dropout(x: torch.Tensor, p: float, *, seed: int, site: str, sample_ids: tupl
 
 def keep_masks(p: float, keys: Sequence[Key], rows: range, cols: int, *,
                device: torch.device | str = "cpu") -> torch.Tensor:
-    """bool [len(keys), len(rows), cols], True = keep: these rows of each key's table. `cols` is the full
-    width.
-    """
+    """bool [len(keys), len(rows), cols], True = keep: these rows of each key's table, of full width."""
     masks = torch.empty(len(keys), len(rows), cols, dtype=torch.bool, device=device)
     draw_keep_masks_(masks, p, keys, rows)
     return masks
 
 
-def attention_keep_mask(p: float, *, seed: int, site: str, sample_ids: tuple[int, ...], heads: range,
-                        rows: range, cols: int, picked: torch.Tensor | None = None,
-                        device: torch.device | str = "cpu") -> torch.Tensor:
-    """bool [b, n, sq, sk] for attention probabilities.
+def sample_keys(seed: int, site: str, sample_ids: Sequence[int]) -> list[Key]:
+    """The key of each sample at a place in the model."""
+    return [(seed, site, int(sample)) for sample in sample_ids]
 
-    heads   global head numbers
+
+def attention_keep_mask(p: float, keys: Sequence[Key], *, heads: range, rows: range, cols: int,
+                        picked: torch.Tensor | None = None,
+                        device: torch.device | str = "cpu") -> KeepMask:
+    """The mask of attention probabilities, [b, n, sq, sk].
+
+    keys    of the b samples, from `sample_keys`
+    heads   global numbers of the n heads
     rows    query positions; `cols` key positions
     picked  int64 [b, k]: only these rows (counted from the first) and columns of each sample; [b, n, k, k]
     """
-    keys = [(seed, site, int(sample), head) for sample in sample_ids for head in heads]
-    masks = keep_masks(p, keys, rows, cols, device=device).view(len(sample_ids), len(heads), len(rows), cols)
-    if picked is None:
-        return masks
-    rows_picked = masks.gather(2, picked[:, None, :, None].expand(-1, len(heads), -1, cols))
-    return rows_picked.gather(3, picked[:, None, None, :].expand(-1, len(heads), picked.shape[1], -1))
+    of_heads = [(*key, head) for key in keys for head in heads]
+    masks = keep_masks(p, of_heads, rows, cols, device=device).view(len(keys), len(heads), len(rows), cols)
+    if picked is not None:
+        masks = masks.gather(2, picked[:, None, :, None].expand(-1, len(heads), -1, cols))
+        masks = masks.gather(3, picked[:, None, None, :].expand(-1, len(heads), picked.shape[1], -1))
+    return KeepMask(masks, p)
 
 
 def draw_keep_masks_(out: torch.Tensor, p: float, keys: Sequence[Key], rows: range) -> None:
@@ -197,3 +213,49 @@ def _multiply(x: torch.Tensor, factor: int) -> tuple[torch.Tensor, torch.Tensor]
 def _signed(number: int) -> int:
     """The int64 that has the bits of this unsigned number of 64 bits."""
     return number - (1 << 64) if number >> 63 else number
+
+
+BITS = 63          # of a seed: torch.Generator takes a signed 64-bit number
+GOLDEN = -0x61C8864680B583EB         # 2**64 / golden ratio, as a signed number
+
+
+def seed_of(*key: int | str) -> int:
+    """A seed that depends on every part of the key, and on their order and types."""
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=16).digest()
+    return int.from_bytes(digest, "little") >> (128 - BITS)
+
+
+def generator_of(*key: int | str, device: torch.device | str = "cpu") -> torch.Generator:
+    """A new generator, seeded by the key."""
+    return torch.Generator(device=device).manual_seed(seed_of(*key))
+
+
+def random_numbers(keys: Sequence[tuple[int | str, ...]], count: int,
+                   device: torch.device | str = "cpu") -> torch.Tensor:
+    """int64 [len(keys), count], uniform over all 64 bits, the same bits on every device.
+
+    Number i of a key is SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number
+    generators", figure 16) started at the key's seed, after i steps.
+    """
+    starts = torch.tensor([seed_of(*key) for key in keys], dtype=torch.int64).to(device, non_blocking=True)
+    z = starts[:, None] + GOLDEN * torch.arange(1, count + 1, device=device)     # modulo 2**64
+    z = (z ^ shift_right(z, 30)) * -0x40A7B892E31B1A47
+    z = (z ^ shift_right(z, 27)) * -0x6B2FB644ECCEEE15
+    return z ^ shift_right(z, 31)
+
+
+def random_subset(keys: Sequence[tuple[int | str, ...]], kept: int, of: int,
+                  device: torch.device | str = "cpu") -> torch.Tensor:
+    """int64 [len(keys), kept]: for each key `kept` different numbers below `of`, ascending, all subsets
+    equally likely.
+
+    The subset consists of the numbers with the smallest random keys, so a larger one contains the smaller
+    ones.
+    """
+    order = random_numbers(keys, of, device).argsort(dim=1, stable=True)
+    return order[:, :kept].sort(dim=1).values
+
+
+def shift_right(z: torch.Tensor, bits: int) -> torch.Tensor:
+    """z >> bits of the unsigned number with the bits of z."""
+    return (z >> bits) & ((1 << (64 - bits)) - 1)

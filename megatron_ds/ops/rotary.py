@@ -17,9 +17,7 @@ def rotary_channels(head_dim: int, percent: float = 1.0) -> int:
 
 def rotary_tables(positions: torch.Tensor, channels: int,
                   base: float = 10000.0) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin, fp32 [s, 1, 1, r/2] for `positions` [s], or [s, b, 1, r/2] for [b, s]; shared by all
-    layers.
-    """
+    """cos and sin, fp32 [s, 1, 1, r/2] for `positions` [s], [s, b, 1, r/2] for [b, s], for all layers."""
     exponents = torch.arange(0, channels, 2, dtype=torch.float32, device=positions.device) / channels
     where = positions.float()[:, None] if positions.dim() == 1 else positions.t().float()   # [s, 1] or [s, b]
     angles = where[:, :, None, None] * base ** -exponents

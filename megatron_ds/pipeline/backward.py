@@ -28,7 +28,8 @@ from torch import Tensor, nn
 from torch.autograd.function import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-Begin = Callable[[], Callable[[], Tensor | None]]
+Finish = Callable[[], Tensor | None]
+Begin = Callable[[], Finish]
 
 
 class Root:
@@ -97,9 +98,8 @@ class SplitBackward:
                 holders[p].append(layer)
         self.num_layers, self.parameters = len(modules), list(holders)
         self._layer_of = {p: layers[0] for p, layers in holders.items() if len(layers) == 1}
-        self._completed_with: list[list[nn.Parameter]] = [
-            [] for _ in modules
-        ]  # the last layer that backward passes
+        # layer → parameters of which it is the last layer that backward passes
+        self._completed_with: list[list[nn.Parameter]] = [[] for _ in modules]
         for p, layers in holders.items():
             self._completed_with[layers[0]].append(p)
         self.waiting: dict[int, tuple[list[tuple[nn.Parameter, Begin]], dict[nn.Parameter, Tensor]]] = {}
@@ -128,9 +128,7 @@ class SplitBackward:
 
     @torch.no_grad()                                        # as autograd does in a backward
     def weight_half(self, microbatch: int, completed: Callable[[int], None]) -> None:
-        """Deliver the gradients of a micro-batch; `completed` is called with each layer, last to first, after
-        its own.
-        """
+        """Deliver a micro-batch's gradients; `completed` is called after each layer, last to first."""
         queue, gradients = self.waiting.pop(microbatch)
         queue.reverse()  # taken from the end, so that factors are freed one by one
         layer = self.num_layers - 1
@@ -148,9 +146,8 @@ class SplitBackward:
         for rest in range(layer, -1, -1):
             self._complete(rest, gradients, completed)
 
-    def _complete(
-        self, layer: int, gradients: dict[nn.Parameter, Tensor], completed: Callable[[int], None]
-    ) -> None:
+    def _complete(self, layer: int, gradients: dict[nn.Parameter, Tensor],
+                  completed: Callable[[int], None]) -> None:
         mine = [p for p in self._completed_with[layer] if p in gradients]
         if mine:
             # The backward of a leaf accumulates its gradient and runs its hooks.
@@ -158,9 +155,7 @@ class SplitBackward:
         completed(layer)
 
 
-def _begin(
-    queue: list[tuple[nn.Parameter, Begin]],
-) -> tuple[nn.Parameter, Callable[[], Tensor | None]] | None:
+def _begin(queue: list[tuple[nn.Parameter, Begin]]) -> tuple[nn.Parameter, Finish] | None:
     if not queue:
         return None
     parameter, begin = queue.pop()

@@ -23,20 +23,12 @@ from .timeline import Timeline
 
 Handler = Callable[[Instruction], None]
 Key = tuple[int, int | None]                     # (stage, micro-batch)
-DESCRIPTIONS = {
-    Op.F: "forward",
-    Op.B: "backward",
-    Op.I: "input half of the backward",
-    Op.W: "weight half of the backward",
-    Op.SEND_ACT: "sending the activation",
-    Op.RECV_ACT: "posting the receive of the activation",
-    Op.SEND_GRAD: "sending the gradient",
-    Op.RECV_GRAD: "posting the receive of the gradient",
-    Op.GATHER: "gathering parameters",
-    Op.RELEASE: "releasing parameters",
-    Op.REDUCE: "reducing gradients",
-    Op.TIE: "summing tied gradients",
-}
+DESCRIPTIONS = {Op.F: "forward", Op.B: "backward", Op.I: "input half of the backward",
+                Op.W: "weight half of the backward", Op.SEND_ACT: "sending the activation",
+                Op.RECV_ACT: "posting the receive of the activation", Op.SEND_GRAD: "sending the gradient",
+                Op.RECV_GRAD: "posting the receive of the gradient", Op.GATHER: "gathering parameters",
+                Op.RELEASE: "releasing parameters", Op.REDUCE: "reducing gradients",
+                Op.TIE: "summing tied gradients"}
 
 
 class Executor:
@@ -54,30 +46,18 @@ class Executor:
     timeline          records start and end of each instruction, unless None; may be set between steps
     """
 
-    def __init__(
-        self,
-        program: Program | Callable[[int], Program],
-        stages: Mapping[int, Stage],
-        channels: Channels,
-        stage_rank: Callable[[int], int],
-        activation_shape: Callable[[Batch], tuple[int, ...]],
-        dtype: torch.dtype,
-        device: torch.device,
-        hooks: Mapping[Op, Callable[[int], None]] | None = None,
-    ):
+    def __init__(self, program: Program | Callable[[int], Program], stages: Mapping[int, Stage],
+                 channels: Channels, stage_rank: Callable[[int], int],
+                 activation_shape: Callable[[Batch], tuple[int, ...]], dtype: torch.dtype,
+                 device: torch.device, hooks: Mapping[Op, Callable[[int], None]] | None = None):
         self.stages, self.channels, self.stage_rank = stages, channels, stage_rank
         self.activation_shape, self.dtype, self.device = activation_shape, dtype, device
         self._handlers: dict[Op, Handler] = {
-            Op.F: self._forward,
-            Op.B: self._backward,
-            Op.I: self._backward_input,
-            Op.W: self._backward_weights,
-            Op.SEND_ACT: self._send_activation,
-            Op.RECV_ACT: self._receive_activation,
-            Op.SEND_GRAD: self._send_gradient,
+            Op.F: self._forward, Op.B: self._backward, Op.I: self._backward_input,
+            Op.W: self._backward_weights, Op.SEND_ACT: self._send_activation,
+            Op.RECV_ACT: self._receive_activation, Op.SEND_GRAD: self._send_gradient,
             Op.RECV_GRAD: self._receive_gradient,
-            **{op: _with_stage(hook) for op, hook in (hooks or {}).items()},
-        }
+            **{op: _with_stage(hook) for op, hook in (hooks or {}).items()}}
         self._activations: dict[Key, Tensor | Pending] = {}
         self._gradients: dict[Key, Tensor | Pending] = {}
         self._losses: dict[int, Any] = {}
@@ -112,9 +92,7 @@ class Executor:
 
     @property
     def entries(self) -> list[Entry]:
-        """The loss terms and metrics that the layers of this rank added in the last `run` or `forward`,
-        detached.
-        """
+        """Loss terms and metrics that layers of this rank added in the last `run` or `forward`, detached."""
         return [entry for stage in self.stages.values() for entry in stage.entries]
 
     @property
@@ -141,9 +119,7 @@ class Executor:
             raise
         self._microbatches = ()
         assert not self._activations and not self._gradients, (
-            f"tensors left unconsumed: activations {list(self._activations)}, gradients "
-            f"{list(self._gradients)}"
-        )
+            f"unconsumed activations {list(self._activations)}, gradients {list(self._gradients)}")
         return [loss for _, loss in sorted(self._losses.items())]
 
     def _run_steps(self, steps: Sequence[tuple[Handler, Instruction]]) -> None:
@@ -169,11 +145,8 @@ class Executor:
         if i is None:
             return f"pipeline rank {self.rank} was about to begin the first instruction {step}"
         microbatch = "" if i.microbatch is None else f" of micro-batch {i.microbatch}"
-        return (
-            f"pipeline rank {self.rank} was executing {i} ({DESCRIPTIONS[i.op]}{microbatch} at stage "
-            f"{i.stage}) "
-            f"{step}"
-        )
+        return (f"pipeline rank {self.rank} was executing {i} ({DESCRIPTIONS[i.op]}{microbatch} at stage "
+                f"{i.stage}) {step}")
 
     # Handlers, one per operation; each takes the instruction alone.
 
@@ -191,18 +164,17 @@ class Executor:
         self._store_input_gradient(i, self.stages[i.stage].backward(i.microbatch, self._gradient_for(i)))
 
     def _backward_input(self, i: Instruction) -> None:
-        self._store_input_gradient(
-            i, self.stages[i.stage].backward_input(i.microbatch, self._gradient_for(i))
-        )
+        stage = self.stages[i.stage]
+        self._store_input_gradient(i, stage.backward_input(i.microbatch, self._gradient_for(i)))
 
     def _backward_weights(self, i: Instruction) -> None:
         self.stages[i.stage].backward_weights(i.microbatch)
 
     def _gradient_for(self, i: Instruction) -> Tensor | None:
         """The gradient of the stage's output, None where the stage ends in a loss."""
-        return (
-            None if self.stages[i.stage].is_last else _arrived(self._gradients.pop((i.stage, i.microbatch)))
-        )
+        if self.stages[i.stage].is_last:
+            return None
+        return _arrived(self._gradients.pop((i.stage, i.microbatch)))
 
     def _store_input_gradient(self, i: Instruction, grad: Tensor | None) -> None:
         if not self.stages[i.stage].is_first:
@@ -231,25 +203,21 @@ class Executor:
         expected = self._shapes[i.microbatch]
         if output.shape != expected or output.dtype != self.dtype:
             receiver = self.stage_rank(i.stage + 1)
-            raise CommunicationError(
-                f"stage {i.stage} on pipeline rank {self.rank} computed {list(output.shape)} "
-                f"{_name(output.dtype)} for "
-                f"micro-batch {i.microbatch}, but stage {i.stage + 1} on pipeline rank {receiver} expects "
-                f"{list(expected)} {_name(self.dtype)}. A layer of stage {i.stage} changes the shape or "
-                f"the dtype of the "
-                "hidden states: all layers but the last must keep both."
-            )
+            raise CommunicationError(f"stage {i.stage} on pipeline rank {self.rank} computed "
+                                     f"{list(output.shape)} {_name(output.dtype)} for micro-batch "
+                                     f"{i.microbatch}, but stage {i.stage + 1} on pipeline rank {receiver} "
+                                     f"expects {list(expected)} {_name(self.dtype)}. A layer of stage "
+                                     f"{i.stage} changes the shape or the dtype of the hidden states: all "
+                                     "layers but the last must keep both.")
 
     # Programs → steps.
 
     def _steps_for(self, num_microbatches: int, forward: bool) -> list[tuple[Handler, Instruction]]:
         if not callable(self._plan):
             legal = program_length(self._plan)
-            raise ScheduleError(
-                f"this executor received {num_microbatches} micro-batches, but its program is for "
-                f"{legal}. Pass {legal}, or make the executor with a function from the number of "
-                "micro-batches to the program."
-            )
+            raise ScheduleError(f"this executor received {num_microbatches} micro-batches, but its program "
+                                f"is for {legal}. Pass {legal}, or make the executor with a function from "
+                                "the number of micro-batches to the program.")
         self._compile(self._plan(num_microbatches), num_microbatches)
         return self._steps[num_microbatches, forward]
 

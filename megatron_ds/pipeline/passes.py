@@ -51,9 +51,8 @@ from .simulate import run_clocks
 def lower(schedule: Schedule, num_stages: int, *, tied: Iterable[int] = (), gather: bool = False,
           reduce_each: bool = False) -> Schedule:
     """A schedule ready to be executed: transfers, ties and reductions added."""
-    return add_zero(
-        add_ties(add_transfers(schedule, num_stages), tied), gather=gather, reduce_each=reduce_each
-    )
+    return add_zero(add_ties(add_transfers(schedule, num_stages), tied), gather=gather,
+                    reduce_each=reduce_each)
 
 
 def add_transfers(schedule: Schedule, num_stages: int, early: bool = True) -> Schedule:
@@ -70,6 +69,7 @@ def add_transfers(schedule: Schedule, num_stages: int, early: bool = True) -> Sc
     if sorted(home) != list(range(num_stages)):
         raise ScheduleError(f"the schedule computes stages {sorted(home)}, not the {num_stages} stages 0 to "
                             f"{num_stages - 1}. Pass num_stages={len(home)}, or complete the schedule.")
+    # Pair each computation that makes a tensor with its send, and with the receive on the peer.
     sends: list[dict[Instruction, Instruction]] = [{} for _ in schedule]
     channels: list[dict[tuple[int, Op], list[Instruction]]] = [defaultdict(list) for _ in schedule]
     for rank, program in enumerate(schedule):
@@ -80,24 +80,22 @@ def add_transfers(schedule: Schedule, num_stages: int, early: bool = True) -> Sc
                 sends[rank][i] = Instruction(send, i.stage, i.microbatch)
                 receive = Op.RECV_ACT if send is Op.SEND_ACT else Op.RECV_GRAD
                 channels[home[peer]][rank, receive].append(Instruction(receive, peer, i.microbatch))
+    # Place them among the computations.
     posts = _latest_posts(schedule, channels) if early else [{}] * len(schedule)
     return tuple(_place(program, channels[rank].values(), sends[rank], posts[rank], early)
                  for rank, program in enumerate(schedule))
 
 
-def _latest_posts(schedule: Schedule, channels) -> list[dict[Instruction, int]]:
-    """For each rank: receive → number of the computation before which it must be posted (see the note at the
-    top).
-    """
+def _latest_posts(schedule: Schedule, channels: Sequence) -> list[dict[Instruction, int]]:
+    """For each rank: receive → number of the computation before which it is posted (see the note)."""
     starts, ends = run_clocks(schedule)
     made = {i: end for program, its_ends in zip(schedule, ends) for i, end in zip(program, its_ends)}
     maker = {Op.RECV_ACT: lambda r: made[Instruction(Op.F, r.stage - 1, r.microbatch)],
              Op.RECV_GRAD: lambda r: made.get(Instruction(Op.I, r.stage + 1, r.microbatch))
              or made[Instruction(Op.B, r.stage + 1, r.microbatch)]}
-    return [
-        {r: bisect_left(starts[rank], maker[r.op](r)) for receives in its_channels.values() for r in receives}
-        for rank, its_channels in enumerate(channels)
-    ]
+    return [{r: bisect_left(starts[rank], maker[r.op](r))
+             for receives in its_channels.values() for r in receives}
+            for rank, its_channels in enumerate(channels)]
 
 
 def add_ties(schedule: Schedule, stages: Iterable[int]) -> Schedule:
@@ -111,10 +109,9 @@ def add_ties(schedule: Schedule, stages: Iterable[int]) -> Schedule:
     trained = {i.stage for program in schedule for i in program if i.op in BACKWARD}
     for stage in stages:
         if stage not in trained:
-            raise ScheduleError(
-                f"stage {stage} was given as a holder of a tied parameter, but the schedule computes no "
-                f"backward of it. Stages with a backward: {sorted(trained) or 'none (forward only)'}."
-            )
+            raise ScheduleError(f"stage {stage} was given as a holder of a tied parameter, but the schedule "
+                                "computes no backward of it. Stages with a backward: "
+                                f"{sorted(trained) or 'none (forward only)'}.")
     return tuple(program + tuple(Instruction(Op.TIE, s) for s in stages if home[s] == rank)
                  for rank, program in enumerate(schedule))
 
@@ -148,9 +145,7 @@ def _gathered(program: Program) -> Program:
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """The forwards of a schedule and, where it has been lowered, their transfers, receives posted early
-    again.
-    """
+    """The forwards of a schedule; where it has been lowered, with their transfers, posted early again."""
     return tuple(_forward_program(program) for program in schedule)
 
 
@@ -167,13 +162,9 @@ def _forward_program(program: Program) -> Program:
     return _gathered(placed) if any(i.op is Op.GATHER for i in program) else placed
 
 
-def _place(
-    program: Program,
-    channels: Collection[Sequence[Instruction]],
-    sends: Mapping[Instruction, Instruction],
-    latest: Mapping[Instruction, int],
-    early: bool,
-) -> Program:
+def _place(program: Program, channels: Collection[Sequence[Instruction]],
+           sends: Mapping[Instruction, Instruction], latest: Mapping[Instruction, int],
+           early: bool) -> Program:
     """`program` with `sends` after their computations, and with the receives of each channel posted in
     channel order.
 
@@ -183,14 +174,15 @@ def _place(
     computations = [i for i in program if i.op in COMPUTE]
     use = {Instruction(CONSUMED_BY[i.op], i.stage, i.microbatch): at
            for at, i in enumerate(computations) if i.op in CONSUMED_BY}
-    posts: dict[int, list[Instruction]] = defaultdict(list)  # number of the computation → posted before it
+    # Decide before which computation each receive is posted.
+    posts: dict[int, list[Instruction]] = defaultdict(list)         # number of the computation → receives
     for receives in channels:
         _check_used(receives, use)
-        # A message is posted no later than any message behind it in the channel: a running minimum from
-        # the back.
+        # No later than any message behind it in the channel: a running minimum from the back.
         wanted = (min(max(0, use[r] - early), latest.get(r, use[r])) for r in reversed(receives))
         for receive, at in zip(reversed(receives), accumulate(wanted, min)):
             posts[at].append(receive)
+    # Walk the program; `at` is the number of computations so far.
     placed, at = posts[0][::-1], 0
     for i in program:
         placed.append(i)
@@ -205,10 +197,9 @@ def _check_used(receives: Sequence[Instruction], use: Mapping[Instruction, int])
     for r in receives:
         if r not in use:
             consumers = "F" if r.op is Op.RECV_ACT else "B or I"
-            raise ScheduleError(
-                f"{r} arrives on a rank that never computes {consumers} of micro-batch {r.microbatch} at "
-                f"stage {r.stage}. Complete the schedule: each micro-batch passes every stage once."
-            )
+            raise ScheduleError(f"{r} arrives on a rank that never computes {consumers} of micro-batch "
+                                f"{r.microbatch} at stage {r.stage}. Complete the schedule: each micro-batch "
+                                "passes every stage once.")
 
 
 def _with_reduces(program: Program, reduce_each: bool) -> Program:

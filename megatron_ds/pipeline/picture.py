@@ -13,18 +13,11 @@ from ..errors import ConfigError
 from .instruction import COMPUTE, Op, Schedule
 from .simulate import Simulation, simulate
 
-COLOURS = {
-    Op.F: ("#4c86c6", "#9dc3ea"),
-    Op.B: ("#d9822b", "#f3c48f"),  # a rank's first, third … stage; the others
-    Op.I: ("#c8574d", "#ebb3ad"),
-    Op.W: ("#5a9e6f", "#a9d3b5"),
-}
-MEANINGS = {
-    Op.F: "F forward",
-    Op.B: "B backward",
-    Op.I: "I backward, input half",
-    Op.W: "W backward, weight half",
-}
+# of a rank's first, third … stage; of the others
+COLOURS = {Op.F: ("#4c86c6", "#9dc3ea"), Op.B: ("#d9822b", "#f3c48f"), Op.I: ("#c8574d", "#ebb3ad"),
+           Op.W: ("#5a9e6f", "#a9d3b5")}
+MEANINGS = {Op.F: "F forward", Op.B: "B backward", Op.I: "I backward, input half",
+            Op.W: "W backward, weight half"}
 IDLE, INK, FAINT = "#eef0f2", "#22272e", "#8b949e"
 LEFT, RIGHT, TOP, ROW, GAP, TITLE, AXIS, LEGEND = 62, 74, 8, 24, 4, 26, 24, 26         # pixels
 SMALL, LETTER = 11, 6.6  # font size, width of a digit
@@ -118,13 +111,11 @@ def layout(panels: list[Panel], width: int = 1100) -> Picture:
 def svg(panels: list[Panel], width: int = 1100) -> str:
     """The picture as the text of an SVG file."""
     picture = layout(panels, width)
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{picture.width:g}" height="{picture.height:g}" '
-        f'viewBox="0 0 {picture.width:g} {picture.height:g}" font-family="DejaVu Sans, Helvetica, '
-        'Arial, sans-serif">',
-        f"<style>.n{{font-size:{SMALL}px;text-anchor:middle;pointer-events:none}}</style>",
-        '<rect width="100%" height="100%" fill="#ffffff"/>',
-    ]
+    lines = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{picture.width:g}" height="{picture.height:g}" '
+             f'viewBox="0 0 {picture.width:g} {picture.height:g}" font-family="DejaVu Sans, Helvetica, '
+             'Arial, sans-serif">',
+             f"<style>.n{{font-size:{SMALL}px;text-anchor:middle;pointer-events:none}}</style>",
+             '<rect width="100%" height="100%" fill="#ffffff"/>']
     for box in picture.boxes:
         tip = f"<title>{escape(box.tip)}</title>" if box.tip else ""
         lines.append(f'<rect x="{box.x:.1f}" y="{box.y:g}" width="{box.width:.1f}" height="{box.height:g}" '
@@ -132,14 +123,12 @@ def svg(panels: list[Panel], width: int = 1100) -> str:
         if box.text:
             lines.append(
                 f'<text x="{box.x + box.width / 2:.1f}" y="{box.y + box.height / 2 + 4:g}" class="n" '
-                f'fill="{box.ink}">{escape(box.text)}</text>'
-            )
+                f'fill="{box.ink}">{escape(box.text)}</text>')
     for label in picture.labels:
         weight = ' font-weight="bold"' if label.bold else ""
         lines.append(
             f'<text x="{label.x:.1f}" y="{label.y:g}" font-size="{label.size}" text-anchor="{label.anchor}" '
-            f'fill="{label.ink}"{weight}>{escape(label.text)}</text>'
-        )
+            f'fill="{label.ink}"{weight}>{escape(label.text)}</text>')
     return "\n".join([*lines, "</svg>", ""])
 
 
@@ -148,10 +137,8 @@ def save_png(panels: list[Panel], path: Path, width: int = 1100, dots: float = 2
     try:
         import matplotlib
     except ImportError:
-        raise ConfigError(
-            "writing a PNG needs matplotlib, which is not installed: pip install matplotlib. Or write "
-            "an .svg, which needs no package."
-        ) from None
+        raise ConfigError("writing a PNG needs matplotlib, which is not installed: pip install matplotlib. "
+                          "Or write an .svg, which needs no package.") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
     from matplotlib.patches import Rectangle
@@ -164,15 +151,8 @@ def save_png(panels: list[Panel], path: Path, width: int = 1100, dots: float = 2
     for box in picture.boxes:
         axes.add_patch(Rectangle((box.x, box.y), box.width, box.height, facecolor=box.colour, linewidth=0))
         if box.text:
-            axes.text(
-                box.x + box.width / 2,
-                box.y + box.height / 2,
-                box.text,
-                color=box.ink,
-                fontsize=SMALL * points,
-                ha="center",
-                va="center_baseline",
-            )
+            axes.text(box.x + box.width / 2, box.y + box.height / 2, box.text, color=box.ink,
+                      fontsize=SMALL * points, ha="center", va="center_baseline")
     for label in picture.labels:
         axes.text(label.x, label.y, label.text, color=label.ink, fontsize=label.size * points, va="baseline",
                   ha={"start": "left", "middle": "center", "end": "right"}[label.anchor],
@@ -193,21 +173,11 @@ def _rows(timeline: Simulation, y: float, scale: float, boxes: list[Box], labels
                 wide = (end - start) * scale
                 number = str(i.microbatch) if wide >= LETTER * len(str(i.microbatch)) + 3 else ""
                 later = stages.index(i.stage) % 2
-                boxes.append(
-                    Box(
-                        LEFT + start * scale,
-                        y,
-                        max(wide - (0.8 if wide > 3 else 0), 0.4),
-                        ROW,
-                        COLOURS[i.op][later],
-                        number,
-                        INK if later else "#ffffff",
-                        f"{i}: {start:.6g} to {end:.6g}",
-                    )
-                )
-        labels.append(
-            Label(LEFT + timeline.span * scale + 8, y + ROW / 2 + 4, str(timeline.peak_live[rank]), ink=FAINT)
-        )
+                boxes.append(Box(LEFT + start * scale, y, max(wide - (0.8 if wide > 3 else 0), 0.4), ROW,
+                                 COLOURS[i.op][later], number, INK if later else "#ffffff",
+                                 f"{i}: {start:.6g} to {end:.6g}"))
+        labels.append(Label(LEFT + timeline.span * scale + 8, y + ROW / 2 + 4, str(timeline.peak_live[rank]),
+                            ink=FAINT))
         y += ROW + GAP
     return y + GAP
 
@@ -217,9 +187,7 @@ def _axis(span: float, scale: float, y: float, boxes: list[Box], labels: list[La
     step = _round_step(span / 10)
     for n in range(int(span / step + 1e-9) + 1):
         boxes.append(Box(LEFT + n * step * scale - 0.4, y, 0.8, 4, FAINT))
-        labels.append(
-            Label(LEFT + n * step * scale, y + 16, f"{n * step:g}", anchor="middle", ink=FAINT, size=10)
-        )
+        labels.append(Label(LEFT + n * step * scale, y + 16, f"{n * step:g}", "middle", FAINT, size=10))
     labels.append(Label(LEFT - 8, y + 16, "time", anchor="end", ink=FAINT, size=10))
 
 

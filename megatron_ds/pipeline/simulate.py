@@ -32,16 +32,8 @@ from .validate import check_complete, check_marks, check_transfers
 Cost = Callable[[Instruction], float]
 Times = list[list[float]]                          # rank → its instructions' times
 UNIT_COSTS = {Op.F: 1, Op.B: 2, Op.I: 1, Op.W: 1}
-NUMBERED = (
-    Op.F,
-    Op.B,
-    Op.I,
-    Op.W,
-    Op.SEND_ACT,
-    Op.RECV_ACT,
-    Op.SEND_GRAD,
-    Op.RECV_GRAD,
-)  # others may wait for these
+# Others may wait for these.
+NUMBERED = (Op.F, Op.B, Op.I, Op.W, Op.SEND_ACT, Op.RECV_ACT, Op.SEND_GRAD, Op.RECV_GRAD)
 
 
 def unit_cost(instruction: Instruction) -> float:
@@ -96,12 +88,9 @@ class Simulation:
 
     @cached_property
     def peak_live(self) -> tuple[int, ...]:
-        """Per rank, the most activations (one micro-batch of one stage each) alive at once: F until its B or
-        W.
-        """
-        trained = {
-            (i.stage, i.microbatch) for program in self.schedule for i in program if i.op in (Op.B, Op.W)
-        }
+        """Per rank, the most activations (of a micro-batch at a stage) alive at once: from F to B or W."""
+        trained = {(i.stage, i.microbatch)
+                   for program in self.schedule for i in program if i.op in (Op.B, Op.W)}
         grows = lambda i: i.op is Op.F and (i.stage, i.microbatch) in trained
         return tuple(_peak(program, grows, lambda i: i.op in (Op.B, Op.W)) for program in self.schedule)
 
@@ -210,8 +199,7 @@ class _Numbers:
     def __init__(self, schedule: Schedule):
         self.stages = 1 + max((i.stage for program in schedule for i in program), default=-1)
         self.microbatches = 1 + max(
-            (i.microbatch for program in schedule for i in program if i.microbatch is not None), default=0
-        )
+            (i.microbatch for program in schedule for i in program if i.microbatch is not None), default=0)
         self.base = {op: n * self.stages * self.microbatches for n, op in enumerate(NUMBERED)}
         self.count = len(NUMBERED) * self.stages * self.microbatches
         self.present = bytearray(self.count)
@@ -222,11 +210,9 @@ class _Numbers:
 
     def of(self, i: Instruction) -> int | None:
         base = self.base.get(i.op)
-        return (
-            None
-            if base is None or i.microbatch is None
-            else base + i.stage * self.microbatches + i.microbatch
-        )
+        if base is None or i.microbatch is None:
+            return None
+        return base + i.stage * self.microbatches + i.microbatch
 
     def instruction(self, number: int) -> Instruction:
         kind, rest = divmod(number, self.stages * self.microbatches)
@@ -253,9 +239,7 @@ class _Numbers:
         return (forward, *self._arrival(Op.RECV_GRAD, Op.SEND_GRAD, here, here + m, self._backward(here + m)))
 
     def _arrival(self, receive: Op, send: Op, here: int, there: int, makers: int) -> tuple[int, ...]:
-        """Numbers that deliver the tensor of a neighbour: receive and send; without a receive, its
-        computation.
-        """
+        """Numbers that deliver a neighbour's tensor: receive and send; without a receive, its computation."""
         posted = self.base[receive] + here
         return (posted, self.base[send] + there) if self.present[posted] else (makers + there,)
 
@@ -286,9 +270,9 @@ class _TieBarrier:
         return []
 
 
-def _check_finished(
-    schedule: Schedule, ends: Times, needs, numbers: _Numbers, done, rendezvous: bool
-) -> None:
+def _check_finished(schedule: Schedule, ends: Times, needs: list[list[tuple[int, ...]]], numbers: _Numbers,
+                    done: list[float | None], rendezvous: bool) -> None:
+    """Raise ScheduleError for a deadlock, with the instruction that each blocked rank waits for."""
     unfinished = [rank for rank, program in enumerate(schedule) if len(ends[rank]) < len(program)]
     if not unfinished:
         return
@@ -303,14 +287,10 @@ def _check_finished(
         what = ", ".join(f"{other} ({_place_of(other, place, rank, at)})" for other in missing)
         stuck.append(f"rank {rank} is at instruction {at} of {len(schedule[rank])}, {schedule[rank][at]}, "
                      f"and waits for {what}")
-    advice = (
-        "Post receives before the sends that precede their use, as add_transfers does by default, or use "
-        "sends that do not block."
-        if rendezvous
-        else "In a valid order F of a stage comes after F of the previous stage, and B after F of its own "
-        "stage and after B of the next stage."
-    )
-    kind = "rendezvous" if rendezvous else "buffered"
+    kind, advice = ("rendezvous", "Post receives before the sends that precede their use, as add_transfers "
+                    "does by default, or use sends that do not block.") if rendezvous else (
+        "buffered", "In a valid order F of a stage comes after F of the previous stage, and B after F of its "
+        "own stage and after B of the next stage.")
     raise ScheduleError(f"deadlock with {kind} sends: {'; '.join(stuck)}. {advice}")
 
 

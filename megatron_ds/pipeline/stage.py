@@ -128,13 +128,10 @@ class Stage:
 
     def check_empty(self) -> None:
         """Between steps no micro-batch may be alive."""
-        assert not self.live, (
-            f"stage {self.index}: micro-batches {sorted(self.live)} had a forward but no backward"
-        )
-        assert not self._split.waiting, (
-            f"stage {self.index}: micro-batches {sorted(self._split.waiting)} had the input "
-            "half of a backward but not its weight half"
-        )
+        assert not self.live, (f"stage {self.index}: micro-batches {sorted(self.live)} had a forward but no "
+                               "backward")
+        assert not self._split.waiting, (f"stage {self.index}: micro-batches {sorted(self._split.waiting)} "
+                                         "had the input half of a backward but not its weight half")
 
     def clear(self) -> None:
         """Drop all live micro-batches and entries, after a step that failed."""

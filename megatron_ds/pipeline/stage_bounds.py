@@ -23,14 +23,11 @@ def partition(costs: Sequence[float], stages: int) -> Bounds:
     """
     n = len(costs)
     if not 1 <= stages <= n:
-        raise LayoutError(
-            f"{n} layers cannot be cut into {stages} pipeline stages: each stage holds at least one layer. "
-            f"Use a pipeline size times chunks of 1 to {n}, or more layers."
-        )
+        raise LayoutError(f"{n} layers cannot be cut into {stages} pipeline stages: each stage holds at "
+                          f"least one layer. Use a pipeline size times chunks of 1 to {n}, or more layers.")
     if bad := [c for c in costs if not 0 <= c < math.inf]:
-        raise LayoutError(
-            f"a layer has cost {bad[0]}. Costs are summed and compared: use finite numbers from 0 up."
-        )
+        raise LayoutError(f"a layer has cost {bad[0]}. Costs are summed and compared: use finite numbers "
+                          "from 0 up.")
     prefix = [0, *accumulate(_as_integers(costs))]
     limit = _least_maximum(prefix, stages)
     return _most_even(prefix, stages, limit)
@@ -79,9 +76,8 @@ def _parts(text: str, num_blocks: int, stages: int) -> list[str]:
     if "L" not in "".join(parts):
         parts[-1] += "L"
     if "".join(parts) != "E" + "t" * num_blocks + "L":
-        raise _wrong(
-            text, "E comes once, before the decoder layers, and L once, after them", num_blocks, stages
-        )
+        raise _wrong(text, "E comes once, before the decoder layers, and L once, after them", num_blocks,
+                     stages)
     return parts
 
 
@@ -89,9 +85,8 @@ def _check_counts(text: str, num_parts: int, num_named: int, num_blocks: int, st
     if num_parts != stages:
         raise _wrong(text, f"it has {num_parts} stages, but the pipeline has {stages}", num_blocks, stages)
     if num_named != num_blocks:
-        raise _wrong(
-            text, f"it has {num_named} decoder layers, but the model has {num_blocks}", num_blocks, stages
-        )
+        raise _wrong(text, f"it has {num_named} decoder layers, but the model has {num_blocks}", num_blocks,
+                     stages)
 
 
 def _as_integers(costs: Sequence[float]) -> list[int]:
@@ -158,25 +153,19 @@ def _expand(text: str) -> str:
         group, group_times, letter, letter_times = found.groups()
         times = int(group_times or letter_times or 1)
         if times > MOST_REPEATS or len(expanded) > MOST_REPEATS:
-            raise ConfigError(
-                f"pipeline layout {text!r} repeats a part {times} times: no model has that many layers. "
-                f"Use at most {MOST_REPEATS}."
-            )
+            raise ConfigError(f"pipeline layout {text!r} repeats a part {times} times: no model has that "
+                              f"many layers. Use at most {MOST_REPEATS}.")
         expanded = expanded[:found.start()] + (letter or group) * times + expanded[found.end():]
     if strange := re.search(r"[^EtL|]", expanded):
-        raise ConfigError(
-            f"pipeline layout {text!r} contains {strange.group()!r}, which is not valid at that position. "
-            "Valid: decoder layers per stage, such as 3,2,3; or E (embedding), t (decoder layer), L (norm "
-            "and "
-            "head), | between stages, *n to repeat, parentheses, such as Et*3|t*2|t*3L."
-        )
+        raise ConfigError(f"pipeline layout {text!r} contains {strange.group()!r}, which is not valid at "
+                          "that position. Valid: decoder layers per stage, such as 3,2,3; or E (embedding), "
+                          "t (decoder layer), L (norm and head), | between stages, *n to repeat, "
+                          "parentheses, such as Et*3|t*2|t*3L.")
     return expanded
 
 
 def _wrong(text: str, what: str, num_blocks: int, stages: int) -> ConfigError:
     even = [num_blocks // stages + (s >= stages - num_blocks % stages) for s in range(stages)]
-    return ConfigError(
-        f"pipeline layout {text!r}: {what}. Each of the {stages} stages holds at least one of the model's "
-        f"layers, in their order; for example {','.join(map(str, even))} or "
-        f"E{'|'.join(f't*{n}' if n else '' for n in even)}L."
-    )
+    return ConfigError(f"pipeline layout {text!r}: {what}. Each of the {stages} stages holds at least one of "
+                       f"the model's layers, in their order; for example {','.join(map(str, even))} or "
+                       f"E{'|'.join(f't*{n}' if n else '' for n in even)}L.")

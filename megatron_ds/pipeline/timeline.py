@@ -70,15 +70,8 @@ def write_trace(path: Path | str, timelines: Mapping[int, Sequence[Entry]]) -> N
     """Write the timelines of pipeline ranks into one file."""
     events: list[dict] = []
     for rank, entries in sorted(timelines.items()):
-        events.append(
-            {
-                "name": "process_name",
-                "ph": "M",
-                "pid": rank,
-                "tid": 0,
-                "args": {"name": f"pipeline rank {rank}"},
-            }
-        )
+        events.append({"name": "process_name", "ph": "M", "pid": rank, "tid": 0,
+                       "args": {"name": f"pipeline rank {rank}"}})
         events += ({"name": "thread_name", "ph": "M", "pid": rank, "tid": tid, "args": {"name": name}}
                    for tid, name in enumerate(THREADS))
         events += (_event(rank, *entry) for entry in entries)
@@ -91,11 +84,9 @@ def read_traces(paths: Iterable[Path | str]) -> dict[int, list[Entry]]:
     for path in paths:
         found = _read(Path(path))
         if twice := sorted(timelines.keys() & found.keys()):
-            raise DataError(
-                f"{path} contains pipeline rank {twice[0]}, and so does an earlier file: timelines of "
-                f"several "
-                "pipelines (data-parallel ranks) cannot be combined. Use the files of one pipeline."
-            )
+            raise DataError(f"{path} contains pipeline rank {twice[0]}, and so does an earlier file: "
+                            "timelines of several pipelines (data-parallel ranks) cannot be combined. Use "
+                            "the files of one pipeline.")
         timelines |= found
     return timelines
 
@@ -110,9 +101,8 @@ def steps_of(timelines: Mapping[int, Sequence[Entry]]) -> list[dict[int, list[En
 def timelines_of(simulation: Simulation, unit: float = 1.0) -> dict[int, list[Entry]]:
     """A simulation as timelines; unit: seconds of its unit of time."""
     ranks = zip(simulation.schedule, simulation.starts, simulation.ends)
-    return {
-        rank: [(i, start * unit, end * unit) for i, start, end in zip(*its)] for rank, its in enumerate(ranks)
-    }
+    return {rank: [(i, start * unit, end * unit) for i, start, end in zip(*its)]
+            for rank, its in enumerate(ranks)}
 
 
 def as_simulation(timelines: Mapping[int, Sequence[Entry]]) -> Simulation:
@@ -149,16 +139,8 @@ def typical_cost(timelines: Mapping[int, Sequence[Entry]]) -> Cost:
 
 def _event(rank: int, i: Instruction, start: float, end: float) -> dict:
     tid = 0 if i.op in COMPUTE else 1 if i.op in SENDS | RECEIVES else 2
-    return {
-        "name": str(i),
-        "cat": i.op.name,
-        "ph": "X",
-        "ts": start * 1e6,
-        "dur": (end - start) * 1e6,
-        "pid": rank,
-        "tid": tid,
-        "args": {"op": str(i.op), "stage": i.stage, "microbatch": i.microbatch},
-    }
+    return {"name": str(i), "cat": i.op.name, "ph": "X", "ts": start * 1e6, "dur": (end - start) * 1e6,
+            "pid": rank, "tid": tid, "args": {"op": str(i.op), "stage": i.stage, "microbatch": i.microbatch}}
 
 
 def _read(path: Path) -> dict[int, list[Entry]]:
@@ -173,11 +155,9 @@ def _read(path: Path) -> dict[int, list[Entry]]:
     except FileNotFoundError:
         raise DataError(f"{path}: no such file. A run with --trace writes timelines.") from None
     except (ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            f"{path} is not a timeline of a pipeline ({type(error).__name__}: {error}). Such files are "
-            f"written by "
-            "--trace and by tools/show_schedule.py --chrome-trace."
-        ) from None
+        raise DataError(f"{path} is not a timeline of a pipeline ({type(error).__name__}: {error}). Such "
+                        "files are written by --trace and by tools/show_schedule.py "
+                        "--chrome-trace.") from None
     return timelines
 
 

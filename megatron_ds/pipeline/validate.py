@@ -13,11 +13,7 @@ from .instruction import BACKWARD, COMPUTE, RECEIVES, SENDS, Instruction, Op, Sc
 Channel = tuple[int, int, str]                     # (source rank, destination rank, "act" | "grad")
 ABOUT_ONE_MICROBATCH = COMPUTE | SENDS | RECEIVES
 KIND = {Op.SEND_ACT: "act", Op.RECV_ACT: "act", Op.SEND_GRAD: "grad", Op.RECV_GRAD: "grad"}
-MAKES = {
-    Op.F: ("act", 1),
-    Op.B: ("grad", -1),
-    Op.I: ("grad", -1),
-}  # computation → (kind of its message, stage distance)
+MAKES = {Op.F: ("act", 1), Op.B: ("grad", -1), Op.I: ("grad", -1)}     # → (kind of message, stage distance)
 SHOWN = 6  # instructions named in an error message; the others are counted
 
 
@@ -28,13 +24,11 @@ def check_complete(schedule: Schedule, num_stages: int, num_microbatches: int, f
             _check_numbers(i, num_stages, num_microbatches)
     stage_ranks(schedule)
     counts = Counter(i for program in schedule for i in program if i.op in ABOUT_ONE_MICROBATCH)
-    _reject(
-        "appears more than once, but a micro-batch passes a stage once",
-        (i for i, n in counts.items() if n > 1),
-    )
+    _reject("appears more than once, but a micro-batch passes a stage once",
+            (i for i, n in counts.items() if n > 1))
     pairs = [(s, k) for s in range(num_stages) for k in range(num_microbatches)]
     _reject("is missing, so its micro-batch would not pass this stage",
-              (Instruction(Op.F, s, k) for s, k in pairs if (Op.F, s, k) not in counts))
+            (Instruction(Op.F, s, k) for s, k in pairs if (Op.F, s, k) not in counts))
     if forward_only:
         _reject("is a backward, but the schedule is forward-only", (i for i in counts if i.op in BACKWARD))
         return
@@ -42,16 +36,13 @@ def check_complete(schedule: Schedule, num_stages: int, num_microbatches: int, f
         whole, halves = (Op.B, s, k) in counts, ((Op.I, s, k) in counts) + ((Op.W, s, k) in counts)
         if halves != (0 if whole else 2):
             ops = "+".join(str(op) for op in (Op.B, Op.I, Op.W) if Instruction(op, s, k) in counts)
-            raise ScheduleError(
-                f"the backward of micro-batch {k} at stage {s} consists of {ops or 'nothing'}: its gradient "
-                "would be missing or counted twice. Valid: B alone, or I and W."
-            )
+            raise ScheduleError(f"the backward of micro-batch {k} at stage {s} consists of "
+                                f"{ops or 'nothing'}: its gradient would be missing or counted twice. Valid: "
+                                "B alone, or I and W.")
 
 
 def check_transfers(schedule: Schedule, num_stages: int) -> None:
-    """Sends and receives, if there are any, are exactly those that are needed, and each channel is in one
-    order.
-    """
+    """Sends and receives, if there are any, are exactly the needed ones, each channel in one order."""
     sent, received = _channels(schedule, SENDS, num_stages), _channels(schedule, RECEIVES, num_stages)
     if not sent and not received:
         return
@@ -61,18 +52,14 @@ def check_transfers(schedule: Schedule, num_stages: int) -> None:
         name = f"channel {kind!r} from rank {source} to rank {destination}"
         for what, messages in (("sent", sent[channel]), ("received", received[channel])):
             if difference := needed[channel] ^ set(messages):
-                raise ScheduleError(
-                    f"{name}: (stage, micro-batch) {_some(sorted(difference))} needed but not {what}, or "
-                    f"{what} but not needed. Let add_transfers place the transfers."
-                )
+                raise ScheduleError(f"{name}: (stage, micro-batch) {_some(sorted(difference))} needed but "
+                                    f"not {what}, or {what} but not needed. Let add_transfers place the "
+                                    "transfers.")
         for n, (out, into) in enumerate(zip(sent[channel], received[channel])):
             if out != into:
-                raise ScheduleError(
-                    f"{name}: message {n} is sent for micro-batch {out[1]} at stage {out[0]}, but "
-                    f"received for micro-batch "
-                    f"{into[1]} at stage {into[0]}: channels keep their order. Post receives in the order "
-                    f"of the sends."
-                )
+                raise ScheduleError(f"{name}: message {n} is sent for micro-batch {out[1]} at stage "
+                                    f"{out[0]}, but received for micro-batch {into[1]} at stage {into[0]}: "
+                                    "channels keep their order. Post receives in the order of the sends.")
 
 
 def check_marks(schedule: Schedule) -> None:
@@ -82,24 +69,21 @@ def check_marks(schedule: Schedule) -> None:
         reduces = {i.stage: at for at, i in enumerate(program) if i.op is Op.REDUCE}
         for at, i in enumerate(program):
             if i.op is Op.TIE and at < last.get(i.stage, len(program)):
-                raise ScheduleError(
-                    f"rank {rank}: {i} at position {at} comes before the last backward of its stage, so it "
-                    "would sum unfinished gradients. Valid: any position after that backward."
-                )
+                raise ScheduleError(f"rank {rank}: {i} at position {at} comes before the last backward of "
+                                    "its stage, so it would sum unfinished gradients. Valid: any position "
+                                    "after that backward.")
         for stage, at in reduces.items():
             between = [i for i in program[at:] if i.op in (Op.B, Op.W) and i.stage == stage]
             if len(between) != 1:
-                raise ScheduleError(
-                    f"rank {rank}: {len(between)} backwards of stage {stage} follow its last REDUCE, which "
-                    "announces the one that completes the gradients. Valid: right before the last B or W."
-                )
+                raise ScheduleError(f"rank {rank}: {len(between)} backwards of stage {stage} follow its last "
+                                    "REDUCE, which announces the one that completes the gradients. Valid: "
+                                    "right before the last B or W.")
 
 
 def _check_numbers(i: Instruction, num_stages: int, num_microbatches: int) -> None:
     if not 0 <= i.stage < num_stages:
-        raise ScheduleError(
-            f"{i} names stage {i.stage}, but there are {num_stages}. Valid: 0 to {num_stages - 1}."
-        )
+        raise ScheduleError(f"{i} names stage {i.stage}, but there are {num_stages}. Valid: 0 to "
+                            f"{num_stages - 1}.")
     about_one = i.op in ABOUT_ONE_MICROBATCH
     if about_one != (i.microbatch is not None) or about_one and not 0 <= i.microbatch < num_microbatches:
         legal = f"0 to {num_microbatches - 1}" if about_one else "none, it is about the whole stage"
@@ -120,9 +104,8 @@ def _needed(schedule: Schedule, num_stages: int) -> dict[Channel, set[tuple[int,
     return needed
 
 
-def _channels(
-    schedule: Schedule, ops: frozenset[Op], num_stages: int
-) -> dict[Channel, list[tuple[int, int]]]:
+def _channels(schedule: Schedule, ops: frozenset[Op],
+              num_stages: int) -> dict[Channel, list[tuple[int, int]]]:
     """Messages in program order, as (stage that consumes it, micro-batch)."""
     home, channels = stage_ranks(schedule), defaultdict(list)
     for rank, program in enumerate(schedule):

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from ..config.training_schedule import make_batch_size, make_token_drop
 from ..mpu.grid import Grid
-from ..mpu.traffic import RING_FACTOR
+from ..mpu.group import RING_FACTOR
 from ..pipeline.picture import draw
 from .flops import model_flops, token_drop_savings
 from .rank_plan import RankPlan

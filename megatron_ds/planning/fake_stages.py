@@ -13,8 +13,8 @@ fails as it would in a launch.
               `ctx`, what a stage keeps of its input. Measured on a second micro-batch, so that what a rank holds once, such
               as the last rotary tables, does not count
     at_work   the most that is alive at any moment of a forward and backward, less `kept`; the memory of products in fp32
-              (`ops.workspace`) included
-    traffic   of the tensor-parallel group, as `mpu.traffic` counts it in a run
+              (`ops.product`) included
+    traffic   of the tensor-parallel group, as `mpu.group` counts it in a run
 
 `kept` is that of a real stage on a CPU to the byte, which tests measure; on CUDA devices it was *not measured yet*.
 """
@@ -36,9 +36,9 @@ from ..data.batch import Batch
 from ..errors import LayoutError
 from ..models import Layer, Loss, build_stage, build_stages, count_uses
 from ..mpu.fake_group import fake_mesh
+from ..mpu.group import Traffic
 from ..mpu.mesh import Mesh
-from ..mpu.traffic import Traffic
-from ..ops.workspace import WORKSPACE
+from ..ops.product import WORKSPACE
 from ..pipeline.instruction import Op, Program, Schedule
 from ..pipeline.stage import Stage
 from .run_model import DTYPES, blank_batch, boundary_shape, describe_layers, last_step, loss_function, sequence_slice

@@ -19,7 +19,8 @@ from ..mpu.context import ParallelContext
 
 @dataclass(frozen=True)
 class LayerCost:
-    """Cost of one micro-batch in any one unit: forward, and the two halves of backward as in `pipeline.costs.StageCosts`."""
+    """Cost of one micro-batch in any one unit: forward, and the two halves of backward as in
+    `pipeline.instruction.StageCosts`."""
 
     forward: float
     input_grad: float

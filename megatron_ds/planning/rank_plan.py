@@ -14,9 +14,8 @@ from torch import nn
 from ..config import RunConfig
 from ..mpu.fake_group import fake_group
 from ..mpu.grid import Grid
-from ..mpu.group import solo
+from ..mpu.group import Traffic, solo
 from ..mpu.param_spec import DATA_AXES, EXPERT_DATA_AXES, Init, ParamSpec
-from ..mpu.traffic import Traffic
 from ..optim import MakeOptimizer, ParamGroup, group_of
 from ..pipeline.instruction import RECEIVES, Op, Program
 from ..pipeline.simulate import Simulation

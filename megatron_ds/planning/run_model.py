@@ -10,10 +10,9 @@ from ..config import RunConfig
 from ..config.training_schedule import make_token_drop
 from ..data.batch import Batch
 from ..models import MODELS, Layer, with_random_ltd
-from ..mpu.context import ParallelContext, Precision, Recompute
+from ..mpu.context import ParallelContext, Precision, Recompute, SequenceSlice
 from ..mpu.group import Group
 from ..mpu.mesh import Mesh
-from ..mpu.sequence_slice import SequenceSlice
 from .training_length import planned_steps
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}     # by their names in the config

@@ -14,8 +14,7 @@ from ..models import MODELS, Layer
 from ..mpu.context import ParallelContext
 from ..optim import OPTIMIZERS
 from ..pipeline import passes
-from ..pipeline.costs import StageCosts
-from ..pipeline.instruction import Op, Program, Schedule
+from ..pipeline.instruction import Op, Program, Schedule, StageCosts
 from ..pipeline.schedules import SCHEDULES, placement, stages_of
 from ..pipeline.stage_bounds import count_stages, parse_layout, partition
 from ..zero.prediction import KEEP, RELEASE

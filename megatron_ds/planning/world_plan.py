@@ -15,9 +15,8 @@ from ..errors import ConfigError, DataError
 from ..models import Layer
 from ..mpu.fake_group import fake_mesh
 from ..mpu.grid import Grid
-from ..mpu.traffic import RING_FACTOR
-from ..pipeline.costs import StageCosts
-from ..pipeline.instruction import COMPUTE, Schedule
+from ..mpu.group import RING_FACTOR
+from ..pipeline.instruction import COMPUTE, Schedule, StageCosts
 from ..pipeline.simulate import Simulation, simulate
 from .fake_stages import FakeStage, fake_stages
 from .rank_plan import RankPlan, place_of, plan_rank

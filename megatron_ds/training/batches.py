@@ -19,9 +19,9 @@ from ..config.training_schedule import make_token_drop
 from ..data.batch import Batch
 from ..data.curriculum.seqlen_curriculum import fold, truncate
 from ..difficulty import Difficulty, TokenDrop
+from ..mpu.context import SequenceSlice
 from ..mpu.group import Group
 from ..mpu.mesh import Mesh
-from ..mpu.sequence_slice import SequenceSlice
 from ..progress import Progress
 
 

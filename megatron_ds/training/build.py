@@ -14,9 +14,9 @@ from ..config import RunConfig
 from ..models import build_stages, count_uses
 from ..mpu.agree import on_all_ranks
 from ..mpu.channels import Channels
+from ..mpu.context import SequenceSlice
 from ..mpu.mesh import Mesh
 from ..mpu.param_spec import DATA_AXES, EXPERT_DATA_AXES
-from ..mpu.sequence_slice import SequenceSlice
 from ..pipeline.executor import Executor
 from ..pipeline.instruction import Op
 from ..pipeline.stage import LayerHooks, Stage

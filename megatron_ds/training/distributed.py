@@ -21,8 +21,7 @@ import torch
 from ..config import RunConfig
 from ..mpu import launch as launching
 from ..mpu.launch import Launch
-from ..mpu.mesh import Mesh
-from ..mpu.state import GETTER_GROUPS, set_mesh
+from ..mpu.mesh import GETTER_GROUPS, Mesh, set_mesh
 from ..mpu.transport import connect_torch
 
 # From glibc's <malloc.h>.

@@ -15,7 +15,7 @@ that accumulate in fp32, the default here, make it 2 + 4 + 12. Not counted is wo
 or fills up temporarily.
 
 Bytes that are sent over the data-parallel ranks in a step, with Ψ elements, padding included, and m
-micro-batches (payload as in mpu/traffic.py, which a ring multiplies by (n-1)/n, an all-reduce by twice that):
+micro-batches (payload as in mpu/group.py, which a ring multiplies by (n-1)/n, an all-reduce by twice that):
 
     stage 0   all-reduce Ψ
     stage 1   reduce-scatter Ψ, all-gather Ψ
@@ -32,8 +32,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..mpu.group import Group
-from ..mpu.traffic import Traffic
+from ..mpu.group import Group, Traffic
 from .data_groups import Axes, Hierarchy, shard_of
 from .exchange import GradientExchange
 from .gathering import LayerGathering

@@ -28,7 +28,7 @@ from typing import Protocol
 import torch
 
 from ..host.async_io import aligned_empty
-from ..host.shared_memory import PAGE, Mapping, Part
+from ..host.memory_maps import PAGE, Mapping, Part
 from ..mpu.collectives import all_gather_into_
 from ..mpu.group import DONE, Group, Work
 from .layout import Bucket, Layout

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from megatron_ds.config.model_options import ModelConfig
-from megatron_ds.mpu.sequence_slice import SequenceSlice
+from megatron_ds.mpu.context import SequenceSlice
 from megatron_ds.ops.blocked_attention import BLOCK, KERNELS, is_worth_blocking
 from megatron_ds.ops.product import has_products, working_elements
 

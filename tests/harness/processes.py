@@ -155,7 +155,7 @@ class ProcessWorld:
     """The world of one call, seen from one rank."""
 
     def __init__(self, size: int):
-        from megatron_ds.mpu.traffic import Traffic
+        from megatron_ds.mpu.group import Traffic
 
         self.size = size
         self.traffic = [Traffic() for _ in range(size)]

@@ -14,9 +14,8 @@ from collections.abc import Callable
 
 import torch
 
-from megatron_ds.host.shared_memory import share_pages
-from megatron_ds.mpu.group import DONE, AllOf, Group
-from megatron_ds.mpu.traffic import Traffic
+from megatron_ds.host.memory_maps import share_pages
+from megatron_ds.mpu.group import DONE, AllOf, Group, Traffic
 
 TIMEOUT_SECONDS = 60
 _ABORTED = object()

@@ -16,7 +16,7 @@ from megatron_ds.mpu.fake_group import fake_mesh
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.ops import product
-from megatron_ds.ops.workspace import WORKSPACE
+from megatron_ds.ops.product import WORKSPACE
 from megatron_ds.pipeline.stage import Stage
 from megatron_ds.planning.fake_stages import StageRunner, without_memory
 from megatron_ds.planning.run_model import DTYPES, boundary_shape, describe_layers, loss_function

@@ -3,8 +3,7 @@ import pytest
 import torch
 
 from megatron_ds.ops import dropout as module
-from megatron_ds.ops.dropout import attention_keep_mask, dropout, keep_masks, keep_scale
-from megatron_ds.ops.random import seed_of
+from megatron_ds.ops.dropout import attention_keep_mask, dropout, keep_masks, keep_scale, sample_keys, seed_of
 
 KEY = (1234, "decoder.layers.3.mlp", 17)
 
@@ -117,9 +116,9 @@ def test_probability_zero_returns_its_input():
 
 
 def test_attention_masks_are_keyed_by_the_global_head(generator):
-    arguments = dict(seed=3, site="layer", sample_ids=(4, 8), rows=range(5), cols=5)
-    whole = attention_keep_mask(0.5, heads=range(0, 6), **arguments)
-    upper = attention_keep_mask(0.5, heads=range(4, 6), **arguments)
+    keys = sample_keys(3, "layer", (4, 8))
+    whole = attention_keep_mask(0.5, keys, heads=range(0, 6), rows=range(5), cols=5).mask
+    upper = attention_keep_mask(0.5, keys, heads=range(4, 6), rows=range(5), cols=5).mask
     assert torch.equal(upper, whole[:, 4:])
     assert not torch.equal(whole[:, 0], whole[:, 1])
 

@@ -3,7 +3,8 @@
 import pytest
 
 from megatron_ds.errors import ConfigError, NotInitializedError
-from megatron_ds.mpu import getters, state
+from megatron_ds.mpu import getters
+from megatron_ds.mpu import mesh as mesh_module
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
 
@@ -16,7 +17,7 @@ def recorded_mesh(grid, rank):
         return None if [rank] in map(list, groups) else f"transport of {axes}"
 
     mesh = Mesh(grid, rank, connect)
-    mesh.connect(state.GETTER_GROUPS)
+    mesh.connect(mesh_module.GETTER_GROUPS)
     return mesh, calls
 
 
@@ -56,7 +57,7 @@ def test_groups_are_those_of_the_grid_seen_from_the_rank():
     grid = Grid(tp=2, cp=3, dp=2, pp=2, ep=2)
     for rank in range(grid.world_size):
         mesh, _ = recorded_mesh(grid, rank)
-        getters_axes = [axes for axes in state.GETTER_GROUPS if axes[0] in grid.coordinates(0)]
+        getters_axes = [axes for axes in mesh_module.GETTER_GROUPS if axes[0] in grid.coordinates(0)]
         for axes in (*getters_axes, ("tp", "cp"), ("pp", "tp", "dp"), ("edp", "tp")):
             group = mesh.group(*axes)
             assert group.ranks == grid.group_of(rank, *axes) and group.ranks[group.rank] == rank
@@ -97,14 +98,14 @@ def test_the_ends_of_the_model_are_where_its_stages_were_placed():
         for rank in range(3):
             mesh = recorded_mesh(Grid(pp=3), rank)[0]
             mesh.place_stages(placement)
-            state.set_mesh(mesh)
+            mesh_module.set_mesh(mesh)
             seen[name, rank] = (mesh.stages, getters.is_pipeline_first_stage(), getters.is_pipeline_last_stage(),
                                 [getters.is_pipeline_last_stage(ignore_virtual=False, vp_stage=c) for c in (0, 1)],
                                 getters.is_rank_in_embedding_group(), getters.get_pipeline_model_parallel_last_rank())
             assert getters.get_virtual_pipeline_model_parallel_world_size() == 2
             with pytest.raises(ConfigError, match="holds 2 stages of the model, numbered 0 to 1"):
                 getters.is_pipeline_first_stage(ignore_virtual=False)
-    state.set_mesh(None)
+    mesh_module.set_mesh(None)
     assert [seen["round robin", rank] for rank in range(3)] == [
         ((0, 3), True, False, [False, False], True, 2), ((1, 4), False, False, [False, False], False, 2),
         ((2, 5), False, True, [False, True], True, 2)]
@@ -114,21 +115,21 @@ def test_the_ends_of_the_model_are_where_its_stages_were_placed():
 
 
 def test_getters_refuse_before_there_is_a_mesh():
-    state.set_mesh(None)
+    mesh_module.set_mesh(None)
     with pytest.raises(NotInitializedError, match="initialize_model_parallel"):
         getters.get_tensor_model_parallel_rank()
-    assert not state.model_parallel_is_initialized()
+    assert not mesh_module.model_parallel_is_initialized()
 
 
 def test_a_process_alone_is_a_mesh_of_one_without_torch_groups():
-    mesh = state.initialize_model_parallel()
+    mesh = mesh_module.initialize_model_parallel()
     try:
-        assert state.get_mesh() is mesh and mesh.world_size == 1
+        assert mesh_module.get_mesh() is mesh and mesh.world_size == 1
         assert getters.get_model_parallel_group() is None and getters.get_data_parallel_world_size() == 1
         assert getters.is_pipeline_first_stage() and getters.is_pipeline_last_stage()
     finally:
-        state.destroy_model_parallel()
-    assert not state.model_parallel_is_initialized()
+        mesh_module.destroy_model_parallel()
+    assert not mesh_module.model_parallel_is_initialized()
 
 
 def test_every_public_name_of_mpu_exists():

@@ -3,8 +3,7 @@
 import pytest
 
 from megatron_ds.errors import ScheduleError
-from megatron_ds.pipeline.costs import StageCosts
-from megatron_ds.pipeline.instruction import Instruction, Op
+from megatron_ds.pipeline.instruction import Instruction, Op, StageCosts
 from megatron_ds.pipeline.schedules import placement, stages_of
 
 

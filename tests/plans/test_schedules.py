@@ -7,8 +7,7 @@ from random import Random
 import pytest
 
 from megatron_ds.errors import ConfigError, ScheduleError
-from megatron_ds.pipeline.costs import StageCosts
-from megatron_ds.pipeline.instruction import Instruction, Op
+from megatron_ds.pipeline.instruction import Instruction, Op, StageCosts
 from megatron_ds.pipeline.passes import add_transfers, lower
 from megatron_ds.pipeline.schedules import SCHEDULES
 from megatron_ds.pipeline.simulate import check, simulate

@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron_ds.mpu.shape_check import MOST_RUNS, describe_difference, encode_shapes
+from megatron_ds.mpu.channels import MOST_RUNS, describe_difference, encode_shapes
 
 
 def test_equal_steps_have_no_difference():

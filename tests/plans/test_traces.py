@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ds.errors import DataError
-from megatron_ds.pipeline.costs import StageCosts
-from megatron_ds.pipeline.instruction import COMPUTE, Instruction, Op
+from megatron_ds.pipeline.instruction import COMPUTE, Instruction, Op, StageCosts
 from megatron_ds.pipeline.passes import lower
 from megatron_ds.pipeline.picture import LEFT, RIGHT, Panel, layout, save_png, svg
 from megatron_ds.pipeline.schedules import SCHEDULES

@@ -8,8 +8,7 @@ from math import ceil
 
 import pytest
 
-from megatron_ds.pipeline.costs import StageCosts
-from megatron_ds.pipeline.instruction import Op
+from megatron_ds.pipeline.instruction import Op, StageCosts
 from megatron_ds.pipeline.passes import add_transfers
 from megatron_ds.pipeline.schedules import SCHEDULES
 from megatron_ds.pipeline.simulate import simulate

@@ -13,7 +13,7 @@ import torch
 
 import megatron_ds
 from megatron_ds.errors import ConfigError
-from megatron_ds.mpu.state import set_mesh
+from megatron_ds.mpu.mesh import set_mesh
 from tests.harness.deepspeed_scripts import GOLDEN, RANKS, all_cases, differences, run_case
 from tests.harness.processes import run_processes
 

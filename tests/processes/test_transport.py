@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from megatron_ds.errors import CommunicationError
-from megatron_ds.mpu import collectives, getters, state
+from megatron_ds.mpu import collectives, getters
+from megatron_ds.mpu import mesh as mesh_module
 from megatron_ds.mpu.channels import Channels
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.group import Group
@@ -178,7 +179,7 @@ def test_a_peer_that_never_comes_is_named_with_the_operation_and_the_group():
 def look_around(rank, world):
     import torch.distributed as dist
 
-    mesh = state.initialize_model_parallel(2, 2)
+    mesh = mesh_module.initialize_model_parallel(2, 2)
     group_ranks = lambda group: dist.get_process_group_ranks(group)
     seen = {
         "tp": group_ranks(getters.get_tensor_model_parallel_group()),
@@ -196,8 +197,8 @@ def look_around(rank, world):
     dist.all_reduce(alone, group=getters.get_data_parallel_group())
     total = torch.ones(1)
     collectives.all_reduce_(total, mesh.group("world"))
-    state.destroy_model_parallel()
-    return seen, alone.tolist(), total.item(), state.model_parallel_is_initialized()
+    mesh_module.destroy_model_parallel()
+    return seen, alone.tolist(), total.item(), mesh_module.model_parallel_is_initialized()
 
 
 def test_the_getters_answer_as_megatron_does_for_tensor_2_pipeline_2():

@@ -8,8 +8,7 @@ import torch
 from megatron_ds.errors import LayoutError
 from megatron_ds.models.random_ltd import RandomLTD
 from megatron_ds.mpu.group import solo
-from megatron_ds.ops.dropout import apply_mask, attention_keep_mask, dropout
-from megatron_ds.ops.random import random_subset
+from megatron_ds.ops.dropout import apply_mask, attention_keep_mask, dropout, random_subset, sample_keys
 from tests.harness.gpt_runs import make_batch, make_model, run_gpt
 from tests.harness.plain_gpt import STYLES, logical_weights
 from tests.threads.test_gpt_layouts import LAYOUTS, MIXTURES, assert_equal_runs, oracle
@@ -51,9 +50,9 @@ def test_dropout_falls_on_a_kept_token_as_it_falls_on_it_among_all(layout, recom
                        rows=range(LENGTH)).transpose(0, 1)
 
     def drop_scores(site, scores):
-        keep = attention_keep_mask(p, seed=SEED, site=site, sample_ids=batch.sample_ids, heads=range(scores.shape[1]),
-                                   rows=range(LENGTH), cols=LENGTH)
-        return apply_mask(scores, keep, p)
+        keys = sample_keys(SEED, site, batch.sample_ids)
+        keep = attention_keep_mask(p, keys, heads=range(scores.shape[1]), rows=range(LENGTH), cols=LENGTH)
+        return apply_mask(scores, *keep)
 
     reference = oracle(config, weights, batch, drop=drop, drop_scores=drop_scores, kept_by=kept_by(batch))
     assert_equal_runs(run_gpt(config, weights, batch, drops=DROPS, seed=SEED, recompute_granularity=recompute, **layout),

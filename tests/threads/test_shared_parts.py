@@ -14,8 +14,8 @@ import torch
 
 from megatron_ds.config import parse
 from megatron_ds.errors import ConfigError
-from megatron_ds.host import shared_memory as host_memory
-from megatron_ds.host.shared_memory import PAGE, Mapping, Part, share_pages
+from megatron_ds.host import memory_maps as host_memory
+from megatron_ds.host.memory_maps import PAGE, Mapping, Part, share_pages
 from megatron_ds.mpu.collectives import barrier, share_memory
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh

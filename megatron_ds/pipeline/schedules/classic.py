@@ -38,7 +38,7 @@ from itertools import accumulate
 
 from ...errors import ScheduleError
 from ..instruction import Instruction, Op, Program, Schedule
-from .family import schedule
+from . import schedule
 
 
 @schedule("gpipe", peak=lambda p, m, v, rank: m)
@@ -63,11 +63,9 @@ def interleaved(pipeline_size: int, num_microbatches: int, chunks: int = 1, *,
     """
     size = pipeline_size if group_size is None else group_size
     if size < pipeline_size:
-        raise ScheduleError(
-            f"schedule 'interleaved' cannot use groups of {size} micro-batches on {pipeline_size} "
-            "pipeline ranks: rank 0 would wait for each group to return. "
-            f"Use {pipeline_size} or more."
-        )
+        raise ScheduleError(f"schedule 'interleaved' cannot use groups of {size} micro-batches on "
+                            f"{pipeline_size} pipeline ranks: rank 0 would wait for each group to return. "
+                            f"Use {pipeline_size} or more.")
     groups = _groups(num_microbatches, size)
     return tuple(_interleaved_program(rank, pipeline_size, chunks, groups) for rank in range(pipeline_size))
 
@@ -96,13 +94,12 @@ def _groups(m: int, size: int) -> list[range]:
 
 def _interleaved_program(rank: int, p: int, v: int, groups: list[range]) -> Program:
     forward = [Instruction(Op.F, c * p + rank, k) for group in groups for c in range(v) for k in group]
-    backward = [
-        Instruction(Op.B, c * p + rank, k) for group in groups for c in reversed(range(v)) for k in group
-    ]
+    backward = [Instruction(Op.B, c * p + rank, k)
+                for group in groups for c in reversed(range(v)) for k in group]
     ahead = (2 if v > 1 else 1) * (p - rank - 1)
     # The first backward is of the last chunk, after all earlier chunks of the first group. With several
-    # chunks,
-    # a forward and a backward of neighbouring ranks alternate, which takes two forwards for each later rank.
+    # chunks, a forward and a backward of neighbouring ranks alternate, which takes two forwards for each
+    # later rank.
     warmup = min(len(forward), ahead + (v - 1) * len(groups[0]))
     steady = (i for pair in zip(forward[warmup:], backward) for i in pair)
     return (*forward[:warmup], *steady, *backward[len(forward) - warmup:])

@@ -1,22 +1,61 @@
-"""ZB-H1 and ZB-H2: weight halves of backward are delayed and fill idle time. Qi et al. 2024
-(arXiv:2401.10241), section 2.
+"""Zero-bubble schedules: weight halves of backward are delayed and fill idle time. Qi et al. 2024
+(arXiv:2401.10241).
 
 A neighbour waits only for the gradient of its output, I. The gradient of the weights, W, may come at any
-later time.
+later time. ZB-H1 and ZB-H2 are of section 2:
 
-    ZB-H1    as many forwards ahead as 1F1B        bubble (p - 1) (F + I - W), a third of 1F1B's if F = I = W;
-                                                              every rank keeps min(m, p) micro-batches alive
-    ZB-H2    nearly twice as many                             bubble (p - 1) (F + I - 2 W), none if F = I = W;
-                                                              every rank keeps min(m, 2 p - 1) micro-batches
-                                                              alive
+    ZB-H1    as many forwards ahead as 1F1B     bubble (p - 1) (F + I - W), a third of 1F1B's if F = I = W;
+                                                every rank keeps min(m, p) micro-batches alive
+    ZB-H2    nearly twice as many               bubble (p - 1) (F + I - 2 W), none if F = I = W;
+                                                every rank keeps min(m, 2 p - 1) micro-batches alive
 
 Rank r has `ahead` forwards more than I, and `behind` I more than W; the sum is the number of micro-batches it
 keeps alive. A late rank uses the memory that it does not need for forwards to delay W. ZB-H2 with m < 2 p - 1
 is a schedule between the two.
+
+zb-auto and zb-v are orders found by a search for given costs (sections 3.1 and 6). Both use one event loop:
+ranks act in the order of time, and a rank that is free asks a rule for its next computation. The rules are
+ours; as in the paper, an order is built for several settings of a rule, and the best is returned.
+
+zb-auto has one stage per rank. A free rank takes the first of these that holds:
+
+    I    its gradient has arrived
+    F    its activation has arrived, memory admits another, and a gradient whose arrival is known would wait
+         for at most `delay` of the length of F; `first_delay` for the first gradient, whose delay adds up
+         over all ranks
+    W    one is due, and nothing else arrives within `gap` of its length; so also when memory is full
+    wait until the next arrival
+
+Weight halves are delayed as long as memory allows, and fill idle time, mostly at the end. The arrival of a
+gradient is known when the next rank has begun to compute it, and that of the first one from the costs. A
+micro-batch holds 1 between its F and its I, and `weight_share` of that between I and W (M_W / M_B in the
+paper: what attention saves is not needed for weights).
+
+zb-v gives each rank a stage near the start of the model and one near its end, so that gradients return early:
+
+    stage s < p is on rank s, stage p + s on rank p - 1 - s: the model goes down the ranks and up again
+
+The loss is on rank 0. Each rank keeps at most 2 p activations of half a rank's model alive, as much as 1F1B
+keeps on rank 0, and hardly waits between its first and its last computation if F = I = W. A free rank takes
+the first computation that is ready in the order: F of its later stage, F of its earlier one, I of its earlier
+one, I of its later one, W of either. An F needs room; the earlier stage leaves room for one F of the later
+one, which can therefore always proceed. (For equal costs this is the best of the 24 orders of these four: up
+to 16 ranks, with m a multiple of p, it takes at most 6 units more than the minimum, p - 1 + 6 m.) For other
+costs the rule is applied to their times, as it is and with W waiting if something else arrives within half
+its length; the best of these orders and of that for equal costs is returned.
 """
 
-from ..instruction import Instruction, Op, Program, Schedule
-from .family import schedule
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from heapq import heapify, heappop, heappush
+from itertools import product
+
+from ...errors import ScheduleError
+from ..instruction import Instruction, Op, Program, Schedule, StageCosts
+from ..passes import add_transfers
+from ..simulate import run_clocks
+from . import schedule
 
 
 @schedule("zb-h1", peak=lambda p, m, v, rank: min(m, p))
@@ -52,3 +91,195 @@ def _program(stage: int, m: int, ahead: int, behind: int) -> Program:
             program.append(Instruction(Op.F, stage, k + ahead))
     program += [Instruction(Op.W, stage, k) for k in range(max(0, m - behind), m)]
     return tuple(program)
+
+
+EQUAL = StageCosts()
+AUTO_DELAYS, AUTO_FIRST_DELAYS, AUTO_GAPS = (0.25, 0.75), (0.0, 0.5), (0.0, 0.75)
+V_GAPS = (0.0, 0.5)
+NEVER = float("inf")
+SAME_TIME = 1e-9                     # sums of the same times in another order differ by rounding
+
+Choice = tuple[Op, int] | None       # (operation, stage) to begin now; None: wait
+# (search, rank, now) → (choice, time of the next look)
+Rule = Callable[["_Search", int, float], tuple[Choice, float]]
+
+
+@schedule("zb-auto", peak=lambda p, m, v, rank: min(m, p), options=("costs", "memory_limit"))
+def zb_auto(pipeline_size: int, num_microbatches: int, chunks: int = 1, *, costs: StageCosts = EQUAL,
+            memory_limit: float | None = None, weight_share: float = 1.0) -> Schedule:
+    """The order with the shortest time of the slowest rank, from its first to its last computation; then the
+    shortest step.
+
+    memory_limit    activations of one micro-batch that a rank may keep; None: pipeline_size, as 1F1B needs on
+                    rank 0
+    weight_share    part of an activation that W still needs, from 0 to 1
+    """
+    p, m = pipeline_size, num_microbatches
+    limit = p if memory_limit is None else memory_limit
+    if not limit >= 1 or not 0 <= weight_share <= 1:
+        raise ScheduleError(f"schedule 'zb-auto' cannot keep at most {limit} activations with a weight share "
+                            f"of {weight_share}: one micro-batch must fit. Use a memory limit of 1 or more "
+                            f"(1F1B's rank 0 keeps {p}; twice that leaves almost no bubble) and a share from "
+                            "0 to 1.")
+    first_gradients = _first_gradients(p, costs)
+    searches = [_Search(range(p), m, costs, _AutoRule(limit, weight_share, first_gradients, *knobs))
+                for knobs in product(AUTO_FIRST_DELAYS, AUTO_DELAYS, AUTO_GAPS)]
+    found = [(search.score, search.schedule) for search in searches]
+    for known, needed in ((zb_h1, min(m, p)), (zb_h2, min(m, 2 * p - 1))):
+        if needed <= limit:
+            order = known(p, m)
+            found.append((score_of(order, p, costs), order))
+    return min(found, key=lambda entry: entry[0])[1]
+
+
+@schedule("zb-v", chunks=(2,), peak=lambda p, m, v, rank: min(2 * m, 2 * p), options=("costs",))
+def zb_v(pipeline_size: int, num_microbatches: int, chunks: int = 2, *,
+         costs: StageCosts = EQUAL) -> Schedule:
+    """The model goes down the ranks and up again."""
+    p, m = pipeline_size, num_microbatches
+    homes = [*range(p), *reversed(range(p))]
+    equal = _Search(homes, m, EQUAL, partial(_v_rule, gap=0.0)).schedule
+    if costs == EQUAL:
+        return equal
+    orders = [equal, *(_Search(homes, m, costs, partial(_v_rule, gap=gap)).schedule for gap in V_GAPS)]
+    return min(orders, key=lambda order: score_of(order, 2 * p, costs))
+
+
+def score_of(order: Schedule, num_stages: int, costs: StageCosts) -> tuple[float, float]:
+    """(longest time of a rank from first to last computation, time of all ranks together); less is better."""
+    lowered = add_transfers(order, num_stages)
+    starts, ends = run_clocks(lowered, costs.of)
+    first = [next(start for i, start in zip(program, its) if i.op is Op.F)
+             for program, its in zip(lowered, starts)]
+    last = [its[-1] for its in ends]
+    return max(end - begin for begin, end in zip(first, last)), max(last)
+
+
+class _Search:
+    """One order, built in the order of time.
+
+    homes    stage → rank
+    cost     operation → stage → time
+    done     operation → stage → micro-batches that have begun it; they come in their order
+    arrived  F or I → stage → when each micro-batch may begin it, as far as known
+    clock    rank → end of its last computation
+    """
+
+    def __init__(self, homes: Sequence[int], m: int, costs: StageCosts, rule: Rule):
+        stages, ranks = range(len(homes)), range(max(homes) + 1)
+        self.homes = homes
+        self.cost = {op: [costs.of(Instruction(op, s, 0)) for s in stages]
+                     for op in (Op.F, Op.I, Op.W, Op.SEND_ACT, Op.SEND_GRAD)}
+        self.done = {op: [0 for _ in stages] for op in (Op.F, Op.I, Op.W)}
+        self.arrived: dict[Op, list[list[float]]] = {op: [[] for _ in stages] for op in (Op.F, Op.I)}
+        self.arrived[Op.F][0] = [0.0] * m
+        self.programs: list[list[Instruction]] = [[] for _ in ranks]
+        self.start, self.clock = [NEVER for _ in ranks], [0.0 for _ in ranks]
+        self._events = [(0.0, rank) for rank in ranks]  # (time, rank that looks for its next choice)
+        heapify(self._events)
+        while self._events:
+            now, rank = heappop(self._events)
+            if now < self.clock[rank]:
+                continue  # busy; it looks again when it is free
+            choice, later = rule(self, rank, now)
+            if choice is not None:
+                self._begin(rank, *choice, now)
+            elif later < NEVER:
+                heappush(self._events, (later, rank))
+
+    @property
+    def schedule(self) -> Schedule:
+        """The order that was found."""
+        return tuple(map(tuple, self.programs))
+
+    @property
+    def score(self) -> tuple[float, float]:
+        """As `score_of`, of the order as it was built."""
+        return max(end - start for start, end in zip(self.start, self.clock)), max(self.clock)
+
+    def arrival(self, op: Op, stage: int) -> float:
+        """When the next micro-batch may begin F or I at a stage, NEVER if that is not known yet."""
+        k, times = self.done[op][stage], self.arrived[op][stage]
+        known = k < len(times) and (op is Op.F or k < self.done[Op.F][stage])
+        return times[k] if known else NEVER
+
+    def _begin(self, rank: int, op: Op, stage: int, now: float) -> None:
+        """Record a computation that begins now, and when its result arrives."""
+        self.programs[rank].append(Instruction(op, stage, self.done[op][stage]))
+        self.done[op][stage] += 1
+        self.start[rank] = min(self.start[rank], now)
+        self.clock[rank] = end = now + self.cost[op][stage]
+        heappush(self._events, (end, rank))
+        last = len(self.homes) - 1
+        if op is Op.F and stage == last:
+            self.arrived[Op.I][last].append(end)
+        elif op is Op.F or op is Op.I and stage:
+            send, target = (Op.SEND_ACT, stage + 1) if op is Op.F else (Op.SEND_GRAD, stage - 1)
+            home = self.homes[target]
+            self.arrived[op][target].append(end + (self.cost[send][stage] if home != rank else 0))
+            heappush(self._events, (now, home))                            # an arrival there is known now
+
+
+@dataclass(frozen=True)
+class _AutoRule:
+    """The rule of zb-auto at the top, with its knobs.
+
+    first_gradients: rank → earliest arrival of its first gradient.
+    """
+
+    limit: float
+    weight_share: float
+    first_gradients: Sequence[float]
+    first_delay: float
+    delay: float
+    gap: float
+
+    def __call__(self, search: _Search, rank: int, now: float) -> tuple[Choice, float]:
+        forwards, inputs, weights = (search.done[op][rank] for op in (Op.F, Op.I, Op.W))
+        known, gradient, activation = search.arrived[Op.I][rank], NEVER, NEVER
+        if inputs < len(known):
+            gradient = known[inputs]
+        elif inputs == 0:
+            gradient = self.first_gradients[rank]
+        if inputs < forwards and inputs < len(known) and gradient <= now:
+            return (Op.I, rank), NEVER
+        live = forwards - inputs + self.weight_share * (inputs - weights)
+        if forwards < len(search.arrived[Op.F][rank]) and live + 1 <= self.limit + 1e-9:
+            activation = search.arrived[Op.F][rank][forwards]
+        foreseen = gradient if gradient > now and inputs < forwards else NEVER
+        delay = self.delay if inputs else self.first_delay
+        if activation <= now and now + (1 - delay) * search.cost[Op.F][rank] <= foreseen:
+            return (Op.F, rank), NEVER
+        later = min(foreseen, activation if activation > now else NEVER)
+        if weights < inputs and later - now >= self.gap * search.cost[Op.W][rank]:
+            return (Op.W, rank), NEVER
+        return None, later
+
+
+def _first_gradients(p: int, costs: StageCosts) -> list[float]:
+    """When the first gradient reaches each rank if no rank delays it."""
+    at = lambda op: [costs.of(Instruction(op, stage, 0)) for stage in range(p)]
+    input_grad, grad_transfer = at(Op.I), at(Op.SEND_GRAD)
+    arrivals, clock = [0.0] * p, sum(at(Op.F)) + sum(at(Op.SEND_ACT)[:-1])
+    for rank in reversed(range(p)):
+        arrivals[rank] = clock
+        clock += input_grad[rank] + grad_transfer[rank]
+    return arrivals
+
+
+def _v_rule(search: _Search, rank: int, now: float, *, gap: float) -> tuple[Choice, float]:
+    """The rule of zb-v at the top; W waits if something else arrives within `gap` of its length."""
+    p, done = len(search.homes) // 2, search.done
+    early, late = rank, 2 * p - 1 - rank
+    live = sum(done[Op.F][s] - done[Op.W][s] for s in (early, late))
+    forwards = [(Op.F, late)] * (live < 2 * p) + [(Op.F, early)] * (live < 2 * p - 1)
+    wanted = [*forwards, (Op.I, early), (Op.I, late)]
+    times = [search.arrival(op, stage) for op, stage in wanted]
+    choice = next((what for what, time in zip(wanted, times) if time <= now + SAME_TIME), None)
+    soonest = min(times)
+    if choice is None:
+        due = [s for s in (late, early) if done[Op.W][s] < done[Op.I][s]]
+        stage = min(due, key=lambda s: done[Op.W][s], default=None)
+        if stage is not None and soonest - now >= gap * search.cost[Op.W][stage]:
+            choice = Op.W, stage
+    return choice, soonest
