@@ -23,11 +23,11 @@ from ..zero.data_groups import DataGroups
 from ..zero.optimizer import ZeroOptimizer
 from ..zero.set_plan import ParameterUse
 from ..zero.settings import ZeroSettings
-from .auto_values import Sources, fill_autos
 from .client_optimizer import ClientOptimizer, checked_groups, client_optimizers
 from .engine import Engine, show
 from .engine_loader import EngineLoader
 from .engine_optimizer import (
+    Decays,
     EngineOptimizer,
     InnerOptimizers,
     SchedulerMaker,
@@ -36,12 +36,11 @@ from .engine_optimizer import (
     make_groups,
     make_scheduler,
 )
-from .json_settings import block_of, config_of, read_settings
+from .engine_status import Monitor
+from .json_settings import Sources, block_of, config_of, fill_autos, read_settings
 from .module_gathering import ModuleGathering
-from .module_layers import ModuleLayer, find_layers
-from .module_specs import write_specs
-from .module_values import Decays, DrawByName, agree, prepare
-from .monitor import Monitor
+from .module_specs import ModuleLayer, find_layers, write_specs
+from .module_values import DrawByName, agree, prepare
 from .zero_init import Partition, move_into, partitions_of, zeros
 
 logger = logging.getLogger(__name__)
@@ -59,10 +58,10 @@ class Initialized(NamedTuple):
     training_dataloader: EngineLoader | None
     lr_scheduler: Any | None
 
-    def __call__(self, *args, **kwargs):
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
         raise TypeError(f"this is the tuple that initialize returned, not the engine. {UNPACK}")
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name: str) -> None:
         raise AttributeError(f"the tuple that initialize returned has no attribute {name!r}. {UNPACK}")
 
 
@@ -248,7 +247,7 @@ def _data_groups(config: RunConfig, world: DataParallelWorld) -> DataGroups:
 
 def _make_zero(model: nn.Module, config: RunConfig, world: DataParallelWorld, groups: DataGroups,
                layers: list[ModuleLayer], inner: InnerOptimizers, draw: DrawByName | None) -> ZeroOptimizer:
-    # Nothing is gathered ahead by number of elements: `ModuleGathering` starts the gathers of the next layers.
+    # prefetch=0: `ModuleGathering` starts the gathers of the next layers.
     settings = replace(ZeroSettings.from_config(config, default_groups(inner)), prefetch=0)
     unread = frozenset((0, i) for i, layer in enumerate(layers) if not layer.read_in_backward)
     use = ParameterUse({0: [layer.parameters for layer in layers]} if layers else {}, unread)

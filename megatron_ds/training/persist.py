@@ -21,7 +21,7 @@ from ..data.loading.data_paths import parse_split, read_sources
 from ..data.loading.datasets import identify
 from ..errors import CheckpointError
 from ..models import MODELS
-from ..progress import Progress
+from ..ramps import Progress
 from .build import Engine
 from .start import Start
 

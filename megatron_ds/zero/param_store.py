@@ -19,9 +19,9 @@ from ..mpu.collectives import all_gather_into_
 from ..mpu.group import DONE, Work
 from ..mpu.param_spec import ParamSpec
 from .data_groups import Hierarchy
+from .gathering import MappedUnit, SharedParts, Unit
 from .layout import Layout, ShardPiece, SlotPiece
 from .tiers import Array, InMemory, Tier
-from .units import MappedUnit, SharedParts, Unit
 
 Draw = Callable[[ParamSpec, int, torch.Tensor], None]
 """Fills a flat tensor with the initial values of elements [start, start + len) of a local parameter."""

@@ -17,12 +17,13 @@ from ..mpu.group import Group
 from .buckets import GradBuckets, GradientStore, Holder, Reduction
 from .data_groups import DATA_AXES, DataGroups
 from .exchange import BufferPool, GradientExchange
+from .gathering import LayerGathering, gathering_over, units_by_parameter
 from .grad_shards import GradShards
 from .layout import SlotPiece
 from .norm import is_counted, norm_views
 from .offload import GRAD, LOW, MASTER, OffloadedUpdate, SubGroup, SubGroupPlan, plan_sub_groups
 from .param_store import Draw, ParameterStore, ShardedParameters, WholeParameters
-from .set_plan import ParameterUse, SetPlan, is_tied
+from .set_plan import SHARED, ParameterUse, SetPlan, is_tied
 from .settings import ZeroSettings
 from .shard_optimizer import Leaf, make_leaf
 from .tiers import InMemory, MemoryTier, Tiers
@@ -179,6 +180,22 @@ class SetMaker:
         group = SubGroup(plan, specs, arrays, tier, self.settings.param_groups, self.update.buffers)
         self.update.groups.append(group)
         return group
+
+
+def make_gathering(use: ParameterUse, stage: int, sets: Sequence[ParameterSet],
+                   prefetch: int | None) -> LayerGathering:
+    """The gathering of a stage, which also reduces gradients when a layer is left in backward."""
+    gathered = [s for s in sets if s.plan.units and s.plan.stage in (stage, SHARED)]
+    units = units_by_parameter((s.plan, s.parameters, s.store.units) for s in gathered)
+    reduced = [s for s in gathered if s.plan.stage == stage and s.buckets is not None]
+
+    def close(layer: int) -> None:
+        for s in reduced:
+            for unit in s.store.units:
+                if unit.layer == layer:
+                    s.buckets.close(unit.last_bucket)
+
+    return gathering_over(use, stage, units, prefetch, close)
 
 
 class TiedGradients:

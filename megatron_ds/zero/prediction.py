@@ -36,11 +36,10 @@ from ..mpu.group import Group
 from ..mpu.traffic import Traffic
 from .data_groups import Axes, Hierarchy, shard_of
 from .exchange import GradientExchange
-from .gathering import LayerGathering
+from .gathering import GatherUnit, LayerGathering
 from .offload import plan_sub_groups
 from .set_plan import SHARED, SetPlan
 from .tiers import DEVICE, OffloadSettings
-from .units import GatherUnit
 
 FP32_BYTES = 4
 

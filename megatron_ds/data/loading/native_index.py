@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ...compiled import load_compiled
+from ...host import load_compiled
 
 logger = logging.getLogger(__name__)
 
