@@ -11,8 +11,8 @@ parameters has `needs_norms = True`; one that chooses its parameter groups has `
 the optimizer's section of the configuration to groups. A new optimizer with groups is therefore one file.
 
 A run has a list of `ParamGroup`s. A parameter belongs to the first group whose filter accepts its spec.
-Groups may use different optimizers: matrices an orthogonalising one and the rest AdamW, for example. Without other
-instructions there are two groups of one optimizer, with and without weight decay.
+Groups may use different optimizers: matrices an orthogonalising one and the rest AdamW, for example. Without
+other instructions there are two groups of one optimizer, with and without weight decay.
 """
 
 import inspect

@@ -79,7 +79,7 @@ class GatherUnit(Protocol):
         """Free the flat buffer."""
 
 
-class Unit:
+class Unit(GatherUnit):
     """A `GatherUnit` of the parameters that layer `layer` owns in a set.
 
     buckets  for each bucket of the unit: its view of `flat`, this rank's part of it
@@ -97,12 +97,10 @@ class Unit:
         self._near: list[tuple[torch.Tensor, Work]] | None = None      # shards on the device, or on their way
 
     def fetch(self) -> None:
-        """See `GatherUnit`."""
         if self.is_free and self._near is None:
             self._near = [self._fetch(array) for _, array in self.buckets]
 
     def start(self) -> None:
-        """See `GatherUnit`."""
         if not self.is_free:
             return
         self.fetch()
@@ -113,7 +111,6 @@ class Unit:
             self._works.append(all_gather_into_(whole, shard, self.group, async_op=True))
 
     def wait(self) -> None:
-        """See `GatherUnit`."""
         for work in self._works:
             work.wait()
         self._works = []
@@ -129,7 +126,6 @@ class Unit:
         return buffer[:array.tensor.numel()], array.read(buffer)
 
     def free(self) -> None:
-        """See `GatherUnit`."""
         self.wait()
         for _, work in self._near or ():        # fetched but not gathered
             work.wait()
@@ -163,13 +159,11 @@ class MappedUnit(Unit):
                 self.group.traffic.add("all_gather", self.group.axes, self.group.size, whole.nbytes)
 
     def wait(self) -> None:
-        """See `GatherUnit`."""
         if not self.is_free and not self._is_there:
             self._mapping.populate()
             self._is_there = True
 
     def free(self) -> None:
-        """See `GatherUnit`."""
         self._mapping.drop()
         self.is_free, self._is_there = True, False
 

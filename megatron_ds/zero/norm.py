@@ -165,8 +165,7 @@ class ParameterNorms:
         tied = sorted((entry.spec.tied, i) for i, entry in enumerate(entries) if entry.is_tied)
         self._tied = self._tensor([i for _, i in tied], torch.int64)
         self._is_first_holder = self._tensor([not entries[i].spec.tied_copy for _, i in tied])
-        self._counts_here = self._tensor(
-            [groups.tp.rank == 0 or e.spec.is_split_over("tp") for e in entries])
+        self._counts_here = self._tensor([groups.tp.rank == 0 or e.spec.is_split_over("tp") for e in entries])
         self._in_shards = {axes: self._tensor([e.is_split and e.axes == axes for e in entries])
                            for axes in groups.by_axes if any(e.is_split and e.axes == axes for e in entries)}
 

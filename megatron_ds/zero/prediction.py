@@ -142,7 +142,7 @@ class Meter:
 
 
 @dataclass(eq=False)
-class CountedUnit:
+class CountedUnit(GatherUnit):
     """A `GatherUnit` without memory that counts how often it is gathered."""
 
     numel: int
@@ -165,7 +165,6 @@ class CountedUnit:
         """Does nothing."""
 
     def free(self) -> None:
-        """See `GatherUnit`."""
         if not self.is_free:
             self.is_free = True
             self.whole.add(-self.numel)
