@@ -99,12 +99,14 @@ class Engine(EngineStatus, nn.Module):
         self._backwards += 1
         self.monitor.add_loss(loss)
         microbatches = self._accumulation_steps if scale_wrt_gas and not self._in_no_sync else 1
+        # Whole gradients are reduced in the last backward of an update, sharded ones in every backward.
         if self._armed and self.settings.zero.stage < 2:
             self.zero.reopen()
             self._armed = False
         if self.settings.zero.stage >= 2 or self.is_gradient_accumulation_boundary() and not self._in_no_sync:
             self.zero.arm()
             self._armed = True
+        # See "Note: averages" above.
         with self.gathering.backward() if self.gathering else nullcontext():
             weight = self.zero.loss_scale / (microbatches * self.world.data.size)
             (loss.float() * weight).backward(retain_graph=retain_graph)

@@ -110,6 +110,7 @@ def initialize(args: Any = None, model: nn.Module | None = None, optimizer: Clie
     config, with the values of data-parallel rank 0. Raises ConfigError with everything that is wrong with the
     config.
     """
+    # Arguments and process groups.
     config = config_of(args, config, config_params)
     _check_arguments(model, optimizer, decay, mesh_param)
     _take_local_rank(args)
@@ -129,9 +130,11 @@ def initialize(args: Any = None, model: nn.Module | None = None, optimizer: Clie
         write_specs(model, world)
         return _Prepared(client, block, settings, partitions, inner)
 
-    # Together: where a rank lacks the file of settings, the others would wait in `agree`.
+    # Settings, values and specs. Together: where a rank lacks the file of settings, the others would wait in
+    # `agree`.
     ready = on_all_ranks(world.world, prepared)
     agree(model, world)
+    # The engine, then what a program may leave out: scheduler and loader.
     engine = _build_engine(model, world, ready, draw or zeros)
     if world.rank == 0 and (accepted := report_without_effect(ready.settings)):
         show(accepted)
@@ -158,10 +161,12 @@ def _build_engine(model: nn.Module, world: DataParallelWorld, ready: _Prepared, 
     Steps that may fail on one rank (a full disk, a missing file) fail on all.
     """
     settings, inner = ready.settings, ready.inner
+    # The module's values move into the shards of ZeRO.
     layers = find_layers(model) if settings.zero.stage == 3 else []
     groups = _data_groups(settings, world)
     zero = on_all_ranks(world.world, lambda: _make_zero(model, settings, world, groups, layers, inner, draw))
     move_into(zero, ready.partitions)
+    # Stage 3: hooks gather each layer when it is used.
     gathering = zero.gathering_of(0) if layers else None
     prefetch = settings.zero.prefetch_bucket_size
     hooks = ModuleGathering(model, layers, gathering, prefetch) if gathering else None

@@ -102,12 +102,14 @@ class SetMaker:
         if plan.frozen:
             masters, resident = self._resident(store, None, plan, parameters, store.pieces)
             return ParameterSet(plan, parameters, store, None, masters, resident, [], [])
+        # Masters: the first part of them in an offload tier, the rest on the device.
         buckets = self._buckets(plan, parameters)
         ratio = self.settings.offload.ratio if self.tiers.optimizer else 0.0
         away, stay = plan_sub_groups(plan.layout, store.pieces, self.settings.offload.sub_group_elements,
                                      ratio)
         masters, resident = self._resident(store, buckets, plan, parameters, stay)
         sub_groups = [self._sub_group(group_plan, store, buckets, parameters) for group_plan in away]
+        # What this rank adds to the norm of the gradient.
         counted = [p for p in plan.layout.slot_intersections(ranks.shard)
                    if is_counted(parameters[p.slot].spec, self.groups.tp.rank)]
         views = norm_views(buckets.flat, counted, buckets.start_of)
