@@ -25,7 +25,7 @@ import torch
 
 from megatron_ds.host.memory_maps import huge_page_zeros
 from megatron_ds.ops import adam
-from megatron_ds.optim.cpu_adam import CpuAdamW
+from megatron_ds.optim.optimizers import CpuAdamW
 
 OPTIONS = dict(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 DIVISOR = 1.001      # near 1: the same gradient is divided in every round

@@ -4,22 +4,32 @@ traceback.
 `main_guard` runs a command; `run_command` also imports it, and handles stop signals from the first import to
 the exit. Rank 0 prints an error that all ranks raise; the others wait before they exit (Note: the order of
 exits). `Arguments` reads the flags of a tool.
+
+Signals that request a stop are SIGTERM, SIGUSR1 and the first Ctrl-C (`StopRequest`). A second Ctrl-C ends
+the command at once.
+
+    start-up, one rank         raises `Stopped` at once: nothing is unsaved and no other rank waits
+    start-up, several ranks    is recorded; ranks agree on it at the next step of the start-up
+    training and evaluation    is recorded; ranks agree on it in the all-reduce of each step, so all of them
+                               stop after the same step. A signal to one rank is enough
+    after the last save        is ignored: the exit code must not report a failure
 """
 
 import argparse
 import json
 import os
+import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
+from types import FrameType
 from typing import Any, NoReturn
 
 from .errors import CommunicationError, ConfigError, LayoutError, MegatronDSError, ScheduleError
 from .launch_env import ends_siblings, is_launched, local_rank_in, rank_in, size_in
 from .registry import did_you_mean
-from .stop_request import Stopped, StopRequest, ignore_stop_signals
 
 # All ranks raise these errors, because they follow from the same flags.
 EVERYWHERE = (ConfigError, LayoutError, ScheduleError)
@@ -36,8 +46,8 @@ def run_command(module: str, function: str, **arguments: Any) -> NoReturn:
     """Import `module`, and exit with the code of its `function(**arguments)`. The last line of an entry
     script.
 
-    Stop signals (`stop_request.py`) are handled while the module is imported, which takes seconds, and
-    ignored once the exit code is known.
+    Stop signals are handled while the module is imported, which takes seconds, and ignored once the exit code
+    is known.
     """
     stop = StopRequest()
     if size_in(os.environ) > 1:          # if one rank exited alone, the others would wait for it
@@ -144,3 +154,62 @@ class Arguments(argparse.ArgumentParser):
     def error(self, message: str) -> None:
         """Raise the message as a ConfigError."""
         raise ConfigError(f"{message.removeprefix('argument ')}. --help lists the flags.")
+
+
+# --------------------------------------------------------------------------------------------------- signals
+GRACEFUL = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+
+class Stopped(BaseException):
+    """A signal requested a stop before training began.
+
+    Derives from BaseException, as KeyboardInterrupt does, so that no `except Exception` handles it.
+    """
+
+
+class StopRequest:
+    """Context manager that handles the three signals; works in the main thread only.
+
+    received   name of the first signal that arrived, or None
+    """
+
+    def __init__(self):
+        self.received: str | None = None
+        self._is_deferred = False
+        self._previous: dict = {}
+
+    def install(self) -> None:
+        """Handle the signals. A signal that an outer request has received counts for this one, too."""
+        for number in GRACEFUL:
+            self._previous[number] = outer = signal.signal(number, self._handle)
+            self.received = self.received or getattr(getattr(outer, "__self__", None), "received", None)
+
+    def __enter__(self) -> "StopRequest":
+        self.install()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def defer(self) -> None:
+        """From now on a signal sets `received` and raises nothing."""
+        self._is_deferred = True
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.received = self.received or signal.Signals(number).name
+        if number == signal.SIGINT:      # the next Ctrl-C is not handled here
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        if not self._is_deferred:
+            raise Stopped(before_training(self.received))
+
+
+def before_training(signal_name: str) -> str:
+    """The last line of a command that was stopped during start-up."""
+    return f"stopped by {signal_name} before the first step: there is nothing to save"
+
+
+def ignore_stop_signals() -> None:
+    """Ignore the signals from now on: the exit code is known, and the interpreter takes a moment to exit."""
+    for number in GRACEFUL:
+        signal.signal(number, signal.SIG_IGN)

@@ -36,9 +36,9 @@ def ends_siblings(env: Mapping[str, str]) -> bool:
 # torch.distributed.launch and DeepSpeed's launcher append --local-rank N, and also set LOCAL_RANK.
 def with_local_rank(env: Mapping[str, str], local_rank: int | None) -> Mapping[str, str]:
     """The environment with --local-rank as LOCAL_RANK, if a launcher set RANK and WORLD_SIZE only."""
-    needs_it = env.get("RANK") and env.get("WORLD_SIZE") and not _has_local_rank(env)
-    return {**env,
-            "LOCAL_RANK": str(local_rank)} if needs_it and local_rank is not None and local_rank >= 0 else env
+    if local_rank is None or local_rank < 0 or any(env.get(name) for name in LOCAL_RANKS):
+        return env
+    return {**env, "LOCAL_RANK": str(local_rank)} if env.get("RANK") and env.get("WORLD_SIZE") else env
 
 
 def local_rank_contradiction(env: Mapping[str, str], local_rank: int | None) -> str | None:
@@ -46,8 +46,8 @@ def local_rank_contradiction(env: Mapping[str, str], local_rank: int | None) -> 
     name = _local_rank_name(env)
     if local_rank is None or local_rank < 0 or name is None or int(env[name]) == local_rank:
         return None
-    return (f"--local-rank {local_rank}, but {name} is {env[name]} in the environment: they number the same process. "
-            "Remove the flag; the launcher's variable is enough.")
+    return (f"--local-rank {local_rank}, but {name} is {env[name]} in the environment: they number the same "
+            "process. Remove the flag; the launcher's variable is enough.")
 
 
 def problems_of_local_rank(env: Mapping[str, str], local_rank: int | None) -> Sequence[str]:
@@ -63,10 +63,6 @@ def problems_of_local_rank(env: Mapping[str, str], local_rank: int | None) -> Se
 
 def _local_rank_name(env: Mapping[str, str]) -> str | None:
     return next((name for name in LOCAL_RANKS if env.get(name, "").isdigit()), None)
-
-
-def _has_local_rank(env: Mapping[str, str]) -> bool:
-    return any(env.get(name) for name in LOCAL_RANKS)
 
 
 def _first_number(env: Mapping[str, str], names: tuple[str, ...]) -> int | None:

@@ -27,7 +27,7 @@ from megatron_ds.data.tokenizers.base import NullTokenizer
 from megatron_ds.errors import ConfigError, LayoutError
 from megatron_ds.models import MODELS
 from megatron_ds.mpu.mesh import Mesh
-from megatron_ds.progress import Progress
+from megatron_ds.ramps import Progress
 from megatron_ds.registry import did_you_mean
 from megatron_ds.training.build import Engine, build_engine
 from megatron_ds.training.samples import build_loaders, rearranged

@@ -95,6 +95,7 @@ def _try(client: torch.optim.Optimizer, has_begun: bool) -> bool:
     generator = torch.Generator().manual_seed(0)
     value, *grads = (torch.randn(SHAPE, generator=generator).to(device) for _ in range(UPDATES + 1))
     flat = lambda tensor: [tensor.flatten()[:CUT].clone(), tensor.flatten()[CUT:].clone()]
+    # The three updates of the table above.
     try:
         whole, states = _updates(client, [value.clone()], [[g.clone()] for g in grads], False, has_begun)
         parts, _ = _updates(client, flat(value), [flat(g) for g in grads], False, has_begun)

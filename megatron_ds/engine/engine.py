@@ -31,16 +31,15 @@ from torch import nn
 from ..config import RunConfig
 from ..errors import ConfigError, MegatronDSError
 from ..mpu.external_groups import DataParallelWorld
-from ..progress import Progress
+from ..ramps import Progress
 from ..zero.optimizer import StepResult
 from .engine_checkpoint import load_checkpoint, save_checkpoint
 from .engine_loader import EngineLoader
 from .engine_optimizer import EngineOptimizer
-from .engine_status import EngineStatus
+from .engine_status import EngineStatus, Monitor
 from .json_settings import drops_last
 from .module_gathering import ModuleGathering
-from .monitor import Monitor
-from .whole_values import (
+from .module_values import (
     full_state_dict,
     gathered_parameters,
     save_16bit_model,
@@ -81,7 +80,7 @@ class Engine(EngineStatus, nn.Module):
         self._begin_step()
 
     # ------------------------------------------------------------------ training
-    def forward(self, *args, **kwargs):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward. Collective over the data-parallel ranks at stage 3."""
         return self.module(*args, **kwargs)
 
@@ -100,12 +99,14 @@ class Engine(EngineStatus, nn.Module):
         self._backwards += 1
         self.monitor.add_loss(loss)
         microbatches = self._accumulation_steps if scale_wrt_gas and not self._in_no_sync else 1
+        # Whole gradients are reduced in the last backward of an update, sharded ones in every backward.
         if self._armed and self.settings.zero.stage < 2:
             self.zero.reopen()
             self._armed = False
         if self.settings.zero.stage >= 2 or self.is_gradient_accumulation_boundary() and not self._in_no_sync:
             self.zero.arm()
             self._armed = True
+        # See "Note: averages" above.
         with self.gathering.backward() if self.gathering else nullcontext():
             weight = self.zero.loss_scale / (microbatches * self.world.data.size)
             (loss.float() * weight).backward(retain_graph=retain_graph)
@@ -198,7 +199,7 @@ class Engine(EngineStatus, nn.Module):
                                      f"attribute {name!r}") from None
             return getattr(module, name)
 
-    def state_dict(self, *args, **kwargs) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The module's state_dict.
 
         At stage 3 only inside of `gathered_parameters()`; see `full_state_dict`.

@@ -45,6 +45,7 @@ def save_checkpoint(engine: EngineStatus, directory: str | os.PathLike, tag: str
     if engine.has_gradients:
         raise ConfigError("a checkpoint holds no gradients, and those of the current update would be lost. "
                           "Save at a boundary of accumulation, right after engine.step().")
+    # A vacant place, and what is saved besides the optimizer's pieces.
     folder, tagged = folder_of(directory, tag), tag is not None
     on_one_rank(engine.world.world, lambda: _check_vacant(folder))
     buffers = [buffer for buffer in _buffers(engine) if buffer.replica == 0]
@@ -54,6 +55,7 @@ def save_checkpoint(engine: EngineStatus, directory: str | os.PathLike, tag: str
     path = save(folder, engine.global_steps, [*engine.optimizer.pieces(), *buffers], run=run,
                 coordinates=engine.world.coordinates, world=engine.world.world, limit=1 if tagged else None)
 
+    # `latest` names the tag only after the checkpoint is complete.
     def point() -> None:
         if tagged or (Path(directory) / LATEST).exists():
             write_durably(Path(directory) / LATEST, tag or "")

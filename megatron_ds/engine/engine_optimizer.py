@@ -26,7 +26,6 @@ from ..errors import ConfigError
 from ..optim import OPTIMIZERS
 from ..ramps import DeepSpeedRate
 from ..zero.optimizer import StepResult, ZeroOptimizer
-from .module_values import Decays
 
 # The hyper-parameters of a group by the JSON's optimizer, and their place in the config.
 JSON_KEYS = {
@@ -35,6 +34,7 @@ JSON_KEYS = {
     "sgd": {"lr": lambda o: o.lr, "momentum": lambda o: o.sgd_momentum,
             "weight_decay": lambda o: o.weight_decay}}
 Group = dict[str, Any]
+Decays = Callable[[str, nn.Parameter], bool]       # (name, parameter)
 SchedulerMaker = Callable[[torch.optim.Optimizer], Any]
 logger = logging.getLogger(__name__)
 

@@ -1,11 +1,22 @@
 """`EngineStatus`: the state of an engine, and its batch sizes, precision, ranks and progress under
-DeepSpeed's names.
+DeepSpeed's names; `Monitor`, its curves.
 
 Methods of DeepSpeed are methods here; its counters and ranks are attributes. Checkpoints and whole values
-(engine_checkpoint.py, whole_values.py) are written against this half of `Engine`.
+(engine_checkpoint.py, module_values.py) are written against this half of `Engine`.
+
+Curves are written for TensorBoard, under DeepSpeed's names, with samples on the x-axis:
+
+    Train/Samples/train_loss    mean of the losses given to `backward` since the last update, on rank 0
+    Train/Samples/lr            the learning rate of the first parameter group
+    Train/Samples/loss_scale    fp16 only
+
+The config's "tensorboard" block enables them; a program writes its own curves with
+`engine.monitor.write_events`. As in a training script, a disk error is reported once and does not end the
+program (training/sink.py).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +26,9 @@ from ..config import RunConfig
 from ..errors import ConfigError
 from ..mpu.external_groups import DataParallelWorld
 from ..mpu.launch import read_launch
-from ..progress import Progress
+from ..ramps import Progress
+from ..training.sink import Tolerant, check_folder
+from ..training.tensorboard import EventFile
 from ..zero.optimizer import StepResult, ZeroOptimizer
 from .engine_optimizer import EngineOptimizer, Group
 from .module_gathering import ModuleGathering
@@ -198,3 +211,55 @@ class EngineStatus:
     def dp_world_size(self) -> int:
         """Number of ranks that get different samples."""
         return self.world.data.size
+
+
+Event = tuple[str, float, int]
+
+
+class Monitor:
+    """Writes event files into `folder` on global rank 0. None, on the other ranks: events are dropped."""
+
+    def __init__(self, folder: str | None):
+        """Raises ConfigError where the folder is not writable."""
+        self._sink = None if folder is None else Tolerant(_Curves(Path(folder)))
+        self._losses: list[torch.Tensor] = []
+
+    @property
+    def enabled(self) -> bool:
+        """Whether curves are written: on global rank 0, when the config asks for them."""
+        return self._sink is not None
+
+    def write_events(self, events: Iterable[Event]) -> None:
+        """events: (name of the curve, value, number of samples)"""
+        for event in events if self.enabled else ():
+            self._sink.write(event)
+
+    def add_loss(self, loss: torch.Tensor) -> None:
+        """Keep the loss of a micro-batch.
+
+        It is read in `end_step`, after the update, without stalling the device.
+        """
+        if self.enabled:
+            self._losses.append(loss.detach())
+
+    def end_step(self, samples: int, lr: float, loss_scale: float | None) -> None:
+        """Write the curves' points of an update. samples: their number so far, the x-coordinate."""
+        if not self.enabled:
+            return
+        losses, self._losses = self._losses, []
+        mean = sum(loss.item() for loss in losses) / len(losses) if losses else None
+        points = {"train_loss": mean, "lr": lr, "loss_scale": loss_scale}
+        self.write_events((f"Train/Samples/{name}", value, samples)
+                          for name, value in points.items() if value is not None)
+
+
+class _Curves:
+    """A sink that writes one event file."""
+
+    def __init__(self, folder: Path):
+        check_folder('"tensorboard.output_path"', folder)
+        self.place, self._file = folder, EventFile(folder)
+
+    def write(self, event: Event) -> None:
+        name, value, samples = event
+        self._file.add({name: float(value)}, samples)

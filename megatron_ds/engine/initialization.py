@@ -23,11 +23,11 @@ from ..zero.data_groups import DataGroups
 from ..zero.optimizer import ZeroOptimizer
 from ..zero.set_plan import ParameterUse
 from ..zero.settings import ZeroSettings
-from .auto_values import Sources, fill_autos
 from .client_optimizer import ClientOptimizer, checked_groups, client_optimizers
 from .engine import Engine, show
 from .engine_loader import EngineLoader
 from .engine_optimizer import (
+    Decays,
     EngineOptimizer,
     InnerOptimizers,
     SchedulerMaker,
@@ -36,12 +36,11 @@ from .engine_optimizer import (
     make_groups,
     make_scheduler,
 )
-from .json_settings import block_of, config_of, read_settings
+from .engine_status import Monitor
+from .json_settings import Sources, block_of, config_of, fill_autos, read_settings
 from .module_gathering import ModuleGathering
-from .module_layers import ModuleLayer, find_layers
-from .module_specs import write_specs
-from .module_values import Decays, DrawByName, agree, prepare
-from .monitor import Monitor
+from .module_specs import ModuleLayer, find_layers, write_specs
+from .module_values import DrawByName, agree, prepare
 from .zero_init import Partition, move_into, partitions_of, zeros
 
 logger = logging.getLogger(__name__)
@@ -59,10 +58,10 @@ class Initialized(NamedTuple):
     training_dataloader: EngineLoader | None
     lr_scheduler: Any | None
 
-    def __call__(self, *args, **kwargs):
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
         raise TypeError(f"this is the tuple that initialize returned, not the engine. {UNPACK}")
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name: str) -> None:
         raise AttributeError(f"the tuple that initialize returned has no attribute {name!r}. {UNPACK}")
 
 
@@ -111,6 +110,7 @@ def initialize(args: Any = None, model: nn.Module | None = None, optimizer: Clie
     config, with the values of data-parallel rank 0. Raises ConfigError with everything that is wrong with the
     config.
     """
+    # Arguments and process groups.
     config = config_of(args, config, config_params)
     _check_arguments(model, optimizer, decay, mesh_param)
     _take_local_rank(args)
@@ -130,9 +130,11 @@ def initialize(args: Any = None, model: nn.Module | None = None, optimizer: Clie
         write_specs(model, world)
         return _Prepared(client, block, settings, partitions, inner)
 
-    # Together: where a rank lacks the file of settings, the others would wait in `agree`.
+    # Settings, values and specs. Together: where a rank lacks the file of settings, the others would wait in
+    # `agree`.
     ready = on_all_ranks(world.world, prepared)
     agree(model, world)
+    # The engine, then what a program may leave out: scheduler and loader.
     engine = _build_engine(model, world, ready, draw or zeros)
     if world.rank == 0 and (accepted := report_without_effect(ready.settings)):
         show(accepted)
@@ -159,10 +161,12 @@ def _build_engine(model: nn.Module, world: DataParallelWorld, ready: _Prepared, 
     Steps that may fail on one rank (a full disk, a missing file) fail on all.
     """
     settings, inner = ready.settings, ready.inner
+    # The module's values move into the shards of ZeRO.
     layers = find_layers(model) if settings.zero.stage == 3 else []
     groups = _data_groups(settings, world)
     zero = on_all_ranks(world.world, lambda: _make_zero(model, settings, world, groups, layers, inner, draw))
     move_into(zero, ready.partitions)
+    # Stage 3: hooks gather each layer when it is used.
     gathering = zero.gathering_of(0) if layers else None
     prefetch = settings.zero.prefetch_bucket_size
     hooks = ModuleGathering(model, layers, gathering, prefetch) if gathering else None
@@ -248,7 +252,7 @@ def _data_groups(config: RunConfig, world: DataParallelWorld) -> DataGroups:
 
 def _make_zero(model: nn.Module, config: RunConfig, world: DataParallelWorld, groups: DataGroups,
                layers: list[ModuleLayer], inner: InnerOptimizers, draw: DrawByName | None) -> ZeroOptimizer:
-    # Nothing is gathered ahead by number of elements: `ModuleGathering` starts the gathers of the next layers.
+    # prefetch=0: `ModuleGathering` starts the gathers of the next layers.
     settings = replace(ZeroSettings.from_config(config, default_groups(inner)), prefetch=0)
     unread = frozenset((0, i) for i, layer in enumerate(layers) if not layer.read_in_backward)
     use = ParameterUse({0: [layer.parameters for layer in layers]} if layers else {}, unread)

@@ -42,9 +42,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..zero.gathering import LayerGathering
-from ..zero.units import Unit
-from .module_layers import ModuleLayer, tensors_in, units_by_parameter
+from ..zero.gathering import LayerGathering, Unit
+from .module_specs import ModuleLayer, tensors_in, units_of_layers
 
 OUTSIDE = "outside"         # the claim of a read outside of all layers, to the end of the step
 logger = logging.getLogger(__name__)
@@ -81,7 +80,7 @@ class ModuleGathering:
         self._clock = self._depth = self._backwards = 0
         self._in_backward = False
         self._hooked = [i for i, units in enumerate(gathering.needs) if units]
-        self._unit_of = units_by_parameter(layers, gathering)
+        self._unit_of = units_of_layers(layers, gathering)
         self._reported: set[nn.Parameter] = set()
         self._values = {p: p.data for p in self._unit_of}
         self._hidden: set[nn.Parameter] = set()

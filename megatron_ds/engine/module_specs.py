@@ -1,10 +1,9 @@
-"""Parameter specs for a module that was not written for this package, and the global names of its experts.
+"""Parameter specs, global names of experts, and layers of a module that was not written for this package.
 
 A parameter that has a `.spec` keeps it. For the others it follows from the marks of Megatron's and
 DeepSpeed's layers:
 
-    tensor_model_parallel (or model_parallel),     split over the model-parallel ranks, in the manner of
-                                                   Megatron;
+    tensor_model_parallel (or model_parallel),     split over the model-parallel ranks as in Megatron;
     partition_dim, partition_stride                without the mark every model-parallel rank holds the whole
     sequence_parallel                              the gradient is a partial sum over the model-parallel ranks
     allreduce = False, group_name = "ep_size_4"    an expert: ranks of one expert-parallel group hold
@@ -13,9 +12,8 @@ DeepSpeed's layers:
 Each rank of an expert-parallel group has its part of the experts under the same local names. Global names are
 unique:
 
-    a ModuleList of experts only     experts.1.weight on part 2 of lists of 4  →  experts.9.weight: the name
-                                                                               that the
-                                     expert has in a process with all of them
+    a ModuleList of experts only     experts.1.weight on part 2 of lists of 4  →  experts.9.weight,
+                                     the name that the expert has in a process with all of them
     any other parameter or buffer    experts.weight on part 2 of 8  →  experts.weight.expert_part_2_of_8
 
 Names of the first kind do not depend on ep; a checkpoint with names of the second kind loads at the same ep
@@ -23,17 +21,29 @@ only. A stacked parameter whose spec is split over "ep" needs neither: its shard
 tensor.
 
 The group that sums a gradient follows from the spec (`ParamSpec.reduced_over`, `DataParallelWorld.by_axes`).
+
+Layers are what stage 3 gathers:
+
+    element of a ModuleList, ModuleDict or Sequential     a layer, with all parameters inside
+    any other module that owns parameters itself          a layer of these
+
+An element that holds more than a quarter of the model, and contains lists, is divided like the rest. Layers
+are in the order of registration, which should be that of the forward (module_gathering.py handles other
+orders).
 """
 
 import re
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
+import torch
 from torch import nn
 
 from ..errors import ConfigError, LayoutError
 from ..mpu.external_groups import SEVENTH, DataParallelWorld
 from ..mpu.param_spec import DATA_AXES, Init, ParamSpec, Split
+from ..zero.gathering import LayerGathering, Unit
 
 NOT_DRAWN = Init("zeros")       # the values come with the module
 SIZE_IN_NAME = re.compile(r"ep_size_(\d+)$")        # DeepSpeed's group names
@@ -57,7 +67,7 @@ def write_specs(module: nn.Module, world: DataParallelWorld) -> None:
 
 
 def is_marked(p: nn.Parameter) -> bool:
-    """Whether a mark says that other data-parallel ranks hold other experts.
+    """Whether the parameter is marked: other data-parallel ranks hold other experts.
 
     With ep_size_1 every rank holds them all.
     """
@@ -153,3 +163,70 @@ def _check_shape(name: str, p: nn.Parameter, world: DataParallelWorld) -> None:
             f"{list(p.spec.shape)}, a rank of {sizes['tp']} model-parallel and {sizes['ep']} expert-parallel "
             f"ranks holds {list(expected)}. Give the mpu with the groups that the module was made with (for "
             f"experts: with {SEVENTH}, or a Mesh with ep).")
+
+
+# ----------------------------------------------------------------------------------------------------- layers
+LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+LARGE = 4       # an element with more than 1 / LARGE of the parameters is divided
+
+
+@dataclass(frozen=True, eq=False)
+class ModuleLayer:
+    """`parameters` are gathered around the forward of `module`."""
+
+    name: str
+    module: nn.Module
+    parameters: list[nn.Parameter]
+
+    @property
+    def read_in_backward(self) -> bool:
+        """Whether its backward needs the parameters."""
+        return not isinstance(self.module, nn.Embedding)
+
+
+def find_layers(module: nn.Module) -> list[ModuleLayer]:
+    """The layers; every parameter is in at least one. A module that stands in two places is one layer."""
+    total = sum(p.numel() for p in module.parameters())
+    found: dict[nn.Module, ModuleLayer] = {}
+    for layer in _visit("", module, False, total):
+        found.setdefault(layer.module, layer)
+    return list(found.values())
+
+
+def _visit(name: str, module: nn.Module, is_element: bool, total: int) -> Iterator[ModuleLayer]:
+    is_list = isinstance(module, nn.ModuleList | nn.ModuleDict)
+    if is_element and not is_list and not _is_divided(module, total):
+        if parameters := list(module.parameters()):
+            yield ModuleLayer(name, module, parameters)
+        return
+    if own := [p for p in module._parameters.values() if p is not None]:
+        yield ModuleLayer(name, module, own)
+    for child_name, child in module.named_children():
+        full_name = f"{name}.{child_name}" if name else child_name
+        yield from _visit(full_name, child, isinstance(module, LISTS), total)
+
+
+def _is_divided(module: nn.Module, total: int) -> bool:
+    large = LARGE * sum(p.numel() for p in module.parameters()) > total
+    return large and any(isinstance(m, LISTS) and any(True for _ in m.parameters()) for m in module.modules())
+
+
+def units_of_layers(layers: Sequence[ModuleLayer], gathering: LayerGathering) -> dict[nn.Parameter, Unit]:
+    """The unit of each gathered parameter: the parameter is a view of the unit's flat buffer."""
+    storage = lambda tensor: tensor.untyped_storage()._cdata
+    units = {storage(unit.flat): unit for needs in gathering.needs for unit in needs}
+    return {p: units[storage(p)] for layer in layers for p in layer.parameters if storage(p) in units}
+
+
+def tensors_in(value: Any, _seen: set[int] | None = None) -> Iterator[torch.Tensor]:
+    """The tensors of a layer's output, however it wraps them."""
+    seen = set() if _seen is None else _seen
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif id(value) not in seen and not isinstance(value, nn.Module | type | str | bytes):
+        seen.add(id(value))
+        if isinstance(value, Mapping):
+            value = list(value.values())
+        items = value if isinstance(value, tuple | list | set) else ()
+        for item in (*items, *getattr(value, "__dict__", {}).values()):
+            yield from tensors_in(item, seen)

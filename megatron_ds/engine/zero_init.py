@@ -125,7 +125,7 @@ class Init:
             nn.Module.__init_subclass__ = classmethod(self._new_kind)
         return self
 
-    def __exit__(self, *error) -> None:
+    def __exit__(self, *error: Any) -> None:
         if not self._enabled:
             return
         del nn.Module.__init_subclass__
@@ -218,7 +218,7 @@ class GatheredParameters:
         for engine, parameters in engines.values():
             self._exits.enter_context(engine.gathered_parameters(parameters, self._modifier))
 
-    def __exit__(self, *error) -> None:
+    def __exit__(self, *error: Any) -> None:
         for p in self._cut:
             if self._modifier is not None and error[0] is None:
                 p.partition.take(p, self._modifier)

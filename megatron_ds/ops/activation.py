@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..compiled import load_compiled
+from ..host import load_compiled
 from .product import has_memory
 
 logger = logging.getLogger(__name__)

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..compiled import load_compiled
 from ..errors import ConfigError
+from ..host import load_compiled
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """Optimizers by name, and the groups of parameters that they update."""
 
-from .optimizers import OPTIMIZERS
-from .param_groups import (
+from .optimizers import (
+    OPTIMIZERS,
     MakeOptimizer,
     ParamGroup,
     RegisteredOptimizer,

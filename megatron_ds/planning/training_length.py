@@ -12,8 +12,7 @@ from ..config import RunConfig
 from ..config.data_efficiency_options import RESHAPE, length_difficulty
 from ..config.training_schedule import make_batch_size, make_token_drop, token_count
 from ..difficulty import Custom
-from ..progress import Progress
-from ..ramps import BatchSize, Tokens, count_steps
+from ..ramps import BatchSize, Progress, Tokens, count_steps
 
 START = Progress()
 

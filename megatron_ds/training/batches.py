@@ -22,7 +22,7 @@ from ..difficulty import Difficulty, TokenDrop
 from ..mpu.context import SequenceSlice
 from ..mpu.group import Group
 from ..mpu.mesh import Mesh
-from ..progress import Progress
+from ..ramps import Progress
 
 
 class BatchSource(Protocol):

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager
 
 from ..config import RunConfig
-from ..progress import Progress
+from ..ramps import Progress
 from .metrics_file import MetricsFile
 from .progress_bar import NoBar, ProgressBar, columns, is_terminal, make_bar
 from .records import EvalRecord, Record, TrainRecord

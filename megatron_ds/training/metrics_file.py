@@ -21,7 +21,7 @@ from pathlib import Path
 
 from ..config import RunConfig
 from ..errors import ConfigError, DataError
-from ..progress import Progress
+from ..ramps import Progress
 from .records import Record
 from .sink import AppendedFile, check_folder
 

@@ -19,7 +19,7 @@ import torch
 
 from ..checkpoint.disk_space import check_room
 from ..checkpoint.folder import check_writable, find
-from ..cli import main_guard
+from ..cli import Stopped, StopRequest, before_training, main_guard
 from ..config import RunConfig, Source, parse
 from ..config.flags import read_flags
 from ..data.loading.datasets import build_datasets, fit_default_split
@@ -38,8 +38,7 @@ from ..pipeline.schedules import SCHEDULES
 from ..planning.dry_run import dry_run, names_its_world
 from ..planning.run_plan import RULES
 from ..planning.training_length import make_length
-from ..progress import Progress
-from ..stop_request import Stopped, StopRequest, before_training
+from ..ramps import Progress
 from .build import Engine, build_engine
 from .distributed import joined
 from .log import Log, check_log, open_log

@@ -24,7 +24,7 @@ from ..data.loading.datasets import identify
 from ..data.tokenizers import Tokenizer
 from ..errors import CheckpointError
 from ..models import MODELS
-from ..progress import Progress
+from ..ramps import Progress
 from .build import Engine
 from .run_start import Start
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ..data.batch import Batch
 from ..errors import MegatronDSError
-from ..progress import Progress
+from ..ramps import Progress
 from .build import Engine
 from .nan_locator import locate_nonfinite
 from .step_metrics import StepReport

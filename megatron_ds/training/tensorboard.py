@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ..config import RunConfig
-from ..progress import Progress
+from ..ramps import Progress
 from .records import EvalRecord, Record, TrainRecord
 from .sink import AppendedFile, check_folder
 

@@ -11,12 +11,12 @@ from datetime import timedelta
 
 import torch
 
+from ..cli import StopRequest
 from ..config.training_schedule import make_batch_size, make_learning_rate, make_token_drop, make_weight_decay
 from ..mpu.collectives import all_gather_object
 from ..planning.flops import model_flops, peak_flops, utilization
 from ..planning.training_length import make_length
-from ..progress import Progress
-from ..stop_request import StopRequest
+from ..ramps import Progress
 from .batches import BatchSource
 from .build import Engine
 from .evaluate import evaluate

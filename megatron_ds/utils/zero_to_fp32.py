@@ -35,11 +35,11 @@ def get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir: str | os.PathLike, 
     tag        None: the last one that was saved
     lazy_mode  has no effect: tensors are always read one after the other
     Raises CheckpointError where there is no complete checkpoint, ConfigError for exclude_frozen_parameters: a
-    checkpoint does not say which parameters were frozen.
+    checkpoint does not record which parameters were frozen.
     """
     if exclude_frozen_parameters:
-        raise ConfigError("exclude_frozen_parameters=True is not supported here: a checkpoint does not say "
-                          "which parameters were frozen. Use engine.save_16bit_model(..., "
+        raise ConfigError("exclude_frozen_parameters=True is not supported here: a checkpoint does not "
+                          "record which parameters were frozen. Use engine.save_16bit_model(..., "
                           "exclude_frozen_parameters=True).")
     stored = _stored(checkpoint_dir, tag)
     return dict(zip([entry.name for entry in stored.entries], _tensors(stored, stored.entries)))

@@ -107,7 +107,7 @@ class Reduction:
     overlap: bool
 
 
-class GradBuckets:
+class GradBuckets(GradientStore):
     """A `GradientStore` of whole gradients.
 
     sharded  reduce-scatter instead of all-reduce: only this rank's shard is valid afterwards
@@ -133,14 +133,12 @@ class GradBuckets:
         self.begin()
 
     def begin(self) -> None:
-        """See `GradientStore`."""
         self._wait()                # for reductions of gradients that are dropped: they write into the buffer
         self.flat.zero_()
         self.received = [False] * len(self.holders)
         self._restart_counting()
 
     def arm(self, stage: int | None = None) -> None:
-        """See `GradientStore`."""
         for i, holder in enumerate(self.holders):
             if self._missing[i] == UNARMED and (stage is None or holder.stage in (None, stage)):
                 self._missing[i] = holder.uses
@@ -149,12 +147,11 @@ class GradBuckets:
         """Does nothing: buckets are counted."""
 
     def finish(self) -> None:
-        """See `GradientStore`."""
         self._complete()
         sum_coalesced(self._partial, self._tp)
 
     def reopen(self) -> None:
-        """See `GradientStore`.
+        """Reduce what is there; more gradients are added to it and reduced later. Collective.
 
         One rank keeps the sum of each element (its owner if they are sharded), and the others keep zero: the
         next reduction adds further gradients of each rank to it.
@@ -171,13 +168,11 @@ class GradBuckets:
         self._restart_counting()
 
     def grad_of(self, piece: SlotPiece) -> torch.Tensor:
-        """See `GradientStore`."""
         start = self.start_of(piece)
         return self.flat[start:start + piece.padded_numel]
 
     @staticmethod
     def start_of(piece: SlotPiece) -> int:
-        """See `GradientStore`."""
         return piece.flat
 
     def _install(self, i: int, parameter: nn.Parameter) -> None:

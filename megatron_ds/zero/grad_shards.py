@@ -28,12 +28,12 @@ import torch
 from torch import nn
 
 from ..errors import MegatronDSError
-from .buckets import Holder, Reduction, move_to_main_grad, sum_coalesced
+from .buckets import GradientStore, Holder, Reduction, move_to_main_grad, sum_coalesced
 from .exchange import BucketGradient, BufferPool
 from .layout import Layout, SlotPiece
 
 
-class GradShards:
+class GradShards(GradientStore):
     """A `GradientStore` of one pipeline stage; `flat` is this rank's shard.
 
     The parameters get `take_main_grad` in place of `main_grad`.
@@ -61,7 +61,6 @@ class GradShards:
             self._install(i, holder.parameter)
 
     def begin(self) -> None:
-        """See `GradientStore`."""
         self._pool.retire_all()                         # of a step that failed
         self._exchange.finish()
         for b, buffer in enumerate(self._buffers):
@@ -73,7 +72,7 @@ class GradShards:
         self._start_cycle()
 
     def arm(self, stage: int | None = None) -> None:
-        """A cycle begins. See `GradientStore`."""
+        """A cycle begins."""
         if stage is not None and self.holders[0].stage not in (None, stage):
             return
         if self._is_armed:
@@ -90,7 +89,6 @@ class GradShards:
             self._launch_up_to(bucket + 1)
 
     def finish(self) -> None:
-        """See `GradientStore`."""
         if self._is_finished:
             return
         self._is_finished = True
@@ -107,12 +105,10 @@ class GradShards:
         sum_coalesced(self._partial, self._tp)
 
     def grad_of(self, piece: SlotPiece) -> torch.Tensor:
-        """See `GradientStore`."""
         return self.flat[piece.offset:piece.offset + piece.padded_numel]
 
     @staticmethod
     def start_of(piece: SlotPiece) -> int:
-        """See `GradientStore`."""
         return piece.offset
 
     def _install(self, i: int, parameter: nn.Parameter) -> None:

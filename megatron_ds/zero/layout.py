@@ -182,6 +182,7 @@ def plan_whole_layout(items: Sequence[tuple[str, int]], bucket_elements: int, sh
     differ by less than one parameter. Padding makes them equal. alone: each parameter has a bucket to itself.
     """
     _check(items, bucket_elements, shards, align)
+    # Runs of parameters, one for each bucket.
     padded = {name: _round_up(numel, align) for name, numel in items}
     most = max(bucket_elements, shards * max(padded.values(), default=0))
     runs: list[list[str]] = []
@@ -189,6 +190,7 @@ def plan_whole_layout(items: Sequence[tuple[str, int]], bucket_elements: int, sh
         if alone or not runs or sum(padded[other] for other in runs[-1]) + padded[name] > most:
             runs.append([])
         runs[-1].append(name)
+    # Each run is shared out over the ranks; all parts get the length of the longest.
     slots: list[Slot] = []
     buckets: list[Bucket] = []
     start, numel_of = 0, dict(items)

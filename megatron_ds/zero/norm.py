@@ -1,5 +1,5 @@
-"""Norms: of the whole gradient, and of logical parameters; and the check that ranks have gradients of the
-same parameters.
+"""Norms: of the whole gradient, and of logical parameters; the check that ranks have gradients of the same
+parameters; and the loss scale, which falls when the norm is not finite.
 
 The gradient norm counts each logical element once, in one pass over this rank's shard of the gradients. After
 the reduction every data-parallel rank of the same shard holds the same gradient, so rank r reads shard r
@@ -16,15 +16,25 @@ count as infinite).
 Note: divergence. A rank that took another path through the model than its peers trains on a sum in which its
 part is missing. The ranks compare a fingerprint, 16 bits, of the parameters that received gradients; it is
 sent with the norm. Names are exchanged only if the fingerprints differ.
+
+Note: loss scale. fp16 gradients below 6e-8 vanish, so the loss is multiplied by a scale and the gradient
+divided by it in the update. The dynamic scale follows DeepSpeed's ZeRO rule, for every precision and stage:
+
+    overflow     one of `hysteresis` lives is lost; losing the last one halves the scale (and leaves one life)
+    no overflow  after every `window` consecutive steps without one, the scale doubles and the lives are
+                 restored
+
+`ScalerState.after` is the rule, a pure function; `LossScaler` holds the current state.
 """
 
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from ..errors import MegatronDSError
+from ..config import OptimizerConfig
+from ..errors import ConfigError, MegatronDSError
 from ..mpu.collectives import all_gather_object, all_reduce_
 from ..mpu.group import Group
 from ..mpu.param_spec import ParamSpec
@@ -155,8 +165,7 @@ class ParameterNorms:
         tied = sorted((entry.spec.tied, i) for i, entry in enumerate(entries) if entry.is_tied)
         self._tied = self._tensor([i for _, i in tied], torch.int64)
         self._is_first_holder = self._tensor([not entries[i].spec.tied_copy for _, i in tied])
-        self._counts_here = self._tensor(
-            [groups.tp.rank == 0 or e.spec.is_split_over("tp") for e in entries])
+        self._counts_here = self._tensor([groups.tp.rank == 0 or e.spec.is_split_over("tp") for e in entries])
         self._in_shards = {axes: self._tensor([e.is_split and e.axes == axes for e in entries])
                            for axes in groups.by_axes if any(e.is_split and e.axes == axes for e in entries)}
 
@@ -198,3 +207,103 @@ class ParameterNorms:
 
     def _tensor(self, values: list, dtype: torch.dtype = torch.float64) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype, device=self._device)
+
+
+# ---------------------------------------------------------------------------------------------- loss scale
+FACTOR = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class ScalerRule:
+    """window: steps between increases. hysteresis: overflows after which the scale is halved.
+
+    consecutive: lives are restored by each step without overflow, so only consecutive overflows count.
+    dynamic False: the scale never changes.
+    """
+
+    dynamic: bool = False
+    window: int = 1000
+    hysteresis: int = 2
+    minimum: float = 1.0
+    consecutive: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ScalerState:
+    """scale, lives left, the iteration of the last overflow (-1: none yet) and the number of iterations so
+    far."""
+
+    scale: float
+    lives: int
+    last_overflow: int = -1
+    iteration: int = 0
+
+    def after(self, overflow: bool, rule: ScalerRule) -> "ScalerState":
+        """The state after one more step. Raises ConfigError if the scale would have to fall below the
+        minimum."""
+        if not rule.dynamic:
+            return self
+        state = self._after_overflow(rule) if overflow else self._after_success(rule)
+        return replace(state, iteration=self.iteration + 1)
+
+    def _after_overflow(self, rule: ScalerRule) -> "ScalerState":
+        if self.lives > 1:
+            return replace(self, lives=self.lives - 1, last_overflow=self.iteration)
+        if self.scale <= rule.minimum:
+            raise ConfigError(
+                f"gradients overflow at iteration {self.iteration} of the loss scaler although the loss "
+                f"scale is at its minimum of {rule.minimum:g}: a lower scale would not help because the loss "
+                "itself diverges. Lower the learning rate, train in bf16, or lower --min-loss-scale.")
+        return replace(self, scale=max(self.scale / FACTOR, rule.minimum), last_overflow=self.iteration)
+
+    def _after_success(self, rule: ScalerRule) -> "ScalerState":
+        stable = self.iteration - self.last_overflow - 1        # steps without overflow before this one
+        grows = stable > 0 and stable % rule.window == 0
+        return replace(self, scale=self.scale * FACTOR if grows else self.scale,
+                       lives=rule.hysteresis if grows or rule.consecutive else self.lives)
+
+
+class LossScaler:
+    """Holds the state. `check_overflow` False: a gradient that is not finite is applied anyway (never for
+    fp16)."""
+
+    def __init__(self, scale: float = 1.0, rule: ScalerRule | None = None, check_overflow: bool = True):
+        self.rule = rule or ScalerRule()
+        self.check_overflow = check_overflow or self.rule.dynamic
+        self.state = ScalerState(float(scale), self.rule.hysteresis)
+
+    @property
+    def scale(self) -> float:
+        """The current factor of the loss."""
+        return self.state.scale
+
+    def update(self, overflow: bool) -> None:
+        """One more step."""
+        self.state = self.state.after(overflow, self.rule)
+
+    def numbers(self) -> dict[str, float]:
+        """For a checkpoint; empty for a scale that never changes, because the configuration has it."""
+        s = self.state
+        if not self.rule.dynamic:
+            return {}
+        return {"loss_scale": s.scale, "loss_scale_lives": s.lives,
+                "loss_scale_last_overflow": s.last_overflow, "loss_scale_iteration": s.iteration}
+
+    def load_numbers(self, numbers: dict[str, float]) -> None:
+        """Restore what `numbers` returned; a run that was saved without dynamic scaling leaves the state as
+        configured."""
+        if self.rule.dynamic and "loss_scale" in numbers:
+            self.state = ScalerState(float(numbers["loss_scale"]), int(numbers["loss_scale_lives"]),
+                                     int(numbers["loss_scale_last_overflow"]),
+                                     int(numbers["loss_scale_iteration"]))
+
+
+def make_scaler(settings: OptimizerConfig) -> LossScaler:
+    """From the optimizer's section of the config: dynamic for fp16 without a fixed `loss_scale`, else
+    fixed."""
+    if not settings.fp16:
+        return LossScaler(1.0)
+    if settings.loss_scale:
+        return LossScaler(settings.loss_scale)
+    rule = ScalerRule(True, settings.loss_scale_window, settings.hysteresis, settings.min_loss_scale)
+    return LossScaler(settings.initial_loss_scale, rule)

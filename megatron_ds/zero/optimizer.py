@@ -26,11 +26,11 @@ from ..mpu.param_spec import ParamSpec
 from ..optim import group_of
 from .data_groups import DATA_AXES, DataGroups
 from .exchange import BufferPool
-from .gathering import LayerGathering, make_gathering
+from .gathering import LayerGathering
 from .norm import NormEntry, ParameterNorms, squared_norm, sum_over_ranks
 from .offload import OffloadedUpdate
 from .param_store import Draw
-from .parameter_set import ParameterSet, SetMaker, TiedGradients
+from .parameter_set import ParameterSet, SetMaker, TiedGradients, make_gathering
 from .prediction import ZeroMemory, count_gathers, in_turn, predict_traffic
 from .set_plan import ParameterUse, is_tied, plan_parameters
 from .settings import ZeroSettings

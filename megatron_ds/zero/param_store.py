@@ -19,9 +19,9 @@ from ..mpu.collectives import all_gather_into_
 from ..mpu.group import DONE, Work
 from ..mpu.param_spec import ParamSpec
 from .data_groups import Hierarchy
+from .gathering import MappedUnit, SharedParts, Unit
 from .layout import Layout, ShardPiece, SlotPiece
 from .tiers import Array, InMemory, Tier
-from .units import MappedUnit, SharedParts, Unit
 
 Draw = Callable[[ParamSpec, int, torch.Tensor], None]
 """Fills a flat tensor with the initial values of elements [start, start + len) of a local parameter."""
@@ -62,7 +62,7 @@ class ParameterStore(Protocol):
         are too."""
 
 
-class WholeParameters:
+class WholeParameters(ParameterStore):
     """A `ParameterStore` of parameters that are whole on every rank, in one flat buffer.
 
     sharded  each rank updates its shard only
@@ -81,19 +81,16 @@ class WholeParameters:
 
     @property
     def nbytes(self) -> int:
-        """See `ParameterStore`."""
         return self.flat.nbytes
 
     def values_of(self, piece: SlotPiece) -> torch.Tensor:
-        """See `ParameterStore`."""
         return self.flat[piece.flat:piece.flat + piece.padded_numel]
 
     def array_of(self, first: SlotPiece, numel: int) -> Array:
-        """See `ParameterStore`."""
         return InMemory(self.flat[first.flat:first.flat + numel])
 
     def refresh(self) -> None:
-        """See `ParameterStore`. Collective if sharded."""
+        """Collective if sharded."""
         if not self.sharded:
             return
         layout, ranks = self.layout, self.ranks
@@ -106,7 +103,7 @@ class WholeParameters:
                 work.wait()
 
 
-class ShardedParameters:
+class ShardedParameters(ParameterStore):
     """A `ParameterStore` of parameters in shards, gathered by units (ZeRO 3).
 
         part     this rank's weights, in a tier: on the device, in host memory or on a disk. There are as many
@@ -152,23 +149,21 @@ class ShardedParameters:
 
     @property
     def nbytes(self) -> int:
-        """See `ParameterStore`."""
         return self.shard_bytes + sum(unit.nbytes for unit in self.units if not unit.is_free)
 
     def values_of(self, piece: SlotPiece) -> torch.Tensor:
-        """See `ParameterStore`. piece: of this rank's part."""
+        """piece: of this rank's part."""
         bucket = self.layout.slots[piece.slot].bucket
         start = piece.flat - self._parts[bucket].start
         return self._arrays[bucket].tensor[start:start + piece.padded_numel]
 
     def array_of(self, first: SlotPiece, numel: int) -> Array:
-        """See `ParameterStore`."""
         bucket = self.layout.slots[first.slot].bucket
         start = first.flat - self._parts[bucket].start
         return self._arrays[bucket].part(start, start + numel)
 
     def refresh(self) -> None:
-        """See `ParameterStore`. Collective over the outer group; units are gathered when they are needed."""
+        """Collective over the outer group; units are gathered when they are needed."""
         for unit in self.units:
             unit.claims.clear()
             unit.free()

@@ -17,12 +17,13 @@ from ..mpu.group import Group
 from .buckets import GradBuckets, GradientStore, Holder, Reduction
 from .data_groups import DATA_AXES, DataGroups
 from .exchange import BufferPool, GradientExchange
+from .gathering import LayerGathering, gathering_over, units_by_parameter
 from .grad_shards import GradShards
 from .layout import SlotPiece
 from .norm import is_counted, norm_views
 from .offload import GRAD, LOW, MASTER, OffloadedUpdate, SubGroup, SubGroupPlan, plan_sub_groups
 from .param_store import Draw, ParameterStore, ShardedParameters, WholeParameters
-from .set_plan import ParameterUse, SetPlan, is_tied
+from .set_plan import SHARED, ParameterUse, SetPlan, is_tied
 from .settings import ZeroSettings
 from .shard_optimizer import Leaf, make_leaf
 from .tiers import InMemory, MemoryTier, Tiers
@@ -101,12 +102,14 @@ class SetMaker:
         if plan.frozen:
             masters, resident = self._resident(store, None, plan, parameters, store.pieces)
             return ParameterSet(plan, parameters, store, None, masters, resident, [], [])
+        # Masters: the first part of them in an offload tier, the rest on the device.
         buckets = self._buckets(plan, parameters)
         ratio = self.settings.offload.ratio if self.tiers.optimizer else 0.0
         away, stay = plan_sub_groups(plan.layout, store.pieces, self.settings.offload.sub_group_elements,
                                      ratio)
         masters, resident = self._resident(store, buckets, plan, parameters, stay)
         sub_groups = [self._sub_group(group_plan, store, buckets, parameters) for group_plan in away]
+        # What this rank adds to the norm of the gradient.
         counted = [p for p in plan.layout.slot_intersections(ranks.shard)
                    if is_counted(parameters[p.slot].spec, self.groups.tp.rank)]
         views = norm_views(buckets.flat, counted, buckets.start_of)
@@ -179,6 +182,22 @@ class SetMaker:
         group = SubGroup(plan, specs, arrays, tier, self.settings.param_groups, self.update.buffers)
         self.update.groups.append(group)
         return group
+
+
+def make_gathering(use: ParameterUse, stage: int, sets: Sequence[ParameterSet],
+                   prefetch: int | None) -> LayerGathering:
+    """The gathering of a stage, which also reduces gradients when a layer is left in backward."""
+    gathered = [s for s in sets if s.plan.units and s.plan.stage in (stage, SHARED)]
+    units = units_by_parameter((s.plan, s.parameters, s.store.units) for s in gathered)
+    reduced = [s for s in gathered if s.plan.stage == stage and s.buckets is not None]
+
+    def close(layer: int) -> None:
+        for s in reduced:
+            for unit in s.store.units:
+                if unit.layer == layer:
+                    s.buckets.close(unit.last_bucket)
+
+    return gathering_over(use, stage, units, prefetch, close)
 
 
 class TiedGradients:

@@ -35,11 +35,10 @@ from dataclasses import dataclass, field
 from ..mpu.group import Group, Traffic
 from .data_groups import Axes, Hierarchy, shard_of
 from .exchange import GradientExchange
-from .gathering import LayerGathering
+from .gathering import GatherUnit, LayerGathering
 from .offload import plan_sub_groups
 from .set_plan import SHARED, SetPlan
 from .tiers import DEVICE, OffloadSettings
-from .units import GatherUnit
 
 FP32_BYTES = 4
 
@@ -142,7 +141,7 @@ class Meter:
 
 
 @dataclass(eq=False)
-class CountedUnit:
+class CountedUnit(GatherUnit):
     """A `GatherUnit` without memory that counts how often it is gathered."""
 
     numel: int
@@ -165,7 +164,6 @@ class CountedUnit:
         """Does nothing."""
 
     def free(self) -> None:
-        """See `GatherUnit`."""
         if not self.is_free:
             self.is_free = True
             self.whole.add(-self.numel)

@@ -178,14 +178,14 @@ def _plan_set(facts: Sequence[Fact], members: list[int], key: tuple, policy: Sha
         policy = replace(policy, parameter=None)
     if shards == 1 and not gathered:
         policy = replace(policy, gradient=None)
-    # Whole gradients: tied and shared parameters are complete last. Buckets start in order: put them into the
-    # last one.
+    # The order of the buffer. Whole gradients: tied and shared parameters are complete last. Buckets start in
+    # order: put them into the last one.
     is_late = lambda i: facts[i].tied or facts[i].stage == SHARED
     forward = members if policy.gradient else sorted(members, key=lambda i: not is_late(i))
     if gathered:
         forward = sorted(forward, key=lambda i: facts[i].layer)
     items = [(facts[i].name, facts[i].numel) for i in forward]
-    # Tied: a bucket each, so that the shards are the same on stages whose sizes of buckets differ.
+    # The layout. Tied: a bucket each, so that shards are the same on stages whose sizes of buckets differ.
     if whole and policy.optimizer is not None:
         layout = plan_whole_layout(items, bucket_elements, shards, alone=tied)
     else:

@@ -15,7 +15,7 @@ from ..config import RunConfig
 from ..errors import ConfigError
 from ..optim import ParamGroup, param_groups_of
 from .exchange import FullPrecisionExchange, GradientExchange
-from .scaler import LossScaler, make_scaler
+from .norm import LossScaler, make_scaler
 from .tiers import OffloadSettings
 
 Axis = Literal["dp", "inner"]      # all data-parallel ranks; or groups of consecutive ones (data_groups.py)
@@ -49,7 +49,7 @@ def policy_of(stage: int, inner_size: int = 1) -> ShardPolicy:
 class ZeroSettings:
     """How parameters are updated, split and reduced.
 
-    param_groups     which optimizer updates which parameters (optim/param_groups.py)
+    param_groups     which optimizer updates which parameters (optim/optimizers.py)
     policy           a row of the table of stages
     bucket_elements  of one reduction; None: an eighth of the rank's parameters within limits
     gather_elements  of one all-gather of updated weights, which use the same buckets: a further limit

@@ -56,32 +56,35 @@ class Array(Protocol):
     """Flat state of one dtype. During a read or write neither the buffer nor `tensor` may be used.
 
     padded_numel  elements that a buffer to read into must have
-    part          elements [start, stop)
-    is_at         whether `tensor` has this device and dtype, so that no copy is needed
-    read, write   copy to or from a buffer; `read` may convert
     """
 
     tensor: torch.Tensor
     padded_numel: int
 
-    def part(self, start: int, stop: int) -> "Array": ...
-    def is_at(self, device: torch.device, dtype: torch.dtype) -> bool: ...
-    def read(self, out: torch.Tensor) -> Work: ...
-    def write(self, values: torch.Tensor) -> Work: ...
+    def part(self, start: int, stop: int) -> "Array":
+        """Elements [start, stop)."""
+
+    def is_at(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether `tensor` has this device and dtype, so that no copy is needed."""
+
+    def read(self, out: torch.Tensor) -> Work:
+        """Begin to copy to a buffer, which may be of another dtype."""
+
+    def write(self, values: torch.Tensor) -> Work:
+        """Begin to copy from a buffer."""
 
 
 class Tier(Protocol):
-    """place: "device", "cpu" or "nvme". is_plain: ordinary host memory, neither page-locked nor a file.
-
-    arrays  makes arrays of zeros
-    settle  afterwards `read` sees what was written through `Array.tensor`
-    """
+    """place: "device", "cpu" or "nvme". is_plain: ordinary host memory, neither page-locked nor a file."""
 
     place: str
     is_plain: bool
 
-    def arrays(self, sizes: Sequence[int], dtype: torch.dtype) -> list[Array]: ...
-    def settle(self) -> None: ...
+    def arrays(self, sizes: Sequence[int], dtype: torch.dtype) -> list[Array]:
+        """Make arrays of zeros."""
+
+    def settle(self) -> None:
+        """Afterwards `read` sees what was written through `Array.tensor`."""
 
 
 @dataclass(frozen=True)
@@ -118,34 +121,29 @@ def open_tiers(settings: OffloadSettings, device: torch.device) -> Tiers:
 
 # ---------------------------------------------------------------------------------------------------- memory
 @dataclass(frozen=True)
-class InMemory:
+class InMemory(Array):
     """An array in memory."""
 
     tensor: torch.Tensor
 
     @property
     def padded_numel(self) -> int:
-        """See `Array`."""
         return self.tensor.numel()
 
     def part(self, start: int, stop: int) -> "InMemory":
-        """A view."""
         return InMemory(self.tensor[start:stop])
 
     def is_at(self, device: torch.device, dtype: torch.dtype) -> bool:
-        """See `Array`."""
         return self.tensor.device == device and self.tensor.dtype == dtype
 
     def read(self, out: torch.Tensor) -> Work:
-        """Copy to `out`."""
         return _copy(out, self.tensor)
 
     def write(self, values: torch.Tensor) -> Work:
-        """Copy from `values`."""
         return _copy(self.tensor, values)
 
 
-class MemoryTier:
+class MemoryTier(Tier):
     """Memory of `device`. page_locked: host memory from which copies to a GPU run beside kernels."""
 
     def __init__(self, device: torch.device, place: str = DEVICE, page_locked: bool = False):
@@ -205,7 +203,7 @@ class _Recorded:
 
 # ---------------------------------------------------------------------------------------------------- disk
 @dataclass(frozen=True)
-class OnDisk:
+class OnDisk(Array):
     """An array in a scratch file; `tensor` is a memory map of it."""
 
     region: Region
@@ -235,11 +233,10 @@ class OnDisk:
         return _Then(self.region.read_into(buffer), lambda: out.copy_(buffer[:out.numel()]))
 
     def write(self, values: torch.Tensor) -> Work:
-        """Begin to write."""
         return self.region.write_from(values)
 
 
-class DiskTier:
+class DiskTier(Tier):
     """A scratch file in `directory`. It has no name, so a crash leaves no file that could be mistaken for
     saved state.
 

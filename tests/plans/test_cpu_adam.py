@@ -16,7 +16,7 @@ from megatron_ds.host.memory_maps import huge_page_zeros
 from megatron_ds.ops import adam
 from megatron_ds.ops.adam import AdamRow, adamw_, reference_adamw_
 from megatron_ds.optim import OPTIMIZERS
-from megatron_ds.optim.cpu_adam import CpuAdamW
+from megatron_ds.optim.optimizers import CpuAdamW
 
 compiled = pytest.mark.skipif(adam.extension() is None, reason="the extension was not compiled")
 SETTINGS = SimpleNamespace(adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8)

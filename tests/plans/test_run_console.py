@@ -15,7 +15,7 @@ import time
 
 import pytest
 
-from megatron_ds.progress import Progress
+from megatron_ds.ramps import Progress
 from megatron_ds.training.log import open_log
 from megatron_ds.training.step_metrics import stop_reason
 from megatron_ds.training.trainer import stall_text

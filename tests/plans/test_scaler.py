@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_ds.errors import ConfigError
-from megatron_ds.zero.scaler import LossScaler, ScalerRule, ScalerState, make_scaler
+from megatron_ds.zero.norm import LossScaler, ScalerRule, ScalerState, make_scaler
 
 
 def scales(rule, start, overflows):

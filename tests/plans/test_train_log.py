@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_ds.errors import DataError
-from megatron_ds.progress import Progress
+from megatron_ds.ramps import Progress
 from megatron_ds.training.log import Log, open_log
 from megatron_ds.training.metrics_file import read_metrics
 from megatron_ds.training.records import EvalRecord, TrainRecord

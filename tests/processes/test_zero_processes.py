@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from megatron_ds.mpu.collectives import barrier, share_memory
+from megatron_ds.zero.gathering import SharedParts
 from megatron_ds.zero.layout import plan_layout
 from megatron_ds.zero.settings import HIERARCHICAL
-from megatron_ds.zero.units import SharedParts
 from tests.harness.processes import run_processes
 from tests.harness.threads import run_ranks
 from tests.threads.test_zero_hierarchy import train as train_hierarchy

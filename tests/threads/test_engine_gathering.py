@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from megatron_ds.engine.module_layers import find_layers
+from megatron_ds.engine.module_specs import find_layers
 from tests.harness.engine_runs import (
     EPS,
     WIDTH,

@@ -19,13 +19,13 @@ from megatron_ds.host.memory_maps import PAGE, Mapping, Part, share_pages
 from megatron_ds.mpu.collectives import barrier, share_memory
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
-from megatron_ds.progress import Progress
+from megatron_ds.ramps import Progress
 from megatron_ds.training.build import build_engine
 from megatron_ds.training.step import train_step
+from megatron_ds.zero.gathering import MappedUnit, SharedParts
 from megatron_ds.zero.layout import plan_layout
 from megatron_ds.zero.optimizer import ZeroOptimizer
 from megatron_ds.zero.tiers import DiskTier
-from megatron_ds.zero.units import MappedUnit, SharedParts
 from tests.harness.threads import run_ranks
 from tools.compare_layouts import SEQ_LENGTH, VOCAB, tiny_job
 from tools.layout_comparison import global_batch_share, parse_layout, random_samples

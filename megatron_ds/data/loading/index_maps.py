@@ -25,8 +25,8 @@ from typing import Any
 
 import numpy as np
 
-from ...compiled import load_compiled
 from ...errors import DataError
+from ...host import load_compiled
 
 logger = logging.getLogger(__name__)
 INT32 = np.iinfo(np.int32).max
