@@ -12,23 +12,60 @@ The projection is packed by group, so that a contiguous slice of its rows is a s
 `SelfAttention` has two slots: rotary positions, and the core, which computes attention from q, k and v.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
 
 from ..config.model_options import ModelConfig
 from ..data.batch import Batch
+from ..errors import ConfigError
 from ..mpu.context import ParallelContext
 from ..ops.core_attention import attention
 from ..ops.dropout import attention_keep_mask
 from ..ops.rotary import apply_rotary, rotary_channels, rotary_tables
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from .kv_cache import KVCache
 from .layer import check_divides, recompute
 
 # core(q [s, b, n/t, d], k [sk, b, g/t, d], v, batch) -> [s, b, n/t * d]
 Core = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Batch], torch.Tensor]
+
+
+class KVCache:
+    """Keys and values of one attention layer on one rank: each [max_length, b, g / t, d], filled up to
+    `offset`."""
+
+    def __init__(self, max_length: int, batch_size: int, num_groups: int, head_dim: int, *,
+                 dtype: torch.dtype, device: torch.device):
+        self.keys = torch.empty(max_length, batch_size, num_groups, head_dim, dtype=dtype, device=device)
+        self.values = torch.empty_like(self.keys)
+        self.offset = 0
+
+    def append(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store k, v [s, b, g/t, d] of the next s positions; views of all so far, [offset + s, b, g/t, d].
+
+        The views are overwritten in place by later calls after a `reset`. Raises ConfigError when the cache
+        is full.
+        """
+        stop = self.offset + k.shape[0]
+        if stop > len(self.keys):
+            raise ConfigError(f"position {stop - 1} does not fit a cache of {len(self.keys)} positions: the "
+                              "text is longer than the cache. Generate fewer tokens, or make the cache "
+                              "longer.")
+        self.keys[self.offset:stop] = k
+        self.values[self.offset:stop] = v
+        self.offset = stop
+        return self.keys[:stop], self.values[:stop]
+
+    def reset(self, offset: int = 0) -> None:
+        """Drop all but the first `offset` positions."""
+        self.offset = min(self.offset, offset)
+
+
+def make_caches(modules: Iterable[nn.Module], batch_size: int, max_length: int) -> dict[str, KVCache]:
+    """An empty cache for each layer that has one (a part with `new_cache`), keyed by layer name."""
+    return {module.layer_name: part.new_cache(batch_size, max_length)
+            for module in modules for part in module.modules() if hasattr(part, "new_cache")}
 
 
 class Rotary:

@@ -16,8 +16,7 @@ from ..mpu.context import ParallelContext, Recompute
 from ..ops.activation import ACTIVATIONS
 from ..ops.norms import NORMS
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from .attention import CoreAttention, Rotary, SelfAttention
-from .kv_cache import KVCache
+from .attention import CoreAttention, KVCache, Rotary, SelfAttention
 from .layer import HiddenDropout, LayerFlops, check_divides, pick, recompute
 
 

@@ -10,7 +10,7 @@ from ..mpu.context import ParallelContext
 from ..mpu.param_spec import Init, ParamSpec
 from ..tensor_parallel.embedding import VocabParallelEmbedding, lookup, vocabulary_spec
 from ..tensor_parallel.linear import new_shard
-from .kv_cache import KVCache
+from .attention import KVCache
 from .layer import HiddenDropout
 
 WORD_EMBEDDINGS = "embedding.word_embeddings"

@@ -14,7 +14,7 @@ from ..data.batch import Batch
 from ..errors import ConfigError
 from ..mpu.collectives import all_gather
 from ..mpu.group import Group
-from .kv_cache import make_caches
+from .attention import make_caches
 from .stage_modules import run_layers
 
 

@@ -22,9 +22,9 @@ from ..mpu.regions import first_of_sequence
 from ..ops.activation import ACTIVATIONS
 from ..tensor_parallel.embedding import parallel_logits
 from ..tensor_parallel.linear import ReplicatedLinear, column_linear, new_shard
+from .attention import KVCache
 from .block import make_norm
 from .embedding import WORD_EMBEDDINGS, padded_rows, word_spec
-from .kv_cache import KVCache
 from .layer import LayerFlops
 
 ORDERS = 2         # of two segments: as they stand in the text, or swapped

@@ -29,7 +29,7 @@ from ..errors import LayoutError
 from ..mpu.context import ParallelContext
 from ..mpu.regions import gather_from_sequence_region, reduce_scatter_to_sequence_region
 from ..ops.random import random_subset
-from .kv_cache import KVCache
+from .attention import KVCache
 from .layer import Layer
 
 

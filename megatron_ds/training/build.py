@@ -21,7 +21,7 @@ from ..pipeline.executor import Executor
 from ..pipeline.instruction import Op
 from ..pipeline.stage import LayerHooks, Stage
 from ..planning.keep_gathered import agree_on_pinning, is_automatic, memory_of_rank, pinning_text
-from ..planning.layer_timing import measured_times
+from ..planning.layer_costs import measured_times
 from ..planning.run_model import DTYPES, describe_layers, loss_function, parallel_context
 from ..planning.run_plan import RunPlan, microbatches_of, moments_of, plan_run, plan_schedule
 from ..tensor_parallel.init import initialize, initialize_interval
