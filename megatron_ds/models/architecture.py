@@ -63,10 +63,11 @@ class Architecture:
     """A callable: (model config, **options) → the list of layers.
 
     layers  function(model config, ParallelContext) -> list[Layer]
-    loss    function(output of the last layer, batch, *, tp, vocab_size, label_smoothing, per_token) -> losses.Loss.
-            Further terms of the objective go to `batch.ledger`
+    loss    function(output of the last layer, batch, *, tp, vocab_size, label_smoothing, per_token) ->
+            losses.Loss. Further terms of the objective go to `batch.ledger`
     data    makes mock samples, finds samples in a corpus, and collates them into a batch
-    fields  fields of the model config that decide shapes or meaning of its weights, beside those of all models
+    fields  fields of the model config that decide shapes or meaning of its weights, beside those of all
+            models
     """
 
     layers: Callable[..., list[Layer]]

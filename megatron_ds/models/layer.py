@@ -27,7 +27,8 @@ from ..registry import did_you_mean
 
 @dataclass(frozen=True)
 class LayerFlops:
-    """Model FLOPs of one sequence through a layer, forward and backward: matrix products only, nothing for recomputation.
+    """Model FLOPs of one sequence through a layer, forward and backward: matrix products only, nothing for
+    recomputation.
 
     weights  products with weights, whose backward has an input half and a weight half of equal cost
     scores   products without weights, such as attention scores and the sums that they weigh
@@ -51,8 +52,9 @@ def no_products(seq_length: int, vocab_size: int) -> LayerFlops:
 class Layer:
     """One entry of the list.
 
-    make          builds the module. A layer that is `tied_to` another takes that layer's weight as its argument when both are
-                  on one stage; called without, it builds a copy of its own (`spec.tied_copy`), equal because its name is
+    make          builds the module. A layer that is `tied_to` another takes that layer's weight as its
+                  argument when both are on one stage; called without, it builds a copy of its own
+                  (`spec.tied_copy`), equal because its name is
     kind          names layers that cost the same
     flops         function(positions of a sequence, rows of the padded vocabulary) -> LayerFlops
     is_block      one of the repeated layers: pipelines cut between them, token dropping counts them

@@ -37,7 +37,8 @@ def initialize(parameters: Iterable[torch.nn.Parameter], seed: int, coordinates:
 
 @torch.no_grad()
 def initialize_interval(out: torch.Tensor, spec: ParamSpec, start: int, seed: int, coordinates: Coordinates) -> None:
-    """Fill flat `out` with elements [start, start + len(out)) of the flattened shard: the bits of `initialize`.
+    """Fill flat `out` with elements [start, start + len(out)) of the flattened shard: the bits of
+    `initialize`.
 
     Draws a run of rows at a time, so the shard never exists as a whole.
     """

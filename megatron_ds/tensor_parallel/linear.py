@@ -84,7 +84,9 @@ class ReplicatedLinear(nn.Module):
 
     def __init__(self, in_features: int, out_features: int, ctx: ParallelContext, *, name: str, init_std: float,
                  partial_over: tuple[str, ...] = ()):
-        """partial_over: `ParallelContext.partial_over` where x is this rank's part of the sequence; see `ParamSpec`."""
+        """partial_over: `ParallelContext.partial_over` where x is this rank's part of the sequence; see
+        `ParamSpec`.
+        """
         super().__init__()
         make = lambda leaf, shape, init, decay: new_shard(
             ParamSpec(f"{name}.{leaf}", shape, init, partial_over=partial_over, decay=decay), ctx)
