@@ -1,8 +1,7 @@
-"""`Architecture`: what a run takes from the name of a model; nothing above this package asks which model it
-trains.
+"""`Architecture`: the layers, loss and data of a model, registered in `MODELS` by the model's name.
 
-A model with the data and the loss of a GPT is a function from the model section of the configuration to its
-layers:
+Code above this package takes all three from the registry and does not depend on the model. A model with the
+data and the loss of a GPT is a function from the model section of the configuration to its layers:
 
     @MODELS.register("mine")
     @language_model
@@ -32,7 +31,7 @@ from .layer import Layer
 class Loss:
     """The main loss of one micro-batch on the last stage: fp32 scalars on the device.
 
-    objective  differentiated; further loss terms are in the ledger of the batch
+    objective  to be differentiated; further loss terms are in the ledger of the batch
     total      sum of the losses of the tokens that count, detached; for the log
     tokens     number of tokens that count
     """
@@ -63,11 +62,11 @@ class Architecture:
     """A callable: (model config, **options) → the list of layers.
 
     layers  function(model config, ParallelContext) -> list[Layer]
-    loss    function(output of the last layer, batch, *, tp, vocab_size, label_smoothing, per_token) ->
-            losses.Loss. Further terms of the objective go to `batch.ledger`
+    loss    function(output of the last layer, batch, *, tp, vocab_size, label_smoothing, per_token) -> Loss.
+            Further terms of the objective go to `batch.ledger`
     data    makes mock samples, finds samples in a corpus, and collates them into a batch
-    fields  fields of the model config that decide shapes or meaning of its weights, beside those of all
-            models
+    fields  fields of the model config that decide shapes or meaning of its weights, beside those that all
+            models have
     """
 
     layers: Callable[..., list[Layer]]
@@ -91,8 +90,7 @@ class Models(Registry[Architecture]):
                 raise TypeError(
                     f"model {name!r} is registered as {architecture!r}, which has no loss and no data kind. "
                     "Write @language_model below @MODELS.register if it has the loss and data of a GPT; "
-                    "otherwise register an Architecture."
-                )
+                    "otherwise register an Architecture.")
             return add(architecture)
 
         return checked

@@ -204,7 +204,7 @@ class StageRunner:
             p.main_grad = torch.empty(p.shape, dtype=gradients, device=self.device)
             p.grad_ready = _ignore
         with LiveBytes(peak=True) as live, WORKSPACE.apart() as workspace:
-            self._forward(stage, planned_batch(self.config, self.device))       # allocates what a rank has once
+            self._forward(stage, planned_batch(self.config, self.device))     # allocates what a rank has once
             self._backward(stage)
             batch, live.peak, before = planned_batch(self.config, self.device), 0, live.now()
             loss = self._forward(stage, batch)
