@@ -8,8 +8,8 @@ from ..data.batch import Batch
 from ..errors import ConfigError
 from ..mpu.context import ParallelContext
 from ..mpu.param_spec import Init, ParamSpec
-from ..tensor_parallel.embedding import VocabParallelEmbedding, lookup, vocabulary_spec
 from ..tensor_parallel.linear import new_shard
+from ..tensor_parallel.vocabulary import VocabParallelEmbedding, lookup, vocabulary_spec
 from .attention import KVCache
 from .layer import HiddenDropout
 

@@ -20,8 +20,8 @@ from ..mpu.context import ParallelContext
 from ..mpu.param_spec import Init, ParamSpec, Split
 from ..mpu.regions import first_of_sequence
 from ..ops.activation import ACTIVATIONS
-from ..tensor_parallel.embedding import parallel_logits
 from ..tensor_parallel.linear import ReplicatedLinear, column_linear, new_shard
+from ..tensor_parallel.vocabulary import parallel_logits
 from .attention import KVCache
 from .block import make_norm
 from .embedding import WORD_EMBEDDINGS, padded_rows, word_spec
