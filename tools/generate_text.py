@@ -19,7 +19,7 @@ from megatron_ds.cli import Arguments, main_guard
 from megatron_ds.config.config_text import from_dict
 from megatron_ds.errors import CheckpointError, ConfigError
 from megatron_ds.models import MODELS, build_stage
-from megatron_ds.models.generation import Sampling, generate
+from megatron_ds.models.generation import Ending, Sampling, generate
 from megatron_ds.mpu import launch as launching
 from megatron_ds.mpu.context import ParallelContext, Precision
 from megatron_ds.mpu.grid import Grid
@@ -117,10 +117,9 @@ def show(prompt: str, tokenizer, modules, config, mesh: Mesh, sampling: Sampling
         raise ConfigError(f"--prompt of {len(ids)} tokens fills all {config.model.positions} positions. "
                           "Shorten it.")
     stop = (lambda token: False) if args.ignore_eod else (lambda token: token == tokenizer.eod)
-    tokens = list(generate(modules, ids, max_new_tokens=min(args.max_new_tokens, room), sampling=sampling,
-                           tp=mesh.group("tp"), vocab_size=config.model.vocab_size, stop=stop,
-                           end=tokenizer.eod,
-                           min_new_tokens=args.min_new_tokens))
+    ending = Ending(min(args.max_new_tokens, room), args.min_new_tokens, stop, tokenizer.eod)
+    tokens = list(generate(modules, ids, ending=ending, sampling=sampling, tp=mesh.group("tp"),
+                           vocab_size=config.model.vocab_size))
     if mesh.rank == 0:
         if tokens and stop(tokens[-1]):
             tokens.pop()

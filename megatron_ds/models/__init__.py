@@ -1,17 +1,17 @@
 """Models as lists of named layers. `MODELS[name](config, ctx)` gives the list.
 
-`build_stages` builds the slices of it that a rank holds.
+`build_stages` builds the part of the list that a rank holds.
 """
 
-from .architecture import MODELS, Architecture, language_model
-from .bert import bert_layers
+from .architecture import MODELS, Architecture, Loss, gpt_loss, language_model
+from .attention import KVCache, make_caches
+from .bert import bert_layers, bert_loss
 from .gpt import gpt_layers
-from .kv_cache import KVCache, make_caches
 from .layer import Layer, LayerFlops
-from .losses import Loss, bert_loss, gpt_loss
 from .random_ltd import with_random_ltd
 from .stage_modules import build_stage, build_stages, count_uses, run_layers
 
-__all__ = ["MODELS", "Architecture", "KVCache", "Layer", "LayerFlops", "Loss", "bert_layers", "bert_loss", "build_stage",
-           "build_stages", "count_uses", "gpt_layers", "gpt_loss", "language_model", "make_caches", "run_layers",
-           "with_random_ltd"]
+__all__ = [
+    "MODELS", "Architecture", "KVCache", "Layer", "LayerFlops", "Loss", "bert_layers", "bert_loss",
+    "build_stage", "build_stages", "count_uses", "gpt_layers", "gpt_loss", "language_model", "make_caches",
+    "run_layers", "with_random_ltd"]

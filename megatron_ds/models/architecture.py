@@ -1,8 +1,7 @@
-"""`Architecture`: what a run takes from the name of a model; nothing above this package asks which model it
-trains.
+"""`Architecture`: the layers, loss and data of a model, registered in `MODELS` by the model's name.
 
-A model with the data and the loss of a GPT is a function from the model section of the configuration to its
-layers:
+Code above this package takes all three from the registry and does not depend on the model. A model with the
+data and the loss of a GPT is a function from the model section of the configuration to its layers:
 
     @MODELS.register("mine")
     @language_model
@@ -15,13 +14,47 @@ data=MY_DATA)).
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from ..config.model_options import ModelConfig
+from ..data.batch import Batch
 from ..data.kind import DataKind
 from ..data.samples.gpt_data import GPT_DATA
 from ..mpu.context import ParallelContext
+from ..mpu.group import Group
 from ..registry import Registry
+from ..tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from .layer import Layer
-from .losses import Loss, gpt_loss
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The main loss of one micro-batch on the last stage: fp32 scalars on the device.
+
+    objective  to be differentiated; further loss terms are in the ledger of the batch
+    total      sum of the losses of the tokens that count, detached; for the log
+    tokens     number of tokens that count
+    """
+
+    objective: torch.Tensor
+    total: torch.Tensor
+    tokens: torch.Tensor
+
+
+def gpt_loss(logits: torch.Tensor, batch: Batch, *, tp: Group, vocab_size: int, label_smoothing: float = 0.0,
+             per_token: bool = False) -> Loss:
+    """Loss of logits [s, b, Vp / t] against `batch.labels` [b, s], where `batch.loss_mask` is not 0.
+
+    The objective is the mean over the counted tokens of this micro-batch (0 when none counts), so every
+    micro-batch has the same weight, as in Megatron. `per_token`: the objective is their sum, and the
+    optimizer step divides the gradient by the tokens of the whole global batch, so every token has the same
+    weight. Label smoothing applies to training alone. The logits are overwritten. Collective over tp.
+    """
+    smoothing = label_smoothing if batch.training else 0.0
+    losses = vocab_parallel_cross_entropy(logits, batch.labels.t(), tp, vocab_size, smoothing)      # [s, b]
+    mask = batch.loss_mask.t().to(losses.dtype)
+    total, tokens = (losses * mask).sum(), mask.sum()
+    return Loss(total if per_token else total / tokens.clamp(min=1.0), total.detach(), tokens)
 
 
 @dataclass(frozen=True)
@@ -29,10 +62,11 @@ class Architecture:
     """A callable: (model config, **options) → the list of layers.
 
     layers  function(model config, ParallelContext) -> list[Layer]
-    loss    function(output of the last layer, batch, *, tp, vocab_size, label_smoothing, per_token) -> losses.Loss.
+    loss    function(output of the last layer, batch, *, tp, vocab_size, label_smoothing, per_token) -> Loss.
             Further terms of the objective go to `batch.ledger`
     data    makes mock samples, finds samples in a corpus, and collates them into a batch
-    fields  fields of the model config that decide shapes or meaning of its weights, beside those of all models
+    fields  fields of the model config that decide shapes or meaning of its weights, beside those that all
+            models have
     """
 
     layers: Callable[..., list[Layer]]
@@ -56,8 +90,7 @@ class Models(Registry[Architecture]):
                 raise TypeError(
                     f"model {name!r} is registered as {architecture!r}, which has no loss and no data kind. "
                     "Write @language_model below @MODELS.register if it has the loss and data of a GPT; "
-                    "otherwise register an Architecture."
-                )
+                    "otherwise register an Architecture.")
             return add(architecture)
 
         return checked

@@ -12,31 +12,72 @@ The projection is packed by group, so that a contiguous slice of its rows is a s
 `SelfAttention` has two slots: rotary positions, and the core, which computes attention from q, k and v.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
 
 from ..config.model_options import ModelConfig
 from ..data.batch import Batch
+from ..errors import ConfigError
 from ..mpu.context import ParallelContext
 from ..ops.core_attention import attention
 from ..ops.dropout import KeepMask, attention_keep_mask, sample_keys
 from ..ops.rotary import apply_rotary, rotary_channels, rotary_tables
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from .kv_cache import KVCache
 from .layer import check_divides, recompute
 
 # core(q [s, b, n/t, d], k [sk, b, g/t, d], v, batch) -> [s, b, n/t * d]
 Core = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Batch], torch.Tensor]
 
 
+class KVCache:
+    """Keys and values of the tokens already seen, so that generating one token costs one token.
+
+        offset   0        3        4         the prompt is appended at once, then one position per token
+        rows     [k0 k1 k2][k3][k4] . . .    preallocated
+
+    Of one attention layer on one rank: each [max_length, b, g/t, d], filled up to `offset`.
+    """
+
+    def __init__(self, max_length: int, batch_size: int, num_groups: int, head_dim: int, *,
+                 dtype: torch.dtype, device: torch.device):
+        self.keys = torch.empty(max_length, batch_size, num_groups, head_dim, dtype=dtype, device=device)
+        self.values = torch.empty_like(self.keys)
+        self.offset = 0
+
+    def append(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store k, v [s, b, g/t, d] of the next s positions; return views of all, [offset + s, b, g/t, d].
+
+        The views are overwritten in place by later calls after a `reset`. Raises ConfigError when the cache
+        is full.
+        """
+        stop = self.offset + k.shape[0]
+        if stop > len(self.keys):
+            raise ConfigError(f"position {stop - 1} does not fit a cache of {len(self.keys)} positions: the "
+                              "text is longer than the cache. Generate fewer tokens, or make the cache "
+                              "longer.")
+        self.keys[self.offset:stop] = k
+        self.values[self.offset:stop] = v
+        self.offset = stop
+        return self.keys[:stop], self.values[:stop]
+
+    def reset(self, offset: int = 0) -> None:
+        """Drop all but the first `offset` positions."""
+        self.offset = min(self.offset, offset)
+
+
+def make_caches(modules: Iterable[nn.Module], batch_size: int, max_length: int) -> dict[str, KVCache]:
+    """An empty cache for each layer that has one (a part with `new_cache`), keyed by layer name."""
+    return {module.layer_name: part.new_cache(batch_size, max_length)
+            for module in modules for part in module.modules() if hasattr(part, "new_cache")}
+
+
 class Rotary:
     """Rotates queries and keys [s, b, n, d] by the positions [b, s] of their tokens.
 
-    One object serves all layers of a model: it keeps the tables of the last positions, so that they are
-    computed once for a micro-batch. Positions that differ by sample because a layer sees some tokens only get
-    tables that are not kept.
+    All layers of a model share one object: it keeps the tables of the last positions, so they are computed
+    once for a micro-batch. The tables of a layer that sees only some of the tokens are not kept.
     """
 
     def __init__(self, head_dim: int, percent: float, base: float):
@@ -49,7 +90,7 @@ class Rotary:
         return apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
 
     def tables(self, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin [s, b or 1, 1, r/2]. The very same tensor of ids gets the tables it got last time."""
+        """cos and sin [s, b or 1, 1, r/2]. The same tensor object again returns the same tables."""
         if position_ids is not self._positions:
             alike = position_ids.stride(0) == 0                 # one row expanded over the batch
             self._tables = rotary_tables(position_ids[0] if alike else position_ids, self.channels, self.base)
@@ -87,6 +128,7 @@ class SelfAttention(nn.Module):
                                              init_std=output_std, bias=config.add_bias_linear)
 
     def forward(self, x: torch.Tensor, batch: Batch, cache: KVCache | None = None) -> torch.Tensor:
+        """Attention over the positions in `cache` and of x, whose keys and values are appended."""
         q, k, v = self.project(x)
         if self.rotary is not None:
             q, k = self.rotary(q, k, batch)
@@ -122,6 +164,7 @@ class CoreAttention(nn.Module):
         self.site, self.ctx, self.dropout, self.causal = name, ctx, config.attention_dropout, causal
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """q [s, b, n/t, d], k and v [sk, b, g/t, d] → [s, b, n/t * d]."""
         p = self.dropout if batch.training else 0.0
         return attention(q, k, v, causal=self.causal, mask=batch.attention_mask, documents=batch.documents,
                          keep=self.keep_mask(q, k, p, batch) if p else None)

@@ -7,16 +7,19 @@ BERT.
 
 from functools import partial
 
+import torch.nn.functional as F
+
 from ..config.model_options import ModelConfig
+from ..data.batch import Batch
 from ..data.samples.bert_data import BERT_DATA
 from ..mpu.context import ParallelContext
-from .architecture import MODELS, Architecture
+from ..mpu.group import Group
+from .architecture import MODELS, Architecture, Loss, gpt_loss
 from .attention import make_rotary
 from .block import block_flops, transformer_block
 from .embedding import WORD_EMBEDDINGS, Embedding
-from .heads import BertHeads, FinalNorm, bert_head_flops
+from .heads import BertHeads, BertOutput, FinalNorm, bert_head_flops
 from .layer import Layer
-from .losses import bert_loss
 
 SEGMENTS = 2
 
@@ -26,15 +29,33 @@ def bert_layers(config: ModelConfig, ctx: ParallelContext) -> list[Layer]:
     rotary = make_rotary(config)
     tied = None if config.untie_embeddings_and_output_weights else WORD_EMBEDDINGS
     segments = SEGMENTS if config.bert_binary_head else 0
+    block = lambda name: Layer(
+        name, partial(transformer_block, config, name, ctx, rotary=rotary, causal=False), "block",
+        is_block=True, recompute=ctx.recompute, flops=partial(block_flops, config, causal=False))
+    norm = "encoder.final_layernorm"
     return [
-        Layer("embedding", partial(Embedding, config, ctx, tied=tied, token_types=segments), "bert_embedding"),
-        *(Layer(name, partial(transformer_block, config, name, ctx, rotary=rotary, causal=False), "block", is_block=True,
-                recompute=ctx.recompute, flops=partial(block_flops, config, causal=False))
-          for name in (f"encoder.layers.{i}" for i in range(config.num_layers))),
-        Layer("encoder.final_layernorm", partial(FinalNorm, config, ctx, "encoder.final_layernorm"), "norm"),
-        Layer("output_layer", lambda weight=None: BertHeads(config, ctx, tied=tied, weight=weight), "bert_head",
-              tied_to=None if tied is None else "embedding", flops=partial(bert_head_flops, config)),
+        Layer("embedding", partial(Embedding, config, ctx, tied=tied, token_types=segments),
+              "bert_embedding"),
+        *(block(f"encoder.layers.{i}") for i in range(config.num_layers)),
+        Layer(norm, partial(FinalNorm, config, ctx, norm), "norm"),
+        Layer("output_layer", lambda weight=None: BertHeads(config, ctx, tied=tied, weight=weight),
+              "bert_head", tied_to=None if tied is None else "embedding",
+              flops=partial(bert_head_flops, config)),
     ]
+
+
+def bert_loss(output: BertOutput, batch: Batch, *, tp: Group, vocab_size: int, label_smoothing: float = 0.0,
+              per_token: bool = False) -> Loss:
+    """`gpt_loss` of the masked tokens. The ledger gets the cross entropy of the segments' order ("sop loss").
+
+    Samples whose `sentence_order` is -1 have no order to predict and do not count in it. Collective over tp.
+    """
+    loss = gpt_loss(output.logits, batch, tp=tp, vocab_size=vocab_size, label_smoothing=label_smoothing,
+                    per_token=per_token)
+    if output.order is not None:
+        total = F.cross_entropy(output.order.float(), batch.sentence_order, ignore_index=-1, reduction="sum")
+        batch.ledger.add("sop loss", total, (batch.sentence_order >= 0).sum().float())
+    return loss
 
 
 MODELS.register("bert")(Architecture(

@@ -2,9 +2,9 @@
 
 Dropout comes before each sum.
 
-`Block` has two slots. attention is a module `forward(x, batch, cache=None)`, feed_forward a module
-`forward(x, batch)`; both take and return [s(/t), b, h]. A mixture of experts or another attention is a module
-for one of them.
+`Block` has two slots: attention, a module `forward(x, batch, cache=None)`, and feed_forward, a module
+`forward(x, batch)`; both take and return [s(/t), b, h]. A mixture of experts or another kind of
+attention fills one of them.
 """
 
 import torch
@@ -16,8 +16,7 @@ from ..mpu.context import ParallelContext, Recompute
 from ..ops.activation import ACTIVATIONS
 from ..ops.norms import NORMS
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from .attention import CoreAttention, Rotary, SelfAttention
-from .kv_cache import KVCache
+from .attention import CoreAttention, KVCache, Rotary, SelfAttention
 from .layer import HiddenDropout, LayerFlops, check_divides, pick, recompute
 
 
@@ -42,7 +41,8 @@ class Block(nn.Module):
         self.self_attention.recompute_core = granularity == "selective"
 
     def forward(self, x: torch.Tensor, batch: Batch, cache: KVCache | None = None) -> torch.Tensor:
-        if self.granularity == "full" and cache is None:                    # a cache must not be filled twice
+        """A cache excludes recomputation of the block, which would append to it twice."""
+        if self.granularity == "full" and cache is None:
             return recompute(self._forward, x, batch)
         return self._forward(x, batch, cache)
 
@@ -81,27 +81,28 @@ class MLP(nn.Module):
                                             init_std=output_std, bias=config.add_bias_linear)
 
     def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Nothing of `batch` is read."""
         return self.linear_fc2(self.activation(self.linear_fc1(x)))             # [s, b, f/t] between
 
 
 def output_std(config: ModelConfig) -> float:
-    """Initial deviation of weights that write to the residual stream (Radford et al. 2019, section 2.3)."""
+    """Initial standard deviation of the weights before a sum (Radford et al. 2019, section 2.3)."""
     return config.init_method_std / (2 * config.num_layers) ** 0.5
 
 
 def block_flops(config: ModelConfig, seq_length: int, vocab_size: int, *, causal: bool = True) -> LayerFlops:
     """Megatron's formula for a transformer block; causal attention counts half of its full matrix."""
     s, h = seq_length, config.hidden_size
-    queries, keys_values = config.num_attention_heads * config.head_dim, 2 * config.query_groups * config.head_dim
+    queries = config.num_attention_heads * config.head_dim
+    keys_values = 2 * config.query_groups * config.head_dim
     projections = 6 * (h * (queries + keys_values) + queries * h)
     feed_forward = 6 * h * config.ffn_size * (3 if config.is_gated else 2)
-    scores = 12.0 * (0.5 if causal else 1.0) * s * s * config.num_attention_heads * config.head_dim
+    scores = 12.0 * (0.5 if causal else 1.0) * s * s * queries
     return LayerFlops(float(s * (projections + feed_forward)), scores)
 
 
 def make_norm(config: ModelConfig, name: str, ctx: ParallelContext) -> nn.Module:
-    """The model's norm. With sequence parallelism its gradient is a partial sum, over its part of the
-    rows."""
+    """The model's norm. With sequence parallelism its gradient is a partial sum over the rank's rows."""
     norm = pick(NORMS, "normalization", config.normalization)
     return norm(config.hidden_size, name=name, eps=config.norm_epsilon, dtype=ctx.dtype, device=ctx.device,
                 partial_over=ctx.partial_over)

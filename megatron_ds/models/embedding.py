@@ -8,9 +8,9 @@ from ..data.batch import Batch
 from ..errors import ConfigError
 from ..mpu.context import ParallelContext
 from ..mpu.param_spec import Init, ParamSpec
-from ..tensor_parallel.embedding import VocabParallelEmbedding, lookup, vocabulary_spec
 from ..tensor_parallel.linear import new_shard
-from .kv_cache import KVCache
+from ..tensor_parallel.vocabulary import VocabParallelEmbedding, lookup, vocabulary_spec
+from .attention import KVCache
 from .layer import HiddenDropout
 
 WORD_EMBEDDINGS = "embedding.word_embeddings"
@@ -19,8 +19,8 @@ WORD_EMBEDDINGS = "embedding.word_embeddings"
 class Embedding(nn.Module):
     """Word embedding, plus learned positions and token types where the model has them, then dropout.
 
-    tied         key of the weight that a head shares; None where it has a weight of its own
-    token_types  number of segments that tokens may belong to; 0 for models without them
+    tied         key of the weight that a head shares; None if the head has its own weight
+    token_types  number of segments of a sample; 0 for models without segments
     """
 
     weights_read_in_backward = False         # a gradient with respect to tokens does not exist
@@ -40,6 +40,7 @@ class Embedding(nn.Module):
         return self.word_embeddings.weight
 
     def forward(self, x: None, batch: Batch, cache: KVCache | None = None) -> torch.Tensor:
+        """The tokens of `batch` as hidden states [s(/t), b, h]."""
         x = self.word_embeddings(batch.tokens)                                  # [s(/t), b, h]
         rows = self.ctx.slice.rows(batch.seq_length)
         if self.position_embeddings is not None:
@@ -50,7 +51,7 @@ class Embedding(nn.Module):
 
 
 class PositionEmbedding(nn.Module):
-    """A learned vector per position, of which each rank looks up those of its rows."""
+    """A learned vector per position. Each rank looks up the positions of its rows."""
 
     def __init__(self, config: ModelConfig, ctx: ParallelContext):
         super().__init__()
@@ -59,8 +60,7 @@ class PositionEmbedding(nn.Module):
         self.weight = new_shard(spec, ctx)
 
     def forward(self, position_ids: torch.Tensor, rows: range) -> torch.Tensor:
-        """The vectors of `rows` of position_ids [b, s]: [s(/t), b, h], or [s(/t), 1, h] when all samples have
-        the same.
+        """The vectors of `rows` of position_ids [b, s]: [s(/t), b, h], or [s(/t), 1, h] if all are alike.
 
         Raises ConfigError for a sequence that is longer than the table.
         """
@@ -75,7 +75,7 @@ class PositionEmbedding(nn.Module):
 
 
 class TokenTypeEmbedding(nn.Module):
-    """A learned vector per type of token: which of the segments of a sample it belongs to."""
+    """A learned vector per type of token, its segment of the sample."""
 
     def __init__(self, config: ModelConfig, ctx: ParallelContext, count: int):
         super().__init__()

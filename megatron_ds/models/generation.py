@@ -14,7 +14,7 @@ from ..data.batch import Batch
 from ..errors import ConfigError
 from ..mpu.collectives import all_gather
 from ..mpu.group import Group
-from .kv_cache import make_caches
+from .attention import make_caches
 from .stage_modules import run_layers
 
 
@@ -45,6 +45,20 @@ class Sampling:
                               "limit.")
 
 
+@dataclass(frozen=True)
+class Ending:
+    """When a generated text ends.
+
+    stop  true for a token after which the text ends; it is the last one
+    end   a token that is not generated among the first `min_new_tokens`
+    """
+
+    max_new_tokens: int
+    min_new_tokens: int = 0
+    stop: Callable[[int], bool] = lambda token: False
+    end: int | None = None
+
+
 def next_token(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:
     """Choose from `logits` [V] (true vocabulary, on the CPU)."""
     if sampling.temperature == 0:
@@ -60,34 +74,29 @@ def next_token(logits: torch.Tensor, sampling: Sampling, generator: torch.Genera
     return int(torch.multinomial(probabilities, 1, generator=generator))
 
 
-def generate(modules: Sequence[nn.Module], prompt: Sequence[int], *, max_new_tokens: int, sampling: Sampling,
-             tp: Group,
-             vocab_size: int, stop: Callable[[int], bool] = lambda token: False, end: int | None = None,
-             min_new_tokens: int = 0) -> Iterator[int]:
-    """Yield the tokens that follow `prompt`, at most `max_new_tokens`, ending after one for which `stop` is
-    true.
+def generate(modules: Sequence[nn.Module], prompt: Sequence[int], *, ending: Ending, sampling: Sampling,
+             tp: Group, vocab_size: int) -> Iterator[int]:
+    """Yield the tokens that follow `prompt`. modules: the whole model, all layers in order.
 
-    modules  the whole model: all layers, in order
-    end      a token that is not generated among the first `min_new_tokens`
     Collective over tp: an all-gather of [V/t] logits a token.
     """
     if not prompt:
         raise ConfigError("the prompt has no tokens, so there is no text to continue. Give a prompt of at "
                           "least one token.")
-    caches = make_caches(modules, 1, len(prompt) + max_new_tokens)
+    caches = make_caches(modules, 1, len(prompt) + ending.max_new_tokens)
     generator = torch.Generator().manual_seed(sampling.seed)
     device = next(modules[0].parameters()).device
     tokens, position = list(prompt), 0
     with torch.inference_mode():
-        for count in range(max_new_tokens):
+        for count in range(ending.max_new_tokens):
             logits = run_layers(modules, None, _batch(tokens, position, device), caches)[-1:, 0]   # [1, Vp/t]
             position = len(tokens) if not position else position + 1
             whole = all_gather(logits.float(), tp, dim=-1)[0, :vocab_size].cpu()
-            if end is not None and count < min_new_tokens:
-                whole[end] = -torch.inf
+            if ending.end is not None and count < ending.min_new_tokens:
+                whole[ending.end] = -torch.inf
             token = next_token(whole, sampling, generator)
             yield token
-            if stop(token):
+            if ending.stop(token):
                 return
             tokens = [token]
 

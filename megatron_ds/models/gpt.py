@@ -23,12 +23,14 @@ def gpt_layers(config: ModelConfig, ctx: ParallelContext) -> list[Layer]:
     """The layers of a GPT in forward order; nothing is allocated before a layer's `make()`."""
     rotary = make_rotary(config)
     tied = None if config.untie_embeddings_and_output_weights else WORD_EMBEDDINGS
+    block = lambda name: Layer(
+        name, partial(transformer_block, config, name, ctx, rotary=rotary), "block", is_block=True,
+        recompute=ctx.recompute, flops=partial(block_flops, config))
+    norm = "decoder.final_layernorm"
     return [
         Layer("embedding", partial(Embedding, config, ctx, tied=tied), "embedding"),
-        *(Layer(name, partial(transformer_block, config, name, ctx, rotary=rotary), "block", is_block=True,
-                recompute=ctx.recompute, flops=partial(block_flops, config))
-          for name in (f"decoder.layers.{i}" for i in range(config.num_layers))),
-        Layer("decoder.final_layernorm", partial(FinalNorm, config, ctx, "decoder.final_layernorm"), "norm"),
-        Layer("output_layer", lambda weight=None: LanguageModelHead(config, ctx, tied=tied, weight=weight), "head",
-              tied_to=None if tied is None else "embedding", flops=partial(head_flops, config)),
+        *(block(f"decoder.layers.{i}") for i in range(config.num_layers)),
+        Layer(norm, partial(FinalNorm, config, ctx, norm), "norm"),
+        Layer("output_layer", lambda weight=None: LanguageModelHead(config, ctx, tied=tied, weight=weight),
+              "head", tied_to=None if tied is None else "embedding", flops=partial(head_flops, config)),
     ]

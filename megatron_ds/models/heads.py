@@ -1,4 +1,4 @@
-"""What comes after the last block: the final norm, and the heads of GPT and BERT.
+"""The layers after the last block: the final norm, and the heads of GPT and BERT.
 
     GPT      x [s(/t), b, h] ── logits [s, b, Vp/t]
 
@@ -20,11 +20,11 @@ from ..mpu.context import ParallelContext
 from ..mpu.param_spec import Init, ParamSpec, Split
 from ..mpu.regions import first_of_sequence
 from ..ops.activation import ACTIVATIONS
-from ..tensor_parallel.embedding import parallel_logits
 from ..tensor_parallel.linear import ReplicatedLinear, column_linear, new_shard
+from ..tensor_parallel.vocabulary import parallel_logits
+from .attention import KVCache
 from .block import make_norm
 from .embedding import WORD_EMBEDDINGS, padded_rows, word_spec
-from .kv_cache import KVCache
 from .layer import LayerFlops
 
 ORDERS = 2         # of two segments: as they stand in the text, or swapped
@@ -38,6 +38,7 @@ class FinalNorm(nn.Module):
         self.norm = make_norm(config, name, ctx)
 
     def forward(self, x: torch.Tensor, batch: Batch, cache: KVCache | None = None) -> torch.Tensor:
+        """Reads neither `batch` nor `cache`."""
         return self.norm(x)
 
 
@@ -56,20 +57,25 @@ class LanguageModelHead(nn.Module):
         self.weight = weight if weight is not None else vocabulary_weight(config, ctx, tied)
 
     def forward(self, x: torch.Tensor, batch: Batch, cache: KVCache | None = None) -> torch.Tensor:
+        """Collective with sequence parallelism, which gathers x."""
         return parallel_logits(x, self.weight, self.ctx.tp, self.ctx.sequence_parallel)
 
 
 class BertOutput(NamedTuple):
-    """logits [s, b, Vp/t], the rank's slice of the padded vocabulary; order [b, 2], the same on every rank,
-    or None."""
+    """logits [s, b, Vp/t], the rank's slice of the padded vocabulary.
+
+    order [b, 2], the same on every rank; None for a model without binary head.
+    """
 
     logits: torch.Tensor
     order: torch.Tensor | None
 
 
 class BertHeads(nn.Module):
-    """The head over the vocabulary, and the binary head where the model has one. tied, weight: as of
-    `LanguageModelHead`."""
+    """The head over the vocabulary, and the binary head if the model has one.
+
+    tied, weight: as of `LanguageModelHead`
+    """
 
     def __init__(self, config: ModelConfig, ctx: ParallelContext, *, tied: str | None = None,
                  weight: nn.Parameter | None = None):
@@ -82,6 +88,7 @@ class BertHeads(nn.Module):
         self.ctx = ctx
 
     def forward(self, x: torch.Tensor, batch: Batch, cache: KVCache | None = None) -> BertOutput:
+        """x [s(/t), b, h] → logits, and the order of the segments if the model has a binary head."""
         order = None if self.binary_head is None else self.binary_head(x)
         logits = column_linear(self.lm_head(x), self.weight, self.bias, self.ctx.tp,
                                self.ctx.sequence_parallel)
@@ -100,6 +107,7 @@ class MaskedTokenHead(nn.Module):
         self.layer_norm = make_norm(config, "lm_head.layer_norm", ctx)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Dense, activation, norm."""
         return self.layer_norm(self.activation(self.dense(x)))
 
 
@@ -114,6 +122,7 @@ class SegmentOrderHead(nn.Module):
         self.binary = ReplicatedLinear(config.hidden_size, ORDERS, ctx, name="binary_head", init_std=std)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Collective with sequence parallelism, where one rank holds the first position."""
         first = x[0] if self.group is None else first_of_sequence(x, self.group)         # [b, h]
         return self.binary(torch.tanh(self.pooler(first)))
 
@@ -131,6 +140,6 @@ def bert_head_flops(config: ModelConfig, seq_length: int, vocab_size: int) -> La
 
 
 def vocabulary_weight(config: ModelConfig, ctx: ParallelContext, tied: str | None) -> nn.Parameter:
-    """[Vp/t, h] of a head; a tied one is a copy of the embedding's."""
+    """[Vp/t, h] of a head; if tied, a copy of the embedding's weight."""
     return new_shard(word_spec(config, ctx, "output_layer" if tied is None else WORD_EMBEDDINGS, tied,
                                tied_copy=tied is not None), ctx)

@@ -6,12 +6,13 @@ one signature:
 
     forward(x, batch, cache=None) -> x         x: [s, b, h], with sequence parallelism [s / t, b, h]
 
-where the embedding ignores x (None) and reads `batch.tokens`, and a head returns logits [s, b, Vp / t], or
-whatever the model's loss understands.
+The embedding ignores x (None) and reads `batch.tokens`; a head returns logits [s, b, Vp / t], or another
+value that the model's loss takes.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -24,10 +25,12 @@ from ..mpu.group import Group
 from ..ops.dropout import dropout
 from ..registry import did_you_mean
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class LayerFlops:
-    """Model FLOPs of one sequence through a layer, forward and backward: matrix products only, nothing for recomputation.
+    """Model FLOPs of one sequence in a layer, forward and backward: matrix products, without recomputation.
 
     weights  products with weights, whose backward has an input half and a weight half of equal cost
     scores   products without weights, such as attention scores and the sums that they weigh
@@ -51,13 +54,14 @@ def no_products(seq_length: int, vocab_size: int) -> LayerFlops:
 class Layer:
     """One entry of the list.
 
-    make          builds the module. A layer that is `tied_to` another takes that layer's weight as its argument when both are
-                  on one stage; called without, it builds a copy of its own (`spec.tied_copy`), equal because its name is
-    kind          names layers that cost the same
+    make          builds the module. A layer that is `tied_to` another takes that layer's weight as its
+                  argument if both are on one rank; without argument it builds a copy (`spec.tied_copy`),
+                  initialized equally because the two have the same name
+    kind          layers of the same kind cost the same
     flops         function(positions of a sequence, rows of the padded vocabulary) -> LayerFlops
     is_block      one of the repeated layers: pipelines cut between them, token dropping counts them
     recompute     of a block; how many blocks of a stage recompute is decided when the stage is built
-    drops_tokens  a block that may see some of the tokens only
+    drops_tokens  whether the block may see only some of the tokens
     """
 
     name: str
@@ -76,8 +80,7 @@ class Layer:
 
 
 class HiddenDropout:
-    """Drops elements of x [s(/t), b, h] with probability `p` at one named site of the model; nothing when not
-    training.
+    """In training drops elements of x [s(/t), b, h] with probability `p`, at one named site of the model.
 
     The mask is a function of (seed, site, sample, position), so it is the same under every layout.
     """
@@ -93,7 +96,7 @@ class HiddenDropout:
                        picked=picked)
 
 
-def recompute(function: Callable, *args):
+def recompute(function: Callable, *args: object) -> torch.Tensor:
     """`function(*args)`, saving only `args` for backward, which calls `function` again.
 
     Full recomputation wraps a block and keeps its input [s, b, h]; selective wraps core attention, whose
@@ -115,8 +118,8 @@ def check_divides(what: str, number: int, tp: Group, reason: str) -> int:
     return number // tp.size
 
 
-def pick(table: Mapping[str, object], what: str, name: str):
-    """`table[name]`. Raises ConfigError naming the nearest known name."""
+def pick(table: Mapping[str, T], what: str, name: str) -> T:
+    """`table[name]`. Raises ConfigError with the most similar name."""
     if name not in table:
         raise ConfigError(f"unknown {what} {name!r}{did_you_mean(name, [*table]) or '.'} Known: "
                           f"{', '.join(sorted(table))}.")

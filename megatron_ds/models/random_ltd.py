@@ -29,7 +29,7 @@ from ..errors import LayoutError
 from ..mpu.context import ParallelContext
 from ..mpu.regions import gather_from_sequence_region, reduce_scatter_to_sequence_region
 from ..ops.dropout import random_subset
-from .kv_cache import KVCache
+from .attention import KVCache
 from .layer import Layer
 
 
@@ -46,18 +46,21 @@ def _wrap(layer: Layer, ctx: ParallelContext) -> nn.Module:
 
 
 class RandomLTD(nn.Module):
-    """x [s(/t), b, h] → the same shape. In evaluation, and if `batch.kept_tokens` is None, the block sees all
-    tokens."""
+    """x [s(/t), b, h] → the same shape.
+
+    In evaluation, and if `batch.kept_tokens` is None, the block sees all tokens.
+    """
 
     def __init__(self, block: nn.Module, name: str, ctx: ParallelContext):
         super().__init__()
         self.block, self.name, self.ctx = block, name, ctx
 
     def set_recompute(self, granularity: str | None) -> None:
-        """As of `Block`."""
+        """See `Block.set_recompute`."""
         self.block.set_recompute(granularity)
 
     def forward(self, x: torch.Tensor, batch: Batch, cache: KVCache | None = None) -> torch.Tensor:
+        """With sequence parallelism a collective over the tensor-parallel group; see the note above."""
         kept = batch.kept_tokens
         if kept is None or kept >= batch.seq_length or not batch.training:
             return self.block(x, batch, cache)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..data.batch import Batch
-from .kv_cache import KVCache
+from .attention import KVCache
 from .layer import Layer
 
 

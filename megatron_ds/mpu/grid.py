@@ -16,6 +16,7 @@ of cp x dp. Dense layers and experts have the same tensor and pipeline groups. (
 give them different ones, and it refuses these orders; for the orders that it accepts the ranks agree.)
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -209,3 +210,13 @@ def _misfit(world_size: int, one: Grid) -> str:
 
 def _listed(numbers) -> str:
     return f"({', '.join(map(str, numbers))})"
+
+
+def ranks_in_short(ranks: Sequence[int]) -> str:
+    """(0, 1, 2, 3) → 0–3;  (0, 48, 96, 144) → 0, 48, … 144;  others are written out, long ones cut."""
+    if len(ranks) <= 2:
+        return ", ".join(map(str, ranks))
+    step = ranks[1] - ranks[0]
+    if any(b - a != step for a, b in zip(ranks, ranks[1:])):
+        return ", ".join(map(str, ranks)) if len(ranks) <= 8 else f"{', '.join(map(str, ranks[:4]))}, … {ranks[-1]}"
+    return f"{ranks[0]}–{ranks[-1]}" if step == 1 else f"{ranks[0]}, {ranks[1]}, … {ranks[-1]}"

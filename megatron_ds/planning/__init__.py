@@ -1,1 +1,1 @@
-"""What follows from a configuration before a run: pipeline stages, memory, messages, FLOPs and time of each rank."""
+"""What follows from a configuration before a run: stages, memory, traffic, FLOPs and times of the ranks."""

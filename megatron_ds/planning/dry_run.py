@@ -1,24 +1,37 @@
 """`--dry-run`: print the plan of a run and exit. No GPU, no other process, no data; nothing is written.
 
-A launch would meet the same errors, in the same words and with the same exit code: the rules over the configuration have been
-checked before; the cut, the schedule and the layers are checked here.
+A launch raises the same errors, with the same messages and exit code: the rules of the configuration are
+checked before (`config.parse`); the cut, the schedule and the layers are checked here.
 """
 
 import gc
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from ..config import RunConfig
 from ..config.flags import read_flags
+from ..config.training_schedule import make_batch_size, make_token_drop
+from ..mpu.grid import Grid, ranks_in_short
+from ..mpu.group import RING_FACTOR
 from ..mpu.launch import Launch
-from .dry_run_text import plan_text
-from .world_plan import plan_world, with_vocabulary
+from ..pipeline.picture import draw
+from .flops import model_flops, token_drop_savings
+from .keep_gathered import is_automatic
+from .rank_plan import RankPlan
+from .run_model import boundary_shape, last_step
+from .run_plan import order
+from .world_plan import WorldPlan, plan_world, wire_bytes, with_vocabulary
 
 logger = logging.getLogger(__name__)
+MOST_ROWS = 8
+COUNTED = {"flops": "FLOPs", "measured": "FLOPs", "parameters": "parameters held",
+           "uniform": "decoder layers"}
+DRAWN_RANKS, DRAWN_MICROBATCHES = 4, 8
 
 
 def names_its_world(argv: Sequence[str]) -> bool:
-    """--dry-run with a --world-size: what launcher there is, if any, does not matter."""
+    """Whether --dry-run comes with --world-size. Then the launcher, if any, is ignored."""
     given = {setting.path: setting.value for setting in read_flags(argv).settings}
     return given.get("plan.dry_run", "off") != "off" and "plan.world_size" in given
 
@@ -27,24 +40,291 @@ def dry_run(as_given: RunConfig, launch: Launch) -> int:
     """Print the plan on rank 0; returns the exit code."""
     if launch.rank:
         return 0
-    gc.freeze()             # a schedule is many small objects: leave those of the imports out of every collection
+    gc.freeze()     # a schedule is many small objects: each collection would visit those of the imports, too
     config, unchecked = with_vocabulary(as_given)
     plan = plan_world(config, config.plan.rank, config.plan.dry_run)
     logger.info("%s", plan_text(plan, [*unchecked, *_unchecked(config)]))
     return 0
 
 
-def _unchecked(config: RunConfig) -> list[str]:
-    """What a launch would check and a plan does not, one line each."""
-    data, zero, checkpoint = config.data, config.zero, config.checkpoint
-    given = data.data_path or data.train_data_path or [*filter(None, (data.data_args_path, data.per_split_data_args_path))]
-    files = f"the data in {' '.join(given)}" if given else "" if data.mock_data else "the data: none are given"
-    folders = [f"write access to {folder}" for folder in (checkpoint.save, *dict.fromkeys(zero.disk_folders().values()))
-               if folder]
-    loads = [f"the checkpoint in {checkpoint.load}"] if checkpoint.load else []
-    pins = ["--zero3-pin-stage auto, which depends on the memory of the devices; planned as off"] \
-        if zero.stage == 3 and zero.zero3_pin_stage == "auto" else []
-    cuts = ["the times of layers, which --pipeline-cut measured needs; cut by FLOPs in this plan"] \
-        if config.parallel.pipeline_cut == "measured" else []
-    devices = "memory and speed of the devices, the network between them, and memory that libraries and allocators take"
-    return [*filter(None, [files]), *folders, *loads, *pins, *cuts, devices]
+def _unchecked(config: RunConfig) -> Iterator[str]:
+    """What a launch checks and a plan does not, one line each."""
+    data, checkpoint = config.data, config.checkpoint
+    given = data.data_path or data.train_data_path or [
+        *filter(None, (data.data_args_path, data.per_split_data_args_path))]
+    if given:
+        yield f"the data in {' '.join(given)}"
+    elif not data.mock_data:
+        yield "the data: none are given"
+    for folder in filter(None, (checkpoint.save, *dict.fromkeys(config.zero.disk_folders().values()))):
+        yield f"write access to {folder}"
+    if checkpoint.load:
+        yield f"the checkpoint in {checkpoint.load}"
+    if is_automatic(config):
+        yield "--zero3-pin-stage auto, which depends on the memory of the devices; planned as off"
+    if config.parallel.pipeline_cut == "measured":
+        yield "the times of layers, which --pipeline-cut measured needs; cut by FLOPs in this plan"
+    yield ("memory and speed of the devices, the network between them, and memory that libraries and "
+           "allocators take")
+
+
+def plan_text(plan: WorldPlan, unchecked: Sequence[str]) -> str:
+    """The whole text. unchecked: what a launch checks and the plan did not."""
+    parts = (grid_text(plan.grid, plan.rank, is_tied(plan)), stages_text(plan), schedule_text(plan),
+             memory_text(plan), traffic_text(plan), flops_text(plan), proof_text(plan),
+             ["not checked:", *(f"  {line}" for line in unchecked)])
+    return "\n\n".join("\n".join(part) for part in parts)
+
+
+# ------------------------------------------------------------------ grid
+def is_tied(plan: WorldPlan) -> bool:
+    """Whether two ranks hold the embedding: the first and the last stage share it and are on different ranks.
+    """
+    ends = plan.run.shape.placement[0], plan.run.shape.placement[-1]
+    return not plan.config.model.untie_embeddings_and_output_weights and ends[0] != ends[1]
+
+
+def grid_text(grid: Grid, rank: int, tied: bool) -> Iterator[str]:
+    """Sizes of the mesh, and the groups of one rank. tied: whether the embedding has a group."""
+    at = grid.coordinates(rank)
+    where = ", ".join(f"{axis} {at[axis]}" for axis in ("tp", "pp", "dp"))
+    yield (f"grid: {grid.world_size:,} rank{'s' * (grid.world_size > 1)} = tensor {grid.tp} × pipeline "
+           f"{grid.pp} × data {grid.dp}, order {grid.order}; rank {rank} is {where}")
+    names = {"tp": "tensor (tp)", "pp": "pipeline (pp)", "dp-cp": "data (dp-cp)", "tp-pp": "model (tp-pp)"}
+    names |= {"embd": "tied embedding (embd)"} if tied else {}
+    rows = [["group", "size", "groups", f"of rank {rank}"]]
+    for name, title in names.items():
+        ranks = (next(g for g in grid.embedding_groups() if rank in g) if name == "embd"
+                 else grid.group_of(rank, *name.split("-")))
+        count = grid.world_size // len(ranks) if name != "embd" else grid.world_size // grid.pp
+        rows.append([title, str(len(ranks)), f"{count:,}", ranks_in_short(ranks)])
+    yield from _left(rows)
+    if grid.pp * grid.dp > 1:
+        yield f"  ranks of each tensor group, [ ] holds rank {rank}:"
+        yield from _picture(grid, at)
+
+
+def _left(rows: list[list[str]]) -> list[str]:
+    """A table with its last column flush left."""
+    width = max(len(row[-1]) for row in rows)
+    return [line.rstrip() for line in table([[*row[:-1], row[-1].ljust(width)] for row in rows])]
+
+
+def _picture(grid: Grid, at: dict[str, int]) -> list[str]:
+    """The tensor groups: a row for each pipeline rank, a column for each data-parallel rank."""
+    columns = _some(grid.dp, at["dp"], 5)
+    rows = [["", *("…" if d is None else f"dp {d}" for d in columns)]]
+    for pp in _some(grid.pp, at["pp"], 5):
+        if pp is None:
+            rows.append(["…"])
+            continue
+        row = [f"pp {pp}"]
+        for dp in columns:
+            ranks = () if dp is None else grid.group_of(grid.rank_of(pp=pp, dp=dp), "tp")
+            text = ranks_in_short(ranks) if ranks else "…"
+            row.append(f"[{text}]" if (pp, dp) == (at["pp"], at["dp"]) else f" {text} ")
+        rows.append(row)
+    return table(rows, indent="    ")
+
+
+def _some(count: int, must: int, most: int) -> list[int | None]:
+    """0 to `count` - 1, or, if these are more than `most`, the first two, `must` and the last; None is a gap.
+    """
+    chosen = range(count) if count <= most else sorted({0, 1, must, count - 1})
+    result: list[int | None] = []
+    for number in chosen:
+        if result and result[-1] != number - 1:
+            result.append(None)
+        result.append(number)
+    return result
+
+
+# ------------------------------------------------------------------ stages and schedule
+def stages_text(plan: WorldPlan) -> Iterator[str]:
+    """How the model is cut: a row for each stage, and the parameters of the model."""
+    shares, config = plan.run.stage_cost_shares(), plan.config
+    counted = COUNTED[config.parallel.pipeline_cut]
+    layout = config.parallel.pipeline_layout
+    how = f"--pipeline-layout {layout}" if layout else f"cut to minimize the costliest stage, by {counted}"
+    yield (f"stages: {len(plan.stages)} of {len(plan.run.layers)} layers (embedding, final norm and head "
+           f"included), {how}")
+    several = len(plan.stages) > plan.grid.pp
+    rows = [["stage", *(["pp"] * several), "layers", "parameters", counted, "what"]]
+    for stage in plan.stages:
+        what = stage.names[0] if len(stage.names) == 1 else f"{stage.names[0]} … {stage.names[-1]}"
+        count = sum(p.spec.numel for p in stage.parameters)
+        rows.append([str(stage.index), *([str(plan.run.shape.placement[stage.index])] * several),
+                     str(len(stage.names)), in_large(count), f"{shares[stage.index]:.2%}", what])
+    title, *lines = _left(rows)
+    yield title
+    yield from in_short(lines, MOST_ROWS)
+    copies = sum(p.spec.numel for stage in plan.stages for p in stage.parameters) - plan.parameters
+    tied = f", and a tied copy of {copies:,} on another stage" if copies else ""
+    yield f"  the model has {plan.parameters:,} parameters ({in_large(plan.parameters)}){tied}"
+
+
+def schedule_text(plan: WorldPlan) -> Iterator[str]:
+    """The schedule: idle time and live micro-batches, rank by rank, and a drawing."""
+    config, m = plan.config, plan.microbatches
+    p = plan.grid.pp
+    yield (f"schedule: {plan.run.shape.schedule}, {m:,} micro-batch{'es' * (m > 1)} of "
+           f"{config.train.micro_batch_size} × {config.model.seq_length:,} tokens per step and data-parallel "
+           "rank")
+    if p == 1:
+        yield "  one pipeline rank: no bubble"
+        return
+    busy, span = plan.simulation.busy, plan.simulation.span
+    idle = [1 - time / span for time in busy]
+    live = plan.simulation.peak_live
+    yield (f"  bubble about {plan.simulation.bubble:.1%} ({plan.run.times.source}), rank by rank "
+           f"{min(idle):.1%} to {max(idle):.1%}")
+    yield f"  micro-batches alive at most, rank by rank: {_spread(live)}"
+    yield from (f"  {line}" for line in _drawing(plan))
+
+
+def _spread(numbers: Sequence[int]) -> str:
+    if len(numbers) <= MOST_ROWS:
+        return ", ".join(map(str, numbers))
+    return f"{', '.join(map(str, numbers[:3]))}, … {', '.join(map(str, numbers[-2:]))}"
+
+
+def _drawing(plan: WorldPlan) -> list[str]:
+    p, m = plan.grid.pp, plan.microbatches
+    small, few = min(p, DRAWN_RANKS), min(m, DRAWN_MICROBATCHES)
+    if (small, few) == (p, m):
+        return draw(plan.computations).splitlines()
+    schedule = order(plan.config, replace(plan.run.shape, size=small), few)
+    return [*draw(schedule).splitlines(),
+            f"(drawn for {small} ranks and {few} micro-batches, a backward as two forwards)"]
+
+
+# ------------------------------------------------------------------ bytes
+def memory_text(plan: WorldPlan) -> Iterator[str]:
+    """Bytes of the rank that needs the most, and of the planned rank."""
+    worst, mine = plan.worst, plan.rank_plan(plan.rank)
+    zero, o, train = plan.config.zero, plan.config.optimizer, plan.config.train
+    granularity = train.recompute_granularity
+    yield (f"memory of a rank on {plan.device.upper()} devices: ZeRO stage {zero.stage}, {o.params_dtype} "
+           f"weights, {o.gradient_dtype} gradients, {o.optimizer}, "
+           + (f"recomputation {granularity}" if granularity else "no recomputation"))
+    plans, heads = [worst, mine], [f"worst: rank {worst.rank}", f"rank {mine.rank}"]
+    if worst.rank == mine.rank:
+        plans, heads = [mine], [f"rank {mine.rank}, the worst"]
+    rows = [["", *heads], *([name, *(value(p) for p in plans)] for name, value in MEMORY_ROWS)]
+    places = dict.fromkeys(place for p in plans for place in p.away)
+    rows[5:5] = [[f"  of these in {place}", *(in_bytes(p.away.get(place, 0)) for p in plans)]
+                 for place in places]                                       # below the optimizer state
+    yield from table(rows)
+
+
+MEMORY_ROWS: tuple[tuple[str, Callable[[RankPlan], str]], ...] = (
+    ("stage", lambda p: ", ".join(map(str, p.stages))),
+    ("parameters", lambda p: f"{p.parameters:,}"),
+    ("weights", lambda p: in_bytes(p.state.parameters)),
+    ("gradients", lambda p: in_bytes(p.state.gradients)),
+    ("optimizer", lambda p: in_bytes(p.state.masters + p.state.optimizer)),
+    ("communication buffers, up to", lambda p: in_bytes(p.buffers)),
+    ("activations", lambda p: in_bytes(p.kept)),
+    ("  of one micro-batch", lambda p: in_bytes(p.kept_each)),
+    ("working memory, about", lambda p: in_bytes(p.at_work)),
+    ("peak, about", lambda p: in_bytes(p.peak)))
+
+
+def traffic_text(plan: WorldPlan) -> Iterator[str]:
+    """Payload of the planned rank in a step: a row for each operation over a group."""
+    mine, busiest = plan.rank_plan(plan.rank), plan.busiest
+    yield f"traffic of a step, payload of rank {plan.rank} (last column: the part sent in a ring):"
+    rows = [["operation", "over", "ranks", "count", "bytes", "", "ring"]]
+    for key in sorted(mine.traffic.bytes, key=lambda key: -mine.traffic.bytes[key]):
+        operation, axes, size = key
+        count = mine.traffic.bytes[key]
+        rows.append([operation.replace("_", "-"), axes, str(size), f"{mine.traffic.calls[key]:,}",
+                     f"{count:,}", in_bytes(count), in_bytes(count * RING_FACTOR[operation](size))])
+    if len(rows) == 1:
+        yield "  none"
+        return
+    yield from table(rows, left=2)
+    yield (f"  in total {in_bytes(wire_bytes(mine))} per step; the highest of any rank: "
+           f"{in_bytes(wire_bytes(busiest))}, rank {busiest.rank}")
+
+
+# ------------------------------------------------------------------ FLOPs and proof
+def flops_text(plan: WorldPlan) -> Iterator[str]:
+    """FLOPs of the last step, and what token dropping saves over the run."""
+    config, s, drop = plan.config, plan.config.model.seq_length, make_token_drop(plan.config)
+    batch = make_batch_size(config).final
+    dropping = (len(drop.blocks), drop.kept_at(last_step(config), s)) if drop else ()
+    model = model_flops(config.model, batch, s, config.padded_vocab_size, *dropping)
+    whole = model + batch * plan.again_flops
+    tokens = batch * s
+    yield f"FLOPs of a step: {tokens:,} tokens in {batch:,} sequences"
+    parts = 1, tokens, plan.grid.world_size
+    yield from table([["", "per step", "per token", "per rank and step"],
+                      *([name, *(in_large(flops / part, "FLOP") for part in parts)]
+                        for name, flops in (("model", model), ("with recomputation", whole)))])
+    if drop:
+        saving = token_drop_savings(config, drop)
+        yield (f"  this is the last step; blocks {', '.join(map(str, drop.blocks))} keep {saving.first:,} of "
+               f"{s:,} tokens in the first step, {saving.last:,} in the last")
+        yield (f"  over the run the blocks process {saving.layer_tokens:,} tokens, {saving.token_share:.1%} "
+               f"of all; model FLOPs {saving.flop_share:.1%}")
+
+
+def proof_text(plan: WorldPlan) -> Iterator[str]:
+    """Which stages ran forward and backward on the meta device, with their shapes."""
+    ran = [stage for stage in plan.stages if stage.ran]
+    mine = plan.stages_of(plan.grid.coordinates(plan.rank)["pp"])
+    shape = list(boundary_shape(plan.config))
+    yield (f"proof: rank {plan.rank}'s modules were built on the meta device among {plan.grid.world_size:,} "
+           "simulated ranks, with a forward and a backward of one micro-batch")
+    for stage in mine:
+        given = "tokens" if stage.index == 0 else f"{shape}"
+        made = "the loss" if stage.index == len(plan.stages) - 1 else f"{shape}"
+        yield (f"  stage {stage.index}: {given} → {made}, and back; {len(stage.parameters)} parameters, "
+               f"{sum(p.numel() for p in stage.parameters):,} elements")
+    others = [str(stage.index) for stage in ran if stage not in mine]
+    if others:
+        yield (f"  also checked, one stage of each other kind: {', '.join(others)}. Stages send {shape}, "
+               f"{plan.config.optimizer.params_dtype}")
+
+
+# ------------------------------------------------------------------ tables and numbers
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+LARGE = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+def table(rows: Sequence[Sequence[str]], left: int = 1, indent: str = "  ") -> list[str]:
+    """Rows of cells as lines; the first `left` columns are flush left, the others flush right."""
+    columns = max(len(row) for row in rows)
+    widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(columns)]
+    align = lambda i, cell: cell.ljust(widths[i]) if i < left else cell.rjust(widths[i])
+    return [(indent + "  ".join(align(i, cell) for i, cell in enumerate(row))).rstrip() for row in rows]
+
+
+def in_bytes(count: float) -> str:
+    """Four digits and a unit: 1.234 MiB, 12.34 MiB, 123.4 MiB."""
+    unit = 0
+    while count >= 1023.95 and unit < len(UNITS) - 1:
+        count, unit = count / 1024, unit + 1
+    return f"{_digits(count, 4) if unit else f'{count:,.0f}'} {UNITS[unit]}"
+
+
+def in_large(count: float, unit: str = "") -> str:
+    """Four digits and a prefix of powers of 1000: 1.008 T, 12.30 G."""
+    for size, letter in LARGE:
+        if count >= size:
+            return f"{_digits(count / size, 4)} {letter}{unit}"
+    return f"{count:,.0f} {unit}".rstrip()
+
+
+def _digits(number: float, digits: int) -> str:
+    whole = len(str(int(number)))
+    return f"{number:.{max(digits - whole, 0)}f}"
+
+
+def in_short(lines: Sequence[str], most: int) -> list[str]:
+    """About `most` lines at most: a line of dots stands for those in the middle."""
+    if len(lines) <= most + 1:
+        return list(lines)
+    head = (most + 1) // 2
+    return [*lines[:head], "  …", *lines[len(lines) - most + head:]]

@@ -1,26 +1,27 @@
-"""Stages of a run as modules without memory, and what one micro-batch keeps, needs and sends on them, found by running it.
+"""Stages of a run as modules without memory. Running a micro-batch on them measures activations and traffic.
 
-Nothing here knows a sort of layer: each is run forward and backward through its own code, among simulated peers, on tensors
-that have shapes, dtypes and storages but no values. So a new layer needs no formula, and a layer whose shapes do not fit
-fails as it would in a launch.
+Each layer runs forward and backward through its own code, among simulated peers, on tensors that have shapes,
+dtypes and storages but no values. So a new layer needs no formula here, and a layer whose shapes do not fit
+fails as in a launch.
 
-    planned device   tensors                               what follows from it
-    CPU              FakeTensors that report a CPU         torch chooses the kernels that it chooses on a CPU
-    CUDA             on the meta device                    the layers' code for GPUs; of torch's fused attention what its
-                                                           documentation says that it keeps (`ops.attention`)
+    planned device   tensors                           consequences
+    CPU              FakeTensors that report a CPU     torch chooses the kernels that it chooses on a CPU
+    CUDA             on the meta device                the layers run their code for GPUs; torch's fused
+                                                       attention keeps what its documentation lists
+                                                       (`ops.core_attention`)
 
-    kept      storages that are alive after a forward and were not before it: what autograd saved, what functions keep on
-              `ctx`, what a stage keeps of its input. Measured on a second micro-batch, so that what a rank holds once, such
-              as the last rotary tables, does not count
-    at_work   the most that is alive at any moment of a forward and backward, less `kept`; the memory of products in fp32
-              (`ops.product`) included
+    kept      bytes of storages that a forward creates and that are alive after it: what autograd saved, what
+              functions keep on `ctx`, what a stage keeps of its input. Measured on a second micro-batch, so
+              that storages that a rank has once, such as the last rotary tables, do not count
+    at_work   the maximum of live bytes during a forward and backward, less `kept`; includes the memory of
+              products in fp32 (`ops.product`)
     traffic   of the tensor-parallel group, as `mpu.group` counts it in a run
 
-`kept` is that of a real stage on a CPU to the byte, which tests measure; on CUDA devices it was *not measured yet*.
+Tests compare `kept` with a real stage on a CPU, to the byte; on CUDA devices it was *not measured yet*.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
@@ -41,15 +42,15 @@ from ..mpu.mesh import Mesh
 from ..ops.product import WORKSPACE
 from ..pipeline.instruction import Op, Program, Schedule
 from ..pipeline.stage import Stage
-from .run_model import DTYPES, blank_batch, boundary_shape, describe_layers, last_step, loss_function, sequence_slice
+from .run_model import DTYPES, boundary_shape, describe_layers, loss_function, planned_batch
 from .run_plan import RunPlan
 
 
 @dataclass(frozen=True)
 class StageRun:
-    """One micro-batch on a stage, in bytes, as the head of this file defines them.
+    """One micro-batch on a stage: bytes, as the head of this file defines them.
 
-    workspace  of products in fp32, part of `at_work`
+    workspace  part of `at_work`: products in fp32
     traffic    forward and backward
     metrics    names that the layers add to the ledger
     """
@@ -63,7 +64,11 @@ class StageRun:
 
 @dataclass(frozen=True)
 class FakeStage:
-    """A stage whose modules have no memory.  ran: itself, not another one of its sort."""
+    """A stage whose modules have no memory.
+
+    uses  how many gradient contributions each parameter receives per backward
+    ran   False if `run` is that of another stage of the same sort
+    """
 
     index: int
     layers: tuple[Layer, ...]
@@ -74,6 +79,7 @@ class FakeStage:
 
     @property
     def names(self) -> tuple[str, ...]:
+        """Of its layers."""
         return tuple(layer.name for layer in self.layers)
 
     @property
@@ -82,11 +88,12 @@ class FakeStage:
         return list(self.uses)
 
 
-def fake_stages(config: RunConfig, mesh: Mesh, plan: RunPlan, schedule: Schedule, device: str) -> list[FakeStage]:
-    """All stages of the model, as `mesh`'s tensor-parallel rank would hold them. mesh: of `fake_mesh`.
+def fake_stages(config: RunConfig, mesh: Mesh, plan: RunPlan, schedule: Schedule,
+                device: str) -> list[FakeStage]:
+    """All stages of the model, as the tensor-parallel rank of `mesh` holds them. mesh: from `fake_mesh`.
 
-    One stage of each sort runs, and those of the mesh's own pipeline rank. device: planned, "cpu" or "cuda".
-    Raises LayoutError where a stage returns another shape than the next one expects.
+    One stage of each sort runs, and all stages of the mesh's own pipeline rank. device: planned, "cpu" or
+    "cuda". Raises LayoutError if the shape that a stage returns is not the one that the next stage expects.
     """
     with without_memory(device) as where:
         runner = StageRunner(config, mesh, plan, where, _split_stages(schedule))
@@ -96,9 +103,9 @@ def fake_stages(config: RunConfig, mesh: Mesh, plan: RunPlan, schedule: Schedule
 
 def run_own_stages(config: RunConfig, mesh: Mesh, plan: RunPlan, program: Program, *,
                    only_forward: bool = False) -> dict[int, StageRun]:
-    """Stage → its run, for the stages of this rank in a real run; `mesh` itself sends nothing.
+    """Stage → its run, for the stages of this rank in a real run. Sends nothing over `mesh`.
 
-    only_forward: `StageRun.kept` is all that is wanted, so nothing runs backward
+    only_forward: measure `StageRun.kept` alone, without a backward
     """
     fake = fake_mesh(mesh.grid, mesh.rank)
     fake.place_stages(plan.shape.placement)
@@ -108,7 +115,10 @@ def run_own_stages(config: RunConfig, mesh: Mesh, plan: RunPlan, program: Progra
 
 
 def most_kept(program: Program, kept: Mapping[int, int]) -> int:
-    """The most bytes kept at once by the micro-batches between F and their B or W. kept: by one, for each stage."""
+    """Maximum of the bytes that micro-batches keep between their F and their B or W.
+
+    kept: stage → bytes of one micro-batch
+    """
     trained = {(i.stage, i.microbatch) for i in program if i.op in (Op.B, Op.W)}
     now = most = 0
     for i in program:
@@ -122,31 +132,35 @@ def most_kept(program: Program, kept: Mapping[int, int]) -> int:
 
 @contextmanager
 def without_memory(device: str) -> Iterator[torch.device]:
-    """Within, tensors made on the device that is yielded have no memory, and `WORKSPACE` is another one."""
+    """Yield a device: tensors on it have no memory within the context. `WORKSPACE` has other tensors there.
+    """
     with FakeTensorMode() if device == "cpu" else nullcontext(), WORKSPACE.apart():
         yield torch.device("cpu" if device == "cpu" else "meta")
 
 
 def _split_stages(schedule: Schedule) -> frozenset[int]:
-    """Stages whose backward the schedule splits in two halves."""
+    """Stages whose backward the schedule splits into an input half and a weight half."""
     return frozenset(i.stage for program in schedule for i in program if i.op is Op.W)
 
 
 class StageRunner:
-    """Builds and runs stages; of stages of one sort one runs.
+    """Builds stages and runs one of each sort.
 
-    mesh: of `fake_mesh`.  device: of `without_memory`, in which the runner is made and used.  split: stages whose backward
-    the schedule splits in two halves
+    mesh          from `fake_mesh`
+    device        from `without_memory`; the runner is made and used within that context
+    split         stages whose backward the schedule splits
+    only_forward  as of `run_own_stages`
     """
 
-    def __init__(self, config: RunConfig, mesh: Mesh, plan: RunPlan, device: torch.device, split: frozenset[int],
-                 only_forward: bool = False):
+    def __init__(self, config: RunConfig, mesh: Mesh, plan: RunPlan, device: torch.device,
+                 split: frozenset[int], only_forward: bool = False):
         self.config, self.mesh, self.plan, self.device, self.split = config, mesh, plan, device, split
         self.only_forward = only_forward
         self.layers = describe_layers(config, mesh, device)
         self.runs: dict[tuple, StageRun] = {}
 
     def stages_of(self, pp_rank: int) -> Iterator[FakeStage]:
+        """The stages of a pipeline rank. Built, and run unless a stage of the same sort has run."""
         shape, bounds = self.plan.shape, self.plan.bounds
         layers = {i: self.layers[bounds[i]:bounds[i + 1]] for i in shape.stages_of(pp_rank)}
         for index, modules in build_stages(layers).items():
@@ -154,7 +168,7 @@ class StageRunner:
             sort = (tuple(layer.sort for layer in layers[index]), index in self.split,
                     tuple(type(module) for module in modules.modules()),
                     tuple((tuple(p.shape), count) for p, count in uses.items()))
-            # Names in a ledger may contain the number of a layer, so a stage that adds some stands for no other.
+            # A stage that adds metrics always runs: their names may contain the number of a layer.
             runs = (sort not in self.runs or bool(self.runs[sort].metrics)
                     or pp_rank == self.mesh.coordinate("pp"))
             if runs:
@@ -165,9 +179,9 @@ class StageRunner:
         stage = self._stage(index, modules)
         with LiveBytes() as live:
             batches, losses = [], []                            # a step keeps both until its end
-            for microbatch in (1, 0):                           # 0 is the second, which is measured and goes backward
+            for microbatch in (1, 0):                           # 0 is the second: measured, and run backward
                 self.mesh.traffic.clear()
-                batches.append(self._batch())
+                batches.append(planned_batch(self.config, self.device))
                 before = live.now()
                 losses.append(self._forward(stage, batches[-1], microbatch))
             kept = live.now() - before
@@ -181,16 +195,17 @@ class StageRunner:
         return StageRun(kept, *self._at_work(index, layers), traffic, metrics)
 
     def _at_work(self, index: int, layers: Sequence[Layer]) -> tuple[int, int]:
-        """(at_work, of it the workspace) of one layer of each sort: more of them add to what is kept, not to this."""
+        """(at_work, the workspace in it), measured on one layer of each sort: more layers only add to `kept`.
+        """
         modules = build_stage(self._one_of_each_sort(layers))
-        stage = self._stage(index, modules)
+        stage, gradients = self._stage(index, modules), DTYPES[self.config.optimizer.gradient_dtype]
         for p in modules.parameters():
-            p.main_grad = torch.empty(p.shape, dtype=DTYPES[self.config.optimizer.gradient_dtype], device=self.device)
+            p.main_grad = torch.empty(p.shape, dtype=gradients, device=self.device)
             p.grad_ready = _ignore
         with LiveBytes(peak=True) as live, WORKSPACE.apart() as workspace:
-            self._forward(stage, self._batch())
+            self._forward(stage, planned_batch(self.config, self.device))     # allocates what a rank has once
             self._backward(stage)
-            batch, live.peak, before = self._batch(), 0, live.now()
+            batch, live.peak, before = planned_batch(self.config, self.device), 0, live.now()
             loss = self._forward(stage, batch)
             kept = live.now() - before
             self._backward(stage)
@@ -199,6 +214,7 @@ class StageRunner:
             return live.peak - before - kept + held, held
 
     def _one_of_each_sort(self, layers: Sequence[Layer]) -> list[Layer]:
+        """Recomputing blocks and the others are different sorts."""
         chosen, blocks = {}, 0
         for layer in layers:
             most = layer.recompute.num_layers
@@ -214,15 +230,10 @@ class StageRunner:
                      loss=loss_function(self.config, self.mesh.group("tp")) if last else None,
                      per_token=self.config.train.calculate_per_token_loss)
 
-    def _batch(self) -> Batch:
-        config = self.config
-        batch = blank_batch(config, sequence_slice(config), self.device, last_step(config))
-        if config.data.reset_attention_mask or config.data.pack_documents:
-            batch = replace(batch, document_ids=torch.zeros_like(batch.tokens))
-        return batch
-
     def _between(self) -> torch.Tensor:
-        return torch.empty(boundary_shape(self.config), dtype=DTYPES[self.config.optimizer.params_dtype], device=self.device)
+        """Hidden states as stages send them."""
+        return torch.empty(boundary_shape(self.config), dtype=DTYPES[self.config.optimizer.params_dtype],
+                           device=self.device)
 
     def _forward(self, stage: Stage, batch: Batch, microbatch: int = 0) -> Loss | None:
         output = stage.forward(microbatch, batch, None if stage.is_first else self._between(), 1.0)
@@ -246,30 +257,32 @@ class StageRunner:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of the storages that operations made inside and that are still referenced.
+    """Bytes of the storages that operations created within the mode and that are still referenced.
 
-    peak  the most after any operation, where asked for; may be set back
+    peak  maximum after any operation, if enabled; may be reset
     """
 
     def __init__(self, peak: bool = False):
         super().__init__()
         self.peak, self._watches_peak = 0, peak
-        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._created: dict[int, tuple[StorageWeakRef, int]] = {}
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, function: Callable, types: Sequence[type], args: tuple = (),
+                           kwargs: dict | None = None) -> object:
         given = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
         result = function(*args, **(kwargs or {}))
         for tensor in _tensors(result):
             storage = tensor.untyped_storage()
             if storage._cdata not in given:
-                self._made.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
+                self._created.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
         if self._watches_peak:
             self.peak = max(self.peak, self.now())
         return result
 
     def now(self) -> int:
-        self._made = {key: entry for key, entry in self._made.items() if not entry[0].expired()}
-        return sum(nbytes for _, nbytes in self._made.values())
+        """Bytes alive at this moment."""
+        self._created = {key: entry for key, entry in self._created.items() if not entry[0].expired()}
+        return sum(nbytes for _, nbytes in self._created.values())
 
 
 def _tensors(tree: object) -> list[torch.Tensor]:
@@ -282,6 +295,6 @@ def _ignore() -> None:
 
 def _check(what: str, tensor: torch.Tensor, expected: torch.Tensor) -> None:
     if tensor.shape != expected.shape or tensor.dtype != expected.dtype:
-        raise LayoutError(f"{what} {list(tensor.shape)} of {tensor.dtype}, but stages send {list(expected.shape)} of "
-                          f"{expected.dtype}. A layer changes the shape or the dtype of the hidden states; it must return the "
-                          "shape and dtype of its input.")
+        raise LayoutError(f"{what} {list(tensor.shape)} of {tensor.dtype}, but stages send "
+                          f"{list(expected.shape)} of {expected.dtype}. A layer changes the shape or the "
+                          "dtype of the hidden states; it must return the shape and dtype of its input.")

@@ -1,8 +1,9 @@
-"""Model FLOPs by Megatron's formula, their fraction of the device's peak (MFU), and what random-LTD saves of them.
+"""Model FLOPs by Megatron's formula, their fraction of the device's peak (MFU), and the savings of
+random-LTD.
 
-Counted are the matrix multiplications of forward and backward (backward costs twice the forward), causal attention at half
-its full matrix, nothing for recomputation: the FLOPs of the *model*, whatever the implementation does. Each layer of a model
-gives its own formula (`models.Layer.flops`).
+Matrix multiplications of forward and backward count (backward costs twice the forward), causal attention with
+half its full matrix, and recomputation not at all: these are the FLOPs of the *model*, not of an
+implementation. Each layer of a model has its own formula (`models.Layer.flops`).
 """
 
 from collections import Counter
@@ -19,17 +20,18 @@ from ..models import MODELS, Layer
 from ..mpu.context import ParallelContext
 from .training_length import planned_steps
 
-# Dense peak of one device, FLOP/s, from the vendors' data sheets; (16-bit, fp32 as torch runs it without TF32).
+# Dense peak of one device, FLOP/s, from the vendors' data sheets: (16-bit, fp32 without TF32).
 DEVICE_PEAKS = {
-    "V100": (125e12, 15.7e12), "A100": (312e12, 19.5e12), "A800": (312e12, 19.5e12), "L40S": (362e12, 91.6e12),
-    "H100 PCIe": (756e12, 51e12), "H100 NVL": (835e12, 60e12), "H100": (989e12, 67e12), "H800": (989e12, 67e12),
-    "H200": (989e12, 67e12), "H20": (148e12, 44e12), "B200": (2250e12, 75e12), "B100": (1750e12, 60e12),
+    "V100": (125e12, 15.7e12), "A100": (312e12, 19.5e12), "A800": (312e12, 19.5e12),
+    "L40S": (362e12, 91.6e12), "H100 PCIe": (756e12, 51e12), "H100 NVL": (835e12, 60e12),
+    "H100": (989e12, 67e12), "H800": (989e12, 67e12), "H200": (989e12, 67e12), "H20": (148e12, 44e12),
+    "B200": (2250e12, 75e12), "B100": (1750e12, 60e12),
 }
 
 
 @cache
 def layers_of(model: ModelConfig) -> tuple[Layer, ...]:
-    """The layers of a model on a single rank, none of them built."""
+    """The layers of a model on a single rank, not built."""
     return tuple(MODELS[model.model](model, ParallelContext()))
 
 
@@ -37,7 +39,7 @@ def model_flops(model: ModelConfig, samples: int, seq_length: int, vocab_size: i
                 kept: int = 0) -> float:
     """FLOPs of one optimizer step over `samples` sequences. vocab_size: rows of the padded vocabulary.
 
-    dropping: so many of the blocks see only `kept` tokens of each sequence
+    dropping: number of blocks that see only `kept` tokens of each sequence
     """
     total = 0.0
     for layer, count in _one_of_each_kind(model):
@@ -51,7 +53,7 @@ def model_flops(model: ModelConfig, samples: int, seq_length: int, vocab_size: i
 
 @cache
 def _one_of_each_kind(model: ModelConfig) -> tuple[tuple[Layer, int], ...]:
-    """(first layer, how many there are) for each kind."""
+    """(first layer, number of layers) for each kind."""
     layers = {layer.kind: layer for layer in reversed(layers_of(model))}
     counts = Counter(layer.kind for layer in layers_of(model))
     return tuple((layers[kind], count) for kind, count in counts.items())
@@ -61,9 +63,9 @@ def _one_of_each_kind(model: ModelConfig) -> tuple[tuple[Layer, int], ...]:
 class TokenDropSavings:
     """What random-LTD saves over a whole run.
 
-    first, last    tokens that a dropping block keeps of a sequence in the first and in the last step
-    layer_tokens   tokens that blocks process over the run
-    token_share, flop_share  of what they are when nothing is dropped
+    first, last              tokens that a dropping block keeps of a sequence in the first and the last step
+    layer_tokens             tokens that blocks process over the run
+    token_share, flop_share  ratio to a run that drops nothing
     """
 
     first: int
@@ -77,15 +79,15 @@ def token_drop_savings(config: RunConfig, drop: TokenDrop) -> TokenDropSavings:
     """Counted step by step, as the batch size and the kept tokens change."""
     model, length, batch_size = config.model, config.model.seq_length, make_batch_size(config)
     vocab = config.padded_vocab_size
-    samples_at: dict[int, int] = {}                                             # kept tokens → samples of such steps
-    samples, steps = 0, planned_steps(config)
+    samples_at = Counter()                                              # kept tokens → samples of such steps
+    samples, steps, dropping = 0, planned_steps(config), len(drop.blocks)
     for step in range(steps):
-        kept, size = drop.kept_at(step, length), batch_size.at(samples)
-        samples_at[kept] = samples_at.get(kept, 0) + size
+        size = batch_size.at(samples)
+        samples_at[drop.kept_at(step, length)] += size
         samples += size
-    whole = len(drop.blocks), length
-    flops = sum(model_flops(model, n, length, vocab, len(drop.blocks), kept) for kept, n in samples_at.items())
-    tokens = sum(n * (len(drop.blocks) * kept + (drop.num_blocks - len(drop.blocks)) * length)
+    whole = dropping, length
+    flops = sum(model_flops(model, n, length, vocab, dropping, kept) for kept, n in samples_at.items())
+    tokens = sum(n * (dropping * kept + (drop.num_blocks - dropping) * length)
                  for kept, n in samples_at.items())
     return TokenDropSavings(drop.kept_at(0, length), drop.kept_at(max(0, steps - 1), length), tokens,
                             tokens / max(1, samples * drop.num_blocks * length),
@@ -93,9 +95,9 @@ def token_drop_savings(config: RunConfig, drop: TokenDrop) -> TokenDropSavings:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Peak FLOP/s of this rank's device by its data sheet; None for a CPU and for a GPU that is not in the table.
+    """Peak FLOP/s of this rank's device by its data sheet; None for a CPU and for a GPU that is not listed.
 
-    No peak is measured: on a busy machine the measurement comes out below what the run itself achieves later.
+    No peak is measured: on a busy machine the measurement is lower than what the run achieves later.
     """
     if device.type != "cuda":
         return None
@@ -109,7 +111,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 def utilization(flops: float, peak: float | None) -> float | None:
     """MFU: model FLOP/s as a fraction of the peak, at most 1.
 
-    None without a peak, and where the fraction exceeds 1: the peak is then another arithmetic's (fp32 weights multiplied in
-    TF32), so the fraction means nothing.
+    None without a peak, and if the fraction exceeds 1: the peak is then that of another arithmetic (fp32
+    weights multiplied in TF32), so the fraction means nothing.
     """
     return flops / peak if peak and flops <= peak else None

@@ -1,26 +1,53 @@
-"""Cost of each kind of layer: the numbers by which the model is cut into stages, and which some schedules read.
+"""Cost of each kind of layer, by which the model is cut into stages and some schedules are planned.
 
     flops       arithmetic, by each layer's own formula; the embedding only looks rows up and costs nothing
-    parameters  how many a layer holds
-    uniform     every decoder block counts one, other layers nothing
-    measured    seconds on this machine (layer_timing.py)
+    parameters  number of parameters of a layer
+    uniform     1 for a decoder block, 0 for other layers
+    measured    seconds on this machine
+
+Measuring: one layer of each kind is built, run forward and backward a few times, and freed; an activation is
+sent through all pipeline ranks. All ranks measure at the same time, as they will compute at the same time,
+and take the mean over all ranks, so that all cut the model alike. A backward is measured twice: if the
+weights need no gradient, it is the input half alone; the difference to a whole backward is the weight half.
+The loss counts as part of the head.
 """
 
+import json
+import logging
+import os
+import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
+from pathlib import Path
 
 import torch
+from torch import nn
 
 from ..config import RunConfig
+from ..data.batch import Batch
 from ..errors import ConfigError
 from ..models import MODELS, Layer
+from ..mpu.agree import on_one_rank
+from ..mpu.channels import Channels
+from ..mpu.collectives import all_gather_object
 from ..mpu.context import ParallelContext
+from ..mpu.group import Group, coordinates_of
+from ..mpu.mesh import Mesh
+from ..tensor_parallel.init import initialize
+from .run_model import blank_batch
+
+logger = logging.getLogger(__name__)
+REPEATS, WARM_UP = 5, 2
+SOURCE = "by times measured here"
 
 
 @dataclass(frozen=True)
 class LayerCost:
-    """Cost of one micro-batch in any one unit: forward, and the two halves of backward as in
-    `pipeline.instruction.StageCosts`."""
+    """Cost of one micro-batch: forward and the two halves of backward, as in `pipeline.instruction.StageCosts`.
+
+    The unit is that of the rule: FLOPs, parameters, layers or seconds.
+    """
 
     forward: float
     input_grad: float
@@ -28,16 +55,17 @@ class LayerCost:
 
     @property
     def total(self) -> float:
+        """Of all three."""
         return self.forward + self.input_grad + self.weight_grad
 
 
 @dataclass(frozen=True)
 class Times:
-    """Times in any one unit, by which schedules are planned and compared, whatever rule the model is cut by.
+    """Times by which schedules are planned and compared, in one unit. Independent of the rule --pipeline-cut.
 
     layers    by kind of layer
     transfer  of an activation between two stages
-    source    where the numbers come from, as text
+    source    of the numbers, as text
     """
 
     layers: Mapping[str, LayerCost]
@@ -46,12 +74,13 @@ class Times:
 
 
 def layer_costs(config: RunConfig, layers: Sequence[Layer]) -> dict[str, LayerCost]:
-    """{kind of layer: its cost} by the rule --pipeline-cut. Raises ConfigError for costs that must be measured."""
+    """{kind of layer: its cost} by the rule --pipeline-cut. Raises ConfigError for "measured"."""
     return COSTS[config.parallel.pipeline_cut](config, _by_kind(layers))
 
 
 def estimated_times(config: RunConfig, layers: Sequence[Layer]) -> Times:
-    """Times without a measurement: FLOPs for layers, 0 for transfers, since a config has no speed of a network."""
+    """Times without a measurement: FLOPs for layers, 0 for transfers, since no speed of a network is known.
+    """
     return Times(_by_flops(config, _by_kind(layers)), 0.0, "estimate: time counted as FLOPs, transfers free")
 
 
@@ -67,7 +96,8 @@ def _by_flops(config: RunConfig, layers: Mapping[str, Layer]) -> dict[str, Layer
         flops = layer.flops(model.seq_length, vocab)
         third, scores = flops.total / 3, flops.scores / 3                      # scores have no weight half
         cost = LayerCost(third, third + scores, third - scores)
-        # All blocks of a run recompute, or the first of each stage, which are not known before the cut.
+        # With recompute_num_layers only the first blocks of each stage recompute; before the cut they are
+        # unknown.
         if layer.is_block and train.recompute_granularity and train.recompute_num_layers is None:
             again = cost.forward if train.recompute_granularity == "full" else scores
             cost = replace(cost, input_grad=cost.input_grad + again)
@@ -86,9 +116,163 @@ def _uniform(config: RunConfig, layers: Mapping[str, Layer]) -> dict[str, LayerC
 
 
 def _not_measured(config: RunConfig, layers: Mapping[str, Layer]) -> dict[str, LayerCost]:
-    raise ConfigError("--pipeline-cut measured uses times that are measured when a run starts, but there are no measured "
-                      "times here. Use --pipeline-cut flops, or give a file of times with --pipeline-costs-path.")
+    raise ConfigError("--pipeline-cut measured uses times that are measured when a run starts, but there are "
+                      "no measured times here. Use --pipeline-cut flops, or give a file of times with "
+                      "--pipeline-costs-path.")
 
 
 COSTS: Mapping[str, Callable[[RunConfig, Mapping[str, Layer]], dict[str, LayerCost]]] = {
     "flops": _by_flops, "parameters": _by_parameters, "uniform": _uniform, "measured": _not_measured}
+
+# ------------------------------------------------------------------ measured times
+def measured_times(config: RunConfig, mesh: Mesh, ctx: ParallelContext) -> Times | None:
+    """In seconds, the same on all ranks; None if --pipeline-cut is not "measured". Collective over the world.
+
+    Read from --pipeline-costs-path if that file has times of such a run; otherwise measured, and written
+    there.
+    """
+    if config.parallel.pipeline_cut != "measured":
+        return None
+    path, run = config.parallel.pipeline_costs_path, _run_key(config, mesh.device)
+    world = mesh.group("world")
+    if path and (found := on_one_rank(world, lambda: read_costs(Path(path), run))):
+        return found
+    mine = time_layers(config, ctx)
+    transfer = time_transfer(config, mesh.group("pp"), ctx)
+    of_all = all_gather_object((transfer, {kind: astuple(cost) for kind, cost in mine.items()}), world)
+    layers = {kind: LayerCost(*map(statistics.fmean, zip(*(rank[kind] for _, rank in of_all))))
+              for kind in mine}
+    agreed = Times(layers, statistics.fmean(seconds for seconds, _ in of_all), SOURCE)
+    if path:
+        on_one_rank(world, lambda: write_costs(Path(path), run, agreed))
+    return agreed
+
+
+def read_costs(path: Path, run: dict) -> Times | None:
+    """The times in a file; None if there is no file or its times are of a run unlike `run`.
+
+    Raises ConfigError for a file that cannot be read.
+    """
+    if not path.exists():
+        return None
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        found, parts = document["of"], LayerCost.__dataclass_fields__
+        layers = {kind: LayerCost(*(float(row[part]) for part in parts))
+                  for kind, row in document["seconds"].items()}
+        times = Times(layers, float(document["transfer_seconds"]), SOURCE)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"--pipeline-costs-path {path} contains no measured times ({type(error).__name__}: "
+                          f"{error}). Remove the file; the next run measures them again.") from None
+    differing = [f"{name} {found.get(name)} there, {value} here"
+                 for name, value in run.items() if found.get(name) != value]
+    if differing:
+        logger.warning("--pipeline-costs-path %s has times of another run (%s); they are measured again",
+                       path, "; ".join(differing))
+    return None if differing else times
+
+
+def write_costs(path: Path, run: dict, times: Times) -> None:
+    """The file appears whole or not at all. run: what `read_costs` compares."""
+    rows = {kind: asdict(cost) for kind, cost in times.layers.items()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f"{path.name}.{os.getpid()}")
+    document = {"of": run, "seconds": rows, "transfer_seconds": times.transfer}
+    beside.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    beside.replace(path)
+
+
+def time_layers(config: RunConfig, ctx: ParallelContext) -> dict[str, LayerCost]:
+    """{kind of layer: seconds of one micro-batch} on this rank. Collective over the tensor-parallel group."""
+    model, tp, device = config.model, ctx.tp, ctx.device
+    architecture = MODELS[model.model]
+    layers = architecture(model, ctx)
+    x = _activation(config, ctx)
+    batch = blank_batch(config, ctx.slice, device)
+    loss = lambda y: architecture.loss(y, batch, tp=tp, vocab_size=model.vocab_size).objective
+    costs = {}
+    first, last = layers[0].kind, layers[-1].kind
+    for kind, layer in {layer.kind: layer for layer in layers}.items():
+        module = layer.make()
+        initialize(list(module.parameters()), config.train.seed, coordinates_of(tp))
+        given = None if kind == first else x
+        costs[kind] = _time_layer(module, given, batch, loss if kind == last else lambda y: y, device)
+        del module
+    return costs
+
+
+def time_transfer(config: RunConfig, pp: Group, ctx: ParallelContext) -> float:
+    """Seconds of a transfer of an activation from a pipeline rank to the next; 0 for a single rank.
+
+    The activation passes through all ranks, one after another, without other transfers. Collective over `pp`.
+    """
+    if pp.size == 1:
+        return 0.0
+    channels, x, device = Channels(pp), _activation(config, ctx), ctx.device
+    behind, ahead = (pp.rank - 1) % pp.size, (pp.rank + 1) % pp.size
+    rounds = []
+    for _ in range(WARM_UP + REPEATS):
+        start = _now(device)
+        if pp.rank == 0:
+            channels.send("act", ahead, x)
+        received = channels.recv("act", behind, tuple(x.shape), x.dtype, device).wait()
+        if pp.rank:
+            channels.send("act", ahead, received)
+        channels.drain()
+        rounds.append(_now(device) - start)
+    return min(rounds[WARM_UP:]) / pp.size
+
+
+def _activation(config: RunConfig, ctx: ParallelContext) -> torch.Tensor:
+    """Hidden states as stages send them: [s(/t), b, h]."""
+    part = ctx.slice
+    shape = part.hidden_shape(part.batch_length(config.model.seq_length), config.train.micro_batch_size,
+                              config.model.hidden_size)
+    return torch.ones(shape, dtype=ctx.dtype, device=ctx.device)
+
+
+def _time_layer(module: nn.Module, x: torch.Tensor | None, batch: Batch, finish: Callable,
+                device: torch.device) -> LayerCost:
+    """x: the input; None for a layer that reads tokens: its backward has no input half."""
+    def run(weights: bool) -> tuple[float, float]:
+        given = None if x is None else x.detach().requires_grad_()
+        for p in module.parameters():
+            p.requires_grad_(weights)
+            p.grad = None
+        start = _now(device)
+        y = finish(module(given, batch))
+        middle = _now(device)
+        if y.requires_grad:
+            y.backward(None if y.dim() == 0 else torch.ones_like(y))
+        return middle - start, _now(device) - middle
+
+    # Alternating, so that a machine whose speed changes treats both alike; the minimum is the undisturbed
+    # time.
+    times = [(run(True), run(False)) for _ in range(WARM_UP + REPEATS)][WARM_UP:]
+    forward = min(whole[0] for whole, _ in times)
+    both = min(whole[1] for whole, _ in times)
+    inputs = 0.0 if x is None else min(half[1] for _, half in times)
+    return LayerCost(forward, min(inputs, both), max(both - inputs, 0.0))
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _run_key(config: RunConfig, device: torch.device) -> dict:
+    """The settings and the device on which the times depend."""
+    m, train, parallel = config.model, config.train, config.parallel
+    chip = f"cpu, {torch.get_num_threads()} threads"
+    if device.type == "cuda":
+        chip = torch.cuda.get_device_name(device)
+    return {"hidden_size": m.hidden_size, "ffn_size": m.ffn_size, "heads": m.num_attention_heads,
+            "groups": m.query_groups, "head_dim": m.head_dim, "activation": m.activation,
+            "normalization": m.normalization, "seq_length": m.seq_length,
+            "vocab_size": config.padded_vocab_size, "model": m.model,
+            "dropout": [m.hidden_dropout, m.attention_dropout], "micro_batch_size": train.micro_batch_size,
+            "recompute": train.recompute_granularity, "tensor_parallel": parallel.tensor_model_parallel_size,
+            "pipeline_parallel": parallel.pipeline_model_parallel_size,
+            "sequence_parallel": parallel.sequence_parallel, "dtype": config.optimizer.params_dtype,
+            "device": chip}

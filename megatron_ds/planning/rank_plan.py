@@ -1,7 +1,8 @@
-"""What one rank holds, keeps and sends in a step, as integers, from the config and modules without memory.
+"""`RankPlan`: the bytes that one rank holds and sends in a step, from the configuration and modules without
+memory.
 
-The same functions that lay out the state of a real run (`zero.set_plan`), predict its bytes (`zero.prediction`) and
-what a micro-batch keeps (`activations`) are asked here, for any rank of any world.
+The same functions compute the layout of the state (`zero.set_plan`) and its bytes (`zero.prediction`) in a
+real run; here they are called for any rank of a world of any size. Activations come from `fake_stages`.
 """
 
 from collections.abc import Sequence
@@ -43,31 +44,43 @@ from .run_plan import moments_of
 
 
 def report_bytes(num_names: int) -> int:
-    """Bytes of the all-reduce of a step's metrics with that many names in the ledgers of all ranks: four numbers in fp64,
-    and two for each name (`training.step_metrics`)."""
+    """Bytes of the all-reduce of a step's metrics: four numbers in fp64, and two for each name in the
+    ledgers.
+
+    `training.step_metrics` has the format.
+    """
     return 8 * (4 + 2 * num_names)
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank stands, as far as it matters for what it holds."""
+    """The position of a rank: what decides which part of the state it holds.
+
+    at       axis → coordinate
+    groups   data-parallel groups, without transports
+    world    size
+    metrics  number of names in the ledgers of all stages
+    """
 
     rank: int
     at: dict[str, int]
     groups: DataGroups
     world: int
-    metrics: int            # names in the report of a step
+    metrics: int
 
 
 @dataclass(frozen=True)
 class RankPlan:
     """Bytes of one rank.
 
-    parameters  elements, of this rank's modules
-    state       weights, gradients, masters and moments;  away: of it, by place, what is not on the device
-    buffers     gradients that fill up or travel, layers that are whole for a while, hidden states on their way
-    kept        activations that micro-batches keep, at the worst moment;  kept_each: by one of them, of all stages here
-    at_work     what the layer at work needs beside them, roughly
+    parameters  elements of this rank's modules
+    state       weights, gradients, masters and moments
+    away        the part of `state` that is not on the device, by place
+    buffers     gradients that accumulate or are sent, gathered layers, hidden states that are sent or
+                received
+    kept        activations that micro-batches keep, at the maximum
+    kept_each   activations that one micro-batch keeps on all stages of the rank
+    at_work     estimate of what the running layer needs in addition
     """
 
     rank: int
@@ -83,12 +96,12 @@ class RankPlan:
 
     @property
     def peak(self) -> int:
-        """On the device."""
+        """Estimate of the maximum on the device."""
         return self.state.total - sum(self.away.values()) + self.buffers + self.kept + self.at_work
 
 
 def place_of(config: RunConfig, grid: Grid, rank: int, placement: Sequence[int], metrics: int) -> Place:
-    """placement: stage → pipeline rank. metrics: number of names in the ledgers of all stages."""
+    """placement: stage → pipeline rank. metrics: as of `Place`."""
     at, inner_size = grid.coordinates(rank), config.zero.zero_hpz_partition_size
     size, data_rank = grid.size("dp", "cp"), grid.group_of(rank, "dp", "cp").index(rank)
     data, inner, outer = fake_group("dp-cp", size, data_rank), None, None
@@ -100,12 +113,14 @@ def place_of(config: RunConfig, grid: Grid, rank: int, placement: Sequence[int],
     ends = {placement[0], placement[-1]}
     holders = len(ends) if at["pp"] in ends else 1
     groups = DataGroups({DATA_AXES: data, EXPERT_DATA_AXES: experts}, fake_group("tp", grid.tp, at["tp"]),
-                        fake_group("tp-pp", grid.size("tp", "pp"), 0), fake_group("embd", holders, 0), inner, outer)
+                        fake_group("tp-pp", grid.size("tp", "pp"), 0), fake_group("embd", holders, 0),
+                        inner, outer)
     return Place(rank, at, groups, grid.world_size, metrics)
 
 
-def plan_rank(config: RunConfig, place: Place, stages: Sequence[FakeStage], program: Program, microbatches: int) -> RankPlan:
-    """stages: of this rank. program: its own, lowered, for so many micro-batches."""
+def plan_rank(config: RunConfig, place: Place, stages: Sequence[FakeStage], program: Program,
+              microbatches: int) -> RankPlan:
+    """stages: of this rank. program: of this rank for `microbatches`, with transfers and collectives."""
     parameters = list(dict.fromkeys(p for stage in stages for p in stage.parameters))
     settings, groups = ZeroSettings.from_config(config), place.groups
     plans = plan_state(settings, place, stages, parameters)
@@ -120,12 +135,13 @@ def plan_rank(config: RunConfig, place: Place, stages: Sequence[FakeStage], prog
         traffic.add_all(stage.run.traffic, microbatches)
     _add_sends(traffic, config, program)
     kept = {stage.index: stage.run.kept for stage in stages}
-    buffers = whole * dtype.itemsize + _gradient_buffers(config, settings, plans, data.size) + _messages(config, program)
-    return RankPlan(place.rank, tuple(kept), sum(p.numel() for p in parameters),
-                    predict_sets(plans, groups.rank_by_axes, sizes),
-                    {where: count for where, count in places.items() if where != "device"}, buffers,
-                    most_kept(program, kept), sum(kept.values()),
-                    max(stage.run.at_work for stage in stages), traffic)
+    buffers = (whole * dtype.itemsize + _gradient_buffers(config, settings, plans, data.size)
+               + _messages(config, program))
+    return RankPlan(
+        place.rank, tuple(kept), sum(p.numel() for p in parameters),
+        predict_sets(plans, groups.rank_by_axes, sizes),
+        {where: count for where, count in places.items() if where != "device"}, buffers,
+        most_kept(program, kept), sum(kept.values()), max(stage.run.at_work for stage in stages), traffic)
 
 
 def plan_state(settings: ZeroSettings, place: Place, stages: Sequence[FakeStage],
@@ -137,26 +153,27 @@ def plan_state(settings: ZeroSettings, place: Place, stages: Sequence[FakeStage]
 
 @cache
 def _state_tensors(optimizer: MakeOptimizer) -> int:
-    """fp32 tensors that an optimizer keeps for each weight, measured on a small one."""
+    """Number of fp32 tensors that an optimizer keeps for each weight, counted on a small weight."""
     spec = ParamSpec("w", (8, 8), Init("zeros"))
     leaf = make_leaf(spec, SlotPiece(0, 0, 64, 0, 0, 64), torch.zeros(64), torch.zeros(64), shape=spec.shape)
     group = ParamGroup("all", lambda spec: True, optimizer)
-    norms = ParameterNorms([NormEntry(spec, DATA_AXES, False, False)], DataGroups({DATA_AXES: solo()}), torch.device("cpu"))
+    norms = ParameterNorms([NormEntry(spec, DATA_AXES, False, False)], DataGroups({DATA_AXES: solo()}),
+                           torch.device("cpu"))
     return len(list(ShardOptimizer([group], [leaf], norms).state_of(leaf)))
 
 
 def _gathers(config: RunConfig, plans: Sequence[SetPlan], stages: Sequence[FakeStage],
              parameters: Sequence[nn.Parameter], program: Program) -> tuple[list[list[int]], int]:
-    """(for each plan, how often each of its units is gathered; the most elements that are whole at a time)."""
+    """(gathers of each unit of each plan in a step, maximum of gathered elements at a time)."""
     units = [[CountedUnit(_numel(plan, i)) for i in range(len(plan.units))] for plan in plans]
-    of = units_by_parameter((plan, [parameters[member] for member in plan.members], its_units)
-                            for plan, its_units in zip(plans, units))
-    if not of:
+    by_parameter = units_by_parameter((plan, [parameters[member] for member in plan.members], its_units)
+                                      for plan, its_units in zip(plans, units))
+    if not by_parameter:
         return units, 0
     use = ParameterUse.of_stages({stage.index: stage.modules for stage in stages})
     prefetch = config.zero.prefetch_bucket_size
-    counts, whole = count_gathers({stage: gathering_over(use, stage, of, prefetch) for stage in use.layers},
-                                  moments_of(program))
+    gatherings = {stage: gathering_over(use, stage, by_parameter, prefetch) for stage in use.layers}
+    counts, whole = count_gathers(gatherings, moments_of(program))
     return [[counts[unit] for unit in its_units] for its_units in units], whole
 
 
@@ -166,16 +183,21 @@ def _numel(plan: SetPlan, unit: int) -> int:
 
 
 def _state_traffic(config: RunConfig, settings: ZeroSettings, place: Place, plans: Sequence[SetPlan],
-                   parameters: Sequence[nn.Parameter], gathers: Sequence[Sequence[int]], microbatches: int) -> Traffic:
-    """Of gradients, weights, tied and partial gradients, the norm and the report."""
+                   parameters: Sequence[nn.Parameter], gathers: Sequence[Sequence[int]],
+                   microbatches: int) -> Traffic:
+    """Traffic of gradients and weights, of tied and partial gradients, of the norm and of the metrics."""
+    # Reduction of gradients, gathering of weights.
     zero, groups, gradient = config.zero, place.groups, settings.grad_dtype.itemsize
     ranks = [groups.ranks_of(plan.reduced_over) for plan in plans]
     traffic = predict_traffic(plans, ranks, gathers, settings.make_exchange(torch.device("cpu")),
                               microbatches=microbatches,
                               reduce_each=zero.stage >= 2 and zero.zero_accumulate == "sharded",
                               parameter_bytes=DTYPES[config.optimizer.params_dtype].itemsize)
+    # Gradients that are partial sums over tensor-parallel ranks, and those of tied weights.
     for plan, where in zip(plans, ranks):
-        pieces = plan.layout.slot_intersections(where.shard) if plan.policy.optimizer else plan.layout.whole_slots()
+        pieces = plan.layout.whole_slots()
+        if plan.policy.optimizer:
+            pieces = plan.layout.slot_intersections(where.shard)
         member = lambda slot, plan=plan: parameters[plan.members[slot]]
         partial = sum(piece.padded_numel for piece in pieces if "tp" in member(piece.slot).spec.partial_over)
         if partial and groups.tp.size > 1:
@@ -187,7 +209,9 @@ def _state_traffic(config: RunConfig, settings: ZeroSettings, place: Place, plan
                     piece = plan.layout.shard_pieces(where.shard)[slot.bucket]
                     numel = piece.stop - piece.start
                 traffic.add("all_reduce", "embd", groups.tied.size, numel * gradient)
-    for axes, size, num_bytes in (("dp-cp", groups.data.size, DATA_BYTES), ("tp-pp", groups.model.size, MODEL_BYTES),
+    # The norm in two parts, and the metrics.
+    for axes, size, num_bytes in (("dp-cp", groups.data.size, DATA_BYTES),
+                                  ("tp-pp", groups.model.size, MODEL_BYTES),
                                   ("tp-cp-dp-pp", place.world, report_bytes(place.metrics))):
         if size > 1:
             traffic.add("all_reduce", axes, size, num_bytes)
@@ -201,18 +225,22 @@ def _hidden_bytes(config: RunConfig) -> int:
 def _add_sends(traffic: Traffic, config: RunConfig, program: Program) -> None:
     count = sum(i.op in (Op.SEND_ACT, Op.SEND_GRAD) for i in program)
     if count:
-        traffic.add("send", "pp", config.parallel.pipeline_model_parallel_size, count * _hidden_bytes(config), count)
+        traffic.add("send", "pp", config.parallel.pipeline_model_parallel_size, count * _hidden_bytes(config),
+                    count)
 
 
 def _messages(config: RunConfig, program: Program) -> int:
-    """Bytes of receives that are posted, and of a message each way that has not left yet."""
+    """Bytes of posted receives, and of one pending send in each direction."""
     sends = {i.op for i in program} & {Op.SEND_ACT, Op.SEND_GRAD}
-    receives = Simulation((program,), (), ()).peak_receives[0] if any(i.op in RECEIVES for i in program) else 0
+    receives = 0
+    if any(i.op in RECEIVES for i in program):
+        receives = Simulation((program,), (), ()).peak_receives[0]
     return (receives + len(sends)) * _hidden_bytes(config)
 
 
-def _gradient_buffers(config: RunConfig, settings: ZeroSettings, plans: Sequence[SetPlan], data_size: int) -> int:
-    """Bytes of whole buckets in which gradients fill up, where only shards are kept; and of those of the exchange."""
+def _gradient_buffers(config: RunConfig, settings: ZeroSettings, plans: Sequence[SetPlan],
+                      data_size: int) -> int:
+    """Bytes of the buckets in which gradients accumulate, if only shards are kept, and of the exchange."""
     lengths = lambda plan: ([_numel(plan, unit) for unit in range(len(plan.units))] if plan.units else
                             [bucket.stop - bucket.start for bucket in plan.layout.buckets])
     filling = [length for plan in plans if plan.policy.gradient for length in lengths(plan)]

@@ -1,4 +1,5 @@
-"""The model of a run, from its configuration: context, layers not yet built, loss, dtypes, sizes of messages and buckets."""
+"""The model of a run, from its configuration: context, layers not yet built, loss, dtypes and message shapes.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,21 +16,22 @@ from ..mpu.group import Group
 from ..mpu.mesh import Mesh
 from .training_length import planned_steps
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}     # by their names in the config
+# By their names in the configuration.
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def parallel_context(config: RunConfig, mesh: Mesh) -> ParallelContext:
     """What the layers of a run need beside the sizes of the model."""
-    train = config.train
-    return ParallelContext(mesh, config.parallel.sequence_parallel, Precision(DTYPES[config.optimizer.params_dtype]),
-                           mesh.device, train.seed, Recompute(train.recompute_granularity, train.recompute_num_layers))
+    train, precision = config.train, Precision(DTYPES[config.optimizer.params_dtype])
+    return ParallelContext(mesh, config.parallel.sequence_parallel, precision, mesh.device, train.seed,
+                           Recompute(train.recompute_granularity, train.recompute_num_layers))
 
 
 def describe_layers(config: RunConfig, mesh: Mesh, device: torch.device | None = None) -> list[Layer]:
-    """The model as a list of named layers, none of them built yet.
+    """The model as a list of named layers, not built.
 
-    device  of the parameters; None: the mesh's, and with parameters in shards (ZeRO 3) the meta device, so that no rank
-            ever holds a whole layer
+    device  of the parameters. None: the mesh's device; with ZeRO 3 the meta device, because a rank holds
+            shards only and must never hold a whole layer
     """
     ctx, drop = parallel_context(config, mesh), make_token_drop(config)
     ctx = replace(ctx, device=device or (torch.device("meta") if config.zero.stage == 3 else mesh.device))
@@ -38,7 +40,7 @@ def describe_layers(config: RunConfig, mesh: Mesh, device: torch.device | None =
 
 
 def sequence_slice(config: RunConfig) -> SequenceSlice:
-    """The first rank's, for plans: that of any other has the same lengths."""
+    """Of the first rank, for plans: the slices of all ranks have the same length."""
     p = config.parallel
     return SequenceSlice.of(tp=(0, p.tensor_model_parallel_size), sequence_parallel=p.sequence_parallel,
                             cp=(0, p.context_parallel_size))
@@ -51,10 +53,21 @@ def boundary_shape(config: RunConfig) -> tuple[int, int, int]:
                              config.model.hidden_size)
 
 
-def blank_batch(config: RunConfig, part: SequenceSlice, device: torch.device | str, step: int | None = None) -> Batch:
-    """A full micro-batch with values of no meaning, for plans and timings. step: drop the tokens that this step drops."""
-    batch = MODELS[config.model.model].data.blank(config.train.micro_batch_size, config.model.seq_length, device)
+def blank_batch(config: RunConfig, part: SequenceSlice, device: torch.device | str,
+                step: int | None = None) -> Batch:
+    """A full micro-batch without meaningful values, for plans and timings. step: of token dropping, if any.
+    """
+    data = MODELS[config.model.model].data
+    batch = data.blank(config.train.micro_batch_size, config.model.seq_length, device)
     return batch.keeping(None if step is None else make_token_drop(config), step).cut(part)
+
+
+def planned_batch(config: RunConfig, device: torch.device) -> Batch:
+    """The micro-batch of plans: of the first rank, in the last step."""
+    batch = blank_batch(config, sequence_slice(config), device, last_step(config))
+    if config.data.reset_attention_mask or config.data.pack_documents:
+        return replace(batch, document_ids=torch.zeros_like(batch.tokens))
+    return batch
 
 
 def last_step(config: RunConfig) -> int:
@@ -63,6 +76,7 @@ def last_step(config: RunConfig) -> int:
 
 
 def loss_function(config: RunConfig, tp: Group) -> Callable:
-    """loss(what the last layer returns, batch) -> `models.losses.Loss`. Collective over tp."""
+    """The model's loss: (output of the last layer, batch) → `models.Loss`. Calls are collective over tp."""
     return partial(MODELS[config.model.model].loss, tp=tp, vocab_size=config.model.vocab_size,
-                   label_smoothing=config.train.label_smoothing, per_token=config.train.calculate_per_token_loss)
+                   label_smoothing=config.train.label_smoothing,
+                   per_token=config.train.calculate_per_token_loss)

@@ -1,6 +1,7 @@
-"""What follows from the config alone, before any tensor exists: the cut into stages, where they live, who does what when.
+"""`RunPlan` and the schedule: the layers of each stage, the rank of each stage, the program of each rank.
 
-Pure: the same on every rank and in a process of its own. `build.py` makes the objects that carry it out.
+Pure functions of the configuration, the same on every rank. `training.build` makes the objects that execute
+the plan.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,13 +23,14 @@ from ..zero.settings import ZeroSettings
 from .layer_costs import LayerCost, Times, estimated_times, layer_costs
 
 # Option of a schedule's function → the field of the config that gives it.
-SCHEDULE_OPTIONS = {"memory_limit": "pipeline_memory_limit", "group_size": "microbatch_group_size_per_virtual_pipeline_stage"}
+SCHEDULE_OPTIONS = {"memory_limit": "pipeline_memory_limit",
+                    "group_size": "microbatch_group_size_per_virtual_pipeline_stage"}
 MOMENTS = {Op.GATHER: KEEP, Op.F: "forward", Op.B: "backward", Op.I: "backward", Op.RELEASE: RELEASE}
 
 
 @dataclass(frozen=True)
 class PipelineShape:
-    """Which schedule, over how many ranks, with how many chunks of the model on each."""
+    """The schedule, the number of pipeline ranks, and the number of stages (chunks) on each rank."""
 
     schedule: str
     size: int
@@ -36,6 +38,7 @@ class PipelineShape:
 
     @property
     def num_stages(self) -> int:
+        """Of the whole model."""
         return self.size * self.chunks
 
     @cached_property
@@ -44,18 +47,19 @@ class PipelineShape:
         return placement(self.schedule, self.size, self.chunks)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Global numbers of the stages on a pipeline rank."""
         return stages_of(rank, self.placement)
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """How the model is cut.
+    """How the model is cut into stages.
 
-    layers       of the whole model, in order, none of them built
+    layers       of the whole model, in order, not built
     bounds       stage i holds layers [bounds[i], bounds[i + 1])
-    layer_costs  by which the cut was made
+    layer_costs  by the rule --pipeline-cut, in order
     shape        of the pipeline
-    times        of layers and transfers
+    times        of layers and transfers, for schedules
     """
 
     layers: tuple[Layer, ...]
@@ -65,21 +69,25 @@ class RunPlan:
     times: Times
 
     def stage_layers(self, stage: int) -> tuple[Layer, ...]:
+        """The layers of a stage, in order."""
         return self.layers[self.bounds[stage]:self.bounds[stage + 1]]
 
     def stage_names(self, stage: int) -> tuple[str, ...]:
+        """Global names of a stage's layers."""
         return tuple(layer.name for layer in self.stage_layers(stage))
 
     @property
     def costs(self) -> tuple[float, ...]:
+        """Total cost of each layer."""
         return tuple(cost.total for cost in self.layer_costs)
 
     def stage_cost_shares(self) -> tuple[float, ...]:
+        """Each stage's share of the cost of the model."""
         total = sum(self.costs) or 1.0
         return tuple(sum(self.costs[a:b]) / total for a, b in zip(self.bounds, self.bounds[1:]))
 
     def stage_costs(self) -> StageCosts:
-        """What schedules are planned and judged by: times, in parts of the mean forward of a stage."""
+        """Times for planning and comparing schedules, in units of the mean forward of a stage."""
         stages = [[self.times.layers[layer.kind] for layer in self.stage_layers(stage)]
                   for stage in range(self.shape.num_stages)]
         unit = sum(cost.forward for stage in stages for cost in stage) / len(stages) or 1.0
@@ -88,19 +96,19 @@ class RunPlan:
 
 
 def pipeline_shape(config: RunConfig) -> PipelineShape:
-    """Several chunks without the name of a schedule mean interleaved 1F1B, as in Megatron. Raises ConfigError."""
+    """Several chunks without a named schedule mean interleaved 1F1B, as in Megatron. Raises ConfigError."""
     p, chunks = config.parallel.pipeline_model_parallel_size, config.pipeline_chunks
     if chunks is None and config.parallel.pipeline_layout:
         chunks = max(1, count_stages(config.parallel.pipeline_layout) // p)
-    said = config.parallel.pipeline_schedule
-    name = SCHEDULES.name_of(said) if said else "interleaved" if chunks and chunks > 1 else "1f1b"
+    given = config.parallel.pipeline_schedule
+    name = SCHEDULES.name_of(given) if given else "interleaved" if chunks and chunks > 1 else "1f1b"
     return PipelineShape(name, p, chunks or (2 if name == "interleaved" else SCHEDULES[name].default_chunks))
 
 
 def plan_run(config: RunConfig, layers: Sequence[Layer], measured: Times | None = None) -> RunPlan:
-    """Cut the model into pipeline stages: as the user says, else so that the costliest stage is cheapest.
+    """Cut the model into stages: by --pipeline-layout, or so that the costliest stage costs the least.
 
-    measured: must be given where --pipeline-cut is "measured"
+    measured: required with --pipeline-cut measured
     """
     shape = pipeline_shape(config)
     found = measured.layers if measured else layer_costs(config, layers)
@@ -115,70 +123,81 @@ def _cut(config: RunConfig, layers: Sequence[Layer], costs: Sequence[float], sta
     return partition(costs, stages)
 
 
-def plan_schedule(config: RunConfig, num_microbatches: int, pinned: bool = False,
+def plan_schedule(config: RunConfig, num_microbatches: int, keep_gathered: bool = False,
                   costs: StageCosts | None = None) -> Schedule:
     """The programs of all pipeline ranks for one step of `num_microbatches`.
 
-    pinned: stages are gathered once (ZeRO 3).  costs: of the stages, for schedules that look at them
+    keep_gathered: stages are gathered once a step (ZeRO 3). costs: of the stages, for schedules that need
+    them
     """
     shape, zero = pipeline_shape(config), config.zero
     schedule = order(config, shape, num_microbatches, costs)
     ends = (0, shape.num_stages - 1)
-    apart = shape.placement[ends[0]] != shape.placement[ends[1]]        # on one rank they share the parameter itself
-    tied = ends if apart and not config.model.untie_embeddings_and_output_weights else ()
-    return passes.lower(schedule, shape.num_stages, tied=tied, gather=pinned,
+    # On one rank, embedding and head share the parameter itself.
+    on_two_ranks = shape.placement[ends[0]] != shape.placement[ends[1]]
+    tied = ends if on_two_ranks and not config.model.untie_embeddings_and_output_weights else ()
+    return passes.lower(schedule, shape.num_stages, tied=tied, gather=keep_gathered,
                         reduce_each=zero.stage >= 2 and zero.zero_accumulate == "sharded")
 
 
-def order(config: RunConfig, shape: PipelineShape, num_microbatches: int, costs: StageCosts | None = None) -> Schedule:
-    """F, B, I and W as the registered function orders them."""
-    known = {"costs": costs} | {name: getattr(config.parallel, field) for name, field in SCHEDULE_OPTIONS.items()}
+def order(config: RunConfig, shape: PipelineShape, num_microbatches: int,
+          costs: StageCosts | None = None) -> Schedule:
+    """F, B, I and W of all ranks in the order of the schedule, without transfers."""
+    known = _schedule_options(config) | {"costs": costs}
     given = {name: known[name] for name in SCHEDULES[shape.schedule].options if known[name] is not None}
     return SCHEDULES[shape.schedule](shape.size, num_microbatches, shape.chunks, **given)
 
 
+def _schedule_options(config: RunConfig) -> dict[str, object]:
+    return {name: getattr(config.parallel, field) for name, field in SCHEDULE_OPTIONS.items()}
+
+
 def microbatches_of(config: RunConfig) -> int:
-    """Of a full batch, on each data-parallel rank."""
-    return max(1, config.train.global_batch_size // config.data_parallel_size // config.train.micro_batch_size)
+    """Micro-batches of a full batch on each data-parallel rank."""
+    train = config.train
+    return max(1, train.global_batch_size // config.data_parallel_size // train.micro_batch_size)
 
 
 def moments_of(program: Program) -> Iterable[tuple[str, int]]:
-    """When which stage's weights are needed: what `zero.prediction.count_gathers` wants to know of a program."""
+    """(moment, stage) whenever a stage's weights are needed or released, for `zero.prediction.count_gathers`.
+    """
     return [(MOMENTS[i.op], i.stage) for i in program if i.op in MOMENTS]
 
 
-# ---------------------------------------------------------------------------------------------------- rules for `parse`
+# ------------------------------------------------------------------ rules for `parse`
 def schedule_problems(config: RunConfig) -> list[str]:
-    """Why the schedule cannot serve the run's numbers of chunks and micro-batches, or would not look at an option."""
+    """Numbers of chunks and micro-batches that the schedule cannot run, and options that it does not have."""
     try:
         shape = pipeline_shape(config)
-        for num_microbatches in {microbatches_of(config), config.microbatches(make_batch_size(config).smallest)}:
+        smallest = config.microbatches(make_batch_size(config).smallest)
+        for num_microbatches in {microbatches_of(config), smallest}:
             SCHEDULES[shape.schedule].check(shape.size, num_microbatches, shape.chunks)
-        order(config, shape, num_microbatches=1)                            # an option may be out of its range
+        order(config, shape, num_microbatches=1)                        # raises if an option is out of range
     except MegatronDSError as error:
         return [str(error)]
-    given = {name: getattr(config.parallel, field) for name, field in SCHEDULE_OPTIONS.items()}
+    given = _schedule_options(config)
     return [f"--{SCHEDULE_OPTIONS[name].replace('_', '-')} {value} is for --pipeline-schedule "
-            f"{' or '.join(other for other in SCHEDULES if name in SCHEDULES[other].options)}; {shape.schedule} has no use "
-            "for it. Remove it, or use that."
-            for name, value in given.items() if value is not None and name not in SCHEDULES[shape.schedule].options]
+            f"{' or '.join(other for other in SCHEDULES if name in SCHEDULES[other].options)}; "
+            f"{shape.schedule} has no use for it. Remove it, or use that."
+            for name, value in given.items()
+            if value is not None and name not in SCHEDULES[shape.schedule].options]
 
 
 def cut_problems(config: RunConfig) -> list[str]:
-    """Why the model cannot be cut as the config says, before there is any process group."""
+    """Why the model cannot be cut as configured; found before process groups are created."""
     layers = MODELS[config.model.model](config.model, ParallelContext())
     try:
         shape = pipeline_shape(config)
-        _cut(config, layers, [1.0] * len(layers), shape.num_stages)     # costs are not known yet
+        _cut(config, layers, [1.0] * len(layers), shape.num_stages)     # any costs: is there a cut at all?
     except MegatronDSError as error:
         return [str(error)]
     return []
 
 
 def optimizer_problems(config: RunConfig) -> list[str]:
-    """Why the optimizer cannot update the state that a rank would hold."""
+    """Why the optimizer cannot update the state that a rank holds under these settings."""
     if config.optimizer.optimizer not in OPTIMIZERS:
-        return []           # the check of names reports it
+        return []           # the check of names reports an unknown one
     try:
         ZeroSettings.from_config(config)
     except ConfigError as error:

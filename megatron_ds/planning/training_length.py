@@ -1,7 +1,8 @@
-"""`TrainingLength`: when a run ends, and how many steps and samples that takes.
+"""`TrainingLength`: when a run ends, and its number of steps and samples.
 
-A length in samples leaves out the last samples if they are fewer than a batch, as in Megatron. A length in tokens ends with
-the step that reaches it, as in Megatron-DeepSpeed; beside it a length in iterations or samples is an upper bound.
+A length in samples leaves out the last samples if they are fewer than a batch, as in Megatron. A length in
+tokens ends with the step that reaches it, as in Megatron-DeepSpeed; beside it a length in iterations or
+samples is an upper bound.
 """
 
 import math
@@ -19,8 +20,9 @@ START = Progress()
 
 @dataclass(frozen=True)
 class TrainingLength:
-    """iters, samples, tokens: the limits, None where there is none.
+    """iters, samples, tokens: the limits; None for no limit.
 
+    count        tokens of the progress that the limit counts
     tokens_at    step, from 0 → tokens of one of its samples, times `num_layers`
     is_settled   whether tokens_at is the same at a step and at all later ones
     """
@@ -35,16 +37,18 @@ class TrainingLength:
     is_settled: Callable[[int], bool]
 
     def is_reached(self, progress: Progress) -> bool:
+        """Whether the run ends at `progress`: a limit is reached, or the next batch would exceed `samples`.
+        """
         return (self.iters is not None and progress.step >= self.iters
                 or self.samples is not None and progress.samples + self.batch_size(progress) > self.samples
                 or self.tokens is not None and self.count(progress) >= self.tokens)
 
     def steps_after(self, progress: Progress = START) -> int:
-        """Steps from there to the end."""
+        """Steps from `progress` to the end."""
         return self._rest(progress)[0]
 
     def samples_after(self, progress: Progress = START) -> int:
-        """Samples of those steps."""
+        """Samples from `progress` to the end."""
         return self._rest(progress)[1]
 
     def _rest(self, progress: Progress) -> tuple[int, int]:
@@ -60,7 +64,10 @@ class TrainingLength:
         return self._walk(progress, most, left)
 
     def _walk(self, progress: Progress, most: float, left: float) -> tuple[int, int]:
-        """Take steps until there are `most`, or until no tokens are `left`; many at a time where they are alike."""
+        """(steps, samples) until there are `most` steps or no tokens are `left`.
+
+        Steps with the same batch size and length are counted together.
+        """
         steps, n = 0, progress.samples
         while steps < most and left > 0:
             size, step = self.batch_size.at(n), progress.step + steps
@@ -77,7 +84,7 @@ def _steps_within(samples: float, size: int) -> float:
 
 
 def make_length(config: RunConfig, batch_size: BatchSize | None = None) -> TrainingLength:
-    """The length that a config describes. batch_size: by default `make_batch_size(config)`."""
+    """The length that a configuration describes. batch_size: by default `make_batch_size(config)`."""
     model, train, drop, full = config.model, config.train, make_token_drop(config), config.model.seq_length
     difficulty = length_difficulty(config.curriculum, full) if config.curriculum.curriculum_type else None
     folds = config.curriculum.curriculum_type == RESHAPE
@@ -88,13 +95,15 @@ def make_length(config: RunConfig, batch_size: BatchSize | None = None) -> Train
         return rows * (drop.layer_tokens(step, length) if drop else model.num_layers * length)
 
     def is_settled(step: int) -> bool:
-        return (difficulty is None or not isinstance(difficulty, Custom) and difficulty.at(step + 1) == difficulty.maximum) \
-            and (drop is None or drop.kept_at(step) == drop.kept.maximum)
+        if drop is not None and drop.kept_at(step) != drop.kept.maximum:
+            return False
+        return difficulty is None or (not isinstance(difficulty, Custom)
+                                      and difficulty.at(step + 1) == difficulty.maximum)
 
-    return TrainingLength(batch_size or make_batch_size(config), train.train_iters, train.train_samples, train.train_tokens,
-                          token_count(config), model.num_layers, tokens_at, is_settled)
+    return TrainingLength(batch_size or make_batch_size(config), train.train_iters, train.train_samples,
+                          train.train_tokens, token_count(config), model.num_layers, tokens_at, is_settled)
 
 
 def planned_steps(config: RunConfig, batch_size: BatchSize | None = None) -> int:
-    """Optimizer steps of the whole training; 0 where it is only evaluated."""
+    """Optimizer steps of the whole training; 0 for a run that only evaluates."""
     return make_length(config, batch_size).steps_after()

@@ -1,8 +1,4 @@
-"""`WorldPlan`: what follows from a config for all its ranks; what `--dry-run` shows.
-
-A launch would meet the same errors: the rules over the configuration are checked before (`config.parse`), the cut and the
-schedule here, and the layers when they are built and run on the meta device.
-"""
+"""`WorldPlan`: what follows from a configuration for all its ranks, as `--dry-run` shows it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,12 +22,12 @@ from .run_plan import RunPlan, microbatches_of, plan_run, plan_schedule
 
 @dataclass(frozen=True)
 class WorldPlan:
-    """What follows from a config for all its ranks.
+    """What follows from a configuration for all its ranks.
 
-    rank      the one that was asked for
-    device    kind of devices that activations are counted for
-    schedule  lowered, for a full batch
-    costs     of the stages, as `run` has them
+    rank      the planned rank (--rank)
+    device    kind of the devices for which activations are counted: "cpu" or "cuda"
+    costs     of the stages
+    schedule  for a full batch, with transfers and collectives
     stages    of the whole model, as the tensor-parallel rank of `rank` holds them
     """
 
@@ -42,7 +38,6 @@ class WorldPlan:
     run: RunPlan
     costs: StageCosts
     microbatches: int
-    pinned: bool
     schedule: Schedule
     stages: tuple[FakeStage, ...]
 
@@ -52,16 +47,19 @@ class WorldPlan:
         return tuple(tuple(i for i in program if i.op in COMPUTE) for program in self.schedule)
 
     def stages_of(self, pp_rank: int) -> list[FakeStage]:
+        """The stages of a pipeline rank."""
         return [self.stages[index] for index in self.run.shape.stages_of(pp_rank)]
 
     def rank_plan(self, rank: int) -> RankPlan:
+        """Memory and traffic of any rank."""
         place = place_of(self.config, self.grid, rank, self.run.shape.placement, len(self.metrics))
         pp = place.at["pp"]
         return plan_rank(self.config, place, self.stages_of(pp), self.schedule[pp], self.microbatches)
 
     @cached_property
     def pipeline_ranks(self) -> tuple[RankPlan, ...]:
-        """One rank of each pipeline position: the first, whose shards are never smaller than the others'."""
+        """The first rank of each pipeline position: its shards are at least as large as those of the others.
+        """
         return tuple(self.rank_plan(self.grid.rank_of(pp=pp)) for pp in range(self.grid.pp))
 
     @cached_property
@@ -76,62 +74,70 @@ class WorldPlan:
 
     @property
     def busiest(self) -> RankPlan:
-        """The rank that sends the most, if every collective is a ring."""
+        """The rank that sends the most bytes, if every collective is a ring."""
         return max(self.pipeline_ranks, key=wire_bytes)
 
     @cached_property
     def simulation(self) -> Simulation:
-        """With time in FLOPs, transfers free."""
+        """The schedule with times in FLOPs and free transfers."""
         return simulate(self.computations, self.costs.of)
 
     @cached_property
     def parameters(self) -> int:
-        """Of the model: true shapes, tied weights once."""
+        """Parameters of the model without padding, tied weights counted once."""
         shapes = {p.spec.name: p.spec.numel for stage in self.stages for p in stage.parameters}
         return sum(shapes.values())
 
     @cached_property
     def again_flops(self) -> float:
-        """What all layers compute again in the backward of one sequence."""
+        """FLOPs of one sequence that the backward of all layers recomputes."""
         return sum(recomputed_flops(self.config, stage.layers) for stage in self.stages)
 
 
 def plan_world(config: RunConfig, rank: int = 0, device: str = "cuda") -> WorldPlan:
-    """config: with the size of the vocabulary. Raises what a launch would raise."""
+    """config: with the size of the vocabulary.
+
+    Raises what a launch raises: the cut and the schedule are checked here, the layers when they run on the
+    meta device; `config.parse` has checked the rules of the configuration.
+    """
     grid = config.grid()
     if not 0 <= rank < grid.world_size:
-        raise ConfigError(f"--rank {rank} is not one of {grid.world_size} ranks. Use 0 to {grid.world_size - 1}, or a larger "
-                          "--world-size.")
+        raise ConfigError(f"--rank {rank} is not one of {grid.world_size} ranks. Use 0 to "
+                          f"{grid.world_size - 1}, or a larger --world-size.")
     mesh = fake_mesh(grid, rank)
     layers = describe_layers(config, mesh)
     by_flops = config.with_values({"parallel.pipeline_cut": "flops"}, Source("derived", "the plan"))
     run = plan_run(by_flops if config.parallel.pipeline_cut == "measured" else config, layers)
     microbatches = microbatches_of(config)
     mesh.place_stages(run.shape.placement)
-    pinned = config.zero.stage == 3 and config.zero.zero3_pin_stage == "on"
+    keep_gathered = config.zero.stage == 3 and config.zero.zero3_pin_stage == "on"
     costs = run.stage_costs()
-    schedule = plan_schedule(config, microbatches, pinned, costs)
+    schedule = plan_schedule(config, microbatches, keep_gathered, costs)
     stages = fake_stages(config, mesh, run, schedule, device)
-    return WorldPlan(config, grid, rank, device, run, costs, microbatches, pinned, schedule, tuple(stages))
+    return WorldPlan(config, grid, rank, device, run, costs, microbatches, schedule, tuple(stages))
 
 
 def with_vocabulary(config: RunConfig) -> tuple[RunConfig, list[str]]:
-    """(the config with the size of the vocabulary, what was not checked because files are missing).
+    """(the configuration with the size of the vocabulary, one line about the tokenizer if it was not
+    checked).
 
-    The size is the tokenizer's, as in a run; if its files are not on this machine, it is --vocab-size.
+    The size is the tokenizer's, as in a run, or --vocab-size if the tokenizer's files are not on this
+    machine.
     """
     try:
         tokenizer = build_tokenizer(config.data, config.model)
     except (ConfigError, DataError, ImportError, OSError) as problem:
         if config.model.vocab_size is None:
-            raise ConfigError(f"{problem} A plan needs only the size of the vocabulary: --vocab-size N.") from problem
-        what = str(problem).rstrip(".") if config.data.tokenizer_type else "none is given"
-        return config, [f"the tokenizer: {what}; --vocab-size {config.model.vocab_size} is assumed"]
-    return config.with_values({"model.vocab_size": tokenizer.vocab_size}, Source("derived", "the tokenizer")), []
+            raise ConfigError(
+                f"{problem} A plan needs only the size of the vocabulary: --vocab-size N.") from problem
+        reason = str(problem).rstrip(".") if config.data.tokenizer_type else "none is given"
+        return config, [f"the tokenizer: {reason}; --vocab-size {config.model.vocab_size} is assumed"]
+    source = Source("derived", "the tokenizer")
+    return config.with_values({"model.vocab_size": tokenizer.vocab_size}, source), []
 
 
 def recomputed_flops(config: RunConfig, layers: Sequence[Layer]) -> float:
-    """FLOPs of one sequence that the backward of a stage of these layers computes again."""
+    """FLOPs of one sequence that the backward of a stage of these layers recomputes."""
     train, length, drop = config.train, config.model.seq_length, make_token_drop(config)
     kept = drop.kept_at(last_step(config), length) if drop else 0
     blocks = [layer.flops(kept if layer.drops_tokens else length, 0) for layer in layers if layer.is_block]
@@ -141,4 +147,5 @@ def recomputed_flops(config: RunConfig, layers: Sequence[Layer]) -> float:
 
 
 def wire_bytes(plan: RankPlan) -> float:
+    """Bytes that a rank sends in a step, if every collective is a ring."""
     return sum(count * RING_FACTOR[op](n) for (op, _, n), count in plan.traffic.bytes.items())

@@ -25,8 +25,7 @@ from ..mpu.group import Group
 
 # fp32 elements processed at once, in whole rows: as many as fit a CPU's cache, and as keep a GPU busy.
 CPU_BLOCK, GPU_BLOCK = 2**18, 2**24
-# fp16 has no exponents for unlikely tokens, so probabilities are kept times the largest power of two that
-# fits.
+# fp16 has no exponents for unlikely tokens: probabilities are kept times the largest power of two that fits.
 KEPT_TIMES = {torch.float16: 2.0**15}
 
 
@@ -93,8 +92,10 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _softmax_(logits: torch.Tensor, column: torch.Tensor, valid: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax over this rank's columns, times KEPT_TIMES, in place of the logits [n, V'/t]. Returns that of
-    `column` [n, 1], and the log of the sum they were divided by, fp32 [n, 1] both."""
+    """Replace the logits [n, V'/t] by the softmax over this rank's columns, times KEPT_TIMES.
+
+    Returns the probability of `column` and the log of the sum of exponentials, both fp32 [n, 1].
+    """
     at_column, lse = (logits.new_empty(len(logits), 1, dtype=torch.float32) for _ in range(2))
     if valid == 0:
         logits.zero_()
@@ -103,8 +104,8 @@ def _softmax_(logits: torch.Tensor, column: torch.Tensor, valid: int) -> tuple[t
         part = logits[rows]
         largest = part.amax(-1, keepdim=True).float()
         in_place = part.dtype == torch.float32
-        p = torch.softmax(part, dim=-1, out=part) if in_place else torch.softmax(part, dim=-1,
-                                                                                 dtype=torch.float32)
+        p = (torch.softmax(part, dim=-1, out=part) if in_place
+             else torch.softmax(part, dim=-1, dtype=torch.float32))
         # p_max = exp(max - lse) is at least 1 / columns, so its logarithm is accurate.
         lse[rows] = largest - p.amax(-1, keepdim=True).log_()
         at_column[rows] = p.gather(-1, column[rows])
@@ -135,7 +136,5 @@ def reference_cross_entropy(logits: torch.Tensor, labels: torch.Tensor, vocab_si
 
 
 def smoothing_weight(label_smoothing: float, vocab_size: int) -> float:
-    """Weight of the mean over all tokens that gives each token but the label label_smoothing / (vocab_size -
-    1).
-    """
+    """Weight of the mean over all tokens: each but the label then has label_smoothing / (vocab_size - 1)."""
     return label_smoothing * vocab_size / (vocab_size - 1)

@@ -36,8 +36,9 @@ def initialize(parameters: Iterable[torch.nn.Parameter], seed: int, coordinates:
 
 
 @torch.no_grad()
-def initialize_interval(out: torch.Tensor, spec: ParamSpec, start: int, seed: int, coordinates: Coordinates) -> None:
-    """Fill flat `out` with elements [start, start + len(out)) of the flattened shard: the bits of `initialize`.
+def initialize_interval(out: torch.Tensor, spec: ParamSpec, start: int, seed: int,
+                        coordinates: Coordinates) -> None:
+    """Fill flat `out` with elements [start, start + len(out)) of the flattened shard, as `initialize` does.
 
     Draws a run of rows at a time, so the shard never exists as a whole.
     """
@@ -55,7 +56,8 @@ def _shape_of_shard(spec: ParamSpec, coordinates: Coordinates) -> tuple[int, ...
     return spec.local_shape({axis: size for axis, (_, size) in coordinates.items()}) or (1,)
 
 
-def _rows(spec: ParamSpec, blocks: "_Blocks", first: int, rows: int, coordinates: Coordinates) -> torch.Tensor:
+def _rows(spec: ParamSpec, blocks: "_Blocks", first: int, rows: int,
+          coordinates: Coordinates) -> torch.Tensor:
     """Rows [first, first + rows) of dimension 0 of the shard, fp32."""
     shape = _shape_of_shard(spec, coordinates)
     values = torch.zeros(rows, *shape[1:])
@@ -89,8 +91,7 @@ def _fill_normal(parameter: torch.Tensor, spec: ParamSpec, box: Box, seed: int) 
 
 
 class _Blocks:
-    """Intervals of the flattened logical tensor; keeps the last block drawn, for the next interval begins in
-    it."""
+    """Intervals of the flattened logical tensor. Keeps the last block, in which the next interval begins."""
 
     def __init__(self, spec: ParamSpec, seed: int):
         self.spec, self.seed = spec, seed

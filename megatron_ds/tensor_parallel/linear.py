@@ -37,11 +37,14 @@ class ColumnParallelLinear(nn.Module):
 
     def __init__(self, in_features: int, out_features: int, ctx: ParallelContext, *, name: str,
                  init_std: float, bias: bool = True, parts: int = 1, gather_output: bool = False):
-        """parts: pieces packed in the output, each split separately (2 for [gate; up]). gather_output: return
-        the whole [s, b, out] on every rank."""
+        """parts: pieces packed in the output, each split separately (2 for [gate; up]).
+
+        gather_output: return the whole [s, b, out] on every rank
+        """
         super().__init__()
         self.group, self.sequence_parallel, self.gather_output = ctx.tp, ctx.sequence_parallel, gather_output
-        assert not (gather_output and parts > 1), "gathered parts would interleave: [gate_1; up_1; gate_2; up_2]"
+        interleaved = gather_output and parts > 1
+        assert not interleaved, "gathered parts would interleave: [gate_1; up_1; gate_2; up_2]"
         rows = Split("tp", 0, parts)
         weight = ParamSpec(f"{name}.weight", (out_features, in_features), Init("normal", init_std), (rows,))
         self.weight = new_shard(weight, ctx)
@@ -51,6 +54,7 @@ class ColumnParallelLinear(nn.Module):
             self.bias = new_shard(spec, ctx)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Collective with sequence parallelism or gather_output; backward always."""
         y = column_linear(x, self.weight, self.bias, self.group, self.sequence_parallel)
         return _GatherLast.apply(y, self.group) if self.gather_output else y
 
@@ -65,14 +69,17 @@ class RowParallelLinear(nn.Module):
                  init_std: float, bias: bool = True):
         super().__init__()
         self.group, self.sequence_parallel = ctx.tp, ctx.sequence_parallel
-        weight = ParamSpec(f"{name}.weight", (out_features, in_features), Init("normal", init_std), (Split("tp", 1),))
+        weight = ParamSpec(f"{name}.weight", (out_features, in_features), Init("normal", init_std),
+                           (Split("tp", 1),))
         self.weight = new_shard(weight, ctx)
         self.bias = None
         if bias:
-            spec = ParamSpec(f"{name}.bias", (out_features,), Init("zeros"), partial_over=ctx.partial_over, decay=False)
+            spec = ParamSpec(f"{name}.bias", (out_features,), Init("zeros"), partial_over=ctx.partial_over,
+                             decay=False)
             self.bias = new_shard(spec, ctx)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Collective; with sequence parallelism backward, too."""
         return row_linear(x, self.weight, self.bias, self.group, self.sequence_parallel)
 
 
@@ -82,9 +89,9 @@ class ReplicatedLinear(nn.Module):
     For products too small to be worth a message.
     """
 
-    def __init__(self, in_features: int, out_features: int, ctx: ParallelContext, *, name: str, init_std: float,
-                 partial_over: tuple[str, ...] = ()):
-        """partial_over: `ParallelContext.partial_over` where x is this rank's part of the sequence; see `ParamSpec`."""
+    def __init__(self, in_features: int, out_features: int, ctx: ParallelContext, *, name: str,
+                 init_std: float, partial_over: tuple[str, ...] = ()):
+        """partial_over: `ParallelContext.partial_over` if x is this rank's slice of the sequence."""
         super().__init__()
         make = lambda leaf, shape, init, decay: new_shard(
             ParamSpec(f"{name}.{leaf}", shape, init, partial_over=partial_over, decay=decay), ctx)
@@ -92,6 +99,7 @@ class ReplicatedLinear(nn.Module):
         self.bias = make("bias", (out_features,), Init("zeros"), False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Also for x that is a slice of the sequence."""
         return column_linear(x, self.weight, self.bias, solo("tp"))
 
 
@@ -166,7 +174,7 @@ class _RowLinear(torch.autograd.Function):
     def backward(ctx, dy):
         (x,), weight, group = ctx.saved_tensors, ctx.weight, ctx.group
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
-        # of this rank's slice, if it holds one
+        # With sequence parallelism db is a partial sum, over this rank's slice.
         db = dy.reshape(-1, dy.shape[-1]).sum(0) if needs_db else None
         if ctx.sequence_parallel:
             dy = collectives.all_gather(dy, group)
@@ -194,7 +202,7 @@ def _affine(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) ->
 
 
 def _begin_dw(weight: torch.Tensor, x: torch.Tensor, dy: torch.Tensor, group: Group | None = None) -> Finish:
-    """x [.., in], a slice of the sequence to be gathered over the group if one is given; dy [s b, out]."""
+    """x [.., in], to be gathered over the group, if any; dy [s b, out]."""
     x, gathered = (x, DONE) if group is None else start_all_gather(x, group)
 
     def finish():
@@ -211,8 +219,7 @@ def start_all_gather(x: torch.Tensor, group: Group) -> tuple[torch.Tensor, Work]
 
 
 def _start_reduce(dx: torch.Tensor, scatter: bool, group: Group) -> tuple[torch.Tensor, Work]:
-    """dx [s b, in], a partial sum on each rank: its sum, or this rank's slice [s b/t, in] of it; valid after
-    the wait."""
+    """dx [s b, in], a partial sum → the sum, or this rank's slice of it [s b/t, in], valid after the wait."""
     if not scatter:
         return dx, collectives.all_reduce_(dx, group, async_op=True)
     mine = dx.new_empty((dx.shape[0] // group.size, dx.shape[1]))

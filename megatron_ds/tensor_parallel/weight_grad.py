@@ -1,4 +1,4 @@
-"""Where the gradient of a weight is stored, given the two factors of it that a backward has.
+"""Computes the gradient of a weight from its two factors, and adds it to the buffer of the optimizer.
 
     dW = dyᵀ x        x [N, in], dy [N, out]
 
@@ -39,7 +39,7 @@ def now_or_later(weight: torch.Tensor, begin: Callable[[], Finish]) -> Finish:
 
 
 def nothing() -> None:
-    """Of a weight that needs no gradient, or whose gradient is queued."""
+    """`Finish` of a weight that needs no gradient, or whose gradient is queued."""
 
 
 def linear_gradient(weight: torch.Tensor, x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor | None:

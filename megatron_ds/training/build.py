@@ -20,8 +20,8 @@ from ..mpu.param_spec import DATA_AXES, EXPERT_DATA_AXES
 from ..pipeline.executor import Executor
 from ..pipeline.instruction import Op
 from ..pipeline.stage import LayerHooks, Stage
-from ..planning.keep_gathered import agree_on_pinning, is_automatic, memory_of_rank, pinning_text
-from ..planning.layer_timing import measured_times
+from ..planning.keep_gathered import agree_on_keep_gathered, is_automatic, keep_gathered_text, memory_of_rank
+from ..planning.layer_costs import measured_times
 from ..planning.run_model import DTYPES, describe_layers, loss_function, parallel_context
 from ..planning.run_plan import RunPlan, microbatches_of, moments_of, plan_run, plan_schedule
 from ..tensor_parallel.init import initialize, initialize_interval
@@ -107,8 +107,8 @@ def _pinning(config: RunConfig, mesh: Mesh, memory: int, optimizer: ZeroOptimize
     if not is_automatic(config):
         return config.zero.stage == 3 and config.zero.zero3_pin_stage == "on", ""
     program = plan_schedule(config, microbatches_of(config), costs=plan.stage_costs())[mesh.coordinate("pp")]
-    decision = agree_on_pinning(config, mesh, memory, optimizer, plan, program)
-    return decision.pinned, pinning_text(decision)
+    decision = agree_on_keep_gathered(config, mesh, memory, optimizer, plan, program)
+    return decision.keeps, keep_gathered_text(decision)
 
 
 def _data_groups(config: RunConfig, mesh: Mesh) -> DataGroups:

@@ -52,7 +52,10 @@ def _memory(engine: Engine) -> str:
 
 
 def _activations(engine: Engine) -> dict[str, int]:
-    """Peak bytes of activations in a step of the full batch, as --dry-run shows them."""
+    """Maximum of what the micro-batches of a full batch keep, as --dry-run shows it; nothing on a CPU."""
+    # A plan for CPUs needs FakeTensorMode, which imports torch._dynamo: 2 to 3 s of every start on a laptop.
+    if engine.mesh.device.type == "cpu":
+        return {}
     schedule = plan_schedule(engine.config, microbatches_of(engine.config), engine.pinned, engine.plan.stage_costs())
     program = schedule[engine.mesh.coordinate("pp")]
     runs = run_own_stages(engine.config, engine.mesh, engine.plan, program, only_forward=True)

@@ -17,8 +17,8 @@ from ..data.ledger import Entry
 from ..errors import ConfigError
 from ..models import Loss
 from ..mpu.collectives import all_gather_object, all_reduce_
+from ..mpu.grid import ranks_in_short
 from ..mpu.mesh import Mesh
-from ..planning.text_tables import ranks_in_short
 from .records import EvalRecord, TrainRecord
 
 NEW_NAMES = 2.0**32             # one vote for an exchange of names, above any number of votes for a stop

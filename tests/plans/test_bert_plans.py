@@ -9,7 +9,7 @@ from megatron_ds.config import parse
 from megatron_ds.config.model_options import ModelConfig
 from megatron_ds.models import MODELS
 from megatron_ds.planning.flops import layers_of, model_flops
-from megatron_ds.planning.layer_timing import time_layers
+from megatron_ds.planning.layer_costs import time_layers
 from megatron_ds.planning.world_plan import plan_world
 from tests.harness.documents import ROOT
 from tests.harness.model_runs import context_of

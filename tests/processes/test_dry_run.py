@@ -98,3 +98,13 @@ def test_a_trillion_parameters_on_3072_ranks_take_seconds_and_less_than_two_giga
     count = 128 * (12 * h * h + 13 * h) + 2 * h + (v + 2048) * h
     assert f"the model has {count:,} parameters (1.008 T)" in done.stdout
     assert re.search(r"bubble about 1\d\.\d% \(estimate", done.stdout)
+
+
+def test_a_real_run_on_a_cpu_starts_without_torchs_compiler():
+    """FakeTensors, which plans for CPUs use, import torch._dynamo: seconds of every start."""
+    code = ("import sys; from megatron_ds.training.pretrain import pretrain; ended = pretrain(sys.argv[1:]); "
+            "sys.exit(ended or 'torch._dynamo' in sys.modules)")
+    job = [*JOB, "--train-iters", "1", "--global-batch-size", "2", "--eval-iters", "0", "--mock-data"]
+    ran = subprocess.run([sys.executable, "-c", code, *job], cwd=ROOT, capture_output=True, text=True, timeout=300,
+                         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+    assert ran.returncode == 0 and "memory of rank 0" in ran.stdout and "activations" not in ran.stdout, ran.stderr

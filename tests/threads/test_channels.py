@@ -10,7 +10,7 @@ from megatron_ds.config import RunConfig
 from megatron_ds.errors import CommunicationError
 from megatron_ds.mpu.channels import Channels
 from megatron_ds.mpu.group import Group, solo
-from megatron_ds.planning.layer_timing import time_transfer
+from megatron_ds.planning.layer_costs import time_transfer
 from tests.harness.model_runs import context_of
 from tests.harness.threads import run_ranks
 

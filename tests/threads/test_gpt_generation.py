@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_ds.errors import ConfigError
-from megatron_ds.models.generation import Sampling, generate, next_token
+from megatron_ds.models.generation import Ending, Sampling, generate, next_token
 from megatron_ds.mpu.group import solo
 from tests.harness.gpt_runs import make_model
 from tests.harness.plain_gpt import STYLES, logical_weights, plain_gpt
@@ -16,11 +16,11 @@ PROMPT = [3, 1, 36, 1, 5]
 GREEDY = Sampling(temperature=0)
 
 
-def continuation(config, weights, sampling, tp_size=1, count=9, **options):
+def continuation(config, weights, sampling, tp_size=1, count=9, **ending):
     def main(rank, world):
         tp = world.group("tp", tuple(range(tp_size)), rank)
-        return list(generate(make_model(config, tp, weights), PROMPT, max_new_tokens=count, sampling=sampling, tp=tp,
-                             vocab_size=config.vocab_size, **options))
+        return list(generate(make_model(config, tp, weights), PROMPT, ending=Ending(count, **ending), sampling=sampling,
+                             tp=tp, vocab_size=config.vocab_size))
 
     ranks = run_ranks(tp_size, main)
     assert all(tokens == ranks[0] for tokens in ranks)
@@ -74,4 +74,4 @@ def test_impossible_sampling_is_refused(wrong):
 
 def test_an_empty_prompt_is_refused():
     with pytest.raises(ConfigError, match="has no tokens"):
-        next(generate([], [], max_new_tokens=1, sampling=GREEDY, tp=solo(), vocab_size=37))
+        next(generate([], [], ending=Ending(1), sampling=GREEDY, tp=solo(), vocab_size=37))

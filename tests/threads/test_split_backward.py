@@ -13,8 +13,8 @@ from megatron_ds.models import MODELS, build_stage, gpt_loss
 from megatron_ds.mpu.group import solo
 from megatron_ds.pipeline.schedules import SCHEDULES, ScheduleFamily
 from megatron_ds.pipeline.stage import LayerHooks, Stage
-from megatron_ds.tensor_parallel.embedding import VocabParallelEmbedding, parallel_logits, vocabulary_spec
 from megatron_ds.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megatron_ds.tensor_parallel.vocabulary import VocabParallelEmbedding, parallel_logits, vocabulary_spec
 from megatron_ds.zero.buckets import move_to_main_grad
 from tests.harness.gpt_runs import make_batch
 from tests.harness.layout_runs import GLOBAL_BATCH, NUM_LAYERS, run_layout

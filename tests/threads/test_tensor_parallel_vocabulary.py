@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_ds.mpu.group import coordinates_of, solo
 from megatron_ds.tensor_parallel import cross_entropy
 from megatron_ds.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from megatron_ds.tensor_parallel.embedding import VocabParallelEmbedding, parallel_logits, vocabulary_spec
+from megatron_ds.tensor_parallel.vocabulary import VocabParallelEmbedding, parallel_logits, vocabulary_spec
 from tests.harness.alive_bytes import AliveBytes
 from tests.harness.model_runs import context_of
 from tests.harness.shards import assemble, cut

@@ -29,18 +29,19 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = new_shard(spec, ctx)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Collective: all-reduce; with sequence parallelism reduce-scatter, and all-gather in backward."""
         return _Embedding.apply(tokens, self.weight, self.group, self.sequence_parallel)
 
 
 def vocabulary_spec(name: str, vocab_size: int, hidden: int, init_std: float, padded_vocab: int | None = None,
                     tied: str | None = None, tied_copy: bool = False) -> ParamSpec:
-    """Parameter spec of a [vocabulary, hidden] weight split over the vocabulary, of an embedding or of an
-    output layer.
+    """Spec of a [vocabulary, hidden] weight of an embedding or an output layer, split over the vocabulary.
 
-    padded_vocab  rows on all ranks together, when more than the vocabulary
+    padded_vocab  rows on all ranks together, if more than the vocabulary
     """
     rows = Split("tp", 0, padded=padded_vocab)
-    return ParamSpec(name, (vocab_size, hidden), Init("normal", init_std), (rows,), tied=tied, tied_copy=tied_copy)
+    return ParamSpec(name, (vocab_size, hidden), Init("normal", init_std), (rows,), tied=tied,
+                     tied_copy=tied_copy)
 
 
 def parallel_logits(x: torch.Tensor, weight: torch.Tensor, group: Group,
@@ -99,8 +100,7 @@ class _Rows(torch.autograd.Function):
 
 def _begin_dw(weight: torch.Tensor, rows: torch.Tensor, elsewhere: torch.Tensor | None, dy: torch.Tensor,
               group: Group | None = None) -> Finish:
-    """dy [.., h], a slice of the sequence to be gathered over the group if one is given; `elsewhere`: rows
-    not held here."""
+    """dy [.., h], to be gathered over the group, if any. elsewhere: rows that other ranks hold."""
     dy, gathered = (dy, DONE) if group is None else start_all_gather(dy, group)
 
     def finish():
