@@ -87,7 +87,8 @@ def zero(w: Workload, rank: int, world: int, dtype: str, stage: int, cpu_adam: b
     data = torch.from_numpy(token_batches(w))
 
     def step(i: int) -> float:
-        total, mine = torch.zeros(()), data[i % NUM_BATCHES][rank * share:(rank + 1) * share].split(w.micro_batch)
+        total, mine = (torch.zeros(()),
+                       data[i % NUM_BATCHES][rank * share:(rank + 1) * share].split(w.micro_batch))
         for rows in mine:
             loss = engine(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
             engine.backward(loss)

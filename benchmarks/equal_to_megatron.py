@@ -53,7 +53,8 @@ def check_corpora(folder):
         read = IndexedDataset(theirs)
         read.check()
         peer = Theirs(str(ours)) if read.num_tokens else read  # theirs cannot open a corpus without any token
-        assert len(read) == len(peer) and read.num_documents == len(documents) == len(peer.document_indices) - 1
+        assert (len(read) == len(peer)
+                and read.num_documents == len(documents) == len(peer.document_indices) - 1)
         assert np.array_equal(read.document_indices, peer.document_indices)
         for i in range(len(read)):
             assert read[i].dtype == peer[i].dtype and np.array_equal(read[i], peer[i])
@@ -218,9 +219,12 @@ def check_sentences(rng, peer):
     sizes = rng.integers(0, rng.choice([5, 40, 520]), int(bounds[-1]) + 2).astype(np.int32)
     bounds = bounds[int(rng.integers(0, len(bounds))):]
     titles = rng.integers(0, 20, len(bounds) - 1).astype(np.int32)
-    epochs, most, longest, seed = int(rng.integers(1, 5)), int(rng.choice([1, 5, 50, 2**62])), int(rng.integers(2, 200)), \
+    epochs, most, longest, seed = int(rng.integers(1,
+                                                   5)), int(rng.choice([1, 5, 50,
+                                                                        2**62])), int(rng.integers(2, 200)), \
         int(rng.integers(1, 2**31 - 1))
-    short, least, one = float(rng.choice([0, 0.1, 0.4, 1, 0.03])), int(rng.integers(1, 4)), bool(rng.integers(0, 2))
+    short, least, one = (float(rng.choice([0, 0.1, 0.4, 1, 0.03])), int(rng.integers(1, 4)),
+                         bool(rng.integers(0, 2)))
     limits = dict(num_epochs=epochs, max_num_samples=most, max_seq_length=longest, seed=seed)
     assert same(bert_maps.build_mapping(bounds, sizes, **limits, short_seq_prob=short, min_num_sent=least),
                 peer.build_mapping(bounds, sizes, epochs, most, longest, short, seed, False, least))

@@ -22,5 +22,6 @@ def write_sentences(folder: Path, documents: int = 60, seed: int = 0) -> tuple[s
     with IndexedWriter(folder / "corpus_text_sentence", np.uint16) as writer:
         for text in texts:
             ids = tokenizer.encode_batch(text)
-            writer.add_document([i for sentence in ids for i in sentence], [len(sentence) for sentence in ids])
+            writer.add_document([i for sentence in ids for i in sentence],
+                                [len(sentence) for sentence in ids])
     return str(folder / "corpus_text_sentence"), str(folder / "tokenizer")

@@ -10,11 +10,12 @@ from megatron_ds.config import parse
 from megatron_ds.mpu.launch import Launch
 from megatron_ds.training import join
 
-JOB = ("--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 4 --micro-batch-size 1 --global-batch-size 1 "
+JOB = ("--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 4 --micro-batch-size 1 "
+       "--global-batch-size 1 "
        "--lr 1e-3 --train-iters 1 --mock-data --vocab-size 16").split()
 
-# In a process of its own, as the settings last. A thread that is new takes its block from the main heap when there is one
-# arena only, else from a mapping of its own; a freed block stays resident when it is kept.
+# In a process of its own, as the settings last. A thread that is new takes its block from the main heap when
+# there is one arena only, else from a mapping of its own; a freed block stays resident when it is kept.
 PROBE = """
 import ctypes, sys, threading
 from megatron_ds.training.allocator import set_allocator
@@ -44,17 +45,22 @@ print(inside, before - resident_mib() < 32)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's settings")
-@pytest.mark.parametrize("asked, one_arena, kept", [("none", False, False), ("arena", True, False), ("keep", True, True)])
+@pytest.mark.parametrize("asked, one_arena, kept", [("none", False, False), ("arena", True, False),
+                                                    ("keep", True, True)])
 def test_threads_share_the_main_heap_and_freed_memory_is_kept_when_asked(asked, one_arena, kept):
-    said = subprocess.run([sys.executable, "-c", PROBE, asked], capture_output=True, text=True, check=True).stdout.split()
+    said = subprocess.run([sys.executable, "-c", PROBE, asked], capture_output=True, text=True,
+                          check=True).stdout.split()
     assert said == [str(one_arena), str(kept)]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on CUDA devices the allocator stays as it is")
-@pytest.mark.parametrize("flags, kept", [([], True), (["--zero-stage", "1", "--offload-optimizer", "cpu"], False)])
-def test_the_allocator_is_set_before_ranks_are_met_and_keeps_memory_where_nothing_is_offloaded(flags, kept, monkeypatch):
+@pytest.mark.parametrize("flags, kept",
+                         [([], True), (["--zero-stage", "1", "--offload-optimizer", "cpu"], False)])
+def test_the_allocator_is_set_before_ranks_are_met_and_keeps_memory_where_nothing_is_offloaded(flags, kept,
+                                                                                               monkeypatch):
     events, start = [], join.launching.start
     monkeypatch.setattr(join, "set_allocator", lambda keep_freed: events.append(keep_freed))
-    monkeypatch.setattr(join.launching, "start", lambda *arguments: events.append("start") or start(*arguments))
+    monkeypatch.setattr(join.launching, "start", lambda *arguments: events.append("start")
+                        or start(*arguments))
     with join.joined(parse([*JOB, *flags], world_size=1), Launch()):
         assert events == [kept, "start"]

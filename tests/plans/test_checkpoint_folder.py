@@ -17,7 +17,8 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 def save_step(folder, step, seed=None, limit=None):
     seed = step if seed is None else seed
-    return save(folder, step, pieces_of(Layout(), 0, seed), coordinates={}, world=solo(), run={"seed": seed}, limit=limit)
+    return save(folder, step, pieces_of(Layout(), 0, seed), coordinates={}, world=solo(), run={"seed": seed},
+                limit=limit)
 
 
 def assert_loads(folder, step, seed):
@@ -52,7 +53,9 @@ def test_an_edited_tracker_goes_back(tmp_path):
 
 
 @pytest.mark.parametrize("trouble", ["incomplete", "deleted", "nonsense", "no tracker"])
-def test_the_newest_complete_checkpoint_is_loaded_with_one_warning_when_the_tracker_leads_nowhere(trouble, tmp_path, caplog):
+def test_the_newest_complete_checkpoint_is_loaded_with_one_warning_when_the_tracker_leads_nowhere(trouble,
+                                                                                                  tmp_path,
+                                                                                                  caplog):
     for step in (100, 200, 300):
         save_step(tmp_path, step)
     if trouble == "incomplete":
@@ -107,7 +110,8 @@ def test_old_checkpoints_that_were_moved_and_linked_stop_no_save_and_stay(tmp_pa
     for step in (3, 4, 5):
         save_step(folder, step, limit=2)
         assert_loads(folder, step, step)
-    assert names(archive) == ["iter_0000001", "iter_0000002"] and (archive / "iter_0000002" / "run.json").is_file()
+    assert (names(archive) == ["iter_0000001", "iter_0000002"]
+            and (archive / "iter_0000002" / "run.json").is_file())
     assert steps_in(folder) == [4, 5] and not [name for name in names(folder) if name.startswith(".iter")]
 
 
@@ -157,7 +161,8 @@ def test_retention_by_hand(steps, saved, limit, expected):
 
 def test_values_that_json_cannot_keep_are_refused_before_anything_is_written(tmp_path):
     with pytest.raises(CheckpointError, match="not JSON serializable"):
-        save(tmp_path / "new", 1, pieces_of(Layout(), 0, 0), coordinates={}, world=solo(), run={"config": object()})
+        save(tmp_path / "new", 1, pieces_of(Layout(), 0, 0), coordinates={}, world=solo(),
+             run={"config": object()})
     assert not (tmp_path / "new").exists()
 
 

@@ -20,7 +20,8 @@ def recorded_mesh(grid, rank):
     return mesh, calls
 
 
-@pytest.mark.parametrize("grid", [Grid(tp=2, dp=3, pp=2), Grid(dp=2, pp=3, ep=2), Grid(cp=2, ep=4, dp=2)], ids=str)
+@pytest.mark.parametrize("grid", [Grid(tp=2, dp=3, pp=2), Grid(dp=2, pp=3, ep=2), Grid(cp=2, ep=4, dp=2)],
+                         ids=str)
 def test_all_ranks_connect_the_same_groups_in_the_same_order(grid):
     orders = [recorded_mesh(grid, rank)[1] for rank in range(grid.world_size)]
     assert all(order == orders[0] for order in orders)
@@ -81,7 +82,8 @@ def test_a_hierarchy_is_connected_when_asked_for_alike_on_all_ranks():
         "dp-cp-inner", "dp-cp-outer"]
     mesh, calls = recorded_mesh(grid, 5)
     inner, outer = mesh.split_data(6)
-    assert inner is mesh.group("dp", "cp") and outer.ranks == (5,) and outer.transport is None and calls == before[5]
+    assert (inner is mesh.group("dp", "cp") and outer.ranks == (5,) and outer.transport is None
+            and calls == before[5])
 
 
 def test_middle_stages_are_alone_in_the_embedding_group():
@@ -91,16 +93,20 @@ def test_middle_stages_are_alone_in_the_embedding_group():
 
 
 def test_the_ends_of_the_model_are_where_its_stages_were_placed():
-    """Two stages on each of three ranks: round robin, and there and back, where the loss is on the first rank."""
+    """Two stages on each of three ranks: round robin, and there and back, where the loss is on the first
+    rank."""
     seen = {}
     for name, placement in (("round robin", (0, 1, 2, 0, 1, 2)), ("back", (0, 1, 2, 2, 1, 0))):
         for rank in range(3):
             mesh = recorded_mesh(Grid(pp=3), rank)[0]
             mesh.place_stages(placement)
             state.set_mesh(mesh)
-            seen[name, rank] = (mesh.stages, getters.is_pipeline_first_stage(), getters.is_pipeline_last_stage(),
-                                [getters.is_pipeline_last_stage(ignore_virtual=False, vp_stage=c) for c in (0, 1)],
-                                getters.is_rank_in_embedding_group(), getters.get_pipeline_model_parallel_last_rank())
+            seen[name, rank] = (mesh.stages, getters.is_pipeline_first_stage(),
+                                getters.is_pipeline_last_stage(),
+                                [getters.is_pipeline_last_stage(ignore_virtual=False, vp_stage=c)
+                                 for c in (0, 1)],
+                                getters.is_rank_in_embedding_group(),
+                                getters.get_pipeline_model_parallel_last_rank())
             assert getters.get_virtual_pipeline_model_parallel_world_size() == 2
             with pytest.raises(ConfigError, match="holds 2 stages of the model, numbered 0 to 1"):
                 getters.is_pipeline_first_stage(ignore_virtual=False)

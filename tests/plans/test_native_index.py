@@ -1,4 +1,5 @@
-"""The compiled index builder equals the plain one on random cases: values, dtypes, and the state of the random numbers."""
+"""The compiled index builder equals the plain one on random cases: values, dtypes, and the state of the
+random numbers."""
 
 import sys
 import threading
@@ -20,8 +21,10 @@ def equal(one, two):
 
 
 def shares_of(kind, count, rng):
-    weights = {"random": rng.random(count) + 1e-9, "equal": np.ones(count), "few values": rng.integers(1, 4, count),
-               "wide": np.exp(rng.normal(0, 4, count)), "one large": np.r_[1e6, np.ones(count - 1)]}[kind].astype(float)
+    weights = {"random": rng.random(count) + 1e-9, "equal": np.ones(count),
+               "few values": rng.integers(1, 4, count),
+               "wide": np.exp(rng.normal(0, 4, count)),
+               "one large": np.r_[1e6, np.ones(count - 1)]}[kind].astype(float)
     return weights / weights.sum()
 
 
@@ -31,12 +34,14 @@ def test_sample_index_equals_the_plain_one(threads):
     for case in range(150):
         count = int(rng.choice([1, 5, 300, 40000 if case % 15 == 0 else 2]))
         lengths = rng.integers(0, rng.choice([2, 9, 900]), count).astype(np.int32)
-        order = rng.integers(0, count, int(rng.integers(1, 3 * count + 1))).astype(rng.choice([np.int32, np.int64]))
+        order = rng.integers(0, count,
+                             int(rng.integers(1, 3 * count + 1))).astype(rng.choice([np.int32, np.int64]))
         tokens, seq_length = int(lengths[order].sum()), int(rng.integers(1, 600))
         if tokens == 0:
             continue
         plain = plain_sample_index(lengths, order, seq_length)
-        assert equal(native_index.extension().sample_index_int32(lengths, order, seq_length, tokens, threads), plain)
+        assert equal(native_index.extension().sample_index_int32(lengths, order, seq_length, tokens, threads),
+                     plain)
         wide = native_index.extension().sample_index_int64(lengths, order, seq_length, tokens, threads)
         assert equal(wide, plain.astype(np.int64))
 
@@ -77,14 +82,16 @@ def test_blends_equal_the_plain_ones(kind):
             if limits is not None and size:
                 shares = limits / limits.sum()
             plain = plain_draw(shares, size, limits)
-            for segment in (1, 7, 100, 10**6):              # short ones begin wrong now and then, and are drawn again
-                assert all(map(equal, native_index.extension().blend(shares, size, limits, segment, 2), plain))
+            for segment in (1, 7, 100, 10**6):      # short ones begin wrong now and then, and are drawn again
+                assert all(map(equal, native_index.extension().blend(shares, size, limits, segment, 2),
+                               plain))
 
 
 def test_long_blends_equal_the_plain_ones():
     rng = np.random.default_rng(0)
     for shares in (shares_of("random", 64, rng), shares_of("wide", 12, rng)):
-        assert all(map(equal, native_index.extension().blend(shares, 40000, None, 9000, 2), plain_draw(shares, 40000, None)))
+        assert all(map(equal, native_index.extension().blend(shares, 40000, None, 9000, 2),
+                       plain_draw(shares, 40000, None)))
 
 
 def test_all_processors_draw_a_long_blend_and_one_a_short_one_of_many_datasets(monkeypatch):
@@ -111,7 +118,8 @@ def test_shares_that_do_not_sum_to_one_are_drawn_the_same():
     for total in (0.3, 0.999, 1.7):
         shares = shares_of("random", 20, rng) * total
         shares[3::7] = 0
-        assert all(map(equal, native_index.extension().blend(shares, 3000, None, 500, 2), plain_draw(shares, 3000, None)))
+        assert all(map(equal, native_index.extension().blend(shares, 3000, None, 500, 2),
+                       plain_draw(shares, 3000, None)))
 
 
 def test_bert_rows_equal_the_plain_ones():
@@ -121,9 +129,11 @@ def test_bert_rows_equal_the_plain_ones():
         sizes = rng.integers(0, rng.choice([5, 40, 520]), bounds[-1] + 2).astype(np.int32)
         bounds = bounds[int(rng.integers(0, len(bounds))):]
         titles = rng.integers(0, 9, len(bounds)).astype(np.int32)
-        epochs, most, longest, seed = (int(rng.integers(*span)) for span in ((0, 4), (0, 60), (2, 150), (0, 2**31 - 1)))
+        epochs, most, longest, seed = (int(rng.integers(*span))
+                                       for span in ((0, 4), (0, 60), (2, 150), (0, 2**31 - 1)))
         ratio, least = int(rng.choice([0, 1, 3, 10])), int(rng.integers(0, 4))
-        native, arguments = native_index.extension(), (bounds, sizes, epochs, most, longest, ratio, seed, least)
+        native, arguments = (native_index.extension(),
+                             (bounds, sizes, epochs, most, longest, ratio, seed, least))
         plain = bert_maps.plain_mapping(*arguments)
         assert equal(native.mapping_uint32(*arguments), plain)
         assert equal(native.mapping_uint64(*arguments), plain.astype(np.uint64))
@@ -136,7 +146,8 @@ def test_bert_rows_equal_the_plain_ones():
 def test_without_the_extension_numpy_builds_the_same_and_says_so_once(monkeypatch, caplog):
     lengths, documents = np.array([5, 3, 8, 1, 10, 4], np.int32), np.arange(6)
     compiled = build_index_maps(lengths, documents, 4, 16, seed=1234)
-    monkeypatch.setitem(sys.modules, "megatron_ds._index_builder", None)        # importing it is an ImportError then
+    # importing it is an ImportError then
+    monkeypatch.setitem(sys.modules, "megatron_ds._index_builder", None)
     native_index.extension.cache_clear()
     try:
         for _ in range(2):

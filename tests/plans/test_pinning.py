@@ -5,20 +5,28 @@ import sys
 import pytest
 import torch
 
-from megatron_ds.planning.keep_gathered import PinBudget, _cgroup, _machine, decide_pinning, free_memory, gradient_buffers
+from megatron_ds.planning.keep_gathered import (
+    PinBudget,
+    _cgroup,
+    _machine,
+    decide_pinning,
+    free_memory,
+    gradient_buffers,
+)
 
 
 @pytest.mark.parametrize("spare, pinned", [(0, True), (-1, False)])
 def test_the_tightest_rank_decides_to_the_byte(spare, pinned):
     roomy, tight = PinBudget(10_000, 1, 2, 3, 4), PinBudget(1000, 100, 200, 300, 300 - spare)
     decision = decide_pinning([roomy, tight, roomy])
-    assert (decision.pinned, decision.rank, decision.budget) == (pinned, 1, tight)         # 1000 - a tenth = 900
+    assert (decision.pinned, decision.rank, decision.budget) == (pinned, 1, tight)      # 1000 - a tenth = 900
 
 
 def test_nothing_is_pinned_where_nothing_is_gathered_or_memory_is_unknown():
     assert not decide_pinning([PinBudget(10_000, 1, 2, 3, 0)]).pinned
     assert not decide_pinning([PinBudget(0, 1, 2, 3, 4)]).pinned
-    assert decide_pinning([PinBudget(10_000, 1, 2, 3, 0), PinBudget(10_000, 1, 2, 3, 4)]).pinned     # a stage of small ones
+    # a stage of small ones
+    assert decide_pinning([PinBudget(10_000, 1, 2, 3, 0), PinBudget(10_000, 1, 2, 3, 4)]).pinned
 
 
 def test_whole_gradients_take_all_layers_others_those_under_way():

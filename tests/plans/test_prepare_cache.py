@@ -15,8 +15,10 @@ from megatron_ds.data.tokenizers import build_tokenizer
 from megatron_ds.errors import ConfigError, DataError
 from megatron_ds.training.samples import wanted_samples
 
-FLAGS = ("--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1 --global-batch-size 4 "
-         "--lr 1e-3 --train-iters 30 --eval-iters 1 --eval-interval 10 --tokenizer-type NullTokenizer --vocab-size 100"
+FLAGS = ("--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1 "
+         "--global-batch-size 4 "
+         "--lr 1e-3 --train-iters 30 --eval-iters 1 --eval-interval 10 --tokenizer-type NullTokenizer "
+         "--vocab-size 100"
          ).split()
 
 
@@ -42,11 +44,13 @@ def test_a_run_finds_what_was_prepared_and_builds_nothing(corpora, tmp_path, mon
     assert tool().main(["--prepare-cache-world-size", "4", *flags]) == 0
     printed = capsys.readouterr().out
     assert "train data" in printed and "60.00%" in printed and str(tmp_path / "kept") in printed
-    assert len(os.listdir(tmp_path / "kept")) == 3 * (2 * 4 + 3) + 1           # parts of two corpora and a blend; the lock
+    # parts of two corpora and a blend; the lock
+    assert len(os.listdir(tmp_path / "kept")) == 3 * (2 * 4 + 3) + 1
     for module, name in ((gpt_dataset, "build_index_maps"), (datasets, "build_blend_index")):
         monkeypatch.setattr(module, name, lambda *_: pytest.fail("built again"))
     config = parse(flags)
-    found = datasets.build_datasets(config, wanted_samples(config), build_tokenizer(config.data, config.model))
+    found = datasets.build_datasets(config, wanted_samples(config),
+                                    build_tokenizer(config.data, config.model))
     assert len(found.train) == 120 and found.train[7]["tokens"].shape == (9,)
 
 
