@@ -38,8 +38,7 @@ else:
                           extra_compile_args=flags, optional=True),
         Pybind11Extension("megatron_ds._index_builder", ["csrc/index_builder.cpp"], cxx_std=17, optional=True,
                           depends=["csrc/" + name for name in ("bert_mapping.h", "blend_index.h", "lanes.h",
-                                                               "pool.h",
-                                                               "processors.h", "sample_index.h",
+                                                               "pool.h", "processors.h", "sample_index.h",
                                                                "shuffle.h")],
                           extra_compile_args=[*flags, "-fno-trapping-math", "-Wno-psabi"] if flags else [])]
     if sys.platform == "linux":

@@ -26,8 +26,7 @@ from tests.harness.alive_bytes import AliveBytes
 
 NAME = "running-mean-gpt"
 JOB = ["--model", NAME, "--num-layers", "3", "--hidden-size", "64", "--num-attention-heads", "4",
-       "--seq-length", "23",
-       "--micro-batch-size", "3", "--global-batch-size", "12", "--vocab-size", "130",
+       "--seq-length", "23", "--micro-batch-size", "3", "--global-batch-size", "12", "--vocab-size", "130",
        "--make-vocab-size-divisible-by", "8",
        "--lr", "1", "--train-iters", "1", "--mock-data", "--hidden-dropout", "0", "--attention-dropout", "0"]
 

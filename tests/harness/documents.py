@@ -71,8 +71,8 @@ def environment() -> dict[str, str]:
     interface."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "OMPI_"))}
     return kept | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-                   "PYTHONPATH": str(ROOT),
-                   "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
+                   "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
+                   "TOKENIZERS_PARALLELISM": "false"}
 
 
 def link_sources(folder: Path) -> None:

@@ -77,9 +77,8 @@ def sbatch_environment(script: str) -> dict[str, str]:
         return {}
     nodes, tasks = int(options["nodes"]), int(options.get("ntasks-per-node", 1))
     return {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": str(nodes), "SLURM_NNODES": str(nodes),
-            "SLURM_SUBMIT_DIR": str(ROOT),
-            "SLURM_NTASKS": str(nodes * tasks), "SLURM_NTASKS_PER_NODE": str(tasks),
-            "SLURM_JOB_NODELIST": f"node[1-{nodes}]"}
+            "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_NTASKS": str(nodes * tasks),
+            "SLURM_NTASKS_PER_NODE": str(tasks), "SLURM_JOB_NODELIST": f"node[1-{nodes}]"}
 
 
 def _script_of(word: str) -> str | None:

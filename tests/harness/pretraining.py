@@ -23,9 +23,8 @@ from tests.harness.processes import run_processes
 
 VOCAB, SEQ_LENGTH, GLOBAL_BATCH, STEPS = 61, 16, 4, 6
 TINY = ["--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4",
-        "--seq-length", str(SEQ_LENGTH),
-        "--max-position-embeddings", str(SEQ_LENGTH), "--vocab-size", str(VOCAB),
-        "--make-vocab-size-divisible-by", "1",
+        "--seq-length", str(SEQ_LENGTH), "--max-position-embeddings", str(SEQ_LENGTH),
+        "--vocab-size", str(VOCAB), "--make-vocab-size-divisible-by", "1",
         "--tokenizer-type", "NullTokenizer", "--micro-batch-size", "1",
         "--global-batch-size", str(GLOBAL_BATCH),
         "--lr", "1e-3", "--min-lr", "1e-4", "--lr-decay-style", "cosine", "--lr-warmup-iters", "2",

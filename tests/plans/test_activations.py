@@ -157,8 +157,7 @@ def test_every_activation_keeps_what_is_said(activation):
 
 
 DROPPING = {"style": ("gpt", "llama"), "dtype": ("fp32", "bf16"), "kept": ("24", "128"),
-            "dropout": ("0", "0.1"),
-            "samples": (1, 3), "ranks": tuple(RANKS), "recompute": tuple(RECOMPUTE),
+            "dropout": ("0", "0.1"), "samples": (1, 3), "ranks": tuple(RANKS), "recompute": tuple(RECOMPUTE),
             "blocks": ("1", "0 1", "2")}
 
 
@@ -167,8 +166,8 @@ DROPPING = {"style": ("gpt", "llama"), "dtype": ("fp32", "bf16"), "kept": ("24",
 def test_blocks_that_drop_tokens_keep_what_is_said_to_the_byte(case):
     """Of 130 tokens, in three blocks, of which some drop."""
     job = [*flags_of(case | {"length": 130}), "--random-ltd", "--random-ltd-min-tokens", case["kept"],
-           "--random-ltd-steps",
-           "9", "--random-ltd-tokens-per-step", "8", "--random-ltd-layer-ids", *case["blocks"].split()]
+           "--random-ltd-steps", "9", "--random-ltd-tokens-per-step", "8",
+           "--random-ltd-layer-ids", *case["blocks"].split()]
     measured, said, planned = kept(job, RANKS[case["ranks"]][0], slice(1, 4))
     assert measured == said == planned
 

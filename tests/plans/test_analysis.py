@@ -239,9 +239,8 @@ def with_metric(folder, name, **more) -> list[str]:
     step 9 on."""
     return ["--curriculum-metrics", json.dumps({
         "name": name, "index_to_sample_path": f"{folder}/{name}/{name}_index_to_sample",
-        "difficulty_type": "percentile",
-        "min_difficulty": 1, "max_difficulty": 10, "schedule_type": "fixed_linear",
-        "clustering_type": "schedule_based",
+        "difficulty_type": "percentile", "min_difficulty": 1, "max_difficulty": 10,
+        "schedule_type": "fixed_linear", "clustering_type": "schedule_based",
         "schedule_config": {"total_curriculum_step": 9, "difficulty_step": 1}})]
 
 

@@ -22,8 +22,7 @@ SAMPLES = f"{MODEL} {RUN} --mock-data --train-samples"
 
 FILES = {
     "gpt.yaml": "num_layers: 12\nhiden_size: 768\noptimizer:\n  lr: fast\n  hidden_size: 768\n  lr: "
-                "6e-4\nswiglu: true\n"
-                "seed: {a: 1}\n",
+                "6e-4\nswiglu: true\nseed: {a: 1}\n",
     "mock.yaml": "mock_data: true\n",
     "synonyms.yaml": "learning_rate: 1\nmax-steps: 5\nfrobnicate: 1\nno_position_embedding: true\n",
     "off.json": '{"wall_clock_breakdown": false, "zero_optimization": {"contiguous_gradients": true, "stge": 2}, "wandb": '

@@ -40,8 +40,8 @@ def randn(n, seed):
 def rows(dtype=None, sizes=SIZES, seed=0):
     """Fresh tensors in the middle of a training: moments are not zero, steps differ."""
     return [AdamRow(randn(n, seed + i), randn(n, seed + i + 100), randn(n, seed + i + 200) * 0.1,
-                    randn(n, seed + i + 300)**2,
-                    step=i + 1, low=None if dtype is None else torch.zeros(n, dtype=dtype))
+                    randn(n, seed + i + 300)**2, step=i + 1, low=None if dtype is None
+                    else torch.zeros(n, dtype=dtype))
             for i, n in enumerate(sizes)]
 
 

@@ -101,8 +101,7 @@ def test_data_parallel_ranks_are_what_the_model_leaves_over(read):
 
 def test_auto_takes_the_value_from_the_flags(read):
     document = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto",
-                "gradient_clipping": "auto",
-                "bf16": {"enabled": "auto"},
+                "gradient_clipping": "auto", "bf16": {"enabled": "auto"},
                 "zero_optimization": {"stage": "auto", "reduce_bucket_size": "auto"},
                 "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}},
                 "scheduler": {"type": "WarmupDecayLR",

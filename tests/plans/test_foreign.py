@@ -13,8 +13,7 @@ from megatron_ds.errors import ConfigError
 from megatron_ds.training.startup import values_text
 
 NEEDED = ("--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --micro-batch-size 2 "
-          "--lr 6e-4 "
-          "--train-iters 100").split()
+          "--lr 6e-4 --train-iters 100").split()
 MOCK = [*NEEDED, "--vocab-size", "99", "--mock-data"]
 CORPUS = [*NEEDED, "--data-path", "corpus", "--tokenizer-type", "GPT2BPETokenizer"]
 
@@ -30,8 +29,8 @@ STANDARD = {
     "zero_optimization": {
         "stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": True},
         "offload_param": {"device": "cpu", "pin_memory": True}, "overlap_comm": True,
-        "contiguous_gradients": True,
-        "sub_group_size": 1e9, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto",
+        "contiguous_gradients": True, "sub_group_size": 1e9, "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
         "stage3_param_persistence_threshold": "auto", "stage3_max_live_parameters": 1e9,
         "stage3_max_reuse_distance": 1e9, "stage3_gather_16bit_weights_on_model_save": True},
     "gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "steps_per_print": 2000,
@@ -60,8 +59,8 @@ def test_hugging_faces_standard_file_is_accepted_and_its_autos_are_the_flags(tmp
             config.zero.prescale_gradients) == (3, 2000, False)
     listed = report_without_effect(config)
     for key in ("pin_memory", "contiguous_gradients", "stage3_max_live_parameters", "wall_clock_breakdown",
-                "autotuning",
-                "stage3_gather_16bit_weights_on_model_save", "prescale_gradients", "compression_training"):
+                "autotuning", "stage3_gather_16bit_weights_on_model_save", "prescale_gradients",
+                "compression_training"):
         assert key in listed, key
     assert listed.count("\n") < 12 and "prescale" not in values_text(config)
 
@@ -84,8 +83,7 @@ def nested(key: str, value) -> dict:
 def test_a_key_that_is_off_is_accepted_unless_off_is_another_behaviour(key, off):
     reading = reading_of("ds.json", nested(key, off))
     always_on = key.rpartition(".")[2] in ("bias_correction", "adam_w_mode", "check_grad_overflow",
-                                           "load_from_fp32_weights",
-                                           "gradient_allreduce_op", "num_epochs",
+                                           "load_from_fp32_weights", "gradient_allreduce_op", "num_epochs",
                                            "activation_checkpoint_interval")
     if any(known.startswith(key + ".") for known in known_keys()):
         return
@@ -109,12 +107,11 @@ def test_a_key_that_would_change_numbers_or_is_missing_here_is_refused(key, valu
 
 def test_flags_that_ask_for_what_happens_anyway_are_accepted_and_listed_once():
     words = ("--deepspeed --deepspeed-activation-checkpointing --override-opt-param-scheduler --data-impl "
-             "mmap "
-             "--tensorboard-queue-size 1 --log-validation-ppl-to-tensorboard --log-batch-size-to-tensorboard "
+             "mmap --tensorboard-queue-size 1 --log-validation-ppl-to-tensorboard "
+             "--log-batch-size-to-tensorboard "
              "--use-flash-attn "
              "--use-mcore-models --transformer-impl local --num-experts 1 --exit-signal SIGTERM "
-             "--no-masked-softmax-fusion "
-             "--accumulate-allreduce-grads-in-fp32 --no-pipeline-parallel").split()
+             "--no-masked-softmax-fusion --accumulate-allreduce-grads-in-fp32 --no-pipeline-parallel").split()
     config = parse([*MOCK, *words], env={})
     assert accepted(config) == {w for w in words if w in FLAGS}
     assert (len(accepted(config)) == 13

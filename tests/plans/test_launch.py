@@ -11,8 +11,8 @@ from megatron_ds.errors import ConfigError
 from megatron_ds.mpu.launch import Launch, expand_nodelist, read_launch
 
 SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "11", "SLURM_LOCALID": "1", "SLURM_NODEID": "1",
-         "SLURM_JOB_ID": "4711",
-         "SLURM_STEP_ID": "0", "SLURM_NODELIST": "gpu[003-004,9]", "SLURM_TASKS_PER_NODE": "4(x2),3"}
+         "SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0", "SLURM_NODELIST": "gpu[003-004,9]",
+         "SLURM_TASKS_PER_NODE": "4(x2),3"}
 
 
 def test_no_launcher_is_one_rank():

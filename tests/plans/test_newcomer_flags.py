@@ -93,9 +93,8 @@ def test_flags_files_and_rules_report_their_problems_in_one_round(tmp_path):
              f"--config {tmp_path}/a.yaml --deepspeed_config {tmp_path}/b.json --local-rank 4")
     found = problems_of(*NEEDED, *wrong.split())
     for says in ("--frobnicate", "--fp32-residual", "--eval-iters: 'x'", "unknown key 'sed'",
-                 "clip_grad: 'much'",
-                 '"stps_per_print"', '"wall_clock_breakdown"', "--local-rank 4", "--num-attention-heads 7",
-                 "--fp16 and"):
+                 "clip_grad: 'much'", '"stps_per_print"', '"wall_clock_breakdown"', "--local-rank 4",
+                 "--num-attention-heads 7", "--fp16 and"):
         assert sum(says in problem for problem in found) == 1, (says, found)
     assert len(found) == 10
 

@@ -119,8 +119,8 @@ def test_a_document_too_long_for_memory_is_an_error_naming_its_line(tmp_path, mo
 def test_a_folder_is_its_text_files_by_path(tmp_path, caplog):
     caplog.set_level("INFO")
     for name in ("b/1.txt", "b/2.TXT", "a.md", "b.txt", "c.jsonl", "d.parquet", "e.txt.gz", "b/.hidden.txt",
-                 ".git/x.txt",
-                 "cover.jpg", "b/corpus.json", "tokenizer/merges.txt", "tokenizer/tokenizer.json", "x.gz"):
+                 ".git/x.txt", "cover.jpg", "b/corpus.json", "tokenizer/merges.txt",
+                 "tokenizer/tokenizer.json", "x.gz"):
         write(tmp_path / "books" / name, "text")
     found = files_of([str(tmp_path / "books"), "last.txt"])
     names = [os.path.relpath(path, tmp_path / "books") for path in found[:-1]]

@@ -16,8 +16,8 @@ from megatron_ds.errors import ConfigError, DataError
 from megatron_ds.training.samples import wanted_samples
 
 FLAGS = ("--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1 "
-         "--global-batch-size 4 "
-         "--lr 1e-3 --train-iters 30 --eval-iters 1 --eval-interval 10 --tokenizer-type NullTokenizer "
+         "--global-batch-size 4 --lr 1e-3 --train-iters 30 --eval-iters 1 --eval-interval 10 "
+         "--tokenizer-type NullTokenizer "
          "--vocab-size 100"
          ).split()
 

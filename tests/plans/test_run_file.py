@@ -13,8 +13,7 @@ from tests.harness.checkpoints import NEW, RUN, make_format_1, rewrite_run, save
 
 WRONG = {
     "step as text": dict(step="4"), "step true": dict(step=True), "step of another": dict(step=99),
-    "no step": dict(step=None),
-    "empty progress": dict(progress={}),
+    "no step": dict(step=None), "empty progress": dict(progress={}),
     "progress of another step": dict(progress=RUN["progress"] | {"step": 3}),
     "samples negative": dict(progress=RUN["progress"] | {"samples": -5}),
     "samples 1e30": dict(progress=RUN["progress"] | {"samples": 1e30}),
@@ -51,8 +50,7 @@ def test_wrong_values_in_run_json_are_refused_even_with_a_checksum_that_fits(cha
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "4", "null", '{"format_version": true}',
-                                  '{"format_version": 0}',
-                                  '{"format_version": "1"}', '{"format_version": 1}',
+                                  '{"format_version": 0}', '{"format_version": "1"}', '{"format_version": 1}',
                                   '{"format_version": 2, "step": 4}',
                                   '{"format_version": 1, "step": 4, "x": ' + "[" * 100_000 + "]" * 100_000
                                   + "}", '{"a":' * 100_000 + "1" + "}" * 100_000,

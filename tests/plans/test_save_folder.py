@@ -46,8 +46,7 @@ def used(tmp_path):
 # ---------------------------------------------------------------------- whose folder it is
 def test_a_new_run_is_refused_in_the_folder_of_another_and_told_the_three_ways_out(used):
     words = (rf"--save {used} holds another run: iteration 20 \(run id aa11, written \d{{4}}-.*\).*Add "
-             rf"--load {used} to "
-             "continue that run; add --overwrite-save .*; or give another --save folder")
+             fr"--load {used} to continue that run; add --overwrite-save .*; or give another --save folder")
     with pytest.raises(CheckpointError, match=words):
         start(save=used)
     assert start(save=used, overwrite_save=True).step is None

@@ -9,8 +9,7 @@ from megatron_ds.data.text.sentences import learn_splitter
 from megatron_ds.errors import ConfigError
 
 TEXTS = ["The abbrv. Smith uses is odd. The abbrv. Jones uses is not. An abbrv. is a word, and an abbrv. has "
-         "a stop. "
-         "Words are words. Words end. Stops stop. A word ends. It stops."] * 8
+         "a stop. Words are words. Words end. Stops stop. A word ends. It stops."] * 8
 HARD = [
     ("Dr. Smith met Mr. Jones at 5 p.m. on Monday. They talked.",
      ["Dr. Smith met Mr. Jones at 5 p.m. on Monday.", "They talked."]),

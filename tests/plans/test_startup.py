@@ -16,9 +16,8 @@ from megatron_ds.training.startup import (
 )
 
 JOB = ["--num-layers", "3", "--hidden-size", "24", "--num-attention-heads", "4", "--seq-length", "16",
-       "--vocab-size", "50",
-       "--make-vocab-size-divisible-by", "8", "--micro-batch-size", "2", "--lr", "1e-3", "--train-iters", "2",
-       "--mock-data"]
+       "--vocab-size", "50", "--make-vocab-size-divisible-by", "8", "--micro-batch-size", "2", "--lr", "1e-3",
+       "--train-iters", "2", "--mock-data"]
 
 
 def test_axes_that_do_not_exist_yet_are_not_shown():
@@ -66,9 +65,8 @@ def test_values_are_listed_by_source_in_a_few_lines(tmp_path):
     path = tmp_path / "job.yaml"
     path.write_text("num_layers: 3\nhidden_size: 24\nnum_attention_heads: 4\nseq_length: 16\nlr: 1e-3\n")
     config = parse(["--config", str(path), *JOB[JOB.index("--vocab-size"):JOB.index("--lr")],
-                    "--train-iters", "2",
-                    "--mock-data", "--zero-stage", "1", "--seed", "5", "--log-interval", "7",
-                    "--eval-iters", "0"])
+                    "--train-iters", "2", "--mock-data", "--zero-stage", "1", "--seed", "5",
+                    "--log-interval", "7", "--eval-iters", "0"])
     text = values_text(config)
     title, *lines = text.split("\n")
     assert title == "not at their defaults:"

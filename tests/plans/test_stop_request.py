@@ -73,8 +73,7 @@ def test_entry_scripts_exit_with_code_0_when_signalled_in_their_imports_or_after
     (tmp_path / "slow_module.py").write_text(MODULE)
     command = "from megatron_ds.cli import run_command; run_command('slow_module', 'main')"
     ended = subprocess.run([sys.executable, "-c", command], cwd=tmp_path, capture_output=True, text=True,
-                           timeout=60,
-                           env=os.environ | {"AT": at, "SIGNAL": str(int(number)),
+                           timeout=60, env=os.environ | {"AT": at, "SIGNAL": str(int(number)),
                                              "PYTHONPATH": f"{ROOT}:{tmp_path}"})
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ("before the first step" in ended.stdout) == (at == "import")

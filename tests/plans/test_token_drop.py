@@ -16,8 +16,7 @@ from megatron_ds.planning.world_plan import plan_world
 from megatron_ds.progress import Progress
 
 JOB = ("--num-layers 6 --hidden-size 32 --num-attention-heads 4 --seq-length 128 --vocab-size 99 "
-       "--micro-batch-size 2 "
-       "--global-batch-size 8 --lr 1e-3 --train-iters 9 --mock-data").split()
+       "--micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --train-iters 9 --mock-data").split()
 LTD = "--random-ltd --random-ltd-min-tokens 32 --random-ltd-steps 100".split()
 DEEPSPEED = {
     "total_layer_num": 6, "random_ltd_layer_num": 3, "random_ltd_layer_id": [1, 2, 4],

@@ -16,8 +16,7 @@ from megatron_ds.ramps import Tokens
 from megatron_ds.training.samples import wanted_samples
 
 MODEL = ("--num-layers 4 --hidden-size 48 --num-attention-heads 6 --seq-length 32 --vocab-size 99 "
-         "--micro-batch-size 1 "
-         "--lr 0.1 --mock-data")
+         "--micro-batch-size 1 --lr 0.1 --mock-data")
 LENGTHS = "--curriculum-type {} --curriculum-min-length 8 --curriculum-steps 7 --curriculum-length-step 4"
 LTD = "--random-ltd --random-ltd-min-tokens 8 --random-ltd-steps 9 --random-ltd-tokens-per-step 4"
 RAMP = "--rampup-batch-size 1 1 20"
@@ -103,8 +102,7 @@ def test_the_learning_rate_follows_the_tokens_that_were_consumed(curriculum, len
 
 def test_a_warm_up_fraction_and_the_weight_decay_are_in_tokens_too():
     config = config_of("--train-tokens 4000 --lr-warmup-fraction 0.25 --start-weight-decay 0 "
-                       "--end-weight-decay 1 "
-                       "--weight-decay-incr-style linear")
+                       "--end-weight-decay 1 --weight-decay-incr-style linear")
     assert make_learning_rate(config)(Progress(tokens=500)) == pytest.approx(0.05)
     assert make_weight_decay(config)(Progress(tokens=1000)) == 0.25
 

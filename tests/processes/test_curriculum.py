@@ -40,8 +40,7 @@ def curriculum(folder) -> dict:
               "min_difficulty": 3, "max_difficulty": 10, "schedule_type": "fixed_linear",
               "schedule_config": {"total_curriculum_step": 5, "difficulty_step": 1}}
     length = {"difficulty_type": "value", "clustering_type": "single_cluster", "min_difficulty": 6,
-              "max_difficulty": 16,
-              "schedule_type": "fixed_linear",
+              "max_difficulty": 16, "schedule_type": "fixed_linear",
               "schedule_config": {"total_curriculum_step": 5, "difficulty_step": 4}}
     metrics = {"vocab_rarity": rarity, "seqlen_truncate": length}
     return {"data_efficiency": {"enabled": True, "data_sampling": {
@@ -85,9 +84,8 @@ def test_a_curriculum_goes_on_where_it_stopped_with_other_ranks(tmp_path, corpus
 def test_a_run_in_tokens_ends_and_decays_by_the_tokens_that_were_trained_on(tmp_path):
     job = [*TINY, "--lr-warmup-iters", "0", "--mock-data", "--train-tokens", "300", "--train-iters", "99",
            "--lr-warmup-tokens", "64", "--lr-decay-style", "linear", "--min-lr", "0",
-           "--curriculum-type", "seqlen",
-           "--curriculum-min-length", "8", "--curriculum-steps", "4", "--curriculum-length-step", "4",
-           "--save", tmp_path, "--load", tmp_path]
+           "--curriculum-type", "seqlen", "--curriculum-min-length", "8", "--curriculum-steps", "4",
+           "--curriculum-length-step", "4", "--save", tmp_path, "--load", tmp_path]
     train(1, [*job, "--exit-interval", "2"])
     train(2, job)
     found, tokens = records(tmp_path), 0

@@ -21,9 +21,9 @@ JOB = ("--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 
        "--global-batch-size 32 "
        "--lr 1e-3 --train-iters 5 --vocab-size 1000 --bf16").split()
 TRILLION = ("--num-layers 128 --hidden-size 25600 --num-attention-heads 160 --seq-length 2048 --vocab-size "
-            "51200 "
-            "--micro-batch-size 1 --global-batch-size 3072 --lr 1e-4 --train-iters 10 --mock-data --bf16 "
-            "--recompute-granularity full --tensor-model-parallel-size 8 --pipeline-model-parallel-size 64").split()
+            "51200 --micro-batch-size 1 --global-batch-size 3072 --lr 1e-4 --train-iters 10 --mock-data "
+            "--bf16 --recompute-granularity full --tensor-model-parallel-size 8 "
+            "--pipeline-model-parallel-size 64").split()
 
 
 def said(capsys, *flags: str) -> tuple[int, str, str]:
@@ -97,8 +97,7 @@ def test_a_trillion_parameters_on_3072_ranks_take_seconds_and_less_than_two_giga
     as long."""
     code = ("import json, resource, sys; used = lambda: resource.getrusage(resource.RUSAGE_SELF); "
             "seconds = lambda: used().ru_utime + used().ru_stime; start = seconds(); import torch; imported "
-            "= seconds(); "
-            "from megatron_ds.training.pretrain import pretrain; code = pretrain(sys.argv[1:]); "
+            "= seconds(); from megatron_ds.training.pretrain import pretrain; code = pretrain(sys.argv[1:]); "
             "print(json.dumps([code, (seconds() - imported) / (imported - start), used().ru_maxrss * 1024]))")
     command = [sys.executable, "-c", code, *TRILLION, "--dry-run", "--world-size", "3072", "--rank", "3071"]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True,

@@ -86,8 +86,7 @@ if "--metrics-path" in sys.argv:
 """)
     python.chmod(0o755)
     subprocess.run(["bash", str(ROOT / "examples" / "data_efficiency_cpu.sh"), "out"], cwd=tmp_path,
-                   check=True,
-                   env=environment() | {"STEPS": "60", "PYTHON": str(python)}, timeout=60,
+                   check=True, env=environment() | {"STEPS": "60", "PYTHON": str(python)}, timeout=60,
                    stdout=subprocess.DEVNULL)
     commands = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
     launches = [words for words in commands if any(word.endswith("pretrain_gpt.py") for word in words)]

@@ -6,8 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 JOB = ("--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 99 "
-       "--micro-batch-size 2 "
-       "--lr 1e-3 --train-iters 1 --mock-data")
+       "--micro-batch-size 2 --lr 1e-3 --train-iters 1 --mock-data")
 
 
 def test_torch_distributed_launch_may_append_local_rank():

@@ -20,8 +20,7 @@ def test_a_nan_stops_the_run_naming_the_first_module_that_made_it(tmp_path, modu
     zero, one = run_pretrain(2, [*MOCK, *PP2, "--save", tmp_path, "--save-interval", "2"], spoil=spoil)
     assert zero.code == one.code == 2 and one.err == "" and "Traceback" not in zero.err
     assert (f"loss is nan at iteration 3, first seen on rank {rank} (pipeline stage {rank}): output of "
-            f"{module} "
-            "(Block, shape [16, 1, 32]): 1 non-finite values") in zero.err
+            f"{module} (Block, shape [16, 1, 32]): 1 non-finite values") in zero.err
     assert "--check-for-nan continue" in zero.err
     assert latest(tmp_path) == 2, "the last checkpoint is unharmed"
 

@@ -32,8 +32,8 @@ def run_a_step(rank, name, chunks, before_forward, batches):
     group = Group("pp", ranks, rank, connect_torch("pp", [ranks], rank, timeout=timedelta(seconds=TIMEOUT)))
     bounds = (0, *range(2, stages + 1), stages + 2)
     executor = make_executor(lower(SCHEDULES[name](P, M, chunks), stages)[rank], make_layers(stages), bounds,
-                             Channels(group),
-                             placement(name, P, chunks).__getitem__, rank, {Op.REDUCE: lambda stage: None})
+                             Channels(group), placement(name, P, chunks).__getitem__, rank,
+                             {Op.REDUCE: lambda stage: None})
     for stage in executor.stages.values():
         forward = stage.forward
         stage.forward = lambda k, *args, forward=forward: (before_forward(k), forward(k, *args))[1]

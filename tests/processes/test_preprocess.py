@@ -152,8 +152,7 @@ def test_several_workers_write_the_same_bytes(tmp_path, monkeypatch):
 def test_the_three_tools_lead_from_pythons_documentation_to_a_corpus(tmp_path):
     def tool(name, *argv):
         return subprocess.run([sys.executable, TOOLS / f"{name}.py", *map(str, argv)], cwd=tmp_path,
-                              text=True, timeout=120,
-                              capture_output=True, check=True,
+                              text=True, timeout=120, capture_output=True, check=True,
                               env={**os.environ, "PYTHONPATH": str(TOOLS.parent)})
 
     tool("build_corpus", "--output", "corpus.jsonl")

@@ -64,8 +64,8 @@ def test_a_run_killed_twice_and_resumed_with_other_ranks_sees_each_sample_once(t
     places = [place for step in sorted(trained) for place in sorted(trained[step])]
     assert places == list(range(SAMPLES))
     dataset = open_gpt_dataset(IndexedDataset(corpus), range(60), title="GPTDataset-train",
-                               seq_length=SEQ_LENGTH,
-                               num_samples=SAMPLES, seed=1234, cache=tmp_path / "cache")
+                               seq_length=SEQ_LENGTH, num_samples=SAMPLES, seed=1234,
+                               cache=tmp_path / "cache")
     for rows in trained.values():
         for place, tokens in rows.items():
             assert tokens == dataset[place]["tokens"][:-1].tolist()

@@ -174,8 +174,7 @@ def test_the_first_ctrl_c_saves_and_exits_with_code_0(tmp_path):
 
 def test_torchrun_that_is_terminated_leaves_a_checkpoint(tmp_path):
     process = script("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0",
-                     "--rdzv-backend", "c10d",
-                     "--rdzv-endpoint", "localhost:0", "pretrain_gpt.py", *LONG,
+                     "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "pretrain_gpt.py", *LONG,
                      "--tensor-model-parallel-size", "2", "--save", tmp_path)
     try:
         read_until(process, "iteration        2/")

@@ -245,8 +245,7 @@ def torchrun(tmp_path: Path, ranks: int, argv: list[str]) -> str:
     (tmp_path / "broken.py").write_text(BROKEN_ON_ONE_RANK)
     launcher = [warm_python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     ended = subprocess.run([*launcher, str(tmp_path / "broken.py"), *argv], capture_output=True, text=True,
-                           timeout=120,
-                           env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
+                           timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
                                 "PYTHONPATH": str(ROOT), "PYTHON_EXEC": warm_python()})
     assert ended.returncode == 1, ended.stderr
     return ended.stderr
@@ -272,8 +271,8 @@ def test_ranks_that_lose_one_say_what_they_waited_for_and_end(tmp_path):
 def test_a_deepspeed_json_and_a_yaml_file_drive_a_run(tmp_path):
     (tmp_path / "ds.json").write_text(json.dumps({
         "train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2,
-        "steps_per_print": 1,
-        "gradient_clipping": 0.5, "fp16": {"enabled": False, "loss_scale": 0}, "bf16": {"enabled": True},
+        "steps_per_print": 1, "gradient_clipping": 0.5, "fp16": {"enabled": False, "loss_scale": 0},
+        "bf16": {"enabled": True},
         "zero_optimization": {"stage": 1, "reduce_bucket_size": 5e5, "overlap_comm": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 2e-3, "betas": [0.9, 0.95], "eps": 1e-8,
                                                   "weight_decay": "auto"}},
@@ -282,8 +281,7 @@ def test_a_deepspeed_json_and_a_yaml_file_drive_a_run(tmp_path):
         "tensorboard": {"enabled": True, "output_path": str(tmp_path / "events"), "job_name": "job"}}))
     (tmp_path / "model.yaml").write_text(
         "model:\n  num_layers: 2\n  hidden_size: 32\n  num-attention-heads: 4\n  seq_length: 16\n  "
-        "vocab_size: 61\n"
-        "mock_data: true\ntrain_iters: 3\neval_iters: 0\n")
+        "vocab_size: 61\nmock_data: true\ntrain_iters: 3\neval_iters: 0\n")
     argv = ["--config", str(tmp_path / "model.yaml"), "--deepspeed_config", str(tmp_path / "ds.json"),
             "--weight-decay", "0.2", "--save", str(tmp_path / "saved")]
     out = train(2, argv)[0].out

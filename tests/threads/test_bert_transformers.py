@@ -56,8 +56,8 @@ def theirs(weights):
 
 def test_outputs_and_losses_are_those_of_megatron_bert_in_transformers():
     config = ModelConfig(model="bert", num_layers=L, hidden_size=H, num_attention_heads=N, seq_length=S,
-                         vocab_size=V,
-                         hidden_dropout=0.0, attention_dropout=0.0, make_vocab_size_divisible_by=8)
+                         vocab_size=V, hidden_dropout=0.0, attention_dropout=0.0,
+                         make_vocab_size_divisible_by=8)
     weights, batch = bert_weights(config, seed=5), random_bert_batch(V, (3, 4, 5), S)
     model = build_stage(MODELS["bert"](config, context_of()))
     load_logical(model.parameters(), weights, solo())

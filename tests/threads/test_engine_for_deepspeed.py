@@ -186,12 +186,11 @@ def test_what_deepspeeds_users_ask_is_answered():
                 engine.gradient_accumulation_steps(), engine.zero_optimization(),
                 engine.zero_optimization_stage(),
                 engine.fp16_enabled(), engine.bfloat16_enabled(), engine.dynamic_loss_scale(),
-                engine.loss_scale(),
-                engine.gradient_clipping(), engine.steps_per_print(), engine.wall_clock_breakdown(),
-                engine.get_lr(),
+                engine.loss_scale(), engine.gradient_clipping(), engine.steps_per_print(),
+                engine.wall_clock_breakdown(), engine.get_lr(),
                 engine.get_mom(), engine.get_global_grad_norm(), engine.world_size, engine.global_rank,
-                engine.local_rank,
-                engine.dp_world_size, (engine.global_steps, engine.global_samples, engine.micro_steps,
+                engine.local_rank, engine.dp_world_size,
+                (engine.global_steps, engine.global_samples, engine.micro_steps,
                                        engine.skipped_steps))
 
     for rank, found in enumerate(on_ranks(2, main, lambda: make(Stack), config)):

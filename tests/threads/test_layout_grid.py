@@ -27,8 +27,8 @@ from tools.layout_comparison import parse_layout
 MOST_RANKS, HIDDEN, HEAD_ROWS = 8, 32, 8
 LAYOUT = ("tp", "pp", "dp", "zero", "sp", "recompute")
 GRID = {"style": ("gpt2", "llama"), "dtype": ("fp32", "bf16"), "embeddings": ("tied", "untied"), "tp": (1, 2),
-        "pp": (1, 2, 4),
-        "dp": (1, 2), "zero": (0, 1, 2, 3), "sp": (0, 1), "recompute": ("none", "selective", "full")}
+        "pp": (1, 2, 4), "dp": (1, 2), "zero": (0, 1, 2, 3), "sp": (0, 1),
+        "recompute": ("none", "selective", "full")}
 OFFLOADS = ("none", "cpu", "nvme")
 # Stages on each pipeline rank, for each schedule.
 SCHEDULES = {"1f1b": (1,), "gpipe": (1,), "interleaved": (2,), "zb-h1": (1,), "zb-h2": (1,), "zb-v": (2,),

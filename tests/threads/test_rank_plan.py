@@ -17,9 +17,8 @@ LAYERS, BATCH, STEPS = 4, 12, 2
 MICROBATCHES = 3                  # on each rank, whatever the layout
 LAYOUTS = [
     "tp=2", "tp=2,sp=1", "pp=3,dp=2", "dp=3,mbs=2", "tp=2,pp=2,dp=2,sp=1,zero=1",
-    "tp=2,sp=1,pp=2,dp=2,zero=2",
-    "tp=2,sp=1,pp=2,dp=2,zero=3", "pp=2,dp=2,zero=3,pin=on", "dp=4,zero=3,hpz=2",
-    "dp=2,zero=2,accumulate=full,comm=bf16",
+    "tp=2,sp=1,pp=2,dp=2,zero=2", "tp=2,sp=1,pp=2,dp=2,zero=3", "pp=2,dp=2,zero=3,pin=on",
+    "dp=4,zero=3,hpz=2", "dp=2,zero=2,accumulate=full,comm=bf16",
     "tp=2,pp=2,recompute=full", "tp=2,sp=1,recompute=selective,zero=3,dp=2",
     "pp=2,dp=2,zero=3,bucket=1000,prefetch=0",
     "tp=2,dp=2,zero=3,persist=0,accumulate=full", "pp=4,schedule=gpipe,zero=1,dp=2,layout=E|t|t*3|L",

@@ -123,7 +123,6 @@ def test_a_sequence_that_does_not_divide_is_refused():
 def test_a_group_of_one_passes_everything_through():
     x, group = drawn(7, 2), solo()
     for region in (regions.copy_to_region, regions.reduce_from_region, regions.scatter_to_region,
-                   regions.gather_from_region,
-                   regions.scatter_to_sequence_region, regions.gather_from_sequence_region,
-                   regions.reduce_scatter_to_sequence_region):
+                   regions.gather_from_region, regions.scatter_to_sequence_region,
+                   regions.gather_from_sequence_region, regions.reduce_scatter_to_sequence_region):
         assert region(x, group) is x

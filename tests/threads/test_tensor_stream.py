@@ -120,9 +120,8 @@ def test_files_of_another_cut_do_not_stay(tmp_path):
 
 def test_odd_kinds_of_tensors_begin_where_their_elements_may(tmp_path):
     tensors = {"flag": torch.tensor([True, False, True]), "count": torch.tensor(7),
-               "half": torch.randn(3).half(),
-               "brain": torch.randn(5, 1).bfloat16(), "empty": torch.empty(0, 4),
-               "wide": torch.randn(2, 3).double()}
+               "half": torch.randn(3).half(), "brain": torch.randn(5, 1).bfloat16(),
+               "empty": torch.empty(0, 4), "wide": torch.randn(2, 3).double()}
     entries = [TensorEntry(name, tuple(t.shape), t.dtype) for name, t in tensors.items()]
     write_folder(tmp_path, entries, lambda order: [tensors[e.name] for e in order], solo(), 10**6)
     found = load_file(tmp_path / "model.safetensors")
@@ -224,8 +223,7 @@ def test_a_config_json_says_what_the_tensors_are(tmp_path, capsys):
     assert exported(tmp_path, **RUN | {"version": "1.0"}) == 0, "a second export replaces it"
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == found | {"megatron_ds_version": "1.0"}
     assert found == {"model_type": "megatron_ds", "tensor_names": "megatron_ds", "dtype": "float32",
-                     "iteration": 12,
-                     "megatron_ds_version": "0.9", "model": MODEL,
+                     "iteration": 12, "megatron_ds_version": "0.9", "model": MODEL,
                      "tokenizer": {"tokenizer_type": "NullTokenizer"}}
     assert "from_pretrained of Hugging Face needs converted ones" in capsys.readouterr().out
 

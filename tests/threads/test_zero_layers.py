@@ -122,8 +122,8 @@ def test_evaluation_gathers_too_and_gives_the_loss_of_one_process():
         loader = Loader()
         loader.engine = engine
         return [evaluate(engine, loader, first_sample=0, iterations=2, global_batch_size=BATCH).loss,
-                *train(engine, range(1)),
-                evaluate(engine, loader, first_sample=0, iterations=2, global_batch_size=BATCH).loss]
+                *train(engine, range(1)), evaluate(engine, loader, first_sample=0, iterations=2,
+                                                   global_batch_size=BATCH).loss]
 
     [expected] = run(config_of("dp=1"), main)
     for layout in ("dp=2,zero=3", "dp=2,pp=2,zero=3,pin=1"):
@@ -172,14 +172,12 @@ def test_a_step_sends_what_the_paper_promises(zero, dtype, parameter_bytes):
 
 
 @pytest.mark.parametrize("layout", ["dp=2,zero=3,accumulate=full", "dp=2,zero=3,pin=1", "dp=2,pp=2,zero=3",
-                                    "dp=4,zero=3",
-                                    "dp=2,pp=2,zero=3,schedule=gpipe", "dp=2,zero=3,prefetch=20000",
-                                    "dp=2,tp=2,zero=2",
+                                    "dp=4,zero=3", "dp=2,pp=2,zero=3,schedule=gpipe",
+                                    "dp=2,zero=3,prefetch=20000", "dp=2,tp=2,zero=2",
                                     "dp=2,zero=3,prefetch=0,bucket=3000", "dp=2,zero=2,accumulate=full",
                                     "dp=2,zero=0,comm=fp16", "dp=4,zero=1,comm=fp16,prescale=1",
-                                    "dp=2,pp=2,zero=3,comm=bf16",
-                                    "dp=4,zero=3,hpz=2", "dp=4,pp=2,zero=3,hpz=2,accumulate=full",
-                                    "dp=4,zero=3,hpz=4,pin=1",
+                                    "dp=2,pp=2,zero=3,comm=bf16", "dp=4,zero=3,hpz=2",
+                                    "dp=4,pp=2,zero=3,hpz=2,accumulate=full", "dp=4,zero=3,hpz=4,pin=1",
                                     "dp=2,pp=2,zero=3,schedule=zb-h1",
                                     "dp=2,pp=2,zero=3,schedule=interleaved",
                                     "dp=2,pp=2,zero=3,schedule=zb-v", "dp=2,pp=2,zero=3,schedule=zb-v,pin=1",

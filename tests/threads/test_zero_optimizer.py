@@ -43,9 +43,8 @@ def loss_of(parameters, step, rank=0, size=1):
 def make_optimizer(parameters, data, *, stage, scaler=None, clip=1.0, counts=None, **options):
     layers = {0: [parameters]} if stage == 3 else {}      # one layer, all of it in shards
     settings = ZeroSettings(default_groups(lambda g: OPTIMIZERS["adam"](g, SETTINGS)), STAGES[stage],
-                            bucket_elements=200,
-                            clip_grad=clip, make_scaler=lambda: scaler or LossScaler(), persistence=0,
-                            **options)
+                            bucket_elements=200, clip_grad=clip, make_scaler=lambda: scaler or LossScaler(),
+                            persistence=0, **options)
     return ZeroOptimizer(parameters, settings, DataGroups({DATA_AXES: data}),
                          ParameterUse(layers, counts=counts or {}))
 
