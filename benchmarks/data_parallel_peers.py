@@ -1,7 +1,7 @@
 """Data-parallel contestants that split state: DDP with ZeroRedundancyOptimizer, FSDP2 and DeepSpeed ZeRO, on
 gloo processes.
 
-    pip install deepspeed==0.19.8              # only for the contestants `deepspeed:0` to `deepspeed:3[+cpu_adam]`
+    pip install deepspeed==0.19.8         # only for the contestants `deepspeed:0` to `deepspeed:3[+cpu_adam]`
 
 Each is set for speed: gradients synchronised once a step where the peer can, weights gathered one block
 ahead, fused AdamW. What a peer sends and keeps follows from that: `fsdp2:2` keeps its weights from the first

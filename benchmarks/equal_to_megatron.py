@@ -1,7 +1,7 @@
 """Whether corpora, index maps and samples equal those of megatron-core: a check beside the tests, which do
 not need it.
 
-    python benchmarks/equal_to_megatron.py              # needs megatron-core; a minute; exit code 1 and a traceback if not
+    python benchmarks/equal_to_megatron.py        # needs megatron-core; a minute; exit code 1 if not
 
 Corpora are written by each side and read by the other, of every dtype, with empty documents and documents of
 many sentences, and one above 4 GiB, whose zeros are holes in the file. Index maps are built from random
@@ -70,7 +70,8 @@ def check_large_corpus(folder):
     documents = [(zeros, [len(zeros)])] * 68 + [(last, [400, 599]), (last[:0], [])]
     ours, theirs = write_both(folder / "large", np.int32, documents, opened=Sparse)
     equal_files(ours, theirs, contents=False)
-    size, held = (folder / "large_ours.bin").stat().st_size, (folder / "large_ours.bin").stat().st_blocks * 512
+    found = (folder / "large_ours.bin").stat()
+    size, held = found.st_size, found.st_blocks * 512
     read, peer = IndexedDataset(theirs), Theirs(str(ours))
     read.check()
     assert size > 4 << 30 and np.array_equal(read[69], last[400:]) and np.array_equal(peer[69], last[400:])

@@ -41,15 +41,7 @@ from ..mpu.traffic import Traffic
 from ..ops.workspace import WORKSPACE
 from ..pipeline.instruction import Op, Program, Schedule
 from ..pipeline.stage import Stage
-from .run_model import (
-    DTYPES,
-    blank_batch,
-    boundary_shape,
-    describe_layers,
-    last_step,
-    loss_function,
-    sequence_slice,
-)
+from .run_model import DTYPES, blank_batch, boundary_shape, describe_layers, last_step, loss_function, sequence_slice
 from .run_plan import RunPlan
 
 

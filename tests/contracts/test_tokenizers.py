@@ -15,7 +15,8 @@ from tests.harness.tokenizer_references import ByteLevelBPE, WordPiece
 
 TEXT = ["The quick brown fox isn't jumping over 12 lazy dogs.\n\n  Übergrößen, naïve café!\n",
         "def train(steps: int) -> None:\n    for step in range(steps):\n        print(step, 'of', steps)\n",
-        "Numbers 1234567890 and signs #$%&; the tokens of the token stream, the stream of the tokens. 日本語 🙂"]
+        "Numbers 1234567890 and signs #$%&; the tokens of the token stream, the stream of the tokens. "
+        "日本語 🙂"]
 
 
 @pytest.fixture(scope="session")

@@ -103,4 +103,5 @@ def test_a_plan_counts_its_messages_its_flops_and_its_parameters():
 
 def test_dry_run_shows_it(capsys):
     assert pretrain([*JOB, "--dry-run", "--world-size", "4", "--pipeline-model-parallel-size", "2"]) == 0
-    assert "proof: rank 0's modules were built on the meta device among 4 simulated ranks" in capsys.readouterr().out
+    assert ("proof: rank 0's modules were built on the meta device among 4 simulated ranks"
+            in capsys.readouterr().out)

@@ -5,11 +5,11 @@ The tensors that our layers save, counted as storages: a view keeps all that it 
 positions, b samples, t tensor-parallel ranks, e bytes a number, and S = s / t with sequence parallelism, else
 s; n heads of d channels, f the feed-forward width and V the padded vocabulary, each divided by t:
 
-    norm, twice a block   its input S b h e, two statistics a row      linear after it    its input S b h e
-    attention             q, k, v; what the core needs (`_core`)       projection         its input s b n d e
-    activation            its input s b f e; gated 2, ReLU 0 times     second linear      its input s b f e
-    hidden dropout        a byte an element, S b h                     head               its input S b h e
-    loss                  probabilities, and 17 bytes a token          embedding          rows, 8 bytes a token
+    norm, twice a block  its input S b h e, two statistics a row      linear after it    its input S b h e
+    attention            q, k, v; what the core needs (`_core`)       projection         its input s b n d e
+    activation           its input s b f e; gated 2, ReLU 0 times     second linear      its input s b f e
+    hidden dropout       a byte an element, S b h                     head               its input S b h e
+    loss                 probabilities, and 17 bytes a token          embedding          rows, 8 bytes a token
 
 A block that drops tokens keeps what it needs of those it sees, and where they stand: eight bytes a token
 (nine with sequence parallelism), rotary tables of its own, and the fields of the batch that recomputation

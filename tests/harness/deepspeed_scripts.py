@@ -1,7 +1,7 @@
 """Programs written for DeepSpeed (tests/deepspeed_scripts), run under either package: only the import is
 another one.
 
-    records = run_cases("megatron_ds", rank, world_size, folder)        # on each of the ranks of a started job
+    records = run_cases("megatron_ds", rank, world_size, folder)       # on each of the ranks of a started job
 
 A case is a program with its arguments. `import deepspeed` in its text becomes `import megatron_ds as
 deepspeed`.
@@ -77,10 +77,11 @@ def tolerance(name: str, key: str) -> float:
     """Relative.
 
     fp32  1e-5; 8e-7 was found: sums are rounded in another order
-    bf16  1e-2; 3e-3 was found: a rounding of bf16 is 4e-3, and each update makes others of them. Before any update the loss of
-          "hello" is that of plain torch in bf16 to the last bit, and DeepSpeed's is 6e-4 from it 5e-2 without
-          ZeRO, where DeepSpeed trains bf16 by another optimizer wrapper, whose losses are as far (1.7e-2)
-          from those of its own stages 1 to 3, and which reports no gradient norm
+    bf16  1e-2; 3e-3 was found: a rounding of bf16 is 4e-3, and each update makes others of them. Before any
+          update the loss of "hello" is that of plain torch in bf16 to the last bit, and DeepSpeed's is 6e-4
+          from it
+          5e-2 without ZeRO, where DeepSpeed trains bf16 by another optimizer wrapper, whose losses are as
+          far (1.7e-2) from those of its own stages 1 to 3, and which reports no gradient norm
     """
     if key in ("rates", "steps") or name.endswith("fp32"):
         return 1e-5

@@ -6,7 +6,7 @@ An HTML comment directly above a block selects what is done with it:
     <!-- file: NAME -->          written to NAME in that folder, for later blocks
     <!-- needs GPUs -->          not run; the flags of its launches are parsed (`launches.py`)
     <!-- runs in: COMMAND -->    not run here; COMMAND, elsewhere in the tests, runs it
-    <!-- printed -->             lines that earlier blocks print; with `by: FILE`, lines that FILE prints in its test
+    <!-- printed -->             printed by earlier blocks; with `by: FILE`, by FILE in its test
 
 This applies to blocks of ```bash and ```python, and to other languages only below a comment.
 """

@@ -58,7 +58,10 @@ class Seen:
 
 @dataclass
 class Run:
-    """merged: (trace, logical weights).  calls: the names of layers that ran, over all ranks, one for each time."""
+    """merged: (trace, logical weights).
+
+    calls: the names of layers that ran, over all ranks, one for each time.
+    """
 
     merged: tuple
     seen: list[Seen]

@@ -89,7 +89,8 @@ def plain_gpt(w: dict[str, torch.Tensor], config: TinyConfig, tokens, position_i
     """Logits [b, s, v]. `drop(site, x [b, s, h])` and `drop_scores(site, p [b, n, s, s])` are where dropout
     goes.
 
-    kept_by  layer number → which tokens of each sample the layer sees, [b, k]; the others pass by it. None: all
+    kept_by  layer number → which tokens of each sample the layer sees, [b, k]; the others pass by it.
+             None: all
     """
     x = w["embedding.word_embeddings.weight"][tokens]
     if "embedding.position_embeddings.weight" in w:

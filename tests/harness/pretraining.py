@@ -1,7 +1,7 @@
 """`pretrain_gpt.py` on real ranks: the pooled processes, with the environment that torchrun would set.
 
-    ended = run_pretrain(2, [*TINY, "--save", folder], spoil=partial(signal_at_step, number=SIGTERM, step=3,
-    victim=1))
+    ended = run_pretrain(2, [*TINY, "--save", folder],
+                         spoil=partial(signal_at_step, number=SIGTERM, step=3, victim=1))
 
 `spoil(rank)` is a context manager, importable by name, that is active on each rank while it trains; see
 `spoilers`.

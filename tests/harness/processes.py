@@ -1,9 +1,9 @@
 """Ranks as real processes over gloo: what users run, for what threads cannot show.
 
-    def my_test(rank, world, scale):                                # at the top level of a module: it travels by name
+    def my_test(rank, world, scale):                        # at the top level of a module: it travels by name
         group = world.group("tp", (0, 1, 2), rank)
         ...
-    results = run_processes(3, my_test, 2.0)                        # in rank order
+    results = run_processes(3, my_test, 2.0)                # in rank order
 
 `world` offers what `ThreadWorld` offers (`group`, `connect`, `size`, `traffic`), so one function can run in
 both harnesses; inside, torch.distributed is initialised with exactly those ranks. Processes are started once

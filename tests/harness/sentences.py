@@ -9,7 +9,8 @@ from megatron_ds.data.text.indexed import IndexedWriter
 from megatron_ds.data.tokenizers import make_tokenizer
 from megatron_ds.data.tokenizers.vocabulary_training import train_word_pieces
 
-WORDS = "the a reader writer reads writes rereads rewrote slowly gladly sentence sentences of and with unread pages".split()
+WORDS = ("the a reader writer reads writes rereads rewrote slowly gladly "
+         "sentence sentences of and with unread pages").split()
 
 
 def write_sentences(folder: Path, documents: int = 60, seed: int = 0) -> tuple[str, str]:

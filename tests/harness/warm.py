@@ -1,6 +1,6 @@
 """A warm Python: commands run in copies of an interpreter that has imported torch already.
 
-    environment = warm_environment(environment)     # `python` and `torchrun` on its PATH, and torchrun's ranks, start warm
+    environment = warm_environment(environment)    # `python` and `torchrun` on its PATH start warm
     Popen([warm_python(), "-c", "..."])
 
 Importing torch takes seconds of a slow processor, and the blocks of the pages start a hundred Pythons. Here a

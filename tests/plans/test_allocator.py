@@ -19,7 +19,8 @@ PROBE = """
 import ctypes, sys, threading
 from megatron_ds.training.allocator import set_allocator
 libc = ctypes.CDLL(None)
-libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+libc.free.argtypes = [ctypes.c_void_p]
 assert sys.argv[1] == "none" or set_allocator(keep_freed=sys.argv[1] == "keep")
 
 def resident_mib():

@@ -57,7 +57,8 @@ def analyse(samples, save, *names, shards=3):
         for shard in range(shards):
             map_shard(samples, save, shard, shards, [spec(name)], dataset_id)
         reduce_metric(save, spec(name), shards, dataset_id)
-    return ListFile(save / names[-1] / f"{names[-1]}_{'metric_value' if 'freq' in names[-1] else 'sample_to_metric'}").flat
+    kind = "metric_value" if "freq" in names[-1] else "sample_to_metric"
+    return ListFile(save / names[-1] / f"{names[-1]}_{kind}").flat
 
 
 def rarities(samples) -> torch.Tensor:

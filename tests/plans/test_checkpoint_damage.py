@@ -1,5 +1,4 @@
-"""A checkpoint is one save: whatever is changed in it ends in an error, in an older checkpoint, or in the
-very same bits."""
+"""A checkpoint is one save: a change in it ends in an error, in an older checkpoint, or in the same bits."""
 
 import builtins
 import io
@@ -229,15 +228,11 @@ def named(name):
 
 @pytest.mark.parametrize("format_1", [False, True])
 @pytest.mark.parametrize("change, message", [
-    (moved_chunk, "chunks of .* overlap or leave holes"),
-    (huge_tensor, "bytes, for which __._0.distcp has"),
+    (moved_chunk, "chunks of .* overlap or leave holes"), (huge_tensor, "bytes, for which __._0.distcp has"),
     (shared_bytes, "two chunks share byte|bytes, for which"),
-    (named("."), "'.', which is no file in its directory"),
-    (named(".."), "'..', which is no file"),
-    (named(""), "'', which is no file"),
-    (named("../iter_0000002/__0_0.distcp"), "which is no file"),
-    (named("folder"), "folder is no regular file"),
-], ids=lambda value: getattr(value, "__name__", None))
+    (named("."), "'.', which is no file in its directory"), (named(".."), "'..', which is no file"),
+    (named(""), "'', which is no file"), (named("../iter_0000002/__0_0.distcp"), "which is no file"),
+    (named("folder"), "folder is no regular file")], ids=lambda value: getattr(value, "__name__", None))
 def test_an_index_that_contradicts_itself_or_the_files_is_refused(change, message, format_1, tmp_path):
     path = save_of_two_ranks(tmp_path, NEW)
     change_index(path, change)
@@ -254,13 +249,9 @@ def test_an_index_that_contradicts_itself_or_the_files_is_refused(change, messag
     (b"\x80\x04\x96" + struct.pack("<Q", 2**40) + b"abc.", "BYTEARRAY8"),
     (b"\x80\x04\x8e" + struct.pack("<Q", 2**40) + b"abc.", "BINBYTES8"),
     (b"\x80\x04X" + struct.pack("<I", 2**31) + b"abc.", "would end at byte"),
-    (b"\x80\x04cos\nsystem\n.", "GLOBAL"),
-    (b"\x80\x04N", "without the mark of an end"),
-    (b"\x80\x04N.N.", "more bytes follow"),
-    (b"\x80\x04J\x01", "ends within BININT"),
-    (b"\x80\x04X\x01", "ends within a length"),
-    (b"\xff", "no opcode"),
-])
+    (b"\x80\x04cos\nsystem\n.", "GLOBAL"), (b"\x80\x04N", "without the mark of an end"),
+    (b"\x80\x04N.N.", "more bytes follow"), (b"\x80\x04J\x01", "ends within BININT"),
+    (b"\x80\x04X\x01", "ends within a length"), (b"\xff", "no opcode")])
 def test_opcodes_that_no_index_needs_are_refused_before_anything_is_unpickled(opcodes, message):
     with pytest.raises(ValueError, match=message):
         check_opcodes(opcodes)

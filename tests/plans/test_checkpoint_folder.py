@@ -64,7 +64,8 @@ def test_the_newest_complete_checkpoint_is_loaded_with_one_warning_when_the_trac
         shutil.rmtree(tmp_path / "iter_0000300")
     else:
         shutil.rmtree(tmp_path / "iter_0000300")
-        (tmp_path / TRACKER).write_text("release\n") if trouble == "nonsense" else (tmp_path / TRACKER).unlink()
+        tracker = tmp_path / TRACKER
+        tracker.write_text("release\n") if trouble == "nonsense" else tracker.unlink()
     with caplog.at_level(logging.WARNING):
         assert latest(tmp_path) == 200
     assert len(caplog.records) == 1 and "iteration 200" in caplog.text and TRACKER in caplog.text
@@ -122,7 +123,8 @@ def test_saving_a_step_again_replaces_it(tmp_path):
     assert names(tmp_path) == ["iter_0000100", TRACKER]
 
 
-def test_a_second_save_cut_off_between_its_renames_leaves_the_first_loadable_and_is_undone_by_the_next(tmp_path):
+def test_a_second_save_cut_off_between_its_renames_leaves_the_first_loadable_and_is_undone_by_the_next(
+        tmp_path):
     save_step(tmp_path, 100, seed=1)
     (tmp_path / "iter_0000100").rename(tmp_path / ".iter_0000100.replaced")
     assert_loads(tmp_path, 100, seed=1)

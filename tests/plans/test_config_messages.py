@@ -25,8 +25,9 @@ FILES = {
                 "6e-4\nswiglu: true\nseed: {a: 1}\n",
     "mock.yaml": "mock_data: true\n",
     "synonyms.yaml": "learning_rate: 1\nmax-steps: 5\nfrobnicate: 1\nno_position_embedding: true\n",
-    "off.json": '{"wall_clock_breakdown": false, "zero_optimization": {"contiguous_gradients": true, "stge": 2}, "wandb": '
-                '{"enabled": true}, "learning_rate": 1, "optimizer": {"type": "Adam", "params": {"bias_correction": false}}}',
+    "off.json": '{"wall_clock_breakdown": false, "zero_optimization": {"contiguous_gradients": true, '
+                '"stge": 2}, "wandb": {"enabled": true}, "learning_rate": 1, "optimizer": '
+                '{"type": "Adam", "params": {"bias_correction": false}}}',
     "large.yaml": "hidden_size: 1024\nmin_lr: 1e-5\n",
     "broken.yaml": "a: [1, 2\nb: 3\n",
     "other.yaml": "min-lr: 2e-5\n",
@@ -35,10 +36,13 @@ FILES = {
     "small.yaml": "model:\n  hidden_size: 512\nlog_interval: 0\n",
     "ds.json": '{"train_batch_size": "many", "gradient_cliping": 1.0, "fp16": true, "zero_optimization": '
                '{"stage": 1, "contigous_gradients": true, "offload_optimizer": {"device": "cpu"}}}',
-    "types.json": '{"optimizer": {"type": "Lamb"}, "scheduler": {"type": "WarmupCosinLR"}, "wandb": {"enabled": false}}',
-    "params.json": '{"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9], "momentum": 0.9}}, "scheduler": '
-                   '{"type": "WarmupLR", "params": {"total_num_steps": 10}}, "tensorboard": {"enabled": true}}',
-    "triad.json": '{"train_batch_size": 32, "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 3}',
+    "types.json": '{"optimizer": {"type": "Lamb"}, "scheduler": {"type": "WarmupCosinLR"}, '
+                  '"wandb": {"enabled": false}}',
+    "params.json": '{"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9], '
+                   '"momentum": 0.9}}, "scheduler": {"type": "WarmupLR", "params": {"total_num_steps": 10}}, '
+                   '"tensorboard": {"enabled": true}}',
+    "triad.json": '{"train_batch_size": 32, "train_micro_batch_size_per_gpu": 8, '
+                  '"gradient_accumulation_steps": 3}',
     "twice.json": '{"fp16": {"enabled": true, "enabled": false}}',
     "broken.json": '{"fp16": {"enabled": true,}}',
     "lr.json": '{"optimizer": {"type": "Adam", "params": {"lr": 1e-3}}, "scheduler": {"type": "WarmupLR", '

@@ -94,7 +94,8 @@ ALONE = """
 import os
 from megatron_ds import mpu
 sockets = lambda: [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")
-                   if os.path.exists(f"/proc/self/fd/{fd}") and "socket" in os.readlink(f"/proc/self/fd/{fd}")]
+                   if os.path.exists(f"/proc/self/fd/{fd}")
+                   and "socket" in os.readlink(f"/proc/self/fd/{fd}")]
 import torch
 before = sockets()
 mpu.start(mpu.read_launch())

@@ -139,7 +139,7 @@ def test_a_pinned_stage_is_gathered_before_its_first_computation_and_released_af
     assert words(forward_only(lowered)[0]) == "GATHER@0 F0@0 SA0@0 F1@0 RELEASE@0 SA1@0"
 
 
-def test_where_backward_is_split_reduce_announces_the_last_weight_half_and_weights_go_after_the_last_input_half():
+def test_where_backward_is_split_reduce_announces_the_last_weight_half_and_weights_follow_all_input_halves():
     program = tuple(Instruction(op, 0, k) for op, k in ((Op.F, 0), (Op.F, 1), (Op.I, 0), (Op.I, 1), (Op.W, 0),
                                                         (Op.W, 1)))
     assert words(add_zero((program,))[0]) == "F0@0 F1@0 I0@0 I1@0 W0@0 REDUCE@0 W1@0"

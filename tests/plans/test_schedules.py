@@ -184,7 +184,8 @@ def test_zb_v_for_unequal_costs_waits_less_than_its_order_for_equal_ones_within_
         of = StageCosts(*costs)
         plain, found = (simulate(add_transfers(order, 16), of.of) for order in (
             SCHEDULES["zb-v"](8, 24), SCHEDULES["zb-v"](8, 24, costs=of)))
-        assert max(found.rank_spans) <= most * max(found.busy) < max(plain.rank_spans) - 0.02 * max(found.busy)
+        assert (max(found.rank_spans) <= most * max(found.busy)
+                < max(plain.rank_spans) - 0.02 * max(found.busy))
         assert max(found.peak_live) <= 16
 
 

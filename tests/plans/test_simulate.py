@@ -104,7 +104,7 @@ def test_travel_time_is_added_once_per_hop():
     assert simulation.span == 4 * 3 + 3 * 0.25 + 3 * 0.5
 
 
-def test_split_backward_keeps_activations_until_the_weight_half_and_frees_the_neighbour_after_the_input_half():
+def test_split_backward_keeps_activations_until_the_weight_half_and_frees_the_neighbour_after_the_input_one():
     make = lambda s, text: tuple(Instruction(Op(word[0]), s, int(word[1:])) for word in text.split())
     schedule = (make(0, "F0 F1 I0 I1 W0 W1"), make(1, "F0 I0 F1 I1 W0 W1"))
     simulation = check(lower(schedule, 2), 2, 2)

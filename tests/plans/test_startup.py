@@ -70,7 +70,8 @@ def test_values_are_listed_by_source_in_a_few_lines(tmp_path):
     text = values_text(config)
     title, *lines = text.split("\n")
     assert title == "not at their defaults:"
-    assert " ".join(lines[0].split()[1:]) == "num_layers 3, hidden_size 24, num_attention_heads 4, seq_length 16, lr 0.001"
+    assert (" ".join(lines[0].split()[1:])
+            == "num_layers 3, hidden_size 24, num_attention_heads 4, seq_length 16, lr 0.001")
     assert lines[0].startswith("  job.yaml  ") and "zero_stage 1" in text
     assert [line.split()[0] for line in lines if line[2] != " "] == ["job.yaml", "flags", "derived"]
     assert "tokenizer_type NullTokenizer (for --mock-data)" in text

@@ -72,7 +72,8 @@ def test_the_typical_cost_of_a_recording_is_the_median_over_microbatches():
 
 @pytest.mark.parametrize("text, message", [
     ("{", "is not a timeline.*JSONDecodeError"), ('{"traceEvents": [{"ph": "X"}]}', "not a timeline.*'args'"),
-    ('{"traceEvents": [{"ph": "X", "ts": 0, "dur": 1, "pid": 0, "args": {"op": "Q", "stage": 0, "microbatch": 0}}]}',
+    ('{"traceEvents": [{"ph": "X", "ts": 0, "dur": 1, "pid": 0, '
+     '"args": {"op": "Q", "stage": 0, "microbatch": 0}}]}',
      "'Q' is not a valid Op"), (None, "no such file. A run with --trace writes timelines")])
 def test_what_is_no_trace_is_refused_by_name(tmp_path, text, message):
     if text is not None:

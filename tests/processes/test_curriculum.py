@@ -66,7 +66,8 @@ def test_a_curriculum_goes_on_where_it_stopped_with_other_ranks(tmp_path, corpus
     assert run_file(tmp_path / "parts", STEPS)["progress"] == run_file(tmp_path / "whole", STEPS)["progress"]
 
     document = curriculum(tmp_path / "analysis")
-    del document["data_efficiency"]["data_sampling"]["curriculum_learning"]["curriculum_metrics"]["seqlen_truncate"]
+    learning = document["data_efficiency"]["data_sampling"]["curriculum_learning"]
+    del learning["curriculum_metrics"]["seqlen_truncate"]
     (tmp_path / "whole.json").write_text(json.dumps(document))
     at_full_length = [*plain, "--deepspeed_config", tmp_path / "whole.json", "--load", tmp_path / "whole"]
     train(1, [*at_full_length, "--save", tmp_path / "evaluated"])

@@ -74,7 +74,8 @@ def test_a_slurm_job_is_told_of_its_time_limit_through_its_ranks():
     assert re.fullmatch(r"USR1@\d{3,}", signal)
 
 
-def test_the_recipe_of_data_efficiency_trains_plainly_and_then_with_short_sequences_and_dropped_tokens(tmp_path):
+def test_the_recipe_of_data_efficiency_trains_plainly_and_then_with_short_sequences_and_dropped_tokens(
+        tmp_path):
     """Its commands are told to a stand-in of Python, which makes the metrics that a run leaves behind."""
     python = tmp_path / "python"
     python.write_text(f"""#!{sys.executable}

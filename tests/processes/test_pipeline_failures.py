@@ -111,7 +111,8 @@ def wait_for_rank_2(rank, world, folder):
 def test_the_stuck_rank_is_named_by_ranks_that_wait_for_others(tmp_path):
     stories = run_processes(4, wait_for_rank_2, tmp_path)
     for rank in (0, 1, 3):
-        assert f"Of 4 ranks, all but 1 report that they waited; rank 2 (host {platform.node()}) is stuck" in stories[rank]
+        assert ("Of 4 ranks, all but 1 report that they waited; "
+                f"rank 2 (host {platform.node()}) is stuck") in stories[rank]
 
 
 def mean_other_tensors(rank, world, longer):
@@ -124,7 +125,8 @@ def mean_other_tensors(rank, world, longer):
 def test_ranks_that_mean_other_shapes_find_out_at_once_and_nobody_computes_with_garbage(longer):
     results = run_processes(P, mean_other_tensors, longer)
     length = 7 if longer else 3
-    assert f"micro-batch 0 was expected as [{length}, 2, 6] float32, but the sender has [5, 2, 6] float32" in results[1]
+    assert (f"micro-batch 0 was expected as [{length}, 2, 6] float32, "
+            "but the sender has [5, 2, 6] float32") in results[1]
     assert "rank 1 (pipeline position 1) receives an activation from rank 0 (position 0)" in results[1]
     assert "did not arrive in time" not in results[1]
     assert "done" not in results

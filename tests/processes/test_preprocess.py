@@ -61,8 +61,9 @@ def test_the_output_is_the_golden_one(tmp_path):
     preprocess([path], str(tmp_path / "out"), NULL)
     assert (tmp_path / "out_text_document.bin").read_bytes().hex() == "010002000300"
     assert (tmp_path / "out_text_document.idx").read_bytes().hex() == (
-        "4d4d49444944580000" "0100000000000000" "08" "0200000000000000" "0300000000000000" "02000000" "01000000"
-        "0000000000000000" "0400000000000000" "0000000000000000" "0100000000000000" "0200000000000000")
+        "4d4d49444944580000" "0100000000000000" "08" "0200000000000000" "0300000000000000" "02000000"
+        "01000000" "0000000000000000" "0400000000000000"
+        "0000000000000000" "0100000000000000" "0200000000000000")
 
 
 def test_several_files_and_keys_plain_and_gzipped(tmp_path):

@@ -250,7 +250,8 @@ def test_sentences_become_sequences_and_the_last_has_the_end(tmp_path):
 
 
 def test_the_command_learns_from_the_text_how_to_split_it(tmp_path, capsys):
-    (tmp_path / "vocab.txt").write_text("\n".join("[PAD] [UNK] [CLS] [SEP] [MASK] . prof who came left".split()))
+    words = "[PAD] [UNK] [CLS] [SEP] [MASK] . prof who came left".split()
+    (tmp_path / "vocab.txt").write_text("\n".join(words))
     path = write_lines(tmp_path / "a.jsonl", [{"text": "Prof. Who came.\n\nWho left."}, {"text": "Left."}])
     argv = ["preprocess_data", "--input", path, "--split-sentences",
             "--tokenizer-type", "BertWordPieceLowerCase",

@@ -59,4 +59,5 @@ def test_a_nan_is_located_by_the_stage_of_the_model_that_made_it():
                     value=math.nan)
     zero, one = run_pretrain(2, [*JOB, *ZB_V], spoil=spoil)
     assert zero.code == one.code == 2 and one.err == ""
-    assert f"loss is nan at iteration 3, first seen on rank {rank} (pipeline stage {stage}): output of {module} " in zero.err
+    assert (f"loss is nan at iteration 3, first seen on rank {rank} (pipeline stage {stage}): "
+            f"output of {module} ") in zero.err

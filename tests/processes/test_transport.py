@@ -275,7 +275,8 @@ def test_a_rank_that_finds_no_other_reports_the_address_without_the_backends_sta
     env = plain_environment() | {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
                                  "MASTER_PORT": "1"}
     run = subprocess.run([sys.executable, "-c", ALONE], env=env, capture_output=True, text=True, timeout=100)
-    assert "CommunicationError: rank 1 of 2 (from torchrun) could not connect to the other ranks at 127.0.0.1:1" in run.stderr
+    assert ("CommunicationError: rank 1 of 2 (from torchrun) could not connect to the other ranks "
+            "at 127.0.0.1:1") in run.stderr
     assert "no process listens there" in run.stderr and "frame #" not in run.stderr
 
 

@@ -297,7 +297,8 @@ def test_a_deepspeed_json_and_a_yaml_file_drive_a_run(tmp_path):
 
 
 def test_settings_that_disagree_are_told_with_both_places(tmp_path):
-    (tmp_path / "ds.json").write_text('{"optimizer": {"type": "Adam", "params": {"lr": 1e-2}}, "wall_clock_breakdown": true}')
+    (tmp_path / "ds.json").write_text(
+        '{"optimizer": {"type": "Adam", "params": {"lr": 1e-2}}, "wall_clock_breakdown": true}')
     (tmp_path / "run.yaml").write_text("lr: 1e-3\nhiden_size: 3\n")
     job = [word for word in MOCK if word not in ("--lr", "1e-3")]
     message = told([*job, "--config", str(tmp_path / "run.yaml"),

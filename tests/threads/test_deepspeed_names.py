@@ -183,14 +183,14 @@ def test_recomputation_has_the_same_gradients_and_masks():
         torch.manual_seed(1)
         grads.append(torch.autograd.grad(run(x).square().sum(), [x, *layer.parameters()]))
     assert all(torch.equal(a, b) for a, b in zip(*grads))
-    megatron_ds.checkpointing.configure(None,
-                                        deepspeed_config={"activation_checkpointing": {"cpu_checkpointing": False}})
+    megatron_ds.checkpointing.configure(
+        None, deepspeed_config={"activation_checkpointing": {"cpu_checkpointing": False}})
     assert megatron_ds.checkpointing.is_configured()
     with pytest.raises(ConfigError, match="partition_activations is not supported"):
         megatron_ds.checkpointing.configure(None, partition_activations=True)
     with pytest.raises(ConfigError, match="checkpoint_in_cpu is not supported"):
-        megatron_ds.checkpointing.configure(None,
-                                            deepspeed_config={"activation_checkpointing": {"cpu_checkpointing": True}})
+        megatron_ds.checkpointing.configure(
+            None, deepspeed_config={"activation_checkpointing": {"cpu_checkpointing": True}})
 
 
 def test_a_program_of_one_process_needs_no_process_group(monkeypatch):

@@ -43,7 +43,8 @@ def test_a_receiver_that_expects_another_shape_says_who_sends_what():
     assert ("rank 1 (pipeline position 1) receives an activation from rank 0 (position 0), but the shapes of "
             "their steps differ" in story)
     assert "micro-batch 1 was expected as [3, 2, 6] float32, but the sender has [5, 2, 6] float32" in story
-    assert "pipeline rank 1 was executing F0@1 (forward of micro-batch 0 at stage 1) in a step of 3 micro-batches" in story
+    assert ("pipeline rank 1 was executing F0@1 (forward of micro-batch 0 at stage 1) "
+            "in a step of 3 micro-batches") in story
 
 
 def test_a_receiver_of_another_dtype_says_so_before_any_garbage():

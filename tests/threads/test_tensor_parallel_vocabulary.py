@@ -161,7 +161,8 @@ def test_cross_entropy_of_16_bit_logits_is_computed_in_fp32(t, padded, dtype, sm
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_gradients_of_16_bit_logits_are_as_exact_where_the_label_is_certain_and_where_tokens_are_unlikely(dtype):
+def test_gradients_of_16_bit_logits_are_as_exact_where_the_label_is_certain_and_where_tokens_are_unlikely(
+        dtype):
     whole = torch.zeros(1, 1, V, dtype=dtype)
     whole[..., 3], whole[..., 7] = 8.0, -10.0      # p = 1 - 0.0040 and 1.5e-8: neither is a number of 16 bits
     logits, labels = whole.clone().requires_grad_(), torch.tensor([[3]])

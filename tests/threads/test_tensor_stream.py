@@ -221,7 +221,8 @@ def test_a_config_json_says_what_the_tensors_are(tmp_path, capsys):
     assert exported(tmp_path, **RUN) == 0
     found = json.loads((tmp_path / "out" / "config.json").read_text())
     assert exported(tmp_path, **RUN | {"version": "1.0"}) == 0, "a second export replaces it"
-    assert json.loads((tmp_path / "out" / "config.json").read_text()) == found | {"megatron_ds_version": "1.0"}
+    assert (json.loads((tmp_path / "out" / "config.json").read_text())
+            == found | {"megatron_ds_version": "1.0"})
     assert found == {"model_type": "megatron_ds", "tensor_names": "megatron_ds", "dtype": "float32",
                      "iteration": 12, "megatron_ds_version": "0.9", "model": MODEL,
                      "tokenizer": {"tokenizer_type": "NullTokenizer"}}
