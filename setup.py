@@ -1,8 +1,8 @@
 """Build script; everything declarative is in pyproject.toml.
 
-The compiled parts in csrc/ are optional: without a compiler the package installs all the same and torch, or threads of
-Python, do their work, which is then said once in the log. They know nothing of torch, so that one build serves every version
-of it.
+The compiled parts in csrc/ are optional: without a compiler the package installs all the same and torch, or
+threads of Python, do their work, which is then said once in the log. They know nothing of torch, so that one
+build serves every version of it.
 """
 
 import os
@@ -27,15 +27,19 @@ else:
     # Without traps: whether a comparison would signal is nobody's business, and loops with choices vectorize.
     flags = [] if sys.platform == "win32" else flags
     extensions = [
-        Pybind11Extension("megatron_ds._cpu_adam", ["csrc/cpu_adam.cpp"], depends=["csrc/cpu_adam_kernel.h", "csrc/pool.h"],
+        Pybind11Extension("megatron_ds._cpu_adam", ["csrc/cpu_adam.cpp"],
+                          depends=["csrc/cpu_adam_kernel.h", "csrc/pool.h"],
                           cxx_std=17, extra_compile_args=flags, optional=True),
-        Pybind11Extension("megatron_ds._gelu", ["csrc/gelu.cpp"], depends=["csrc/pool.h", "csrc/processors.h"], cxx_std=17,
+        Pybind11Extension("megatron_ds._gelu", ["csrc/gelu.cpp"],
+                          depends=["csrc/pool.h", "csrc/processors.h"], cxx_std=17,
                           extra_compile_args=[*flags, "-fno-trapping-math"] if flags else [], optional=True),
-        Pybind11Extension("megatron_ds._bpe", ["csrc/bpe.cpp"], depends=["csrc/bpe_cutter.h", "csrc/bpe_merges.h"], cxx_std=17,
+        Pybind11Extension("megatron_ds._bpe", ["csrc/bpe.cpp"],
+                          depends=["csrc/bpe_cutter.h", "csrc/bpe_merges.h"], cxx_std=17,
                           extra_compile_args=flags, optional=True),
         Pybind11Extension("megatron_ds._index_builder", ["csrc/index_builder.cpp"], cxx_std=17, optional=True,
-                          depends=["csrc/" + name for name in ("bert_mapping.h", "blend_index.h", "lanes.h", "pool.h",
-                                                               "processors.h", "sample_index.h", "shuffle.h")],
+                          depends=["csrc/" + name for name in ("bert_mapping.h", "blend_index.h", "lanes.h",
+                                                               "pool.h", "processors.h", "sample_index.h",
+                                                               "shuffle.h")],
                           extra_compile_args=[*flags, "-fno-trapping-math", "-Wno-psabi"] if flags else [])]
     if sys.platform == "linux":
         extensions.append(Pybind11Extension("megatron_ds._async_io", ["csrc/async_io.cpp"], cxx_std=17,

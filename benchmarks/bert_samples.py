@@ -46,7 +46,8 @@ def both(sentences, mapping, *, seq_length: int, seed: int, vocab_size: int, mas
     ours = BertDataset(sentences, mapping, known, BertOptions(seq_length, seed, masking, pairs))
     theirs = object.__new__(BERTMaskedWordPieceDataset)
     texts = {i: f"##{i}" if known.continues[i] else str(i) for i in range(vocab_size)}
-    theirs.dataset, theirs.sample_index, theirs._pad_token_id, theirs.token_lookup = sentences, mapping, PAD, list(texts)
+    theirs.dataset, theirs.sample_index, theirs._pad_token_id, theirs.token_lookup = (sentences, mapping, PAD,
+                                                                                      list(texts))
     theirs.config = SimpleNamespace(
         tokenizer=SimpleNamespace(cls=CLS, sep=SEP, mask=MASK, pad=PAD, inv_vocab=texts),
         sequence_length=seq_length,

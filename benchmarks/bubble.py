@@ -1,6 +1,6 @@
 """The bubble that real ranks show, beside the one that the simulator foretells.
 
-    python benchmarks/bubble.py                      # 1F1B, interleaved, ZB-H1 and ZB-V on 2 and 4 processes, two minutes
+    python benchmarks/bubble.py          # 1F1B, interleaved, ZB-H1 and ZB-V on 2 and 4 processes, two minutes
     python benchmarks/bubble.py --schedules zb-h2 --ranks 4 --microbatches 12 --times 20 10 10 --trace FOLDER
 
 Processes over gloo run the real stages, executor and channels. Only the layers are not real: they sleep for

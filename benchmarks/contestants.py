@@ -14,7 +14,17 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from workloads import BETAS, CLIP, EPS, LEARNING_RATE, NUM_BATCHES, WEIGHT_DECAY, Workload, initial_weights, token_batches
+from workloads import (
+    BETAS,
+    CLIP,
+    EPS,
+    LEARNING_RATE,
+    NUM_BATCHES,
+    WEIGHT_DECAY,
+    Workload,
+    initial_weights,
+    token_batches,
+)
 
 Step = Callable[[int], float]
 
@@ -96,7 +106,8 @@ def plain_step(w: Workload, rank: int, world: int, net: nn.Module, optimizer: to
         microbatch = lambda is_last: nullcontext() if is_last or world == 1 else net.no_sync()
 
     def step(i: int) -> float:
-        total, mine = torch.zeros(()), data[i % NUM_BATCHES][rank * share:(rank + 1) * share].split(w.micro_batch)
+        total, mine = (torch.zeros(()),
+                       data[i % NUM_BATCHES][rank * share:(rank + 1) * share].split(w.micro_batch))
         for j, rows in enumerate(mine):
             with microbatch(j == len(mine) - 1):
                 with autocast():

@@ -1,7 +1,7 @@
 """Time of one Adam step on the CPU: ours, torch's fused AdamW, DeepSpeed's (if installed) and the copy
 bandwidth beside them.
 
-    python benchmarks/cpu_adam.py                             100M parameters, 1 and 2 threads, about two minutes
+    python benchmarks/cpu_adam.py                          100M parameters, 1 and 2 threads, about two minutes
     python benchmarks/cpu_adam.py --parameters 10e6 --rounds 3
 
 `plain` is the update alone, 28 bytes per parameter: p, g, m, v read, p, m, v written. `whole` is what a

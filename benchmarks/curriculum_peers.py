@@ -1,7 +1,7 @@
 """Curriculum against DeepSpeed's own functions, on random parameters: difficulties, clusters, index files,
 resuming.
 
-    PYTHONPATH=. python benchmarks/curriculum_peers.py             # where deepspeed is installed; about a minute on one core
+    PYTHONPATH=. python benchmarks/curriculum_peers.py    # where deepspeed is installed; about a minute
 
 Prints a table; exits with 1 where something that must be equal is not. DeepSpeed's sampler runs alone,
 without a launcher: its barrier and its broadcast among one rank do nothing.

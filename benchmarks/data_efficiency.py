@@ -1,10 +1,10 @@
 """Does it pay to let blocks see fewer tokens at first, or to begin with short sequences? Validation loss
 against time.
 
-    python benchmarks/data_efficiency.py --out FOLDER                  all runs that FOLDER lacks, one after the other
+    python benchmarks/data_efficiency.py --out FOLDER          all runs that FOLDER lacks, one after the other
     python benchmarks/data_efficiency.py --out FOLDER --only plain-200 random-ltd-320
-    python benchmarks/data_efficiency.py --out FOLDER --show           table and picture of the runs that are there
-    python benchmarks/data_efficiency.py --out FOLDER --times          a step by the tokens that its blocks keep, in turns
+    python benchmarks/data_efficiency.py --out FOLDER --show   table and picture of the runs that are there
+    python benchmarks/data_efficiency.py --out FOLDER --times  a step by the tokens that its blocks keep
 
 The corpus is the source code of your own Python's standard library, 11 million characters of English and
 Python, seen less than once. Every run has its own length and its own learning-rate decay, so the last losses

@@ -1,7 +1,7 @@
 """Data-parallel contestants that split state: DDP with ZeroRedundancyOptimizer, FSDP2 and DeepSpeed ZeRO, on
 gloo processes.
 
-    pip install deepspeed==0.19.8              # only for the contestants `deepspeed:0` to `deepspeed:3[+cpu_adam]`
+    pip install deepspeed==0.19.8         # only for the contestants `deepspeed:0` to `deepspeed:3[+cpu_adam]`
 
 Each is set for speed: gradients synchronised once a step where the peer can, weights gathered one block
 ahead, fused AdamW. What a peer sends and keeps follows from that: `fsdp2:2` keeps its weights from the first
@@ -87,7 +87,8 @@ def zero(w: Workload, rank: int, world: int, dtype: str, stage: int, cpu_adam: b
     data = torch.from_numpy(token_batches(w))
 
     def step(i: int) -> float:
-        total, mine = torch.zeros(()), data[i % NUM_BATCHES][rank * share:(rank + 1) * share].split(w.micro_batch)
+        total, mine = (torch.zeros(()),
+                       data[i % NUM_BATCHES][rank * share:(rank + 1) * share].split(w.micro_batch))
         for rows in mine:
             loss = engine(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
             engine.backward(loss)

@@ -1,8 +1,8 @@
 """Whether programs written for DeepSpeed lose the same under this package: regenerates what the tests compare
 with.
 
-    python benchmarks/equal_to_deepspeed.py                 # both packages; needs DeepSpeed; minutes; exit code 1 if not equal
-    python benchmarks/equal_to_deepspeed.py --write         # and writes tests/golden/deepspeed_losses.json
+    python benchmarks/equal_to_deepspeed.py            # needs DeepSpeed; minutes; exit code 1 if not equal
+    python benchmarks/equal_to_deepspeed.py --write    # and writes tests/golden/deepspeed_losses.json
 
 The programs are those of tests/deepspeed_scripts, on two gloo ranks of this machine, once with `import
 deepspeed` and once with `import megatron_ds as deepspeed`. Nothing else differs.

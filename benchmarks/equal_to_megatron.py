@@ -1,7 +1,7 @@
 """Whether corpora, index maps and samples equal those of megatron-core: a check beside the tests, which do
 not need it.
 
-    python benchmarks/equal_to_megatron.py              # needs megatron-core; a minute; exit code 1 and a traceback if not
+    python benchmarks/equal_to_megatron.py        # needs megatron-core; a minute; exit code 1 if not
 
 Corpora are written by each side and read by the other, of every dtype, with empty documents and documents of
 many sentences, and one above 4 GiB, whose zeros are holes in the file. Index maps are built from random
@@ -52,7 +52,8 @@ def check_corpora(folder):
         read = IndexedDataset(theirs)
         read.check()
         peer = Theirs(str(ours)) if read.num_tokens else read  # theirs cannot open a corpus without any token
-        assert len(read) == len(peer) and read.num_documents == len(documents) == len(peer.document_indices) - 1
+        assert (len(read) == len(peer)
+                and read.num_documents == len(documents) == len(peer.document_indices) - 1)
         assert np.array_equal(read.document_indices, peer.document_indices)
         for i in range(len(read)):
             assert read[i].dtype == peer[i].dtype and np.array_equal(read[i], peer[i])
@@ -68,7 +69,8 @@ def check_large_corpus(folder):
     documents = [(zeros, [len(zeros)])] * 68 + [(last, [400, 599]), (last[:0], [])]
     ours, theirs = write_both(folder / "large", np.int32, documents, opened=Sparse)
     equal_files(ours, theirs, contents=False)
-    size, held = (folder / "large_ours.bin").stat().st_size, (folder / "large_ours.bin").stat().st_blocks * 512
+    found = (folder / "large_ours.bin").stat()
+    size, held = found.st_size, found.st_blocks * 512
     read, peer = IndexedDataset(theirs), Theirs(str(ours))
     read.check()
     assert size > 4 << 30 and np.array_equal(read[69], last[400:]) and np.array_equal(peer[69], last[400:])
@@ -217,9 +219,12 @@ def check_sentences(rng, peer):
     sizes = rng.integers(0, rng.choice([5, 40, 520]), int(bounds[-1]) + 2).astype(np.int32)
     bounds = bounds[int(rng.integers(0, len(bounds))):]
     titles = rng.integers(0, 20, len(bounds) - 1).astype(np.int32)
-    epochs, most, longest, seed = int(rng.integers(1, 5)), int(rng.choice([1, 5, 50, 2**62])), int(rng.integers(2, 200)), \
+    epochs, most, longest, seed = int(rng.integers(1,
+                                                   5)), int(rng.choice([1, 5, 50,
+                                                                        2**62])), int(rng.integers(2, 200)), \
         int(rng.integers(1, 2**31 - 1))
-    short, least, one = float(rng.choice([0, 0.1, 0.4, 1, 0.03])), int(rng.integers(1, 4)), bool(rng.integers(0, 2))
+    short, least, one = (float(rng.choice([0, 0.1, 0.4, 1, 0.03])), int(rng.integers(1, 4)),
+                         bool(rng.integers(0, 2)))
     limits = dict(num_epochs=epochs, max_num_samples=most, max_seq_length=longest, seed=seed)
     assert same(bert_maps.build_mapping(bounds, sizes, **limits, short_seq_prob=short, min_num_sent=least),
                 peer.build_mapping(bounds, sizes, epochs, most, longest, short, seed, False, least))

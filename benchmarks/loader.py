@@ -1,7 +1,7 @@
 """Batches a second from a memory-mapped corpus: our loader beside megatron-core's GPTDataset.
 
-    python benchmarks/loader.py --peer-python /path/to/python          about half a minute; the peer's needs megatron-core
-    python benchmarks/loader.py                                        ours alone
+    python benchmarks/loader.py --peer-python /path/to/python    half a minute; the peer's has megatron-core
+    python benchmarks/loader.py                                  ours alone
 
 A corpus of mock documents (lengths log-normal, 490 tokens on average, uint16) is written once; samples of s +
 1 tokens in shuffled order are read from it by one thread, the file being in memory. Both make whole batches:

@@ -1,7 +1,8 @@
 """Pipeline-parallel contestants on two gloo processes: torch.distributed.pipelining and DeepSpeed's
 PipelineModule.
 
-    torchpp:SCHEDULE[/CUT]    gpipe, 1f1b, interleaved, interleaved-zb, zbv; CUT is blocks per stage, as in torchpp:1f1b/4+2
+    torchpp:SCHEDULE[/CUT]    gpipe, 1f1b, interleaved, interleaved-zb, zbv; CUT is blocks per stage, as
+                              in torchpp:1f1b/4+2
     dspp[:METHOD]             DeepSpeed's 1F1B, cut by METHOD: parameters (default) or uniform
 
 The embedding and the head share one matrix. torch has no means for that: each of the two stages holds a copy

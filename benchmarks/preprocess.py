@@ -1,7 +1,7 @@
 """Text to tokens on one core: tools/preprocess_data.py, and Megatron's way of doing the same.
 
-    python benchmarks/preprocess.py                                                ours alone
-    python benchmarks/preprocess.py --peer-python PEER/bin/python --rounds 3     one with megatron-core and transformers
+    python benchmarks/preprocess.py                                              ours alone
+    python benchmarks/preprocess.py --peer-python PEER/bin/python --rounds 3   one that has megatron-core
 
 The text is that of this Python: the documentation that tools/build_corpus.py finds, that of the installed
 packages, and their sources until --megabytes are there, no document twice. A byte-level BPE of 32,768 entries
@@ -30,7 +30,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 
-# -------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # the peer
 class Peer:
     """Megatron's steps over megatron-core's parts; `encoder` lives in the worker."""
@@ -67,7 +67,7 @@ def run_peer(text: str, folder: str, output: str) -> None:
     print(time.perf_counter() - start)
 
 
-# -------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # the text
 def write_corpus(path: Path, megabytes: float) -> None:
     sys.path.insert(0, str(ROOT / "tools"))
@@ -111,7 +111,7 @@ def prepare(folder: Path, megabytes: float, part: int) -> None:
         target.writelines(line for _, line in zip(range(part), source))
 
 
-# --------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # the race
 def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),

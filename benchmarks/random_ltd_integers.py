@@ -26,7 +26,8 @@ def upstream_of(least: int, most: int, steps: int, multiple: int, blocks: int, d
 
 def compare(draw: random.Random) -> tuple[int, int]:
     """(numbers compared, numbers that differ) of one random schedule."""
-    least, steps, multiple = draw.randint(1, 512), draw.randint(1, 300), draw.choice((1, 7, 8, 16, 64, draw.randint(1, 200)))
+    least, steps, multiple = (draw.randint(1, 512), draw.randint(1, 300),
+                              draw.choice((1, 7, 8, 16, 64, draw.randint(1, 200))))
     most = least + draw.choice((0, 1, draw.randint(0, 100), draw.randint(0, 8192)))
     blocks, batch = draw.randint(1, 96), draw.randint(1, 2048)
     dropping = draw.randint(1, blocks)

@@ -16,7 +16,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from contestants import SHORT_NAMES, Step, logical_value
 from torch import nn
-from workloads import BETAS, CLIP, EPS, LEARNING_RATE, NUM_BATCHES, WEIGHT_DECAY, Workload, initial_weights, token_batches
+from workloads import (
+    BETAS,
+    CLIP,
+    EPS,
+    LEARNING_RATE,
+    NUM_BATCHES,
+    WEIGHT_DECAY,
+    Workload,
+    initial_weights,
+    token_batches,
+)
 
 
 def adamw(parameters) -> torch.optim.Optimizer:
@@ -84,7 +94,12 @@ def _our_name(name: str) -> str:
 def dtensor(w: Workload, rank: int, world: int) -> Step:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        loss_parallel,
+        parallelize_module,
+    )
     model, values = GPT(w, world), initial_weights(w)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

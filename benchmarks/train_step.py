@@ -1,15 +1,19 @@
 """Seconds, tokens/s and peak memory of our training step beside its peers', in one alternating run.
 
     python benchmarks/train_step.py --workload S --contestants eager compile ours --rounds 3
-    python benchmarks/train_step.py --workload S --dtype bf16 --contestants ddp ddp-zero ours:dp=2 ours:dp=2,zero=1
-    python benchmarks/train_step.py --contestants fsdp2:3 deepspeed:3 ours:dp=2,zero=3 --python deepspeed=DS/bin/python
+    python benchmarks/train_step.py --workload S --dtype bf16 \\
+        --contestants ddp ddp-zero ours:dp=2 ours:dp=2,zero=1
+    python benchmarks/train_step.py --contestants fsdp2:3 deepspeed:3 ours:dp=2,zero=3 \\
+        --python deepspeed=DS/bin/python
     python benchmarks/train_step.py --contestants ddp ours:dp=2 --turns
     python benchmarks/train_step.py --contestants mcore dtensor ours:tp=2
 
     one process     eager, compile (torch.compile)
-    two processes   ddp; ddp-zero (with ZeroRedundancyOptimizer); fsdp2:2, fsdp2:3; deepspeed:0 to deepspeed:3, with torch's
-                    Adam or +cpu_adam; dtensor and mcore (tensor parallel, fp32 only)
-    pipelines       torchpp:SCHEDULE[/CUT], dspp[:METHOD] (see pipeline_peers.py); give all contestants one --micro-batch
+    two processes   ddp; ddp-zero (with ZeroRedundancyOptimizer); fsdp2:2, fsdp2:3; deepspeed:0 to
+                    deepspeed:3, with torch's Adam or +cpu_adam; dtensor and mcore (tensor parallel,
+                    fp32 only)
+    pipelines       torchpp:SCHEDULE[/CUT], dspp[:METHOD] (see pipeline_peers.py); give all contestants
+                    one --micro-batch
     ours[:layout]   the layout language of tools/compare_layouts.py
 
 All ranks of one contestant together use two threads. Each round runs every contestant once in fresh
@@ -58,7 +62,8 @@ LAZY_IMPORTS = {
     "all": ["torch._dynamo", "torch.distributed.tensor"],
     "ours": ["megatron_ds.training.build", "megatron_ds.training.distributed", "megatron_ds.training.step",
              "megatron_ds.data.loading.loader", "megatron_ds.checkpoint.pieces"],
-    "compile": ["torch._inductor.compile_fx"], "ddp-zero": ["torch.distributed.optim"], "fsdp2": ["torch.distributed.fsdp"],
+    "compile": ["torch._inductor.compile_fx"], "ddp-zero": ["torch.distributed.optim"],
+    "fsdp2": ["torch.distributed.fsdp"],
     "deepspeed": ["deepspeed"], "dtensor": ["torch.distributed.tensor.parallel"],
     "mcore": ["megatron.core.models.gpt.gpt_model"], "torchpp": ["torch.distributed.pipelining"],
     "dspp": ["deepspeed.pipe"]}

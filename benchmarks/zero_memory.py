@@ -149,7 +149,8 @@ def predicted_bytes(engine, config, rank: int, n: int, gradient_bytes: int) -> i
     from megatron_ds.zero.settings import ZeroSettings
     layer_of = {p: i for i, module in reversed(list(enumerate(engine.modules))) for p in module.parameters()}
     dtype = engine.parameters[0].dtype
-    facts = [Fact(p.spec.name, p.spec.numel, str(dtype), stage=0, layer=layer_of[p]) for p in engine.parameters]
+    facts = [Fact(p.spec.name, p.spec.numel, str(dtype), stage=0, layer=layer_of[p])
+             for p in engine.parameters]
     plans = plan_sets(facts, ZeroSettings.from_config(config), {DATA_AXES: n})
     return predict_sets(plans, {DATA_AXES: rank}, ElementBytes(dtype.itemsize, gradient_bytes)).total
 

@@ -1,4 +1,5 @@
-"""Architecture rules: imports go strictly downward, torch.distributed stays in three packages, importing is light.
+"""Architecture rules: imports go strictly downward, torch.distributed stays in three packages, importing is
+light.
 
     8  scripts, tools, utils
     7  engine
@@ -48,7 +49,8 @@ def imports(path: Path) -> list[tuple[int, str]]:
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
-                above = ("megatron_ds", *module_of(path))[:-node.level] if path.is_relative_to(PACKAGE) else ()
+                above = (("megatron_ds", *module_of(path))[:-node.level] if path.is_relative_to(PACKAGE)
+                         else ())
                 base = ".".join((*above, *filter(None, [node.module])))
             found += [(node.lineno, f"{base}.{alias.name}") for alias in node.names]
     return found
@@ -72,30 +74,35 @@ def test_imports_go_strictly_downward(path):
         assert not [name for _, name in packages_imported(path) if name != "version"]
         return
     wrong = [f"line {line}: {here} (layer {LAYERS[here]}) imports {package} (layer {LAYERS[package]})"
-             for line, package in packages_imported(path) if package != here and LAYERS[package] >= LAYERS[here] > 0 or
+             for line, package in packages_imported(path) if package != here
+             and LAYERS[package] >= LAYERS[here] > 0 or
              LAYERS[here] == 0 and package != here and LAYERS[package] > 0]
     assert not wrong, "\n".join(wrong)
 
 
 def test_nothing_in_the_package_imports_what_stands_above_it():
     above = {"tools", "tests", "benchmarks", "pretrain_gpt", "pretrain_bert"}
-    assert not {str(path): names for path in FILES if (names := {name.split(".")[0] for _, name in imports(path)} & above)}
+    assert not {str(path): names for path in FILES
+                if (names := {name.split(".")[0] for _, name in imports(path)} & above)}
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if module_of(p)[0] not in ("mpu", "checkpoint", "comm")],
                          ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_torch_distributed_is_spelled_only_in_mpu_checkpoint_and_comm(path):
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    spelled = [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Attribute) and ast.unparse(node).startswith(
+    spelled = [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Attribute)
+               and ast.unparse(node).startswith(
         "torch.distributed")]
     assert not spelled + [line for line, name in imports(path) if name.startswith("torch.distributed")]
 
 
 def modules_after(statement: str) -> set[str]:
-    """Top-level names in sys.modules of a fresh interpreter after the statement, without those it begins with."""
+    """Top-level names in sys.modules of a fresh interpreter after the statement, without those it begins
+    with."""
     code = (f"import sys; before = set(sys.modules); {statement}; "
             "print(*sorted({name.split('.')[0] for name in set(sys.modules) - before}))")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True,
+                          timeout=120)
     return set(done.stdout.split())
 
 
@@ -106,19 +113,22 @@ def test_what_plans_without_torch_imports_the_standard_library_alone(module):
 
 
 def test_importing_the_package_imports_two_files_of_its_own_and_nothing_else():
-    code = "import torch, numpy, sys; before = set(sys.modules); import megatron_ds; print(*(set(sys.modules) - before))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True, timeout=120)
+    code = ("import torch, numpy, sys; before = set(sys.modules); import megatron_ds; "
+            "print(*(set(sys.modules) - before))")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True,
+                          timeout=120)
     assert set(done.stdout.split()) == {"megatron_ds", "megatron_ds.version"}
 
 
 def test_every_package_needs_torch_and_numpy_only_and_starts_nothing():
     """Tokenizers, TensorBoard, YAML and their like are imported when they are used."""
     packages = [package for package in LAYERS if (PACKAGE / package).is_dir()]
-    statement = "; ".join(["import torch, numpy", "before = set(sys.modules)", *(f"import megatron_ds.{r}" for r in packages),
+    statement = "; ".join(["import torch, numpy", "before = set(sys.modules)",
+                           *(f"import megatron_ds.{r}" for r in packages),
                            "import megatron_ds.training.pretrain", "import torch.distributed as dist",
                            "assert not dist.is_initialized()"])
-    optional = {"regex", "tokenizers", "sentencepiece", "safetensors", "tensorboard", "yaml", "tqdm", "matplotlib", "pyarrow",
-                "zstandard", "nltk", "h5py", "ray"}
+    optional = {"regex", "tokenizers", "sentencepiece", "safetensors", "tensorboard", "yaml", "tqdm",
+                "matplotlib", "pyarrow", "zstandard", "nltk", "h5py", "ray"}
     assert not modules_after(statement) & optional
 
 

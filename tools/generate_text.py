@@ -102,8 +102,8 @@ def find_step(directory: Path, iteration: int | None) -> int:
 
 def load_model(config, mesh: Mesh, directory: Path, step: int) -> torch.nn.ModuleList:
     """The whole model on this tensor-parallel rank, weights loaded from the checkpoint."""
-    ctx = ParallelContext(mesh, precision=Precision(DTYPES[config.optimizer.params_dtype]), device=mesh.device,
-                          seed=config.train.seed)
+    ctx = ParallelContext(mesh, precision=Precision(DTYPES[config.optimizer.params_dtype]),
+                          device=mesh.device, seed=config.train.seed)
     modules = build_stage(MODELS[config.model.model](config.model, ctx))
     load_weights(directory, step, list(modules.parameters()), tp=mesh.group("tp"))
     return modules

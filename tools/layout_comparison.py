@@ -133,7 +133,8 @@ def train_layout(config: RunConfig, mesh: Mesh, steps: int, samples: Sequence, *
     engine = build_engine(config, mesh)
     if watch is not None:
         watch(engine)
-    learning_rate, weight_decay, batch_size = make_learning_rate(config), make_weight_decay(config), make_batch_size(config)
+    learning_rate, weight_decay, batch_size = (make_learning_rate(config), make_weight_decay(config),
+                                               make_batch_size(config))
     progress, losses, norms = Progress(), [], []
     with closing(open_loader(config, samples, mesh)) as loader:
         for _ in range(steps):
@@ -147,7 +148,8 @@ def train_layout(config: RunConfig, mesh: Mesh, steps: int, samples: Sequence, *
 
 
 def global_batch_share(samples: Sequence, first: int, size: int, config: RunConfig, mesh: Mesh) -> Batch:
-    """This rank's `Batch` of the global batch that starts at stream position `first`, in Megatron's sampling order."""
+    """This rank's `Batch` of the global batch that starts at stream position `first`, in Megatron's sampling
+    order."""
     data = mesh.samples
     with closing(open_loader(config, samples, mesh)) as loader:
         return loader.batch(first, size, data.rank, data.size).to(mesh.device)

@@ -23,7 +23,15 @@ from megatron_ds.pipeline.passes import add_transfers
 from megatron_ds.pipeline.picture import Panel, draw, save_png, svg
 from megatron_ds.pipeline.schedules import SCHEDULES
 from megatron_ds.pipeline.simulate import Simulation, simulate
-from megatron_ds.pipeline.timeline import Entry, as_simulation, read_traces, steps_of, timelines_of, typical_cost, write_trace
+from megatron_ds.pipeline.timeline import (
+    Entry,
+    as_simulation,
+    read_traces,
+    steps_of,
+    timelines_of,
+    typical_cost,
+    write_trace,
+)
 
 WIDEST = 240                                       # columns of a drawing in the terminal
 DRAW = {".svg": lambda panels, path, width: path.write_text(svg(panels, width), encoding="utf-8"),
@@ -86,7 +94,8 @@ def _parser() -> Arguments:
 
 def _planned(name: str, args, measured: dict | None) -> Panel:
     p = _or(args.pipeline_size, len(measured) if measured else 4)
-    m = _or(args.microbatches, len({i.microbatch for i, *_ in measured[0] if i.op is Op.F}) if measured else 8)
+    m = _or(args.microbatches, len({i.microbatch for i, *_ in measured[0] if i.op is Op.F}) if measured
+            else 8)
     chunks = _or(args.chunks, 2 if name == "interleaved" else SCHEDULES[name].default_chunks)
     make, whole = SCHEDULES[name], args.costs or (1.0, 1.0, 1.0)
     costs = StageCosts(*(time / chunks for time in whole), transfer=args.transfer)

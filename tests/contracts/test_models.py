@@ -89,7 +89,8 @@ def same_after_save_and_load(name, folder):
 def keeps_the_planned_bytes(name, folder):
     """The first stage of two tensor-parallel ranks, and the last."""
     for layers in (slice(0, 3), slice(2, 6)):
-        measured, _, planned = kept(["--model", name, "--seq-length", "24", "--micro-batch-size", "2"], 2, layers)
+        measured, _, planned = kept(["--model", name, "--seq-length", "24", "--micro-batch-size", "2"], 2,
+                                    layers)
         assert measured == planned, f"layers {layers}: {measured} bytes kept, {planned} planned"
 
 

@@ -26,7 +26,8 @@ def run(name, cuts, divisor=1.0):
     """Three steps on one tensor, given to the optimizer cut at `cuts`. The values and the optimizer."""
     spec = ParamSpec("w", (SIZE,), Init("normal", 1.0))
     values, grad = noise(0), torch.zeros(SIZE)
-    leaves = [make_leaf(spec, SlotPiece(0, a, b, a, a, b - a), values[a:b], grad[a:b]) for a, b in zip(cuts, cuts[1:])]
+    leaves = [make_leaf(spec, SlotPiece(0, a, b, a, a, b - a), values[a:b], grad[a:b])
+              for a, b in zip(cuts, cuts[1:])]
     inner = ShardOptimizer(default_groups(lambda groups: OPTIMIZERS[name](groups, SETTINGS)), leaves)
     assert torch.equal(values, noise(0)), "creating state must not move the parameters"
     for step in range(1, 4):
@@ -37,7 +38,8 @@ def run(name, cuts, divisor=1.0):
 
 @pytest.mark.parametrize("name", OPTIMIZERS.names())
 def test_three_steps_equal_those_of_the_plain_torch_optimizer(name):
-    kind, options = {"adam": (torch.optim.AdamW, {"betas": (0.9, 0.95)}), "sgd": (torch.optim.SGD, {"momentum": 0.9})}[name]
+    kind, options = {"adam": (torch.optim.AdamW, {"betas": (0.9, 0.95)}),
+                     "sgd": (torch.optim.SGD, {"momentum": 0.9})}[name]
     p = nn.Parameter(noise(0))
     plain = kind([p], lr=0.01, weight_decay=0.1, foreach=False, **options)
     for step in range(1, 4):
@@ -61,7 +63,7 @@ def test_padding_stays_zero(name):
 
 @pytest.mark.parametrize("name", OPTIMIZERS.names())
 def test_a_divisor_gives_the_same_as_gradients_divided_beforehand(name):
-    assert torch.equal(run(name, CUTS, divisor=8.0)[0], run(name, CUTS)[0])      # powers of two divide exactly
+    assert torch.equal(run(name, CUTS, divisor=8.0)[0], run(name, CUTS)[0])     # powers of two divide exactly
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS.names())
@@ -86,7 +88,8 @@ def test_the_16_bit_weight_is_written_by_exactly_those_that_say_so(name, dtype):
     leaf = make_leaf(spec, SlotPiece(0, 0, 64, 0, 0, 64), noise(0)[:64].clone(), noise(1)[:64].clone(), low)
     inner = ShardOptimizer(default_groups(lambda groups: OPTIMIZERS[name](groups, SETTINGS)), [leaf])
     inner.step(0.01, 0.1, 3.0)
-    assert torch.equal(low, leaf.tensor.detach().to(dtype) if inner.writes_low(leaf) else torch.zeros(64, dtype=dtype))
+    assert torch.equal(low, leaf.tensor.detach().to(dtype) if inner.writes_low(leaf)
+                       else torch.zeros(64, dtype=dtype))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS.names())

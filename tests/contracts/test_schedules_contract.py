@@ -13,8 +13,10 @@ from megatron_ds.pipeline.simulate import check, simulate
 
 SIZES, MICROBATCHES, CHUNKS = range(1, 9), (1, 2, 3, 5, 8, 9, 12, 16, 19, 32), (1, 2, 3, 4)
 SHAPES = [(p, m, chunks) for p in SIZES for m in MICROBATCHES for chunks in CHUNKS]
-SMALL = float("inf") if os.environ.get("MEGATRON_DS_TEST_ALL") else 100      # p · m · chunks; others take turns in ZERO
-ZERO = ((False, False), (False, True), (True, False), (True, True))       # (gather, reduce_each): stages 0 and 1, 2, 3 and 3
+# p · m · chunks; others take turns in ZERO
+SMALL = float("inf") if os.environ.get("MEGATRON_DS_TEST_ALL") else 100
+# (gather, reduce_each): stages 0 and 1, 2, 3 and 3
+ZERO = ((False, False), (False, True), (True, False), (True, True))
 
 
 @cache
@@ -28,7 +30,8 @@ def _accepted(name):
         try:
             yield p, m, chunks, SCHEDULES[name](p, m, chunks)
         except ScheduleError as refusal:
-            assert "Valid" in str(refusal) or "Use" in str(refusal), f"{name}{p, m, chunks}: no alternative in {refusal}"
+            assert "Valid" in str(refusal) or "Use" in str(refusal), (
+                f"{name}{p, m, chunks}: no alternative in {refusal}")
 
 
 @pytest.mark.parametrize("name", SCHEDULES.names())
@@ -48,9 +51,10 @@ def test_lowered_it_is_complete_and_runs_even_when_sends_wait_for_their_receives
         stages = p * chunks
         span = check(schedule, stages, m).span
         for gather, reduce_each in ZERO if stages * m <= SMALL else ZERO[case % 4:][:1]:
-            lowered = lower(schedule, stages, tied={0, stages - 1} if case % 3 else (), gather=gather, reduce_each=reduce_each)
-            simulation = check(lowered, stages, m)                 # raises for a deadlock, with and without rendezvous
-            assert simulation.span == span                         # transfers and ties cost no time of their own
+            lowered = lower(schedule, stages, tied={0, stages - 1} if case % 3 else (), gather=gather,
+                            reduce_each=reduce_each)
+            simulation = check(lowered, stages, m)        # raises for a deadlock, with and without rendezvous
+            assert simulation.span == span                      # transfers and ties cost no time of their own
         check(forward_only(lowered), stages, m, forward_only=True)
 
 
@@ -60,7 +64,8 @@ def test_no_rank_keeps_more_alive_than_declared_and_some_rank_keeps_as_much(name
         declared = [SCHEDULES[name].peak(p, m, chunks, rank) for rank in range(p)]
         assert max(declared) <= m * chunks
         kept = simulate(schedule).peak_live
-        assert all(n <= most for n, most in zip(kept, declared)) and max(kept) == max(declared), (p, m, chunks)
+        assert (all(n <= most for n, most in zip(kept, declared))
+                and max(kept) == max(declared)), (p, m, chunks)
 
 
 @pytest.mark.parametrize("name", SCHEDULES.names())

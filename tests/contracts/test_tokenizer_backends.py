@@ -1,4 +1,5 @@
-"""The compiled byte-level BPE gives the ids of the `tokenizers` library; what it cannot serve is left to the library."""
+"""The compiled byte-level BPE gives the ids of the `tokenizers` library; what it cannot serve is left to the
+library."""
 
 import json
 import logging
@@ -14,11 +15,14 @@ from megatron_ds.data.tokenizers import backend, make_tokenizer
 from megatron_ds.data.tokenizers.backend import MOST_DIGITS, plan_native
 from megatron_ds.errors import ConfigError, DataError
 
-TEXT = ["The quick brown fox isn't jumping over 12 lazy dogs.\n\n  Übergrößen, naïve café! It'S 12345 o'clock\r\n\r\n  x",
-        "def train(steps: int) -> None:\n    for step in range(steps):\n        print(step, 'of', steps)\n\n\n",
+TEXT = ["The quick brown fox isn't jumping over 12 lazy dogs.\n\n  Übergrößen, naïve café! It'S 12345 "
+        "o'clock\r\n\r\n  x",
+        "def train(steps: int) -> None:\n    for step in range(steps):\n        print(step, 'of', "
+        "steps)\n\n\n",
         "the tokens of the token stream, the stream of the tokens; 日本語 日本 語日 🙂 the the tokens" * 3]
 WAYS = ["gpt2", *MOST_DIGITS]
-needs_native = pytest.mark.skipif(backend.extension() is None, reason="megatron_ds was installed without a compiler")
+needs_native = pytest.mark.skipif(backend.extension() is None,
+                                  reason="megatron_ds was installed without a compiler")
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +37,8 @@ def file_of(tmp_path_factory):
                                      pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]))
         tokenizer.decoder = decoders.ByteLevel()
         tokenizer.train_from_iterator(TEXT * 3, trainers.BpeTrainer(
-            vocab_size=420, special_tokens=["<|endoftext|>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False))
+            vocab_size=420, special_tokens=["<|endoftext|>"],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
         tokenizer.add_tokens(["jumping over"])
         parts = json.loads(tokenizer.to_str())
         change(parts)
@@ -46,7 +50,8 @@ def file_of(tmp_path_factory):
 
 
 def both(path):
-    return [make_tokenizer("HuggingFaceTokenizer", tokenizer_model=path, backend=name) for name in ("native", "tokenizers")]
+    return [make_tokenizer("HuggingFaceTokenizer", tokenizer_model=path, backend=name)
+            for name in ("native", "tokenizers")]
 
 
 def assert_same(path, texts):
@@ -55,8 +60,9 @@ def assert_same(path, texts):
 
 
 PIECES = st.one_of(st.text(max_size=8), st.sampled_from([
-    " ", "\n", "  \t", "'s", "'LL", "'\u017f", "the token", "1234567", "Ω", "\u00a0", "<|endoftext|>", "jumping over", "<|",
-    "\u2028", "\r\n", " \r\n ", "e\u0301", "\x00", "٣", "日本", "!!\r\n", " ?", "\x1c", "a" * 70, "tokens" * 60]))
+    " ", "\n", "  \t", "'s", "'LL", "'\u017f", "the token", "1234567", "Ω", "\u00a0", "<|endoftext|>",
+    "jumping over", "<|", "\u2028", "\r\n", " \r\n ", "e\u0301", "\x00", "٣", "日本", "!!\r\n", " ?", "\x1c",
+    "a" * 70, "tokens" * 60]))
 
 
 @needs_native
@@ -78,7 +84,8 @@ def test_native_ids_are_the_librarys_on_any_text(way, file_of, monkeypatch):
 @pytest.mark.parametrize("way", WAYS, ids=["gpt2", "three digits", "single digits"])
 def test_characters_are_of_the_librarys_class(way, file_of):
     codes = [c for c in range(0, 0x33500, 2 if way == "gpt2" else 17) if not 0xD800 <= c < 0xE000]
-    assert_same(file_of(way), ["".join(f"a{chr(c)}1{chr(c)}! {chr(c)}" for c in codes[i::16]) for i in range(16)])
+    assert_same(file_of(way), ["".join(f"a{chr(c)}1{chr(c)}! {chr(c)}" for c in codes[i::16])
+                               for i in range(16)])
 
 
 @needs_native
@@ -87,7 +94,8 @@ def test_a_memory_that_overflows_changes_no_id(file_of):
     random = np.random.RandomState(5)
     words = [" " + "".join(row) for row in random.choice(list("abcdefghijklm"), (560_000, 5))]
     ids, _ = native.encode_arrays(["".join(words[:100])])
-    lengths = [native.encode_arrays(["".join(words[i:i + 100_000])])[1][0] for i in range(0, len(words), 100_000)]
+    lengths = [native.encode_arrays(["".join(words[i:i + 100_000])])[1][0]
+               for i in range(0, len(words), 100_000)]
     again, _ = native.encode_arrays(["".join(words[:100])])
     assert ids.tolist() == again.tolist() == library.encode("".join(words[:100]))
     assert min(lengths) > 100_000
@@ -105,7 +113,7 @@ def test_whole_words_first_when_the_model_says_so(file_of):
 
 
 CHANGES = [
-    (lambda p: p["model"].update(dropout=1e-9), "dropout"),              # so small that it does not strike here
+    (lambda p: p["model"].update(dropout=1e-9), "dropout"),            # so small that it does not strike here
     (lambda p: p.update(normalizer={"type": "NFC"}), "normalizes text"),
     (lambda p: p["pre_tokenizer"].update(add_prefix_space=True), "cuts text in another way"),
     (lambda p: p.update(pre_tokenizer={"type": "Whitespace"}), "cuts text in another way"),

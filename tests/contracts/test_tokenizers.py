@@ -15,7 +15,8 @@ from tests.harness.tokenizer_references import ByteLevelBPE, WordPiece
 
 TEXT = ["The quick brown fox isn't jumping over 12 lazy dogs.\n\n  Übergrößen, naïve café!\n",
         "def train(steps: int) -> None:\n    for step in range(steps):\n        print(step, 'of', steps)\n",
-        "Numbers 1234567890 and signs #$%&; the tokens of the token stream, the stream of the tokens. 日本語 🙂"]
+        "Numbers 1234567890 and signs #$%&; the tokens of the token stream, the stream of the tokens. "
+        "日本語 🙂"]
 
 
 @pytest.fixture(scope="session")
@@ -28,20 +29,24 @@ def tokenizer_files(tmp_path_factory):
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     bpe.train_from_iterator(TEXT * 3, trainers.BpeTrainer(
-        vocab_size=350, special_tokens=["<|endoftext|>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False))
+        vocab_size=350, special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
     bpe.save(str(folder / "tokenizer.json"))
     bpe.model.save(str(folder))
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(t for text in TEXT * 20 for t in text.splitlines()), model_prefix=str(folder / "sp"),
+        sentence_iterator=iter(t for text in TEXT * 20 for t in text.splitlines()),
+        model_prefix=str(folder / "sp"),
         vocab_size=340, byte_fallback=True, model_type="bpe", minloglevel=2, num_threads=1)
-    words = sorted({word for text in TEXT for word in text.lower().split()} | set("abcdefghijklmnopqrstuvwxyz0123456789.,"))
-    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "The", *words, *(f"##{c}" for c in "abcdefgstuüé"), "##ing", "日"]
+    words = sorted({word for text in TEXT for word in text.lower().split()}
+                   | set("abcdefghijklmnopqrstuvwxyz0123456789.,"))
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "The", *words,
+              *(f"##{c}" for c in "abcdefgstuüé"), "##ing", "日"]
     (folder / "vocab.txt").write_text("\n".join(pieces) + "\n", encoding="utf-8")
     bert = dict(vocab_file=str(folder / "vocab.txt"))
     return {
         "BertWordPieceLowerCase": bert, "BertWordPieceCase": bert,
-        "GPT2BPETokenizer": dict(vocab_file=str(folder / "vocab.json"), merge_file=str(folder / "merges.txt")),
+        "GPT2BPETokenizer": dict(vocab_file=str(folder / "vocab.json"),
+                                 merge_file=str(folder / "merges.txt")),
         "HuggingFaceTokenizer": dict(tokenizer_model=str(folder / "tokenizer.json")),
         "SentencePieceTokenizer": dict(tokenizer_model=str(folder / "sp.model")),
         "NullTokenizer": dict(vocab_size=300),
@@ -57,11 +62,14 @@ def reference(tokenizer_files):
 def test_text_comes_back_and_ids_are_in_range(name, tokenizer_files):
     tokenizer = make_tokenizer(name, **tokenizer_files[name])
     texts = {"NullTokenizer": ["3 1 299 0", "7"], "BertWordPieceLowerCase": ["the quick tokens, fox."],
-             "BertWordPieceCase": ["The quick tokens, fox."]}.get(name, ["The quick fox, 12 tokens.", "café 🙂 unseen Ω"])
+             "BertWordPieceCase": ["The quick tokens, fox."]}.get(name,
+                                                                  ["The quick fox, 12 tokens.",
+                                                                   "café 🙂 unseen Ω"])
     for text in texts:
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids) == text
-        assert all(isinstance(i, int) and 0 <= i < tokenizer.vocab_size for i in ids) and tokenizer.eod not in ids
+        assert (all(isinstance(i, int) and 0 <= i < tokenizer.vocab_size for i in ids)
+                and tokenizer.eod not in ids)
     assert tokenizer.encode_batch(["", *texts]) == [[], *map(tokenizer.encode, texts)]
     ids, lengths = arrays_of(tokenizer, ["", *texts])
     assert ids.tolist() == sum(map(tokenizer.encode, texts), [])
@@ -71,7 +79,8 @@ def test_text_comes_back_and_ids_are_in_range(name, tokenizer_files):
 
 @pytest.mark.parametrize("name", TOKENIZERS.names())
 def test_fingerprint_is_the_same_again_and_its_own(name, tokenizer_files):
-    prints = [make_tokenizer(n, **tokenizer_files[n]).fingerprint for n in TOKENIZERS.names() for _ in range(2)]
+    prints = [make_tokenizer(n, **tokenizer_files[n]).fingerprint for n in TOKENIZERS.names()
+              for _ in range(2)]
     own = make_tokenizer(name, **tokenizer_files[name]).fingerprint
     assert prints.count(own) == 2 and own.startswith(name)
     assert make_tokenizer("NullTokenizer", vocab_size=301).fingerprint not in prints
@@ -88,7 +97,8 @@ def test_a_missing_flag_or_file_is_an_error_naming_the_flag(name, tokenizer_file
                 make_tokenizer(name, **{**tokenizer_files[name], field: "/no/such/file"})
 
 
-@pytest.mark.parametrize("name", ["GPT2BPETokenizer", "HuggingFaceTokenizer", "SentencePieceTokenizer", "BertWordPieceCase"])
+@pytest.mark.parametrize("name", ["GPT2BPETokenizer", "HuggingFaceTokenizer", "SentencePieceTokenizer",
+                                  "BertWordPieceCase"])
 def test_a_file_of_something_else_is_an_error_naming_it(name, tokenizer_files, tmp_path):
     (tmp_path / "junk").write_bytes(b"\xff junk")
     field = next(iter(tokenizer_files[name]))
@@ -105,8 +115,10 @@ def test_an_alias_of_megatron_deepspeed_is_understood(tokenizer_files):
     assert make_tokenizer("HFTokenizer", **tokenizer_files["HuggingFaceTokenizer"]).encode("the")
 
 
-PIECES = st.one_of(st.text(max_size=8), st.sampled_from([" ", "\n", "  \t", "'s", "'ll", "the token", "1234", "Ω", "\u00a0",
-                                                         "<|endoftext|>", "\u2028", "\r\n", "e\u0301", "\x00", "٣"]))
+PIECES = st.one_of(st.text(max_size=8),
+                   st.sampled_from([" ", "\n", "  \t", "'s", "'ll", "the token", "1234", "Ω", "\u00a0",
+                                                         "<|endoftext|>", "\u2028", "\r\n", "e\u0301", "\x00",
+                                    "٣"]))
 
 
 @settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
@@ -119,7 +131,8 @@ def test_fast_byte_level_bpe_equals_the_plain_reference(tokenizer_files, referen
 
 
 def as_ever(text):
-    """Only characters that Unicode has had, and seen alike, for long: the library's table of them is of 2015."""
+    """Only characters that Unicode has had, and seen alike, for long: the library's table of them is of
+    2015."""
     old = unicodedata.ucd_3_2_0
     return "".join(c for c in text if old.category(c) == unicodedata.category(c) not in ("Cn", "Co"))
 
@@ -130,7 +143,8 @@ def as_ever(text):
 def test_fast_wordpiece_equals_the_plain_reference(tokenizer_files, text):
     vocab = read_vocab(tokenizer_files["BertWordPieceCase"]["vocab_file"])
     for name, lower in [("BertWordPieceLowerCase", True), ("BertWordPieceCase", False)]:
-        assert make_tokenizer(name, **tokenizer_files[name]).encode(text) == WordPiece(vocab, lower).encode(text)
+        assert make_tokenizer(name,
+                              **tokenizer_files[name]).encode(text) == WordPiece(vocab, lower).encode(text)
 
 
 def test_wordpiece_has_the_ids_that_bert_needs_and_folds_case_only_when_asked(tokenizer_files, tmp_path):
@@ -138,8 +152,10 @@ def test_wordpiece_has_the_ids_that_bert_needs_and_folds_case_only_when_asked(to
     lower, cased = (make_tokenizer(f"BertWordPiece{kind}Case", **files) for kind in ("Lower", ""))
     assert (cased.pad, cased.unk, cased.cls, cased.sep, cased.mask, cased.eod) == (0, 1, 2, 3, 4, 3)
     assert [cased.inv_vocab[i] for i in cased.encode("The fox")] == ["The", "fox"]
-    assert [lower.inv_vocab[i] for i in lower.encode("THE foxe\u0301s 日本")] == ["the", "fox", "##e", "##s", "日", "[UNK]"]
-    for text, told in [("[PAD]\n[UNK]\n", r"has no \[CLS\]"), ("[PAD]\na\n[PAD]\n", "line 3: .* line 1 already")]:
+    assert [lower.inv_vocab[i] for i in lower.encode("THE foxe\u0301s 日本")] == ["the", "fox", "##e", "##s",
+                                                                                "日", "[UNK]"]
+    for text, told in [("[PAD]\n[UNK]\n", r"has no \[CLS\]"),
+                       ("[PAD]\na\n[PAD]\n", "line 3: .* line 1 already")]:
         (tmp_path / "vocab.txt").write_text(text)
         with pytest.raises(DataError, match=told):
             make_tokenizer("BertWordPieceCase", vocab_file=str(tmp_path / "vocab.txt"))
@@ -147,7 +163,8 @@ def test_wordpiece_has_the_ids_that_bert_needs_and_folds_case_only_when_asked(to
 
 def test_bytes_have_the_letters_that_gpt2_gave_them():
     letters = byte_letters()
-    assert letters[ord(" ")] == "Ġ" and letters[ord("\n")] == "Ċ" and letters[ord("A")] == "A" and letters[0xAD] == "Ń"
+    assert (letters[ord(" ")] == "Ġ" and letters[ord("\n")] == "Ċ" and letters[ord("A")] == "A"
+            and letters[0xAD] == "Ń")
     assert len(set(letters.values())) == 256
 
 

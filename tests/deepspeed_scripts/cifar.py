@@ -1,4 +1,5 @@
-"""A program for DeepSpeed in the manner of its CIFAR-10 tutorial: arguments, a loader from `training_data`, fp16 or bf16.
+"""A program for DeepSpeed in the manner of its CIFAR-10 tutorial: arguments, a loader from `training_data`,
+fp16 or bf16.
 
     torchrun --nproc-per-node 2 cifar.py --stage 2 --dtype bf16 --epochs 2 --losses losses.json
 
@@ -17,11 +18,13 @@ import torch.nn.functional as F
 def add_arguments():
     parser = argparse.ArgumentParser(description="CIFAR")
     parser.add_argument("-e", "--epochs", default=2, type=int)
-    parser.add_argument("--local_rank", type=int, default=-1, help="local rank passed from distributed launcher")
+    parser.add_argument("--local_rank", type=int, default=-1,
+                        help="local rank passed from distributed launcher")
     parser.add_argument("--log-interval", type=int, default=4)
     parser.add_argument("--dtype", default="bf16", type=str, choices=["bf16", "fp16", "fp32"])
     parser.add_argument("--stage", default=0, type=int, choices=[0, 1, 2, 3])
-    parser.add_argument("--losses", default=None, help="write the loss of each micro-batch of rank 0 to this file")
+    parser.add_argument("--losses", default=None,
+                        help="write the loss of each micro-batch of rank 0 to this file")
     parser = deepspeed.add_config_arguments(parser)
     return parser.parse_args()
 
@@ -30,7 +33,8 @@ def get_ds_config(args):
     return {
         "train_batch_size": 16,
         "steps_per_print": 2000,
-        "optimizer": {"type": "Adam", "params": {"lr": 0.001, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7}},
+        "optimizer": {"type": "Adam", "params": {"lr": 0.001, "betas": [0.8, 0.999], "eps": 1e-8,
+                                                 "weight_decay": 3e-7}},
         "scheduler": {"type": "WarmupLR",
                       "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.001, "warmup_num_steps": 10}},
         "gradient_clipping": 1.0,
@@ -40,8 +44,8 @@ def get_ds_config(args):
                  "loss_scale_window": 500, "hysteresis": 2, "min_loss_scale": 1, "initial_scale_power": 15},
         "wall_clock_breakdown": False,
         "zero_optimization": {"stage": args.stage, "allgather_partitions": True, "reduce_scatter": True,
-                              "allgather_bucket_size": 50000000, "reduce_bucket_size": 50000000, "overlap_comm": True,
-                              "contiguous_gradients": True},
+                              "allgather_bucket_size": 50000000, "reduce_bucket_size": 50000000,
+                              "overlap_comm": True, "contiguous_gradients": True},
     }
 
 
@@ -93,7 +97,8 @@ def main(args):
     net = Net()
     parameters = filter(lambda p: p.requires_grad, net.parameters())
     model_engine, optimizer, trainloader, scheduler = deepspeed.initialize(
-        args=args, model=net, model_parameters=parameters, training_data=images(100, seed=2), config=get_ds_config(args))
+        args=args, model=net, model_parameters=parameters, training_data=images(100, seed=2),
+        config=get_ds_config(args))
 
     local_device, local_rank = model_engine.device, model_engine.local_rank
     target_dtype = None

@@ -1,4 +1,5 @@
-"""A program for DeepSpeed in the manner of HelloDeepSpeed: a masked language model, checkpoints with a client_state, resuming.
+"""A program for DeepSpeed in the manner of HelloDeepSpeed: a masked language model, checkpoints with a
+client_state, resuming.
 
     torchrun --nproc-per-node 2 hello.py --stage 1 --dtype bf16 --checkpoint_dir run --num_iterations 6
     torchrun --nproc-per-node 2 hello.py --stage 1 --dtype bf16 --load_checkpoint_dir run --num_iterations 12
@@ -35,7 +36,8 @@ class MadeUpText(Dataset):
             words[at] = 2 + (5 * words[at - 1] + 3) % (VOCABULARY - 2)
         masked = torch.rand(LENGTH, generator=generator) < 0.15
         masked[i % LENGTH] = True
-        return {"src_tokens": words.masked_fill(masked, MASK), "tgt_tokens": words.masked_fill(~masked, IGNORED)}
+        return {"src_tokens": words.masked_fill(masked, MASK),
+                "tgt_tokens": words.masked_fill(~masked, IGNORED)}
 
 
 class MaskedLanguageModel(nn.Module):
@@ -46,7 +48,8 @@ class MaskedLanguageModel(nn.Module):
         self.words = nn.Embedding(VOCABULARY, hidden)
         self.places = nn.Embedding(LENGTH, hidden)
         self.norm = nn.LayerNorm(hidden)
-        layer = nn.TransformerEncoderLayer(hidden, heads, 4 * hidden, dropout=0.0, activation="gelu", batch_first=True)
+        layer = nn.TransformerEncoderLayer(hidden, heads, 4 * hidden, dropout=0.0, activation="gelu",
+                                           batch_first=True)
         self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
         self.dense = nn.Linear(hidden, hidden)
         self.head_norm = nn.LayerNorm(hidden)
@@ -57,7 +60,8 @@ class MaskedLanguageModel(nn.Module):
         places = torch.arange(src_tokens.size(1), device=src_tokens.device)
         x = self.encoder(self.norm(self.words(src_tokens) + self.places(places)))
         scores = self.decoder(self.head_norm(nn.functional.gelu(self.dense(x))))
-        return nn.functional.cross_entropy(scores.float().view(-1, VOCABULARY), tgt_tokens.view(-1), ignore_index=IGNORED)
+        return nn.functional.cross_entropy(scores.float().view(-1, VOCABULARY), tgt_tokens.view(-1),
+                                           ignore_index=IGNORED)
 
 
 def load_model_checkpoint(load_checkpoint_dir, model):
@@ -65,7 +69,8 @@ def load_model_checkpoint(load_checkpoint_dir, model):
     return client_state["checkpoint_step"]
 
 
-def train(checkpoint_dir, load_checkpoint_dir, stage, dtype, batch_size, num_iterations, checkpoint_every, losses_file):
+def train(checkpoint_dir, load_checkpoint_dir, stage, dtype, batch_size, num_iterations, checkpoint_every,
+          losses_file):
     deepspeed.init_distributed(dist_backend="gloo" if not torch.cuda.is_available() else "nccl")
     rank, world = deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()
     torch.manual_seed(7)

@@ -1,7 +1,8 @@
-"""Another way to exchange gradients is one new file: sign compression with error feedback (Karimireddy et al. 2019).
+"""Another way to exchange gradients is one new file: sign compression with error feedback (Karimireddy et al.
+2019).
 
-Each rank sends one sign per element and one scale per bucket of its gradient plus the error of its last compression. The
-expected weights are computed by hand from the same gradients.
+Each rank sends one sign per element and one scale per bucket of its gradient plus the error of its last
+compression. The expected weights are computed by hand from the same gradients.
 """
 
 import pytest
@@ -22,7 +23,8 @@ SIZES, N, STEPS = (128, 640, 256), 2, 3     # without padding, which would count
 
 
 class SignExchange:
-    """Sums sign(g + error) · mean |g + error| over the ranks; keeps the rest as the error of the next step."""
+    """Sums sign(g + error) · mean |g + error| over the ranks; keeps the rest as the error of the next
+    step."""
 
     def __init__(self):
         self.errors: dict[str, torch.Tensor] = {}
@@ -46,7 +48,8 @@ class SignExchange:
         corrected = bucket.whole + error
         scale = corrected.abs().mean().view(1)
         error.copy_(corrected - corrected.sign() * scale)
-        signs = all_gather(corrected.sign().to(torch.int8), bucket.ranks.data).view(bucket.ranks.data.size, -1)
+        signs = all_gather(corrected.sign().to(torch.int8),
+                           bucket.ranks.data).view(bucket.ranks.data.size, -1)
         scales = all_gather(scale, bucket.ranks.data)
         total = (signs * scales[:, None]).sum(0)[bucket.start:bucket.start + bucket.out.numel()]
         bucket.out.add_(total) if bucket.add else bucket.out.copy_(total)
@@ -80,10 +83,11 @@ def train(rank, world, stage):
         parameters.append(nn.Parameter(torch.zeros(size)))
         parameters[-1].spec = ParamSpec(f"p{i}", (size,), Init("zeros"))
     exchange = SignExchange()
-    settings = ZeroSettings(default_groups(lambda g: torch.optim.SGD(g, lr=1.0)), STAGES[stage], bucket_elements=1,
-                            exchange=lambda settings, device: exchange, persistence=0)
+    settings = ZeroSettings(default_groups(lambda g: torch.optim.SGD(g, lr=1.0)), STAGES[stage],
+                            bucket_elements=1, exchange=lambda settings, device: exchange, persistence=0)
     use = ParameterUse({0: [[p] for p in parameters]})
-    optimizer = ZeroOptimizer(parameters, settings, DataGroups({DATA_AXES: world.group("dp-cp", range(N), rank)}), use)
+    optimizer = ZeroOptimizer(parameters, settings,
+                              DataGroups({DATA_AXES: world.group("dp-cp", range(N), rank)}), use)
     for step in range(STEPS):
         optimizer.begin_step()
         optimizer.arm()
@@ -100,11 +104,13 @@ def train(rank, world, stage):
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_sign_compression_with_error_feedback_plugs_in_at_every_stage(stage):
     weights, errors = by_hand()
-    for rank, (got, exchange, working, planned, counted) in enumerate(run_ranks(N, lambda *at: train(*at, stage))):
+    for rank, (got, exchange, working, planned,
+               counted) in enumerate(run_ranks(N, lambda *at: train(*at, stage))):
         for a, b in zip(got, weights):
             torch.testing.assert_close(a, b)            # the sum of three steps rounds in another order
         for i, error in enumerate(errors[rank]):
-            assert torch.equal(exchange.errors[f"p{i}"], error) or (exchange.errors[f"p{i}"] - error).abs().max() < 1e-5
+            assert (torch.equal(exchange.errors[f"p{i}"], error)
+                    or (exchange.errors[f"p{i}"] - error).abs().max() < 1e-5)
         assert exchange.nbytes == 4 * sum(SIZES) <= working
         if stage == 0:
             assert planned["all_gather", "dp-cp"] * STEPS == counted

@@ -1,6 +1,7 @@
 """A new kind of layer, in this file alone: planned to the byte, cut by its own FLOPs, shown by --dry-run.
 
-The block replaces attention by a gated running mean: y_t = W_o (silu(g_t) * mean of v_1 .. v_t), [g; v] = W_i norm(x).
+The block replaces attention by a gated running mean: y_t = W_o (silu(g_t) * mean of v_1 .. v_t), [g; v] = W_i
+norm(x).
 """
 
 from dataclasses import replace
@@ -24,8 +25,9 @@ from megatron_ds.training.pretrain import pretrain
 from tests.harness.alive_bytes import AliveBytes
 
 NAME = "running-mean-gpt"
-JOB = ["--model", NAME, "--num-layers", "3", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "23",
-       "--micro-batch-size", "3", "--global-batch-size", "12", "--vocab-size", "130", "--make-vocab-size-divisible-by", "8",
+JOB = ["--model", NAME, "--num-layers", "3", "--hidden-size", "64", "--num-attention-heads", "4",
+       "--seq-length", "23", "--micro-batch-size", "3", "--global-batch-size", "12", "--vocab-size", "130",
+       "--make-vocab-size-divisible-by", "8",
        "--lr", "1", "--train-iters", "1", "--mock-data", "--hidden-dropout", "0", "--attention-dropout", "0"]
 
 
@@ -86,17 +88,20 @@ def test_it_is_planned_to_keep_what_it_keeps_to_the_byte(dtype, ranks):
 def test_a_plan_counts_its_messages_its_flops_and_its_parameters():
     flags = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
     plan = plan_world(parse([*JOB, *flags], world_size=4), device="cuda")
-    rank, h, passes = plan.rank_plan(0), 64, 4                             # two linears and their backward, twice a block
+    rank, h, passes = plan.rank_plan(0), 64, 4                 # two linears and their backward, twice a block
     blocks = [layer.is_block for layer in plan.stages[0].layers]
     hidden = 23 * 3 * h * 4
-    assert rank.traffic.bytes["all_reduce", "tp", 2] == plan.microbatches * hidden * (1 + passes * sum(blocks))
+    assert rank.traffic.bytes["all_reduce", "tp",
+                              2] == plan.microbatches * hidden * (1 + passes * sum(blocks))
     [cost] = {cost.forward for cost, layer in zip(plan.run.layer_costs, plan.run.layers) if layer.is_block}
     assert cost == 2 * 23 * h * (3 * h + 2 * 4 * h)
-    assert plan.parameters == 130 * h + 23 * h + 3 * (11 * h * h + 2 * 2 * h + (2 * h + h) + (4 * h + h)) + 2 * h
+    assert plan.parameters == 130 * h + 23 * h + 3 * (11 * h * h + 2 * 2 * h + (2 * h + h)
+                                                      + (4 * h + h)) + 2 * h
 
 
 
 
 def test_dry_run_shows_it(capsys):
     assert pretrain([*JOB, "--dry-run", "--world-size", "4", "--pipeline-model-parallel-size", "2"]) == 0
-    assert "proof: rank 0's modules were built on the meta device among 4 simulated ranks" in capsys.readouterr().out
+    assert ("proof: rank 0's modules were built on the meta device among 4 simulated ranks"
+            in capsys.readouterr().out)

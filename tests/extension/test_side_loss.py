@@ -1,8 +1,9 @@
 """A layer with a loss of its own is one new file: this one.
 
-The model below is a GPT whose feed-forward halves add the mean square of their output to the objective (the form of a
-router z-loss) and record its mean as a metric. Runs of it under every schedule, ZeRO stage, recomputation and precision
-are compared with one process that adds the same numbers to the loss by hand, without a ledger.
+The model below is a GPT whose feed-forward halves add the mean square of their output to the objective (the
+form of a router z-loss) and record its mean as a metric. Runs of it under every schedule, ZeRO stage,
+recomputation and precision are compared with one process that adds the same numbers to the loss by hand,
+without a ledger.
 """
 
 import contextlib
@@ -64,7 +65,8 @@ def penalized(make):
 @language_model
 def penalized_layers(config, ctx):
     layers = MODELS["gpt"](config, ctx)
-    return [replace(layer, make=partial(penalized, layer.make)) if layer.kind == "block" else layer for layer in layers]
+    return [replace(layer, make=partial(penalized, layer.make)) if layer.kind == "block" else layer
+            for layer in layers]
 
 
 @dataclass
@@ -80,7 +82,8 @@ class Result:
 
 def job_of(dtype: str = "fp32", per_token: bool = False) -> list[str]:
     """Plain gradient descent, so that the final weights show each gradient."""
-    descent = ["--optimizer", "sgd", "--sgd-momentum", "0", "--lr-decay-style", "constant", "--lr-warmup-iters", "0",
+    descent = ["--optimizer", "sgd", "--sgd-momentum", "0", "--lr-decay-style", "constant",
+               "--lr-warmup-iters", "0",
                "--lr", str(RATE), "--min-lr", "0", "--weight-decay", "0", "--clip-grad", "0"]
     return [*tiny_job("gpt2", dtype, True, 0.0, LAYERS, BATCH, STEPS), "--model", "penalized gpt", *descent,
             *["--calculate-per-token-loss"] * per_token]
@@ -132,13 +135,15 @@ def by_hand(dtype: str, per_token: bool, weight: float = WEIGHT) -> Result:
             tokens.append(loss.tokens.item())
         share = 1 / (sum(tokens) if per_token else BATCH)
         scale = 65536 if dtype == "fp16" else 1
-        gradients = [g.float() / scale for g in torch.autograd.grad(sum(objectives) * share * scale, list(model.parameters()))]
+        gradients = [g.float() / scale for g in torch.autograd.grad(sum(objectives) * share * scale,
+                                                                    list(model.parameters()))]
         with torch.no_grad():
             for p, master, gradient in zip(model.parameters(), masters, gradients, strict=True):
                 p.copy_(master.sub_(RATE * gradient))
         result.losses.append(sum(losses) * share)
         result.norms.append(math.sqrt(sum(g.double().square().sum().item() for g in gradients)))
-        result.penalties.append(sum(y.square().sum().item() for y in outputs) / sum(y.numel() for y in outputs))
+        result.penalties.append(sum(y.square().sum().item()
+                                    for y in outputs) / sum(y.numel() for y in outputs))
         result.means.append(sum(y.sum().item() for y in outputs) / sum(y.numel() for y in outputs))
     result.weights = {p.spec.name: master[:p.spec.shape[0]] for p, master in zip(model.parameters(), masters)}
     return result
@@ -156,10 +161,12 @@ def assert_alike(result: Result, expected: Result, rel: float) -> None:
     assert result.means == pytest.approx(expected.means, rel=rel, abs=rel)
     assert set(result.weights) == set(expected.weights)
     for name, weight in expected.weights.items():
-        torch.testing.assert_close(result.weights[name].float(), weight, rtol=0, atol=rel, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(result.weights[name].float(), weight, rtol=0, atol=rel,
+                                   msg=lambda m, n=name: f"{n}: {m}")
 
 
-LAYOUTS = ["", "pp=2", "pp=2,recompute=full", "pp=2,recompute=selective", "pp=2,schedule=interleaved,chunks=2",
+LAYOUTS = ["", "pp=2", "pp=2,recompute=full", "pp=2,recompute=selective",
+           "pp=2,schedule=interleaved,chunks=2",
            "pp=2,schedule=zb-h1", "pp=2,schedule=zb-v,chunks=2", "pp=2,schedule=zb-v,chunks=2,recompute=full",
            "dp=2,zero=2", "pp=2,dp=2,zero=2,schedule=zb-h2", "pp=2,dp=2,zero=3,recompute=full", "tp=2",
            "tp=2,sp=1", "tp=2,sp=1,pp=2,schedule=zb-h1,recompute=full"]
@@ -180,18 +187,21 @@ def test_a_side_loss_is_scaled_by_the_loss_scale_of_fp16(layout):
 
 
 def test_the_comparison_notices_a_ledger_that_is_off():
-    """Its weight is large enough: without the penalty the norms differ by far more than any tolerance above."""
+    """Its weight is large enough: without the penalty the norms differ by far more than any tolerance
+    above."""
     with_penalty, without = by_hand("fp32", False), by_hand("fp32", False, weight=0.0)
     assert with_penalty.norms[0] != pytest.approx(without.norms[0], rel=0.02)
-    record = lambda self, name, value, count, weight: Ledger._append(self, name, value.detach(), count, weight)
-    with mock.patch.object(Ledger, "add", record):                                  # reported, but not trained
+    record = lambda self, name, value, count, weight: Ledger._append(self, name, value.detach(), count,
+                                                                     weight)
+    with mock.patch.object(Ledger, "add", record):                                 # reported, but not trained
         with pytest.raises(AssertionError, match="comparison failed"):
             assert_alike(train_layout(job_of(), "pp=2"), with_penalty, 2e-3)
 
 
 def test_the_plan_of_a_step_counts_the_names():
     def report_sent(model):
-        config = parse([*job_of(), "--model", model, "--micro-batch-size", "1", "--pipeline-model-parallel-size", "2"],
+        config = parse([*job_of(), "--model", model, "--micro-batch-size", "1",
+                        "--pipeline-model-parallel-size", "2"],
                        world_size=2)
         plan = plan_world(config, 0, "cpu")
         return plan.metrics, plan.rank_plan(0).traffic.bytes["all_reduce", "tp-cp-dp-pp", 2]
@@ -217,11 +227,13 @@ def entry(name, value=3.0, count=2, weight=1.0):
 
 
 def test_names_of_any_rank_are_agreed_at_the_first_step_and_when_a_new_one_comes():
-    first = lambda rank: [entry("of rank 0")] if rank == 0 else [entry("of rank 1", 5.0, 1), entry("of rank 1", 1.0, 1)]
+    first = lambda rank: [entry("of rank 0")] if rank == 0 else [entry("of rank 1", 5.0, 1),
+                                                                 entry("of rank 1", 1.0, 1)]
     later = lambda rank: [*first(rank), *[entry("late", 8.0, 4, None)] * (rank == 1)]
     for one, two, three in reduced([first, later, first]):
         assert one.terms == two.terms == three.terms == {"of rank 0": 1.5, "of rank 1": 3.0}
-        assert not one.metrics and two.metrics == {"late": 2.0} and three.metrics == {"late": 0.0} and not two.stop
+        assert (not one.metrics and two.metrics == {"late": 2.0} and three.metrics == {"late": 0.0}
+                and not two.stop)
 
 
 def test_a_side_loss_that_is_not_finite_counts_as_such_and_a_metric_does_not():
@@ -259,6 +271,7 @@ def test_log_tensorboard_and_metrics_file_have_a_side_loss_of_training_and_of_ev
     for kind in ("train", "validation"):
         found = records(tmp_path, kind)
         assert found and all(0 < record["mlp_penalty"] < 1 and "mlp_mean" in record for record in found)
-    assert "| mlp penalty: " in ended.out and "| mlp penalty value: " in ended.out and "| mlp mean: " in ended.out
+    assert ("| mlp penalty: " in ended.out and "| mlp penalty value: " in ended.out
+            and "| mlp mean: " in ended.out)
     events = b"".join(path.read_bytes() for path in (tmp_path / "board").glob("events*"))
     assert b"mlp penalty" in events and b"mlp mean validation" in events

@@ -1,7 +1,7 @@
 """An optimizer that needs whole matrices, beside another one for the rest, is one new file: this one.
 
-`Orthogonal` orthogonalises the momentum of a matrix by Newton-Schulz iterations (Jordan et al. 2024, Muon). On a part of a
-matrix that would be another update, so each matrix is owned whole by one data-parallel rank.
+`Orthogonal` orthogonalises the momentum of a matrix by Newton-Schulz iterations (Jordan et al. 2024, Muon).
+On a part of a matrix that would be another update, so each matrix is owned whole by one data-parallel rank.
 """
 
 import pytest
@@ -102,8 +102,8 @@ def trained(layout, dtype="fp32", steps=4):
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("layout", ["dp=2,zero=0", "dp=2,zero=1", "dp=2,zero=2", "dp=4,zero=1,bucket=3000", "dp=4,zero=2",
-                                    "dp=2,pp=2,zero=1", "dp=2,pp=2,zero=2,schedule=zb-h1"])
+@pytest.mark.parametrize("layout", ["dp=2,zero=0", "dp=2,zero=1", "dp=2,zero=2", "dp=4,zero=1,bucket=3000",
+                                    "dp=4,zero=2", "dp=2,pp=2,zero=1", "dp=2,pp=2,zero=2,schedule=zb-h1"])
 def test_every_layout_trains_as_one_process(layout, dtype):
     [(losses, norms, state)] = trained("dp=1,zero=0", dtype)
     assert len({losses[0], losses[1], losses[-1]}) == 3
@@ -116,19 +116,23 @@ def test_every_layout_trains_as_one_process(layout, dtype):
     for _, _, pieces in ranks:
         for (kind, name), piece in pieces.items():
             if kind in ("weight", "momentum") and "layers" in name and len(piece.spec.shape) == 2:
-                torch.testing.assert_close(piece.tensor, state[kind, name].tensor[piece.start:piece.stop], **close)
+                torch.testing.assert_close(piece.tensor, state[kind, name].tensor[piece.start:piece.stop],
+                                           **close)
 
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_each_matrix_is_on_one_rank_and_they_are_shared_out_evenly(stage):
     ranks = trained(f"dp=2,zero={stage}", steps=1)
-    held = [{name: piece for (kind, name), piece in pieces.items() if kind == "momentum"} for _, _, pieces in ranks]
+    held = [{name: piece for (kind, name), piece in pieces.items() if kind == "momentum"}
+            for _, _, pieces in ranks]
     assert not held[0].keys() & held[1].keys() and len(held[0] | held[1]) > 10
-    assert all((piece.start, piece.stop) == (0, piece.spec.numel) for pieces in held for piece in pieces.values())
+    assert all((piece.start, piece.stop) == (0, piece.spec.numel) for pieces in held
+               for piece in pieces.values())
     numels = [sum(piece.spec.numel for piece in pieces.values()) for pieces in held]
     largest = max(piece.spec.numel for pieces in held for piece in pieces.values())
     assert abs(numels[0] - numels[1]) <= largest
-    kinds = {name: {kind for kind, of in pieces if of == name} for _, _, pieces in ranks for _, name in pieces}
+    kinds = {name: {kind for kind, of in pieces if of == name} for _, _, pieces in ranks
+             for _, name in pieces}
     assert kinds["decoder.layers.1.self_attention.linear_proj.weight"] == {"weight", "momentum"}
     assert kinds["decoder.final_layernorm.weight"] == {"weight", "exp_avg", "exp_avg_sq"}
 

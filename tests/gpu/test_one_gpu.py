@@ -9,7 +9,8 @@ from megatron_ds.mpu.mesh import Mesh
 from tools.compare_layouts import SEQ_LENGTH, VOCAB, tiny_job
 from tools.layout_comparison import difference, merge, parse_layout, random_samples, train_layout
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: torch.cuda.is_available() is False")
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(),
+                                reason="needs a GPU: torch.cuda.is_available() is False")
 STEPS, BATCH, LAYERS = 10, 4, 3
 
 

@@ -5,7 +5,8 @@ import torch
 
 from tests.harness.processes import run_processes
 
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason=f"needs 2 GPUs, there are {torch.cuda.device_count()}")
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2,
+                                reason=f"needs 2 GPUs, there are {torch.cuda.device_count()}")
 
 
 def collectives():

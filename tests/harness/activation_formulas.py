@@ -1,21 +1,24 @@
-"""Closed forms of what a micro-batch keeps for its backward, in bytes, layer by layer: the check of the planner's runs.
+"""Closed forms of what a micro-batch keeps for its backward, in bytes, layer by layer: the check of the
+planner's runs.
 
-The tensors that our layers save, counted as storages: a view keeps all that it is a view of. With s positions, b samples, t
-tensor-parallel ranks, e bytes a number, and S = s / t with sequence parallelism, else s; n heads of d channels, f the
-feed-forward width and V the padded vocabulary, each divided by t:
+The tensors that our layers save, counted as storages: a view keeps all that it is a view of. With s
+positions, b samples, t tensor-parallel ranks, e bytes a number, and S = s / t with sequence parallelism, else
+s; n heads of d channels, f the feed-forward width and V the padded vocabulary, each divided by t:
 
-    norm, twice a block   its input S b h e, two statistics a row      linear after it    its input S b h e
-    attention             q, k, v; what the core needs (`_core`)       projection         its input s b n d e
-    activation            its input s b f e; gated 2, ReLU 0 times     second linear      its input s b f e
-    hidden dropout        a byte an element, S b h                     head               its input S b h e
-    loss                  probabilities, and 17 bytes a token          embedding          rows, 8 bytes a token
+    norm, twice a block  its input S b h e, two statistics a row      linear after it    its input S b h e
+    attention            q, k, v; what the core needs (`_core`)       projection         its input s b n d e
+    activation           its input s b f e; gated 2, ReLU 0 times     second linear      its input s b f e
+    hidden dropout       a byte an element, S b h                     head               its input S b h e
+    loss                 probabilities, and 17 bytes a token          embedding          rows, 8 bytes a token
 
-A block that drops tokens keeps what it needs of those it sees, and where they stand: eight bytes a token (nine with sequence
-parallelism), rotary tables of its own, and the fields of the batch that recomputation needs.
+A block that drops tokens keeps what it needs of those it sees, and where they stand: eight bytes a token
+(nine with sequence parallelism), rotary tables of its own, and the fields of the batch that recomputation
+needs.
 
-Full recomputation keeps the block's input only, selective all but what core attention needs beside q, k and v. So this is
-Korthikanti et al. 2022 (arXiv:2205.05198), equations 1 to 4, for the layers as they are: attention that keeps no scores where
-it is fused, half of them where it goes by blocks (CPU), and six bytes or more of each where its probabilities drop out.
+Full recomputation keeps the block's input only, selective all but what core attention needs beside q, k and
+v. So this is Korthikanti et al. 2022 (arXiv:2205.05198), equations 1 to 4, for the layers as they are:
+attention that keeps no scores where it is fused, half of them where it goes by blocks (CPU), and six bytes or
+more of each where its probabilities drop out.
 """
 
 from collections.abc import Sequence
@@ -94,11 +97,13 @@ class Workload:
         return self.tokens * self.positions * self.model.num_attention_heads // self.tp
 
 
-def kept_by_stage(work: Workload, kinds: Sequence[str], recompute: str | None = None, recomputed: int | None = None) -> int:
-    """Bytes that a micro-batch keeps on a stage of these layers. recomputed: of its blocks only so many; None: all."""
+def kept_by_stage(work: Workload, kinds: Sequence[str], recompute: str | None = None,
+                  recomputed: int | None = None) -> int:
+    """Bytes that a micro-batch keeps on a stage of these layers. recomputed: of its blocks only so many;
+    None: all."""
     kept, blocks, wants_tables = 0, 0, False
     if kinds[0] == "dropping block" and work.drops:
-        kept = work.hidden_bytes                            # a stage keeps its input, of which other layers keep no copy
+        kept = work.hidden_bytes                 # a stage keeps its input, of which other layers keep no copy
     for kind in kinds:
         blocks += kind in BLOCKS
         how = recompute if recomputed is None or blocks <= recomputed else None
@@ -133,7 +138,8 @@ def kept_by_layer(work: Workload, kind: str, recompute: str | None = None) -> in
 def _kept_by_dropping(work: Workload, recompute: str | None) -> int:
     seen = replace(work, positions=work.kept_tokens)
     places = seen.tokens * (8 + (work.sequence_parallel and work.tp > 1))
-    # Attention keeps the documents, recomputation the batch: positions, tokens, labels, places, the mask in fp32.
+    # Attention keeps the documents, recomputation the batch: positions, tokens, labels, places, the mask in
+    # fp32.
     batch = seen.tokens * (8 * work.apart + (4 * 8 + 4 if recompute else 0))
     tables = seen.samples * _rotary_tables(seen) if recompute != "full" else 0
     return kept_by_layer(seen, "block", recompute) + places + batch + tables + _document_bias(seen, recompute)
@@ -144,8 +150,9 @@ def workspace_bytes(work: Workload, kinds: Sequence[str]) -> int:
     most: dict[str, int] = {}
     if _is_widened(work):
         for kind in kinds:
-            tokens = work.kept_tokens * work.samples if kind == "dropping block" and work.drops else work.tokens
-            for n, m in _linears(work, kind):                               # forward, gradients of input and weight
+            tokens = (work.kept_tokens * work.samples if kind == "dropping block" and work.drops
+                      else work.tokens)
+            for n, m in _linears(work, kind):                         # forward, gradients of input and weight
                 for shape in ((tokens, n, m), (tokens, m, n), (m, tokens, n)):
                     for role, numel in working_elements(*shape).items():
                         most[role] = max(most.get(role, 0), numel)
@@ -163,8 +170,9 @@ def _linears(work: Workload, kind: str) -> list[tuple[int, int]]:
 
 
 def _bert_head(work: Workload) -> int:
-    """The head's of a GPT; before it the input of the dense layer, of the activation and of the norm; and of the binary head
-    the pooled first position, and the position itself where it had to come from another rank, and two probabilities."""
+    """The head's of a GPT; before it the input of the dense layer, of the activation and of the norm; and of
+    the binary head the pooled first position, and the position itself where it had to come from another rank,
+    and two probabilities."""
     transform = 3 * work.hidden_bytes + _statistics(work)
     order = 0
     if work.model.bert_binary_head:
@@ -194,8 +202,9 @@ def _rotary_tables(work: Workload) -> int:
 
 
 def _document_bias(work: Workload, recompute: str | None) -> int:
-    """What is added to the scores of documents that are kept apart, or with dropout their mask, shared by all blocks of a
-    stage. Blocked attention needs none, and keeps less the more documents there are: what is said of it is the most."""
+    """What is added to the scores of documents that are kept apart, or with dropout their mask, shared by all
+    blocks of a stage. Blocked attention needs none, and keeps less the more documents there are: what is said
+    of it is the most."""
     if not work.apart or recompute or _goes_by_blocks(work) and not work.model.attention_dropout:
         return 0
     if work.model.attention_dropout:
@@ -217,8 +226,8 @@ def _into_activation(work: Workload) -> int:
 
 
 def _arguments(work: Workload) -> int:
-    """The storages behind q, k and v: slices of one projection, unless they were turned; queries of several groups are put
-    together."""
+    """The storages behind q, k and v: slices of one projection, unless they were turned; queries of several
+    groups are put together."""
     q, k = work.query_bytes, work.key_bytes
     if work.model.position_embedding_type == "rope":
         return (q + 2 * k) + q + k
@@ -238,29 +247,35 @@ def _core(work: Workload) -> int:
         own = work.query_bytes + 2 * work.key_bytes
     model, q = work.model, work.query_bytes
     if model.attention_dropout:
-        probabilities = work.scores * (4 + 1 + work.itemsize)            # in fp32; the mask; those that stay, as they compute
-        forbidden = work.positions**2 if causal else work.samples        # what no query sees; queries that see nothing
+        # in fp32; the mask; those that stay, as they compute
+        probabilities = work.scores * (4 + 1 + work.itemsize)
+        # what no query sees; queries that see nothing
+        forbidden = work.positions**2 if causal else work.samples
         closed = work.tokens * (work.positions + 1) if work.apart else forbidden
         return probabilities + closed + _unfused_arguments(work, own)
-    sums = 4 * work.tokens * model.num_attention_heads // work.tp        # logarithms of the sums of exponentials
-    copied = q if own or work.device != "cpu" and work.samples > 1 else 0    # the output, once more as the projection takes it
-    padding = 0 if causal else work.tokens * work.itemsize               # which keys count, as numbers to be added
+    sums = 4 * work.tokens * model.num_attention_heads // work.tp     # logarithms of the sums of exponentials
+    # the output, once more as the projection takes it
+    copied = q if own or work.device != "cpu" and work.samples > 1 else 0
+    padding = 0 if causal else work.tokens * work.itemsize          # which keys count, as numbers to be added
     return (own or _arguments(work)) + sums + copied + padding
 
 
 def _blocked_arguments(work: Workload) -> int:
-    """Copies in 16 bits that are multiplied as such, and the arguments themselves where they are widened. In fp32 they are
-    views, but for queries of one group, which lie between its keys and values, when there are several samples."""
+    """Copies in 16 bits that are multiplied as such, and the arguments themselves where they are widened. In
+    fp32 they are views, but for queries of one group, which lie between its keys and values, when there are
+    several samples."""
     if _is_widened(work):
         return _arguments(work)
     if work.dtype != torch.float32:
         return work.query_bytes + 2 * work.key_bytes
     alone = work.query_bytes > work.key_bytes and work.model.query_groups == work.tp and work.samples > 1
-    return _arguments(work) + (work.query_bytes if alone and work.model.position_embedding_type != "rope" else 0)
+    return _arguments(work) + (work.query_bytes if alone and work.model.position_embedding_type != "rope"
+                               else 0)
 
 
 def _unfused_arguments(work: Workload, own: int | None) -> int:
-    """Scaled queries; keys and values, repeated where several queries share them. own: bytes of q, k and v, if copies."""
+    """Scaled queries; keys and values, repeated where several queries share them. own: bytes of q, k and v,
+    if copies."""
     q, k = work.query_bytes, work.key_bytes
     if q > k and work.samples * work.model.query_groups > work.tp:
         return 3 * q

@@ -1,4 +1,5 @@
-"""Bytes of tensor storages that are alive: counted as operations make them, and gone when the last tensor lets go.
+"""Bytes of tensor storages that are alive: counted as operations make them, and gone when the last tensor
+lets go.
 
     with AliveBytes(peak=True) as alive:
         y = f(x)

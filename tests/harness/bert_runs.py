@@ -15,7 +15,8 @@ def random_bert_batch(vocab_size: int, ids: tuple[int, ...], s: int, seed: int =
     """Samples of different lengths, a pure function of their ids: the first is full, others end earlier."""
     rows = [_sample(vocab_size, i, s, seed) for i in ids]
     tokens, labels, loss_mask, token_types, padding, order = map(torch.stack, zip(*rows))
-    batch = dict(tokens=tokens, labels=labels, loss_mask=loss_mask, position_ids=torch.arange(s).expand(len(ids), s),
+    batch = dict(tokens=tokens, labels=labels, loss_mask=loss_mask,
+                 position_ids=torch.arange(s).expand(len(ids), s),
                  sample_ids=tuple(ids), token_types=token_types, attention_mask=padding[:, None, None, :],
                  sentence_order=order)
     return Batch(**{**batch, **changes})

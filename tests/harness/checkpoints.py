@@ -1,4 +1,5 @@
-"""Small checkpoints, and such as were changed on purpose: with checksums that fit again, or as format 1 wrote them."""
+"""Small checkpoints, and such as were changed on purpose: with checksums that fit again, or as format 1 wrote
+them."""
 
 import json
 import pickle
@@ -11,7 +12,8 @@ from megatron_ds.mpu.group import solo
 from tests.harness.states import Layout, pieces_of
 
 OLD, NEW = 2, 4
-RUN = {"progress": {"step": NEW, "samples": 16, "tokens": 160, "scheduled_samples": 16, "skipped_steps": 0, "nan_steps": 0},
+RUN = {"progress": {"step": NEW, "samples": 16, "tokens": 160, "scheduled_samples": 16, "skipped_steps": 0,
+                    "nan_steps": 0},
        "optimizer": {"num_updates": 4}, "config": {"train": {"lr": 0.001}}}
 
 
@@ -53,7 +55,8 @@ def reseal_chunks(path: Path) -> None:
     def with_checksums_that_fit(index):
         for place in index.storage_data.values():
             content = (path / place.relative_path).read_bytes()
-            place.crc32 = zlib.crc32(content[:place.offset]), zlib.crc32(content[:place.offset + place.length])
+            place.crc32 = (zlib.crc32(content[:place.offset]),
+                           zlib.crc32(content[:place.offset + place.length]))
 
     change_index(path, with_checksums_that_fit)
     reseal(path)
@@ -68,4 +71,5 @@ def make_format_1(path: Path) -> None:
 
     change_index(path, without_checksums)
     run = json.loads((path / "run.json").read_text()) | {"format_version": 1}
-    (path / "run.json").write_text(json.dumps({k: v for k, v in run.items() if k not in ("save_id", "files", "checksum")}))
+    (path / "run.json").write_text(json.dumps({k: v for k, v in run.items()
+                                               if k not in ("save_id", "files", "checksum")}))

@@ -1,7 +1,7 @@
 """Covering arrays: few cases in which every pair of option values still appears together.
 
-Most faults of a composition need two options to meet. Greedy, as AETG does it (Cohen et al. 1997, IEEE TSE 23(7)): take the
-case with the most pairs that no case had before.
+Most faults of a composition need two options to meet. Greedy, as AETG does it (Cohen et al. 1997, IEEE TSE
+23(7)): take the case with the most pairs that no case had before.
 """
 
 import itertools
@@ -12,7 +12,8 @@ import numpy as np
 Case = Mapping[str, object]
 
 
-def legal_cases(options: Mapping[str, Sequence], is_legal: Callable[[Case], bool] = lambda case: True) -> list[dict]:
+def legal_cases(options: Mapping[str, Sequence],
+                is_legal: Callable[[Case], bool] = lambda case: True) -> list[dict]:
     """The product of all options' values, without the illegal combinations."""
     cases = (dict(zip(options, values)) for values in itertools.product(*options.values()))
     return [case for case in cases if is_legal(case)]
@@ -22,7 +23,8 @@ def cover_pairs(cases: Sequence[Case], cost: Callable[[Case], float] = lambda ca
                 chosen: Sequence[Case] = ()) -> list[Case]:
     """`chosen` and some of `cases` that together hold every pair of values that any of `cases` holds.
 
-    cost: what a case takes; cheap ones are preferred where there is a choice. Deterministic: of equally good cases the first.
+    cost: what a case takes; cheap ones are preferred where there is a choice. Deterministic: of equally good
+    cases the first.
     """
     pairs = _pairs([*cases, *chosen])                                # [cases + chosen, pairs of options]
     missing = np.zeros(pairs.max() + 1, dtype=bool)

@@ -1,4 +1,5 @@
-"""Forked processes that die by SIGKILL at their n-th change of the file system: what is left must be complete or invisible."""
+"""Forked processes that die by SIGKILL at their n-th change of the file system: what is left must be complete
+or invisible."""
 
 import os
 import signal
@@ -15,7 +16,8 @@ def die_at_change(n: int) -> None:
     left = [n]
 
     def count(event: str, arguments: tuple) -> None:
-        opens_to_write = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+        opens_to_write = (event == "open" and isinstance(arguments[2], int)
+                          and arguments[2] & (os.O_WRONLY | os.O_RDWR))
         if event in CHANGES or opens_to_write:
             left[0] -= 1
             if left[0] == 0:
@@ -29,7 +31,7 @@ def forked(action) -> int:
     if process == 0:
         failed = 1
         try:
-            torch.set_num_threads(1)                        # OpenMP's other threads do not exist in a forked process
+            torch.set_num_threads(1)                 # OpenMP's other threads do not exist in a forked process
             action()
             failed = 0
         except BaseException:

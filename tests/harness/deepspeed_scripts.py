@@ -1,8 +1,10 @@
-"""Programs written for DeepSpeed (tests/deepspeed_scripts), run under either package: only the import is another one.
+"""Programs written for DeepSpeed (tests/deepspeed_scripts), run under either package: only the import is
+another one.
 
-    records = run_cases("megatron_ds", rank, world_size, folder)        # on each of the ranks of a started job
+    records = run_cases("megatron_ds", rank, world_size, folder)       # on each of the ranks of a started job
 
-A case is a program with its arguments. `import deepspeed` in its text becomes `import megatron_ds as deepspeed`.
+A case is a program with its arguments. `import deepspeed` in its text becomes `import megatron_ds as
+deepspeed`.
 """
 
 import json
@@ -47,7 +49,8 @@ def run_program(package: str, program: str, arguments: list[str]) -> None:
     assert count == 1, f"{program} imports deepspeed {count} times"
     before, sys.argv = sys.argv, [program, *arguments]
     try:
-        exec(compile(text, str(FOLDER / program), "exec"), {"__name__": "__main__", "__file__": str(FOLDER / program)})
+        exec(compile(text, str(FOLDER / program), "exec"),
+             {"__name__": "__main__", "__file__": str(FOLDER / program)})
     finally:
         sys.argv = before
 
@@ -63,8 +66,10 @@ def differences(name: str, ours: list[dict], theirs: list[dict]) -> list[str]:
             pairs = list(zip(flat(found), flat(expected)))
             worst = max((abs(a - b) / max(abs(b), 1e-3) for a, b in pairs), default=0.0)
             if len(flat(found)) != len(flat(expected)) or worst > limit:
-                lines.append(f"{name}, run {number}, {key}: {worst:.1e} apart (limit {limit:.0e}), {len(flat(found))} numbers "
-                             f"and {len(flat(expected))} of DeepSpeed; {flat(found)[:4]} and {flat(expected)[:4]}")
+                lines.append(f"{name}, run {number}, {key}: {worst:.1e} apart (limit {limit:.0e}), "
+                             f"{len(flat(found))} numbers "
+                             f"and {len(flat(expected))} of DeepSpeed; {flat(found)[:4]} and "
+                             f"{flat(expected)[:4]}")
     return lines
 
 
@@ -72,10 +77,11 @@ def tolerance(name: str, key: str) -> float:
     """Relative.
 
     fp32  1e-5; 8e-7 was found: sums are rounded in another order
-    bf16  1e-2; 3e-3 was found: a rounding of bf16 is 4e-3, and each update makes others of them. Before any update the loss of
-          "hello" is that of plain torch in bf16 to the last bit, and DeepSpeed's is 6e-4 from it
-          5e-2 without ZeRO, where DeepSpeed trains bf16 by another optimizer wrapper, whose losses are as far (1.7e-2) from
-          those of its own stages 1 to 3, and which reports no gradient norm
+    bf16  1e-2; 3e-3 was found: a rounding of bf16 is 4e-3, and each update makes others of them. Before any
+          update the loss of "hello" is that of plain torch in bf16 to the last bit, and DeepSpeed's is 6e-4
+          from it
+          5e-2 without ZeRO, where DeepSpeed trains bf16 by another optimizer wrapper, whose losses are as
+          far (1.7e-2) from those of its own stages 1 to 3, and which reports no gradient norm
     """
     if key in ("rates", "steps") or name.endswith("fp32"):
         return 1e-5

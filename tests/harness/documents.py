@@ -6,7 +6,7 @@ An HTML comment directly above a block selects what is done with it:
     <!-- file: NAME -->          written to NAME in that folder, for later blocks
     <!-- needs GPUs -->          not run; the flags of its launches are parsed (`launches.py`)
     <!-- runs in: COMMAND -->    not run here; COMMAND, elsewhere in the tests, runs it
-    <!-- printed -->             lines that earlier blocks print; with `by: FILE`, lines that FILE prints in its test
+    <!-- printed -->             printed by earlier blocks; with `by: FILE`, by FILE in its test
 
 This applies to blocks of ```bash and ```python, and to other languages only below a comment.
 """
@@ -23,7 +23,8 @@ from pathlib import Path
 from tests.harness.warm import warm_environment
 
 ROOT = Path(__file__).parents[2]
-BLOCK = re.compile(r"^(?:<!-- (?P<mark>[^>]*) -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^(?:<!-- (?P<mark>[^>]*) -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$",
+                   re.MULTILINE | re.DOTALL)
 MARKS = re.compile(r"needs GPUs|file: \S+|runs in: .+|printed( by: \S+)?")
 RUNNABLE = ("bash", "python")
 COLD = ("docs/planning.md",)
@@ -66,20 +67,24 @@ def blocks_of(page: str) -> Iterator[Block]:
 
 
 def environment() -> dict[str, str]:
-    """Environment of the blocks: this Python first in PATH, one thread per rank, gloo on the loopback interface."""
+    """Environment of the blocks: this Python first in PATH, one thread per rank, gloo on the loopback
+    interface."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "OMPI_"))}
-    return kept | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT),
-                   "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
+    return kept | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+                   "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
+                   "TOKENIZERS_PARALLELISM": "false"}
 
 
 def link_sources(folder: Path) -> None:
-    """Give `folder` the tools, examples and entry scripts of the repository root, so that blocks write only to `folder`."""
+    """Give `folder` the tools, examples and entry scripts of the repository root, so that blocks write only
+    to `folder`."""
     for name in ("tools", "examples", "pretrain_gpt.py", "pretrain_bert.py"):
         (folder / name).symlink_to(ROOT / name)
 
 
 def run_page(page: str, folder: Path, seconds: int = 200) -> str:
-    """Run the page's blocks in `folder`; returns their output. Raises AssertionError with the output of a block that fails.
+    """Run the page's blocks in `folder`; returns their output. Raises AssertionError with the output of a
+    block that fails.
 
     Commands start warm (`warm.py`), except those of `COLD`, which check that pages also run without it.
     """
@@ -105,8 +110,9 @@ def check_printed(block: Block, said: str) -> None:
 
 def _run(block: Block, folder: Path, where: dict[str, str], seconds: int) -> str:
     text = block.text if block.language == "bash" else f"exec python -c {shlex.quote(block.text)}"
-    done = subprocess.run(["bash", "-euo", "pipefail", "-c", text], cwd=folder, env=where, capture_output=True, text=True,
-                          timeout=seconds)
-    assert done.returncode == 0, (f"{block} ended with {done.returncode}:\n{block.text}\n{done.stdout[-2000:]}\n"
+    done = subprocess.run(["bash", "-euo", "pipefail", "-c", text], cwd=folder, env=where,
+                          capture_output=True, text=True, timeout=seconds)
+    assert done.returncode == 0, (f"{block} ended with "
+                                  f"{done.returncode}:\n{block.text}\n{done.stdout[-2000:]}\n"
                                   f"{done.stderr[-4000:]}")
     return done.stdout + done.stderr

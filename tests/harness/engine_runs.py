@@ -11,21 +11,24 @@ from megatron_ds.mpu.mesh import Mesh
 from tests.harness.threads import run_ranks
 
 WIDTH, SAMPLES, STEPS = 14, 12, 3
-EPS = 1e-4          # some gradients are zero but for rounding (of an attention's key bias), and Adam would make steps of them
+# some gradients are zero but for rounding (of an attention's key bias), and Adam would make steps of them
+EPS = 1e-4
 
 
 class Block(nn.Module):
     def __init__(self, width):
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(3 * width, width)
+        self.norm, self.up, self.down = (nn.LayerNorm(width), nn.Linear(width, 3 * width),
+                                         nn.Linear(3 * width, width))
 
     def forward(self, x):
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
 class Odd(nn.Module):
-    """Much of what modules do: a tied weight read by its owner's parent, a layer used twice, one registered before its turn,
-    one never used, a frozen one, a parameter of the root's own, nn.MultiheadAttention, a buffer, recomputation."""
+    """Much of what modules do: a tied weight read by its owner's parent, a layer used twice, one registered
+    before its turn, one never used, a frozen one, a parameter of the root's own, nn.MultiheadAttention, a
+    buffer, recomputation."""
 
     def __init__(self, recompute=False):
         super().__init__()
@@ -74,7 +77,8 @@ def batches(steps, accumulation, ranks, rank=None):
     """tokens [samples of a rank, 7] for each micro-batch of each step; of all ranks when rank is None."""
     generator, result = torch.Generator().manual_seed(8), []
     for _ in range(steps):
-        tokens = torch.randint(11, (accumulation, ranks, SAMPLES // ranks // accumulation, 7), generator=generator)
+        tokens = torch.randint(11, (accumulation, ranks, SAMPLES // ranks // accumulation, 7),
+                               generator=generator)
         result.append(list(tokens.flatten(0, 1) if rank is None else tokens[:, rank]))
     return result
 
@@ -85,14 +89,18 @@ def loss_of(module, tokens):
 
 
 def config_of(stage, ranks, accumulation=1, **more):
-    return {"train_batch_size": SAMPLES, "gradient_accumulation_steps": accumulation, "gradient_clipping": 0.5,
+    return {"train_batch_size": SAMPLES, "gradient_accumulation_steps": accumulation,
+            "gradient_clipping": 0.5,
             "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1, "eps": EPS}},
-            "zero_optimization": {"stage": stage, **({"stage3_param_persistence_threshold": 0} if stage == 3 else {})}, **more}
+            "zero_optimization": {"stage": stage,
+                                  **({"stage3_param_persistence_threshold": 0} if stage == 3 else {})},
+            **more}
 
 
 def on_ranks(ranks, main, model, config, **options):
     """main(engine, rank) on every rank."""
-    models = [model() for _ in range(ranks)]        # drawn one after the other: torch has one random state for all threads
+    # drawn one after the other: torch has one random state for all threads
+    models = [model() for _ in range(ranks)]
 
     def run(rank, world):
         mesh = Mesh(Grid.fit(ranks), rank, world.connect)
@@ -105,7 +113,8 @@ def on_ranks(ranks, main, model, config, **options):
 def train(engine, rank, steps=STEPS, first=0):
     """Gradient norms; the data is that of steps first .. first + steps."""
     norms = []
-    for microbatches in batches(first + steps, engine.gradient_accumulation_steps(), engine.world.data.size, rank)[first:]:
+    for microbatches in batches(first + steps, engine.gradient_accumulation_steps(), engine.world.data.size,
+                                rank)[first:]:
         for tokens in microbatches:
             engine.backward(loss_of(engine, tokens))
             engine.step()

@@ -18,4 +18,5 @@ def make_batch(config, b: int = 3, s: int = 10, seed: int = 0, **changes) -> Bat
     loss_mask = torch.ones(b, s)
     loss_mask[0, s // 3:] = 0
     return Batch(**{**dict(tokens=stream[:, :-1], labels=stream[:, 1:], loss_mask=loss_mask,
-                           position_ids=torch.arange(s).expand(b, s), sample_ids=tuple(range(100, 100 + b))), **changes})
+                           position_ids=torch.arange(s).expand(b, s), sample_ids=tuple(range(100, 100 + b))),
+                    **changes})

@@ -1,6 +1,8 @@
-"""What a shell script starts, without starting it: the script runs with launchers that only write down their words.
+"""What a shell script starts, without starting it: the script runs with launchers that only write down their
+words.
 
-So loops, variables and arrays of a recipe are the shell's own affair, and what is checked is what the ranks would be given.
+So loops, variables and arrays of a recipe are the shell's own affair, and what is checked is what the ranks
+would be given.
 """
 
 import json
@@ -30,7 +32,8 @@ with open({log!r}, "a") as log:
 
 @dataclass(frozen=True)
 class Started:
-    """One command that a script gave to a launcher. words: those of the training script, which is named by itself."""
+    """One command that a script gave to a launcher. words: those of the training script, which is named by
+    itself."""
 
     launcher: str
     world_size: int
@@ -53,9 +56,10 @@ def started_by(script: str, folder: Path, env: Mapping[str, str] | None = None,
         path.write_text(STAND_IN.format(python=sys.executable, log=str(log)))
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
     base = environment()
-    whole = {**base, **sbatch_environment(script), **(env or {}), "PATH": f"{stand_ins}{os.pathsep}{base['PATH']}"}
-    done = subprocess.run(["bash", "-euo", "pipefail", "-c", script, "recipe", *arguments], cwd=folder, env=whole,
-                          capture_output=True, text=True, timeout=60)
+    whole = {**base, **sbatch_environment(script), **(env or {}),
+             "PATH": f"{stand_ins}{os.pathsep}{base['PATH']}"}
+    done = subprocess.run(["bash", "-euo", "pipefail", "-c", script, "recipe", *arguments], cwd=folder,
+                          env=whole, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, f"{script}\n{done.stdout}\n{done.stderr}"
     return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
 
@@ -66,13 +70,15 @@ def trainings(commands: list[list[str]], slurm: Mapping[str, str] | None = None)
 
 
 def sbatch_environment(script: str) -> dict[str, str]:
-    """What Slurm would put into the environment of a job with the script's #SBATCH lines; empty without any."""
+    """What Slurm would put into the environment of a job with the script's #SBATCH lines; empty without
+    any."""
     options = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)", script, re.MULTILINE))
     if "nodes" not in options:
         return {}
     nodes, tasks = int(options["nodes"]), int(options.get("ntasks-per-node", 1))
-    return {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": str(nodes), "SLURM_NNODES": str(nodes), "SLURM_SUBMIT_DIR": str(ROOT),
-            "SLURM_NTASKS": str(nodes * tasks), "SLURM_NTASKS_PER_NODE": str(tasks), "SLURM_JOB_NODELIST": f"node[1-{nodes}]"}
+    return {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": str(nodes), "SLURM_NNODES": str(nodes),
+            "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_NTASKS": str(nodes * tasks),
+            "SLURM_NTASKS_PER_NODE": str(tasks), "SLURM_JOB_NODELIST": f"node[1-{nodes}]"}
 
 
 def _script_of(word: str) -> str | None:

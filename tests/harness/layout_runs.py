@@ -1,7 +1,8 @@
-"""Train the job of tools/compare_layouts.py on threaded ranks, and see with one's own eyes that its options are in force.
+"""Train the job of tools/compare_layouts.py on threaded ranks, and see with one's own eyes that its options
+are in force.
 
-`Seen` is what a rank's engine shows while it trains: shapes that layers receive, how many micro-batches are alive, bytes of
-optimizer state. None of it is read from the configuration.
+`Seen` is what a rank's engine shows while it trains: shapes that layers receive, how many micro-batches are
+alive, bytes of optimizer state. None of it is read from the configuration.
 """
 
 import functools
@@ -51,12 +52,16 @@ class Seen:
         self.block_inputs.add(tuple(x.shape))
         if batch.documents is not None:
             self.most_documents = max(self.most_documents, int(batch.documents.ids.max()) + 1)
-        self.restarts += int((batch.position_ids.diff(dim=1) < 1).sum())       # where tokens are dropped some are left out
+        # where tokens are dropped some are left out
+        self.restarts += int((batch.position_ids.diff(dim=1) < 1).sum())
 
 
 @dataclass
 class Run:
-    """merged: (trace, logical weights).  calls: the names of layers that ran, over all ranks, one for each time."""
+    """merged: (trace, logical weights).
+
+    calls: the names of layers that ran, over all ranks, one for each time.
+    """
 
     merged: tuple
     seen: list[Seen]
@@ -75,7 +80,8 @@ def run_layout(job: list[str], layout: str, steps: int = STEPS) -> Run:
 
     def main(rank, world):
         mesh = Mesh(grid, rank, world.connect, torch.device("cpu"))
-        return train_layout(config, mesh, steps, samples, watch=lambda engine: seen.__setitem__(rank, look_at(engine)))
+        return train_layout(config, mesh, steps, samples,
+                            watch=lambda engine: seen.__setitem__(rank, look_at(engine)))
 
     with counted_calls() as calls:
         # Half of the layouts as on one host, where gathered weights are mapped, the others as on several.
@@ -107,7 +113,8 @@ def look_at(engine) -> Seen:
                 dtypes={p.dtype for p in engine.parameters},
                 qkv_rows={len(block.self_attention.linear_qkv.weight) for block in blocks},
                 parameter_elements=sum(p.numel() for p in engine.parameters),
-                parameter_bytes=memory.parameters, gradient_bytes=memory.gradients, optimizer_bytes=memory.optimizer,
+                parameter_bytes=memory.parameters, gradient_bytes=memory.gradients,
+                optimizer_bytes=memory.optimizer,
                 master_bytes=memory.masters, places=set(engine.optimizer.memory_by_place()),
                 stages=tuple(engine.stages))
     for block in blocks:
@@ -132,7 +139,8 @@ def _watched_half(backward_weights, seen: Seen, *args):
 
 @contextmanager
 def counted_calls():
-    """Yields a list to which runs add their names, in any thread of this process: core attention, MLPs, what makes batches."""
+    """Yields a list to which runs add their names, in any thread of this process: core attention, MLPs, what
+    makes batches."""
     calls: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         for name, owner, method in (("attention", CoreAttention, "forward"), ("mlp", MLP, "forward"),

@@ -1,4 +1,5 @@
-"""One forward and backward of one of our models on threaded ranks that share its tensors, as the model tests need it."""
+"""One forward and backward of one of our models on threaded ranks that share its tensors, as the model tests
+need it."""
 
 from types import SimpleNamespace
 
@@ -23,15 +24,16 @@ class TensorGroup:
         return self.tp if axes == ("tp",) else solo("-".join(axes))
 
 
-def context_of(tp=None, *, sequence_parallel=False, dtype=torch.float32, device="cpu", seed=0, recompute_granularity=None,
-               recompute_num_layers=None) -> ParallelContext:
+def context_of(tp=None, *, sequence_parallel=False, dtype=torch.float32, device="cpu", seed=0,
+               recompute_granularity=None, recompute_num_layers=None) -> ParallelContext:
     """A context of the ranks of one tensor-parallel group; of one process without a group."""
-    return ParallelContext(tp and TensorGroup(tp), sequence_parallel, Precision(dtype), torch.device(device), seed,
-                           Recompute(recompute_granularity, recompute_num_layers))
+    return ParallelContext(tp and TensorGroup(tp), sequence_parallel, Precision(dtype), torch.device(device),
+                           seed, Recompute(recompute_granularity, recompute_num_layers))
 
 
 def make_model(name, config, tp, weights, drops=(), **options):
-    """The whole model as one stage, holding this rank's shards of the logical `weights`. drops: blocks that drop tokens."""
+    """The whole model as one stage, holding this rank's shards of the logical `weights`. drops: blocks that
+    drop tokens."""
     ctx = context_of(tp, **options)
     model = build_stage(with_random_ltd(MODELS[name](config, ctx), drops, ctx))
     load_logical(model.parameters(), weights, tp)

@@ -70,7 +70,8 @@ def make_batches(num_microbatches: int, seed: int = 5, length: int = SEQUENCE) -
     tokens = torch.randint(VOCABULARY, (rows, length + 1), generator=generator)
     mask = torch.ones(rows, length)
     mask[::2, 1] = 0
-    batch = Batch(tokens[:, :-1], tokens[:, 1:], mask, torch.arange(length).expand(rows, -1), tuple(range(rows)))
+    batch = Batch(tokens[:, :-1], tokens[:, 1:], mask, torch.arange(length).expand(rows, -1),
+                  tuple(range(rows)))
     return batch.split(2)
 
 
@@ -93,10 +94,13 @@ def make_stage(layers, bounds, index: int, stage_class=Stage) -> Stage:
                        loss=token_loss if last else None)
 
 
-def make_executor(program, layers, bounds, channels, stage_rank, rank, hooks=None, stage_class=Stage) -> Executor:
+def make_executor(program, layers, bounds, channels, stage_rank, rank, hooks=None,
+                  stage_class=Stage) -> Executor:
     """The executor of one rank; the layers may be the whole model, only the slices of its stages are used."""
-    stages = {s: make_stage(layers, bounds, s, stage_class) for s in range(len(bounds) - 1) if stage_rank(s) == rank}
-    return Executor(program, stages, channels, stage_rank, lambda batch: (batch.seq_length, batch.size, HIDDEN),
+    stages = {s: make_stage(layers, bounds, s, stage_class) for s in range(len(bounds) - 1)
+              if stage_rank(s) == rank}
+    return Executor(program, stages, channels, stage_rank,
+                    lambda batch: (batch.seq_length, batch.size, HIDDEN),
                     torch.float32, torch.device("cpu"), hooks)
 
 
@@ -105,7 +109,8 @@ def pipeline_group(world, rank):
 
 
 def run_pipeline(schedule, bounds, microbatches, stage_rank, make_channels=None):
-    """One step on threads: each rank's losses, and for each layer the gradients from the rank that holds it."""
+    """One step on threads: each rank's losses, and for each layer the gradients from the rank that holds
+    it."""
     num_blocks, num_stages = bounds[-1] - 2, len(bounds) - 1
     lowered = lower(schedule, num_stages)
 
@@ -113,7 +118,8 @@ def run_pipeline(schedule, bounds, microbatches, stage_rank, make_channels=None)
         layers = make_layers(num_blocks)
         channels = make_channels(rank, world) if make_channels else Channels(pipeline_group(world, rank))
         reduced = []
-        executor = make_executor(lowered[rank], layers, bounds, channels, stage_rank, rank, {Op.REDUCE: reduced.append})
+        executor = make_executor(lowered[rank], layers, bounds, channels, stage_rank, rank,
+                                 {Op.REDUCE: reduced.append})
         losses = executor.run(microbatches, SCALE)
         assert sorted(reduced) == sorted(executor.stages)
         mine = {at for s in executor.stages for at in range(bounds[s], bounds[s + 1])}
@@ -129,7 +135,8 @@ def assert_equals_one_process(losses, gradients, microbatches, num_blocks):
     assert all(torch.equal(ours.objective, theirs) for ours, theirs in zip(losses, objectives, strict=True))
     assert sorted(gradients) == list(range(len(layers)))
     for at, layer in enumerate(layers):
-        assert all(torch.equal(ours, p.grad) for ours, p in zip(gradients[at], layer.parameters(), strict=True)), at
+        assert all(torch.equal(ours, p.grad)
+                   for ours, p in zip(gradients[at], layer.parameters(), strict=True)), at
 
 
 def split_backwards(schedule, delay: int = 0):
@@ -151,7 +158,8 @@ def _split_program(program, delay):
 
 
 class PostOffice:
-    """Mail among threads; see `RendezvousChannels`. `setdefault` is atomic, and a defaultdict of queues is not."""
+    """Mail among threads; see `RendezvousChannels`. `setdefault` is atomic, and a defaultdict of queues is
+    not."""
 
     def __init__(self):
         self._boxes = {}

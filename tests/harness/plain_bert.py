@@ -1,7 +1,8 @@
-"""A BERT as the papers write it: whole tensors, one head at a time, no parallelism. What ours is compared with.
+"""A BERT as the papers write it: whole tensors, one head at a time, no parallelism. What ours is compared
+with.
 
-Hidden states are [b, s, h]; weights a dictionary of logical tensors {name: tensor}, as of `plain_gpt`, which has the pieces
-that every transformer shares written out.
+Hidden states are [b, s, h]; weights a dictionary of logical tensors {name: tensor}, as of `plain_gpt`, which
+has the pieces that every transformer shares written out.
 """
 
 from dataclasses import dataclass
@@ -28,8 +29,8 @@ def bert_shapes(config: TinyBert) -> dict[str, tuple[int, ...]]:
     if config.normalization == "LayerNorm":
         shapes["lm_head.layer_norm.bias"] = (h,)
     if config.bert_binary_head:
-        shapes |= {"embedding.tokentype_embeddings.weight": (2, h), "pooler.dense.weight": (h, h), "pooler.dense.bias": (h,),
-                   "binary_head.weight": (2, h), "binary_head.bias": (2,)}
+        shapes |= {"embedding.tokentype_embeddings.weight": (2, h), "pooler.dense.weight": (h, h),
+                   "pooler.dense.bias": (h,), "binary_head.weight": (2, h), "binary_head.bias": (2,)}
     return shapes
 
 
@@ -37,12 +38,14 @@ def bert_weights(config: TinyBert, seed: int) -> dict[str, torch.Tensor]:
     """Weights large enough that every term matters. float64."""
     generator = torch.Generator().manual_seed(seed)
     draw = lambda shape: torch.randn(shape, generator=generator, dtype=torch.float64) / shape[-1] ** 0.5
-    return {name: draw(shape) * 1.5 + (0.7 if "norm.weight" in name else 0.0) for name, shape in bert_shapes(config).items()}
+    return {name: draw(shape) * 1.5 + (0.7 if "norm.weight" in name else 0.0)
+            for name, shape in bert_shapes(config).items()}
 
 
 def plain_bert(w: dict[str, torch.Tensor], config: TinyBert, tokens, position_ids, token_types, padding, *,
                drop=lambda site, x: x, drop_scores=lambda site, p: p, kept_by=lambda layer: None):
-    """(logits [b, s, v], order [b, 2] or None). padding: bool [b, s], True where there is no token; others as `plain_gpt`."""
+    """(logits [b, s, v], order [b, 2] or None). padding: bool [b, s], True where there is no token; others as
+    `plain_gpt`."""
     x = w["embedding.word_embeddings.weight"][tokens]
     if config.position_embedding_type == "learned_absolute":
         x = x + w["embedding.position_embeddings.weight"][position_ids]
@@ -61,7 +64,8 @@ def plain_bert(w: dict[str, torch.Tensor], config: TinyBert, tokens, position_id
 
 
 def plain_bert_losses(logits, order, labels, loss_mask, sentence_order):
-    """(mean over the masked tokens, 0 where there is none; mean over the samples) of -log softmax at what is true."""
+    """(mean over the masked tokens, 0 where there is none; mean over the samples) of -log softmax at what is
+    true."""
     at = lambda scores, true: torch.logsumexp(scores, -1) - scores.gather(-1, true[..., None])[..., 0]
     words = (at(logits, labels) * loss_mask).sum() / loss_mask.sum().clamp(min=1)
     return words, (at(order, sentence_order).mean() if order is not None else torch.zeros(()))

@@ -1,7 +1,9 @@
-"""A GPT as the papers write it: whole tensors, one sample, one head at a time, no parallelism. What ours is compared with.
+"""A GPT as the papers write it: whole tensors, one sample, one head at a time, no parallelism. What ours is
+compared with.
 
-Works on a dictionary of logical tensors {name: tensor} in any precision; hidden states are [b, s, h] here. `load_logical`
-and `gather_logical` move tensors between that dictionary and the shards of the ranks by their `ParamSpec` boxes.
+Works on a dictionary of logical tensors {name: tensor} in any precision; hidden states are [b, s, h] here.
+`load_logical` and `gather_logical` move tensors between that dictionary and the shards of the ranks by their
+`ParamSpec` boxes.
 """
 
 import math
@@ -14,7 +16,8 @@ PADDING = 5.0      # what `load_logical` leaves in padded vocabulary rows: any u
 
 @dataclass(frozen=True)
 class TinyConfig:
-    """The fields and derived sizes of the model section of the configuration, with odd sizes. GPT-2 style by default."""
+    """The fields and derived sizes of the model section of the configuration, with odd sizes. GPT-2 style by
+    default."""
 
     num_layers: int = 3
     hidden_size: int = 24
@@ -40,14 +43,15 @@ class TinyConfig:
         return -(-self.vocab_size // (4 * tp)) * 4 * tp
 
 
-LLAMA = dict(query_groups=2, head_dim=8, position_embedding_type="rope", normalization="RMSNorm", activation="swiglu",
-             add_bias_linear=False, untie_embeddings_and_output_weights=True)
+LLAMA = dict(query_groups=2, head_dim=8, position_embedding_type="rope", normalization="RMSNorm",
+             activation="swiglu", add_bias_linear=False, untie_embeddings_and_output_weights=True)
 STYLES = {"gpt2": TinyConfig(), "llama": TinyConfig(**LLAMA)}
 
 
 def logical_shapes(config: TinyConfig) -> dict[str, tuple[int, ...]]:
     """Names and true shapes of every parameter, written out by hand from the naming rules."""
-    h, d, n, g, f = config.hidden_size, config.head_dim, config.num_attention_heads, config.query_groups, config.ffn_size
+    h, d, n, g, f = (config.hidden_size, config.head_dim, config.num_attention_heads, config.query_groups,
+                     config.ffn_size)
     gated = 2 if config.activation == "swiglu" else 1
     linear = {"self_attention.linear_qkv": ((n + 2 * g) * d, h), "self_attention.linear_proj": (h, n * d),
               "mlp.linear_fc1": (gated * f, h), "mlp.linear_fc2": (h, f)}
@@ -80,16 +84,20 @@ def logical_weights(config: TinyConfig, seed: int) -> dict[str, torch.Tensor]:
 
 
 def plain_gpt(w: dict[str, torch.Tensor], config: TinyConfig, tokens, position_ids, *, attention_mask=None,
-              drop=lambda site, x: x, drop_scores=lambda site, p: p, kept_by=lambda layer: None) -> torch.Tensor:
-    """Logits [b, s, v]. `drop(site, x [b, s, h])` and `drop_scores(site, p [b, n, s, s])` are where dropout goes.
+              drop=lambda site, x: x, drop_scores=lambda site, p: p,
+              kept_by=lambda layer: None) -> torch.Tensor:
+    """Logits [b, s, v]. `drop(site, x [b, s, h])` and `drop_scores(site, p [b, n, s, s])` are where dropout
+    goes.
 
-    kept_by  layer number → which tokens of each sample the layer sees, [b, k]; the others pass by it. None: all
+    kept_by  layer number → which tokens of each sample the layer sees, [b, k]; the others pass by it.
+             None: all
     """
     x = w["embedding.word_embeddings.weight"][tokens]
     if "embedding.position_embeddings.weight" in w:
         x = x + w["embedding.position_embeddings.weight"][position_ids]
     x = drop("embedding", x)
-    hidden = torch.ones(tokens.shape[1], tokens.shape[1]).triu(1).bool() if attention_mask is None else attention_mask[:, 0]
+    hidden = (torch.ones(tokens.shape[1], tokens.shape[1]).triu(1).bool() if attention_mask is None
+              else attention_mask[:, 0])
     hidden = hidden.expand(len(tokens), -1, -1)
     x = plain_blocks(w, "decoder", x, position_ids, hidden, config, drop, drop_scores, kept_by)
     x = _norm(w, "decoder.final_layernorm", x, config)
@@ -97,7 +105,8 @@ def plain_gpt(w: dict[str, torch.Tensor], config: TinyConfig, tokens, position_i
 
 
 def plain_blocks(w, name, x, position_ids, hidden, config, drop, drop_scores, kept_by):
-    """x [b, s, h] through all blocks. hidden: bool [b, query, key], True where a query may not look; others as `plain_gpt`."""
+    """x [b, s, h] through all blocks. hidden: bool [b, query, key], True where a query may not look; others
+    as `plain_gpt`."""
     for i in range(config.num_layers):
         layer, kept = f"{name}.layers.{i}", kept_by(i)
         if kept is None:
@@ -106,8 +115,10 @@ def plain_blocks(w, name, x, position_ids, hidden, config, drop, drop_scores, ke
         samples = []
         for n, places in enumerate(kept):                                   # one sample at a time
             one = slice(n, n + 1)
-            part = _block(w, layer, x[one, places], position_ids[one, places], hidden[one, places][..., places], config,
-                          _among_all(drop, n, places, x.shape), _scores_among_all(drop_scores, n, places, x.shape))
+            part = _block(w, layer, x[one, places], position_ids[one, places],
+                          hidden[one, places][..., places], config,
+                          _among_all(drop, n, places, x.shape),
+                          _scores_among_all(drop_scores, n, places, x.shape))
             samples.append(x[n].index_put((places,), part[0]))
         x = torch.stack(samples)
     return x
@@ -122,7 +133,8 @@ def _block(w, layer, x, position_ids, hidden, config, drop, drop_scores):
 
 
 def _among_all(drop, n, places, shape):
-    """Dropout of the tokens of sample n at these places: what would befall them among all tokens of all samples."""
+    """Dropout of the tokens of sample n at these places: what would befall them among all tokens of all
+    samples."""
     def dropped(site, x):
         whole = x.new_zeros(*shape[:2], x.shape[-1])
         whole[n, places] = x[0]
@@ -170,7 +182,8 @@ def _attention(w, name, x, position_ids, hidden, config, drop_scores):
     per_group, scores, values = n // g + 2, [], []
     for head in range(n):
         group, place = divmod(head, n // g)
-        q, k, v = rows[group * per_group + place], rows[(group + 1) * per_group - 2], rows[(group + 1) * per_group - 1]
+        q, k, v = (rows[group * per_group + place], rows[(group + 1) * per_group - 2],
+                   rows[(group + 1) * per_group - 1])
         if config.position_embedding_type == "rope":
             q, k = _rotate(q, position_ids, config), _rotate(k, position_ids, config)
         scores.append((q @ k.transpose(1, 2) / math.sqrt(d)).masked_fill(hidden, -math.inf).softmax(-1))
@@ -180,7 +193,8 @@ def _attention(w, name, x, position_ids, hidden, config, drop_scores):
 
 
 def _rotate(x, position_ids, config):
-    """Su et al. 2021 (arXiv:2104.09864), pairs (i, i + d/2): a complex number turned by position / base^(2i/d)."""
+    """Su et al. 2021 (arXiv:2104.09864), pairs (i, i + d/2): a complex number turned by position /
+    base^(2i/d)."""
     turned = int(x.shape[-1] * config.rotary_percent)
     half = turned // 2
     angles = position_ids[..., None] * config.rotary_base ** (-torch.arange(half, dtype=x.dtype) / half)
@@ -194,17 +208,20 @@ def load_logical(parameters, weights: dict[str, torch.Tensor], tp) -> None:
         for p in parameters:
             p.fill_(PADDING)
             for box in p.spec.boxes({"tp": (tp.rank, tp.size)}):
-                p[_slices(box.local, box.sizes)] = weights[p.spec.name][_slices(box.logical, box.sizes)].to(p.dtype)
+                p[_slices(box.local, box.sizes)] = weights[p.spec.name][_slices(box.logical,
+                                                                                box.sizes)].to(p.dtype)
 
 
 def gather_logical(per_rank: list[list[tuple]]) -> dict[str, torch.Tensor]:
-    """Logical tensors of what each rank holds as (spec, gradient); partial ones are summed, replicas must be equal."""
+    """Logical tensors of what each rank holds as (spec, gradient); partial ones are summed, replicas must be
+    equal."""
     result, size = {}, len(per_rank)
     for rank, held in enumerate(per_rank):
         for spec, tensor in held:
             whole = result.setdefault(spec.name, torch.zeros(spec.shape, dtype=tensor.dtype))
             if not spec.is_split_over("tp") and not spec.partial_over and rank > 0:
-                torch.testing.assert_close(whole, tensor, rtol=1e-5, atol=1e-6, msg=lambda m, n=spec.name: f"{n}: {m}")
+                torch.testing.assert_close(whole, tensor, rtol=1e-5, atol=1e-6,
+                                           msg=lambda m, n=spec.name: f"{n}: {m}")
                 continue
             rest = tensor.clone()
             for box in spec.boxes({"tp": (rank, size)}):

@@ -7,12 +7,15 @@ import torch
 from torch import nn
 
 
-def train_plainly(module: nn.Module, loss_of: Callable[[nn.Module, object], torch.Tensor], steps: Sequence[Sequence], *,
-                  lr: float | Callable[[int], float], clip: float = 0.0, weight_decay: float = 0.0, eps: float = 1e-8,
-                  decays=None, dtype: torch.dtype = torch.float32) -> list[float]:
-    """AdamW on the mean loss of each step's micro-batches, with fp32 masters; the gradient norms of all steps.
+def train_plainly(module: nn.Module, loss_of: Callable[[nn.Module, object], torch.Tensor],
+                  steps: Sequence[Sequence], *,
+                  lr: float | Callable[[int], float], clip: float = 0.0, weight_decay: float = 0.0,
+                  eps: float = 1e-8, decays=None, dtype: torch.dtype = torch.float32) -> list[float]:
+    """AdamW on the mean loss of each step's micro-batches, with fp32 masters; the gradient norms of all
+    steps.
 
-    A parameter without a gradient counts as one with gradient zero. The module ends in `dtype`, holding the rounded masters.
+    A parameter without a gradient counts as one with gradient zero. The module ends in `dtype`, holding the
+    rounded masters.
     """
     module.to(dtype)
     trained = [(n, p) for n, p in module.named_parameters() if p.requires_grad]

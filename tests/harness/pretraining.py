@@ -1,8 +1,10 @@
 """`pretrain_gpt.py` on real ranks: the pooled processes, with the environment that torchrun would set.
 
-    ended = run_pretrain(2, [*TINY, "--save", folder], spoil=partial(signal_at_step, number=SIGTERM, step=3, victim=1))
+    ended = run_pretrain(2, [*TINY, "--save", folder],
+                         spoil=partial(signal_at_step, number=SIGTERM, step=3, victim=1))
 
-`spoil(rank)` is a context manager, importable by name, that is active on each rank while it trains; see `spoilers`.
+`spoil(rank)` is a context manager, importable by name, that is active on each rank while it trains; see
+`spoilers`.
 """
 
 import contextlib
@@ -20,9 +22,11 @@ import torch
 from tests.harness.processes import run_processes
 
 VOCAB, SEQ_LENGTH, GLOBAL_BATCH, STEPS = 61, 16, 4, 6
-TINY = ["--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", str(SEQ_LENGTH),
-        "--max-position-embeddings", str(SEQ_LENGTH), "--vocab-size", str(VOCAB), "--make-vocab-size-divisible-by", "1",
-        "--tokenizer-type", "NullTokenizer", "--micro-batch-size", "1", "--global-batch-size", str(GLOBAL_BATCH),
+TINY = ["--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4",
+        "--seq-length", str(SEQ_LENGTH), "--max-position-embeddings", str(SEQ_LENGTH),
+        "--vocab-size", str(VOCAB), "--make-vocab-size-divisible-by", "1",
+        "--tokenizer-type", "NullTokenizer", "--micro-batch-size", "1",
+        "--global-batch-size", str(GLOBAL_BATCH),
         "--lr", "1e-3", "--min-lr", "1e-4", "--lr-decay-style", "cosine", "--lr-warmup-iters", "2",
         "--hidden-dropout", "0.1", "--attention-dropout", "0.1", "--eval-iters", "0", "--log-interval", "1",
         "--distributed-timeout-minutes", "1"]
@@ -43,7 +47,8 @@ def run_pretrain(ranks: int, argv: Sequence[str], *, spoil=None, timeout: float 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    return run_processes(ranks, _rank, port, [str(word) for word in argv], spoil, timeout=timeout, joined=False)
+    return run_processes(ranks, _rank, port, [str(word) for word in argv], spoil, timeout=timeout,
+                         joined=False)
 
 
 def train(ranks: int, argv: Sequence[str], **options) -> list[Ended]:
@@ -96,7 +101,8 @@ def saved_state(folder, step: int) -> dict[str, torch.Tensor]:
     path = Path(folder) / f"iter_{step:07d}"
     index = dcp.FileSystemReader(path).read_metadata()
     state = {name: torch.empty(entry.size) for name, entry in index.state_dict_metadata.items()}
-    with warnings.catch_warnings(action="ignore", category=UserWarning):        # that there is one process, which is meant
+    # that there is one process, which is meant
+    with warnings.catch_warnings(action="ignore", category=UserWarning):
         dcp.load(state, checkpoint_id=path, no_dist=True)
     return state
 

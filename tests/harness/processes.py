@@ -1,15 +1,16 @@
 """Ranks as real processes over gloo: what users run, for what threads cannot show.
 
-    def my_test(rank, world, scale):                                # at the top level of a module: it travels by name
+    def my_test(rank, world, scale):                        # at the top level of a module: it travels by name
         group = world.group("tp", (0, 1, 2), rank)
         ...
-    results = run_processes(3, my_test, 2.0)                        # in rank order
+    results = run_processes(3, my_test, 2.0)                # in rank order
 
-`world` offers what `ThreadWorld` offers (`group`, `connect`, `size`, `traffic`), so one function can run in both harnesses;
-inside, torch.distributed is initialised with exactly those ranks. Processes are started once per pytest run and used again
-by later calls, each call on a fresh world. The first exception of any rank is raised in the test, with the rank and its
-traceback as a note; processes that did not answer are thrown away. Arguments and results are pickled: return numbers or CPU
-tensors. The tests' own process never touches torch.distributed.
+`world` offers what `ThreadWorld` offers (`group`, `connect`, `size`, `traffic`), so one function can run in
+both harnesses; inside, torch.distributed is initialised with exactly those ranks. Processes are started once
+per pytest run and used again by later calls, each call on a fresh world. The first exception of any rank is
+raised in the test, with the rank and its traceback as a note; processes that did not answer are thrown away.
+Arguments and results are pickled: return numbers or CPU tensors. The tests' own process never touches
+torch.distributed.
 """
 
 import atexit
@@ -36,7 +37,8 @@ GRACE_SECONDS = 1                 # for the peers of a failed rank to tell their
 
 
 def run_processes(size: int, function, *args, timeout: float = TIMEOUT_SECONDS, joined: bool = True) -> list:
-    """Run `function(rank, world, *args)` on `size` processes; the results in rank order. Raises the first error.
+    """Run `function(rank, world, *args)` on `size` processes; the results in rank order. Raises the first
+    error.
 
     joined: False leaves it to the function to initialise torch.distributed, as an entry script does.
     """
@@ -62,7 +64,8 @@ atexit.register(stop_processes)
 
 
 def _started(size: int) -> list["_Rank"]:
-    """The first `size` processes of the pool, all ready to work: the time of a call does not pay for importing torch."""
+    """The first `size` processes of the pool, all ready to work: the time of a call does not pay for
+    importing torch."""
     new = [_Rank() for _ in range(size - len(_POOL))]
     for rank in new:
         if not rank.is_ready():
@@ -77,7 +80,8 @@ class _Rank:
     def __init__(self):
         self.connection, theirs = Pipe()
         self.errors = tempfile.NamedTemporaryFile(prefix="rank-", suffix=".stderr")
-        environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+        environment = {k: v for k, v in os.environ.items()
+                       if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
         environment |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": "",
                         "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         self.process = subprocess.Popen(
@@ -127,7 +131,8 @@ def _collect(ranks: list[_Rank], timeout: float) -> dict[int, tuple[bool, bytes]
 
 
 def _fail(ranks, answers, function, timeout) -> None:
-    """Throw away the processes that did not answer; raise the error that tells most: not a broken line, if there is other."""
+    """Throw away the processes that did not answer; raise the error that tells most: not a broken line, if
+    there is other."""
     from megatron_ds.errors import CommunicationError
 
     bad = [(i, *pickle.loads(answer)) for i, (good, answer) in answers.items() if not good]
@@ -139,11 +144,14 @@ def _fail(ranks, answers, function, timeout) -> None:
             rank.kill()
             _POOL.remove(rank)
     if not bad:
-        raise TimeoutError(f"{function.__name__}: ranks {sorted(stacks)} of {len(ranks)} did not end within {timeout} s. "
+        raise TimeoutError(f"{function.__name__}: ranks {sorted(stacks)} of {len(ranks)} did not end within "
+                           f"{timeout} s. "
                            + "".join(f"\n--- rank {i} is at\n{text}" for i, text in stacks.items()))
-    i, error, story = min(bad, key=lambda b: isinstance(b[1], CommunicationError))     # the earliest, as min is stable
+    # the earliest, as min is stable
+    i, error, story = min(bad, key=lambda b: isinstance(b[1], CommunicationError))
     if error is None:
-        error = RuntimeError(f"rank {i} of {len(ranks)} died in {function.__name__} with exit code {codes[i]}: {words[i]}")
+        error = RuntimeError(f"rank {i} of {len(ranks)} died in {function.__name__} with exit code "
+                             f"{codes[i]}: {words[i]}")
     error.add_note(f"on rank {i} of {len(ranks)}:\n{story}")
     raise error
 
@@ -169,8 +177,8 @@ class ProcessWorld:
     def group(self, axes, ranks, rank):
         """The group of `ranks`, which must hold `rank`. Only those ranks need call.
 
-        torch names such a group by its ranks and by how many groups the process has made before: the ranks of a group must
-        have made equally many.
+        torch names such a group by its ranks and by how many groups the process has made before: the ranks of
+        a group must have made equally many.
         """
         import torch.distributed as dist
 

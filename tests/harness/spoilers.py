@@ -1,6 +1,8 @@
-"""Accidents for ranks that train (`pretraining.run_pretrain`), at moments that only the process itself can hit exactly.
+"""Accidents for ranks that train (`pretraining.run_pretrain`), at moments that only the process itself can
+hit exactly.
 
-Each is a context manager called as `spoiler(rank, ...)` on every rank; what it changes is as before afterwards.
+Each is a context manager called as `spoiler(rank, ...)` on every rank; what it changes is as before
+afterwards.
 """
 
 import contextlib
@@ -31,7 +33,8 @@ def signal_at_step(rank: int, *, number: int, step: int, victim: int):
 
 @contextlib.contextmanager
 def samples_logged(rank: int, *, path, kill_at: int | None = None, victim: int = 0):
-    """Each step a line is added to `path`: step, rank, place in the stream and tokens of each sample that is trained on.
+    """Each step a line is added to `path`: step, rank, place in the stream and tokens of each sample that is
+    trained on.
 
     kill_at: the victim dies by SIGKILL within that step, after the line is written.
     """
@@ -73,7 +76,8 @@ def signal_in_evaluation(rank: int, *, number: int, victim: int):
 
 @contextlib.contextmanager
 def signal_outside_the_loop(rank: int, *, number: int, at: str, victim: int):
-    """The victim sends itself the signal in start-up ("build_engine", "load_run") or after the last save ("close")."""
+    """The victim sends itself the signal in start-up ("build_engine", "load_run") or after the last save
+    ("close")."""
     from megatron_ds.mpu.mesh import Mesh
     from megatron_ds.training import pretrain
 
@@ -92,7 +96,8 @@ def signal_outside_the_loop(rank: int, *, number: int, at: str, victim: int):
 
 @contextlib.contextmanager
 def killed_in_save(rank: int, *, step: int, change: int, victim: int):
-    """The victim dies by SIGKILL just before its `change`-th change of the file system in the save of `step`."""
+    """The victim dies by SIGKILL just before its `change`-th change of the file system in the save of
+    `step`."""
     from megatron_ds.training import trainer
     from tests.processes.crashing_saves import die_at_change
 
@@ -114,7 +119,8 @@ def state_written_instead_of_training(rank: int, *, path):
     from megatron_ds.training.trainer import Trainer
 
     def run(self):
-        state = {f"{p.kind}/{p.spec.name}": p.tensor.view(p.spec.shape).clone() for p in self.engine.optimizer.pieces()}
+        state = {f"{p.kind}/{p.spec.name}": p.tensor.view(p.spec.shape).clone()
+                 for p in self.engine.optimizer.pieces()}
         torch.save((self.progress.to_dict(), state), path)
         return "finished"
 
@@ -125,7 +131,8 @@ def state_written_instead_of_training(rank: int, *, path):
 
 @contextlib.contextmanager
 def poisoned(rank: int, *, module: str, samples: range, value: float):
-    """The output of a named module becomes not a number, or infinite, whenever it sees one of these samples."""
+    """The output of a named module becomes not a number, or infinite, whenever it sees one of these
+    samples."""
     from megatron_ds.training import pretrain
 
     real = pretrain.build_engine

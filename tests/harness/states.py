@@ -1,7 +1,8 @@
-"""Fabricated training states for checkpoint tests: a small model of odd sizes, held as some layout would hold it.
+"""Fabricated training states for checkpoint tests: a small model of odd sizes, held as some layout would hold
+it.
 
-A layout is (tp, pipeline cut, data-parallel ranks, ZeRO stage). Every number of the logical state is known from its tensor's
-name and a seed, and shards are made by slicing, without the code under test.
+A layout is (tp, pipeline cut, data-parallel ranks, ZeRO stage). Every number of the logical state is known
+from its tensor's name and a seed, and shards are made by slicing, without the code under test.
 """
 
 import functools
@@ -19,9 +20,11 @@ KINDS = ("weight", "exp_avg")
 
 
 def model_specs(padded: int = 24, num_layers: int = 2, hidden: int = HIDDEN) -> list[ParamSpec]:
-    """Divides over 1, 2, 3, 4 tensor-parallel ranks, in every way of packing. The last is a copy of the first, tied."""
+    """Divides over 1, 2, 3, 4 tensor-parallel ranks, in every way of packing. The last is a copy of the
+    first, tied."""
     rows = Split("tp", 0, padded=padded)
-    specs = [ParamSpec("embedding.word_embeddings.weight", (VOCABULARY, hidden), NORMAL, (rows,), tied="embedding")]
+    specs = [ParamSpec("embedding.word_embeddings.weight", (VOCABULARY, hidden), NORMAL, (rows,),
+                       tied="embedding")]
     for i in range(num_layers):
         name = f"decoder.layers.{i}"
         specs += [
@@ -87,11 +90,12 @@ def shard(logical: torch.Tensor, spec: ParamSpec, rank: int, size: int) -> torch
     return torch.cat([part.chunk(size, d)[rank] for part in logical.chunk(split.parts, d)], d).contiguous()
 
 
-def pieces_of(layout: Layout, rank: int, seed: int | None, num_layers: int = 2, hidden: int = HIDDEN) -> list[StatePiece]:
+def pieces_of(layout: Layout, rank: int, seed: int | None, num_layers: int = 2,
+              hidden: int = HIDDEN) -> list[StatePiece]:
     """What `rank` holds: the state of `seed`, or nan everywhere when None.
 
-    Stage 0: whole shards, the same on all data-parallel ranks. Stage 1: the shards laid end to end in a flat buffer that is
-    cut into equal slices, so that slices end in the middle of rows.
+    Stage 0: whole shards, the same on all data-parallel ranks. Stage 1: the shards laid end to end in a flat
+    buffer that is cut into equal slices, so that slices end in the middle of rows.
     """
     tp_rank, dp_rank, pp_rank = layout.coordinates(rank)
     specs = model_specs(layout.padded, num_layers, hidden)
@@ -103,7 +107,8 @@ def pieces_of(layout: Layout, rank: int, seed: int | None, num_layers: int = 2, 
         total = sum(flat.numel() for _, flat in flats)
         slice_size = -(-total // layout.dp)
         low, high = (dp_rank * slice_size, (dp_rank + 1) * slice_size) if layout.stage else (0, total)
-        buffer = torch.full((min(high, total) - low + 64,), float("nan"))     # longer than needed: pieces are views
+        # longer than needed: pieces are views
+        buffer = torch.full((min(high, total) - low + 64,), float("nan"))
         replica, replicas = (0, 1) if layout.stage else (dp_rank, layout.dp)
         at = 0
         for spec, flat in flats:

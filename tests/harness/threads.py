@@ -2,10 +2,11 @@
 
     results = run_ranks(4, lambda rank, world: my_test(rank, world.group("tp", (0, 1, 2, 3), rank)))
 
-Every rank runs the function in a thread of its own with a `Transport` that hands tensors to the other threads through queues.
-Who holds the baton runs, until it must wait for a message: threads that take the interpreter from each other at every small
-operation spend a sixth of their time on that. A rank that waits is woken once a message. The first exception of any rank is
-raised in the test; the others are woken up and end. Never touches torch.distributed.
+Every rank runs the function in a thread of its own with a `Transport` that hands tensors to the other threads
+through queues. Who holds the baton runs, until it must wait for a message: threads that take the interpreter
+from each other at every small operation spend a sixth of their time on that. A rank that waits is woken once
+a message. The first exception of any rank is raised in the test; the others are woken up and end. Never
+touches torch.distributed.
 """
 
 import queue
@@ -55,7 +56,8 @@ class ThreadWorld:
         return Group(axes, ranks, ranks.index(rank), transport, self.traffic[rank])
 
     def connect(self, axes: str, groups: list[tuple[int, ...]], rank: int) -> "ThreadTransport | None":
-        """What `Mesh` asks for: the transport of the group among `groups` that holds `rank`; None for a group of one."""
+        """What `Mesh` asks for: the transport of the group among `groups` that holds `rank`; None for a group
+        of one."""
         ranks = next(tuple(g) for g in groups if rank in g)
         if len(ranks) == 1:
             return None
@@ -82,7 +84,8 @@ class _Room:
             mailbox.put(_ABORTED)
 
     def mailbox(self, source: int, destination: int, tag: object) -> queue.SimpleQueue:
-        # Not a defaultdict: two threads that miss a key together would make two queues, and a message be lost in one.
+        # Not a defaultdict: two threads that miss a key together would make two queues, and a message be lost
+        # in one.
         key = source, destination, tag
         return self._mail.get(key) or self._mail.setdefault(key, queue.SimpleQueue())
 
@@ -94,7 +97,8 @@ class _Room:
 
 
 class ThreadTransport:
-    """`megatron_ds.mpu.group.Transport` among threads. Everything is synchronous; sums are in rank order on every rank."""
+    """`megatron_ds.mpu.group.Transport` among threads. Everything is synchronous; sums are in rank order on
+    every rank."""
 
     def __init__(self, room: _Room, rank: int):
         self.room, self.rank, self.size = room, rank, room.size
@@ -103,7 +107,8 @@ class ThreadTransport:
         self._from = {other: room.mailbox(other, rank, "exchange") for other in others}
 
     def _exchange(self, thing) -> list:
-        """Every rank's thing. All share the same objects, so a tensor among them must be nobody's to write."""
+        """Every rank's thing. All share the same objects, so a tensor among them must be nobody's to
+        write."""
         for mailbox in self._to:
             mailbox.put(thing)
         return [thing if r == self.rank else self.room.take(self._from[r]) for r in range(self.size)]
@@ -131,12 +136,14 @@ class ThreadTransport:
     def all_to_all(self, out, tensor, sent=None, received=None):
         pieces = tensor.detach().clone().split(list(sent or [len(tensor) // self.size] * self.size))
         mine = [of_rank[self.rank] for of_rank in self._exchange(pieces)]
-        assert received is None or [len(piece) for piece in mine] == list(received), "another number of rows was sent"
+        assert received is None or [len(piece) for piece in mine] == list(received), (
+            "another number of rows was sent")
         out.detach().copy_(torch.cat(mine))
         return DONE
 
     def broadcast(self, tensor, source):
-        tensor.detach().copy_(self._exchange(tensor.detach().clone() if self.rank == source else None)[source])
+        tensor.detach().copy_(self._exchange(tensor.detach().clone() if self.rank == source
+                                             else None)[source])
         return DONE
 
     def isend(self, tensor, destination, tag):
@@ -168,12 +175,14 @@ class _Receive:
     def wait(self):
         message = self.room.take(self.mailbox)
         assert message.shape == self.tensor.shape and message.dtype == self.tensor.dtype, (
-            f"received {list(message.shape)} {message.dtype}, expected {list(self.tensor.shape)} {self.tensor.dtype}")
+            f"received {list(message.shape)} {message.dtype}, expected {list(self.tensor.shape)} "
+            f"{self.tensor.dtype}")
         self.tensor.detach().copy_(message)
 
 
 def run_ranks(size: int, function: Callable[[int, ThreadWorld], object], shares_memory: bool = False) -> list:
-    """Run `function(rank, world)` on `size` threads; the results in rank order. Raises the first error of any rank.
+    """Run `function(rank, world)` on `size` threads; the results in rank order. Raises the first error of any
+    rank.
 
     shares_memory: ranks can read each other's memory, as processes of one host can
     """

@@ -1,7 +1,7 @@
 """Byte-level BPE and WordPiece in plain Python: the references for the fast tokenizers.
 
-Radford et al. 2019, section 2.2; Sennrich et al. 2016 (arXiv:1508.07909), algorithm 1; Devlin et al. 2019, section 3;
-Wu et al. 2016 (arXiv:1609.08144), section 4.1.
+Radford et al. 2019, section 2.2; Sennrich et al. 2016 (arXiv:1508.07909), algorithm 1; Devlin et al. 2019,
+section 3; Wu et al. 2016 (arXiv:1609.08144), section 4.1.
 """
 
 import unicodedata
@@ -12,14 +12,16 @@ import regex
 from megatron_ds.data.tokenizers.backend import byte_letters
 from megatron_ds.data.tokenizers.file_tokenizers import LONGEST_WORD, Pair
 
-# A word with the space before it, a number, a run of signs, or white space (all of it but the last before a word).
+# A word with the space before it, a number, a run of signs, or white space (all of it but the last before a
+# word).
 PIECES = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 IDEOGRAPHS = ((0x4E00, 0x9FFF), (0x3400, 0x4DBF), (0x20000, 0x2A6DF), (0x2A700, 0x2B73F), (0x2B740, 0x2B81F),
               (0x2B920, 0x2CEAF), (0xF900, 0xFAFF), (0x2F800, 0x2FA1F))     # each is a word of its own
 
 
 class ByteLevelBPE:
-    """Cut the text into pieces, write each piece as bytes, then repeatedly merge the pair that was learned first."""
+    """Cut the text into pieces, write each piece as bytes, then repeatedly merge the pair that was learned
+    first."""
 
     def __init__(self, vocab: Mapping[str, int], merges: Sequence[Pair]):
         self._ids = dict(vocab)
@@ -58,8 +60,8 @@ def _merge(word: list[str], pair: Pair) -> list[str]:
 
 
 class WordPiece:
-    """Clean the text, put spaces around ideographs, fold case and accents, cut at spaces and punctuation, then cut each
-    word into the longest tokens of the vocabulary, from the left."""
+    """Clean the text, put spaces around ideographs, fold case and accents, cut at spaces and punctuation,
+    then cut each word into the longest tokens of the vocabulary, from the left."""
 
     def __init__(self, vocab: Mapping[str, int], lower: bool):
         self._vocab, self._lower = vocab, lower
@@ -68,7 +70,8 @@ class WordPiece:
         text = "".join(_spaced(c) for c in text if not _is_junk(c))
         if self._lower:
             text = "".join(c for c in unicodedata.normalize("NFD", text) if unicodedata.category(c) != "Mn")
-            text = "".join(c.lower() for c in text)         # each by itself: a sigma at the end of a word is like any other
+            # each by itself: a sigma at the end of a word is like any other
+            text = "".join(c.lower() for c in text)
         words = "".join(f" {c} " if _is_punctuation(c) else c for c in text).split()
         return [i for word in words for i in self._pieces(word)]
 
@@ -98,4 +101,5 @@ def _is_junk(c: str) -> bool:
 
 
 def _is_punctuation(c: str) -> bool:
-    return c.isascii() and not c.isalnum() and c.isprintable() and c != " " or unicodedata.category(c).startswith("P")
+    return (c.isascii() and not c.isalnum() and c.isprintable() and c != " "
+            or unicodedata.category(c).startswith("P"))

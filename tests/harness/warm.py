@@ -1,12 +1,13 @@
 """A warm Python: commands run in copies of an interpreter that has imported torch already.
 
-    environment = warm_environment(environment)     # `python` and `torchrun` on its PATH, and torchrun's ranks, start warm
+    environment = warm_environment(environment)    # `python` and `torchrun` on its PATH start warm
     Popen([warm_python(), "-c", "..."])
 
-Importing torch takes seconds of a slow processor, and the blocks of the pages start a hundred Pythons. Here a server imports
-it once and forks for each command; a small client stands in the command's place, lends it its descriptors, folder and
-environment, passes signals on and ends as it ended. What a fresh interpreter does at its start the copy does too: arguments,
-`sys.path[0]`, `__main__`, the exit code and `atexit`. Not for tests of what a start costs or imports.
+Importing torch takes seconds of a slow processor, and the blocks of the pages start a hundred Pythons. Here a
+server imports it once and forks for each command; a small client stands in the command's place, lends it its
+descriptors, folder and environment, passes signals on and ends as it ended. What a fresh interpreter does at
+its start the copy does too: arguments, `sys.path[0]`, `__main__`, the exit code and `atexit`. Not for tests
+of what a start costs or imports.
 """
 
 import atexit
@@ -54,9 +55,11 @@ os._exit(code)
 
 
 def warm_environment(environment: dict[str, str]) -> dict[str, str]:
-    """The same environment, in which commands start warm. The server belongs to this process and ends with it."""
+    """The same environment, in which commands start warm. The server belongs to this process and ends with
+    it."""
     bin_folder = _started(environment.get("PYTHONPATH", ""))
-    return environment | {"PATH": f"{bin_folder}{os.pathsep}{environment['PATH']}", "PYTHON_EXEC": str(bin_folder / "python")}
+    return environment | {"PATH": f"{bin_folder}{os.pathsep}{environment['PATH']}",
+                          "PYTHON_EXEC": str(bin_folder / "python")}
 
 
 def warm_python() -> str:
@@ -69,8 +72,8 @@ def _started(python_path: str) -> Path:
     folder = tempfile.TemporaryDirectory(prefix="warm-")
     path = os.path.join(folder.name, "socket")
     environment = os.environ | {"PYTHONPATH": python_path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    server = subprocess.Popen([sys.executable, "-m", "tests.harness.warm", path], env=environment, stdin=subprocess.PIPE,
-                              stdout=subprocess.PIPE, cwd=Path(__file__).parents[2])
+    server = subprocess.Popen([sys.executable, "-m", "tests.harness.warm", path], env=environment,
+                              stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2])
     atexit.register(folder.cleanup)
     atexit.register(server.communicate)                    # which closes its stdin: it ends
     reader = selectors.DefaultSelector()
@@ -88,7 +91,8 @@ def _started(python_path: str) -> Path:
 
 
 def serve(path: str) -> list[str]:
-    """Returns in each copy, with the words of its command; in the server never: it ends with the process that started it."""
+    """Returns in each copy, with the words of its command; in the server never: it ends with the process that
+    started it."""
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(path)
     listening.listen(64)
@@ -109,7 +113,7 @@ def serve(path: str) -> list[str]:
             elif key.fileobj is wake:
                 wake.recv(4096)
                 _tell_the_ended(running, selector)
-            elif key.fileobj is not listening:              # a client was killed: its command is to go as well
+            elif key.fileobj is not listening:             # a client was killed: its command is to go as well
                 selector.unregister(key.fileobj)
                 os.kill(key.data, signal.SIGKILL)
             else:
@@ -149,7 +153,8 @@ def _tell_the_ended(running: dict[int, socket.socket], selector: selectors.BaseS
                     client.sendall(status.to_bytes(8, "little"))
 
 
-def _take_place(words: list[str], folder: str, environment: dict[str, str], descriptors: list[int]) -> list[str]:
+def _take_place(words: list[str], folder: str, environment: dict[str, str],
+                descriptors: list[int]) -> list[str]:
     for number, descriptor in enumerate(descriptors):
         os.dup2(descriptor, number)
         os.close(descriptor)
@@ -178,5 +183,5 @@ def run(words: list[str]) -> None:
 if __name__ == "__main__":
     for module in PRELOADED:
         __import__(module)
-    gc.freeze()                    # else each copy, as it ends, looks at all that was imported, and so copies its memory: 2 s
+    gc.freeze()    # else each copy, as it ends, looks at all that was imported, and so copies its memory: 2 s
     run(serve(sys.argv[1]))

@@ -1,5 +1,5 @@
-"""What a stage is planned to keep for backward, against what real layers on a CPU do keep: storages that are alive, to the
-byte; and against closed forms (`tests/harness/activation_formulas.py`).
+"""What a stage is planned to keep for backward, against what real layers on a CPU do keep: storages that are
+alive, to the byte; and against closed forms (`tests/harness/activation_formulas.py`).
 
 One process simulates its tensor-parallel peers: kernels and shapes are those of a real rank, values are not.
 """
@@ -28,15 +28,16 @@ from tests.harness.activation_formulas import Workload, kept_by_layer, kept_by_s
 from tests.harness.alive_bytes import AliveBytes
 from tests.harness.covering import cover_pairs, legal_cases
 
-JOB = ["--num-layers", "3", "--hidden-size", "64", "--num-attention-heads", "4", "--vocab-size", "130", "--lr", "1",
-       "--train-iters", "1", "--mock-data", "--make-vocab-size-divisible-by", "8"]
+JOB = ["--num-layers", "3", "--hidden-size", "64", "--num-attention-heads", "4", "--vocab-size", "130",
+       "--lr", "1", "--train-iters", "1", "--mock-data", "--make-vocab-size-divisible-by", "8"]
 STYLES = {"gpt": [], "gqa": ["--num-query-groups", "2"], "rope": ["--position-embedding-type", "rope"],
-          "llama": ["--position-embedding-type", "rope", "--num-query-groups", "2", "--swiglu", "--normalization", "RMSNorm",
-                    "--disable-bias-linear"],
+          "llama": ["--position-embedding-type", "rope", "--num-query-groups", "2", "--swiglu",
+                    "--normalization", "RMSNorm", "--disable-bias-linear"],
           "bert": ["--model", "bert"], "single": ["--model", "bert", "--bert-no-binary-head"]}
 RANKS = {"alone": (1, []), "tp": (2, ["--tensor-model-parallel-size", "2"]),
          "sp": (2, ["--tensor-model-parallel-size", "2", "--sequence-parallel"])}
-RECOMPUTE = {"kept": [], "selective": ["--recompute-granularity", "selective"], "full": ["--recompute-granularity", "full"],
+RECOMPUTE = {"kept": [], "selective": ["--recompute-granularity", "selective"],
+             "full": ["--recompute-granularity", "full"],
              "some": ["--recompute-granularity", "full", "--recompute-num-layers", "1"]}
 
 
@@ -54,13 +55,15 @@ def kept(job: list[str], tp: int, layers: slice, apart: bool = False) -> tuple[i
                   loss=loss_function(config, mesh.group("tp")) if last else None)
     batches, losses = [], []
     with AliveBytes() as alive:
-        for k in range(2):      # the second: what a rank holds once, such as the rotary tables used last, is there already
+        # the second: what a rank holds once, such as the rotary tables used last, is there already
+        for k in range(2):
             batch = MODELS[model.model].data.blank(b, s).keeping(make_token_drop(config), 0)
             if apart:
                 batch = replace(batch, document_ids=torch.arange(s).expand(b, -1) // 9)
             batches.append(batch)
             given = alive.now()
-            x = None if stage.is_first else torch.zeros(boundary_shape(config), dtype=DTYPES[config.optimizer.params_dtype])
+            x = (None if stage.is_first else torch.zeros(boundary_shape(config),
+                                                         dtype=DTYPES[config.optimizer.params_dtype]))
             output = stage.forward(k, batch, x, 1.0)
             losses += [output] if last else []
             del x, output
@@ -92,37 +95,43 @@ def planned(config, mesh: Mesh, layers: slice, device: str) -> int:
 
 
 CASES = {"style": tuple(STYLES), "dtype": ("fp32", "bf16"), "length": (24, 128, 130), "dropout": ("0", "0.1"),
-         "samples": (1, 3), "ranks": tuple(RANKS), "recompute": tuple(RECOMPUTE), "layers": ((0, 6), (1, 3), (2, 6))}
+         "samples": (1, 3), "ranks": tuple(RANKS), "recompute": tuple(RECOMPUTE),
+         "layers": ((0, 6), (1, 3), (2, 6))}
 
 
 def flags_of(case) -> list[str]:
     return [*STYLES[case["style"]], *RECOMPUTE[case["recompute"]], *RANKS[case["ranks"]][1],
             *(["--bf16"] if case["dtype"] == "bf16" else []), "--seq-length", str(case["length"]),
-            "--micro-batch-size", str(case["samples"]), "--hidden-dropout", case["dropout"], "--attention-dropout",
-            case["dropout"]]
+            "--micro-batch-size", str(case["samples"]), "--hidden-dropout", case["dropout"],
+            "--attention-dropout", case["dropout"]]
 
 
-@pytest.mark.parametrize("case", cover_pairs(legal_cases(CASES)), ids=lambda case: "-".join(map(str, case.values())))
+@pytest.mark.parametrize("case", cover_pairs(legal_cases(CASES)),
+                         ids=lambda case: "-".join(map(str, case.values())))
 def test_a_stage_keeps_what_was_planned_to_the_byte(case):
     """Blocked attention serves 128 positions, d being 16; with dropout none is fused."""
     measured, said, planned = kept(flags_of(case), RANKS[case["ranks"]][0], slice(*case["layers"]))
     assert measured == said == planned
 
 
-@pytest.mark.parametrize("case", cover_pairs(legal_cases(CASES)), ids=lambda case: "-".join(map(str, case.values())))
+@pytest.mark.parametrize("case", cover_pairs(legal_cases(CASES)),
+                         ids=lambda case: "-".join(map(str, case.values())))
 def test_a_stage_is_planned_to_keep_on_a_gpu_what_the_closed_forms_give(case):
     """Not measured on a GPU here: two accounts of the documentation of torch's kernels."""
     ranks, flags = RANKS[case["ranks"]]
     config = parse([*JOB, *flags_of(case)], world_size=ranks)
     mesh, layers = fake_mesh(Grid.fit(ranks, tp=ranks), ranks - 1), slice(*case["layers"])
-    assert planned(config, mesh, layers, "cuda") == by_formula(config, describe_layers(config, mesh)[layers], "cuda")
+    assert planned(config, mesh, layers, "cuda") == by_formula(config, describe_layers(config, mesh)[layers],
+                                                               "cuda")
 
 
 @pytest.mark.parametrize("style", ["gqa", "llama"])
 @pytest.mark.parametrize("samples", [1, 2])
 @pytest.mark.parametrize("length, dropout", [(24, "0.1"), (128, "0"), (24, "0")])
-def test_queries_of_one_group_and_of_one_sample_are_views_where_others_are_copies(style, samples, length, dropout):
-    case = {"style": style, "dtype": "fp32", "length": length, "dropout": dropout, "samples": samples, "recompute": "kept"}
+def test_queries_of_one_group_and_of_one_sample_are_views_where_others_are_copies(style, samples, length,
+                                                                                  dropout):
+    case = {"style": style, "dtype": "fp32", "length": length, "dropout": dropout, "samples": samples,
+            "recompute": "kept"}
     for ranks in ("alone", "tp"):
         measured, said, planned = kept(flags_of(case | {"ranks": ranks}), RANKS[ranks][0], slice(1, 2))
         assert measured == said == planned
@@ -130,10 +139,12 @@ def test_queries_of_one_group_and_of_one_sample_are_views_where_others_are_copie
 
 @pytest.mark.parametrize("style", ["gpt", "llama"])
 @pytest.mark.parametrize("dtype, dropout", [([], "0"), (["--bf16"], "0"), ([], "0.1")])
-@pytest.mark.parametrize("drops", [[], ["--random-ltd", "--random-ltd-min-tokens", "24", "--random-ltd-steps", "9",
+@pytest.mark.parametrize("drops",
+                         [[], ["--random-ltd", "--random-ltd-min-tokens", "24", "--random-ltd-steps", "9",
                                          "--random-ltd-tokens-per-step", "8"]], ids=["whole", "ltd"])
 def test_documents_kept_apart_keep_what_is_said(style, dtype, dropout, drops):
-    job = [*STYLES[style], *dtype, "--seq-length", "40", "--micro-batch-size", "3", "--attention-dropout", dropout, *drops]
+    job = [*STYLES[style], *dtype, "--seq-length", "40", "--micro-batch-size", "3",
+           "--attention-dropout", dropout, *drops]
     (measured, said, planned), (_, joined, _) = (kept(job, 1, slice(1, 4), apart) for apart in (True, False))
     assert measured == said == planned > joined
 
@@ -145,22 +156,25 @@ def test_every_activation_keeps_what_is_said(activation):
     assert measured == said == planned
 
 
-DROPPING = {"style": ("gpt", "llama"), "dtype": ("fp32", "bf16"), "kept": ("24", "128"), "dropout": ("0", "0.1"),
-            "samples": (1, 3), "ranks": tuple(RANKS), "recompute": tuple(RECOMPUTE), "blocks": ("1", "0 1", "2")}
+DROPPING = {"style": ("gpt", "llama"), "dtype": ("fp32", "bf16"), "kept": ("24", "128"),
+            "dropout": ("0", "0.1"), "samples": (1, 3), "ranks": tuple(RANKS), "recompute": tuple(RECOMPUTE),
+            "blocks": ("1", "0 1", "2")}
 
 
-@pytest.mark.parametrize("case", cover_pairs(legal_cases(DROPPING)), ids=lambda case: "-".join(map(str, case.values())))
+@pytest.mark.parametrize("case", cover_pairs(legal_cases(DROPPING)),
+                         ids=lambda case: "-".join(map(str, case.values())))
 def test_blocks_that_drop_tokens_keep_what_is_said_to_the_byte(case):
     """Of 130 tokens, in three blocks, of which some drop."""
-    job = [*flags_of(case | {"length": 130}), "--random-ltd", "--random-ltd-min-tokens", case["kept"], "--random-ltd-steps",
-           "9", "--random-ltd-tokens-per-step", "8", "--random-ltd-layer-ids", *case["blocks"].split()]
+    job = [*flags_of(case | {"length": 130}), "--random-ltd", "--random-ltd-min-tokens", case["kept"],
+           "--random-ltd-steps", "9", "--random-ltd-tokens-per-step", "8",
+           "--random-ltd-layer-ids", *case["blocks"].split()]
     measured, said, planned = kept(job, RANKS[case["ranks"]][0], slice(1, 4))
     assert measured == said == planned
 
 
 def test_without_fused_attention_the_bytes_of_a_block_are_those_of_the_paper():
-    """Korthikanti et al. 2022, equations 1 and 2: 16 bits, one byte a mask; ours keeps the softmax in fp32, and lets go of the
-    output of the second linear."""
+    """Korthikanti et al. 2022, equations 1 and 2: 16 bits, one byte a mask; ours keeps the softmax in fp32,
+    and lets go of the output of the second linear."""
     model = parse([*JOB, "--seq-length", "512", "--micro-batch-size", "3"], world_size=1).model
     s, b, h, a = 512, 3, 64, 4
     plain = Workload(model, b, s, 1, False, torch.bfloat16, 8, "cuda")
@@ -176,22 +190,26 @@ def test_without_fused_attention_the_bytes_of_a_block_are_those_of_the_paper():
 @pytest.mark.parametrize("dtype", ["--bf16", "--fp16"])
 @pytest.mark.parametrize("dropout", ["0", "0.1"])
 @pytest.mark.parametrize("length", [24, 128])
-def test_a_processor_without_products_of_sixteen_bits_keeps_copies_in_fp32(monkeypatch, dtype, dropout, length):
+def test_a_processor_without_products_of_sixteen_bits_keeps_copies_in_fp32(monkeypatch, dtype, dropout,
+                                                                           length):
     for module in (product, activation_formulas):
         monkeypatch.setattr(module, "has_products", lambda dtype: dtype is torch.float32)
-    job = [*STYLES["llama"], dtype, "--seq-length", str(length), "--micro-batch-size", "2", "--hidden-dropout", dropout,
-           "--attention-dropout", dropout]
+    job = [*STYLES["llama"], dtype, "--seq-length", str(length), "--micro-batch-size", "2",
+           "--hidden-dropout", dropout, "--attention-dropout", dropout]
     for recompute in ("kept", "selective"):
         measured, said, planned = kept([*job, *RECOMPUTE[recompute]], 1, slice(1, 3))
         assert measured == said == planned
 
 
-@pytest.mark.parametrize("flags", [[], ["--bf16"], STYLES["llama"], ["--hidden-dropout", "0.1", "--attention-dropout", "0.1"],
+@pytest.mark.parametrize("flags",
+                         [[], ["--bf16"], STYLES["llama"],
+                          ["--hidden-dropout", "0.1", "--attention-dropout", "0.1"],
                                    RECOMPUTE["full"], RECOMPUTE["selective"]], ids=" ".join)
 def test_the_most_that_was_ever_alive_is_about_what_was_planned(flags):
-    """One rank, two micro-batches: a twentieth below at most, half above: a layer at work counts beside all that is kept."""
-    job = ["--hidden-dropout", "0", "--attention-dropout", "0", "--seq-length", "192", "--micro-batch-size", "2",
-           "--global-batch-size", "4", "--tokenizer-type", "NullTokenizer"]
+    """One rank, two micro-batches: a twentieth below at most, half above: a layer at work counts beside all
+    that is kept."""
+    job = ["--hidden-dropout", "0", "--attention-dropout", "0", "--seq-length", "192",
+           "--micro-batch-size", "2", "--global-batch-size", "4", "--tokenizer-type", "NullTokenizer"]
     config = parse([*JOB, *job, *flags], world_size=1)
     engine = build_engine(config, Mesh(Grid(), 0))
     batch = MODELS[config.model.model].data.blank(4, 192)
@@ -207,7 +225,8 @@ def test_the_workspace_of_widened_products_is_what_is_said_to_the_byte(style, mo
     for module in (product, activation_formulas):
         monkeypatch.setattr(module, "has_products", lambda dtype: dtype is torch.float32)
     config = parse([*JOB, *STYLES[style], "--bf16", "--seq-length", "192", "--micro-batch-size", "2",
-                    "--global-batch-size", "2", "--vocab-size", "900", "--tokenizer-type", "NullTokenizer"], world_size=1)
+                    "--global-batch-size", "2", "--vocab-size", "900", "--tokenizer-type", "NullTokenizer"],
+                   world_size=1)
     engine = build_engine(config, Mesh(Grid(), 0))
     engine.optimizer.begin_step()
     with WORKSPACE.apart() as workspace:
@@ -215,4 +234,5 @@ def test_the_workspace_of_widened_products_is_what_is_said_to_the_byte(style, mo
         held = sum(memory.nbytes for memory in workspace.values())
     stages = plan_world(config, 0, "cpu").stages
     assert held == max(stage.run.workspace for stage in stages) > 0
-    assert held == workspace_bytes(workload(config, "cpu"), [layer.sort for stage in stages for layer in stage.layers])
+    assert held == workspace_bytes(workload(config, "cpu"),
+                                   [layer.sort for stage in stages for layer in stage.layers])

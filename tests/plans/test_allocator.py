@@ -10,16 +10,17 @@ from megatron_ds.config import parse
 from megatron_ds.mpu.launch import Launch
 from megatron_ds.training import distributed
 
-JOB = ("--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 4 --micro-batch-size 1 --global-batch-size 1 "
-       "--lr 1e-3 --train-iters 1 --mock-data --vocab-size 16").split()
+JOB = ("--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 4 --micro-batch-size 1 "
+       "--global-batch-size 1 --lr 1e-3 --train-iters 1 --mock-data --vocab-size 16").split()
 
-# In a process of its own, as the settings last. A thread that is new takes its block from the main heap when there is one
-# arena only, else from a mapping of its own; a freed block stays resident when it is kept.
+# In a process of its own, as the settings last. A thread that is new takes its block from the main heap when
+# there is one arena only, else from a mapping of its own; a freed block stays resident when it is kept.
 PROBE = """
 import ctypes, sys, threading
 from megatron_ds.training.distributed import set_allocator
 libc = ctypes.CDLL(None)
-libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+libc.free.argtypes = [ctypes.c_void_p]
 assert sys.argv[1] == "none" or set_allocator(keep_freed=sys.argv[1] == "keep")
 
 def resident_mib():
@@ -44,9 +45,11 @@ print(inside, before - resident_mib() < 32)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's settings")
-@pytest.mark.parametrize("asked, one_arena, kept", [("none", False, False), ("arena", True, False), ("keep", True, True)])
+@pytest.mark.parametrize("asked, one_arena, kept", [("none", False, False), ("arena", True, False),
+                                                    ("keep", True, True)])
 def test_threads_share_the_main_heap_and_freed_memory_is_kept_when_asked(asked, one_arena, kept):
-    said = subprocess.run([sys.executable, "-c", PROBE, asked], capture_output=True, text=True, check=True).stdout.split()
+    said = subprocess.run([sys.executable, "-c", PROBE, asked], capture_output=True, text=True,
+                          check=True).stdout.split()
     assert said == [str(one_arena), str(kept)]
 
 

@@ -139,13 +139,16 @@ def test_a_file_that_ends_too_early_is_an_error_with_the_numbers(io, fd):
     os.ftruncate(fd, 3 * PAGE + 100)
     work = io.read(fd, aligned_empty(5 * PAGE, torch.uint8), PAGE)
     for _ in range(2):      # the same, however often it is waited for
-        with pytest.raises(OSError, match=f"reading 20480 bytes at offset 4096 moved {2 * PAGE + 100}: the file ends there"):
+        with pytest.raises(OSError,
+                           match=f"reading 20480 bytes at offset 4096 moved {2 * PAGE + 100}: the file ends "
+                                 "there"):
             work.wait()
 
 
 def test_an_error_of_the_system_is_told_and_the_engine_goes_on(io, fd, tmp_path):
     read_only = os.open(tmp_path / "file", os.O_RDONLY)
-    with pytest.raises(OSError, match="writing 40960 bytes at offset 8192 moved 0: Bad file descriptor") as error:
+    with pytest.raises(OSError,
+                       match="writing 40960 bytes at offset 8192 moved 0: Bad file descriptor") as error:
         io.write(read_only, noise(10 * PAGE, 0), 8192).wait()
     assert error.value.errno == errno.EBADF
     os.close(read_only)
@@ -219,7 +222,8 @@ def test_aligned_memory_begins_at_a_page_and_has_no_more_than_was_asked(numel):
 
 
 @pytest.mark.parametrize("numbers, message", [
-    ({"block_bytes": 0}, "blocks of 0 bytes"), ({"block_bytes": 5000}, "blocks of 5000 bytes.*multiple of 4096"),
+    ({"block_bytes": 0}, "blocks of 0 bytes"),
+    ({"block_bytes": 5000}, "blocks of 5000 bytes.*multiple of 4096"),
     ({"block_bytes": 2 << 30}, "at most 1073741824"), ({"queue_depth": 0, "threads": 0}, "^0 blocks"),
     ({"queue_depth": 5000, "threads": 5000}, "5000 blocks .* use 1 to 4096")])
 @pytest.mark.parametrize("kind", ["threads", "io_uring"])
@@ -284,7 +288,8 @@ def forbid_io_uring():
     steps = [(load, 0, 0, 0), (unless_equal, 0, 1, 425), (answer, 0, 0, eperm), (answer, 0, 0, allow)]
 
     class Step(ctypes.Structure):
-        _fields_ = [("code", ctypes.c_uint16), ("yes", ctypes.c_uint8), ("no", ctypes.c_uint8), ("k", ctypes.c_uint32)]
+        _fields_ = [("code", ctypes.c_uint16), ("yes", ctypes.c_uint8), ("no", ctypes.c_uint8),
+                    ("k", ctypes.c_uint32)]
 
     class Program(ctypes.Structure):
         _fields_ = [("length", ctypes.c_uint16), ("steps", ctypes.POINTER(Step))]
@@ -293,4 +298,5 @@ def forbid_io_uring():
     libc = ctypes.CDLL(None, use_errno=True)
     no_new_privileges, set_seccomp, filter_mode = 38, 22, 2
     assert libc.prctl(no_new_privileges, 1, 0, 0, 0) == 0
-    assert libc.prctl(set_seccomp, filter_mode, ctypes.byref(program), 0, 0) == 0, os.strerror(ctypes.get_errno())
+    assert libc.prctl(set_seccomp, filter_mode, ctypes.byref(program), 0,
+                      0) == 0, os.strerror(ctypes.get_errno())

@@ -34,20 +34,22 @@ SENTENCES = [STREAM[end - size:end].astype(np.uint16) for end, size in zip(ENDS,
 MAPPING = np.array([[0, 3, 17], [3, 5, 17], [4, 7, 12], [0, 2, 17]], np.uint32)
 SINGLE = dict(masking=Masking(0.4, max_ngram=2, whole_words=False), pairs=False)
 
-# What megatron-core 0.16.1 makes of them with seed 1234 and 20 positions: text up to the padding, {position: label},
-# length of the first segment with [CLS] and [SEP], is_random, truncated.
+# What megatron-core 0.16.1 makes of them with seed 1234 and 20 positions: text up to the padding, {position:
+# label}, length of the first segment with [CLS] and [SEP], is_random, truncated.
 PAIRS = [([1, 22, 45, 27, 23, 33, 57, 2, 5, 12, 33, 3, 7, 15, 37, 18, 3, 2], {11: 13, 16: 13}, 8, 1, 0),
          ([1, 40, 37, 48, 2, 18, 57, 55, 12, 38, 3, 22, 35, 3, 2], {10: 23, 13: 7}, 5, 0, 0),
          ([1, 38, 23, 22, 35, 7, 48, 2, 3, 22, 23, 38, 12, 55, 2], {8: 35}, 8, 0, 1),
          ([1, 5, 12, 33, 13, 7, 2, 15, 3, 3, 13, 2], {8: 37, 9: 18}, 7, 0, 0)]
-SINGLES = [([1, 3, 12, 3, 13, 7, 15, 37, 18, 13, 22, 45, 3, 3, 3, 3, 2], {1: 5, 3: 33, 12: 27, 13: 23, 14: 33, 15: 57},
-            17, 0, 0),
-           ([1, 3, 37, 48, 18, 59, 3, 15, 38, 23, 3, 37, 7, 2], {1: 40, 5: 57, 6: 55, 7: 12, 10: 22, 11: 35}, 14, 0, 0),
+SINGLES = [([1, 3, 12, 3, 13, 7, 15, 37, 18, 13, 22, 45, 3, 3, 3, 3, 2],
+            {1: 5, 3: 33, 12: 27, 13: 23, 14: 33, 15: 57}, 17, 0, 0),
+           ([1, 3, 37, 48, 18, 59, 3, 15, 38, 23, 3, 37, 7, 2], {1: 40, 5: 57, 6: 55, 7: 12, 10: 22, 11: 35},
+            14, 0, 0),
            ([1, 3, 3, 23, 22, 35, 3, 3, 48, 7, 35, 22, 23, 2], {1: 12, 2: 38, 6: 7, 7: 48}, 14, 0, 1),
            ([1, 5, 12, 33, 3, 7, 3, 3, 18, 13, 2], {1: 5, 4: 13, 6: 15, 7: 37}, 11, 0, 0)]
 
 
-def dataset(sentences=SENTENCES, mapping=MAPPING, seq_length=20, seed=1234, masking=Masking(), pairs=True):     # noqa: B008
+def dataset(sentences=SENTENCES, mapping=MAPPING, seq_length=20, seed=1234, masking=Masking(),  # noqa: B008
+            pairs=True):
     return BertDataset(sentences, mapping, PIECES, BertOptions(seq_length, seed, masking, pairs))
 
 
@@ -136,8 +138,8 @@ def write(prefix, documents):
 
 def open_dataset(corpus, samples=None, pairs=True, documents=None, **changed):
     options = BertOptions(**{"seq_length": 32, "seed": 7, "masking": Masking(), "pairs": pairs, **changed})
-    return open_bert_dataset(corpus, documents or range(corpus.num_documents), options, title="BertDataset-train",
-                             num_samples=samples, cache=None, pieces=PIECES)
+    return open_bert_dataset(corpus, documents or range(corpus.num_documents), options,
+                             title="BertDataset-train", num_samples=samples, cache=None, pieces=PIECES)
 
 
 def test_samples_are_sentences_of_one_document_of_the_part_and_enough_of_them(tmp_path, monkeypatch):
@@ -157,8 +159,10 @@ def test_samples_are_sentences_of_one_document_of_the_part_and_enough_of_them(tm
 
 
 @pytest.mark.parametrize("documents, pairs, said", [
-    ([[40], [30], [50]], True, "none of its 3 documents has 2 sentences.*without --split-sentences.*--bert-no-binary-head"),
-    ([[3, 600], [700, 2]], True, "each of its 2 documents with 2 sentences or more has a sentence of more than 512"),
+    ([[40], [30], [50]], True,
+     "none of its 3 documents has 2 sentences.*without --split-sentences.*--bert-no-binary-head"),
+    ([[3, 600], [700, 2]], True,
+     "each of its 2 documents with 2 sentences or more has a sentence of more than 512"),
     ([[]], False, "none of its 1 documents has 1 sentences")])
 def test_a_corpus_without_a_usable_document_is_told_what_to_do(tmp_path, documents, pairs, said):
     with pytest.raises(DataError, match=said):
@@ -167,24 +171,29 @@ def test_a_corpus_without_a_usable_document_is_told_what_to_do(tmp_path, documen
 
 def test_documents_of_one_sentence_serve_a_model_without_pairs(tmp_path):
     samples = open_dataset(write(tmp_path / "c", [[40], [30], [50]]), pairs=False)
-    assert len(samples) == 3 and not any(samples[i]["types"].any() or samples[i]["is_random"] for i in range(3))
+    assert (len(samples) == 3 and not any(samples[i]["types"].any() or samples[i]["is_random"]
+                                          for i in range(3)))
 
 
 def test_word_pieces_come_from_a_trained_vocabulary_and_other_tokenizers_are_refused(tmp_path):
-    train_word_pieces(["the reader reads, the writer writes; readers and writers unite"] * 5, 60, tmp_path / "t")
+    train_word_pieces(["the reader reads, the writer writes; readers and writers unite"] * 5, 60,
+                      tmp_path / "t")
     tokenizer = make_tokenizer("HuggingFaceTokenizer", tokenizer_model=str(tmp_path / "t"))
     pieces = pieces_of(tokenizer)
-    assert (pieces.pad, pieces.cls, pieces.sep, pieces.mask) == (0, 2, 3, 4) and pieces.vocab_size == tokenizer.vocab_size
+    assert ((pieces.pad, pieces.cls, pieces.sep, pieces.mask) == (0, 2, 3, 4)
+            and pieces.vocab_size == tokenizer.vocab_size)
     lines = (tmp_path / "t" / "vocab.txt").read_text().splitlines()
-    assert [i for i, line in enumerate(lines) if line.startswith("##")] == np.flatnonzero(pieces.continues).tolist() != []
-    with pytest.raises(ConfigError, match=r"NullTokenizer has no \[CLS\] and no \[SEP\].*BertWordPieceLowerCase"):
+    assert [i for i, line in enumerate(lines)
+            if line.startswith("##")] == np.flatnonzero(pieces.continues).tolist() != []
+    with pytest.raises(ConfigError,
+                       match=r"NullTokenizer has no \[CLS\] and no \[SEP\].*BertWordPieceLowerCase"):
         pieces_of(make_tokenizer("NullTokenizer", vocab_size=50))
     with pytest.raises(ConfigError, match="--vocab-size 5 is too small"):
         train_word_pieces(["x"], 5, tmp_path / "u")
 
 
-BERT = ["--model", "bert", "--num-layers", "1", "--hidden-size", "8", "--num-attention-heads", "1", "--seq-length", "32",
-        "--micro-batch-size", "1", "--lr", "1", "--train-iters", "1"]
+BERT = ["--model", "bert", "--num-layers", "1", "--hidden-size", "8", "--num-attention-heads", "1",
+        "--seq-length", "32", "--micro-batch-size", "1", "--lr", "1", "--train-iters", "1"]
 
 
 def test_the_parts_of_a_corpus_are_cut_by_documents_and_blends_mix_them(tmp_path):
@@ -196,7 +205,8 @@ def test_the_parts_of_a_corpus_are_cut_by_documents_and_blends_mix_them(tmp_path
     tokenizer = SimpleNamespace(vocab={"[CLS]": 1, "[SEP]": 2, "[MASK]": 3, "[PAD]": 0}, vocab_size=VOCAB)
     parts = build_datasets(config, (30, 6, 0), tokenizer, BERT_DATA)
     a, b = parts.train.datasets
-    assert len(parts.train) == 30 and len(a) >= 15 and a.mapping[:, 1].max() <= 8 * 3 and b.mapping[:, 1].max() <= 5 * 4
+    assert (len(parts.train) == 30 and len(a) >= 15 and a.mapping[:, 1].max() <= 8 * 3
+            and b.mapping[:, 1].max() <= 5 * 4)
     assert parts.valid.datasets[0].mapping[:, 0].min() >= 8 * 3 and parts.test is None
     with pytest.raises(DataError, match=r"--data-path .*a: sentence \d+ holds token ids .* vocabulary of 20"):
         small = SimpleNamespace(vocab=tokenizer.vocab, vocab_size=20)
@@ -207,11 +217,13 @@ def test_a_batch_hides_padding_and_counts_masked_tokens_only():
     samples = dataset()
     batch = bert_batch([samples[i] for i in (0, 3)], (0, 3), (10, 11), True)
     assert batch.tokens.tolist() == [samples[0]["text"].tolist(), samples[3]["text"].tolist()]
-    assert batch.attention_mask.shape == (2, 1, 1, 20) and batch.attention_mask.sum(-1).flatten().tolist() == [2, 8]
+    assert (batch.attention_mask.shape == (2, 1, 1, 20) and batch.attention_mask.sum(-1).flatten().tolist()
+            == [2, 8])
     assert batch.labels.min() == 0 and batch.loss_mask.sum() == 4 and batch.loss_mask.dtype == torch.float32
     assert batch.sentence_order.tolist() == [1, 0] and batch.token_types.sum(-1).tolist() == [10, 5]
     second = batch.split(1)[1]
-    assert second.sample_ids == (11,) and second.sentence_order.tolist() == [0] and second.token_types.shape == (1, 20)
+    assert (second.sample_ids == (11,) and second.sentence_order.tolist() == [0]
+            and second.token_types.shape == (1, 20))
     assert torch.equal(second.attention_mask, batch.attention_mask[1:])
 
 

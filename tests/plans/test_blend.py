@@ -32,7 +32,7 @@ def test_splits_are_cut_as_megatron_cuts_them():
     assert parse_split("98/2") == (0.98, 0.02, 0.0) and parse_split("1") == (1, 0, 0)
     assert cut(1000, parse_split("969,30,1")) == (range(0, 969), range(969, 999), range(999, 1000))
     assert cut(10, parse_split("1,1,1")) == (range(0, 3), range(3, 7), range(7, 10))
-    assert cut(5, parse_split("1,1,0")) == (range(0, 2), range(2, 5), range(5, 5))      # 2.5 rounds to the even 2
+    assert cut(5, parse_split("1,1,0")) == (range(0, 2), range(2, 5), range(5, 5))  # 2.5 rounds to the even 2
 
 
 @pytest.mark.parametrize("text", ["", "a,b", "1,2,3,4", "-1,2", "0,0,0", "nan", "inf"])
@@ -54,7 +54,8 @@ def test_blends_have_the_golden_values():
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=7).filter(any))
 def test_an_exhaustive_blend_draws_each_sample_once(sizes):
     which, sample = build_exhaustive_index(sizes)
-    assert sorted(zip(which.tolist(), sample.tolist())) == [(d, i) for d, n in enumerate(sizes) for i in range(n)]
+    assert sorted(zip(which.tolist(), sample.tolist())) == [(d, i) for d, n in enumerate(sizes)
+                                                            for i in range(n)]
 
 
 def test_weights_are_told_from_prefixes():
@@ -77,7 +78,8 @@ def write(prefix, sizes, first):
 @pytest.fixture
 def corpora(tmp_path):
     """Three corpora of 100, 40 and 10 documents; a token tells its corpus by its thousands."""
-    return [write(tmp_path / name, [9] * n, first) for name, n, first in [("a", 100, 1000), ("b", 40, 3000), ("c", 10, 5000)]]
+    return [write(tmp_path / name, [9] * n, first)
+            for name, n, first in [("a", 100, 1000), ("b", 40, 3000), ("c", 10, 5000)]]
 
 
 def configured(**data):
@@ -141,7 +143,8 @@ def test_an_empty_part_is_an_error_with_numbers_and_remedy(corpora):
     told = "c: the test part is empty: --split 969,30,1 .* 10 documents .* train 10, valid 0, test 0"
     with pytest.raises(DataError, match=told):
         build_datasets(configured(data_path=corpora[2:], split="969,30,1"), (5, 0, 5), TOKENIZER)
-    assert build_datasets(configured(data_path=corpora[2:], split="969,30,1"), (5, 0, 0), TOKENIZER).valid is None
+    assert build_datasets(configured(data_path=corpora[2:], split="969,30,1"), (5, 0, 0),
+                          TOKENIZER).valid is None
     assert build_datasets(configured(data_path=corpora[2:], split="8,2,0"), (5, 2, 5), TOKENIZER).test is None
     with pytest.raises(DataError, match="no training data"):
         build_datasets(configured(data_path=corpora[2:], split="0,1,1"), (5, 0, 5), TOKENIZER)
@@ -150,7 +153,8 @@ def test_an_empty_part_is_an_error_with_numbers_and_remedy(corpora):
 
 
 def test_mock_data_is_a_function_of_seed_and_number_alone():
-    one, two = (build_datasets(configured(mock_data=True), (9, 4, 0), make_tokenizer("NullTokenizer", vocab_size=50))
+    one, two = (build_datasets(configured(mock_data=True), (9, 4, 0),
+                               make_tokenizer("NullTokenizer", vocab_size=50))
                 for _ in range(2))
     assert len(one.train) == 9 and len(one.valid) == 4 and one.test is None
     for i in range(9):
@@ -168,8 +172,10 @@ def test_words_of_a_blend_may_stand_in_a_file(corpora, tmp_path):
         {"data_path": words}, {"data_args_path": str(tmp_path / "words")}))
     assert (direct.train.dataset_index == from_file.train.dataset_index).all()
     assert all((direct.train[i]["tokens"] == from_file.train[i]["tokens"]).all() for i in range(90))
-    parts = build_datasets(configured(per_split_data_args_path=str(tmp_path / "parts.json")), (90, 5, 0), TOKENIZER)
-    assert tokens_of(parts.valid) <= {*range(5000, 5090)} and tokens_of(parts.train) & {*range(3000, 3360)} and not parts.test
+    parts = build_datasets(configured(per_split_data_args_path=str(tmp_path / "parts.json")), (90, 5, 0),
+                           TOKENIZER)
+    assert (tokens_of(parts.valid) <= {*range(5000, 5090)} and tokens_of(parts.train) & {*range(3000, 3360)}
+            and not parts.test)
 
 
 @pytest.mark.parametrize("text, told", [
@@ -179,7 +185,8 @@ def test_words_of_a_blend_may_stand_in_a_file(corpora, tmp_path):
 def test_a_file_of_parts_that_is_none_is_an_error_with_an_example(tmp_path, text, told):
     (tmp_path / "parts.json").write_text(text)
     with pytest.raises(DataError, match=f"parts.json: .*{told}.* It must hold .\"train\""):
-        build_datasets(configured(per_split_data_args_path=str(tmp_path / "parts.json")), (9, 0, 0), TOKENIZER)
+        build_datasets(configured(per_split_data_args_path=str(tmp_path / "parts.json")), (9, 0, 0),
+                       TOKENIZER)
     with pytest.raises(DataError, match="nowhere cannot be read: No such file"):
         build_datasets(configured(data_args_path=str(tmp_path / "nowhere")), (9, 0, 0), TOKENIZER)
 
@@ -196,7 +203,8 @@ def test_numbers_may_say_how_often_a_corpus_is_read(corpora, caplog):
     caplog.set_level("INFO")
     words = ["1", corpora[0], "3", corpora[1], "2", corpora[2]]               # 900, 360 and 90 tokens
     wanted = (900 + 3 * 360 + 2 * 90) // 4
-    train = build_datasets(configured(data_path=words, split="1", blend_weights="epochs"), (wanted, 0, 0), TOKENIZER).train
+    train = build_datasets(configured(data_path=words, split="1", blend_weights="epochs"), (wanted, 0, 0),
+                           TOKENIZER).train
     drawn = np.bincount(train.dataset_index) * 4 / [900, 360, 90]
     assert drawn == pytest.approx([1, 3, 2], abs=0.05)
     told = {row.split()[0]: row.split()[-1] for row in caplog.text.splitlines() if row.startswith("  ")}
@@ -205,7 +213,8 @@ def test_numbers_may_say_how_often_a_corpus_is_read(corpora, caplog):
 
 def test_evaluation_leaves_out_corpora_without_text_in_its_part_and_says_so(corpora, caplog):
     caplog.set_level("INFO")
-    words = ["0.5", corpora[0], "0.3", corpora[1], "0.2", corpora[2]]         # 969,30,1 gives valid 3, 1 and 0 documents
+    # 969,30,1 gives valid 3, 1 and 0 documents
+    words = ["0.5", corpora[0], "0.3", corpora[1], "0.2", corpora[2]]
     cfg = configured(data_path=words, split="969,30,1")
     valid = build_datasets(cfg, (300, 16, 0), TOKENIZER).valid
     assert np.bincount(valid.dataset_index).tolist() == [10, 6]
@@ -225,7 +234,8 @@ def test_the_report_tells_samples_shares_and_epochs_of_each_corpus():
 
 
 def test_shares_are_normalised_as_often_as_megatron_does_it():
-    blend = parse_blend(["0.6", "a", "0.3", "b", "0.1", "c"], "--data-path")      # these sum to 0.9999999999999999
+    # these sum to 0.9999999999999999
+    blend = parse_blend(["0.6", "a", "0.3", "b", "0.1", "c"], "--data-path")
     assert blend.shares == [0.6000000000000001, 0.30000000000000004, 0.10000000000000002]
     assert blend.order_shares == [0.6, 0.3, 0.09999999999999999]
 

@@ -1,4 +1,5 @@
-"""The cache of index maps: damaged bytes are noticed when it is loaded, and mended; what cannot be kept says why."""
+"""The cache of index maps: damaged bytes are noticed when it is loaded, and mended; what cannot be kept says
+why."""
 
 import logging
 import os
@@ -10,7 +11,8 @@ import pytest
 from megatron_ds.data.loading import cache
 from megatron_ds.data.loading.cache import cached_arrays
 
-ARRAYS = {"order": np.random.RandomState(7).permutation(5000).astype(np.int32), "starts": np.arange(600).reshape(-1, 2)}
+ARRAYS = {"order": np.random.RandomState(7).permutation(5000).astype(np.int32),
+          "starts": np.arange(600).reshape(-1, 2)}
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +73,8 @@ def test_a_flipped_bit_anywhere_is_noticed_and_mended_with_one_warning(tmp_path,
 def test_a_header_that_numpy_cannot_parse_is_mended(tmp_path, caplog):
     load(tmp_path)
     path = file_of(tmp_path, "order.npy")
-    header = b"\x93NUMPY\x01\x00\x76\x00" + b"{'descr': '<i4', 'shape': (5000".ljust(117) + b"\n"     # raises TokenError
+    # raises TokenError
+    header = b"\x93NUMPY\x01\x00\x76\x00" + b"{'descr': '<i4', 'shape': (5000".ljust(117) + b"\n"
     path.write_bytes(header + path.read_bytes()[len(header):])
     builds = []
     assert equal(load(tmp_path, builds)) and len(builds) == 1
@@ -84,7 +87,8 @@ def test_a_file_of_another_size_is_written_again(tmp_path, size, change):
     if change == "remove":
         path.unlink()
     else:
-        os.truncate(path, {"truncate": path.stat().st_size - 8, "grow": path.stat().st_size + 8, "empty": 0}[change])
+        os.truncate(path, {"truncate": path.stat().st_size - 8, "grow": path.stat().st_size + 8,
+                           "empty": 0}[change])
     assert equal(load(tmp_path, builds)) and equal(load(tmp_path, builds)) and len(builds) == 1
 
 
@@ -95,7 +99,7 @@ def test_a_large_entry_is_read_once_for_all_processes_and_again_when_a_file_was_
     monkeypatch.setattr(cache, "sums_of", lambda path: read.append(path.name) or sums_of(path))
     assert equal(load(tmp_path)) and equal(load(tmp_path)) and not read
     path = file_of(tmp_path, "order.npy")
-    path.write_bytes(path.read_bytes())                     # the same bytes: nothing to mend, but that has to be seen
+    path.write_bytes(path.read_bytes())             # the same bytes: nothing to mend, but that has to be seen
     builds = []
     assert equal(load(tmp_path, builds)) and not builds and len(read) >= 2
     read.clear()
@@ -131,4 +135,5 @@ def test_a_full_disk_is_reported_with_its_reason_and_the_bytes(tmp_path, caplog,
     monkeypatch.setattr(np, "save", save)
     assert equal(load(tmp_path)) and equal(load(tmp_path))
     (told,) = (record.message for record in caplog.records if record.levelname == "WARNING")
-    assert "(5000 requested and 0 written; they take 0.0 MiB, and " in told and "MiB are free)" in told and "None" not in told
+    assert ("(5000 requested and 0 written; they take 0.0 MiB, and " in told and "MiB are free)" in told
+            and "None" not in told)

@@ -1,4 +1,4 @@
-"""A checkpoint is one save: whatever is changed in it ends in an error, in an older checkpoint, or in the very same bits."""
+"""A checkpoint is one save: a change in it ends in an error, in an older checkpoint, or in the same bits."""
 
 import builtins
 import io
@@ -41,7 +41,8 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 def save_of_two_ranks(folder, step):
     layout = Layout(tp=2)
-    run_ranks(2, lambda rank, world: save(folder, step, pieces_of(layout, rank, step), world=world_group(layout, rank, world),
+    run_ranks(2, lambda rank, world: save(folder, step, pieces_of(layout, rank, step),
+                                          world=world_group(layout, rank, world),
                                           coordinates=tp_coordinates(layout, rank), run={}))
     return folder / f"iter_{step:07d}"
 
@@ -168,7 +169,8 @@ def test_a_checkpoint_does_not_pass_for_one_of_format_1(tmp_path):
     path = save_small(tmp_path)
     run = json.loads((path / "run.json").read_text())
     (path / "run.json").write_text(json.dumps({"format_version": 1, "step": NEW} | RUN))
-    with pytest.raises(CheckpointError, match=f"is of the save {run['save_id']}, and run.json of the save None"):
+    with pytest.raises(CheckpointError,
+                       match=f"is of the save {run['save_id']}, and run.json of the save None"):
         load_all(tmp_path, NEW, some_pieces(None))
 
 
@@ -183,7 +185,7 @@ def test_boxes_cover_once_as_counting_elements_finds():
         shape = [draw.randint(1, 4) for _ in range(draw.randint(1, 3))]
         cuts = [sorted({0, n, draw.randint(0, n)}) for n in shape]
         boxes = [box(*zip(*corners)) for corners in itertools.product(*(list(zip(c, c[1:])) for c in cuts))]
-        for _ in range(draw.randint(0, 2)):         # replace one by a box of the same size elsewhere, or by any box
+        for _ in range(draw.randint(0, 2)):   # replace one by a box of the same size elsewhere, or by any box
             old = boxes.pop(draw.randrange(len(boxes)))
             sizes = old.sizes if draw.random() < 0.7 else torch.Size([draw.randint(0, n) for n in shape])
             low = [draw.randint(0, n - size) for n, size in zip(shape, sizes)]
@@ -194,7 +196,8 @@ def test_boxes_cover_once_as_counting_elements_finds():
         right = bool((count == 1).all())
         assert covers_once(torch.Size(shape), boxes) == right
         seen.add(right)
-    assert seen == {True, False} and covers_once(torch.Size([]), [box([], [])]) and not covers_once(torch.Size([2]), [])
+    assert (seen == {True, False} and covers_once(torch.Size([]), [box([], [])])
+            and not covers_once(torch.Size([2]), []))
 
 
 def moved_chunk(index):
@@ -211,7 +214,8 @@ def huge_tensor(index):
 
 
 def shared_bytes(index):
-    first, second = [place for place in index.storage_data.values() if place.relative_path == "__0_0.distcp"][:2]
+    first, second = [place for place in index.storage_data.values()
+                     if place.relative_path == "__0_0.distcp"][:2]
     first.offset, first.length = second.offset, second.length
 
 
@@ -224,8 +228,7 @@ def named(name):
 
 @pytest.mark.parametrize("format_1", [False, True])
 @pytest.mark.parametrize("change, message", [
-    (moved_chunk, "chunks of .* overlap or leave holes"),
-    (huge_tensor, "bytes, for which __._0.distcp has"),
+    (moved_chunk, "chunks of .* overlap or leave holes"), (huge_tensor, "bytes, for which __._0.distcp has"),
     (shared_bytes, "two chunks share byte|bytes, for which"),
     (named("."), "'.', which is not a file name in its directory"),
     (named(".."), "'..', which is not a file name"),
@@ -307,7 +310,8 @@ def test_compressed_records_are_refused_before_they_are_inflated(tmp_path, monke
     path = save(tmp_path, NEW, some_pieces(NEW)[:1], coordinates={}, world=solo(), run={})
     replace_chunk(path, zip_bomb)
     monkeypatch.setattr(torch, "load", lambda *args, **options: pytest.fail("a record was inflated"))
-    monkeypatch.setattr(zipfile.ZipFile, "open", lambda *args, **options: pytest.fail("a record was inflated"))
+    monkeypatch.setattr(zipfile.ZipFile, "open",
+                        lambda *args, **options: pytest.fail("a record was inflated"))
     with pytest.raises(CheckpointError, match="__0_0.distcp is damaged: .*data.pkl is compressed"):
         load_all(tmp_path, NEW, some_pieces(None)[:1])
 
@@ -335,7 +339,8 @@ def test_the_warning_and_the_error_say_what_is_wrong_with_which_file(two_saves, 
         data = folder / f"iter_{step:07d}" / "__0_0.distcp"
         size = data.stat().st_size
         data.write_bytes(data.read_bytes()[:-100])
-        reason = f"iter_{step:07d} is not a complete checkpoint: __0_0.distcp has {size - 100} bytes, and {size} were saved"
+        reason = (f"iter_{step:07d} is not a complete checkpoint: __0_0.distcp has {size - 100} bytes, and "
+                  f"{size} were saved")
         if step == NEW:
             with caplog.at_level(logging.WARNING):
                 assert latest(folder) == OLD
@@ -350,7 +355,8 @@ def test_a_damaged_tensor_comes_with_the_way_back(two_saves, tmp_path):
     data = folder / "iter_0000004" / "__0_0.distcp"
     content = data.read_bytes()
     data.write_bytes(flip(content, 8 * content.find(some_pieces(NEW)[1].tensor.numpy().tobytes())))
-    with pytest.raises(CheckpointError, match=f"__0_0.distcp is damaged.*go back to iteration 2, .*write 2 into .*{TRACKER}"):
+    with pytest.raises(CheckpointError,
+                       match=f"__0_0.distcp is damaged.*go back to iteration 2, .*write 2 into .*{TRACKER}"):
         load_all(folder, NEW, some_pieces(None))
     shutil.rmtree(folder / "iter_0000002")
     with pytest.raises(CheckpointError, match="has no earlier complete checkpoint"):
@@ -393,7 +399,8 @@ def test_the_tool_names_every_file_that_is_not_the_saved_one(two_saves, tmp_path
             main(parse_arguments(["--load", str(folder)]))
     (path / "__0_0.distcp").unlink()
     (path / ".metadata").write_bytes((path / ".metadata").read_bytes()[:-1])
-    with pytest.raises(CheckpointError, match="__0_0.distcp cannot be read: No such file.*; .*.metadata has .* bytes, and"):
+    with pytest.raises(CheckpointError,
+                       match="__0_0.distcp cannot be read: No such file.*; .*.metadata has .* bytes, and"):
         main(parse_arguments(["--load", str(folder)]))
     make_format_1(folder / "iter_0000002")
     with pytest.raises(CheckpointError, match="format 1, without checksums"):

@@ -16,7 +16,8 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 def save_step(folder, step, seed=None, limit=None):
     seed = step if seed is None else seed
-    return save(folder, step, pieces_of(Layout(), 0, seed), coordinates={}, world=solo(), run={"seed": seed}, limit=limit)
+    return save(folder, step, pieces_of(Layout(), 0, seed), coordinates={}, world=solo(), run={"seed": seed},
+                limit=limit)
 
 
 def assert_loads(folder, step, seed):
@@ -51,7 +52,9 @@ def test_an_edited_tracker_goes_back(tmp_path):
 
 
 @pytest.mark.parametrize("trouble", ["incomplete", "deleted", "nonsense", "no tracker"])
-def test_the_newest_complete_checkpoint_is_loaded_with_one_warning_when_the_tracker_leads_nowhere(trouble, tmp_path, caplog):
+def test_the_newest_complete_checkpoint_is_loaded_with_one_warning_when_the_tracker_leads_nowhere(trouble,
+                                                                                                  tmp_path,
+                                                                                                  caplog):
     for step in (100, 200, 300):
         save_step(tmp_path, step)
     if trouble == "incomplete":
@@ -60,7 +63,8 @@ def test_the_newest_complete_checkpoint_is_loaded_with_one_warning_when_the_trac
         shutil.rmtree(tmp_path / "iter_0000300")
     else:
         shutil.rmtree(tmp_path / "iter_0000300")
-        (tmp_path / TRACKER).write_text("release\n") if trouble == "nonsense" else (tmp_path / TRACKER).unlink()
+        tracker = tmp_path / TRACKER
+        tracker.write_text("release\n") if trouble == "nonsense" else tracker.unlink()
     with caplog.at_level(logging.WARNING):
         assert latest(tmp_path) == 200
     assert len(caplog.records) == 1 and "iteration 200" in caplog.text and TRACKER in caplog.text
@@ -106,7 +110,8 @@ def test_old_checkpoints_that_were_moved_and_linked_stop_no_save_and_stay(tmp_pa
     for step in (3, 4, 5):
         save_step(folder, step, limit=2)
         assert_loads(folder, step, step)
-    assert names(archive) == ["iter_0000001", "iter_0000002"] and (archive / "iter_0000002" / "run.json").is_file()
+    assert (names(archive) == ["iter_0000001", "iter_0000002"]
+            and (archive / "iter_0000002" / "run.json").is_file())
     assert steps_in(folder) == [4, 5] and not [name for name in names(folder) if name.startswith(".iter")]
 
 
@@ -117,7 +122,8 @@ def test_saving_a_step_again_replaces_it(tmp_path):
     assert names(tmp_path) == ["iter_0000100", TRACKER]
 
 
-def test_a_second_save_cut_off_between_its_renames_leaves_the_first_loadable_and_is_undone_by_the_next(tmp_path):
+def test_a_second_save_cut_off_between_its_renames_leaves_the_first_loadable_and_is_undone_by_the_next(
+        tmp_path):
     save_step(tmp_path, 100, seed=1)
     (tmp_path / "iter_0000100").rename(tmp_path / ".iter_0000100.replaced")
     assert_loads(tmp_path, 100, seed=1)
@@ -156,7 +162,8 @@ def test_retention_by_hand(steps, saved, limit, expected):
 
 def test_values_that_json_cannot_keep_are_refused_before_anything_is_written(tmp_path):
     with pytest.raises(CheckpointError, match="not JSON serializable"):
-        save(tmp_path / "new", 1, pieces_of(Layout(), 0, 0), coordinates={}, world=solo(), run={"config": object()})
+        save(tmp_path / "new", 1, pieces_of(Layout(), 0, 0), coordinates={}, world=solo(),
+             run={"config": object()})
     assert not (tmp_path / "new").exists()
 
 

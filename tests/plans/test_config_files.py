@@ -83,14 +83,17 @@ def test_yaml_and_deepspeed_json_may_not_differ_either(tmp_path):
     json_file = written(tmp_path, '{"gradient_clipping": 0.5}', "ds.json")
     with pytest.raises(ConfigError, match="run.yaml:1 but 0.5 in .*ds.json gradient_clipping"):
         parse([*NEEDED, "--config", yaml, "--deepspeed_config", json_file])
-    assert parse([*NEEDED, "--config", yaml, "--deepspeed_config", json_file, "--clip-grad", "2"]).optimizer.clip_grad == 2
+    assert parse([*NEEDED, "--config", yaml, "--deepspeed_config", json_file,
+                  "--clip-grad", "2"]).optimizer.clip_grad == 2
 
 
 def test_problems_of_flags_and_of_several_files_come_together(tmp_path):
-    one, two = written(tmp_path, "sed: 1\n", "one.yaml"), written(tmp_path, '{"stps_per_print": 1}', "two.json")
+    one, two = (written(tmp_path, "sed: 1\n", "one.yaml"),
+                written(tmp_path, '{"stps_per_print": 1}', "two.json"))
     with pytest.raises(ConfigError) as error:
         parse([*NEEDED, "--sseed", "1", "--config", one, "--deepspeed_config", two])
-    assert [words in str(error.value) for words in ("3 problems", "'--seed'?", "'seed'?", "'steps_per_print'?")] == [True] * 4
+    assert [words in str(error.value) for words in ("3 problems", "'--seed'?", "'seed'?",
+                                                    "'steps_per_print'?")] == [True] * 4
 
 
 def test_a_checkpoints_run_json_gives_the_same_configuration_again(tmp_path):
@@ -99,4 +102,5 @@ def test_a_checkpoints_run_json_gives_the_same_configuration_again(tmp_path):
     again = parse(["--config", written(tmp_path, json.dumps(run, indent=2), "run.json")], 4)
     assert again == config
     changed = parse(["--config", str(tmp_path / "run.json"), "--train-iters", "200"], 2)
-    assert (changed.train.train_iters, changed.train.global_batch_size, changed.data_parallel_size) == (200, 4, 1)
+    assert (changed.train.train_iters, changed.train.global_batch_size,
+            changed.data_parallel_size) == (200, 4, 1)

@@ -60,12 +60,14 @@ def test_words_become_values_of_the_fields_type(words, path, expected):
 
 
 @pytest.mark.parametrize("words, says", [
-    ("--num-layers 2.5", "not a whole number"), ("--num-layers true", "not a whole number"), ("--lr nan", "not a number"),
+    ("--num-layers 2.5", "not a whole number"), ("--num-layers true", "not a whole number"),
+    ("--lr nan", "not a number"),
     ("--lr inf", "not a number"), ("--lr -1e-3", "above 0"), ("--clip-grad -1", "at least 0"),
     ("--hidden-dropout 1", "below 1"),
-    ("--lr 1 2", "takes one value"), ("12 --lr 1", "not preceded by a flag"), ("--rampup-batch-size 1 2", "3 whole numbers"),
-    ("--save", "needs a text"), ("--save=", "an empty value is not a text"), ("--no-lr 1", "unknown flag --no-lr"),
-    ("--lr --bf16", "--lr needs a number")])
+    ("--lr 1 2", "takes one value"), ("12 --lr 1", "not preceded by a flag"),
+    ("--rampup-batch-size 1 2", "3 whole numbers"),
+    ("--save", "needs a text"), ("--save=", "an empty value is not a text"),
+    ("--no-lr 1", "unknown flag --no-lr"), ("--lr --bf16", "--lr needs a number")])
 def test_a_wrong_word_is_told(words, says):
     problems = read_flags(words.split()).problems
     assert len(problems) == 1 and says in problems[0], problems
@@ -83,7 +85,8 @@ def test_two_different_switches_of_one_field_contradict():
 
 
 def test_every_value_remembers_who_gave_it():
-    config = parse([*NEEDED, "--num_key_value_heads", "4", "--swiglu"], 2, defaults={"seq_length": 7, "log_interval": 3})
+    config = parse([*NEEDED, "--num_key_value_heads", "4", "--swiglu"], 2,
+                   defaults={"seq_length": 7, "log_interval": 3})
     assert config.source("model.num_query_groups") == "--num-key-value-heads"
     assert config.source("model.activation") == "--swiglu"
     assert config.source("logging.log_interval") == "the script"
@@ -146,9 +149,12 @@ def test_rules_of_the_layers_above_are_asked_when_all_else_is_right():
 
 
 def test_derived_sizes_follow_megatrons_formulas():
-    model = ModelConfig(num_layers=2, hidden_size=4096, num_attention_heads=32, seq_length=128, vocab_size=50257)
+    model = ModelConfig(num_layers=2, hidden_size=4096, num_attention_heads=32, seq_length=128,
+                        vocab_size=50257)
     assert (model.head_dim, model.query_groups, model.ffn_size, model.positions) == (128, 32, 16384, 128)
     assert [model.padded_vocab_size(tp) for tp in (1, 2, 8)] == [50304, 50432, 51200]
-    gated = ModelConfig(num_layers=2, hidden_size=4096, num_attention_heads=32, activation="swiglu", kv_channels=64)
+    gated = ModelConfig(num_layers=2, hidden_size=4096, num_attention_heads=32, activation="swiglu",
+                        kv_channels=64)
     assert (gated.ffn_size, gated.head_dim) == (10880, 64)
-    assert [OptimizerConfig(**{name: True}).params_dtype for name in ("fp16", "bf16")] == ["float16", "bfloat16"]
+    assert [OptimizerConfig(**{name: True}).params_dtype
+            for name in ("fp16", "bf16")] == ["float16", "bfloat16"]

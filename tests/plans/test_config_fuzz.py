@@ -16,15 +16,18 @@ from megatron_ds.errors import ConfigError
 
 GOOD = {"num_layers": 4, "hidden_size": 48, "num_attention_heads": 6, "seq_length": 16, "vocab_size": 99,
         "micro_batch_size": 1, "lr": 0.1, "train_iters": 9, "mock_data": True}
-WORDS = ["0", "1", "2", "3", "8", "16", "-1", "0.5", "1e-3", "true", "auto", "", "a", "1,2", "1 2 3", "tp-cp", "none", "full",
-         "WSD", "WarmupLR", "WarmupCosineLR", "cosine", "linear", "log", "swiglu", "rope", "E|t", "SIGTERM", "NullTokenizer"]
-RELAXED = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+WORDS = ["0", "1", "2", "3", "8", "16", "-1", "0.5", "1e-3", "true", "auto", "", "a", "1,2", "1 2 3", "tp-cp",
+         "none", "full", "WSD", "WarmupLR", "WarmupCosineLR", "cosine", "linear", "log", "swiglu", "rope",
+         "E|t", "SIGTERM", "NullTokenizer"]
+RELAXED = settings(max_examples=200, deadline=None,
+                   suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def survives(words: list[str], ranks: int) -> None:
     """Parses or is refused; what is accepted can be reported, saved, and scheduled."""
     good = [part for name, value in GOOD.items() for part in (
-        ("--" + name.replace("_", "-"), str(value)) if value is not True else ("--" + name.replace("_", "-"),))]
+        ("--" + name.replace("_", "-"), str(value)) if value is not True else ("--" + name.replace("_", "-"),
+        ))]
     try:
         config = parse([*good, *words], ranks)
     except ConfigError as error:
@@ -37,17 +40,20 @@ def survives(words: list[str], ranks: int) -> None:
 
 
 @RELAXED
-@given(st.lists(st.tuples(st.sampled_from(sorted(spellings())), st.lists(st.sampled_from(WORDS), max_size=2)), max_size=4),
+@given(st.lists(st.tuples(st.sampled_from(sorted(spellings())), st.lists(st.sampled_from(WORDS), max_size=2)),
+                max_size=4),
        st.integers(1, 9))
 def test_any_flags_are_accepted_or_refused(flags, ranks):
     survives([word for flag, words in flags for word in (flag, *words)], ranks)
 
 
 @RELAXED
-@given(st.dictionaries(st.sampled_from([path.split(".")[1] for path in all_options()] + ["model", "nonsense", "zero"]),
+@given(st.dictionaries(st.sampled_from([path.split(".")[1] for path in all_options()]
+                                       + ["model", "nonsense", "zero"]),
                        st.one_of(st.sampled_from(WORDS), st.integers(-2, 9), st.booleans(), st.none(),
                                  st.lists(st.integers(0, 3)),
-                                 st.dictionaries(st.sampled_from(["lr", "seed", "stage"]), st.integers(0, 3))), max_size=4))
+                                 st.dictionaries(st.sampled_from(["lr", "seed", "stage"]),
+                                                 st.integers(0, 3))), max_size=4))
 def test_any_yaml_is_accepted_or_refused(tmp_path, document):
     (tmp_path / "run.yaml").write_text(json.dumps(document))
     survives(["--config", str(tmp_path / "run.yaml")], 2)
@@ -55,8 +61,8 @@ def test_any_yaml_is_accepted_or_refused(tmp_path, document):
 
 @RELAXED
 @given(st.dictionaries(st.sampled_from(sorted(known_keys())), st.one_of(
-    st.sampled_from([*WORDS, "Adam", "SGD"]), st.integers(-2, 9), st.booleans(), st.none(), st.lists(st.floats(0, 1)),
-    st.dictionaries(st.text(max_size=2), st.none(), max_size=1)), max_size=5))
+    st.sampled_from([*WORDS, "Adam", "SGD"]), st.integers(-2, 9), st.booleans(), st.none(),
+    st.lists(st.floats(0, 1)), st.dictionaries(st.text(max_size=2), st.none(), max_size=1)), max_size=5))
 def test_any_deepspeed_json_is_accepted_or_refused(tmp_path, keys):
     document: dict = {}
     for key, value in keys.items():
@@ -70,8 +76,9 @@ def test_any_deepspeed_json_is_accepted_or_refused(tmp_path, keys):
 
 
 @pytest.mark.parametrize("data", [
-    b"", b"\xff\xfe", b"{", b"null", b"[]", b'"x"', b"a: &a [*a]", b"seed: &a [*a]", b"? [1, 2]\n: 3", b"1: 2", b"- a\nb",
-    b"lr: !!float x", b"<<: {lr: 1}", b"a: b: c", b"%YAML 9.9\n---\na: 1", b"---\na: 1\n---\nb: 2", b"config: 1"])
+    b"", b"\xff\xfe", b"{", b"null", b"[]", b'"x"', b"a: &a [*a]", b"seed: &a [*a]", b"? [1, 2]\n: 3",
+    b"1: 2", b"- a\nb", b"lr: !!float x", b"<<: {lr: 1}", b"a: b: c", b"%YAML 9.9\n---\na: 1",
+    b"---\na: 1\n---\nb: 2", b"config: 1"])
 @pytest.mark.parametrize("flag", ["--config", "--deepspeed_config"])
 def test_any_bytes_are_accepted_or_refused(tmp_path, flag, data):
     (tmp_path / "file").write_bytes(data)

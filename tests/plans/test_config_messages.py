@@ -1,6 +1,7 @@
 """What a user reads when the configuration is wrong, word for word: tests/golden/config_messages.txt.
 
-After changing a message, run `python -m tests.plans.test_config_messages` and read the difference as a user would.
+After changing a message, run `python -m tests.plans.test_config_messages` and read the difference as a user
+would.
 """
 
 import os
@@ -20,12 +21,13 @@ TP, PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
 SAMPLES = f"{MODEL} {RUN} --mock-data --train-samples"
 
 FILES = {
-    "gpt.yaml": "num_layers: 12\nhiden_size: 768\noptimizer:\n  lr: fast\n  hidden_size: 768\n  lr: 6e-4\nswiglu: true\n"
-                "seed: {a: 1}\n",
+    "gpt.yaml": "num_layers: 12\nhiden_size: 768\noptimizer:\n  lr: fast\n  hidden_size: 768\n  lr: "
+                "6e-4\nswiglu: true\nseed: {a: 1}\n",
     "mock.yaml": "mock_data: true\n",
     "synonyms.yaml": "learning_rate: 1\nmax-steps: 5\nfrobnicate: 1\nno_position_embedding: true\n",
-    "off.json": '{"wall_clock_breakdown": false, "zero_optimization": {"contiguous_gradients": true, "stge": 2}, "wandb": '
-                '{"enabled": true}, "learning_rate": 1, "optimizer": {"type": "Adam", "params": {"bias_correction": false}}}',
+    "off.json": '{"wall_clock_breakdown": false, "zero_optimization": {"contiguous_gradients": true, '
+                '"stge": 2}, "wandb": {"enabled": true}, "learning_rate": 1, "optimizer": '
+                '{"type": "Adam", "params": {"bias_correction": false}}}',
     "large.yaml": "hidden_size: 1024\nmin_lr: 1e-5\n",
     "broken.yaml": "a: [1, 2\nb: 3\n",
     "other.yaml": "min-lr: 2e-5\n",
@@ -34,10 +36,13 @@ FILES = {
     "small.yaml": "model:\n  hidden_size: 512\nlog_interval: 0\n",
     "ds.json": '{"train_batch_size": "many", "gradient_cliping": 1.0, "fp16": true, "zero_optimization": '
                '{"stage": 1, "contigous_gradients": true, "offload_optimizer": {"device": "cpu"}}}',
-    "types.json": '{"optimizer": {"type": "Lamb"}, "scheduler": {"type": "WarmupCosinLR"}, "wandb": {"enabled": false}}',
-    "params.json": '{"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9], "momentum": 0.9}}, "scheduler": '
-                   '{"type": "WarmupLR", "params": {"total_num_steps": 10}}, "tensorboard": {"enabled": true}}',
-    "triad.json": '{"train_batch_size": 32, "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 3}',
+    "types.json": '{"optimizer": {"type": "Lamb"}, "scheduler": {"type": "WarmupCosinLR"}, '
+                  '"wandb": {"enabled": false}}',
+    "params.json": '{"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9], '
+                   '"momentum": 0.9}}, "scheduler": {"type": "WarmupLR", "params": {"total_num_steps": 10}}, '
+                   '"tensorboard": {"enabled": true}}',
+    "triad.json": '{"train_batch_size": 32, "train_micro_batch_size_per_gpu": 8, '
+                  '"gradient_accumulation_steps": 3}',
     "twice.json": '{"fp16": {"enabled": true, "enabled": false}}',
     "broken.json": '{"fp16": {"enabled": true,}}',
     "lr.json": '{"optimizer": {"type": "Adam", "params": {"lr": 1e-3}}, "scheduler": {"type": "WarmupLR", '
@@ -99,7 +104,8 @@ CASES = [(1, ""), *((ranks, f"{GOOD} {extra}") for ranks, extra in (
 )), *((ranks, words) for ranks, words in (
     (1, f"{MODEL} {RUN} --train-iters 100"),
     (1, f"{MODEL} {RUN} --train-iters 100 --data-path corpus"),
-    (1, f"{MODEL} {RUN} --train-iters 100 --data-path corpus --config mock.yaml --tokenizer-type NullTokenizer"),
+    (1, f"{MODEL} {RUN} --train-iters 100 --data-path corpus --config mock.yaml --tokenizer-type "
+        "NullTokenizer"),
     (1, f"{MODEL} {RUN} --train-tokens 1e6 --lr-warmup-samples 10 --lr-decay-tokens 1e6 --mock-data"),
     (1, f"{MODEL} {RUN} --train-tokens 1e6 --lr-warmup-samples 10 --mock-data"),
     (1, f"{MODEL} {RUN} --train-tokens 1e6 --lr-warmup-tokens 2e6 --lr-decay-style cosine --mock-data"),
@@ -109,9 +115,12 @@ CASES = [(1, ""), *((ranks, f"{GOOD} {extra}") for ranks, extra in (
     (1, f"{MODEL} {RUN} --train-iters 100 --train-data-path corpus --split 9,1"),
     (1, f"{MODEL} {RUN} --train-iters 100 --valid-data-path corpus --tokenizer-type GPT2BPETokenizer"),
     (1, f"{MODEL} {RUN} --train-iters 100 --data-path corpus --split none --tokenizer-type GPT2BPETokenizer"),
-    (1, f"{MODEL} {RUN} --train-iters 100 --train-data-path corpus --data-args-path words --tokenizer-type NullTokenizer"),
-    (1, f"{MODEL} {RUN} --train-iters 100 --data-path a b --blend-weights epochs --tokenizer-type NullTokenizer"),
-    (1, f"{MODEL} {RUN} --train-iters 100 --per-split-data-args-path f --split 9,1 --tokenizer-type NullTokenizer"),
+    (1, f"{MODEL} {RUN} --train-iters 100 --train-data-path corpus --data-args-path words --tokenizer-type "
+        "NullTokenizer"),
+    (1, f"{MODEL} {RUN} --train-iters 100 --data-path a b --blend-weights epochs --tokenizer-type "
+        "NullTokenizer"),
+    (1, f"{MODEL} {RUN} --train-iters 100 --per-split-data-args-path f --split 9,1 --tokenizer-type "
+        "NullTokenizer"),
     (1, GOOD.replace("--vocab-size 50257", "")),
     (1, GOOD.replace("--hidden-size 768", "--config large.yaml --deepspeed_config lr.json")),
     (1, GOOD.replace("--lr 6e-4", "--deepspeed_config lr.json --config large.yaml other.yaml")),
@@ -148,7 +157,8 @@ def message(ranks: int, words: str) -> str:
 
 
 def transcript() -> str:
-    """All cases as a session: `$ ranks: flags`, then the message. The good flags are written as an ellipsis."""
+    """All cases as a session: `$ ranks: flags`, then the message. The good flags are written as an
+    ellipsis."""
     blocks = [f"[{name}]\n{text.rstrip()}\n" for name, text in FILES.items()]
     for ranks, words in CASES:
         short = " ".join(words.replace(GOOD, "…").replace(MODEL, "MODEL").replace(RUN, "RUN").split())

@@ -1,4 +1,5 @@
-"""The compiled CPU Adam against the plain reference beside it, to the last bit, and against torch's own AdamW.
+"""The compiled CPU Adam against the plain reference beside it, to the last bit, and against torch's own
+AdamW.
 
 Where the extension was not compiled only the reference and the way around it are tested.
 """
@@ -21,7 +22,7 @@ from megatron_ds.optim.optimizers import CpuAdamW
 compiled = pytest.mark.skipif(adam.extension() is None, reason="the extension was not compiled")
 SETTINGS = SimpleNamespace(adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8)
 HYPER = dict(lr=3e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
-SIZES = (1, 7, 15, 31, 32, 33, 100, 70_001)      # below, at and beyond one round of vectors; more than one chunk
+SIZES = (1, 7, 15, 31, 32, 33, 100, 70_001)   # below, at and beyond one round of vectors; more than one chunk
 VARIANTS = ("avx512", "avx2", "scalar")
 
 
@@ -38,8 +39,10 @@ def randn(n, seed):
 
 def rows(dtype=None, sizes=SIZES, seed=0):
     """Fresh tensors in the middle of a training: moments are not zero, steps differ."""
-    return [AdamRow(randn(n, seed + i), randn(n, seed + i + 100), randn(n, seed + i + 200) * 0.1, randn(n, seed + i + 300)**2,
-                    step=i + 1, low=None if dtype is None else torch.zeros(n, dtype=dtype)) for i, n in enumerate(sizes)]
+    return [AdamRow(randn(n, seed + i), randn(n, seed + i + 100), randn(n, seed + i + 200) * 0.1,
+                    randn(n, seed + i + 300)**2, step=i + 1, low=None if dtype is None
+                    else torch.zeros(n, dtype=dtype))
+            for i, n in enumerate(sizes)]
 
 
 def bits(row):
@@ -49,7 +52,8 @@ def bits(row):
 
 def assert_same_bits(a, b):
     for x, y in zip(a, b, strict=True):
-        assert all(torch.equal(s, t) for s, t in zip(bits(x), bits(y), strict=True)), f"{x.p.numel()} elements"
+        assert all(torch.equal(s, t)
+                   for s, t in zip(bits(x), bits(y), strict=True)), f"{x.p.numel()} elements"
 
 
 @compiled
@@ -82,10 +86,13 @@ def test_cutting_a_buffer_anywhere_changes_no_bit(variant):
 
 
 def every_16_bit_pattern_and_its_neighbours():
-    """All fp32 numbers whose first 16 bits are anything and whose last ones are a tie of bf16 or fp16, or next to one."""
-    tails = torch.tensor([0, 1, 0xFFF, 0x1000, 0x1001, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xF000, 0xFFFF], dtype=torch.int64)
+    """All fp32 numbers whose first 16 bits are anything and whose last ones are a tie of bf16 or fp16, or
+    next to one."""
+    tails = torch.tensor([0, 1, 0xFFF, 0x1000, 0x1001, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xF000, 0xFFFF],
+                         dtype=torch.int64)
     patterns = (torch.arange(1 << 16)[:, None] << 16) + tails
-    return torch.where(patterns < 1 << 31, patterns, patterns - (1 << 32)).to(torch.int32).flatten().view(torch.float32)
+    return torch.where(patterns < 1 << 31, patterns,
+                       patterns - (1 << 32)).to(torch.int32).flatten().view(torch.float32)
 
 
 @compiled
@@ -96,7 +103,8 @@ def test_the_16_bit_weight_is_rounded_as_torch_casts(variant, dtype, offset):
     zero = torch.zeros_like(p)
     low = torch.zeros(p.numel() + 1, dtype=dtype)[offset:offset + p.numel()]
     # Zero gradient and no decay leave p alone, except for the payload of a NaN.
-    adamw_([AdamRow(p.clone(), zero, zero.clone(), zero.clone(), 1, low)], **HYPER | {"weight_decay": 0.0}, variant=variant)
+    adamw_([AdamRow(p.clone(), zero, zero.clone(), zero.clone(), 1, low)], **HYPER | {"weight_decay": 0.0},
+           variant=variant)
     numbers = ~p.isnan()
     assert torch.equal(low[numbers].view(torch.int16), p[numbers].to(dtype).view(torch.int16))
     assert low[~numbers].isnan().all()
@@ -197,7 +205,8 @@ def test_tensors_that_do_not_fit_are_errors(change, message):
 def test_an_unknown_variant_and_a_broken_table_are_errors():
     with pytest.raises(ValueError, match="no variant 'sse9'"):
         adamw_(rows(), **HYPER, variant="sse9")
-    numbers = dict(lr=0.1, beta1=0.9, beta2=0.9, eps=1e-8, weight_decay=0.0, grad_scale=1.0, threads=1, variant="")
+    numbers = dict(lr=0.1, beta1=0.9, beta2=0.9, eps=1e-8, weight_decay=0.0, grad_scale=1.0, threads=1,
+                   variant="")
     for table in (torch.zeros(1, 7), torch.zeros(1, 8), torch.ones(8)):
         with pytest.raises(ValueError):
             adam.extension().adamw(table.long().numpy(), **numbers)

@@ -31,11 +31,15 @@ def test_every_key_reaches_its_option(read):
     config = read({
         "train_batch_size": 32, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 8,
         "gradient_clipping": 0.5, "steps_per_print": 7, "bf16": {"enabled": True},
-        "zero_optimization": {"stage": 1, "reduce_bucket_size": 5e8, "allgather_bucket_size": 2e8, "overlap_comm": False},
-        "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.8, 0.9], "eps": 1e-6, "weight_decay": 0.2}},
+        "zero_optimization": {"stage": 1, "reduce_bucket_size": 5e8, "allgather_bucket_size": 2e8,
+                              "overlap_comm": False},
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.8, 0.9], "eps": 1e-6,
+                                                  "weight_decay": 0.2}},
         "tensorboard": {"enabled": True, "output_path": "logs", "job_name": "first"}})
-    assert (config.train.micro_batch_size, config.train.global_batch_size, config.num_microbatches) == (4, 32, 8)
-    assert (config.optimizer.clip_grad, config.logging.log_interval, config.optimizer.params_dtype) == (0.5, 7, "bfloat16")
+    assert (config.train.micro_batch_size, config.train.global_batch_size,
+            config.num_microbatches) == (4, 32, 8)
+    assert (config.optimizer.clip_grad, config.logging.log_interval,
+            config.optimizer.params_dtype) == (0.5, 7, "bfloat16")
     zero, adam = config.zero, config.optimizer
     assert (zero.stage, zero.reduce_bucket_size, zero.allgather_bucket_size) == (1, 5 * 10**8, 2 * 10**8)
     assert zero.overlap_comm is False
@@ -46,8 +50,8 @@ def test_every_key_reaches_its_option(read):
 
 
 def test_fp16_block_sets_the_loss_scale(read):
-    block = {"enabled": True, "loss_scale": 0, "initial_scale_power": 12, "loss_scale_window": 500, "hysteresis": 3,
-             "min_loss_scale": 2}
+    block = {"enabled": True, "loss_scale": 0, "initial_scale_power": 12, "loss_scale_window": 500,
+             "hysteresis": 3, "min_loss_scale": 2}
     scale = read({"fp16": block}, "--lr", "1", "--micro-batch-size", "1").optimizer
     assert (scale.fp16, scale.loss_scale, scale.initial_loss_scale) == (True, None, 4096.0)
     assert (scale.loss_scale_window, scale.hysteresis, scale.min_loss_scale) == (500, 3, 2.0)
@@ -58,14 +62,17 @@ def test_fp16_block_sets_the_loss_scale(read):
 def test_a_block_that_is_off_changes_nothing_but_its_names_are_checked(read):
     off = {"fp16": {"enabled": False, "loss_scale": 128, "hysteresis": 9}, "tensorboard": {"enabled": False}}
     config = read(off, "--lr", "1", "--micro-batch-size", "1")
-    assert (config.optimizer.loss_scale, config.optimizer.hysteresis, config.logging.tensorboard_dir) == (None, 2, None)
+    assert (config.optimizer.loss_scale, config.optimizer.hysteresis,
+            config.logging.tensorboard_dir) == (None, 2, None)
     assert "did you mean 'hysteresis'?" in problem_of(read, {"fp16": {"enabled": False, "histeresis": 9}})
 
 
 # (given, data-parallel ranks) → (micro, global), as DeepSpeed works it out
 @pytest.mark.parametrize("batch, ranks, micro, total", [
-    ({"train_batch_size": 32, "train_micro_batch_size_per_gpu": 16, "gradient_accumulation_steps": 1}, 2, 16, 32),
-    ({"train_batch_size": 32, "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 2}, 2, 8, 32),
+    ({"train_batch_size": 32, "train_micro_batch_size_per_gpu": 16, "gradient_accumulation_steps": 1}, 2, 16,
+     32),
+    ({"train_batch_size": 32, "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 2}, 2, 8,
+     32),
     ({"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4}, 2, 4, 32),
     ({"train_batch_size": 32, "gradient_accumulation_steps": 4}, 2, 4, 32),
     ({"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 3}, 2, 4, 24),
@@ -93,25 +100,31 @@ def test_data_parallel_ranks_are_what_the_model_leaves_over(read):
 
 
 def test_auto_takes_the_value_from_the_flags(read):
-    document = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto",
-                "bf16": {"enabled": "auto"}, "zero_optimization": {"stage": "auto", "reduce_bucket_size": "auto"},
+    document = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto",
+                "gradient_clipping": "auto", "bf16": {"enabled": "auto"},
+                "zero_optimization": {"stage": "auto", "reduce_bucket_size": "auto"},
                 "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}},
-                "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": "auto", "total_num_steps": "auto"}}}
-    config = read(document, "--lr", "3e-4", "--micro-batch-size", "3", "--zero-stage", "1", "--lr-warmup-iters", "5")
+                "scheduler": {"type": "WarmupDecayLR",
+                              "params": {"warmup_num_steps": "auto", "total_num_steps": "auto"}}}
+    config = read(document, "--lr", "3e-4", "--micro-batch-size", "3", "--zero-stage", "1",
+                  "--lr-warmup-iters", "5")
     assert (config.optimizer.lr, config.train.global_batch_size, config.zero.stage) == (3e-4, 3, 1)
     assert (config.optimizer.lr_warmup_iters, config.optimizer.lr_decay_iters) == (5, None)
 
 
 def test_flags_win_over_the_json(read):
-    config = read({"optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}, "--lr", "2e-3", "--micro-batch-size", "1")
+    config = read({"optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}, "--lr", "2e-3",
+                  "--micro-batch-size", "1")
     assert config.optimizer.lr == 2e-3
 
 
 def test_schedulers_become_learning_rate_ramps(read):
     linear = read({"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-5, "warmup_max_lr": 1e-3,
-                                                               "warmup_num_steps": 9, "warmup_type": "linear"}}},
+                                                               "warmup_num_steps": 9,
+                                                                "warmup_type": "linear"}}},
                   "--micro-batch-size", "1").optimizer
-    assert (linear.lr_decay_style, linear.lr, linear.lr_warmup_init, linear.lr_warmup_iters, linear.lr_warmup_style) == (
+    assert (linear.lr_decay_style, linear.lr, linear.lr_warmup_init, linear.lr_warmup_iters,
+            linear.lr_warmup_style) == (
         "WarmupLR", 1e-3, 1e-5, 9, "linear")
     default = read({"scheduler": {"type": "WarmupLR"}}, "--micro-batch-size", "1", "--lr", "1").optimizer
     assert (default.lr_warmup_iters, default.lr_warmup_style) == (1000, "log")
@@ -119,7 +132,8 @@ def test_schedulers_become_learning_rate_ramps(read):
 
 def test_ratios_of_the_cosine_scheduler_are_parts_of_the_final_learning_rate(read):
     document = {"optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
-                "scheduler": {"type": "WarmupCosineLR", "params": {"warmup_min_ratio": 0.1, "total_num_steps": 90,
+                "scheduler": {"type": "WarmupCosineLR",
+                              "params": {"warmup_min_ratio": 0.1, "total_num_steps": 90,
                                                                   "warmup_num_steps": 10}}}
     config = read(document, "--micro-batch-size", "1", "--lr", "2e-3").optimizer
     assert (config.lr_warmup_init, config.min_lr, config.lr_decay_iters) == pytest.approx((2e-4, 2e-7, 90))
@@ -127,17 +141,21 @@ def test_ratios_of_the_cosine_scheduler_are_parts_of_the_final_learning_rate(rea
 
 @pytest.mark.parametrize("document, says", [
     ({"zero_optimization": {"cpu_offload": True}}, 'write "offload_optimizer": {"device": "cpu"}'),
-    ({"optimizer": {"type": "Adam", "params": {"bias_correction": False}}}, 'bias_correction" is not supported: Adam always'),
-    ({"compression_training": {"layer_reduction": {"enabled": True}}}, '"compression_training" is not supported'),
+    ({"optimizer": {"type": "Adam", "params": {"bias_correction": False}}},
+     'bias_correction" is not supported: Adam always'),
+    ({"compression_training": {"layer_reduction": {"enabled": True}}},
+     '"compression_training" is not supported'),
     ({"wall_clock_breakdown": True}, '"wall_clock_breakdown" is not supported'),
     ({"zero_optimisation": {"stage": 1}}, "did you mean 'zero_optimization"),
     ({"zero_optimization": {"stag": 1}}, "did you mean 'stage'?"),
     ({"optimizer": {"type": "OneBitAdam"}}, "'OneBitAdam', which is not available"),
-    ({"optimizer": {"type": "SGD", "params": {"betas": [0.1, 0.2]}}}, '"optimizer.params.betas" does not apply'),
+    ({"optimizer": {"type": "SGD", "params": {"betas": [0.1, 0.2]}}},
+     '"optimizer.params.betas" does not apply'),
     ({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1}}}, 'write "gradient_clipping"'),
     ({"scheduler": {"type": "OneCycle"}}, "'OneCycle', which is not available"),
     ({"train_batch_size": 0}, "at least 1"), ({"gradient_clipping": "much"}, "is not a number"),
-    ({"zero_optimization": {"stage": 4}}, "not one of 0, 1, 2, 3"), ({"fp16": {"enabled": 1}}, "not true or false"),
+    ({"zero_optimization": {"stage": 4}}, "not one of 0, 1, 2, 3"),
+    ({"fp16": {"enabled": 1}}, "not true or false"),
 ])
 def test_a_key_without_effect_or_sense_is_refused_by_name(read, document, says):
     assert says in problem_of(read, document, "--lr", "1", "--micro-batch-size", "1")
@@ -162,7 +180,8 @@ LENGTHS = ("--curriculum-type", "seqlen", "--curriculum-steps", "5")
 
 def sampling(metrics, **more) -> dict:
     return {"data_efficiency": {"enabled": True, "seed": 7, "data_sampling": {
-        "enabled": True, "num_workers": 3, "curriculum_learning": {"enabled": True, "curriculum_metrics": metrics, **more}}}}
+        "enabled": True, "num_workers": 3,
+        "curriculum_learning": {"enabled": True, "curriculum_metrics": metrics, **more}}}}
 
 
 def of_lengths(curriculum) -> tuple:
@@ -172,7 +191,8 @@ def of_lengths(curriculum) -> tuple:
 
 
 def test_the_legacy_block_is_a_curriculum_over_lengths(read):
-    curriculum = read({"curriculum_learning": {"enabled": True, "curriculum_type": "seqlen", **RISING}}, *RUN).curriculum
+    curriculum = read({"curriculum_learning": {"enabled": True, "curriculum_type": "seqlen", **RISING}},
+                      *RUN).curriculum
     assert of_lengths(curriculum) == ("seqlen_truncate", "fixed_root", 64, 512, 50, 16, 2.0)
     from megatron_ds.config.data_efficiency_options import length_difficulty
     assert [length_difficulty(curriculum, 1024).at(step) for step in (1, 13, 50, 99)] == [112, 288, 512, 512]
@@ -208,10 +228,13 @@ def test_a_curriculum_survives_run_json(read):
 
 
 @pytest.mark.parametrize("document, words, said", [
-    ({"curriculum_learning": {"enabled": True, "curriculum_type": "vocab", **RISING}}, (), "must be \"seqlen\""),
+    ({"curriculum_learning": {"enabled": True, "curriculum_type": "vocab", **RISING}}, (),
+     "must be \"seqlen\""),
     ({"curriculum_learning": {"enabled": "yes", **RISING}}, (), "'yes' is not true or false"),
-    ({"curriculum_learning": {"enabled": True, **RISING, "schedule": 1}}, (), "unknown key \"curriculum_learning.schedule\""),
-    ({"curriculum_learning": {"enabled": True, **RISING, "max_difficulty": 2048}}, (), "longer than --seq-length 1024"),
+    ({"curriculum_learning": {"enabled": True, **RISING, "schedule": 1}}, (),
+     "unknown key \"curriculum_learning.schedule\""),
+    ({"curriculum_learning": {"enabled": True, **RISING, "max_difficulty": 2048}}, (),
+     "longer than --seq-length 1024"),
     ({"curriculum_learning": {"enabled": True, **RISING, "schedule_config": {"difficulty_step": 8}}}, (),
      "missing: --curriculum-steps, --curriculum-root-degree"),
     ({"curriculum_learning": {"enabled": True, **RISING, "min_difficulty": 0}}, (), "it must be at least 1"),
@@ -219,13 +242,17 @@ def test_a_curriculum_survives_run_json(read):
     ({}, (*LENGTHS, "--curriculum-min-length", "8", "--curriculum-lengths", "9"),
      "--curriculum-lengths 9 has no effect with --curriculum-schedule fixed_linear"),
     ({}, LENGTHS, "--curriculum-min-length is missing; give an integer"),
-    (sampling({}), (), "give a block for each metric"), (sampling({"a": {**RARITY, "kind": 1}}), (), "unknown key"),
+    (sampling({}), (), "give a block for each metric"),
+    (sampling({"a": {**RARITY, "kind": 1}}), (), "unknown key"),
     (sampling({"a": RARITY}), (), "random samples have no analysis"),
     (sampling({"a": {**RARITY, "difficulty_type": "rank"}}), (), "it must be value or percentile"),
     (sampling({"a": RARITY}), ("--dataloader-type", "cyclic"), "Use --dataloader-type single"),
-    (sampling({"a": RARITY}), ("--no-mock-data", "--data-path", "0.5", "a", "0.5", "b"), "a weighted blend has no epochs"),
-    ({"data_efficiency": {"enabled": True, "data_sampling": {"dynamic_batching": {"enabled": True}}}}, (), "is not supported"),
-    ({"data_efficiency": {"enabled": True, "data_sampling": {"num_epochs": 3}}}, (), "length of training is --train-iters")])
+    (sampling({"a": RARITY}), ("--no-mock-data", "--data-path", "0.5", "a", "0.5", "b"),
+     "a weighted blend has no epochs"),
+    ({"data_efficiency": {"enabled": True, "data_sampling": {"dynamic_batching": {"enabled": True}}}}, (),
+     "is not supported"),
+    ({"data_efficiency": {"enabled": True, "data_sampling": {"num_epochs": 3}}}, (),
+     "length of training is --train-iters")])
 def test_a_curriculum_that_cannot_be_is_refused_with_a_reason(read, document, words, said):
     assert said in problem_of(read, document, *RUN, *words)
 

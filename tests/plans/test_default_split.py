@@ -1,4 +1,5 @@
-"""The default split and a small corpus: what is validated, what is left out, and what a checkpoint records."""
+"""The default split and a small corpus: what is validated, what is left out, and what a checkpoint
+records."""
 
 import numpy as np
 import pytest
@@ -13,8 +14,10 @@ from megatron_ds.errors import DataError
 from megatron_ds.training.run_checkpoint import describe_run
 from megatron_ds.training.samples import wanted_samples
 
-FLAGS = ("--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1 --global-batch-size 4 "
-         "--lr 1e-3 --train-iters 30 --eval-iters 1 --eval-interval 10 --tokenizer-type NullTokenizer --vocab-size 5000"
+FLAGS = ("--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1 "
+         "--global-batch-size 4 --lr 1e-3 --train-iters 30 --eval-iters 1 --eval-interval 10 "
+         "--tokenizer-type NullTokenizer "
+         "--vocab-size 5000"
          ).split()
 
 
@@ -42,12 +45,15 @@ def documents_in(dataset):
     (17, {*range(16)}, {16}, None), (79, {*range(77)}, {77, 78}, None),
     (600, {*range(581)}, {*range(581, 599)}, {599}),
 ])
-def test_a_small_corpus_without_a_split_is_validated_where_it_can_be(tmp_path, caplog, documents, train, valid, test):
+def test_a_small_corpus_without_a_split_is_validated_where_it_can_be(tmp_path, caplog, documents, train,
+                                                                     valid, test):
     caplog.set_level("INFO", "megatron_ds.data.loading.datasets")
-    config, found = build("--data-path", corpus_of(tmp_path / "c", documents), "--seq-length", "16", "--train-iters", "400")
+    config, found = build("--data-path", corpus_of(tmp_path / "c", documents), "--seq-length", "16",
+                          "--train-iters", "400")
     assert [documents_in(part) for part in (found.train, found.valid, found.test)] == [train, valid, test]
     assert (config.data.split is None) == (documents in (1, 17, 79, 600))
-    told = [record.message for record in caplog.records if " set: " in record.message or "default --split" in record.message]
+    told = [record.message for record in caplog.records if " set: " in record.message
+            or "default --split" in record.message]
     assert len(told) == {1: 2, 600: 0}.get(documents, 1 + (documents < 17)), told
 
 
@@ -71,13 +77,16 @@ def test_a_checkpoint_records_the_split_in_use(tmp_path):
     (config, _), (same, _), (other, _) = (
         build("--data-path", path, *more) for more in ([], ["--split", "90,10,0"], ["--eval-iters", "0"]))
     tokenizer = build_tokenizer(config.data, config.model)
-    identity = [describe_run(c, c, tokenizer, "run")["identity"]["data"]["split"] for c in (config, same, other)]
-    assert identity[0] == identity[1] == list(parse_split("9,1,0")) and identity[2] == list(parse_split("969,30,1"))
+    identity = [describe_run(c, c, tokenizer, "run")["identity"]["data"]["split"]
+                for c in (config, same, other)]
+    assert (identity[0] == identity[1] == list(parse_split("9,1,0"))
+            and identity[2] == list(parse_split("969,30,1")))
 
 
 @pytest.mark.parametrize("count", range(2, 400))
 def test_the_last_document_is_what_is_kept_for_validation(count):
-    assert cut(count, parse_split(f"{count - 1},1,0")) == (range(count - 1), range(count - 1, count), range(count, count))
+    assert cut(count, parse_split(f"{count - 1},1,0")) == (range(count - 1), range(count - 1, count),
+                                                           range(count, count))
 
 
 def test_documents_of_sentences_are_counted_as_documents(tmp_path):

@@ -38,7 +38,8 @@ def batch_of(**options) -> Batch:
 
 
 def megatron_batch(tokens):
-    """(mask, positions) by Megatron's rule, from its description: after each end everything before is closed off."""
+    """(mask, positions) by Megatron's rule, from its description: after each end everything before is closed
+    off."""
     s = len(tokens)
     mask, positions = np.tril(np.ones((s, s), bool)), np.arange(s)
     last = 0
@@ -60,9 +61,11 @@ def test_positions_and_masks_are_megatrons():
 
 
 def test_each_option_does_its_own_part():
-    plain, mask, positions = batch_of(), batch_of(reset_attention_mask=True), batch_of(reset_position_ids=True)
+    plain, mask, positions = (batch_of(), batch_of(reset_attention_mask=True),
+                              batch_of(reset_position_ids=True))
     assert plain.document_ids is plain.documents is positions.document_ids is None
-    assert torch.equal(plain.position_ids, mask.position_ids) and not torch.equal(plain.position_ids, positions.position_ids)
+    assert (torch.equal(plain.position_ids, mask.position_ids)
+            and not torch.equal(plain.position_ids, positions.position_ids))
     assert mask.document_ids.tolist() == [[0, 0, 0, 1, 1, 1, 1], [0, 1, 2, 2, 2, 2, 2], [0] * 7]
 
 
@@ -83,7 +86,8 @@ def test_micro_batches_keep_their_documents():
 
 def test_a_row_of_positions_that_serves_all_samples_stays_one_row_when_moved():
     moved = batch_of().to(torch.device("meta"))
-    assert moved.position_ids.stride(0) == 0 and moved.position_ids.shape == (3, 7) and moved.document_ids is None
+    assert (moved.position_ids.stride(0) == 0 and moved.position_ids.shape == (3, 7)
+            and moved.document_ids is None)
 
 
 def random_ids(b, s, mean, seed):
@@ -108,13 +112,15 @@ def by_document(q, k, v, ids):
     return out
 
 
-PATHS = {"fused": attention, "reference": lambda q, k, v, documents: reference_attention(q, k, v, mask=documents.foreign),
+PATHS = {"fused": attention,
+         "reference": lambda q, k, v, documents: reference_attention(q, k, v, mask=documents.foreign),
          "blocked": lambda q, k, v, documents: blocked_attention(q, k, v, q.shape[3] ** -0.5, documents)}
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("b, s, n, g, mean", [
-    (1, 2 * BLOCK, 2, 2, 10), (3, 2 * BLOCK + 7, 4, 2, 40), (2, 3 * BLOCK, 2, 1, 1000), (2, 5 * BLOCK - 1, 3, 3, 150)])
+    (1, 2 * BLOCK, 2, 2, 10), (3, 2 * BLOCK + 7, 4, 2, 40), (2, 3 * BLOCK, 2, 1, 1000),
+    (2, 5 * BLOCK - 1, 3, 3, 150)])
 def test_attention_with_documents_equals_attention_to_each_of_them(path, b, s, n, g, mean):
     draw = partial(torch.randn, dtype=torch.float64, generator=torch.Generator().manual_seed(s))
     q, k, v, dout = draw(s, b, n, 16), draw(s, b, g, 16), draw(s, b, g, 16), draw(s, b, n * 16)
@@ -140,7 +146,8 @@ def test_blocks_of_several_samples_close_each_ones_own_documents(monkeypatch):
     one_by_one = blocked_attention(q, k, v, 0.2, Documents(ids))
     monkeypatch.setattr(module, "TILE", 1 << 30)
     together = blocked_attention(q, k, v, 0.2, Documents(ids))
-    torch.testing.assert_close(together, one_by_one, rtol=1e-5, atol=1e-6)     # products of other sizes round otherwise
+    # products of other sizes round otherwise
+    torch.testing.assert_close(together, one_by_one, rtol=1e-5, atol=1e-6)
 
 
 def test_short_documents_cost_less_than_one_long_sample():

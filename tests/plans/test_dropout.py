@@ -14,7 +14,8 @@ def keep_mask(p, key, rows, cols):
 
 @pytest.fixture(params=["numpy", "device"])
 def generator(request, monkeypatch):
-    """Both ways of drawing: NumPy's, and the elementwise operations of other devices, which run on a CPU too."""
+    """Both ways of drawing: NumPy's, and the elementwise operations of other devices, which run on a CPU
+    too."""
     if request.param == "device":
         monkeypatch.setattr(module, "draw_keep_masks_", draw_on_device)
 
@@ -56,7 +57,8 @@ def test_a_mask_takes_a_number_of_operations_that_does_not_grow_with_samples_and
 
     def operations(keys):
         with Counted() as counted:
-            draw_on_device(torch.empty(keys, 8, 64, dtype=torch.bool), 0.1, [("site", k) for k in range(keys)], range(8))
+            draw_on_device(torch.empty(keys, 8, 64, dtype=torch.bool), 0.1,
+                           [("site", k) for k in range(keys)], range(8))
         return counted.count
 
     assert operations(1) == operations(64)
@@ -70,7 +72,8 @@ def test_any_slice_of_rows_equals_the_slice_of_the_whole_mask(generator, cols):
 
 
 def test_every_part_of_the_key_changes_the_mask(generator):
-    keys = [KEY, (1235, *KEY[1:]), (KEY[0], "decoder.layers.4.mlp", KEY[2]), (*KEY[:2], 18), (*KEY, 0), (*KEY, 1)]
+    keys = [KEY, (1235, *KEY[1:]), (KEY[0], "decoder.layers.4.mlp", KEY[2]), (*KEY[:2], 18), (*KEY, 0),
+            (*KEY, 1)]
     masks = [keep_mask(0.5, key, range(8), 64).flatten().tolist() for key in keys]
     assert len({tuple(mask) for mask in masks}) == len(keys)
     assert masks[0] == keep_mask(0.5, KEY, range(8), 64).flatten().tolist()
@@ -81,7 +84,8 @@ def test_the_kept_share_and_the_mean_are_right(generator, p):
     mask = keep_mask(p, KEY, range(500), 400)
     share = mask.float().mean().item()
     assert abs(share - (1 - p)) < 5 * (p * (1 - p) / mask.numel()) ** 0.5        # five standard deviations
-    assert abs(mask.float().mean(0).std().item() - (p * (1 - p) / 500) ** 0.5) < 0.005      # columns are independent
+    # columns are independent
+    assert abs(mask.float().mean(0).std().item() - (p * (1 - p) / 500) ** 0.5) < 0.005
     assert abs(keep_scale(p) * (1 - p) - 1) < 1e-4
 
 
@@ -131,7 +135,8 @@ def test_no_global_generator_is_touched(generator):
 
 
 def test_the_mask_is_the_same_in_every_release():
-    # A resumed run must go on with the masks it began with: these bits may not change without a note in the changelog.
+    # A resumed run must go on with the masks it began with: these bits may not change without a note in the
+    # changelog.
     mask = keep_mask(0.5, (1, "site", 2), range(3, 5), 20)
     assert ["".join("01"[int(bit)] for bit in row) for row in mask] == GOLDEN
 

@@ -14,11 +14,13 @@ from megatron_ds.errors import ConfigError
 
 PRE, MID, SUF, EOD, FILE = 300, 301, 302, 303, 304
 MARKS = {"<fim_prefix>": PRE, "<fim_middle>": MID, "<fim_suffix>": SUF, "<file>": FILE}
-TEXTS = ["def add(a, b):\n    return a + b\n", "Größenwahn – ein Wort", "x", "# no\nprint(1)\n", "aabbccddeeffgghhiijjkk" * 3]
+TEXTS = ["def add(a, b):\n    return a + b\n", "Größenwahn – ein Wort", "x", "# no\nprint(1)\n",
+         "aabbccddeeffgghhiijjkk" * 3]
 
 
 class Pairs:
-    """Bytes, but two letters that are alike are one token: to cut between them changes how many tokens there are."""
+    """Bytes, but two letters that are alike are one token: to cut between them changes how many tokens there
+    are."""
 
     vocab_size, eod = 305, EOD
 
@@ -34,7 +36,8 @@ class Pairs:
         return ids
 
     def decode(self, ids):
-        return b"".join(bytes([i]) if i < 256 else bytes([i - 256 + ord("a")] * 2) for i in ids).decode(errors="replace")
+        return b"".join(bytes([i]) if i < 256 else bytes([i - 256 + ord("a")] * 2)
+                        for i in ids).decode(errors="replace")
 
 
 FIM = FillInMiddle(Pairs(), PRE, MID, SUF, rate=1.0)
@@ -81,7 +84,8 @@ def test_rates_are_met():
         row = fim(sample_of(*TEXTS[:2], size=200), np.random.default_rng(i))
         for ids in pieces(row[row != PAD])[:-1]:
             counts[restored(ids)[1]] += 1
-    assert counts["plain"] == pytest.approx(600, abs=60) and counts["spm"] == pytest.approx(100, abs=35)     # four sigma
+    # four sigma
+    assert counts["plain"] == pytest.approx(600, abs=60) and counts["spm"] == pytest.approx(100, abs=35)
     assert counts["psm"] == 1000 - counts["plain"] - counts["spm"]
 
 
@@ -98,17 +102,21 @@ def test_both_cuts_fall_anywhere_in_the_text():
     for i in range(300):
         row = replace(FIM, spm_rate=0.0)(sample_of(text, size=12), np.random.default_rng(i)).tolist()
         places.add((row.index(SUF) - 1, row.index(SUF) - 1 + row.index(EOD) - row.index(MID) - 1))
-    assert {a for a, _ in places} == {b for _, b in places} == set(range(9)) and all(a <= b for a, b in places)
+    assert ({a for a, _ in places} == {b for _, b in places} == set(range(9))
+            and all(a <= b for a, b in places))
 
 
 def test_what_does_not_fit_is_left_out_and_what_is_missing_is_padding():
     full = sample_of(*TEXTS)
     row = FIM(full, np.random.default_rng(1))
     assert len(row) == len(full) and row[0] == PRE
-    alike = FIM(sample_of("aa" * 40), np.random.default_rng(3))           # 'aaa' + 'a' are as long as 'aa' + 'aa', not shorter
+    # 'aaa' + 'a' are as long as 'aa' + 'aa', not shorter
+    alike = FIM(sample_of("aa" * 40), np.random.default_rng(3))
     assert len(alike) == len(sample_of("aa" * 40))
-    batch = GPTCollator(9, 305)([{"tokens": FIM(sample_of("ab", size=10), np.random.default_rng(1))}], [0], (0,), True)
-    assert batch.loss_mask.sum() == 2 + 3 and (batch.tokens >= 0).all()   # two letters, three marks, the end; less the first
+    batch = GPTCollator(9, 305)([{"tokens": FIM(sample_of("ab", size=10), np.random.default_rng(1))}], [0],
+                                (0,), True)
+    # two letters, three marks, the end; less the first
+    assert batch.loss_mask.sum() == 2 + 3 and (batch.tokens >= 0).all()
 
 
 def test_fragments_are_rearranged_each_by_itself():
@@ -157,8 +165,10 @@ def test_a_sample_is_the_same_whoever_asks_for_it_and_when():
 
 
 def test_marks_are_tokens_by_text_or_number():
-    fim = make_fim(DataConfig(fim_data=True, fim_rate=0.9, fim_middle_token="301", fim_split_sample="<file>"), Pairs())
-    assert (fim.prefix, fim.middle, fim.suffix, fim.split, fim.rate, fim.fragment_rate) == (PRE, MID, SUF, FILE, 0.9, 0.9)
+    fim = make_fim(DataConfig(fim_data=True, fim_rate=0.9, fim_middle_token="301", fim_split_sample="<file>"),
+                   Pairs())
+    assert (fim.prefix, fim.middle, fim.suffix, fim.split, fim.rate,
+            fim.fragment_rate) == (PRE, MID, SUF, FILE, 0.9, 0.9)
     for wrong in ("<no_such>", "305"):
         with pytest.raises(ConfigError, match="--fim-suffix-token"):
             make_fim(DataConfig(fim_data=True, fim_suffix_token=wrong), Pairs())

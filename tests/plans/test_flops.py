@@ -8,8 +8,8 @@ from megatron_ds.planning.flops import layers_of, model_flops, peak_flops, utili
 
 GPT3 = ModelConfig(num_layers=96, hidden_size=12288, num_attention_heads=96, seq_length=2048)
 GPT2_MEDIUM = ModelConfig(num_layers=24, hidden_size=1024, num_attention_heads=16, seq_length=1024)
-LLAMA3_8B = ModelConfig(num_layers=32, hidden_size=4096, num_attention_heads=32, num_query_groups=8, seq_length=8192,
-                        ffn_hidden_size=14336, activation="swiglu")
+LLAMA3_8B = ModelConfig(num_layers=32, hidden_size=4096, num_attention_heads=32, num_query_groups=8,
+                        seq_length=8192, ffn_hidden_size=14336, activation="swiglu")
 
 
 def layer_flops(model, kind, seq_length, vocab_size):
@@ -44,7 +44,8 @@ def test_of_blocks_that_drop_tokens_the_kept_ones_count():
     dropping = model_flops(GPT2_MEDIUM, 3, 1024, 50304, 22, 256)
     blocks = 2 * layer_flops(GPT2_MEDIUM, "block", 1024, 0) + 22 * layer_flops(GPT2_MEDIUM, "block", 256, 0)
     assert dropping == pytest.approx(3 * (blocks + layer_flops(GPT2_MEDIUM, "head", 1024, 50304)), rel=1e-12)
-    assert model_flops(GPT2_MEDIUM, 3, 1024, 50304, 22, 1024) == pytest.approx(model_flops(GPT2_MEDIUM, 3, 1024, 50304))
+    assert model_flops(GPT2_MEDIUM, 3, 1024, 50304, 22,
+                       1024) == pytest.approx(model_flops(GPT2_MEDIUM, 3, 1024, 50304))
 
 
 @pytest.mark.parametrize("name, dtype, peak", [
@@ -61,6 +62,7 @@ def test_where_no_data_sheet_gives_the_peak_there_is_none(monkeypatch):
     assert peak_flops(torch.device("cpu"), torch.float32) is None
 
 
-@pytest.mark.parametrize("flops, peak, mfu", [(2e12, 8e12, 0.25), (8e12, 8e12, 1.0), (8.1e12, 8e12, None), (2e12, None, None)])
+@pytest.mark.parametrize("flops, peak, mfu", [(2e12, 8e12, 0.25), (8e12, 8e12, 1.0), (8.1e12, 8e12, None),
+                                              (2e12, None, None)])
 def test_utilization_never_exceeds_100_percent(flops, peak, mfu):
     assert utilization(flops, peak) == mfu

@@ -1,4 +1,5 @@
-"""Flags of Megatron and keys of DeepSpeed without an option here: what is accepted and listed, and what is refused."""
+"""Flags of Megatron and keys of DeepSpeed without an option here: what is accepted and listed, and what is
+refused."""
 
 import json
 
@@ -11,26 +12,29 @@ from megatron_ds.config.unsupported import FLAGS, KEYS
 from megatron_ds.errors import ConfigError
 from megatron_ds.training.startup_text import values_text
 
-NEEDED = ("--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --micro-batch-size 2 --lr 6e-4 "
-          "--train-iters 100").split()
+NEEDED = ("--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --micro-batch-size 2 "
+          "--lr 6e-4 --train-iters 100").split()
 MOCK = [*NEEDED, "--vocab-size", "99", "--mock-data"]
 CORPUS = [*NEEDED, "--data-path", "corpus", "--tokenizer-type", "GPT2BPETokenizer"]
 
 # Hugging Face's standard file for ZeRO 3, and what recipes add to it.
 STANDARD = {
-    "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16, "hysteresis": 2,
-             "min_loss_scale": 1},
+    "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16,
+             "hysteresis": 2, "min_loss_scale": 1},
     "bf16": {"enabled": "auto"},
-    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto",
+                                              "weight_decay": "auto"}},
     "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto",
                                                  "warmup_num_steps": "auto"}},
     "zero_optimization": {
         "stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": True},
-        "offload_param": {"device": "cpu", "pin_memory": True}, "overlap_comm": True, "contiguous_gradients": True,
-        "sub_group_size": 1e9, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto",
-        "stage3_param_persistence_threshold": "auto", "stage3_max_live_parameters": 1e9, "stage3_max_reuse_distance": 1e9,
-        "stage3_gather_16bit_weights_on_model_save": True},
-    "gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "steps_per_print": 2000, "train_batch_size": "auto",
+        "offload_param": {"device": "cpu", "pin_memory": True}, "overlap_comm": True,
+        "contiguous_gradients": True, "sub_group_size": 1e9, "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto", "stage3_max_live_parameters": 1e9,
+        "stage3_max_reuse_distance": 1e9, "stage3_gather_16bit_weights_on_model_save": True},
+    "gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "steps_per_print": 2000,
+    "train_batch_size": "auto",
     "train_micro_batch_size_per_gpu": "auto", "wall_clock_breakdown": False, "prescale_gradients": True,
     "flops_profiler": {"enabled": False, "profile_step": 1}, "autotuning": {"enabled": False, "fast": True},
     "compression_training": {"layer_reduction": {"enabled": False, "keep_number_layer": 5}}}
@@ -51,10 +55,12 @@ def test_hugging_faces_standard_file_is_accepted_and_its_autos_are_the_flags(tmp
     path.write_text(json.dumps(STANDARD))
     config = parse([*MOCK, "--deepspeed_config", str(path), "--bf16", "--global-batch-size", "8"], env={})
     assert (config.optimizer.lr, config.optimizer.bf16, config.train.global_batch_size) == (6e-4, True, 8)
-    assert (config.zero.stage, config.logging.log_interval, config.zero.prescale_gradients) == (3, 2000, False)
+    assert (config.zero.stage, config.logging.log_interval,
+            config.zero.prescale_gradients) == (3, 2000, False)
     listed = report_without_effect(config)
-    for key in ("pin_memory", "contiguous_gradients", "stage3_max_live_parameters", "wall_clock_breakdown", "autotuning",
-                "stage3_gather_16bit_weights_on_model_save", "prescale_gradients", "compression_training"):
+    for key in ("pin_memory", "contiguous_gradients", "stage3_max_live_parameters", "wall_clock_breakdown",
+                "autotuning", "stage3_gather_16bit_weights_on_model_save", "prescale_gradients",
+                "compression_training"):
         assert key in listed, key
     assert listed.count("\n") < 12 and "prescale" not in values_text(config)
 
@@ -76,8 +82,9 @@ def nested(key: str, value) -> dict:
 @pytest.mark.parametrize("off", [False, None, "auto", {"enabled": False, "more": 1}])
 def test_a_key_that_is_off_is_accepted_unless_off_is_another_behaviour(key, off):
     reading = reading_of("ds.json", nested(key, off))
-    always_on = key.rpartition(".")[2] in ("bias_correction", "adam_w_mode", "check_grad_overflow", "load_from_fp32_weights",
-                                           "gradient_allreduce_op", "num_epochs", "activation_checkpoint_interval")
+    always_on = key.rpartition(".")[2] in ("bias_correction", "adam_w_mode", "check_grad_overflow",
+                                           "load_from_fp32_weights", "gradient_allreduce_op", "num_epochs",
+                                           "activation_checkpoint_interval")
     if any(known.startswith(key + ".") for known in known_keys()):
         return
     assert bool(reading.problems) == (always_on and off is False), reading.problems
@@ -85,31 +92,39 @@ def test_a_key_that_is_off_is_accepted_unless_off_is_another_behaviour(key, off)
 
 
 @pytest.mark.parametrize("key, value", [
-    ("optimizer.params.bias_correction", False), ("optimizer.params.adam_w_mode", False), ("optimizer.params.amsgrad", True),
+    ("optimizer.params.bias_correction", False), ("optimizer.params.adam_w_mode", False),
+    ("optimizer.params.amsgrad", True),
     ("gradient_allreduce_op", "sum"), ("wall_clock_breakdown", True), ("autotuning", {"enabled": True}),
-    ("activation_checkpointing", {"partition_activations": True}), ("zero_optimization.zero_quantized_weights", True),
+    ("activation_checkpointing", {"partition_activations": True}),
+    ("zero_optimization.zero_quantized_weights", True),
     ("fp16.consecutive_hysteresis", True), ("bf16.check_grad_overflow", False), ("wandb", {"enabled": True}),
-    ("zero_optimization.cpu_offload", True), ("compression_training", {"layer_reduction": {"enabled": True}})])
+    ("zero_optimization.cpu_offload", True),
+    ("compression_training", {"layer_reduction": {"enabled": True}})])
 def test_a_key_that_would_change_numbers_or_is_missing_here_is_refused(key, value):
     problems = reading_of("ds.json", nested(key, value)).problems
     assert len(problems) == 1 and f'"{key}" is not supported: ' in problems[0]
 
 
 def test_flags_that_ask_for_what_happens_anyway_are_accepted_and_listed_once():
-    words = ("--deepspeed --deepspeed-activation-checkpointing --override-opt-param-scheduler --data-impl mmap "
-             "--tensorboard-queue-size 1 --log-validation-ppl-to-tensorboard --log-batch-size-to-tensorboard --use-flash-attn "
-             "--use-mcore-models --transformer-impl local --num-experts 1 --exit-signal SIGTERM --no-masked-softmax-fusion "
-             "--accumulate-allreduce-grads-in-fp32 --no-pipeline-parallel").split()
+    words = ("--deepspeed --deepspeed-activation-checkpointing --override-opt-param-scheduler --data-impl "
+             "mmap --tensorboard-queue-size 1 --log-validation-ppl-to-tensorboard "
+             "--log-batch-size-to-tensorboard "
+             "--use-flash-attn "
+             "--use-mcore-models --transformer-impl local --num-experts 1 --exit-signal SIGTERM "
+             "--no-masked-softmax-fusion --accumulate-allreduce-grads-in-fp32 --no-pipeline-parallel").split()
     config = parse([*MOCK, *words], env={})
     assert accepted(config) == {w for w in words if w in FLAGS}
-    assert len(accepted(config)) == 13 and config.source("optimizer.main_grads_dtype").startswith("--accumulate")
+    assert (len(accepted(config)) == 13
+            and config.source("optimizer.main_grads_dtype").startswith("--accumulate"))
     assert report_without_effect(parse(MOCK, env={})) == ""
 
 
 @pytest.mark.parametrize("words, says", [
-    ("--data-impl lazy", "preprocess_data"), ("--num-experts 8", "mixture-of-experts"), ("--moe-router-topk 2", "mixture"),
+    ("--data-impl lazy", "preprocess_data"), ("--num-experts 8", "mixture-of-experts"),
+    ("--moe-router-topk 2", "mixture"),
     ("--fp32-residual-connection", "dtype of the weights"), ("--exit-signal SIGHUP", "SIGTERM"),
-    ("--log-timers-to-tensorboard", "iteration-time"), ("--use-checkpoint-opt-param-scheduler", "from the flags"),
+    ("--log-timers-to-tensorboard", "iteration-time"),
+    ("--use-checkpoint-opt-param-scheduler", "from the flags"),
     ("--accumulate-allreduce-grads-in-fp32 --main-grads-dtype bf16", "contradict"),
     ("--no-pipeline-parallel --pipeline-model-parallel-size 2", "contradict")])
 def test_flags_that_ask_for_something_else_are_refused(words, says):
@@ -118,7 +133,8 @@ def test_flags_that_ask_for_something_else_are_refused(words, says):
 
 def test_rope_wins_over_no_position_embedding_in_any_order():
     rope = ["--position-embedding-type", "rope"]
-    for words in ([*rope, "--no-position-embedding"], ["--no-position-embedding", "--use-rotary-position-embeddings"]):
+    for words in ([*rope, "--no-position-embedding"],
+                  ["--no-position-embedding", "--use-rotary-position-embeddings"]):
         assert parse([*MOCK, *words], env={}).model.position_embedding_type == "rope"
     assert parse([*MOCK, "--no-position-embedding"], env={}).model.position_embedding_type == "none"
 
@@ -141,13 +157,15 @@ def test_saving_options_without_a_folder_are_listed():
 
 
 def test_the_flag_for_mock_data_replaces_the_data_of_a_recipe(tmp_path):
-    config = parse([*CORPUS, "--split", "9,1", "--vocab-file", "nowhere.json", "--mock-data", "--vocab-size", "99"], env={})
+    config = parse([*CORPUS, "--split", "9,1", "--vocab-file", "nowhere.json", "--mock-data",
+                    "--vocab-size", "99"], env={})
     assert (config.data.mock_data, config.data.data_path, config.data.split) == (True, (), None)
     assert config.data.tokenizer_type == "NullTokenizer" and config.data.vocab_file is None
     assert accepted(config) == {"--data-path corpus", "--split 9,1", "--tokenizer-type GPT2BPETokenizer",
                                 "--vocab-file nowhere.json"}
     files = ["--vocab-file", "v.json", "--merge-file", "m.txt"]
     config = parse([*NEEDED, "--mock-data", *files], env={})
-    assert (config.data.tokenizer_type, config.model.vocab_size, config.data.vocab_file) == ("NullTokenizer", 50_256, None)
+    assert (config.data.tokenizer_type, config.model.vocab_size,
+            config.data.vocab_file) == ("NullTokenizer", 50_256, None)
     (tmp_path / "mock.yaml").write_text("mock_data: true\n")
     assert "both choose the training data" in refusal(*CORPUS, "--config", str(tmp_path / "mock.yaml"))

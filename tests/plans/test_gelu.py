@@ -46,8 +46,10 @@ def test_ends_of_the_range(dtype):
     inf, nan = float("inf"), float("nan")
     x = torch.tensor([inf, 1e30, 100, 16, 0.0, -0.0, 1e-40, -100, -1e30, -inf, nan], dtype=dtype)
     y, dx = ours(x, torch.ones_like(x))
-    torch.testing.assert_close(y, torch.tensor([inf, 1e30, 100, 16, 0, 0, 0, 0, 0, 0, nan], dtype=dtype), equal_nan=True)
-    torch.testing.assert_close(dx, torch.tensor([1, 1, 1, 1, 0.5, 0.5, 0.5, 0, 0, 0, nan], dtype=dtype), equal_nan=True)
+    torch.testing.assert_close(y, torch.tensor([inf, 1e30, 100, 16, 0, 0, 0, 0, 0, 0, nan], dtype=dtype),
+                               equal_nan=True)
+    torch.testing.assert_close(dx, torch.tensor([1, 1, 1, 1, 0.5, 0.5, 0.5, 0, 0, 0, nan], dtype=dtype),
+                               equal_nan=True)
 
 
 @compiled

@@ -25,8 +25,8 @@ def write(prefix, sizes, first=0):
 
 
 def open_dataset(corpus, samples=None, cache=None, seq_length=4):
-    return open_gpt_dataset(corpus, range(len(corpus)), title="GPTDataset-train", seq_length=seq_length, num_samples=samples,
-                            seed=1234, cache=cache)
+    return open_gpt_dataset(corpus, range(len(corpus)), title="GPTDataset-train", seq_length=seq_length,
+                            num_samples=samples, seed=1234, cache=cache)
 
 
 def test_samples_are_slices_of_the_shuffled_documents(tmp_path):
@@ -106,7 +106,8 @@ def test_of_many_processes_one_builds(tmp_path):
     write(tmp_path / "c", [5, 3, 8])
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
-    processes = [context.Process(target=count_builds, args=(tmp_path / "c", tmp_path / "kept", queue)) for _ in range(6)]
+    processes = [context.Process(target=count_builds, args=(tmp_path / "c", tmp_path / "kept", queue))
+                 for _ in range(6)]
     for p in processes:
         p.start()
     results = [queue.get(timeout=60) for _ in processes]
@@ -142,7 +143,8 @@ def open_until_killed(n, prefix, cache):
         return changed
 
     try:
-        for owner, name in ((np, "save"), (os, "fsync"), (Path, "replace"), (Path, "unlink"), (Path, "mkdir")):
+        for owner, name in ((np, "save"), (os, "fsync"), (Path, "replace"), (Path, "unlink"),
+                            (Path, "mkdir")):
             setattr(owner, name, killed(getattr(owner, name)))
         open_dataset(IndexedDataset(prefix), 9, cache)
     finally:
@@ -159,10 +161,10 @@ def test_a_process_killed_at_any_moment_of_building_leaves_nothing_that_is_taken
         was_killed = open_until_killed(n, tmp_path / "c", cache)
         after = open_dataset(corpus, 9, cache)
         assert [after[i]["tokens"].tolist() for i in range(len(after))] == want
-        assert sorted(os.listdir(cache)) == names                             # and nothing half-written stays behind
+        assert sorted(os.listdir(cache)) == names                      # and nothing half-written stays behind
         if not was_killed:
             break
-    assert n > 12                                                             # three arrays and a description, four steps each
+    assert n > 12                                            # three arrays and a description, four steps each
 
 
 def test_a_full_disk_means_indices_in_memory_built_once(tmp_path, monkeypatch, caplog):

@@ -35,14 +35,17 @@ def test_names_do_not_depend_on_the_cut():
     assert [layer.name for layer in layers] == ["embedding", *(f"decoder.layers.{i}" for i in range(3)),
                                                 "decoder.final_layernorm", "output_layer"]
     assert [layer.kind for layer in layers] == ["embedding", "block", "block", "block", "norm", "head"]
-    names = [p.spec.name for stage in (layers[:2], layers[2:3], layers[3:]) for p in build_stage(stage).parameters()]
+    names = [p.spec.name for stage in (layers[:2], layers[2:3], layers[3:])
+             for p in build_stage(stage).parameters()]
     assert names == [p.spec.name for p in build_stage(layers).parameters()]
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_gradients_are_partial_exactly_where_a_parameter_sees_a_slice_of_the_sequence(sequence_parallel):
-    model = build_stage(MODELS["gpt"](STYLES["gpt2"], context_of(tp_of(2), sequence_parallel=sequence_parallel)))
-    sees_slice = ("layernorm.weight", "layernorm.bias", "linear_proj.bias", "linear_fc2.bias", "position_embeddings.weight")
+    model = build_stage(MODELS["gpt"](STYLES["gpt2"],
+                                      context_of(tp_of(2), sequence_parallel=sequence_parallel)))
+    sees_slice = ("layernorm.weight", "layernorm.bias", "linear_proj.bias", "linear_fc2.bias",
+                  "position_embeddings.weight")
     for p in model.parameters():
         partial = sequence_parallel and p.spec.name.endswith(sees_slice)
         assert p.spec.partial_over == (("tp",) if partial else ()), p.spec.name
@@ -59,12 +62,13 @@ def test_initial_values_and_decay_follow_the_kind_of_parameter():
             assert init.kind == "ones", name
         else:
             assert init.kind == "normal", name
-            assert init.std == (0.125 if "proj" in name or "fc2" in name else 0.5), name     # 0.5 / sqrt(2 * 8)
+            assert init.std == (0.125 if "proj" in name or "fc2" in name else 0.5), name   # 0.5 / sqrt(2 * 8)
 
 
 def test_only_the_first_blocks_of_a_stage_recompute_when_a_number_is_given():
     def granularities(count, start=0):
-        layers = MODELS["gpt"](STYLES["gpt2"], context_of(recompute_granularity="full", recompute_num_layers=count))
+        layers = MODELS["gpt"](STYLES["gpt2"],
+                               context_of(recompute_granularity="full", recompute_num_layers=count))
         return [m.granularity for m in build_stage(layers[start:]) if hasattr(m, "granularity")]
 
     assert granularities(None) == ["full"] * 3
@@ -81,7 +85,8 @@ def test_only_the_first_blocks_of_a_stage_recompute_when_a_number_is_given():
     (dict(activation="gelo"), "did you mean 'gelu'"),
 ], ids=str)
 def test_what_cannot_be_built_says_what_could(change, words):
-    layers = MODELS["gpt"](replace(STYLES["gpt2"], **change), context_of(tp_of(2)))      # the list itself builds nothing
+    # the list itself builds nothing
+    layers = MODELS["gpt"](replace(STYLES["gpt2"], **change), context_of(tp_of(2)))
     with pytest.raises(ConfigError, match=words):
         layers[1].make()
 

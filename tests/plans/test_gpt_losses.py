@@ -14,7 +14,8 @@ CONFIG = STYLES["gpt2"]
 
 def logits_of(batch, seed=5, padding=3):
     draw = torch.Generator().manual_seed(seed)
-    return torch.randn(batch.seq_length, batch.size, CONFIG.vocab_size + padding, generator=draw)      # [s, b, Vp]
+    # [s, b, Vp]
+    return torch.randn(batch.seq_length, batch.size, CONFIG.vocab_size + padding, generator=draw)
 
 
 def reference(logits, batch, smoothing=0.0):
@@ -23,8 +24,8 @@ def reference(logits, batch, smoothing=0.0):
     Megatron spreads the smoothing over the other 36 tokens, torch over all 37.
     """
     labels = batch.labels.masked_fill(batch.loss_mask == 0, -100).t()
-    return F.cross_entropy(logits[..., :CONFIG.vocab_size].double().flatten(0, 1), labels.flatten(), reduction="sum",
-                           label_smoothing=smoothing * 37 / 36)
+    return F.cross_entropy(logits[..., :CONFIG.vocab_size].double().flatten(0, 1), labels.flatten(),
+                           reduction="sum", label_smoothing=smoothing * 37 / 36)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])

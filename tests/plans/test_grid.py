@@ -1,4 +1,5 @@
-"""The grid against numpy: an array of ranks shaped like the axes, slowest first, has the groups as its lines."""
+"""The grid against numpy: an array of ranks shaped like the axes, slowest first, has the groups as its
+lines."""
 
 from itertools import permutations
 from math import prod
@@ -56,8 +57,8 @@ def test_dense_groups_are_lines_of_the_array_of_ranks(grid, axes):
         assert all(grid.group_of(rank, *axes) == group for rank in group)
 
 
-@given(st.sampled_from(["tp-cp-ep-dp-pp", "tp-ep-cp-dp-pp", "cp-ep-dp-tp-pp", "pp-tp-cp-ep-dp"]), sizes, sizes, sizes, sizes,
-       st.sampled_from(["ep", "edp", "tp", "pp"]))
+@given(st.sampled_from(["tp-cp-ep-dp-pp", "tp-ep-cp-dp-pp", "cp-ep-dp-tp-pp", "pp-tp-cp-ep-dp"]), sizes,
+       sizes, sizes, sizes, st.sampled_from(["ep", "edp", "tp", "pp"]))
 def test_expert_groups_agree_with_megatron_where_it_accepts_the_order(order, tp, ep, edp, pp, axis):
     # Megatron lays the experts' axes out in the same order, without cp, and dp meaning the experts' own.
     grid = Grid(tp=tp, cp=1, ep=ep, dp=ep * edp, pp=pp, order=order)
@@ -70,7 +71,8 @@ def test_expert_groups_agree_with_megatron_where_it_accepts_the_order(order, tp,
 def test_experts_cut_the_ranks_of_context_and_data_again(grid):
     assert set(grid.groups("ep", "edp")) == set(grid.groups("cp", "dp"))
     for group in grid.groups("ep"):
-        assert [grid.coordinates(rank)["edp"] for rank in group] == [grid.coordinates(group[0])["edp"]] * grid.ep
+        assert [grid.coordinates(rank)["edp"]
+                for rank in group] == [grid.coordinates(group[0])["edp"]] * grid.ep
         assert sorted(grid.coordinates(rank)["ep"] for rank in group) == list(range(grid.ep))
 
 
@@ -94,7 +96,8 @@ def test_groups_of_a_known_layout():
 
 
 def test_a_world_that_does_not_fit_gets_numbers_and_alternatives():
-    with pytest.raises(ConfigError, match=r"world size 6 is not a multiple of 4 .* 4 or 8 ranks.* in \(1, 2, 3, 6\)"):
+    with pytest.raises(ConfigError,
+                       match=r"world size 6 is not a multiple of 4 .* 4 or 8 ranks.* in \(1, 2, 3, 6\)"):
         Grid.fit(6, tp=4)
     with pytest.raises(ConfigError, match=r"expert_model_parallel_size=3 .* 1 x 4 = 4.*\(1, 2, 4\)"):
         Grid.fit(8, tp=2, ep=3)

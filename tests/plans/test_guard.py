@@ -15,7 +15,8 @@ SRUN = {"SLURM_NTASKS": "8"}
 
 @pytest.fixture
 def told_by(monkeypatch, capsys, tmp_path):
-    """told_by(error, environment): (stderr, seconds waited, torchrun's error file) of the process that raises it."""
+    """told_by(error, environment): (stderr, seconds waited, torchrun's error file) of the process that raises
+    it."""
     waited = []
     monkeypatch.setattr(guard.time, "sleep", waited.append)
 
@@ -31,7 +32,8 @@ def told_by(monkeypatch, capsys, tmp_path):
             if "TORCHELASTIC_RUN_ID" in environment:
                 m.setenv("TORCHELASTIC_ERROR_FILE", str(file))
             assert main_guard(lambda: (_ for _ in ()).throw(error)) == 2
-        return capsys.readouterr().err, sum(waited), json.loads(file.read_text())["message"] if file.exists() else None
+        return (capsys.readouterr().err, sum(waited), json.loads(file.read_text())["message"] if file.exists()
+                else None)
 
     return run
 
@@ -39,15 +41,19 @@ def told_by(monkeypatch, capsys, tmp_path):
 def test_rank_0_tells_a_shared_error_at_once(told_by):
     said, waited, note = told_by(ConfigError("no"), **TORCHRUN, RANK="0", LOCAL_RANK="0")
     assert (said, waited) == ("error: no\n", 0)
-    assert note["message"] == "error: no", "torchrun's summary, the last lines on the screen, ends with the error"
+    assert note["message"] == "error: no", (
+        "torchrun's summary, the last lines on the screen, ends with the error")
 
 
 @pytest.mark.parametrize("launcher, rank, said", [
-    ({**TORCHRUN, "RANK": "3", "LOCAL_RANK": "3"}, 3, True),            # torchrun would have ended it if rank 0 had failed
+    # torchrun would have ended it if rank 0 had failed
+    ({**TORCHRUN, "RANK": "3", "LOCAL_RANK": "3"}, 3, True),
     ({"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "3"}, 3, True),
-    ({**SRUN, "SLURM_PROCID": "3", "SLURM_LOCALID": "3"}, 3, False),    # srun might not: one of a machine speaks
+    # srun might not: one of a machine speaks
+    ({**SRUN, "SLURM_PROCID": "3", "SLURM_LOCALID": "3"}, 3, False),
     ({**SRUN, "SLURM_PROCID": "4", "SLURM_LOCALID": "0"}, 4, True),
-    ({**SRUN, "SLURM_PROCID": "1", "RANK": "9", "LOCAL_RANK": "1", **TORCHRUN}, 9, True),        # torchrun started by srun
+    # torchrun started by srun
+    ({**SRUN, "SLURM_PROCID": "1", "RANK": "9", "LOCAL_RANK": "1", **TORCHRUN}, 9, True),
 ])
 def test_other_ranks_wait_to_be_ended_before_they_speak(told_by, launcher, rank, said):
     text, waited, _ = told_by(ConfigError("no"), **launcher)
@@ -76,7 +82,8 @@ def test_what_nobody_raised_on_purpose_keeps_its_traceback_in_torchruns_summary(
     with pytest.raises(ZeroDivisionError):
         main_guard(lambda: 1 // 0)
     details = json.loads(file.read_text())["message"]["extraInfo"]
-    assert "ZeroDivisionError" in details["py_callstack"] and abs(int(details["timestamp"]) - time.time()) < 60
+    assert ("ZeroDivisionError" in details["py_callstack"]
+            and abs(int(details["timestamp"]) - time.time()) < 60)
 
 
 def test_torch_reads_the_note_as_it_reads_its_own(told_by, tmp_path):

@@ -1,4 +1,5 @@
-"""Document, sample and shuffle indices: Megatron's golden values, and a slow walk over the tokens as reference."""
+"""Document, sample and shuffle indices: Megatron's golden values, and a slow walk over the tokens as
+reference."""
 
 import numpy as np
 import pytest
@@ -41,7 +42,8 @@ def test_shuffles_have_the_golden_values():
     assert two_epochs.tolist() == [2, 1, 2, 0, 0, 1, 3, 3] and two_epochs.dtype == np.int32
 
 
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=30), st.integers(1, 12), st.randoms(use_true_random=False))
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=30), st.integers(1, 12),
+       st.randoms(use_true_random=False))
 def test_sample_index_equals_a_walk_over_the_tokens(sizes, seq_length, random):
     if sum(sizes) == 0:
         return
@@ -60,7 +62,8 @@ def test_epochs_are_the_fewest_that_hold_the_samples(tokens, seq_length, samples
 
 
 @settings(max_examples=60)
-@given(st.lists(st.integers(0, 9), min_size=2, max_size=12).filter(any), st.integers(1, 6), st.integers(1, 60))
+@given(st.lists(st.integers(0, 9), min_size=2, max_size=12).filter(any), st.integers(1, 6),
+       st.integers(1, 60))
 def test_maps_read_each_document_once_an_epoch_and_each_sample_once(sizes, seq_length, samples):
     lengths, documents = np.array(sizes, np.int32), np.arange(1, len(sizes))
     tokens = int(lengths[1:].sum())
@@ -79,13 +82,15 @@ def test_maps_read_each_document_once_an_epoch_and_each_sample_once(sizes, seq_l
 
 
 def test_a_barely_used_last_epoch_is_shuffled_by_itself():
-    # 31 tokens an epoch at s = 4: 7 samples an epoch, so int(0.8 · 7) = 5; 15 of the samples are in two epochs.
+    # 31 tokens an epoch at s = 4: 7 samples an epoch, so int(0.8 · 7) = 5; 15 of the samples are in two
+    # epochs.
     assert last_epoch_is_separate(31, 4, 16, 3) and last_epoch_is_separate(31, 4, 19, 3)
     assert not last_epoch_is_separate(31, 4, 20, 3) and not last_epoch_is_separate(31, 4, 7, 1)
     maps = build_index_maps(SIZES, np.arange(6), 4, 16, seed=1234)
     assert sorted(maps.document_index[:12].tolist()) == sorted([*range(6)] * 2)
     assert maps.document_index[:12].tolist() != sorted(maps.document_index[:12].tolist())
-    # The same stream of random numbers: documents of two epochs, then of the last, then both parts of the samples.
+    # The same stream of random numbers: documents of two epochs, then of the last, then both parts of the
+    # samples.
     random = np.random.RandomState(1234)
     two, one = np.array([*range(6)] * 2), np.arange(6)
     first, second = np.arange(15), np.arange(15, 23)

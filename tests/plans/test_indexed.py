@@ -36,7 +36,8 @@ def test_written_bytes_are_the_golden_bytes(tmp_path):
     assert (tmp_path / "wide.bin").read_bytes() == struct.pack("<i", 70000)
 
 
-@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.int16, np.int32, np.int64, np.float64, np.float32, np.uint16])
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.int16, np.int32, np.int64, np.float64, np.float32,
+                                   np.uint16])
 def test_every_type_comes_back_as_it_was_written(tmp_path, dtype):
     random = np.random.RandomState(7)
     documents = [random.randint(0, 100, n).astype(dtype) for n in (5, 1, 0, 13, 0, 2)]
@@ -46,7 +47,7 @@ def test_every_type_comes_back_as_it_was_written(tmp_path, dtype):
     corpus = IndexedDataset(tmp_path / "c")
     corpus.check()
     assert corpus.dtype == dtype and corpus.num_documents == 6 and corpus.num_tokens == 21
-    assert corpus.document_indices.tolist() == [0, 1, 2, 2, 3, 3, 4]          # an empty document has no sequence
+    assert corpus.document_indices.tolist() == [0, 1, 2, 2, 3, 3, 4]       # an empty document has no sequence
     assert [s.tolist() for s in corpus] == [d.tolist() for d in documents if len(d)]
     assert corpus.get(2, 4, 3).tolist() == documents[3][4:7].tolist()
 
@@ -87,7 +88,8 @@ def test_what_another_process_is_writing_is_left_to_it(tmp_path):
 
 def test_ids_that_do_not_fit_the_type_are_refused(tmp_path):
     for bad in ([65536], [-1]):
-        with pytest.raises(DataError, match="do not fit uint16"), IndexedWriter(tmp_path / "c", np.uint16) as w:
+        with pytest.raises(DataError, match="do not fit uint16"), IndexedWriter(tmp_path / "c",
+                                                                                np.uint16) as w:
             w.add_document(bad)
     assert dtype_for(65499) == np.uint16 and dtype_for(65500) == np.int32 and dtype_for(None) == np.int32
 
@@ -121,7 +123,8 @@ def test_a_damaged_index_is_an_error_naming_file_and_defect(tmp_path, file, star
 
 @pytest.mark.parametrize("file, size, told", [
     ("c.bin", 13, "truncated: 13 bytes"), ("c.bin", 0, "truncated: 0 bytes"),
-    ("c.idx", 93, "truncated: 93 bytes"), ("c.idx", 20, "fewer than its header"), ("c.idx", 0, "fewer than its header"),
+    ("c.idx", 93, "truncated: 93 bytes"), ("c.idx", 20, "fewer than its header"),
+    ("c.idx", 0, "fewer than its header"),
 ])
 def test_a_truncated_file_is_an_error_naming_it(tmp_path, file, size, told):
     prefix = golden(tmp_path)
@@ -142,7 +145,7 @@ def test_a_missing_file_is_an_error_naming_it(tmp_path):
 
 
 def test_a_corpus_above_four_gibibytes_is_read_to_its_end(tmp_path):
-    lengths = np.array([2**30 + 7, 3, 5], np.int32)                           # int32 tokens; the first are a hole in the file
+    lengths = np.array([2**30 + 7, 3, 5], np.int32)           # int32 tokens; the first are a hole in the file
     sizes = lengths.astype(np.int64) * 4
     with open(tmp_path / "large.idx", "wb") as f:
         f.write(indexed.HEADER.pack(indexed.MAGIC, 1, 4, 3, 4) + lengths.tobytes())

@@ -33,7 +33,7 @@ SPECS = [
 @pytest.mark.parametrize("block", [4, 16, 1 << 16])
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
 def test_shards_of_any_layout_are_cut_from_the_same_tensor(spec, block, monkeypatch):
-    monkeypatch.setattr(init, "BLOCK", block)               # blocks that end inside rows, and rows longer than blocks
+    monkeypatch.setattr(init, "BLOCK", block)       # blocks that end inside rows, and rows longer than blocks
     whole = assemble([draw(spec)], spec)
     for size in (2, 3, 4):
         shards = [draw(spec, rank, size) for rank in range(size)]
@@ -85,12 +85,13 @@ def test_a_rank_draws_only_the_blocks_of_its_rows(monkeypatch):
 
 
 @pytest.mark.parametrize("shape, dim, parts, padded", [
-    ((13, 7), None, 1, None), ((13, 7), 0, 1, 24), ((24, 10), 1, 1, None), ((24, 10), 0, 2, None), ((29,), None, 1, None),
-    ((6, 4, 10), 2, 1, None), ((300, 700), 0, 1, None)])
+    ((13, 7), None, 1, None), ((13, 7), 0, 1, 24), ((24, 10), 1, 1, None), ((24, 10), 0, 2, None),
+    ((29,), None, 1, None), ((6, 4, 10), 2, 1, None), ((300, 700), 0, 1, None)])
 @pytest.mark.parametrize("kind", ["normal", "ones"])
 def test_an_interval_of_a_shard_is_drawn_with_the_bits_of_the_whole(shape, dim, parts, padded, kind):
     splits = () if dim is None else (Split("tp", dim, parts, padded),)
-    check_intervals(ParamSpec("w", shape, Init(kind, 0.5), splits), [{"tp": at} for at in ((0, 1), (0, 2), (1, 2))])
+    check_intervals(ParamSpec("w", shape, Init(kind, 0.5), splits),
+                    [{"tp": at} for at in ((0, 1), (0, 2), (1, 2))])
 
 
 def check_intervals(spec, everywhere):

@@ -10,8 +10,9 @@ import pytest
 from megatron_ds.errors import ConfigError
 from megatron_ds.mpu.launch import Launch, expand_nodelist, read_launch
 
-SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "11", "SLURM_LOCALID": "1", "SLURM_NODEID": "1", "SLURM_JOB_ID": "4711",
-         "SLURM_STEP_ID": "0", "SLURM_NODELIST": "gpu[003-004,9]", "SLURM_TASKS_PER_NODE": "4(x2),3"}
+SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "11", "SLURM_LOCALID": "1", "SLURM_NODEID": "1",
+         "SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0", "SLURM_NODELIST": "gpu[003-004,9]",
+         "SLURM_TASKS_PER_NODE": "4(x2),3"}
 
 
 def test_no_launcher_is_one_rank():
@@ -70,7 +71,8 @@ def test_open_mpi_on_one_machine_and_on_several():
     ({"RANK": "4", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost"}, "rank 4 of 4"),
     ({"RANK": "1", "WORLD_SIZE": "4"}, "MASTER_ADDR"),
     ({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "far"}, "LOCAL_RANK"),
-    ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_NODELIST": "n1", "SLURM_TASK_PID": "9"}, "batch script .* 2 tasks"),
+    ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_NODELIST": "n1", "SLURM_TASK_PID": "9"},
+     "batch script .* 2 tasks"),
 ])
 def test_a_broken_environment_names_the_variable(env, message):
     with pytest.raises(ConfigError, match=message):
@@ -92,7 +94,8 @@ ALONE = """
 import os
 from megatron_ds import mpu
 sockets = lambda: [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")
-                   if os.path.exists(f"/proc/self/fd/{fd}") and "socket" in os.readlink(f"/proc/self/fd/{fd}")]
+                   if os.path.exists(f"/proc/self/fd/{fd}")
+                   and "socket" in os.readlink(f"/proc/self/fd/{fd}")]
 import torch
 before = sockets()
 mpu.start(mpu.read_launch())
@@ -105,10 +108,13 @@ mpu.stop()
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="looks at open files through /proc")
 def test_a_world_of_one_opens_no_socket():
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | {"CUDA_VISIBLE_DEVICES": ""}
-    subprocess.run([sys.executable, "-c", ALONE], env=env, check=True, timeout=100, cwd=Path(__file__).parents[2])
+    env = {k: v for k, v in os.environ.items()
+           if k not in ("RANK", "WORLD_SIZE")} | {"CUDA_VISIBLE_DEVICES": ""}
+    subprocess.run([sys.executable, "-c", ALONE], env=env, check=True, timeout=100,
+                   cwd=Path(__file__).parents[2])
 
 
 def test_importing_the_package_and_the_grid_does_not_import_torch():
-    code = "import sys, megatron_ds, megatron_ds.mpu.grid, megatron_ds.mpu.param_spec; assert 'torch' not in sys.modules"
+    code = ("import sys, megatron_ds, megatron_ds.mpu.grid, megatron_ds.mpu.param_spec; assert 'torch' not "
+            "in sys.modules")
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=Path(__file__).parents[2])

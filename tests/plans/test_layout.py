@@ -30,7 +30,8 @@ def test_every_element_of_every_parameter_is_in_exactly_one_shard(sizes, bucket_
 
 @settings(max_examples=200, deadline=None)
 @given(SIZES, st.integers(1, 2000), st.integers(1, 5))
-def test_pieces_are_aligned_disjoint_and_inside_their_shard_also_with_their_padding(sizes, bucket_elements, shards):
+def test_pieces_are_aligned_disjoint_and_inside_their_shard_also_with_their_padding(sizes, bucket_elements,
+                                                                                    shards):
     layout = plan_layout(items_of(sizes), bucket_elements, shards)
     for shard in range(shards):
         at = 0
@@ -51,12 +52,14 @@ def test_buckets_tile_the_buffer_and_their_shards_are_equal(sizes, bucket_elemen
         assert [p.start for p in pieces] == [bucket.start, *(p.stop for p in pieces[:-1])]
         assert pieces[-1].stop == bucket.stop and len({p.stop - p.start for p in pieces}) == 1
         slots = layout.slots[bucket.first_slot:bucket.last_slot]
-        assert all(s.bucket == bucket.index and bucket.start <= s.start and s.padded_stop <= bucket.stop for s in slots)
+        assert all(s.bucket == bucket.index and bucket.start <= s.start and s.padded_stop <= bucket.stop
+                   for s in slots)
         assert sum(s.numel > 0 for s in slots) <= 1 or slots[-1].padded_stop - bucket.start <= bucket_elements
 
 
 def test_slots_lie_in_reverse_forward_order_and_a_large_one_has_a_bucket_of_its_own():
-    layout = plan_layout([("first", 10), ("large", 1000), ("b", 3), ("last", 7)], bucket_elements=200, shards=3)
+    layout = plan_layout([("first", 10), ("large", 1000), ("b", 3), ("last", 7)], bucket_elements=200,
+                         shards=3)
     assert [s.name for s in layout.slots] == ["last", "b", "large", "first"]
     assert [s.start for s in layout.slots] == [0, 64, 192, 192 + 1152]
     assert [(b.start, b.stop) for b in layout.buckets] == [(0, 192), (192, 1344), (1344, 1536)]
@@ -73,7 +76,8 @@ def test_nothing_to_lay_out_is_an_empty_layout():
     assert (layout.numel, layout.buckets, layout.shard_pieces(2), layout.whole_slots()) == (0, (), (), ())
 
 
-@pytest.mark.parametrize("items, bucket, shards", [([("a", 1), ("a", 2)], 1, 1), ([("a", -1)], 1, 1), ([], 0, 1), ([], 1, 0)])
+@pytest.mark.parametrize("items, bucket, shards", [([("a", 1), ("a", 2)], 1, 1), ([("a", -1)], 1, 1),
+                                                   ([], 0, 1), ([], 1, 0)])
 def test_impossible_sizes_are_refused(items, bucket, shards):
     with pytest.raises(LayoutError):
         plan_layout(items, bucket, shards)

@@ -1,4 +1,5 @@
-"""Boxes against numpy: a logical tensor of distinct numbers is sharded by slicing; every box must name the same numbers."""
+"""Boxes against numpy: a logical tensor of distinct numbers is sharded by slicing; every box must name the
+same numbers."""
 
 import itertools
 import math
@@ -16,21 +17,24 @@ PADDING = -1
 
 
 def shard(spec, coordinates):
-    """A rank's shard of a logical tensor holding 0, 1, 2, ...; padding is -1. By slicing alone, one dimension at a time."""
+    """A rank's shard of a logical tensor holding 0, 1, 2, ...; padding is -1. By slicing alone, one dimension
+    at a time."""
     local = np.arange(math.prod(spec.shape)).reshape(spec.shape)
     for split in spec.splits:
         rank, size = coordinates[split.axis]
         if split.padded:
             missing = [(0, split.padded - n if d == split.dim else 0) for d, n in enumerate(local.shape)]
             local = np.pad(local, missing, constant_values=PADDING)
-        parts = [np.split(part, size, axis=split.dim)[rank] for part in np.split(local, split.parts, axis=split.dim)]
+        parts = [np.split(part, size, axis=split.dim)[rank]
+                 for part in np.split(local, split.parts, axis=split.dim)]
         local = np.concatenate(parts, axis=split.dim)
     return local
 
 
 def everywhere(sizes):
     """The coordinates of all ranks."""
-    return [dict(zip(sizes, zip(ranks, sizes.values()))) for ranks in itertools.product(*map(range, sizes.values()))]
+    return [dict(zip(sizes, zip(ranks, sizes.values())))
+            for ranks in itertools.product(*map(range, sizes.values()))]
 
 
 def box_of(corner, sizes):
@@ -57,7 +61,8 @@ def specs(draw):
 
 @given(specs(), st.data())
 @settings(max_examples=300, deadline=None)
-def test_every_element_of_an_interval_is_in_one_box_with_its_logical_place_and_padding_in_none(spec_and_sizes, data):
+def test_every_element_of_an_interval_is_in_one_box_with_its_logical_place_and_padding_in_none(spec_and_sizes,
+                                                                                               data):
     spec, sizes = spec_and_sizes
     logical = np.arange(math.prod(spec.shape)).reshape(spec.shape)
     coordinates = data.draw(st.sampled_from(everywhere(sizes)))
@@ -99,7 +104,8 @@ def test_boxes_are_the_product_of_the_splits():
 def test_the_axes_of_the_gradients_sum_follow_from_what_a_parameter_is_split_over():
     reduced = lambda *splits, **rest: ParamSpec("w", (4, 6), Init("zeros"), splits, **rest).reduced_over
     assert reduced() == reduced(Split("tp", 1)) == reduced(partial_over=("tp",)) == ("dp", "cp")
-    assert reduced(Split("ep", 0)) == reduced(Split("tp", 1), Split("ep", 0)) == reduced(distinct_over=("ep",)) == ("edp",)
+    assert reduced(Split("ep", 0)) == reduced(Split("tp", 1),
+                                              Split("ep", 0)) == reduced(distinct_over=("ep",)) == ("edp",)
 
 
 @pytest.mark.parametrize("splits, rest, message", [
@@ -117,7 +123,8 @@ def test_a_spec_that_contradicts_itself_is_refused(splits, rest, message):
 
 def test_a_dimension_that_does_not_divide_names_the_axis():
     spec = ParamSpec("w", (4, 6), Init("zeros"), (Split("tp", 1), Split("ep", 0, parts=2)))
-    with pytest.raises(LayoutError, match=r"dimension 0 has size 4 in 2 part\(s\), which is not divisible by 3 ep ranks"):
+    with pytest.raises(LayoutError,
+                       match=r"dimension 0 has size 4 in 2 part\(s\), which is not divisible by 3 ep ranks"):
         spec.local_shape({"tp": 2, "ep": 3})
 
 

@@ -18,7 +18,8 @@ from tests.harness.deaths import die_at_change, forked, survived
 
 def documents(seed, count):
     random = np.random.RandomState(seed)
-    return [[random.randint(0, 60000, random.randint(1, 9)).astype(np.uint16) for _ in range(random.randint(0, 4))]
+    return [[random.randint(0, 60000, random.randint(1, 9)).astype(np.uint16)
+             for _ in range(random.randint(0, 4))]
             for _ in range(count)]
 
 
@@ -36,8 +37,8 @@ def bytes_of(prefix):
 def with_record(prefix, tokenizer="T:1"):
     corpus = IndexedDataset(prefix)
     size = corpus.num_tokens * corpus.dtype.itemsize
-    CorpusRecord(corpus.num_documents, corpus.num_tokens, tokenizer, [FilePiece(size, sha256_of(corpus.bin_path))],
-                 sha256_of(corpus.idx_path)).write(prefix)
+    CorpusRecord(corpus.num_documents, corpus.num_tokens, tokenizer,
+                 [FilePiece(size, sha256_of(corpus.bin_path))], sha256_of(corpus.idx_path)).write(prefix)
     return prefix
 
 
@@ -59,7 +60,8 @@ def test_several_documents_at_once_are_what_they_are_one_by_one(tmp_path):
     with IndexedWriter(tmp_path / "bulk", np.uint16) as w:
         for part in (docs[:11], docs[11:11], docs[11:]):
             rows = [s for d in part for s in d]
-            w.add_documents(np.concatenate([np.empty(0, np.uint16), *rows]), np.array([len(s) for s in rows], np.int64),
+            w.add_documents(np.concatenate([np.empty(0, np.uint16), *rows]),
+                            np.array([len(s) for s in rows], np.int64),
                             np.array([len(d) for d in part], np.int64))
     assert bytes_of(tmp_path / "one") == bytes_of(tmp_path / "bulk")
 
@@ -94,7 +96,8 @@ def test_what_cannot_be_merged_is_an_error_and_leaves_nothing(tmp_path):
     for prefixes, output, told in [
             ([narrow, wide], out, "wide has tokens of type int32 and .*a of uint16"),
             ([narrow, other], out, "the tokenizer T:2 and"),
-            ([narrow, cut], out, "cut.bin is damaged: it is truncated"), ([narrow, narrow], narrow, "is one of the corpora"),
+            ([narrow, cut], out, "cut.bin is damaged: it is truncated"),
+        ([narrow, narrow], narrow, "is one of the corpora"),
             ([narrow, str(tmp_path / "none")], out, "none.idx does not exist"), ([], out, "no corpora"),
             ([narrow], f"{narrow}.bin/x", "cannot write")]:
         with pytest.raises(DataError, match=told):
@@ -116,7 +119,8 @@ def test_a_disk_that_is_full_leaves_nothing(tmp_path, monkeypatch):
 
 
 def test_killed_at_any_change_of_the_disk_a_merge_leaves_the_old_the_new_or_nothing(tmp_path):
-    """SIGKILL before each change in turn, over a corpus of that name; the same command then ends with the same bytes."""
+    """SIGKILL before each change in turn, over a corpus of that name; the same command then ends with the
+    same bytes."""
     prefixes = [with_record(write(tmp_path / f"p{i}", documents(i, 6))) for i in range(2)]
     merge(prefixes, str(tmp_path / "want"))
     old = [*bytes_of(prefixes[0]), (tmp_path / "p0.json").read_bytes()]
@@ -139,8 +143,10 @@ def test_killed_at_any_change_of_the_disk_a_merge_leaves_the_old_the_new_or_noth
         if done:
             break
         merge(prefixes, str(out))
-        assert [*bytes_of(out), out.with_suffix(".json").read_bytes()] == new and not list(tmp_path.glob("*.partial"))
-    assert left == sorted(left, key=["old", "nothing", "new"].index) and set(left) == {"old", "nothing", "new"}
+        assert ([*bytes_of(out), out.with_suffix(".json").read_bytes()] == new
+                and not list(tmp_path.glob("*.partial")))
+    assert (left == sorted(left, key=["old", "nothing", "new"].index)
+            and set(left) == {"old", "nothing", "new"})
 
 
 def test_something_else_under_the_name_of_a_record_is_an_error(tmp_path):

@@ -21,7 +21,8 @@ def recorded_mesh(grid, rank):
     return mesh, calls
 
 
-@pytest.mark.parametrize("grid", [Grid(tp=2, dp=3, pp=2), Grid(dp=2, pp=3, ep=2), Grid(cp=2, ep=4, dp=2)], ids=str)
+@pytest.mark.parametrize("grid", [Grid(tp=2, dp=3, pp=2), Grid(dp=2, pp=3, ep=2), Grid(cp=2, ep=4, dp=2)],
+                         ids=str)
 def test_all_ranks_connect_the_same_groups_in_the_same_order(grid):
     orders = [recorded_mesh(grid, rank)[1] for rank in range(grid.world_size)]
     assert all(order == orders[0] for order in orders)
@@ -82,7 +83,8 @@ def test_a_hierarchy_is_connected_when_asked_for_alike_on_all_ranks():
         "dp-cp-inner", "dp-cp-outer"]
     mesh, calls = recorded_mesh(grid, 5)
     inner, outer = mesh.split_data(6)
-    assert inner is mesh.group("dp", "cp") and outer.ranks == (5,) and outer.transport is None and calls == before[5]
+    assert (inner is mesh.group("dp", "cp") and outer.ranks == (5,) and outer.transport is None
+            and calls == before[5])
 
 
 def test_middle_stages_are_alone_in_the_embedding_group():
@@ -92,7 +94,8 @@ def test_middle_stages_are_alone_in_the_embedding_group():
 
 
 def test_the_ends_of_the_model_are_where_its_stages_were_placed():
-    """Two stages on each of three ranks: round robin, and there and back, where the loss is on the first rank."""
+    """Two stages on each of three ranks: round robin, and there and back, where the loss is on the first
+    rank."""
     seen = {}
     for name, placement in (("round robin", (0, 1, 2, 0, 1, 2)), ("back", (0, 1, 2, 2, 1, 0))):
         for rank in range(3):

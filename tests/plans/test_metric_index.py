@@ -31,8 +31,8 @@ def test_files_have_deepspeeds_bytes(tmp_path, rows, dtype, bin_bytes, idx_bytes
 
 
 @pytest.mark.parametrize("low, high, dtype", [
-    (0, 255, "uint8"), (0, 256, "uint16"), (0, 65536, "uint32"), (0, 2**32, "uint64"), (-1, 127, "int8"), (-1, 128, "int16"),
-    (-32769, 0, "int32"), (-1, 2**31, "int64")])
+    (0, 255, "uint8"), (0, 256, "uint16"), (0, 65536, "uint32"), (0, 2**32, "uint64"), (-1, 127, "int8"),
+    (-1, 128, "int16"), (-32769, 0, "int32"), (-1, 2**31, "int64")])
 def test_the_type_is_the_narrowest(low, high, dtype):
     assert fitting_dtype(low, high) == dtype
     with pytest.raises(DataError, match="do not fit 64 bits"):
@@ -66,7 +66,8 @@ def test_percentiles_take_a_hundredth_of_the_values_together(tmp_path, distinct)
     (lambda b, i: i.write_bytes(i.read_bytes()[:20]), "fewer than its header"),
     (lambda b, i: i.write_bytes(b"TNTIDX" + i.read_bytes()[6:]), "not an index of this format"),
     (lambda b, i: i.write_bytes(i.read_bytes()[:17] + b"\x09" + i.read_bytes()[18:]), "type 9: not an index"),
-    (lambda b, i: i.write_bytes(i.read_bytes()[:34] + b"\xff\xff\xff\xff" + i.read_bytes()[38:]), "is damaged")])
+    (lambda b, i: i.write_bytes(i.read_bytes()[:34] + b"\xff\xff\xff\xff" + i.read_bytes()[38:]),
+     "is damaged")])
 def test_a_damaged_pair_is_a_data_error(tmp_path, spoil, said):
     write_list_file(tmp_path / "m", np.array([1, 70000, 3], np.uint32), [2, 1])
     assert len(ListFile(tmp_path / "m")) == 2

@@ -1,4 +1,5 @@
-"""The compiled index builder equals the plain one on random cases: values, dtypes, and the state of the random numbers."""
+"""The compiled index builder equals the plain one on random cases: values, dtypes, and the state of the
+random numbers."""
 
 import sys
 import threading
@@ -20,8 +21,10 @@ def equal(one, two):
 
 
 def shares_of(kind, count, rng):
-    weights = {"random": rng.random(count) + 1e-9, "equal": np.ones(count), "few values": rng.integers(1, 4, count),
-               "wide": np.exp(rng.normal(0, 4, count)), "one large": np.r_[1e6, np.ones(count - 1)]}[kind].astype(float)
+    weights = {"random": rng.random(count) + 1e-9, "equal": np.ones(count),
+               "few values": rng.integers(1, 4, count),
+               "wide": np.exp(rng.normal(0, 4, count)),
+               "one large": np.r_[1e6, np.ones(count - 1)]}[kind].astype(float)
     return weights / weights.sum()
 
 
@@ -31,7 +34,8 @@ def test_sample_index_equals_the_plain_one(threads):
     for case in range(150):
         count = int(rng.choice([1, 5, 300, 40000 if case % 15 == 0 else 2]))
         lengths = rng.integers(0, rng.choice([2, 9, 900]), count).astype(np.int32)
-        order = rng.integers(0, count, int(rng.integers(1, 3 * count + 1))).astype(rng.choice([np.int32, np.int64]))
+        order = rng.integers(0, count,
+                             int(rng.integers(1, 3 * count + 1))).astype(rng.choice([np.int32, np.int64]))
         tokens, seq_length = int(lengths[order].sum()), int(rng.integers(1, 600))
         if tokens == 0:
             continue
@@ -121,7 +125,8 @@ def test_bert_rows_equal_the_plain_ones():
         sizes = rng.integers(0, rng.choice([5, 40, 520]), bounds[-1] + 2).astype(np.int32)
         bounds = bounds[int(rng.integers(0, len(bounds))):]
         titles = rng.integers(0, 9, len(bounds)).astype(np.int32)
-        epochs, most, longest, seed = (int(rng.integers(*span)) for span in ((0, 4), (0, 60), (2, 150), (0, 2**31 - 1)))
+        epochs, most, longest, seed = (int(rng.integers(*span))
+                                       for span in ((0, 4), (0, 60), (2, 150), (0, 2**31 - 1)))
         ratio, least = int(rng.choice([0, 1, 3, 10])), int(rng.integers(0, 4))
         native, arguments = index_maps.extension(), (bounds, sizes, epochs, most, longest, ratio, seed, least)
         plain = bert_maps.plain_mapping(*arguments)

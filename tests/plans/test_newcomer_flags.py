@@ -1,4 +1,5 @@
-"""What a first command line meets: suggestions, all problems in one round, --version, --print-config, --local-rank."""
+"""What a first command line meets: suggestions, all problems in one round, --version, --print-config,
+--local-rank."""
 
 import re
 import sys
@@ -28,13 +29,17 @@ def problems_of(*words: str) -> list[str]:
 
 # ------------------------------------------------------------------ suggestions
 @pytest.mark.parametrize("typed, meant", [
-    ("--learning-rate", "--lr"), ("--output-dir", "--save"), ("--checkpoint-dir", "--save"), ("--resume", "--load"),
+    ("--learning-rate", "--lr"), ("--output-dir", "--save"), ("--checkpoint-dir", "--save"),
+    ("--resume", "--load"),
     ("--train-batch-size", "--global-batch-size"), ("--per-device-train-batch-size", "--micro-batch-size"),
-    ("--tp", "--tensor-model-parallel-size"), ("--pp", "--pipeline-model-parallel-size"), ("--max_steps", "--train-iters"),
-    ("--steps", "--train-iters"), ("--data", "--data-path"), ("--dataset", "--data-path"), ("--n_layer", "--num-layers"),
+    ("--tp", "--tensor-model-parallel-size"), ("--pp", "--pipeline-model-parallel-size"),
+    ("--max_steps", "--train-iters"),
+    ("--steps", "--train-iters"), ("--data", "--data-path"), ("--dataset", "--data-path"),
+    ("--n_layer", "--num-layers"),
     ("--warmup-steps", "--lr-warmup-iters"), ("--wd", "--weight-decay"), ("--max-grad-norm", "--clip-grad"),
     ("--block-size", "--seq-length"), ("--n-embd", "--hidden-size"), ("--logging-steps", "--log-interval"),
-    ("--num_lyers", "--num-layers"), ("--hiden-size", "--hidden-size"), ("--lr-decay-itters", "--lr-decay-iters"),
+    ("--num_lyers", "--num-layers"), ("--hiden-size", "--hidden-size"),
+    ("--lr-decay-itters", "--lr-decay-iters"),
     ("--train-toekns", "--train-tokens"), ("--vresion", "--version")])
 def test_a_name_of_another_project_or_a_typo_leads_to_the_flag(typed, meant):
     problem = read_flags([typed, "1"]).problems[0]
@@ -42,9 +47,10 @@ def test_a_name_of_another_project_or_a_typo_leads_to_the_flag(typed, meant):
 
 
 @pytest.mark.parametrize("typed, says", [
-    ("--epochs", "--train-samples"), ("--dp", "data-parallel size follows"), ("--gpus", "torchrun"), ("--profile", "--trace"),
-    ("--compile", "torch.compile"), ("--num-experts", "mixture-of-experts"), ("--tokenizer", "--tokenizer-type"),
-    ("--precision", "--bf16")])
+    ("--epochs", "--train-samples"), ("--dp", "data-parallel size follows"), ("--gpus", "torchrun"),
+    ("--profile", "--trace"),
+    ("--compile", "torch.compile"), ("--num-experts", "mixture-of-experts"),
+    ("--tokenizer", "--tokenizer-type"), ("--precision", "--bf16")])
 def test_a_name_without_a_flag_is_explained(typed, says):
     problem = read_flags([typed, "9"]).problems[0]
     assert says in problem and "did you mean" not in problem
@@ -65,13 +71,16 @@ def test_synonyms_lead_to_flags_that_exist_and_are_no_flags_themselves():
 
 
 def test_files_get_the_same_suggestions(tmp_path):
-    (tmp_path / "a.yaml").write_text("learning_rate: 1\nmodel:\n  n_layer: 2\n  hiden_size: 3\nepochs: 1\nqqq: 1\n")
+    (tmp_path / "a.yaml").write_text("learning_rate: 1\nmodel:\n  n_layer: 2\n  hiden_size: 3\nepochs: "
+                                     "1\nqqq: 1\n")
     found = read_yaml(str(tmp_path / "a.yaml")).problems
-    for problem, says in zip(found, ("'lr'?", "'num_layers'?", "'hidden_size'?", "epochs are not counted", "docs/flags.md")):
+    for problem, says in zip(found, ("'lr'?", "'num_layers'?", "'hidden_size'?", "epochs are not counted",
+                                     "docs/flags.md")):
         assert says in problem
     block = {"learning_rate": 1, "lr": 1, "micro_batch_size": 1, "epochs": 3, "gradient_cliping": 1, "qqq": 1}
     found = reading_of("ds.json", block).problems
-    for problem, says in zip(found, ("'optimizer.params.lr'", "'optimizer.params.lr'", "'train_micro_batch_size_per_gpu'",
+    for problem, says in zip(found, ("'optimizer.params.lr'", "'optimizer.params.lr'",
+                                     "'train_micro_batch_size_per_gpu'",
                                      "epochs are not counted", "'gradient_clipping'", '"qqq". docs')):
         assert says in problem
 
@@ -83,8 +92,9 @@ def test_flags_files_and_rules_report_their_problems_in_one_round(tmp_path):
     wrong = ("--frobnicate --fp32-residual-connection --eval-iters x --num-attention-heads 7 --fp16 --bf16 "
              f"--config {tmp_path}/a.yaml --deepspeed_config {tmp_path}/b.json --local-rank 4")
     found = problems_of(*NEEDED, *wrong.split())
-    for says in ("--frobnicate", "--fp32-residual", "--eval-iters: 'x'", "unknown key 'sed'", "clip_grad: 'much'",
-                 '"stps_per_print"', '"wall_clock_breakdown"', "--local-rank 4", "--num-attention-heads 7", "--fp16 and"):
+    for says in ("--frobnicate", "--fp32-residual", "--eval-iters: 'x'", "unknown key 'sed'",
+                 "clip_grad: 'much'", '"stps_per_print"', '"wall_clock_breakdown"', "--local-rank 4",
+                 "--num-attention-heads 7", "--fp16 and"):
         assert sum(says in problem for problem in found) == 1, (says, found)
     assert len(found) == 10
 
@@ -123,12 +133,14 @@ def test_version_is_printed_with_those_of_torch_and_python(capsys):
     "--rampup-batch-size 4 4 30 --global-batch-size 8 --fim-data --fim-prefix-token no",
     "--bf16 --zero-stage 3 --tensor-model-parallel-size 2 --trace d --trace-steps 3 4 --save on --load 1e3"])
 def test_the_printed_configuration_gives_the_same_one_again(capsys, tmp_path, words):
-    given = [w for w in NEEDED if "train-samples" not in words or w not in ("--train-iters", "100")] + words.split()
+    given = [w for w in NEEDED if "train-samples" not in words
+             or w not in ("--train-iters", "100")] + words.split()
     text = printed(capsys, *given, "--print-config", world_size=2)
     (tmp_path / "run.yaml").write_text(text)
     again = parse(["--config", str(tmp_path / "run.yaml")], 2, env={})
     assert again == parse(given, 2, env={})
-    assert re.search(r"^  lr: 0\.0006 +# --lr$", text, re.M) and re.search(r"^  adam_beta1: 0\.9 +# default$", text, re.M)
+    assert (re.search(r"^  lr: 0\.0006 +# --lr$", text, re.M)
+            and re.search(r"^  adam_beta1: 0\.9 +# default$", text, re.M))
     assert "# micro-batch 2 ×" in text or "--global-batch-size" in words
 
 
@@ -140,7 +152,8 @@ def test_a_wrong_configuration_is_not_printed():
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost"}
 
 
-@pytest.mark.parametrize("words", [["--local_rank", "1"], ["--local-rank", "1"], ["--local_rank=1"], ["--local-rank=1"]])
+@pytest.mark.parametrize("words", [["--local_rank", "1"], ["--local-rank", "1"], ["--local_rank=1"],
+                                   ["--local-rank=1"]])
 def test_local_rank_is_accepted_in_every_spelling_and_used_where_the_environment_has_none(words):
     assert parse([*NEEDED, *words], 4, env={**TORCHRUN, "LOCAL_RANK": "1"}) == parse(NEEDED, 4, env={})
     assert parse([*NEEDED, *words], 4, env=TORCHRUN)

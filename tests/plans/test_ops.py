@@ -27,7 +27,8 @@ PLAIN = {
     "gelu_exact": lambda x: x * 0.5 * (1 + torch.erf(x / 2 ** 0.5)),
     "relu": lambda x: x * (x > 0),
     "squared_relu": lambda x: (x * (x > 0)) ** 2,
-    "swiglu": lambda x: (x[..., :x.shape[-1] // 2] * torch.sigmoid(x[..., :x.shape[-1] // 2])) * x[..., x.shape[-1] // 2:],
+    "swiglu": lambda x: (x[..., :x.shape[-1] // 2] * torch.sigmoid(x[..., :x.shape[-1] // 2]))
+    * x[..., x.shape[-1] // 2:],
 }
 
 
@@ -67,7 +68,8 @@ def test_norms_equal_their_references(hidden, dtype):
 
 @pytest.mark.parametrize("kind", NORMS)
 def test_norm_parameters_carry_their_names_and_the_partial_gradient_mark(kind):
-    specs = [p.spec for p in NORMS[kind](6, name="decoder.final_layernorm", partial_over=("tp",)).parameters()]
+    specs = [p.spec for p in NORMS[kind](6, name="decoder.final_layernorm", partial_over=("tp",
+                                         )).parameters()]
     assert specs[0].name == "decoder.final_layernorm.weight" and specs[0].init.kind == "ones"
     assert all(s.partial_over == ("tp",) and not s.decay and not s.splits for s in specs)
 
@@ -154,12 +156,13 @@ def test_blocked_attention_in_bf16_strays_no_further_than_torch_does(n, g, has_p
         return y.detach(), torch.autograd.grad(y, x, weight.to(y.dtype))[0]
 
     def fused(q, k, v):
-        out = F.scaled_dot_product_attention(*(t.permute(1, 2, 0, 3) for t in (q, k, v)), is_causal=True, scale=0.3,
-                                             enable_gqa=True)
+        out = F.scaled_dot_product_attention(*(t.permute(1, 2, 0, 3) for t in (q, k, v)), is_causal=True,
+                                             scale=0.3, enable_gqa=True)
         return out.permute(2, 0, 1, 3).flatten(2)
 
     exact = outcome(lambda q, k, v: reference_attention(q, k, v, scale=0.3), packed.double())
-    ours, torchs = outcome(lambda q, k, v: blocked.blocked_attention(q, k, v, 0.3), packed), outcome(fused, packed)
+    ours, torchs = (outcome(lambda q, k, v: blocked.blocked_attention(q, k, v, 0.3), packed),
+                    outcome(fused, packed))
     for a, b, e in zip(ours, torchs, exact):
         assert a.dtype == torch.bfloat16
         assert 0 < (a - e).norm() < 1.3 * (b - e).norm() < 0.02 * e.norm()
@@ -176,8 +179,10 @@ def test_second_derivatives_of_blocked_attention_are_refused():
 def test_blocked_attention_serves_the_lengths_where_it_is_faster(monkeypatch):
     called = []
     monkeypatch.setattr("megatron_ds.ops.core_attention.blocked_attention",
-                        lambda q, k, v, *rest: (called.append(len(q)), blocked.blocked_attention(q, k, v, *rest))[1])
-    monkeypatch.setattr(ops_product, "has_products", lambda dtype: dtype is torch.float32)         # a machine without bf16
+                        lambda q, k, v, *rest: (called.append(len(q)),
+                                                blocked.blocked_attention(q, k, v, *rest))[1])
+    # a machine without bf16
+    monkeypatch.setattr(ops_product, "has_products", lambda dtype: dtype is torch.float32)
     for s in (64, 128, 256, 257):
         q, k, v = qkv(s, s, 1, 2, 1, 32)
         torch.testing.assert_close(attention(q, k, v), reference_attention(q, k, v), rtol=1e-5, atol=1e-5)
@@ -220,12 +225,14 @@ def test_attention_works_in_bf16():
     q, k, v = (t.detach().bfloat16() for t in qkv(7, 7, 2, 4, 2, 8))
     out = attention(q, k, v)
     assert out.dtype == torch.bfloat16
-    torch.testing.assert_close(out.float(), reference_attention(q.float(), k.float(), v.float()), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(out.float(), reference_attention(q.float(), k.float(), v.float()), rtol=2e-2,
+                               atol=2e-2)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 def test_reference_cross_entropy_equals_torch_on_the_true_vocabulary(smoothing):
     logits, labels = randn(4, 3, 16), torch.randint(0, 13, (4, 3))
     expected = F.cross_entropy(logits[..., :13].flatten(0, 1), labels.flatten(), reduction="none",
-                               label_smoothing=smoothing * 13 / 12).view(4, 3)     # torch's definition of smoothing
+                               # torch's definition of smoothing
+                               label_smoothing=smoothing * 13 / 12).view(4, 3)
     torch.testing.assert_close(reference_cross_entropy(logits, labels, 13, smoothing), expected)

@@ -70,7 +70,8 @@ def test_every_token_but_a_documents_first_is_predicted_once_an_epoch_from_its_o
     corpus = write(tmp_path / "c", LENGTHS)
     dataset = PackedDataset(corpus, build_packs(corpus.lengths, range(13), S, 1), S, 100, seed=1)
     n = dataset.per_epoch
-    expected = Counter((100 * d + t, 100 * d + t + 1) for d, length in enumerate(LENGTHS) for t in range(length - 1))
+    expected = Counter((100 * d + t, 100 * d + t + 1) for d, length in enumerate(LENGTHS)
+                       for t in range(length - 1))
     for epoch in range(3):
         assert predictions(dataset, epoch * n, (epoch + 1) * n)[1] == expected
     orders = [tuple(tuple(dataset[epoch * n + i]["tokens"]) for i in range(n)) for epoch in range(2)]
@@ -81,12 +82,14 @@ def test_attention_and_positions_keep_to_each_document(tmp_path):
     corpus = write(tmp_path / "c", LENGTHS)
     dataset = PackedDataset(corpus, build_packs(corpus.lengths, range(13), S, 1), S, None, seed=1)
     batch, _ = predictions(dataset, 0, len(dataset))
-    for tokens, ids, positions, mask in zip(batch.tokens, batch.document_ids, batch.position_ids, batch.loss_mask):
+    for tokens, ids, positions, mask in zip(batch.tokens, batch.document_ids, batch.position_ids,
+                                            batch.loss_mask):
         for number in ids.unique().tolist():
             here = ids == number
             assert positions[here].tolist() == list(range(int(here.sum())))
             if mask[here].any():
-                assert len({t // 100 for t in tokens[here].tolist()}) == 1 and (tokens[here].diff() == 1).all()
+                assert (len({t // 100 for t in tokens[here].tolist()}) == 1
+                        and (tokens[here].diff() == 1).all())
     assert batch.document_ids.max() >= 2, "no sample holds several"
 
 
@@ -110,13 +113,15 @@ def test_packs_are_cached_and_hold_as_many_samples_as_are_wanted(tmp_path):
 
 def test_the_flag_packs_each_corpus_of_a_blend(tmp_path):
     corpora = [str(write(tmp_path / name, [5] * 40).prefix) for name in "ab"]
-    job = ["--num-layers", "1", "--hidden-size", "8", "--num-attention-heads", "1", "--lr", "1", "--micro-batch-size", "1",
-           "--train-iters", "30", "--eval-iters", "0", "--seq-length", "14", "--split", "1,0,0", "--tokenizer-type",
+    job = ["--num-layers", "1", "--hidden-size", "8", "--num-attention-heads", "1", "--lr", "1",
+           "--micro-batch-size", "1", "--train-iters", "30", "--eval-iters", "0", "--seq-length", "14",
+           "--split", "1,0,0", "--tokenizer-type",
            "NullTokenizer", "--vocab-size", "9999", "--data-path", "3", corpora[0], "1", corpora[1]]
     samples = {}
     for flags in ((), ("--pack-documents",)):
         config = parse([*job, *flags])
-        samples[flags] = build_datasets(config, (30, 0, 0), build_tokenizer(config.data, config.model)).train[0]
+        samples[flags] = build_datasets(config, (30, 0, 0),
+                                        build_tokenizer(config.data, config.model)).train[0]
     cut, packed = samples.values()
     assert set(cut) == {"tokens"} and packed["document_ids"].tolist() == [0] * 5 + [1] * 5 + [2] * 5
 

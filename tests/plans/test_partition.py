@@ -26,7 +26,7 @@ def test_the_cut_is_the_best_of_all_cuts(costs, stages):
 
 
 def test_the_largest_stage_is_minimised_not_the_spread():
-    assert partition([2, 9, 4, 5], 3) == (0, 1, 2, 4)          # minimising max - min gives (0, 2, 3, 4), largest 11
+    assert partition([2, 9, 4, 5], 3) == (0, 1, 2, 4)    # minimising max - min gives (0, 2, 3, 4), largest 11
 
 
 def test_equal_layers_that_do_not_divide_leave_the_early_stages_lighter():
@@ -49,7 +49,8 @@ def test_many_layers_and_stages_are_cut_at_once():
 
 @pytest.mark.parametrize("costs, stages, message", [
     ([1, 1], 3, "2 layers cannot be cut into 3.*1 to 2"), ([1, 1], 0, "into 0.*1 to 2"),
-    ([1, -2], 1, "has cost -2"), ([1, float("nan")], 1, "has cost nan"), ([1, float("inf")], 2, "has cost inf")])
+    ([1, -2], 1, "has cost -2"), ([1, float("nan")], 1, "has cost nan"),
+    ([1, float("inf")], 2, "has cost inf")])
 def test_an_impossible_cut_is_refused_with_the_possible_ones(costs, stages, message):
     with pytest.raises(LayoutError, match=message):
         partition(costs, stages)
@@ -61,8 +62,8 @@ IS_BLOCK = [False, *[True] * 8, False, False]
 @pytest.mark.parametrize("text, bounds", [
     ("3,2,3", (0, 4, 6, 11)), (" 3, 2 ,3", (0, 4, 6, 11)), ("0,4,4", (0, 1, 5, 11)), ("4,4,0", (0, 5, 9, 11)),
     ("Et*3|tt|t*3L", (0, 4, 6, 11)), ("E t*3, | t*2 | t*3 L", (0, 4, 6, 11)), ("ttt|tt|ttt", (0, 4, 6, 11)),
-    ("E|(tt)*4|L", (0, 1, 9, 11)), ("Et|(t|)*6tL", (0, 2, 3, 4, 5, 6, 7, 8, 11)), ("((t)*2|)*3t*2", (0, 3, 5, 7, 11)),
-    ("Et*8L", (0, 11)), ("8", (0, 11))])
+    ("E|(tt)*4|L", (0, 1, 9, 11)), ("Et|(t|)*6tL", (0, 2, 3, 4, 5, 6, 7, 8, 11)),
+    ("((t)*2|)*3t*2", (0, 3, 5, 7, 11)), ("Et*8L", (0, 11)), ("8", (0, 11))])
 def test_a_layout_is_read_as_written(text, bounds):
     assert parse_layout(text, IS_BLOCK, len(bounds) - 1) == bounds
 

@@ -1,4 +1,5 @@
-"""docs/design/pipeline.md: its pictures are what the tool draws today, and its worked example keeps the contract."""
+"""docs/design/pipeline.md: its pictures are what the tool draws today, and its worked example keeps the
+contract."""
 
 import shlex
 import subprocess
@@ -17,8 +18,8 @@ def test_the_pictures_of_the_page_are_those_that_its_commands_make(tmp_path):
     commands = next(block.text for block in BLOCKS if block.language == "bash")
     for command in commands.replace("\\\n", " ").splitlines():
         words = shlex.split(command)
-        subprocess.run([words[0], ROOT / words[1], *words[2:]], cwd=tmp_path, env=environment(), check=True, timeout=120,
-                       stdout=subprocess.DEVNULL)
+        subprocess.run([words[0], ROOT / words[1], *words[2:]], cwd=tmp_path, env=environment(), check=True,
+                       timeout=120, stdout=subprocess.DEVNULL)
     drawn, kept = ({path.name: path.read_text() for path in (folder / "pictures").glob("*.svg")}
                    for folder in (tmp_path, ROOT / "docs/design"))
     stale = [name for name in sorted(drawn | kept) if drawn.get(name) != kept.get(name)]

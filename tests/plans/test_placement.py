@@ -17,7 +17,8 @@ def test_stages_go_round_the_ranks_but_there_and_back_for_zb_v():
 
 def test_a_cost_is_one_number_or_one_for_each_stage_and_b_is_i_and_w():
     costs = StageCosts(forward=(1, 2), input_grad=3, weight_grad=(4, 5), transfer=0.5)
-    assert [costs.of(Instruction(op, 1, 0)) for op in (Op.F, Op.I, Op.W, Op.B, Op.SEND_ACT, Op.SEND_GRAD)] == [
+    assert [costs.of(Instruction(op, 1, 0)) for op in (Op.F, Op.I, Op.W, Op.B, Op.SEND_ACT,
+                                                       Op.SEND_GRAD)] == [
         2, 3, 5, 8, 0.5, 0.5]
     assert costs.of(Instruction(Op.RECV_ACT, 1, 0)) == costs.of(Instruction(Op.TIE, 1)) == 0
 

@@ -8,7 +8,15 @@ import pytest
 
 from megatron_ds.data.text import plain_text
 from megatron_ds.data.text.plain_text import TextCut
-from megatron_ds.data.text.text_files import Slice, check_files, files_of, place_of, read_blocks, slices_of_shard, texts_of
+from megatron_ds.data.text.text_files import (
+    Slice,
+    check_files,
+    files_of,
+    place_of,
+    read_blocks,
+    slices_of_shard,
+    texts_of,
+)
 from megatron_ds.data.tokenizers import vocabulary_training
 from megatron_ds.data.tokenizers.backend import CHECKED_BYTES, CheckedBackend
 from megatron_ds.data.tokenizers.base import flat
@@ -67,8 +75,8 @@ def test_shards_in_order_are_the_files_in_order(tmp_path, cut):
 
 
 @pytest.mark.parametrize("data, found", [
-    (b"", []), (b"\n \r\n\t\n", []), (b"\xef\xbb\xbf", []), (b"\xef\xbb\xbfText\n", ["Text"]), (b"a\r\nb\r\n", ["a\nb"]),
-    (b"\xef\xbb\xbf\nText", ["\nText"]), (b"no line end", ["no line end"]),
+    (b"", []), (b"\n \r\n\t\n", []), (b"\xef\xbb\xbf", []), (b"\xef\xbb\xbfText\n", ["Text"]),
+    (b"a\r\nb\r\n", ["a\nb"]), (b"\xef\xbb\xbf\nText", ["\nText"]), (b"no line end", ["no line end"]),
     (b'{"no": "key of ours"}', ['{"no": "key of ours"}']),
 ], ids=["empty", "blank", "mark", "mark and text", "CR LF", "mark and line", "no end", "JSON"])
 def test_marks_and_line_ends_are_no_part_of_a_text(tmp_path, data, found):
@@ -100,7 +108,8 @@ def test_a_file_that_is_not_what_its_name_says_is_an_error(tmp_path, data, told)
 def test_a_document_too_long_for_memory_is_an_error_naming_its_line(tmp_path, monkeypatch):
     monkeypatch.setattr(plain_text, "LONGEST_BYTES", 30)
     path = write(tmp_path / "a.txt", "short\n\n" + "long\n" * 7)
-    with pytest.raises(DataError, match="a.txt: the document that begins in line 3 is longer .*--text-documents"):
+    with pytest.raises(DataError,
+                       match="a.txt: the document that begins in line 3 is longer .*--text-documents"):
         read([Slice(path)], PARAGRAPHS)
     with pytest.raises(DataError, match="line 1 is longer"):
         read([Slice(path)], FILE)
@@ -109,15 +118,19 @@ def test_a_document_too_long_for_memory_is_an_error_naming_its_line(tmp_path, mo
 
 def test_a_folder_is_its_text_files_by_path(tmp_path, caplog):
     caplog.set_level("INFO")
-    for name in ("b/1.txt", "b/2.TXT", "a.md", "b.txt", "c.jsonl", "d.parquet", "e.txt.gz", "b/.hidden.txt", ".git/x.txt",
-                 "cover.jpg", "b/corpus.json", "tokenizer/merges.txt", "tokenizer/tokenizer.json", "x.gz"):
+    for name in ("b/1.txt", "b/2.TXT", "a.md", "b.txt", "c.jsonl", "d.parquet", "e.txt.gz", "b/.hidden.txt",
+                 ".git/x.txt", "cover.jpg", "b/corpus.json", "tokenizer/merges.txt",
+                 "tokenizer/tokenizer.json", "x.gz"):
         write(tmp_path / "books" / name, "text")
     found = files_of([str(tmp_path / "books"), "last.txt"])
     names = [os.path.relpath(path, tmp_path / "books") for path in found[:-1]]
-    assert names == ["a.md", "b/1.txt", "b/2.TXT", "b.txt", "c.jsonl", "d.parquet", "e.txt.gz"] and found[-1] == "last.txt"
-    assert "4 .txt" not in caplog.text and "3 .txt" in caplog.text and "3 other files are left out" in caplog.text
+    assert (names == ["a.md", "b/1.txt", "b/2.TXT", "b.txt", "c.jsonl", "d.parquet", "e.txt.gz"]
+            and found[-1] == "last.txt")
+    assert ("4 .txt" not in caplog.text and "3 .txt" in caplog.text
+            and "3 other files are left out" in caplog.text)
     os.mkdir(tmp_path / "none")
-    with pytest.raises(DataError, match="none: this folder has no text. Of a folder, files whose names end in .txt"):
+    with pytest.raises(DataError,
+                       match="none: this folder has no text. Of a folder, files whose names end in .txt"):
         files_of([str(tmp_path / "none")])
 
 
@@ -130,7 +143,8 @@ def test_plain_text_has_one_key(tmp_path):
 
 def test_a_long_text_is_learned_from_in_pieces_that_are_the_whole(monkeypatch):
     monkeypatch.setattr(vocabulary_training, "PIECE", 10)
-    for text in ("", "short", "a longer text, cut at  its blanks\nand lines", "x" * 35, "y" * 10 + " " + "z" * 25):
+    for text in ("", "short", "a longer text, cut at  its blanks\nand lines", "x" * 35,
+                 "y" * 10 + " " + "z" * 25):
         pieces = list(vocabulary_training._pieces(text))
         assert "".join(pieces) == text and all(len(piece) <= 10 for piece in pieces)
     assert pieces[:2] == ["y" * 10, " " + "z" * 9]

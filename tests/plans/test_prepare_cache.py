@@ -15,8 +15,10 @@ from megatron_ds.data.tokenizers import build_tokenizer
 from megatron_ds.errors import ConfigError, DataError
 from megatron_ds.training.samples import wanted_samples
 
-FLAGS = ("--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1 --global-batch-size 4 "
-         "--lr 1e-3 --train-iters 30 --eval-iters 1 --eval-interval 10 --tokenizer-type NullTokenizer --vocab-size 100"
+FLAGS = ("--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1 "
+         "--global-batch-size 4 --lr 1e-3 --train-iters 30 --eval-iters 1 --eval-interval 10 "
+         "--tokenizer-type NullTokenizer "
+         "--vocab-size 100"
          ).split()
 
 
@@ -46,7 +48,8 @@ def test_a_run_finds_what_was_prepared_and_builds_nothing(corpora, tmp_path, mon
     for module, name in ((gpt_data, "build_index_maps"), (datasets, "build_blend_index")):
         monkeypatch.setattr(module, name, lambda *_: pytest.fail("built again"))
     config = parse(flags)
-    found = datasets.build_datasets(config, wanted_samples(config), build_tokenizer(config.data, config.model))
+    found = datasets.build_datasets(config, wanted_samples(config),
+                                    build_tokenizer(config.data, config.model))
     assert len(found.train) == 120 and found.train[7]["tokens"].shape == (9,)
 
 

@@ -1,4 +1,5 @@
-"""16-bit products: through fp32 where the processor has none, with the same result but for the last rounding."""
+"""16-bit products: through fp32 where the processor has none, with the same result but for the last
+rounding."""
 
 import pytest
 import torch
@@ -85,7 +86,8 @@ def test_products_are_added_to_gradients_of_either_width(out_dtype, part, is_wit
     expected = out.double() + a.double() @ b.double()
     add_product_(out, a, b)
     assert out.dtype == out_dtype
-    torch.testing.assert_close(out.double(), expected, rtol=2**-7, atol=2**-6)      # a rounded product, added and rounded
+    # a rounded product, added and rounded
+    torch.testing.assert_close(out.double(), expected, rtol=2**-7, atol=2**-6)
 
 
 def test_gradients_in_fp32_take_widened_products_without_rounding(monkeypatch):
@@ -100,7 +102,8 @@ def test_gradients_in_fp32_take_widened_products_without_rounding(monkeypatch):
 def test_attention_in_16_bits_is_that_of_fp32_rounded_where_there_are_no_products(sq, monkeypatch):
     monkeypatch.setattr(products, "has_products", lambda dtype: dtype == torch.float32)
     generator = torch.Generator().manual_seed(sq)
-    q, k, v = (torch.randn(s, 2, heads, 16, generator=generator).bfloat16() for s, heads in ((sq, 4), (130, 2), (130, 2)))
+    q, k, v = (torch.randn(s, 2, heads, 16, generator=generator).bfloat16()
+               for s, heads in ((sq, 4), (130, 2), (130, 2)))
     out = attention(q, k, v)
     assert out.dtype == torch.bfloat16
     exact = reference_attention(q.double(), k.double(), v.double())

@@ -26,9 +26,11 @@ def test_the_generator_gives_the_numbers_that_are_published_for_seed_0():
 
 
 def test_numbers_are_those_of_splitmix_bit_for_bit():
-    keys = [(1234, "random_ltd", f"decoder.layers.{layer}", sample) for layer, sample in ((0, 0), (3, 17), (95, 10**12))]
+    keys = [(1234, "random_ltd", f"decoder.layers.{layer}", sample)
+            for layer, sample in ((0, 0), (3, 17), (95, 10**12))]
     drawn = random_numbers(keys, 100)
-    assert [[n & MASK for n in row] for row in drawn.tolist()] == [splitmix(seed_of(*key), 100) for key in keys]
+    assert [[n & MASK for n in row] for row in drawn.tolist()] == [splitmix(seed_of(*key), 100)
+                                                                   for key in keys]
 
 
 @pytest.mark.parametrize("kept, of", [(1, 1), (1, 9), (4, 9), (9, 9), (64, 257)])
@@ -46,7 +48,8 @@ def test_a_larger_subset_holds_the_smaller_ones_of_its_key():
 
 
 def test_every_subset_is_as_likely_as_another():
-    """6,000 draws of 3 from 6: 20 subsets, 300 expected of each; chi squared with 19 degrees of freedom, 99.99 % below 53."""
+    """6,000 draws of 3 from 6: 20 subsets, 300 expected of each; chi squared with 19 degrees of freedom,
+    99.99 % below 53."""
     draws = random_subset([("fair", i) for i in range(6000)], 3, 6).tolist()
     counts = [sum(tuple(row) == subset for row in draws) for subset in itertools.combinations(range(6), 3)]
     assert sum(counts) == 6000 and sum((n - 300) ** 2 / 300 for n in counts) < 53

@@ -1,4 +1,5 @@
-"""What a person sees of a run: the progress bar on a terminal, short lines on a narrow one, why training ended."""
+"""What a person sees of a run: the progress bar on a terminal, short lines on a narrow one, why training
+ended."""
 
 import contextlib
 import fcntl
@@ -120,9 +121,11 @@ def test_a_terminal_has_a_bar_with_log_lines_above_it(tmp_path, terminal):
     assert re.search(r"\| 100%, loss 3.0000 \| 41.2k tok/s \| ETA 00:00$", bars[-1])
     assert [line for line in lines if line.startswith("step 2/4 | ")] == [
         "step 2/4 | loss 5.0000 | grad norm 0.412 | lr 2.94e-04 | 425k tok/s | 38.1% MFU | ETA 1:18:11"]
-    assert [line for line in lines if line.startswith("validation 0/2 |")], "the evaluation has a bar while it lasts"
+    assert [line for line in lines
+            if line.startswith("validation 0/2 |")], "the evaluation has a bar while it lasts"
     assert lines.index("evaluating on validation: 2 batches of 8 samples") < lines.index(EVALUATION.short())
-    assert lines[-2:] == ["training ended", ""] and lines[-3] == "", "the bar is removed, and lines are plain again"
+    assert lines[-2:] == ["training ended", ""] and lines[-3] == "", (
+        "the bar is removed, and lines are plain again")
 
 
 def test_a_terminal_wide_enough_has_megatrons_line(tmp_path, terminal):
@@ -143,12 +146,13 @@ def test_without_a_bar_there_are_lines_alone(tmp_path, terminal, monkeypatch, wh
     run(no_files(tmp_path, progress_bar=why != "the flag"))
     shown = screen.shown()
     assert "\x1b" not in shown and "\r" not in shown.replace("\r\n", "\n") and "%," not in shown
-    assert ("elapsed time per iteration" in shown) == (why == "a file"), "a file has Megatron's line at any width"
+    assert ("elapsed time per iteration" in shown) == (why
+                                                       == "a file"), "a file has Megatron's line at any width"
 
 
 def test_a_terminal_that_is_closed_ends_no_run(tmp_path, terminal, monkeypatch):
     screen = terminal(100)
-    monkeypatch.setattr(logging, "raiseExceptions", False)               # the log handler's own complaint, on stderr
+    monkeypatch.setattr(logging, "raiseExceptions", False)        # the log handler's own complaint, on stderr
     log = open_log(logging_to(tmp_path), Progress())
     log.begin(0, 4)
     screen.hang_up()

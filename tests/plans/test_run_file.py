@@ -12,8 +12,9 @@ from megatron_ds.mpu.group import solo
 from tests.harness.checkpoints import NEW, RUN, make_format_1, rewrite_run, save_small, some_pieces
 
 WRONG = {
-    "step as text": dict(step="4"), "step true": dict(step=True), "step of another": dict(step=99), "no step": dict(step=None),
-    "empty progress": dict(progress={}), "progress of another step": dict(progress=RUN["progress"] | {"step": 3}),
+    "step as text": dict(step="4"), "step true": dict(step=True), "step of another": dict(step=99),
+    "no step": dict(step=None), "empty progress": dict(progress={}),
+    "progress of another step": dict(progress=RUN["progress"] | {"step": 3}),
     "samples negative": dict(progress=RUN["progress"] | {"samples": -5}),
     "samples 1e30": dict(progress=RUN["progress"] | {"samples": 1e30}),
     "samples 10**30": dict(progress=RUN["progress"] | {"samples": 10**30}),
@@ -23,11 +24,13 @@ WRONG = {
     "more skipped than done": dict(progress=RUN["progress"] | {"skipped_steps": 5}),
     "progress a list": dict(progress=[4]),
     "optimizer empty": dict(optimizer={}), "optimizer a number": dict(optimizer=4),
-    "updates negative": dict(optimizer={"num_updates": -1}), "updates null": dict(optimizer={"num_updates": None}),
+    "updates negative": dict(optimizer={"num_updates": -1}),
+    "updates null": dict(optimizer={"num_updates": None}),
     "loss scale alone": dict(optimizer={"num_updates": 4, "loss_scale": 2.0}),
     "loss scale nan": dict(optimizer={"num_updates": 4, "loss_scale": float("nan"), "loss_scale_lives": 1,
                                       "loss_scale_last_overflow": -1, "loss_scale_iteration": 4}),
-    "config a text": dict(config="x"), "identity a list": dict(identity=[]), "world size 0": dict(world_size=0),
+    "config a text": dict(config="x"), "identity a list": dict(identity=[]),
+    "world size 0": dict(world_size=0),
 }
 
 
@@ -38,17 +41,19 @@ def test_wrong_values_in_run_json_are_refused_even_with_a_checksum_that_fits(cha
     if format_1:
         make_format_1(path)
         run = json.loads((path / "run.json").read_text()) | changes
-        (path / "run.json").write_text(json.dumps({name: value for name, value in run.items() if value is not None}))
+        (path / "run.json").write_text(json.dumps({name: value for name, value in run.items()
+                                                   if value is not None}))
     else:
         rewrite_run(path, **changes)
     with pytest.raises(CheckpointError, match="run.json is damaged, or was changed"):
         read_run(tmp_path, NEW)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "4", "null", '{"format_version": true}', '{"format_version": 0}',
-                                  '{"format_version": "1"}', '{"format_version": 1}', '{"format_version": 2, "step": 4}',
-                                  '{"format_version": 1, "step": 4, "x": ' + "[" * 100_000 + "]" * 100_000 + "}",
-                                  '{"a":' * 100_000 + "1" + "}" * 100_000,
+@pytest.mark.parametrize("text", ["", "{", "[]", "4", "null", '{"format_version": true}',
+                                  '{"format_version": 0}', '{"format_version": "1"}', '{"format_version": 1}',
+                                  '{"format_version": 2, "step": 4}',
+                                  '{"format_version": 1, "step": 4, "x": ' + "[" * 100_000 + "]" * 100_000
+                                  + "}", '{"a":' * 100_000 + "1" + "}" * 100_000,
                                   '{"format_version": 1, "step": ' + "9" * 5000 + "}"],
                          ids=lambda text: text[:30])
 def test_a_run_json_of_another_shape_is_damaged(text, tmp_path):
@@ -64,7 +69,8 @@ def test_a_changed_value_in_run_json_is_noticed_and_another_order_or_indent_is_n
     (path / "run.json").write_text(json.dumps(dict(sorted(json.loads(text).items()))))
     assert read_run(tmp_path, NEW) == json.loads(text)
     (path / "run.json").write_text(text.replace("0.001", "0.01"))
-    with pytest.raises(CheckpointError, match=r"iter_0000004/run.json is damaged, or was changed .* checksum"):
+    with pytest.raises(CheckpointError,
+                       match=r"iter_0000004/run.json is damaged, or was changed .* checksum"):
         read_run(tmp_path, NEW)
 
 
@@ -78,7 +84,8 @@ def test_values_that_a_loader_needs_are_asked_for_by_name():
 def test_a_save_that_could_not_be_loaded_is_refused_and_the_one_before_stays(tmp_path):
     save_small(tmp_path)
     with pytest.raises(CheckpointError, match="could not be read again: progress.step is 3 at step 6"):
-        save(tmp_path, 6, some_pieces(6), coordinates={}, world=solo(), run={"progress": {"step": 3, "samples": 9}})
+        save(tmp_path, 6, some_pieces(6), coordinates={}, world=solo(),
+             run={"progress": {"step": 3, "samples": 9}})
     assert latest(tmp_path) == NEW
 
 
@@ -86,7 +93,8 @@ IDENTITY = {"model": {"num_layers": 2}, "tokenizer": {"fingerprint": "a"}, "data
 DESCRIPTION = {"identity": IDENTITY, "config": {"optimizer": {"optimizer": "adam"}}}
 
 
-@pytest.mark.parametrize("missing", ["identity", "config", "progress", "optimizer", "identity.data", "config.optimizer"])
+@pytest.mark.parametrize("missing", ["identity", "config", "progress", "optimizer", "identity.data",
+                                     "config.optimizer"])
 def test_a_training_run_names_what_the_run_json_of_a_checkpoint_lacks(missing, tmp_path):
     from megatron_ds.config.training_options import CheckpointConfig
     from megatron_ds.training.run_checkpoint import check_same_run
@@ -104,4 +112,5 @@ def test_a_training_run_refuses_the_checkpoint_of_an_engine(tmp_path):
     from megatron_ds.training.run_checkpoint import check_same_run
 
     with pytest.raises(CheckpointError, match="saved by an engine .* engine.load_checkpoint"):
-        check_same_run({"engine": {"parameters": 3}, **RUN}, DESCRIPTION, CheckpointConfig(load=str(tmp_path)))
+        check_same_run({"engine": {"parameters": 3}, **RUN}, DESCRIPTION,
+                       CheckpointConfig(load=str(tmp_path)))

@@ -53,22 +53,29 @@ def test_flags_of_megatron_and_deepspeed_name_schedule_and_stages(flags, shape):
 
 @pytest.mark.parametrize("flags, words", [
     ((PP, 2, CHUNKS, 2, THICK, 1), "both set the number of stages per rank. Give only one."),
-    ((CHUNKS, 2), "but --pipeline-model-parallel-size 1 (default). Remove it, or use --pipeline-model-parallel-size 2"),
+    ((CHUNKS, 2),
+     "but --pipeline-model-parallel-size 1 (default). Remove it, or use --pipeline-model-parallel-size 2"),
     ((PP, 2, THICK, 2), "is not a multiple of --pipeline-model-parallel-size 2 × "
      "--num-layers-per-virtual-pipeline-stage 2 = 4: every rank holds the same number of stages. "
      "Use --num-layers-per-virtual-pipeline-stage 1 or 3"),
     ((PP, 2, CHUNKS, 4), "--num-layers 6 is less than --pipeline-model-parallel-size 2 × "
-     "--num-virtual-stages-per-pipeline-rank 4: each stage needs at least one layer. Use at most 6 stages in all"),
-    ((PP, 2, "--pipeline-schedule", "1f1b", CHUNKS, 2), "schedule '1f1b' does not support 2 chunks of the model per rank. "
+     "--num-virtual-stages-per-pipeline-rank 4: each stage needs at least one layer. Use at most 6 stages in "
+     "all"),
+    ((PP, 2, "--pipeline-schedule", "1f1b", CHUNKS, 2),
+     "schedule '1f1b' does not support 2 chunks of the model per rank. "
      "Valid: 1. Schedules for 2 chunks: interleaved, zb-v"),
     ((PP, 2, "--pipeline-schedule", "zb-v", CHUNKS, 3), "schedule 'zb-v' does not support 3 chunks"),
-    ((PP, 2, "--pipeline-layout", "2,2,2"), "--pipeline-layout 2,2,2 has 3 stages and 6 layers, but there are"),
+    ((PP, 2, "--pipeline-layout", "2,2,2"),
+     "--pipeline-layout 2,2,2 has 3 stages and 6 layers, but there are"),
     ((PP, 2, CHUNKS, 3, "--pipeline-layout", "2,2,1,1"), "for instance --pipeline-layout 1,1,1,1,1,1."),
     ((PP, 2, "--pipeline-schedule", "zbv"), "did you mean 'zb-v'?"),
     ((PP, 2, "--virtual-pipeline-model-parallel-size", 2), "write --num-virtual-stages-per-pipeline-rank"),
-    ((PP, 2, "--pipeline-layout", "3,3", "--pipeline-cut", "uniform"), "both assign the layers to stages. Give only one."),
-    ((PP, 2, "--pipeline-costs-path", "t.json"), "applies to --pipeline-cut measured, but --pipeline-cut flops (default)"),
-    ((PP, 2, "--pipeline-memory-limit", 3), "--pipeline-memory-limit 3 is for --pipeline-schedule zb-auto; 1f1b has no use"),
+    ((PP, 2, "--pipeline-layout", "3,3", "--pipeline-cut", "uniform"),
+     "both assign the layers to stages. Give only one."),
+    ((PP, 2, "--pipeline-costs-path", "t.json"),
+     "applies to --pipeline-cut measured, but --pipeline-cut flops (default)"),
+    ((PP, 2, "--pipeline-memory-limit", 3),
+     "--pipeline-memory-limit 3 is for --pipeline-schedule zb-auto; 1f1b has no use"),
     ((PP, 2, GROUP, 4), f"{GROUP} 4 is for --pipeline-schedule interleaved; 1f1b has no use for it"),
     ((PP, 2, CHUNKS, 2, GROUP, 1), "groups of 1 micro-batches on 2 pipeline ranks: rank 0 would wait")])
 def test_what_cannot_be_is_refused_with_what_can(flags, words):
@@ -96,13 +103,15 @@ def test_the_pipeline_block_of_deepspeed_says_how_many_stages_and_what_they_are_
 
 
 def blocks_of(plan):
-    return [sum(name.startswith("decoder.layers") for name in plan.stage_names(s)) for s in range(plan.shape.num_stages)]
+    return [sum(name.startswith("decoder.layers") for name in plan.stage_names(s))
+            for s in range(plan.shape.num_stages)]
 
 
 @pytest.mark.parametrize("flags, blocks", [
     ((PP, 2), [4, 2]),                                              # the head counts as 1.7 layers
     ((PP, 2, "--pipeline-cut", "uniform"), [3, 3]),
-    ((PP, 2, "--pipeline-cut", "parameters"), [3, 3]),              # 3.2 M in the embedding, as in the head; 1.8 M in a layer
+    # 3.2 M in the embedding, as in the head; 1.8 M in a layer
+    ((PP, 2, "--pipeline-cut", "parameters"), [3, 3]),
     ((PP, 2, "--pipeline-schedule", "zb-v"), [2, 2, 2, 0]),
     ((PP, 2, THICK, 1, "--pipeline-cut", "uniform"), [1] * 6)])
 def test_the_cut_makes_the_costliest_stage_cheapest(flags, blocks):
@@ -118,7 +127,8 @@ def test_the_flag_of_megatron_sets_the_group_of_interleaved():
 
 
 def test_recomputation_makes_layers_dearer_than_the_head():
-    cost = lambda *flags: dict(zip(("embedding", *["block"] * 6, "norm", "head"), plan_of(config_of(*flags)).layer_costs))
+    cost = lambda *flags: dict(zip(("embedding", *["block"] * 6, "norm", "head"),
+                                   plan_of(config_of(*flags)).layer_costs))
     plain, again = cost(PP, 2), cost(PP, 2, "--recompute-granularity", "full")
     assert again["head"] == plain["head"] and again["block"].forward == plain["block"].forward
     assert again["block"].total == pytest.approx(plain["block"].total * 4 / 3)
@@ -133,13 +143,14 @@ def test_costs_that_were_measured_decide_the_cut_and_reach_the_schedule():
     plan = plan_of(config, Times(costs, 5.5, "of a clock"))
     assert blocks_of(plan) == [5, 1]
     stages = plan.stage_costs()
-    assert stages.forward == pytest.approx((11 / 11, 11 / 11)) and stages.input_grad == pytest.approx((10 / 11, 1))
+    assert (stages.forward == pytest.approx((11 / 11, 11 / 11))
+            and stages.input_grad == pytest.approx((10 / 11, 1)))
     assert stages.transfer == pytest.approx(5.5 / 11)
 
 
 def test_what_the_model_is_cut_by_does_not_change_what_its_computations_are_said_to_take():
     flops = plan_of(config_of(PP, 2, "--pipeline-layout", "3,3")).stage_costs()
-    assert flops.forward[1] > 1.5 * flops.forward[0] > 0 == flops.transfer                 # the head is on the second
+    assert flops.forward[1] > 1.5 * flops.forward[0] > 0 == flops.transfer         # the head is on the second
     for cut in ("uniform", "parameters"):
         plan = plan_of(config_of(PP, 2, "--pipeline-cut", cut))
         assert blocks_of(plan) == [3, 3] and plan.stage_costs() == flops
@@ -164,6 +175,7 @@ def test_measuring_finds_where_the_time_goes_and_the_file_keeps_it(tmp_path):
 
 
 def test_ends_on_two_ranks_are_tied_by_the_schedule_and_ends_on_one_rank_need_no_message():
-    ties = lambda *flags: [i.stage for program in plan_schedule(config_of(*flags), 4) for i in program if i.op is Op.TIE]
+    ties = lambda *flags: [i.stage for program in plan_schedule(config_of(*flags), 4) for i in program
+                           if i.op is Op.TIE]
     assert ties(PP, 2, CHUNKS, 2) == [0, 3] and ties(PP, 2, "--pipeline-schedule", "zb-v") == []
     assert ties(PP, 2, CHUNKS, 2, "--untie-embeddings-and-output-weights") == [] and ties() == []

@@ -91,8 +91,10 @@ def test_cyclic_in_shards_has_megatrons_values(total, micro_batch, dp_size):
 def test_a_batch_has_tokens_labels_mask_and_stream_positions():
     batch = loader_of(Counting(50), eod=13, eod_mask_loss=True).batch(8, 8, 1, 2)
     assert batch.sample_ids == (10, 11, 14, 15) and batch.training
-    assert batch.tokens[1].tolist() == [11, 12, 13, 14, 15] and batch.labels[1].tolist() == [12, 13, 14, 15, 16]
-    assert batch.loss_mask[:2].tolist() == [[1, 1, 1, 0, 1], [1, 1, 0, 1, 1]]       # the input is the end, not the label
+    assert (batch.tokens[1].tolist() == [11, 12, 13, 14, 15]
+            and batch.labels[1].tolist() == [12, 13, 14, 15, 16])
+    # the input is the end, not the label
+    assert batch.loss_mask[:2].tolist() == [[1, 1, 1, 0, 1], [1, 1, 0, 1, 1]]
     assert batch.position_ids[2].tolist() == [0, 1, 2, 3, 4]
     assert batch.tokens.dtype == batch.labels.dtype == torch.int64 and batch.tokens.is_contiguous()
     halves = batch.split(2)
@@ -126,7 +128,8 @@ def test_samples_of_another_length_are_an_error():
 @pytest.mark.parametrize("num_workers", [1, 3])
 def test_reading_ahead_changes_nothing(num_workers):
     plain = Loader(Counting(40), GPTCollator(5), micro_batch_size=2, dataloader_type="cyclic")
-    ahead = Loader(Counting(40), GPTCollator(5), micro_batch_size=2, dataloader_type="cyclic", num_workers=num_workers)
+    ahead = Loader(Counting(40), GPTCollator(5), micro_batch_size=2, dataloader_type="cyclic",
+                   num_workers=num_workers)
     asked = [(0, 4, 0, 1), (4, 4, 0, 1), (8, 8, 0, 1), (16, 8, 1, 2), (4, 4, 0, 1), (8, 4, 0, 1)]
     for request in asked:
         a, b = plain.batch(*request), ahead.batch(*request)

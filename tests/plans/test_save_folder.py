@@ -26,11 +26,13 @@ BYTES = bytes_written_here(pieces_of(Layout(), 0, 1), {})
 
 
 def checkpoint(folder, step, run_id="aa11"):
-    save(folder, step, pieces_of(Layout(), 0, step), coordinates={}, world=solo(), run={"run_id": run_id} if run_id else {})
+    save(folder, step, pieces_of(Layout(), 0, step), coordinates={}, world=solo(),
+         run={"run_id": run_id} if run_id else {})
 
 
 def start(**options):
-    return find_start(CheckpointConfig(**{name: str(v) if isinstance(v, Path) else v for name, v in options.items()}), solo())
+    return find_start(CheckpointConfig(**{name: str(v) if isinstance(v, Path) else v
+                                          for name, v in options.items()}), solo())
 
 
 @pytest.fixture
@@ -43,8 +45,8 @@ def used(tmp_path):
 
 # ---------------------------------------------------------------------- whose folder it is
 def test_a_new_run_is_refused_in_the_folder_of_another_and_told_the_three_ways_out(used):
-    words = (rf"--save {used} holds another run: iteration 20 \(run id aa11, written \d{{4}}-.*\).*Add --load {used} to "
-             "continue that run; add --overwrite-save .*; or give another --save folder")
+    words = (rf"--save {used} holds another run: iteration 20 \(run id aa11, written \d{{4}}-.*\).*Add "
+             fr"--load {used} to continue that run; add --overwrite-save .*; or give another --save folder")
     with pytest.raises(CheckpointError, match=words):
         start(save=used)
     assert start(save=used, overwrite_save=True).step is None
@@ -76,7 +78,8 @@ def test_a_checkpoint_without_a_run_id_continues_under_a_new_one(tmp_path):
     ("aa11", 30, "holds a later iteration of this run: iteration 30"),
     ("aa11", 20, None),
 ])
-def test_loading_here_and_saving_there_needs_that_there_is_nothing_to_lose_there(used, tmp_path, run_id, step, words):
+def test_loading_here_and_saving_there_needs_that_there_is_nothing_to_lose_there(used, tmp_path, run_id, step,
+                                                                                 words):
     checkpoint(tmp_path / "there", step, run_id)
     if words is None:
         assert start(load=used, save=tmp_path / "there").run_id == "aa11"
@@ -99,7 +102,8 @@ def test_metrics_or_a_tracker_alone_are_another_run_too(tmp_path, name, text):
 
 def test_a_run_without_a_checkpoint_is_named_by_its_metrics_and_can_start_again(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "run": "486b7c5d", "step": 3}\n{"kind": "tra')
-    with pytest.raises(CheckpointError, match=r"run id 486b7c5d.*Add --load \S+ to start that run again from scratch"):
+    with pytest.raises(CheckpointError,
+                       match=r"run id 486b7c5d.*Add --load \S+ to start that run again from scratch"):
         start(save=tmp_path)
 
 
@@ -116,8 +120,8 @@ def test_overwrite_save_moves_the_other_run_into_a_folder_that_can_be_loaded(use
     clear_save_folder(CheckpointConfig(save=str(used), overwrite_save=True), solo())
     [aside] = used.glob("replaced-aa11-*")
     assert sorted(p.name for p in used.iterdir()) == ["notes.txt", aside.name, "tokenizer-0123456789ab"]
-    assert sorted(p.name for p in aside.iterdir()) == ["iter_0000010", "iter_0000020", TRACKER, "metrics.jsonl",
-                                                       "tokenizer-0123456789ab"]
+    assert sorted(p.name for p in aside.iterdir()) == ["iter_0000010", "iter_0000020", TRACKER,
+                                                       "metrics.jsonl", "tokenizer-0123456789ab"]
     assert (aside / "tokenizer-0123456789ab" / "vocab_file" / "vocab.txt").read_text() == "[PAD]"
     assert start(load=aside, save=aside).step == 20
     assert move_aside(used) is None
@@ -212,14 +216,18 @@ def test_a_limit_of_file_size_is_named_with_the_bytes(tmp_path, most):
     share = bytes_written_here(pieces_of(Layout(), 0, 1, hidden=600), {})
     assert share > most
     message = saved_under_a_limit(tmp_path / "run", most)
-    assert re.search(rf"File too large: .* {share:,} bytes needed, .* files of {most:,} bytes \(ulimit -f\)", message)
+    assert re.search(rf"File too large: .* {share:,} bytes needed, .* files of {most:,} bytes \(ulimit -f\)",
+                     message)
     assert not list((tmp_path / "run").iterdir())
 
 
 @pytest.mark.parametrize("error, free, words", [
-    (OSError(errno.ENOSPC, "?"), 3_000_000, "No space left on device: about 5,000,000 bytes needed, 3,000,000 free"),
-    (OSError(errno.EDQUOT, "?"), None, "Disk quota exceeded: about 5,000,000 bytes needed, an unknown number free"),
-    (RuntimeError("unexpected pos 704 vs 598"), 3_000_000, "No space left on device: about 5,000,000 bytes needed, 3,000,000"),
+    (OSError(errno.ENOSPC, "?"), 3_000_000,
+     "No space left on device: about 5,000,000 bytes needed, 3,000,000 free"),
+    (OSError(errno.EDQUOT, "?"), None,
+     "Disk quota exceeded: about 5,000,000 bytes needed, an unknown number free"),
+    (RuntimeError("unexpected pos 704 vs 598"), 3_000_000,
+     "No space left on device: about 5,000,000 bytes needed, 3,000,000"),
 ])
 def test_a_write_that_failed_on_a_full_disk_says_so_with_the_bytes(tmp_path, error, free, words):
     assert words in str(explained(error, tmp_path, 5_000_000, free, 5_000_000))

@@ -43,9 +43,11 @@ def test_a_live_process_of_this_machine_keeps_others_out_at_once_and_is_named(tm
     keeper = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         machine = this_process({}).machine
-        left_behind(tmp_path, machine=machine, pid=keeper.pid, born=locks._born(keeper.pid), since="Monday", job="Slurm job 7")
+        left_behind(tmp_path, machine=machine, pid=keeper.pid, born=locks._born(keeper.pid), since="Monday",
+                    job="Slurm job 7")
         os.utime(tmp_path / LOCK, (0, 0))       # suspended for long
-        with pytest.raises(CheckpointError, match=rf"cannot save in .*: it is in use by process {keeper.pid} on node7 "
+        with pytest.raises(CheckpointError,
+                           match=rf"cannot save in .*: it is in use by process {keeper.pid} on node7 "
                                                   r"\(Slurm job 7\), since Monday\. .*delete .*/\.lock"), \
              locked(tmp_path, solo(), stale=LATE):
             pass
@@ -56,7 +58,8 @@ def test_a_live_process_of_this_machine_keeps_others_out_at_once_and_is_named(tm
     assert not list(tmp_path.glob("iter_*"))
 
 
-@pytest.mark.parametrize("changes", [{"pid": "ended"}, {"born": 1}], ids=["no such process", "its pid was given to another"])
+@pytest.mark.parametrize("changes", [{"pid": "ended"}, {"born": 1}],
+                         ids=["no such process", "its pid was given to another"])
 def test_a_lock_of_a_process_of_this_machine_that_is_gone_is_taken_over_at_once(tmp_path, changes, caplog):
     changes = {name: a_process_that_ended() if value == "ended" else value for name, value in changes.items()}
     left_behind(tmp_path, machine=this_process({}).machine, **changes)
@@ -123,11 +126,13 @@ def test_the_holder_renews_the_time_of_its_lock(tmp_path):
 
 def test_a_process_that_lost_the_lock_publishes_nothing_and_leaves_the_new_lock(tmp_path):
     save_step(tmp_path, 1, seed=1)
-    with pytest.raises(CheckpointError, match="taken over by process .* on node7"), locked(tmp_path, solo(), beat=LATE):
+    with pytest.raises(CheckpointError, match="taken over by process .* on node7"), locked(tmp_path, solo(),
+                                                                                           beat=LATE):
         left_behind(tmp_path)
         save_step(tmp_path, 2, seed=2)
     assert json.loads((tmp_path / LOCK).read_text())["host"] == "node7"
-    assert sorted(p.name for p in tmp_path.glob("*iter*")) == ["iter_0000001", "latest_checkpointed_iteration.txt"]
+    assert sorted(p.name for p in tmp_path.glob("*iter*")) == ["iter_0000001",
+                                                               "latest_checkpointed_iteration.txt"]
 
 
 def test_of_two_that_take_over_at_the_same_time_the_slower_puts_the_lock_of_the_faster_back(tmp_path):

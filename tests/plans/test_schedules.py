@@ -12,8 +12,9 @@ from megatron_ds.pipeline.passes import add_transfers, lower
 from megatron_ds.pipeline.schedules import SCHEDULES
 from megatron_ds.pipeline.simulate import check, simulate
 
-WHOLE = [(p, m) for p in range(1, 17) for m in range(1, 65)]               # with `make test-all`, about a minute
-SAMPLE = [(p, m) for p in range(1, 8) for m in range(1, 11)] + [(8, 33), (11, 50), (16, 7), (16, 16), (16, 64)]
+WHOLE = [(p, m) for p in range(1, 17) for m in range(1, 65)]            # with `make test-all`, about a minute
+SAMPLE = [(p, m) for p in range(1, 8) for m in range(1, 11)] + [(8, 33), (11, 50), (16, 7), (16, 16),
+                                                                (16, 64)]
 SHAPES = WHOLE if os.environ.get("MEGATRON_DS_TEST_ALL") else SAMPLE
 THIN = [(p, m, v) for p, m in WHOLE for v in (2, 3, 4) if m >= p and (
     SHAPES is WHOLE or p in (1, 2, 3, 5, 8, 16) and m in (1, 2, 3, 5, 8, 13, 16, 17, 23, 31, 64))]
@@ -58,7 +59,8 @@ def test_1f1b_equals_the_greedy_rule_backward_before_forward_with_at_most_p_minu
 
 
 def greedy(p, m):
-    """Time steps of one unit: each rank takes a backward if one is ready, else a forward if it may keep one more."""
+    """Time steps of one unit: each rank takes a backward if one is ready, else a forward if it may keep one
+    more."""
     done, schedule = {}, [[] for _ in range(p)]
     free_at, now = [0] * p, 0
     while any(len(program) < 2 * m for program in schedule):
@@ -71,7 +73,8 @@ def greedy(p, m):
             before = ("F", r - 1, forwards)
             if backwards < forwards and done.get(behind, now + 1) <= now:
                 op, k, cost = Op.B, backwards, 2
-            elif forwards < m and forwards - backwards < p - r and (r == 0 or done.get(before, now + 1) <= now):
+            elif forwards < m and forwards - backwards < p - r and (r == 0
+                                                                    or done.get(before, now + 1) <= now):
                 op, k, cost = Op.F, forwards, 1
             else:
                 continue
@@ -83,7 +86,8 @@ def greedy(p, m):
 
 def test_the_long_name_of_1f1b_finds_it_too_and_an_unknown_one_is_refused_with_the_known():
     assert SCHEDULES["one_f_one_b"] is SCHEDULES["1f1b"]
-    with pytest.raises(ConfigError, match="'gpip'; did you mean 'gpipe'.*Known: 1f1b, gpipe, interleaved, zb-auto"):
+    with pytest.raises(ConfigError,
+                       match="'gpip'; did you mean 'gpipe'.*Known: 1f1b, gpipe, interleaved, zb-auto"):
         SCHEDULES["gpip"]
 
 
@@ -101,7 +105,8 @@ def test_an_impossible_shape_is_refused_with_the_legal_ones(shape, message):
 def test_zb_v_lists_who_serves_the_chunks_that_it_does_not():
     with pytest.raises(ScheduleError, match="1 chunks.*Valid: 2. Schedules for 1 chunks: gpipe, interleaved"):
         SCHEDULES["zb-v"](4, 8, 1)
-    with pytest.raises(ScheduleError, match="'interleaved' does not support 0 chunks.*Valid: any number from 1 up"):
+    with pytest.raises(ScheduleError,
+                       match="'interleaved' does not support 0 chunks.*Valid: any number from 1 up"):
         SCHEDULES["interleaved"](4, 8, 0)
 
 
@@ -152,7 +157,8 @@ def test_zb_h1_has_a_third_of_the_bubble_with_the_peak_of_1f1b_and_zb_h2_none_wi
 
 @pytest.mark.parametrize("f, i, w", [(1, 1, 1), (2, 3, 1), (5, 4, 4), (3, 3, 2)])
 def test_zb_h1_and_zb_h2_have_the_bubbles_of_the_paper_for_unequal_costs(f, i, w):
-    # Qi et al. 2024, table 2: (p - 1) (F + I - W) and (p - 1) (F + I - 2 W), if neither F nor I + W is the longer
+    # Qi et al. 2024, table 2: (p - 1) (F + I - W) and (p - 1) (F + I - 2 W), if neither F nor I + W is the
+    # longer
     for p in (2, 3, 5, 8):
         m = 4 * p
         for name, idle in (("zb-h1", f + i - w), ("zb-h2", max(f + i - 2 * w, 0))):
@@ -163,20 +169,22 @@ def test_zb_h1_and_zb_h2_have_the_bubbles_of_the_paper_for_unequal_costs(f, i, w
 def test_zb_v_is_shorter_than_zb_h1_with_the_same_memory():
     for p in range(2, 17):
         for m in (p, 2 * p, 3 * p, 4 * p):
-            half = StageCosts(0.5, 0.5, 0.5)                                # two stages a rank, each half of the work
+            half = StageCosts(0.5, 0.5, 0.5)                        # two stages a rank, each half of the work
             v, h1 = simulate(SCHEDULES["zb-v"](p, m), half.of), simulate(SCHEDULES["zb-h1"](p, m))
             assert max(v.peak_live) == 2 * p == 2 * max(h1.peak_live)
             assert 3 * m + (p - 1) / 2 <= v.span <= 3 * m + (p - 1) / 2 + 3 and v.span < h1.span
 
 
 def test_zb_v_for_unequal_costs_waits_less_than_its_order_for_equal_ones_within_the_same_memory():
-    # Most work of a rank, and how much longer the step takes. Without looking at the costs: 1.40, 1.23, 1.04, 1.26.
+    # Most work of a rank, and how much longer the step takes. Without looking at the costs: 1.40, 1.23, 1.04,
+    # 1.26.
     for costs, most in (((1, 1.5, 0.5), 1.10), ((1, 1.2, 0.7), 1.12), (((1,) * 15 + (2,),) * 3, 1.001),
                         ((9.26, 9.04, 4.67, 0.6), 1.23)):
         of = StageCosts(*costs)
         plain, found = (simulate(add_transfers(order, 16), of.of) for order in (
             SCHEDULES["zb-v"](8, 24), SCHEDULES["zb-v"](8, 24, costs=of)))
-        assert max(found.rank_spans) <= most * max(found.busy) < max(plain.rank_spans) - 0.02 * max(found.busy)
+        assert (max(found.rank_spans) <= most * max(found.busy)
+                < max(plain.rank_spans) - 0.02 * max(found.busy))
         assert max(found.peak_live) <= 16
 
 
@@ -196,7 +204,8 @@ def random_costs(seed):
     random = Random(seed)
     p = random.randint(1, 8)
     stages = lambda low, high: tuple(random.uniform(low, high) for _ in range(p))
-    return p, random.randint(1, 24), StageCosts(stages(.5, 2), stages(.5, 2), stages(.2, 2), random.choice([0, .01, .3]))
+    return (p, random.randint(1, 24), StageCosts(stages(.5, 2), stages(.5, 2), stages(.2, 2),
+                                                 random.choice([0, .01, .3])))
 
 
 def peak_alive(program, share):
@@ -218,11 +227,13 @@ def test_the_automatic_schedule_keeps_its_limit_and_is_no_longer_than_the_handma
 
 
 def test_more_memory_makes_the_automatic_schedule_shorter():
-    bubbles = [simulate(SCHEDULES["zb-auto"](8, 32, memory_limit=limit)).rank_bubble for limit in (2, 4, 8, 12, 16)]
+    bubbles = [simulate(SCHEDULES["zb-auto"](8, 32, memory_limit=limit)).rank_bubble
+               for limit in (2, 4, 8, 12, 16)]
     assert bubbles == sorted(bubbles, reverse=True) and bubbles[0] > 0.5 > 0.08 > bubbles[2] > bubbles[4] == 0
 
 
-@pytest.mark.parametrize("options", [{"memory_limit": 0.5}, {"memory_limit": float("nan")}, {"weight_share": 1.1}])
+@pytest.mark.parametrize("options", [{"memory_limit": 0.5}, {"memory_limit": float("nan")},
+                                     {"weight_share": 1.1}])
 def test_the_automatic_schedule_refuses_limits_in_which_nothing_passes(options):
     with pytest.raises(ScheduleError, match="Use a memory limit of 1 or more.*and a share from 0 to 1"):
         SCHEDULES["zb-auto"](4, 8, **options)

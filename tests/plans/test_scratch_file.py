@@ -1,4 +1,5 @@
-"""Scratch files: what is written one way is read the others, space is reserved, and nothing outlives the process."""
+"""Scratch files: what is written one way is read the others, space is reserved, and nothing outlives the
+process."""
 
 import logging
 import multiprocessing
@@ -78,7 +79,8 @@ def test_a_short_tensor_leaves_the_rest_of_the_region_and_the_neighbours_alone(f
     for i, r in enumerate((before, region, after)):
         r.write_from(placed(noise(r.nbytes, i))).wait()
     region.write_from(placed(noise(nbytes, 9), address)).wait()
-    assert torch.equal(on_disk(file, region, region.nbytes), torch.cat([noise(nbytes, 9), noise(region.nbytes, 1)[nbytes:]]))
+    assert torch.equal(on_disk(file, region, region.nbytes),
+                       torch.cat([noise(nbytes, 9), noise(region.nbytes, 1)[nbytes:]]))
     for i, r in ((0, before), (2, after)):
         back = placed(noise(r.nbytes, 7))
         r.read_into(back).wait()
@@ -114,7 +116,8 @@ def test_map_and_transfers_show_each_other_s_bytes_over_and_over(file):
                 for write in (first, second):
                     seed += 1
                     write(noise(n, seed))
-                    assert torch.equal(read(), noise(n, seed)), (writes.index(first), writes.index(second), reads.index(read))
+                    assert torch.equal(read(), noise(n, seed)), (writes.index(first), writes.index(second),
+                                                                 reads.index(read))
 
 
 def test_a_map_touched_beside_direct_writes_of_its_neighbours_spoils_none(file):
@@ -188,7 +191,8 @@ def test_a_map_has_its_dtype_and_outlives_region_and_file(file, dtype):
 def test_settling_gives_back_the_memory_of_a_map(file):
     def mapped_kb():
         status = open("/proc/self/status").read()
-        return sum(int(line.split()[1]) for line in status.splitlines() if line.startswith(("RssFile", "RssShmem")))
+        return sum(int(line.split()[1]) for line in status.splitlines()
+                   if line.startswith(("RssFile", "RssShmem")))
 
     region = file.allocate(32 << 20)
     shown = region.map(torch.uint8, 32 << 20)
@@ -221,7 +225,8 @@ def small_disk(tmp_path):
     """A megabyte of its own."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], capture_output=True, text=True)
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], capture_output=True,
+                          text=True)
     if done.returncode:
         pytest.skip(f"no disk can be mounted: {done.stderr.strip()}")
     yield disk
@@ -315,7 +320,8 @@ def test_a_failing_disk_names_directory_offset_and_sizes(file, tmp_path, act, ad
     os.close(closed)
     with pytest.raises(StorageError) as error:
         getattr(region, act)(placed(noise(2 * BLOCK, 0), address)).wait()
-    for part in (str(tmp_path), f"{3 * BLOCK} bytes from offset {STRIDE}", f"ing {2 * BLOCK} bytes", "Bad file descriptor"):
+    for part in (str(tmp_path), f"{3 * BLOCK} bytes from offset {STRIDE}", f"ing {2 * BLOCK} bytes",
+                 "Bad file descriptor"):
         assert part in str(error.value)
 
 

@@ -8,8 +8,8 @@ import pytest
 from megatron_ds.data.text.sentences import learn_splitter
 from megatron_ds.errors import ConfigError
 
-TEXTS = ["The abbrv. Smith uses is odd. The abbrv. Jones uses is not. An abbrv. is a word, and an abbrv. has a stop. "
-         "Words are words. Words end. Stops stop. A word ends. It stops."] * 8
+TEXTS = ["The abbrv. Smith uses is odd. The abbrv. Jones uses is not. An abbrv. is a word, and an abbrv. has "
+         "a stop. Words are words. Words end. Stops stop. A word ends. It stops."] * 8
 HARD = [
     ("Dr. Smith met Mr. Jones at 5 p.m. on Monday. They talked.",
      ["Dr. Smith met Mr. Jones at 5 p.m. on Monday.", "They talked."]),
@@ -49,7 +49,8 @@ def test_a_splitter_survives_the_way_to_a_worker_and_is_known_by_what_it_learned
     splitter.split("Once.")
     again = pickle.loads(pickle.dumps(splitter))
     assert [again.split(text) for text, _ in HARD] == [sentences for _, sentences in HARD]
-    prints = {s.fingerprint for s in (splitter, again, learn_splitter(TEXTS), learn_splitter(TEXTS, keep_newlines=True),
+    prints = {s.fingerprint for s in (splitter, again, learn_splitter(TEXTS),
+                                      learn_splitter(TEXTS, keep_newlines=True),
                                       learn_splitter(TEXTS, "none"))}
     assert len(prints) == 3
 
@@ -58,5 +59,6 @@ def test_without_nltk_or_with_an_unknown_language_the_error_says_what_to_do(monk
     with pytest.raises(ConfigError, match="known for english, none"):
         learn_splitter(TEXTS, "klingon")
     monkeypatch.setitem(sys.modules, "nltk.tokenize", None)
-    with pytest.raises(ConfigError, match=r"--split-sentences needs nltk .*pip install 'megatron_ds\[data\]'"):
+    with pytest.raises(ConfigError,
+                       match=r"--split-sentences needs nltk .*pip install 'megatron_ds\[data\]'"):
         learn_splitter(TEXTS)

@@ -7,7 +7,8 @@ from megatron_ds.mpu.channels import MOST_RUNS, describe_difference, encode_shap
 
 def test_equal_steps_have_no_difference():
     shapes = [(5, 2, 6)] * 3 + [(5, 1, 6)]
-    assert describe_difference(encode_shapes(shapes, torch.bfloat16), encode_shapes(list(shapes), torch.bfloat16)) == ""
+    assert describe_difference(encode_shapes(shapes, torch.bfloat16),
+                               encode_shapes(list(shapes), torch.bfloat16)) == ""
 
 
 def test_the_first_micro_batch_that_differs_is_named_with_both_shapes_and_dtypes():

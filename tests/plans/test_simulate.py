@@ -1,4 +1,5 @@
-"""The simulator: broken schedules are refused with the reason, clocks agree with sums done by hand, drawings are exact."""
+"""The simulator: broken schedules are refused with the reason, clocks agree with sums done by hand, drawings
+are exact."""
 
 import pytest
 
@@ -32,20 +33,26 @@ def swapped(first, second):
 
 @pytest.mark.parametrize("schedule, message", [
     (changed(1, without("F2@1")), "F2@1: is missing"),
-    (changed(1, without("B2@1")), "backward of micro-batch 2 at stage 1 consists of nothing.*Valid: B alone, or I and W"),
+    (changed(1, without("B2@1")),
+     "backward of micro-batch 2 at stage 1 consists of nothing.*Valid: B alone, or I and W"),
     (changed(1, lambda p: [*p, Instruction(Op.F, 1, 0)]), "F0@1: appears more than once"),
     (changed(1, lambda p: [*p, Instruction(Op.W, 1, 0)]), r"consists of B\+W"),
     (changed(1, lambda p: [*p, Instruction(Op.F, 1, M)]), "names micro-batch 4. Valid for F: 0 to 3"),
     (changed(1, lambda p: [*p, Instruction(Op.REDUCE, 1, 2)]), "names micro-batch 2. Valid for REDUCE: none"),
     (changed(1, lambda p: [*p, Instruction(Op.REDUCE, P)]), "names stage 3, but there are 3. Valid: 0 to 2"),
-    (changed(1, lambda p: [*p, Instruction(Op.F, 0, 0)]), "F0@0 is on pipeline rank 1, but stage 0 is on rank 0"),
+    (changed(1, lambda p: [*p, Instruction(Op.F, 0, 0)]),
+     "F0@0 is on pipeline rank 1, but stage 0 is on rank 0"),
     (changed(1, without("SA3@1")), r"'act' from rank 1 to rank 2: .*\(2, 3\) needed but not sent"),
     (changed(1, without("RG3@1")), r"'grad' from rank 2 to rank 1: .*\(1, 3\) needed but not received"),
     (changed(2, lambda p: [*p, Instruction(Op.SEND_ACT, 2, 0)]), "SA0@2 on rank 2 communicates with stage 3"),
-    (changed(0, lambda p: [*p, Instruction(Op.RECV_ACT, 0, 0)]), "RA0@0 on rank 0 communicates with stage -1"),
-    (changed(1, swapped("RA0@1", "RA1@1")), "message 0 is sent for micro-batch 0 at stage 1, but received for micro-batch 1"),
-    (changed(1, swapped("B0@1", "B3@1")), "rank 1 is at .*B3@1, and waits for F3@1 .later in the same program"),
-    (changed(1, swapped("SA0@1", "F0@1")), "rank 1 is at .*SA0@1, and waits for F0@1 .later in the same program"),
+    (changed(0, lambda p: [*p, Instruction(Op.RECV_ACT, 0, 0)]),
+     "RA0@0 on rank 0 communicates with stage -1"),
+    (changed(1, swapped("RA0@1", "RA1@1")),
+     "message 0 is sent for micro-batch 0 at stage 1, but received for micro-batch 1"),
+    (changed(1, swapped("B0@1", "B3@1")),
+     "rank 1 is at .*B3@1, and waits for F3@1 .later in the same program"),
+    (changed(1, swapped("SA0@1", "F0@1")),
+     "rank 1 is at .*SA0@1, and waits for F0@1 .later in the same program"),
     (changed(2, lambda p: [p[-1], *p[:-1]]), "TIE@2 at position 0 comes before the last backward"),
     (changed(1, swapped("REDUCE@1", "B0@1")), "4 backwards of stage 1 follow its last REDUCE"),
     (changed(1, lambda p: [*p, Instruction(Op.REDUCE, 1)]), "0 backwards of stage 1 follow its last REDUCE"),
@@ -59,7 +66,8 @@ def test_a_broken_schedule_is_refused_with_what_is_wrong(schedule, message):
 def test_a_receive_posted_after_the_computation_that_needs_it_is_a_deadlock_with_any_sends():
     first, second = lower(SCHEDULES["gpipe"](2, 1), 2)
     assert [str(i) for i in second[:2]] == ["RA0@1", "F0@1"]
-    with pytest.raises(ScheduleError, match="buffered sends.*rank 1 is at instruction 0 .*waits for RA0@1 .later in the"):
+    with pytest.raises(ScheduleError,
+                       match="buffered sends.*rank 1 is at instruction 0 .*waits for RA0@1 .later in the"):
         simulate((first, (second[1], second[0], *second[2:])))
 
 
@@ -69,7 +77,8 @@ def test_a_schedule_for_fewer_microbatches_than_asked_is_refused():
 
 
 def test_a_backward_has_no_place_in_evaluation():
-    with pytest.raises(ScheduleError, match="B0@0, .* and 6 more: is a backward, but the schedule is forward-only"):
+    with pytest.raises(ScheduleError,
+                       match="B0@0, .* and 6 more: is a backward, but the schedule is forward-only"):
         check(LOWERED, P, M, forward_only=True)
 
 
@@ -85,7 +94,7 @@ def test_reductions_before_every_backward_are_legal():
 def test_the_slowest_stage_sets_the_pace():
     cost = lambda i: {Op.F: 1, Op.B: 2}.get(i.op, 0) * (5 if i.stage == 1 else 1)
     simulation = simulate(add_transfers(SCHEDULES["1f1b"](2, 6), 2), cost)
-    assert simulation.span == 1 + 6 * 15 + 2                        # first F, the slow rank without a pause, last B
+    assert simulation.span == 1 + 6 * 15 + 2                  # first F, the slow rank without a pause, last B
     assert simulation.busy == (18, 90)
 
 
@@ -95,7 +104,7 @@ def test_travel_time_is_added_once_per_hop():
     assert simulation.span == 4 * 3 + 3 * 0.25 + 3 * 0.5
 
 
-def test_split_backward_keeps_activations_until_the_weight_half_and_frees_the_neighbour_after_the_input_half():
+def test_split_backward_keeps_activations_until_the_weight_half_and_frees_the_neighbour_after_the_input_one():
     make = lambda s, text: tuple(Instruction(Op(word[0]), s, int(word[1:])) for word in text.split())
     schedule = (make(0, "F0 F1 I0 I1 W0 W1"), make(1, "F0 I0 F1 I1 W0 W1"))
     simulation = check(lower(schedule, 2), 2, 2)

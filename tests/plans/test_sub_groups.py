@@ -1,4 +1,5 @@
-"""Sub-groups: every element once, contiguous wherever it lies, on pages, and no more than the share asked for."""
+"""Sub-groups: every element once, contiguous wherever it lies, on pages, and no more than the share asked
+for."""
 
 import pytest
 from hypothesis import given, settings
@@ -25,7 +26,8 @@ def test_each_element_is_in_one_place(sizes, bucket, shards, elements, ratio, wh
         away = [piece for group in groups for piece in group.pieces]
         covered = sorted((p.slot, p.start, p.stop) for p in (*away, *stay))
         for piece in pieces:
-            parts = [(a, b) for slot, a, b in covered if slot == piece.slot and piece.start <= a and b <= piece.stop]
+            parts = [(a, b) for slot, a, b in covered if slot == piece.slot and piece.start <= a
+                     and b <= piece.stop]
             assert parts[0][0] == piece.start and parts[-1][1] == piece.stop
             assert all(left[1] == right[0] for left, right in zip(parts, parts[1:]))
         assert sum(b - a for _, a, b in covered) == sum(p.stop - p.start for p in pieces)
@@ -37,7 +39,8 @@ def test_each_element_is_in_one_place(sizes, bucket, shards, elements, ratio, wh
             assert group.numel <= max(elements, PAGE_ELEMENTS)
             assert {layout.slots[p.slot].bucket for p in group.pieces} == {group.bucket}
             for left, right in zip(group.pieces, group.pieces[1:]):
-                assert left.flat + left.padded_numel == right.flat and left.offset + left.padded_numel == right.offset
+                assert (left.flat + left.padded_numel == right.flat
+                        and left.offset + left.padded_numel == right.offset)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

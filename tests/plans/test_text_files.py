@@ -39,9 +39,11 @@ def write(path, texts=TEXTS):
     elif end == ".zst":
         import zstandard
         half = len(data) // 2                               # two frames, the first ending within a line
-        path.write_bytes(b"".join(zstandard.ZstdCompressor().compress(part) for part in (data[:half], data[half:])))
+        path.write_bytes(b"".join(zstandard.ZstdCompressor().compress(part)
+                                  for part in (data[:half], data[half:])))
     else:
-        path.write_bytes({".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}.get(end, bytes)(data))
+        path.write_bytes({".gz": gzip.compress, ".bz2": bz2.compress,
+                          ".xz": lzma.compress}.get(end, bytes)(data))
     return str(path)
 
 
@@ -76,7 +78,8 @@ def test_a_line_belongs_to_the_shard_in_which_it_begins_wherever_the_cut_is(tmp_
     path = write(tmp_path / "a.jsonl", ["a", "bb", "", "cccc" * 50, "d"])
     size = os.path.getsize(path)
     for cut in range(size + 1):
-        assert read([Slice(path, 0, cut), Slice(path, cut, size)]) == [("a",), ("bb",), ("",), ("cccc" * 50,), ("d",)]
+        assert read([Slice(path, 0, cut), Slice(path, cut, size)]) == [("a",), ("bb",), ("",), ("cccc" * 50,),
+                                                                       ("d",)]
 
 
 def test_a_bad_line_of_a_slice_is_told_by_its_number_in_the_file(tmp_path):
@@ -85,7 +88,8 @@ def test_a_bad_line_of_a_slice_is_told_by_its_number_in_the_file(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b"".join(lines))
     path, size = str(tmp_path / "a.jsonl"), os.path.getsize(tmp_path / "a.jsonl")
     for start in (0, 1, 14, 2999, 333 * 14):
-        told = [str(b) for block in read_blocks(path, 100, start=start, stop=size) for b in texts_of(block, ["text"])[1]]
+        told = [str(b) for block in read_blocks(path, 100, start=start, stop=size)
+                for b in texts_of(block, ["text"])[1]]
         assert len(told) == 1 and f"{path}, line 334: " in told[0]
     *_, last = read_blocks(path, 10_000, start=2999, stop=size)
     assert place_of(last).endswith("lines 216 to 500") and lines_before(path, 2999) == 215
@@ -114,7 +118,8 @@ def test_a_table_without_the_key_or_with_a_hole_says_so(end, tmp_path):
         pyarrow.parquet.write_table(pyarrow.table({"text": ["a", None, "b"]}), path)
         (block,) = read_blocks(path)
         texts, bad = texts_of(block, ["text"])
-        assert texts == [["a", "b"]] and [str(b) for b in bad] == [f"{path}, row 1: 'text' is NoneType, not text"]
+        assert (texts == [["a", "b"]]
+                and [str(b) for b in bad] == [f"{path}, row 1: 'text' is NoneType, not text"])
     else:
         import h5py
         with h5py.File(path, "w") as f:

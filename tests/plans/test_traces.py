@@ -1,4 +1,5 @@
-"""Timelines as files and pictures: what is written is read again, and every box stands where its computation ran."""
+"""Timelines as files and pictures: what is written is read again, and every box stands where its computation
+ran."""
 
 import json
 import subprocess
@@ -14,17 +15,25 @@ from megatron_ds.pipeline.passes import lower
 from megatron_ds.pipeline.picture import LEFT, RIGHT, Panel, layout, save_png, svg
 from megatron_ds.pipeline.schedules import SCHEDULES
 from megatron_ds.pipeline.simulate import simulate
-from megatron_ds.pipeline.timeline import as_simulation, read_traces, steps_of, timelines_of, typical_cost, write_trace
+from megatron_ds.pipeline.timeline import (
+    as_simulation,
+    read_traces,
+    steps_of,
+    timelines_of,
+    typical_cost,
+    write_trace,
+)
 
 ROOT = Path(__file__).parents[2]
 LOWERED = simulate(lower(SCHEDULES["zb-v"](3, 4), 6, tied=(0, 5)), StageCosts(1, 1.5, 0.5, 0.25).of)
 
 
 def test_a_trace_is_what_chrome_reads_one_event_per_instruction_in_microseconds(tmp_path):
-    write_trace(tmp_path / "a.json", {2: [(Instruction(Op.F, 5, 3), 1.5, 1.75), (Instruction(Op.TIE, 5), 2, 2)]})
+    write_trace(tmp_path / "a.json",
+                {2: [(Instruction(Op.F, 5, 3), 1.5, 1.75), (Instruction(Op.TIE, 5), 2, 2)]})
     events = [e for e in json.loads((tmp_path / "a.json").read_text())["traceEvents"] if e["ph"] == "X"]
-    assert events[0] == {"name": "F3@5", "cat": "F", "ph": "X", "ts": 1.5e6, "dur": 0.25e6, "pid": 2, "tid": 0,
-                         "args": {"op": "F", "stage": 5, "microbatch": 3}}
+    assert events[0] == {"name": "F3@5", "cat": "F", "ph": "X", "ts": 1.5e6, "dur": 0.25e6, "pid": 2,
+                         "tid": 0, "args": {"op": "F", "stage": 5, "microbatch": 3}}
     assert events[1]["args"] == {"op": "TIE", "stage": 5, "microbatch": None}
 
 
@@ -33,7 +42,8 @@ def test_what_is_written_whole_or_rank_by_rank_is_read_again(tmp_path):
     write_trace(tmp_path / "all.json", timelines)
     for rank, entries in timelines.items():
         write_trace(tmp_path / f"{rank}.json", {rank: entries})
-    for found in (read_traces([tmp_path / "all.json"]), read_traces(tmp_path / f"{rank}.json" for rank in timelines)):
+    for found in (read_traces([tmp_path / "all.json"]),
+                  read_traces(tmp_path / f"{rank}.json" for rank in timelines)):
         assert found.keys() == timelines.keys()
         again = as_simulation(found)
         assert again.schedule == LOWERED.schedule and again.peak_live == LOWERED.peak_live
@@ -53,14 +63,16 @@ def test_the_typical_cost_of_a_recording_is_the_median_over_microbatches():
     f = lambda k, took: (Instruction(Op.F, 0, k), 10 * k, 10 * k + took)
     b = (Instruction(Op.B, 0, 0), 50, 53)
     cost = typical_cost({0: [f(0, 5), f(1, 1), f(2, 2), b]})
-    assert [cost(Instruction(op, 0, 7)) for op in (Op.F, Op.B, Op.I, Op.W, Op.SEND_ACT)] == [2, 3, 1.5, 1.5, 0]
+    assert [cost(Instruction(op, 0, 7)) for op in (Op.F, Op.B, Op.I, Op.W, Op.SEND_ACT)] == [2, 3, 1.5, 1.5,
+                                                                                             0]
     again = simulate(LOWERED.schedule, typical_cost(timelines_of(LOWERED)))
     assert again.busy == pytest.approx(LOWERED.busy)
 
 
 @pytest.mark.parametrize("text, message", [
     ("{", "is not a timeline.*JSONDecodeError"), ('{"traceEvents": [{"ph": "X"}]}', "not a timeline.*'args'"),
-    ('{"traceEvents": [{"ph": "X", "ts": 0, "dur": 1, "pid": 0, "args": {"op": "Q", "stage": 0, "microbatch": 0}}]}',
+    ('{"traceEvents": [{"ph": "X", "ts": 0, "dur": 1, "pid": 0, '
+     '"args": {"op": "Q", "stage": 0, "microbatch": 0}}]}',
      "'Q' is not a valid Op"), (None, "no such file. A run with --trace writes timelines")])
 def test_what_is_no_trace_is_refused_by_name(tmp_path, text, message):
     if text is not None:
@@ -83,7 +95,7 @@ def test_every_computation_is_a_box_where_and_as_long_as_it_ran():
     rows = {}
     for rank, (program, starts, ends) in enumerate(zip(LOWERED.schedule, LOWERED.starts, LOWERED.ends)):
         for i, start, end in zip(program, starts, ends):
-            if i.op in COMPUTE and i.op is not Op.F:                       # the second panel has F and B of the same names
+            if i.op in COMPUTE and i.op is not Op.F:          # the second panel has F and B of the same names
                 box = told[str(i)]
                 assert box.x == pytest.approx(LEFT + start * scale)
                 assert box.width == pytest.approx((end - start) * scale, abs=1)

@@ -1,4 +1,5 @@
-"""What a run records: the log line in Megatron's words and order, metrics.jsonl, and TensorBoard's points read back."""
+"""What a run records: the log line in Megatron's words and order, metrics.jsonl, and TensorBoard's points
+read back."""
 
 import json
 import math
@@ -16,9 +17,11 @@ from megatron_ds.training.metrics_file import read_metrics
 from megatron_ds.training.records import EvalRecord, TrainRecord
 
 RECORD = TrainRecord(
-    step=1200, steps=5000, samples=614400, tokens=629145600, step_seconds=1.23456, learning_rate=2.94e-4, weight_decay=0.1,
-    global_batch_size=512, loss=2.831712, loss_scale=65536.0, grad_norm=0.4118, skipped_steps=3, nan_steps=1, seq_length=1024,
-    tokens_per_second=424672.3, tflops_per_rank=187.62, mfu=0.381, eta_seconds=4691.3, memory_gib=11.271, data_seconds=0.002)
+    step=1200, steps=5000, samples=614400, tokens=629145600, step_seconds=1.23456, learning_rate=2.94e-4,
+    weight_decay=0.1, global_batch_size=512, loss=2.831712, loss_scale=65536.0, grad_norm=0.4118,
+    skipped_steps=3, nan_steps=1, seq_length=1024,
+    tokens_per_second=424672.3, tflops_per_rank=187.62, mfu=0.381, eta_seconds=4691.3, memory_gib=11.271,
+    data_seconds=0.002)
 EVALUATION = EvalRecord(step=1200, samples=614400, split="validation", loss=2.5, eval_seconds=3.0)
 BATCH = 12                      # samples of a step, in the tests of resumed runs
 
@@ -26,14 +29,15 @@ BATCH = 12                      # samples of a step, in the tests of resumed run
 MEGATRON = re.compile(
     r" \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{6}\] iteration {5}1200/ {4}5000 \| consumed samples: {7}614400 \|"
     r" elapsed time per iteration \(ms\): 1234\.6 \| throughput per GPU \(TFLOP/s/GPU\): 187\.6 \|"
-    r" learning rate: 2\.940000E-04 \| global batch size:   512 \| lm loss: 2\.831712E\+00 \| loss scale: 65536\.0 \|"
-    r" grad norm: 0\.412 \| number of skipped iterations:   3 \| number of nan iterations:   1 \|")
+    r" learning rate: 2\.940000E-04 \| global batch size:   512 \| lm loss: 2\.831712E\+00 \| loss scale: "
+    r"65536\.0 \| grad norm: 0\.412 \| number of skipped iterations:   3 \| number of nan iterations:   1 \|")
 
 
 def logging_to(tmp_path, **where):
     """The parts of a config that the log reads."""
     logging = {"metrics_path": None, "tensorboard_dir": None, "progress_bar": True} | where
-    return SimpleNamespace(logging=SimpleNamespace(**logging), checkpoint=SimpleNamespace(save=str(tmp_path / "save")))
+    return SimpleNamespace(logging=SimpleNamespace(**logging),
+                           checkpoint=SimpleNamespace(save=str(tmp_path / "save")))
 
 
 def changed(**values) -> TrainRecord:
@@ -41,7 +45,8 @@ def changed(**values) -> TrainRecord:
 
 
 def process(config, first: int, steps, *, run: str = "a", loss: float = 1.0, then=lambda: None) -> Log:
-    """The log of a process that starts at step `first` and logs `steps`; `then()` is called before the last of them."""
+    """The log of a process that starts at step `first` and logs `steps`; `then()` is called before the last
+    of them."""
     log = open_log(config, Progress(step=first, samples=first * BATCH), run)
     for step in steps:
         if step == steps[-1]:
@@ -62,12 +67,14 @@ def test_the_line_has_megatrons_fields_in_its_order_and_then_ours():
 
 def test_without_a_known_peak_no_mfu_is_printed():
     record = changed(mfu=None)
-    assert "MFU" not in record.line() + record.short() and "| tokens per second: 424672.3 | waiting" in record.line()
+    assert ("MFU" not in record.line() + record.short()
+            and "| tokens per second: 424672.3 | waiting" in record.line())
 
 
 def test_where_blocks_drop_tokens_the_line_says_how_many_stay():
     line = changed(kept_tokens=256, layer_tokens=5 * 10**9, actual_seq_length=448).line()
-    assert "| random ltd reserved length:   256 | actual seqlen:   448 | consumed layer tokens:   5000000000 |" in line
+    assert ("| random ltd reserved length:   256 | actual seqlen:   448 | "
+            "consumed layer tokens:   5000000000 |") in line
     assert "reserved" not in RECORD.line()
 
 
@@ -78,15 +85,15 @@ def test_a_loss_that_is_not_a_number_stays_in_the_line():
 
 def test_the_evaluation_stands_between_dashes_with_a_bounded_perplexity_and_its_time():
     dashes, text, again = EVALUATION.line().split("\n")
-    assert text == (" validation loss at iteration 1200 | lm loss value: 2.500000E+00 | lm loss PPL: 1.218249E+01 | "
-                    "evaluation time (s): 3.00 | ")
+    assert text == (" validation loss at iteration 1200 | lm loss value: 2.500000E+00 | lm loss PPL: "
+                    "1.218249E+01 | evaluation time (s): 3.00 | ")
     assert dashes == again == "-" * len(text)
     assert EvalRecord(1, 1, "test", 800.0, 0.0).perplexity == math.exp(20)
 
 
 def test_short_lines_have_about_100_columns():
-    assert RECORD.short() == ("step 1200/5000 | loss 2.8317 | grad norm 0.412 | lr 2.94e-04 | 425k tok/s | 38.1% MFU | "
-                              "3 skipped | 1 NaN | ETA 1:18:11")
+    assert RECORD.short() == ("step 1200/5000 | loss 2.8317 | grad norm 0.412 | lr 2.94e-04 | 425k tok/s | "
+                              "38.1% MFU | 3 skipped | 1 NaN | ETA 1:18:11")
     assert len(changed(skipped_steps=0, nan_steps=0, step=5000).short()) <= 100
     assert EVALUATION.short() == "validation at step 1200 | loss 2.5000 | perplexity 12.18 | 3.00 s"
 
@@ -135,9 +142,11 @@ def test_a_resumed_run_deletes_no_record_and_the_newest_of_a_step_counts(tmp_pat
         file.write('{"kind": "train", "st')                              # cut off by a crash
     process(config, 2, [3], loss=9.0)
     lines = path.read_text().splitlines()
-    assert len(lines) == 6 and lines[4] == '{"kind": "train", "st', "all of it stays, and the cut line is ended"
+    assert len(lines) == 6 and lines[4] == '{"kind": "train", "st', (
+        "all of it stays, and the cut line is ended")
     assert [(r["step"], r["loss"]) for r in read_metrics(path)] == [(1, 1.0), (2, 1.0), (3, 9.0), (4, 1.0)]
-    assert json.loads(lines[2])["start"] < json.loads(lines[5])["start"], "the two records of step 3 can be told apart"
+    assert json.loads(lines[2])["start"] < json.loads(lines[5])["start"], (
+        "the two records of step 3 can be told apart")
 
 
 def test_of_several_runs_in_a_file_readers_get_the_newest(tmp_path):
@@ -188,7 +197,8 @@ def scalars(folder) -> dict[str, list[tuple[int, float]]]:
 
 
 def as_the_dashboard_reads(folder) -> dict[str, list[int]]:
-    """{tag: [x]} by the reader behind TensorBoard's pages, which treats the first start of a folder in its own way."""
+    """{tag: [x]} by the reader behind TensorBoard's pages, which treats the first start of a folder in its
+    own way."""
     from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder), size_guidance={"tensors": 0}, tensor_size_guidance={"scalars": 0})
@@ -202,14 +212,15 @@ def test_tensorboard_has_megatrons_tags_against_steps_and_losses_against_samples
     log.evaluation(EVALUATION)
     log.evaluation(EvalRecord(1200, 614400, "test", 2.25, 1.0))
     log.close()
-    losses = {"lm loss": 2.831712, "lm loss validation": 2.5, "lm loss validation ppl": math.exp(2.5), "lm loss test": 2.25,
-              "lm loss test ppl": math.exp(2.25)}
+    losses = {"lm loss": 2.831712, "lm loss validation": 2.5, "lm loss validation ppl": math.exp(2.5),
+              "lm loss test": 2.25, "lm loss test ppl": math.exp(2.25)}
     others = {"learning-rate": 2.94e-4, "batch-size": 512, "loss-scale": 65536.0, "grad-norm": 0.4118,
-              "iteration-time": 1.23456, "throughput": 187.62, "batch-generator-time": 0.002, "tokens-per-second": 424672.3,
-              "mfu": 0.381}
+              "iteration-time": 1.23456, "throughput": 187.62, "batch-generator-time": 0.002,
+              "tokens-per-second": 424672.3, "mfu": 0.381}
     by_step, by_sample = scalars(tmp_path / "tb"), scalars(tmp_path / "tb" / "samples")
     assert by_step == {tag: [(1200, pytest.approx(value))] for tag, value in (losses | others).items()}
-    assert by_sample == {f"{tag} vs samples": [(614400, pytest.approx(value))] for tag, value in losses.items()}
+    assert by_sample == {f"{tag} vs samples": [(614400, pytest.approx(value))]
+                         for tag, value in losses.items()}
 
 
 def test_without_a_known_peak_tensorboard_has_no_mfu(tmp_path):
@@ -223,7 +234,8 @@ def test_a_run_that_stops_and_resumes_keeps_every_point_against_steps_and_agains
     process(config, 0, [5, 10])
     process(config, 10, [15, 20])
     for read in (scalars, as_the_dashboard_reads):
-        by_step, by_sample = read(tmp_path / "tb")["lm loss"], read(tmp_path / "tb" / "samples")["lm loss vs samples"]
+        by_step, by_sample = (read(tmp_path / "tb")["lm loss"],
+                              read(tmp_path / "tb" / "samples")["lm loss vs samples"])
         if read is scalars:
             by_step, by_sample = [x for x, _ in by_step], [x for x, _ in by_sample]
         assert by_step == [5, 10, 15, 20]
@@ -236,18 +248,23 @@ def test_steps_that_are_repeated_after_a_crash_appear_once_with_their_new_values
     process(config, 10, [*range(11, 21)], loss=9.0)                      # the checkpoint of step 10
     expected = [(step, 1.0 if step <= 10 else 9.0) for step in range(1, 21)]
     assert scalars(tmp_path / "tb")["lm loss"] == expected
-    assert scalars(tmp_path / "tb" / "samples")["lm loss vs samples"] == [(step * BATCH, loss) for step, loss in expected]
+    assert scalars(tmp_path / "tb" / "samples")["lm loss vs samples"] == [(step * BATCH, loss)
+                                                                          for step, loss in expected]
     assert as_the_dashboard_reads(tmp_path / "tb")["lm loss"] == [*range(1, 21)]
-    assert as_the_dashboard_reads(tmp_path / "tb" / "samples")["lm loss vs samples"] == [*range(BATCH, 21 * BATCH, BATCH)]
+    assert as_the_dashboard_reads(tmp_path / "tb" / "samples")["lm loss vs samples"] == [*range(BATCH,
+                                                                                                21 * BATCH,
+                                                                                                BATCH)]
 
 
 # ------------------------------------------------------------------ failing disks
 @pytest.fixture
 def full_disk():
-    """A function that gives this process a limit of so many bytes a file: writes beyond it fail, as on a full disk."""
+    """A function that gives this process a limit of so many bytes a file: writes beyond it fail, as on a full
+    disk."""
     resource = pytest.importorskip("resource")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (limits[0] if size is None else size, limits[1]))
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE,
+                                          (limits[0] if size is None else size, limits[1]))
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
@@ -279,4 +296,5 @@ def test_a_folder_that_is_removed_during_the_run_is_made_again_with_a_warning(tm
     log = process(config, 0, [1, 2, 3], then=lambda: shutil.rmtree(tmp_path / "save"))
     assert [r["step"] for r in read_metrics(tmp_path / "save" / "metrics.jsonl")] == [3]
     assert [x for x, _ in scalars(tmp_path / "save" / "tb")["lm loss"]] == [3]
-    assert "metrics.jsonl was removed or emptied during the run" in caplog.text and not any(s.lost for s in log.sinks)
+    assert ("metrics.jsonl was removed or emptied during the run" in caplog.text
+            and not any(s.lost for s in log.sinks))

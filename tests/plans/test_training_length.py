@@ -14,8 +14,8 @@ from megatron_ds.planning.training_length import make_length, planned_steps
 from megatron_ds.ramps import Progress, Tokens
 from megatron_ds.training.samples import wanted_samples
 
-MODEL = ("--num-layers 4 --hidden-size 48 --num-attention-heads 6 --seq-length 32 --vocab-size 99 --micro-batch-size 1 "
-         "--lr 0.1 --mock-data")
+MODEL = ("--num-layers 4 --hidden-size 48 --num-attention-heads 6 --seq-length 32 --vocab-size 99 "
+         "--micro-batch-size 1 --lr 0.1 --mock-data")
 LENGTHS = "--curriculum-type {} --curriculum-min-length 8 --curriculum-steps 7 --curriculum-length-step 4"
 LTD = "--random-ltd --random-ltd-min-tokens 8 --random-ltd-steps 9 --random-ltd-tokens-per-step 4"
 RAMP = "--rampup-batch-size 1 1 20"
@@ -41,7 +41,7 @@ def plain_progress(config):
             rows = 32 // length if curriculum.curriculum_type == "seqlen_reshape" else 1
         if routing.random_ltd:
             kept = min(length, math.floor(step / 9 * (32 - 8) + 8) // 4 * 4)
-        layer_tokens = 2 * length + 2 * min(kept, length)                # four layers, of which two drop tokens
+        layer_tokens = 2 * length + 2 * min(kept, length)              # four layers, of which two drop tokens
         now = now.after(size, size * rows * length, layer_tokens=size * rows * layer_tokens)
 
 
@@ -58,7 +58,8 @@ def test_a_length_in_tokens_ends_with_the_step_that_reaches_it(curriculum, ramp,
     length, taken, at = make_length(config), 0, []
     for progress in plain_progress(config):
         at.append(progress)
-        over = bound and progress.samples + (size if not ramp else min(size, 1 + progress.samples * (size - 1) // 20)) > 40
+        over = (bound and progress.samples
+                + (size if not ramp else min(size, 1 + progress.samples * (size - 1) // 20)) > 40)
         if seen(config, progress) >= tokens or over:
             break
         assert not length.is_reached(progress)
@@ -85,19 +86,22 @@ def plain_rate(tokens: int, warmup: int, decay: int, lowest: float) -> float:
 
 
 @pytest.mark.parametrize("curriculum", CURRICULA)
-@pytest.mark.parametrize("length", ["--train-tokens 4000", "--train-tokens 4000 --train-samples 9999 --lr-decay-tokens 3000",
+@pytest.mark.parametrize("length",
+                         ["--train-tokens 4000",
+                          "--train-tokens 4000 --train-samples 9999 --lr-decay-tokens 3000",
                                     "--train-iters 60 --lr-decay-tokens 3000"])
 def test_the_learning_rate_follows_the_tokens_that_were_consumed(curriculum, length):
     config = config_of("--global-batch-size 3 --lr-warmup-tokens 500 --min-lr 0.01 --lr-decay-style cosine "
                        f"{length} {curriculum}")
     ramp, decay = make_learning_rate(config), 3000 if "decay" in length else 4000
     for progress in itertools.islice(plain_progress(config), 60):
-        assert ramp(progress) == pytest.approx(plain_rate(seen(config, progress), 500, decay, 0.01), rel=1e-12)
+        assert ramp(progress) == pytest.approx(plain_rate(seen(config, progress), 500, decay, 0.01),
+                                               rel=1e-12)
 
 
 def test_a_warm_up_fraction_and_the_weight_decay_are_in_tokens_too():
-    config = config_of("--train-tokens 4000 --lr-warmup-fraction 0.25 --start-weight-decay 0 --end-weight-decay 1 "
-                       "--weight-decay-incr-style linear")
+    config = config_of("--train-tokens 4000 --lr-warmup-fraction 0.25 --start-weight-decay 0 "
+                       "--end-weight-decay 1 --weight-decay-incr-style linear")
     assert make_learning_rate(config)(Progress(tokens=500)) == pytest.approx(0.05)
     assert make_weight_decay(config)(Progress(tokens=1000)) == 0.25
 
@@ -108,7 +112,8 @@ def test_tokens_of_skipped_steps_count():
 
 @pytest.mark.parametrize("length, samples", [
     ("--train-tokens 1000", 33),                         # 32 tokens a sample, three samples a step
-    ("--train-tokens 1000 --train-samples 200", 200),    # a bound decides the order of samples, as in Megatron-DeepSpeed
+    # a bound decides the order of samples, as in Megatron-DeepSpeed
+    ("--train-tokens 1000 --train-samples 200", 200),
     ("--train-tokens 1000 --train-iters 50", 150)])
 def test_a_length_in_tokens_needs_so_many_samples(length, samples):
     assert wanted_samples(config_of(f"--global-batch-size 3 --eval-iters 0 {length}"))[0] == samples

@@ -1,6 +1,8 @@
-"""The simulator against the tables of Zero Bubble (Qi et al. 2024, arXiv:2401.10241): measured times in, bubble rates out.
+"""The simulator against the tables of Zero Bubble (Qi et al. 2024, arXiv:2401.10241): measured times in,
+bubble rates out.
 
-The rate is (cost - m (F + I + W)) / cost, cost the longest time of a rank from its first to its last computation.
+The rate is (cost - m (F + I + W)) / cost, cost the longest time of a rank from its first to its last
+computation.
 """
 
 import os
@@ -13,8 +15,8 @@ from megatron_ds.pipeline.passes import add_transfers
 from megatron_ds.pipeline.schedules import SCHEDULES
 from megatron_ds.pipeline.simulate import simulate
 
-# The two largest cells take as long as the other ten: they come with `make test-all`.
-# model, p, m, milliseconds of (F, I, W, transfer), rates of (1F1B, interleaved, ZB-H1, ZB-H2, automatic with 2 p alive)
+# The two largest cells take as long as the other ten: they come with `make test-all`. model, p, m,
+# milliseconds of (F, I, W, transfer), rates of (1F1B, interleaved, ZB-H1, ZB-H2, automatic with 2 p alive)
 ROWS = [
     ("1.5B", 8, 24, (18.522, 18.086, 9.337, 0.601), (0.2431, 0.1055, 0.1585, 0.1083, 0.0433)),
     ("1.5B", 8, 32, (18.513, 18.086, 9.331, 0.626), (0.1985, 0.0818, 0.1242, 0.0837, 0.0039)),
@@ -30,8 +32,9 @@ ROWS = [
     ("28.3B", 32, 256, (10.402, 10.248, 7.698, 0.46), (0.1352, 0.0624, 0.0594, 0.0257, 0.0018)),
 ]
 ROWS = ROWS if os.environ.get("MEGATRON_DS_TEST_ALL") else ROWS[:-2]
-LAYERS_PER_RANK = {"1.5B": 3, "6.2B": 4, "14.6B": 3, "28.3B": 2}              # one per chunk in the interleaved schedule
-# What W needs of an activation: 32 / (34 + 5 a s / h) bytes (their section 3), for s = 1024 and their heads a and widths h.
+LAYERS_PER_RANK = {"1.5B": 3, "6.2B": 4, "14.6B": 3, "28.3B": 2}   # one per chunk in the interleaved schedule
+# What W needs of an activation: 32 / (34 + 5 a s / h) bytes (their section 3), for s = 1024 and their heads a
+# and widths h.
 WEIGHT_SHARE = {"1.5B": 32 / (34 + 5 * 24 * 1024 / 2304), "6.2B": 32 / (34 + 5 * 32 * 1024 / 4096),
                 "14.6B": 32 / (34 + 5 * 40 * 1024 / 5120), "28.3B": 32 / (34 + 5 * 48 * 1024 / 6144)}
 IDS = [f"{row[0]}-{row[2]}" for row in ROWS]
@@ -43,19 +46,22 @@ def rate(order, chunks, costs):
 
 @pytest.mark.parametrize("model, p, m, times, rates", ROWS, ids=IDS)
 def test_1f1b_zb_h1_and_zb_h2_to_four_decimals(model, p, m, times, rates):
-    got = [round(rate(SCHEDULES[name](p, m), 1, StageCosts(*times)), 4) for name in ("1f1b", "zb-h1", "zb-h2")]
+    got = [round(rate(SCHEDULES[name](p, m), 1, StageCosts(*times)), 4)
+           for name in ("1f1b", "zb-h1", "zb-h2")]
     assert got == [rates[0], rates[2], rates[3]]
 
 
-# Interleaved 1F1B. The program that made their table (sail-sg/zero-bubble-pipeline-parallelism, efficiency.py) lets only the
-# first micro-batch of each group wait when a tensor goes back from the last rank to the first, a chunk further; the others
-# pass without it, while it is still being made. So p transfers of the last group are waited for nowhere. By their rule our
-# order has their rates in all cells. With every dependency kept the same order waits for 2 (p v - 1) transfers, each hop of
-# the first group and of the last, which is 2.3 to 4.2 % more bubble. Groups of p leave nothing to hide them behind: where the
-# chunk changes in those two, a rank has p computations from one of a micro-batch to its next, and the chain between takes p
+# Interleaved 1F1B. The program that made their table (sail-sg/zero-bubble-pipeline-parallelism,
+# efficiency.py) lets only the first micro-batch of each group wait when a tensor goes back from the last rank
+# to the first, a chunk further; the others pass without it, while it is still being made. So p transfers of
+# the last group are waited for nowhere. By their rule our order has their rates in all cells. With every
+# dependency kept the same order waits for 2 (p v - 1) transfers, each hop of the first group and of the last,
+# which is 2.3 to 4.2 % more bubble. Groups of p leave nothing to hide them behind: where the chunk changes in
+# those two, a rank has p computations from one of a micro-batch to its next, and the chain between takes p
 # and p transfers. Groups of more than p hide them all.
 def rate_by_hand(order, p, costs, waits):
-    """Times of F and B by the longest path; waits(microbatch): does it wait for the transfer where the chunk changes?"""
+    """Times of F and B by the longest path; waits(microbatch): does it wait for the transfer where the chunk
+    changes?"""
     ends, done, stages = {}, [0] * p, 1 + max(i.stage for program in order for i in program)
 
     def start(i):
@@ -64,7 +70,8 @@ def rate_by_hand(order, p, costs, waits):
         needed = [(Op.F, i.stage, i.microbatch, 0)] if i.op is Op.B else []
         if 0 <= source < stages and (source // p == i.stage // p or waits(i.microbatch)):
             needed.append((i.op, source, i.microbatch, costs.transfer))
-        times = [ends[op, stage, k] + transfer if (op, stage, k) in ends else None for op, stage, k, transfer in needed]
+        times = [ends[op, stage, k] + transfer if (op, stage, k) in ends else None
+                 for op, stage, k, transfer in needed]
         return None if None in times else max(times, default=0)
 
     clocks, moved = [0.0] * p, True
@@ -86,7 +93,8 @@ def test_interleaved_has_their_rates_by_their_rule_and_2_to_4_percent_more_with_
     order, costs = SCHEDULES["interleaved"](p, m, v), StageCosts(f / v, i / v, w / v, transfer)
     assert rate_by_hand(order, p, costs, waits=lambda k: k % p == 0) == pytest.approx(rates[1], abs=1e-4)
     ours = rate_by_hand(order, p, costs, waits=lambda k: True)
-    assert ours == pytest.approx(1 - work / (work + (p - 1) * (f + i + w) / v + 2 * (p * v - 1) * transfer), abs=1e-9)
+    assert ours == pytest.approx(1 - work / (work + (p - 1) * (f + i + w) / v + 2 * (p * v - 1) * transfer),
+                                 abs=1e-9)
     assert ours == pytest.approx(rates[1], rel=0.042)
     assert p > 8 or ours == pytest.approx(rate(order, v, costs), abs=1e-9)
 
@@ -95,10 +103,11 @@ def test_interleaved_has_their_rates_by_their_rule_and_2_to_4_percent_more_with_
 def test_larger_groups_wait_for_2_p_minus_2_transfers_only_which_is_less_than_theirs_in_all_cells(
         model, p, m, times, rates):
     v, (f, i, w, transfer), work = LAYERS_PER_RANK[model], times, m * sum(times[:3])
-    hide = ceil(p * transfer / (f / v))                                 # forwards that take as long as p transfers
+    hide = ceil(p * transfer / (f / v))                            # forwards that take as long as p transfers
     order = SCHEDULES["interleaved"](p, m, v, group_size=p + hide)
     got = rate(order, v, StageCosts(f / v, i / v, w / v, transfer))
-    assert got == pytest.approx(1 - work / (work + (p - 1) * (f + i + w) / v + 2 * (p - 1) * transfer), abs=1e-9)
+    assert got == pytest.approx(1 - work / (work + (p - 1) * (f + i + w) / v + 2 * (p - 1) * transfer),
+                                abs=1e-9)
     assert got < rates[1]
 
 

@@ -1,4 +1,5 @@
-"""Options of ZeRO: what a DeepSpeed JSON says of them, and what is refused because it would change nothing."""
+"""Options of ZeRO: what a DeepSpeed JSON says of them, and what is refused because it would change
+nothing."""
 
 import json
 
@@ -8,8 +9,8 @@ from megatron_ds.config import parse
 from megatron_ds.errors import ConfigError
 
 JOB = ["--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "8",
-       "--max-position-embeddings", "8", "--vocab-size", "64", "--micro-batch-size", "1", "--lr", "1", "--train-iters", "1",
-       "--mock-data", "--tokenizer-type", "NullTokenizer"]
+       "--max-position-embeddings", "8", "--vocab-size", "64", "--micro-batch-size", "1", "--lr", "1",
+       "--train-iters", "1", "--mock-data", "--tokenizer-type", "NullTokenizer"]
 
 
 def problem_of(words, world_size=4):
@@ -29,7 +30,8 @@ def test_communication_keys_of_a_json_are_options(tmp_path):
     assert (zero.sent_dtype, zero.sent_divisor) == ("float16", 4.0)
     zero = zero_of(tmp_path, {"communication_data_type": "fp16", "prescale_gradients": True})
     assert (zero.sent_dtype, zero.sent_divisor) == ("float16", None)
-    zero = zero_of(tmp_path, {"gradient_predivide_factor": 1.0, "prescale_gradients": False})        # DeepSpeed's defaults
+    # DeepSpeed's defaults
+    zero = zero_of(tmp_path, {"gradient_predivide_factor": 1.0, "prescale_gradients": False})
     assert (zero.sent_dtype, zero.sent_divisor) == (None, 1.0)
 
 
@@ -46,7 +48,8 @@ def test_dividing_sums_that_overflow_where_they_accumulate_is_refused():
 
 
 def test_two_divisors_are_refused():
-    assert "Give only one" in problem_of("--communication-data-type fp16 --gradient-predivide-factor 4 --prescale-gradients")
+    assert "Give only one" in problem_of("--communication-data-type fp16 --gradient-predivide-factor 4 "
+                                         "--prescale-gradients")
 
 
 def test_a_hierarchy_is_an_option_of_a_json(tmp_path):
@@ -62,17 +65,20 @@ def test_inner_groups_are_of_stage_3_and_equal():
 
 
 @pytest.mark.parametrize("words, means", [
-    ("", "off"), ("--zero3-pin-stage", "on"), ("--zero3-pin-stage auto", "auto"), ("--zero3-pin-stage=off", "off"),
+    ("", "off"), ("--zero3-pin-stage", "on"), ("--zero3-pin-stage auto", "auto"),
+    ("--zero3-pin-stage=off", "off"),
     ("--zero3-pin-stage --no-zero3-pin-stage", "off"), ("--zero3-pin-stage true", "on")])
 def test_pinning_is_said_by_the_flag_alone_or_with_a_word(words, means):
     assert parse([*JOB, "--zero-stage", "3", *words.split()], world_size=4).zero.zero3_pin_stage == means
 
 
-@pytest.mark.parametrize("written, means", [("true", "on"), ("on", "on"), ("no", "off"), ("auto", "auto"), ('"on"', "on")])
+@pytest.mark.parametrize("written, means", [("true", "on"), ("on", "on"), ("no", "off"), ("auto", "auto"),
+                                            ('"on"', "on")])
 def test_pinning_in_a_file_is_a_word_or_yes_or_no(written, means, tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text(f"zero3_pin_stage: {written}\n")
-    assert parse([*JOB, "--zero-stage", "3", "--config", str(path)], world_size=4).zero.zero3_pin_stage == means
+    assert parse([*JOB, "--zero-stage", "3", "--config", str(path)],
+                 world_size=4).zero.zero3_pin_stage == means
 
 
 def test_pinning_by_another_word_is_refused():
@@ -82,4 +88,5 @@ def test_pinning_by_another_word_is_refused():
 
 @pytest.mark.parametrize("factor", ["0", "-2", "nan"])
 def test_a_divisor_is_positive(factor):
-    assert "--gradient-predivide-factor" in problem_of(f"--communication-data-type fp16 --gradient-predivide-factor {factor}")
+    assert "--gradient-predivide-factor" in problem_of("--communication-data-type fp16 "
+                                                       f"--gradient-predivide-factor {factor}")

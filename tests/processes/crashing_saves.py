@@ -1,9 +1,10 @@
-"""Child of `test_checkpoint_crash.py`: saves in forked processes that die by SIGKILL, then loads what is left.
+"""Child of `test_checkpoint_crash.py`: saves in forked processes that die by SIGKILL, then loads what is
+left.
 
-Run as `python -m tests.processes.crashing_saves FOLDER SEED`. torch is imported once; each save is a fork. A process dies
-either at its n-th change of the file system, for every n until it survives, or, after a finished save, at a random time that
-is drawn in units of a measured save. After each death the state on disk must be that of the last save that was reported done,
-or of the one that was going on; nothing else.
+Run as `python -m tests.processes.crashing_saves FOLDER SEED`. torch is imported once; each save is a fork. A
+process dies either at its n-th change of the file system, for every n until it survives, or, after a finished
+save, at a random time that is drawn in units of a measured save. After each death the state on disk must be
+that of the last save that was reported done, or of the one that was going on; nothing else.
 """
 
 import os
@@ -28,7 +29,8 @@ MOST_CHANGES = 200
 
 
 def save_seed(folder: Path, step: int, seed: int, limit: int | None = None) -> None:
-    save(folder, step, pieces_of(Layout(), 0, seed), coordinates={}, world=solo(), run={"seed": seed}, limit=limit)
+    save(folder, step, pieces_of(Layout(), 0, seed), coordinates={}, world=solo(), run={"seed": seed},
+         limit=limit)
 
 
 def loaded_seed(folder: Path) -> int:
@@ -43,11 +45,13 @@ def loaded_seed(folder: Path) -> int:
 
 
 def die_everywhere(base: Path, step: int, limit: int | None) -> int:
-    """One save of `step` over a folder holding 10 and 20, dying at each change in turn; how many changes there are."""
+    """One save of `step` over a folder holding 10 and 20, dying at each change in turn; how many changes
+    there are."""
     for n in range(1, MOST_CHANGES):
         folder = base / "now"
         shutil.copytree(base / "start", folder)
-        done = survived(forked(lambda: (die_at_change(n), save_seed(folder, step, seed=99, limit=limit))))  # noqa: B023
+        done = survived(forked(lambda: (die_at_change(n),  # noqa: B023
+                                        save_seed(folder, step, seed=99, limit=limit))))  # noqa: B023
         found = loaded_seed(folder)
         assert found == 99 if done else found in (20, 99), f"death at change {n}: loaded {found}"
         save_seed(folder, 40, seed=40, limit=limit)
@@ -62,9 +66,11 @@ def die_everywhere(base: Path, step: int, limit: int | None) -> int:
 
 
 def die_sometime(folder: Path, draw: random.Random, times: int) -> int:
-    """Saves one after the other, killed at a random moment after the first or second; how many saves went through in all.
+    """Saves one after the other, killed at a random moment after the first or second; how many saves went
+    through in all.
 
-    The moment is drawn as a multiple of what a save takes on this machine, so a slow machine is killed inside saves too.
+    The moment is drawn as a multiple of what a save takes on this machine, so a slow machine is killed inside
+    saves too.
     """
     seed, begin = 1, time.monotonic()
     save_seed(folder, 1, seed=1)

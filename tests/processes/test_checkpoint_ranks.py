@@ -24,7 +24,8 @@ def save_step(rank, world, folder, layout, step, seed):
 def load_is_equal(rank, world, folder, layout, seed):
     pieces = pieces_of(layout, rank, seed=None)
     load(folder, latest(folder), pieces, **groups(layout, rank, world))
-    return all(torch.equal(p.tensor, right.tensor) for p, right in zip(pieces, pieces_of(layout, rank, seed), strict=True))
+    return all(torch.equal(p.tensor, right.tensor)
+               for p, right in zip(pieces, pieces_of(layout, rank, seed), strict=True))
 
 
 def save_and_lose_a_rank(rank, world, folder, layout, step, seed):
@@ -53,4 +54,5 @@ def test_a_rank_killed_in_the_middle_of_a_save_leaves_the_previous_checkpoint_fo
     assert all(run_processes(2, load_is_equal, tmp_path, SPLIT, 1))
     run_processes(2, save_step, tmp_path, SPLIT, 30, 3)
     assert all(run_processes(2, load_is_equal, tmp_path, SLICED, 3))
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["iter_0000010", "iter_0000030", "latest_checkpointed_iteration.txt"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["iter_0000010", "iter_0000030",
+                                                          "latest_checkpointed_iteration.txt"]

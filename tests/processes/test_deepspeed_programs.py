@@ -1,7 +1,8 @@
 """Programs written for DeepSpeed, with nothing but the import changed, lose as under DeepSpeed itself.
 
-DeepSpeed's numbers are in tests/golden/deepspeed_losses.json; benchmarks/equal_to_deepspeed.py makes them, and says with which
-versions. The limits are in `tolerance` (tests/harness/deepspeed_scripts.py), with their reasons.
+DeepSpeed's numbers are in tests/golden/deepspeed_losses.json; benchmarks/equal_to_deepspeed.py makes them,
+and says with which versions. The limits are in `tolerance` (tests/harness/deepspeed_scripts.py), with their
+reasons.
 """
 
 import json
@@ -21,7 +22,8 @@ from tests.harness.processes import run_processes
 @contextmanager
 def as_launched(rank, world):
     """The environment that a launcher gives a rank; afterwards no mesh of this world is left."""
-    there = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world.size), "MASTER_ADDR": "127.0.0.1"}
+    there = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world.size),
+             "MASTER_ADDR": "127.0.0.1"}
     os.environ |= there
     try:
         yield
@@ -49,12 +51,14 @@ def test_programs_for_deepspeed_have_its_losses(program, dtype, tmp_path):
     names = [name for name in all_cases() if name.startswith(program) and name.endswith(dtype)]
     expected = json.loads(GOLDEN.read_text())["cases"]
     found = run_processes(RANKS, run_cases, names, str(tmp_path), timeout=300)[0]
-    assert len(names) == 4 and not [line for name in names for line in differences(name, found[name], expected[name])]
+    assert (len(names) == 4 and not [line for name in names
+                                     for line in differences(name, found[name], expected[name])])
 
 
-# ---------------------------------------------------------------------------------------------------- zero.Init
+# -------------------------------------------------------------------------------------------------- zero.Init
 class Whole(torch.nn.Module):
-    """Draws values in every place where modules do: own __init__, apply, a loop over parameters, a child's by name."""
+    """Draws values in every place where modules do: own __init__, apply, a loop over parameters, a child's by
+    name."""
 
     def __init__(self):
         super().__init__()
@@ -84,8 +88,9 @@ def check_parts(rank):
         module = Whole()
     parts = partitions_of(module)
     assert [p.is_meta for p in module.parameters()] == [True] * len(plain) == [True] * len(parts)
-    module.scale.allreduce = False                  # the mark of an expert comes too late: all ranks have one value
-    with pytest.raises(ConfigError, match="scale was made under zero.Init and marked as an expert afterwards"):
+    module.scale.allreduce = False            # the mark of an expert comes too late: all ranks have one value
+    with pytest.raises(ConfigError,
+                       match="scale was made under zero.Init and marked as an expert afterwards"):
         partitions_of(module)
     del module.scale.allreduce
     held = sum(part.part.numel() for part in parts.values())
@@ -107,7 +112,8 @@ def check_parts(rank):
               "optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}
     engine, *_ = megatron_ds.initialize(model=module, config=config)
     for name, value in engine.full_state_dict().items():
-        expected = torch.ones(7) if name == "scale" else plain[{"tied.weight": "layers.0.weight"}.get(name, name)]
+        expected = (torch.ones(7) if name == "scale"
+                    else plain[{"tied.weight": "layers.0.weight"}.get(name, name)])
         assert torch.equal(value, expected.bfloat16()), name
     megatron_ds.zero.register_external_parameter(module, module.scale)
     return held, sum(p.numel() for p in plain.values())

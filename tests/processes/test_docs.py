@@ -10,7 +10,8 @@ from tests.harness.documents import MARKS, ROOT, RUNNABLE, blocks_of, pages, run
 from tests.harness.launches import sbatch_environment, started_by, trainings
 
 # Output of blocks that is not shown on the page.
-SAID = {"docs/data.md": r"\d+ documents, \d+ tokens: \w", "docs/checkpoints.md": r"step 12 of 12 saved by 2 ranks",
+SAID = {"docs/data.md": r"\d+ documents, \d+ tokens: \w",
+        "docs/checkpoints.md": r"step 12 of 12 saved by 2 ranks",
         "docs/quickstart.md": r"On day 7.* walked to (.|\n)*did you mean '--num-attention-heads'",
         "README.md": r"loaded runs/tiny, iteration 10"}
 
@@ -26,24 +27,29 @@ def test_the_blocks_of_a_page_run_one_after_the_other(page, tmp_path):
 
 
 def check_that_layouts_print_one_loss(said):
-    """Each loss of README's table is printed by the run of its row. Another processor may round the last digit otherwise."""
+    """Each loss of README's table is printed by the run of its row. Another processor may round the last
+    digit otherwise."""
     page = (ROOT / "README.md").read_text(encoding="utf-8")
     table = re.search(r"^\| `lm loss` at step ((?:\| \d+ )+)\|\n.*\n((?:\|.*\n)+)", page, re.MULTILINE)
     steps = [int(step) for step in re.findall(r"\d+", table[1])]
     rows = [[cell.strip() for cell in row.split("|")[2:-1]] for row in table[2].splitlines()]
     shown = [(step, float(loss)) for row in rows for step, loss in zip(steps, row, strict=True) if loss]
-    printed = [(int(step), float(loss)) for step, loss in re.findall(r"iteration +(\d+)/ +20 .* lm loss: (\S+)", said)]
+    printed = [(int(step), float(loss))
+               for step, loss in re.findall(r"iteration +(\d+)/ +20 .* lm loss: (\S+)", said)]
     assert [step for step, _ in shown] == [step for step, _ in printed] and len(rows) == 3
     of_one_process = dict(printed[:len(steps)])
     for (step, loss), (_, in_table) in zip(printed, shown):
-        assert math.isclose(loss, of_one_process[step], rel_tol=1e-6) and math.isclose(loss, in_table, rel_tol=1e-5)
+        assert (math.isclose(loss, of_one_process[step], rel_tol=1e-6)
+                and math.isclose(loss, in_table, rel_tol=1e-5))
 
 
-@pytest.mark.parametrize("page", sorted({block.page for block in BLOCKS if block.runs and block.language == "bash"}))
+@pytest.mark.parametrize("page",
+                         sorted({block.page for block in BLOCKS if block.runs and block.language == "bash"}))
 def test_a_page_names_the_virtual_environment_before_its_first_command(page):
     first = next(block for block in BLOCKS if block.page == page and block.runs and block.language == "bash")
     lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
-    assert any("source .venv/bin/activate" in line for line in lines[:first.line]), f"{first}: the activation is not given"
+    assert any("source .venv/bin/activate" in line
+               for line in lines[:first.line]), f"{first}: the activation is not given"
 
 
 @pytest.mark.parametrize("block", [b for b in BLOCKS if b.mark == "needs GPUs"], ids=str)
@@ -71,7 +77,8 @@ def test_no_block_escapes():
         assert fences == 2 * sum(block.page == page for block in BLOCKS), page
     for block in BLOCKS:
         assert block.language in (*RUNNABLE, "yaml", "json", "text"), f"{block}: ```{block.language}"
-        assert block.language != "text" or not re.search(r"^(\$ )?(python|torchrun|make|bash) ", block.text, re.M), block
+        assert (block.language != "text" or not re.search(r"^(\$ )?(python|torchrun|make|bash) ", block.text,
+                                                          re.M)), block
 
 
 @pytest.mark.parametrize("page", pages())
@@ -86,6 +93,7 @@ def test_what_a_block_leaves_to_other_commands_exists():
     for block in BLOCKS:
         for command in re.findall(r"runs in: (.*)", block.mark):
             for name in re.findall(r"make (\S+?)(?:,|$)", command):
-                assert re.search(rf"^{name}:", (ROOT / "Makefile").read_text(), re.MULTILINE), f"{block}: make {name}"
+                assert re.search(rf"^{name}:", (ROOT / "Makefile").read_text(),
+                                 re.MULTILINE), f"{block}: make {name}"
             for path in re.findall(r"tests/\S+", command):
                 assert (ROOT / path).exists(), f"{block}: {path}"

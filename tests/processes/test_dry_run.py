@@ -1,4 +1,5 @@
-"""`--dry-run` as a user meets it: what it says, what it refuses in the words of a launch, and what it leaves alone."""
+"""`--dry-run` as a user meets it: what it says, what it refuses in the words of a launch, and what it leaves
+alone."""
 
 import json
 import os
@@ -16,11 +17,13 @@ from megatron_ds.planning.world_plan import plan_world
 from megatron_ds.training.pretrain import KNOWN_NAMES, pretrain
 
 ROOT = Path(__file__).parents[2]
-JOB = ("--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --global-batch-size 32 "
+JOB = ("--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 "
+       "--global-batch-size 32 "
        "--lr 1e-3 --train-iters 5 --vocab-size 1000 --bf16").split()
-TRILLION = ("--num-layers 128 --hidden-size 25600 --num-attention-heads 160 --seq-length 2048 --vocab-size 51200 "
-            "--micro-batch-size 1 --global-batch-size 3072 --lr 1e-4 --train-iters 10 --mock-data --bf16 "
-            "--recompute-granularity full --tensor-model-parallel-size 8 --pipeline-model-parallel-size 64").split()
+TRILLION = ("--num-layers 128 --hidden-size 25600 --num-attention-heads 160 --seq-length 2048 --vocab-size "
+            "51200 --micro-batch-size 1 --global-batch-size 3072 --lr 1e-4 --train-iters 10 --mock-data "
+            "--bf16 --recompute-granularity full --tensor-model-parallel-size 8 "
+            "--pipeline-model-parallel-size 64").split()
 
 
 def said(capsys, *flags: str) -> tuple[int, str, str]:
@@ -30,14 +33,18 @@ def said(capsys, *flags: str) -> tuple[int, str, str]:
 
 def test_a_plan_needs_no_data_no_tokenizer_and_writes_nothing(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    code, out, err = said(capsys, "--dry-run", "--world-size", "16", "--rank", "9", "--tensor-model-parallel-size", "2",
+    code, out, err = said(capsys, "--dry-run", "--world-size", "16", "--rank", "9",
+                          "--tensor-model-parallel-size", "2",
                           "--pipeline-model-parallel-size", "2", "--data-path", "nowhere", "--tokenizer-type",
-                          "HuggingFaceTokenizer", "--tokenizer-model", "nowhere", "--save", "run", "--zero-stage", "1")
+                          "HuggingFaceTokenizer", "--tokenizer-model", "nowhere", "--save", "run",
+                          "--zero-stage", "1")
     assert code == 0 and not err and not list(tmp_path.iterdir())
-    assert [line.split(":")[0].split(" of ")[0] for line in out.splitlines() if line and not line.startswith(" ")] == [
+    assert [line.split(":")[0].split(" of ")[0] for line in out.splitlines() if line
+            and not line.startswith(" ")] == [
         "grid", "stages", "schedule", "memory", "traffic", "FLOPs", "proof", "not checked"]
     assert "16 ranks = tensor 2 × pipeline 2 × data 4" in out and "rank 9 is tp 1, pp 1, dp 0" in out
-    for unchecked in ("the data in nowhere", "the tokenizer: --tokenizer-model nowhere", "write access to run"):
+    for unchecked in ("the data in nowhere", "the tokenizer: --tokenizer-model nowhere",
+                      "write access to run"):
         assert unchecked in out
 
 
@@ -49,12 +56,13 @@ def test_the_parameters_are_those_of_the_closed_form():
     assert plan.parameters == v * h + s * h + layers * (12 * h * h + 13 * h) + 2 * h
     held = [plan.rank_plan(rank).parameters for rank in range(4)]
     padded, split = 1024 * h, layers * (12 * h * h + 7 * h)
-    copied = layers * 6 * h + 2 * h + s * h                      # norms, row biases, positions: whole on each tensor rank
+    copied = layers * 6 * h + 2 * h + s * h          # norms, row biases, positions: whole on each tensor rank
     assert sum(held) == 2 * padded + split + 2 * copied
 
 
 @pytest.mark.parametrize("flags, ranks", [
-    (["--tensor-model-parallel-size", "3"], 6), (["--pipeline-model-parallel-size", "2", "--global-batch-size", "7"], 4),
+    (["--tensor-model-parallel-size", "3"], 6),
+    (["--pipeline-model-parallel-size", "2", "--global-batch-size", "7"], 4),
     (["--pipeline-model-parallel-size", "9"], 9),
     (["--pipeline-schedule", "zb-w", "--zero-stage", "3", "--num-layers", "0"], 1),
     (["--pipeline-layout", "Et*9|L", "--pipeline-model-parallel-size", "2"], 2)])
@@ -75,7 +83,8 @@ def test_a_plan_says_what_it_lacks(capsys):
 
 
 def test_a_world_size_of_ones_own_wins_over_the_launchers_and_one_rank_speaks(capsys, monkeypatch):
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0",
+                        "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, value)
     assert "grid: 2 ranks" in said(capsys, "--dry-run", "--mock-data")[1]
     assert "grid: 8 ranks" in said(capsys, "--dry-run", "--mock-data", "--world-size", "8")[1]
@@ -84,14 +93,15 @@ def test_a_world_size_of_ones_own_wins_over_the_launchers_and_one_rank_speaks(ca
 
 
 def test_a_trillion_parameters_on_3072_ranks_take_seconds_and_less_than_two_gigabytes():
-    """The clock is in docs/benchmarks.md. Here processor time, beside that of importing torch: 2 to 3 times as long."""
+    """The clock is in docs/benchmarks.md. Here processor time, beside that of importing torch: 2 to 3 times
+    as long."""
     code = ("import json, resource, sys; used = lambda: resource.getrusage(resource.RUSAGE_SELF); "
-            "seconds = lambda: used().ru_utime + used().ru_stime; start = seconds(); import torch; imported = seconds(); "
-            "from megatron_ds.training.pretrain import pretrain; code = pretrain(sys.argv[1:]); "
+            "seconds = lambda: used().ru_utime + used().ru_stime; start = seconds(); import torch; imported "
+            "= seconds(); from megatron_ds.training.pretrain import pretrain; code = pretrain(sys.argv[1:]); "
             "print(json.dumps([code, (seconds() - imported) / (imported - start), used().ru_maxrss * 1024]))")
     command = [sys.executable, "-c", code, *TRILLION, "--dry-run", "--world-size", "3072", "--rank", "3071"]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
-                          check=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True,
+                          text=True, check=True, timeout=120)
     exit_code, times_as_long, peak = json.loads(done.stdout.splitlines()[-1])
     assert exit_code == 0 and times_as_long < 6 and peak < 2e9
     h, v = 25600, 51201                                          # NullTokenizer adds the end of a document

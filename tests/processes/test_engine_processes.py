@@ -17,7 +17,8 @@ from tests.threads.test_engine import Split
 
 
 def norms_of_a_hierarchy(rank, world):
-    """Two hops over groups made beside those of somebody's mpu; of one inner group, so that the norms are stage 3's."""
+    """Two hops over groups made beside those of somebody's mpu; of one inner group, so that the norms are
+    stage 3's."""
     config = config_of(3, 2)
     config["zero_optimization"]["zero_hpz_partition_size"] = 2
     engine, *_ = megatron_ds.initialize(model=make(), config=config, mpu=mpu_of("six functions", rank, world))
@@ -25,8 +26,10 @@ def norms_of_a_hierarchy(rank, world):
 
 
 def train_rank(rank, world, stage, folder, kind):
-    """Norms, weights, and those after saving, loading and one step more. kind: how the engine learns of the ranks."""
-    engine, *_ = megatron_ds.initialize(model=make(), config=config_of(stage, 2), mpu=mpu_of(kind, rank, world))
+    """Norms, weights, and those after saving, loading and one step more. kind: how the engine learns of the
+    ranks."""
+    engine, *_ = megatron_ds.initialize(model=make(), config=config_of(stage, 2),
+                                        mpu=mpu_of(kind, rank, world))
     norms = train(engine, rank, 2)
     engine.save_checkpoint(folder, "end")
     first = train(engine, rank, 1, first=2)
@@ -44,13 +47,15 @@ def mpu_of(kind, rank, world):
 
     alone = dist.new_group([rank], use_local_synchronization=True)
     return SimpleNamespace(
-        get_model_parallel_rank=lambda: 0, get_model_parallel_world_size=lambda: 1, get_model_parallel_group=lambda: alone,
+        get_model_parallel_rank=lambda: 0, get_model_parallel_world_size=lambda: 1,
+        get_model_parallel_group=lambda: alone,
         get_data_parallel_rank=lambda: rank, get_data_parallel_world_size=lambda: 2,
         get_data_parallel_group=lambda: dist.group.WORLD)
 
 
 def train_over_groups_of_torch(rank, world):
-    """Norms of an expert-parallel module and of a tensor-parallel one, over an mpu of torch's process groups."""
+    """Norms of an expert-parallel module and of a tensor-parallel one, over an mpu of torch's process
+    groups."""
     from torch import distributed as dist
 
     alone = dist.new_group([rank], use_local_synchronization=True)
@@ -58,12 +63,15 @@ def train_over_groups_of_torch(rank, world):
             for stride, lists in ((1, ((0, 1), (2, 3))), (2, ((0, 2), (1, 3))))}
     near, far = made[1][rank // 2], made[2][rank % 2]
     mpu = lambda model, data, **more: SimpleNamespace(
-        get_model_parallel_rank=lambda: dist.get_rank(model), get_model_parallel_world_size=lambda: dist.get_world_size(model),
+        get_model_parallel_rank=lambda: dist.get_rank(model),
+        get_model_parallel_world_size=lambda: dist.get_world_size(model),
         get_model_parallel_group=lambda: model, get_data_parallel_rank=lambda: dist.get_rank(data),
-        get_data_parallel_world_size=lambda: dist.get_world_size(data), get_data_parallel_group=lambda: data, **more)
+        get_data_parallel_world_size=lambda: dist.get_world_size(data), get_data_parallel_group=lambda: data,
+        **more)
     group = SimpleNamespace(size=2, rank=rank % 2, transport=TorchTransport(near))
     with_experts = mpu(alone, dist.group.WORLD, get_expert_data_parallel_group=lambda: far)
-    engine = megatron_ds.initialize(model=experts.Experts(group), config=experts.config(2), mpu=with_experts).engine
+    engine = megatron_ds.initialize(model=experts.Experts(group), config=experts.config(2),
+                                    mpu=with_experts).engine
     norms = experts.train(engine, rank)
     split = megatron_ds.initialize(model=Split(rank % 2), config=config_of(1, 2), mpu=mpu(near, far)).engine
     split.backward(split(torch.arange(24.0).view(6, 4).chunk(2)[rank // 2] / 24))

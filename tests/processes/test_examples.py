@@ -20,7 +20,8 @@ from tests.harness.launches import sbatch_environment, started_by, trainings
 from tests.harness.warm import warm_environment
 
 EXAMPLES = sorted(path for path in (ROOT / "examples").iterdir() if path.suffix in (".sh", ".sbatch"))
-TORCHRUN, SBATCH, BERT = (ROOT / "examples" / name for name in ("gpt3_torchrun.sh", "llama_7b.sbatch", "bert_tiny_cpu.sh"))
+TORCHRUN, SBATCH, BERT = (ROOT / "examples" / name
+                          for name in ("gpt3_torchrun.sh", "llama_7b.sbatch", "bert_tiny_cpu.sh"))
 
 
 def started(recipe, folder, *arguments, **env):
@@ -56,7 +57,8 @@ def test_a_slurm_job_is_queued_again_while_it_gets_on_and_is_not_done(tmp_path, 
     tracker = save / "latest_checkpointed_iteration.txt"
     if before is not None:
         tracker.write_text(str(before))
-    moved = SBATCH.read_text().replace('\nafter="$(steps_done)"', f'\necho {after} > {tracker}\nafter="$(steps_done)"')
+    moved = SBATCH.read_text().replace('\nafter="$(steps_done)"',
+                                       f'\necho {after} > {tracker}\nafter="$(steps_done)"')
     recipe = tmp_path / "moved.sbatch"
     recipe.write_text(moved)
     [(one, config)], commands = started(recipe, tmp_path, SAVE=str(save), STEPS="5000")
@@ -72,7 +74,8 @@ def test_a_slurm_job_is_told_of_its_time_limit_through_its_ranks():
     assert re.fullmatch(r"USR1@\d{3,}", signal)
 
 
-def test_the_recipe_of_data_efficiency_trains_plainly_and_then_with_short_sequences_and_dropped_tokens(tmp_path):
+def test_the_recipe_of_data_efficiency_trains_plainly_and_then_with_short_sequences_and_dropped_tokens(
+        tmp_path):
     """Its commands are told to a stand-in of Python, which makes the metrics that a run leaves behind."""
     python = tmp_path / "python"
     python.write_text(f"""#!{sys.executable}
@@ -83,12 +86,14 @@ if "--metrics-path" in sys.argv:
     pathlib.Path(sys.argv[sys.argv.index("--metrics-path") + 1]).touch()
 """)
     python.chmod(0o755)
-    subprocess.run(["bash", str(ROOT / "examples" / "data_efficiency_cpu.sh"), "out"], cwd=tmp_path, check=True,
-                   env=environment() | {"STEPS": "60", "PYTHON": str(python)}, timeout=60, stdout=subprocess.DEVNULL)
+    subprocess.run(["bash", str(ROOT / "examples" / "data_efficiency_cpu.sh"), "out"], cwd=tmp_path,
+                   check=True, env=environment() | {"STEPS": "60", "PYTHON": str(python)}, timeout=60,
+                   stdout=subprocess.DEVNULL)
     commands = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
     launches = [words for words in commands if any(word.endswith("pretrain_gpt.py") for word in words)]
     with chdir(tmp_path):
-        plain, efficient = (parse(words[words.index(str(ROOT / "pretrain_gpt.py")) + 1:], world_size=2) for words in launches)
+        plain, efficient = (parse(words[words.index(str(ROOT / "pretrain_gpt.py")) + 1:], world_size=2)
+                            for words in launches)
     assert make_token_drop(plain) is None and plain.curriculum.curriculum_type is None
     drop = make_token_drop(efficient)
     assert drop.blocks == (1, 2, 3, 4) and [drop.kept_at(t) for t in (0, 20, 40, 59)] == [64, 160, 256, 256]
@@ -120,22 +125,26 @@ def test_the_quickstart_in_small_ends_with_a_curve_and_a_text(tmp_path):
     records = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     trained = [r for r in records if r["kind"] == "train"]
     assert trained[-1]["step"] == 20 and trained[-1]["loss"] < math.log(2048) - 0.2
-    told, = [block for block in blocks_of("docs/quickstart.md") if block.mark == "printed by: examples/gpt_tiny_cpu.sh"]
+    told, = [block for block in blocks_of("docs/quickstart.md")
+             if block.mark == "printed by: examples/gpt_tiny_cpu.sh"]
     check_printed(told, done.stdout)
     assert "tp 1 × pp 2 × dp 2" in done.stdout
     assert "loaded out/checkpoints, iteration 4" in done.stdout
     assert (tmp_path / "out" / "loss.png").stat().st_size > 10_000
     text = done.stdout.partition("Sample text from the trained model:")[2].partition("loss curve:")[0]
     assert text.strip().startswith("If the file") and len(text) > 100
-    run_in_a_new_shell(re.findall(r"^    (\S.*)$", done.stdout.partition("Commands to try next:")[2], re.MULTILINE), tmp_path)
+    run_in_a_new_shell(re.findall(r"^    (\S.*)$", done.stdout.partition("Commands to try next:")[2],
+                                  re.MULTILINE), tmp_path)
 
 
 def run_in_a_new_shell(commands, folder):
-    """The printed commands run from the folder of the recipe, in a shell whose PATH has no virtual environment."""
+    """The printed commands run from the folder of the recipe, in a shell whose PATH has no virtual
+    environment."""
     *before, generate, dashboard = commands
     assert before if Path(sys.prefix, "bin", "activate").exists() else not before
     assert dashboard == "tensorboard --logdir out/tensorboard"
     plain = {"HOME": str(folder), "PATH": "/usr/bin:/bin" if before else os.environ["PATH"]}
-    done = subprocess.run(["bash", "-euc", "\n".join([*before, "command -v tensorboard", generate + " --max-new-tokens 4"])],
+    done = subprocess.run(["bash", "-euc",
+                           "\n".join([*before, "command -v tensorboard", generate + " --max-new-tokens 4"])],
                           cwd=folder, env=plain, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "The value" in done.stdout, done.stdout + done.stderr

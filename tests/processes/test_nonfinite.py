@@ -19,15 +19,15 @@ def test_a_nan_stops_the_run_naming_the_first_module_that_made_it(tmp_path, modu
     spoil = partial(poisoned, module=module, samples=ONE_SAMPLE, value=math.nan)
     zero, one = run_pretrain(2, [*MOCK, *PP2, "--save", tmp_path, "--save-interval", "2"], spoil=spoil)
     assert zero.code == one.code == 2 and one.err == "" and "Traceback" not in zero.err
-    assert (f"loss is nan at iteration 3, first seen on rank {rank} (pipeline stage {rank}): output of {module} "
-            "(Block, shape [16, 1, 32]): 1 non-finite values") in zero.err
+    assert (f"loss is nan at iteration 3, first seen on rank {rank} (pipeline stage {rank}): output of "
+            f"{module} (Block, shape [16, 1, 32]): 1 non-finite values") in zero.err
     assert "--check-for-nan continue" in zero.err
     assert latest(tmp_path) == 2, "the last checkpoint is unharmed"
 
 
 @pytest.mark.parametrize("value, ranks, flags", [
-    (math.nan, 1, []), (math.inf, 2, ["--zero-stage", "1"]), (math.nan, 2, ["--tensor-model-parallel-size", "2", "--bf16"]),
-    (math.nan, 2, PP2)])
+    (math.nan, 1, []), (math.inf, 2, ["--zero-stage", "1"]),
+    (math.nan, 2, ["--tensor-model-parallel-size", "2", "--bf16"]), (math.nan, 2, PP2)])
 def test_a_run_that_continues_skips_the_step_and_counts_it(tmp_path, value, ranks, flags):
     spoil = partial(poisoned, module="decoder.layers.1", samples=THIRD_STEP, value=value)
     ended = train(ranks, [*MOCK, *flags, "--check-for-nan", "continue", "--save", tmp_path], spoil=spoil)
@@ -38,7 +38,8 @@ def test_a_run_that_continues_skips_the_step_and_counts_it(tmp_path, value, rank
     lines = [line for line in ended[0].out.splitlines() if "] iteration " in line]
     assert "| lm loss: NAN |" in lines[2] and "number of nan iterations:   1 |" in lines[2]
     assert "lm loss" in lines[3] and "NAN" not in lines[3]
-    assert ended[0].out.count("is skipped (--check-for-nan continue)") == 1 and "output of decoder.layers.1 " in ended[0].out
+    assert (ended[0].out.count("is skipped (--check-for-nan continue)") == 1
+            and "output of decoder.layers.1 " in ended[0].out)
     assert run_file(tmp_path, STEPS)["progress"]["nan_steps"] == 1
 
 

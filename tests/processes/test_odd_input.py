@@ -4,10 +4,11 @@ import pytest
 
 from tests.harness.pretraining import GLOBAL_BATCH, MOCK, TINY, records, saved_state, train
 
-TP2, PP2, PP4 = (["--tensor-model-parallel-size", "2"], *(["--pipeline-model-parallel-size", n] for n in "24"))
+TP2, PP2, PP4 = (["--tensor-model-parallel-size", "2"],
+                 *(["--pipeline-model-parallel-size", n] for n in "24"))
 SAMPLES = [*TINY, "--mock-data", "--lr-warmup-iters", "0"]
-LLAMA = ["--swiglu", "--normalization", "RMSNorm", "--position-embedding-type", "rope", "--disable-bias-linear",
-         "--num-query-groups", "2", "--untie-embeddings-and-output-weights"]
+LLAMA = ["--swiglu", "--normalization", "RMSNorm", "--position-embedding-type", "rope",
+         "--disable-bias-linear", "--num-query-groups", "2", "--untie-embeddings-and-output-weights"]
 
 
 def losses(tmp_path, ranks: int, argv) -> list[float]:
@@ -34,7 +35,7 @@ def test_one_process_trains_with(tmp_path, flags, steps):
 
 
 @pytest.mark.parametrize("ranks, flags", [
-    (4, [*PP4, "--num-layers", "4", "--global-batch-size", "2"]),                    # fewer micro-batches than stages
+    (4, [*PP4, "--num-layers", "4", "--global-batch-size", "2"]),            # fewer micro-batches than stages
     (4, [*PP4, "--num-layers", "4"]),                                                # a layer for each stage
     (4, [*PP4, "--pipeline-layout", "E|t|t|L"]),                                     # the embedding by itself
     (3, ["--global-batch-size", "9"]),
@@ -49,8 +50,8 @@ def test_the_layout_does_not_show_in_the_loss_with(tmp_path, ranks, flags):
     assert ours == pytest.approx(alone, rel=1e-6) and len(ours) == 6
 
 
-LAYOUT_FLAGS = {"--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--pipeline-layout", "--zero-stage",
-                "--sequence-parallel"}
+LAYOUT_FLAGS = {"--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--pipeline-layout",
+                "--zero-stage", "--sequence-parallel"}
 
 
 def test_samples_that_fill_no_batch_are_left_over(tmp_path):
@@ -67,7 +68,8 @@ def test_a_growing_batch_counts_the_same_steps_on_two_ranks(tmp_path):
 def test_no_iterations_only_evaluate_and_save_what_was_loaded(tmp_path, ranks, layout):
     saved, again = tmp_path / "saved", tmp_path / "again"
     train(1, [*MOCK, "--save", str(saved), "--eval-iters", "2", "--eval-interval", "3"])
-    only = [*MOCK, *layout, "--train-iters", "0", "--lr-warmup-iters", "0", "--eval-iters", "2", "--eval-interval", "3"]
+    only = [*MOCK, *layout, "--train-iters", "0", "--lr-warmup-iters", "0", "--eval-iters", "2",
+            "--eval-interval", "3"]
     train(ranks, [*only, "--load", str(saved), "--metrics-path", str(again / "metrics.jsonl")])
     assert [r["step"] for r in records(again, "validation")] == [6] and records(again, "train") == []
     assert records(again, "test")[0]["loss"] == pytest.approx(records(saved, "test")[0]["loss"], rel=1e-6)

@@ -21,12 +21,14 @@ def cut_of(p, chunks):
 
 
 def train_on_a_rank(rank, world, name, p, m, chunks):
-    """Losses of a training step and of an evaluation after it, and the gradients of this rank's layers by number."""
+    """Losses of a training step and of an evaluation after it, and the gradients of this rank's layers by
+    number."""
     bounds, home = cut_of(p, chunks), placement(name, p, chunks)
     program, layers = lower(SCHEDULES[name](p, m, chunks), p * chunks)[rank], make_layers(bounds[-1] - 2)
-    executor = make_executor(program, layers, bounds, Channels(world.group("pp", tuple(range(p)), rank)), home.__getitem__,
-                             rank, {Op.REDUCE: lambda stage: None})
-    objectives = [[loss.objective for loss in step(make_batches(m))] for step in (executor.run, executor.forward)]
+    executor = make_executor(program, layers, bounds, Channels(world.group("pp", tuple(range(p)), rank)),
+                             home.__getitem__, rank, {Op.REDUCE: lambda stage: None})
+    objectives = [[loss.objective for loss in step(make_batches(m))]
+                  for step in (executor.run, executor.forward)]
     return objectives, {at: [p.grad for p in layers[at].parameters()] for s in executor.stages
                         for at in range(bounds[s], bounds[s + 1])}
 
@@ -42,4 +44,5 @@ def test_processes_give_the_losses_and_gradients_of_one_process_to_the_last_bit(
     gradients = {at: grads for _, held in results for at, grads in held.items()}
     assert sorted(gradients) == list(range(len(layers)))
     for at, layer in enumerate(layers):
-        assert all(torch.equal(ours, p.grad) for ours, p in zip(gradients[at], layer.parameters(), strict=True))
+        assert all(torch.equal(ours, p.grad)
+                   for ours, p in zip(gradients[at], layer.parameters(), strict=True))

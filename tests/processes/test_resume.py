@@ -59,7 +59,8 @@ def assert_same_run(a, b, steps=STEPS):
 @pytest.mark.parametrize("ranks, flags", [
     (4, TP2_PP2),
     (2, ["--zero-stage", "1", *FP16]),
-    (2, ["--pipeline-model-parallel-size", "2", "--bf16", "--untie-embeddings-and-output-weights", "--eod-mask-loss"]),
+    (2, ["--pipeline-model-parallel-size", "2", "--bf16", "--untie-embeddings-and-output-weights",
+         "--eod-mask-loss"]),
 ], ids=["fp32 tp2 pp2 sp", "fp16 dp2 zero1", "bf16 pp2"])
 def test_a_run_that_stops_and_goes_on_has_the_bits_of_one_that_never_stopped(tmp_path, corpus, ranks, flags):
     job = [*TINY, *corpus, *flags]
@@ -70,12 +71,14 @@ def test_a_run_that_stops_and_goes_on_has_the_bits_of_one_that_never_stopped(tmp
     train(ranks, stopping)
     assert_same_run(tmp_path / "whole", tmp_path / "parts")
     if "--fp16" in flags:
-        halfway, end = (run_file(tmp_path / "parts", step)["optimizer"]["loss_scale"] for step in (HALF, STEPS))
+        halfway, end = (run_file(tmp_path / "parts", step)["optimizer"]["loss_scale"]
+                        for step in (HALF, STEPS))
         assert end not in (halfway, 2.0**24), "the scale never moved: the test shows nothing of it"
 
 
 def test_a_lost_scaler_state_or_data_position_would_show(tmp_path):
-    """The test above compares what it should: resuming with the optimizer's state forgotten gives other bits."""
+    """The test above compares what it should: resuming with the optimizer's state forgotten gives other
+    bits."""
     job = [*MOCK, "--save", tmp_path / "parts", "--load", tmp_path / "parts", "--exit-interval", HALF]
     train(1, job)
     train(1, [*MOCK, "--save", tmp_path / "whole"])
@@ -133,7 +136,8 @@ def test_finetune_takes_the_weights_and_begins_anew(tmp_path, whole_run):
     saved = saved_state(whole_run, STEPS)
     assert set(progress.values()) == {0}
     for name, tensor in state.items():
-        assert torch.equal(tensor, saved[name] if name.startswith("weight/") else torch.zeros_like(tensor)), name
+        assert torch.equal(tensor, saved[name] if name.startswith("weight/")
+                           else torch.zeros_like(tensor)), name
 
 
 def test_finetune_may_use_other_data(tmp_path, whole_run, corpus):
@@ -148,7 +152,8 @@ def test_no_load_optim_keeps_the_place_and_forgets_the_moments(tmp_path, whole_r
     saved = saved_state(whole_run, STEPS)
     assert progress["step"] == STEPS and progress["samples"] == STEPS * GLOBAL_BATCH
     for name, tensor in state.items():
-        assert torch.equal(tensor, saved[name] if name.startswith("weight/") else torch.zeros_like(tensor)), name
+        assert torch.equal(tensor, saved[name] if name.startswith("weight/")
+                           else torch.zeros_like(tensor)), name
 
 
 def test_loading_takes_all_of_the_state_otherwise(tmp_path, whole_run):
@@ -166,7 +171,8 @@ def test_a_checkpoint_without_optimizer_state_says_so(tmp_path):
 
 def test_a_checkpoint_of_another_model_is_refused_naming_each_field_with_both_values(whole_run):
     job = without(without(MOCK, "--num-layers"), "--hidden-size")
-    zero, one = run_pretrain(2, [*job, "--num-layers", "3", "--hidden-size", "64", "--swiglu", "--load", whole_run])
+    zero, one = run_pretrain(2, [*job, "--num-layers", "3", "--hidden-size", "64", "--swiglu",
+                                 "--load", whole_run])
     assert zero.code == one.code == 2
     for field in ("num_layers: checkpoint 2, this run 3", "hidden_size: checkpoint 32, this run 64",
                   "head_dim: checkpoint 8, this run 16", "activation: checkpoint 'gelu', this run 'swiglu'"):
@@ -186,9 +192,11 @@ def test_another_tokenizer_or_data_order_is_refused(whole_run, what, flags):
 
 
 @pytest.mark.parametrize("victim, change", [(1, 1), (0, 6)], ids=["before it writes", "rank 0, all written"])
-def test_a_rank_killed_in_the_middle_of_a_save_leaves_the_previous_checkpoint(tmp_path, whole_run, victim, change):
+def test_a_rank_killed_in_the_middle_of_a_save_leaves_the_previous_checkpoint(tmp_path, whole_run, victim,
+                                                                              change):
     folder = halfway(whole_run, tmp_path / "run")
-    job = [*MOCK, "--tensor-model-parallel-size", "2", "--save", folder, "--load", folder, "--save-interval", "2"]
+    job = [*MOCK, "--tensor-model-parallel-size", "2", "--save", folder, "--load", folder,
+           "--save-interval", "2"]
     with pytest.raises(RuntimeError, match=f"rank {victim} of 2 died in .*code -9"):
         run_pretrain(2, job, spoil=partial(killed_in_save, step=4, change=change, victim=victim))
     assert latest(folder) == HALF

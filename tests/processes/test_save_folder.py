@@ -16,7 +16,8 @@ from tests.harness.spoilers import signal_at_step
 
 
 def files_in(folder):
-    return {str(path.relative_to(folder)): path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+    return {str(path.relative_to(folder)): path.stat().st_mtime_ns for path in folder.rglob("*")
+            if path.is_file()}
 
 
 def refused(argv, ranks=1, spoil=None):
@@ -39,21 +40,24 @@ def test_a_run_writes_nothing_into_the_folder_of_another(used):
     before = files_in(folder)
     run_id = run_file(folder, STEPS)["run_id"]
     message = refused([*TINY, "--mock-data", "--train-iters", "3", "--seed", "7", "--save", folder], ranks=2)
-    assert message.startswith(f"error: --save {folder} holds another run: iteration {STEPS} (run id {run_id}, written ")
+    assert message.startswith(f"error: --save {folder} holds another run: iteration {STEPS} (run id "
+                              f"{run_id}, written ")
     assert files_in(folder) == before
 
 
 def test_saves_and_the_end_are_logged_with_path_seconds_and_size(used):
     folder, out = used
     for step in (2, 4, 6):
-        assert re.search(rf"^saved {folder}/iter_000000{step} in \d+\.\d s \(\d+\.\d kB\)$", out, re.MULTILINE)
+        assert re.search(rf"^saved {folder}/iter_000000{step} in \d+\.\d s \(\d+\.\d kB\)$", out,
+                         re.MULTILINE)
     assert f"the last checkpoint is {folder}/iter_0000006" in out
 
 
 def test_a_finished_run_has_nothing_to_do(used):
     folder, _ = used
     out = train(2, [*TINY, "--mock-data", "--train-iters", "5", "--load", folder])[0].out
-    assert ("training ended: nothing to do: the checkpoint is at iteration 6 (24 samples, 384 tokens) and --train-iters is 5"
+    assert ("training ended: nothing to do: the checkpoint is at iteration 6 (24 samples, 384 tokens) and "
+            "--train-iters is 5"
             in out)
     assert re.search(rf"^loaded {folder}, iteration 6, in \d+\.\d s$", out, re.MULTILINE)
 
@@ -78,7 +82,8 @@ def test_a_save_interval_without_a_folder_is_a_warning():
 
 
 class second_job:
-    """While the first job is in its third step, a second one of the same command; its end is left in `path`."""
+    """While the first job is in its third step, a second one of the same command; its end is left in
+    `path`."""
 
     def __init__(self, rank, *, argv, path):
         self.rank, self.argv, self.path = rank, argv, path
@@ -92,8 +97,8 @@ class second_job:
     def step(self, engine, batch, progress, **options):
         if self.rank == 0 and progress.step == 2:
             environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-            ended = subprocess.run([sys.executable, "pretrain_gpt.py", *self.argv], capture_output=True, text=True,
-                                   env=environment | {"OMP_NUM_THREADS": "1"})
+            ended = subprocess.run([sys.executable, "pretrain_gpt.py", *self.argv], capture_output=True,
+                                   text=True, env=environment | {"OMP_NUM_THREADS": "1"})
             self.path.write_text(json.dumps([ended.returncode, ended.stderr, os.getpid()]))
         return self.real(engine, batch, progress, **options)
 
@@ -109,7 +114,8 @@ def test_a_second_live_job_is_refused_naming_the_first_which_goes_on_undisturbed
     train(1, job, spoil=partial(second_job, argv=job, path=path))
     code, err, pid = json.loads(path.read_text())
     assert code == 2
-    assert re.search(rf"^error: cannot save in {folder}: it is in use by process {pid} on \S+, since \d{{4}}-", err)
+    assert re.search(rf"^error: cannot save in {folder}: it is in use by process {pid} on \S+, since "
+                     rf"\d{{4}}-", err)
     assert latest(folder) == STEPS and [record["step"] for record in records(folder)] == [1, 2, 3, 4, 5, 6]
     assert not (folder / ".lock").exists()
 

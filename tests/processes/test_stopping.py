@@ -22,7 +22,12 @@ from tests.harness.pretraining import (
     run_file,
     train,
 )
-from tests.harness.spoilers import files_limited, signal_at_step, signal_in_evaluation, signal_outside_the_loop
+from tests.harness.spoilers import (
+    files_limited,
+    signal_at_step,
+    signal_in_evaluation,
+    signal_outside_the_loop,
+)
 
 ROOT = Path(__file__).parents[2]
 LONG = [*TINY, "--mock-data", "--train-iters", "100000"]
@@ -46,7 +51,8 @@ def test_a_signal_during_evaluation_saves_and_exits_well(tmp_path, victim):
     ended = train(2, job, spoil=partial(signal_in_evaluation, number=signal.SIGTERM, victim=victim))
     assert latest(tmp_path) == 2 and list(losses(tmp_path)) == [1, 2]
     assert f"training ended: rank {victim} received SIGTERM; " in ended[0].out
-    assert "evaluating on validation: 3 batches of 4 samples\n" in ended[0].out and "evaluation time (s): " in ended[0].out
+    assert ("evaluating on validation: 3 batches of 4 samples\n" in ended[0].out
+            and "evaluation time (s): " in ended[0].out)
 
 
 def test_without_a_save_folder_a_signal_still_ends_the_run_well():
@@ -85,7 +91,8 @@ def test_exit_duration_ends_in_good_time_and_saves(tmp_path):
 
 
 def test_train_samples_with_a_growing_batch_ends_with_the_last_whole_batch(tmp_path):
-    job = [*TINY, "--mock-data", "--train-samples", "40", "--rampup-batch-size", "2", "2", "16", "--eval-interval", "2"]
+    job = [*TINY, "--mock-data", "--train-samples", "40", "--rampup-batch-size", "2", "2", "16",
+           "--eval-interval", "2"]
     at = job.index("--lr-warmup-iters")
     job[at:at + 2] = ["--lr-warmup-samples", "8"]
     job[job.index("--eval-iters") + 1] = "1"
@@ -101,17 +108,20 @@ def test_train_samples_with_a_growing_batch_ends_with_the_last_whole_batch(tmp_p
 
 def test_evaluation_gives_the_same_numbers_in_every_layout(tmp_path):
     layouts = [(1, []), (2, ["--zero-stage", "1"]),
-               (4, ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2", "--sequence-parallel"])]
+               (4, ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2",
+                    "--sequence-parallel"])]
     found = []
     for ranks, flags in layouts:
         folder = tmp_path / str(ranks)
         ended = train(ranks, [*MOCK, *EVALUATING, "--eod-mask-loss", *flags, "--save", folder])
-        found.append([(r["step"], r["loss"]) for split in ("validation", "test") for r in records(folder, split)])
+        found.append([(r["step"], r["loss"]) for split in ("validation", "test")
+                      for r in records(folder, split)])
     assert [step for step, _ in found[0]] == [2, 4, 6, 6]
     for other in found[1:]:
         assert [loss for _, loss in other] == pytest.approx([loss for _, loss in found[0]], rel=1e-6)
     assert len({round(loss, 6) for _, loss in found[0]}) == 4, "each evaluation sees other samples"
-    assert ended[0].out.count(" validation loss at iteration ") == 3 and ended[0].out.count(" test loss at iteration ") == 1
+    assert (ended[0].out.count(" validation loss at iteration ") == 3
+            and ended[0].out.count(" test loss at iteration ") == 1)
 
 
 def test_evaluation_changes_nothing_of_the_training(tmp_path):
@@ -134,10 +144,10 @@ def test_a_disk_that_is_too_full_for_logs_ends_no_run(tmp_path):
 
 def script(*argv) -> subprocess.Popen:
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    environment |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "",
-                    "PYTHONUNBUFFERED": "1"}
-    return subprocess.Popen([sys.executable, *map(str, argv)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                            env=environment, cwd=ROOT)
+    environment |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT),
+                    "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
+    return subprocess.Popen([sys.executable, *map(str, argv)], stdout=subprocess.PIPE,
+                            stderr=subprocess.STDOUT, text=True, env=environment, cwd=ROOT)
 
 
 def read_until(process: subprocess.Popen, words: str) -> str:
@@ -163,9 +173,9 @@ def test_the_first_ctrl_c_saves_and_exits_with_code_0(tmp_path):
 
 
 def test_torchrun_that_is_terminated_leaves_a_checkpoint(tmp_path):
-    process = script("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--rdzv-backend", "c10d",
-                     "--rdzv-endpoint", "localhost:0", "pretrain_gpt.py", *LONG, "--tensor-model-parallel-size", "2",
-                     "--save", tmp_path)
+    process = script("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0",
+                     "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "pretrain_gpt.py", *LONG,
+                     "--tensor-model-parallel-size", "2", "--save", tmp_path)
     try:
         read_until(process, "iteration        2/")
         process.send_signal(signal.SIGTERM)

@@ -1,4 +1,5 @@
-"""The tokenizer lies beside the checkpoints: text is generated from any folder, after the original is gone."""
+"""The tokenizer lies beside the checkpoints: text is generated from any folder, after the original is
+gone."""
 
 import json
 import os
@@ -20,7 +21,8 @@ from tests.harness.pretraining import MOCK, run_file, train
 
 TOOL = Path(__file__).parents[2] / "tools" / "generate_text.py"
 BPE = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model"]
-FILES = ["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", "tok/vocab.json", "--merge-file", "tok/merges.txt"]
+FILES = ["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", "tok/vocab.json",
+         "--merge-file", "tok/merges.txt"]
 
 
 @pytest.fixture
@@ -42,7 +44,8 @@ def flags_of(tokenizer):
 def generated(capsys, *argv):
     """(exit code, what is printed) of the tool."""
     tool = runpy.run_path(str(TOOL))
-    code = main_guard(lambda: tool["main"](tool["parse_arguments"]([str(word) for word in argv]), read_launch({})))
+    code = main_guard(lambda: tool["main"](tool["parse_arguments"]([str(word) for word in argv]),
+                                           read_launch({})))
     said = capsys.readouterr()
     return code, said.out + said.err
 
@@ -64,7 +67,9 @@ def test_text_is_generated_from_another_folder_after_the_tokenizer_is_gone(here,
     for copy in (here / "saved").glob("tokenizer-*"):
         shutil.rmtree(copy)
     code, told = generated(capsys, *ask)
-    assert code == 2 and f"run.json of {here / 'saved'} names --tokenizer-model {here / 'tok'}, which does not exist" in told
+    assert (code == 2
+            and f"run.json of {here / 'saved'} names --tokenizer-model {here / 'tok'}, which does not "
+                "exist" in told)
 
 
 def run_of(flags, tokenizer=None):
@@ -75,7 +80,8 @@ def run_of(flags, tokenizer=None):
     return config, json.loads(json.dumps(run | keep_tokenizer_files(config)))
 
 
-@pytest.mark.parametrize("flags", [[*BPE, "tok"], [*BPE, "tok/tokenizer.json"], FILES], ids=["folder", "file", "two files"])
+@pytest.mark.parametrize("flags", [[*BPE, "tok"], [*BPE, "tok/tokenizer.json"], FILES],
+                         ids=["folder", "file", "two files"])
 def test_the_copy_is_the_same_tokenizer_and_is_made_once(here, flags):
     Path("tok/tokenizer_config.json").write_text('{"eos_token": "th"}')
     Path("tok/model.safetensors").write_text("weights")
@@ -87,7 +93,8 @@ def test_the_copy_is_the_same_tokenizer_and_is_made_once(here, flags):
     assert not list(copy.rglob("*.safetensors"))
     shutil.rmtree("tok")
     kept = tokenizer_of("saved", run, config, {})
-    assert (kept.fingerprint, kept.eod, kept.vocab_size) == (original.fingerprint, original.eod, original.vocab_size)
+    assert (kept.fingerprint, kept.eod, kept.vocab_size) == (original.fingerprint, original.eod,
+                                                             original.vocab_size)
     assert kept.encode("the theory") == original.encode("the theory")
 
 
@@ -99,7 +106,8 @@ def test_a_damaged_copy_is_written_again_and_another_tokenizer_gets_a_folder_of_
     assert copy.read_bytes() == Path("tok/tokenizer.json").read_bytes()
     other_config, other = run_of([*BPE, "other"])
     assert len(os.listdir("saved")) == 2
-    assert tokenizer_of("saved", run, config, {}).fingerprint != tokenizer_of("saved", other, other_config, {}).fingerprint
+    assert tokenizer_of("saved", run, config, {}).fingerprint != tokenizer_of("saved", other, other_config,
+                                                                              {}).fingerprint
 
 
 def test_a_tokenizer_without_files_needs_none(here):

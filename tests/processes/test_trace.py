@@ -20,11 +20,12 @@ def test_the_recorded_steps_are_the_schedule_with_true_dependencies(tmp_path):
     for step in steps:
         when = {}
         for rank, entries in step.items():
-            assert tuple(i for i, _, _ in entries if i.op in COMPUTE) == tuple(i for i in lowered[rank] if i.op in COMPUTE)
+            assert tuple(i for i, _, _ in entries if i.op in COMPUTE) == tuple(i for i in lowered[rank]
+                                                                               if i.op in COMPUTE)
             assert all(start <= end for _, start, end in entries)
             assert all(end <= start for (_, _, end), (_, start, _) in zip(entries, entries[1:]))
             when |= {(i.op, i.stage, i.microbatch): (start, end) for i, start, end in entries}
-        slack = 0.0005           # the two processes measure the distance between their two clocks each by itself
+        slack = 0.0005        # the two processes measure the distance between their two clocks each by itself
         for k in range(GLOBAL_BATCH):
             assert when[Op.F, 0, k][1] <= when[Op.F, 1, k][0] + slack
             assert when[Op.F, 1, k][1] <= when[Op.B, 1, k][0]

@@ -1,4 +1,5 @@
-"""Groups over torch.distributed on real processes: every operation and dtype, failures, the mesh and its getters."""
+"""Groups over torch.distributed on real processes: every operation and dtype, failures, the mesh and its
+getters."""
 
 import os
 import subprocess
@@ -70,7 +71,8 @@ def pieces_of_any_size(rank, world):
     received = [rows[rank] for rows in ROWS]
     for dtype in DTYPES:
         out, passed = torch.empty(sum(received), 2, dtype=dtype), []
-        work = collectives.all_to_all_(out, rows_of(rank, dtype), group, (ROWS[rank], received), async_op=True)
+        work = collectives.all_to_all_(out, rows_of(rank, dtype), group, (ROWS[rank], received),
+                                       async_op=True)
         held = torch.full((3,), rank, dtype=dtype)
         for _ in range(2):
             got = torch.empty(3, dtype=dtype)
@@ -79,7 +81,7 @@ def pieces_of_any_size(rank, world):
             passed.append(got)
         work.wait()
         results[dtype] = out, passed
-    both = [torch.empty(1 << 18) for _ in range(2)]         # both directions, more than a socket takes in one piece
+    both = [torch.empty(1 << 18) for _ in range(2)]   # both directions, more than a socket takes in one piece
     sends = [(torch.full((1 << 18,), 10.0 * rank + peer), peer) for peer in range(3) if peer != rank]
     collectives.exchange(sends, [(t, peer) for t, (_, peer) in zip(both, sends)], group)
     return results, [t.unique().tolist() for t in both]
@@ -95,12 +97,14 @@ def test_an_all_to_all_of_unequal_pieces_and_an_exchange_are_right_for_every_dty
 
 
 def sums_of_reals(rank, world):
-    """By size and dtype: (all-reduced, this rank's piece of the reduced, all ranks' numbers), all under way at once."""
+    """By size and dtype: (all-reduced, this rank's piece of the reduced, all ranks' numbers), all under way
+    at once."""
     group, n, results, works = world.group("dp", range(world.size), rank), world.size, {}, []
     for dtype in (torch.float32, torch.bfloat16):
         for numel in (n, 333 * n, 20_001 * n):              # a number a piece; a message of one round; of two
             tensor = numbers(rank, numel, dtype)
-            total, piece = torch.cat((tensor, tensor[:1])), tensor.chunk(n)[rank]      # the total is of no multiple of n
+            # the total is of no multiple of n
+            total, piece = torch.cat((tensor, tensor[:1])), tensor.chunk(n)[rank]
             everybody = torch.empty(n * numel, dtype=dtype)
             works.append(collectives.all_gather_into_(everybody, tensor.clone(), group, async_op=True))
             works.append(collectives.all_reduce_(total, group, async_op=True))
@@ -142,7 +146,7 @@ def talk_on_channels(rank, world):
         got[kind] += [channels.recv(kind, other, (large,), torch.bfloat16).wait() for _ in range(2)]
     collectives.barrier(channels.group)
     deadline = time.monotonic() + 10
-    while channels.num_waiting and time.monotonic() < deadline:       # sends are let go without anybody draining
+    while channels.num_waiting and time.monotonic() < deadline:    # sends are let go without anybody draining
         time.sleep(0.01)
     still_waiting = channels.num_waiting
     channels.drain()
@@ -204,10 +208,11 @@ def look_around(rank, world):
 def test_the_getters_answer_as_megatron_does_for_tensor_2_pipeline_2():
     for rank, (seen, alone, total, still_there) in enumerate(run_processes(4, look_around)):
         tensor, stage = rank % 2, rank // 2
-        assert seen == {"tp": [2 * stage, 2 * stage + 1], "pp": [tensor, tensor + 2], "dp": [rank], "model": [0, 1, 2, 3],
+        assert seen == {"tp": [2 * stage, 2 * stage + 1], "pp": [tensor, tensor + 2], "dp": [rank],
+                        "model": [0, 1, 2, 3],
                         "next": tensor + 2 * (1 - stage), "first": tensor, "src": 2 * stage,
                         "stage": (stage == 0, stage == 1), "sizes": (4, 1), "place": (rank, 0)}
-        assert alone == [1.0, 1.0]                  # a group of one is not the world, which torch would take None for
+        assert alone == [1.0, 1.0]          # a group of one is not the world, which torch would take None for
         assert total == 4.0 and not still_there
 
 
@@ -247,13 +252,15 @@ os.write(1, f"done {launch.rank}\\n".encode())         # at once: lines of two r
 
 
 def plain_environment():
-    return os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(Path(__file__).parents[2])}
+    return os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
+                         "PYTHONPATH": str(Path(__file__).parents[2])}
 
 
 def test_ranks_meet_under_torchrun(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(UNDER_TORCHRUN)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+               str(script)]
     run = subprocess.run(command, env=plain_environment(), capture_output=True, text=True, timeout=100)
     assert run.returncode == 0 and sorted(run.stdout.split()) == ["0", "1", "done", "done"], run.stderr
 
@@ -266,9 +273,11 @@ mpu.start(mpu.read_launch(), timedelta(seconds=2))
 
 
 def test_a_rank_that_finds_no_other_reports_the_address_without_the_backends_stack():
-    env = plain_environment() | {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    env = plain_environment() | {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+                                 "MASTER_PORT": "1"}
     run = subprocess.run([sys.executable, "-c", ALONE], env=env, capture_output=True, text=True, timeout=100)
-    assert "CommunicationError: rank 1 of 2 (from torchrun) could not connect to the other ranks at 127.0.0.1:1" in run.stderr
+    assert ("CommunicationError: rank 1 of 2 (from torchrun) could not connect to the other ranks "
+            "at 127.0.0.1:1") in run.stderr
     assert "no process listens there" in run.stderr and "frame #" not in run.stderr
 
 

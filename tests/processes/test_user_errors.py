@@ -1,7 +1,7 @@
 """What a user did wrong: one paragraph that says what to do, exit code 2, told once, nothing left behind.
 
-The words of the configuration's own messages are in tests/golden/config_messages.txt; here are the errors that only show
-when files are opened and ranks have met, seen from the entry script on real processes.
+The words of the configuration's own messages are in tests/golden/config_messages.txt; here are the errors
+that only show when files are opened and ranks have met, seen from the entry script on real processes.
 """
 
 import contextlib
@@ -34,7 +34,8 @@ def write_corpus(prefix: Path, documents: int, vocab: int = VOCAB) -> None:
 
 @pytest.fixture(scope="module")
 def corpora(tmp_path_factory):
-    """good, few (2 documents), wide (ids beyond the vocabulary), none (no document), and damaged copies of good."""
+    """good, few (2 documents), wide (ids beyond the vocabulary), none (no document), and damaged copies of
+    good."""
     folder = tmp_path_factory.mktemp("corpora")
     write_corpus(folder / "good", 60)
     write_corpus(folder / "few", 2)
@@ -59,7 +60,8 @@ def files_in(folder: Path) -> set[str]:
 
 
 def told(argv, ranks: int = 1, spoil=None) -> str:
-    """The error, having checked that all ranks end with code 2, without a traceback, and that rank 0 alone tells it."""
+    """The error, having checked that all ranks end with code 2, without a traceback, and that rank 0 alone
+    tells it."""
     ended = run_pretrain(ranks, argv, spoil=spoil)
     assert [e.code for e in ended] == [2] * ranks, ended
     assert ended[0].err.startswith("error: ") and [e.err for e in ended[1:]] == [""] * (ranks - 1), ended
@@ -80,37 +82,46 @@ def told(argv, ranks: int = 1, spoil=None) -> str:
     ("text", r"it begins with b'xxxxxxxxx'.*: not an index of this format\. Copy"),
     ("flipped", "sequence 21 .* does not continue the sequence before it"),
     ("none", "the corpus is empty"),
-    ("few", r"the valid part is empty: --split 80,10,10 divides the 2 documents into train 2, valid 0, test 0"),
-    ("wide", f"it holds token id .* NullTokenizer as given has a vocabulary of {VOCAB + 1}: .* another tokenizer"),
+    ("few", r"the valid part is empty: --split 80,10,10 divides the 2 documents into train 2, valid 0, test "
+            r"0"),
+    ("wide",
+     f"it holds token id .* NullTokenizer as given has a vocabulary of {VOCAB + 1}: .* another tokenizer"),
 ])
 def test_a_corpus_that_will_not_do_is_named_with_its_flag_and_defect(corpora, corpus, words):
     before = files_in(corpora)
-    assert re.search(words, told([*TINY, *STEPS, "--split", "80,10,10", "--data-path", str(corpora / corpus)]))
+    assert re.search(words,
+                     told([*TINY, *STEPS, "--split", "80,10,10", "--data-path", str(corpora / corpus)]))
     assert files_in(corpora) == before
 
 
 def test_a_path_of_each_part_is_named_by_its_own_flag(corpora):
     paths = ["--train-data-path", str(corpora / "good"), "--valid-data-path", str(corpora / "short-bin")]
     assert "--valid-data-path" in told([*TINY, *STEPS, *paths])
-    blend = ["--data-path", "0.3", str(corpora / "good"), "0.7", str(corpora / "nothing"), "--split", "80,10,10"]
+    blend = ["--data-path", "0.3", str(corpora / "good"), "0.7", str(corpora / "nothing"),
+             "--split", "80,10,10"]
     assert f"--data-path {corpora / 'nothing'}: " in told([*TINY, *STEPS, *blend])
 
 
 @pytest.mark.parametrize("tokenizer, words", [
     (["GPT2BPETokenizer"], "needs --vocab-file and --merge-file"),
-    (["GPT2BPETokenizer", "--vocab-file", "/no/v", "--merge-file", "/no/m"], "--vocab-file /no/v: .* no such.*--merge-file "),
-    (["HuggingFaceTokenizer", "--tokenizer-model", "/nowhere"], "--tokenizer-model /nowhere: there is no such file or folder"),
+    (["GPT2BPETokenizer", "--vocab-file", "/no/v", "--merge-file", "/no/m"],
+     "--vocab-file /no/v: .* no such.*--merge-file "),
+    (["HuggingFaceTokenizer", "--tokenizer-model", "/nowhere"],
+     "--tokenizer-model /nowhere: there is no such file or folder"),
     (["SentencePieceTokenizer"], "needs --tokenizer-model"),
     (["GPTBPETokenizer"], r"unknown tokenizer 'GPTBPETokenizer'; did you mean 'GPT2BPETokenizer'\? Known: "),
 ])
 def test_a_tokenizer_that_cannot_be_made_is_told_with_its_flags(corpora, tokenizer, words):
     job = TINY[:TINY.index("--tokenizer-type")] + TINY[TINY.index("--tokenizer-type") + 2:]
-    assert re.search(words, told([*job, *STEPS, "--data-path", str(corpora / "good"), "--tokenizer-type", *tokenizer]))
+    assert re.search(words,
+                     told([*job, *STEPS, "--data-path", str(corpora / "good"),
+                           "--tokenizer-type", *tokenizer]))
 
 
 # ---------------------------------------------------------------------- places to write
 @pytest.mark.parametrize("flag, inside, words", [
-    ("--save", "file/checkpoints", "--save .*: no checkpoint can be written there .* would lose its work at the first save"),
+    ("--save", "file/checkpoints",
+     "--save .*: no checkpoint can be written there .* would lose its work at the first save"),
     ("--save", "file", "--save .*: no checkpoint can be written there"),
     ("--tensorboard-dir", "file/events", "--tensorboard-dir: nothing can be written in"),
     ("--metrics-path", "file/metrics.jsonl", r"--metrics-path: nothing can be written in .*file \(it is a file\)"),
@@ -126,7 +137,8 @@ def test_where_nothing_can_be_written_is_found_before_the_first_step(tmp_path, f
 
 def test_indices_that_cannot_be_kept_are_warned_of_once(corpora, tmp_path):
     (tmp_path / "file").write_text("")
-    flags = ["--data-path", str(corpora / "good"), "--split", "80,10,10", "--data-cache-path", str(tmp_path / "file")]
+    flags = ["--data-path", str(corpora / "good"), "--split", "80,10,10",
+             "--data-cache-path", str(tmp_path / "file")]
     assert train(1, [*TINY, *STEPS, *flags])[0].out.count("--data-cache-path.") == 1
 
 
@@ -134,7 +146,8 @@ def test_indices_that_cannot_be_kept_are_warned_of_once(corpora, tmp_path):
 @pytest.fixture(scope="module")
 def checkpoint(corpora, tmp_path_factory):
     folder = tmp_path_factory.mktemp("run") / "saved"
-    train(1, [*TINY, *STEPS, "--data-path", str(corpora / "good"), "--split", "80,10,10", "--save", str(folder)])
+    train(1, [*TINY, *STEPS, "--data-path", str(corpora / "good"), "--split", "80,10,10",
+              "--save", str(folder)])
     return folder
 
 
@@ -227,23 +240,25 @@ def torchrun(tmp_path: Path, ranks: int, argv: list[str]) -> str:
     """The stderr of a script that ends badly under torchrun."""
     (tmp_path / "broken.py").write_text(BROKEN_ON_ONE_RANK)
     launcher = [warm_python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    ended = subprocess.run([*launcher, str(tmp_path / "broken.py"), *argv], capture_output=True, text=True, timeout=120,
-                           env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT),
-                                "PYTHON_EXEC": warm_python()})
+    ended = subprocess.run([*launcher, str(tmp_path / "broken.py"), *argv], capture_output=True, text=True,
+                           timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
+                                "PYTHONPATH": str(ROOT), "PYTHON_EXEC": warm_python()})
     assert ended.returncode == 1, ended.stderr
     return ended.stderr
 
 
 def test_under_torchrun_an_error_is_told_once_even_if_rank_0_is_the_last_to_have_it(tmp_path):
     said = torchrun(tmp_path, 2, [*MOCK, "--hidden-size", "33", "--slow"])
-    assert len(re.findall(r"^error", said, re.MULTILINE)) == 1 and "\nerror: --hidden-size 33 is not" in "\n" + said
+    assert (len(re.findall(r"^error", said, re.MULTILINE)) == 1 and "\nerror: --hidden-size 33 is not" in "\n"
+            + said)
     cause = said[said.index("Root Cause"):]
     assert re.search(r"rank +: 0 ", cause) and "error: --hidden-size 33 is not" in cause.splitlines()[-2]
 
 
 def test_ranks_that_lose_one_say_what_they_waited_for_and_end(tmp_path):
     said = torchrun(tmp_path, 4, [*MOCK, *TP2, *PP2, "--num-workers", "0"])
-    assert re.search(r"^error.* rank \d: .* failed in the \S+ group of ranks \[.*\]\. A peer exited: ", said, re.MULTILINE)
+    assert re.search(r"^error.* rank \d: .* failed in the \S+ group of ranks \[.*\]\. A peer exited: ", said,
+                     re.MULTILINE)
     cause = said[said.index("Root Cause"):]
     assert re.search(r"rank +: 1 ", cause) and "SIGKILL" in cause
 
@@ -251,22 +266,25 @@ def test_ranks_that_lose_one_say_what_they_waited_for_and_end(tmp_path):
 # ---------------------------------------------------------------------- files of settings, end to end
 def test_a_deepspeed_json_and_a_yaml_file_drive_a_run(tmp_path):
     (tmp_path / "ds.json").write_text(json.dumps({
-        "train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "steps_per_print": 1,
-        "gradient_clipping": 0.5, "fp16": {"enabled": False, "loss_scale": 0}, "bf16": {"enabled": True},
+        "train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2,
+        "steps_per_print": 1, "gradient_clipping": 0.5, "fp16": {"enabled": False, "loss_scale": 0},
+        "bf16": {"enabled": True},
         "zero_optimization": {"stage": 1, "reduce_bucket_size": 5e5, "overlap_comm": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": 2e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": "auto"}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 2e-3, "betas": [0.9, 0.95], "eps": 1e-8,
+                                                  "weight_decay": "auto"}},
         "scheduler": {"type": "WarmupDecayLR", "params": {
             "warmup_num_steps": 2, "total_num_steps": 6, "warmup_type": "linear"}},
         "tensorboard": {"enabled": True, "output_path": str(tmp_path / "events"), "job_name": "job"}}))
     (tmp_path / "model.yaml").write_text(
-        "model:\n  num_layers: 2\n  hidden_size: 32\n  num-attention-heads: 4\n  seq_length: 16\n  vocab_size: 61\n"
-        "mock_data: true\ntrain_iters: 3\neval_iters: 0\n")
-    argv = ["--config", str(tmp_path / "model.yaml"), "--deepspeed_config", str(tmp_path / "ds.json"), "--weight-decay", "0.2",
-            "--save", str(tmp_path / "saved")]
+        "model:\n  num_layers: 2\n  hidden_size: 32\n  num-attention-heads: 4\n  seq_length: 16\n  "
+        "vocab_size: 61\nmock_data: true\ntrain_iters: 3\neval_iters: 0\n")
+    argv = ["--config", str(tmp_path / "model.yaml"), "--deepspeed_config", str(tmp_path / "ds.json"),
+            "--weight-decay", "0.2", "--save", str(tmp_path / "saved")]
     out = train(2, argv)[0].out
     listed = out.partition("not at their defaults:\n")[2]
-    groups = dict(re.findall(r"^  (\S+)  +((?:.|\n   )+)", listed, re.MULTILINE))                   # source → its values
-    for source, value in (("ds.json", "lr 0.002"), ("flags", "weight_decay 0.2"), ("model.yaml", "num_layers 2"),
+    groups = dict(re.findall(r"^  (\S+)  +((?:.|\n   )+)", listed, re.MULTILINE))        # source → its values
+    for source, value in (("ds.json", "lr 0.002"), ("flags", "weight_decay 0.2"),
+                          ("model.yaml", "num_layers 2"),
                           ("ds.json", "zero_stage 1"), ("ds.json", "adam_beta2 0.95")):
         assert value in groups[source], (source, value)
     assert "bfloat16 weights" in out
@@ -275,12 +293,16 @@ def test_a_deepspeed_json_and_a_yaml_file_drive_a_run(tmp_path):
 
 
 def test_settings_that_disagree_are_told_with_both_places(tmp_path):
-    (tmp_path / "ds.json").write_text('{"optimizer": {"type": "Adam", "params": {"lr": 1e-2}}, "wall_clock_breakdown": true}')
+    (tmp_path / "ds.json").write_text(
+        '{"optimizer": {"type": "Adam", "params": {"lr": 1e-2}}, "wall_clock_breakdown": true}')
     (tmp_path / "run.yaml").write_text("lr: 1e-3\nhiden_size: 3\n")
     job = [word for word in MOCK if word not in ("--lr", "1e-3")]
-    message = told([*job, "--config", str(tmp_path / "run.yaml"), "--deepspeed-config", str(tmp_path / "ds.json")], ranks=2)
+    message = told([*job, "--config", str(tmp_path / "run.yaml"),
+                    "--deepspeed-config", str(tmp_path / "ds.json")], ranks=2)
     assert "did you mean 'hidden_size'?" in message and '"wall_clock_breakdown" is not supported' in message
     (tmp_path / "run.yaml").write_text("lr: 1e-3\n")
     (tmp_path / "ds.json").write_text('{"optimizer": {"type": "Adam", "params": {"lr": 1e-2}}}')
-    message = told([*job, "--config", str(tmp_path / "run.yaml"), "--deepspeed-config", str(tmp_path / "ds.json")])
-    assert re.search(r"--lr is 0.001 in .*run.yaml:1 but 0.01 in .*ds.json optimizer.params.lr: files do not", message)
+    message = told([*job, "--config", str(tmp_path / "run.yaml"),
+                    "--deepspeed-config", str(tmp_path / "ds.json")])
+    assert re.search(r"--lr is 0.001 in .*run.yaml:1 but 0.01 in .*ds.json optimizer.params.lr: files do not",
+                     message)

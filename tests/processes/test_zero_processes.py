@@ -1,4 +1,5 @@
-"""ZeRO over gloo: the same bits as over threads, where the backend reduces in place and while backward goes on."""
+"""ZeRO over gloo: the same bits as over threads, where the backend reduces in place and while backward goes
+on."""
 
 from pathlib import Path
 
@@ -16,25 +17,28 @@ from tests.threads.test_zero_optimizer import train, train_rank
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("dtype, sent", [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, torch.bfloat16),
-                                         (torch.float32, torch.float16)])
+@pytest.mark.parametrize("dtype, sent", [(torch.float32, None), (torch.bfloat16, None),
+                                         (torch.bfloat16, torch.bfloat16), (torch.float32, torch.float16)])
 def test_two_processes_give_the_same_bits_as_two_threads(stage, dtype, sent):
     options = (2, stage, dtype, 1.0, 0.05, True, sent)
-    for (norms, parameters), (expected_norms, expected) in zip(run_processes(2, train_rank, *options), train(*options)):
+    for (norms, parameters), (expected_norms, expected) in zip(run_processes(2, train_rank, *options),
+                                                               train(*options)):
         assert norms == expected_norms
         assert all(torch.equal(a, b) for a, b in zip(parameters, expected))
 
 
 def test_a_hierarchy_of_four_processes_gives_the_bits_of_four_threads():
     options = (4, 2, HIERARCHICAL, torch.bfloat16)
-    results = run_processes(4, train_hierarchy, *options), run_ranks(4, lambda *here: train_hierarchy(*here, *options))
+    results = (run_processes(4, train_hierarchy, *options),
+               run_ranks(4, lambda *here: train_hierarchy(*here, *options)))
     for (norms, parameters), (expected_norms, expected) in zip(*results):
         assert norms == pytest.approx(expected_norms, rel=1e-12)        # of four terms, in another order
         assert all(torch.equal(a, b) for a, b in zip(parameters, expected))
 
 
 def test_sharding_over_three_processes_equals_whole_states_within_summation_order():
-    for (norms0, whole), (norms1, split) in zip(run_processes(3, train_rank, 3, 0), run_processes(3, train_rank, 3, 1)):
+    for (norms0, whole), (norms1, split) in zip(run_processes(3, train_rank, 3, 0),
+                                                run_processes(3, train_rank, 3, 1)):
         assert norms0 == pytest.approx(norms1, rel=1e-6)
         for a, b in zip(whole, split):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)

@@ -48,14 +48,15 @@ def test_results_of_all_ranks_are_gathered_and_errors_of_several_are_named_with_
             gather_from_all_ranks(group, lambda: rank or raise_(OSError(28, "disk full")), doing="saving",
                                   kind=CheckpointError)
         with pytest.raises(CheckpointError) as several:
-            on_all_ranks(group, lambda: rank or raise_(ValueError("a")) if rank % 2 == 0 else raise_(DataError("b")),
-                         doing="saving", kind=CheckpointError)
+            on_all_ranks(group, lambda: rank or raise_(ValueError("a")) if rank % 2 == 0
+                         else raise_(DataError("b")), doing="saving", kind=CheckpointError)
         with pytest.raises(DataError, match="^same$"):
             on_all_ranks(group, lambda: raise_(DataError("same")))
         return gather_from_all_ranks(group, lambda: 2 * rank), str(caught.value), str(several.value)
 
     assert set(map(str, run_ranks(4, main))) == {str((
-        [0, 2, 4, 6], "saving: rank 0: OSError: [Errno 28] disk full", "saving: rank 0: ValueError: a; rank 1, 3: b"))}
+        [0, 2, 4, 6], "saving: rank 0: OSError: [Errno 28] disk full",
+        "saving: rank 0: ValueError: a; rank 1, 3: b"))}
 
 
 def raise_(error):

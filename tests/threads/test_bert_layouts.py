@@ -1,4 +1,5 @@
-"""Forward and backward of the BERT equal a plain one under tensor and sequence parallelism; recomputation changes no bit."""
+"""Forward and backward of the BERT equal a plain one under tensor and sequence parallelism; recomputation
+changes no bit."""
 
 from dataclasses import replace
 
@@ -13,7 +14,8 @@ from tests.harness.plain_bert import TinyBert, bert_shapes, bert_weights, plain_
 from tests.harness.plain_gpt import LLAMA
 
 BERT = TinyBert()
-STYLES = {"bert": BERT, "one segment, untied": TinyBert(bert_binary_head=False, untie_embeddings_and_output_weights=True),
+STYLES = {"bert": BERT, "one segment, untied": TinyBert(bert_binary_head=False,
+                                                        untie_embeddings_and_output_weights=True),
           "rope, rms, swiglu": TinyBert(**{**LLAMA, "add_bias_linear": True})}
 LAYOUTS = [dict(tp_size=1), dict(tp_size=2), dict(tp_size=2, sequence_parallel=True)]
 IDS = (3, 4, 5)
@@ -47,7 +49,8 @@ def assert_equal_runs(config, ours, reference):
     assert (loss.total / loss.tokens).item() == pytest.approx(words, rel=1e-6)
     if config.bert_binary_head:
         [(name, total, count)] = [(entry.name, entry.value, entry.count) for entry in loss.entries]
-        assert name == "sop loss" and count == len(IDS) and (total / count).item() == pytest.approx(sentences, rel=1e-6)
+        assert (name == "sop loss" and count == len(IDS)
+                and (total / count).item() == pytest.approx(sentences, rel=1e-6))
     torch.testing.assert_close(logits.double(), true_logits, rtol=1e-5, atol=2e-5)
     assert set(grads) == set(true_grads) == set(bert_shapes(config))
     for name, grad in grads.items():
@@ -60,16 +63,19 @@ def assert_equal_runs(config, ours, reference):
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("style", STYLES)
 def test_blocks_that_drop_tokens_of_shortened_samples_equal_a_plain_bert_that_leaves_them_out(style, layout):
-    """Padding stays hidden among the kept, and a curriculum cuts samples before tokens are drawn from them."""
+    """Padding stays hidden among the kept, and a curriculum cuts samples before tokens are drawn from
+    them."""
     config, seed, length, kept = STYLES[style], 11, 8, 4
     # with seed 1, the samples' gradients of binary_head.bias all but cancel, and rounding shows
     weights, batch = bert_weights(config, seed=2), truncate(batch_of(config, kept_tokens=kept), length)
     assert batch.attention_mask.any() and batch.seq_length == length
-    places = {layer: random_subset([(seed, "random_ltd", f"encoder.layers.{layer}", i) for i in IDS], kept, length)
+    places = {layer: random_subset([(seed, "random_ltd", f"encoder.layers.{layer}", i) for i in IDS], kept,
+                                   length)
               for layer in (0, 1)}
     reference = oracle(config, weights, batch, kept_by=places.get)
     assert reference[0] != pytest.approx(oracle(config, weights, batch)[0], rel=1e-3)
-    assert_equal_runs(config, run_bert(config, weights, batch, drops=tuple(places), seed=seed, **layout), reference)
+    assert_equal_runs(config, run_bert(config, weights, batch, drops=tuple(places), seed=seed, **layout),
+                      reference)
 
 
 def test_what_stands_in_the_padding_reaches_no_loss_and_no_gradient():
@@ -108,7 +114,8 @@ def test_recomputation_changes_no_bit_and_runs_attention_twice(granularity, monk
     config = replace(BERT, hidden_dropout=0.2, attention_dropout=0.1)
     weights, batch, runs = bert_weights(config, seed=3), batch_of(config), []
     core = attention.attention
-    monkeypatch.setattr(attention, "attention", lambda *args, **kwargs: (runs.append(1), core(*args, **kwargs))[1])
+    monkeypatch.setattr(attention, "attention",
+                        lambda *args, **kwargs: (runs.append(1), core(*args, **kwargs))[1])
     layout = dict(tp_size=2, sequence_parallel=True, seed=7)
     plain, once = run_bert(config, weights, batch, **layout), len(runs)
     again = run_bert(config, weights, batch, recompute_granularity=granularity, **layout)

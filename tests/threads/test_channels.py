@@ -41,7 +41,8 @@ def test_chunks_of_one_pair_are_channels_of_their_own():
             for chunk in (0, 1, 2):
                 channels.send("act", 1, torch.tensor([float(chunk)]), chunk=chunk)
             return None
-        return [channels.recv("act", 0, (1,), torch.float32, chunk=chunk).wait().item() for chunk in (2, 0, 1)]
+        return [channels.recv("act", 0, (1,), torch.float32, chunk=chunk).wait().item()
+                for chunk in (2, 0, 1)]
 
     assert on_ranks(talk, 2)[1] == [2.0, 0.0, 1.0]
 
@@ -127,7 +128,8 @@ def test_sent_tensors_are_held_until_they_have_left_and_no_longer():
 
 def test_a_message_that_does_not_come_names_sender_receiver_and_kind():
     channels = Channels(Group("pp", (4, 5), 1, SlowMail()))
-    with pytest.raises(CommunicationError, match="rank 5 .* waiting for a gradient from rank 4 to rank 5: timed out"):
+    with pytest.raises(CommunicationError,
+                       match="rank 5 .* waiting for a gradient from rank 4 to rank 5: timed out"):
         channels.recv("grad", 0, (2,), torch.float32).wait()
 
 

@@ -15,7 +15,16 @@ from megatron_ds.checkpoint.save import save
 from megatron_ds.errors import CheckpointError
 from megatron_ds.mpu.group import solo
 from tests.harness.checkpoints import make_format_1, reseal, reseal_chunks
-from tests.harness.states import KINDS, Layout, logical_tensor, model_specs, pieces_of, shard, tp_coordinates, world_group
+from tests.harness.states import (
+    KINDS,
+    Layout,
+    logical_tensor,
+    model_specs,
+    pieces_of,
+    shard,
+    tp_coordinates,
+    world_group,
+)
 from tests.harness.threads import run_ranks
 
 LAYOUTS = [
@@ -41,8 +50,8 @@ def save_state(directory, layout, seed, step=5, **options):
 def load_state(directory, layout, step=5, **options):
     def rank_loads(rank, world):
         pieces = pieces_of(layout, rank, seed=None)
-        load(directory, step, pieces, coordinates=tp_coordinates(layout, rank), world=world_group(layout, rank, world),
-             **options)
+        load(directory, step, pieces, coordinates=tp_coordinates(layout, rank),
+             world=world_group(layout, rank, world), **options)
         return pieces
 
     return run_ranks(layout.world_size, rank_loads)
@@ -67,9 +76,12 @@ def test_ranks_that_see_different_saves_under_one_name_load_neither(format_1, tm
 
     def rank_loads(rank, world):
         pieces = pieces_of(layout, rank, seed=7)
-        with pytest.raises(CheckpointError, match=r"rank\(s\) 1 of 2 see another save under this name than rank 0"):
-            load(places[rank], 5, pieces, coordinates=tp_coordinates(layout, rank), world=world_group(layout, rank, world))
-        assert all(torch.equal(p.tensor, q.tensor) for p, q in zip(pieces, pieces_of(layout, rank, seed=7), strict=True))
+        with pytest.raises(CheckpointError,
+                           match=r"rank\(s\) 1 of 2 see another save under this name than rank 0"):
+            load(places[rank], 5, pieces, coordinates=tp_coordinates(layout, rank),
+                 world=world_group(layout, rank, world))
+        assert all(torch.equal(p.tensor, q.tensor)
+                   for p, q in zip(pieces, pieces_of(layout, rank, seed=7), strict=True))
 
     run_ranks(2, rank_loads)
 
@@ -80,7 +92,8 @@ def test_random_layouts_load_each_other(seed, tmp_path):
 
     def any_layout():
         cuts = tuple(sorted(draw.sample(range(1, 15), draw.randint(0, 2))))
-        return Layout(draw.choice([1, 2, 3]), cuts, draw.randint(1, 3), draw.randint(0, 1), draw.choice([18, 24, 30]))
+        return Layout(draw.choice([1, 2, 3]), cuts, draw.randint(1, 3), draw.randint(0, 1),
+                      draw.choice([18, 24, 30]))
 
     there, here = any_layout(), any_layout()
     save_state(tmp_path, there, seed)
@@ -104,7 +117,8 @@ def test_each_element_is_written_once_however_many_ranks_hold_it(layout):
 
 def test_the_writing_of_replicated_tensors_is_spread_over_the_ranks_that_hold_them():
     layout = Layout(tp=2, dp=2)
-    shares = [sum(p.tensor.numel() for p in written_here(pieces_of(layout, rank, 0), tp_coordinates(layout, rank)))
+    shares = [sum(p.tensor.numel() for p in written_here(pieces_of(layout, rank, 0),
+                                                         tp_coordinates(layout, rank)))
               for rank in range(4)]
     assert max(shares) < 0.5 * sum(shares) and min(shares) > 0
 
@@ -124,7 +138,8 @@ def test_kinds_limits_what_is_filled_and_what_must_be_there(tmp_path):
     save(tmp_path, 5, weights, coordinates={}, world=solo(), run={})
     [pieces] = load_state(tmp_path, Layout(), kinds=("weight",))
     for piece, right in zip(pieces, pieces_of(Layout(), 0, seed=2)):
-        assert torch.equal(piece.tensor, right.tensor) if piece.kind == "weight" else piece.tensor.isnan().all()
+        assert (torch.equal(piece.tensor, right.tensor) if piece.kind == "weight"
+                else piece.tensor.isnan().all())
     with pytest.raises(CheckpointError, match="exp_avg/.* is missing.*--no-load-optim"):
         load_state(tmp_path, Layout())
 
@@ -136,7 +151,8 @@ def test_weights_alone_load_into_a_bf16_model_with_zero_padding(tp, tmp_path):
     def rank_loads(rank, world):
         specs, parameters = model_specs(padded=24), []
         for spec in specs:
-            parameters.append(torch.nn.Parameter(torch.full(spec.local_shape({"tp": tp}), 9.0, dtype=torch.bfloat16)))
+            parameters.append(torch.nn.Parameter(torch.full(spec.local_shape({"tp": tp}), 9.0,
+                                                            dtype=torch.bfloat16)))
             parameters[-1].spec = spec
         load_weights(tmp_path, 5, parameters, world.group("tp", range(tp), rank))
         for spec, parameter in zip(specs, parameters):
@@ -153,7 +169,8 @@ def test_every_tensor_that_does_not_fit_is_listed_on_every_rank_and_nothing_is_f
     def rank_loads(rank, world):
         pieces = pieces_of(layout, rank, seed=None, num_layers=4, hidden=8)
         with pytest.raises(CheckpointError) as caught:
-            load(tmp_path, 5, pieces, coordinates=tp_coordinates(layout, rank), world=world_group(layout, rank, world))
+            load(tmp_path, 5, pieces, coordinates=tp_coordinates(layout, rank),
+                 world=world_group(layout, rank, world))
         assert all(piece.tensor.isnan().all() for piece in pieces)
         return str(caught.value)
 
@@ -180,7 +197,8 @@ def test_a_hole_in_the_state_is_found_before_the_checkpoint_is_published(tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_one_rank_that_cannot_write_fails_the_save_everywhere_and_the_previous_checkpoint_stays(tmp_path, monkeypatch):
+def test_one_rank_that_cannot_write_fails_the_save_everywhere_and_the_previous_checkpoint_stays(tmp_path,
+                                                                                                monkeypatch):
     from megatron_ds.checkpoint import storage
 
     layout = Layout(tp=2, dp=2)
@@ -205,7 +223,8 @@ def test_one_rank_that_cannot_write_fails_the_save_everywhere_and_the_previous_c
 
 
 def test_run_json_keeps_what_it_was_given_and_says_what_wrote_it(tmp_path):
-    run = {"progress": {"step": 5, "samples": 40}, "loss_scale": 65536.0, "lr": 0.1 + 0.2, "config": {"data_path": ["a", "b"]}}
+    run = {"progress": {"step": 5, "samples": 40}, "loss_scale": 65536.0, "lr": 0.1 + 0.2,
+           "config": {"data_path": ["a", "b"]}}
     save(tmp_path, 5, pieces_of(Layout(), 0, 0), coordinates={}, world=solo(), run=run)
     kept = read_run(tmp_path, 5)
     assert {name: kept[name] for name in run} == run
@@ -300,11 +319,13 @@ def test_a_flipped_byte_in_a_tensor_is_found(tmp_path):
 
 
 def test_fields_of_another_model_are_named_with_both_values():
-    saved = {"model": {"num_layers": 12, "activation": "gelu", "shape": [1, 2]}, "tokenizer": {"fingerprint": "a1"}}
+    saved = {"model": {"num_layers": 12, "activation": "gelu", "shape": [1, 2]},
+             "tokenizer": {"fingerprint": "a1"}}
     check_same_model(saved, {"model": {"num_layers": 12, "activation": "gelu", "shape": (1, 2)},
                              "tokenizer": {"fingerprint": "a1"}})
     with pytest.raises(CheckpointError) as caught:
-        check_same_model(saved, {"model": {"num_layers": 24, "activation": "gelu", "shape": [1, 2]}, "tokenizer": {}})
+        check_same_model(saved, {"model": {"num_layers": 24, "activation": "gelu", "shape": [1, 2]},
+                                 "tokenizer": {}})
     assert "model.num_layers: checkpoint 12, this run 24" in str(caught.value)
     assert "tokenizer.fingerprint: checkpoint 'a1', this run (absent)" in str(caught.value)
     assert "activation" not in str(caught.value)

@@ -41,14 +41,16 @@ def test_all_gather_concatenates_along_any_dim(dim):
 def test_reduce_scatter_is_the_piece_of_the_sum(dim):
     given = pieces((6, 9, 3))
     pieces_of_sum = torch.stack(given).sum(0).chunk(RANKS, dim)
-    for got, piece in zip(on_ranks(lambda rank, group: collectives.reduce_scatter(given[rank], group, dim)), pieces_of_sum):
+    for got, piece in zip(on_ranks(lambda rank, group: collectives.reduce_scatter(given[rank], group, dim)),
+                          pieces_of_sum):
         assert torch.equal(got, piece)
 
 
 def test_reduce_scatter_takes_tensors_that_are_not_contiguous():
     given = [t.t() for t in pieces((4, 6))]
     pieces_of_sum = torch.stack(given).sum(0).chunk(RANKS)
-    for got, piece in zip(on_ranks(lambda rank, group: collectives.reduce_scatter(given[rank], group)), pieces_of_sum):
+    for got, piece in zip(on_ranks(lambda rank, group: collectives.reduce_scatter(given[rank], group)),
+                          pieces_of_sum):
         assert torch.equal(got, piece)
 
 
@@ -78,7 +80,8 @@ ROWS = [[0, 3, 1], [2, 0, 5], [0, 0, 4]]           # ROWS[i][j]: sent by rank i 
 
 @pytest.mark.parametrize("shape", [(), (2,)])
 def test_all_to_all_with_splits_sends_any_number_of_rows_and_counts_those_to_other_ranks(shape):
-    given = [torch.arange(20.0).view(10, 2)[:sum(rows), 0 if not shape else slice(None)].add(100 * rank).contiguous()
+    given = [torch.arange(20.0).view(10, 2)[:sum(rows), 0 if not shape
+                                            else slice(None)].add(100 * rank).contiguous()
              for rank, rows in enumerate(ROWS)]
 
     def swap(rank, group):

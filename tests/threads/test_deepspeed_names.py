@@ -1,4 +1,5 @@
-"""What programs for DeepSpeed call beside `initialize`: exports of weights, comm, recomputation, names of optimizers."""
+"""What programs for DeepSpeed call beside `initialize`: exports of weights, comm, recomputation, names of
+optimizers."""
 
 import os
 import sys
@@ -26,7 +27,8 @@ BF16 = {"bf16": {"enabled": True}}
 def test_a_failed_write_of_the_16_bit_model_is_an_error_on_all_ranks(tmp_path, monkeypatch):
     def save(state, path):
         path.write_bytes(b"half")
-        raise RuntimeError("[enforce fail at inline_container.cc] unexpected pos")         # torch's words for a full disk
+        # torch's words for a full disk
+        raise RuntimeError("[enforce fail at inline_container.cc] unexpected pos")
 
     def main(engine, rank):
         with pytest.raises(CheckpointError, match="model.bin could not be written: .* unexpected pos"):
@@ -42,7 +44,8 @@ def test_a_failed_write_of_the_16_bit_model_is_an_error_on_all_ranks(tmp_path, m
 def test_the_16_bit_model_is_one_file_for_torch(stage, tmp_path):
     def main(engine, rank):
         train(engine, rank, 1)
-        written = engine.save_16bit_model(tmp_path / "all"), engine.save_16bit_model(tmp_path, "trained.bin", True)
+        written = (engine.save_16bit_model(tmp_path / "all"),
+                   engine.save_16bit_model(tmp_path, "trained.bin", True))
         return written, engine.full_state_dict(), engine._zero3_consolidated_16bit_state_dict()
 
     (first, state, consolidated), (second, _, other) = on_ranks(2, main, make, config_of(stage, 2, **BF16))
@@ -83,7 +86,8 @@ def test_fp32_weights_are_taken_out_of_a_checkpoint(tag, tmp_path, capsys):
             (["folder"], lambda at: torch.load(at / "pytorch_model.bin", weights_only=True)),
             (["safe", "--safe_serialization"], lambda at: load_file(at / "model.safetensors")),
             (["parts", "--max_shard_size", "3KB", "--debug"], read_parts)):
-        assert zero_to_fp32.main(zero_to_fp32.parse_arguments([str(saved), str(tmp_path / arguments[0]), *arguments[1:]])) == 0
+        assert zero_to_fp32.main(zero_to_fp32.parse_arguments([str(saved), str(tmp_path / arguments[0]),
+                                                               *arguments[1:]])) == 0
         check(read(tmp_path / arguments[0]))
         assert f"wrote {len(state)} fp32 tensors" in capsys.readouterr().out
 
@@ -99,8 +103,10 @@ def read_parts(folder):
 
 def test_what_zero_to_fp32_cannot_do_is_an_error(tmp_path):
     (tmp_path / "empty").mkdir()
-    for wrong, match in ((dict(tag="../x"), "not the name of a folder"), (dict(max_shard_size="5 apples"), "Write 5GB"),
-                         (dict(exclude_frozen_parameters=True), "save_16bit_model"), ({}, "no checkpoint in")):
+    for wrong, match in ((dict(tag="../x"), "not the name of a folder"),
+                         (dict(max_shard_size="5 apples"), "Write 5GB"),
+                         (dict(exclude_frozen_parameters=True), "save_16bit_model"),
+                         ({}, "no checkpoint in")):
         with pytest.raises((ConfigError, CheckpointError), match=match):
             if "max_shard_size" in wrong:
                 megatron_ds.utils.zero_to_fp32.bytes_of(wrong["max_shard_size"])
@@ -124,13 +130,15 @@ def test_tied_names_are_filled_when_a_module_is_loaded(tmp_path):
     assert all(torch.equal(loaded.state_dict()[name], value) for name, value in state.items())
 
 
-# ---------------------------------------------------------------------------------------------------- optimizers by name
+# ----------------------------------------------------------------------------------------- optimizers by name
 @pytest.mark.parametrize("kind, options, plain", [
     (FusedAdam, {}, torch.optim.AdamW), (DeepSpeedCPUAdam, {}, torch.optim.AdamW),
-    (FusedAdam, {"adam_w_mode": False}, torch.optim.Adam), (DeepSpeedCPUAdam, {"adamw_mode": False}, torch.optim.Adam)])
+    (FusedAdam, {"adam_w_mode": False}, torch.optim.Adam),
+    (DeepSpeedCPUAdam, {"adamw_mode": False}, torch.optim.Adam)])
 def test_deepspeeds_adams_are_torchs(kind, options, plain):
     found = []
-    for make_one in (lambda ps: kind(ps, lr=0.1, weight_decay=0.3, **options), lambda ps: plain(ps, 0.1, weight_decay=0.3)):
+    for make_one in (lambda ps: kind(ps, lr=0.1, weight_decay=0.3, **options),
+                     lambda ps: plain(ps, 0.1, weight_decay=0.3)):
         p = nn.Parameter(torch.linspace(-2, 2, 9))
         optimizer = make_one([p])
         for _ in range(3):
@@ -151,7 +159,8 @@ def test_an_engine_runs_fused_adam_as_torchs_adamw(stage):
             return engine.full_state_dict()
 
         return on_ranks(2, run, lambda: make(Odd), config,
-                        optimizer=lambda ps: kind(ps, lr=0.01, betas=(0.8, 0.9), eps=1e-4, weight_decay=0.2))[0]
+                        optimizer=lambda ps: kind(ps, lr=0.01, betas=(0.8, 0.9), eps=1e-4,
+                                                  weight_decay=0.2))[0]
 
     ours, plain = of(FusedAdam), of(torch.optim.AdamW)
     for name, value in plain.items():
@@ -159,12 +168,13 @@ def test_an_engine_runs_fused_adam_as_torchs_adamw(stage):
 
 
 def test_adams_that_torch_has_not_are_refused():
-    for kind, options in ((FusedAdam, {"bias_correction": False}), (DeepSpeedCPUAdam, {"fp32_optimizer_states": False})):
+    for kind, options in ((FusedAdam, {"bias_correction": False}),
+                          (DeepSpeedCPUAdam, {"fp32_optimizer_states": False})):
         with pytest.raises(ConfigError, match="is not supported"):
             kind([nn.Parameter(torch.ones(1))], **options)
 
 
-# ------------------------------------------------------------------------------------------ recomputation, comm, device
+# -------------------------------------------------------------------------------- recomputation, comm, device
 def test_recomputation_has_the_same_gradients_and_masks():
     layer, x = make(Stack).blocks[0], torch.randn(4, 14, requires_grad=True)
     block = lambda y: nn.functional.dropout(layer(y), 0.5)
@@ -173,12 +183,14 @@ def test_recomputation_has_the_same_gradients_and_masks():
         torch.manual_seed(1)
         grads.append(torch.autograd.grad(run(x).square().sum(), [x, *layer.parameters()]))
     assert all(torch.equal(a, b) for a, b in zip(*grads))
-    megatron_ds.checkpointing.configure(None, deepspeed_config={"activation_checkpointing": {"cpu_checkpointing": False}})
+    megatron_ds.checkpointing.configure(
+        None, deepspeed_config={"activation_checkpointing": {"cpu_checkpointing": False}})
     assert megatron_ds.checkpointing.is_configured()
     with pytest.raises(ConfigError, match="partition_activations is not supported"):
         megatron_ds.checkpointing.configure(None, partition_activations=True)
     with pytest.raises(ConfigError, match="checkpoint_in_cpu is not supported"):
-        megatron_ds.checkpointing.configure(None, deepspeed_config={"activation_checkpointing": {"cpu_checkpointing": True}})
+        megatron_ds.checkpointing.configure(
+            None, deepspeed_config={"activation_checkpointing": {"cpu_checkpointing": True}})
 
 
 def test_a_program_of_one_process_needs_no_process_group(monkeypatch):
@@ -186,16 +198,18 @@ def test_a_program_of_one_process_needs_no_process_group(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     comm = megatron_ds.comm
     megatron_ds.init_distributed()
-    assert "MASTER_PORT" not in os.environ          # the port that Slurm's or Open MPI's job number gives is kept
+    assert "MASTER_PORT" not in os.environ      # the port that Slurm's or Open MPI's job number gives is kept
     x, gathered = torch.arange(3.0), [torch.zeros(3)]
     comm.all_reduce(x)
     comm.broadcast(x, 0, async_op=True).wait()
     comm.all_gather(gathered, x)
     comm.barrier()
     assert torch.equal(x, torch.arange(3.0)) and torch.equal(gathered[0], x)
-    assert (comm.get_rank(), comm.get_world_size(), comm.get_local_rank(), comm.is_initialized()) == (0, 1, 0, True)
+    assert (comm.get_rank(), comm.get_world_size(), comm.get_local_rank(),
+            comm.is_initialized()) == (0, 1, 0, True)
     assert comm.ReduceOp.SUM is torch.distributed.ReduceOp.SUM
-    for wrong, match in ((dict(dist_backend="mpi"), "'mpi' is not supported"), (dict(init_method="tcp://x:1"), "MASTER_ADDR"),
+    for wrong, match in ((dict(dist_backend="mpi"), "'mpi' is not supported"),
+                         (dict(init_method="tcp://x:1"), "MASTER_ADDR"),
                          (dict(dist_init_required=False), "no process group yet")):
         with pytest.raises(ConfigError, match=match):
             megatron_ds.init_distributed(**wrong)

@@ -1,4 +1,5 @@
-"""A user's expert-parallel module: gradients of experts are reduced over the ranks that hold them, as in one process."""
+"""A user's expert-parallel module: gradients of experts are reduced over the ranks that hold them, as in one
+process."""
 
 import logging
 from types import SimpleNamespace
@@ -45,7 +46,8 @@ class Expert(nn.Module):
 
 
 class Experts(nn.Module):
-    """x [tokens, h] → x + its expert's output. Token t goes to expert (t + shift) % EXPERTS; experts are cut over `group`.
+    """x [tokens, h] → x + its expert's output. Token t goes to expert (t + shift) % EXPERTS; experts are cut
+    over `group`.
 
     idle: this expert is not called; its tokens stay as they are.
     """
@@ -69,7 +71,7 @@ class Experts(nn.Module):
         x = x + self.router(x)
         by_expert = x.view(-1, EXPERTS, WIDTH).transpose(0, 1)      # [E, tokens of each, h]
         n, tokens = len(self.experts), by_expert.shape[1]
-        if self.group:                              # tokens of this rank's experts come from all ranks: [n, ranks * tokens, h]
+        if self.group:             # tokens of this rank's experts come from all ranks: [n, ranks * tokens, h]
             sent = AllToAll.apply(by_expert.reshape(self.group.size, n * tokens, WIDTH), self.group)
             by_expert = sent.view(-1, n, tokens, WIDTH).transpose(0, 1).reshape(n, -1, WIDTH)
         first = n * (self.group.rank if self.group else 0)
@@ -77,7 +79,8 @@ class Experts(nn.Module):
                 for e, (expert, x_e) in enumerate(zip(self.experts, by_expert))]
         out = torch.stack(made)
         if self.group:
-            back = out.view(n, self.group.size, tokens, WIDTH).transpose(0, 1).reshape(self.group.size, n * tokens, WIDTH)
+            back = out.view(n, self.group.size, tokens,
+                            WIDTH).transpose(0, 1).reshape(self.group.size, n * tokens, WIDTH)
             out = AllToAll.apply(back, self.group).view(EXPERTS, tokens, WIDTH)
         return self.head(x + out.transpose(0, 1).reshape(x.shape)).square().mean()
 
@@ -95,7 +98,8 @@ def config(stage, **more):
 def on_expert_ranks(main, stage, ep=2):
     def run(rank, world):
         mesh = Mesh(Grid(dp=4, ep=ep), rank, world.connect)
-        return main(megatron_ds.initialize(model=Experts(mesh.group("ep")), config=config(stage), mpu=mesh).engine, rank)
+        return main(megatron_ds.initialize(model=Experts(mesh.group("ep")), config=config(stage),
+                                           mpu=mesh).engine, rank)
 
     return run_ranks(4, run)
 
@@ -111,18 +115,21 @@ def train(engine, rank, steps=slice(None)):
 
 def one_process():
     plain = Experts()
-    norms = train_plainly(plain, lambda module, x: module(x), batches(4), lr=0.01, eps=EPS, clip=0.5, weight_decay=0.1)
+    norms = train_plainly(plain, lambda module, x: module(x), batches(4), lr=0.01, eps=EPS, clip=0.5,
+                          weight_decay=0.1)
     assert min(norms) > 0.5, "clipping is in force"
     return norms, plain.state_dict()
 
 
 def assert_same_state(state, expected, ep=2):
-    """The stacked parameter has a name for each part; the names of experts in a list are those of one process."""
+    """The stacked parameter has a name for each part; the names of experts in a list are those of one
+    process."""
     found = dict(state)
     found["stacked"] = torch.cat([found.pop(f"stacked.expert_part_{part}_of_{ep}") for part in range(ep)])
     assert found.keys() == expected.keys()
     for name, value in found.items():       # other orders of summation
-        torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6,
+                                   msg=lambda m, n=name: f"{n}: {m}")
 
 
 @pytest.mark.parametrize("ep", [2, 4])
@@ -200,7 +207,8 @@ def test_lists_of_experts_load_at_another_ep(tmp_path):
         return engine.full_state_dict(), train(engine, rank, slice(1, 3))
 
     (state, norms), (other, expected) = run(2, save), run(4, load)
-    assert state.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in state.items())
+    assert (state.keys() == other.keys()
+            and all(torch.equal(value, other[name]) for name, value in state.items()))
     assert norms == pytest.approx(expected, rel=1e-5)
 
 
@@ -245,7 +253,8 @@ def test_marked_experts_that_have_specs_are_reduced_over_the_ranks_that_hold_the
 
     def run(rank, world):
         mesh = Mesh(Grid(dp=4, ep=2), rank, world.connect)
-        engine = megatron_ds.initialize(model=WithSpecs(mesh.group("ep")), config=config(stage), mpu=mesh).engine
+        engine = megatron_ds.initialize(model=WithSpecs(mesh.group("ep")), config=config(stage),
+                                        mpu=mesh).engine
         return train(engine, rank), engine.full_state_dict()
 
     results = run_ranks(4, run)
@@ -281,12 +290,13 @@ def test_a_parameter_split_over_ep_by_its_spec_is_one_tensor_that_loads_at_any_e
         torch.testing.assert_close(loaded[name], value, rtol=1e-5, atol=1e-6)
 
 
-# ---------------------------------------------------------------------------------------------------- what cannot be known
+# --------------------------------------------------------------------------------------- what cannot be known
 def test_marked_experts_without_known_ranks_are_refused():
     def run(rank, world):
         mesh = Mesh(Grid(dp=4), rank, world.connect)
         module = Experts(SimpleNamespace(size=2, rank=rank % 2))
-        with pytest.raises(ConfigError, match="9 parameters are marked .* not known which of the 4 .* hold the same"):
+        with pytest.raises(ConfigError,
+                           match="9 parameters are marked .* not known which of the 4 .* hold the same"):
             megatron_ds.initialize(model=module, config=config(0), mpu=mesh)
 
     run_ranks(4, run)
@@ -295,8 +305,10 @@ def test_marked_experts_without_known_ranks_are_refused():
 def test_another_size_of_groups_than_marked_is_refused():
     def run(rank, world):
         mesh = Mesh(Grid(dp=4, ep=4), rank, world.connect)
-        with pytest.raises(ConfigError, match="'ep_size_2', but expert-data groups of 1 of 4 ranks mean .* groups of 4"):
-            megatron_ds.initialize(model=Experts(SimpleNamespace(size=2, rank=rank % 2)), config=config(0), mpu=mesh)
+        with pytest.raises(ConfigError,
+                           match="'ep_size_2', but expert-data groups of 1 of 4 ranks mean .* groups of 4"):
+            megatron_ds.initialize(model=Experts(SimpleNamespace(size=2, rank=rank % 2)), config=config(0),
+                                   mpu=mesh)
 
     run_ranks(4, run)
 
@@ -305,7 +317,8 @@ def test_unmarked_experts_of_other_names_or_shapes_are_refused():
     def run(rank, world):
         mesh = Mesh(Grid(dp=2), rank, world.connect)
         for module in (nn.ModuleList(nn.Linear(2, 2) for _ in range(1 + rank)), nn.Linear(2, 3 + rank)):
-            with pytest.raises(ConfigError, match="different modules: (1.)?weight is (missing|of shape .*) on rank 0 and"):
+            with pytest.raises(ConfigError,
+                               match="different modules: (1.)?weight is (missing|of shape .*) on rank 0 and"):
                 megatron_ds.initialize(model=module, config=config(0), mpu=mesh)
 
     run_ranks(2, run)
@@ -328,11 +341,13 @@ def test_unmarked_parameters_that_alone_differ_are_reported(caplog):
 
 @pytest.mark.parametrize("kind, message", [
     (WithSpecs, "9 parameters are marked as experts .* which of the 4 .* hold the same experts"),
-    (Stacked, r"stacked has shape \[2, 6\] here, but by its spec.*1 model-parallel and 1 expert-parallel ranks")])
+    (Stacked,
+     r"stacked has shape \[2, 6\] here, but by its spec.*1 model-parallel and 1 expert-parallel ranks")])
 def test_experts_with_specs_and_without_known_ranks_are_refused(kind, message):
     def run(rank, world):
         mesh = Mesh(Grid(dp=4), rank, world.connect)
         with pytest.raises(ConfigError, match=message):
-            megatron_ds.initialize(model=kind(SimpleNamespace(size=2, rank=rank % 2)), config=config(0), mpu=mesh)
+            megatron_ds.initialize(model=kind(SimpleNamespace(size=2, rank=rank % 2)), config=config(0),
+                                   mpu=mesh)
 
     run_ranks(4, run)

@@ -1,4 +1,5 @@
-"""An engine as programs written for DeepSpeed use it: its arguments, its tuple, its loop, several engines in one program."""
+"""An engine as programs written for DeepSpeed use it: its arguments, its tuple, its loop, several engines in
+one program."""
 
 import argparse
 import contextvars
@@ -14,7 +15,19 @@ from megatron_ds.engine.initialization import _take_local_rank
 from megatron_ds.errors import ConfigError, MegatronDSError
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
-from tests.harness.engine_runs import EPS, SAMPLES, STEPS, Stack, batches, config_of, loss_of, make, on_ranks, train, weights
+from tests.harness.engine_runs import (
+    EPS,
+    SAMPLES,
+    STEPS,
+    Stack,
+    batches,
+    config_of,
+    loss_of,
+    make,
+    on_ranks,
+    train,
+    weights,
+)
 from tests.harness.plain_training import train_plainly
 from tests.harness.threads import run_ranks
 
@@ -24,20 +37,23 @@ alone = lambda: Mesh(Grid(), 0)
 
 
 def one(model=None, config=CONFIG, **options):
-    return megatron_ds.initialize(model=model or nn.Linear(3, 2), config=config, mpu=alone(), **options).engine
+    return megatron_ds.initialize(model=model or nn.Linear(3, 2), config=config, mpu=alone(),
+                                  **options).engine
 
 
 def assert_trained_as(results, expected):
     for found in results:
         for name, p in expected.named_parameters():
-            torch.testing.assert_close(found[name], p.detach(), rtol=1e-5, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(found[name], p.detach(), rtol=1e-5, atol=2e-6,
+                                       msg=lambda m, n=name: f"{n}: {m}")
 
 
-# ---------------------------------------------------------------------------------------------------- initialize
+# ------------------------------------------------------------------------------------------------- initialize
 def test_arguments_come_in_deepspeeds_order_and_the_tuple_too(tmp_path):
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(CONFIG))
-    args = megatron_ds.add_config_arguments(argparse.ArgumentParser()).parse_args(["--deepspeed_config", str(path)])
+    args = megatron_ds.add_config_arguments(argparse.ArgumentParser()).parse_args(["--deepspeed_config",
+                                                                                   str(path)])
     module, data = nn.Linear(3, 2), [torch.ones(3)] * 8
     optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -52,12 +68,14 @@ def test_arguments_come_in_deepspeeds_order_and_the_tuple_too(tmp_path):
 @pytest.mark.parametrize("options, says", [
     ({}, "there is no configuration. Give config="),
     ({"config": CONFIG, "config_params": CONFIG}, "given 2 times, as config and as config_params"),
-    ({"config": CONFIG, "args": argparse.Namespace(deepspeed_config="x.json")}, "as config and as args.deepspeed_config"),
+    ({"config": CONFIG, "args": argparse.Namespace(deepspeed_config="x.json")},
+     "as config and as args.deepspeed_config"),
     ({"config": "{nonsense"}, "begins with { but is not JSON"),
     ({"config": CONFIG, "mesh_param": (2, 2)}, "does not split sequences"),
     ({"config": CONFIG, "optimizer": 3}, "optimizer is int"),
     ({"config": CONFIG | {"dataloader_drop_last": "yes"}}, '"dataloader_drop_last" is \'yes\''),
-    ({"config": CONFIG, "optimizer": lambda p: torch.optim.SGD(p, lr=1), "decay": lambda n, p: True}, "Give one of them")])
+    ({"config": CONFIG, "optimizer": lambda p: torch.optim.SGD(p, lr=1), "decay": lambda n, p: True},
+     "Give one of them")])
 def test_what_contradicts_itself_is_refused(options, says):
     with pytest.raises(ConfigError) as error:
         megatron_ds.initialize(model=nn.Linear(2, 2), mpu=alone(), **options)
@@ -96,7 +114,7 @@ def test_a_process_group_that_should_be_there_is_asked_for(monkeypatch):
         contextvars.Context().run(start)        # other tests may have left a mesh in this one
 
 
-# ---------------------------------------------------------------------------------------------------- a torch module
+# --------------------------------------------------------------------------------------------- a torch module
 class Named(nn.Module):
     def __init__(self):
         super().__init__()
@@ -116,21 +134,26 @@ def test_an_engine_is_a_torch_module_that_passes_attributes_through():
     assert [name for name, _ in engine.named_parameters()] == ["module.linear.weight", "module.linear.bias"]
     assert list(engine.parameters())[0] is engine.module.linear.weight is engine.linear.weight
     assert engine.generate(2) == [0.0, 0.0] and engine.module.config == "the module's"
-    assert engine.config == CONFIG and engine.device == torch.device("cpu")         # names that both have are the engine's
-    with pytest.raises(AttributeError, match="neither the engine nor its module, Named, has an attribute 'no_such'"):
+    # names that both have are the engine's
+    assert engine.config == CONFIG and engine.device == torch.device("cpu")
+    with pytest.raises(AttributeError,
+                       match="neither the engine nor its module, Named, has an attribute 'no_such'"):
         _ = engine.no_such
-    assert engine.train() is engine and engine.training and not engine.eval().training and not engine.module.linear.training
+    assert (engine.train() is engine and engine.training and not engine.eval().training
+            and not engine.module.linear.training)
     calls = []
     handle = engine.register_forward_hook(lambda *_: calls.append(1))
     x = torch.ones(4, 3)
-    assert torch.equal(engine(x), engine.module(x)) and torch.equal(engine.forward(x), engine(x)) and len(calls) == 2
+    assert (torch.equal(engine(x), engine.module(x)) and torch.equal(engine.forward(x), engine(x))
+            and len(calls) == 2)
     handle.remove()
     assert engine.to("cpu") is engine and engine.float() is engine
     with pytest.raises(ConfigError, match="are torch.float32 on cpu and cannot be moved"):
         engine.half()
 
 
-@pytest.mark.parametrize("stage, more", [(1, {}), (2, {"bf16": {"enabled": True}}), (3, {}), (3, {"bf16": {"enabled": True}})])
+@pytest.mark.parametrize("stage, more", [(1, {}), (2, {"bf16": {"enabled": True}}), (3, {}),
+                                         (3, {"bf16": {"enabled": True}})])
 def test_the_state_dict_is_that_of_the_module_and_loads_into_masters(stage, more):
     def main(engine, rank):
         values = make(Stack, seed=9).state_dict()
@@ -147,30 +170,35 @@ def test_the_state_dict_is_that_of_the_module_and_loads_into_masters(stage, more
         with engine.gathered_parameters():
             found = {name: value.clone() for name, value in engine.state_dict().items()}
         assert found.keys() == values.keys()
-        assert all(torch.equal(found[name].float(), value.to(found[name].dtype).float()) for name, value in values.items())
+        assert all(torch.equal(found[name].float(), value.to(found[name].dtype).float())
+                   for name, value in values.items())
 
     on_ranks(2, main, lambda: make(Stack), config_of(stage, 2, **more))
 
 
 def test_what_deepspeeds_users_ask_is_answered():
-    config = {"train_batch_size": 12, "gradient_accumulation_steps": 3, "gradient_clipping": 0.7, "steps_per_print": 5,
-              "fp16": {"enabled": True}, "zero_optimization": {"stage": 2},
+    config = {"train_batch_size": 12, "gradient_accumulation_steps": 3, "gradient_clipping": 0.7,
+              "steps_per_print": 5, "fp16": {"enabled": True}, "zero_optimization": {"stage": 2},
               "optimizer": {"type": "AdamW", "params": {"lr": 0.25, "betas": [0.8, 0.9]}}}
 
     def main(engine, rank):
         return (engine.get_batch_info(), engine.train_batch_size(), engine.train_micro_batch_size_per_gpu(),
-                engine.gradient_accumulation_steps(), engine.zero_optimization(), engine.zero_optimization_stage(),
-                engine.fp16_enabled(), engine.bfloat16_enabled(), engine.dynamic_loss_scale(), engine.loss_scale(),
-                engine.gradient_clipping(), engine.steps_per_print(), engine.wall_clock_breakdown(), engine.get_lr(),
-                engine.get_mom(), engine.get_global_grad_norm(), engine.world_size, engine.global_rank, engine.local_rank,
-                engine.dp_world_size, (engine.global_steps, engine.global_samples, engine.micro_steps, engine.skipped_steps))
+                engine.gradient_accumulation_steps(), engine.zero_optimization(),
+                engine.zero_optimization_stage(),
+                engine.fp16_enabled(), engine.bfloat16_enabled(), engine.dynamic_loss_scale(),
+                engine.loss_scale(), engine.gradient_clipping(), engine.steps_per_print(),
+                engine.wall_clock_breakdown(), engine.get_lr(),
+                engine.get_mom(), engine.get_global_grad_norm(), engine.world_size, engine.global_rank,
+                engine.local_rank, engine.dp_world_size,
+                (engine.global_steps, engine.global_samples, engine.micro_steps,
+                                       engine.skipped_steps))
 
     for rank, found in enumerate(on_ranks(2, main, lambda: make(Stack), config)):
-        assert found == ((12, 2, 3), 12, 2, 3, True, 2, True, False, True, 65536.0, 0.7, 5, False, [0.25], [(0.8, 0.9)], None,
-                         2, rank, 0, 2, (0, 0, 0, 0))
+        assert found == ((12, 2, 3), 12, 2, 3, True, 2, True, False, True, 65536.0, 0.7, 5, False, [0.25],
+                         [(0.8, 0.9)], None, 2, rank, 0, 2, (0, 0, 0, 0))
 
 
-# ---------------------------------------------------------------------------------------------------- the loop
+# --------------------------------------------------------------------------------------------------- the loop
 @pytest.mark.parametrize("stage, ranks", [(0, 1), (0, 2), (1, 2), (2, 2), (3, 2), (3, 1)])
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_several_backwards_of_a_microbatch_add_up(stage, ranks, accumulation):
@@ -272,7 +300,8 @@ def test_gradients_that_are_dropped_leave_nothing_behind(stage, caplog):
         return train(engine, rank), weights(engine)
 
     config = config_of(stage, 2, accumulation=2)
-    expected = on_ranks(2, lambda engine, rank: (train(engine, rank), weights(engine)), lambda: make(Stack), config)
+    expected = on_ranks(2, lambda engine, rank: (train(engine, rank), weights(engine)), lambda: make(Stack),
+                        config)
     for (norms, found), (other_norms, other) in zip(on_ranks(2, main, lambda: make(Stack), config), expected):
         assert norms == other_norms and all(torch.equal(p, other[name]) for name, p in found.items())
     assert "drops the gradients of 1 of the 2 micro-batches" in caplog.text
@@ -297,20 +326,23 @@ def test_the_loader_gives_each_rank_other_samples_of_a_microbatch():
     for drop in (False, True):
         (epochs, other, count, sizes), (theirs, *_) = run_ranks(2, main)
         assert count == (3 if not drop else 3) and sizes == ([5, 1] if not drop else [5])
-        assert epochs[0] == epochs[1] == epochs[2][:count] and epochs[2][count] == epochs[0][0] and other != epochs[0]
+        assert (epochs[0] == epochs[1] == epochs[2][:count] and epochs[2][count] == epochs[0][0]
+                and other != epochs[0])
         assert all(len(batch) == 2 for batch in epochs[0])
         assert sorted({i for batch in epochs[0] + theirs[0] for i in batch}) == list(range(11))
         expected = iter(torch.utils.data.DistributedSampler(data, 2, 0))
-        assert [i for batch in epochs[0] for i in batch] == list(expected)      # torch's order, as DeepSpeed's
+        assert [i for batch in epochs[0] for i in batch] == list(expected)     # torch's order, as DeepSpeed's
 
 
-# ---------------------------------------------------------------------------------------------------- lines of progress
+# ------------------------------------------------------------------------------------------ lines of progress
 def test_keys_without_effect_are_accepted_and_listed(monkeypatch, capsys):
     monkeypatch.setattr(logging.getLogger(), "handlers", [])        # pytest configures logging
-    one(config=CONFIG | {"wall_clock_breakdown": False, "zero_optimization": {"stage": 1, "contiguous_gradients": True}})
+    one(config=CONFIG | {"wall_clock_breakdown": False,
+                         "zero_optimization": {"stage": 1, "contiguous_gradients": True}})
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "accepted, nothing to do:"
-    assert [any(key in line for line in lines[1:]) for key in ("wall_clock_breakdown", "contiguous_gradients")] == [True, True]
+    assert [any(key in line for line in lines[1:])
+            for key in ("wall_clock_breakdown", "contiguous_gradients")] == [True, True]
 
 
 def test_steps_per_print_prints(monkeypatch, capsys):
@@ -332,7 +364,8 @@ def test_where_logging_is_configured_the_lines_go_there(caplog, capsys):
 
 
 def test_a_disk_that_fails_below_tensorboard_does_not_end_the_program(tmp_path, caplog):
-    engine = one(config=CONFIG | {"tensorboard": {"enabled": True, "output_path": str(tmp_path), "job_name": "mine"}})
+    engine = one(config=CONFIG | {"tensorboard": {"enabled": True, "output_path": str(tmp_path),
+                                                  "job_name": "mine"}})
     (tmp_path / "mine").rmdir()
     (tmp_path / "mine").write_text("a file in the place of the folder")
     for _ in range(2):
@@ -357,4 +390,5 @@ def test_tensorboard_gets_deepspeeds_curves_over_samples(tmp_path):
     points = lambda name: [(event.step, pytest.approx(event.value)) for event in found.Scalars(name)]
     means = [(losses[0].item() + losses[1].item()) / 2, (losses[2].item() + losses[3].item()) / 2]
     assert points("Train/Samples/train_loss") == list(zip((4, 8), means)) and points("mine") == [(8, 2.0)]
-    assert points("Train/Samples/lr") == [(4, 0.01), (8, 0.01)] and points("Train/Samples/loss_scale") == [(4, 8), (8, 8)]
+    assert (points("Train/Samples/lr") == [(4, 0.01), (8, 0.01)]
+            and points("Train/Samples/loss_scale") == [(4, 8), (8, 8)])

@@ -1,4 +1,5 @@
-"""Stage 3 for modules that know nothing of it: what is whole when, what travels, and modules of many kinds."""
+"""Stage 3 for modules that know nothing of it: what is whole when, what travels, and modules of many
+kinds."""
 
 from types import SimpleNamespace
 
@@ -39,16 +40,18 @@ def num_whole(engine):
 def test_layers_are_the_elements_of_lists_and_what_is_left_over():
     names = lambda module: [layer.name for layer in find_layers(module)]
     assert names(make(Stack)) == ["embed", "blocks.0", "blocks.1", "blocks.2", "norm", "head"]
-    assert names(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))) == [
+    assert names(nn.Sequential(nn.Linear(2, 3), nn.ReLU(),
+                               nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))) == [
         "0", "2.0", "2.1"], "a large part is taken apart"
     assert names(nn.ModuleList([nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])])) == ["0.0", "0.1"]
     assert names(nn.Transformer(8, 2, 5, 5, 8, batch_first=True)) == [
-        *(f"encoder.layers.{i}" for i in range(5)), "encoder.norm", *(f"decoder.layers.{i}" for i in range(5)), "decoder.norm"]
+        *(f"encoder.layers.{i}" for i in range(5)), "encoder.norm",
+        *(f"decoder.layers.{i}" for i in range(5)), "decoder.norm"]
     shared = nn.Linear(2, 2)
     assert names(nn.ModuleList([shared, shared])) == ["0"]
 
 
-# ---------------------------------------------------------------------------------------------------- what is whole when
+# ----------------------------------------------------------------------------------------- what is whole when
 @pytest.mark.parametrize("prefetch, most_whole", [(0, 1), (None, 2), (10**6, 9)])
 def test_only_the_layer_at_work_and_those_ahead_are_whole(prefetch, most_whole):
     def main(engine, rank):
@@ -72,14 +75,16 @@ def test_only_the_layer_at_work_and_those_ahead_are_whole(prefetch, most_whole):
 
 
 def test_a_step_sends_three_times_the_parameters_at_most():
-    """Gathered in forward and backward, but the last layer once and the embedding not for its backward; reduced once."""
+    """Gathered in forward and backward, but the last layer once and the embedding not for its backward;
+    reduced once."""
     def main(engine, rank):
         train(engine, rank, 1)
         engine.world.data.traffic.clear()
         train(engine, rank, 1, first=1)
         sent = engine.world.data.traffic.bytes
         numel = {unit.layer: unit.numel for unit in units_of(engine)}
-        return {op: sum(n for (o, _, _), n in sent.items() if o == op) for op in ("all_gather", "reduce_scatter")}, numel
+        return ({op: sum(n for (o, _, _), n in sent.items() if o == op)
+                 for op in ("all_gather", "reduce_scatter")}, numel)
 
     for sent, numel in on_ranks(2, main, lambda: make(Stack, **DEEP), config_of(3, 2)):
         psi = 4 * sum(numel.values())
@@ -89,7 +94,8 @@ def test_a_step_sends_three_times_the_parameters_at_most():
 
 def test_gradients_are_reduced_while_backward_goes_on():
     """At most a few layers' whole gradients are held at a time."""
-    held = lambda depth: on_ranks(2, lambda engine, rank: train(engine, rank, 2) and engine.optimizer.working_bytes,
+    held = lambda depth: on_ranks(2, lambda engine, rank: train(engine, rank, 2)
+                                  and engine.optimizer.working_bytes,
                                   lambda: make(Stack, depth=depth), config_of(3, 2))[0]
     assert held(12) == held(6)
 
@@ -124,12 +130,13 @@ def test_a_forward_that_fails_or_is_dropped_does_no_harm():
         torch.testing.assert_close(after["head.weight"], plain.head.weight.detach(), rtol=1e-5, atol=1e-6)
 
 
-# ---------------------------------------------------------------------------------------------------- modules of many kinds
+# -------------------------------------------------------------------------------------- modules of many kinds
 class Wrapped(Block):
     """Its output comes in an object of its own."""
 
     def forward(self, x):
-        return SimpleNamespace(hidden=super().forward(x.hidden if isinstance(x, SimpleNamespace) else x), notes=["x", None])
+        return SimpleNamespace(hidden=super().forward(x.hidden if isinstance(x, SimpleNamespace) else x),
+                               notes=["x", None])
 
 
 class InPlace(nn.Module):
@@ -144,7 +151,8 @@ class InPlace(nn.Module):
 
 
 class Branches(nn.Module):
-    """A list of pairs without a forward; two inputs that need gradients; an output of several; a call inside a call."""
+    """A list of pairs without a forward; two inputs that need gradients; an output of several; a call inside
+    a call."""
 
     def __init__(self, width):
         super().__init__()
@@ -216,13 +224,17 @@ class Zoo(nn.Module):
 
 
 ANIMALS = {
-    "lstm": lambda: nn.LSTM(WIDTH, WIDTH, 2), "wrapped": lambda: nn.ModuleList([Wrapped(WIDTH), Wrapped(WIDTH)]),
+    "lstm": lambda: nn.LSTM(WIDTH, WIDTH, 2),
+    "wrapped": lambda: nn.ModuleList([Wrapped(WIDTH), Wrapped(WIDTH)]),
     "in place": lambda: nn.ModuleList([InPlace(WIDTH), InPlace(WIDTH)]), "branches": lambda: Branches(WIDTH),
     "enclosing": lambda: Enclosing(WIDTH), "borrowed": borrowed,
     "reentrant": lambda: Reentrant(WIDTH),
-    "encoder": lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 2, 9, dropout=0.0), 2, None, False),
-    "sequential": lambda: nn.Sequential(nn.Linear(WIDTH, 9), nn.ReLU(inplace=True), nn.Linear(9, WIDTH), nn.LayerNorm(WIDTH)),
-    "channels last": lambda: nn.Sequential(nn.Unflatten(2, (1, 2, 7)), nn.Flatten(0, 1), nn.Conv2d(1, 3, 3, padding=1).to(
+    "encoder": lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 2, 9, dropout=0.0), 2, None,
+                                             False),
+    "sequential": lambda: nn.Sequential(nn.Linear(WIDTH, 9), nn.ReLU(inplace=True), nn.Linear(9, WIDTH),
+                                        nn.LayerNorm(WIDTH)),
+    "channels last": lambda: nn.Sequential(nn.Unflatten(2, (1, 2, 7)), nn.Flatten(0, 1),
+                                           nn.Conv2d(1, 3, 3, padding=1).to(
         memory_format=torch.channels_last), nn.Conv2d(3, 1, 1), nn.Unflatten(0, (-1, 7)), nn.Flatten(2)),
     "normed": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))}
 
@@ -232,7 +244,8 @@ def test_modules_of_many_kinds_train_as_with_torch_alone(name):
     build = lambda: make(Zoo, animal=ANIMALS[name])
     plain = build()
     norms = train_plainly(plain, loss_of, batches(2, 1, 2), lr=0.01, eps=EPS, clip=0.5, weight_decay=0.1)
-    for found, after in on_ranks(2, lambda engine, rank: (train(engine, rank, 2), weights(engine)), build, config_of(3, 2)):
+    for found, after in on_ranks(2, lambda engine, rank: (train(engine, rank, 2), weights(engine)), build,
+                                 config_of(3, 2)):
         assert found == pytest.approx(norms, rel=1e-5)
         for key, p in plain.named_parameters():
             torch.testing.assert_close(after[key], p.detach(), rtol=1e-5, atol=2e-6)

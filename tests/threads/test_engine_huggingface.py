@@ -10,7 +10,8 @@ from megatron_ds.mpu.mesh import Mesh
 from tests.harness.plain_training import train_plainly
 from tests.harness.threads import run_ranks
 
-transformers = pytest.importorskip("transformers", reason="trains a model of transformers, which is not installed")
+transformers = pytest.importorskip("transformers",
+                                   reason="trains a model of transformers, which is not installed")
 
 STEPS, SAMPLES, LENGTH = 3, 6, 9
 
@@ -18,8 +19,8 @@ STEPS, SAMPLES, LENGTH = 3, 6, 9
 def make(recompute=False):
     torch.manual_seed(5)
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(
-        vocab_size=41, n_positions=LENGTH, n_embd=24, n_layer=3, n_head=3, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-        use_cache=False))
+        vocab_size=41, n_positions=LENGTH, n_embd=24, n_layer=3, n_head=3, resid_pdrop=0.0, embd_pdrop=0.0,
+        attn_pdrop=0.0, use_cache=False))
     if recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.train()
@@ -31,13 +32,14 @@ def loss_of(model, tokens):
 
 def batches(ranks):
     generator = torch.Generator().manual_seed(1)
-    return [list(torch.randint(41, (SAMPLES, LENGTH), generator=generator).chunk(ranks)) for _ in range(STEPS)]
+    return [list(torch.randint(41, (SAMPLES, LENGTH), generator=generator).chunk(ranks))
+            for _ in range(STEPS)]
 
 
 def config_of(stage, **more):
     params = {"lr": 2e-3, "weight_decay": 0.1, "eps": 1e-6}
-    return {"train_batch_size": SAMPLES, "gradient_clipping": 1.0, "optimizer": {"type": "AdamW", "params": params},
-            "zero_optimization": {"stage": stage}, **more}
+    return {"train_batch_size": SAMPLES, "gradient_clipping": 1.0,
+            "optimizer": {"type": "AdamW", "params": params}, "zero_optimization": {"stage": stage}, **more}
 
 
 def train(engine, rank, ranks):
@@ -50,7 +52,8 @@ def train(engine, rank, ranks):
     return norms
 
 
-@pytest.mark.parametrize("stage, ranks, recompute", [(0, 1, False), (1, 2, False), (2, 2, False), (3, 2, False), (3, 2, True)])
+@pytest.mark.parametrize("stage, ranks, recompute",
+                         [(0, 1, False), (1, 2, False), (2, 2, False), (3, 2, False), (3, 2, True)])
 def test_gpt2_trains_as_with_torch_alone(stage, ranks, recompute, tmp_path):
     models = [make(recompute) for _ in range(ranks)]
 
@@ -82,7 +85,8 @@ def test_a_pretrained_model_is_read_into_shards(tmp_path):
         with torch.device("meta"):
             model = transformers.GPT2LMHeadModel(saved.config)
         model.tie_weights()
-        engine, *_ = megatron_ds.initialize(model=model, config=config_of(3), mpu=Mesh(Grid.fit(2), rank, world.connect),
+        engine, *_ = megatron_ds.initialize(model=model, config=config_of(3),
+                                            mpu=Mesh(Grid.fit(2), rank, world.connect),
                                         draw=stored)
         return engine.full_state_dict()
 

@@ -1,4 +1,5 @@
-"""Optimizers, parameter groups and schedulers of the user's own, under ZeRO, against torch alone in one process."""
+"""Optimizers, parameter groups and schedulers of the user's own, under ZeRO, against torch alone in one
+process."""
 
 import warnings
 from functools import partial
@@ -24,13 +25,16 @@ def two_groups(module, **more):
     return [{"params": split(True), "weight_decay": 0.2}, {"params": split(False), "lr": 0.03, **more}]
 
 
-ADAMW = lambda module: torch.optim.AdamW(two_groups(module, betas=(0.5, 0.9)), lr=0.01, eps=1e-4, weight_decay=0)
+ADAMW = lambda module: torch.optim.AdamW(two_groups(module, betas=(0.5, 0.9)), lr=0.01, eps=1e-4,
+                                         weight_decay=0)
 OPTIMIZERS = {
     "AdamW": ADAMW,
     "SGD": lambda module: torch.optim.SGD(two_groups(module), lr=0.1, momentum=0.9, nesterov=True),
-    "SGD with dampening": lambda module: torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9, dampening=0.5),
+    "SGD with dampening": lambda module: torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9,
+                                                         dampening=0.5),
     "Adagrad": lambda module: torch.optim.Adagrad(two_groups(module), lr=0.05, initial_accumulator_value=0.1),
-    "RMSprop": lambda module: torch.optim.RMSprop(two_groups(module), lr=0.01, eps=1e-3, momentum=0.5, centered=True),
+    "RMSprop": lambda module: torch.optim.RMSprop(two_groups(module), lr=0.01, eps=1e-3, momentum=0.5,
+                                                  centered=True),
     "Rprop": lambda module: torch.optim.Rprop(module.parameters(), lr=0.01),
     "RAdam": lambda module: torch.optim.RAdam(two_groups(module), lr=0.01, eps=1e-4),
     "amsgrad": lambda module: torch.optim.Adam(two_groups(module), lr=0.01, eps=1e-4, amsgrad=True),
@@ -72,7 +76,8 @@ def train(rank, initialized, steps=STEPS, first=0, change=None):
     """The learning rates of all steps, and the weights."""
     engine, optimizer, _, _ = initialized
     rates, accumulation = [], engine.gradient_accumulation_steps()
-    for step, microbatches in list(enumerate(batches(first + steps, accumulation, engine.dp_world_size, rank)))[first:]:
+    for step, microbatches in list(enumerate(batches(first + steps, accumulation, engine.dp_world_size,
+                                                     rank)))[first:]:
         if change:
             change(step, optimizer)
         rates.append([group["lr"] for group in optimizer.param_groups])
@@ -92,10 +97,11 @@ def assert_trained_as(results, expected, rates=None, rtol=1e-5, atol=2e-6):
     for found_rates, found in results:
         assert rates is None or found_rates == [pytest.approx(rate, rel=1e-12) for rate in rates]
         for name, p in expected.named_parameters():
-            torch.testing.assert_close(found[name], p.detach(), rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(found[name], p.detach(), rtol=rtol, atol=atol,
+                                       msg=lambda m, n=name: f"{n}: {m}")
 
 
-# ---------------------------------------------------------------------------------------------------- client optimizers
+# ------------------------------------------------------------------------------------------ client optimizers
 @pytest.mark.parametrize("stage, ranks", PARTS)
 @pytest.mark.parametrize("kind", ["AdamW", "SGD"])
 def test_a_client_optimizer_trains_as_with_torch_alone(kind, stage, ranks):
@@ -109,7 +115,8 @@ def test_every_elementwise_optimizer_of_torch_will_do(kind):
     expected, _ = plainly(OPTIMIZERS[kind], ranks=2)
     # Rprop steps by the signs of gradients, some of which are zero but for rounding.
     tolerances = {"rtol": 1e-4, "atol": 2e-2} if kind == "Rprop" else {}
-    assert_trained_as(on_ranks(2, train, without_optimizer(2, 2), optimizer=OPTIMIZERS[kind]), expected, **tolerances)
+    assert_trained_as(on_ranks(2, train, without_optimizer(2, 2), optimizer=OPTIMIZERS[kind]), expected,
+                      **tolerances)
 
 
 def test_a_function_that_makes_the_optimizer_will_do_too():
@@ -131,7 +138,8 @@ def test_sixteen_bit_weights_get_a_client_optimizer_with_fp32_masters():
     (lambda m: torch.optim.NAdam(m.parameters()), "NAdam keeps mu_product for each parameter"),
     (lambda m: torch.optim.Adafactor(m.parameters()), "Adafactor"),
     (lambda m: Normalized(m.parameters(), lr=0.1), "Normalized is not elementwise"),
-    (lambda m: torch.optim.SGD(make(Stack).parameters(), lr=0.1), "22 of the 22 parameters of optimizer= are not parameters"),
+    (lambda m: torch.optim.SGD(make(Stack).parameters(), lr=0.1),
+     "22 of the 22 parameters of optimizer= are not parameters"),
     (lambda m: "SGD", "optimizer is str: give a torch optimizer")])
 def test_what_cannot_be_sharded_is_refused_by_name(make_it, says):
     with pytest.raises(ConfigError, match=says):
@@ -165,13 +173,15 @@ def test_numbers_of_groups_may_be_changed_between_steps():
         optimizer.param_groups[1]["weight_decay"] = 0.3
 
     expected, rates = plainly(ADAMW, change=change)
-    assert_trained_as(on_ranks(1, partial(train, change=change), without_optimizer(3, 1), optimizer=ADAMW), expected, rates)
+    assert_trained_as(on_ranks(1, partial(train, change=change), without_optimizer(3, 1), optimizer=ADAMW),
+                      expected, rates)
 
 
 def test_the_optimizer_is_stepped_by_the_engine_alone():
     def main(rank, initialized):
         engine, optimizer, _, _ = initialized
-        assert isinstance(optimizer, torch.optim.Optimizer) and optimizer is engine.optimizer and optimizer.cur_scale == 1
+        assert (isinstance(optimizer, torch.optim.Optimizer) and optimizer is engine.optimizer
+                and optimizer.cur_scale == 1)
         with pytest.raises(ConfigError, match="Call engine.step"):
             optimizer.step()
         with pytest.raises(ConfigError, match="cannot be added"):
@@ -210,11 +220,13 @@ def test_a_client_optimizer_updates_offloaded_state_too(stage, device, tmp_path)
         on_ranks(1, train, config, optimizer=OPTIMIZERS["Adagrad"])
 
 
-# ---------------------------------------------------------------------------------------------------- model_parameters
+# ------------------------------------------------------------------------------------------- model_parameters
 @pytest.mark.parametrize("stage, ranks", PARTS)
 def test_groups_of_parameters_for_the_optimizer_of_the_json(stage, ranks):
-    expected, rates = plainly(lambda module: torch.optim.AdamW(two_groups(module), lr=0.01, eps=1e-4, weight_decay=0.1))
-    assert_trained_as(on_ranks(ranks, train, config_of(stage, ranks), model_parameters=two_groups), expected, rates)
+    expected, rates = plainly(lambda module: torch.optim.AdamW(two_groups(module), lr=0.01, eps=1e-4,
+                                                               weight_decay=0.1))
+    assert_trained_as(on_ranks(ranks, train, config_of(stage, ranks), model_parameters=two_groups), expected,
+                      rates)
 
 
 def test_parameters_that_are_not_given_are_not_trained():
@@ -226,17 +238,19 @@ def test_parameters_that_are_not_given_are_not_trained():
 
 
 @pytest.mark.parametrize("given, says", [
-    (lambda m: [nn.Parameter(torch.ones(2))], "1 of the 1 parameters of model_parameters= are not parameters of model="),
+    (lambda m: [nn.Parameter(torch.ones(2))],
+     "1 of the 1 parameters of model_parameters= are not parameters of model="),
     (lambda m: [{"params": m.head.weight}, {"params": m.parameters()}], "head.weight is in two groups")])
 def test_groups_that_do_not_fit_the_module_are_refused(given, says):
     with pytest.raises(ConfigError, match=says):
         on_ranks(1, train, config_of(1, 1), model_parameters=given)
 
 
-# ---------------------------------------------------------------------------------------------------- schedulers
+# ------------------------------------------------------------------------------------------------- schedulers
 SCHEDULERS = {"StepLR": lambda o: StepLR(o, 2, gamma=0.5), "cosine": lambda o: CosineAnnealingLR(o, 4),
               "lambda from zero": lambda o: LambdaLR(o, lambda step: step / 3),
-              "one cycle": lambda o: OneCycleLR(o, 0.02, total_steps=9), "steps": lambda o: MultiStepLR(o, [1, 3])}
+              "one cycle": lambda o: OneCycleLR(o, 0.02, total_steps=9),
+              "steps": lambda o: MultiStepLR(o, [1, 3])}
 
 
 @pytest.mark.parametrize("kind", sorted(SCHEDULERS))
@@ -266,7 +280,8 @@ def test_a_scheduler_that_was_made_from_the_optimizer_will_do():
 
     expected, rates = plainly(ADAMW, SCHEDULERS["cosine"])
     scheduler = lambda module: made.setdefault("scheduler", SCHEDULERS["cosine"](made["optimizer"]))
-    assert_trained_as(on_ranks(1, main, without_optimizer(2, 1), optimizer=optimizer, lr_scheduler=scheduler), expected, rates)
+    assert_trained_as(on_ranks(1, main, without_optimizer(2, 1), optimizer=optimizer, lr_scheduler=scheduler),
+                      expected, rates)
 
 
 def test_the_scheduler_of_the_json_goes_with_a_client_optimizer():
@@ -275,7 +290,8 @@ def test_the_scheduler_of_the_json_goes_with_a_client_optimizer():
         1, 1, scheduler={"type": kind, "params": {"warmup_num_steps": 2, **params}}), optimizer=ADAMW)[0][0]
     assert [a == b for a, b in rates_of("WarmupLR", {"warmup_max_lr": 0.5})] == [True] * 3
     cosine = rates_of("WarmupCosineLR", {"total_num_steps": 5, "warmup_type": "linear"})
-    assert [b for _, b in cosine] == pytest.approx([3 * a for a, _ in cosine]) and max(a for a, _ in cosine) > 0.004
+    assert ([b for _, b in cosine] == pytest.approx([3 * a for a, _ in cosine])
+            and max(a for a, _ in cosine) > 0.004)
 
 
 def test_a_scheduler_that_would_have_no_effect_is_refused():
@@ -283,12 +299,13 @@ def test_a_scheduler_that_would_have_no_effect_is_refused():
     for scheduler, config, says in (
             (other, without_optimizer(0, 1), "of another optimizer, not of this engine's"),
             (lambda m: 3, without_optimizer(0, 1), "lr_scheduler is int"),
-            (lambda m: SCHEDULERS["StepLR"], config_of(0, 1, scheduler={"type": "WarmupLR"}), "both .* schedule")):
+            (lambda m: SCHEDULERS["StepLR"], config_of(0, 1, scheduler={"type": "WarmupLR"}),
+             "both .* schedule")):
         with pytest.raises(ConfigError, match=says):
             on_ranks(1, train, config, optimizer=ADAMW, lr_scheduler=scheduler)
 
 
-# ---------------------------------------------------------------------------------------------------- checkpoints
+# ------------------------------------------------------------------------------------------------ checkpoints
 @pytest.mark.parametrize("kind", sorted(SCHEDULERS))
 @pytest.mark.parametrize("optimizer", ["AdamW", "Adagrad"])
 def test_client_optimizer_and_scheduler_go_on_from_a_checkpoint(optimizer, kind, tmp_path):
@@ -332,7 +349,8 @@ def test_parts_of_a_checkpoint_may_be_left_out(options, rate, steps, tmp_path):
 
     [saved] = on_ranks(1, save, without_optimizer(1, 1), **given)
     [(found_rate, found_steps, found)] = on_ranks(1, load, without_optimizer(1, 1), **given)
-    assert (found_rate, found_steps) == (rate, steps) and all(torch.equal(p, saved[name]) for name, p in found.items())
+    assert ((found_rate, found_steps) == (rate, steps)
+            and all(torch.equal(p, saved[name]) for name, p in found.items()))
 
 
 def test_changes_of_the_rate_are_kept_and_a_new_json_has_its_effect(tmp_path):

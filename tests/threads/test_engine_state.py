@@ -41,14 +41,15 @@ class Counting(Odd):
 build = partial(make, Counting)
 
 
-# ---------------------------------------------------------------------------------------------------- checkpoints
+# ------------------------------------------------------------------------------------------------ checkpoints
 @pytest.mark.parametrize("missing", ["progress", "optimizer", "client_state", "engine.elements"])
 def test_what_the_run_json_of_an_engines_checkpoint_lacks_is_named(missing, tmp_path):
     def main(engine, rank):
         path = engine.save_checkpoint(tmp_path)
         run = json.loads((path / "run.json").read_text())
         section, _, name = missing.partition(".")
-        rewrite_run(path, **{section: {key: value for key, value in run[section].items() if key != name} if name else None})
+        rewrite_run(path, **{section: {key: value for key, value in run[section].items() if key != name}
+                             if name else None})
         with pytest.raises(CheckpointError, match=f"has no '{missing}'"):
             engine.load_checkpoint(tmp_path)
 
@@ -71,7 +72,8 @@ def test_a_pipe_in_place_of_the_last_tag_is_an_error_and_not_a_wait(tmp_path):
         on_ranks(1, lambda engine, rank: engine.load_checkpoint(tmp_path), build, config_of(0, 1))
 
 
-@pytest.mark.parametrize("before, after", [((0, 1), (3, 2)), ((3, 3), (1, 2)), ((2, 2), (0, 1)), ((1, 2), (3, 3))])
+@pytest.mark.parametrize("before, after", [((0, 1), (3, 2)), ((3, 3), (1, 2)), ((2, 2), (0, 1)),
+                                           ((1, 2), (3, 3))])
 @pytest.mark.parametrize("more", [{}, BF16], ids=["fp32", "bf16"])
 def test_a_run_saved_at_one_stage_goes_on_at_another(before, after, more, tmp_path):
     def first(engine, rank):
@@ -84,7 +86,8 @@ def test_a_run_saved_at_one_stage_goes_on_at_another(before, after, more, tmp_pa
         assert client_state == {"epoch": 3} and path.endswith("iter_0000002") and engine.global_steps == 2
         return train(engine, rank, 2, first=2), int(engine.module.seen)
 
-    schedule = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 5}}} | more
+    schedule = {"scheduler": {"type": "WarmupLR",
+                              "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 5}}} | more
     [expected] = on_ranks(1, lambda engine, rank: train(engine, rank, 4), build, config_of(0, 1, **schedule))
     begun = on_ranks(before[1], first, build, config_of(*before, **schedule))
     for norms, seen in on_ranks(after[1], second, build, config_of(*after, **schedule)):
@@ -113,8 +116,8 @@ def test_tags_are_folders_and_the_last_one_is_loaded(tmp_path):
         for step, tag in enumerate(("first", "best", "best")):
             train(engine, rank, 1, first=step)
             engine.save_checkpoint(tmp_path, tag)
-        found = [engine.load_checkpoint(tmp_path)[0], engine.global_steps, engine.load_checkpoint(tmp_path, "first")[0],
-                 engine.global_steps]
+        found = [engine.load_checkpoint(tmp_path)[0], engine.global_steps,
+                 engine.load_checkpoint(tmp_path, "first")[0], engine.global_steps]
         with pytest.raises(CheckpointError, match="no checkpoint with the tag 'bet' .* best, first"):
             engine.load_checkpoint(tmp_path, "bet")
         with pytest.raises(ConfigError, match="not the name of a folder"):
@@ -145,10 +148,11 @@ def test_weights_alone_start_afresh(tmp_path):
     with pytest.raises(CheckpointError, match="state of the optimizer adam, .* sgd cannot use"):
         on_ranks(2, lambda engine, rank: engine.load_checkpoint(tmp_path), build, sgd)
     with pytest.raises(CheckpointError, match="another module: 2.* parameters"):
-        on_ranks(1, lambda engine, rank: engine.load_checkpoint(tmp_path), lambda: nn.Linear(2, 2), config_of(0, 1))
+        on_ranks(1, lambda engine, rank: engine.load_checkpoint(tmp_path), lambda: nn.Linear(2, 2),
+                 config_of(0, 1))
 
 
-# ---------------------------------------------------------------------------------------------------- gathered parameters
+# ---------------------------------------------------------------------------------------- gathered parameters
 @pytest.mark.parametrize("stage, ranks", [(0, 2), (1, 2), (2, 3), (3, 2), (3, 3)])
 @pytest.mark.parametrize("more", [{}, BF16], ids=["fp32", "bf16"])
 def test_changes_of_one_rank_are_kept_by_all_and_by_the_masters(stage, ranks, more):
@@ -164,15 +168,18 @@ def test_changes_of_one_rank_are_kept_by_all_and_by_the_masters(stage, ranks, mo
         return before, masters(engine), weights(engine)
 
     def masters(engine):
-        return {(p.spec.name, p.start): p.tensor.clone() for p in engine.optimizer.pieces() if p.kind == "weight"}
+        return {(p.spec.name, p.start): p.tensor.clone() for p in engine.optimizer.pieces()
+                if p.kind == "weight"}
 
     for before, after, found in on_ranks(ranks, main, build, config_of(stage, ranks, **more)):
         assert (found["blocks.0.up.weight"][3:5] == 0.25).all() and found["scale"] == 2
         for (name, start), master in after.items():
             old = before[name, start]
             rows = (torch.arange(start, start + master.numel()) // WIDTH)
-            changed = (rows >= 3) & (rows < 5) if name == "blocks.0.up.weight" else torch.full_like(rows, name == "scale") > 0
-            assert torch.equal(master[~changed], old[~changed]), "what was not changed keeps the bits of its master"
+            changed = ((rows >= 3) & (rows < 5) if name == "blocks.0.up.weight"
+                       else torch.full_like(rows, name == "scale") > 0)
+            assert torch.equal(master[~changed],
+                               old[~changed]), "what was not changed keeps the bits of its master"
             assert (master[changed] == (2 if name == "scale" else 0.25)).all()
 
 
@@ -181,15 +188,17 @@ def test_inside_values_are_whole_and_outside_they_are_not_there():
         head = engine.module.head.weight
         with engine.gathered_parameters(head):
             whole = head.detach().clone()
-        assert head.shape == whole.shape and head.isnan().all() and engine.module.state_dict()["embed.weight"].isnan().all()
-        with pytest.raises(ConfigError, match="ranks are 0 to 1"), engine.gathered_parameters(head, modifier_rank=2):
+        assert (head.shape == whole.shape and head.isnan().all()
+                and engine.module.state_dict()["embed.weight"].isnan().all())
+        with pytest.raises(ConfigError,
+                           match="ranks are 0 to 1"), engine.gathered_parameters(head, modifier_rank=2):
             pass
         return whole
 
     assert all(torch.equal(found, build().head.weight) for found in on_ranks(2, main, build, config_of(3, 2)))
 
 
-# ---------------------------------------------------------------------------------------------------- whole models
+# ----------------------------------------------------------------------------------------------- whole models
 @pytest.mark.parametrize("stage, ranks", [(0, 1), (1, 2), (3, 3)])
 @pytest.mark.parametrize("more", [{}, BF16], ids=["fp32", "bf16"])
 def test_the_full_state_dict_is_that_of_the_module(stage, ranks, more):
@@ -216,7 +225,8 @@ def test_safetensors_hold_each_tensor_once(limit, tmp_path):
 
     state = on_ranks(2, main, build, config_of(3, 2))[0]
     found = {name: t for path in tmp_path.glob("*.safetensors") for name, t in load_file(path).items()}
-    assert found.keys() == state.keys() - {"tied.weight"} and all(torch.equal(t, state[name]) for name, t in found.items())
+    assert (found.keys() == state.keys() - {"tied.weight"}
+            and all(torch.equal(t, state[name]) for name, t in found.items()))
     assert (tmp_path / "model.safetensors.index.json").exists() == (limit < 10**6)
 
 
@@ -230,10 +240,11 @@ def test_a_checkpoint_of_an_engine_becomes_safetensors(tmp_path):
     assert not checkpoint_to_safetensors(parse_arguments(
         ["--load", str(tmp_path / "saved" / "best"), "--output", str(tmp_path / "out")]))
     found = load_file(tmp_path / "out" / "model.safetensors")
-    assert found.keys() == state.keys() - {"tied.weight"} and all(torch.equal(t, state[name]) for name, t in found.items())
+    assert (found.keys() == state.keys() - {"tied.weight"}
+            and all(torch.equal(t, state[name]) for name, t in found.items()))
 
 
-# ---------------------------------------------------------------------------------------------------- larger than a rank
+# ----------------------------------------------------------------------------------------- larger than a rank
 @pytest.mark.parametrize("stage, more", [(0, {}), (3, {}), (3, BF16)])
 def test_a_module_on_meta_is_filled_in_shards(stage, more, tmp_path):
     def save(engine, rank):
@@ -253,7 +264,8 @@ def test_a_module_on_meta_is_filled_in_shards(stage, more, tmp_path):
         with torch.device("meta"):
             module = Counting()
         mesh = Mesh(Grid.fit(2), rank, world.connect)
-        engine, *_ = megatron_ds.initialize(model=module, config=config_of(stage, 2, **more), mpu=mesh, draw=draw)
+        engine, *_ = megatron_ds.initialize(model=module, config=config_of(stage, 2, **more), mpu=mesh,
+                                            draw=draw)
         return asked, weights(engine), train(engine, rank, 1)
 
     sizes = {name: p.numel() for name, p in expected.items()}
@@ -265,14 +277,17 @@ def test_a_module_on_meta_is_filled_in_shards(stage, more, tmp_path):
 
 
 def test_a_tensor_that_is_missing_is_told_on_all_ranks(tmp_path):
-    on_ranks(1, lambda engine, rank: engine.save_safetensors(tmp_path), lambda: nn.Linear(2, 2), config_of(0, 1))
+    on_ranks(1, lambda engine, rank: engine.save_safetensors(tmp_path), lambda: nn.Linear(2, 2),
+             config_of(0, 1))
     with torch.device("meta"):
         module = nn.Sequential(nn.Linear(2, 2))
     with pytest.raises(CheckpointError, match=r"no tensor '0\.(weight|bias)'; did you mean"):
-        megatron_ds.initialize(model=module, config=config_of(0, 1), mpu=Mesh(Grid(), 0), draw=from_safetensors(tmp_path))
+        megatron_ds.initialize(model=module, config=config_of(0, 1), mpu=Mesh(Grid(), 0),
+                               draw=from_safetensors(tmp_path))
 
 
-@pytest.mark.parametrize("block", [{"offload_optimizer": {"device": "cpu"}}, {"offload_param": {"device": "cpu"}},
+@pytest.mark.parametrize("block",
+                         [{"offload_optimizer": {"device": "cpu"}}, {"offload_param": {"device": "cpu"}},
                                    {"offload_optimizer": {"device": "nvme"}}])
 def test_offloading_changes_no_bit(block, tmp_path):
     def main(engine, rank):
@@ -286,7 +301,8 @@ def test_offloading_changes_no_bit(block, tmp_path):
     config = config_of(3, 2, **BF16)
     expected = on_ranks(2, main, make, config)
     config["zero_optimization"] |= block
-    for (norms, found, state), (other_norms, other, other_state) in zip(on_ranks(2, main, make, config), expected):
+    for (norms, found, state), (other_norms, other, other_state) in zip(on_ranks(2, main, make, config),
+                                                                        expected):
         assert norms == other_norms and all(torch.equal(p, other[name]) for name, p in found.items())
         assert all(torch.equal(t, other_state[name]) for name, t in state.items())
 

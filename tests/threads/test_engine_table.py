@@ -1,4 +1,5 @@
-"""The table "DeepSpeed → here" of docs/engine.md: each name in it exists, as a method or as a value, as it is written."""
+"""The table "DeepSpeed → here" of docs/engine.md: each name in it exists, as a method or as a value, as it is
+written."""
 
 import re
 from operator import attrgetter
@@ -34,7 +35,8 @@ def objects():
     engine, optimizer, loader, _ = megatron_ds.initialize(
         model=module, mpu=Mesh(Grid(), 0), training_data=[torch.ones(2)] * 4,
         config={"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}})
-    return {"deepspeed": megatron_ds, "megatron_ds": megatron_ds, "engine": engine, "optimizer": optimizer, "loader": loader}
+    return {"deepspeed": megatron_ds, "megatron_ds": megatron_ds, "engine": engine, "optimizer": optimizer,
+            "loader": loader}
 
 
 @pytest.mark.parametrize("theirs, ours", rows(), ids=lambda cell: cell[:30])
@@ -43,9 +45,11 @@ def test_every_name_in_the_table_exists(theirs, ours, objects):
     assert names
     for owner, name, is_called in names:
         value = attrgetter(name)(objects[owner])
-        if isinstance(value, type) or owner == "engine" and name in ("module", "optimizer", "training_dataloader"):
+        if isinstance(value, type) or owner == "engine" and name in ("module", "optimizer",
+                                                                     "training_dataloader"):
             continue
-        assert callable(value) is is_called, f"{owner}.{name} is written as a {'method' if is_called else 'value'}"
+        assert callable(value) is is_called, (
+            f"{owner}.{name} is written as a {'method' if is_called else 'value'}")
 
 
 def test_the_table_is_not_empty():

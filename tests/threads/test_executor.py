@@ -1,4 +1,5 @@
-"""The executor on threaded ranks: gradients are those of one process to the last bit, for any schedule, cut and transport."""
+"""The executor on threaded ranks: gradients are those of one process to the last bit, for any schedule, cut
+and transport."""
 
 import weakref
 from dataclasses import replace
@@ -55,7 +56,8 @@ def test_receives_are_posted_before_the_computation_ahead_and_waited_for_only_wh
 
         def recv(self, kind, source, shape, dtype, device):
             events.append(f"post {kind} from {source}")
-            return SimpleNamespace(wait=lambda: events.append(f"wait {kind}") or torch.zeros(shape, dtype=dtype))
+            return SimpleNamespace(wait=lambda: events.append(f"wait {kind}")
+                                   or torch.zeros(shape, dtype=dtype))
 
         def drain(self):
             events.append("drain")
@@ -73,8 +75,8 @@ def test_receives_are_posted_before_the_computation_ahead_and_waited_for_only_wh
     make_executor(program, make_layers(3), (0, 1, 3, 5), Recording(), lambda stage: stage, 1,
                   {Op.REDUCE: lambda stage: events.append("reduce")}, Telling).run(make_batches(2))
     assert events == [
-        "announce 2", "post act from 0", "post act from 0", "wait act", "F0", "post grad from 2", "send act to 2",
-        "wait act", "F1", "post grad from 2", "send act to 2",
+        "announce 2", "post act from 0", "post act from 0", "wait act", "F0", "post grad from 2",
+        "send act to 2", "wait act", "F1", "post grad from 2", "send act to 2",
         "wait grad", "B0", "send grad to 0", "reduce", "wait grad", "B1", "send grad to 0", "drain"]
 
 
@@ -104,7 +106,8 @@ def test_each_rank_keeps_as_many_microbatches_alive_as_the_simulator_says():
             return result
 
     def main(rank, world, program):
-        executor = make_executor(program[rank], make_layers(3), CUTS[4], Channels(pipeline_group(world, rank)),
+        executor = make_executor(program[rank], make_layers(3), CUTS[4],
+                                 Channels(pipeline_group(world, rank)),
                                  lambda stage: stage, rank, {Op.REDUCE: lambda stage: None}, Counting)
         executor.run(make_batches(6))
         return executor.stages[rank].peak
@@ -123,9 +126,10 @@ def test_tied_gradients_are_summed_over_the_stages_that_hold_a_copy():
         layers = make_layers(2)
         holder = {0: layers[0], p - 1: layers[-1]}
         ends = world.group("embd", (0, p - 1), rank) if rank in holder else None
-        hooks = {Op.TIE: lambda stage: all_reduce_(holder[stage].weight.grad, ends), Op.REDUCE: lambda stage: None}
-        make_executor(schedule[rank], layers, (0, 1, 3, 4), Channels(pipeline_group(world, rank)), lambda stage: stage, rank,
-                      hooks).run(microbatches, SCALE)
+        hooks = {Op.TIE: lambda stage: all_reduce_(holder[stage].weight.grad, ends),
+                 Op.REDUCE: lambda stage: None}
+        make_executor(schedule[rank], layers, (0, 1, 3, 4), Channels(pipeline_group(world, rank)),
+                      lambda stage: stage, rank, hooks).run(microbatches, SCALE)
         return holder[rank].weight.grad if rank in holder else None
 
     first, _, last = run_ranks(p, main)
@@ -139,10 +143,13 @@ def test_evaluation_gives_the_losses_of_one_process_and_leaves_no_gradients():
 
     def main(rank, world):
         layers = make_layers(3)
-        executor = make_executor(lambda m: plan(m)[rank], layers, CUTS[2], Channels(pipeline_group(world, rank)),
+        executor = make_executor(lambda m: plan(m)[rank], layers, CUTS[2],
+                                 Channels(pipeline_group(world, rank)),
                                  lambda stage: stage, rank, {Op.REDUCE: lambda stage: None})
-        results = [executor.forward(make_batches(m)) for m in (3, 1, 5)]         # the number may change from call to call
-        assert not executor.stages[rank].live and all(p.grad is None for layer in layers for p in layer.parameters())
+        # the number may change from call to call
+        results = [executor.forward(make_batches(m)) for m in (3, 1, 5)]
+        assert (not executor.stages[rank].live
+                and all(p.grad is None for layer in layers for p in layer.parameters()))
         executor.run(make_batches(2))
         return results
 
@@ -155,7 +162,8 @@ def test_evaluation_gives_the_losses_of_one_process_and_leaves_no_gradients():
 
 def test_a_kept_loss_keeps_no_graph_alive():
     executor = alone(lower(SCHEDULES["gpipe"](1, 2), 1)[0], {Op.REDUCE: lambda stage: None})
-    assert all(loss.objective.grad_fn is None and not loss.objective.requires_grad for loss in executor.run(make_batches(2)))
+    assert all(loss.objective.grad_fn is None and not loss.objective.requires_grad
+               for loss in executor.run(make_batches(2)))
 
 
 def test_a_stage_frees_its_output_once_it_is_sent():
@@ -185,8 +193,8 @@ def test_frozen_layers_before_the_first_trained_one_are_passed_by():
 
 def alone(program, hooks=None, layers=None, bounds=(0, 3)):
     """An executor without neighbours."""
-    return make_executor(program, layers or make_layers(1), bounds, RendezvousChannels(PostOffice(), 0, ThreadWorld(1)),
-                         lambda stage: 0, 0, hooks)
+    return make_executor(program, layers or make_layers(1), bounds,
+                         RendezvousChannels(PostOffice(), 0, ThreadWorld(1)), lambda stage: 0, 0, hooks)
 
 
 F, B = Instruction(Op.F, 0, 0), Instruction(Op.B, 0, 0)
@@ -223,12 +231,14 @@ def test_an_error_says_where_the_pipeline_was_and_the_next_step_starts_clean():
     bad[1] = replace(good[1], labels=None)
     with pytest.raises(AttributeError) as caught:
         executor.run(bad)
-    place = "pipeline rank 0 was executing F1@0 (forward of micro-batch 1 at stage 0) in a step of 3 micro-batches"
+    place = ("pipeline rank 0 was executing F1@0 (forward of micro-batch 1 at stage 0) in a step of 3 "
+             "micro-batches")
     assert caught.value.__notes__ == [place]
     assert not executor.stages[0].live
     losses = executor.run(good, SCALE)
     reference = make_layers(1)
-    assert all(map(torch.equal, (loss.objective for loss in losses), train_in_one_piece(reference, good, SCALE)))
+    assert all(map(torch.equal, (loss.objective for loss in losses),
+                   train_in_one_piece(reference, good, SCALE)))
     assert torch.equal(layers[1].weight.grad, reference[1].weight.grad)
 
 

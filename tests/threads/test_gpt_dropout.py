@@ -26,7 +26,8 @@ def test_hidden_dropout_equals_plain_dropout_with_the_masks_of_the_whole_sequenc
         return dropout(x.transpose(0, 1), 0.3, seed=SEED, site=site, sample_ids=batch.sample_ids,
                        rows=range(x.shape[1])).transpose(0, 1)
 
-    assert_equal_runs(run_gpt(config, weights, batch, seed=SEED, **layout), oracle(config, weights, batch, drop=drop))
+    assert_equal_runs(run_gpt(config, weights, batch, seed=SEED, **layout),
+                      oracle(config, weights, batch, drop=drop))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[1:], ids=str)

@@ -22,7 +22,8 @@ LAYOUTS = [dict(tp_size=1), dict(tp_size=2), dict(tp_size=2, sequence_parallel=T
 
 def oracle(config, weights, batch, **drops):
     weights = {name: w.clone().requires_grad_() for name, w in weights.items()}
-    logits = plain_gpt(weights, config, batch.tokens, batch.position_ids, attention_mask=batch.attention_mask, **drops)
+    logits = plain_gpt(weights, config, batch.tokens, batch.position_ids, attention_mask=batch.attention_mask,
+                       **drops)
     loss = plain_loss(logits, batch.labels, batch.loss_mask)
     loss.backward()
     return loss.item(), logits.detach(), {name: w.grad for name, w in weights.items()}
@@ -56,7 +57,8 @@ def test_an_explicit_mask_and_restarting_positions_equal_the_plain_gpt(style):
     positions = torch.tensor([[*range(4), *range(6)], [*range(9), 0], [*range(10)]])
     document = (positions == 0).cumsum(1)
     mask = (document[:, None, :, None] != document[:, None, None, :]) | torch.ones(s, s).triu(1).bool()
-    weights, batch = logical_weights(config, seed=2), make_batch(config, position_ids=positions, attention_mask=mask)
+    weights, batch = (logical_weights(config, seed=2),
+                      make_batch(config, position_ids=positions, attention_mask=mask))
     reference = oracle(config, weights, batch)
     assert reference[0] != pytest.approx(oracle(config, weights, make_batch(config))[0])
     assert_equal_runs(run_gpt(config, weights, batch, tp_size=2, sequence_parallel=True), reference)
@@ -70,14 +72,16 @@ def test_documents_of_a_sample_have_the_logits_that_each_has_by_itself(style, gr
     ids = torch.tensor([[0] * 4 + [1] * 6, [0] + [1] * 8 + [2], [0] * 10])
     weights, batch = logical_weights(config, seed=2), make_batch(config)
     batch = replace(batch, document_ids=ids, position_ids=document_positions(ids))
-    _, logits, grads = run_gpt(config, weights, batch, tp_size=2, sequence_parallel=True, recompute_granularity=granularity)
+    _, logits, grads = run_gpt(config, weights, batch, tp_size=2, sequence_parallel=True,
+                               recompute_granularity=granularity)
     weights = {name: w.clone().requires_grad_() for name, w in weights.items()}
     total = 0.0
     for row, document in {(i, n) for i, numbers in enumerate(ids.tolist()) for n in numbers}:
         here = ids[row] == document
         tokens = batch.tokens[row:row + 1, here]
         alone = plain_gpt(weights, config, tokens, torch.arange(tokens.shape[1])[None])
-        torch.testing.assert_close(logits[row, here].double(), alone[0], rtol=1e-5, atol=1e-5)          # fp32 against fp64
+        # fp32 against fp64
+        torch.testing.assert_close(logits[row, here].double(), alone[0], rtol=1e-5, atol=1e-5)
         losses = torch.logsumexp(alone, -1) - alone.gather(-1, batch.labels[row:row + 1, here, None])[..., 0]
         total = total + (losses * batch.loss_mask[row:row + 1, here]).sum()
     (total / batch.loss_mask.sum()).backward()
@@ -99,7 +103,8 @@ def test_recomputation_changes_no_bit(style, granularity):
         assert torch.equal(plain[2][name], again[2][name]), name
 
 
-@pytest.mark.parametrize("granularity, mlp_runs, attention_runs", [(None, 3, 3), ("selective", 3, 6), ("full", 6, 6)])
+@pytest.mark.parametrize("granularity, mlp_runs, attention_runs",
+                         [(None, 3, 3), ("selective", 3, 6), ("full", 6, 6)])
 def test_what_is_recomputed_runs_twice(monkeypatch, granularity, mlp_runs, attention_runs):
     config, runs = STYLES["gpt2"], []
     count = lambda name, function: lambda *args, **kwargs: (runs.append(name), function(*args, **kwargs))[1]

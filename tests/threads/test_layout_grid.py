@@ -1,8 +1,9 @@
 """The heart of the promise: a model trains the same under every layout as in one process.
 
-Twenty steps of the job of tools/compare_layouts.py on up to eight threaded ranks, with masked labels, warm-up, weight decay
-and clipping in force. `make test` takes few cases in which every pair of option values appears, all of them in fp32, whose
-tolerance is that of rounding; `make test-all` takes the whole product. Every case also shows that its options are in force.
+Twenty steps of the job of tools/compare_layouts.py on up to eight threaded ranks, with masked labels,
+warm-up, weight decay and clipping in force. `make test` takes few cases in which every pair of option values
+appears, all of them in fp32, whose tolerance is that of rounding; `make test-all` takes the whole product.
+Every case also shows that its options are in force.
 """
 
 import math
@@ -25,8 +26,9 @@ from tools.layout_comparison import parse_layout
 
 MOST_RANKS, HIDDEN, HEAD_ROWS = 8, 32, 8
 LAYOUT = ("tp", "pp", "dp", "zero", "sp", "recompute")
-GRID = {"style": ("gpt2", "llama"), "dtype": ("fp32", "bf16"), "embeddings": ("tied", "untied"), "tp": (1, 2), "pp": (1, 2, 4),
-        "dp": (1, 2), "zero": (0, 1, 2, 3), "sp": (0, 1), "recompute": ("none", "selective", "full")}
+GRID = {"style": ("gpt2", "llama"), "dtype": ("fp32", "bf16"), "embeddings": ("tied", "untied"), "tp": (1, 2),
+        "pp": (1, 2, 4), "dp": (1, 2), "zero": (0, 1, 2, 3), "sp": (0, 1),
+        "recompute": ("none", "selective", "full")}
 OFFLOADS = ("none", "cpu", "nvme")
 # Stages on each pipeline rank, for each schedule.
 SCHEDULES = {"1f1b": (1,), "gpipe": (1,), "interleaved": (2,), "zb-h1": (1,), "zb-h2": (1,), "zb-v": (2,),
@@ -42,7 +44,8 @@ def ranks(case) -> int:
 
 
 def is_legal(case) -> bool:
-    """Sequence parallelism splits over tensor-parallel ranks, one stage has nothing to schedule, ZeRO 0 nothing to offload."""
+    """Sequence parallelism splits over tensor-parallel ranks, one stage has nothing to schedule, ZeRO 0
+    nothing to offload."""
     return (ranks(case) <= MOST_RANKS and (not case["sp"] or case["tp"] > 1)
             and ("schedule" not in case or case["chunks"] in SCHEDULES[case["schedule"]])
             and (case["pp"] > 1 or case.get("schedule", "1f1b") == "1f1b")
@@ -57,13 +60,14 @@ def sampled_cases() -> list[dict]:
 
 
 def all_cases() -> list[dict]:
-    """The schedule, which moves work in time only, and offloading, which moves state in space only, take turns."""
+    """The schedule, which moves work in time only, and offloading, which moves state in space only, take
+    turns."""
     turns = [(name, chunks) for name, numbers in SCHEDULES.items() for chunks in numbers]
     cases = []
     for i, case in enumerate(legal_cases(GRID, is_legal)):
         schedule, chunks = turns[i % len(turns)] if case["pp"] > 1 else ("1f1b", 1)
-        cases.append(case | {"schedule": schedule, "chunks": chunks, "dropout": 0.0, "documents": ("joined", "apart")[i % 2],
-                             "ltd": i // 2 % 2,
+        cases.append(case | {"schedule": schedule, "chunks": chunks, "dropout": 0.0,
+                             "documents": ("joined", "apart")[i % 2], "ltd": i // 2 % 2,
                              "offload": OFFLOADS[i // len(turns) % 3] if case["zero"] else "none"})
     return cases
 
@@ -83,9 +87,10 @@ def layers_of(case) -> int:
 
 
 def job_of(case) -> list[str]:
-    reading = {option: case[option] for option in ("samples", "readers") if option in case}         # test_sample_layouts.py
-    return tiny_job(case["style"], case["dtype"], case["embeddings"] == "untied", case["dropout"], layers_of(case),
-                    GLOBAL_BATCH, STEPS, case["documents"], **reading) + LTD * case["ltd"]
+    # test_sample_layouts.py
+    reading = {option: case[option] for option in ("samples", "readers") if option in case}
+    return tiny_job(case["style"], case["dtype"], case["embeddings"] == "untied", case["dropout"],
+                    layers_of(case), GLOBAL_BATCH, STEPS, case["documents"], **reading) + LTD * case["ltd"]
 
 
 def layout_of(case) -> str:
@@ -134,7 +139,7 @@ def check_in_force(case, run: Run) -> None:
     assert {s.dtypes.pop() for s in seen} == {torch.float32 if case["dtype"] == "fp32" else torch.bfloat16}
     assert ("output_layer.weight" in weights) == (case["embeddings"] == "untied")
     assert ("embedding.position_embeddings.weight" in weights) == (not rotary)
-    rows = (4 + 2 * (2 if rotary else 4)) * HEAD_ROWS       # 4 heads of queries; of keys and values as many, or 2
+    rows = (4 + 2 * (2 if rotary else 4)) * HEAD_ROWS   # 4 heads of queries; of keys and values as many, or 2
     assert set.union(*(s.qkv_rows for s in seen)) == {rows // t}
     blocks = [len({name for name in s.layers if name.endswith("linear_qkv")}) for s in seen]
     assert sum(blocks) == layers * t * d and all(0 < n <= layers - p + 1 for n in blocks)
@@ -146,8 +151,10 @@ def check_in_force(case, run: Run) -> None:
     kept = {tokens * length // SEQ_LENGTH for tokens in range(4, SEQ_LENGTH, 2)} if case["ltd"] else set()
     assert set.union(*(s.block_inputs for s in seen)) == {(tokens, 1, HIDDEN) for tokens in {length} | kept}
     assert {s.forwards for s in seen} == {STEPS * microbatches * chunks}
-    assert {s.weight_halves for s in seen} == {STEPS * microbatches * chunks * case["schedule"].startswith("zb")}
-    assert [s.peak_alive for s in seen] == [alive_on(case, microbatches, pp_rank_of(rank)) for rank in range(len(seen))]
+    assert {s.weight_halves for s in seen} == {STEPS * microbatches * chunks
+                                               * case["schedule"].startswith("zb")}
+    assert [s.peak_alive for s in seen] == [alive_on(case, microbatches, pp_rank_of(rank))
+                                            for rank in range(len(seen))]
 
     forwards = STEPS * GLOBAL_BATCH * layers * t
     assert run.calls.count("attention") == forwards * (1 if case["recompute"] == "none" else 2)
@@ -155,11 +162,11 @@ def check_in_force(case, run: Run) -> None:
 
     elements = sum(s.parameter_elements for s in seen) / d
     wide = case["dtype"] == "fp32"
-    for kind, split_from, size in (("parameter", 3, 4 if wide else 2), ("gradient", 2, 4), ("optimizer", 1, 8),
-                                   ("master", 1, 0 if wide else 4)):
+    for kind, split_from, size in (("parameter", 3, 4 if wide else 2), ("gradient", 2, 4),
+                                   ("optimizer", 1, 8), ("master", 1, 0 if wide else 4)):
         copies = 1 if case["zero"] >= split_from else d     # of each element's state
         held = sum(getattr(s, f"{kind}_bytes") for s in seen)
-        assert held == pytest.approx(copies * elements * size, rel=0.25), kind                        # rel: padding to 64
+        assert held == pytest.approx(copies * elements * size, rel=0.25), kind            # rel: padding to 64
     places = set.union(*(s.places for s in seen))
     assert places - {"device"} == ({case["offload"]} if case["offload"] != "none" else set())
 
@@ -174,10 +181,12 @@ def stages_on(case, rank: int) -> tuple[int, ...]:
 def alive_on(case, m: int, rank: int) -> int:
     """Micro-batches, times stages, whose F is done and whose B or I is not."""
     p, schedule = case["pp"], case["schedule"]
-    if schedule in ("zb-v", "zb-auto") or (schedule == "interleaved" and m % p) or (schedule == "zb-h2" and m < 2 * p - 1):
+    if schedule in ("zb-v", "zb-auto") or (schedule == "interleaved"
+                                           and m % p) or (schedule == "zb-h2" and m < 2 * p - 1):
         config = parse([*job_of(case), *parse_layout(layout_of(case), mbs="1").flags], world_size=ranks(case))
         plan, alive = plan_run(config, MODELS["gpt"](config.model, context_of())), [0]
-        for i in plan_schedule(config, m, costs=plan.stage_costs())[rank]:      # no closed form: from each F to its B or I
+        # no closed form: from each F to its B or I
+        for i in plan_schedule(config, m, costs=plan.stage_costs())[rank]:
             alive.append(alive[-1] + (i.op is Op.F) - (i.op in (Op.B, Op.I)))
         assert max(alive) <= {"zb-auto": p, "zb-h2": 2 * (p - rank) - 1}.get(schedule, math.inf)
         return max(alive)
@@ -196,10 +205,11 @@ FEW = 8
     ("llama", "pp=2,dp=2,zero=2,offload=cpu,ratio=0.5", 2.0**24),
     ("llama", "dp=2,zero=2,accumulate=full", 2.0**24)])
 def test_fp16_overflows_and_recovers_alike_in_every_layout(style, layout, scale):
-    """At 2**24 the first steps overflow and the scale sinks until they do not; then it rises again, and one more does.
+    """At 2**24 the first steps overflow and the scale sinks until they do not; then it rises again, and one
+    more does.
 
-    Not with sequence parallelism: a norm's gradient is then summed in two halves, and each half may fit where the whole does
-    not, so that the scale sinks once less.
+    Not with sequence parallelism: a norm's gradient is then summed in two halves, and each half may fit where
+    the whole does not, so that the scale sinks once less.
     """
     job = [*tiny_job(style, "fp16", False, 0.0, 4, GLOBAL_BATCH, STEPS), "--hysteresis", "1",
            "--loss-scale-window", "4"]
@@ -211,7 +221,9 @@ def test_fp16_overflows_and_recovers_alike_in_every_layout(style, layout, scale)
     assert run.seen[0].dtypes == {torch.float16}
 
 
-@pytest.mark.parametrize("growth", ["--rampup-batch-size 4 4 40", f"--step-batch-size-schedule 0:4 {40 * SEQ_LENGTH}:8"])
+@pytest.mark.parametrize("growth",
+                         ["--rampup-batch-size 4 4 40",
+                          f"--step-batch-size-schedule 0:4 {40 * SEQ_LENGTH}:8"])
 def test_a_growing_batch_gives_every_layout_the_same_samples(growth):
     job = tiny_job("gpt2", "fp32", False, 0.1, NUM_LAYERS, 8, STEPS)
     for name, samples in (("--train-iters", "--train-samples"), ("--lr-warmup-iters", "--lr-warmup-samples")):
@@ -226,7 +238,8 @@ def test_a_growing_batch_gives_every_layout_the_same_samples(growth):
 
 def test_tokens_that_weigh_alike_make_the_micro_batch_size_a_matter_of_layout():
     job = [*tiny_job("llama", "fp32", True, 0.1, NUM_LAYERS, GLOBAL_BATCH, FEW), "--calculate-per-token-loss"]
-    (difference, run), one_by_one = stray(job, "tp=2,pp=2,dp=1,zero=0,sp=1,mbs=2", FEW), reference_of(job, "mbs=1", FEW)
+    (difference, run), one_by_one = (stray(job, "tp=2,pp=2,dp=1,zero=0,sp=1,mbs=2", FEW),
+                                     reference_of(job, "mbs=1", FEW))
     assert difference.is_within(TOLERANCE["fp32"]), difference
     assert run.merged[0].losses == pytest.approx(one_by_one.merged[0].losses, rel=1e-6)
     assert {s.forwards for s in run.seen} == {FEW * GLOBAL_BATCH // 2}
@@ -241,8 +254,10 @@ def test_an_uneven_cut_and_smoothed_labels_train_like_one_process():
 
 
 @pytest.mark.parametrize("style, layout", [
-    ("gpt2", "pp=2,dp=2,zero=2,chunks=3,accumulate=full"), ("llama", "pp=3,chunks=2,zero=1"),        # 8 micro-batches, 3 ranks
-    ("gpt2", "pp=2,dp=2,zero=3,schedule=zb-v,pin=1,layout=Et*2|t*3|t|L"), ("gpt2", "pp=3,schedule=zb-v,recompute=full,mbs=2")])
+    # 8 micro-batches, 3 ranks
+    ("gpt2", "pp=2,dp=2,zero=2,chunks=3,accumulate=full"), ("llama", "pp=3,chunks=2,zero=1"),
+    ("gpt2", "pp=2,dp=2,zero=3,schedule=zb-v,pin=1,layout=Et*2|t*3|t|L"),
+    ("gpt2", "pp=3,schedule=zb-v,recompute=full,mbs=2")])
 def test_stages_of_a_rank_may_be_many_uneven_and_no_divisor_of_the_micro_batches(style, layout):
     difference, run = stray(tiny_job(style, "fp32", False, 0.1, 6, 8, FEW), layout, FEW)
     assert difference.is_within(TOLERANCE["fp32"]), difference
@@ -253,7 +268,8 @@ def test_stages_of_a_rank_may_be_many_uneven_and_no_divisor_of_the_micro_batches
     ("gpt2", "dp=2,zero=2,accumulate=full"), ("llama", "pp=2,dp=2,zero=3,accumulate=full"),
     ("gpt2", "pp=2,dp=2,zero=3,pin=1,schedule=gpipe"), ("llama", "dp=2,zero=3,prefetch=0,persist=0"),
     ("gpt2", "dp=2,zero=3,prefetch=1000000,recompute=full"), ("gpt2", "dp=2,tp=2,zero=3,bucket=1000"),
-    ("llama", "dp=3,zero=3,recompute=selective"), ("gpt2", "dp=6,zero=2"), ("llama", "dp=3,zero=3,persist=100000")])
+    ("llama", "dp=3,zero=3,recompute=selective"), ("gpt2", "dp=6,zero=2"),
+    ("llama", "dp=3,zero=3,persist=100000")])
 def test_the_knobs_of_zero_2_and_3_move_time_and_memory_only(style, layout):
     batch = 6 if "dp=3" in layout or "dp=6" in layout else GLOBAL_BATCH
     difference, _ = stray(tiny_job(style, "fp32", False, 0.1, NUM_LAYERS, batch, FEW), layout, FEW)
@@ -264,7 +280,8 @@ def test_the_size_of_buckets_changes_no_bit_of_the_gradient():
     job = tiny_job("gpt2", "fp32", False, 0.0, NUM_LAYERS, GLOBAL_BATCH, FEW)
     job[job.index("--clip-grad") + 1] = "0"                 # the norm adds squares in another order
     for zero in (1, 2, 3):
-        (_, one), (_, other) = (run_layout(job, f"dp=2,zero={zero},bucket={bucket}", FEW).merged for bucket in (500, 10**6))
+        (_, one), (_, other) = (run_layout(job, f"dp=2,zero={zero},bucket={bucket}", FEW).merged
+                                for bucket in (500, 10**6))
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
@@ -272,5 +289,7 @@ def test_gradients_in_sixteen_bits_stray_no_further_than_sixteen_bits_may():
     job = tiny_job("llama", "bf16", True, 0.0, NUM_LAYERS, GLOBAL_BATCH, FEW)
     difference, run = stray(job, "dp=2,tp=2,pp=2,zero=3,grads=bf16", FEW)
     assert difference.is_within(TOLERANCE["bf16"]), difference
-    held, elements = (sum(getattr(s, name) for s in run.seen) for name in ("gradient_bytes", "parameter_elements"))
-    assert held == pytest.approx(elements / 2 * 2, rel=0.25)        # half of the elements each, two bytes an element
+    held, elements = (sum(getattr(s, name) for s in run.seen)
+                      for name in ("gradient_bytes", "parameter_elements"))
+    # half of the elements each, two bytes an element
+    assert held == pytest.approx(elements / 2 * 2, rel=0.25)

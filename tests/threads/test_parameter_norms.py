@@ -1,4 +1,5 @@
-"""Norms of logical parameters over shards, tensor-parallel parts and pipeline ties, and named parameter groups."""
+"""Norms of logical parameters over shards, tensor-parallel parts and pipeline ties, and named parameter
+groups."""
 
 import pytest
 import torch
@@ -52,7 +53,8 @@ def parameter(name, data, **spec):
     return p
 
 
-WHOLE = {"split": value((10, 13), 1), "copy": value((65,), 2), "embedding": value((9, 7), 3), "own1": value((33,), 4)}
+WHOLE = {"split": value((10, 13), 1), "copy": value((65,), 2), "embedding": value((9, 7), 3),
+         "own1": value((33,), 4)}
 GRADS = {name: value(w.shape, 50 + i) for i, (name, w) in enumerate(WHOLE.items())}
 
 
@@ -92,7 +94,8 @@ def test_norms_over_all_parts_equal_those_of_one_process(stage):
     for seen, weights, calls, t in results:
         assert calls == 2                                   # one for all parameters, at each of the two calls
         for name, (weight, grad) in seen.items():
-            # Squares are added in float64; the norms are rounded to fp32 once, the gradient's parts before that.
+            # Squares are added in float64; the norms are rounded to fp32 once, the gradient's parts before
+            # that.
             assert weight.item() == pytest.approx(WHOLE[name].double().norm().item(), rel=1e-6)
             assert grad.item() == pytest.approx(GRADS[name].double().norm().item(), rel=1e-6)
         for name, got in weights.items():
@@ -105,10 +108,12 @@ def test_norms_over_all_parts_equal_those_of_one_process(stage):
 
 
 def test_groups_use_different_optimizers_learning_rates_and_decay():
-    slow = ParamGroup("slow", lambda spec: spec.name == "a", lambda g: torch.optim.SGD(g, lr=0.0), 0.5, decay=False)
+    slow = ParamGroup("slow", lambda spec: spec.name == "a", lambda g: torch.optim.SGD(g, lr=0.0), 0.5,
+                      decay=False)
     sgd = lambda g: torch.optim.SGD(g, lr=0.0, momentum=0.9)
     parameters = [parameter(name, torch.ones(70), decay=name != "c") for name in "abc"]
-    optimizer = ZeroOptimizer(parameters, ZeroSettings((slow, *default_groups(sgd))), DataGroups({DATA_AXES: solo()}))
+    optimizer = ZeroOptimizer(parameters, ZeroSettings((slow, *default_groups(sgd))),
+                              DataGroups({DATA_AXES: solo()}))
     optimizer.begin_step()
     for p in parameters:
         p.main_grad.fill_(1.0)
@@ -122,6 +127,7 @@ def test_groups_use_different_optimizers_learning_rates_and_decay():
 
 
 def test_a_parameter_in_no_group_is_an_error():
-    settings = ZeroSettings((ParamGroup("a", lambda spec: spec.name == "a", lambda g: torch.optim.SGD(g, lr=0.0)),))
+    settings = ZeroSettings((ParamGroup("a", lambda spec: spec.name == "a",
+                                        lambda g: torch.optim.SGD(g, lr=0.0)),))
     with pytest.raises(ConfigError, match="b belongs to none of the parameter groups a"):
         ZeroOptimizer([parameter("b", torch.ones(3))], settings, DataGroups({DATA_AXES: solo()}))

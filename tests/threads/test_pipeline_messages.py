@@ -1,4 +1,5 @@
-"""Ranks of a pipeline that mean different tensors: an error that names who, which micro-batch, expected and got."""
+"""Ranks of a pipeline that mean different tensors: an error that names who, which micro-batch, expected and
+got."""
 
 from dataclasses import replace
 
@@ -39,10 +40,11 @@ def shorten(executor, batches):
 
 def test_a_receiver_that_expects_another_shape_says_who_sends_what():
     story = run_two(shorten, changed_rank=1)
-    assert ("rank 1 (pipeline position 1) receives an activation from rank 0 (position 0), but the shapes of their "
-            "steps differ" in story)
+    assert ("rank 1 (pipeline position 1) receives an activation from rank 0 (position 0), but the shapes of "
+            "their steps differ" in story)
     assert "micro-batch 1 was expected as [3, 2, 6] float32, but the sender has [5, 2, 6] float32" in story
-    assert "pipeline rank 1 was executing F0@1 (forward of micro-batch 0 at stage 1) in a step of 3 micro-batches" in story
+    assert ("pipeline rank 1 was executing F0@1 (forward of micro-batch 0 at stage 1) "
+            "in a step of 3 micro-batches") in story
 
 
 def test_a_receiver_of_another_dtype_says_so_before_any_garbage():
@@ -63,9 +65,11 @@ def test_ranks_with_other_numbers_of_micro_batches_find_out():
 
 
 @pytest.mark.parametrize("change, words", [
-    (lambda x: x.bfloat16(), r"computed [5, 2, 6] bfloat16 for micro-batch 0, but stage 1 on pipeline rank 1 expects "
+    (lambda x: x.bfloat16(),
+     r"computed [5, 2, 6] bfloat16 for micro-batch 0, but stage 1 on pipeline rank 1 expects "
                              r"[5, 2, 6] float32"),
-    (lambda x: x[1:], "computed [4, 2, 6] float32 for micro-batch 0, but stage 1 on pipeline rank 1 expects [5, 2, 6]")])
+    (lambda x: x[1:],
+     "computed [4, 2, 6] float32 for micro-batch 0, but stage 1 on pipeline rank 1 expects [5, 2, 6]")])
 def test_a_stage_that_makes_something_else_than_the_next_expects_does_not_send_it(change, words):
     def spoil(executor, batches):
         layer = executor.stages[0].modules[-1]

@@ -1,4 +1,5 @@
-"""Blocks that see a random part of the tokens: equal to a plain GPT that leaves the others out, whatever the layout."""
+"""Blocks that see a random part of the tokens: equal to a plain GPT that leaves the others out, whatever the
+layout."""
 
 from dataclasses import replace
 
@@ -13,7 +14,7 @@ from tests.harness.gpt_runs import make_batch, make_model, run_gpt
 from tests.harness.plain_gpt import STYLES, logical_weights
 from tests.threads.test_gpt_layouts import LAYOUTS, MIXTURES, assert_equal_runs, oracle
 
-SEED, LENGTH, KEPT, DROPS = 11, 10, 4, (0, 1)          # of three blocks; ten tokens over two ranks, four of them kept
+SEED, LENGTH, KEPT, DROPS = 11, 10, 4, (0, 1)  # of three blocks; ten tokens over two ranks, four of them kept
 
 
 def places(layer: int, samples, kept: int = KEPT, seed: int = SEED) -> torch.Tensor:
@@ -55,7 +56,8 @@ def test_dropout_falls_on_a_kept_token_as_it_falls_on_it_among_all(layout, recom
         return apply_mask(scores, *keep)
 
     reference = oracle(config, weights, batch, drop=drop, drop_scores=drop_scores, kept_by=kept_by(batch))
-    assert_equal_runs(run_gpt(config, weights, batch, drops=DROPS, seed=SEED, recompute_granularity=recompute, **layout),
+    assert_equal_runs(run_gpt(config, weights, batch, drops=DROPS, seed=SEED, recompute_granularity=recompute,
+                              **layout),
                       reference)
 
 
@@ -63,13 +65,15 @@ def test_documents_that_may_not_see_one_another_stay_apart_among_the_kept_tokens
     config = STYLES["llama"]
     positions = torch.tensor([[*range(4), *range(6)], [*range(9), 0], [*range(10)]])
     document = (positions == 0).cumsum(1)
-    mask = (document[:, None, :, None] != document[:, None, None, :]) | torch.ones(LENGTH, LENGTH).triu(1).bool()
+    mask = (document[:, None, :, None] != document[:, None, None, :]) | torch.ones(LENGTH,
+                                                                                   LENGTH).triu(1).bool()
     weights = logical_weights(config, seed=2)
     batch = make_batch(config, position_ids=positions, attention_mask=mask, kept_tokens=KEPT)
     reference = oracle(config, weights, batch, kept_by=kept_by(batch))
     blind = oracle(config, weights, make_batch(config, position_ids=positions), kept_by=kept_by(batch))
     assert reference[0] != pytest.approx(blind[0], rel=1e-4)
-    assert_equal_runs(run_gpt(config, weights, batch, drops=DROPS, seed=SEED, tp_size=2, sequence_parallel=True), reference)
+    assert_equal_runs(run_gpt(config, weights, batch, drops=DROPS, seed=SEED, tp_size=2,
+                              sequence_parallel=True), reference)
 
 
 def test_each_block_and_each_sample_has_tokens_of_its_own_in_any_micro_batch():
@@ -83,13 +87,14 @@ def test_each_block_and_each_sample_has_tokens_of_its_own_in_any_micro_batch():
     assert torch.equal(drawn[1], places(1, batch.sample_ids))
 
 
-@pytest.mark.parametrize("changes", [dict(kept_tokens=LENGTH), dict(kept_tokens=LENGTH + 3), dict(kept_tokens=None),
-                                     dict(kept_tokens=KEPT, training=False)], ids=str)
+@pytest.mark.parametrize("changes", [dict(kept_tokens=LENGTH), dict(kept_tokens=LENGTH + 3),
+                                     dict(kept_tokens=None), dict(kept_tokens=KEPT, training=False)], ids=str)
 def test_all_tokens_go_through_at_full_length_and_in_evaluation(changes):
     config = STYLES["gpt2"]
     weights = logical_weights(config, seed=1)
     plain = run_gpt(config, weights, make_batch(config), tp_size=2, sequence_parallel=True)
-    with_it = run_gpt(config, weights, make_batch(config, **changes), drops=DROPS, tp_size=2, sequence_parallel=True)
+    with_it = run_gpt(config, weights, make_batch(config, **changes), drops=DROPS, tp_size=2,
+                      sequence_parallel=True)
     assert torch.equal(plain[1], with_it[1])
 
 

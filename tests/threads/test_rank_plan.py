@@ -1,5 +1,5 @@
-"""What a dry run says of every rank, against real ranks that train: traffic call for call and byte for byte, state to the
-byte."""
+"""What a dry run says of every rank, against real ranks that train: traffic call for call and byte for byte,
+state to the byte."""
 
 import pytest
 import torch
@@ -16,10 +16,13 @@ from tools.layout_comparison import parse_layout, random_samples, train_layout
 LAYERS, BATCH, STEPS = 4, 12, 2
 MICROBATCHES = 3                  # on each rank, whatever the layout
 LAYOUTS = [
-    "tp=2", "tp=2,sp=1", "pp=3,dp=2", "dp=3,mbs=2", "tp=2,pp=2,dp=2,sp=1,zero=1", "tp=2,sp=1,pp=2,dp=2,zero=2",
-    "tp=2,sp=1,pp=2,dp=2,zero=3", "pp=2,dp=2,zero=3,pin=on", "dp=4,zero=3,hpz=2", "dp=2,zero=2,accumulate=full,comm=bf16",
-    "tp=2,pp=2,recompute=full", "tp=2,sp=1,recompute=selective,zero=3,dp=2", "pp=2,dp=2,zero=3,bucket=1000,prefetch=0",
-    "tp=2,dp=2,zero=3,persist=0,accumulate=full", "pp=4,schedule=gpipe,zero=1,dp=2,layout=E|t|t*3|L", "dp=2,zero=1,grads=bf16",
+    "tp=2", "tp=2,sp=1", "pp=3,dp=2", "dp=3,mbs=2", "tp=2,pp=2,dp=2,sp=1,zero=1",
+    "tp=2,sp=1,pp=2,dp=2,zero=2", "tp=2,sp=1,pp=2,dp=2,zero=3", "pp=2,dp=2,zero=3,pin=on",
+    "dp=4,zero=3,hpz=2", "dp=2,zero=2,accumulate=full,comm=bf16",
+    "tp=2,pp=2,recompute=full", "tp=2,sp=1,recompute=selective,zero=3,dp=2",
+    "pp=2,dp=2,zero=3,bucket=1000,prefetch=0",
+    "tp=2,dp=2,zero=3,persist=0,accumulate=full", "pp=4,schedule=gpipe,zero=1,dp=2,layout=E|t|t*3|L",
+    "dp=2,zero=1,grads=bf16",
 ]
 
 
@@ -28,13 +31,15 @@ def parsed(job: list[str], layout: str):
     request = parse_layout(layout, mbs="1")
     config = parse([*job, *request.flags], world_size=request.world_size)
     samples = config.train.micro_batch_size * config.data_parallel_size
-    return config.with_values({"train.global_batch_size": MICROBATCHES * samples}, Source("derived", "the test"))
+    return config.with_values({"train.global_batch_size": MICROBATCHES * samples},
+                              Source("derived", "the test"))
 
 
 def run(config):
     """Per rank what its mesh counted, and its engine."""
     p = config.parallel
-    grid = Grid.fit(config.world_size, tp=p.tensor_model_parallel_size, pp=p.pipeline_model_parallel_size, order=p.rank_order)
+    grid = Grid.fit(config.world_size, tp=p.tensor_model_parallel_size, pp=p.pipeline_model_parallel_size,
+                    order=p.rank_order)
     samples = random_samples(4 * config.train.global_batch_size, SEQ_LENGTH, VOCAB, seed=1)
 
     def main(rank, world):
@@ -72,10 +77,12 @@ def test_every_rank_sends_and_holds_what_was_planned(number, layout):
 @pytest.mark.parametrize("layout", ["tp=2,sp=1,pp=2", "tp=2,sp=1,recompute=full", "tp=2,pp=2,schedule=zb-h1"])
 def test_blocks_that_drop_tokens_send_what_was_planned(layout):
     """With the same kept tokens at each step; the plan is for the last one."""
-    drop = ["--random-ltd", "--random-ltd-min-tokens", "10", "--random-ltd-max-tokens", "10", "--random-ltd-steps", "1"]
+    drop = ["--random-ltd", "--random-ltd-min-tokens", "10", "--random-ltd-max-tokens", "10",
+            "--random-ltd-steps", "1"]
     job, request = tiny_job("llama", "fp32", True, 0.1, LAYERS, BATCH, STEPS), parse_layout(layout, mbs="1")
     check([*job, *drop], layout)
-    sent = [plan_world(parse([*job, *flags, *request.flags], world_size=request.world_size), 0, "cpu").rank_plan(0).traffic
+    sent = [plan_world(parse([*job, *flags, *request.flags], world_size=request.world_size), 0,
+                       "cpu").rank_plan(0).traffic
             for flags in ([], drop)]
     assert sum(sent[0].bytes.values()) > sum(sent[1].bytes.values())
 
@@ -84,4 +91,5 @@ def test_blocks_that_drop_tokens_send_what_was_planned(layout):
 @pytest.mark.parametrize("zero", [0, 2, 3])
 def test_so_it_does_under_every_schedule(schedule, zero):
     ranks = "tp=2,sp=1,pp=2" if zero == 0 else "dp=2,pp=2"
-    check(tiny_job("gpt2", "fp32", False, 0.0, LAYERS, BATCH, STEPS), f"{ranks},zero={zero},schedule={schedule}")
+    check(tiny_job("gpt2", "fp32", False, 0.0, LAYERS, BATCH, STEPS),
+          f"{ranks},zero={zero},schedule={schedule}")

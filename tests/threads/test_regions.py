@@ -1,4 +1,5 @@
-"""Regions against the whole tensor in one process: the same function of the same input has the same gradient."""
+"""Regions against the whole tensor in one process: the same function of the same input has the same
+gradient."""
 
 import pytest
 import torch
@@ -75,7 +76,8 @@ def test_column_then_row_linear_through_sequence_regions_equals_one_process():
     (expected * weight).sum().backward()
 
     def block(rank, group):
-        x_slice, w1_rows, w2_columns = leaf(x.chunk(RANKS)[rank]), leaf(w1.chunk(RANKS)[rank]), leaf(w2.chunk(RANKS, 1)[rank])
+        x_slice, w1_rows, w2_columns = (leaf(x.chunk(RANKS)[rank]), leaf(w1.chunk(RANKS)[rank]),
+                                        leaf(w2.chunk(RANKS, 1)[rank]))
         hidden = regions.gather_from_sequence_region(x_slice, group) @ w1_rows.t()
         out = regions.reduce_scatter_to_sequence_region(hidden @ w2_columns.t(), group)
         (out * weight.chunk(RANKS)[rank]).sum().backward()
@@ -120,7 +122,7 @@ def test_a_sequence_that_does_not_divide_is_refused():
 
 def test_a_group_of_one_passes_everything_through():
     x, group = drawn(7, 2), solo()
-    for region in (regions.copy_to_region, regions.reduce_from_region, regions.scatter_to_region, regions.gather_from_region,
-                   regions.scatter_to_sequence_region, regions.gather_from_sequence_region,
-                   regions.reduce_scatter_to_sequence_region):
+    for region in (regions.copy_to_region, regions.reduce_from_region, regions.scatter_to_region,
+                   regions.gather_from_region, regions.scatter_to_sequence_region,
+                   regions.gather_from_sequence_region, regions.reduce_scatter_to_sequence_region):
         assert region(x, group) is x

@@ -1,4 +1,5 @@
-"""However samples are made, every layout trains as one process does: growing, packed, rearranged, sent by a reader.
+"""However samples are made, every layout trains as one process does: growing, packed, rearranged, sent by a
+reader.
 
 And a curriculum over lengths trains as shorter samples would.
 """
@@ -34,7 +35,8 @@ def is_legal(case) -> bool:
 
 
 def met_in(case) -> set[tuple]:
-    """Pairs of our values with those of options that samples have to do with, and with one another; and each other value."""
+    """Pairs of our values with those of options that samples have to do with, and with one another; and each
+    other value."""
     items = [item for item in case.items() if item != ("dtype", "bf16")]
     return {frozenset((own, item)) if item[0] in (*TOUCHED, *OWN) else item
             for own in items if own[0] in OWN for item in items}
@@ -57,17 +59,21 @@ def test_each_way_to_make_samples_meets_each_part_of_a_batch_and_every_value_of_
     for option, values in (SAMPLED | OWN).items():
         assert {case[option] for case in cases} == set(values) - {"bf16"}
         for own in OWN if option in TOUCHED else ():
-            pairs = {(value, made) for value in values for made in OWN[own] if (option, value, made) != ("tp", 1, "first")}
+            pairs = {(value, made) for value in values for made in OWN[own]
+                     if (option, value, made) != ("tp", 1, "first")}
             assert {(case[option], case[own]) for case in cases} == pairs, (option, own)
 
 
-@pytest.mark.parametrize("case", covering_cases(), ids=lambda case: "-".join([*(case[own] for own in OWN), name_of(case)]))
+@pytest.mark.parametrize("case", covering_cases(),
+                         ids=lambda case: "-".join([*(case[own] for own in OWN), name_of(case)]))
 def test_samples_made_in_any_way_and_growing_train_like_one_process(case):
-    difference, run = stray([*job_of(case), *CURRICULA[case["curriculum"]], *GROWING], layout_of(case), LAST_STEP)
+    difference, run = stray([*job_of(case), *CURRICULA[case["curriculum"]], *GROWING], layout_of(case),
+                            LAST_STEP)
     assert difference.is_within(TOLERANCE["fp32"]), difference
     split = case["tp"] if case["sp"] else 1
     rows = {length: SEQ_LENGTH // length if case["curriculum"] == "reshape" else 1 for length in (8, 16, 24)}
-    assert set.union(*(seen.block_inputs for seen in run.seen)) >= {(n // split, rows[n], HIDDEN) for n in rows}
+    assert set.union(*(seen.block_inputs for seen in run.seen)) >= {(n // split, rows[n], HIDDEN)
+                                                                    for n in rows}
     assert {seen.forwards for seen in run.seen} == {LAST_STEP * GLOBAL_BATCH // case["dp"] * case["chunks"]}
     readers = ranks(case) // (case["tp"] if case["readers"] == "first" else 1)
     assert run.calls.count("read") == LAST_STEP * readers
@@ -109,7 +115,8 @@ def test_truncated_samples_train_as_samples_that_were_never_longer(style):
 
 @pytest.mark.parametrize("style", ["gpt2", "llama"])
 def test_folded_samples_train_as_twice_as_many_of_half_the_length(style):
-    """22 of the 24 tokens: what fills no row is left out. Each sample's rows stand one after the other in its micro-batch."""
+    """22 of the 24 tokens: what fills no row is left out. Each sample's rows stand one after the other in its
+    micro-batch."""
     job = tiny_job(style, "fp32", False, 0.0, NUM_LAYERS, GLOBAL_BATCH, STEPS)
     samples = random_samples(4 * GLOBAL_BATCH, SEQ_LENGTH, VOCAB, seed=1)
     length = ["--curriculum-min-length", "11", "--curriculum-max-length", "11", "--curriculum-steps", "1"]

@@ -17,10 +17,11 @@ from tests.harness.threads import run_ranks
 def assert_trained_as(results, expected):
     for found in results:
         for name, p in expected.named_parameters():
-            torch.testing.assert_close(found[name], p.detach(), rtol=1e-5, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(found[name], p.detach(), rtol=1e-5, atol=2e-6,
+                                       msg=lambda m, n=name: f"{n}: {m}")
 
 
-# ---------------------------------------------------------------------------------------------------- no optimizer
+# ----------------------------------------------------------------------------------------------- no optimizer
 @pytest.mark.parametrize("stage", [0, 3])
 def test_without_an_optimizer_it_computes_and_says_why_it_does_not_train(stage):
     def main(engine, rank):
@@ -35,14 +36,16 @@ def test_without_an_optimizer_it_computes_and_says_why_it_does_not_train(stage):
     del config["optimizer"]
     expected = loss_of(plain, torch.arange(14).view(2, 7) % 11).item()
     assert on_ranks(2, main, lambda: make(Stack), config) == pytest.approx([expected] * 2)
-    assert megatron_ds.initialize(model=make(Stack), config={"train_batch_size": 2}, mpu=Mesh(Grid(), 0)).optimizer is None
+    assert megatron_ds.initialize(model=make(Stack), config={"train_batch_size": 2},
+                                  mpu=Mesh(Grid(), 0)).optimizer is None
 
 
-# ---------------------------------------------------------------------------------------------------- two engines
+# ------------------------------------------------------------------------------------------------ two engines
 class Generator(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(5, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 6))
+        self.layers = nn.Sequential(nn.Linear(5, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(),
+                                    nn.Linear(24, 6))
 
     def forward(self, x):
         return self.layers(x)
@@ -51,7 +54,8 @@ class Generator(nn.Module):
 class Critic(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
+        self.layers = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(),
+                                    nn.Linear(16, 1))
 
     def forward(self, x):
         return self.layers(x).squeeze(-1)
@@ -120,7 +124,8 @@ def test_a_student_learns_from_a_teacher_of_another_engine(stage):
     def main(rank, world):
         mesh = Mesh(Grid.fit(2), rank, world.connect)
         teacher_config = {key: value for key, value in config_of(stage, 2).items() if key != "optimizer"}
-        teacher = megatron_ds.initialize(model=modules[rank][0], config=teacher_config, mpu=mesh).engine.eval()
+        teacher = megatron_ds.initialize(model=modules[rank][0], config=teacher_config,
+                                         mpu=mesh).engine.eval()
         student = megatron_ds.initialize(model=modules[rank][1], config=config_of(stage, 2), mpu=mesh).engine
         for [tokens] in batches(STEPS, 1, 2, rank):
             with torch.no_grad():

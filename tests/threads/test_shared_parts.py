@@ -1,4 +1,5 @@
-"""Weights that ranks of one host see where they lie: what is mapped, who may look when, and where it cannot be."""
+"""Weights that ranks of one host see where they lie: what is mapped, who may look when, and where it cannot
+be."""
 
 import gc
 import logging
@@ -33,7 +34,7 @@ from tools.layout_comparison import global_batch_share, parse_layout, random_sam
 BATCH, STEPS = 4, 4
 
 
-# ---------------------------------------------------------------------------------------------------- what is mapped
+# --------------------------------------------------------------------------------------------- what is mapped
 @pytest.mark.parametrize("seed", range(12))
 def test_buckets_of_any_size_are_mapped_as_an_all_gather_would_lay_them(seed):
     draw = random.Random(seed)
@@ -102,7 +103,7 @@ def protection(address: int) -> str:
     raise AssertionError(f"nothing is mapped at {address:x}")
 
 
-# ---------------------------------------------------------------------------------------------------- where it cannot be
+# ----------------------------------------------------------------------------------------- where it cannot be
 def files_here() -> list[str]:
     gc.collect()                                        # what other tests left may hold some
     links = (os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd"))
@@ -135,7 +136,8 @@ def test_ranks_that_cannot_see_each_other_agree_that_they_do_not(what, warns, mo
         assert run_ranks(2, share) == [True, True]
     monkeypatch.undo()
     assert files_here() == files
-    assert len(caplog.records) == warns and all("send sharded weights as messages" in r.message for r in caplog.records)
+    assert (len(caplog.records) == warns and all("send sharded weights as messages" in r.message
+                                                 for r in caplog.records))
 
 
 def _raising(error, otherwise):
@@ -169,17 +171,19 @@ def test_memory_and_files_are_given_back_with_the_last_tensor_that_looks_at_them
 def test_no_room_for_a_map_is_told_with_what_limits_it():
     def main(rank, world):
         group = share_memory(world.group("dp", (0, 1), rank))
-        with pytest.raises(OSError, match=r"cannot map 4503599627370496 bytes.*Cannot allocate memory.*ulimit -v"):
+        with pytest.raises(OSError,
+                           match=r"cannot map 4503599627370496 bytes.*Cannot allocate memory.*ulimit -v"):
             Mapping(group.memory, [Part(0, 0, 2**52)])
 
     run_ranks(2, main, shares_memory=True)
 
 
-# ---------------------------------------------------------------------------------------------------- training
+# --------------------------------------------------------------------------------------------------- training
 def train(layout: str, dtype: str, shares_memory: bool, steps: int = STEPS):
     """Of each rank (losses, whole weights, bytes sent, kinds of units)."""
     request = parse_layout(layout, mbs="1")
-    config = parse([*tiny_job("gpt2", dtype, False, 0.0, 4, BATCH, 8), *request.flags], world_size=request.world_size)
+    config = parse([*tiny_job("gpt2", dtype, False, 0.0, 4, BATCH, 8), *request.flags],
+                   world_size=request.world_size)
     grid = Grid.fit(config.world_size, tp=config.parallel.tensor_model_parallel_size,
                     pp=config.parallel.pipeline_model_parallel_size, order=config.parallel.rank_order)
     samples = random_samples(16, SEQ_LENGTH, VOCAB, seed=1)
@@ -189,7 +193,8 @@ def train(layout: str, dtype: str, shares_memory: bool, steps: int = STEPS):
         losses = []
         for step in range(steps):
             batch = global_batch_share(samples, step * BATCH, BATCH, config, engine.mesh)
-            losses.append(train_step(engine, batch, Progress(step=step), learning_rate=1e-2, weight_decay=0.1).loss)
+            losses.append(train_step(engine, batch, Progress(step=step), learning_rate=1e-2,
+                                     weight_decay=0.1).loss)
         sent = dict(engine.mesh.traffic.bytes)
         with engine.optimizer.gathered(next(iter(engine.stages))):
             weights = {p.spec.name: p.detach().clone() for p in engine.parameters}
@@ -199,8 +204,10 @@ def train(layout: str, dtype: str, shares_memory: bool, steps: int = STEPS):
     return run_ranks(config.world_size, main, shares_memory)
 
 
-@pytest.mark.parametrize("layout", ["dp=2,zero=3", "dp=4,zero=3,pin=1", "dp=4,zero=3,hpz=2", "dp=2,pp=2,zero=3,schedule=zb-h1",
-                                    "dp=2,tp=2,zero=3,recompute=full", "dp=2,zero=3,offload=cpu,offload_param=cpu"])
+@pytest.mark.parametrize("layout", ["dp=2,zero=3", "dp=4,zero=3,pin=1", "dp=4,zero=3,hpz=2",
+                                    "dp=2,pp=2,zero=3,schedule=zb-h1",
+                                    "dp=2,tp=2,zero=3,recompute=full",
+                                    "dp=2,zero=3,offload=cpu,offload_param=cpu"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_training_has_the_bits_and_the_traffic_of_messages(layout, dtype):
     for seen, sent in zip(train(layout, dtype, True), train(layout, dtype, False)):

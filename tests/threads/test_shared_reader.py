@@ -45,7 +45,8 @@ def test_all_ranks_get_what_the_first_reads_and_it_alone_reads(resets):
     for rank, got in enumerate(batches(3, resets, datasets)):
         for ours, own in zip(got, each, strict=True):
             assert ours.sample_ids == own.sample_ids and ours.training == own.training
-            assert ours.tensors().keys() == own.tensors().keys() and ("document_ids" in ours.tensors()) == resets
+            assert (ours.tensors().keys() == own.tensors().keys()
+                    and ("document_ids" in ours.tensors()) == resets)
             for name, tensor in own.tensors().items():
                 assert torch.equal(getattr(ours, name), tensor), name
             assert (ours.position_ids.stride(0) == 0) == (not resets)

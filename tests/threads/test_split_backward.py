@@ -1,4 +1,5 @@
-"""A backward in two halves is the whole backward to the last bit, and keeps in between what the weight half needs."""
+"""A backward in two halves is the whole backward to the last bit, and keeps in between what the weight half
+needs."""
 
 import dataclasses
 import weakref
@@ -25,7 +26,7 @@ from tests.harness.threads import run_ranks
 from tools.compare_layouts import tiny_job
 
 S, B, H, WIDE, VOCABULARY = 6, 2, 8, 12, 20
-ORDERS = ("IWIWIW", "IIWIWW", "IIIWWW")                    # the next I, or the next W, in the order of the micro-batches
+ORDERS = ("IWIWIW", "IIWIWW", "IIIWWW")         # the next I, or the next W, in the order of the micro-batches
 [BATCH] = make_batches(1)                                 # for layers that read none
 
 
@@ -62,7 +63,8 @@ def run_whole(stage, inputs, grads, forward):
 
 
 def run_halves(stage, inputs, grads, forward, order):
-    """The same in halves; looks that no input half leaves a gradient, and that each weight half delivers its own."""
+    """The same in halves; looks that no input half leaves a gradient, and that each weight half delivers its
+    own."""
     for k, x in enumerate(inputs):
         forward(stage, k, x)
     input_grads, after = [], []
@@ -78,7 +80,8 @@ def run_halves(stage, inputs, grads, forward, order):
     return input_grads, after
 
 
-def compare(make_stage, inputs, grads, forward=lambda stage, k, x: stage.forward(k, BATCH, x, 1.0), orders=ORDERS):
+def compare(make_stage, inputs, grads, forward=lambda stage, k, x: stage.forward(k, BATCH, x, 1.0),
+            orders=ORDERS):
     """make_stage() → (stage, log of announcements). All orders of halves against the whole backward."""
     stage, announced = make_stage()
     input_grads, after = run_whole(stage, inputs, grads, forward)
@@ -103,12 +106,13 @@ class Layer(nn.Module):
 
 
 def column(group, sequence_parallel, **options):
-    return Layer(ColumnParallelLinear(H, WIDE, context_of(group, sequence_parallel=sequence_parallel), name="c", init_std=1,
-                                      **options))
+    return Layer(ColumnParallelLinear(H, WIDE, context_of(group, sequence_parallel=sequence_parallel),
+                                      name="c", init_std=1, **options))
 
 
 def row(group, sequence_parallel):
-    return Layer(RowParallelLinear(WIDE, H, context_of(group, sequence_parallel=sequence_parallel), name="r", init_std=1))
+    return Layer(RowParallelLinear(WIDE, H, context_of(group, sequence_parallel=sequence_parallel), name="r",
+                                   init_std=1))
 
 
 def head(group, sequence_parallel):
@@ -123,7 +127,8 @@ def embedding(group, sequence_parallel):
 
 
 KINDS = {
-    "column": (column, H, WIDE), "row": (row, WIDE, H), "head": (head, H, VOCABULARY), "embedding": (embedding, None, H),
+    "column": (column, H, WIDE), "row": (row, WIDE, H), "head": (head, H, VOCABULARY),
+    "embedding": (embedding, None, H),
     "gathering column": (lambda *a: column(*a, gather_output=True), H, WIDE),
 }
 
@@ -132,7 +137,8 @@ KINDS = {
 @pytest.mark.parametrize("main_grad", [False, True])
 @pytest.mark.parametrize("t, sequence_parallel", [(1, False), (2, False), (2, True)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_kind_of_layer_has_the_gradients_of_a_whole_backward(kind, t, sequence_parallel, main_grad, dtype):
+def test_each_kind_of_layer_has_the_gradients_of_a_whole_backward(kind, t, sequence_parallel, main_grad,
+                                                                  dtype):
     make, size_in, size_out = KINDS[kind]
 
     def main(rank, world):
@@ -150,9 +156,11 @@ def test_each_kind_of_layer_has_the_gradients_of_a_whole_backward(kind, t, seque
         shape_in = None if size_in is None else split(size_in, kind != "row", kind == "row")
         shape_out = split(size_out, kind in ("row", "embedding"), kind in ("column", "head"))
         same_on_all = lambda by_rank: rank if by_rank or sequence_parallel else 0
-        inputs = [None if shape_in is None else randn(*shape_in, seed=7 * k + same_on_all(kind == "row"), dtype=dtype)
+        inputs = [None if shape_in is None else randn(*shape_in, seed=7 * k + same_on_all(kind == "row"),
+                                                      dtype=dtype)
                   for k in range(3)]
-        grads = [randn(*shape_out, seed=90 + 7 * k + same_on_all(kind in ("column", "head")), dtype=dtype) for k in range(3)]
+        grads = [randn(*shape_out, seed=90 + 7 * k + same_on_all(kind in ("column", "head")), dtype=dtype)
+                 for k in range(3)]
         compare(make_stage, inputs, grads)
 
     run_ranks(t, main)
@@ -165,7 +173,8 @@ def freeze(modules, names):
                 p.requires_grad_(False)
 
 
-FROZEN = {"nothing frozen": (), "embedding frozen": ("word_embeddings",), "first block frozen": ("embedding", "layers.0"),
+FROZEN = {"nothing frozen": (), "embedding frozen": ("word_embeddings",),
+          "first block frozen": ("embedding", "layers.0"),
           "biases frozen": ("bias",), "weights frozen": ("linear", "norm.weight"),
           "all frozen but norms": ("linear", "embedding")}
 
@@ -182,7 +191,8 @@ FROZEN = {"nothing frozen": (), "embedding frozen": ("word_embeddings",), "first
     ("middle", "gpt2", 2, True, None, "weights frozen", "fp32", True),
     ("last", "gpt2", 1, False, None, "all frozen but norms", "fp32", True),
     ("first", "gpt2", 1, False, "selective", "biases frozen", "fp32", False)])
-def test_a_model_has_the_gradients_of_a_whole_backward(part, style, t, sequence_parallel, recompute, frozen, dtype, main_grad):
+def test_a_model_has_the_gradients_of_a_whole_backward(part, style, t, sequence_parallel, recompute, frozen,
+                                                       dtype, main_grad):
     config = dataclasses.replace(STYLES[style], hidden_dropout=0.1, attention_dropout=0.1)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
     batches = [make_batch(config, seed=seed) for seed in range(3)]
@@ -194,7 +204,8 @@ def test_a_model_has_the_gradients_of_a_whole_backward(part, style, t, sequence_
         def make_stage():
             layers = MODELS["gpt"](config, context_of(tp, sequence_parallel=sequence_parallel, dtype=dtype,
                                                       recompute_granularity=recompute))
-            modules = build_stage({"whole": layers, "first": layers[:2], "middle": layers[1:4], "last": layers[3:]}[part])
+            modules = build_stage({"whole": layers, "first": layers[:2], "middle": layers[1:4],
+                                   "last": layers[3:]}[part])
             load_logical(modules.parameters(), logical_weights(config, seed=1), tp)
             freeze(modules, FROZEN[frozen])
             log = install_main_grads(p for p in modules.parameters() if p.requires_grad) if main_grad else []
@@ -204,7 +215,8 @@ def test_a_model_has_the_gradients_of_a_whole_backward(part, style, t, sequence_
         shape = (10 // t if sequence_parallel else 10, 3, config.hidden_size)
         x = lambda k: randn(*shape, seed=40 + k + (rank if sequence_parallel else 0), dtype=dtype)
         forward = lambda stage, k, x: stage.forward(k, batches[k], x, 0.7)
-        inputs, grads = [None if first else x(k) for k in range(3)], [None if last else x(k + 20) for k in range(3)]
+        inputs, grads = ([None if first else x(k) for k in range(3)],
+                         [None if last else x(k + 20) for k in range(3)])
         stage, _ = make_stage()
         if first and not any(p.requires_grad for module in stage.modules for p in module.parameters()):
             assert run_halves(stage, inputs, grads, forward, "IIWIWW")[0] == [None] * 3
@@ -316,8 +328,10 @@ def split_schedules(monkeypatch):
 
 
 @pytest.mark.parametrize("style, layout", [
-    ("gpt2", "pp=2,dp=2,zero=0"), ("llama", "pp=2,dp=2,zero=1,bucket=1000"), ("gpt2", "pp=2,dp=2,zero=2,bucket=1000"),
-    ("llama", "pp=2,dp=2,zero=2,accumulate=full"), ("gpt2", "pp=2,dp=2,zero=3"), ("gpt2", "pp=1,dp=2,zero=3,recompute=full"),
+    ("gpt2", "pp=2,dp=2,zero=0"), ("llama", "pp=2,dp=2,zero=1,bucket=1000"),
+    ("gpt2", "pp=2,dp=2,zero=2,bucket=1000"),
+    ("llama", "pp=2,dp=2,zero=2,accumulate=full"), ("gpt2", "pp=2,dp=2,zero=3"),
+    ("gpt2", "pp=1,dp=2,zero=3,recompute=full"),
     ("llama", "pp=2,dp=2,zero=3,pin=1"), ("gpt2", "tp=2,sp=1,pp=2,dp=2,zero=3,accumulate=full"),
     ("llama", "tp=2,sp=1,pp=2,zero=1,recompute=selective")])
 def test_training_in_halves_ends_with_the_very_weights_of_whole_backwards(split_schedules, style, layout):

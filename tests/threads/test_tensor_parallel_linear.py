@@ -108,7 +108,8 @@ def test_a_second_backward_adds_to_the_main_grad(t, sequence_parallel):
 
 
 def test_communication_is_what_the_papers_say():
-    """Bytes per rank: one all-reduce each way, or with sequence parallelism gathers and reduce-scatters of the same size."""
+    """Bytes per rank: one all-reduce each way, or with sequence parallelism gathers and reduce-scatters of
+    the same size."""
     def rank_main(sequence_parallel):
         def main(rank, world):
             group = world.group("tp", (0, 1), rank)
@@ -126,7 +127,8 @@ def test_communication_is_what_the_papers_say():
     assert total == {("all_reduce", "tp", 2): y_bytes + x_bytes}
     forward, total = run_ranks(2, rank_main(True))[0]
     assert forward == {("all_gather", "tp", 2): x_bytes, ("reduce_scatter", "tp", 2): y_bytes}
-    assert total == {("all_gather", "tp", 2): 2 * x_bytes + y_bytes, ("reduce_scatter", "tp", 2): y_bytes + x_bytes}
+    assert total == {("all_gather", "tp", 2): 2 * x_bytes + y_bytes, ("reduce_scatter", "tp", 2): y_bytes
+                     + x_bytes}
 
 
 def test_sequence_parallelism_keeps_only_the_slice_of_the_input():
@@ -145,7 +147,8 @@ def test_sequence_parallelism_keeps_only_the_slice_of_the_input():
 def test_gathered_output_is_whole_on_every_rank(t):
     def rank_main(rank, world):
         group = world.group("tp", tuple(range(t)), rank)
-        layer = ColumnParallelLinear(IN, MIDDLE, context_of(group), name="a", init_std=0.02, gather_output=True)
+        layer = ColumnParallelLinear(IN, MIDDLE, context_of(group), name="a", init_std=0.02,
+                                     gather_output=True)
         layer.weight.data.copy_(cut(WEIGHTS[0], layer.weight.spec, {"tp": (rank, t)}))
         layer.bias.data.copy_(cut(WEIGHTS[1], layer.bias.spec, {"tp": (rank, t)}))
         x = X.clone().requires_grad_()
@@ -165,13 +168,15 @@ def test_packed_parts_are_split_each_by_itself():
     """[gate; up]: the rank's output is its piece of the gate and then its piece of up."""
     def rank_main(rank, world):
         group = world.group("tp", (0, 1), rank)
-        layer = ColumnParallelLinear(IN, MIDDLE, context_of(group), name="fc1", init_std=0.02, parts=2, bias=False)
+        layer = ColumnParallelLinear(IN, MIDDLE, context_of(group), name="fc1", init_std=0.02, parts=2,
+                                     bias=False)
         layer.weight.data.copy_(cut(WEIGHTS[0], layer.weight.spec, {"tp": (rank, 2)}))
         return layer(X).detach()
 
     gate, up = F.linear(X, WEIGHTS[0]).chunk(2, dim=-1)
     for rank, y in enumerate(run_ranks(2, rank_main)):
-        torch.testing.assert_close(y, torch.cat((gate.chunk(2, -1)[rank], up.chunk(2, -1)[rank]), -1), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(y, torch.cat((gate.chunk(2, -1)[rank], up.chunk(2, -1)[rank]), -1),
+                                   rtol=1e-5, atol=1e-5)
 
 
 def test_bf16_gradients_add_up_in_fp32():
@@ -184,7 +189,8 @@ def test_bf16_gradients_add_up_in_fp32():
     layer(X.bfloat16()).backward(dy)
     expected = torch.einsum("sbo,sbi->oi", dy.float(), X.bfloat16().float())
     assert layer.weight.main_grad.dtype == torch.float32 and layer.weight.grad is None
-    torch.testing.assert_close(layer.weight.main_grad, expected, rtol=1e-2, atol=1e-2)        # product rounded to bf16
+    # product rounded to bf16
+    torch.testing.assert_close(layer.weight.main_grad, expected, rtol=1e-2, atol=1e-2)
 
 
 def test_frozen_parameters_and_inputs_get_no_gradient():
@@ -203,8 +209,8 @@ def test_any_memory_order_of_inputs_and_gradients_is_taken():
     y.backward(torch.ones(()).expand(y.shape))
     plain_x, weights = X.clone().requires_grad_(), [w.clone().requires_grad_() for w in WEIGHTS]
     F.linear(torch.tanh(F.linear(plain_x, *weights[:2])), *weights[2:]).sum().backward()
-    torch.testing.assert_close([x.grad, *(p.grad for p in parameters)], [plain_x.grad, *(w.grad for w in weights)],
-                               rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close([x.grad, *(p.grad for p in parameters)],
+                               [plain_x.grad, *(w.grad for w in weights)], rtol=1e-4, atol=1e-4)
 
 
 def test_outputs_may_be_changed_in_place():

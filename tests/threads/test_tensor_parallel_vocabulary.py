@@ -15,7 +15,7 @@ from tests.harness.shards import assemble, cut
 from tests.harness.threads import run_ranks
 
 S, B, H, V = 6, 3, 5, 19
-LAYOUTS = [(1, 19), (1, 24), (2, 20), (2, 40), (3, 24), (4, 24)]      # (2, 40): the last rank holds padding only
+LAYOUTS = [(1, 19), (1, 24), (2, 20), (2, 40), (3, 24), (4, 24)]   # (2, 40): the last rank holds padding only
 
 
 def randn(*shape, seed):
@@ -75,13 +75,15 @@ def test_tied_embedding_and_logits_add_to_one_main_grad(t, sequence_parallel, re
         group = world.group("tp", tuple(range(t)), rank)
         layer = make_embedding(group, 24, sequence_parallel=sequence_parallel)
         ready = []
-        layer.weight.main_grad, layer.weight.grad_ready = torch.zeros_like(layer.weight), lambda: ready.append(1)
+        layer.weight.main_grad, layer.weight.grad_ready = (torch.zeros_like(layer.weight),
+                                                           lambda: ready.append(1))
 
         def run(tokens):
             logits = parallel_logits(layer(tokens).tanh(), layer.weight, group, sequence_parallel)
             return vocab_parallel_cross_entropy(logits, LABELS, group, V)
 
-        loss = checkpoint(run, TOKENS, use_reentrant=False, preserve_rng_state=False) if recompute else run(TOKENS)
+        loss = (checkpoint(run, TOKENS, use_reentrant=False, preserve_rng_state=False) if recompute
+                else run(TOKENS))
         loss.backward(torch.ones_like(loss))
         assert len(ready) == 2
         return loss.detach(), layer.weight.main_grad, layer.weight.spec
@@ -100,7 +102,7 @@ def test_tied_embedding_and_logits_add_to_one_main_grad(t, sequence_parallel, re
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("t, padded", LAYOUTS)
 def test_cross_entropy_equals_torch_on_the_true_vocabulary(t, padded, smoothing, scale):
-    whole = torch.full((S, B, padded), 1e4)                   # padded columns hold rubbish, larger than any logit
+    whole = torch.full((S, B, padded), 1e4)               # padded columns hold rubbish, larger than any logit
     whole[..., :V] = scale * randn(S, B, V, seed=5)
     dloss = randn(S, B, seed=6)
 
@@ -114,7 +116,8 @@ def test_cross_entropy_equals_torch_on_the_true_vocabulary(t, padded, smoothing,
     losses, gradients = zip(*run_ranks(t, rank_main))
     logits = whole[..., :V].clone().requires_grad_()
     plain = F.cross_entropy(logits.flatten(0, 1), LABELS.flatten(), reduction="none",
-                            label_smoothing=smoothing * V / (V - 1)).view(S, B)        # torch's definition of smoothing
+                            # torch's definition of smoothing
+                            label_smoothing=smoothing * V / (V - 1)).view(S, B)
     plain.backward(dloss)
     for loss in losses:
         assert torch.equal(loss, losses[0])
@@ -136,7 +139,8 @@ def test_cross_entropy_of_16_bit_logits_is_computed_in_fp32(t, padded, dtype, sm
 
     def rank_main(rank, world):
         logits = whole.chunk(t, dim=-1)[rank].clone().requires_grad_()
-        loss = vocab_parallel_cross_entropy(logits, LABELS, world.group("tp", tuple(range(t)), rank), V, smoothing)
+        loss = vocab_parallel_cross_entropy(logits, LABELS, world.group("tp", tuple(range(t)), rank), V,
+                                            smoothing)
         loss.backward(dloss)
         return loss.detach(), logits.grad
 
@@ -149,15 +153,18 @@ def test_cross_entropy_of_16_bit_logits_is_computed_in_fp32(t, padded, dtype, sm
     torch.testing.assert_close(losses[0], plain.detach())
     gradient = torch.cat(gradients, dim=-1)
     assert gradient.dtype == dtype and gradient[..., V:].count_nonzero() == 0
-    # Probabilities and the gradient are rounded, and with smoothing the difference of what was rounded is taken.
+    # Probabilities and the gradient are rounded, and with smoothing the difference of what was rounded is
+    # taken.
     least = smoothing / V * torch.finfo(dtype).eps
-    torch.testing.assert_close(gradient[..., :V].float(), wide.grad, rtol=torch.finfo(dtype).eps, atol=1e-7 + least)
+    torch.testing.assert_close(gradient[..., :V].float(), wide.grad, rtol=torch.finfo(dtype).eps,
+                               atol=1e-7 + least)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_gradients_of_16_bit_logits_are_as_exact_where_the_label_is_certain_and_where_tokens_are_unlikely(dtype):
+def test_gradients_of_16_bit_logits_are_as_exact_where_the_label_is_certain_and_where_tokens_are_unlikely(
+        dtype):
     whole = torch.zeros(1, 1, V, dtype=dtype)
-    whole[..., 3], whole[..., 7] = 8.0, -10.0                # p = 1 - 0.0040 and 1.5e-8: neither is a number of 16 bits
+    whole[..., 3], whole[..., 7] = 8.0, -10.0      # p = 1 - 0.0040 and 1.5e-8: neither is a number of 16 bits
     logits, labels = whole.clone().requires_grad_(), torch.tensor([[3]])
     vocab_parallel_cross_entropy(logits, labels, solo("tp"), V).backward(torch.full((1, 1), 2.0**16))
     exact = (whole.double().softmax(-1) - F.one_hot(labels, V)) * 2.0**16
@@ -205,9 +212,9 @@ def test_cross_entropy_takes_logits_that_lie_anyhow_and_gives_a_loss_of_its_own(
     losses = [vocab_parallel_cross_entropy(x.requires_grad_(), labels, solo("tp"), V)
               for x in (logits.clone().transpose(0, 1), logits.transpose(0, 1).contiguous())]
     torch.testing.assert_close(*losses)
-    losses[0].mul_(2)                                                       # in place: it is no view of anything
+    losses[0].mul_(2)                                                    # in place: it is no view of anything
     with pytest.raises(AssertionError):
-        vocab_parallel_cross_entropy(logits, labels, solo("tp"), V)         # labels [s, b] of logits [b, s, V]
+        vocab_parallel_cross_entropy(logits, labels, solo("tp"), V)        # labels [s, b] of logits [b, s, V]
 
 
 def test_second_derivatives_are_refused_not_wrong():

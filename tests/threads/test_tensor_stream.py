@@ -22,7 +22,8 @@ from tests.harness.states import Layout, logical_tensor, model_specs, pieces_of,
 from tests.harness.threads import run_ranks
 from tools.checkpoint_to_safetensors import main, parse_arguments
 
-LAYOUTS = [Layout(), Layout(tp=2, dp=2, stage=1), Layout(tp=2, cuts=(5,), dp=2, stage=0), Layout(dp=3, stage=1, cuts=(3, 9))]
+LAYOUTS = [Layout(), Layout(tp=2, dp=2, stage=1), Layout(tp=2, cuts=(5,), dp=2, stage=0),
+           Layout(dp=3, stage=1, cuts=(3, 9))]
 ids = dict(ids=str)
 
 
@@ -32,7 +33,8 @@ def expected():
 
 def stream_of(layout, rank, world, **options):
     pieces = [piece for piece in pieces_of(layout, rank, 5) if piece.kind == "weight"]
-    return TensorStream(pieces, coordinates=tp_coordinates(layout, rank), world=world_group(layout, rank, world), **options)
+    return TensorStream(pieces, coordinates=tp_coordinates(layout, rank),
+                        world=world_group(layout, rank, world), **options)
 
 
 def files_in(folder):
@@ -43,7 +45,7 @@ def contents(folder):
     return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
-# ---------------------------------------------------------------------------------------------------- streaming
+# -------------------------------------------------------------------------------------------------- streaming
 @pytest.mark.parametrize("layout", LAYOUTS, **ids)
 def test_rank_0_sees_each_whole_tensor_of_any_layout_once(layout):
     def main(rank, world):
@@ -60,13 +62,15 @@ def test_tensors_are_cast_before_they_travel():
     layout = Layout(dp=2, stage=1)
 
     def main(rank, world):
-        tensors = [t for t in stream_of(layout, rank, world, dtype_of=lambda name: torch.bfloat16) if t is not None]
+        tensors = [t for t in stream_of(layout, rank, world, dtype_of=lambda name: torch.bfloat16)
+                   if t is not None]
         return tensors, world.traffic[rank].bytes
 
     (tensors, _), (_, sent) = run_ranks(2, main)
     for tensor, value in zip(tensors, expected().values()):
         assert torch.equal(tensor, value.bfloat16())
-    second = sum(p.stop - p.start for p in pieces_of(layout, 1, 5) if p.kind == "weight" and not p.spec.tied_copy)
+    second = sum(p.stop - p.start for p in pieces_of(layout, 1, 5) if p.kind == "weight"
+                 and not p.spec.tied_copy)
     assert sum(n for (operation, _, _), n in sent.items() if operation == "send") == 2 * second
 
 
@@ -93,7 +97,8 @@ def test_safetensors_reads_what_was_streamed(tmp_path, limit, files):
     for _ in range(2):                  # a second time over the first
         run_ranks(layout.world_size, main)
         found = contents(tmp_path)
-        assert found.keys() == expected().keys() and all(torch.equal(found[n], t) for n, t in expected().items())
+        assert (found.keys() == expected().keys()
+                and all(torch.equal(found[n], t) for n, t in expected().items()))
         shards = [name for name in files_in(tmp_path) if name.endswith(".safetensors")]
         assert len(shards) == files and (tmp_path / "config.json").read_text() == "mine"
         if files > 1:
@@ -107,14 +112,16 @@ def test_safetensors_reads_what_was_streamed(tmp_path, limit, files):
 def test_files_of_another_cut_do_not_stay(tmp_path):
     entries = [TensorEntry(name, (3,), torch.float32) for name in "abcd"]
     for limit in (100, 12, 24, 100):
-        write_folder(tmp_path, entries, lambda order: [torch.ones(3) * ord(e.name) for e in order], solo(), limit)
+        write_folder(tmp_path, entries, lambda order: [torch.ones(3) * ord(e.name) for e in order], solo(),
+                     limit)
         assert {n: t[0].item() for n, t in contents(tmp_path).items()} == {n: ord(n) for n in "abcd"}
         assert len(files_in(tmp_path)) == {100: 1, 12: 5, 24: 3}[limit]
 
 
 def test_odd_kinds_of_tensors_begin_where_their_elements_may(tmp_path):
-    tensors = {"flag": torch.tensor([True, False, True]), "count": torch.tensor(7), "half": torch.randn(3).half(),
-               "brain": torch.randn(5, 1).bfloat16(), "empty": torch.empty(0, 4), "wide": torch.randn(2, 3).double()}
+    tensors = {"flag": torch.tensor([True, False, True]), "count": torch.tensor(7),
+               "half": torch.randn(3).half(), "brain": torch.randn(5, 1).bfloat16(),
+               "empty": torch.empty(0, 4), "wide": torch.randn(2, 3).double()}
     entries = [TensorEntry(name, tuple(t.shape), t.dtype) for name, t in tensors.items()]
     write_folder(tmp_path, entries, lambda order: [tensors[e.name] for e in order], solo(), 10**6)
     found = load_file(tmp_path / "model.safetensors")
@@ -131,7 +138,8 @@ def test_no_tensor_outlives_its_turn(tmp_path):
             most[0] = max(most[0], len(alive))
             yield tensor
 
-    write_folder(tmp_path, [TensorEntry(str(i), (50,), torch.float32) for i in range(9)], tensors, solo(), 500)
+    write_folder(tmp_path, [TensorEntry(str(i), (50,), torch.float32) for i in range(9)], tensors, solo(),
+                 500)
     assert most[0] <= 2         # the one being made, and the one before while its name still stands
 
 
@@ -182,7 +190,7 @@ def test_draws_read_intervals_of_stored_tensors(tmp_path):
         from_safetensors(tmp_path / "nowhere")
 
 
-# ---------------------------------------------------------------------------------------------------- the tool
+# --------------------------------------------------------------------------------------------------- the tool
 @pytest.mark.parametrize("layout", LAYOUTS[1:3], **ids)
 def test_the_tool_takes_the_weights_out_of_a_checkpoint_of_any_layout(layout, tmp_path, capsys):
     run_ranks(layout.world_size, lambda rank, world: save(
@@ -205,16 +213,19 @@ def exported(tmp_path, **run):
 
 
 MODEL = {"num_layers": 2, "hidden_size": 6}
-RUN = {"identity": {"model": MODEL}, "config": {"data": {"tokenizer_type": "NullTokenizer", "seed": 3}}, "version": "0.9"}
+RUN = {"identity": {"model": MODEL}, "config": {"data": {"tokenizer_type": "NullTokenizer", "seed": 3}},
+       "version": "0.9"}
 
 
 def test_a_config_json_says_what_the_tensors_are(tmp_path, capsys):
     assert exported(tmp_path, **RUN) == 0
     found = json.loads((tmp_path / "out" / "config.json").read_text())
     assert exported(tmp_path, **RUN | {"version": "1.0"}) == 0, "a second export replaces it"
-    assert json.loads((tmp_path / "out" / "config.json").read_text()) == found | {"megatron_ds_version": "1.0"}
-    assert found == {"model_type": "megatron_ds", "tensor_names": "megatron_ds", "dtype": "float32", "iteration": 12,
-                     "megatron_ds_version": "0.9", "model": MODEL, "tokenizer": {"tokenizer_type": "NullTokenizer"}}
+    assert (json.loads((tmp_path / "out" / "config.json").read_text())
+            == found | {"megatron_ds_version": "1.0"})
+    assert found == {"model_type": "megatron_ds", "tensor_names": "megatron_ds", "dtype": "float32",
+                     "iteration": 12, "megatron_ds_version": "0.9", "model": MODEL,
+                     "tokenizer": {"tokenizer_type": "NullTokenizer"}}
     assert "from_pretrained of Hugging Face needs converted ones" in capsys.readouterr().out
 
 

@@ -1,4 +1,5 @@
-"""A parameter split over two mesh axes, stacked experts over "ep" and "tp", is trained, saved and loaded on any grid."""
+"""A parameter split over two mesh axes, stacked experts over "ep" and "tp", is trained, saved and loaded on
+any grid."""
 
 import pytest
 import torch
@@ -15,12 +16,13 @@ from tests.harness.threads import run_ranks
 from tests.threads.test_zero_sharing import contribute, gradient, optimizer_of
 
 STACKED = ParamSpec("experts.gated", (4, 12, 5), Init("zeros"), (Split("ep", 0), Split("tp", 1, parts=2)))
-PADDED = ParamSpec("experts.padded", (3, 5, 7), Init("zeros"), (Split("tp", 2, padded=8), Split("ep", 0, padded=4)))
+PADDED = ParamSpec("experts.padded", (3, 5, 7), Init("zeros"),
+                   (Split("tp", 2, padded=8), Split("ep", 0, padded=4)))
 DENSE = ParamSpec("dense", (6, 5), Init("zeros"), (Split("tp", 0),))
 BIAS = ParamSpec("bias", (67,), Init("zeros"))
 SPECS = (STACKED, PADDED, DENSE, BIAS)
-GRIDS = [Grid(), Grid(tp=2), Grid(dp=2, ep=2), Grid(tp=2, dp=2, ep=2), Grid(dp=4, ep=2), Grid(tp=2, dp=4, ep=2),
-         Grid(tp=2, dp=2, cp=2, ep=2)]
+GRIDS = [Grid(), Grid(tp=2), Grid(dp=2, ep=2), Grid(tp=2, dp=2, ep=2), Grid(dp=4, ep=2),
+         Grid(tp=2, dp=4, ep=2), Grid(tp=2, dp=2, cp=2, ep=2)]
 
 
 def logical(spec):
@@ -80,8 +82,8 @@ def test_each_element_is_written_once_and_whole_tensors_reach_rank_0(grid):
 def test_gradients_are_summed_over_the_expert_data_ranks_and_counted_once_in_the_norm(stage):
     def main(mesh):
         stacked, dense = shard_of(STACKED, mesh), shard_of(DENSE, mesh)
-        optimizer = optimizer_of([stacked, dense], stage, data=mesh.group("dp", "cp"), expert=mesh.group("edp"),
-                                 tp=mesh.group("tp"), model=mesh.group("tp"))
+        optimizer = optimizer_of([stacked, dense], stage, data=mesh.group("dp", "cp"),
+                                 expert=mesh.group("edp"), tp=mesh.group("tp"), model=mesh.group("tp"))
         optimizer.begin_step()
         optimizer.arm()
         for p, seed in ((stacked, 10 + mesh.coordinate("edp")), (dense, mesh.coordinate("dp"))):

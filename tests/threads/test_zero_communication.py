@@ -1,4 +1,5 @@
-"""Gradients that travel in another dtype than they accumulate in, and divided meanwhile, against the same sums by hand."""
+"""Gradients that travel in another dtype than they accumulate in, and divided meanwhile, against the same
+sums by hand."""
 
 import math
 
@@ -16,11 +17,14 @@ from megatron_ds.zero.settings import STAGES, ZeroSettings
 from tests.harness.threads import run_ranks
 
 SIZES, N = (7, 1300, 65, 513), 3
-WIRES = [(torch.float32, torch.bfloat16, 1.0), (torch.float32, torch.float16, 1.0), (torch.float32, torch.float16, 8.0),
-         (torch.float32, torch.float16, None), (torch.bfloat16, torch.float32, 1.0), (torch.float32, torch.float32, 3.0)]
+WIRES = [(torch.float32, torch.bfloat16, 1.0), (torch.float32, torch.float16, 1.0),
+         (torch.float32, torch.float16, 8.0),
+         (torch.float32, torch.float16, None), (torch.bfloat16, torch.float32, 1.0),
+         (torch.float32, torch.float32, 3.0)]
 
 
-def make_optimizer(data, stage, bucket_elements=500, grad_dtype=torch.float32, sent_dtype=None, sent_divisor=1.0):
+def make_optimizer(data, stage, bucket_elements=500, grad_dtype=torch.float32, sent_dtype=None,
+                   sent_divisor=1.0):
     """Weights of zero and plain descent with rate 1: after a step they are minus the gradient."""
     parameters = []
     for i, size in enumerate(SIZES):
@@ -28,8 +32,8 @@ def make_optimizer(data, stage, bucket_elements=500, grad_dtype=torch.float32, s
         p.spec = ParamSpec(f"p{i}", (size,), Init("zeros"))
         parameters.append(p)
     settings = ZeroSettings(default_groups(lambda g: torch.optim.SGD(g, lr=1.0)), STAGES[stage],
-                            bucket_elements=bucket_elements, persistence=0, grad_dtype=grad_dtype, sent_dtype=sent_dtype,
-                            sent_divisor=sent_divisor)
+                            bucket_elements=bucket_elements, persistence=0, grad_dtype=grad_dtype,
+                            sent_dtype=sent_dtype, sent_divisor=sent_divisor)
     use = ParameterUse({0: [parameters[:2], parameters[2:]]})
     return parameters, ZeroOptimizer(parameters, settings, DataGroups({DATA_AXES: data}), use)
 
@@ -64,9 +68,11 @@ def summed(terms, sent, divisor, accumulates):
 @pytest.mark.parametrize("bucket_elements", [1, 500, 10_000])
 @pytest.mark.parametrize("accumulates, sent, divisor", WIRES)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_gradients_are_cast_for_the_sum_only_whatever_the_bucket(stage, accumulates, sent, divisor, bucket_elements):
+def test_gradients_are_cast_for_the_sum_only_whatever_the_bucket(stage, accumulates, sent, divisor,
+                                                                 bucket_elements):
     def main(rank, world):
-        made = make_optimizer(world.group("dp-cp", range(N), rank), stage, bucket_elements, accumulates, sent, divisor)
+        made = make_optimizer(world.group("dp-cp", range(N), rank), stage, bucket_elements, accumulates, sent,
+                              divisor)
         return take_step(*made, lambda k, i: gradient(rank, k, i))[1]
 
     for got in run_ranks(N, main):
@@ -102,7 +108,8 @@ def test_a_divisor_keeps_a_sum_within_the_range_of_fp16(stage):
         assert overflow.skipped and not math.isfinite(overflow.grad_norm)       # 3 · 40000 > 65504
         assert not result.skipped and all((g == 120_000.0).all() for g in exact)
         for g in prescaled:
-            torch.testing.assert_close(g, torch.full_like(g, 120_000.0), rtol=1e-3, atol=0)     # a third is rounded
+            # a third is rounded
+            torch.testing.assert_close(g, torch.full_like(g, 120_000.0), rtol=1e-3, atol=0)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -115,7 +122,8 @@ def test_one_rank_sends_nothing_so_nothing_is_rounded(stage):
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_two_buffers_carry_any_number_of_buckets(stage):
     def main(rank, world):
-        parameters, optimizer = make_optimizer(world.group("dp-cp", range(N), rank), stage, 64, sent_dtype=torch.bfloat16)
+        parameters, optimizer = make_optimizer(world.group("dp-cp", range(N), rank), stage, 64,
+                                               sent_dtype=torch.bfloat16)
         for _ in range(2):
             take_step(parameters, optimizer, lambda k, i: gradient(rank, k, i))
         longest = max(b.stop - b.start for s in optimizer.sets for b in s.plan.layout.buckets)

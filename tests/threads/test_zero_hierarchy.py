@@ -1,4 +1,5 @@
-"""ZeRO 3 with weights over an inner group: the update of stage 0, gathers inside, and the same order on every communicator."""
+"""ZeRO 3 with weights over an inner group: the update of stage 0, gathers inside, and the same order on every
+communicator."""
 
 import pytest
 import torch
@@ -36,8 +37,10 @@ def make_optimizer(groups, policy, dtype=torch.float32, bucket_elements=500, **o
         p.spec = ParamSpec(f"p{i}", (size,), Init("normal", 1.0))
         parameters.append(p)
     settings = ZeroSettings(default_groups(lambda g: torch.optim.AdamW(g, fused=True)), policy, clip_grad=1.0,
-                            bucket_elements=bucket_elements, persistence=5, **options)        # the last parameter is small
-    return parameters, ZeroOptimizer(parameters, settings, groups, ParameterUse({0: [parameters[:2], parameters[2:]]}))
+                            # the last parameter is small
+                            bucket_elements=bucket_elements, persistence=5, **options)
+    return (parameters, ZeroOptimizer(parameters, settings, groups,
+                                      ParameterUse({0: [parameters[:2], parameters[2:]]})))
 
 
 def train(rank, world, n, h, policy, dtype=torch.float32, microbatches=2, left_out=(), **options):
@@ -52,7 +55,9 @@ def train(rank, world, n, h, policy, dtype=torch.float32, microbatches=2, left_o
                 optimizer.arm()
             for i, p in reversed(list(enumerate(parameters))):
                 if (rank, i) not in left_out:
-                    g = torch.randn(p.shape, generator=torch.Generator().manual_seed(1000 * step + 100 * rank + 10 * k + i))
+                    g = torch.randn(p.shape,
+                                    generator=torch.Generator().manual_seed(1000 * step + 100 * rank + 10 * k
+                                                                            + i))
                     (p.main_grad if hasattr(p, "main_grad") else p.take_main_grad()).add_(g)
                     p.grad_ready()
         norms.append(optimizer.step(0.01, 0.1).grad_norm)
@@ -83,15 +88,18 @@ def test_shards_of_an_outer_group_are_in_order_the_part_of_its_inner_rank(n, h):
 @pytest.mark.parametrize("n, h", [(4, 2), (6, 3), (6, 2)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_two_hops_give_the_update_of_stage_0(n, h, dtype):
-    for (norms, got), (expected_norms, expected) in zip(run(n, h, HIERARCHICAL, dtype), run(n, 1, STAGES[0], dtype)):
-        assert norms == pytest.approx(expected_norms, rel=2e-6)         # sums within inner groups first, then over them
+    for (norms, got), (expected_norms, expected) in zip(run(n, h, HIERARCHICAL, dtype),
+                                                        run(n, 1, STAGES[0], dtype)):
+        # sums within inner groups first, then over them
+        assert norms == pytest.approx(expected_norms, rel=2e-6)
         for a, b in zip(got, expected):
             torch.testing.assert_close(a, b, rtol=1e-5 if dtype == torch.float32 else 2**-7, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_one_inner_group_is_stage_3_to_the_bit(dtype):
-    for (norms, got), (expected_norms, expected) in zip(run(4, 4, HIERARCHICAL, dtype), run(4, 1, STAGES[3], dtype)):
+    for (norms, got), (expected_norms, expected) in zip(run(4, 4, HIERARCHICAL, dtype),
+                                                        run(4, 1, STAGES[3], dtype)):
         assert norms == expected_norms
         assert all(torch.equal(a, b) for a, b in zip(got, expected))
 

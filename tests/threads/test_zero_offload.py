@@ -24,13 +24,15 @@ BATCH = 4
 
 def config_of(layout, dtype="fp32", style="gpt2"):
     request = parse_layout(layout, mbs="1")
-    return parse([*tiny_job(style, dtype, False, 0.0, 3, BATCH, 8), *request.flags], world_size=request.world_size)
+    return parse([*tiny_job(style, dtype, False, 0.0, 3, BATCH, 8), *request.flags],
+                 world_size=request.world_size)
 
 
 def run(config, main):
     """main(engine) on every rank."""
     p = config.parallel
-    grid = Grid.fit(config.world_size, tp=p.tensor_model_parallel_size, pp=p.pipeline_model_parallel_size, order=p.rank_order)
+    grid = Grid.fit(config.world_size, tp=p.tensor_model_parallel_size, pp=p.pipeline_model_parallel_size,
+                    order=p.rank_order)
     return run_ranks(config.world_size,
                      lambda rank, world: main(build.build_engine(config, Mesh(grid, rank, world.connect))))
 
@@ -39,7 +41,8 @@ def train(engine, steps):
     samples, losses = random_samples(16, SEQ_LENGTH, VOCAB, seed=1), []
     for step in steps:
         batch = global_batch_share(samples, step * BATCH, BATCH, engine.config, engine.mesh)
-        losses.append(train_step(engine, batch, Progress(step=step), learning_rate=1e-2, weight_decay=0.1).loss)
+        losses.append(train_step(engine, batch, Progress(step=step), learning_rate=1e-2,
+                                 weight_decay=0.1).loss)
     return losses
 
 
@@ -48,7 +51,8 @@ def state_of(engine):
     found: dict = {}
     for piece in engine.optimizer.pieces():
         found.setdefault((piece.kind, piece.spec.name), []).append((piece.start, piece.tensor.clone()))
-    return {key: torch.cat([t for _, t in sorted(parts, key=lambda part: part[0])]) for key, parts in found.items()}
+    return {key: torch.cat([t for _, t in sorted(parts, key=lambda part: part[0])])
+            for key, parts in found.items()}
 
 
 def trained(layout, dtype, steps=3):
@@ -82,7 +86,8 @@ def far(monkeypatch):
     """Offloads everything to a FarTier, in sub-groups so small that parameters are cut."""
     def open_far(settings, device):
         tier = FarTier(torch.device("cpu"), "cpu")
-        return Tiers(*(tier if place != "device" else None for place in (settings.optimizer, settings.parameters)))
+        return Tiers(*(tier if place != "device" else None
+                       for place in (settings.optimizer, settings.parameters)))
 
     monkeypatch.setattr(optimizer, "open_tiers", open_far)
     from_config = OffloadSettings.from_config
@@ -102,7 +107,8 @@ def test_offloaded_state_has_the_bits_of_state_that_stays(layout, dtype, far):
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("what", ["offload_param=cpu", "offload=cpu,offload_param=cpu", "offload=cpu,offload_param=cpu,pin=1",
+@pytest.mark.parametrize("what", ["offload_param=cpu", "offload=cpu,offload_param=cpu",
+                                  "offload=cpu,offload_param=cpu,pin=1",
                                   "offload=cpu,offload_param=cpu,prefetch=0"])
 def test_offloaded_weights_have_the_bits_of_weights_that_stay(what, dtype, far):
     assert_same(trained(f"dp=2,pp=2,zero=3,{what}", dtype), trained("dp=2,pp=2,zero=3", dtype))
@@ -118,9 +124,10 @@ def test_offloaded_weights_of_an_inner_group_come_up_to_date(dtype, far):
 def test_a_single_rank_offloads_its_weights_too(dtype, far):
     [(losses, state)] = trained("dp=1,zero=3,offload=cpu,offload_param=cpu", dtype)
     [(expected_losses, expected)] = trained("dp=1,zero=0", dtype)
-    assert losses == pytest.approx(expected_losses, rel=1e-6)       # other buckets, hence another order in the norm
+    # other buckets, hence another order in the norm
+    assert losses == pytest.approx(expected_losses, rel=1e-6)
     for kind, name in expected.keys():
-        if not name.endswith("linear_qkv.bias"):                    # a key's bias has no gradient but rounding
+        if not name.endswith("linear_qkv.bias"):                   # a key's bias has no gradient but rounding
             torch.testing.assert_close(state[kind, name], expected[kind, name], rtol=1e-4, atol=1e-6)
 
     def look(engine):
@@ -131,7 +138,8 @@ def test_a_single_rank_offloads_its_weights_too(dtype, far):
 
 
 @pytest.mark.parametrize("layout", ["dp=2,zero=1,offload=nvme", "dp=2,zero=3,offload=nvme,offload_param=nvme",
-                                    "dp=2,zero=3,offload=cpu,offload_param=nvme", "dp=2,zero=2,offload=nvme,ratio=0.4"])
+                                    "dp=2,zero=3,offload=cpu,offload_param=nvme",
+                                    "dp=2,zero=2,offload=nvme,ratio=0.4"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_disk_gives_the_bits_of_memory(layout, dtype, tmp_path):
     stays = ",".join(item for item in layout.split(",") if not item.startswith(("offload", "ratio")))
@@ -154,7 +162,8 @@ def test_a_part_of_the_state_can_stay(ratio, far):
 
 
 @pytest.mark.parametrize("before, after", [
-    ("dp=2,zero=1,offload=nvme", "dp=1,tp=2,zero=0"), ("dp=1,tp=2,zero=0", "dp=2,zero=3,offload=nvme,offload_param=nvme"),
+    ("dp=2,zero=1,offload=nvme", "dp=1,tp=2,zero=0"),
+    ("dp=1,tp=2,zero=0", "dp=2,zero=3,offload=nvme,offload_param=nvme"),
     ("dp=2,pp=2,zero=3,offload=cpu,offload_param=cpu", "dp=4,zero=2,offload=nvme,ratio=0.5")])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_run_goes_on_from_offloaded_state_and_to_it(before, after, dtype, tmp_path):

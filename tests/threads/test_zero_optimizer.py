@@ -42,9 +42,11 @@ def loss_of(parameters, step, rank=0, size=1):
 
 def make_optimizer(parameters, data, *, stage, scaler=None, clip=1.0, counts=None, **options):
     layers = {0: [parameters]} if stage == 3 else {}      # one layer, all of it in shards
-    settings = ZeroSettings(default_groups(lambda g: OPTIMIZERS["adam"](g, SETTINGS)), STAGES[stage], bucket_elements=200,
-                            clip_grad=clip, make_scaler=lambda: scaler or LossScaler(), persistence=0, **options)
-    return ZeroOptimizer(parameters, settings, DataGroups({DATA_AXES: data}), ParameterUse(layers, counts=counts or {}))
+    settings = ZeroSettings(default_groups(lambda g: OPTIMIZERS["adam"](g, SETTINGS)), STAGES[stage],
+                            bucket_elements=200, clip_grad=clip, make_scaler=lambda: scaler or LossScaler(),
+                            persistence=0, **options)
+    return ZeroOptimizer(parameters, settings, DataGroups({DATA_AXES: data}),
+                         ParameterUse(layers, counts=counts or {}))
 
 
 def main_grad_of(p):
@@ -57,7 +59,8 @@ def whole(optimizer, parameters):
         return [p.detach().clone() for p in parameters]
 
 
-def train_rank(rank, world, size, stage, dtype=torch.float32, scale=1.0, clip=1.0, overlap=True, sent_dtype=None):
+def train_rank(rank, world, size, stage, dtype=torch.float32, scale=1.0, clip=1.0, overlap=True,
+               sent_dtype=None):
     """The steps' norms and the final parameters of one rank."""
     parameters = make_parameters(dtype)
     optimizer = make_optimizer(parameters, world.group("dp-cp", range(size), rank), stage=stage, clip=clip,
@@ -97,8 +100,8 @@ def train_plainly(dtype=torch.float32, clip=1.0, size=1):
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.05])
-@pytest.mark.parametrize("size, stage", [(1, 0), (1, 1), (2, 0), (3, 1), (4, 1), (1, 2), (2, 2), (3, 2), (1, 3), (2, 3),
-                                         (3, 3)])
+@pytest.mark.parametrize("size, stage", [(1, 0), (1, 1), (2, 0), (3, 1), (4, 1), (1, 2), (2, 2), (3, 2),
+                                         (1, 3), (2, 3), (3, 3)])
 def test_zero_equals_plain_adamw_on_the_whole_batch(size, stage, clip):
     expected_norms, expected = train_plainly(clip=clip)
     assert min(expected_norms) > 0.05, "clipping is in force"
@@ -115,17 +118,20 @@ def test_sixteen_bit_training_keeps_fp32_masters(dtype, scale, stage):
     _, expected = train_plainly(dtype, size=2)
     for _, parameters in train(2, stage, dtype, scale):
         for p, e in zip(parameters, expected):
-            # One unit in the last place of the 16-bit type, where the last bits of the masters round the other way.
+            # One unit in the last place of the 16-bit type, where the last bits of the masters round the
+            # other way.
             torch.testing.assert_close(p, e, rtol=torch.finfo(dtype).eps, atol=0)
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("dtype, scale", [(torch.float32, 1.0), (torch.bfloat16, 1.0), (torch.float16, 768.0)])
+@pytest.mark.parametrize("dtype, scale", [(torch.float32, 1.0), (torch.bfloat16, 1.0),
+                                          (torch.float16, 768.0)])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_every_stage_is_bit_equal_to_stage_0_within_one_micro_batch(stage, size, dtype, scale):
     """With clipping too where the layout, and so the order in which squares are added, is the same."""
     clip = 0.05 if stage < 3 else 0.0
-    for (norms0, whole), (norms1, split) in zip(train(size, 0, dtype, scale, clip), train(size, stage, dtype, scale, clip)):
+    for (norms0, whole), (norms1, split) in zip(train(size, 0, dtype, scale, clip),
+                                                train(size, stage, dtype, scale, clip)):
         assert norms0 == norms1 or stage == 3 and norms0 == pytest.approx(norms1, rel=1e-6)
         assert all(torch.equal(a, b) for a, b in zip(whole, split))
 
@@ -142,7 +148,8 @@ def test_all_ranks_skip_when_one_gradient_of_one_rank_overflows(stage):
     def main(rank, world):
         parameters = make_parameters(torch.float16)
         scaler = LossScaler(2.0 ** 16, ScalerRule(True, hysteresis=1))
-        optimizer = make_optimizer(parameters, world.group("dp-cp", range(3), rank), stage=stage, scaler=scaler)
+        optimizer = make_optimizer(parameters, world.group("dp-cp", range(3), rank), stage=stage,
+                                   scaler=scaler)
         before, seen = whole(optimizer, parameters), []
         for step in range(2):
             optimizer.begin_step()
@@ -152,7 +159,8 @@ def test_all_ranks_skip_when_one_gradient_of_one_rank_overflows(stage):
                 main_grad_of(parameters[3])[4] = math.inf
             result = optimizer.step(LR, DECAY)
             unchanged = all(torch.equal(p, b) for p, b in zip(whole(optimizer, parameters), before))
-            seen.append((result.skipped, result.loss_scale, optimizer.loss_scale, unchanged, math.isfinite(result.grad_norm)))
+            seen.append((result.skipped, result.loss_scale, optimizer.loss_scale, unchanged,
+                         math.isfinite(result.grad_norm)))
         return seen, optimizer.extra_state()["num_updates"]
 
     for seen, updates in run_ranks(3, main):
@@ -214,7 +222,8 @@ def test_a_frozen_parameter_is_kept_and_saved_and_never_moves(stage):
         optimizer.step(LR, DECAY)
         saved = [(p.kind, p.start, p.tensor.clone()) for p in optimizer.pieces() if p.spec.name == "fc1.bias"]
         after = whole(optimizer, parameters)
-        return torch.equal(after[1], before), any(torch.equal(a, b) for a, b in zip(after, make_parameters()[2:3])), saved
+        return (torch.equal(after[1], before),
+                any(torch.equal(a, b) for a, b in zip(after, make_parameters()[2:3])), saved)
 
     results = run_ranks(2, main)
     assert [(same, moved) for same, moved, _ in results] == [(True, False)] * 2
@@ -263,7 +272,8 @@ def test_micro_batches_add_up_in_shards(stage, accumulate):
 def test_sixteen_bit_gradients_are_held_and_sent_in_sixteen_bits(stage):
     def main(rank, world):
         parameters = make_parameters(torch.bfloat16)
-        optimizer = make_optimizer(parameters, world.group("dp-cp", range(2), rank), stage=stage, grad_dtype=torch.bfloat16)
+        optimizer = make_optimizer(parameters, world.group("dp-cp", range(2), rank), stage=stage,
+                                   grad_dtype=torch.bfloat16)
         optimizer.begin_step()
         optimizer.arm()
         optimizer.keep_gathered(0)
@@ -271,7 +281,8 @@ def test_sixteen_bit_gradients_are_held_and_sent_in_sixteen_bits(stage):
         grads = [main_grad_of(p).dtype for p in parameters]
         norm = optimizer.step(LR, DECAY).grad_norm
         operation = "all_reduce" if stage == 0 else "reduce_scatter"
-        return norm, set(grads), optimizer.memory().gradients, world.traffic[rank].bytes[operation, "dp-cp", 2]
+        return (norm, set(grads), optimizer.memory().gradients,
+                world.traffic[rank].bytes[operation, "dp-cp", 2])
 
     def wide(rank, world):
         parameters = make_parameters(torch.bfloat16)
@@ -282,7 +293,8 @@ def test_sixteen_bit_gradients_are_held_and_sent_in_sixteen_bits(stage):
     for (norm, dtypes, held, sent), held_wide in zip(run_ranks(2, main), run_ranks(2, wide)):
         assert norm == pytest.approx(expected, rel=0.02)          # sums rounded to 8 bits
         assert dtypes == {torch.bfloat16} and held * 2 == held_wide
-        assert sent - (24 if stage == 0 else 0) == held * (1 if stage < 2 else 2)       # the norm travels by all_reduce
+        # the norm travels by all_reduce
+        assert sent - (24 if stage == 0 else 0) == held * (1 if stage < 2 else 2)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -295,7 +307,8 @@ def test_a_rank_that_gives_no_gradient_to_a_parameter_is_told_by_name(stage):
         optimizer.keep_gathered(0)
         loss = loss_of(parameters, 0, rank, 3) + (0.0 if rank == 1 else parameters[4].sum())
         loss.backward()
-        with pytest.raises(MegatronDSError, match=r"unused received a gradient on rank\(s\) 0, 2 but not on 1"):
+        with pytest.raises(MegatronDSError,
+                           match=r"unused received a gradient on rank\(s\) 0, 2 but not on 1"):
             optimizer.step(LR, DECAY)
 
     run_ranks(3, main)

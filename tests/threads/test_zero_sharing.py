@@ -24,7 +24,8 @@ def parameter(name, shape, **spec):
 
 
 def optimizer_of(parameters, stage, bucket_elements=100, **groups):
-    by_axes = {DATA_AXES: groups.pop("data", None) or solo(), EXPERT_DATA_AXES: groups.pop("expert", None) or solo()}
+    by_axes = {DATA_AXES: groups.pop("data", None) or solo(), EXPERT_DATA_AXES: groups.pop("expert", None)
+               or solo()}
     use = ParameterUse({0: [[p] for p in parameters]} if stage == 3 else {})
     return ZeroOptimizer(parameters, settings_of(stage, bucket_elements), DataGroups(by_axes, **groups), use)
 
@@ -50,12 +51,13 @@ def gradient(shape, seed):
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_tensor_parallel_copies_count_once_and_partial_gradients_are_summed(stage):
-    # Ranks 0..3 = tp 2 x dp 2. `split` differs per tp rank, `copy` is the same on both, `partial` is a sum over both.
+    # Ranks 0..3 = tp 2 x dp 2. `split` differs per tp rank, `copy` is the same on both, `partial` is a sum
+    # over both.
     def main(rank, world):
         t, d = rank % 2, rank // 2
         tp, data = world.group("tp", (2 * d, 2 * d + 1), rank), world.group("dp-cp", (t, t + 2), rank)
-        split, copy, partial = (parameter("split", (9, 3), splits=(Split("tp", 0),)), parameter("copy", (65,)),
-                                parameter("partial", (7,), partial_over=("tp",)))
+        split, copy, partial = (parameter("split", (9, 3), splits=(Split("tp", 0),)),
+                                parameter("copy", (65,)), parameter("partial", (7,), partial_over=("tp",)))
         optimizer = optimizer_of([split, copy, partial], stage, data=data, tp=tp, model=tp)
         optimizer.begin_step()
         optimizer.arm()
@@ -131,11 +133,13 @@ def test_experts_are_reduced_over_their_own_axis(stage):
             torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("stage, operation", [(0, "all_reduce"), (1, "reduce_scatter"), (2, "reduce_scatter")])
+@pytest.mark.parametrize("stage, operation",
+                         [(0, "all_reduce"), (1, "reduce_scatter"), (2, "reduce_scatter")])
 def test_buckets_start_in_order_as_soon_as_they_and_those_before_them_are_complete(stage, operation):
     def main(rank, world):
         parameters = [parameter(name, (90,)) for name in ("first", "second", "third")]      # one bucket each
-        optimizer = optimizer_of(parameters, stage, bucket_elements=1, data=world.group("dp-cp", (0, 1), rank))
+        optimizer = optimizer_of(parameters, stage, bucket_elements=1,
+                                 data=world.group("dp-cp", (0, 1), rank))
         started = lambda: world.traffic[rank].calls[operation, "dp-cp", 2]
         optimizer.begin_step()
         seen = []
@@ -194,13 +198,17 @@ def test_stages_of_one_rank_are_armed_and_tied_one_by_one():
 @pytest.mark.parametrize("order", ["ends first", "turns"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_what_two_stages_of_a_rank_share_is_reduced_once_with_all_that_both_contributed(stage, order):
-    """Stages 0 and 3 use `shared`, whose last contribution comes after either one's last backward; two micro-batches."""
+    """Stages 0 and 3 use `shared`, whose last contribution comes after either one's last backward; two
+    micro-batches."""
     def main(rank, world):
         data = world.group("dp-cp", (0, 1), rank)
-        shared, first, last = parameter("shared", (10, 13)), parameter("first", (70,)), parameter("last", (5, 7))
+        shared, first, last = (parameter("shared", (10, 13)), parameter("first", (70,)),
+                               parameter("last", (5, 7)))
         stage_of = {shared: SHARED, first: 0, last: 3}
-        use = ParameterUse({0: [[shared], [first]], 3: [[last], [shared]]} if stage == 3 else {}, stage_of=stage_of)
-        optimizer = ZeroOptimizer([shared, first, last], settings_of(stage), DataGroups({DATA_AXES: data}), use)
+        use = ParameterUse({0: [[shared], [first]], 3: [[last], [shared]]} if stage == 3 else {},
+                           stage_of=stage_of)
+        optimizer = ZeroOptimizer([shared, first, last], settings_of(stage), DataGroups({DATA_AXES: data}),
+                                  use)
         backwards = [(3, 0), (0, 0), (3, 1), (0, 1)] if order == "turns" else [(0, 0), (0, 1), (3, 0), (3, 1)]
         norms = []
         for _ in range(2):

@@ -24,11 +24,13 @@ def build(rank, world, size, stage, dtype):
         p.spec = ParamSpec(name, shape, Init("normal", 1.0), decay=len(shape) > 1)
         parameters.append(p)
     settings = ZeroSettings(
-        default_groups(lambda g: torch.optim.AdamW(g, fused=True)), STAGES[stage], bucket_elements=200, clip_grad=1.0,
-        persistence=8,
-        make_scaler=lambda: LossScaler(256.0, ScalerRule(True, window=2)) if dtype == torch.float16 else LossScaler())
+        default_groups(lambda g: torch.optim.AdamW(g, fused=True)), STAGES[stage], bucket_elements=200,
+        clip_grad=1.0, persistence=8,
+        make_scaler=lambda: LossScaler(256.0, ScalerRule(True, window=2)) if dtype == torch.float16
+        else LossScaler())
     groups = DataGroups({DATA_AXES: world.group("dp-cp", range(size), rank)})
-    return parameters, ZeroOptimizer(parameters, settings, groups, ParameterUse({0: [parameters[:1], parameters[1:]]}))
+    return (parameters, ZeroOptimizer(parameters, settings, groups,
+                                      ParameterUse({0: [parameters[:1], parameters[1:]]})))
 
 
 def whole(optimizer, parameters):
@@ -49,7 +51,8 @@ def take_steps(parameters, optimizer, steps):
 def store(pieces, logical):
     for piece in pieces:
         if piece.replica == 0:
-            whole = logical.setdefault((piece.kind, piece.spec.name), torch.full((piece.spec.numel,), torch.nan))
+            whole = logical.setdefault((piece.kind, piece.spec.name),
+                                       torch.full((piece.spec.numel,), torch.nan))
             assert whole[piece.start:piece.stop].isnan().all(), "an element was given twice"
             whole[piece.start:piece.stop] = piece.tensor
 
@@ -71,8 +74,8 @@ def test_pieces_of_all_ranks_cover_each_element_of_each_kind_once_before_the_fir
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("before, after", [
-    ((2, 1), (3, 1)), ((3, 1), (1, 0)), ((2, 0), (2, 1)), ((2, 3), (3, 2)), ((3, 2), (2, 3)), ((2, 3), (1, 0)),
-    ((2, 0), (3, 3)), ((1, 3), (2, 3)), ((2, 1), (2, 3))])
+    ((2, 1), (3, 1)), ((3, 1), (1, 0)), ((2, 0), (2, 1)), ((2, 3), (3, 2)), ((3, 2), (2, 3)),
+    ((2, 3), (1, 0)), ((2, 0), (3, 3)), ((1, 3), (2, 3)), ((2, 1), (2, 3))])
 def test_a_run_goes_on_in_another_layout_as_if_nothing_had_happened(before, after, dtype):
     def first(rank, world):
         parameters, optimizer = build(rank, world, *before, dtype)
@@ -101,8 +104,10 @@ def test_a_run_goes_on_in_another_layout_as_if_nothing_had_happened(before, afte
     for parameters, extra in run_ranks(after[0], second):
         assert extra == results[0][2] and extra["num_updates"] == 5
         for got, expected in zip(parameters, results[0][1]):
-            # Equal gradients on 2 ranks average exactly, on 3 ranks up to rounding; clipping sees another summation order.
-            torch.testing.assert_close(got, expected, rtol=2e-6 if dtype == torch.float32 else 1e-3, atol=1e-7)
+            # Equal gradients on 2 ranks average exactly, on 3 ranks up to rounding; clipping sees another
+            # summation order.
+            torch.testing.assert_close(got, expected, rtol=2e-6 if dtype == torch.float32 else 1e-3,
+                                       atol=1e-7)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
