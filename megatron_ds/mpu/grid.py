@@ -218,5 +218,6 @@ def ranks_in_short(ranks: Sequence[int]) -> str:
         return ", ".join(map(str, ranks))
     step = ranks[1] - ranks[0]
     if any(b - a != step for a, b in zip(ranks, ranks[1:])):
-        return ", ".join(map(str, ranks)) if len(ranks) <= 8 else f"{', '.join(map(str, ranks[:4]))}, … {ranks[-1]}"
+        return (", ".join(map(str, ranks)) if len(ranks) <= 8
+                else f"{', '.join(map(str, ranks[:4]))}, … {ranks[-1]}")
     return f"{ranks[0]}–{ranks[-1]}" if step == 1 else f"{ranks[0]}, {ranks[1]}, … {ranks[-1]}"

@@ -44,7 +44,8 @@ SOURCE = "by times measured here"
 
 @dataclass(frozen=True)
 class LayerCost:
-    """Cost of one micro-batch: forward and the two halves of backward, as in `pipeline.instruction.StageCosts`.
+    """Cost of one micro-batch: forward and the two halves of backward, as in
+    `pipeline.instruction.StageCosts`.
 
     The unit is that of the rule: FLOPs, parameters, layers or seconds.
     """

@@ -1,7 +1,7 @@
 """`Batches`: this rank's batches of a run, ready for the model, for training, evaluation and comparisons.
 
     read       the samples of this rank: ranks along dp read different ones, all others read the same
-    lengths    shorten the sequences, if a curriculum over lengths says so
+    lengths    shorten the sequences, if a curriculum over lengths is configured
     keeping    how many tokens the layers keep that drop some
     cut        the tokens of each sequence that this rank holds
     to         the device
@@ -75,7 +75,7 @@ class Batches:
 
 
 def make_batches(config: RunConfig, mesh: Mesh, part: SequenceSlice) -> Batches:
-    """As the config says."""
+    """The batches of a rank, as configured."""
     return Batches(mesh.samples, part, mesh.device, make_lengths(config), make_token_drop(config))
 
 

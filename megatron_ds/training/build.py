@@ -1,12 +1,14 @@
-"""From a config to running objects: the only file that sees the whole `RunConfig` and every room at once.
+"""From a configuration to running objects: the one file that uses all of `RunConfig` and every room.
 
-Pure decisions are in `planning/run_plan.py` (how layers are cut, which program each pipeline rank runs); here are the objects
-(`build_engine`). Layers receive numbers and groups, never the config's root.
+`planning/run_plan.py` makes the decisions (how layers are cut, the program of each pipeline rank);
+`build_engine` makes the objects. Layers receive a `ParallelContext` and numbers, never the whole
+configuration.
 """
 
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from torch import nn
 
@@ -37,11 +39,12 @@ from .step_metrics import StepMetrics
 class Engine:
     """The running objects of one rank.
 
-    batches   makes this rank's batches
-    stages    of this rank, by global number
-    modules   of all of them, in the model's order
-    pinned, why_pinned  ZeRO 3 gathers a stage once a step; and what decided about it, where the config does not say
-    metrics   of training steps, over all ranks
+    batches        makes this rank's batches
+    stages         the pipeline stages of this rank, by global number
+    modules        the layers of all these stages, in the order of the model
+    keeps_gathered ZeRO 3 gathers the weights of a stage once a step
+    why_gathered   the reason of `keeps_gathered`; "" if the configuration states it
+    metrics        of training steps, over all ranks
     """
 
     config: RunConfig
@@ -53,8 +56,8 @@ class Engine:
     parameters: list[nn.Parameter]
     optimizer: ZeroOptimizer
     executor: Executor
-    pinned: bool
-    why_pinned: str
+    keeps_gathered: bool
+    why_gathered: str
     metrics: StepMetrics
 
     @property
@@ -64,37 +67,45 @@ class Engine:
                 for name, module in zip(self.plan.stage_names(index), stage.modules, strict=True)}
 
     def traffic(self) -> Counter:
-        """Payload bytes of a step of the full batch by (operation, group's axes), over the data-parallel ranks, as planned."""
+        """Planned payload bytes of a step of the full batch over the data-parallel ranks, by (operation,
+        axes)."""
         m, zero = microbatches_of(self.config), self.config.zero
-        program = plan_schedule(self.config, m, self.pinned, self.plan.stage_costs())[self.mesh.coordinate("pp")]
-        return self.optimizer.traffic(m, zero.stage >= 2 and zero.zero_accumulate == "sharded", self.pinned,
-                                      moments_of(program))
+        schedule = plan_schedule(self.config, m, self.keeps_gathered, self.plan.stage_costs())
+        return self.optimizer.traffic(m, zero.stage >= 2 and zero.zero_accumulate == "sharded",
+                                      self.keeps_gathered, moments_of(schedule[self.mesh.coordinate("pp")]))
 
 
 def build_engine(config: RunConfig, mesh: Mesh) -> Engine:
-    """Build this rank's stages and optimizer. Collective: the optimizer may gather its first parameters."""
+    """Build this rank's stages and optimizer. Collective over the world."""
+    # The plan: layers, their cut into stages, the stages of this rank.
     memory = memory_of_rank(mesh) if is_automatic(config) else 0
     ctx = parallel_context(config, mesh)
-    layers = describe_layers(config, mesh)
-    plan = plan_run(config, layers, measured_times(config, mesh, ctx))
+    plan = plan_run(config, describe_layers(config, mesh), measured_times(config, mesh, ctx))
     mesh.place_stages(plan.shape.placement)
-    built = build_stages({stage: plan.stage_layers(stage) for stage in plan.shape.stages_of(mesh.coordinate("pp"))})
+    held = plan.shape.stages_of(mesh.coordinate("pp"))
+
+    # Modules and their initial weights. Those on the meta device are drawn by the optimizer, shard by shard.
+    built = build_stages({stage: plan.stage_layers(stage) for stage in held})
     modules = nn.ModuleList(module for stage in built.values() for module in stage)
     parameters = list(modules.parameters())
     if not parameters or not parameters[0].is_meta:
         initialize(parameters, config.train.seed, mesh.coordinates)
+
+    # The optimizer takes over the parameters. On all ranks, because one rank's disk may be full.
     groups = _data_groups(config, mesh)
-    # Together: a rank's disk may be full.
-    optimizer = on_all_ranks(mesh.group("world"), lambda: _build_optimizer(config, mesh, groups, built, parameters))
-    pinned, why_pinned = _pinning(config, mesh, memory, optimizer, plan)
-    stages = {index: _build_stage(config, mesh, index, list(built[index]), optimizer, plan) for index in built}
-    return Engine(config, mesh, plan, make_batches(config, mesh, ctx.slice), stages, modules, parameters, optimizer,
-                  _build_executor(config, mesh, ctx.slice, stages, optimizer, plan, pinned), pinned, why_pinned,
-                  StepMetrics(mesh, config.train.calculate_per_token_loss))
+    make = partial(_build_optimizer, config, mesh, groups, built, parameters)
+    optimizer = on_all_ranks(mesh.group("world"), make)
+    keeps, why = _keep_gathered(config, mesh, memory, optimizer, plan)
+
+    stages = {i: _build_stage(config, mesh, i, list(built[i]), optimizer, plan) for i in built}
+    executor = _build_executor(config, mesh, ctx.slice, stages, optimizer, plan, keeps)
+    metrics = StepMetrics(mesh, config.train.calculate_per_token_loss)
+    return Engine(config, mesh, plan, make_batches(config, mesh, ctx.slice), stages, modules, parameters,
+                  optimizer, executor, keeps, why, metrics)
 
 
-def _build_stage(config: RunConfig, mesh: Mesh, index: int, modules: list[nn.Module], optimizer: ZeroOptimizer,
-                 plan: RunPlan) -> Stage:
+def _build_stage(config: RunConfig, mesh: Mesh, index: int, modules: list[nn.Module],
+                 optimizer: ZeroOptimizer, plan: RunPlan) -> Stage:
     gathering, is_last = optimizer.gathering_of(index), index == plan.shape.num_stages - 1
     hooks = LayerHooks(gathering.enter, gathering.leave, gathering.close) if gathering else LayerHooks()
     return Stage(index, modules, is_first=index == 0, is_last=is_last,
@@ -102,8 +113,9 @@ def _build_stage(config: RunConfig, mesh: Mesh, index: int, modules: list[nn.Mod
                  per_token=config.train.calculate_per_token_loss)
 
 
-def _pinning(config: RunConfig, mesh: Mesh, memory: int, optimizer: ZeroOptimizer, plan: RunPlan) -> tuple[bool, str]:
-    """(whether stages are pinned, why). Collective over the world where that is for us to decide."""
+def _keep_gathered(config: RunConfig, mesh: Mesh, memory: int, optimizer: ZeroOptimizer,
+                   plan: RunPlan) -> tuple[bool, str]:
+    """(whether stages stay gathered for a step, why). Collective over the world if the setting is "auto"."""
     if not is_automatic(config):
         return config.zero.stage == 3 and config.zero.zero3_pin_stage == "on", ""
     program = plan_schedule(config, microbatches_of(config), costs=plan.stage_costs())[mesh.coordinate("pp")]
@@ -125,17 +137,18 @@ def _build_optimizer(config: RunConfig, mesh: Mesh, groups: DataGroups, stages: 
     counts = {p: count for modules in stages.values() for p, count in count_uses(modules).items()}
     seed, coordinates = config.train.seed, mesh.coordinates
     return ZeroOptimizer(
-        parameters, ZeroSettings.from_config(config), groups, ParameterUse.of_stages(stages, counts), mesh.device,
-        draw=lambda spec, start, out: initialize_interval(out, spec, start, seed, coordinates))
+        parameters, ZeroSettings.from_config(config), groups, ParameterUse.of_stages(stages, counts),
+        mesh.device, draw=lambda spec, start, out: initialize_interval(out, spec, start, seed, coordinates))
 
 
-def _build_executor(config: RunConfig, mesh: Mesh, part: SequenceSlice, stages: dict[int, Stage], optimizer: ZeroOptimizer,
-                    plan: RunPlan, pinned: bool) -> Executor:
+def _build_executor(config: RunConfig, mesh: Mesh, part: SequenceSlice, stages: dict[int, Stage],
+                    optimizer: ZeroOptimizer, plan: RunPlan, keeps_gathered: bool) -> Executor:
     pp_rank, costs = mesh.coordinate("pp"), plan.stage_costs()
     return Executor(
-        lambda num_microbatches: plan_schedule(config, num_microbatches, pinned, costs)[pp_rank],
+        lambda num_microbatches: plan_schedule(config, num_microbatches, keeps_gathered, costs)[pp_rank],
         stages, Channels(mesh.group("pp")), stage_rank=plan.shape.placement.__getitem__,
-        activation_shape=lambda batch: part.hidden_shape(batch.seq_length, batch.size, config.model.hidden_size),
+        activation_shape=lambda batch: part.hidden_shape(batch.seq_length, batch.size,
+                                                         config.model.hidden_size),
         dtype=DTYPES[config.optimizer.params_dtype], device=mesh.device,
         hooks={Op.REDUCE: optimizer.arm, Op.TIE: optimizer.reduce_tied,
                Op.GATHER: optimizer.keep_gathered, Op.RELEASE: optimizer.release_gathered})

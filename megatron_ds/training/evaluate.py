@@ -11,7 +11,8 @@ from .step_metrics import StepMetrics
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Means over the global batches; metrics: what layers added, by name. stop: a rank asked to end the run meanwhile."""
+    """Means over the global batches; metrics: what layers added, by name. stop: a rank asked to end the run
+    meanwhile."""
 
     loss: float
     metrics: dict[str, float]

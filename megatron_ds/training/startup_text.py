@@ -36,7 +36,7 @@ def describe(engine: Engine, launch_source: str, given: RunConfig) -> str:
     return "\n".join((
         grid_text(mesh.grid, launch_source, mesh.device.type), _model(engine, given), "",
         _stages(engine.plan, SHARES[config.parallel.pipeline_cut]), "",
-        _schedule(config, engine.plan, engine.pinned), "",
+        _schedule(config, engine.plan, engine.keeps_gathered), "",
         f"optimizer: {config.optimizer.optimizer}, {config.optimizer.params_dtype} weights, "
         f"{config.optimizer.gradient_dtype} gradients, fp32 optimizer state",
         _zero(engine), _memory(engine), "",
@@ -56,7 +56,8 @@ def _activations(engine: Engine) -> dict[str, int]:
     # A plan for CPUs needs FakeTensorMode, which imports torch._dynamo: 2 to 3 s of every start on a laptop.
     if engine.mesh.device.type == "cpu":
         return {}
-    schedule = plan_schedule(engine.config, microbatches_of(engine.config), engine.pinned, engine.plan.stage_costs())
+    schedule = plan_schedule(engine.config, microbatches_of(engine.config), engine.keeps_gathered,
+                             engine.plan.stage_costs())
     program = schedule[engine.mesh.coordinate("pp")]
     runs = run_own_stages(engine.config, engine.mesh, engine.plan, program, only_forward=True)
     return {"activations": most_kept(program, {stage: run.kept for stage, run in runs.items()})}
@@ -154,7 +155,7 @@ def _zero(engine: Engine) -> str:
     where = f" ({listed})" if set(places) - {"device"} else ""
     return (f"ZeRO stage {config.zero.stage}: {memory.total:,} bytes of state on this rank{where}; payload "
             "of a step over the data-parallel ranks: "
-            f"{sent or 'none'}" + (f"\n{engine.why_pinned}" if engine.why_pinned else ""))
+            f"{sent or 'none'}" + (f"\n{engine.why_gathered}" if engine.why_gathered else ""))
 
 
 def _stages(plan: RunPlan, counted: str) -> str:

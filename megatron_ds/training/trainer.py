@@ -179,7 +179,8 @@ class Trainer:
             data_seconds=statistics.fmean(done.data_seconds for done in self._window),
             kept_tokens=kept_tokens, layer_tokens=p.layer_tokens,
             actual_seq_length=self._layer_tokens(p.step - 1, seq_length) // self.config.model.num_layers,
-            metrics={name: statistics.fmean(o.metrics[name] for o in outcomes if name in o.metrics) for name in last.metrics})
+            metrics={name: statistics.fmean(o.metrics[name] for o in outcomes if name in o.metrics)
+                     for name in last.metrics})
 
     def _warn_of_stall(self, record: TrainRecord) -> None:
         """Warn once a run that steps wait for data."""
@@ -210,8 +211,8 @@ class Trainer:
         if validation:
             self._validated_step = self.progress.step
         if self.engine.mesh.rank == 0:
-            self.log.evaluation(EvalRecord(self.progress.step, self.progress.samples, split, result.loss, result.seconds,
-                                           result.metrics))
+            self.log.evaluation(EvalRecord(self.progress.step, self.progress.samples, split, result.loss,
+                                           result.seconds, result.metrics))
         return result.stop
 
     def _evaluate_everything(self) -> None:

@@ -54,10 +54,13 @@ def test_threads_share_the_main_heap_and_freed_memory_is_kept_when_asked(asked, 
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on CUDA devices the allocator stays as it is")
-@pytest.mark.parametrize("flags, kept", [([], True), (["--zero-stage", "1", "--offload-optimizer", "cpu"], False)])
-def test_the_allocator_is_set_before_ranks_are_met_and_keeps_memory_where_nothing_is_offloaded(flags, kept, monkeypatch):
+@pytest.mark.parametrize("flags, kept",
+                         [([], True), (["--zero-stage", "1", "--offload-optimizer", "cpu"], False)])
+def test_the_allocator_is_set_before_ranks_are_met_and_keeps_memory_where_nothing_is_offloaded(flags, kept,
+                                                                                               monkeypatch):
     events, start = [], distributed.launching.start
     monkeypatch.setattr(distributed, "set_allocator", lambda keep_freed: events.append(keep_freed))
-    monkeypatch.setattr(distributed.launching, "start", lambda *arguments: events.append("start") or start(*arguments))
+    monkeypatch.setattr(distributed.launching, "start", lambda *arguments: events.append("start")
+                        or start(*arguments))
     with distributed.joined(parse([*JOB, *flags], world_size=1), Launch()):
         assert events == [kept, "start"]

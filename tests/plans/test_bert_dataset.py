@@ -150,7 +150,8 @@ def test_samples_are_sentences_of_one_document_of_the_part_and_enough_of_them(tm
     for first, stop, target in samples.mapping.tolist():
         document = max(d for d in range(6) if bounds[d] <= first)
         assert 1 <= document < 4 and stop <= bounds[document + 1] and stop - first >= 2 and 2 <= target <= 29
-    assert all(set(samples[i]["text"]) <= set(IDS) and samples[i]["padding_mask"].sum() <= 32 for i in range(40))
+    assert all(set(samples[i]["text"]) <= set(IDS) and samples[i]["padding_mask"].sum() <= 32
+               for i in range(40))
     monkeypatch.setattr(bert_data, "build_mapping", lambda *a, **k: pytest.fail("built again"))
     again = open_dataset(corpus, samples=40, documents=range(1, 4))
     assert np.array_equal(again.mapping, samples.mapping)

@@ -92,7 +92,8 @@ def test_a_file_of_another_size_is_written_again(tmp_path, size, change):
     assert equal(load(tmp_path, builds)) and equal(load(tmp_path, builds)) and len(builds) == 1
 
 
-def test_a_large_entry_is_read_once_for_all_processes_and_again_when_a_file_was_written(tmp_path, monkeypatch):
+def test_a_large_entry_is_read_once_for_all_processes_and_again_when_a_file_was_written(tmp_path,
+                                                                                        monkeypatch):
     monkeypatch.setattr(cache, "ALWAYS_BYTES", 0)
     read, sums_of = [], cache.sums_of
     load(tmp_path)

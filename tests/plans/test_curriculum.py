@@ -10,7 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ds.config.data_efficiency_options import read_metric
-from megatron_ds.data.curriculum.curriculum_order import CurriculumOrder, Stage, _floor_sum, order_by_difficulty, shuffled
+from megatron_ds.data.curriculum.curriculum_order import (
+    CurriculumOrder,
+    Stage,
+    _floor_sum,
+    order_by_difficulty,
+    shuffled,
+)
 from megatron_ds.data.curriculum.difficulty_metrics import write_metric
 from megatron_ds.data.loading.loader import Loader
 from megatron_ds.data.samples.gpt_data import GPTCollator

@@ -53,8 +53,8 @@ def test_second_opening_maps_the_cache_and_builds_nothing(tmp_path, monkeypatch)
     first = open_dataset(corpus, 9)[8]["tokens"]
     names = sorted(os.listdir(tmp_path / "cache" / "GPTDataset_indices"))
     assert [n.split("-", 1)[-1] for n in names if not n.startswith(".")] == [
-        "GPTDataset-train-description.txt", "GPTDataset-train-document_index.npy", "GPTDataset-train-sample_index.npy",
-        "GPTDataset-train-shuffle_index.npy"]
+        "GPTDataset-train-description.txt", "GPTDataset-train-document_index.npy",
+        "GPTDataset-train-sample_index.npy", "GPTDataset-train-shuffle_index.npy"]
     monkeypatch.setattr(gpt_data, "build_index_maps", None)
     assert open_dataset(corpus, 9)[8]["tokens"].tolist() == first.tolist()
     with pytest.raises(TypeError):

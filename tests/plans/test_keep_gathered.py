@@ -19,13 +19,13 @@ from megatron_ds.planning.keep_gathered import (
 def test_the_tightest_rank_decides_to_the_byte(spare, keeps):
     roomy, tight = MemoryBudget(10_000, 1, 2, 3, 4), MemoryBudget(1000, 100, 200, 300, 300 - spare)
     decision = decide_keep_gathered([roomy, tight, roomy])
-    assert (decision.keeps, decision.rank, decision.budget) == (keeps, 1, tight)         # 1000 - a tenth = 900
+    assert (decision.keeps, decision.rank, decision.budget) == (keeps, 1, tight)        # 1000 - a tenth = 900
 
 
 def test_nothing_is_kept_gathered_where_nothing_is_gathered_or_memory_is_unknown():
     assert not decide_keep_gathered([MemoryBudget(10_000, 1, 2, 3, 0)]).keeps
     assert not decide_keep_gathered([MemoryBudget(0, 1, 2, 3, 4)]).keeps
-    small = MemoryBudget(10_000, 1, 2, 3, 0)                         # all its parameters are kept whole anyway
+    small = MemoryBudget(10_000, 1, 2, 3, 0)                        # all its parameters are kept whole anyway
     assert decide_keep_gathered([small, MemoryBudget(10_000, 1, 2, 3, 4)]).keeps
 
 

@@ -102,9 +102,12 @@ def test_the_ends_of_the_model_are_where_its_stages_were_placed():
             mesh = recorded_mesh(Grid(pp=3), rank)[0]
             mesh.place_stages(placement)
             mesh_module.set_mesh(mesh)
-            seen[name, rank] = (mesh.stages, getters.is_pipeline_first_stage(), getters.is_pipeline_last_stage(),
-                                [getters.is_pipeline_last_stage(ignore_virtual=False, vp_stage=c) for c in (0, 1)],
-                                getters.is_rank_in_embedding_group(), getters.get_pipeline_model_parallel_last_rank())
+            seen[name, rank] = (mesh.stages, getters.is_pipeline_first_stage(),
+                                getters.is_pipeline_last_stage(),
+                                [getters.is_pipeline_last_stage(ignore_virtual=False, vp_stage=c)
+                                 for c in (0, 1)],
+                                getters.is_rank_in_embedding_group(),
+                                getters.get_pipeline_model_parallel_last_rank())
             assert getters.get_virtual_pipeline_model_parallel_world_size() == 2
             with pytest.raises(ConfigError, match="holds 2 stages of the model, numbered 0 to 1"):
                 getters.is_pipeline_first_stage(ignore_virtual=False)

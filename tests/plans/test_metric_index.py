@@ -6,7 +6,13 @@ import os
 import numpy as np
 import pytest
 
-from megatron_ds.data.curriculum.difficulty_metrics import ListFile, fitting_dtype, write_list_file, write_metric, write_total
+from megatron_ds.data.curriculum.difficulty_metrics import (
+    ListFile,
+    fitting_dtype,
+    write_list_file,
+    write_metric,
+    write_total,
+)
 from megatron_ds.errors import DataError
 
 # Written by DeepSpeed 0.19.8's MMapIndexedDatasetBuilder: rows, their type, .bin, .idx.

@@ -40,7 +40,8 @@ def test_sample_index_equals_the_plain_one(threads):
         if tokens == 0:
             continue
         plain = plain_sample_index(lengths, order, seq_length)
-        assert equal(index_maps.extension().sample_index_int32(lengths, order, seq_length, tokens, threads), plain)
+        assert equal(index_maps.extension().sample_index_int32(lengths, order, seq_length, tokens, threads),
+                     plain)
         wide = index_maps.extension().sample_index_int64(lengths, order, seq_length, tokens, threads)
         assert equal(wide, plain.astype(np.int64))
 
@@ -81,14 +82,15 @@ def test_blends_equal_the_plain_ones(kind):
             if limits is not None and size:
                 shares = limits / limits.sum()
             plain = plain_draw(shares, size, limits)
-            for segment in (1, 7, 100, 10**6):              # short ones begin wrong now and then, and are drawn again
+            for segment in (1, 7, 100, 10**6):      # short ones begin wrong now and then, and are drawn again
                 assert all(map(equal, index_maps.extension().blend(shares, size, limits, segment, 2), plain))
 
 
 def test_long_blends_equal_the_plain_ones():
     rng = np.random.default_rng(0)
     for shares in (shares_of("random", 64, rng), shares_of("wide", 12, rng)):
-        assert all(map(equal, index_maps.extension().blend(shares, 40000, None, 9000, 2), plain_draw(shares, 40000, None)))
+        assert all(map(equal, index_maps.extension().blend(shares, 40000, None, 9000, 2),
+                       plain_draw(shares, 40000, None)))
 
 
 def test_all_processors_draw_a_long_blend_and_one_a_short_one_of_many_datasets(monkeypatch):
@@ -115,7 +117,8 @@ def test_shares_that_do_not_sum_to_one_are_drawn_the_same():
     for total in (0.3, 0.999, 1.7):
         shares = shares_of("random", 20, rng) * total
         shares[3::7] = 0
-        assert all(map(equal, index_maps.extension().blend(shares, 3000, None, 500, 2), plain_draw(shares, 3000, None)))
+        assert all(map(equal, index_maps.extension().blend(shares, 3000, None, 500, 2),
+                       plain_draw(shares, 3000, None)))
 
 
 def test_bert_rows_equal_the_plain_ones():
@@ -141,7 +144,8 @@ def test_bert_rows_equal_the_plain_ones():
 def test_without_the_extension_numpy_builds_the_same_and_says_so_once(monkeypatch, caplog):
     lengths, documents = np.array([5, 3, 8, 1, 10, 4], np.int32), np.arange(6)
     compiled = build_index_maps(lengths, documents, 4, 16, seed=1234)
-    monkeypatch.setitem(sys.modules, "megatron_ds._index_builder", None)        # importing it is an ImportError then
+    # importing it is an ImportError then
+    monkeypatch.setitem(sys.modules, "megatron_ds._index_builder", None)
     index_maps.extension.cache_clear()
     try:
         for _ in range(2):

@@ -214,7 +214,7 @@ def test_attention_without_causality_sees_the_future():
 def test_attention_dropout_zeroes_probabilities_where_the_mask_says():
     q, k, v = qkv(6, 6, 2, 4, 2, 6)
     keep = attention_keep_mask(0.3, sample_keys(1, "a", (0, 1)), heads=range(4), rows=range(6), cols=6)
-    values = torch.eye(6).view(6, 1, 1, 6).expand(6, 2, 2, 6)                   # so the output is the probabilities
+    values = torch.eye(6).view(6, 1, 1, 6).expand(6, 2, 2, 6)             # so the output is the probabilities
     p = attention(q, k, values, keep=keep).view(6, 2, 4, 6).permute(1, 2, 0, 3)
     plain = attention(q, k, values).view(6, 2, 4, 6).permute(1, 2, 0, 3)
     torch.testing.assert_close(p, plain * keep.mask / 0.7, rtol=1e-4, atol=1e-6)

@@ -44,7 +44,8 @@ def test_a_run_finds_what_was_prepared_and_builds_nothing(corpora, tmp_path, mon
     assert tool().main(["--prepare-cache-world-size", "4", *flags]) == 0
     printed = capsys.readouterr().out
     assert "train data" in printed and "60.00%" in printed and str(tmp_path / "kept") in printed
-    assert len(os.listdir(tmp_path / "kept")) == 3 * (2 * 4 + 3) + 1           # parts of two corpora and a blend; the lock
+    # parts of two corpora and a blend; the lock
+    assert len(os.listdir(tmp_path / "kept")) == 3 * (2 * 4 + 3) + 1
     for module, name in ((gpt_data, "build_index_maps"), (datasets, "build_blend_index")):
         monkeypatch.setattr(module, name, lambda *_: pytest.fail("built again"))
     config = parse(flags)

@@ -7,7 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ds.config import OptimizerConfig, RunConfig, TrainConfig
-from megatron_ds.config.training_schedule import make_batch_size, make_learning_rate, make_weight_decay, parse_batch_steps
+from megatron_ds.config.training_schedule import (
+    make_batch_size,
+    make_learning_rate,
+    make_weight_decay,
+    parse_batch_steps,
+)
 from megatron_ds.ramps import (
     BatchSize,
     DeepSpeedRate,

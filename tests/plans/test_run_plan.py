@@ -9,7 +9,15 @@ from megatron_ds.errors import ConfigError
 from megatron_ds.models import MODELS
 from megatron_ds.mpu.group import solo
 from megatron_ds.pipeline.instruction import Op
-from megatron_ds.planning.layer_costs import SOURCE, LayerCost, Times, read_costs, time_layers, time_transfer, write_costs
+from megatron_ds.planning.layer_costs import (
+    SOURCE,
+    LayerCost,
+    Times,
+    read_costs,
+    time_layers,
+    time_transfer,
+    write_costs,
+)
 from megatron_ds.planning.run_plan import RULES, PipelineShape, pipeline_shape, plan_run, plan_schedule
 from megatron_ds.training.pretrain import KNOWN_NAMES
 from tests.harness.model_runs import context_of

@@ -140,7 +140,8 @@ def test_one_command_starts_and_resumes(tmp_path, caplog):
 
 
 def test_a_misspelt_load_is_an_error_with_the_names_that_are_close(used, tmp_path):
-    with pytest.raises(CheckpointError, match=r"--load .*/uzed: the folder does not exist, .* Did you mean .*/used\?"):
+    with pytest.raises(CheckpointError,
+                       match=r"--load .*/uzed: the folder does not exist, .* Did you mean .*/used\?"):
         start(load=tmp_path / "uzed")
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match="--load .*/empty: the folder holds no checkpoint"):
@@ -178,7 +179,8 @@ def room(folder, saves=1, limit=None):
 
 def test_a_disk_that_cannot_hold_one_checkpoint_is_an_error_before_the_first_step(tmp_path, monkeypatch):
     monkeypatch.setattr(disk_space, "free_bytes", lambda folder: BYTES - 1)
-    with pytest.raises(CheckpointError, match=rf"--save .*: no space left .* {BYTES:,} bytes needed, {BYTES - 1:,} free"):
+    with pytest.raises(CheckpointError,
+                       match=rf"--save .*: no space left .* {BYTES:,} bytes needed, {BYTES - 1:,} free"):
         room(tmp_path)
     monkeypatch.setattr(disk_space, "free_bytes", lambda folder: None)
     room(tmp_path)

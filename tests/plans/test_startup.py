@@ -6,7 +6,14 @@ from megatron_ds.config import RunConfig, Source, parse
 from megatron_ds.config.messages import value_text
 from megatron_ds.config.run import non_default
 from megatron_ds.mpu.grid import Grid
-from megatron_ds.training.startup_text import WIDTH, count_parameters, grid_text, layers_text, values_text, vocabulary_text
+from megatron_ds.training.startup_text import (
+    WIDTH,
+    count_parameters,
+    grid_text,
+    layers_text,
+    values_text,
+    vocabulary_text,
+)
 
 JOB = ["--num-layers", "3", "--hidden-size", "24", "--num-attention-heads", "4", "--seq-length", "16",
        "--vocab-size", "50", "--make-vocab-size-divisible-by", "8", "--micro-batch-size", "2", "--lr", "1e-3",

@@ -90,7 +90,8 @@ def test_the_entry_scripts_import_nothing_slow_before_they_handle_signals(tmp_pa
 
 def test_a_rank_of_several_that_is_signalled_in_its_imports_goes_on_to_where_ranks_agree(tmp_path):
     (tmp_path / "slow_module.py").write_text(MODULE + "from megatron_ds.cli import StopRequest\n"
-                                             "def main():\n    with StopRequest() as stop:\n        print(stop.received)\n")
+                                             "def main():\n    with StopRequest() as stop:\n        "
+                                             "print(stop.received)\n")
     command = "from megatron_ds.cli import run_command; run_command('slow_module', 'main')"
     environment = {"AT": "import", "SIGNAL": str(int(signal.SIGTERM)), "RANK": "1", "WORLD_SIZE": "2",
                    "PYTHONPATH": f"{ROOT}:{tmp_path}"}

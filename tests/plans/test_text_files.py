@@ -11,7 +11,14 @@ import sys
 import numpy as np
 import pytest
 
-from megatron_ds.data.text.text_files import Slice, check_files, place_of, read_blocks, slices_of_shard, texts_of
+from megatron_ds.data.text.text_files import (
+    Slice,
+    check_files,
+    place_of,
+    read_blocks,
+    slices_of_shard,
+    texts_of,
+)
 from megatron_ds.data.text.text_records import lines_before
 from megatron_ds.errors import ConfigError, DataError
 

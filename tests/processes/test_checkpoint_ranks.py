@@ -14,7 +14,8 @@ SPLIT = Layout(tp=2, padded=14)
 
 
 def groups(layout, rank, world):
-    return {"coordinates": tp_coordinates(layout, rank), "world": world.group("world", range(world.size), rank)}
+    return {"coordinates": tp_coordinates(layout, rank),
+            "world": world.group("world", range(world.size), rank)}
 
 
 def save_step(rank, world, folder, layout, step, seed):

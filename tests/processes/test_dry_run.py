@@ -115,6 +115,7 @@ def test_a_real_run_on_a_cpu_starts_without_torchs_compiler():
     code = ("import sys; from megatron_ds.training.pretrain import pretrain; ended = pretrain(sys.argv[1:]); "
             "sys.exit(ended or 'torch._dynamo' in sys.modules)")
     job = [*JOB, "--train-iters", "1", "--global-batch-size", "2", "--eval-iters", "0", "--mock-data"]
-    ran = subprocess.run([sys.executable, "-c", code, *job], cwd=ROOT, capture_output=True, text=True, timeout=300,
-                         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
-    assert ran.returncode == 0 and "memory of rank 0" in ran.stdout and "activations" not in ran.stdout, ran.stderr
+    ran = subprocess.run([sys.executable, "-c", code, *job], cwd=ROOT, capture_output=True, text=True,
+                         timeout=300, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+    assert (ran.returncode == 0 and "memory of rank 0" in ran.stdout
+            and "activations" not in ran.stdout), ran.stderr

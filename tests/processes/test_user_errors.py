@@ -124,7 +124,8 @@ def test_a_tokenizer_that_cannot_be_made_is_told_with_its_flags(corpora, tokeniz
      "--save .*: no checkpoint can be written there .* would lose its work at the first save"),
     ("--save", "file", "--save .*: no checkpoint can be written there"),
     ("--tensorboard-dir", "file/events", "--tensorboard-dir: nothing can be written in"),
-    ("--metrics-path", "file/metrics.jsonl", r"--metrics-path: nothing can be written in .*file \(it is a file\)"),
+    ("--metrics-path", "file/metrics.jsonl",
+     r"--metrics-path: nothing can be written in .*file \(it is a file\)"),
     ("--metrics-path", ".", "is not a file. Give a file, such as"),
     ("--metrics-path", "file", "does not hold metrics, so no records can be appended to it"),
 ])
@@ -159,9 +160,12 @@ def resumed(corpora, checkpoint, *more: str, data: str = "good") -> list[str]:
 @pytest.mark.parametrize("ranks, more, words", [
     (1, ["--hidden-size", "64"], "hidden_size: checkpoint 32, this run 64"),
     (2, ["--num-layers", "4"], "num_layers: checkpoint 2, this run 4"),
-    (1, ["--vocab-size", "62"], "tokenizer.fingerprint: checkpoint 'NullTokenizer:61', this run 'NullTokenizer:62'"),
-    (1, ["--seed", "5"], r"data.seed: checkpoint 1234, this run 5.* Use --finetune to train its weights on other data"),
-    (2, ["--optimizer", "sgd"], "holds the state of --optimizer adam.* Use --optimizer adam, or .* --no-load-optim"),
+    (1, ["--vocab-size", "62"],
+     "tokenizer.fingerprint: checkpoint 'NullTokenizer:61', this run 'NullTokenizer:62'"),
+    (1, ["--seed", "5"],
+     r"data.seed: checkpoint 1234, this run 5.* Use --finetune to train its weights on other data"),
+    (2, ["--optimizer", "sgd"],
+     "holds the state of --optimizer adam.* Use --optimizer adam, or .* --no-load-optim"),
 ])
 def test_a_checkpoint_of_another_run_is_refused_with_what_to_do(corpora, checkpoint, ranks, more, words):
     message = told(resumed(corpora, checkpoint, *more), ranks)

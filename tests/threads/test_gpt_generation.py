@@ -19,8 +19,8 @@ GREEDY = Sampling(temperature=0)
 def continuation(config, weights, sampling, tp_size=1, count=9, **ending):
     def main(rank, world):
         tp = world.group("tp", tuple(range(tp_size)), rank)
-        return list(generate(make_model(config, tp, weights), PROMPT, ending=Ending(count, **ending), sampling=sampling,
-                             tp=tp, vocab_size=config.vocab_size))
+        return list(generate(make_model(config, tp, weights), PROMPT, ending=Ending(count, **ending),
+                             sampling=sampling, tp=tp, vocab_size=config.vocab_size))
 
     ranks = run_ranks(tp_size, main)
     assert all(tokens == ranks[0] for tokens in ranks)

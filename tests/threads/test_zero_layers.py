@@ -205,7 +205,7 @@ def test_stages_are_pinned_where_all_ranks_have_room(layout, monkeypatch):
         losses = train(engine, range(1))
         inner = engine.optimizer.groups.ranks_of(DATA_AXES).inner
         gathers = engine.mesh.traffic.calls["all_gather", inner.axes, inner.size]
-        return engine.pinned, engine.why_pinned, losses, gathers
+        return engine.keeps_gathered, engine.why_gathered, losses, gathers
 
     def with_memory(least):
         monkeypatch.setattr(keep_gathered, "memory_of_rank", lambda mesh: least if mesh.rank == 1 else 10**12)
@@ -219,7 +219,7 @@ def test_stages_are_pinned_where_all_ranks_have_room(layout, monkeypatch):
                for pinned, text, _, _ in tight)
     for (_, _, losses, few), (_, _, expected, many) in zip(roomy, tight):
         assert losses == expected and few < many
-    told = run(config_of(f"{layout},pin=1"), lambda engine: (engine.pinned, engine.why_pinned))
+    told = run(config_of(f"{layout},pin=1"), lambda engine: (engine.keeps_gathered, engine.why_gathered))
     assert told == [(True, "")] * len(told)
 
 
@@ -272,7 +272,7 @@ def test_pinned_weights_are_gone_when_only_weight_halves_are_left(schedule, reco
 
             stage.backward_input, stage.backward_weights = backward_input, backward_weights
 
-        for stage in engine.stages.values() if engine.pinned else ():
+        for stage in engine.stages.values() if engine.keeps_gathered else ():
             watch(stage, stage.backward_input, stage.backward_weights)
         return train(engine, range(1)), whole
 
