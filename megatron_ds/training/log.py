@@ -1,21 +1,153 @@
-"""The log of a run: console lines, a progress bar, and the same records for metric sinks. On rank 0 only."""
+"""The log of a run: console lines, a progress bar, and the same records for metric sinks. On rank 0 only.
+
+A progress bar on a terminal; log lines are printed above it.
+
+    step 1200/5000 |████████▍                         |  24%, loss 2.8317 | 41.2k tok/s | ETA 1:18:11
+
+The numbers are those of the step's report, already on the host. Without a terminal there is no bar.
+"""
 
 import logging
+import os
 import secrets
+import shutil
 import sys
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache
+from typing import Any, TextIO
 
 from ..config import RunConfig
 from ..ramps import Progress
 from .metrics_file import MetricsFile
-from .progress_bar import NoBar, ProgressBar, columns, is_terminal, make_bar
-from .records import EvalRecord, Record, TrainRecord
+from .records import EvalRecord, Record, TrainRecord, rate
 from .sink import Sink, Tolerant
 from .tensorboard import TensorBoard
 
 SINKS = (MetricsFile, TensorBoard)
 logger = logging.getLogger(__name__)
+FORMAT = "step {n_fmt}/{total_fmt} |{bar}| {percentage:3.0f}%{postfix} | ETA {remaining}"
+EVALUATION_FORMAT = "{desc} {n_fmt}/{total_fmt} |{bar}| ETA {remaining}"
+
+
+def is_terminal(stream: TextIO) -> bool:
+    """Whether the stream is a terminal."""
+    return hasattr(stream, "isatty") and stream.isatty()
+
+
+def columns() -> int:
+    """Width of the terminal of stdout, in characters."""
+    return shutil.get_terminal_size().columns
+
+
+def make_bar(wanted: bool) -> "ProgressBar | NoBar":
+    """A bar on stdout if `wanted` and stdout is a terminal that can draw one; else a `NoBar`."""
+    draws = wanted and is_terminal(sys.stdout) and os.environ.get("TERM") != "dumb"
+    return ProgressBar(sys.stdout) if draws else NoBar()
+
+
+class NoBar:
+    """The interface of `ProgressBar` without output."""
+
+    def begin(self, step: int, steps: int) -> None:
+        """Nothing to draw."""
+
+    def advance(self, step: int, loss: float, tokens_per_second: float) -> None:
+        """Nothing to draw."""
+
+    def close(self) -> None:
+        """Nothing to remove."""
+
+    @contextmanager
+    def evaluating(self, what: str, batches: int) -> Iterator[Callable[[], Any]]:
+        """Yields a function without effect."""
+        yield lambda: None
+
+
+class ProgressBar:
+    """One bar for the steps of a run and, during an evaluation, one below it.
+
+    An error of the terminal, for instance because it was closed, removes the bar and does not end the run.
+    """
+
+    def __init__(self, stream: TextIO):
+        self._stream, self._bar, self._redirected = stream, None, []
+
+    def begin(self, step: int, steps: int) -> None:
+        """Draw the bar at `step` of `steps`. Until `close`, log lines on the stream are printed above it."""
+        self._bar = self._new(total=steps, initial=step, bar_format=FORMAT)
+        for handler in logging.getLogger().handlers:
+            if getattr(handler, "stream", None) is self._stream:
+                handler.stream = _Above(self._stream)
+                self._redirected.append(handler)
+
+    def advance(self, step: int, loss: float, tokens_per_second: float) -> None:
+        """Update the bar after a step. tqdm draws at most ten times a second."""
+        if self._bar is not None:
+            self._bar.set_postfix_str(f"loss {loss:.4f} | {rate(tokens_per_second)}", refresh=False)
+            self._attempt(lambda: self._bar.update(step - self._bar.n))
+
+    @contextmanager
+    def evaluating(self, what: str, batches: int) -> Iterator[Callable[[], Any]]:
+        """Yields a function to call after each batch."""
+        # Not `self._bar and …`: a tqdm bar of 0 steps is false.
+        bar = None if self._bar is None else self._new(total=batches, desc=what, bar_format=EVALUATION_FORMAT)
+        if bar is None:
+            yield lambda: None
+            return
+        try:
+            yield lambda: self._attempt(bar.update)
+        finally:
+            self._attempt(bar.close)
+
+    def close(self) -> None:
+        """Remove the bar; log lines are written directly to the stream again."""
+        for handler in self._redirected:
+            handler.stream = self._stream     # `setStream` would flush, which fails on a closed terminal
+        self._redirected.clear()
+        bar, self._bar = self._bar, None
+        if bar is not None:
+            self._attempt(bar.close)
+
+    def _new(self, **options: Any) -> Any:
+        """A new tqdm bar; None when the terminal fails."""
+        return self._attempt(lambda: _tqdm()(file=self._stream, dynamic_ncols=True, leave=False, **options))
+
+    def _attempt(self, draw: Callable[[], Any]) -> Any:
+        try:
+            return draw()
+        except OSError:
+            bar, self._bar = self._bar, None
+            if bar is not None:
+                bar.disable = True
+            self.close()
+            return None
+
+
+class _Above:
+    """A stream for a log handler: writes to the real stream, above its bars."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def write(self, text: str) -> None:
+        _tqdm().write(text, file=self._stream, end="")
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+
+@cache
+def _tqdm() -> type:
+    """tqdm without its monitor thread and its lock between processes: only one thread of rank 0 draws."""
+    from tqdm import tqdm
+
+    class Bar(tqdm):
+        monitor_interval = 0
+
+    Bar.set_lock(threading.RLock())
+    return Bar
 
 
 class Log:

@@ -1,16 +1,25 @@
-"""One optimizer step: forward and backward of all micro-batches, reduction of the metrics, update."""
+"""One optimizer step: forward and backward of all micro-batches, reduction of the metrics, update.
+
+And evaluation: the mean loss over held-out samples, forward only, the same samples under every layout; and
+the trace of a few steps.
+"""
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from ..data.batch import Batch
 from ..errors import MegatronDSError
+from ..pipeline.timeline import Timeline, write_trace
 from ..ramps import Progress
+from .batches import BatchSource
 from .build import Engine
 from .nan_locator import locate_nonfinite
-from .step_metrics import StepReport
+from .sink import reason_of
+from .step_metrics import StepMetrics, StepReport
 
 logger = logging.getLogger(__name__)
 
@@ -94,3 +103,82 @@ def _report_nonfinite(
         )
     if engine.mesh.rank == 0:
         logger.warning("%s. The step is skipped (--check-for-nan continue).", message)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Means over the global batches; metrics: what layers added, by name. stop: a rank asked to end the run
+    meanwhile."""
+
+    loss: float
+    metrics: dict[str, float]
+    seconds: float
+    stop: bool
+
+
+def evaluate(engine: Engine, loader: BatchSource, *, first_sample: int, iterations: int,
+             global_batch_size: int, should_stop: Callable[[], bool] = lambda: False,
+             after_batch: Callable[[], None] = lambda: None) -> Evaluation:
+    """Over `iterations` global batches; `after_batch()` is called after each.
+
+    Collective over the world. A request to stop ends the evaluation after the current batch; its mean is then
+    over fewer.
+    """
+    start, total, done, stop = time.perf_counter(), 0.0, 0, False
+    metrics: dict[str, list[float]] = {}
+    train = engine.config.train
+    reduction = StepMetrics(engine.mesh, train.calculate_per_token_loss)
+    while done < iterations and not stop:
+        batch = engine.batches.evaluation(loader, first_sample + done * global_batch_size, global_batch_size)
+        microbatches = batch.split(train.micro_batch_size)
+        losses = engine.executor.forward(microbatches)
+        report = reduction.reduce(losses, engine.executor.entries, should_stop())
+        total, done, stop = total + report.loss, done + 1, report.stop
+        for name, value in {**report.terms, **report.metrics}.items():
+            metrics.setdefault(name, []).append(value)
+        after_batch()
+    means = {name: sum(values) / len(values) for name, values in metrics.items()}
+    return Evaluation(total / max(done, 1), means, time.perf_counter() - start, stop)
+
+
+TRACED = (2, 3)          # the first step allocates and connects
+
+
+class Tracer:
+    """Records the instructions of the steps --trace-steps on the ranks of one pipeline."""
+
+    def __init__(self, engine: Engine):
+        wanted, mesh = engine.config.logging, engine.mesh
+        is_first = not any(at for axis, at in mesh.grid.coordinates(mesh.rank).items() if axis != "pp")
+        self._engine, self._done, self._entries = engine, 0, []
+        self._folder = Path(wanted.trace) if wanted.trace and is_first else None
+        first, last = wanted.trace_steps or TRACED
+        self._steps = range(first, last + 1)
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """A context around a training step.
+
+        The file is written after each recorded step: a run may end at any time.
+        """
+        self._done += 1
+        if self._folder is None or self._done not in self._steps:
+            yield
+            return
+        executor, rank = self._engine.executor, self._engine.mesh.coordinate("pp")
+        executor.timeline = timeline = Timeline(self._engine.mesh.device)
+        try:
+            yield
+        finally:
+            executor.timeline = None
+        self._entries += timeline.read()
+        self._write(self._folder / f"pipeline-rank-{rank}.json", rank)
+
+    def _write(self, path: Path, rank: int) -> None:
+        """Write the entries so far. If that fails, log a warning and record no further steps."""
+        try:
+            write_trace(path, {rank: self._entries})
+        except OSError as error:
+            logger.warning("cannot write %s: %s. Training continues; the %d recorded instruction(s) are "
+                           "lost, and --trace is switched off.", path, reason_of(error), len(self._entries))
+            self._folder, self._entries = None, []

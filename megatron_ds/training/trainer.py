@@ -19,13 +19,11 @@ from ..planning.training_length import make_length
 from ..ramps import Progress
 from .batches import BatchSource
 from .build import Engine
-from .evaluate import evaluate
 from .log import Log
 from .records import EvalRecord, TrainRecord
 from .run_checkpoint import save_run
-from .step import StepOutcome, train_step
+from .step import StepOutcome, Tracer, evaluate, train_step
 from .step_metrics import stop_reason
-from .tracer import Tracer
 
 logger = logging.getLogger(__name__)
 STALLED = 0.1                              # fraction of a step that may be waiting for data without a warning

@@ -22,12 +22,12 @@ from megatron_ds.checkpoint.load import latest, load, read_run
 from megatron_ds.checkpoint.save import save
 from megatron_ds.errors import CheckpointError
 from megatron_ds.mpu.group import solo
+from tests.harness import checkpoints
 from tests.harness.checkpoints import (
     NEW,
     OLD,
     RUN,
     change_index,
-    make_format_1,
     reseal,
     reseal_chunks,
     save_small,
@@ -95,7 +95,7 @@ def test_one_flipped_bit_never_loads_anything_else(file, format_1, two_saves, tm
     shutil.copytree(two_saves, folder)
     path = folder / "iter_0000004"
     if format_1:
-        make_format_1(path)
+        checkpoints.make_format_1(path)
     content, draw, outcomes = (path / file).read_bytes(), random.Random(file), []
     for bit in draw.sample(range(8 * len(content)), 100):
         (path / file).write_bytes(flip(content, bit))
@@ -158,7 +158,7 @@ def test_checksums_are_those_of_the_files_and_each_save_has_its_id(tmp_path):
 
 
 def test_a_checkpoint_of_format_1_loads_with_one_line_about_its_checksums(tmp_path, caplog):
-    make_format_1(save_small(tmp_path))
+    checkpoints.make_format_1(save_small(tmp_path))
     with caplog.at_level(logging.INFO):
         assert latest(tmp_path) == NEW
         assert same_bits(load_all(tmp_path, NEW, some_pieces(None)), some_pieces(NEW))
@@ -242,7 +242,7 @@ def test_an_index_that_contradicts_itself_or_the_files_is_refused(change, messag
     reseal(path)
     (path / "folder").mkdir()
     if format_1:
-        make_format_1(path)
+        checkpoints.make_format_1(path)
     with pytest.raises(CheckpointError, match=message):
         read_index(path)
 
@@ -266,7 +266,7 @@ def test_opcodes_that_no_index_needs_are_refused_before_anything_is_unpickled(op
 
 def test_a_flip_of_reduce_to_long_binput_is_refused_at_every_place(tmp_path):
     path = save_small(tmp_path)
-    make_format_1(path)
+    checkpoints.make_format_1(path)
     content = (path / ".metadata").read_bytes()
     check_opcodes(content)
     places = [at for at, byte in enumerate(content) if byte == ord("R")]
@@ -402,6 +402,6 @@ def test_the_tool_names_every_file_that_is_not_the_saved_one(two_saves, tmp_path
     with pytest.raises(CheckpointError,
                        match="__0_0.distcp cannot be read: No such file.*; .*.metadata has .* bytes, and"):
         main(parse_arguments(["--load", str(folder)]))
-    make_format_1(folder / "iter_0000002")
+    checkpoints.make_format_1(folder / "iter_0000002")
     with pytest.raises(CheckpointError, match="format 1, without checksums"):
         main(parse_arguments(["--load", str(folder), "--iteration", "2"]))

@@ -7,7 +7,7 @@ import torch
 from megatron_ds.data.loading.loader import Loader
 from megatron_ds.data.samples.gpt_data import GPTCollator
 from megatron_ds.errors import DataError
-from megatron_ds.training.shared_reader import SharedReader
+from megatron_ds.training.samples import SharedReader
 from tests.harness.threads import run_ranks
 
 EOD = 7

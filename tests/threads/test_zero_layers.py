@@ -17,8 +17,7 @@ from megatron_ds.planning import keep_gathered, run_plan
 from megatron_ds.ramps import Progress
 from megatron_ds.training import build
 from megatron_ds.training.build import build_engine
-from megatron_ds.training.evaluate import evaluate
-from megatron_ds.training.step import train_step
+from megatron_ds.training.step import evaluate, train_step
 from tests.harness.threads import run_ranks
 from tools.compare_layouts import SEQ_LENGTH, VOCAB, tiny_job
 from tools.layout_comparison import global_batch_share, parse_layout, random_samples
