@@ -23,16 +23,7 @@ from megatron_ds.checkpoint.save import save
 from megatron_ds.errors import CheckpointError
 from megatron_ds.mpu.group import solo
 from tests.harness import checkpoints
-from tests.harness.checkpoints import (
-    NEW,
-    OLD,
-    RUN,
-    change_index,
-    reseal,
-    reseal_chunks,
-    save_small,
-    some_pieces,
-)
+from tests.harness.checkpoints import NEW, OLD, RUN, change_index, reseal, reseal_chunks, save_small
 from tests.harness.states import Layout, pieces_of, tp_coordinates, world_group
 from tests.harness.threads import run_ranks
 
@@ -80,11 +71,11 @@ def loads_the_same_or_is_refused(folder, caplog) -> str:
     try:
         step = latest(folder)
         run = read_run(folder, step)
-        pieces = load_all(folder, step, some_pieces(None))
+        pieces = load_all(folder, step, checkpoints.some_pieces(None))
     except CheckpointError:
         return "error"
     assert {name: run[name] for name in RUN} == runs[step] and run["step"] == step
-    assert same_bits(pieces, some_pieces(step))
+    assert same_bits(pieces, checkpoints.some_pieces(step))
     assert step == NEW or TRACKER in caplog.text
     return "same" if step == NEW else "older"
 
@@ -161,7 +152,7 @@ def test_a_checkpoint_of_format_1_loads_with_one_line_about_its_checksums(tmp_pa
     checkpoints.make_format_1(save_small(tmp_path))
     with caplog.at_level(logging.INFO):
         assert latest(tmp_path) == NEW
-        assert same_bits(load_all(tmp_path, NEW, some_pieces(None)), some_pieces(NEW))
+        assert same_bits(load_all(tmp_path, NEW, checkpoints.some_pieces(None)), checkpoints.some_pieces(NEW))
     assert len(caplog.records) == 1 and "without checksums" in caplog.text
 
 
@@ -171,7 +162,7 @@ def test_a_checkpoint_does_not_pass_for_one_of_format_1(tmp_path):
     (path / "run.json").write_text(json.dumps({"format_version": 1, "step": NEW} | RUN))
     with pytest.raises(CheckpointError,
                        match=f"is of the save {run['save_id']}, and run.json of the save None"):
-        load_all(tmp_path, NEW, some_pieces(None))
+        load_all(tmp_path, NEW, checkpoints.some_pieces(None))
 
 
 # ---- The index.
@@ -307,13 +298,13 @@ def test_compressed_records_are_refused_before_they_are_inflated(tmp_path, monke
         with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
             archive.writestr("archive/data.pkl", bytes(2**22))
 
-    path = save(tmp_path, NEW, some_pieces(NEW)[:1], coordinates={}, world=solo(), run={})
+    path = save(tmp_path, NEW, checkpoints.some_pieces(NEW)[:1], coordinates={}, world=solo(), run={})
     replace_chunk(path, zip_bomb)
     monkeypatch.setattr(torch, "load", lambda *args, **options: pytest.fail("a record was inflated"))
     monkeypatch.setattr(zipfile.ZipFile, "open",
                         lambda *args, **options: pytest.fail("a record was inflated"))
     with pytest.raises(CheckpointError, match="__0_0.distcp is damaged: .*data.pkl is compressed"):
-        load_all(tmp_path, NEW, some_pieces(None)[:1])
+        load_all(tmp_path, NEW, checkpoints.some_pieces(None)[:1])
 
 
 @pytest.mark.parametrize("values, message", [
@@ -323,11 +314,11 @@ def test_compressed_records_are_refused_before_they_are_inflated(tmp_path, monke
     (lambda right: Reduced(bytearray, 2**40), "names __builtin__ bytearray"),        # weights_only admits it
 ])
 def test_a_chunk_that_holds_something_else_than_the_index_says_is_refused(values, message, tmp_path):
-    path = save(tmp_path, NEW, some_pieces(NEW)[:1], coordinates={}, world=solo(), run={})
+    path = save(tmp_path, NEW, checkpoints.some_pieces(NEW)[:1], coordinates={}, world=solo(), run={})
 
-    replace_chunk(path, lambda file: torch.save(values(some_pieces(NEW)[0].tensor.view(36, 6)), file))
+    replace_chunk(path, lambda file: torch.save(values(checkpoints.some_pieces(NEW)[0].tensor.view(36, 6)), file))
     with pytest.raises(CheckpointError, match=f"__0_0.distcp is damaged: .*{message}"):
-        load_all(tmp_path, NEW, some_pieces(None)[:1])
+        load_all(tmp_path, NEW, checkpoints.some_pieces(None)[:1])
 
 
 # ---- What the messages say.
@@ -354,13 +345,13 @@ def test_a_damaged_tensor_comes_with_the_way_back(two_saves, tmp_path):
     shutil.copytree(two_saves, folder)
     data = folder / "iter_0000004" / "__0_0.distcp"
     content = data.read_bytes()
-    data.write_bytes(flip(content, 8 * content.find(some_pieces(NEW)[1].tensor.numpy().tobytes())))
+    data.write_bytes(flip(content, 8 * content.find(checkpoints.some_pieces(NEW)[1].tensor.numpy().tobytes())))
     with pytest.raises(CheckpointError,
                        match=f"__0_0.distcp is damaged.*go back to iteration 2, .*write 2 into .*{TRACKER}"):
-        load_all(folder, NEW, some_pieces(None))
+        load_all(folder, NEW, checkpoints.some_pieces(None))
     shutil.rmtree(folder / "iter_0000002")
     with pytest.raises(CheckpointError, match="has no earlier complete checkpoint"):
-        load_all(folder, NEW, some_pieces(None))
+        load_all(folder, NEW, checkpoints.some_pieces(None))
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "run.json"])
@@ -378,7 +369,7 @@ def test_a_file_that_may_not_be_read_is_not_called_damaged(name, two_saves, tmp_
     for module in (builtins, io, os):
         monkeypatch.setattr(module, "open", guarded(module.open))
     with pytest.raises(CheckpointError, match=f"{name} cannot be read: Permission denied") as caught:
-        load_all(folder, NEW, some_pieces(None))
+        load_all(folder, NEW, checkpoints.some_pieces(None))
     assert "damaged" not in str(caught.value)
 
 
