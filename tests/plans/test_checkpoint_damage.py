@@ -316,7 +316,8 @@ def test_compressed_records_are_refused_before_they_are_inflated(tmp_path, monke
 def test_a_chunk_that_holds_something_else_than_the_index_says_is_refused(values, message, tmp_path):
     path = save(tmp_path, NEW, checkpoints.some_pieces(NEW)[:1], coordinates={}, world=solo(), run={})
 
-    replace_chunk(path, lambda file: torch.save(values(checkpoints.some_pieces(NEW)[0].tensor.view(36, 6)), file))
+    replace_chunk(path, lambda file: torch.save(values(checkpoints.some_pieces(NEW)[0].tensor.view(36, 6)),
+                                                file))
     with pytest.raises(CheckpointError, match=f"__0_0.distcp is damaged: .*{message}"):
         load_all(tmp_path, NEW, checkpoints.some_pieces(None)[:1])
 
@@ -345,7 +346,8 @@ def test_a_damaged_tensor_comes_with_the_way_back(two_saves, tmp_path):
     shutil.copytree(two_saves, folder)
     data = folder / "iter_0000004" / "__0_0.distcp"
     content = data.read_bytes()
-    data.write_bytes(flip(content, 8 * content.find(checkpoints.some_pieces(NEW)[1].tensor.numpy().tobytes())))
+    data.write_bytes(flip(content,
+                          8 * content.find(checkpoints.some_pieces(NEW)[1].tensor.numpy().tobytes())))
     with pytest.raises(CheckpointError,
                        match=f"__0_0.distcp is damaged.*go back to iteration 2, .*write 2 into .*{TRACKER}"):
         load_all(folder, NEW, checkpoints.some_pieces(None))
