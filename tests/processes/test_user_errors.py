@@ -75,7 +75,7 @@ def told(argv, ranks: int = 1, spoil=None) -> str:
     ("no-idx", r"no-idx\.idx does not exist"),
     ("no-bin", r"no-bin\.bin does not exist"),
     ("short-bin", r"short-bin\.bin is damaged: it is truncated: \d+ bytes where .* describes \d+"),
-    ("long-bin", "longer than its index says"),
+    ("long-bin", "too long"),
     ("empty-bin", "truncated: 0 bytes"),
     ("short-idx", r"short-idx\.idx is damaged: it is truncated"),
     ("empty-idx", "fewer than its header of 34"),

@@ -130,8 +130,8 @@ def test_rotary_positions_and_attention_dropout_are_those_of_the_tokens_among_al
     assert all(torch.equal(ours, all_of_it[index]) for ours, all_of_it in zip(some, whole))
     assert rotary.tables(part.position_ids) is rotary.tables(part.position_ids)     # made once for all layers
     core = CoreAttention(config, "core", ctx)
-    mask = core.keep_mask(q, k, 0.4, batch)
-    assert torch.equal(core.keep_mask(q[index], k[index], 0.4, part), mask[:, :, index][..., index])
+    mask = core.keep_mask(q, k, 0.4, batch).mask
+    assert torch.equal(core.keep_mask(q[index], k[index], 0.4, part).mask, mask[:, :, index][..., index])
 
 
 class PerToken(torch.nn.Module):
