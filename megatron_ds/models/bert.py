@@ -35,12 +35,12 @@ def bert_layers(config: ModelConfig, ctx: ParallelContext) -> list[Layer]:
     norm = "encoder.final_layernorm"
     return [
         Layer("embedding", partial(Embedding, config, ctx, tied=tied, token_types=segments),
-              "bert_embedding"),
+              "bert_embedding", noun="embedding"),
         *(block(f"encoder.layers.{i}") for i in range(config.num_layers)),
-        Layer(norm, partial(FinalNorm, config, ctx, norm), "norm"),
+        Layer(norm, partial(FinalNorm, config, ctx, norm), "norm", noun="final norm"),
         Layer("output_layer", lambda weight=None: BertHeads(config, ctx, tied=tied, weight=weight),
               "bert_head", tied_to=None if tied is None else "embedding",
-              flops=partial(bert_head_flops, config)),
+              flops=partial(bert_head_flops, config), noun="output heads"),
     ]
 
 

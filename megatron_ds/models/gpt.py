@@ -30,7 +30,8 @@ def gpt_layers(config: ModelConfig, ctx: ParallelContext) -> list[Layer]:
     return [
         Layer("embedding", partial(Embedding, config, ctx, tied=tied), "embedding"),
         *(block(f"decoder.layers.{i}") for i in range(config.num_layers)),
-        Layer(norm, partial(FinalNorm, config, ctx, norm), "norm"),
+        Layer(norm, partial(FinalNorm, config, ctx, norm), "norm", noun="final norm"),
         Layer("output_layer", lambda weight=None: LanguageModelHead(config, ctx, tied=tied, weight=weight),
-              "head", tied_to=None if tied is None else "embedding", flops=partial(head_flops, config)),
+              "head", tied_to=None if tied is None else "embedding", flops=partial(head_flops, config),
+              noun="output head"),
     ]

@@ -58,6 +58,7 @@ class Layer:
                   argument if both are on one rank; without argument it builds a copy (`spec.tied_copy`),
                   initialized equally because the two have the same name
     kind          layers of the same kind cost the same
+    noun          names the layer in texts; "" for its kind
     flops         function(positions of a sequence, rows of the padded vocabulary) -> LayerFlops
     is_block      one of the repeated layers: pipelines cut between them, token dropping counts them
     recompute     of a block; how many blocks of a stage recompute is decided when the stage is built
@@ -72,6 +73,7 @@ class Layer:
     recompute: Recompute = field(default_factory=Recompute)
     drops_tokens: bool = False
     flops: Callable[[int, int], LayerFlops] = no_products
+    noun: str = ""
 
     @property
     def sort(self) -> str:

@@ -9,7 +9,7 @@ from ..config import RunConfig
 from ..config.config_text import report_without_effect
 from ..config.messages import value_text
 from ..config.run import non_default
-from ..models import build_stages
+from ..models import Layer, build_stages
 from ..mpu.fake_group import fake_mesh
 from ..mpu.grid import Grid
 from ..pipeline.picture import draw
@@ -21,8 +21,6 @@ from .build import Engine
 
 SHARES = {"flops": "FLOPs", "parameters": "parameters", "uniform": "decoder layers",
           "measured": "measured time"}
-NOUNS = {"embedding": "embedding", "bert_embedding": "embedding", "norm": "final norm", "head": "output head",
-         "bert_head": "output heads"}
 # Kind of a value's source → title of the group in which the value is listed, from the name of the source.
 GROUPS = {"flag": lambda name: "flags", "script": lambda name: name, "derived": lambda name: "derived",
           "yaml": lambda name: Path(name.rpartition(":")[0]).name,
@@ -165,20 +163,18 @@ def _stages(plan: RunPlan, counted: str) -> str:
         names = plan.stage_names(stage)
         span = f"{names[0]} … {names[-1]}" if len(names) > 1 else "".join(names)
         where = f"rank {plan.shape.placement[stage]}" if plan.shape.chunks > 1 else ""
-        rows.append((share, where, layers_text([layer.kind for layer in plan.stage_layers(stage)]), span))
+        rows.append((share, where, layers_text(plan.stage_layers(stage)), span))
     ranks, layers = (max(len(row[column]) for row in rows) for column in (1, 2))
     lines = (f"  stage {stage}: {share:6.1%}  {where:{ranks}}{'  ' * bool(ranks)}{text:{layers}}   {span}"
              for stage, (share, where, text, span) in enumerate(rows))
     return "\n".join((f"pipeline stages (share of the {counted}):", *lines))
 
 
-def layers_text(kinds: Sequence[str]) -> str:
-    """Kinds of layers as text, blocks first: "2 blocks, embedding, final norm, output head"."""
-    counts = Counter(kinds)
-    blocks = counts.pop("block", 0)
+def layers_text(layers: Sequence[Layer]) -> str:
+    """Layers as text, blocks first: "2 blocks, embedding, final norm, output head"."""
+    blocks = sum(layer.is_block for layer in layers)
     words = [f"{blocks} block{'s' * (blocks > 1)}"] if blocks else []
-    for kind, count in counts.items():
-        noun = NOUNS.get(kind, kind)
+    for noun, count in Counter(layer.noun or layer.kind for layer in layers if not layer.is_block).items():
         words.append(noun if count == 1 else f"{count} × {noun}")
     return ", ".join(words) or "no layers"
 

@@ -5,6 +5,8 @@ import pytest
 from megatron_ds.config import RunConfig, Source, parse
 from megatron_ds.config.messages import value_text
 from megatron_ds.config.run import non_default
+from megatron_ds.models import MODELS, Layer
+from megatron_ds.mpu.context import ParallelContext
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.training.startup_text import (
     WIDTH,
@@ -26,15 +28,17 @@ def test_axes_that_do_not_exist_yet_are_not_shown():
     assert "cp 2" in grid_text(Grid.fit(world_size=4, tp=2, cp=2), "none", "cpu")
 
 
-@pytest.mark.parametrize("kinds, words", [
-    (["embedding", "block", "block", "norm", "head"], "2 blocks, embedding, final norm, output head"),
-    (["bert_embedding", "block"], "1 block, embedding"),
-    (["block", "norm", "bert_head"], "1 block, final norm, output heads"),
-    (["router", "router"], "2 × router"),
-    ([], "no layers"),
-])
-def test_a_stage_is_described_by_the_kinds_of_its_layers(kinds, words):
-    assert layers_text(kinds) == words
+@pytest.mark.parametrize("model, layers, words", [
+    ("gpt", slice(0, 5), "3 blocks, embedding, final norm"), ("gpt", slice(2, 6), "2 blocks, final norm, output head"),
+    ("bert", slice(0, 2), "1 block, embedding"), ("bert", slice(3, 6), "1 block, final norm, output heads"),
+    ("gpt", slice(0, 0), "no layers")])
+def test_a_stage_is_described_by_the_nouns_of_its_layers(model, layers, words):
+    config = parse([*JOB, "--model", model])
+    assert layers_text(MODELS[model](config.model, ParallelContext())[layers]) == words
+
+
+def test_layers_without_a_noun_are_described_by_their_kind():
+    assert layers_text([Layer("first", Layer, "router"), Layer("second", Layer, "router")]) == "2 × router"
 
 
 @pytest.mark.parametrize("given, found, padded, adds_end, words", [
