@@ -29,7 +29,8 @@ def test_axes_that_do_not_exist_yet_are_not_shown():
 
 
 @pytest.mark.parametrize("model, layers, words", [
-    ("gpt", slice(0, 5), "3 blocks, embedding, final norm"), ("gpt", slice(2, 6), "2 blocks, final norm, output head"),
+    ("gpt", slice(0, 5), "3 blocks, embedding, final norm"),
+    ("gpt", slice(2, 6), "2 blocks, final norm, output head"),
     ("bert", slice(0, 2), "1 block, embedding"), ("bert", slice(3, 6), "1 block, final norm, output heads"),
     ("gpt", slice(0, 0), "no layers")])
 def test_a_stage_is_described_by_the_nouns_of_its_layers(model, layers, words):
