@@ -9,9 +9,9 @@ against time.
 The corpus is the source code of your own Python's standard library, 11 million characters of English and
 Python, seen less than once. Every run has its own length and its own learning-rate decay, so the last losses
 can be compared: what matters is how long plain training takes to the loss that another run ends with, read
-off the line between the two plain runs around it. Time is told in steps of plain training: those of other
+off the line between the two plain runs around it. Time is given in steps of plain training: those of other
 kinds are timed beside it, in turns, since a shared machine may be a third slower in one run than in the next.
-The seconds of the runs are told, too. Evaluation is at full length, with all tokens.
+The table also has the seconds of each run. Evaluation is at full length, with all tokens.
 """
 
 import argparse

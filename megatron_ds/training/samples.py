@@ -19,10 +19,10 @@ from ..config.training_schedule import stated_batch_size
 from ..data.batch import Batch
 from ..data.curriculum.curriculum_order import CurriculumOrder, order_by_difficulty
 from ..data.curriculum.difficulty_analysis import identity
+from ..data.loading.cache import default_cache
 from ..data.loading.datasets import Datasets
 from ..data.loading.loader import Loader
 from ..data.samples.fim import FIMDataset, make_fim
-from ..data.samples.gpt_data import default_cache
 from ..data.tokenizers.base import Tokenizer
 from ..models import MODELS
 from ..mpu.agree import on_one_rank

@@ -179,14 +179,14 @@ def layers_text(layers: Sequence[Layer]) -> str:
     return ", ".join(words) or "no layers"
 
 
-def _schedule(config: RunConfig, plan: RunPlan, pinned: bool, widest: int = 16) -> str:
+def _schedule(config: RunConfig, plan: RunPlan, keeps_gathered: bool, widest: int = 16) -> str:
     shape, microbatches = plan.shape, microbatches_of(config)
     title = f"schedule: {shape.schedule}, {microbatches} micro-batch(es) a step"
     if shape.size == 1:
         return title
     costs = plan.stage_costs()
-    result = simulate(plan_schedule(config, microbatches, pinned, costs), costs.of)
+    result = simulate(plan_schedule(config, microbatches, keeps_gathered, costs), costs.of)
     shown = min(microbatches, widest)
-    picture = draw(plan_schedule(config, shown, pinned, costs))
+    picture = draw(plan_schedule(config, shown, keeps_gathered, costs))
     note = "" if shown == microbatches else f"\n(drawn for {shown} micro-batches)"
     return f"{title}, bubble about {result.bubble:.1%} ({plan.times.source})\n{picture}{note}"

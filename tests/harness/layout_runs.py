@@ -1,5 +1,4 @@
-"""Train the job of tools/compare_layouts.py on threaded ranks, and see with one's own eyes that its options
-are in force.
+"""Train the job of tools/compare_layouts.py on threaded ranks, and observe that its options are in force.
 
 `Seen` is what a rank's engine shows while it trains: shapes that layers receive, how many micro-batches are
 alive, bytes of optimizer state. None of it is read from the configuration.

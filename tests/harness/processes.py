@@ -131,7 +131,7 @@ def _collect(ranks: list[_Rank], timeout: float) -> dict[int, tuple[bool, bytes]
 
 
 def _fail(ranks, answers, function, timeout) -> None:
-    """Throw away the processes that did not answer; raise the error that tells most: not a broken line, if
+    """Throw away the processes that did not answer; raise the most specific error: not a broken line, if
     there is other."""
     from megatron_ds.errors import CommunicationError
 

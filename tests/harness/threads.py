@@ -107,8 +107,7 @@ class ThreadTransport:
         self._from = {other: room.mailbox(other, rank, "exchange") for other in others}
 
     def _exchange(self, thing) -> list:
-        """Every rank's thing. All share the same objects, so a tensor among them must be nobody's to
-        write."""
+        """The object of every rank. All ranks share them, so no rank may write to one."""
         for mailbox in self._to:
             mailbox.put(thing)
         return [thing if r == self.rank else self.room.take(self._from[r]) for r in range(self.size)]

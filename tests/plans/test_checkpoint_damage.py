@@ -222,11 +222,9 @@ def named(name):
     (moved_chunk, "chunks of .* overlap or leave holes"), (huge_tensor, "bytes, for which __._0.distcp has"),
     (shared_bytes, "two chunks share byte|bytes, for which"),
     (named("."), "'.', which is not a file name in its directory"),
-    (named(".."), "'..', which is not a file name"),
-    (named(""), "'', which is not a file name"),
+    (named(".."), "'..', which is not a file name"), (named(""), "'', which is not a file name"),
     (named("../iter_0000002/__0_0.distcp"), "which is not a file name"),
-    (named("folder"), "folder is not a regular file"),
-], ids=lambda value: getattr(value, "__name__", None))
+    (named("folder"), "folder is not a regular file"), ], ids=lambda value: getattr(value, "__name__", None))
 def test_an_index_that_contradicts_itself_or_the_files_is_refused(change, message, format_1, tmp_path):
     path = save_of_two_ranks(tmp_path, NEW)
     change_index(path, change)
@@ -243,10 +241,8 @@ def test_an_index_that_contradicts_itself_or_the_files_is_refused(change, messag
     (b"\x80\x04\x96" + struct.pack("<Q", 2**40) + b"abc.", "BYTEARRAY8"),
     (b"\x80\x04\x8e" + struct.pack("<Q", 2**40) + b"abc.", "BINBYTES8"),
     (b"\x80\x04X" + struct.pack("<I", 2**31) + b"abc.", "would end at byte"),
-    (b"\x80\x04cos\nsystem\n.", "GLOBAL"),
-    (b"\x80\x04N", "it ends without STOP"),
-    (b"\x80\x04N.N.", "more bytes follow"),
-    (b"\x80\x04J\x01", "ends within BININT"),
+    (b"\x80\x04cos\nsystem\n.", "GLOBAL"), (b"\x80\x04N", "it ends without STOP"),
+    (b"\x80\x04N.N.", "more bytes follow"), (b"\x80\x04J\x01", "ends within BININT"),
     (b"\x80\x04X\x01", "ends within a length"),
     (b"\xff", "not an opcode"),
 ])

@@ -49,7 +49,7 @@ def test_rank_0_tells_a_shared_error_at_once(told_by):
     # torchrun would have ended it if rank 0 had failed
     ({**TORCHRUN, "RANK": "3", "LOCAL_RANK": "3"}, 3, True),
     ({"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "3"}, 3, True),
-    # srun might not: one of a machine speaks
+    # srun might not end the others: one rank of a machine prints the error
     ({**SRUN, "SLURM_PROCID": "3", "SLURM_LOCALID": "3"}, 3, False),
     ({**SRUN, "SLURM_PROCID": "4", "SLURM_LOCALID": "0"}, 4, True),
     # torchrun started by srun
