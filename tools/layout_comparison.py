@@ -36,6 +36,7 @@ from megatron_ds.training.step import train_step
 # Key of a layout → its flag. Those of SWITCHES are flags without a value, given if the value of the key is 1.
 LAYOUT_KEYS = {
     "tp": "--tensor-model-parallel-size", "pp": "--pipeline-model-parallel-size", "dp": None,
+    "ep": "--expert-model-parallel-size",
     "sp": "--sequence-parallel", "schedule": "--pipeline-schedule",
     "chunks": "--num-virtual-stages-per-pipeline-rank", "cut": "--pipeline-cut", "zero": "--zero-stage",
     "recompute": "--recompute-granularity", "layout": "--pipeline-layout", "mbs": "--micro-batch-size",

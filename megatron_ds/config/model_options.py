@@ -3,12 +3,13 @@
 import math
 from dataclasses import dataclass
 
+from .moe_options import MoEOptions
 from .option import option
 
 
 @dataclass(frozen=True)
-class ModelConfig:
-    """Sizes, embeddings, norms, dropout. Derived sizes are properties."""
+class ModelConfig(MoEOptions):
+    """Sizes, embeddings, norms, dropout, experts. Derived sizes are properties."""
 
     model: str = option("gpt", help="Name of a registered model.")
     num_layers: int = option(required=True, at_least=1, help="Number of transformer layers.")

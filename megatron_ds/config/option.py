@@ -107,14 +107,15 @@ def json_key(kind: type, help: str, **more: Any) -> Option:
 
 
 def options_of(section: str, cls: type) -> tuple[Option, ...]:
-    """The options of a section's dataclass, in the order of declaration."""
-    hints = typing.get_type_hints(cls)
+    """The options of a section's dataclass, in the order of declaration; those of base classes come last."""
+    hints, own = typing.get_type_hints(cls), cls.__annotations__
+    declared = sorted(dataclasses.fields(cls), key=lambda f: f.name not in own)
     return tuple(_bind(f.metadata["option"], section, f.name, hints[f.name])
-                 for f in dataclasses.fields(cls) if "option" in f.metadata)
+                 for f in declared if "option" in f.metadata)
 
 
 def _bind(declared: Option, section: str, name: str, hint: Any) -> Option:
-    if isinstance(hint, types.UnionType):                             # `int | None` → int
+    if isinstance(hint, types.UnionType):                     # `int | None` → int, `tuple[…] | None` → tuple
         hint = next(t for t in typing.get_args(hint) if t is not types.NoneType)
     is_list = typing.get_origin(hint) is tuple
     kind = typing.get_args(hint)[0] if is_list else hint

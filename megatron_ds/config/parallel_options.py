@@ -18,7 +18,8 @@ class ParallelConfig:
     context_parallel_size: int = option(
         1, at_least=1, help="Number of ranks that split the sequence. Not available yet: only 1 is accepted.")
     expert_model_parallel_size: int = option(1, at_least=1, flags=["--moe-expert-parallel-size"],
-        help="Number of ranks that share the experts. Not available yet: only 1 is accepted.")
+        help="Number of ranks that divide the experts of a layer; a divisor of the data-parallel size.",
+        avoid="It is not the number of experts: that is --num-experts.")
     sequence_parallel: bool = option(False,
         help="Split normalization and dropout along the sequence inside a tensor-parallel group: saves "
              "activation memory.",

@@ -74,7 +74,7 @@ _NO_RNG = nothing("a checkpoint holds no random state: random numbers follow fro
 _INIT = nothing("initial weights follow from --seed and each weight's name, the same on every layout")
 _GC = nothing("it only tunes Python's garbage collection")
 _LATER = refused("it is planned for a later version. Remove it.")
-_MOE = refused("mixture-of-experts models are not available yet. Remove it to train a dense model.")
+_MOE = refused("this option of layers with experts is not available. docs/flags.md lists those that are.")
 _DATA = only("mmap", "infer", note="datasets are always memory-mapped .bin/.idx files",
              refusal="only memory-mapped .bin/.idx datasets can be read. Convert the corpus with "
                      "tools/preprocess_data.py, then write --data-impl mmap or remove the flag.")
@@ -136,7 +136,6 @@ FLAGS: Mapping[str, Answer] = MappingProxyType({
     "--no-query-key-layer-scaling": nothing("attention scores have no second scaling"),
     "--no-rope-fusion": _KERNEL,
     "--no-save-rng": _NO_RNG,
-    "--num-experts": Answer("a model with one expert is a dense model", _MOE.refusal, ("1",)),
     "--num-layers-per-stage": refused("write --pipeline-layout, such as 3,2,3."),
     "--overlap-param-gather": nothing("updated weights are gathered right after the step"),
     "--override-opt-param-scheduler": _RATE,

@@ -95,6 +95,12 @@ class Batch:
         """`document_ids` as attention needs them, made once for all layers."""
         return None if self.document_ids is None else Documents(self.document_ids)
 
+    @property
+    def padding(self) -> torch.Tensor | None:
+        """bool [b, s], True where no position may attend to the token; None if the batch has no padding."""
+        mask = self.attention_mask
+        return mask[:, 0, 0] if mask is not None and mask.shape[2] == 1 else None
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """The fields that are tensors [b, …], by name."""
         return {f.name: t for f in fields(self) if isinstance(t := getattr(self, f.name), torch.Tensor)}

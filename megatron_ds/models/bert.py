@@ -16,7 +16,7 @@ from ..mpu.context import ParallelContext
 from ..mpu.group import Group
 from .architecture import MODELS, Architecture, Loss, gpt_loss
 from .attention import make_rotary
-from .block import block_flops, transformer_block
+from .block import block_layers
 from .embedding import WORD_EMBEDDINGS, Embedding
 from .heads import BertHeads, BertOutput, FinalNorm, bert_head_flops
 from .layer import Layer
@@ -29,14 +29,11 @@ def bert_layers(config: ModelConfig, ctx: ParallelContext) -> list[Layer]:
     rotary = make_rotary(config)
     tied = None if config.untie_embeddings_and_output_weights else WORD_EMBEDDINGS
     segments = SEGMENTS if config.bert_binary_head else 0
-    block = lambda name: Layer(
-        name, partial(transformer_block, config, name, ctx, rotary=rotary, causal=False), "block",
-        is_block=True, recompute=ctx.recompute, flops=partial(block_flops, config, causal=False))
     norm = "encoder.final_layernorm"
     return [
         Layer("embedding", partial(Embedding, config, ctx, tied=tied, token_types=segments),
               "bert_embedding", noun="embedding"),
-        *(block(f"encoder.layers.{i}") for i in range(config.num_layers)),
+        *block_layers(config, "encoder.layers", ctx, rotary=rotary, causal=False),
         Layer(norm, partial(FinalNorm, config, ctx, norm), "norm", noun="final norm"),
         Layer("output_layer", lambda weight=None: BertHeads(config, ctx, tied=tied, weight=weight),
               "bert_head", tied_to=None if tied is None else "embedding",

@@ -7,17 +7,20 @@ Dropout comes before each sum.
 attention fills one of them.
 """
 
+from functools import partial
+
 import torch
 from torch import nn
 
 from ..config.model_options import ModelConfig
 from ..data.batch import Batch
+from ..moe.mixture import MixtureOfExperts
 from ..mpu.context import ParallelContext, Recompute
 from ..ops.activation import ACTIVATIONS
 from ..ops.norms import NORMS
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from .attention import CoreAttention, KVCache, Rotary, SelfAttention
-from .layer import HiddenDropout, LayerFlops, check_divides, pick, recompute
+from .layer import HiddenDropout, Layer, LayerFlops, check_divides, pick, recompute
 
 
 class Block(nn.Module):
@@ -52,14 +55,42 @@ class Block(nn.Module):
         return x + self.mlp_dropout(self.mlp(self.pre_mlp_layernorm(x), batch), batch)
 
 
-def transformer_block(config: ModelConfig, name: str, ctx: ParallelContext, *, rotary: Rotary | None,
-                      causal: bool = True) -> Block:
-    """The block of GPT and BERT: self-attention and a dense feed-forward."""
+def block_layers(config: ModelConfig, prefix: str, ctx: ParallelContext, *, rotary: Rotary | None,
+                 causal: bool = True) -> list[Layer]:
+    """The blocks of GPT and BERT, named `prefix`.0, `prefix`.1, …"""
+    make = partial(transformer_block, config, rotary=rotary, causal=causal)
+    return [Layer(name := f"{prefix}.{i}", partial(make, experts, name, ctx),
+                  "moe_block" if experts else "block", is_block=True, recompute=ctx.recompute,
+                  noun="block with experts" if experts else "",
+                  flops=partial(block_flops, config, experts, causal=causal))
+            for i, experts in enumerate(config.experts)]
+
+
+def transformer_block(config: ModelConfig, experts: int, name: str, ctx: ParallelContext, *,
+                      rotary: Rotary | None, causal: bool = True) -> Block:
+    """The block of GPT and BERT: self-attention and a feed-forward, dense or of some experts."""
     std, attention = output_std(config), f"{name}.self_attention"
     core = CoreAttention(config, f"{attention}.core_attention", ctx, causal=causal)
+    make = partial(_with_experts, experts) if experts else MLP
     return Block(config, name, ctx,
                  attention=SelfAttention(config, attention, ctx, output_std=std, rotary=rotary, core=core),
-                 feed_forward=MLP(config, f"{name}.mlp", ctx, output_std=std))
+                 feed_forward=make(config, f"{name}.mlp", ctx, output_std=std))
+
+
+def _with_experts(experts: int, config: ModelConfig, name: str, ctx: ParallelContext, *,
+                  output_std: float) -> MixtureOfExperts:
+    dense, width = None, dense_width(config)
+    if width:
+        part = "mlp" if config.mlp_type == "residual" else "shared_experts"
+        dense = MLP(config, f"{name}.{part}", ctx, output_std=output_std, width=width)
+    return MixtureOfExperts(config, experts, name, ctx, output_std=output_std, dense=dense)
+
+
+def dense_width(config: ModelConfig) -> int:
+    """Width of the feed-forward that all tokens of a layer with experts pass; 0 for none."""
+    if config.mlp_type == "residual":
+        return config.ffn_size
+    return config.moe_shared_expert_intermediate_size or 0
 
 
 class MLP(nn.Module):
@@ -68,15 +99,18 @@ class MLP(nn.Module):
     A gated activation takes [gate; up], so its fc1 has twice the rows, in two parts.
     """
 
-    def __init__(self, config: ModelConfig, name: str, ctx: ParallelContext, *, output_std: float):
+    def __init__(self, config: ModelConfig, name: str, ctx: ParallelContext, *, output_std: float,
+                 width: int | None = None):
+        """width: f; None for the model's."""
         super().__init__()
-        check_divides("ffn_hidden_size", config.ffn_size, ctx.tp, "each rank holds an equal part of it")
+        width = config.ffn_size if width is None else width
+        check_divides("ffn_hidden_size", width, ctx.tp, "each rank holds an equal part of it")
         self.activation = pick(ACTIVATIONS, "activation", config.activation)
         parts = self.activation.parts
-        self.linear_fc1 = ColumnParallelLinear(config.hidden_size, parts * config.ffn_size, ctx,
+        self.linear_fc1 = ColumnParallelLinear(config.hidden_size, parts * width, ctx,
                                                name=f"{name}.linear_fc1", init_std=config.init_method_std,
                                                bias=config.add_bias_linear, parts=parts)
-        self.linear_fc2 = RowParallelLinear(config.ffn_size, config.hidden_size, ctx,
+        self.linear_fc2 = RowParallelLinear(width, config.hidden_size, ctx,
                                             name=f"{name}.linear_fc2",
                                             init_std=output_std, bias=config.add_bias_linear)
 
@@ -90,13 +124,19 @@ def output_std(config: ModelConfig) -> float:
     return config.init_method_std / (2 * config.num_layers) ** 0.5
 
 
-def block_flops(config: ModelConfig, seq_length: int, vocab_size: int, *, causal: bool = True) -> LayerFlops:
-    """Megatron's formula for a transformer block; causal attention counts half of its full matrix."""
+def block_flops(config: ModelConfig, experts: int, seq_length: int, vocab_size: int, *,
+                causal: bool = True) -> LayerFlops:
+    """Megatron's formula for a transformer block; causal attention counts half of its full matrix.
+
+    A block with experts counts the k experts of a token, its dense part, and the router.
+    """
     s, h = seq_length, config.hidden_size
     queries = config.num_attention_heads * config.head_dim
     keys_values = 2 * config.query_groups * config.head_dim
     projections = 6 * (h * (queries + keys_values) + queries * h)
-    feed_forward = 6 * h * config.ffn_size * (3 if config.is_gated else 2)
+    width = (config.moe_router_topk * config.expert_ffn_size + dense_width(config) if experts
+             else config.ffn_size)
+    feed_forward = 6 * h * (width * (3 if config.is_gated else 2) + experts)
     scores = 12.0 * (0.5 if causal else 1.0) * s * s * queries
     return LayerFlops(float(s * (projections + feed_forward)), scores)
 

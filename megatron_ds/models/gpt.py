@@ -11,7 +11,7 @@ from ..config.model_options import ModelConfig
 from ..mpu.context import ParallelContext
 from .architecture import MODELS, language_model
 from .attention import make_rotary
-from .block import block_flops, transformer_block
+from .block import block_layers
 from .embedding import WORD_EMBEDDINGS, Embedding
 from .heads import FinalNorm, LanguageModelHead, head_flops
 from .layer import Layer
@@ -23,13 +23,10 @@ def gpt_layers(config: ModelConfig, ctx: ParallelContext) -> list[Layer]:
     """The layers of a GPT in forward order; nothing is allocated before a layer's `make()`."""
     rotary = make_rotary(config)
     tied = None if config.untie_embeddings_and_output_weights else WORD_EMBEDDINGS
-    block = lambda name: Layer(
-        name, partial(transformer_block, config, name, ctx, rotary=rotary), "block", is_block=True,
-        recompute=ctx.recompute, flops=partial(block_flops, config))
     norm = "decoder.final_layernorm"
     return [
         Layer("embedding", partial(Embedding, config, ctx, tied=tied), "embedding"),
-        *(block(f"decoder.layers.{i}") for i in range(config.num_layers)),
+        *block_layers(config, "decoder.layers", ctx, rotary=rotary),
         Layer(norm, partial(FinalNorm, config, ctx, norm), "norm", noun="final norm"),
         Layer("output_layer", lambda weight=None: LanguageModelHead(config, ctx, tied=tied, weight=weight),
               "head", tied_to=None if tied is None else "embedding", flops=partial(head_flops, config),

@@ -17,10 +17,11 @@ begin() returned, which computes: the same functions on the same tensors as in a
 bits.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
+from ..ops.grouped import add_grouped_gradient_
 from ..ops.product import add_product_, product
 
 Finish = Callable[[], torch.Tensor | None]
@@ -48,6 +49,22 @@ def linear_gradient(weight: torch.Tensor, x: torch.Tensor, dy: torch.Tensor) -> 
     if main_grad is None:
         return product(dy.t(), x)
     add_product_(main_grad, dy.t(), x)
+    weight.grad_ready()
+    return None
+
+
+def grouped_gradient(weight: torch.Tensor, x: torch.Tensor, dy: torch.Tensor,
+                     counts: Sequence[int]) -> torch.Tensor | None:
+    """Add dyᵀ x of each run of rows to the gradient of its matrix of the weight [runs, out, in].
+
+    The result is as of `linear_gradient`. A run without rows adds nothing.
+    """
+    main_grad = _main_grad_of(weight)
+    if main_grad is None:
+        gradient = torch.zeros_like(weight, memory_format=torch.contiguous_format)
+        add_grouped_gradient_(gradient, dy, x, counts)
+        return gradient
+    add_grouped_gradient_(main_grad, dy, x, counts)
     weight.grad_ready()
     return None
 

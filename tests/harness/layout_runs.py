@@ -18,7 +18,6 @@ from megatron_ds.data.samples.fim import FillInMiddle
 from megatron_ds.data.samples.packing import PackedDataset
 from megatron_ds.models.attention import CoreAttention
 from megatron_ds.models.block import MLP, Block
-from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
 from tests.harness.threads import run_ranks
 from tools.layout_comparison import difference, merge, mock_samples, parse_layout, train_layout
@@ -72,8 +71,7 @@ def run_layout(job: list[str], layout: str, steps: int = STEPS) -> Run:
     """`job`: flags of the model; `layout`: as compare_layouts.py takes it."""
     request = parse_layout(layout, mbs="1")
     config = parse([*job, *request.flags], world_size=request.world_size)
-    grid = Grid.fit(request.world_size, tp=config.parallel.tensor_model_parallel_size,
-                    pp=config.parallel.pipeline_model_parallel_size, order=config.parallel.rank_order)
+    grid = config.grid(request.world_size)
     samples = mock_samples(config, 4 * GLOBAL_BATCH, seed=1)
     seen: dict[int, Seen] = {}
 

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_ds.config.moe_options import MoEOptions
+
 PADDING = 5.0      # what `load_logical` leaves in padded vocabulary rows: any use of them shows
 
 
 @dataclass(frozen=True)
-class TinyConfig:
+class TinyConfig(MoEOptions):
     """The fields and derived sizes of the model section of the configuration, with odd sizes. GPT-2 style by
     default."""
 
@@ -38,6 +40,10 @@ class TinyConfig:
     init_method_std: float = 0.02
     hidden_dropout: float = 0.0
     attention_dropout: float = 0.0
+
+    @property
+    def is_gated(self) -> bool:
+        return self.activation == "swiglu"
 
     def padded_vocab_size(self, tp: int) -> int:
         return -(-self.vocab_size // (4 * tp)) * 4 * tp

@@ -1,0 +1,1 @@
+"""Mixture of experts: router, losses, capacity, dispatch over expert-parallel ranks, experts."""

@@ -1,0 +1,93 @@
+"""Which slots an expert keeps where its capacity is limited, and how that does not depend on the layout.
+
+By default the tokens of one sequence compete with each other, and no others: then a sequence is routed alike
+whatever the micro-batch, the number of data-parallel ranks, and the division of the sequence over
+tensor-parallel ranks, which exchange experts and weights of their tokens before they decide.
+
+    capacity   C = max(least, ceil(factor k s / E))      tokens of an expert in a sequence of s tokens
+    priority   "probs": larger weights first, of equal ones the earlier position; "position": the first
+               positions, of one token the better choice
+
+Fedus et al. 2021 (arXiv:2101.03961), section 2.2, where the capacity is that of a batch.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from ..config.model_options import ModelConfig
+from ..data.batch import Batch
+from ..mpu import collectives
+from ..mpu.context import ParallelContext
+from .router import Routing
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """The limit of each expert of a layer.
+
+    factor  None: no limit
+    """
+
+    factor: float | None
+    least: int
+    policy: str
+    scope: str
+    num_experts: int
+    topk: int
+
+    @classmethod
+    def of(cls, config: ModelConfig, num_experts: int, training: bool) -> "Capacity":
+        """In training or in evaluation."""
+        factor = config.moe_expert_capacity_factor if training else config.moe_eval_capacity_factor
+        return cls(factor, config.moe_min_capacity, config.moe_token_drop_policy, config.moe_capacity_scope,
+                   num_experts, config.moe_router_topk)
+
+    def rows(self, tokens: int) -> int:
+        """Slots that an expert keeps of `tokens` competing tokens, at most one of each token."""
+        return min(tokens, max(self.least, math.ceil(self.factor * self.topk * tokens / self.num_experts)))
+
+
+def limit(routing: Routing, capacity: Capacity, batch: Batch, ctx: ParallelContext) -> Routing:
+    """The routing with only those slots that its experts keep.
+
+    Collective over the ranks that divide a sequence, where the capacity is limited.
+    """
+    if capacity.factor is None:
+        return routing
+    samples, k = batch.size, routing.experts.shape[1]
+    by_sample = lambda t: t.view(-1, samples, k).transpose(0, 1)                       # [b, s(/t), k]
+    experts = routing.experts if routing.kept is None else routing.experts.masked_fill(~routing.kept, -1)
+    experts, weights = by_sample(experts), by_sample(routing.weights.detach())
+    group = ctx.sequence_group
+    if group is not None:
+        experts, weights = (collectives.all_gather(t.contiguous(), group, dim=1) for t in (experts, weights))
+    if capacity.scope == "micro-batch":
+        experts, weights = (t.transpose(0, 1).reshape(1, -1, k) for t in (experts, weights))
+    keeps = kept_slots(experts, weights, capacity)
+    if capacity.scope == "micro-batch":
+        keeps = keeps.view(-1, samples, k).transpose(0, 1)
+    if group is not None:
+        keeps = collectives.shard(keeps, group, dim=1)
+    return routing.keeping(keeps.transpose(0, 1).reshape(-1, k))
+
+
+def kept_slots(experts: torch.Tensor, weights: torch.Tensor, capacity: Capacity) -> torch.Tensor:
+    """bool [b, s, k]: of each row of experts int64 [b, s, k] (-1: none), the slots within the capacity."""
+    b, s, k = experts.shape
+    flat = experts.reshape(b, s * k)
+    # Slots in the order of priority, then, keeping that order, by expert: a slot's place among those of its
+    # expert is its distance from the first of them.
+    if capacity.policy == "probs":
+        order = weights.reshape(b, s * k).argsort(dim=1, descending=True, stable=True)
+    else:
+        order = torch.arange(s * k, device=flat.device).expand(b, -1)
+    by_expert, within = flat.gather(1, order).sort(dim=1, stable=True)
+    order = order.gather(1, within)
+    here = torch.arange(s * k, device=flat.device).expand(b, -1)
+    is_first = torch.ones_like(by_expert, dtype=torch.bool)
+    is_first[:, 1:] = by_expert[:, 1:] != by_expert[:, :-1]
+    first = here.where(is_first, 0).cummax(1).values
+    keeps = (here - first < capacity.rows(s)) & (by_expert >= 0)
+    return torch.zeros_like(keeps).scatter_(1, order, keeps).view(b, s, k)

@@ -1,0 +1,239 @@
+"""Movement of tokens to the ranks of their experts, and back.
+
+    x [T, h] of each rank
+      │ permute            a row for each kept slot, sorted by expert; of one expert in the order of tokens
+      │ all-to-all (ep)    to the rank of the expert
+      │ all-gather (tp)    rows of the tensor-parallel ranks, with sequence parallelism
+      │ sort               by expert
+    experts [n, h]         each tensor-parallel rank computes a part of the width
+      │ sort back
+      │ reduce-scatter (tp), or all-reduce without sequence parallelism
+      │ all-to-all (ep)
+      │ combine            sum of the k rows of a token, times their weights, in the order of slots, in fp32
+    y [T, h]
+
+Numbers of rows are exchanged first: with sequence parallelism all-gathered over tp, then all-to-all over ep,
+8 E bytes a rank. They are read by the host, which waits for the device there. In plans, where tensors have no
+values, experts receive equal numbers of rows.
+
+Gradients travel the same way back. Every row has one destination, so no sum depends on the order of arrival.
+
+Lepikhin et al. 2020 (arXiv:2006.16668), section 3.2; dropless: Gale et al. 2022 (arXiv:2211.15841).
+
+Letters: T tokens of this rank, k slots of a token, E experts, R rows that this rank sends.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.autograd import Function
+
+from ..mpu import collectives
+from ..mpu.context import ParallelContext
+from ..mpu.group import Group
+from ..mpu.regions import copy_to_region, reduce_from_region
+from ..mpu.rows import Waiting, all_gather_rows, all_to_all_rows, reduce_scatter_rows
+from ..ops.product import has_memory
+from .router import Routing
+
+
+@dataclass(frozen=True)
+class Groups:
+    """ep: ranks that divide the experts. tp: tensor-parallel ranks, which `sequence_parallel` gives different
+    tokens.
+    """
+
+    ep: Group
+    tp: Group
+    sequence_parallel: bool
+
+    @classmethod
+    def of(cls, ctx: ParallelContext) -> "Groups":
+        """Collective over the world when first called."""
+        return cls(ctx.group("ep"), ctx.tp, ctx.sequence_parallel and ctx.tp.size > 1)
+
+
+class Dispatch:
+    """The movement of one micro-batch in one layer. Made by all ranks of `groups` together.
+
+    counts  rows of each expert of this rank, as the experts compute them
+    load    int64 [E], slots of each expert among the tokens of this rank, and of the tensor-parallel ranks
+            that hold the rest of them
+    """
+
+    def __init__(self, routing: Routing, num_experts: int, groups: Groups):
+        self.groups, self.weights = groups, routing.weights
+        slots = routing.experts.flatten()                                              # [T k]
+        if routing.kept is not None:
+            slots = slots.masked_fill(~routing.kept.flatten(), num_experts)
+        by_expert, order = slots.sort(stable=True)
+        bounds = torch.arange(num_experts + 1, device=slots.device)
+        own = torch.searchsorted(by_expert, bounds).diff()                             # int64 [E]
+        self.load, chunks = self._exchange(own)                                        # [E], [ep, t, E/ep]
+        rows = _host(own, planned_total=slots.numel())
+        sent = _sums(rows, groups.ep.size)
+        received = _host(chunks, planned_total=slots.numel() * chunks.shape[1])        # flat, [ep, t, E_l]
+        ep, t, local = chunks.shape
+        # Rows that arrive: from each ep rank those of this tp rank; then those of the other tp ranks.
+        mine = groups.tp.rank if t > 1 else 0
+        cell = lambda i, j: sum(received[(i * t + j) * local:(i * t + j + 1) * local])
+        self._sent, self._received = sent, [cell(i, mine) for i in range(ep)]
+        self._of_tp = [sum(cell(i, j) for i in range(ep)) for j in range(t)]
+        self.counts = [sum(received[e::local]) for e in range(local)]
+        total = sum(rows)
+        self._order = order[:total]                                                    # row → slot
+        self._place = _inverse(self._order, slots.numel())                             # slot → row, -1: none
+        self._sort = self._sorting(chunks)
+        self._shape = routing.experts.shape
+
+    def _exchange(self, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(load [E], rows [ep, t, E/ep] that each rank sends to the experts of this one)."""
+        ep, tp = self.groups.ep, self.groups.tp
+        table = own[None]
+        if self.groups.sequence_parallel:
+            table = collectives.all_gather(table, tp)                                  # [t, E]
+        load = table.sum(0)
+        by_rank = table.view(len(table), ep.size, -1).transpose(0, 1).contiguous()     # [ep, t, E/ep]
+        arriving = torch.empty_like(by_rank)
+        collectives.all_to_all_(arriving.view(-1), by_rank.view(-1), ep)
+        return load, arriving
+
+    def _sorting(self, chunks: torch.Tensor) -> "Sorting | None":
+        """By expert, rows that arrive in the order tp rank, ep rank, expert."""
+        ep, t, local = chunks.shape
+        if ep * t == 1:
+            return None
+        experts = torch.arange(local, device=chunks.device).repeat(ep * t)
+        chunks = chunks.transpose(0, 1).flatten()
+        if not has_memory(chunks):
+            return Sorting(torch.empty(sum(self.counts), dtype=torch.int64, device=chunks.device))
+        expert_of_row = experts.repeat_interleave(chunks, output_size=sum(self.counts))
+        return Sorting(expert_of_row.argsort(stable=True))
+
+    def send(self, x: torch.Tensor, waiting: Waiting | None = None) -> torch.Tensor:
+        """x [T, h] → the rows that this rank receives from ep; see `arrive`. Collective over ep."""
+        rows = _Permute.apply(x, self._order, self._place, self._shape[1])
+        return all_to_all_rows(rows, self._sent, self._received, self.groups.ep, waiting)
+
+    def arrive(self, rows: torch.Tensor) -> torch.Tensor:
+        """The rows of `send` → [n, h], sorted by expert. Collective over tp."""
+        groups = self.groups
+        if groups.sequence_parallel:
+            rows = all_gather_rows(rows, self._of_tp, groups.tp)
+        else:
+            rows = copy_to_region(rows, groups.tp)
+        return rows if self._sort is None else self._sort.forward(rows)
+
+    def back(self, rows: torch.Tensor) -> torch.Tensor:
+        """Results of the experts, partial sums over tp → y [T, h]. Collective over tp and ep."""
+        groups = self.groups
+        if self._sort is not None:
+            rows = self._sort.backward(rows)
+        if groups.sequence_parallel:
+            rows = reduce_scatter_rows(rows, self._of_tp, groups.tp)
+        else:
+            rows = reduce_from_region(rows, groups.tp)
+        rows = all_to_all_rows(rows, self._received, self._sent, groups.ep)
+        return _Combine.apply(rows, self.weights, self._order, self._place)
+
+
+class Sorting:
+    """A permutation of rows and its inverse. order: row of the result → row of the input."""
+
+    def __init__(self, order: torch.Tensor):
+        self.order, self.inverse = order, _inverse(order, len(order))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows in the new order."""
+        return _Reorder.apply(x, self.order, self.inverse)
+
+    def backward(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows in the old order again."""
+        return _Reorder.apply(x, self.inverse, self.order)
+
+
+def _inverse(order: torch.Tensor, size: int) -> torch.Tensor:
+    """place[order[i]] = i, -1 elsewhere, int64 [size]."""
+    place = torch.full((size,), -1, dtype=torch.int64, device=order.device)
+    place[order] = torch.arange(len(order), device=order.device)
+    return place
+
+
+def _host(counts: torch.Tensor, planned_total: int) -> list[int]:
+    """The numbers, flat, on the host. Without values: equal parts of the planned total."""
+    counts = counts.flatten()
+    if has_memory(counts):
+        return counts.tolist()
+    n = len(counts)
+    return [planned_total * (i + 1) // n - planned_total * i // n for i in range(n)]
+
+
+def _sums(numbers: Sequence[int], parts: int) -> list[int]:
+    each = len(numbers) // parts
+    return [sum(numbers[i * each:(i + 1) * each]) for i in range(parts)]
+
+
+class _Permute(Function):
+    """Row i of the result is the token of slot order[i]."""
+
+    @staticmethod
+    def forward(ctx, x, order, place, k):
+        ctx.save_for_backward(place)
+        ctx.k = k
+        return x.index_select(0, order // k)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (place,) = ctx.saved_tensors
+        return _rows_of_slots(grad, place).view(-1, ctx.k, grad.shape[1]).sum(1), None, None, None
+
+
+class _Reorder(Function):
+    @staticmethod
+    def forward(ctx, x, order, inverse):
+        ctx.save_for_backward(inverse)
+        return x.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (inverse,) = ctx.saved_tensors
+        return grad.index_select(0, inverse), None, None
+
+
+class _Combine(Function):
+    """y[t] = Σ_j weights[t, j] rows[place[t k + j]], summed in fp32 and rounded once."""
+
+    @staticmethod
+    def forward(ctx, rows, weights, order, place):
+        ctx.save_for_backward(rows, weights, order, place)
+        of_slots = _rows_of_slots(rows, place).view(*weights.shape, rows.shape[1])      # [T, k, h]
+        return _weighted(of_slots, weights).to(rows.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        rows, weights, order, place = ctx.saved_tensors
+        k = weights.shape[1]
+        of_rows = grad.index_select(0, order // k)                                      # [R, h]
+        scale = weights.flatten().index_select(0, order).to(torch.float32)[:, None]
+        drows = (of_rows * scale).to(rows.dtype)
+        dots = (of_rows.float() * rows.float()).sum(1)                                  # [R]
+        dweights = torch.zeros(weights.numel(), dtype=weights.dtype, device=weights.device)
+        dweights[order] = dots.to(weights.dtype)
+        return drows, dweights.view_as(weights), None, None
+
+
+def _rows_of_slots(rows: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    """[T k, h], 0 for a slot without a row."""
+    if len(rows) == len(place):
+        return rows.index_select(0, place)
+    if not len(rows):
+        return rows.new_zeros(len(place), rows.shape[1])
+    return rows.index_select(0, place.clamp(min=0)).mul_((place >= 0)[:, None])
+
+
+def _weighted(of_slots: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    total = of_slots[:, 0] * weights[:, 0, None].float()
+    for j in range(1, weights.shape[1]):
+        total = total + of_slots[:, j] * weights[:, j, None].float()
+    return total

@@ -1,0 +1,90 @@
+"""`MixtureOfExperts`: a feed-forward whose tokens each pass k of E experts. It fills a slot of `Block`.
+
+    x [s(/t), b, h] ── router ── dispatch ── experts ── combine ──┬── y
+                    └─ shared experts (dense) ──────── (· gate) ──┘     or, residual: a dense MLP, and
+                                                                       y = c0 routed + c1 dense
+
+The work is in router.py (choice), capacity.py (drops), losses.py (balance), dispatch.py (movement) and
+experts.py (products); this file is their order.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..config.model_options import ModelConfig
+from ..data.batch import Batch
+from ..mpu.context import ParallelContext
+from ..mpu.param_spec import Init, ParamSpec
+from ..mpu.rows import Waiting
+from ..tensor_parallel.linear import new_shard
+from .capacity import Capacity, limit
+from .dispatch import Dispatch, Groups
+from .experts import Experts
+from .losses import add_losses, record_load
+from .router import Router
+
+
+class MixtureOfExperts(nn.Module):
+    """x [s(/t), b, h] → the same shape.
+
+    dense  a feed-forward that all tokens pass: shared experts, or that of a residual MoE; None without
+    """
+
+    def __init__(self, config: ModelConfig, num_experts: int, name: str, ctx: ParallelContext, *,
+                 output_std: float, dense: nn.Module | None = None):
+        super().__init__()
+        self.config, self.num_experts, self.name, self.ctx = config, num_experts, name, ctx
+        self.groups = Groups.of(ctx)
+        self.router = Router(config, num_experts, f"{name}.router", ctx)
+        self.experts = Experts(config, num_experts, f"{name}.experts", ctx, output_std=output_std)
+        self.dense = dense
+        self.gate = self.coefficient = None
+        if config.mlp_type == "residual":
+            self.coefficient = _small(f"{name}.coefficient", 2, config, ctx)
+        elif config.moe_shared_expert_gate:
+            self.gate = _small(f"{name}.shared_experts.gate_weight", 1, config, ctx)
+
+    def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Adds loss terms and metrics to the ledger of the batch. Collective over ep and tp."""
+        tokens, group = x.flatten(0, 1), self.ctx.sequence_group
+        counted = self._counted(batch)
+        # Choose experts, and limit them.
+        routing = self.router(x, batch)
+        if batch.training:
+            add_losses(batch.ledger, routing, batch.size, self.config, group, counted)
+        if counted is not None:
+            routing = routing.keeping(counted[:, None].expand_as(routing.experts))
+        capacity = Capacity.of(self.config, self.num_experts, batch.training)
+        routing = limit(routing, capacity, batch, self.ctx)
+        # Move tokens to their experts and back; the dense part computes while they are under way.
+        dispatch, waiting = Dispatch(routing, self.num_experts, self.groups), Waiting()
+        rows = dispatch.send(tokens, waiting)
+        dense = None if self.dense is None else self.dense(x, batch)
+        waiting.wait()
+        routed = dispatch.back(self.experts(dispatch.arrive(rows), dispatch.counts)).view_as(x)
+        record_load(batch.ledger, self.name.removesuffix(".mlp"), dispatch.load, routing, group)
+        return self._joined(x, routed, dense)
+
+    def _joined(self, x: torch.Tensor, routed: torch.Tensor, dense: torch.Tensor | None) -> torch.Tensor:
+        if dense is None:
+            return routed
+        if self.coefficient is not None:
+            share = F.linear(x, self.coefficient).float().softmax(-1).to(x.dtype)
+            return routed * share[..., :1] + dense * share[..., 1:]
+        if self.gate is not None:
+            dense = dense * F.linear(x, self.gate).sigmoid()
+        return routed + dense
+
+    def _counted(self, batch: Batch) -> torch.Tensor | None:
+        """bool [T], False for padding; None where there is none."""
+        padding = batch.padding
+        if padding is None:
+            return None
+        rows = self.ctx.slice.rows(batch.seq_length)
+        return ~padding[:, rows.start:rows.stop].t().flatten()
+
+
+def _small(name: str, rows: int, config: ModelConfig, ctx: ParallelContext) -> nn.Parameter:
+    return new_shard(ParamSpec(name, (rows, config.hidden_size), Init("normal", config.init_method_std),
+                               partial_over=ctx.partial_over), ctx)
