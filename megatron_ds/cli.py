@@ -193,7 +193,7 @@ class StopRequest:
             signal.signal(number, handler)
 
     def defer(self) -> None:
-        """From now on a signal sets `received` and raises nothing."""
+        """From this call on, a signal only sets `received`; it does not raise."""
         self._is_deferred = True
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

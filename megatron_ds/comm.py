@@ -92,7 +92,7 @@ def get_local_rank() -> int:
 
 
 def get_world_group() -> Any:
-    """None in a program of one process."""
+    """The group of all ranks; None in a program of one process."""
     return dist.group.WORLD if _meets() else None
 
 
@@ -128,14 +128,14 @@ def all_gather(tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any
 
 
 def all_gather_object(object_list: list, obj: Any, group: Any = None) -> None:
-    """For trusted peers only: objects are sent as pickles."""
+    """Gather one object of each rank into `object_list`, as pickles: for trusted peers only."""
     if _meets():
         return dist.all_gather_object(object_list, obj, group)
     object_list[0] = obj
 
 
 def broadcast_object_list(object_list: list, src: int, group: Any = None, device: Any = None) -> None:
-    """For a trusted peer only: objects are sent as pickles."""
+    """Send the objects of rank `src` to all ranks, as pickles: for trusted peers only."""
     if _meets():
         dist.broadcast_object_list(object_list, src, group, device)
 

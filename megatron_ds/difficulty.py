@@ -28,7 +28,10 @@ from .registry import did_you_mean
 
 
 class Difficulty(Protocol):
-    """maximum: the largest value of `at`, and the last."""
+    """The difficulty as a function of the step. It never falls.
+
+    maximum  the last and largest difficulty
+    """
 
     maximum: int
 
@@ -64,7 +67,7 @@ class Rise:
 
     @property
     def floor(self) -> int:
-        """The least value."""
+        """The smallest difficulty."""
         return -(-self.minimum // self.multiple) * self.multiple if self.lowest is None else self.lowest
 
 

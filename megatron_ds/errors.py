@@ -1,7 +1,7 @@
 """The error tree. Catch `MegatronDSError` to catch everything this package raises on purpose.
 
     MegatronDSError
-      ConfigError            the configuration is not possible                (also ValueError)
+      ConfigError            a configured value or argument is not valid     (also ValueError)
       LayoutError            sizes do not divide, shards do not cover         (also ValueError)
       ScheduleError          an instruction list is not valid
       CheckpointError        missing, incomplete, or written by another model
@@ -20,7 +20,7 @@ class MegatronDSError(Exception):
 
 
 class ConfigError(MegatronDSError, ValueError):
-    """The configuration, or an argument of a user, is not possible."""
+    """A value in the configuration, or an argument of a call, is not valid."""
 
 
 class LayoutError(MegatronDSError, ValueError):

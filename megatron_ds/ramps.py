@@ -178,8 +178,8 @@ class DeepSpeedRate:
 
 @dataclass(frozen=True)
 class WeightDecay:
-    """From `start` to `end` over `span` samples or tokens: constant, linear, or along half a period of a
-    cosine.
+    """Weight decay that goes from `start` to `end` over `span` samples or tokens: constant, linear, or along
+    half a period of a cosine.
     """
 
     start: float
@@ -217,7 +217,7 @@ class BatchSize:
 
     @classmethod
     def growing(cls, start: int, increment: int, final: int, span: int) -> "BatchSize":
-        """From `start` by `increment` to `final`. The sizes below `final` share `span` samples equally."""
+        """From `start` up to `final` by `increment`. All sizes below `final` share `span` samples equally."""
         increments = (final - start) // increment
         steps = {-(-i * span // increments): start + i * increment for i in range(increments)}
         return cls(tuple({**(steps or {0: start}), span: final}.items()))

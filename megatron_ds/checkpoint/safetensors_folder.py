@@ -204,8 +204,8 @@ def from_safetensors(directory: str | os.PathLike) -> Callable[[str, int, torch.
             row = torch.Size(shape[1:]).numel()
             stop = start + out.numel()
             if stop > torch.Size(shape).numel():
-                raise CheckpointError(f"{name} in {folder} has shape {shape}, too small for the parameter to "
-                                      "be filled.")
+                raise CheckpointError(f"{name} in {folder} has shape {shape}, but the parameter reads its "
+                                      f"elements {start} to {stop - 1}. Use files of the same model.")
             first, last = start // row if row else 0, -(-stop // row) if row else 0
             values = stored[first:last] if shape else file.get_tensor(name)
             flat = values.reshape(-1)

@@ -161,7 +161,9 @@ def merge_plans(plans: Sequence[SavePlan]) -> dcp.Metadata:
     for item in itertools.chain.from_iterable(plan.items for plan in plans):
         this = (list(item.tensor_data.size), item.tensor_data.properties.dtype)
         if seen.setdefault(item.index.fqn, this) != this:
-            raise CheckpointError(f"ranks disagree on {item.index.fqn}: {seen[item.index.fqn]} and {this}")
+            raise CheckpointError(f"{item.index.fqn} is {seen[item.index.fqn]} on one rank and {this} on "
+                                  "another (shape, dtype), so they are not parts of one tensor. Give the "
+                                  "parameter the same full shape and dtype on all ranks.")
     _, index = create_default_global_save_plan(plans)
     counts = {name: (_elements(t.chunks), math.prod(t.size)) for name, t in index.state_dict_metadata.items()}
     wrong = [f"{name} has {held} of {total}" for name, (held, total) in counts.items() if held != total]

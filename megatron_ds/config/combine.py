@@ -3,8 +3,8 @@
     defaults  <  values of the entry script  <  files (YAML and DeepSpeed JSON)  <  flags
 
 Two files that give one option different values are an error, because neither takes precedence. After that,
-missing batch sizes are derived, and options that have no effect beside others are left out: they are noted in
-`RunConfig.without_effect`, which startup prints.
+missing batch sizes are derived, and options that have no effect together with others are left out: they are
+noted in `RunConfig.without_effect`, which startup prints.
 """
 
 from collections.abc import Iterable, Sequence
@@ -109,20 +109,20 @@ def _with(config: RunConfig, setting: Setting) -> RunConfig:
 DATA = ("data.data_path", "data.split", "data.train_data_path", "data.valid_data_path", "data.test_data_path",
         "data.data_args_path", "data.per_split_data_args_path", "data.blend_weights")
 TOKENIZER_FILES = ("data.vocab_file", "data.merge_file", "data.tokenizer_model")
-GPT2_TOKENS = 50_256                  # beside the end-of-document token, which NullTokenizer adds
+GPT2_TOKENS = 50_256                  # plus the end-of-document token, which NullTokenizer adds
 
 
 def without_useless_options(config: RunConfig) -> RunConfig:
-    """The config without options that have no effect beside others."""
+    """The config without options that have no effect because of others."""
     for function in (_mock_data, _mock_vocabulary, _recomputation, _gradient_divisor, _saving):
         config = function(config)
     return config
 
 
 def _mock_data(config: RunConfig) -> RunConfig:
-    """On the command line --mock-data replaces the corpus of a file.
+    """--mock-data on the command line replaces the corpus that a file names.
 
-    In a file it is an error beside a corpus (`rules`).
+    Both in one file are an error (`rules`).
     """
     if config.data.mock_data and _is_flag(config, "data.mock_data"):
         return _without(config, DATA, "--mock-data is used instead")

@@ -227,7 +227,7 @@ class JsonDocument(Reading):
         return self.values.get(key) == "auto"
 
     def refuse_params(self, block: str, kind: str, allowed: set[str]) -> None:
-        """A problem for each of the block's `params` that its type does not have."""
+        """Record a problem for each key in the block's `params` that the type of the block does not have."""
         for key in self.values:
             name = key.removeprefix(f"{block}.params.")
             if name != key and name not in allowed:

@@ -11,8 +11,8 @@ DEFAULT_SPLIT = "969, 30, 1"
 
 @dataclass(frozen=True)
 class DataConfig:
-    """One of: mock data; --data-path, divided by --split; or one path for each split. Paths may be listed in
-    a file.
+    """Options of the data: mock data, --data-path divided by --split, or a path for each split. A file may
+    list the paths.
     """
 
     data_path: tuple[str, ...] = option((),

@@ -76,7 +76,7 @@ def _is_split(text: str) -> bool:
 
 
 def fill_in_the_middle(config: RunConfig) -> Iterator[str]:
-    """Its options need --fim-data, and --fim-data needs documents."""
+    """The other --fim options need --fim-data, and --fim-data needs documents."""
     data = config.data
     for path in FIM:
         if not data.fim_data and not config.is_default(path):
@@ -89,7 +89,7 @@ def fill_in_the_middle(config: RunConfig) -> Iterator[str]:
 
 
 def packing(config: RunConfig) -> Iterator[str]:
-    """Packed samples consist of whole, unchanged documents."""
+    """--pack-documents excludes --mock-data, which has no documents, and --fim-data, which changes them."""
     data = config.data
     if data.pack_documents and data.mock_data:
         yield ("--pack-documents with --mock-data: random samples have no documents to pack. Remove one of "

@@ -91,7 +91,7 @@ def zero_options(config: RunConfig) -> Iterator[str]:
 
 
 def communication(config: RunConfig) -> Iterator[str]:
-    """Dividing gradients while they are summed prevents an overflow of fp16.
+    """Options that divide gradients before an fp16 reduction need fp32 accumulation, and exclude each other.
 
     With other dtypes `combine` leaves these options out.
     """

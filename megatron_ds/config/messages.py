@@ -47,7 +47,7 @@ def either(values: Sequence[Any]) -> str:
 
 
 def divisors(number: int) -> list[int]:
-    """In rising order."""
+    """The divisors of a number, in rising order."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})
 

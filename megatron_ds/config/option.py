@@ -73,7 +73,7 @@ class Option:
 
     @property
     def path(self) -> str:
-        """`section.name`."""
+        """The full name of the option: `section.name`."""
         return f"{self.section}.{self.name}"
 
     @property

@@ -102,7 +102,7 @@ class ZeroConfig:
         "off", choices=("off", "on", "auto"), alone="on", switches={"--no-zero3-pin-stage": "off"},
         values={"true": "on", "false": "off", "yes": "on", "no": "off", "1": "on", "0": "off"},
         help="Gather the weights of a pipeline stage once per step, not once per layer, micro-batch and "
-             "direction (stage 3). auto: if they fit into the memory of every rank beside training state "
+             "direction (stage 3). auto: if they fit into the memory of every rank with training state "
              "and activations. The flag without a value means on.",
         avoid="All weights of the stage then stay gathered during the step.")
     reduce_bucket_size: int | None = option(None, at_least=1, flags=["--ddp-bucket-size"],

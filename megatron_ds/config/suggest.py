@@ -107,8 +107,10 @@ def most_similar(name: str, known: Sequence[str]) -> str | None:
 
 
 def _near(name: str, known: Mapping[str, str], written: Callable[[str], str | None]) -> str:
-    """known: bare name → how it is written here.  written: one of our flags → how it is written here, or
-    None.
+    """The end of a message that suggests known names similar to `name`; "" if there are none.
+
+    known    each valid name → how it is written here
+    written  from a flag of this package to how it is written here; None if it is not valid here
     """
     meant = SYNONYMS.get(name.lower().replace("_", "-"))
     if isinstance(meant, str):

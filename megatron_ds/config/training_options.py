@@ -10,8 +10,8 @@ LR_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD", "Warm
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """Spans are in iterations, samples or tokens; those in iterations and samples advance on steps that were
-    not skipped.
+    """Options of the optimizer and its schedules. Lengths are in iterations, samples or tokens; those in
+    iterations and samples do not count skipped steps.
     """
 
     optimizer: str = option(
@@ -127,7 +127,7 @@ class TrainConfig:
         None, at_least=1, unit="samples", help="Length of training in samples, instead of --train-iters.")
     train_tokens: int | None = option(None, at_least=1, unit="tokens",
         help="Length of training in tokens: the run ends with the step that reaches it. --train-iters or "
-             "--train-samples beside it is an upper bound. Shortened and dropped tokens do not count.")
+             "--train-samples, if also given, is an upper bound. Shortened and dropped tokens do not count.")
     eval_iters: int = option(
         100, at_least=0, unit="iterations", help="Batches of one evaluation; 0 turns evaluation off.")
     eval_interval: int = option(1000, at_least=1, unit="iterations", help="Steps between evaluations.")

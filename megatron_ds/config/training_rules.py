@@ -173,7 +173,7 @@ def _first_batch(config: RunConfig) -> int | None:
 
 
 def learning_rate(config: RunConfig) -> Iterator[str]:
-    """Its values are ordered, its spans fit into each other, and its style uses all spans that are given."""
+    """Rates are in order, warm-up and decay fit into the run, and the decay style uses all spans given."""
     rate, train = config.optimizer, config.train
     for path in ("optimizer.min_lr", "optimizer.lr_warmup_init"):
         if rate.lr is not None and config.get(path) > rate.lr:

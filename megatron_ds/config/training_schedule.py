@@ -65,7 +65,7 @@ def make_weight_decay(config: RunConfig) -> Ramp[float]:
 
 
 def make_batch_size(config: RunConfig) -> BatchSize:
-    """The global batch size of a run."""
+    """The global batch size of a run as a function of the consumed samples, valid on its number of ranks."""
     ramp = stated_batch_size(config)
     if config.train.decrease_batch_size_if_needed:
         return ramp.rounded_down(config.train.micro_batch_size * config.data_parallel_size)

@@ -123,9 +123,10 @@ class Batch:
         return self.places is not None and self.places.index.dim() == 2
 
     def positions(self, rows: range | None = None) -> tuple[range, torch.Tensor | None]:
-        """Positions of these rows of tokens in their sequences, for `ops.dropout`.  rows: None for all.
+        """Positions, in the whole sequences, of the tokens in `rows` (None: all rows); for `ops.dropout`.
 
-        (the rows, None) for whole sequences; else (all positions, int64 [b, k] indices into them).
+        Returns (rows, None) if the batch holds whole sequences. Otherwise it returns the range of all
+        positions of a sequence, and int64 [b, k] with the positions of the k tokens of each sample.
         """
         rows = range(self.seq_length) if rows is None else rows
         if self.places is None:

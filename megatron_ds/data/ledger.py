@@ -1,4 +1,4 @@
-"""`Ledger`: the loss terms and metrics that layers add beside the model's main loss.
+"""`Ledger`: the loss terms and metrics that layers add to the model's main loss.
 
 A layer on any pipeline stage adds to the ledger of the batch that it is called with:
 
@@ -46,7 +46,7 @@ class Entry:
         return gradient / (self.count.clamp(min=1) if isinstance(self.count, Tensor) else max(self.count, 1))
 
     def detached(self) -> "Entry":
-        """The same entry without its graph."""
+        """This entry, detached from the autograd graph."""
         count = self.count.detach() if isinstance(self.count, Tensor) else float(self.count)
         return Entry(self.name, self.value.detach(), count, self.weight)
 

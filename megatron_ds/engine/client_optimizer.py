@@ -10,7 +10,7 @@ elementwise optimizer. A trial on a small matrix finds out whether the optimizer
                                                   otherwise `restart`
 
 Refused are optimizers that need whole matrices (Muon, Adafactor, LAMB), and those that keep numbers for each
-parameter beside its count of steps (NAdam's product of momenta), which a checkpoint for every layout cannot
+parameter besides its count of steps (NAdam's product of momenta), which a checkpoint for every layout cannot
 hold.
 """
 

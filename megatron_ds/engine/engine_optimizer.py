@@ -112,7 +112,7 @@ class EngineOptimizer(torch.optim.Optimizer):
                           "shards of all parameters. Give all groups to initialize.")
 
     def update(self) -> StepResult:
-        """One step of `ZeroOptimizer` with the current numbers of the groups. Collective."""
+        """Make a step of `ZeroOptimizer` with the current values of the groups. Collective."""
         self.inner.refresh()
         result = self.zero.step(None)
         self.overflow = result.skipped
@@ -183,7 +183,7 @@ def make_groups(module: nn.Module, model_parameters: Any, decay: Decays | None) 
 
 
 def freeze_others(module: nn.Module, groups: Iterable[Group]) -> None:
-    """Parameters that are in no group require no gradient from now on."""
+    """Set requires_grad=False for all parameters of the module that are in no group."""
     trained = {id(p) for group in groups for p in group["params"]}
     left = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in trained]
     for p in module.parameters():

@@ -104,8 +104,8 @@ class EngineStatus:
     def _check_between_updates(self, name: str) -> None:
         if self.has_gradients:
             raise ConfigError(f"engine.{name} in the middle of an update: {self._microbatch} of its "
-                              "micro-batches are done with the former number. Call it right after an update, "
-                              "or after engine.zero_grad().")
+                              "micro-batches are done with the previous value, so the mean of the gradients "
+                              "would be wrong. Call it right after an update, or after engine.zero_grad().")
 
     # ------------------------------------------------------------------ progress
     @property
@@ -152,7 +152,7 @@ class EngineStatus:
         return self.zero_optimization_stage() > 0
 
     def zero_optimization_stage(self) -> int:
-        """0 to 3."""
+        """The stage of ZeRO, 0 to 3."""
         return self.settings.zero.stage
 
     def fp16_enabled(self) -> bool:
@@ -199,12 +199,12 @@ class EngineStatus:
 
     @property
     def global_rank(self) -> int:
-        """Of this process, among all ranks."""
+        """Rank of this process among all processes."""
         return self.world.rank
 
     @property
     def local_rank(self) -> int:
-        """Of this process, among those on this machine."""
+        """Rank of this process among those on its machine."""
         return read_launch().local_rank
 
     @property
@@ -230,7 +230,7 @@ class Monitor:
         return self._sink is not None
 
     def write_events(self, events: Iterable[Event]) -> None:
-        """events: (name of the curve, value, number of samples)"""
+        """Write (name of the curve, value, number of samples) for each event."""
         for event in events if self.enabled else ():
             self._sink.write(event)
 

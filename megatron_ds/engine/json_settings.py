@@ -37,7 +37,7 @@ from ..config.run import all_options
 from ..config.training_rules import batch, learning_rate, number_format
 from ..errors import ConfigError
 
-# Accepted options beside those of SECTIONS.
+# Accepted options in addition to those of SECTIONS.
 TAKEN = ("train.global_batch_size", "train.micro_batch_size", "train.gradient_accumulation_steps",
          "logging.log_interval", "logging.tensorboard_dir")
 SECTIONS = ("optimizer.", "zero.")
@@ -195,9 +195,10 @@ HIDDEN_SIZE = "the model's config.hidden_size"
 
 @dataclass(frozen=True)
 class Sources:
-    """args: any object with attributes.
+    """Objects that supply values for "auto" in the JSON.
 
-    samples: of the training data on all ranks, None where there is none.
+    args     any object with attributes
+    samples  number of training samples on all ranks; None without training data
     """
 
     args: Any
@@ -211,7 +212,7 @@ class Sources:
 
     @property
     def hidden_size(self) -> int | None:
-        """Of a model with a config as Hugging Face's have one; the largest where it has several."""
+        """The hidden size in a model's config like that of Hugging Face; the largest of several."""
         config = getattr(self.model, "config", None)
         for part in (config, getattr(config, "text_config", None)):
             sizes = getattr(part, "hidden_size", None) or getattr(part, "hidden_sizes", None)

@@ -121,7 +121,7 @@ class ModuleGathering:
         self.hide()
 
     def _begin_backward_of_another(self) -> None:
-        """For the backward of another engine, whose loss was computed with this module, too."""
+        """Begin the backward of another engine whose loss was computed with this module."""
         def end() -> None:
             self._leave_all()
             self._end_backward()
@@ -187,8 +187,8 @@ class ModuleGathering:
             return
         if parameter not in self._reported:
             self._reported.add(parameter)
-            logger.warning("%s is read outside of the forward of its module: it stays whole to the end of "
-                           "each step", parameter.spec.name)
+            logger.warning("%s is read outside of the forward of its module: it stays gathered to the end "
+                           "of each step, which takes memory", parameter.spec.name)
         self._closing.keep_open(unit.layer)
         unit.claims.add(OUTSIDE)
         unit.start()

@@ -159,10 +159,10 @@ def _check_shape(name: str, p: nn.Parameter, world: DataParallelWorld) -> None:
         raise ConfigError(f"{name} has a spec that does not fit the ranks: {error}") from error
     if tuple(p.shape) != expected:
         raise ConfigError(
-            f"{name} has shape {list(p.shape)} here, but by its spec, {p.spec.splits} of "
-            f"{list(p.spec.shape)}, a rank of {sizes['tp']} model-parallel and {sizes['ep']} expert-parallel "
-            f"ranks holds {list(expected)}. Give the mpu with the groups that the module was made with (for "
-            f"experts: with {SEVENTH}, or a Mesh with ep).")
+            f"{name} has shape {list(p.shape)} here. Its spec, {p.spec.splits} of {list(p.spec.shape)}, "
+            f"gives {list(expected)} with {sizes['tp']} model-parallel and {sizes['ep']} expert-parallel "
+            "ranks. Give the mpu with the groups that the module was made with (for experts: with "
+            f"{SEVENTH}, or a Mesh with ep).")
 
 
 # ----------------------------------------------------------------------------------------------------- layers

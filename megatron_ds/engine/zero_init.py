@@ -37,7 +37,7 @@ from .module_specs import is_expert
 
 
 class Partition:
-    """This rank's shard of a parameter, which is on "meta" meanwhile and has the shard as `.partition`."""
+    """This rank's shard of a parameter, kept as `.partition` while the parameter itself is on "meta"."""
 
     @torch.no_grad()
     def __init__(self, parameter: nn.Parameter, group: Group, dtype: torch.dtype | None, pin: bool = False):
@@ -72,7 +72,10 @@ class Partition:
 
     @torch.no_grad()
     def take(self, parameter: nn.Parameter, source: int) -> None:
-        """Keep rank `source`'s values of the parameter, which is shown. Collective over the group."""
+        """Keep the values that the parameter has on rank `source`; its values must be shown.
+
+        Collective over the group.
+        """
         values = parameter.detach().contiguous()
         broadcast_(values, self.group, source)
         flat, size = values.view(-1), self.part.numel()

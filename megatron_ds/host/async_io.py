@@ -34,7 +34,7 @@ ENGINES = ("auto", "io_uring", "threads")
 
 
 class Work(Protocol):
-    """A transfer under way. It must be waited for: the error of one that is dropped is lost."""
+    """A transfer that has begun. It must be waited for: the error of one that is dropped is lost."""
 
     def wait(self) -> None:
         """Return when all bytes were transferred and the tensor may be used; a second call returns at once.
@@ -57,7 +57,7 @@ class AsyncIO(Protocol):
         """Start to write `tensor` to the file."""
 
     def close(self) -> None:
-        """Wait for transfers under way and free threads; the engine cannot be used afterwards."""
+        """Wait for all transfers and free the threads; the engine cannot be used afterwards."""
 
 
 def make_io(kind: str = "auto", *, queue_depth: int = 32, threads: int = 8,

@@ -44,7 +44,7 @@ def huge_page_zeros(numel: int, *, dtype: torch.dtype = torch.float32,
 
 
 def anonymous_zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """[numel] zeros on the CPU that begin at a page, on large pages if there are several; numel > 0."""
+    """A CPU tensor of numel > 0 zeros, starting at a page boundary; on huge pages if it fills two."""
     nbytes = numel * dtype.itemsize
     private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
     pages = mmap.mmap(-1, nbytes, **private)

@@ -65,7 +65,7 @@ class Architecture:
     loss    function(output of the last layer, batch, *, tp, vocab_size, label_smoothing, per_token) -> Loss.
             Further terms of the objective go to `batch.ledger`
     data    makes mock samples, finds samples in a corpus, and collates them into a batch
-    fields  fields of the model config that decide shapes or meaning of its weights, beside those that all
+    fields  fields of the model config that decide shapes or meaning of its weights, besides those that all
             models have
     """
 

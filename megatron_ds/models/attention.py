@@ -99,7 +99,7 @@ class Rotary:
 
 
 def make_rotary(config: ModelConfig) -> Rotary | None:
-    """One for all layers of a model; None for models with other position embeddings."""
+    """The rotary embedding that all layers of a model share; None for other position embeddings."""
     if config.position_embedding_type != "rope":
         return None
     return Rotary(config.head_dim, config.rotary_percent, config.rotary_base)

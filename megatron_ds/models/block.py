@@ -115,7 +115,7 @@ class MLP(nn.Module):
                                             init_std=output_std, bias=config.add_bias_linear)
 
     def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Nothing of `batch` is read."""
+        """x [s(/t), b, h] → the same shape. `batch` is not used."""
         return self.linear_fc2(self.activation(self.linear_fc1(x)))             # [s, b, f/t] between
 
 

@@ -36,7 +36,7 @@ class Embedding(nn.Module):
 
     @property
     def weight(self) -> nn.Parameter:
-        """What a tied head shares."""
+        """The weight that a tied head shares."""
         return self.word_embeddings.weight
 
     def forward(self, x: None, batch: Batch, cache: KVCache | None = None) -> torch.Tensor:

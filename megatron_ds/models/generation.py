@@ -78,7 +78,7 @@ def generate(modules: Sequence[nn.Module], prompt: Sequence[int], *, ending: End
              tp: Group, vocab_size: int) -> Iterator[int]:
     """Yield the tokens that follow `prompt`. modules: the whole model, all layers in order.
 
-    Collective over tp: an all-gather of [V/t] logits a token.
+    Collective over tp: one all-gather of [V/t] logits per token.
     """
     if not prompt:
         raise ConfigError("the prompt has no tokens, so there is no text to continue. Give a prompt of at "

@@ -57,7 +57,7 @@ class LanguageModelHead(nn.Module):
         self.weight = weight if weight is not None else vocabulary_weight(config, ctx, tied)
 
     def forward(self, x: torch.Tensor, batch: Batch, cache: KVCache | None = None) -> torch.Tensor:
-        """Collective with sequence parallelism, which gathers x."""
+        """x [s(/t), b, h] → logits [s, b, Vp/t]. With sequence parallelism a collective, which gathers x."""
         return parallel_logits(x, self.weight, self.ctx.tp, self.ctx.sequence_parallel)
 
 
@@ -122,7 +122,7 @@ class SegmentOrderHead(nn.Module):
         self.binary = ReplicatedLinear(config.hidden_size, ORDERS, ctx, name="binary_head", init_std=std)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Collective with sequence parallelism, where one rank holds the first position."""
+        """x [s(/t), b, h] → the output for [CLS]. Collective with sequence parallelism: one rank has it."""
         first = x[0] if self.group is None else first_of_sequence(x, self.group)         # [b, h]
         return self.binary(torch.tanh(self.pooler(first)))
 

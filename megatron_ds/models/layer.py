@@ -41,7 +41,7 @@ class LayerFlops:
 
     @property
     def total(self) -> float:
-        """Of both."""
+        """FLOPs of products with and without weights."""
         return self.weights + self.scores
 
 
@@ -52,7 +52,7 @@ def no_products(seq_length: int, vocab_size: int) -> LayerFlops:
 
 @dataclass(frozen=True)
 class Layer:
-    """One entry of the list.
+    """One entry of the list of layers that a model is.
 
     make          builds the module. A layer that is `tied_to` another takes that layer's weight as its
                   argument if both are on one rank; without argument it builds a copy (`spec.tied_copy`),
@@ -82,7 +82,7 @@ class Layer:
 
 
 class HiddenDropout:
-    """In training drops elements of x [s(/t), b, h] with probability `p`, at one named site of the model.
+    """In training, sets elements of x [s(/t), b, h] to 0 with probability `p`, at a named site of the model.
 
     The mask is a function of (seed, site, sample, position), so it is the same under every layout.
     """

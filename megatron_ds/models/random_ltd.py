@@ -60,7 +60,7 @@ class RandomLTD(nn.Module):
         self.block.set_recompute(granularity)
 
     def forward(self, x: torch.Tensor, batch: Batch, cache: KVCache | None = None) -> torch.Tensor:
-        """With sequence parallelism a collective over the tensor-parallel group; see the note above."""
+        """Apply the block to the kept tokens. With sequence parallelism collective; see the note above."""
         kept = batch.kept_tokens
         if kept is None or kept >= batch.seq_length or not batch.training:
             return self.block(x, batch, cache)

@@ -24,12 +24,12 @@ def build_stages(stages: Mapping[int, Sequence[Layer]]) -> dict[int, nn.ModuleLi
 
 
 def build_stage(layers: Sequence[Layer]) -> nn.ModuleList:
-    """A rank's only stage."""
+    """The modules of a stage, on a rank with one stage."""
     return _build_stage(layers, {})
 
 
 def _build_stage(layers: Sequence[Layer], built: dict[str, nn.Module]) -> nn.ModuleList:
-    """built: the layers of this rank so far, by name; these are added."""
+    """The modules of a stage. Adds them to `built`, the modules of this rank by layer name."""
     blocks = 0
     for layer in layers:
         source = built.get(layer.tied_to)

@@ -125,7 +125,7 @@ class Channels:
 
 
 class Pending:
-    """A receive under way."""
+    """A receive that has been posted and not waited for."""
 
     __slots__ = ("_channels", "_kind", "_source", "_tensor", "_work", "_take")
 
@@ -225,7 +225,7 @@ def _name_of(dtype: int) -> str:
 
 
 def _shapes(message: torch.Tensor) -> list[list[int]]:
-    """Of the micro-batches whose runs are in the message."""
+    """The shape of each micro-batch in the message, which stores consecutive equal shapes once."""
     _, _, _, num_runs, *numbers = message.tolist()
     runs = [numbers[RUN * i:RUN * (i + 1)] for i in range(num_runs)]
     return [sizes[:dimensions] for count, dimensions, *sizes in runs for _ in range(count)]

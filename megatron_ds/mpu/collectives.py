@@ -256,7 +256,7 @@ class Pieces:
 
 
 class _Steps:
-    """Several messages under way, and what to do when all are complete."""
+    """Several messages that have begun, and what to do when all are complete."""
 
     __slots__ = ("_works", "_then")
 

@@ -1,4 +1,4 @@
-"""`ParallelContext`: what every layer of a model needs beside its own sizes: groups, its slice of the
+"""`ParallelContext`: what every layer of a model needs besides its own sizes: groups, its slice of the
 sequence, dtype, device, seed and recomputation. One value, passed to every function that makes layers.
 
 A layer that divides work over another mesh axis asks `ctx.group("cp")`, or any set of axes, when it is built.
@@ -51,7 +51,7 @@ class SequenceSlice:
     @classmethod
     def of(cls, *, tp: tuple[int, int] = (0, 1), sequence_parallel: bool = False,
            cp: tuple[int, int] = (0, 1)) -> "SequenceSlice":
-        """From (rank, size) on each axis. Without sequence parallelism each tp rank holds all rows."""
+        """The slice of a rank with these (rank, size). Without sequence parallelism tp does not split."""
         return cls(Part(*cp), Part(*tp) if sequence_parallel else Part())
 
     def batch_length(self, length: int) -> int:
@@ -75,9 +75,9 @@ class SequenceSlice:
         return torch.cat((first, first + (2 * size - 1 - 2 * rank) * chunk))
 
     def rows(self, held: int) -> range:
-        """Of the `held` tokens of a batch, those whose hidden states this rank holds between linear layers.
+        """The range, within the `held` tokens, whose hidden states this rank holds between linear layers.
 
-        Raises LayoutError if `held` does not divide.
+        Raises LayoutError if `held` is not divisible by the number of ranks.
         """
         rank, size = self.tensor
         if held % size:
@@ -98,7 +98,7 @@ class GroupSource(Protocol):
     """Gives the group of this rank over a set of mesh axes: a `Mesh`."""
 
     def group(self, *axes: str) -> Group:
-        """Collective over the world when first asked for these axes."""
+        """The group of this rank over these axes. The first call for them is collective over the world."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class ParallelContext:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of parameters and activations."""
+        """The dtype of parameters and activations."""
         return self.precision.parameters
 
 

@@ -182,7 +182,8 @@ def _adopt(axes: str, process_group: Any, size: int) -> Group:
     transport = TorchTransport(process_group or dist.group.WORLD, axes)
     if transport.size != size:
         raise ConfigError(f"mpu gives {size} as the size of its {axes} group, but the process group has "
-                          f"{transport.size} ranks: data-parallel × model-parallel ranks must be all ranks.")
+                          f"{transport.size} ranks. Correct the mpu: the two must be equal, and "
+                          "data-parallel size × model-parallel size must be the world size.")
     return Group(axes, transport.ranks, transport.rank, transport)
 
 

@@ -165,7 +165,7 @@ def cut_groups(groups: list[tuple[int, ...]], size: int) -> tuple[list[tuple[int
 
 
 def divisors(n: int) -> tuple[int, ...]:
-    """Ascending."""
+    """The divisors of n, in rising order."""
     return tuple(d for d in range(1, n + 1) if n % d == 0)
 
 

@@ -58,7 +58,7 @@ NUM_STREAMS = {"pp": 4}
 
 
 class Work(Protocol):
-    """A collective, or a message, under way."""
+    """A collective, or a message, that has begun."""
 
     def wait(self) -> Any:
         """Return when results may be read and inputs overwritten (on a GPU: by work queued afterwards)."""
@@ -74,7 +74,7 @@ class Done:
         """Return at once."""
 
     def is_completed(self) -> bool:
-        """True."""
+        """Always True."""
         return True
 
 
@@ -96,7 +96,7 @@ class AllOf:
             work.wait()
 
     def is_completed(self) -> bool:
-        """Whether each is."""
+        """Whether all of them are completed."""
         return all(work.is_completed() for work in self._works)
 
 
@@ -111,10 +111,10 @@ class Transport(Protocol):
         """`tensor` becomes the reduction over all ranks."""
 
     def all_gather(self, out: "Tensor", tensor: "Tensor") -> Work:
-        """out: flat [n * numel], tensor: flat [numel], which may be this rank's piece of `out`."""
+        """Gather flat [numel] of each rank into flat [n * numel]. `tensor` may be a piece of `out`."""
 
     def reduce_scatter(self, out: "Tensor", tensor: "Tensor", op: str) -> Work:
-        """out: flat [numel / n], which may be this rank's piece of `tensor`, flat [numel]."""
+        """Reduce flat [numel], keep flat [numel / n] on each rank. `out` may be a piece of `tensor`."""
 
     def all_to_all(self, out: "Tensor", tensor: "Tensor", sent: Sequence[int] | None = None,
                    received: Sequence[int] | None = None) -> Work:

@@ -99,8 +99,9 @@ def _torchrun(env: Mapping[str, str]) -> Launch:
                           "0. torchrun sets it; without torchrun, set it to the host of rank 0.")
     rank = _int(env, "RANK")
     if not env.get("LOCAL_RANK") and world_size > 1 and address not in _LOCAL:
-        raise ConfigError("LOCAL_RANK is not set: it selects the GPU of a rank. torchrun sets it; "
-                          "without torchrun, number the processes of each machine from 0.")
+        raise ConfigError("LOCAL_RANK is not set: it selects the GPU of a rank. torchrun sets it; without "
+                          "torchrun, set it to 0 in the first process of each machine, to 1 in the second, "
+                          "and so on.")
     local_rank = _int(env, "LOCAL_RANK", rank)
     local_size = _int(env, "LOCAL_WORLD_SIZE", world_size if address in _LOCAL else local_rank + 1)
     return Launch(rank, world_size, local_rank, local_size, address or "127.0.0.1",

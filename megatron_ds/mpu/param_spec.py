@@ -69,7 +69,7 @@ class ParamSpec:
     shape          of the logical tensor
     init           how the logical tensor is filled
     splits         the dimensions that are cut, each over a mesh axis of its own
-    partial_over   axes over which the local gradient is a partial sum, beside those of `reduced_over`: "tp"
+    partial_over   axes over which the local gradient is a partial sum, besides those of `reduced_over`: "tp"
                    where the parameter is applied to a slice of the sequence
     tied           key shared by all holders of one logical parameter on several pipeline stages (tied
                    embeddings)

@@ -29,7 +29,7 @@ def register_host() -> None:
 
 
 def report_failure() -> None:
-    """Report that this rank is not stuck. Not collective."""
+    """Report that an operation failed on this rank, so that it is not named as stuck. Not collective."""
     _within(ANSWER_SECONDS, lambda: _write(_store()))
 
 

@@ -28,7 +28,10 @@ COMPILED_DTYPES = (torch.float32, torch.bfloat16)       # of the extension
 
 @dataclass(frozen=True)
 class Activation:
-    """parts: number of equal parts of the first linear's output, 2 when gated."""
+    """An activation function of a feed-forward layer.
+
+    parts  equal parts into which it splits the output of the first linear layer: 2 if it is gated, else 1
+    """
 
     function: Callable[[torch.Tensor], torch.Tensor]
     parts: int = 1
@@ -46,7 +49,7 @@ def gelu(x: torch.Tensor) -> torch.Tensor:
 
 
 def reference_gelu(x: torch.Tensor) -> torch.Tensor:
-    """The same by torch."""
+    """`gelu` as torch computes it."""
     return F.gelu(x, approximate="tanh")
 
 

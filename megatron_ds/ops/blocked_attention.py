@@ -45,7 +45,7 @@ def worth_blocking(q: torch.Tensor, k: torch.Tensor) -> bool:
 
 
 def is_worth_blocking(positions: int, channels: int) -> bool:
-    """The same on a CPU in such a dtype, by the sizes of a head."""
+    """`worth_blocking`, for a head of these sizes on a CPU, in a dtype that it accepts."""
     return 2 * BLOCK <= positions <= 8 * channels
 
 
@@ -137,8 +137,8 @@ def _factors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[torch.Te
 
 
 def _ready(view: torch.Tensor) -> torch.Tensor:
-    """In fp32 where there are no products of the dtype. Products of fp32 take any strides, those of bf16
-    would copy every tile."""
+    """The tensor in fp32 if the CPU has no matrix product of its dtype. Products of fp32 take any strides;
+    those of bf16 would copy every tile."""
     if is_widened(view):
         return view.float()
     return view if view.dtype == torch.float32 else view.contiguous()

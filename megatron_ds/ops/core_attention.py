@@ -62,7 +62,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
 def reference_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True,
                         mask: torch.Tensor | None = None, keep: KeepMask | None = None,
                         scale: float | None = None) -> torch.Tensor:
-    """The same in elementary operations, on any device; the softmax in fp32."""
+    """`attention` in elementary operations, on any device; the softmax in fp32."""
     (sq, b, n, d), (sk, _, g, _) = q.shape, k.shape
     queries = q.permute(1, 2, 0, 3).reshape(b, g, n // g, sq, d)
     keys, values = (t.permute(1, 2, 0, 3).unsqueeze(2) for t in (k, v))         # [b, g, 1, sk, d]

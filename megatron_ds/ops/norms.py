@@ -17,7 +17,7 @@ class LayerNorm(nn.Module):
 
     def __init__(self, hidden: int, *, name: str, eps: float = 1e-5, dtype: torch.dtype = torch.float32,
                  device: torch.device | str | None = None, partial_over: tuple[str, ...] = ()):
-        """partial_over: ("tp",) where x is a slice of the sequence; see `ParamSpec`."""
+        """partial_over: ("tp",) if x is a slice of the sequence; see `ParamSpec`."""
         super().__init__()
         self.eps = eps
         make = lambda leaf, init: new_parameter(
@@ -36,7 +36,7 @@ class RMSNorm(nn.Module):
 
     def __init__(self, hidden: int, *, name: str, eps: float = 1e-5, dtype: torch.dtype = torch.float32,
                  device: torch.device | str | None = None, partial_over: tuple[str, ...] = ()):
-        """partial_over: ("tp",) where x is a slice of the sequence; see `ParamSpec`."""
+        """partial_over: ("tp",) if x is a slice of the sequence; see `ParamSpec`."""
         super().__init__()
         self.eps = eps
         spec = ParamSpec(f"{name}.weight", (hidden,), Init("ones"), partial_over=partial_over, decay=False)

@@ -61,7 +61,7 @@ class CpuAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:
-        """One update; returns the loss of `closure`."""
+        """Update the parameters; returns the loss of `closure`."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -121,7 +121,7 @@ def _fused(kind: type, groups: list[dict], **options) -> torch.optim.Optimizer:
 
 
 class MakeOptimizer(Protocol):
-    """From torch parameter groups {"params": [...], "decay": bool, "lr_factor": float} to a torch optimizer.
+    """Makes a torch optimizer from parameter groups {"params": [...], "decay": bool, "lr_factor": float}.
 
     Attributes state what it needs; all are False where absent:
 

@@ -51,7 +51,7 @@ class Simulation:
 
     @cached_property
     def span(self) -> float:
-        """From the first start to the last end."""
+        """Time from the first start to the last end."""
         return max((end for ends in self.ends for end in ends), default=0)
 
     @cached_property

@@ -79,7 +79,7 @@ class FakeStage:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of its layers."""
+        """The names of its layers."""
         return tuple(layer.name for layer in self.layers)
 
     @property

@@ -48,18 +48,18 @@ class MemoryBudget:
 
     @property
     def needed(self) -> int:
-        """All but the reserve."""
+        """Bytes that the run needs, without the reserve."""
         return self.state + self.gradients + self.activations + self.weights
 
     @property
     def left(self) -> int:
-        """Negative if the stages do not fit."""
+        """Bytes left after the reserve; negative if the gathered stages do not fit."""
         return self.memory - self.memory // RESERVE - self.needed
 
 
 @dataclass(frozen=True)
 class KeepGathered:
-    """The decision. rank, budget: of the rank with the least memory left."""
+    """Whether stages are kept gathered. rank, budget: of the rank with the least memory left."""
 
     keeps: bool
     rank: int
@@ -67,7 +67,7 @@ class KeepGathered:
 
 
 def decide_keep_gathered(budgets: Sequence[MemoryBudget]) -> KeepGathered:
-    """budgets: of all ranks, in order. False if no rank has weights to gather."""
+    """Keep stages gathered if they fit on all ranks and some rank has weights. budgets: by rank."""
     tightest = min(range(len(budgets)), key=lambda rank: budgets[rank].left)
     keeps = budgets[tightest].left >= 0 and any(budget.weights for budget in budgets)
     return KeepGathered(keeps, tightest, budgets[tightest])
@@ -75,7 +75,7 @@ def decide_keep_gathered(budgets: Sequence[MemoryBudget]) -> KeepGathered:
 
 def agree_on_keep_gathered(config: RunConfig, mesh: Mesh, memory: int, optimizer: ZeroOptimizer,
                            plan: RunPlan, program: Program) -> KeepGathered:
-    """The same on all ranks. Collective over the world.
+    """The decision of `decide_keep_gathered`, the same on all ranks. Collective over the world.
 
     memory: from `memory_of_rank`. program: of this rank, for a full batch
     """

@@ -56,7 +56,7 @@ class LayerCost:
 
     @property
     def total(self) -> float:
-        """Of all three."""
+        """The sum of the three costs."""
         return self.forward + self.input_grad + self.weight_grad
 
 
@@ -127,10 +127,10 @@ COSTS: Mapping[str, Callable[[RunConfig, Mapping[str, Layer]], dict[str, LayerCo
 
 # ------------------------------------------------------------------ measured times
 def measured_times(config: RunConfig, mesh: Mesh, ctx: ParallelContext) -> Times | None:
-    """In seconds, the same on all ranks; None if --pipeline-cut is not "measured". Collective over the world.
+    """Measured times of layers in seconds, the same on all ranks; None unless --pipeline-cut is "measured".
 
     Read from --pipeline-costs-path if that file has times of such a run; otherwise measured, and written
-    there.
+    there. Collective over the world.
     """
     if config.parallel.pipeline_cut != "measured":
         return None
@@ -234,7 +234,7 @@ def _activation(config: RunConfig, ctx: ParallelContext) -> torch.Tensor:
 
 def _time_layer(module: nn.Module, x: torch.Tensor | None, batch: Batch, finish: Callable,
                 device: torch.device) -> LayerCost:
-    """x: the input; None for a layer that reads tokens: its backward has no input half."""
+    """The times of one layer. x: its input; None if it reads tokens, so its backward has no input half."""
     def run(weights: bool) -> tuple[float, float]:
         given = None if x is None else x.detach().requires_grad_()
         for p in module.parameters():

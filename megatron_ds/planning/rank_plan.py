@@ -101,7 +101,11 @@ class RankPlan:
 
 
 def place_of(config: RunConfig, grid: Grid, rank: int, placement: Sequence[int], metrics: int) -> Place:
-    """placement: stage → pipeline rank. metrics: as of `Place`."""
+    """The coordinates and groups of a rank.
+
+    placement  pipeline rank of each stage
+    metrics    as in `Place`
+    """
     at, inner_size = grid.coordinates(rank), config.zero.zero_hpz_partition_size
     size, data_rank = grid.size("dp", "cp"), grid.group_of(rank, "dp", "cp").index(rank)
     data, inner, outer = fake_group("dp-cp", size, data_rank), None, None
@@ -120,7 +124,11 @@ def place_of(config: RunConfig, grid: Grid, rank: int, placement: Sequence[int],
 
 def plan_rank(config: RunConfig, place: Place, stages: Sequence[FakeStage], program: Program,
               microbatches: int) -> RankPlan:
-    """stages: of this rank. program: of this rank for `microbatches`, with transfers and collectives."""
+    """The bytes and the traffic of the rank at `place`.
+
+    stages   of this rank
+    program  of this rank, for `microbatches`, with transfers and collectives
+    """
     parameters = list(dict.fromkeys(p for stage in stages for p in stage.parameters))
     settings, groups = ZeroSettings.from_config(config), place.groups
     plans = plan_state(settings, place, stages, parameters)

@@ -21,7 +21,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def parallel_context(config: RunConfig, mesh: Mesh) -> ParallelContext:
-    """What the layers of a run need beside the sizes of the model."""
+    """What the layers of a run need in addition to the sizes of the model."""
     train, precision = config.train, Precision(DTYPES[config.optimizer.params_dtype])
     return ParallelContext(mesh, config.parallel.sequence_parallel, precision, mesh.device, train.seed,
                            Recompute(train.recompute_granularity, train.recompute_num_layers))
@@ -40,7 +40,7 @@ def describe_layers(config: RunConfig, mesh: Mesh, device: torch.device | None =
 
 
 def sequence_slice(config: RunConfig) -> SequenceSlice:
-    """Of the first rank, for plans: the slices of all ranks have the same length."""
+    """The slice of the first rank. Plans use it for all ranks, as all slices have the same length."""
     p = config.parallel
     return SequenceSlice.of(tp=(0, p.tensor_model_parallel_size), sequence_parallel=p.sequence_parallel,
                             cp=(0, p.context_parallel_size))

@@ -38,7 +38,7 @@ class PipelineShape:
 
     @property
     def num_stages(self) -> int:
-        """Of the whole model."""
+        """Pipeline stages of the whole model."""
         return self.size * self.chunks
 
     @cached_property

@@ -1,7 +1,7 @@
 """`TrainingLength`: when a run ends, and its number of steps and samples.
 
 A length in samples leaves out the last samples if they are fewer than a batch, as in Megatron. A length in
-tokens ends with the step that reaches it, as in Megatron-DeepSpeed; beside it a length in iterations or
+tokens ends with the step that reaches it, as in Megatron-DeepSpeed; an additional length in iterations or
 samples is an upper bound.
 """
 

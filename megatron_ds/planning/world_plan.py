@@ -95,7 +95,7 @@ class WorldPlan:
 
 
 def plan_world(config: RunConfig, rank: int = 0, device: str = "cuda") -> WorldPlan:
-    """config: with the size of the vocabulary.
+    """The plan of all ranks. config: must have the size of the vocabulary.
 
     Raises what a launch raises: the cut and the schedule are checked here, the layers when they run on the
     meta device; `config.parse` has checked the rules of the configuration.
@@ -137,7 +137,7 @@ def with_vocabulary(config: RunConfig) -> tuple[RunConfig, list[str]]:
 
 
 def recomputed_flops(config: RunConfig, layers: Sequence[Layer]) -> float:
-    """FLOPs of one sequence that the backward of a stage of these layers recomputes."""
+    """FLOPs that recomputation adds to the backward of one sequence, for a stage with these layers."""
     train, length, drop = config.train, config.model.seq_length, make_token_drop(config)
     kept = drop.kept_at(last_step(config), length) if drop else 0
     blocks = [layer.flops(kept if layer.drops_tokens else length, 0) for layer in layers if layer.is_block]

@@ -122,7 +122,7 @@ def _blocks(t: torch.Tensor) -> list[slice]:
 
 def reference_cross_entropy(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int,
                             label_smoothing: float = 0.0) -> torch.Tensor:
-    """The same on whole logits [.., V'], labels [..]; columns from `vocab_size` on are ignored.
+    """The loss of whole logits [.., V'] and labels [..]; columns from `vocab_size` on are ignored.
 
     Smoothing as in Megatron: the label's target is 1 - e, every other token's e / (vocab_size - 1). (torch
     spreads e over all tokens, the label included: its e is Megatron's times vocab_size / (vocab_size - 1).)

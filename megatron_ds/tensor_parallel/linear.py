@@ -37,7 +37,7 @@ class ColumnParallelLinear(nn.Module):
 
     def __init__(self, in_features: int, out_features: int, ctx: ParallelContext, *, name: str,
                  init_std: float, bias: bool = True, parts: int = 1, gather_output: bool = False):
-        """parts: pieces packed in the output, each split separately (2 for [gate; up]).
+        """parts: matrices packed into one weight, each split over the ranks by itself (2 for [gate; up]).
 
         gather_output: return the whole [s, b, out] on every rank
         """
@@ -54,7 +54,7 @@ class ColumnParallelLinear(nn.Module):
             self.bias = new_shard(spec, ctx)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Collective with sequence parallelism or gather_output; backward always."""
+        """y = x Wᵀ + b. Collective with sequence parallelism or gather_output; the backward always."""
         y = column_linear(x, self.weight, self.bias, self.group, self.sequence_parallel)
         return _GatherLast.apply(y, self.group) if self.gather_output else y
 
@@ -79,7 +79,7 @@ class RowParallelLinear(nn.Module):
             self.bias = new_shard(spec, ctx)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Collective; with sequence parallelism backward, too."""
+        """y = x Wᵀ + b. Collective; the backward only with sequence parallelism."""
         return row_linear(x, self.weight, self.bias, self.group, self.sequence_parallel)
 
 
@@ -91,7 +91,7 @@ class ReplicatedLinear(nn.Module):
 
     def __init__(self, in_features: int, out_features: int, ctx: ParallelContext, *, name: str,
                  init_std: float, partial_over: tuple[str, ...] = ()):
-        """partial_over: `ParallelContext.partial_over` if x is this rank's slice of the sequence."""
+        """partial_over: give `ParallelContext.partial_over` if x is this rank's slice of the sequence."""
         super().__init__()
         make = lambda leaf, shape, init, decay: new_shard(
             ParamSpec(f"{name}.{leaf}", shape, init, partial_over=partial_over, decay=decay), ctx)
@@ -99,7 +99,7 @@ class ReplicatedLinear(nn.Module):
         self.bias = make("bias", (out_features,), Init("zeros"), False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Also for x that is a slice of the sequence."""
+        """x [.., in] → [.., out]; x may be a slice of the sequence."""
         return column_linear(x, self.weight, self.bias, solo("tp"))
 
 

@@ -23,13 +23,13 @@ class VocabParallelEmbedding(nn.Module):
     """tokens [b, s] → [s, b, h]; with sequence parallelism [s/t, b, h]."""
 
     def __init__(self, spec: ParamSpec, ctx: ParallelContext):
-        """spec: of the weight, as `vocabulary_spec` makes it."""
+        """spec: the weight's, made by `vocabulary_spec`."""
         super().__init__()
         self.group, self.sequence_parallel = ctx.tp, ctx.sequence_parallel
         self.weight = new_shard(spec, ctx)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Collective: all-reduce; with sequence parallelism reduce-scatter, and all-gather in backward."""
+        """Collective: all-reduce. With sequence parallelism reduce-scatter, and all-gather in backward."""
         return _Embedding.apply(tokens, self.weight, self.group, self.sequence_parallel)
 
 

@@ -50,7 +50,10 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Batches:
-    """samples: the group whose ranks read different samples."""
+    """Reads the batches of this rank.
+
+    samples  the group whose ranks read different samples
+    """
 
     samples: Group
     part: SequenceSlice

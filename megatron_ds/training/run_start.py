@@ -55,7 +55,9 @@ def save_folder(checkpoint: CheckpointConfig, world: Group) -> Iterator[None]:
 
 
 def find_start(checkpoint: CheckpointConfig, world: Group) -> Start:
-    """The start that rank 0 finds in the folders, on all ranks. Collective; called inside `save_folder`.
+    """Whether the run starts from scratch or from a checkpoint, and from which one.
+
+    Rank 0 looks into the folders; all ranks return its result. Collective; called inside `save_folder`.
 
     Raises CheckpointError when there is nothing to load, or when --save holds another run.
     """

@@ -62,7 +62,7 @@ class StepMetrics:
         self.names: dict[str, bool] | None = None
 
     def reduce(self, losses: Sequence[Loss], entries: Sequence[Entry], stop: bool = False) -> StepReport:
-        """Collective over the world.
+        """The means over the global batch, for the log. Collective over the world.
 
         losses: of the local micro-batches; empty on ranks without the last stage. entries: of the local
         stages. Sums are in float64, so that the reported loss does not depend, beyond its last bit, on how

@@ -60,7 +60,7 @@ class TensorBoard:
 
 
 def losses_of(record: Record) -> Iterator[tuple[str, float]]:
-    """(tag, value) of losses and metrics, which are drawn against steps and against samples."""
+    """(tag, value) pairs of the losses and metrics. TensorBoard plots them by steps and by samples."""
     if isinstance(record, EvalRecord):
         yield f"lm loss {record.split}", record.loss
         yield f"lm loss {record.split} ppl", record.perplexity
@@ -71,7 +71,7 @@ def losses_of(record: Record) -> Iterator[tuple[str, float]]:
 
 
 def others_of(record: Record) -> Iterator[tuple[str, float]]:
-    """(tag, value) of the other values, which are drawn against steps only."""
+    """(tag, value) pairs of the other values. TensorBoard plots them by steps only."""
     if isinstance(record, TrainRecord):
         tags = TAGS if record.kept_tokens is None else TAGS | TOKEN_TAGS
         values = ((tag, getattr(record, name)) for tag, name in tags.items())

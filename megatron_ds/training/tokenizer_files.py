@@ -1,4 +1,4 @@
-"""Copies of the tokenizer's files beside the checkpoints, so that a model can be used without the originals.
+"""Copies of the tokenizer's files next to the checkpoints, so that a model can be used without the originals.
 
     runs/a/tokenizer-3f09c2d1a8b4/tokenizer_model/tokenizer.json     copies of what --tokenizer-model names
     runs/a/iter_0000100/run.json
@@ -74,7 +74,7 @@ def tokenizer_of(directory: str | os.PathLike, run: Mapping, config: RunConfig,
         flags = [f"--{field.replace('_', '-')}" for field in missing]
         named = " and ".join(f"{flag} {getattr(data, field)}" for flag, field in zip(flags, missing))
         raise CheckpointError(f"run.json of {directory} names {named}, which does not exist here, and there "
-                              "is no copy beside the checkpoints. Give the run's tokenizer with "
+                              "is no copy next to the checkpoints. Give the run's tokenizer with "
                               f"{' and '.join(flags)}.")
     tokenizer, wanted = build_tokenizer(data, config.model), run["identity"]["tokenizer"]["fingerprint"]
     if tokenizer.fingerprint != wanted:

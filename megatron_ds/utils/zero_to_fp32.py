@@ -88,8 +88,9 @@ def convert_zero_checkpoint_to_fp32_state_dict(checkpoint_dir: str | os.PathLike
     if safe_serialization and not is_file:
         write_folder(output, entries, stored.read_all, solo(), limit)
     elif safe_serialization:
-        raise ConfigError(f"safetensors are written into a folder, and {output} is named as a file of torch. "
-                          "Give a folder.")
+        raise ConfigError(f"safe_serialization=True writes safetensors into a folder, but {output} has the "
+                          f"ending of a torch file ({output.suffix}). Give the name of a folder, or "
+                          "safe_serialization=False.")
     else:
         _write_for_torch(output, is_file, stored, cut_into_files(entries, limit))
     return [entry.name for entry in entries]

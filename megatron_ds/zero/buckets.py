@@ -68,7 +68,7 @@ class GradientStore(Protocol):
     received: list[bool]
 
     def begin(self) -> None:
-        """Zero all gradients and start counting anew."""
+        """Zero all gradients and the counts of contributions."""
 
     def arm(self, stage: int | None = None) -> None:
         """The next backward of `stage` (None: of all) completes its gradients: count contributions from now
@@ -78,7 +78,7 @@ class GradientStore(Protocol):
         """No more contributions to buckets up to this one are on their way."""
 
     def reopen(self) -> None:
-        """Reduce what is there; more gradients are added to it and reduced later. Collective."""
+        """Reduce the gradients so far, so that later ones can be added and reduced. Collective."""
 
     def finish(self) -> None:
         """Reduce what is not reduced yet, wait for everything, then sum partial gradients over tp.
@@ -151,7 +151,7 @@ class GradBuckets(GradientStore):
         sum_coalesced(self._partial, self._tp)
 
     def reopen(self) -> None:
-        """Reduce what is there; more gradients are added to it and reduced later. Collective.
+        """Reduce the gradients so far, so that later ones can be added and reduced. Collective.
 
         One rank keeps the sum of each element (its owner if they are sharded), and the others keep zero: the
         next reduction adds further gradients of each rank to it.

@@ -41,7 +41,7 @@ class Hierarchy:
 
     @classmethod
     def flat(cls, data: Group) -> "Hierarchy":
-        """One inner group of all ranks."""
+        """A hierarchy with one level: all ranks are in one inner group."""
         return cls(data, data, solo(f"{data.axes}-outer", data.ranks[data.rank]))
 
     @property
@@ -106,8 +106,10 @@ class DataGroups:
                 "parameters. Give the group in `by_axes`.")
 
     def sharing_memory(self) -> "DataGroups":
-        """The same groups; ranks of one host that gather weights map each other's memory. Collective over the
-        data group."""
+        """These groups, in which the ranks of a host map each other's memory to gather weights.
+
+        Collective over the data group.
+        """
         if self.inner is not None:
             return replace(self, inner=share_memory(self.inner))
         return replace(self, by_axes={**self.by_axes, DATA_AXES: share_memory(self.data)})

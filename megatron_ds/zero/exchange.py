@@ -73,7 +73,7 @@ class GradientExchange(Protocol):
         ranks."""
 
     def sent(self, numel: int, buckets: int, ranks: Hierarchy, *, sharded: bool) -> Iterator[Sent]:
-        """What it sends to reduce `buckets` buckets of `numel` elements in total. Groups of one rank may be
+        """The messages that reduce `buckets` buckets of `numel` elements in total. Groups of one rank may be
         included."""
 
     def begin(self) -> None:
@@ -107,7 +107,7 @@ class FullPrecisionExchange:
         return self._wire.nbytes if self._wire else 0
 
     def planned_bytes(self, longest: int, ranks: int) -> int:
-        """As many buffers as may be in use at a time."""
+        """Bytes of as many buffers as may be in use at the same time."""
         return (UNDER_WAY + 1) * longest * self.dtype.itemsize if self._wire and ranks > 1 else 0
 
     def sent(self, numel: int, buckets: int, ranks: Hierarchy, *, sharded: bool) -> Iterator[Sent]:
@@ -138,7 +138,7 @@ class FullPrecisionExchange:
         return self._land(self._scatter(sent, shard, bucket.ranks), buffer, shard, bucket)
 
     def finish(self) -> None:
-        """Wait for the last second hop and for all buffers."""
+        """Wait for all reductions and for all buffers."""
         if self._last is not None:
             self._last.wait()
             self._last = None
@@ -173,7 +173,7 @@ class FullPrecisionExchange:
 
     def _land(self, work: Work, buffer: torch.Tensor | None, part: torch.Tensor,
               bucket: BucketGradient) -> Work:
-        """part: where the sum arrives."""
+        """Copy or add the received sum to the shard. part: the memory in which the sum arrives."""
         out, add, factor = bucket.out, bucket.add, self._divisor_of(bucket.ranks.data)
         if part is out and factor == 1:
             return work
@@ -261,7 +261,7 @@ class BufferPool:
         self._free.append(buffer)
 
     def reducing(self, work: Work, then: Callable[[], None]) -> None:
-        """A reduction is under way; `then` is called after the wait for it."""
+        """Record a reduction that has begun; `then` is called after the wait for it."""
         self._reductions.append((work, then))
 
     def retire(self) -> None:

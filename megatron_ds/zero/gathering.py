@@ -70,10 +70,10 @@ class GatherUnit(Protocol):
         """Begin to bring offloaded shards to the device, unless they are there or the unit is whole."""
 
     def start(self) -> None:
-        """Begin to gather, unless it is whole or on its way. Collective."""
+        """Begin to gather, unless the unit is whole or a gather has begun. Collective."""
 
     def wait(self) -> None:
-        """If the gather was started, the parameters are whole on return."""
+        """Wait for the gather, if it was started: then the parameters are whole."""
 
     def free(self) -> None:
         """Free the flat buffer."""
@@ -206,11 +206,13 @@ KEPT = "kept"       # the claim of a stage that keeps all its layers gathered
 
 
 class LayerGathering:
-    """needs: the units that each layer uses. in_backward: the units that the backward of each layer reads.
+    """Gathers the weights of each layer before the layer runs, and frees them after it.
 
-    prefetch  elements that may be on their way for layers ahead; None: one layer ahead, of any size
-    close     called with a layer when its backward has ended
-    stage     of the pipeline: several stages can claim one unit
+    needs        the units that each layer uses
+    in_backward  the units that the backward of each layer reads
+    prefetch     elements that may be gathered ahead of their layers; None: one layer ahead, of any size
+    close        called with a layer when its backward has ended
+    stage        of the pipeline: several stages can claim one unit
     """
 
     def __init__(self, needs: Sequence[Sequence[GatherUnit]], in_backward: Sequence[Sequence[GatherUnit]],
@@ -221,11 +223,11 @@ class LayerGathering:
 
     @property
     def units(self) -> list[GatherUnit]:
-        """Of all layers, each once, in forward order."""
+        """The units of all layers, each once, in forward order."""
         return list(dict.fromkeys(unit for layer in self.needs for unit in layer))
 
     def enter(self, layer: int, backward: bool) -> None:
-        """Before the forward or backward of a layer: its parameters are whole on return. Collective."""
+        """Gather the parameters of a layer before its forward or backward. Collective."""
         needs = self.in_backward if backward else self.needs
         self._claim(layer, needs)
         if not self._keeps_all:
@@ -234,7 +236,7 @@ class LayerGathering:
             unit.wait()
 
     def leave(self, layer: int, backward: bool) -> None:
-        """After the forward or backward of a layer. Collective."""
+        """Free the parameters of a layer after its forward or backward, unless still needed. Collective."""
         if backward:
             self._release(layer)
             self.close(layer)
@@ -250,7 +252,7 @@ class LayerGathering:
                 unit.start()
 
     def wait(self) -> None:
-        """All units whose gather was started are whole on return."""
+        """Wait for all gathers that were started."""
         for units in self.needs:
             for unit in units:
                 unit.wait()

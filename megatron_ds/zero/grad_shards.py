@@ -72,7 +72,7 @@ class GradShards(GradientStore):
         self._start_cycle()
 
     def arm(self, stage: int | None = None) -> None:
-        """A cycle begins."""
+        """Begin a cycle of gradient contributions."""
         if stage is not None and self.holders[0].stage not in (None, stage):
             return
         if self._is_armed:

@@ -107,8 +107,8 @@ class Layout:
         return self.numel // self.shards
 
     def shard_pieces(self, shard: int, shards: int | None = None) -> tuple[ShardPiece, ...]:
-        """One piece of each bucket. shards: into how many parts it is cut, a divisor of the layout's own
-        number."""
+        """The piece of each bucket in this shard. shards: parts of each bucket, a divisor of the layout's
+        number; None for that number."""
         shards = shards or self.shards
         pieces, offset = [], 0
         for bucket in self.buckets:

@@ -89,7 +89,7 @@ def squared_norm(views: list[torch.Tensor], device: torch.device) -> torch.Tenso
 
 
 def _parts(view: torch.Tensor) -> Sequence[torch.Tensor]:
-    """On the CPU torch makes a wide copy of 16-bit gradients: of a small part at a time."""
+    """The parts whose norms are computed one by one: on the CPU torch copies 16-bit gradients to fp32."""
     return [view] if view.dtype == torch.float32 else view.split(ROWS_AT_A_TIME)
 
 
@@ -215,10 +215,12 @@ FACTOR = 2.0
 
 @dataclass(frozen=True, slots=True)
 class ScalerRule:
-    """window: steps between increases. hysteresis: overflows after which the scale is halved.
+    """How the loss scale changes.
 
-    consecutive: lives are restored by each step without overflow, so only consecutive overflows count.
-    dynamic False: the scale never changes.
+    dynamic      False: the scale never changes
+    window       steps without overflow after which the scale is doubled
+    hysteresis   overflows after which the scale is halved
+    consecutive  only consecutive overflows count: a step without overflow restores the hysteresis
     """
 
     dynamic: bool = False
@@ -230,8 +232,8 @@ class ScalerRule:
 
 @dataclass(frozen=True, slots=True)
 class ScalerState:
-    """scale, lives left, the iteration of the last overflow (-1: none yet) and the number of iterations so
-    far."""
+    """The scale, the number of overflows left until it is halved (`lives`), the iteration of the last
+    overflow (-1: none yet), and the number of iterations so far."""
 
     scale: float
     lives: int
@@ -278,11 +280,11 @@ class LossScaler:
         return self.state.scale
 
     def update(self, overflow: bool) -> None:
-        """One more step."""
+        """Count a step, and change the scale if it has to change."""
         self.state = self.state.after(overflow, self.rule)
 
     def numbers(self) -> dict[str, float]:
-        """For a checkpoint; empty for a scale that never changes, because the configuration has it."""
+        """The state for a checkpoint. Empty if the scale never changes: then the configuration has it."""
         s = self.state
         if not self.rule.dynamic:
             return {}
@@ -299,8 +301,8 @@ class LossScaler:
 
 
 def make_scaler(settings: OptimizerConfig) -> LossScaler:
-    """From the optimizer's section of the config: dynamic for fp16 without a fixed `loss_scale`, else
-    fixed."""
+    """The scaler that the optimizer section describes: dynamic for fp16 without a fixed `loss_scale`,
+    otherwise fixed."""
     if not settings.fp16:
         return LossScaler(1.0)
     if settings.loss_scale:

@@ -149,7 +149,7 @@ class SubGroup:
         self.rest()
 
     def stage(self, buffers: Buffers) -> Staged:
-        """Begin to bring to the host what is not there."""
+        """Begin to copy to the host the state that is not there."""
         tensors, works = {}, []
         for name, array in self.arrays.items():
             dtype = torch.float32 if name == GRAD else array.tensor.dtype
@@ -163,7 +163,7 @@ class SubGroup:
         return Staged(tensors, works)
 
     def update(self, staged: Staged, lr: float | None, weight_decay: float, divisor: float) -> None:
-        """One update, on the host. See `ShardOptimizer.step`."""
+        """Update the sub-group on the host. See `ShardOptimizer.step`."""
         staged.wait()
         self._point_to(staged.tensors)
         self.optimizer.step(lr, weight_decay, divisor)
@@ -216,7 +216,7 @@ class OffloadedUpdate:
 
     @property
     def buffers(self) -> Buffers:
-        """For a sub-group that is processed alone."""
+        """The buffers for a sub-group that is processed alone."""
         return self._buffers[0]
 
     @property

@@ -42,9 +42,10 @@ CLIP_EPSILON = 1e-6      # as in Megatron: coefficient = clip / (norm + 1e-6), a
 
 @dataclass(frozen=True)
 class StepResult:
-    """grad_norm: of the unscaled gradient, before clipping; not finite if the step was skipped for overflow.
+    """The result of a step.
 
-    loss_scale: the factor of this step's loss.
+    grad_norm   of the unscaled gradient, before clipping; not finite if the step was skipped for overflow
+    loss_scale  the factor of this step's loss
     """
 
     grad_norm: float
@@ -110,8 +111,8 @@ class ZeroOptimizer:
 
     # -------------------------------------------------------------------------------- parameters in shards
     def gathering_of(self, stage: int) -> LayerGathering | None:
-        """Its `enter` and `leave` are called around the layers of a stage; None if parameters are always
-        whole."""
+        """The gathering whose `enter` and `leave` are called around the layers of a stage; None if parameters
+        are always whole."""
         gathering = self._gathering.get(stage)
         return gathering if gathering is not None and any(gathering.needs) else None
 
@@ -164,8 +165,10 @@ class ZeroOptimizer:
             s.buckets.arm(stage_index)
 
     def reopen(self) -> None:
-        """After `arm` and its backward: further gradients are added before the step, and `arm` follows again.
-        Collective."""
+        """Reduce the gradients of a finished backward, so that further backwards can add to them. Collective.
+
+        Call `arm` again before the last backward of the step.
+        """
         for s in self.trained:
             s.buckets.reopen()
 
@@ -223,7 +226,7 @@ class ZeroOptimizer:
 
     @torch.no_grad()
     def after_load(self) -> None:
-        """Pieces were overwritten: set the model's parameters from the masters. Collective over the data
+        """Set the model's parameters from the masters, after pieces were loaded. Collective over the data
         group."""
         round_masters(leaf for s in self.sets for leaf in s.leaves)
         self._tiers.settle()
@@ -241,7 +244,7 @@ class ZeroOptimizer:
         return total + ZeroMemory(0, 0, 0, sum(t.nbytes for t in state))
 
     def memory_by_place(self) -> dict[str, int]:
-        """The same bytes by tier: "device", "cpu", "nvme"."""
+        """The bytes of `memory`, by tier: "device", "cpu", "nvme"."""
         total, places, offload = self.memory(), Counter(), self.settings.offload
         for s in self.trained:
             for group in s.sub_groups:
@@ -298,7 +301,7 @@ class ZeroOptimizer:
 # ------------------------------------------------------------------------------------ the phases of a step
 @dataclass
 class Step:
-    """One step on its way through the phases.
+    """The values of a step that its phases pass on.
 
     divisor  of the gradients: the loss scale times the caller's divisor
     norm     of the gradients divided by it
@@ -338,7 +341,7 @@ def check_overflow(zero: ZeroOptimizer, step: Step) -> None:
 
 
 def clip_and_update(zero: ZeroOptimizer, step: Step) -> None:
-    """One divisor unscales and clips: the optimizers apply it while they read the gradients."""
+    """Update, unscaled and clipped by one divisor that the optimizers apply while they read the gradients."""
     clip = zero.settings.clip_grad
     excess = (step.norm + CLIP_EPSILON) / clip if clip else 0.0
     numbers = step.lr, step.weight_decay, step.divisor * max(excess, 1.0)

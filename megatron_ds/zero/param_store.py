@@ -58,8 +58,8 @@ class ParameterStore(Protocol):
         """`numel` weights from the beginning of a piece on, in one bucket."""
 
     def refresh(self) -> None:
-        """This rank's pieces were updated: on return, or when units are gathered, those of the other ranks
-        are too."""
+        """Make the updates of all ranks visible, after each rank has updated its pieces: on return, or when
+        units are gathered."""
 
 
 class WholeParameters(ParameterStore):
@@ -90,7 +90,7 @@ class WholeParameters(ParameterStore):
         return InMemory(self.flat[first.flat:first.flat + numel])
 
     def refresh(self) -> None:
-        """Collective if sharded."""
+        """Make the updates of all ranks visible. Collective if sharded."""
         if not self.sharded:
             return
         layout, ranks = self.layout, self.ranks
@@ -152,7 +152,7 @@ class ShardedParameters(ParameterStore):
         return self.shard_bytes + sum(unit.nbytes for unit in self.units if not unit.is_free)
 
     def values_of(self, piece: SlotPiece) -> torch.Tensor:
-        """piece: of this rank's part."""
+        """The weights of a piece in this rank's part."""
         bucket = self.layout.slots[piece.slot].bucket
         start = piece.flat - self._parts[bucket].start
         return self._arrays[bucket].tensor[start:start + piece.padded_numel]
@@ -163,7 +163,7 @@ class ShardedParameters(ParameterStore):
         return self._arrays[bucket].part(start, start + numel)
 
     def refresh(self) -> None:
-        """Collective over the outer group; units are gathered when they are needed."""
+        """Make the updates of all ranks visible, when units are gathered. Collective over the outer group."""
         for unit in self.units:
             unit.claims.clear()
             unit.free()

@@ -31,9 +31,11 @@ from .tiers import InMemory, MemoryTier, Tiers
 
 @dataclass(frozen=True)
 class ParameterSet:
-    """parameters: in the order of the buffer. buckets: None if frozen. masters: of resident leaves in a
-    16-bit model.
+    """The parameters of a set with their weights, gradients and optimizer state.
 
+    parameters  in the order of the buffer
+    buckets     None if frozen
+    masters     of resident leaves, in a 16-bit model
     resident    leaves that are updated on the device
     sub_groups  offloaded leaves
     norm_views  the gradients of this rank's shard that count in the norm
@@ -56,7 +58,7 @@ class ParameterSet:
         yield from self.resident
 
     def lend_grads(self) -> None:
-        """If gradients have another dtype than masters: make an fp32 copy for the update."""
+        """Make an fp32 copy of the gradients for the update, if they have another dtype than the masters."""
         if self._grads_are_narrow():
             for leaf in self.resident:
                 leaf.tensor.grad = leaf.shaped(self.buckets.grad_of(leaf.piece).float())
@@ -92,11 +94,11 @@ class SetMaker:
 
     @property
     def device(self) -> torch.device:
-        """Of state that is not offloaded."""
+        """The device of state that is not offloaded."""
         return self.pool.device
 
     def make(self, plan: SetPlan, everything: Sequence[nn.Parameter]) -> ParameterSet:
-        """everything: the parameters whose indices the plan contains."""
+        """Make the set of a plan. everything: the parameters to which the indices in the plan refer."""
         parameters, ranks = [everything[i] for i in plan.members], self.groups.ranks_of(plan.reduced_over)
         store = self._store(plan, parameters)
         if plan.frozen:
@@ -213,12 +215,14 @@ class TiedGradients:
         self.begin()
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin a step: no tied gradient is summed yet."""
         self._waiting = {id(holder.parameter): None for _, _, holder in self._holders}
 
     def reduce(self, stage: int | None = None) -> None:
-        """Sum those of a stage (None: all) that are not summed yet. Collective over the holders, after all
-        backwards."""
+        """Sum the tied gradients of a stage (None: of all stages) that are not summed yet.
+
+        Collective over the ranks that hold them, after all backwards.
+        """
         for s, i, holder in self._holders:
             p = holder.parameter
             if id(p) not in self._waiting or not (stage is None or holder.stage in (None, stage)):

@@ -73,7 +73,7 @@ class ElementBytes:
 
     @property
     def master(self) -> int:
-        """Of the fp32 copy of 16-bit weights."""
+        """Bytes of the fp32 copy of a 16-bit weight; 0 for fp32 weights."""
         return 0 if self.parameter == FP32_BYTES else FP32_BYTES
 
 

@@ -58,7 +58,7 @@ class ParameterUse:
     @classmethod
     def of_stages(cls, stages: Mapping[int, Sequence[nn.Module]],
                   counts: Mapping[nn.Parameter, int] | None = None) -> "ParameterUse":
-        """stages: the layers of each, in forward order."""
+        """The use of parameters in these stages. stages: layers of each stage, in forward order."""
         layers = {stage: [list(module.parameters()) for module in modules]
                   for stage, modules in stages.items()}
         unread = frozenset((stage, i) for stage, modules in stages.items() for i, module in enumerate(modules)
@@ -95,10 +95,12 @@ class Fact:
 
 @dataclass(frozen=True)
 class SetPlan:
-    """members: indices into the facts, in the order of layout.slots. policy: what is really split.
+    """The plan of a set.
 
-    inner: ranks of an inner group (data_groups.py), over which gathered parameters are split
-    units: of gathered parameters, (layer, first bucket, last bucket + 1) in the order of the buckets
+    members  indices of its parameters in the list of all facts, in the order of layout.slots
+    policy   what is split, after all exceptions
+    inner    ranks of an inner group (data_groups.py), over which gathered parameters are split
+    units    of gathered parameters: (layer, first bucket, last bucket + 1), in the order of the buckets
     """
 
     members: tuple[int, ...]
@@ -138,9 +140,11 @@ def is_tied(p: nn.Parameter, groups: DataGroups) -> bool:
 
 def plan_sets(facts: Sequence[Fact], settings: ZeroSettings, shards: Mapping[Axes, int],
               inner_shards: int | None = None) -> tuple[SetPlan, ...]:
-    """facts: in forward order. shards: ranks along the axes over which gradients are summed.
+    """Divide the parameters into sets.
 
-    inner_shards: data-parallel ranks of an inner group, for the policy that has them
+    facts         of all parameters, in forward order
+    shards        number of ranks along the axes over which gradients are summed
+    inner_shards  data-parallel ranks of an inner group, for the policy that has inner groups
     """
     policy = settings.policy
     alone = settings.offload.parameters != DEVICE       # one rank gathers too, from an offload tier

@@ -41,7 +41,7 @@ HIERARCHICAL = ShardPolicy("dp", "dp", "inner")      # stage 3 whose gathers sta
 
 
 def policy_of(stage: int, inner_size: int = 1) -> ShardPolicy:
-    """inner_size: data-parallel ranks of an inner group; 1: there are no inner groups."""
+    """The policy of a ZeRO stage. inner_size: data-parallel ranks of an inner group; 1: no inner groups."""
     return HIERARCHICAL if stage == 3 and inner_size > 1 else STAGES[stage]
 
 
@@ -85,8 +85,10 @@ class ZeroSettings:
     @classmethod
     def from_config(cls, config: RunConfig,
                     param_groups: tuple[ParamGroup, ...] | None = None) -> "ZeroSettings":
-        """param_groups: instead of those of `--optimizer`. Raises ConfigError for combinations that cannot
-        work."""
+        """The settings of a configuration. Raises ConfigError for combinations that are not supported.
+
+        param_groups: used instead of those of `--optimizer`
+        """
         o, zero = config.optimizer, config.zero
         return cls(
             param_groups=param_groups_of(o) if param_groups is None else param_groups,

@@ -45,7 +45,7 @@ class OffloadSettings:
 
     @classmethod
     def from_config(cls, zero: ZeroConfig) -> "OffloadSettings":
-        """From the section `zero` of the configuration."""
+        """Read the settings from the section `zero` of the configuration."""
         place = lambda where: DEVICE if where == "none" else where
         return cls(place(zero.offload_optimizer), place(zero.offload_param), zero.offload_optimizer_ratio,
                    zero.sub_group_size, zero.offload_nvme_path, zero.param_nvme_path, zero.nvme_io,
@@ -75,7 +75,11 @@ class Array(Protocol):
 
 
 class Tier(Protocol):
-    """place: "device", "cpu" or "nvme". is_plain: ordinary host memory, neither page-locked nor a file."""
+    """A place for offloaded state.
+
+    place     "device", "cpu" or "nvme"
+    is_plain  True for ordinary host memory, which is neither page-locked nor a file
+    """
 
     place: str
     is_plain: bool
@@ -84,7 +88,7 @@ class Tier(Protocol):
         """Make arrays of zeros."""
 
     def settle(self) -> None:
-        """Afterwards `read` sees what was written through `Array.tensor`."""
+        """Write back what was written through `Array.tensor`, so that `read` returns it."""
 
 
 @dataclass(frozen=True)
@@ -144,21 +148,21 @@ class InMemory(Array):
 
 
 class MemoryTier(Tier):
-    """Memory of `device`. page_locked: host memory from which copies to a GPU run beside kernels."""
+    """Memory of `device`. page_locked: host memory from which copies to a GPU overlap with kernels."""
 
     def __init__(self, device: torch.device, place: str = DEVICE, page_locked: bool = False):
         self.device, self.place, self._page_locked = device, place, page_locked
         self.is_plain = device.type == "cpu" and not page_locked
 
     def arrays(self, sizes: Sequence[int], dtype: torch.dtype) -> list[Array]:
-        """One allocation, split."""
+        """Make arrays of zeros as parts of one allocation."""
         numel = sum(sizes)
         zeros = (torch.zeros(numel, dtype=dtype, pin_memory=True) if self._page_locked
                  else huge_page_zeros(numel, dtype=dtype, device=self.device))
         return [InMemory(part) for part in zeros.split(list(sizes))]
 
     def settle(self) -> None:
-        """Does nothing: both see the same memory."""
+        """Does nothing: `read` and `Array.tensor` use the same memory."""
 
 
 class Buffers:
@@ -215,7 +219,7 @@ class OnDisk(Array):
         return self.region.nbytes // self.tensor.element_size()
 
     def part(self, start: int, stop: int) -> "OnDisk":
-        """start: at a page of the file."""
+        """The elements [start, stop). `start` must be at a page boundary of the file."""
         size = self.tensor.element_size()
         last = -(-stop * size // ALIGNMENT) * ALIGNMENT
         region = Region(self.region.file, self.region.offset + start * size, last - start * size)
@@ -226,7 +230,7 @@ class OnDisk(Array):
         return False
 
     def read(self, out: torch.Tensor) -> Work:
-        """To the host directly; to another device or dtype by a buffer of the host."""
+        """Read directly into host memory of the same dtype; otherwise through a buffer in host memory."""
         if out.device.type == "cpu" and out.dtype == self.tensor.dtype:
             return self.region.read_into(out)
         buffer = aligned_empty(self.padded_numel, self.tensor.dtype)

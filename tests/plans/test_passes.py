@@ -131,7 +131,7 @@ def test_reduce_announces_the_last_backward_of_each_stage():
                           reduce_each=True)[1]) == "F0@1 REDUCE@1 B0@1 F1@1 REDUCE@1 B1@1"
 
 
-def test_a_pinned_stage_is_gathered_before_its_first_computation_and_released_after_its_last():
+def test_a_stage_kept_gathered_is_gathered_before_its_first_computation_and_released_after_its_last():
     lowered = lower(SCHEDULES["1f1b"](2, 2), 2, tied=(0, 1), gather=True, reduce_each=True)
     assert words(lowered[1]) == ("RA0@1 GATHER@1 F0@1 RA1@1 REDUCE@1 B0@1 SG0@1 F1@1 REDUCE@1 B1@1 RELEASE@1 "
                                  "SG1@1 TIE@1")

@@ -342,7 +342,7 @@ def test_unmarked_parameters_that_alone_differ_are_reported(caplog):
 @pytest.mark.parametrize("kind, message", [
     (WithSpecs, "9 parameters are marked as experts .* which of the 4 .* hold the same experts"),
     (Stacked,
-     r"stacked has shape \[2, 6\] here, but by its spec.*1 model-parallel and 1 expert-parallel ranks")])
+     r"stacked has shape \[2, 6\] here. Its spec.*1 model-parallel and 1 expert-parallel ranks")])
 def test_experts_with_specs_and_without_known_ranks_are_refused(kind, message):
     def run(rank, world):
         mesh = Mesh(Grid(dp=4), rank, world.connect)

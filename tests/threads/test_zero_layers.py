@@ -198,7 +198,7 @@ def test_planned_traffic_is_counted_traffic(layout, untie):
 # ------------------------------------------------------------------------------------------ pinning by itself
 @pytest.mark.parametrize("layout", ["dp=2,zero=3", "dp=2,pp=2,zero=3,recompute=full",
                                     "dp=4,zero=3,hpz=2,accumulate=full"])
-def test_stages_are_pinned_where_all_ranks_have_room(layout, monkeypatch):
+def test_stages_are_kept_gathered_where_all_ranks_have_room(layout, monkeypatch):
     def main(engine):
         engine.mesh.traffic.clear()
         losses = train(engine, range(1))
@@ -255,7 +255,7 @@ def test_what_pinning_plans_for_is_what_a_step_takes():
 
 @pytest.mark.parametrize("untie", [False, True])
 @pytest.mark.parametrize("schedule, recompute", [("zb-h1", "none"), ("zb-v", "full")])
-def test_pinned_weights_are_gone_when_only_weight_halves_are_left(schedule, recompute, untie):
+def test_weights_kept_gathered_are_gone_when_only_weight_halves_are_left(schedule, recompute, untie):
     def main(engine):
         inputs, whole = {}, []
 

@@ -57,7 +57,11 @@ class MetricIndex:
     """The samples of a dataset, sorted by one metric, and the number that each difficulty admits."""
 
     def __init__(self, metric: Metric, total: int, identity: dict | None = None):
-        """total: samples of the dataset.  identity: its `difficulty_analysis.identity`.  Raises DataError."""
+        """total     number of samples of the dataset
+        identity  `difficulty_analysis.identity` of the dataset
+
+        Raises DataError if the index was made from other data.
+        """
         self.metric = metric
         index = ListFile(metric.index_to_sample_path)
         self.easiest_first = index.flat
@@ -142,8 +146,8 @@ def order_by_difficulty(metrics: Sequence[Metric], total: int, *, seed: int, ste
                             f"({'; '.join(i.smallest() for i in indexes)}). Raise min_difficulty.")
         if not stages or count > stages[-1].admitted:
             stages.append(Stage(start, count))
-    logger.info("curriculum over %d samples in %d clusters: %d samples at first, %d from sample %d of the "
-                "run on", total,
+    logger.info("curriculum over %d samples, which are admitted in %d groups: the run draws from the %d "
+                "easiest samples at first, and from %d after %d consumed samples", total,
                 len(stages), stages[0].admitted, stages[-1].admitted, stages[-1].start)
     return CurriculumOrder(easiest_first, stages, seed)
 
@@ -176,7 +180,7 @@ def _moments(indexes: Sequence[MetricIndex], steps: int,
 
 @dataclass(frozen=True)
 class Stage:
-    """From stream position `start` on, samples are drawn from the `admitted` easiest ones."""
+    """A part of the run: from its sample number `start` on, it draws from the `admitted` easiest samples."""
 
     start: int
     admitted: int

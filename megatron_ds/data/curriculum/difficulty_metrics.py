@@ -180,7 +180,7 @@ class MetricSpec:
 
     @property
     def is_total(self) -> bool:
-        """It is one table of the whole dataset, not a number for each sample."""
+        """Whether the metric is one table for the whole dataset, not a number for each sample."""
         return not self.source and self.name in TOTALS
 
     @property

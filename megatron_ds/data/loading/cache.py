@@ -224,7 +224,7 @@ class Entry:
         _write(self._stamp, lambda f: f.write(json.dumps(self._states(sums)).encode()))
 
     def _states(self, sums: Mapping[str, Sums]) -> dict[str, list]:
-        """Of each array, what changes when the file is written, replaced or copied."""
+        """For each array, the properties of its file that change when it is written, replaced or copied."""
         found = {name: self._path(name).stat() for name in self._names}
         return {name: [s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino, sums[name].bytes, sums[name].crc32]
                 for name, s in found.items()}

@@ -41,7 +41,7 @@ CHECKED_SAMPLES = 8         # of each part, whose ids are compared with the voca
 
 
 class Datasets(NamedTuple):
-    """A part is None if no samples of it are wanted, or if the split assigns it no documents."""
+    """A part is None if the run needs no samples of it, or if the split assigns it no documents."""
 
     train: Dataset | None
     valid: Dataset | None
@@ -161,7 +161,7 @@ class _Builder:
         Missing training data, and a part without any text, raise an error later, when they are opened.
         """
         if blend.left_out:
-            logger.info("%s: %s of weight 0 is left out", flag, ", ".join(blend.left_out))
+            logger.info("%s: not used, as the weight is 0: %s", flag, ", ".join(blend.left_out))
         if len(blend.prefixes) > 1 and part != "train":
             empty = [p for p in blend.prefixes if not self._lengths(flag, p, part, shares).any()]
             if 0 < len(empty) < len(blend.prefixes):
@@ -221,9 +221,9 @@ class _Builder:
         total = sum(sizes)
         wanted = total if wanted is None else wanted
         if wanted > total and not self.repeats:
-            raise DataError(f"the {part} part of the {len(sizes)} corpora has {total} samples, and {wanted} "
-                            "are wanted. Corpora without weights are read once: put a weight before each of "
-                            "them to repeat them, ask for fewer samples, or use --dataloader-type cyclic.")
+            raise DataError(f"the {part} part of the {len(sizes)} corpora has {total} samples, and the run "
+                            f"needs {wanted}. Corpora without weights are read once: put a weight before "
+                            "each to repeat them, ask for fewer samples, or use --dataloader-type cyclic.")
         if wanted < total:
             build = partial(build_blend_index, (np.array(sizes) / total).tolist(), wanted)
         else:

@@ -36,7 +36,7 @@ SEPARATE_LAST_EPOCH_BELOW = 0.80
 
 @dataclass(frozen=True)
 class IndexMaps:
-    """The three arrays."""
+    """The arrays with the order of documents, the start of each sample, and the order of samples."""
 
     document_index: np.ndarray
     sample_index: np.ndarray

@@ -40,7 +40,11 @@ MANY_EPOCHS = np.iinfo(np.int32).max - 1
 
 @dataclass(frozen=True)
 class BertOptions:
-    """pairs: two segments a sample, else one.  short_seq_prob: share of shorter samples."""
+    """How BERT samples are made.
+
+    pairs           True: two segments per sample; False: one
+    short_seq_prob  share of samples that are shorter than `seq_length`
+    """
 
     seq_length: int
     seed: int
@@ -55,7 +59,10 @@ class BertOptions:
 
 
 class BertDataset:
-    """mapping: int [N, 3], first sentence, last sentence + 1, target length."""
+    """N samples for BERT.
+
+    mapping  int [N, 3]: first sentence, last sentence + 1, target length of each sample
+    """
 
     def __init__(self, corpus: IndexedDataset, mapping: np.ndarray, pieces: WordPieces, options: BertOptions):
         self.corpus, self.mapping, self.pieces, self.options = corpus, mapping, pieces, options

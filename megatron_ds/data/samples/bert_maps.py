@@ -175,8 +175,8 @@ def _check(documents: np.ndarray, sizes: np.ndarray, max_seq_length: int, seed: 
         raise DataError(f"the document boundaries are not ascending numbers in 0 … {len(sizes)}: give "
                         "document_indices of the same corpus, or a slice of them with its last boundary.")
     if max_seq_length < 2:
-        raise DataError(f"a sample of at most {max_seq_length} tokens is too short: it needs two. Use a "
-                        "longer --seq-length.")
+        raise DataError(f"samples of at most {max_seq_length} tokens are too short: a sample has at least "
+                        "2 tokens. Use a longer --seq-length.")
     if seed not in SEEDS:
         raise DataError(f"seed {seed} is not in 0 … {SEEDS[-1]}, the range of Megatron's shuffle. Use "
                         "another --seed.")

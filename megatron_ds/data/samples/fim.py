@@ -92,7 +92,7 @@ class FIMDataset:
 
 
 def make_fim(data: DataConfig, tokenizer: Tokenizer) -> FillInMiddle:
-    """From the --fim flags. Raises ConfigError for a sentinel token that is not one token."""
+    """Make it from the --fim flags. Raises ConfigError for a sentinel that is not one token."""
     marks = {name: _id_of(tokenizer, f"--fim-{name}-token", getattr(data, f"fim_{name}_token"))
              for name in ("prefix", "middle", "suffix")}
     separator = data.fim_split_sample

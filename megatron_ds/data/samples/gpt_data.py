@@ -149,7 +149,8 @@ class GPTCollator:
     def _check(self, rows: torch.Tensor, indices: Sequence[int]) -> None:
         if rows.shape[1] != self.seq_length + 1:
             raise DataError(f"the dataset has samples of {rows.shape[1]} tokens, and a sequence length of "
-                            f"{self.seq_length} takes {self.seq_length + 1}, the last one as a label only.")
+                            f"{self.seq_length} takes {self.seq_length + 1}, the last one as a label only. "
+                            f"Make the dataset for a sequence length of {self.seq_length}.")
         low, high = torch.aminmax(rows)
         if PAD <= low and (self.vocab_size is None or high < self.vocab_size):
             return

@@ -45,7 +45,11 @@ class WordPieces:
 
 @dataclass(frozen=True)
 class Masking:
-    """probability: share of the tokens that are chosen.  max_ngram: most words that are chosen together."""
+    """How tokens are chosen for prediction.
+
+    probability  share of the tokens that are chosen
+    max_ngram    largest number of consecutive words that are chosen together
+    """
 
     probability: float = 0.15
     max_ngram: int = 3
@@ -108,7 +112,7 @@ def _end_that_fits(first: int, end: int, bounds: list[int], chosen: int, most: f
 
 
 def pieces_of(tokenizer: "Tokenizer") -> WordPieces:
-    """From `tokenizer.vocab`, {text of a token: id}. Raises ConfigError without BERT's tokens."""
+    """The word pieces in `tokenizer.vocab`, {token: id}. Raises ConfigError without BERT's special tokens."""
     vocab = getattr(tokenizer, "vocab", {})
     missing = [token for token in SPECIAL if token not in vocab]
     if missing:

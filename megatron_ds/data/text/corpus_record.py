@@ -58,7 +58,10 @@ class PieceSums:
 
 @dataclass(frozen=True)
 class CorpusRecord:
-    """made_from: all inputs and options that decide the bytes; {} for a corpus merged of several."""
+    """The checksums and the origin of a corpus, stored next to it as JSON.
+
+    made_from  all inputs and options that determine the bytes; {} for a corpus merged from several
+    """
 
     documents: int
     tokens: int
@@ -85,7 +88,7 @@ class CorpusRecord:
 
 
 def record_path(prefix: str | os.PathLike) -> Path:
-    """`{prefix}.json`."""
+    """Path of the record of a corpus: `{prefix}.json`."""
     return Path(str(corpus_paths(prefix)[0])[:-4] + ".json")
 
 

@@ -185,7 +185,8 @@ def _copy(output: int, path: Path, source: int, target: int, count: int) -> None
         while count:
             data = os.pread(f.fileno(), min(count, 1 << 22), source)
             if not data:
-                raise DataError(f"{path} became shorter while it was copied.")
+                raise DataError(f"{path} became shorter while it was copied: another process writes to it. "
+                                "Run the command again when it has ended.")
             view = memoryview(data)
             while view:
                 written = os.pwrite(output, view, target)

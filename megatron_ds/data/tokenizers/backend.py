@@ -74,7 +74,7 @@ class LibraryTokenizer(Tokenizer):
 
 
 class LibraryBackend:
-    """Ids by the library."""
+    """Encodes text with the tokenizers library."""
 
     def __init__(self, tokenizer: LibraryModel):
         self._tokenizer = tokenizer
@@ -135,7 +135,7 @@ class CheckedBackend:
 def _auto(library: LibraryBackend, describe: Callable[[], str]) -> LibraryBackend | CheckedBackend:
     made = _native_or_reason(library, describe)
     if isinstance(made, str):
-        logger.info("text is encoded by the tokenizers library: %s", made)
+        logger.info("the tokenizers library encodes the text, not the faster native encoder: %s", made)
         return library
     return made
 

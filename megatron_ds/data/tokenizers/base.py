@@ -31,7 +31,7 @@ class Tokenizer(Protocol):
 
     @classmethod
     def from_options(cls, options: "TokenizerOptions") -> "Tokenizer":
-        """From the tokenizer flags. Raises ConfigError for a missing one, DataError for damaged files."""
+        """Make it from its flags. Raises ConfigError for a missing flag, DataError for a damaged file."""
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, without an end of document."""
@@ -120,8 +120,9 @@ class NullTokenizer(Tokenizer):
         except ValueError as e:
             raise DataError(f"NullTokenizer reads decimal ids separated by spaces: {e}.") from None
         if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
-            raise DataError(f"ids from {min(ids)} to {max(ids)} are not all in [0, {self.vocab_size}), the "
-                            f"range of --vocab-size {self.eod}.")
+            raise DataError(f"the text contains ids from {min(ids)} to {max(ids)}, but NullTokenizer with "
+                            f"--vocab-size {self.eod} allows 0 to {self.eod}, the last for the end of a "
+                            "document. Use a larger --vocab-size, or correct the text.")
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:

@@ -136,7 +136,8 @@ def read_bpe_files(vocab_file: str, merge_file: str) -> tuple[dict[str, int], li
     if not isinstance(vocab, dict) or not all(isinstance(i, int) for i in vocab.values()):
         raise DataError(f"--vocab-file {vocab_file} is not a JSON object from token to id.")
     if EOD not in vocab:
-        raise DataError(f"--vocab-file {vocab_file} has no token {EOD}, which ends a document.")
+        raise DataError(f"--vocab-file {vocab_file} has no token {EOD}, which ends a document. Add it with "
+                        "an unused id.")
     return vocab, _read_merges(merge_file, vocab)
 
 

@@ -41,7 +41,7 @@ class ScheduleFamily:
 
     def __call__(self, pipeline_size: int, num_microbatches: int, chunks: int | None = None,
                  **options) -> Schedule:
-        """chunks: default the fewest. Raises ScheduleError for sizes that the schedule does not support."""
+        """Make the schedule. Raises ScheduleError for unsupported sizes. chunks: None for the fewest."""
         chunks = self.default_chunks if chunks is None else chunks
         self.check(pipeline_size, num_microbatches, chunks)
         return self.make(pipeline_size, num_microbatches, chunks, **options)

@@ -60,19 +60,19 @@ from . import schedule
 
 @schedule("zb-h1", peak=lambda p, m, v, rank: min(m, p))
 def zb_h1(pipeline_size: int, num_microbatches: int, chunks: int = 1) -> Schedule:
-    """As many micro-batches alive as 1F1B keeps on rank 0, on every rank."""
+    """A schedule in which every rank keeps as many micro-batches alive as rank 0 does in 1F1B."""
     return _schedule(pipeline_size, num_microbatches, more=0)
 
 
 @schedule("zb-h2", peak=lambda p, m, v, rank: min(m, 2 * p - 1))
 def zb_h2(pipeline_size: int, num_microbatches: int, chunks: int = 1) -> Schedule:
-    """Nearly twice as many micro-batches alive, and no bubble if F = I = W."""
+    """A schedule with nearly twice as many micro-batches alive as ZB-H1, and no bubble if F = I = W."""
     more = max(0, min(pipeline_size - 1, num_microbatches - pipeline_size))
     return _schedule(pipeline_size, num_microbatches, more)
 
 
 def _schedule(p: int, m: int, more: int) -> Schedule:
-    """more: micro-batches alive beyond those of 1F1B, from 0 to p - 1."""
+    """The programs of all ranks. more: micro-batches alive in addition to those of ZB-H1, from 0 to p - 1."""
     programs = []
     for rank in range(p):
         ahead = p - rank + more * (p - 1 - rank) // max(1, p - 1)
@@ -194,7 +194,7 @@ class _Search:
 
     @property
     def score(self) -> tuple[float, float]:
-        """As `score_of`, of the order as it was built."""
+        """As `score_of`, for the times computed while the order was built."""
         return max(end - start for start, end in zip(self.start, self.clock)), max(self.clock)
 
     def arrival(self, op: Op, stage: int) -> float:
