@@ -30,6 +30,7 @@ from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.ramps import Progress
 from megatron_ds.registry import did_you_mean
 from megatron_ds.training.build import Engine, build_engine
+from megatron_ds.training.run_checkpoint import all_pieces
 from megatron_ds.training.samples import build_loaders, rearranged
 from megatron_ds.training.step import train_step
 
@@ -202,7 +203,7 @@ class MockCorpus:
 
 def _weight_boxes(engine):
     coordinates = engine.mesh.coordinates
-    for piece in written_here((p for p in engine.optimizer.pieces() if p.kind == "weight"), coordinates):
+    for piece in written_here((p for p in all_pieces(engine) if p.kind == "weight"), coordinates):
         for view in views(piece, coordinates):
             yield piece.spec.name, piece.spec.shape, view.offset, view.tensor.float().cpu().clone()
 

@@ -26,17 +26,17 @@ AUX, Z_LOSS = "load balancing loss", "router z-loss"
 
 
 def add_losses(ledger: Ledger, routing: Routing, samples: int, config: ModelConfig, group: Group | None,
-               counted: torch.Tensor | None = None, last_load: torch.Tensor | None = None) -> None:
+               counted: torch.Tensor | None = None, last_share: torch.Tensor | None = None) -> None:
     """Add the terms that the configuration has weights for.
 
     samples    sequences of the micro-batch; tokens of the routing are [s, samples]
     group      ranks that divide the sequences; collective over it. None: this rank has them whole
     counted    bool [T], False for padding; None: all tokens
-    last_load  [E], slots of each expert in the previous step, for "global_aux_loss"
+    last_share  [E], share of each expert in the slots of the previous step, for "global_aux_loss"
     """
     for kind, weight in zip(config.moe_router_load_balancing_type, config.moe_aux_loss_coeff):
         if weight and kind in SCOPES:
-            value = SCOPES[kind](routing, samples, group, counted, last_load)
+            value = SCOPES[kind](routing, samples, group, counted, last_share)
             ledger.add(AUX if kind == "aux_loss" else f"{kind.split('_')[0]} {AUX}", value, weight=weight)
     if config.moe_z_loss_coeff:
         squares = routing.logits.logsumexp(-1).square()
@@ -44,27 +44,26 @@ def add_losses(ledger: Ledger, routing: Routing, samples: int, config: ModelConf
 
 
 def of_micro_batch(routing: Routing, samples: int, group: Group | None, counted: torch.Tensor | None,
-                   last_load: torch.Tensor | None = None) -> torch.Tensor:
+                   last_share: torch.Tensor | None = None) -> torch.Tensor:
     """The load balancing loss over all tokens of the micro-batch; a scalar."""
     return _balance(routing, 1, group, counted).squeeze(0)
 
 
 def of_sequences(routing: Routing, samples: int, group: Group | None, counted: torch.Tensor | None,
-                 last_load: torch.Tensor | None = None) -> torch.Tensor:
+                 last_share: torch.Tensor | None = None) -> torch.Tensor:
     """The mean over sequences of the load balancing loss of each; a scalar."""
     return _balance(routing, samples, group, counted).mean()
 
 
 def of_last_step(routing: Routing, samples: int, group: Group | None, counted: torch.Tensor | None,
-                 last_load: torch.Tensor | None = None) -> torch.Tensor:
+                 last_share: torch.Tensor | None = None) -> torch.Tensor:
     """Scores of the micro-batch against the shares of slots in the whole previous step; a scalar.
 
     Those shares are known before the step, so the term does not depend on how the step is divided.
     """
     num_experts = routing.scores.shape[1]
     scores, tokens = _sums(routing, 1, group, counted)
-    share = last_load / last_load.sum().clamp(min=1)
-    share = share.where(last_load.sum() > 0, 1 / num_experts)                      # before the first step
+    share = last_share.where(last_share.sum() > 0, 1 / num_experts)                # before the first step
     return num_experts * (scores[0] * share).sum() / tokens[0].clamp(min=1)
 
 

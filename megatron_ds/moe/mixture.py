@@ -52,7 +52,8 @@ class MixtureOfExperts(nn.Module):
         # Choose experts, and limit them.
         routing = self.router(x, batch)
         if batch.training:
-            add_losses(batch.ledger, routing, batch.size, self.config, group, counted)
+            add_losses(batch.ledger, routing, batch.size, self.config, group, counted,
+                       self.router.balance.share)
         if counted is not None:
             routing = routing.keeping(counted[:, None].expand_as(routing.experts))
         capacity = Capacity.of(self.config, self.num_experts, batch.training)
@@ -63,6 +64,7 @@ class MixtureOfExperts(nn.Module):
         dense = None if self.dense is None else self.dense(x, batch)
         waiting.wait()
         routed = dispatch.back(self.experts(dispatch.arrive(rows), dispatch.counts)).view_as(x)
+        self.router.balance.count(dispatch.load, batch)
         record_load(batch.ledger, self.name.removesuffix(".mlp"), dispatch.load, routing, group)
         return self._joined(x, routed, dense)
 

@@ -25,6 +25,7 @@ from ..mpu.context import ParallelContext
 from ..mpu.param_spec import Init, ParamSpec
 from ..ops.dropout import random_numbers, sample_keys, shift_right
 from ..tensor_parallel.linear import new_shard
+from .balance import Balance
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 JITTER = 0.01
@@ -54,10 +55,7 @@ class Routing:
 
 
 class Router(nn.Module):
-    """x [s(/t), b, h] → `Routing` of its T = s(/t) b tokens, in the order of x.
-
-    expert_bias  fp32 [E], part of a checkpoint, not trained by gradients; None without bias
-    """
+    """x [s(/t), b, h] → `Routing` of its T = s(/t) b tokens, in the order of x."""
 
     def __init__(self, config: ModelConfig, num_experts: int, name: str, ctx: ParallelContext):
         super().__init__()
@@ -66,7 +64,7 @@ class Router(nn.Module):
         spec = ParamSpec(f"{name}.weight", (num_experts, config.hidden_size),
                          Init("normal", config.init_method_std), partial_over=ctx.partial_over)
         self.weight = new_shard(spec, ctx)
-        self.expert_bias = None
+        self.balance = Balance(config, num_experts, name)
 
     def forward(self, x: torch.Tensor, batch: Batch) -> Routing:
         """No communication: each rank routes the tokens that it holds."""
@@ -79,7 +77,8 @@ class Router(nn.Module):
         noise = None
         if noise_kind == "gumbel":
             noise = self._uniform(batch, self.num_experts).flatten(0, 1).log().neg().log().neg()
-        return choose(logits, self.config, self.expert_bias, noise)
+        self.balance.place(logits.device)
+        return choose(logits, self.config, self.balance.bias, noise)
 
     def _uniform(self, batch: Batch, columns: int) -> torch.Tensor:
         """Numbers in (0, 1), [s(/t), b, columns]: functions of seed, layer, sample, position and column."""

@@ -14,6 +14,7 @@ from torch import nn
 
 from ..config import RunConfig
 from ..models import build_stages, count_uses
+from ..moe.balance import StepState
 from ..mpu.agree import on_all_ranks
 from ..mpu.channels import Channels
 from ..mpu.context import SequenceSlice
@@ -45,6 +46,7 @@ class Engine:
     keeps_gathered ZeRO 3 gathers the weights of a stage once a step
     why_gathered   the reason of `keeps_gathered`; "" if the configuration states it
     metrics        of training steps, over all ranks
+    step_state     what layers remember from step to step, beside parameters
     """
 
     config: RunConfig
@@ -59,6 +61,7 @@ class Engine:
     keeps_gathered: bool
     why_gathered: str
     metrics: StepMetrics
+    step_state: StepState
 
     @property
     def layers(self) -> dict[str, tuple[int, nn.Module]]:
@@ -101,7 +104,7 @@ def build_engine(config: RunConfig, mesh: Mesh) -> Engine:
     executor = _build_executor(config, mesh, ctx.slice, stages, optimizer, plan, keeps)
     metrics = StepMetrics(mesh, config.train.calculate_per_token_loss)
     return Engine(config, mesh, plan, make_batches(config, mesh, ctx.slice), stages, modules, parameters,
-                  optimizer, executor, keeps, why, metrics)
+                  optimizer, executor, keeps, why, metrics, StepState(modules, mesh.reduction, mesh.device))
 
 
 def _build_stage(config: RunConfig, mesh: Mesh, index: int, modules: list[nn.Module],

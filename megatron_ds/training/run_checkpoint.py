@@ -37,6 +37,12 @@ MODEL_FIELDS = (
     "rotary_percent", "add_bias_linear", "untie_embeddings_and_output_weights", "vocab_size",
 )
 
+# The same of models with experts.
+MOE_FIELDS = ("expert_ffn_size", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "mlp_type",
+              "moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax",
+              "moe_router_topk_scaling_factor", "moe_router_num_groups", "moe_router_group_topk",
+              "moe_router_enable_expert_bias")
+
 
 def describe_run(config: RunConfig, as_given: RunConfig, tokenizer: Tokenizer, run_id: str) -> dict:
     """The values of run.json that all checkpoints of a run share: how to start it, and its identity.
@@ -55,6 +61,8 @@ def _identity(config: RunConfig, tokenizer: Tokenizer) -> dict:
     """{"model": …, "tokenizer": …, "data": …}, plain values; a checkpoint of another identity is refused."""
     names = (*MODEL_FIELDS, *MODELS[config.model.model].fields)
     model = {name: getattr(config.model, name) for name in names}
+    if any(config.model.experts):
+        model |= {"experts": config.model.experts} | {name: getattr(config.model, name) for name in MOE_FIELDS}
     return {"model": model, "tokenizer": {"fingerprint": tokenizer.fingerprint},
             "data": _data_identity(config)}
 
@@ -95,7 +103,12 @@ def save_run(engine: Engine, progress: Progress, description: dict) -> None:
 def saved_pieces(engine: Engine) -> list[Piece]:
     """This rank's pieces of a checkpoint."""
     weights_only = engine.config.checkpoint.no_save_optim
-    return [piece for piece in engine.optimizer.pieces() if piece.kind == WEIGHT or not weights_only]
+    return [piece for piece in all_pieces(engine) if piece.kind == WEIGHT or not weights_only]
+
+
+def all_pieces(engine: Engine) -> list[Piece]:
+    """This rank's weights, optimizer state, and what layers remember from step to step."""
+    return [*engine.optimizer.pieces(), *engine.step_state.pieces()]
 
 
 def load_run(engine: Engine, start: Start) -> Progress:
@@ -107,7 +120,7 @@ def load_run(engine: Engine, start: Start) -> Progress:
     if start.step is None:
         return Progress()
     with_optimizer = not (checkpoint.finetune or checkpoint.no_load_optim)
-    load(checkpoint.load, start.step, list(engine.optimizer.pieces()), coordinates=mesh.coordinates,
+    load(checkpoint.load, start.step, all_pieces(engine), coordinates=mesh.coordinates,
          world=mesh.group("world"), kinds=None if with_optimizer else (WEIGHT,))
     if with_optimizer:
         engine.optimizer.load_extra_state(start.run["optimizer"])

@@ -78,6 +78,7 @@ def train_step(engine: Engine, batch: Batch, progress: Progress, *, learning_rat
         _report_nonfinite(engine, microbatches, report, progress)
 
     result = optimizer.step(learning_rate, weight_decay, max(report.tokens, 1) if per_token else 1.0)
+    engine.step_state.after_step(applied=not result.skipped)
     return StepOutcome(report.loss, report.tokens, result.grad_norm, loss_scale, learning_rate, weight_decay,
                        result.skipped, report.stop, time.perf_counter() - start, report.is_finite,
                        {**report.terms, **report.metrics})

@@ -1,0 +1,116 @@
+"""`Balance`: what a router remembers from step to step: the bias of each expert, and the shares of the last
+step.
+
+Both follow from the number of slots that each expert received in a step, over all micro-batches and ranks.
+They are not trained by gradients and are part of every checkpoint, in fp32.
+
+    bias     after a step  bias_e += rate · sign(mean slots − slots of e)      Wang et al. 2024
+             so that overloaded experts are chosen less often                  (arXiv:2408.15664), algorithm 1
+    share    slots of e / all slots of the step, for the "global_aux_loss"
+
+`StepState` gives one rank's routers their totals after each step, in one all-reduce.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ..config.model_options import ModelConfig
+from ..data.batch import Batch
+from ..mpu import collectives
+from ..mpu.group import Group
+from ..mpu.param_spec import Init, ParamSpec
+
+
+class Balance:
+    """The memory of one router of E experts.
+
+    bias   fp32 [E], None without expert bias
+    share  fp32 [E], None unless a loss uses it
+    tally  int64 [E], slots in the current step on this rank
+    """
+
+    def __init__(self, config: ModelConfig, num_experts: int, name: str):
+        self.rate, self.num_experts = config.moe_router_bias_update_rate, num_experts
+        wanted = {"expert_bias": config.moe_router_enable_expert_bias,
+                  "last_share": "global_aux_loss" in config.moe_router_load_balancing_type}
+        self.specs = {leaf: ParamSpec(f"{name}.{leaf}", (num_experts,), Init("zeros"), decay=False)
+                      for leaf, is_wanted in wanted.items() if is_wanted}
+        self.bias = self.share = self.tally = None
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether the router remembers anything."""
+        return bool(self.specs)
+
+    def place(self, device: torch.device) -> None:
+        """Allocate on the device, unless it is there already."""
+        if self.tally is not None and self.tally.device == device:
+            return
+        zeros = lambda leaf: torch.zeros(self.num_experts, device=device) if leaf in self.specs else None
+        self.bias, self.share = zeros("expert_bias"), zeros("last_share")
+        self.tally = torch.zeros(self.num_experts, dtype=torch.int64, device=device)
+
+    def count(self, load: torch.Tensor, batch: Batch) -> None:
+        """Add the slots int64 [E] of a micro-batch; only in training, and once where layers are recomputed."""
+        if self.is_needed and batch.training and batch.ledger.is_open:
+            self.tally += load
+
+    def update(self, total: torch.Tensor) -> None:
+        """After a step. total: int64 [E], slots over all ranks."""
+        if self.bias is not None:
+            self.bias += self.rate * (total.sum() - total * self.num_experts).sign()
+        if self.share is not None:
+            self.share.copy_(total / total.sum().clamp(min=1))
+
+    def tensors(self) -> Iterator[tuple[ParamSpec, torch.Tensor]]:
+        """What a checkpoint holds."""
+        values = {"expert_bias": self.bias, "last_share": self.share}
+        return ((spec, values[leaf]) for leaf, spec in self.specs.items())
+
+
+@dataclass(frozen=True)
+class StatePiece:
+    """A whole tensor of a `Balance`, in the form that checkpoints take; see `checkpoint.pieces.Piece`."""
+
+    spec: ParamSpec
+    tensor: torch.Tensor
+    replica: int
+    replicas: int
+    kind: str = "weight"
+    start: int = 0
+
+    @property
+    def stop(self) -> int:
+        """End of the piece in the flattened tensor."""
+        return self.tensor.numel()
+
+
+class StepState:
+    """The memories of all routers of a rank. group: ranks that see different tokens (`Mesh.reduction`)."""
+
+    def __init__(self, modules: Iterable[nn.Module], group: Group, device: torch.device):
+        self.group = group
+        self.balances = [balance for module in modules for inner in module.modules()
+                         if (balance := getattr(inner, "balance", None)) is not None and balance.is_needed]
+        for balance in self.balances:
+            balance.place(device)
+
+    def after_step(self, applied: bool) -> None:
+        """Update the memories, unless the step was skipped. Collective over the group."""
+        if not self.balances:
+            return
+        totals = torch.cat([balance.tally for balance in self.balances])
+        collectives.all_reduce_(totals, self.group)
+        parts = totals.split([balance.num_experts for balance in self.balances])
+        for balance, total in zip(self.balances, parts):
+            balance.tally.zero_()
+            if applied:
+                balance.update(total)
+
+    def pieces(self) -> list[StatePiece]:
+        """For a checkpoint."""
+        return [StatePiece(spec, tensor, self.group.rank, self.group.size)
+                for balance in self.balances for spec, tensor in balance.tensors()]
