@@ -12,11 +12,11 @@ from megatron_ds.data.text.text_files import (
     Slice,
     check_files,
     files_of,
-    place_of,
     read_blocks,
     slices_of_shard,
     texts_of,
 )
+from megatron_ds.data.text.text_records import place_of
 from megatron_ds.data.tokenizers import vocabulary_training
 from megatron_ds.data.tokenizers.backend import CHECKED_BYTES, CheckedBackend
 from megatron_ds.data.tokenizers.base import flat

@@ -29,18 +29,8 @@ from .corpus_record import CorpusRecord, PieceSums, done_before, remove_record, 
 from .indexed import IndexedWriter, corpus_paths, dtype_for
 from .plain_text import TextCut
 from .sentences import Splitter
-from .text_files import (
-    WHOLE_FILES,
-    AnyBlock,
-    check_files,
-    is_plain_text,
-    place_of,
-    read_blocks,
-    size_of,
-    slices_of_shard,
-    texts_of,
-)
-from .text_records import BadLine
+from .text_files import check_files, is_plain_text, read_blocks, size_of, slices_of_shard, texts_of
+from .text_records import BadLine, Block, place_of
 
 MakeTokenizer = Callable[[], Tokenizer]                     # is sent to the workers, so it is pickled
 Shard = tuple[int, int]                                     # (index, number of shards)
@@ -64,7 +54,7 @@ class PreprocessOptions:
     append_eod: bool = False
     skip_bad_lines: bool = False
     sentences: Splitter | None = None
-    cut: TextCut = WHOLE_FILES
+    cut: TextCut = TextCut()
 
 
 DEFAULTS = PreprocessOptions()
@@ -200,7 +190,7 @@ class _Outputs:
                          written.num_bad, {**made_from, "key": key}).write(name)
 
 
-def encode_block(block: AnyBlock, tokenizer: Tokenizer, *, options: PreprocessOptions, eod: int | None,
+def encode_block(block: Block, tokenizer: Tokenizer, *, options: PreprocessOptions, eod: int | None,
                  dtype: np.dtype) -> Encoded:
     """Tokenize a block.  eod: id to append to each document, or None.  Raises DataError naming the block."""
     texts, bad = texts_of(block, options.json_keys, options.sentences is not None)
@@ -232,7 +222,7 @@ def _column(texts: list, tokenizer: Tokenizer, eod: int | None, dtype: np.dtype,
     return ids.astype(dtype), lengths, np.bincount(document, minlength=len(counts))
 
 
-def _encoded(blocks: Iterable[AnyBlock], encode: partial, make_tokenizer: MakeTokenizer, tokenizer: Tokenizer,
+def _encoded(blocks: Iterable[Block], encode: partial, make_tokenizer: MakeTokenizer, tokenizer: Tokenizer,
              workers: int) -> Iterator[Encoded]:
     if workers <= 1:
         yield from (encode(block, tokenizer) for block in blocks)
@@ -261,7 +251,7 @@ def _start_worker(make_tokenizer: MakeTokenizer, parent: int) -> None:
     _tokenizer = make_tokenizer()
 
 
-def _encode_in_worker(encode: partial, block: AnyBlock) -> Encoded:
+def _encode_in_worker(encode: partial, block: Block) -> Encoded:
     return encode(block, _tokenizer)
 
 
