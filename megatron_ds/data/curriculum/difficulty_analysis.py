@@ -21,7 +21,8 @@ from ...errors import DataError
 from ..kind import DataKind, Dataset
 from ..loading.blend import read_sources
 from ..loading.datasets import identify
-from .difficulty_metrics import ListFile, MetricSpec, write_list_file, write_metric, write_synced, write_total
+from ..text.indexed import replacing
+from .difficulty_metrics import FULL_DISK, ListFile, MetricSpec, write_list_file, write_metric, write_total
 
 logger = logging.getLogger(__name__)
 BATCH = 256                                            # samples measured together: bounds the memory of a map
@@ -55,6 +56,11 @@ def read_description(folder: Path, name: str = "analysis.json") -> dict | None:
                         "again.") from None
 
 
+def _write_json(path: Path, description: Mapping) -> None:
+    with replacing(path, FULL_DISK) as file:
+        file.write(json.dumps(description, indent=1).encode())
+
+
 def map_shard(dataset: Dataset, save: Path, shard: int, num_shards: int, specs: Sequence[MetricSpec],
               dataset_id: Mapping, progress: Callable[[int], None] = lambda done: None) -> list[str]:
     """Compute the missing metrics of a shard; returns their names.  progress: called with samples done.
@@ -82,7 +88,7 @@ def map_shard(dataset: Dataset, save: Path, shard: int, num_shards: int, specs: 
             write_list_file(folder / f"{spec.name}_metric_value", values, [len(values)])
         else:
             write_list_file(folder / f"{spec.name}_sample_to_metric", values, np.ones(len(values), np.int64))
-        write_synced(folder / "done.json", json.dumps(description[spec.name], indent=1).encode())
+        _write_json(folder / "done.json", description[spec.name])
     return [spec.name for spec in todo]
 
 
@@ -106,7 +112,7 @@ def reduce_metric(save: Path, spec: MetricSpec, num_shards: int, dataset_id: Map
                         "samples. Remove the folder, and run the map again.")
     (folder / "analysis.json").unlink(missing_ok=True)
     (write_total if spec.is_total else write_metric)(prefix, values)
-    write_synced(folder / "analysis.json", json.dumps(description, indent=1).encode())
+    _write_json(folder / "analysis.json", description)
     return values
 
 

@@ -36,13 +36,15 @@ import numpy as np
 from ...difficulty import import_function
 from ...errors import ConfigError, DataError
 from ...registry import did_you_mean
-from ..text.indexed import HEADER, MAGIC, VERSION, corpus_paths
+from ..text.indexed import HEADER, MAGIC, VERSION, corpus_paths, replacing, write_index
 
 CODES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 6: np.uint16, 7: np.uint32,
          8: np.uint64}
 CODE_OF = {np.dtype(t): code for code, t in CODES.items()}
 UNSIGNED, SIGNED = (np.uint8, np.uint16, np.uint32, np.uint64), (np.int8, np.int16, np.int32, np.int64)
 MOST_PERCENTILES = 100
+FULL_DISK = ("Free some space, or choose another --output, and run the same command again: finished shards "
+             "are kept.")
 Values = Mapping[str, np.ndarray]
 FREQUENCY = "total_vocab_freq"
 NEED_FREQUENCY = ("vocab_rarity", "seqlen_vocab_rarity")
@@ -102,19 +104,18 @@ class ListFile:
 
 
 def write_list_file(prefix: str | os.PathLike, flat: np.ndarray, lengths: Sequence[int] | np.ndarray) -> None:
-    """Write rows of these lengths to temporary files, remove an old pair, rename, the index last."""
+    """Write rows of these lengths. An old pair is removed first, and the index is written last."""
     lengths = np.asarray(lengths, np.int64)
     assert lengths.sum() == len(flat), f"{len(flat)} numbers in rows of {lengths.sum()}"
     if len(lengths) and lengths.max() > np.iinfo(np.int32).max:
         raise DataError(f"{prefix}: {lengths.max()} samples have the same value, and the format counts up to "
                         "2^31 - 1 in a row. Use a metric with more different values.")
     bin_path, idx_path = corpus_paths(prefix)
-    offsets = (np.cumsum(lengths) - lengths) * flat.dtype.itemsize
-    header = HEADER.pack(MAGIC, VERSION, CODE_OF[flat.dtype], len(lengths), 2)
     idx_path.unlink(missing_ok=True)
-    write_synced(bin_path, flat.astype(flat.dtype.newbyteorder("<"), copy=False))
-    write_synced(idx_path, header, lengths.astype("<i4"), offsets.astype("<i8"),
-                 np.array([0, len(lengths)], "<i8"))
+    with replacing(bin_path, FULL_DISK) as file:
+        file.write(flat.astype(flat.dtype.newbyteorder("<"), copy=False).data)
+    with replacing(idx_path, FULL_DISK) as file:
+        write_index(file, CODE_OF[flat.dtype], flat.dtype.itemsize, [(lengths, np.array([0, len(lengths)]))])
 
 
 def write_metric(prefix: Path, values: np.ndarray) -> None:
@@ -135,23 +136,6 @@ def write_total(prefix: Path, totals: np.ndarray) -> None:
     """The file of a metric that is a sum over all samples.  totals: [k], not negative."""
     dtype = fitting_dtype(int(totals.min()), int(totals.max()))
     write_list_file(f"{prefix}_metric_value", totals.astype(dtype), [len(totals)])
-
-
-def write_synced(path: Path, *parts: bytes | np.ndarray) -> None:
-    """Write to a temporary name, sync, rename. Raises DataError when the disk is full."""
-    beside = path.with_name(f"{path.name}.partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(beside, "wb") as file:
-            for part in parts:
-                file.write(part)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
-    except OSError as error:
-        beside.unlink(missing_ok=True)
-        raise DataError(f"cannot write {path}: {error.strerror}. Free some space, or choose another "
-                        "--output, and run the same command again: finished shards are kept.") from None
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ import shutil
 import time
 import uuid
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -93,12 +93,13 @@ def _load(entry: Entry) -> dict[str, np.ndarray] | None:
 def _in_memory(entry: Entry, arrays: dict[str, np.ndarray] | None, error: OSError,
                build: Callable) -> dict[str, np.ndarray]:
     """Arrays that the cache cannot store, as on a full disk. Partial files have temporary names."""
-    if arrays is None:                     # no lock: the folder may still be readable, and the entry complete
-        if (found := _load(entry)) is not None:
-            return found
-        why = error.strerror or str(error)
-    else:
-        why = f"{error.strerror or error}; they take {_mib(arrays):.1f} MiB{_free(entry.directory)}"
+    why = error.strerror or str(error)
+    if arrays is not None:
+        why += f"; they take {_mib(arrays):.1f} MiB"
+        with contextlib.suppress(OSError):
+            why += f", and {shutil.disk_usage(entry.directory).free / 2**20:.1f} MiB are free"
+    elif (found := _load(entry)) is not None:   # no lock: the folder may be readable, and the entry complete
+        return found
     if entry.directory not in _warned:
         _warned.add(entry.directory)
         logger.warning("cannot store indices in %s (%s): each process builds them in memory. Free some "
@@ -110,35 +111,26 @@ def _mib(arrays: Mapping[str, np.ndarray]) -> float:
     return sum(array.nbytes for array in arrays.values()) / 2**20
 
 
-def _free(directory: Path) -> str:
-    try:
-        return f", and {shutil.disk_usage(directory).free / 2**20:.1f} MiB are free"
-    except OSError:
-        return ""
-
-
 @contextlib.contextmanager
-def _locked(directory: Path, title: str):
+def _locked(directory: Path, title: str) -> Iterator[bool]:
     """Hold the directory's lock; yields whether it is held.
 
     On a file system without locks, two processes may build the same entry, which is harmless.
     """
-    with open(directory / ".lock", "a") as f:
-        yield _take(f, directory, title)                    # closing the file releases the lock
-
-
-def _take(file, directory: Path, title: str) -> bool:
-    try:
-        import fcntl
+    with open(directory / ".lock", "a") as file:                # closing the file releases the lock
+        is_held = True
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            logger.info("waiting for another process to build the indices of %s in %s", title, directory)
-            fcntl.flock(file, fcntl.LOCK_EX)
-    except (ImportError, OSError) as e:
-        logger.warning("no file lock in %s (%s): several processes may build the same indices", directory, e)
-        return False
-    return True
+            import fcntl
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                logger.info("waiting for another process to build the indices of %s in %s", title, directory)
+                fcntl.flock(file, fcntl.LOCK_EX)
+        except (ImportError, OSError) as e:
+            logger.warning("no file lock in %s (%s): several processes may build the same "
+                           "indices", directory, e)
+            is_held = False
+        yield is_held
 
 
 class DamagedEntry(Exception):
@@ -203,22 +195,18 @@ class Entry:
 
     def _is_verified(self, sums: Mapping[str, Sums], verify_large: bool) -> bool:
         is_large = _is_large(sums)
-        if is_large and self._has_stamp(sums):
-            return True
-        if is_large and not verify_large:
-            return False
+        if is_large:
+            with contextlib.suppress(OSError, ValueError):
+                if json.loads(self._stamp.read_text()) == self._states(sums):
+                    return True
+            if not verify_large:
+                return False
         for name, recorded in sums.items():
             _check(self._path(name), recorded)
         if is_large:
             with contextlib.suppress(OSError):              # in a read-only folder each process verifies
                 self._write_stamp(sums)
         return True
-
-    def _has_stamp(self, sums: Mapping[str, Sums]) -> bool:
-        try:
-            return json.loads(self._stamp.read_text()) == self._states(sums)
-        except (OSError, ValueError):
-            return False
 
     def _write_stamp(self, sums: Mapping[str, Sums]) -> None:
         _write(self._stamp, lambda f: f.write(json.dumps(self._states(sums)).encode()))
