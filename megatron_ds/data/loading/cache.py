@@ -34,11 +34,11 @@ import uuid
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
+Sums = dict[str, int | list[str]]                           # of a file: its size and checksums, see `sums_of`
 logger = logging.getLogger(__name__)
 BLOCK_BYTES = 1 << 24
 CHUNK_BYTES = 1 << 20                                       # read at a time, by each of THREADS
@@ -177,8 +177,7 @@ class Entry:
                 for name, value in arrays.items()}
         if _is_large(sums):
             self._write_stamp(sums)
-        checksums = {name: asdict(each) for name, each in sums.items()}
-        text = f"{self._description}\n{json.dumps({'checksums': checksums})}\n"
+        text = f"{self._description}\n{json.dumps({'checksums': sums})}\n"
         _write(self._done, lambda f: f.write(text.encode()))
 
     def _path(self, name: str) -> Path:
@@ -191,7 +190,7 @@ class Entry:
         if not text.startswith(self._description + "\n"):
             raise DamagedEntry(f"{self._done.name} describes others")
         sums = json.loads(text.removeprefix(self._description))["checksums"]
-        return {name: Sums(int(sums[name]["bytes"]), list(sums[name]["crc32"])) for name in self._names}
+        return {name: sums[name] for name in self._names}
 
     def _is_verified(self, sums: Mapping[str, Sums], verify_large: bool) -> bool:
         is_large = _is_large(sums)
@@ -214,33 +213,26 @@ class Entry:
     def _states(self, sums: Mapping[str, Sums]) -> dict[str, list]:
         """Of each array, what changes when the file is written, replaced or copied."""
         found = {name: self._path(name).stat() for name in self._names}
-        return {name: [s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino, sums[name].bytes, sums[name].crc32]
+        return {name: [s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino, *sums[name].values()]
                 for name, s in found.items()}
 
 
-@dataclass(frozen=True)
-class Sums:
-    """The size of a file, and the CRC-32 of each of its blocks in hexadecimal digits."""
-
-    bytes: int
-    crc32: list[str]
-
-
 def sums_of(path: Path) -> Sums:
-    """Size and checksums of a file; threads read a large one."""
+    """{"bytes": size, "crc32": [of each block, in hexadecimal digits]}; threads read a large file."""
     size = path.stat().st_size
     if size <= BLOCK_BYTES:
-        return Sums(size, [_crc32(path, 0)])
+        return {"bytes": size, "crc32": [_crc32(path, 0)]}
     with ThreadPoolExecutor(THREADS) as pool:
-        return Sums(size, list(pool.map(lambda start: _crc32(path, start), range(0, size, BLOCK_BYTES))))
+        blocks = pool.map(lambda start: _crc32(path, start), range(0, size, BLOCK_BYTES))
+        return {"bytes": size, "crc32": list(blocks)}
 
 
 def _check(path: Path, recorded: Sums) -> None:
     found = sums_of(path)
-    if found.bytes != recorded.bytes:
-        raise DamagedEntry(f"{path.name} has {found.bytes} bytes, and {recorded.bytes} were written")
+    if found["bytes"] != recorded["bytes"]:
+        raise DamagedEntry(f"{path.name} has {found['bytes']} bytes, and {recorded['bytes']} were written")
     if found != recorded:
-        block = next(i for i, pair in enumerate(zip(found.crc32, recorded.crc32)) if pair[0] != pair[1])
+        block = len(os.path.commonprefix([found["crc32"], recorded["crc32"]]))
         raise DamagedEntry(f"the bytes of {path.name} from {block * BLOCK_BYTES} on are not those that were "
                            "written")
 
@@ -255,7 +247,7 @@ def _crc32(path: Path, start: int) -> str:
 
 
 def _is_large(sums: Mapping[str, Sums]) -> bool:
-    return sum(each.bytes for each in sums.values()) > ALWAYS_BYTES
+    return sum(each["bytes"] for each in sums.values()) > ALWAYS_BYTES
 
 
 def _write(path: Path, write: Callable) -> Sums:

@@ -87,27 +87,18 @@ def preprocess_in_shards(task: Task, count: int, prefix: str, keys: Sequence[str
         total.tokens += written.tokens
         total.num_bad += written.num_bad
         total.bad += written.bad[:10 - len(total.bad)]
-    if not total.documents:
-        remove_shards(prefix, keys, count, sentences)
-        only_bad = ", only bad lines" if total.num_bad else ""
-        raise DataError(f"the input has no documents{only_bad}. Nothing was written.")
-    for key in keys:
-        merge(shards_of(prefix, key, count, sentences), output_prefix(prefix, key, sentences),
-              workers=workers)
-    remove_shards(prefix, keys, count, sentences)
-    return total
-
-
-def shards_of(prefix: str, key: str, count: int, sentences: bool = False) -> list[str]:
-    """Prefixes of all shards of a key, in order."""
-    return [output_prefix(shard_prefix(prefix, (i, count)), key, sentences) for i in range(count)]
-
-
-def remove_shards(prefix: str, keys: Sequence[str], count: int, sentences: bool) -> None:
-    """Remove all files of the shards."""
-    for name in (name for key in keys for name in shards_of(prefix, key, count, sentences)):
+    prefixes = [shard_prefix(prefix, (i, count)) for i in range(count)]
+    shards = {key: [output_prefix(shard, key, sentences) for shard in prefixes] for key in keys}
+    if total.documents:
+        for key, names in shards.items():
+            merge(names, output_prefix(prefix, key, sentences), workers=workers)
+    for name in (name for names in shards.values() for name in names):
         for path in (record_path(name), *reversed(corpus_paths(name))):
             path.unlink(missing_ok=True)
+    if not total.documents:
+        only_bad = ", only bad lines" if total.num_bad else ""
+        raise DataError(f"the input has no documents{only_bad}. Nothing was written.")
+    return total
 
 
 def merge(prefixes: Sequence[str], output: str, *, workers: int = 4) -> CorpusRecord | None:

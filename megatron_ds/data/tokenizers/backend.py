@@ -111,20 +111,15 @@ def _by_library(describe: Describe, library: EncodeBatch) -> EncodeArrays:
     return lambda texts: flat(library(texts))
 
 
-def _auto(describe: Describe, library: EncodeBatch) -> EncodeArrays:
+def _native(describe: Describe, library: EncodeBatch, is_required: bool = True) -> EncodeArrays:
     made = _native_or_reason(describe, library)
-    if isinstance(made, str):
-        logger.info("text is encoded by the tokenizers library: %s", made)
-        return _by_library(describe, library)
-    return made
-
-
-def _native(describe: Describe, library: EncodeBatch) -> EncodeArrays:
-    made = _native_or_reason(describe, library)
-    if isinstance(made, str):
+    if not isinstance(made, str):
+        return made
+    if is_required:
         raise ConfigError(f"--tokenizer-backend native does not support this tokenizer: {made}. Use auto or "
                           "tokenizers.")
-    return made
+    logger.info("text is encoded by the tokenizers library: %s", made)
+    return _by_library(describe, library)
 
 
 def _native_or_reason(describe: Describe, library: EncodeBatch) -> CheckedBackend | str:
@@ -164,7 +159,8 @@ def _gigatoken(describe: Describe, library: EncodeBatch) -> EncodeArrays:
         "gigatoken", lambda texts: flat(tokenizer.encode_batch_list(list(texts), parallel=False)), library)
 
 
-_MAKERS = {"auto": _auto, "native": _native, "tokenizers": _by_library, "gigatoken": _gigatoken}
+_MAKERS = {"auto": functools.partial(_native, is_required=False), "native": _native,
+           "tokenizers": _by_library, "gigatoken": _gigatoken}
 BACKENDS = tuple(_MAKERS)
 
 
