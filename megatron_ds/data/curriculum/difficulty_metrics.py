@@ -29,6 +29,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -154,7 +155,8 @@ class MetricSpec:
         """Samples → values of the metric.  save: folder of the analysis, for `rarities`."""
         if self.source:
             return import_function(self.source, f"metric {self.name}: the function")
-        return (TOTALS | METRICS)[self.name](self, save)
+        weights = rarities(save) if self.needs_frequency else None
+        return partial(KNOWN[self.name], self, weights)
 
     def definition(self, save: Path) -> list:
         """All that the values depend on besides the samples, as JSON values."""
@@ -176,19 +178,18 @@ class MetricSpec:
 def parse_metric(text: str, vocab_size: int, seq_length: int) -> MetricSpec:
     """`vocab_rarity`, or `name=module:function`. Raises ConfigError."""
     name, equals, source = text.partition("=")
-    if equals and name and source and name not in {*METRICS, *TOTALS}:
+    if not equals and name not in KNOWN:
+        raise ConfigError(f"--metrics {text}{did_you_mean(name, [*KNOWN]) or ': unknown.'} Known: "
+                          f"{', '.join(KNOWN)}; or one of your own, name=module:function.")
+    if equals:
+        if not name or not source or name in KNOWN:
+            raise ConfigError(f"--metrics {text}: give a function as name=module:function, with a name that "
+                              f"is not one of {', '.join(KNOWN)}.")
         if not name.replace("_", "").isalnum():
             raise ConfigError(f"--metrics {text}: {name!r} names a folder and files; use letters, digits and "
                               "underscores.")
         import_function(source, f"--metrics {text}: the function")
-        return MetricSpec(name, source, vocab_size, seq_length)
-    if equals:
-        raise ConfigError(f"--metrics {text}: give a function as name=module:function, with a name that is "
-                          f"not one of {', '.join({**METRICS, **TOTALS})}.")
-    if name not in METRICS and name not in TOTALS:
-        raise ConfigError(f"--metrics {text}{did_you_mean(name, [*METRICS, *TOTALS]) or ': unknown.'} Known: "
-                          f"{', '.join({**METRICS, **TOTALS})}; or one of your own, name=module:function.")
-    return MetricSpec(name, "", vocab_size, seq_length)
+    return MetricSpec(name, source, vocab_size, seq_length)
 
 
 def real_tokens(samples: Values) -> tuple[np.ndarray, np.ndarray]:
@@ -205,30 +206,27 @@ def frequency_path(save: Path) -> Path:
     return save / FREQUENCY / f"{FREQUENCY}_metric_value"
 
 
-def _seqlen(spec: MetricSpec, save: Path):
-    return lambda samples: real_tokens(samples)[1].sum(1)
+def _seqlen(spec: MetricSpec, weights: None, samples: Values) -> np.ndarray:
+    return real_tokens(samples)[1].sum(1)
 
 
-def _total_vocab_freq(spec: MetricSpec, save: Path):
-    def count(samples: Values) -> np.ndarray:
-        ids, real = real_tokens(samples)
-        if ids.size and ids.max() >= spec.vocab_size:
-            raise DataError(f"token id {ids.max()} is outside the vocabulary of {spec.vocab_size}")
-        return np.bincount(ids[real], minlength=spec.vocab_size)
-    return count
+def _total_vocab_freq(spec: MetricSpec, weights: None, samples: Values) -> np.ndarray:
+    ids, real = real_tokens(samples)
+    if ids.size and ids.max() >= spec.vocab_size:
+        raise DataError(f"token id {ids.max()} is outside the vocabulary of {spec.vocab_size}")
+    return np.bincount(ids[real], minlength=spec.vocab_size)
 
 
-def _vocab_rarity(spec: MetricSpec, save: Path):
-    weights = rarities(save)
-    return lambda samples: _sum_of(weights, samples)
+def _vocab_rarity(spec: MetricSpec, weights: np.ndarray, samples: Values) -> np.ndarray:
+    ids, real = real_tokens(samples)
+    return np.where(real, weights[ids], 0.0).sum(1).astype(np.int64)
 
 
-def _seqlen_vocab_rarity(spec: MetricSpec, save: Path):
-    weights = rarities(save)
+def _seqlen_vocab_rarity(spec: MetricSpec, weights: np.ndarray, samples: Values) -> np.ndarray:
     most = spec.seq_length * float(weights.max())
     # One token more outweighs any rarity.
     factor = 10 ** (math.ceil(math.log(most, 10)) + 1) if most > 0 else 10
-    return lambda samples: real_tokens(samples)[1].sum(1) * factor + _sum_of(weights, samples)
+    return _seqlen(spec, None, samples) * factor + _vocab_rarity(spec, weights, samples)
 
 
 def rarities(save: Path) -> np.ndarray:
@@ -236,11 +234,6 @@ def rarities(save: Path) -> np.ndarray:
     counts = ListFile(frequency_path(save)).flat.astype(np.float64)
     counts[counts == 0] = 1
     return -np.log(counts / counts.sum())
-
-
-def _sum_of(weights: np.ndarray, samples: Values) -> np.ndarray:
-    ids, real = real_tokens(samples)
-    return np.where(real, weights[ids], 0.0).sum(1).astype(np.int64)
 
 
 def _digest(path: Path) -> str | None:
@@ -251,6 +244,7 @@ def _digest(path: Path) -> str | None:
         return None
 
 
-# name → function of the spec and the folder of total_vocab_freq, which gives the metric
+# name → function of the spec, the rarities if it needs them, and samples
 METRICS = {"seqlen": _seqlen, "vocab_rarity": _vocab_rarity, "seqlen_vocab_rarity": _seqlen_vocab_rarity}
 TOTALS = {FREQUENCY: _total_vocab_freq}
+KNOWN = {**METRICS, **TOTALS}
