@@ -93,10 +93,10 @@ def blocks_of(documents: Iterable[tuple[int, bytes]], path: str, block_bytes: in
             block.append((first, text))
             size += len(text)
         if size >= block_bytes:
-            yield Block(path, block, position(), start)
+            yield Block(path, *zip(*block), position(), start)
             block, size = [], 0
     if block:
-        yield Block(path, block, position(), start)
+        yield Block(path, *zip(*block), position(), start)
 
 
 def check_is_text(path: str, first: bytes, keys: Sequence[str]) -> None:
@@ -119,7 +119,7 @@ def check_is_text(path: str, first: bytes, keys: Sequence[str]) -> None:
 def texts_of_documents(block: Block) -> Texts:
     """The documents, as texts of one key. One that is not UTF-8 is reported by its bad line."""
     texts, bad = [], []
-    for first, data in block.items:
+    for first, data in zip(block.numbers, block.contents):
         try:
             texts.append(data.decode("utf-8").replace("\r\n", "\n").rstrip("\n"))
         except UnicodeDecodeError as e:

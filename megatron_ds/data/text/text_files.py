@@ -193,9 +193,9 @@ def _read_bytes(piece: Slice, block_bytes: int, keys: Sequence[str], cut: TextCu
 def _lines(file: BinaryIO, raw: BinaryIO, piece: Slice, block_bytes: int) -> Iterator[Block]:
     number = 1
     while lines := _some_lines(file, block_bytes, piece.stop):
-        items = list(enumerate(lines, number))
-        yield Block(piece.path, items, raw.tell() if raw.seekable() else 0, piece.start)
-        number += len(lines)
+        numbers = range(number, number + len(lines))
+        yield Block(piece.path, numbers, lines, raw.tell() if raw.seekable() else 0, piece.start)
+        number = numbers.stop
 
 
 def _seek_line(file: BinaryIO, at: int) -> int:

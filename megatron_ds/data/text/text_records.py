@@ -21,14 +21,17 @@ ROWS = 1024                                                 # of a block, whose 
 class Block:
     """Consecutive lines of a file, documents of plain text, or rows of a table.
 
-    items     (number, contents) of each: a line, a document under its first line, or a value for each key
+    numbers   of the lines or rows; of a document, its first line. A range where possible: it is sent to a
+              worker
+    contents  of each: bytes, or a value for each key
     position  the reader's position in the file, in bytes on disk
     start     the byte where the reader began. Lines count from 1 there, and those before it are counted for
               messages only; rows count from 0
     """
 
     path: str
-    items: list[tuple[int, bytes | tuple]]
+    numbers: Sequence[int]
+    contents: Sequence[bytes | tuple]
     position: int
     start: int = 0
     unit: str = "line"
@@ -36,8 +39,8 @@ class Block:
     @property
     def last(self) -> int:
         """Number of the last row, or of the last line that is not blank."""
-        number, contents = self.items[-1]
-        return number if self.unit == "row" else number + contents.rstrip(b"\r\n").count(b"\n")
+        lines = 0 if self.unit == "row" else self.contents[-1].rstrip(b"\r\n").count(b"\n")
+        return self.numbers[-1] + lines
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ def lines_before(path: str, start: int) -> int:
 def place_of(block: Block) -> str:
     """File and lines or rows of a block, for messages."""
     before = lines_before(block.path, block.start)
-    return f"{block.path}, in {block.unit}s {block.items[0][0] + before} to {block.last + before}"
+    return f"{block.path}, in {block.unit}s {block.numbers[0] + before} to {block.last + before}"
 
 
 def texts_of(block: Block, keys: Sequence[str], sentences: bool = False) -> Texts:
@@ -83,7 +86,7 @@ def texts_of(block: Block, keys: Sequence[str], sentences: bool = False) -> Text
     """
     texts: list[list[Text]] = [[] for _ in keys]
     bad = []
-    for number, contents in block.items:
+    for number, contents in zip(block.numbers, block.contents):
         if isinstance(contents, bytes) and (not contents or contents.isspace()):
             continue
         try:
@@ -150,7 +153,7 @@ def read_rows(path: str, keys: Sequence[str], size: int, start: int = 0,
     for rows in table.read(start, table.num_rows if stop is None else stop):
         end = start + len(rows)
         position = size * end // max(1, table.num_rows)
-        yield Block(path, list(enumerate(rows, start)), position, unit="row")
+        yield Block(path, range(start, end), rows, position, unit="row")
         start = end
 
 
