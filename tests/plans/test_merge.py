@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_ds.data.text import corpus_record
+from megatron_ds.data.text import corpus_record, indexed
 from megatron_ds.data.text import corpus_shards as merging
 from megatron_ds.data.text.corpus_record import CorpusRecord, FilePiece, check_sums, read_record, sha256_of
 from megatron_ds.data.text.corpus_shards import merge
@@ -44,7 +44,7 @@ def with_record(prefix, tokenizer="T:1"):
 
 @pytest.mark.parametrize("counts", [[5, 3], [0, 4, 0], [1], [0, 0], [7, 1, 20, 3]])
 def test_merged_corpora_are_what_one_writer_would_have_written(counts, tmp_path, monkeypatch):
-    monkeypatch.setattr(merging, "ROWS", 3)                             # many pieces
+    monkeypatch.setattr(indexed, "ROWS", 3)                             # many pieces
     monkeypatch.setattr(merging, "COPY_BYTES", 7)
     parts = [documents(i, n) for i, n in enumerate(counts)]
     prefixes = [write(tmp_path / f"part{i}", docs) for i, docs in enumerate(parts)]

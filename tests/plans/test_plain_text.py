@@ -12,11 +12,11 @@ from megatron_ds.data.text.text_files import (
     Slice,
     check_files,
     files_of,
-    place_of,
     read_blocks,
     slices_of_shard,
     texts_of,
 )
+from megatron_ds.data.text.text_records import place_of
 from megatron_ds.data.tokenizers import vocabulary_training
 from megatron_ds.data.tokenizers.backend import CHECKED_BYTES, CheckedBackend
 from megatron_ds.data.tokenizers.base import flat
@@ -153,14 +153,10 @@ def test_a_long_text_is_learned_from_in_pieces_that_are_the_whole(monkeypatch):
 def test_of_a_long_text_only_the_beginning_is_encoded_twice():
     lengths = []
 
-    class Spy:
-        def encode_batch(self, texts):
-            lengths.extend(map(len, texts))
-            return [list(text.encode()) for text in texts]
+    def library(texts):
+        lengths.extend(map(len, texts))
+        return [list(text.encode()) for text in texts]
 
-        def encode_arrays(self, texts):
-            return flat([list(text.encode()) for text in texts])
-
-    backend = CheckedBackend("native", Spy(), Spy())
-    ids, sizes = backend.encode_arrays(["ab", "c" * 10 * CHECKED_BYTES, "d"])
+    backend = CheckedBackend("native", lambda texts: flat([list(text.encode()) for text in texts]), library)
+    ids, sizes = backend(["ab", "c" * 10 * CHECKED_BYTES, "d"])
     assert len(ids) == sum(sizes) == 10 * CHECKED_BYTES + 3 and lengths == [2, CHECKED_BYTES - 2]

@@ -14,12 +14,11 @@ import pytest
 from megatron_ds.data.text.text_files import (
     Slice,
     check_files,
-    place_of,
     read_blocks,
     slices_of_shard,
     texts_of,
 )
-from megatron_ds.data.text.text_records import lines_before
+from megatron_ds.data.text.text_records import lines_before, place_of
 from megatron_ds.errors import ConfigError, DataError
 
 TEXTS = [f"{'word ' * (n % 7)}{n} größe" for n in range(2500)]

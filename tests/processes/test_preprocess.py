@@ -81,8 +81,9 @@ def test_several_files_and_keys_plain_and_gzipped(tmp_path):
 def test_blocks_are_whole_lines_with_their_numbers(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", [{"text": "1 " * n} for n in range(40)])
     blocks = list(read_blocks(path, block_bytes=100))
-    assert b"".join(line for b in blocks for line in b.lines) == Path(path).read_bytes() and len(blocks) > 5
-    assert [b.first_line for b in blocks[1:]] == [b.first_line + len(b.lines) for b in blocks[:-1]]
+    lines = [line for block in blocks for line in block.contents]
+    assert b"".join(lines) == Path(path).read_bytes() and len(blocks) > 5
+    assert [number for block in blocks for number in block.numbers] == list(range(1, len(lines) + 1))
 
 
 BAD = [

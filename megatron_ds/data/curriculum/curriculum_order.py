@@ -135,10 +135,10 @@ def order_by_difficulty(metrics: Sequence[Metric], total: int, *, seed: int, ste
     else:
         key = {"class": "Curriculum", "indexes": [index.fingerprint() for index in indexes],
                "counts": counts.tolist()}
-        arrays = cached_arrays(cache, "Curriculum-train", key, ("easiest_first", "admitted"),
-                               lambda: dict(zip(("easiest_first", "admitted"),
-                                                intersect(indexes, counts, total))))
-        easiest_first, admitted = arrays["easiest_first"], arrays["admitted"]
+        names = ("easiest_first", "admitted")
+        arrays = cached_arrays(cache, "Curriculum-train", key, names,
+                               lambda: dict(zip(names, intersect(indexes, counts, total))))
+        easiest_first, admitted = (arrays[name] for name in names)
     stages: list[Stage] = []
     for start, count in zip(starts, admitted.tolist(), strict=True):
         if not count:
@@ -217,7 +217,9 @@ class CurriculumOrder:
         positions = np.asarray(positions, np.int64)
         stage = np.searchsorted(self.starts, positions, side="right") - 1
         j = positions - self.starts[stage]
-        cluster = np.searchsorted(self.bounds, self._point(j, stage), side="right") - 1
+        size = self.bounds[stage + 1]
+        point = (self.steps[stage] * (j % size) + self.offsets[stage]) % size
+        cluster = np.searchsorted(self.bounds, point, side="right") - 1
         low, high = self.bounds[cluster], self.bounds[cluster + 1]
         k = self._before[stage, cluster] + self._drawn(j, stage, high) - self._drawn(j, stage, low)
         width = high - low
@@ -228,11 +230,6 @@ class CurriculumOrder:
                             f"{total}: it was made from other data. Make it again with "
                             "tools/analyze_data.py.")
         return samples
-
-    def _point(self, j: np.ndarray, stage: np.ndarray) -> np.ndarray:
-        """x = (a·j + b) mod T at position j of a stage."""
-        size = self.bounds[stage + 1]
-        return (self.steps[stage] * (j % size) + self.offsets[stage]) % size
 
     def _drawn(self, j: np.ndarray, stage: np.ndarray, bound: np.ndarray) -> np.ndarray:
         """How many of the first j positions of a stage have a point x below `bound`."""
@@ -264,8 +261,7 @@ def shuffled(place: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.ndarray
     function.
     """
     place, size, key = (np.asarray(v).astype(np.uint64) for v in (place, size, key))
-    half = np.uint64(1)
-    half = np.maximum((np.ceil(np.log2(np.maximum(size, 2).astype(np.float64)) / 2)).astype(np.uint64), half)
+    half = np.ceil(np.log2(np.maximum(size, 2).astype(np.float64)) / 2).astype(np.uint64)
     outside = np.ones(len(place), bool)
     while outside.any():
         place[outside] = _feistel(place[outside], half[outside], key[outside])

@@ -21,7 +21,8 @@ from ...errors import DataError
 from ..kind import DataKind, Dataset
 from ..loading.blend import read_sources
 from ..loading.datasets import identify
-from .difficulty_metrics import ListFile, MetricSpec, write_list_file, write_metric, write_synced, write_total
+from ..text.indexed import replacing
+from .difficulty_metrics import FULL_DISK, ListFile, MetricSpec, write_list_file, write_metric, write_total
 
 logger = logging.getLogger(__name__)
 BATCH = 256                                            # samples measured together: bounds the memory of a map
@@ -55,18 +56,23 @@ def read_description(folder: Path, name: str = "analysis.json") -> dict | None:
                         "again.") from None
 
 
+def _write_json(path: Path, description: Mapping) -> None:
+    with replacing(path, FULL_DISK) as file:
+        file.write(json.dumps(description, indent=1).encode())
+
+
 def map_shard(dataset: Dataset, save: Path, shard: int, num_shards: int, specs: Sequence[MetricSpec],
               dataset_id: Mapping, progress: Callable[[int], None] = lambda done: None) -> list[str]:
     """Compute the missing metrics of a shard; returns their names.  progress: called with samples done.
 
     Raises DataError for a metric that fails, naming it and the samples, and for a full disk.
     """
-    first, last = shard_range(dataset_id["samples"], num_shards, shard)
-    description = {spec.name: _shard_description(save, spec, dataset_id, shard, num_shards) for spec in specs}
-    todo = [spec for spec in specs
-            if read_description(shard_folder(save, spec.name, shard), "done.json") != description[spec.name]]
+    bounds = np.linspace(0, dataset_id["samples"], num_shards + 1, dtype=int)             # as in DeepSpeed
+    first, last = bounds[shard:shard + 2].tolist()
+    todo = [spec for spec in specs if not _is_mapped(save, spec, dataset_id, shard, num_shards)]
     if not todo:
         return []
+    descriptions = [_description(save, spec, dataset_id, shard, num_shards) for spec in todo]
     columns: dict[str, list[np.ndarray]] = {spec.name: [] for spec in todo}
     functions = {spec.name: spec.function(save) for spec in todo}
     for start, samples in _batches(dataset, first, last):
@@ -74,7 +80,7 @@ def map_shard(dataset: Dataset, save: Path, shard: int, num_shards: int, specs: 
             column, values = columns[spec.name], _call(functions[spec.name], spec, samples, start)
             column[:] = [column[0] + values] if spec.is_total and column else [*column, values]
         progress(start + len(next(iter(samples.values()))) - first)
-    for spec in todo:
+    for spec, description in zip(todo, descriptions):
         folder = shard_folder(save, spec.name, shard)
         (folder / "done.json").unlink(missing_ok=True)
         values = np.concatenate(columns[spec.name]) if columns[spec.name] else np.empty(0, np.int64)
@@ -82,17 +88,16 @@ def map_shard(dataset: Dataset, save: Path, shard: int, num_shards: int, specs: 
             write_list_file(folder / f"{spec.name}_metric_value", values, [len(values)])
         else:
             write_list_file(folder / f"{spec.name}_sample_to_metric", values, np.ones(len(values), np.int64))
-        write_synced(folder / "done.json", json.dumps(description[spec.name], indent=1).encode())
+        _write_json(folder / "done.json", description)
     return [spec.name for spec in todo]
 
 
 def reduce_metric(save: Path, spec: MetricSpec, num_shards: int, dataset_id: Mapping) -> np.ndarray:
     """Merge the shards of a metric into its index files; returns its values or totals. Raises DataError."""
     folder, prefix = save / spec.name, save / spec.name / spec.name
-    description = {"metric": spec.definition(save), "dataset": dict(dataset_id)}
+    description = _description(save, spec, dataset_id)
     missing = [shard for shard in range(num_shards)
-               if read_description(shard_folder(save, spec.name, shard), "done.json")
-               != _shard_description(save, spec, dataset_id, shard, num_shards)]
+               if not _is_mapped(save, spec, dataset_id, shard, num_shards)]
     if missing:
         raise DataError(f"{folder}: {len(missing)} of {num_shards} shards are not complete, or were made "
                         f"from other data: {', '.join(map(str, missing[:10]))}{' …' * (len(missing) > 10)}. "
@@ -106,20 +111,24 @@ def reduce_metric(save: Path, spec: MetricSpec, num_shards: int, dataset_id: Map
                         "samples. Remove the folder, and run the map again.")
     (folder / "analysis.json").unlink(missing_ok=True)
     (write_total if spec.is_total else write_metric)(prefix, values)
-    write_synced(folder / "analysis.json", json.dumps(description, indent=1).encode())
+    _write_json(folder / "analysis.json", description)
     return values
 
 
 def is_reduced(save: Path, spec: MetricSpec, dataset_id: Mapping) -> bool:
     """Whether the index files of the metric are complete and of this dataset."""
-    wanted = {"metric": spec.definition(save), "dataset": dict(dataset_id)}
-    return read_description(save / spec.name) == wanted
+    return read_description(save / spec.name) == _description(save, spec, dataset_id)
 
 
-def shard_range(total: int, num_shards: int, shard: int) -> tuple[int, int]:
-    """First sample of a shard, and of the next one; as in DeepSpeed."""
-    bounds = np.linspace(0, total, num_shards + 1, dtype=int)
-    return int(bounds[shard]), int(bounds[shard + 1])
+def _is_mapped(save: Path, spec: MetricSpec, dataset_id: Mapping, shard: int, num_shards: int) -> bool:
+    found = read_description(shard_folder(save, spec.name, shard), "done.json")
+    return found == _description(save, spec, dataset_id, shard, num_shards)
+
+
+def _description(save: Path, spec: MetricSpec, dataset_id: Mapping, *shard: int) -> dict:
+    """Of the index files, or of a shard: its number, and the number of shards."""
+    return {"metric": spec.definition(save), "dataset": dict(dataset_id),
+            **dict(zip(("shard", "num_shards"), shard))}
 
 
 def shard_folder(save: Path, metric: str, shard: int) -> Path:
@@ -154,9 +163,3 @@ def _call(function: Callable[[Values], np.ndarray], spec: MetricSpec, samples: V
                         f"it must give integers, one for each sample ([{count}]). Round them, as in (1000 * "
                         "x).astype(numpy.int64).")
     return values.astype(np.int64)
-
-
-def _shard_description(save: Path, spec: MetricSpec, dataset_id: Mapping, shard: int,
-                       num_shards: int) -> dict:
-    return {"metric": spec.definition(save), "dataset": dict(dataset_id), "shard": shard,
-            "num_shards": num_shards}

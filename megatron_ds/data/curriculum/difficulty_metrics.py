@@ -29,6 +29,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -36,13 +37,15 @@ import numpy as np
 from ...difficulty import import_function
 from ...errors import ConfigError, DataError
 from ...registry import did_you_mean
-from ..text.indexed import HEADER, MAGIC, VERSION, corpus_paths
+from ..text.indexed import HEADER, MAGIC, VERSION, corpus_paths, replacing, write_index
 
 CODES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 6: np.uint16, 7: np.uint32,
          8: np.uint64}
 CODE_OF = {np.dtype(t): code for code, t in CODES.items()}
 UNSIGNED, SIGNED = (np.uint8, np.uint16, np.uint32, np.uint64), (np.int8, np.int16, np.int32, np.int64)
 MOST_PERCENTILES = 100
+FULL_DISK = ("Free some space, or choose another --output, and run the same command again: finished shards "
+             "are kept.")
 Values = Mapping[str, np.ndarray]
 FREQUENCY = "total_vocab_freq"
 NEED_FREQUENCY = ("vocab_rarity", "seqlen_vocab_rarity")
@@ -102,19 +105,18 @@ class ListFile:
 
 
 def write_list_file(prefix: str | os.PathLike, flat: np.ndarray, lengths: Sequence[int] | np.ndarray) -> None:
-    """Write rows of these lengths to temporary files, remove an old pair, rename, the index last."""
+    """Write rows of these lengths. An old pair is removed first, and the index is written last."""
     lengths = np.asarray(lengths, np.int64)
     assert lengths.sum() == len(flat), f"{len(flat)} numbers in rows of {lengths.sum()}"
     if len(lengths) and lengths.max() > np.iinfo(np.int32).max:
         raise DataError(f"{prefix}: {lengths.max()} samples have the same value, and the format counts up to "
                         "2^31 - 1 in a row. Use a metric with more different values.")
     bin_path, idx_path = corpus_paths(prefix)
-    offsets = (np.cumsum(lengths) - lengths) * flat.dtype.itemsize
-    header = HEADER.pack(MAGIC, VERSION, CODE_OF[flat.dtype], len(lengths), 2)
     idx_path.unlink(missing_ok=True)
-    write_synced(bin_path, flat.astype(flat.dtype.newbyteorder("<"), copy=False))
-    write_synced(idx_path, header, lengths.astype("<i4"), offsets.astype("<i8"),
-                 np.array([0, len(lengths)], "<i8"))
+    with replacing(bin_path, FULL_DISK) as file:
+        file.write(flat.astype(flat.dtype.newbyteorder("<"), copy=False).data)
+    with replacing(idx_path, FULL_DISK) as file:
+        write_index(file, CODE_OF[flat.dtype], flat.dtype.itemsize, [(lengths, np.array([0, len(lengths)]))])
 
 
 def write_metric(prefix: Path, values: np.ndarray) -> None:
@@ -137,23 +139,6 @@ def write_total(prefix: Path, totals: np.ndarray) -> None:
     write_list_file(f"{prefix}_metric_value", totals.astype(dtype), [len(totals)])
 
 
-def write_synced(path: Path, *parts: bytes | np.ndarray) -> None:
-    """Write to a temporary name, sync, rename. Raises DataError when the disk is full."""
-    beside = path.with_name(f"{path.name}.partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(beside, "wb") as file:
-            for part in parts:
-                file.write(part)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
-    except OSError as error:
-        beside.unlink(missing_ok=True)
-        raise DataError(f"cannot write {path}: {error.strerror}. Free some space, or choose another "
-                        "--output, and run the same command again: finished shards are kept.") from None
-
-
 @dataclass(frozen=True)
 class MetricSpec:
     """A metric of a command line, and the vocabulary size and sequence length of the dataset.
@@ -170,7 +155,8 @@ class MetricSpec:
         """Samples → values of the metric.  save: folder of the analysis, for `rarities`."""
         if self.source:
             return import_function(self.source, f"metric {self.name}: the function")
-        return (TOTALS | METRICS)[self.name](self, save)
+        weights = rarities(save) if self.needs_frequency else None
+        return partial(KNOWN[self.name], self, weights)
 
     def definition(self, save: Path) -> list:
         """All that the values depend on besides the samples, as JSON values."""
@@ -192,19 +178,18 @@ class MetricSpec:
 def parse_metric(text: str, vocab_size: int, seq_length: int) -> MetricSpec:
     """`vocab_rarity`, or `name=module:function`. Raises ConfigError."""
     name, equals, source = text.partition("=")
-    if equals and name and source and name not in {*METRICS, *TOTALS}:
+    if not equals and name not in KNOWN:
+        raise ConfigError(f"--metrics {text}{did_you_mean(name, [*KNOWN]) or ': unknown.'} Known: "
+                          f"{', '.join(KNOWN)}; or one of your own, name=module:function.")
+    if equals:
+        if not name or not source or name in KNOWN:
+            raise ConfigError(f"--metrics {text}: give a function as name=module:function, with a name that "
+                              f"is not one of {', '.join(KNOWN)}.")
         if not name.replace("_", "").isalnum():
             raise ConfigError(f"--metrics {text}: {name!r} names a folder and files; use letters, digits and "
                               "underscores.")
         import_function(source, f"--metrics {text}: the function")
-        return MetricSpec(name, source, vocab_size, seq_length)
-    if equals:
-        raise ConfigError(f"--metrics {text}: give a function as name=module:function, with a name that is "
-                          f"not one of {', '.join({**METRICS, **TOTALS})}.")
-    if name not in METRICS and name not in TOTALS:
-        raise ConfigError(f"--metrics {text}{did_you_mean(name, [*METRICS, *TOTALS]) or ': unknown.'} Known: "
-                          f"{', '.join({**METRICS, **TOTALS})}; or one of your own, name=module:function.")
-    return MetricSpec(name, "", vocab_size, seq_length)
+    return MetricSpec(name, source, vocab_size, seq_length)
 
 
 def real_tokens(samples: Values) -> tuple[np.ndarray, np.ndarray]:
@@ -221,30 +206,27 @@ def frequency_path(save: Path) -> Path:
     return save / FREQUENCY / f"{FREQUENCY}_metric_value"
 
 
-def _seqlen(spec: MetricSpec, save: Path):
-    return lambda samples: real_tokens(samples)[1].sum(1)
+def _seqlen(spec: MetricSpec, weights: None, samples: Values) -> np.ndarray:
+    return real_tokens(samples)[1].sum(1)
 
 
-def _total_vocab_freq(spec: MetricSpec, save: Path):
-    def count(samples: Values) -> np.ndarray:
-        ids, real = real_tokens(samples)
-        if ids.size and ids.max() >= spec.vocab_size:
-            raise DataError(f"token id {ids.max()} is outside the vocabulary of {spec.vocab_size}")
-        return np.bincount(ids[real], minlength=spec.vocab_size)
-    return count
+def _total_vocab_freq(spec: MetricSpec, weights: None, samples: Values) -> np.ndarray:
+    ids, real = real_tokens(samples)
+    if ids.size and ids.max() >= spec.vocab_size:
+        raise DataError(f"token id {ids.max()} is outside the vocabulary of {spec.vocab_size}")
+    return np.bincount(ids[real], minlength=spec.vocab_size)
 
 
-def _vocab_rarity(spec: MetricSpec, save: Path):
-    weights = rarities(save)
-    return lambda samples: _sum_of(weights, samples)
+def _vocab_rarity(spec: MetricSpec, weights: np.ndarray, samples: Values) -> np.ndarray:
+    ids, real = real_tokens(samples)
+    return np.where(real, weights[ids], 0.0).sum(1).astype(np.int64)
 
 
-def _seqlen_vocab_rarity(spec: MetricSpec, save: Path):
-    weights = rarities(save)
+def _seqlen_vocab_rarity(spec: MetricSpec, weights: np.ndarray, samples: Values) -> np.ndarray:
     most = spec.seq_length * float(weights.max())
     # One token more outweighs any rarity.
     factor = 10 ** (math.ceil(math.log(most, 10)) + 1) if most > 0 else 10
-    return lambda samples: real_tokens(samples)[1].sum(1) * factor + _sum_of(weights, samples)
+    return _seqlen(spec, None, samples) * factor + _vocab_rarity(spec, weights, samples)
 
 
 def rarities(save: Path) -> np.ndarray:
@@ -252,11 +234,6 @@ def rarities(save: Path) -> np.ndarray:
     counts = ListFile(frequency_path(save)).flat.astype(np.float64)
     counts[counts == 0] = 1
     return -np.log(counts / counts.sum())
-
-
-def _sum_of(weights: np.ndarray, samples: Values) -> np.ndarray:
-    ids, real = real_tokens(samples)
-    return np.where(real, weights[ids], 0.0).sum(1).astype(np.int64)
 
 
 def _digest(path: Path) -> str | None:
@@ -267,6 +244,7 @@ def _digest(path: Path) -> str | None:
         return None
 
 
-# name → function of the spec and the folder of total_vocab_freq, which gives the metric
+# name → function of the spec, the rarities if it needs them, and samples
 METRICS = {"seqlen": _seqlen, "vocab_rarity": _vocab_rarity, "seqlen_vocab_rarity": _seqlen_vocab_rarity}
 TOTALS = {FREQUENCY: _total_vocab_freq}
+KNOWN = {**METRICS, **TOTALS}

@@ -9,7 +9,7 @@ separate sequences: they do not attend to each other, and the positions of each 
 """
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import torch
 
@@ -47,13 +47,12 @@ def fold(batch: Batch, length: int) -> Batch:
 def _cut(batch: Batch, rows: Callable, mask: Callable) -> Batch:
     """Applies `rows` to the fields [b, s] and `mask` to those [b, 1, s, s]."""
     cut = {}
-    for field in fields(batch):
-        value = getattr(batch, field.name)
-        if isinstance(value, torch.Tensor) and value.dim() == 2:
+    for name, value in batch.tensors().items():
+        if value.dim() == 2:
             alike = value.stride(0) == 0              # a row that is expanded over all samples stays expanded
-            cut[field.name] = rows(value) if alike else rows(value).contiguous()
-        elif isinstance(value, torch.Tensor) and value.dim() == 4:
-            cut[field.name] = mask(value).contiguous()
+            cut[name] = rows(value) if alike else rows(value).contiguous()
+        elif value.dim() == 4:
+            cut[name] = mask(value).contiguous()
     return replace(batch, **cut)
 
 

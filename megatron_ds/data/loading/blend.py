@@ -160,17 +160,15 @@ def parse_blend(words: Sequence[str], flag: str) -> Blend:
     weights = [_number(word) for word in words[0::2]]
     if weights[0] is None:
         return Blend(tuple(words), None)
-    prefixes = tuple(words[1::2])
+    prefixes, given = tuple(words[1::2]), f"{flag} {' '.join(words[:12])}{' …' * (len(words) > 12)}"
     if len(words) % 2 or None in weights:
-        raise ConfigError(f"{_short(flag, words)}: give either prefixes alone, or a weight before each of "
-                          "them.")
-    if not all(0 <= w < math.inf for w in weights):
-        raise ConfigError(f"{_short(flag, words)}: weight "
-                          f"{next(w for w in weights if not 0 <= w < math.inf):g} is not allowed. Weights "
-                          "are proportions: numbers of at least 0, in any unit.")
+        raise ConfigError(f"{given}: give either prefixes alone, or a weight before each of them.")
+    if wrong := [w for w in weights if not 0 <= w < math.inf]:
+        raise ConfigError(f"{given}: weight {wrong[0]:g} is not allowed. Weights are proportions: numbers of "
+                          "at least 0, in any unit.")
     if not any(weights):
-        raise ConfigError(f"{_short(flag, words)}: all weights are 0, so there is nothing to draw. Give a "
-                          "corpus a weight above 0, or leave out the weights to read each corpus once.")
+        raise ConfigError(f"{given}: all weights are 0, so there is nothing to draw. Give a corpus a weight "
+                          "above 0, or leave out the weights to read each corpus once.")
     if len(prefixes) > MAX_DATASETS:
         raise ConfigError(f"{flag} names {len(prefixes)} corpora; at most {MAX_DATASETS} can be blended. "
                           "Merge some.")
@@ -290,10 +288,6 @@ def draws_text(part: str, draws: Sequence[Draw], seq_length: int) -> str:
     if len(shown) < len(draws):
         rows.append(f"  … the {len(shown)} of {len(draws)} corpora that are read most often")
     return "\n".join(rows)
-
-
-def _short(flag: str, words: Sequence[str], longest: int = 12) -> str:
-    return f"{flag} {' '.join(words[:longest])}{' …' * (len(words) > longest)}"
 
 
 def _number(word: str) -> float | None:

@@ -32,13 +32,13 @@ import shutil
 import time
 import uuid
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
+Sums = dict[str, int | list[str]]                           # of a file: its size and checksums, see `sums_of`
 logger = logging.getLogger(__name__)
 BLOCK_BYTES = 1 << 24
 CHUNK_BYTES = 1 << 20                                       # read at a time, by each of THREADS
@@ -93,12 +93,13 @@ def _load(entry: Entry) -> dict[str, np.ndarray] | None:
 def _in_memory(entry: Entry, arrays: dict[str, np.ndarray] | None, error: OSError,
                build: Callable) -> dict[str, np.ndarray]:
     """Arrays that the cache cannot store, as on a full disk. Partial files have temporary names."""
-    if arrays is None:                     # no lock: the folder may still be readable, and the entry complete
-        if (found := _load(entry)) is not None:
-            return found
-        why = error.strerror or str(error)
-    else:
-        why = f"{error.strerror or error}; they take {_mib(arrays):.1f} MiB{_free(entry.directory)}"
+    why = error.strerror or str(error)
+    if arrays is not None:
+        why += f"; they take {_mib(arrays):.1f} MiB"
+        with contextlib.suppress(OSError):
+            why += f", and {shutil.disk_usage(entry.directory).free / 2**20:.1f} MiB are free"
+    elif (found := _load(entry)) is not None:   # no lock: the folder may be readable, and the entry complete
+        return found
     if entry.directory not in _warned:
         _warned.add(entry.directory)
         logger.warning("cannot store indices in %s (%s): each process builds them in memory. Free some "
@@ -110,35 +111,26 @@ def _mib(arrays: Mapping[str, np.ndarray]) -> float:
     return sum(array.nbytes for array in arrays.values()) / 2**20
 
 
-def _free(directory: Path) -> str:
-    try:
-        return f", and {shutil.disk_usage(directory).free / 2**20:.1f} MiB are free"
-    except OSError:
-        return ""
-
-
 @contextlib.contextmanager
-def _locked(directory: Path, title: str):
+def _locked(directory: Path, title: str) -> Iterator[bool]:
     """Hold the directory's lock; yields whether it is held.
 
     On a file system without locks, two processes may build the same entry, which is harmless.
     """
-    with open(directory / ".lock", "a") as f:
-        yield _take(f, directory, title)                    # closing the file releases the lock
-
-
-def _take(file, directory: Path, title: str) -> bool:
-    try:
-        import fcntl
+    with open(directory / ".lock", "a") as file:                # closing the file releases the lock
+        is_held = True
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            logger.info("waiting for another process to build the indices of %s in %s", title, directory)
-            fcntl.flock(file, fcntl.LOCK_EX)
-    except (ImportError, OSError) as e:
-        logger.warning("no file lock in %s (%s): several processes may build the same indices", directory, e)
-        return False
-    return True
+            import fcntl
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                logger.info("waiting for another process to build the indices of %s in %s", title, directory)
+                fcntl.flock(file, fcntl.LOCK_EX)
+        except (ImportError, OSError) as e:
+            logger.warning("no file lock in %s (%s): several processes may build the same "
+                           "indices", directory, e)
+            is_held = False
+        yield is_held
 
 
 class DamagedEntry(Exception):
@@ -185,8 +177,7 @@ class Entry:
                 for name, value in arrays.items()}
         if _is_large(sums):
             self._write_stamp(sums)
-        checksums = {name: asdict(each) for name, each in sums.items()}
-        text = f"{self._description}\n{json.dumps({'checksums': checksums})}\n"
+        text = f"{self._description}\n{json.dumps({'checksums': sums})}\n"
         _write(self._done, lambda f: f.write(text.encode()))
 
     def _path(self, name: str) -> Path:
@@ -199,14 +190,16 @@ class Entry:
         if not text.startswith(self._description + "\n"):
             raise DamagedEntry(f"{self._done.name} describes others")
         sums = json.loads(text.removeprefix(self._description))["checksums"]
-        return {name: Sums(int(sums[name]["bytes"]), list(sums[name]["crc32"])) for name in self._names}
+        return {name: sums[name] for name in self._names}
 
     def _is_verified(self, sums: Mapping[str, Sums], verify_large: bool) -> bool:
         is_large = _is_large(sums)
-        if is_large and self._has_stamp(sums):
-            return True
-        if is_large and not verify_large:
-            return False
+        if is_large:
+            with contextlib.suppress(OSError, ValueError):
+                if json.loads(self._stamp.read_text()) == self._states(sums):
+                    return True
+            if not verify_large:
+                return False
         for name, recorded in sums.items():
             _check(self._path(name), recorded)
         if is_large:
@@ -214,45 +207,32 @@ class Entry:
                 self._write_stamp(sums)
         return True
 
-    def _has_stamp(self, sums: Mapping[str, Sums]) -> bool:
-        try:
-            return json.loads(self._stamp.read_text()) == self._states(sums)
-        except (OSError, ValueError):
-            return False
-
     def _write_stamp(self, sums: Mapping[str, Sums]) -> None:
         _write(self._stamp, lambda f: f.write(json.dumps(self._states(sums)).encode()))
 
     def _states(self, sums: Mapping[str, Sums]) -> dict[str, list]:
         """For each array, the properties of its file that change when it is written, replaced or copied."""
         found = {name: self._path(name).stat() for name in self._names}
-        return {name: [s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino, sums[name].bytes, sums[name].crc32]
+        return {name: [s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino, *sums[name].values()]
                 for name, s in found.items()}
 
 
-@dataclass(frozen=True)
-class Sums:
-    """The size of a file, and the CRC-32 of each of its blocks in hexadecimal digits."""
-
-    bytes: int
-    crc32: list[str]
-
-
 def sums_of(path: Path) -> Sums:
-    """Size and checksums of a file; threads read a large one."""
+    """{"bytes": size, "crc32": [of each block, in hexadecimal digits]}; threads read a large file."""
     size = path.stat().st_size
     if size <= BLOCK_BYTES:
-        return Sums(size, [_crc32(path, 0)])
+        return {"bytes": size, "crc32": [_crc32(path, 0)]}
     with ThreadPoolExecutor(THREADS) as pool:
-        return Sums(size, list(pool.map(lambda start: _crc32(path, start), range(0, size, BLOCK_BYTES))))
+        blocks = pool.map(lambda start: _crc32(path, start), range(0, size, BLOCK_BYTES))
+        return {"bytes": size, "crc32": list(blocks)}
 
 
 def _check(path: Path, recorded: Sums) -> None:
     found = sums_of(path)
-    if found.bytes != recorded.bytes:
-        raise DamagedEntry(f"{path.name} has {found.bytes} bytes, and {recorded.bytes} were written")
+    if found["bytes"] != recorded["bytes"]:
+        raise DamagedEntry(f"{path.name} has {found['bytes']} bytes, and {recorded['bytes']} were written")
     if found != recorded:
-        block = next(i for i, pair in enumerate(zip(found.crc32, recorded.crc32)) if pair[0] != pair[1])
+        block = len(os.path.commonprefix([found["crc32"], recorded["crc32"]]))
         raise DamagedEntry(f"the bytes of {path.name} from {block * BLOCK_BYTES} on are not those that were "
                            "written")
 
@@ -267,7 +247,7 @@ def _crc32(path: Path, start: int) -> str:
 
 
 def _is_large(sums: Mapping[str, Sums]) -> bool:
-    return sum(each.bytes for each in sums.values()) > ALWAYS_BYTES
+    return sum(each["bytes"] for each in sums.values()) > ALWAYS_BYTES
 
 
 def _write(path: Path, write: Callable) -> Sums:

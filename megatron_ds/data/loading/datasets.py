@@ -67,8 +67,8 @@ def build_datasets(config: RunConfig, samples: Sequence[int], tokenizer: Tokeniz
     else:
         named, shares = sources.parts, [tuple(float(other == part) for other in PARTS) for part in PARTS]
     return Datasets(*(
-        builder.part(part, n, flag, parse_blend(words, flag) if words else None, share)
-        for part, n, (flag, words), share in zip(PARTS, samples, named, shares)))
+        builder.dataset(_Part(name, flag, share), n, parse_blend(words, flag) if words else None)
+        for name, n, (flag, words), share in zip(PARTS, samples, named, shares)))
 
 
 def fit_default_split(config: RunConfig, samples: Sequence[int], kind: DataKind = GPT_DATA) -> RunConfig:
@@ -85,10 +85,14 @@ def fit_default_split(config: RunConfig, samples: Sequence[int], kind: DataKind 
         return config
     flag, words = read_sources(data).whole
     prefixes, builder = parse_blend(words, flag).prefixes, _Builder(config, None, kind, one_epoch=False)
-    most = max(builder.num_documents(flag, prefix) for prefix in prefixes)
+    most = max(len(kind.documents(builder.corpus(flag, prefix))) - 1 for prefix in prefixes)
     split = f"{most - 1},1,0"
-    if builder.has_text("valid", flag, prefixes, parse_split(data.splits)) or most < 2 or not all(
-            builder.has_text(part, flag, prefixes, parse_split(split)) for part in ("train", "valid")):
+
+    def has_text(name: str, split: str) -> bool:
+        return builder.has_text(_Part(name, flag, parse_split(split)), prefixes)
+
+    if has_text("valid", data.splits) or most < 2 or not (has_text("train", split)
+                                                          and has_text("valid", split)):
         return config
     logger.info("the default --split %s leaves no text for validation: --split %s is used, which keeps 1 of "
                 "%d documents for it and has no test set. Give --split to choose "
@@ -104,6 +108,14 @@ def identify(values: Sequence[str]) -> list[str]:
     return names if blend.weights is None else [value for pair in pairs for value in pair]
 
 
+class _Part(NamedTuple):
+    """A part of the data.  flag: of its data path, for messages.  shares: the documents of each of PARTS."""
+
+    name: str
+    flag: str
+    shares: Sequence[float]
+
+
 class _Builder:
     """Opens each corpus once, and builds the parts.
 
@@ -113,32 +125,29 @@ class _Builder:
     def __init__(self, config: RunConfig, tokenizer: Tokenizer | None, kind: DataKind, one_epoch: bool):
         data = config.data
         self.config, self.tokenizer, self.kind, self.one_epoch = config, tokenizer, kind, one_epoch
-        self.cache, self.repeats, self.by_epochs = (
-            data.data_cache_path, data.dataloader_type == "cyclic", data.blend_weights == "epochs")
         self.is_divided = data.is_divided_by_split
         self.split = f"--split {data.splits}{' (default)' * (data.split is None)}"
         self.is_default = self.is_divided and data.split is None
         self._corpora: dict[str, IndexedDataset] = {}
 
-    def part(self, part: str, wanted: int, flag: str, blend: Blend | None,
-             shares: Sequence[float]) -> Dataset | None:
-        """The dataset of one of PARTS, or None.  shares: of all parts."""
+    def dataset(self, part: _Part, wanted: int, blend: Blend | None) -> Dataset | None:
+        """The dataset of a part, or None."""
         if not wanted:
             return None
-        if blend is None or not shares[PARTS.index(part)]:
-            if part == "train":
+        is_training = part.name == "train"
+        if blend is None or not part.shares[PARTS.index(part.name)]:
+            if is_training:
                 raise DataError("there are no training data: name a corpus with --data-path and give a "
                                 "--split whose first number is above 0, or name one with --train-data-path.")
-            logger.info("no %s set: no data are given for it, or --split assigns it 0 %%", SETS[part])
+            logger.info("no %s set: no data are given for it, or --split assigns it 0 %%", SETS[part.name])
             return None
-        if self.is_default and part != "train" and not self.has_text(part, flag, blend.prefixes, shares):
+        if self.is_default and not is_training and not self.has_text(part, blend.prefixes):
             logger.info("no %s set: %s leaves it no text, as the corpus is small. Give --split, such as "
-                        "80,10,10, to have one",
-                        SETS[part], self.split)
+                        "80,10,10, to have one", SETS[part.name], self.split)
             return None
-        blend = self._with_text(part, flag, blend, shares)
-        opened = [partial(self._open, flag, prefix, part, shares) for prefix in blend.prefixes]
-        epoch = self.one_epoch and part == "train"
+        blend = self._with_text(part, blend)
+        opened = [partial(self._open, part, prefix) for prefix in blend.prefixes]
+        epoch = self.one_epoch and is_training
         # In Megatron one corpus with a weight is a blend, except where each part has a path of its own.
         if len(opened) == 1 and (blend.weights is None or epoch or not self.is_divided):
             dataset = opened[0](None if epoch else wanted)
@@ -146,123 +155,117 @@ class _Builder:
             dataset = self._unweighted(part, None if epoch else wanted, [one(None) for one in opened],
                                        blend.prefixes[0])
         elif epoch:
-            raise DataError(f"{flag}: a curriculum numbers the samples of one epoch, and a blend with "
+            raise DataError(f"{part.flag}: a curriculum numbers the samples of one epoch, and a blend with "
                             "weights has no epoch. Name the corpora without weights.")
         else:
             dataset = self._weighted(part, wanted, opened, blend)
         if self.kind.fills and not epoch and logger.isEnabledFor(logging.INFO):
-            draws = self._draws(part, wanted, dataset, blend, shares)
-            logger.info("%s", draws_text(part, draws, self.config.model.seq_length))
+            draws = self._draws(part, wanted, dataset, blend)
+            logger.info("%s", draws_text(part.name, draws, self.config.model.seq_length))
         return dataset
 
-    def _with_text(self, part: str, flag: str, blend: Blend, shares: Sequence[float]) -> Blend:
-        """The blend of those corpora that have text in this part, with their weights in proportion.
-
-        Missing training data, and a part without any text, raise an error later, when they are opened.
-        """
-        if blend.left_out:
-            logger.info("%s: not used, as the weight is 0: %s", flag, ", ".join(blend.left_out))
-        if len(blend.prefixes) > 1 and part != "train":
-            empty = [p for p in blend.prefixes if not self._lengths(flag, p, part, shares).any()]
-            if 0 < len(empty) < len(blend.prefixes):
-                logger.info("the %s part has no text of %s: it uses the other %d of %d corpora, with their "
-                            "weights in "
-                            "proportion", part, ", ".join(empty), len(blend.prefixes) - len(empty),
-                            len(blend.prefixes))
-                blend = blend.without(empty)
-        if self.by_epochs and blend.weights is not None:
-            tokens = [self._num_tokens(flag, p, part, shares) for p in blend.prefixes]
-            blend = blend.times(tokens) if any(tokens) else blend
-        return blend
-
-    def num_documents(self, flag: str, prefix: str) -> int:
-        """Documents of a corpus."""
-        return len(self.kind.documents(self._corpus(flag, prefix))) - 1
-
-    def has_text(self, part: str, flag: str, prefixes: Sequence[str], shares: Sequence[float]) -> bool:
-        """Whether the part has a token in any of the corpora."""
-        return any(self._lengths(flag, prefix, part, shares).any() for prefix in prefixes)
-
-    def _draws(self, part: str, wanted: int, dataset: Dataset, blend: Blend,
-               shares: Sequence[float]) -> list[Draw]:
-        is_blend = isinstance(dataset, BlendedDataset)
-        counts = count_draws(dataset.dataset_index, len(blend.prefixes)) if is_blend else [wanted]
-        asked = [None] * len(counts) if blend.weights is None else blend.shares
-        return [Draw(Path(prefix).name, share, int(count), self._num_tokens("", prefix, part, shares))
-                for prefix, share, count in zip(blend.prefixes, asked, counts)]
-
-    def _num_tokens(self, flag: str, prefix: str, part: str, shares: Sequence[float]) -> int:
-        return int(self._lengths(flag, prefix, part, shares).sum(dtype=np.int64))
-
-    def _lengths(self, flag: str, prefix: str, part: str, shares: Sequence[float]) -> np.ndarray:
-        """Tokens of each sequence of the part."""
-        corpus = self._corpus(flag, prefix)
-        bounds = self.kind.documents(corpus)
-        documents = cut(len(bounds) - 1, shares)[PARTS.index(part)]
-        return corpus.lengths[bounds[documents.start]:bounds[documents.stop]]
-
-    def _corpus(self, flag: str, prefix: str) -> IndexedDataset:
+    def corpus(self, flag: str, prefix: str) -> IndexedDataset:
+        """A corpus, opened when it is first asked for."""
         try:
             return self._corpora.get(prefix) or self._corpora.setdefault(prefix, IndexedDataset(prefix))
         except DataError as error:
             raise DataError(f"{flag} {prefix}: {error}") from None
 
-    def _weighted(self, part: str, wanted: int, opened: Sequence[partial], blend: Blend) -> BlendedDataset:
-        shares = blend.order_shares
-        which, sample = self._index(part, blend.prefixes[0], {"shares": shares, "size": wanted},
-                                    partial(build_blend_index, shares, wanted))
-        datasets = [one(samples_to_provide(wanted, share)) for one, share in zip(opened, blend.shares)]
-        return BlendedDataset(datasets, which, sample)
+    def has_text(self, part: _Part, prefixes: Sequence[str]) -> bool:
+        """Whether the part has a token in any of the corpora."""
+        return any(self._lengths(part, prefix).any() for prefix in prefixes)
 
-    def _unweighted(self, part: str, wanted: int | None, datasets: Sequence[Dataset],
+    def _with_text(self, part: _Part, blend: Blend) -> Blend:
+        """The blend of those corpora that have text in this part, with their weights in proportion.
+
+        Missing training data, and a part without any text, raise an error later, when they are opened.
+        """
+        if blend.left_out:
+            logger.info("%s: %s of weight 0 is left out", part.flag, ", ".join(blend.left_out))
+        count = len(blend.prefixes)
+        if count > 1 and part.name != "train":
+            empty = [prefix for prefix in blend.prefixes if not self.has_text(part, [prefix])]
+            if 0 < len(empty) < count:
+                logger.info("the %s part has no text of %s: it uses the other %d of %d corpora, with their "
+                            "weights in proportion", part.name, ", ".join(empty), count - len(empty), count)
+                blend = blend.without(empty)
+        if self.config.data.blend_weights == "epochs" and blend.weights is not None:
+            tokens = [self._num_tokens(part, prefix) for prefix in blend.prefixes]
+            blend = blend.times(tokens) if any(tokens) else blend
+        return blend
+
+    def _draws(self, part: _Part, wanted: int, dataset: Dataset, blend: Blend) -> list[Draw]:
+        is_blend = isinstance(dataset, BlendedDataset)
+        counts = count_draws(dataset.dataset_index, len(blend.prefixes)) if is_blend else [wanted]
+        asked = [None] * len(counts) if blend.weights is None else blend.shares
+        return [Draw(Path(prefix).name, share, int(count), self._num_tokens(part, prefix))
+                for prefix, share, count in zip(blend.prefixes, asked, counts)]
+
+    def _num_tokens(self, part: _Part, prefix: str) -> int:
+        return int(self._lengths(part, prefix).sum(dtype=np.int64))
+
+    def _lengths(self, part: _Part, prefix: str) -> np.ndarray:
+        """Tokens of each sequence of the part."""
+        corpus = self.corpus(part.flag, prefix)
+        bounds = self.kind.documents(corpus)
+        documents = cut(len(bounds) - 1, part.shares)[PARTS.index(part.name)]
+        return corpus.lengths[bounds[documents.start]:bounds[documents.stop]]
+
+    def _weighted(self, part: _Part, wanted: int, opened: Sequence[partial], blend: Blend) -> BlendedDataset:
+        shares = blend.order_shares
+        index = self._index(part, blend.prefixes[0], {"shares": shares, "size": wanted},
+                            partial(build_blend_index, shares, wanted))
+        datasets = [one(samples_to_provide(wanted, share)) for one, share in zip(opened, blend.shares)]
+        return BlendedDataset(datasets, *index)
+
+    def _unweighted(self, part: _Part, wanted: int | None, datasets: Sequence[Dataset],
                     first_prefix: str) -> BlendedDataset:
         """Each sample at most once, in proportion to the sizes."""
         sizes = [len(d) for d in datasets]
         total = sum(sizes)
         wanted = total if wanted is None else wanted
-        if wanted > total and not self.repeats:
-            raise DataError(f"the {part} part of the {len(sizes)} corpora has {total} samples, and the run "
-                            f"needs {wanted}. Corpora without weights are read once: put a weight before "
-                            "each to repeat them, ask for fewer samples, or use --dataloader-type cyclic.")
+        if wanted > total and self.config.data.dataloader_type != "cyclic":
+            raise DataError(f"the {part.name} part of the {len(sizes)} corpora has {total} samples, and "
+                            f"the run needs {wanted}. Corpora without weights are read once: put a weight "
+                            "before each to repeat them, ask for fewer samples, or use --dataloader-type "
+                            "cyclic.")
         if wanted < total:
             build = partial(build_blend_index, (np.array(sizes) / total).tolist(), wanted)
         else:
             build = partial(build_exhaustive_index, sizes)
-        return BlendedDataset(datasets, *self._index(part, first_prefix,
-                                                     {"sizes": sizes, "size": min(wanted, total)}, build))
+        key = {"sizes": sizes, "size": min(wanted, total)}
+        return BlendedDataset(datasets, *self._index(part, first_prefix, key, build))
 
-    def _index(self, part: str, first_prefix: str, key: dict, build) -> tuple[np.ndarray, np.ndarray]:
+    def _index(self, part: _Part, first_prefix: str, key: dict, build: partial) -> list[np.ndarray]:
         names = ("dataset_index", "dataset_sample_index")
-        directory = Path(self.cache) if self.cache else default_cache(first_prefix)
-        arrays = cached_arrays(directory, f"BlendedDataset-{part}", {"class": "BlendedDataset", **key}, names,
-                               lambda: dict(zip(names, build())))
-        return arrays[names[0]], arrays[names[1]]
+        directory = Path(self.config.data.data_cache_path or default_cache(first_prefix))
+        arrays = cached_arrays(directory, f"BlendedDataset-{part.name}", {"class": "BlendedDataset", **key},
+                               names, lambda: dict(zip(names, build())))
+        return [arrays[name] for name in names]
 
-    def _open(self, flag: str, prefix: str, part: str, shares: Sequence[float],
-              num_samples: int | None) -> Dataset:
-        corpus = self._corpus(flag, prefix)
+    def _open(self, part: _Part, prefix: str, num_samples: int | None) -> Dataset:
+        corpus = self.corpus(part.flag, prefix)
         try:
-            dataset = self.kind.open(corpus, self._documents(corpus, part, shares),
-                                     title=f"{self.kind.title}-{part}",
+            dataset = self.kind.open(corpus, self._documents(corpus, part, prefix),
+                                     title=f"{self.kind.title}-{part.name}",
                                      num_samples=num_samples, config=self.config, tokenizer=self.tokenizer)
             self._check_vocabulary(dataset)
         except DataError as error:
-            raise DataError(f"{flag} {prefix}: {error}") from None
+            raise DataError(f"{part.flag} {prefix}: {error}") from None
         return dataset
 
-    def _documents(self, corpus: IndexedDataset, part: str, shares: Sequence[float]) -> range:
-        bounds = self.kind.documents(corpus)
-        ranges = cut(len(bounds) - 1, shares)
-        documents = ranges[PARTS.index(part)]
+    def _documents(self, corpus: IndexedDataset, part: _Part, prefix: str) -> range:
+        count = len(self.kind.documents(corpus)) - 1
+        ranges = cut(count, part.shares)
         if not corpus.num_tokens:
             raise DataError("the corpus is empty. Make it again from some text with "
                             "tools/preprocess_data.py.")
-        if not corpus.lengths[bounds[documents.start]:bounds[documents.stop]].any():
+        if not self.has_text(part, [prefix]):
             parts = ", ".join(f"{name} {len(r)}" for name, r in zip(PARTS, ranges))
-            raise DataError(f"the {part} part is empty: {self.split} divides the {len(bounds) - 1} documents "
+            raise DataError(f"the {part.name} part is empty: {self.split} divides the {count} documents "
                             f"into {parts}. Choose a --split that leaves each part some text (90,10,0 has no "
                             "test part), use a larger corpus, or turn evaluation off with --eval-iters 0.")
-        return documents
+        return ranges[PARTS.index(part.name)]
 
     def _check_vocabulary(self, dataset: Dataset) -> None:
         """Check the first samples, so that a wrong tokenizer is an error before training starts."""

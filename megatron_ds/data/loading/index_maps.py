@@ -19,9 +19,8 @@ A numpy `RandomState(seed)` shuffles document_index first, then shuffle_index. P
 import functools
 import logging
 import os
-from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -34,8 +33,7 @@ MOST_THREADS = 16                                           # random reads are l
 SEPARATE_LAST_EPOCH_BELOW = 0.80
 
 
-@dataclass(frozen=True)
-class IndexMaps:
+class IndexMaps(NamedTuple):
     """The arrays with the order of documents, the start of each sample, and the order of samples."""
 
     document_index: np.ndarray

@@ -219,10 +219,6 @@ def _options(config: "RunConfig", seed: int) -> BertOptions:
                        config.model.bert_binary_head, bert.short_seq_prob)
 
 
-def _mock(count: int, config: "RunConfig", tokenizer: Tokenizer, seed: int) -> MockBertDataset:
-    return MockBertDataset(count, tokenizer.vocab_size, _options(config, seed))
-
-
 def _open(corpus: IndexedDataset, documents: range, *, title: str, num_samples: int | None,
           config: "RunConfig", tokenizer: Tokenizer) -> BertDataset:
     return open_bert_dataset(corpus, documents, _options(config, config.train.seed), title=title,
@@ -239,6 +235,8 @@ def _blank(samples: int, positions: int, device: torch.device | str = "cpu") -> 
 
 BERT_DATA = DataKind(
     title="BertDataset", tokens="text", documents=lambda corpus: corpus.document_indices,
-    mock=_mock, open=_open,
+    mock=lambda count, config, tokenizer, seed: MockBertDataset(
+        count, tokenizer.vocab_size, _options(config, seed)),
+    open=_open,
     collator=lambda config, tokenizer: bert_batch, blank=_blank,
     identity=lambda config: {**asdict(config.bert), "pairs": config.model.bert_binary_head})

@@ -13,6 +13,7 @@ Pure; arrays may be mapped. Built by the compiled builder of `index_maps.py` if 
 
 import math
 from collections.abc import Iterator
+from itertools import repeat
 
 import numpy as np
 
@@ -51,13 +52,7 @@ def plain_mapping(documents: np.ndarray, sizes: np.ndarray, num_epochs: int, max
         if len(rows) >= max_num_samples:
             break
         for _, lengths, first in _documents(documents, sizes, min_num_sent, tested_from=2):
-            target = next(targets)
-            begin, tokens, left = first, 0, len(lengths)
-            for end, length in enumerate(lengths, first + 1):
-                tokens, left = tokens + length, left - 1
-                if not left or tokens >= target and left > 1 and end - begin >= min_num_sent:
-                    rows.append((begin, end, target))
-                    begin, tokens, target = end, 0, next(targets)
+            rows += _runs(first, lengths, targets, min_num_sent, rest=2)
     return _shuffled(rows, 3, _dtype(sizes), seed)
 
 
@@ -87,13 +82,9 @@ def plain_blocks_mapping(documents: np.ndarray, sizes: np.ndarray, title_sizes: 
             break
         before = len(rows)
         for document, lengths, first in _documents(documents, sizes, least, tested_from=least):
-            target = max_seq_length - int(title_sizes[document])
-            begin, tokens, left = first, 0, len(lengths)
-            for end, length in enumerate(lengths, first + 1):
-                tokens, left = tokens + length, left - 1
-                if not left or tokens >= target and left >= least and end - begin >= least:
-                    rows.append((begin, end, document, len(rows) - before))
-                    begin, tokens = end, 0
+            targets = repeat(max_seq_length - int(title_sizes[document]))
+            for begin, end, _ in _runs(first, lengths, targets, least, rest=least):
+                rows.append((begin, end, document, len(rows) - before))
     return _shuffled(rows, 4, _dtype(sizes), seed)
 
 
@@ -118,6 +109,20 @@ def _documents(documents: np.ndarray, sizes: np.ndarray, least: int,
             lengths = sizes[first:last].tolist()
             if last - first < tested_from or max(lengths) <= LONG_SENTENCE:
                 yield document, lengths, first
+
+
+def _runs(first: int, lengths: list[int], targets: Iterator[int], least: int,
+          rest: int) -> Iterator[tuple[int, int, int]]:
+    """(first sentence, last sentence + 1, target) of the samples of a document; one target is drawn too many.
+
+    rest: fewest sentences that may be left for the samples after it.
+    """
+    begin, tokens, left, target = first, 0, len(lengths), next(targets)
+    for end, length in enumerate(lengths, first + 1):
+        tokens, left = tokens + length, left - 1
+        if not left or tokens >= target and left >= rest and end - begin >= least:
+            yield begin, end, target
+            begin, tokens, target = end, 0, next(targets)
 
 
 def _targets(ratio: int, longest: int, seed: int) -> Iterator[int]:

@@ -24,8 +24,6 @@ from .packing import open_packed_dataset
 if TYPE_CHECKING:
     from ...config import RunConfig
 
-MAPS = ("document_index", "sample_index", "shuffle_index")
-
 
 class GPTDataset:
     """Samples of a corpus in the order of its index maps."""
@@ -65,9 +63,10 @@ def open_gpt_dataset(corpus: IndexedDataset, documents: range, *, title: str, se
         corpus.check()                                   # only the process that builds reads every row anyway
         numbers = np.arange(documents.start, documents.stop,
                             dtype=np.int32 if documents.stop <= INT32 else np.int64)
-        return vars(build_index_maps(corpus.lengths, numbers, seq_length, num_samples, seed))
+        return build_index_maps(corpus.lengths, numbers, seq_length, num_samples, seed)._asdict()
 
-    return GPTDataset(corpus, IndexMaps(**cached_arrays(directory, title, key, MAPS, build)), seq_length)
+    arrays = cached_arrays(directory, title, key, IndexMaps._fields, build)
+    return GPTDataset(corpus, IndexMaps(**arrays), seq_length)
 
 
 class MockDataset:
@@ -161,16 +160,6 @@ class GPTCollator:
                         "that tools/preprocess_data.py had, or preprocess the text again.")
 
 
-def _mock(count: int, config: "RunConfig", tokenizer: Tokenizer, seed: int) -> MockDataset:
-    return MockDataset(count, seq_length=config.model.seq_length, vocab_size=tokenizer.vocab_size,
-                       eod=tokenizer.eod, seed=seed)
-
-
-def _documents(corpus: IndexedDataset) -> range:
-    """Each sequence is a document."""
-    return range(len(corpus) + 1)
-
-
 def _open(corpus: IndexedDataset, documents: range, *, title: str, num_samples: int | None,
           config: "RunConfig", tokenizer: Tokenizer) -> Dataset:
     open_dataset = open_packed_dataset if config.data.pack_documents else open_gpt_dataset
@@ -193,6 +182,10 @@ def _collator(config: "RunConfig", tokenizer: Tokenizer) -> GPTCollator:
         reset_position_ids=data.reset_position_ids, reset_attention_mask=data.reset_attention_mask)
 
 
-GPT_DATA = DataKind(title="GPTDataset", tokens="tokens", documents=_documents, mock=_mock, open=_open,
-                    collator=_collator, blank=blank_batch, fills=True,
-                    identity=lambda config: {"pack_documents": True} if config.data.pack_documents else {})
+GPT_DATA = DataKind(
+    title="GPTDataset", tokens="tokens", documents=lambda corpus: range(len(corpus) + 1),
+    mock=lambda count, config, tokenizer, seed: MockDataset(
+        count, seq_length=config.model.seq_length, vocab_size=tokenizer.vocab_size, eod=tokenizer.eod,
+        seed=seed),
+    open=_open, collator=_collator, blank=blank_batch, fills=True,
+    identity=lambda config: {"pack_documents": True} if config.data.pack_documents else {})

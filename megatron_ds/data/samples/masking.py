@@ -80,7 +80,9 @@ def mask_tokens(tokens: np.ndarray, target: int, pieces: WordPieces, masking: Ma
         if len(chosen) >= most:
             break
         n = int(masking.lengths.searchsorted(random.random_sample(), side="right")) + 1
-        end = _end_that_fits(first, min(first + n, last), bounds, len(chosen), most)
+        end = min(first + n, last)
+        while end > first and len(chosen) + bounds[end] - bounds[first] > most:
+            end -= 1
         positions = places[bounds[first]:bounds[end]]
         if not positions or not chosen.isdisjoint(positions):
             continue
@@ -102,13 +104,6 @@ def candidates(tokens: np.ndarray, pieces: WordPieces, whole_words: bool) -> tup
     begins = ~pieces.continues[tokens[places]] if whole_words else np.ones(len(places), bool)
     begins[:1] = True
     return places, np.flatnonzero(begins)
-
-
-def _end_that_fits(first: int, end: int, bounds: list[int], chosen: int, most: float) -> int:
-    """The largest end so that words [first, end) and the tokens chosen already are at most `most` tokens."""
-    while end > first and chosen + bounds[end] - bounds[first] > most:
-        end -= 1
-    return end
 
 
 def pieces_of(tokenizer: "Tokenizer") -> WordPieces:

@@ -92,7 +92,7 @@ def build_packs(lengths: np.ndarray, documents: range, seq_length: int, seed: in
     by_length = drawn[np.argsort(length[drawn], kind="stable")]      # pieces of equal length, in random order
     found, first, counts = np.unique(length[by_length], return_index=True, return_counts=True)
     next_piece = dict(zip(found.tolist(), first.tolist()))
-    members, sizes = [], []
+    members, sizes = [np.zeros(0, np.int64)], [np.zeros(1, np.int64)]
     for lengths_of, count in pack_lengths(dict(zip(found.tolist(), counts.tolist())), seq_length + 1):
         columns = []
         for n in lengths_of:
@@ -100,9 +100,7 @@ def build_packs(lengths: np.ndarray, documents: range, seq_length: int, seed: in
             next_piece[n] += count
         members.append(np.stack(columns, axis=1).ravel())
         sizes.append(np.full(count, len(lengths_of)))
-    bounds = np.concatenate(([0], np.cumsum(np.concatenate(sizes)))) if sizes else np.zeros(1, np.int64)
-    all_members = np.concatenate(members) if members else np.zeros(0, np.int64)
-    return Packs(document, start, length, all_members, bounds)
+    return Packs(document, start, length, np.concatenate(members), np.cumsum(np.concatenate(sizes)))
 
 
 class PackedDataset:

@@ -15,7 +15,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from ...errors import DataError
-from .indexed import IndexedDataset, corpus_paths
+from .indexed import IndexedDataset, corpus_paths, replacing
 
 PIECE_BYTES = 1 << 26
 CHUNK_BYTES = 1 << 22
@@ -72,19 +72,9 @@ class CorpusRecord:
     made_from: dict = field(default_factory=dict)
 
     def write(self, prefix: str) -> None:
-        """Write to a temporary name, then rename. Raises DataError when the disk is full."""
-        path = record_path(prefix)
-        beside = path.with_name(path.name + ".partial")
-        try:
-            with open(beside, "w", encoding="utf-8") as f:
-                json.dump(asdict(self), f, indent=1)
-                f.flush()
-                os.fsync(f.fileno())
-            beside.replace(path)
-        except OSError as e:
-            beside.unlink(missing_ok=True)
-            raise DataError(f"cannot write {path}: {e.strerror}. Free some space and run the command "
-                            "again.") from None
+        """Replace the record there. Raises DataError when the disk is full."""
+        with replacing(record_path(prefix), "Free some space and run the command again.") as file:
+            file.write(json.dumps(asdict(self), indent=1).encode())
 
 
 def record_path(prefix: str | os.PathLike) -> Path:

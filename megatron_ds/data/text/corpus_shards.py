@@ -13,7 +13,7 @@ The merged corpus is complete or absent: it is written under another name and re
 import contextlib
 import multiprocessing
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -22,12 +22,11 @@ import numpy as np
 
 from ...errors import ConfigError, DataError
 from .corpus_record import CorpusRecord, read_record, record_path, remove_record, sha256_of
-from .indexed import CODES, HEADER, MAGIC, VERSION, IndexedDataset, corpus_paths
+from .indexed import CODES, IndexedDataset, corpus_paths, write_index
 from .preprocess import Shard, Written, end_with_parent, output_prefix, shard_prefix
 from .text_records import missing_package
 
 COPY_BYTES = 1 << 26                                        # copied by one task
-ROWS = 1 << 20                                              # of an index, in memory together
 Task = Callable[..., Written]                               # task(shard=(i, n)); is pickled
 Run = Callable[[Task, int], Iterator[Written]]              # runs the task for each of n shards, in any order
 
@@ -88,27 +87,18 @@ def preprocess_in_shards(task: Task, count: int, prefix: str, keys: Sequence[str
         total.tokens += written.tokens
         total.num_bad += written.num_bad
         total.bad += written.bad[:10 - len(total.bad)]
-    if not total.documents:
-        remove_shards(prefix, keys, count, sentences)
-        only_bad = ", only bad lines" if total.num_bad else ""
-        raise DataError(f"the input has no documents{only_bad}. Nothing was written.")
-    for key in keys:
-        merge(shards_of(prefix, key, count, sentences), output_prefix(prefix, key, sentences),
-              workers=workers)
-    remove_shards(prefix, keys, count, sentences)
-    return total
-
-
-def shards_of(prefix: str, key: str, count: int, sentences: bool = False) -> list[str]:
-    """Prefixes of all shards of a key, in order."""
-    return [output_prefix(shard_prefix(prefix, (i, count)), key, sentences) for i in range(count)]
-
-
-def remove_shards(prefix: str, keys: Sequence[str], count: int, sentences: bool) -> None:
-    """Remove all files of the shards."""
-    for name in (name for key in keys for name in shards_of(prefix, key, count, sentences)):
+    prefixes = [shard_prefix(prefix, (i, count)) for i in range(count)]
+    shards = {key: [output_prefix(shard, key, sentences) for shard in prefixes] for key in keys}
+    if total.documents:
+        for key, names in shards.items():
+            merge(names, output_prefix(prefix, key, sentences), workers=workers)
+    for name in (name for names in shards.values() for name in names):
         for path in (record_path(name), *reversed(corpus_paths(name))):
             path.unlink(missing_ok=True)
+    if not total.documents:
+        only_bad = ", only bad lines" if total.num_bad else ""
+        raise DataError(f"the input has no documents{only_bad}. Nothing was written.")
+    return total
 
 
 def merge(prefixes: Sequence[str], output: str, *, workers: int = 4) -> CorpusRecord | None:
@@ -125,7 +115,12 @@ def merge(prefixes: Sequence[str], output: str, *, workers: int = 4) -> CorpusRe
     try:
         bin_path.parent.mkdir(parents=True, exist_ok=True)
         _write_tokens(corpora, partial[0], workers)
-        _write_index(corpora, partial[1])
+        with open(partial[1], "wb") as f:
+            dtype = corpora[0].dtype.newbyteorder("=")
+            write_index(f, CODES[dtype], dtype.itemsize,
+                        [(corpus.lengths, corpus.document_indices) for corpus in corpora])
+            f.flush()
+            os.fsync(f.fileno())
         remove_record(output)
         idx_path.unlink(missing_ok=True)                    # an old index must never be next to new tokens
         partial[0].replace(bin_path)
@@ -192,35 +187,3 @@ def _copy(output: int, path: Path, source: int, target: int, count: int) -> None
                 written = os.pwrite(output, view, target)
                 view, target = view[written:], target + written
             source, count = source + len(data), count - len(data)
-
-
-def _write_index(corpora: Sequence[IndexedDataset], path: Path) -> None:
-    sequences, documents = sum(map(len, corpora)), sum(corpus.num_documents for corpus in corpora)
-    item = corpora[0].dtype.itemsize
-    with open(path, "wb") as f:
-        code = CODES[corpora[0].dtype.newbyteorder("=")]
-        f.write(HEADER.pack(MAGIC, VERSION, code, sequences, documents + 1))
-        for corpus in corpora:
-            for rows in _row_blocks(corpus.lengths):
-                f.write(rows.tobytes())
-        token_bytes = [corpus.num_tokens * item for corpus in corpora]
-        for rows in _shifted((corpus.offsets for corpus in corpora), token_bytes):
-            f.write(rows.tobytes())
-        f.write(np.zeros(1, "<i8").tobytes())
-        for rows in _shifted((corpus.document_indices[1:] for corpus in corpora), list(map(len, corpora))):
-            f.write(rows.tobytes())
-        f.flush()
-        os.fsync(f.fileno())
-
-
-def _row_blocks(column: np.ndarray) -> Iterator[np.ndarray]:
-    return (column[first:first + ROWS] for first in range(0, len(column), ROWS))
-
-
-def _shifted(columns: Iterable[np.ndarray], sizes: Sequence[int]) -> Iterator[np.ndarray]:
-    """The columns in blocks of rows, each plus the sum of the sizes before its column."""
-    before = 0
-    for column, size in zip(columns, sizes):
-        for rows in _row_blocks(column):
-            yield (rows + before).astype("<i8")
-        before += size

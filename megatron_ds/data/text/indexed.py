@@ -11,12 +11,13 @@ S sequences; `lengths` in tokens, `offsets` in bytes; `documents[d]` is the firs
 S at the end, so D = documents + 1. A document may have no sequence at all.
 """
 
+import contextlib
 import difflib
 import hashlib
 import os
 import struct
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -31,6 +32,7 @@ DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 6: np.
           8: np.uint16}
 CODES = {np.dtype(t): code for code, t in DTYPES.items()}
 CHECK_ROWS = 1 << 22                                     # rows checked together: bounds the memory of `check`
+ROWS = 1 << 20                                              # of an index that is written, in memory together
 FINGERPRINT_BLOCKS, FINGERPRINT_BLOCK = 256, 1 << 14        # at most 256 blocks of 16384 lengths are hashed
 
 
@@ -155,15 +157,14 @@ class IndexedWriter:
 
     def add_document(self, tokens: Sequence[int] | np.ndarray, lengths: Iterable[int] | None = None) -> None:
         """Add a document of one sequence, or of sequences of these lengths. Without both, no sequence."""
-        ids = np.asarray(tokens)
+        ids = np.ascontiguousarray(tokens)
         lengths = ([len(ids)] if len(ids) else []) if lengths is None else list(lengths)
         assert sum(lengths) == len(ids), f"{len(ids)} tokens in sequences of {lengths}"
         if len(ids) and (ids.min() < self._low or ids.max() > self._high):
             raise DataError(f"token ids from {ids.min()} to {ids.max()} do not fit {self.dtype} in "
                             f"{self.bin_path}: the vocabulary is larger than that of the file.")
-        self._bin.write(ids.astype(self.dtype, copy=False).tobytes())
-        self._lengths.extend(lengths)
-        self._documents.append(len(self._lengths))
+        sequences = np.array([len(lengths)])
+        self.add_documents(ids.astype(self.dtype, copy=False), np.array(lengths, np.int64), sequences)
 
     def add_documents(self, tokens: np.ndarray, lengths: np.ndarray, sequences: np.ndarray) -> None:
         """Add documents: all tokens, of this dtype; tokens of each sequence; sequences of each document."""
@@ -173,21 +174,12 @@ class IndexedWriter:
         self._lengths.frombytes(lengths.astype(np.int32).tobytes())
         self._documents.frombytes((first + np.cumsum(sequences, dtype=np.int64)).tobytes())
 
-    @property
-    def num_documents(self) -> int:
-        """Documents added so far."""
-        return len(self._documents) - 1
-
     def finish(self) -> None:
         """Flush both files to disk, then rename them, `.idx` last."""
         _sync(self._bin)
         with open(self._partial[1], "wb") as f:
-            lengths = np.frombuffer(self._lengths, np.int32) if self._lengths else np.empty(0, np.int32)
-            sizes = lengths.astype(np.int64) * self.dtype.itemsize
-            f.write(HEADER.pack(MAGIC, VERSION, CODES[self.dtype], len(lengths), len(self._documents)))
-            f.write(lengths.astype("<i4").tobytes())
-            f.write((np.cumsum(sizes) - sizes).astype("<i8").tobytes())
-            f.write(np.frombuffer(self._documents, np.int64).astype("<i8").tobytes())
+            parts = np.frombuffer(self._lengths, np.int32), np.frombuffer(self._documents, np.int64)
+            write_index(f, CODES[self.dtype], self.dtype.itemsize, [parts])
             _sync(f)
         # The index of an older corpus must never be next to the new tokens.
         self.idx_path.unlink(missing_ok=True)
@@ -211,6 +203,50 @@ class IndexedWriter:
         except OSError as e:
             self.discard()
             raise DataError(f"cannot write {self.bin_path}: {e.strerror}. Nothing was kept.") from None
+
+
+def write_index(file: BinaryIO, code: int, item: int,
+                parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+    """Write an index.  code, item: of the token type, and its bytes.
+
+    parts: corpora in order, each as its (lengths, document indices).
+    """
+    def blocks(column: np.ndarray) -> Iterator[np.ndarray]:
+        return (column[first:first + ROWS].astype(np.int64) for first in range(0, len(column), ROWS))
+
+    num_sequences = sum(len(lengths) for lengths, _ in parts)
+    num_documents = sum(len(documents) - 1 for _, documents in parts)
+    file.write(HEADER.pack(MAGIC, VERSION, code, num_sequences, num_documents + 1))
+    for lengths, _ in parts:
+        for rows in blocks(lengths):
+            file.write(rows.astype("<i4").tobytes())
+    offset = 0
+    for lengths, _ in parts:
+        for rows in blocks(lengths):
+            ends = offset + np.cumsum(rows * item)
+            file.write((ends - rows * item).astype("<i8").tobytes())
+            offset = int(ends[-1])
+    before = 0
+    file.write(np.zeros(1, "<i8").tobytes())
+    for lengths, documents in parts:
+        for rows in blocks(documents[1:]):
+            file.write((rows + before).astype("<i8").tobytes())
+        before += len(lengths)
+
+
+@contextlib.contextmanager
+def replacing(path: Path, advice: str) -> Iterator[BinaryIO]:
+    """A file to write, which replaces `path` at the end. Raises DataError when the disk is full."""
+    beside = path.with_name(f"{path.name}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(beside, "wb") as file:
+            yield file
+            _sync(file)
+        beside.replace(path)
+    except OSError as e:
+        beside.unlink(missing_ok=True)
+        raise DataError(f"cannot write {path}: {e.strerror}. {advice}") from None
 
 
 def corpus_paths(prefix: str | os.PathLike) -> tuple[Path, Path]:

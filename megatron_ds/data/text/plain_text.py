@@ -21,7 +21,7 @@ from functools import partial
 from typing import BinaryIO
 
 from ...errors import DataError
-from .text_records import BadLine, Texts
+from .text_records import BadLine, Block, Texts
 
 WHERE = ("file", "paragraph", "line")
 LONGEST_BYTES = 1 << 27                        # of a document: the library takes 150 bytes of memory for each
@@ -50,31 +50,6 @@ class TextCut:
         if self.separator is not None:
             return line.rstrip(b"\r\n") == self.separator.encode()
         return self.where == "line" or self.where == "paragraph" and not line.strip()
-
-
-@dataclass(frozen=True)
-class TextBlock:
-    """Consecutive documents of a file.
-
-    documents   (first line, bytes) of each; lines count from 1 at byte `start`, where the reader began
-    position    the reader's position in the file, in bytes on disk
-    """
-
-    path: str
-    documents: list[tuple[int, bytes]]
-    position: int
-    start: int = 0
-
-    @property
-    def first_line(self) -> int:
-        """First line of the first document."""
-        return self.documents[0][0]
-
-    @property
-    def last_line(self) -> int:
-        """Last line of the last document that is not blank."""
-        first, text = self.documents[-1]
-        return first + text.rstrip(b"\r\n").count(b"\n")
 
 
 def cut_documents(file: BinaryIO, path: str, at: int, stop: int | None,
@@ -110,7 +85,7 @@ def cut_documents(file: BinaryIO, path: str, at: int, stop: int | None,
 
 
 def blocks_of(documents: Iterable[tuple[int, bytes]], path: str, block_bytes: int, start: int,
-              position: Callable[[], int]) -> Iterator[TextBlock]:
+              position: Callable[[], int]) -> Iterator[Block]:
     """Documents that are not blank, in blocks of at least `block_bytes`.  position: that of the reader."""
     block, size = [], 0
     for first, text in documents:
@@ -118,10 +93,10 @@ def blocks_of(documents: Iterable[tuple[int, bytes]], path: str, block_bytes: in
             block.append((first, text))
             size += len(text)
         if size >= block_bytes:
-            yield TextBlock(path, block, position(), start)
+            yield Block(path, *zip(*block), position(), start)
             block, size = [], 0
     if block:
-        yield TextBlock(path, block, position(), start)
+        yield Block(path, *zip(*block), position(), start)
 
 
 def check_is_text(path: str, first: bytes, keys: Sequence[str]) -> None:
@@ -141,10 +116,10 @@ def check_is_text(path: str, first: bytes, keys: Sequence[str]) -> None:
                             "tokens. Rename it to .jsonl.")
 
 
-def texts_of_documents(block: TextBlock, keys: Sequence[str], sentences: bool = False) -> Texts:
-    """The texts of the documents, under the only key. One that is not UTF-8 is reported by its bad line."""
+def texts_of_documents(block: Block) -> Texts:
+    """The documents, as texts of one key. One that is not UTF-8 is reported by its bad line."""
     texts, bad = [], []
-    for first, data in block.documents:
+    for first, data in zip(block.numbers, block.contents):
         try:
             texts.append(data.decode("utf-8").replace("\r\n", "\n").rstrip("\n"))
         except UnicodeDecodeError as e:

@@ -29,18 +29,8 @@ from .corpus_record import CorpusRecord, PieceSums, done_before, remove_record, 
 from .indexed import IndexedWriter, corpus_paths, dtype_for
 from .plain_text import TextCut
 from .sentences import Splitter
-from .text_files import (
-    WHOLE_FILES,
-    AnyBlock,
-    check_files,
-    is_plain_text,
-    place_of,
-    read_blocks,
-    size_of,
-    slices_of_shard,
-    texts_of,
-)
-from .text_records import BadLine
+from .text_files import check_files, is_plain_text, read_blocks, size_of, slices_of_shard, texts_of
+from .text_records import BadLine, Block, place_of
 
 MakeTokenizer = Callable[[], Tokenizer]                     # is sent to the workers, so it is pickled
 Shard = tuple[int, int]                                     # (index, number of shards)
@@ -64,7 +54,7 @@ class PreprocessOptions:
     append_eod: bool = False
     skip_bad_lines: bool = False
     sentences: Splitter | None = None
-    cut: TextCut = WHOLE_FILES
+    cut: TextCut = TextCut()
 
 
 DEFAULTS = PreprocessOptions()
@@ -129,17 +119,22 @@ def preprocess(paths: Sequence[str], prefix: str, make_tokenizer: MakeTokenizer,
     blocks = (block for piece in slices_of_shard(paths, keys, *(shard or (0, 1)), cut=options.cut)
               for block in read_blocks(piece.path, keys=keys, start=piece.start, stop=piece.stop,
                                        cut=options.cut))
-    written = Written()
-    outputs = _Outputs(names, dtype)
-    with outputs:
+    written, sums = Written(), [PieceSums() for _ in names]
+    with ExitStack() as stack:
+        writers = [stack.enter_context(IndexedWriter(name, dtype)) for name in names]
         for encoded in _encoded(blocks, encode, make_tokenizer, tokenizer, workers):
-            outputs.append(encoded, written, options.skip_bad_lines)
+            _write(encoded, writers, sums, written, options.skip_bad_lines)
             progress(encoded.path, encoded.position, written)
         if not written.documents and not shard:
             named = ", ".join(paths[:8]) + (f" and {len(paths) - 8} others" if len(paths) > 8 else "")
             only_bad = ", only bad lines" if written.num_bad else ""
             raise DataError(f"{named}: the input has no documents{only_bad}. Nothing was written.")
-    outputs.record(keys, written, tokenizer.fingerprint, made_from)
+        for name in names:
+            remove_record(name)
+    for name, key, pieces in zip(names, keys, (each.finish() for each in sums)):
+        tokens = sum(piece.bytes for piece in pieces) // dtype.itemsize
+        CorpusRecord(written.documents, tokens, tokenizer.fingerprint, pieces,
+                     sha256_of(corpus_paths(name)[1]), written.num_bad, {**made_from, "key": key}).write(name)
     return written
 
 
@@ -155,52 +150,26 @@ def _made_from(paths: Sequence[str], options: PreprocessOptions, shard: Shard | 
             **({"text": asdict(options.cut)} if any(map(is_plain_text, paths)) else {})}
 
 
-class _Outputs:
-    """A writer and checksums for every key."""
-
-    def __init__(self, names: Sequence[str], dtype: np.dtype):
-        self.names, self._dtype = names, dtype
-        self._tokens, self._sums = [0] * len(names), [PieceSums() for _ in names]
-
-    def __enter__(self) -> "_Outputs":
-        with ExitStack() as stack:
-            self._writers = [stack.enter_context(IndexedWriter(name, self._dtype)) for name in self.names]
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(self, kind, error, trace) -> bool | None:
-        if kind is None:
-            for name in self.names:
-                remove_record(name)
-        return self._stack.__exit__(kind, error, trace)
-
-    def append(self, encoded: Encoded, written: Written, skip_bad_lines: bool) -> None:
-        """Write a block, and add its counts to `written`."""
-        if encoded.bad and not skip_bad_lines:
-            raise DataError(f"{encoded.bad[0]}. Nothing was written. Correct it, or leave out such lines, "
-                            "rows and documents of plain text with --skip-bad-lines.")
-        written.num_bad += len(encoded.bad)
-        written.bad += encoded.bad[:10 - len(written.bad)]
-        for i, (tokens, lengths, sequences) in enumerate(encoded.columns):
-            try:
-                self._writers[i].add_documents(tokens, lengths, sequences)
-            except OSError as e:
-                raise DataError(f"cannot write {self.names[i]}.bin: {e.strerror}. Nothing was kept; free "
-                                "some space, or choose another --output-prefix.") from None
-            self._sums[i].update(tokens.view(np.uint8).data)
-            self._tokens[i] += len(tokens)
-            written.tokens += len(tokens)
-        written.documents += len(encoded.columns[0][2])
-
-    def record(self, keys: Sequence[str], written: Written, fingerprint: str, made_from: dict) -> None:
-        """Write the record of each corpus."""
-        for name, key, tokens, sums in zip(self.names, keys, self._tokens, self._sums):
-            idx_sha256 = sha256_of(corpus_paths(name)[1])
-            CorpusRecord(written.documents, tokens, fingerprint, sums.finish(), idx_sha256,
-                         written.num_bad, {**made_from, "key": key}).write(name)
+def _write(encoded: Encoded, writers: Sequence[IndexedWriter], sums: Sequence[PieceSums], written: Written,
+           skip_bad_lines: bool) -> None:
+    """Write a block to the corpus of each key, and add its counts to `written`."""
+    if encoded.bad and not skip_bad_lines:
+        raise DataError(f"{encoded.bad[0]}. Nothing was written. Correct it, or leave out such lines, "
+                        "rows and documents of plain text with --skip-bad-lines.")
+    written.num_bad += len(encoded.bad)
+    written.bad += encoded.bad[:10 - len(written.bad)]
+    for writer, each, (tokens, lengths, sequences) in zip(writers, sums, encoded.columns):
+        try:
+            writer.add_documents(tokens, lengths, sequences)
+        except OSError as e:
+            raise DataError(f"cannot write {writer.bin_path}: {e.strerror}. Nothing was kept; free some "
+                            "space, or choose another --output-prefix.") from None
+        each.update(tokens.view(np.uint8).data)
+        written.tokens += len(tokens)
+    written.documents += len(encoded.columns[0][2])
 
 
-def encode_block(block: AnyBlock, tokenizer: Tokenizer, *, options: PreprocessOptions, eod: int | None,
+def encode_block(block: Block, tokenizer: Tokenizer, *, options: PreprocessOptions, eod: int | None,
                  dtype: np.dtype) -> Encoded:
     """Tokenize a block.  eod: id to append to each document, or None.  Raises DataError naming the block."""
     texts, bad = texts_of(block, options.json_keys, options.sentences is not None)
@@ -232,7 +201,7 @@ def _column(texts: list, tokenizer: Tokenizer, eod: int | None, dtype: np.dtype,
     return ids.astype(dtype), lengths, np.bincount(document, minlength=len(counts))
 
 
-def _encoded(blocks: Iterable[AnyBlock], encode: partial, make_tokenizer: MakeTokenizer, tokenizer: Tokenizer,
+def _encoded(blocks: Iterable[Block], encode: partial, make_tokenizer: MakeTokenizer, tokenizer: Tokenizer,
              workers: int) -> Iterator[Encoded]:
     if workers <= 1:
         yield from (encode(block, tokenizer) for block in blocks)
@@ -261,7 +230,7 @@ def _start_worker(make_tokenizer: MakeTokenizer, parent: int) -> None:
     _tokenizer = make_tokenizer()
 
 
-def _encode_in_worker(encode: partial, block: AnyBlock) -> Encoded:
+def _encode_in_worker(encode: partial, block: Block) -> Encoded:
     return encode(block, _tokenizer)
 
 

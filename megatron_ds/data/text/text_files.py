@@ -16,23 +16,14 @@ import os
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO
 
 from ...errors import ConfigError, DataError
-from .plain_text import TextBlock, TextCut, blocks_of, check_is_text, cut_documents, texts_of_documents
-from .text_records import (
-    LineBlock,
-    TableBlock,
-    Texts,
-    lines_before,
-    missing_package,
-    num_rows,
-    read_rows,
-    texts_of_lines,
-    texts_of_rows,
-)
+from .plain_text import TextCut, blocks_of, check_is_text, cut_documents, texts_of_documents
+from .text_records import Block, Texts, missing_package, open_table, read_rows
+from .text_records import texts_of as texts_of_records
 
 logger = logging.getLogger(__name__)
 BLOCK_BYTES = 1 << 18
@@ -46,8 +37,6 @@ INPUT_HELP = ("plain text (.txt, .md); JSON lines (.jsonl and other names; - for
               "files are read, ordered by path")
 WHOLE_FILES = TextCut()
 EXAMPLES = 3                                                # names of ignored files in a message
-AnyBlock = LineBlock | TableBlock | TextBlock
-_TEXTS_OF = {LineBlock: texts_of_lines, TableBlock: texts_of_rows, TextBlock: texts_of_documents}
 
 
 @dataclass(frozen=True)
@@ -110,7 +99,7 @@ def slices_of_shard(paths: Sequence[str], keys: Sequence[str], index: int, count
         if path == STDIN or path.endswith(tuple(COMPRESSED)) or cut.is_whole and is_plain_text(path):
             slices += [Slice(path)] if low <= before < high or path == STDIN or count == 1 else []
         elif path.endswith(TABLES):
-            rows = num_rows(path, keys)
+            rows = open_table(path, keys).num_rows
             start, stop = (rows * edge // max(size, 1) for edge in (start, stop))
             slices += [Slice(path, start, stop)] if start < stop else []
         elif start < stop:
@@ -120,30 +109,20 @@ def slices_of_shard(paths: Sequence[str], keys: Sequence[str], index: int, count
 
 
 def read_blocks(path: str, block_bytes: int = BLOCK_BYTES, *, keys: Sequence[str] = ("text",), start: int = 0,
-                stop: int | None = None, cut: TextCut = WHOLE_FILES) -> Iterator[AnyBlock]:
+                stop: int | None = None, cut: TextCut = WHOLE_FILES) -> Iterator[Block]:
     """Blocks of a file or slice.  keys: the columns of a table to read.  cut: where plain text documents end.
 
     Raises DataError for a file that is missing, damaged, or of another kind than its name indicates.
     """
     if path.endswith(TABLES):
         return read_rows(path, keys, size_of(path), start, stop)
-    piece = Slice(path, start, stop)
-    if is_plain_text(path):
-        return _read_bytes(piece, lambda file, raw: _documents(file, raw, piece, block_bytes, keys, cut))
-    return _read_bytes(piece, lambda file, raw: _lines(file, raw, piece, block_bytes))
+    return _read_bytes(Slice(path, start, stop), block_bytes, keys, cut)
 
 
-def texts_of(block: AnyBlock, keys: Sequence[str], sentences: bool = False) -> Texts:
+def texts_of(block: Block, keys: Sequence[str], sentences: bool = False) -> Texts:
     """The texts of each key, and the bad lines.  sentences: a text may be a list of sentences."""
-    return _TEXTS_OF[type(block)](block, keys, sentences)
-
-
-def place_of(block: AnyBlock) -> str:
-    """File and lines or rows of a block, for messages."""
-    if isinstance(block, TableBlock):
-        return f"{block.path}, in rows {block.first_row} to {block.first_row + block.num_rows - 1}"
-    before = lines_before(block.path, block.start)
-    return f"{block.path}, in lines {block.first_line + before} to {block.last_line + before}"
+    is_plain = is_plain_text(block.path)
+    return texts_of_documents(block) if is_plain else texts_of_records(block, keys, sentences)
 
 
 def _files_below(folder: str) -> list[str]:
@@ -182,15 +161,24 @@ def _uncompressed_name(path: str) -> str:
     return stem if end in COMPRESSED else path
 
 
-def _read_bytes(piece: Slice, read: Callable[[BinaryIO, BinaryIO], Iterator[AnyBlock]]) -> Iterator[AnyBlock]:
-    """`read(file, the file on disk)` over the opened file. Errors become DataErrors."""
+def _read_bytes(piece: Slice, block_bytes: int, keys: Sequence[str], cut: TextCut) -> Iterator[Block]:
+    """Blocks of a file that is no table. Errors become DataErrors."""
     path, line = piece.path, 0
     damaged = lambda e: DataError(f"{path} is damaged after line {line}: {e}.")
     try:
         with (os.fdopen(os.dup(sys.stdin.fileno()), "rb") if path == STDIN else
               open(path, "rb", BLOCK_BYTES)) as raw:
-            for block in read(COMPRESSED.get(os.path.splitext(path)[1], lambda raw: raw)(raw), raw):
-                line = block.last_line
+            file = COMPRESSED.get(os.path.splitext(path)[1], lambda raw: raw)(raw)
+            at = _seek_line(file, piece.start)
+            if not is_plain_text(path):
+                blocks = _lines(file, raw, piece, block_bytes)
+            else:
+                if not at:
+                    check_is_text(path, file.peek(BLOCK_BYTES).partition(b"\n")[0], keys)
+                documents = cut_documents(file, path, at, piece.stop, cut)
+                blocks = blocks_of(documents, path, block_bytes, piece.start, raw.tell)
+            for block in blocks:
+                line = block.last
                 yield block
     except ConfigError:                                     # also a ValueError
         raise
@@ -202,21 +190,12 @@ def _read_bytes(piece: Slice, read: Callable[[BinaryIO, BinaryIO], Iterator[AnyB
         raise DataError(f"cannot read {path}: {e.strerror or e}.") from None
 
 
-def _documents(file: BinaryIO, raw: BinaryIO, piece: Slice, block_bytes: int, keys: Sequence[str],
-               cut: TextCut) -> Iterator[TextBlock]:
-    at = _seek_line(file, piece.start)
-    if not at:
-        check_is_text(piece.path, file.peek(BLOCK_BYTES).partition(b"\n")[0], keys)
-    documents = cut_documents(file, piece.path, at, piece.stop, cut)
-    return blocks_of(documents, piece.path, block_bytes, piece.start, raw.tell)
-
-
-def _lines(file: BinaryIO, raw: BinaryIO, piece: Slice, block_bytes: int) -> Iterator[LineBlock]:
-    _seek_line(file, piece.start)
+def _lines(file: BinaryIO, raw: BinaryIO, piece: Slice, block_bytes: int) -> Iterator[Block]:
     number = 1
     while lines := _some_lines(file, block_bytes, piece.stop):
-        yield LineBlock(piece.path, number, lines, raw.tell() if raw.seekable() else 0, piece.start)
-        number += len(lines)
+        numbers = range(number, number + len(lines))
+        yield Block(piece.path, numbers, lines, raw.tell() if raw.seekable() else 0, piece.start)
+        number = numbers.stop
 
 
 def _seek_line(file: BinaryIO, at: int) -> int:

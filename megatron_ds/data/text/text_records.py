@@ -7,7 +7,7 @@ and h5py, of the extra `data`, are imported when the first such file is opened.
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -18,24 +18,29 @@ ROWS = 1024                                                 # of a block, whose 
 
 
 @dataclass(frozen=True)
-class LineBlock:
-    """Consecutive lines of a file.
+class Block:
+    """Consecutive lines of a file, documents of plain text, or rows of a table.
 
-    first_line   counted from 1 at byte `start`, where the reader began; lines before it are counted for
-                 messages only
-    position     the reader's position in the file, in bytes on disk
+    numbers   of the lines or rows; of a document, its first line. A range where possible: it is sent to a
+              worker
+    contents  of each: bytes, or a value for each key
+    position  the reader's position in the file, in bytes on disk
+    start     the byte where the reader began. Lines count from 1 there, and those before it are counted for
+              messages only; rows count from 0
     """
 
     path: str
-    first_line: int
-    lines: list[bytes]
+    numbers: Sequence[int]
+    contents: Sequence[bytes | tuple]
     position: int
     start: int = 0
+    unit: str = "line"
 
     @property
-    def last_line(self) -> int:
-        """Number of the last line, counted as `first_line`."""
-        return self.first_line + len(self.lines) - 1
+    def last(self) -> int:
+        """Number of the last row, or of the last line that is not blank."""
+        lines = 0 if self.unit == "row" else self.contents[-1].rstrip(b"\r\n").count(b"\n")
+        return self.numbers[-1] + lines
 
 
 @dataclass(frozen=True)
@@ -68,31 +73,35 @@ def lines_before(path: str, start: int) -> int:
     return count
 
 
-def texts_of_lines(block: LineBlock, keys: Sequence[str], sentences: bool = False) -> Texts:
-    """The texts of each key. Blank lines are ignored.  sentences: a text may also be a list of sentences."""
-    numbered = enumerate(block.lines, block.first_line)
-    lines = ((number, line) for number, line in numbered if line and not line.isspace())
-    return collect_texts(lines, len(keys), lambda line: _texts(line, keys, sentences),
-                         lambda number, reason: BadLine(block.path, number, reason, block.start))
+def place_of(block: Block) -> str:
+    """File and lines or rows of a block, for messages."""
+    before = lines_before(block.path, block.start)
+    return f"{block.path}, in {block.unit}s {block.numbers[0] + before} to {block.last + before}"
 
 
-def collect_texts(items: Iterable[tuple[int, object]], num_keys: int, read: Callable[..., list[Text]],
-                  bad_line: Callable[[int, str], BadLine]) -> Texts:
-    """`read(item)` gives a text for each key, or raises ValueError with the reason why the item is bad."""
-    texts: list[list[Text]] = [[] for _ in range(num_keys)]
+def texts_of(block: Block, keys: Sequence[str], sentences: bool = False) -> Texts:
+    """The texts of each key of JSON lines or rows, and the bad ones. Blank lines are ignored.
+
+    sentences: a text may be a list of sentences.
+    """
+    texts: list[list[Text]] = [[] for _ in keys]
     bad = []
-    for number, item in items:
+    for number, contents in zip(block.numbers, block.contents):
+        if isinstance(contents, bytes) and (not contents or contents.isspace()):
+            continue
         try:
-            found = read(item)
+            values = contents if block.unit == "row" else _values(contents, keys)
+            found = [_checked_text(value, key, sentences) for key, value in zip(keys, values)]
         except ValueError as e:
-            bad.append(bad_line(number, str(e)))
+            bad.append(BadLine(block.path, number, str(e), block.start, block.unit))
             continue
         for column, text in zip(texts, found):
             column.append(text)
     return texts, bad
 
 
-def _texts(line: bytes, keys: Sequence[str], sentences: bool) -> list[Text]:
+def _values(line: bytes, keys: Sequence[str]) -> list[object]:
+    """Raises ValueError with the reason why a line is bad."""
     try:
         record = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as e:
@@ -105,10 +114,10 @@ def _texts(line: bytes, keys: Sequence[str], sentences: bool) -> list[Text]:
         raise ValueError(f"a JSON {type(record).__name__}, not an object with the key {keys[0]!r}")
     if missing := [key for key in keys if key not in record]:
         raise ValueError(f"no key {missing[0]!r}; it has {', '.join(map(repr, record)) or 'none'}")
-    return [checked_text(record[key], key, sentences) for key in keys]
+    return [record[key] for key in keys]
 
 
-def checked_text(value: object, key: str, sentences: bool) -> Text:
+def _checked_text(value: object, key: str, sentences: bool) -> Text:
     """The text of a key, or its sentences. Raises ValueError unless UTF-8 can encode it."""
     if sentences and isinstance(value, list):
         return [_checked(sentence, f"an entry of {key!r}") for sentence in value]
@@ -131,56 +140,25 @@ def _checked(value: object, what: str) -> str:
     return value
 
 
-@dataclass(frozen=True)
-class TableBlock:
-    """Consecutive rows.
-
-    first_row   counted from 0
-    columns     key → as many values as there are rows
-    position    the bytes of the file that correspond to the rows read so far
-    """
-
-    path: str
-    first_row: int
-    columns: dict[str, list]
-    position: int
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of the block."""
-        return len(next(iter(self.columns.values())))
-
-
 def missing_package(extra: str, package: str, what: str, error: ImportError) -> ConfigError:
     """The error for a package of an extra that is not installed."""
     return ConfigError(f"{what} needs {package} ({error}). Install it with: pip install "
                        f"'megatron_ds[{extra}]'")
 
 
-def num_rows(path: str, keys: Sequence[str]) -> int:
-    """Rows of a table file. Raises DataError for a damaged file or a missing key."""
-    return _open(path, keys).num_rows
-
-
 def read_rows(path: str, keys: Sequence[str], size: int, start: int = 0,
-              stop: int | None = None) -> Iterator[TableBlock]:
-    """Rows start … stop − 1.  size: bytes of the file.  Raises DataError, as `num_rows`."""
-    table = _open(path, keys)
-    stop, first = table.num_rows if stop is None else stop, start
-    for columns in table.read(start, stop):
-        count = len(columns[keys[0]])
-        yield TableBlock(path, first, columns, size * (first + count) // max(1, table.num_rows))
-        first += count
+              stop: int | None = None) -> Iterator[Block]:
+    """Rows start … stop − 1.  size: bytes of the file.  Raises DataError, as `open_table`."""
+    table = open_table(path, keys)
+    for rows in table.read(start, table.num_rows if stop is None else stop):
+        end = start + len(rows)
+        position = size * end // max(1, table.num_rows)
+        yield Block(path, range(start, end), rows, position, unit="row")
+        start = end
 
 
-def texts_of_rows(block: TableBlock, keys: Sequence[str], sentences: bool = False) -> Texts:
-    """As `texts_of_lines`. A row with a null in one of the columns is bad."""
-    rows = enumerate(zip(*(block.columns[key] for key in keys)), block.first_row)
-    read = lambda row: [checked_text(value, key, sentences) for key, value in zip(keys, row)]
-    return collect_texts(rows, len(keys), read, lambda i, reason: BadLine(block.path, i, reason, unit="row"))
-
-
-def _open(path: str, keys: Sequence[str]) -> "_Parquet | _HDF5":
+def open_table(path: str, keys: Sequence[str]) -> "_Parquet | _HDF5":
+    """Raises DataError for a damaged file or a missing key."""
     return (_Parquet if path.endswith(".parquet") else _HDF5)(path, keys)
 
 
@@ -200,25 +178,23 @@ class _Parquet:
         _check_keys(path, keys, self._file.schema_arrow.names)
         self.num_rows = self._file.metadata.num_rows
 
-    def read(self, start: int, stop: int) -> Iterator[dict[str, list]]:
-        first = 0
+    def read(self, start: int, stop: int) -> Iterator[list[tuple]]:
+        """Rows start … stop − 1, a value for each key, in parts."""
+        at = 0
         for group in range(self._file.metadata.num_row_groups):
             rows = self._file.metadata.row_group(group).num_rows
-            if first < stop and start < first + rows:
-                yield from self._read_group(group, max(0, start - first), min(rows, stop - first))
-            first += rows
-
-    def _read_group(self, group: int, start: int, stop: int) -> Iterator[dict[str, list]]:
-        at = 0
-        try:
-            for batch in self._file.iter_batches(ROWS, row_groups=[group], columns=self._keys):
-                low, high = max(start - at, 0), min(stop - at, batch.num_rows)
-                if low < high:
-                    part = batch.slice(low, high - low)
-                    yield {key: part.column(key).to_pylist() for key in self._keys}
-                at += batch.num_rows
-        except self._errors as e:
-            raise _damaged(self._path, "Parquet", e) from None
+            if at >= stop or start >= at + rows:
+                at += rows
+                continue
+            try:
+                for batch in self._file.iter_batches(ROWS, row_groups=[group], columns=self._keys):
+                    low, high = max(start - at, 0), min(stop - at, batch.num_rows)
+                    if low < high:
+                        part = batch.slice(low, high - low)
+                        yield list(zip(*(part.column(key).to_pylist() for key in self._keys)))
+                    at += batch.num_rows
+            except self._errors as e:
+                raise _damaged(self._path, "Parquet", e) from None
 
 
 class _HDF5:
@@ -240,10 +216,12 @@ class _HDF5:
                             "and of equal length.")
         self.num_rows = counts[keys[0]][0]
 
-    def read(self, start: int, stop: int) -> Iterator[dict[str, list]]:
+    def read(self, start: int, stop: int) -> Iterator[list[tuple]]:
+        """As `_Parquet.read`."""
         try:
             for first in range(start, stop, ROWS):
-                yield {key: self._file[key][first:min(first + ROWS, stop)].tolist() for key in self._keys}
+                part = slice(first, min(first + ROWS, stop))
+                yield list(zip(*(self._file[key][part].tolist() for key in self._keys)))
         except OSError as e:
             raise _damaged(self._path, "HDF5", e) from None
 

@@ -18,10 +18,10 @@ import functools
 import importlib
 import json
 import logging
+import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -31,6 +31,9 @@ from .base import Arrays, Tokenizer, flat
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as LibraryModel
 
+Describe = Callable[[], str]                                # the text of a tokenizer.json
+EncodeBatch = Callable[[Sequence[str]], list[list[int]]]
+EncodeArrays = Callable[[Sequence[str]], Arrays]
 logger = logging.getLogger(__name__)
 CHECKED_BYTES = 1 << 16                                     # of the first texts are encoded twice, in 50 ms
 OTHER, LETTER, NUMBER, SPACE = range(4)
@@ -58,56 +61,29 @@ class LibraryTokenizer(Tokenizer):
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return LibraryBackend(self._tokenizer).encode_batch(texts)
+        return [e.ids for e in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def encode_arrays(self, texts: Sequence[str]) -> Arrays:
         """Ids of the texts back to back, and the number of ids of each, by the backend."""
-        return self._backend.encode_arrays(texts)
+        return self._backend(texts)
 
     @functools.cached_property
-    def _backend(self) -> LibraryBackend | CheckedBackend:
+    def _backend(self) -> EncodeArrays:
         """Made when it is first used: training never encodes."""
-        return _MAKERS[self._backend_name](LibraryBackend(self._tokenizer), self._tokenizer.to_str)
+        return _MAKERS[self._backend_name](self._tokenizer.to_str, self.encode_batch)
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
-class LibraryBackend:
-    """Encodes text with the tokenizers library."""
-
-    def __init__(self, tokenizer: LibraryModel):
-        self._tokenizer = tokenizer
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text."""
-        return [e.ids for e in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
-
-    def encode_arrays(self, texts: Sequence[str]) -> Arrays:
-        """As `LibraryTokenizer.encode_arrays`."""
-        return flat(self.encode_batch(texts))
-
-
-class GigatokenBackend:
-    """Ids by the package gigatoken, from the JSON description of a tokenizer."""
-
-    def __init__(self, description: str, package: ModuleType):
-        self._tokenizer = package.Tokenizer.from_json(description)
-
-    def encode_arrays(self, texts: Sequence[str]) -> Arrays:
-        """As `LibraryTokenizer.encode_arrays`."""
-        return flat(self._tokenizer.encode_batch_list(list(texts), parallel=False))
-
-
 class CheckedBackend:
     """A fast backend. The ids of the first CHECKED_BYTES are compared with the library's."""
 
-    def __init__(self, name: str, fast: NativeBPE | GigatokenBackend, library: LibraryBackend):
+    def __init__(self, name: str, fast: EncodeArrays, library: EncodeBatch):
         self._name, self._fast, self._library, self._unchecked = name, fast, library, CHECKED_BYTES
 
-    def encode_arrays(self, texts: Sequence[str]) -> Arrays:
-        """As `LibraryTokenizer.encode_arrays`. Raises DataError where the two backends disagree."""
-        ids, lengths = self._fast.encode_arrays(texts)
+    def __call__(self, texts: Sequence[str]) -> Arrays:
+        ids, lengths = self._fast(texts)
         if self._unchecked > 0:
             self._check(texts, ids, lengths)
         return ids, lengths
@@ -118,11 +94,10 @@ class CheckedBackend:
             mine, start = ids[start:start + length].tolist(), start + length
             if len(text) > self._unchecked:              # the library takes 150 bytes for each byte of a text
                 text = text[:self._unchecked]
-                mine = self._fast.encode_arrays([text])[0].tolist()
-            theirs = self._library.encode_batch([text])[0]
+                mine = self._fast([text])[0].tolist()
+            theirs = self._library([text])[0]
             if mine != theirs:
-                at = next((i for i, pair in enumerate(zip(mine, theirs)) if pair[0] != pair[1]),
-                          min(len(mine), len(theirs)))
+                at = len(os.path.commonprefix([mine, theirs]))
                 raise DataError(
                     f"--tokenizer-backend {self._name} gives other ids than the tokenizers library: from "
                     f"token {at} on {mine[at:at + 4]} instead of {theirs[at:at + 4]}, in a text that begins "
@@ -132,46 +107,60 @@ class CheckedBackend:
                 return
 
 
-def _auto(library: LibraryBackend, describe: Callable[[], str]) -> LibraryBackend | CheckedBackend:
-    made = _native_or_reason(library, describe)
-    if isinstance(made, str):
-        logger.info("the tokenizers library encodes the text, not the faster native encoder: %s", made)
-        return library
-    return made
+def _by_library(describe: Describe, library: EncodeBatch) -> EncodeArrays:
+    return lambda texts: flat(library(texts))
 
 
-def _native(library: LibraryBackend, describe: Callable[[], str]) -> CheckedBackend:
-    made = _native_or_reason(library, describe)
-    if isinstance(made, str):
+def _native(describe: Describe, library: EncodeBatch, is_required: bool = True) -> EncodeArrays:
+    made = _native_or_reason(describe, library)
+    if not isinstance(made, str):
+        return made
+    if is_required:
         raise ConfigError(f"--tokenizer-backend native does not support this tokenizer: {made}. Use auto or "
                           "tokenizers.")
-    return made
+    logger.info("the tokenizers library encodes the text, not the faster native encoder: %s", made)
+    return _by_library(describe, library)
 
 
-def _native_or_reason(library: LibraryBackend, describe: Callable[[], str]) -> CheckedBackend | str:
+def _native_or_reason(describe: Describe, library: EncodeBatch) -> CheckedBackend | str:
     """The native backend, or the reason why it cannot be used."""
     if extension() is None:
         return "megatron_ds was installed without a C++17 compiler, so its faster encoder is missing"
     plan = plan_native(describe())
-    return plan if isinstance(plan, str) else CheckedBackend(
-        "native", NativeBPE(plan, library.encode_batch, extension().Encoder), library)
+    if isinstance(plan, str):
+        return plan
+    encoder = extension().Encoder(*plan)
+
+    def encode(texts: Sequence[str]) -> Arrays:
+        """The library encodes texts with an added token."""
+        ids, lengths, left = encoder.encode(list(texts))
+        if not left:
+            return ids, lengths
+        parts = np.split(ids, np.cumsum(lengths)[:-1])
+        for i, row in zip(left, library([texts[i] for i in left])):
+            parts[i], lengths[i] = np.array(row, np.int32), len(row)
+        return np.concatenate(parts), lengths
+
+    return CheckedBackend("native", encode, library)
 
 
-def _gigatoken(library: LibraryBackend, describe: Callable[[], str]) -> CheckedBackend:
+def _gigatoken(describe: Describe, library: EncodeBatch) -> EncodeArrays:
     try:
         package = importlib.import_module("gigatoken")
     except ImportError as e:
         raise ConfigError(f"--tokenizer-backend gigatoken needs the package gigatoken ({e}): pip install "
                           "gigatoken, or use native, which needs no package.") from None
     try:
-        return CheckedBackend("gigatoken", GigatokenBackend(describe(), package), library)
+        tokenizer = package.Tokenizer.from_json(describe())
     except Exception as e:                                  # gigatoken does not document its exceptions
         raise ConfigError(f"--tokenizer-backend gigatoken does not support this tokenizer: {e}. Use "
                           "auto.") from None
+    return CheckedBackend(
+        "gigatoken", lambda texts: flat(tokenizer.encode_batch_list(list(texts), parallel=False)), library)
 
 
-_MAKERS = {"auto": _auto, "native": _native, "tokenizers": lambda library, describe: library,
-           "gigatoken": _gigatoken}
+_MAKERS = {"auto": functools.partial(_native, is_required=False), "native": _native,
+           "tokenizers": _by_library, "gigatoken": _gigatoken}
 BACKENDS = tuple(_MAKERS)
 
 
@@ -196,13 +185,13 @@ def byte_letters() -> dict[int, str]:
     return {b: chr(b) for b in visible} | {b: chr(256 + i) for i, b in enumerate(hidden)}
 
 
-@dataclass(frozen=True)
-class NativePlan:
+class NativePlan(NamedTuple):
     """Arguments of the compiled encoder.
 
     merges       int32 [merges, 3]: left id, right id, merged id; the first learned first
     whole        tokens that equal pieces become at once, without merging
     specials     added tokens; texts with one are left to the library
+    classes      `library_classes`
     newer        the newer pattern instead of GPT-2's
     most_digits  of a number, in the newer pattern
     """
@@ -211,28 +200,9 @@ class NativePlan:
     merges: np.ndarray
     whole: list[tuple[bytes, int]]
     specials: list[bytes]
+    classes: bytes
     newer: bool
     most_digits: int
-
-
-class NativeBPE:
-    """Encodes many texts at once; `library` encodes those with an added token."""
-
-    def __init__(self, plan: NativePlan, library: Callable[[Sequence[str]], list[list[int]]], encoder: type):
-        self._library = library
-        self._encoder = encoder(plan.byte_ids, plan.merges, plan.whole, plan.specials, library_classes(),
-                                plan.newer,
-                                plan.most_digits)
-
-    def encode_arrays(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Ids of the texts back to back, and the number of ids of each."""
-        ids, lengths, left = self._encoder.encode(list(texts))
-        if not left:
-            return ids, lengths
-        parts = np.split(ids, np.cumsum(lengths)[:-1])
-        for i, row in zip(left, self._library([texts[i] for i in left])):
-            parts[i], lengths[i] = np.array(row, np.int32), len(row)
-        return np.concatenate(parts), lengths
 
 
 def plan_native(description: str) -> NativePlan | str:
@@ -256,7 +226,8 @@ def plan_native(description: str) -> NativePlan | str:
     merges = np.array([(vocab[left], vocab[right], vocab[left + right]) for left, right in pairs], np.int32)
     return NativePlan([vocab[letters[b]] for b in range(256)], merges.reshape(-1, 3),
                       _as_bytes(vocab) if model.get("ignore_merges") else [],
-                      [token["content"].encode() for token in parts.get("added_tokens") or []], *pattern)
+                      [token["content"].encode() for token in parts.get("added_tokens") or []],
+                      library_classes(), *pattern)
 
 
 def _known_pattern(pre_tokenizer: dict) -> tuple[bool, int] | None:

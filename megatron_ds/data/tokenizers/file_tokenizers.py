@@ -9,10 +9,15 @@ BertWordPiece… reads `vocab.txt` (Devlin et al. 2019, section 3; Wu et al. 201
 import json
 import os
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from ...errors import DataError
 from .backend import LibraryTokenizer
 from .base import TOKENIZERS, Tokenizer, TokenizerOptions, fingerprint_of, required_files
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as LibraryModel
+    from tokenizers.models import Model
 
 # Common names of the end-of-document token, tried when no tokenizer_config.json names it.
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
@@ -103,6 +108,25 @@ class SentencePieceTokenizer(Tokenizer):
         return self._processor.decode(list(map(int, ids)))
 
 
+def byte_level(model: "Model") -> "LibraryModel":
+    """The library's tokenizer over a byte-level BPE model, as GPT-2's."""
+    from tokenizers import Tokenizer, decoders, pre_tokenizers
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def word_piece(model: "Model", lower: bool) -> "LibraryModel":
+    """The library's tokenizer over a WordPiece model, as BERT's."""
+    from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lower)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    return tokenizer
+
+
 @TOKENIZERS.register("GPT2BPETokenizer")
 class GPT2BPETokenizer(LibraryTokenizer):
     """GPT-2's tokenizer over any vocabulary of that form. `<|endoftext|>` in a text is plain text."""
@@ -110,11 +134,8 @@ class GPT2BPETokenizer(LibraryTokenizer):
     has_backends = True
 
     def __init__(self, vocab: dict[str, int], merges: list[Pair], backend: str = "auto"):
-        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-        tokenizer = Tokenizer(models.BPE(vocab, merges))
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        tokenizer.decoder = decoders.ByteLevel()
-        super().__init__(tokenizer, backend)
+        from tokenizers import models
+        super().__init__(byte_level(models.BPE(vocab, merges)), backend)
         self.vocab_size = max(vocab.values()) + 1
         self.eod = vocab[EOD]
         self.fingerprint = fingerprint_of("GPT2BPETokenizer", json.dumps(sorted(vocab.items())).encode(),
@@ -171,13 +192,9 @@ class _BertWordPiece(LibraryTokenizer):
     lower: bool
 
     def __init__(self, vocab: dict[str, int]):
-        from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
-        tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]",
-                                               max_input_chars_per_word=LONGEST_WORD))
-        tokenizer.normalizer = normalizers.BertNormalizer(lowercase=self.lower)
-        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-        tokenizer.decoder = decoders.WordPiece()
-        super().__init__(tokenizer, "tokenizers")
+        from tokenizers import models
+        model = models.WordPiece(vocab, unk_token="[UNK]", max_input_chars_per_word=LONGEST_WORD)
+        super().__init__(word_piece(model, self.lower), "tokenizers")
         self.vocab, self.inv_vocab = vocab, {i: token for token, i in vocab.items()}
         self.pad, self.unk, self.cls, self.sep, self.mask = (vocab[token] for token in BERT_TOKENS)
         self.vocab_size, self.eod = len(vocab), self.sep

@@ -3,12 +3,17 @@
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ...errors import ConfigError, DataError
-from .file_tokenizers import BERT_TOKENS, EOD
+from .file_tokenizers import BERT_TOKENS, EOD, byte_level, word_piece
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from tokenizers.trainers import Trainer
 
 logger = logging.getLogger(__name__)
 SMALLEST = 257                                             # a letter for each byte, and the end of a document
@@ -25,18 +30,12 @@ def train_byte_level_bpe(texts: Iterable[str], vocab_size: int, folder: str | os
         raise ConfigError(f"--vocab-size {vocab_size} is too small: the 256 bytes and {EOD} need {SMALLEST} "
                           "ids.")
 
-    def train(texts: Iterable[str]):
-        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-        tokenizer = Tokenizer(models.BPE())
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        tokenizer.decoder = decoders.ByteLevel()
-        tokenizer.train_from_iterator(texts, trainers.BpeTrainer(
-            vocab_size=vocab_size, min_frequency=min_frequency, special_tokens=[EOD], show_progress=False,
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
-        return tokenizer
-
+    from tokenizers import models, pre_tokenizers, trainers
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, min_frequency=min_frequency, special_tokens=[EOD], show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
     files = ("vocab.json", "merges.txt", "tokenizer.json")
-    return _learn(texts, vocab_size, folder, files, train, min_frequency)
+    return _learn(texts, folder, files, byte_level(models.BPE()), trainer)
 
 
 def train_word_pieces(texts: Iterable[str], vocab_size: int, folder: str | os.PathLike, *,
@@ -49,18 +48,12 @@ def train_word_pieces(texts: Iterable[str], vocab_size: int, folder: str | os.Pa
         raise ConfigError(f"--vocab-size {vocab_size} is too small: {', '.join(BERT_TOKENS)} alone are "
                           f"{len(BERT_TOKENS)}. Use a thousand for a toy model; BERT has 30,522.")
 
-    def train(texts: Iterable[str]):
-        from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-        tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-        tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lower)
-        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-        tokenizer.decoder = decoders.WordPiece()
-        tokenizer.train_from_iterator(texts, trainers.WordPieceTrainer(
-            vocab_size=vocab_size, min_frequency=min_frequency, special_tokens=list(BERT_TOKENS),
-            show_progress=False))
-        return tokenizer
-
-    return _learn(texts, vocab_size, folder, ("vocab.txt", "tokenizer.json"), train, min_frequency)
+    from tokenizers import models, trainers
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocab_size, min_frequency=min_frequency, special_tokens=list(BERT_TOKENS),
+        show_progress=False)
+    tokenizer = word_piece(models.WordPiece(unk_token="[UNK]"), lower)
+    return _learn(texts, folder, ("vocab.txt", "tokenizer.json"), tokenizer, trainer)
 
 
 def _pieces(text: str) -> Iterator[str]:
@@ -73,9 +66,9 @@ def _pieces(text: str) -> Iterator[str]:
     yield text
 
 
-def _learn(texts: Iterable[str], vocab_size: int, folder: str | os.PathLike, files: tuple[str, ...],
-           train: Callable, min_frequency: int) -> int:
-    """Train, write to a temporary folder, rename. `train(texts)` gives the library's tokenizer."""
+def _learn(texts: Iterable[str], folder: str | os.PathLike, files: tuple[str, ...], tokenizer: "Tokenizer",
+           trainer: "Trainer") -> int:
+    """Train a tokenizer of the library, write these files to a temporary folder, rename."""
     folder = Path(folder)
     beside = folder.with_name(f".{folder.name}.partial")
     try:
@@ -84,7 +77,8 @@ def _learn(texts: Iterable[str], vocab_size: int, folder: str | os.PathLike, fil
         first = next((text for text in texts if text.strip()), None)
         if first is None:
             raise DataError("the --input files hold no text to learn from. Nothing was written.")
-        tokenizer = train(piece for text in chain([first], texts) for piece in _pieces(text))
+        pieces = (piece for text in chain([first], texts) for piece in _pieces(text))
+        tokenizer.train_from_iterator(pieces, trainer)
         tokenizer.save(str(beside / "tokenizer.json"))
         tokenizer.model.save(str(beside))
         folder.mkdir(exist_ok=True)
@@ -95,7 +89,7 @@ def _learn(texts: Iterable[str], vocab_size: int, folder: str | os.PathLike, fil
     finally:
         shutil.rmtree(beside, ignore_errors=True)
     size = tokenizer.get_vocab_size()
-    if size < vocab_size:
+    if size < trainer.vocab_size:
         logger.warning("the vocabulary has only %d of %d entries: no other pairs occur %d times in the text",
-                       size, vocab_size, min_frequency)
+                       size, trainer.vocab_size, trainer.min_frequency)
     return size
