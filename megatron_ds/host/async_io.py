@@ -18,6 +18,7 @@ import importlib
 import logging
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -41,6 +42,22 @@ class Work(Protocol):
 
         Raises OSError with the bytes requested and transferred, also for a file that ends too early.
         """
+
+
+class Then:
+    """A work and an action that follows it, performed once, in the first `wait`."""
+
+    __slots__ = ("_work", "_action")
+
+    def __init__(self, work: Work, action: Callable[[], object]):
+        self._work, self._action = work, action
+
+    def wait(self) -> None:
+        """Wait, then perform the action."""
+        if self._work is not None:
+            self._work.wait()
+            self._action()
+            self._work = self._action = None
 
 
 class AsyncIO(Protocol):

@@ -23,7 +23,6 @@ need no factor of their own.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -52,8 +51,25 @@ class Holder:
     stage: int | None = None
 
 
-class GradientStore(Protocol):
-    """The gradients of one set of parameters: `GradBuckets`, or `GradShards` if they are sharded.
+@dataclass(frozen=True)
+class Reduction:
+    """How the gradients of a set are reduced.
+
+    ranks     over which they are summed
+    tp        ranks over which parameters whose gradient is a partial sum are summed
+    exchange  sums them
+    overlap   start reductions during backward; False: later (see the two stores)
+    """
+
+    ranks: Hierarchy
+    tp: Group
+    exchange: GradientExchange
+    overlap: bool
+
+
+class GradientStore:
+    """The gradients of one set of parameters: `GradBuckets`, or `GradShards` if they are sharded. Counts
+    contributions; the methods without a body are those in which the two differ.
 
     holders   in the order of layout.slots
     ranks     ranks that hold the same parameters and sum their gradients
@@ -61,11 +77,15 @@ class GradientStore(Protocol):
     received  of each holder, whether it received a contribution in this step
     """
 
-    holders: Sequence[Holder]
-    layout: Layout
-    ranks: Hierarchy
-    flat: torch.Tensor
-    received: list[bool]
+    def __init__(self, holders: Sequence[Holder], layout: Layout, reduction: Reduction, flat: torch.Tensor,
+                 pieces: Sequence[SlotPiece]):
+        self.holders, self.layout, self.ranks, self.flat = holders, layout, reduction.ranks, flat
+        self._overlap, self._exchange, self._tp = reduction.overlap, reduction.exchange, reduction.tp
+        self._partial = [self.grad_of(p) for p in pieces if holders[p.slot].parameter.spec.partial_over]
+        self._shard_pieces = layout.shard_pieces(self.ranks.shard)
+        for i, holder in enumerate(holders):
+            holder.parameter.grad_ready = partial(self._contributed, i)
+            holder.parameter.register_post_accumulate_grad_hook(move_to_main_grad)
 
     def begin(self) -> None:
         """Zero all gradients and start counting anew."""
@@ -83,28 +103,58 @@ class GradientStore(Protocol):
     def finish(self) -> None:
         """Reduce what is not reduced yet, wait for everything, then sum partial gradients over tp.
         Collective."""
+        self._launch_up_to(len(self.layout.buckets))
+        self._wait()
+        sum_coalesced(self._partial, self._tp)
 
     def grad_of(self, piece: SlotPiece) -> torch.Tensor:
         """The gradient of a piece, padding included: a view."""
+        start = self.start_of(piece)
+        return self.flat[start:start + piece.padded_numel]
 
     def start_of(self, piece: SlotPiece) -> int:
         """Where a piece begins in `flat`."""
 
+    def _restart_counting(self) -> None:
+        self._next = 0                                      # the first bucket whose reduction has not begun
+        self._missing = [UNARMED] * len(self.holders)       # contributions still to come, per parameter
+        self._open = [bucket.last_slot - bucket.first_slot for bucket in self.layout.buckets]    # incomplete
 
-@dataclass(frozen=True)
-class Reduction:
-    """How the gradients of a set are reduced.
+    def _contributed(self, i: int) -> None:
+        self.received[i] = True
+        missing = self._missing[i]
+        if missing == UNARMED or not self._overlap:
+            return
+        if missing == 0:
+            self._refuse(i)
+            return
+        self._missing[i] = missing - 1
+        if missing == 1:
+            bucket = self.layout.slots[i].bucket
+            self._open[bucket] -= 1
+            if not self._open[bucket]:
+                buckets = range(self._next, len(self._open))
+                self._launch_up_to(next((b for b in buckets if self._open[b]), len(self._open)))
 
-    ranks     over which they are summed
-    tp        ranks over which parameters whose gradient is a partial sum are summed
-    exchange  sums them
-    overlap   start reductions during backward; False: later (see the two stores)
-    """
+    def _refuse(self, i: int) -> None:
+        """More contributions came than were announced."""
 
-    ranks: Hierarchy
-    tp: Group
-    exchange: GradientExchange
-    overlap: bool
+    def _launch_up_to(self, stop: int) -> None:
+        for b in range(self._next, stop):
+            self._launch(b)
+        self._next = max(self._next, stop)
+
+    def _launch(self, b: int) -> None:
+        """Begin the reduction of a bucket."""
+
+    def _reduce(self, b: int, whole: torch.Tensor, out: torch.Tensor, add: bool) -> Work:
+        bucket = self.layout.buckets[b]
+        start = 0 if out is whole else self._shard_pieces[b].start - bucket.start
+        name = self.layout.slots[bucket.first_slot].name
+        return self._exchange.reduce(BucketGradient(name, whole, out, start, add, self.ranks))
+
+    def _wait(self) -> None:
+        """Wait for all reductions."""
 
 
 class GradBuckets(GradientStore):
@@ -116,20 +166,13 @@ class GradBuckets(GradientStore):
 
     def __init__(self, holders: Sequence[Holder], layout: Layout, reduction: Reduction, *, sharded: bool,
                  dtype: torch.dtype = torch.float32):
-        ranks = reduction.ranks
-        self.holders, self.layout, self.ranks = holders, layout, ranks
-        self.sharded, self.overlap, self._exchange = sharded, reduction.overlap, reduction.exchange
-        self.flat = huge_page_zeros(layout.numel, dtype=dtype, device=holders[0].parameter.device)
-        self.pieces = layout.slot_intersections(ranks.shard) if sharded else layout.whole_slots()
-        self._tp = reduction.tp
-        self._partial = [self.grad_of(p) for p in self.pieces if holders[p.slot].parameter.spec.partial_over]
-        self._shard_pieces = layout.shard_pieces(ranks.shard)
-        self._missing = [UNARMED] * len(holders)      # contributions still to come, per parameter
-        self._open = [0] * len(layout.buckets)        # incomplete parameters, per bucket
-        self._next = 0                                # the first bucket whose reduction has not begun
+        flat = huge_page_zeros(layout.numel, dtype=dtype, device=holders[0].parameter.device)
+        pieces = layout.slot_intersections(reduction.ranks.shard) if sharded else layout.whole_slots()
+        super().__init__(holders, layout, reduction, flat, pieces)
+        self.sharded = sharded
         self._works: list[Work] = []
-        for i, holder in enumerate(holders):
-            self._install(i, holder.parameter)
+        for slot, holder in zip(layout.slots, holders):
+            holder.parameter.main_grad = flat[slot.start:slot.stop].view(holder.parameter.shape)
         self.begin()
 
     def begin(self) -> None:
@@ -143,20 +186,14 @@ class GradBuckets(GradientStore):
             if self._missing[i] == UNARMED and (stage is None or holder.stage in (None, stage)):
                 self._missing[i] = holder.uses
 
-    def close(self, bucket: int) -> None:
-        """Does nothing: buckets are counted."""
-
-    def finish(self) -> None:
-        self._complete()
-        sum_coalesced(self._partial, self._tp)
-
     def reopen(self) -> None:
         """Reduce what is there; more gradients are added to it and reduced later. Collective.
 
         One rank keeps the sum of each element (its owner if they are sharded), and the others keep zero: the
         next reduction adds further gradients of each rank to it.
         """
-        self._complete()
+        self._launch_up_to(len(self.layout.buckets))
+        self._wait()
         if self.sharded:
             at = 0
             for piece in self._shard_pieces:
@@ -167,66 +204,26 @@ class GradBuckets(GradientStore):
             self.flat.zero_()
         self._restart_counting()
 
-    def grad_of(self, piece: SlotPiece) -> torch.Tensor:
-        start = self.start_of(piece)
-        return self.flat[start:start + piece.padded_numel]
-
-    @staticmethod
-    def start_of(piece: SlotPiece) -> int:
+    def start_of(self, piece: SlotPiece) -> int:
         return piece.flat
 
-    def _install(self, i: int, parameter: nn.Parameter) -> None:
-        slot = self.layout.slots[i]
-        parameter.main_grad = self.flat[slot.start:slot.stop].view(parameter.shape)
-        parameter.grad_ready = partial(self._contributed, i)
-        parameter.register_post_accumulate_grad_hook(move_to_main_grad)
+    def _refuse(self, i: int) -> None:
+        raise MegatronDSError(
+            f"{self.holders[i].parameter.spec.name} received more than the {self.holders[i].uses} "
+            "gradient contribution(s) announced for one backward: its bucket may be reduced already, "
+            "and the rest would be lost. Give the true number in `ParameterUse.counts`.")
 
-    def _contributed(self, i: int) -> None:
-        self.received[i] = True
-        missing = self._missing[i]
-        if missing == UNARMED or not self.overlap:
-            return
-        if missing == 0:
-            raise MegatronDSError(
-                f"{self.holders[i].parameter.spec.name} received more than the {self.holders[i].uses} "
-                "gradient contribution(s) announced for one backward: its bucket may be reduced already, "
-                "and the rest would be lost. Give the true number in `ParameterUse.counts`.")
-        self._missing[i] = missing - 1
-        if missing == 1:
-            bucket = self.layout.slots[i].bucket
-            self._open[bucket] -= 1
-            if self.overlap and not self._open[bucket]:
-                self._launch_up_to(self._first_open())
-
-    def _restart_counting(self) -> None:
-        self._next = 0
-        self._missing = [UNARMED] * len(self.holders)
-        self._open = [bucket.last_slot - bucket.first_slot for bucket in self.layout.buckets]
-
-    def _complete(self) -> None:
-        self._launch_up_to(len(self.layout.buckets))
-        self._wait()
+    def _launch(self, b: int) -> None:
+        bucket, piece = self.layout.buckets[b], self._shard_pieces[b]
+        whole = self.flat[bucket.start:bucket.stop]
+        out = self.flat[piece.start:piece.stop] if self.sharded else whole
+        self._works.append(self._reduce(b, whole, out, add=False))
 
     def _wait(self) -> None:
         for work in self._works:
             work.wait()
         self._works.clear()
         self._exchange.finish()
-
-    def _first_open(self) -> int:
-        return next((b for b in range(self._next, len(self._open)) if self._open[b]), len(self._open))
-
-    def _launch_up_to(self, stop: int) -> None:
-        for b in range(self._next, stop):
-            bucket, piece = self.layout.buckets[b], self._shard_pieces[b]
-            whole = self.flat[bucket.start:bucket.stop]
-            out, start = whole, 0
-            if self.sharded:
-                out, start = self.flat[piece.start:piece.stop], piece.start - bucket.start
-            name = self.layout.slots[bucket.first_slot].name
-            gradient = BucketGradient(name, whole, out, start, False, self.ranks)
-            self._works.append(self._exchange.reduce(gradient))
-        self._next = max(self._next, stop)
 
 
 def sum_coalesced(views: list[torch.Tensor], group: Group) -> None:

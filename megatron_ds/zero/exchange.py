@@ -26,6 +26,7 @@ from typing import Protocol
 
 import torch
 
+from ..host.async_io import Then
 from ..mpu.collectives import all_reduce_, reduce_scatter_into_
 from ..mpu.group import DONE, Group, Work
 from .data_groups import Hierarchy
@@ -86,7 +87,7 @@ class GradientExchange(Protocol):
         """Wait for everything that was begun."""
 
 
-class FullPrecisionExchange:
+class FullPrecisionExchange(GradientExchange):
     """A `GradientExchange` that sums every element, in one dtype.
 
     accumulates  dtype of the gradients
@@ -103,11 +104,9 @@ class FullPrecisionExchange:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffers of another dtype."""
         return self._wire.nbytes if self._wire else 0
 
     def planned_bytes(self, longest: int, ranks: int) -> int:
-        """As many buffers as may be in use at a time."""
         return (UNDER_WAY + 1) * longest * self.dtype.itemsize if self._wire and ranks > 1 else 0
 
     def sent(self, numel: int, buckets: int, ranks: Hierarchy, *, sharded: bool) -> Iterator[Sent]:
@@ -121,24 +120,20 @@ class FullPrecisionExchange:
         yield "reduce_scatter", ranks.outer, numel // ranks.inner.size * self.dtype.itemsize, buckets
 
     def begin(self) -> None:
-        """Finish what a failed step left."""
         self.finish()
 
     def reduce(self, bucket: BucketGradient) -> Work:
-        """All-reduce in place, or reduce-scatter."""
         group, whole = bucket.ranks.data, bucket.whole
-        if not bucket.is_sharded:
-            if group.size == 1:
-                return DONE
-            buffer, sent = self._cast(whole, group)
-            return self._land(all_reduce_(sent, group, async_op=True), buffer, sent, bucket)
+        if not bucket.is_sharded and group.size == 1:
+            return DONE
         buffer, sent = self._cast(whole, group)
+        if not bucket.is_sharded:
+            return self._land(all_reduce_(sent, group, async_op=True), buffer, sent, bucket)
         in_place = buffer is None and not bucket.add
         shard = bucket.out if in_place else sent[bucket.start:bucket.start + bucket.out.numel()]
         return self._land(self._scatter(sent, shard, bucket.ranks), buffer, shard, bucket)
 
     def finish(self) -> None:
-        """Wait for the last second hop and for all buffers."""
         if self._last is not None:
             self._last.wait()
             self._last = None
@@ -189,9 +184,9 @@ class FullPrecisionExchange:
             if buffer is not None:
                 self._wire.give_back(buffer)
 
-        landing = Landing(work, then)
+        landing = Then(work, then)
         if buffer is not None:
-            self._wire.reducing(landing, lambda: None)
+            self._wire.reducing(landing)
         return landing
 
 
@@ -220,22 +215,6 @@ class TwoHops:
         self._work.wait()
 
 
-class Landing:
-    """A work with an action that follows it, performed once, in the first `wait`."""
-
-    __slots__ = ("_work", "_then")
-
-    def __init__(self, work: Work, then: Callable[[], None]):
-        self._work, self._then = work, then
-
-    def wait(self) -> None:
-        """Wait, then perform the action."""
-        if self._work is not None:
-            self._work.wait()
-            self._then()
-            self._work = self._then = None
-
-
 class BufferPool:
     """Flat buffers of one dtype that buckets borrow.
 
@@ -245,12 +224,12 @@ class BufferPool:
     def __init__(self, dtype: torch.dtype, device: torch.device):
         self.dtype, self.device, self.nbytes = dtype, device, 0
         self._free: list[torch.Tensor] = []
-        self._reductions: deque[tuple[Work, Callable[[], None]]] = deque()
+        self._reductions: deque[Work] = deque()
 
     def borrow(self, numel: int, least: int) -> torch.Tensor:
         """A buffer of at least `numel` elements with undefined contents; a new one has at least `least`."""
         while (buffer := self._fitting(numel)) is None and len(self._reductions) >= UNDER_WAY:
-            self.retire()
+            self._reductions.popleft().wait()
         if buffer is None:
             buffer = torch.empty(max(numel, least), dtype=self.dtype, device=self.device)
             self.nbytes += buffer.nbytes
@@ -260,20 +239,14 @@ class BufferPool:
         """The buffer may be borrowed again."""
         self._free.append(buffer)
 
-    def reducing(self, work: Work, then: Callable[[], None]) -> None:
-        """A reduction is under way; `then` is called after the wait for it."""
-        self._reductions.append((work, then))
-
-    def retire(self) -> None:
-        """Wait for the oldest reduction."""
-        work, then = self._reductions.popleft()
-        work.wait()
-        then()
+    def reducing(self, work: Work) -> None:
+        """A reduction is under way; its `wait` gives a buffer back."""
+        self._reductions.append(work)
 
     def retire_all(self) -> None:
         """Wait for all reductions."""
         while self._reductions:
-            self.retire()
+            self._reductions.popleft().wait()
 
     def _fitting(self, numel: int) -> torch.Tensor | None:
         """The smallest free buffer that is long enough."""

@@ -6,7 +6,7 @@ initialization, saving, loading. What an update needs of a disk is read and writ
 instead.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Protocol
@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from ..config.parallel_options import ZeroConfig
-from ..host.async_io import ALIGNMENT, AsyncIO, aligned_empty, make_io
+from ..host.async_io import ALIGNMENT, AsyncIO, Then, aligned_empty, make_io
 from ..host.memory_maps import huge_page_zeros
 from ..host.scratch_file import Region, ScratchFile
 from ..mpu.group import DONE, Work
@@ -190,15 +190,7 @@ def _copy(out: torch.Tensor, values: torch.Tensor) -> Work:
         return DONE
     event = torch.cuda.Event()
     event.record()
-    return _Recorded(event)
-
-
-@dataclass(frozen=True)
-class _Recorded:
-    event: torch.cuda.Event
-
-    def wait(self) -> None:
-        self.event.synchronize()
+    return Then(DONE, event.synchronize)
 
 
 # ---------------------------------------------------------------------------------------------------- disk
@@ -230,7 +222,7 @@ class OnDisk(Array):
         if out.device.type == "cpu" and out.dtype == self.tensor.dtype:
             return self.region.read_into(out)
         buffer = aligned_empty(self.padded_numel, self.tensor.dtype)
-        return _Then(self.region.read_into(buffer), lambda: out.copy_(buffer[:out.numel()]))
+        return Then(self.region.read_into(buffer), lambda: out.copy_(buffer[:out.numel()]))
 
     def write(self, values: torch.Tensor) -> Work:
         return self.region.write_from(values)
@@ -262,13 +254,3 @@ class DiskTier(Tier):
         """Write the pages of the maps to the file."""
         for region in self._regions:
             region.settle()
-
-
-@dataclass(frozen=True)
-class _Then:
-    work: Work
-    after: Callable[[], object]
-
-    def wait(self) -> None:
-        self.work.wait()
-        self.after()
