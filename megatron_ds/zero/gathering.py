@@ -41,7 +41,6 @@ page of its owner's memory as in the flat buffer:
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -56,15 +55,15 @@ from .set_plan import ParameterUse, SetPlan
 from .tiers import Array, InMemory
 
 
-class GatherUnit(Protocol):
+class GatherUnit:
     """What `LayerGathering` gathers: a `Unit`, or a stand-in that counts (prediction.py).
 
     claims   layers that need it whole: it is freed when the last claim is removed
     """
 
-    numel: int
-    claims: set
-    is_free: bool
+    def __init__(self, numel: int, is_free: bool):
+        self.numel, self.is_free = numel, is_free
+        self.claims: set = set()
 
     def fetch(self) -> None:
         """Begin to bring offloaded shards to the device, unless they are there or the unit is whole."""
@@ -87,12 +86,10 @@ class Unit(GatherUnit):
     """
 
     def __init__(self, layer: int, first_bucket: int, last_bucket: int, flat: torch.Tensor, group: Group):
+        super().__init__(flat.numel(), is_free=False)
         self.layer, self.first_bucket, self.last_bucket = layer, first_bucket, last_bucket
-        self.numel = flat.numel()
         self.flat, self.nbytes, self.group = flat, flat.nbytes, group
         self.buckets: list[tuple[torch.Tensor, Array]] = []
-        self.claims: set = set()
-        self.is_free = False
         self._works: list[Work] = []
         self._near: list[tuple[torch.Tensor, Work]] | None = None      # shards on the device, or on their way
 
@@ -244,16 +241,14 @@ class LayerGathering:
     def keep_gathered(self) -> None:
         """Begin to gather everything, in forward order; it stays whole until `release_gathered`."""
         self._keeps_all = True
-        for units in self.needs:
-            for unit in units:
-                unit.claims.add((self.stage, KEPT))
-                unit.start()
+        for unit in self.units:
+            unit.claims.add((self.stage, KEPT))
+            unit.start()
 
     def wait(self) -> None:
         """All units whose gather was started are whole on return."""
-        for units in self.needs:
-            for unit in units:
-                unit.wait()
+        for unit in self.units:
+            unit.wait()
 
     def release_gathered(self) -> None:
         """End of `keep_gathered`: free everything."""
@@ -276,12 +271,13 @@ class LayerGathering:
         ahead = range(layer - 1, -1, -1) if backward else range(layer + 1, len(needs))
         under_way = 0
         for i in ahead:
-            full = under_way > 0 if self.prefetch is None else under_way + _numel(needs[i]) > self.prefetch
+            numel = sum(unit.numel for unit in needs[i])
+            full = under_way > 0 if self.prefetch is None else under_way + numel > self.prefetch
             if full:
                 for unit in needs[i]:       # not gathered yet, but offloaded shards are fetched
                     unit.fetch()
                 return
-            under_way += _numel(needs[i])
+            under_way += numel
             self._claim(i, needs)
 
     def _release(self, layer: int) -> None:
@@ -289,10 +285,6 @@ class LayerGathering:
             unit.claims.discard((self.stage, layer))
             if not unit.claims:
                 unit.free()
-
-
-def _numel(units: Sequence[GatherUnit]) -> int:
-    return sum(unit.numel for unit in units)
 
 
 def units_by_parameter(sets: Iterable[tuple[SetPlan, Sequence[nn.Parameter], Sequence[GatherUnit]]]

@@ -30,7 +30,7 @@ Gathers are counted by running `LayerGathering` on units that only count.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ..mpu.group import Group, Traffic
 from .data_groups import Axes, Hierarchy, shard_of
@@ -47,10 +47,10 @@ FP32_BYTES = 4
 class ZeroMemory:
     """Bytes by kind of state."""
 
-    parameters: int
-    gradients: int
-    masters: int
-    optimizer: int
+    parameters: int = 0
+    gradients: int = 0
+    masters: int = 0
+    optimizer: int = 0
 
     @property
     def total(self) -> int:
@@ -94,7 +94,7 @@ def predict_memory(plan: SetPlan, shard: int, sizes: ElementBytes) -> ZeroMemory
 
 def predict_sets(plans: Sequence[SetPlan], ranks: Mapping[Axes, int], sizes: ElementBytes) -> ZeroMemory:
     """The sum over all sets of a rank. ranks: its position along the axes over which gradients are summed."""
-    return sum((predict_memory(plan, _shard(plan, ranks), sizes) for plan in plans), ZeroMemory(0, 0, 0, 0))
+    return sum((predict_memory(plan, _shard(plan, ranks), sizes) for plan in plans), ZeroMemory())
 
 
 def predict_places(plans: Sequence[SetPlan], ranks: Mapping[Axes, int], sizes: ElementBytes,
@@ -115,7 +115,7 @@ def predict_places(plans: Sequence[SetPlan], ranks: Mapping[Axes, int], sizes: E
         places[offload.optimizer] += away
         places[offload.parameters] += shards
         places[DEVICE] += total - shards - away
-    return {place: count for place, count in places.items() if count}
+    return dict(+places)        # of several bytes: + drops places without any
 
 
 def _updated(plan: SetPlan, shard: int) -> Sequence:
@@ -134,39 +134,25 @@ class Meter:
     now: int = 0
     most: int = 0
 
-    def add(self, elements: int) -> None:
-        """Elements that became whole; negative: that were freed."""
-        self.now += elements
-        self.most = max(self.most, self.now)
 
-
-@dataclass(eq=False)
 class CountedUnit(GatherUnit):
     """A `GatherUnit` without memory that counts how often it is gathered."""
 
-    numel: int
-    whole: Meter = field(default_factory=Meter)
-    gathers: int = 0
-    is_free: bool = True
-    claims: set = field(default_factory=set)
-
-    def fetch(self) -> None:
-        """Does nothing."""
+    def __init__(self, numel: int, whole: Meter | None = None):
+        super().__init__(numel, is_free=True)
+        self.gathers, self._whole = 0, whole or Meter()
 
     def start(self) -> None:
-        """Count one gather, if it is free."""
         if self.is_free:
-            self.gathers += 1
             self.is_free = False
-            self.whole.add(self.numel)
-
-    def wait(self) -> None:
-        """Does nothing."""
+            self.gathers += 1
+            self._whole.now += self.numel
+            self._whole.most = max(self._whole.most, self._whole.now)
 
     def free(self) -> None:
         if not self.is_free:
             self.is_free = True
-            self.whole.add(-self.numel)
+            self._whole.now -= self.numel
 
 
 KEEP, RELEASE = "keep_gathered", "release_gathered"      # a stage is gathered for all of a step

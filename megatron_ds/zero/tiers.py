@@ -75,9 +75,8 @@ class Array(Protocol):
 
 
 class Tier(Protocol):
-    """place: "device", "cpu" or "nvme". is_plain: ordinary host memory, neither page-locked nor a file."""
+    """is_plain: ordinary host memory, neither page-locked nor a file."""
 
-    place: str
     is_plain: bool
 
     def arrays(self, sizes: Sequence[int], dtype: torch.dtype) -> list[Array]:
@@ -95,7 +94,7 @@ class Tiers:
     parameters: Tier | None = None
 
     def settle(self) -> None:
-        """See `Tier.settle`."""
+        """`Tier.settle` of both."""
         for tier in {self.optimizer, self.parameters} - {None}:
             tier.settle()
 
@@ -103,17 +102,14 @@ class Tiers:
 def open_tiers(settings: OffloadSettings, device: torch.device) -> Tiers:
     """Open a scratch file in each folder. Raises ConfigError if that fails."""
 
-    @cache
-    def disk(folder: str) -> DiskTier:
-        io = make_io(settings.io, block_bytes=settings.io_block_bytes, queue_depth=settings.io_queue_depth,
-                     threads=settings.io_threads)
-        return DiskTier(folder, io)
-
+    @cache      # the same place is opened once
     def tier(place: str, folder: str | None) -> Tier | None:
-        if place == "nvme":
-            return disk(folder)
-        host = torch.device("cpu")
-        return MemoryTier(host, "cpu", page_locked=device.type == "cuda") if place == "cpu" else None
+        if place == DEVICE:
+            return None
+        if place == "cpu":
+            return MemoryTier(torch.device("cpu"), page_locked=device.type == "cuda")
+        return DiskTier(folder, make_io(settings.io, block_bytes=settings.io_block_bytes,
+                                        queue_depth=settings.io_queue_depth, threads=settings.io_threads))
 
     return Tiers(tier(settings.optimizer, settings.optimizer_folder),
                  tier(settings.parameters, settings.parameters_folder))
@@ -146,19 +142,15 @@ class InMemory(Array):
 class MemoryTier(Tier):
     """Memory of `device`. page_locked: host memory from which copies to a GPU run beside kernels."""
 
-    def __init__(self, device: torch.device, place: str = DEVICE, page_locked: bool = False):
-        self.device, self.place, self._page_locked = device, place, page_locked
+    def __init__(self, device: torch.device, page_locked: bool = False):
+        self.device, self._page_locked = device, page_locked
         self.is_plain = device.type == "cpu" and not page_locked
 
     def arrays(self, sizes: Sequence[int], dtype: torch.dtype) -> list[Array]:
-        """One allocation, split."""
         numel = sum(sizes)
         zeros = (torch.zeros(numel, dtype=dtype, pin_memory=True) if self._page_locked
                  else huge_page_zeros(numel, dtype=dtype, device=self.device))
         return [InMemory(part) for part in zeros.split(list(sizes))]
-
-    def settle(self) -> None:
-        """Does nothing: both see the same memory."""
 
 
 class Buffers:
@@ -170,7 +162,7 @@ class Buffers:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers."""
+        """Of all buffers."""
         return sum(buffer.nbytes for buffer in self._by_name.values())
 
     def get(self, name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -203,7 +195,6 @@ class OnDisk(Array):
 
     @property
     def padded_numel(self) -> int:
-        """Elements of the region: whole blocks of the disk."""
         return self.region.nbytes // self.tensor.element_size()
 
     def part(self, start: int, stop: int) -> "OnDisk":
@@ -235,14 +226,13 @@ class DiskTier(Tier):
     Raises ConfigError if the directory is missing or not writable, MegatronDSError if the disk is full.
     """
 
-    place, is_plain = "nvme", False
+    is_plain = False
 
     def __init__(self, directory: str, io: AsyncIO):
         self._file = ScratchFile(directory, io)
         self._regions: list[Region] = []
 
     def arrays(self, sizes: Sequence[int], dtype: torch.dtype) -> list[Array]:
-        """A region of the file for each."""
         made = []
         for numel in sizes:
             region = self._file.allocate(-(-numel * dtype.itemsize // ALIGNMENT) * ALIGNMENT)
@@ -251,6 +241,5 @@ class DiskTier(Tier):
         return made
 
     def settle(self) -> None:
-        """Write the pages of the maps to the file."""
         for region in self._regions:
             region.settle()

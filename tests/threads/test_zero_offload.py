@@ -85,7 +85,7 @@ class FarTier(MemoryTier):
 def far(monkeypatch):
     """Offloads everything to a FarTier, in sub-groups so small that parameters are cut."""
     def open_far(settings, device):
-        tier = FarTier(torch.device("cpu"), "cpu")
+        tier = FarTier(torch.device("cpu"))
         return Tiers(*(tier if place != "device" else None
                        for place in (settings.optimizer, settings.parameters)))
 
