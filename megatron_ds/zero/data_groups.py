@@ -85,11 +85,6 @@ class DataGroups:
         """The position of this rank in each of the groups."""
         return {axes: group.rank for axes, group in self.by_axes.items()}
 
-    @property
-    def size_by_axes(self) -> dict[Axes, int]:
-        """The number of ranks of each of the groups."""
-        return {axes: group.size for axes, group in self.by_axes.items()}
-
     def ranks_of(self, axes: Axes) -> Hierarchy:
         """The ranks over which gradients of these axes are summed and state is split."""
         if axes == DATA_AXES and self.inner is not None:
@@ -106,8 +101,8 @@ class DataGroups:
                 "parameters. Give the group in `by_axes`.")
 
     def sharing_memory(self) -> "DataGroups":
-        """The same groups; ranks of one host that gather weights map each other's memory. Collective over the
-        data group."""
+        """The same; ranks of one host that gather weights map each other's memory. Collective over the data
+        group."""
         if self.inner is not None:
             return replace(self, inner=share_memory(self.inner))
         return replace(self, by_axes={**self.by_axes, DATA_AXES: share_memory(self.data)})

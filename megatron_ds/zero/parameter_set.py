@@ -209,22 +209,21 @@ class TiedGradients:
         # In the order of their keys, which is the same on all stages that hold them.
         self._holders = sorted(tied, key=lambda entry: entry[2].parameter.spec.tied)
         self._group: Group = groups.tied
-        self._waiting: dict[int, None] = {}
         self.begin()
 
     def begin(self) -> None:
         """A step begins."""
-        self._waiting = {id(holder.parameter): None for _, _, holder in self._holders}
+        self._waiting = self._holders
 
     def reduce(self, stage: int | None = None) -> None:
         """Sum those of a stage (None: all) that are not summed yet. Collective over the holders, after all
         backwards."""
-        for s, i, holder in self._holders:
+        waiting, self._waiting = self._waiting, []
+        for s, i, holder in waiting:
             p = holder.parameter
-            if id(p) not in self._waiting or not (stage is None or holder.stage in (None, stage)):
-                continue
-            del self._waiting[id(p)]
-            if s.plan.policy.gradient is None:
+            if stage is not None and holder.stage not in (None, stage):
+                self._waiting.append((s, i, holder))
+            elif s.plan.policy.gradient is None:
                 all_reduce_(p.main_grad.view(-1), self._group)
                 p.grad_ready()
             else:       # each in a bucket of its own, so that all holders have the same shards
