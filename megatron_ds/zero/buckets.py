@@ -1,23 +1,20 @@
 """`GradBuckets`: whole gradients in one flat buffer (ZeRO 0 and 1), reduced over the data-parallel ranks as
-they fill.
+they fill; and what it shares with sharded gradients, `GradientStore`.
 
 Each parameter gets `main_grad`, its view of the buffer, and `grad_ready()`, called once per contribution and
 backward. Layers that compute their weight gradient themselves add to main_grad and call grad_ready; for other
-parameters a hook adds what autograd accumulated. Micro-batches add up. Before the last one the buckets are
-*armed*: from then on contributions are counted, and a bucket whose parameters are all complete starts its
-reduction while backward continues.
+parameters a hook adds what autograd accumulated. Before the last micro-batch the buckets are *armed*: from
+then on contributions are counted, and a complete bucket starts its reduction while backward continues.
 
     backward of the last micro-batch     ..w4..w3..|..w2..|..w1..b1..|  finish
     reduction                                      |bucket 0 |bucket 1  |bucket 2, wait
 
-Note: in order. Buckets start strictly in the order of the layout; a complete bucket waits for those before
-it. So every rank issues the same collectives in the same order, even if one of them sends no token to some
-expert.
+Note: in order. A complete bucket waits for those before it. So every rank issues the same collectives in the
+same order, even if one of them sends no token to some expert.
 
-Note: sum. The reduction sums and nothing is divided: the loss of each micro-batch is scaled by its share of
-the *global* batch before backward. So the gradient of a micro-batch has the same bits for any number of
-ranks, also when fp16 overflows, and experts, which process the tokens of their whole expert-parallel group,
-need no factor of their own.
+Note: sum. The reduction divides nothing: the loss of each micro-batch is scaled by its share of the *global*
+batch before backward. So the gradient of a micro-batch has the same bits for any number of ranks, also when
+fp16 overflows, and experts, which process the tokens of their whole expert-parallel group, need no factor.
 """
 
 from collections.abc import Sequence

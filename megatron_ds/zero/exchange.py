@@ -5,18 +5,15 @@
                               ↓ / divisor, cast                    ↑ cast, × divisor
     sent (fp16)          |--------- bucket ---------|   sum   |- shard -|
 
-In the dtype in which gradients accumulate they are summed in place. Another dtype has buffers of its own, two
-of them for any number of buckets.
+In the dtype in which gradients accumulate they are summed in place. Another dtype has two buffers of its own.
 
-Note: divisor. Gradients are sums (see buckets.py), there is nothing to average. A 16-bit sum of n ranks can
-leave the range of fp16 although each of its terms and the fp32 sum are inside: dividing before and
-multiplying after avoids that. With a power of two that is exact, except for elements below 2^-14 times the
-divisor, which lose bits or vanish.
+Note: divisor. A 16-bit sum of n ranks can leave the range of fp16 although each of its terms and the fp32 sum
+are inside: dividing before and multiplying after avoids that. With a power of two that is exact, except for
+elements below 2^-14 times the divisor, which lose bits or vanish.
 
 Another strategy (compressed gradients, for example) is a class with the same methods, given as
 `ZeroSettings.exchange`. It may leave buckets unreduced, and may keep state for each bucket, such as the error
-of the last compression. Such state belongs to one rank and one layout, so checkpoints do not contain it; it
-begins anew when a run is resumed.
+of the last compression. Such state belongs to one rank and one layout: checkpoints do not contain it.
 """
 
 from collections import deque

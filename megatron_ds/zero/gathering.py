@@ -1,17 +1,10 @@
 """ZeRO 3: `LayerGathering`, when the parameters of a pipeline stage's layers are whole; `Unit`, the
 parameters that one layer owns of a set, gathered and freed together.
 
-Layers are used in the order of their list, in backward in reverse; nothing is traced.
-
-    enter(i)         gather layer i and wait for it; start the next layers (backward: the previous), as far as
-                     prefetch allows
-    leave(i)         free what no other layer has claimed; in backward, also reduce the gradients that are
-                     complete with it
-    keep_gathered    all layers stay whole until release_gathered
-
-A layer may need units of other layers: a head that shares the embedding's weight claims the embedding's unit,
-also if the two are on different stages of one rank. Collectives start in these calls only, so their order is
-the same on all ranks.
+Layers are used in the order of their list, in backward in reverse; nothing is traced. A layer may need units
+of other layers: a head that shares the embedding's weight claims the embedding's unit, also if the two are on
+different stages of one rank. Collectives start in `enter`, `leave` and `keep_gathered` only, so their order
+is the same on all ranks.
 
 Two gathers are avoided. The last layer stays whole after its forward, because the next backward of this stage
 begins with it. A layer whose backward does not read its weights (an embedding) is not gathered for it. So a
@@ -23,10 +16,9 @@ Terms:  a *unit* is a run of whole buckets: what is gathered at a time. Its *fla
         storage of no bytes, or addresses without memory; *whole*, that it is gathered.
 
 Note: why the storage and not the tensor. Autograd, saved tensors and layers hold the parameter, or views of
-it, from forward to backward. Shrinking the storage to nothing and growing it again leaves all of them valid;
-their contents are undefined until the next gather. Refilling goes through `flat`, whose version counter is
-not that of the parameters: to autograd, a parameter that was freed and gathered again has not changed. (It
-has the same values: updates happen when no graph is alive.)
+it, from forward to backward. Shrinking the storage to nothing and growing it again leaves all of them valid.
+Refilling goes through `flat`, whose version counter is not that of the parameters: to autograd, a parameter
+that was freed and gathered again has not changed. (Nor has it: no graph is alive during an update.)
 
 Ranks of one host can share the memory of their parts (`SharedParts`). A unit is then gathered by mapping the
 pages of its parts next to each other: nothing is copied and no rank waits. A part has the same offset in a
@@ -52,7 +44,7 @@ from ..mpu.collectives import all_gather_into_
 from ..mpu.group import DONE, Group, Work
 from .layout import Bucket, Layout
 from .set_plan import ParameterUse, SetPlan
-from .tiers import Array, InMemory
+from .tiers import Array
 
 
 class GatherUnit:
@@ -180,7 +172,7 @@ class SharedParts:
         self._parts, nbytes = _plan_parts(layout.buckets, group.size, dtype.itemsize)
         self._start, own = self._memory.allocate(nbytes)
         mine = [parts[group.rank] for parts in self._parts]
-        self.arrays = [InMemory(own[part.start:part.start + part.nbytes].view(dtype)) for part in mine]
+        self.arrays = [Array(own[part.start:part.start + part.nbytes].view(dtype)) for part in mine]
 
     def map(self, first: int, stop: int) -> PageMapping:
         """Buckets [first, stop), one after the other, as in the flat buffer."""

@@ -12,13 +12,11 @@ contribution, summed over the ranks into shards when the bucket is complete, and
 
 A *cycle* begins with `arm` and reduces every bucket once, in order: those that fill up during backward, the
 rest when the next cycle begins or in `finish`. Armed before each micro-batch, gradients exist only as shards.
-Armed before the last one only, whole buffers are kept from the first micro-batch to the last and reduced
-once: fewer bytes are sent, more are held.
+Armed before the last one only, whole buffers are kept until then: fewer bytes are sent, more are held.
 
-Note: any order of contributions is correct. A sum does not depend on the cycle in which a contribution is
-counted: one that arrives before its cycle is armed, or after its bucket was reduced, stays in a borrowed
-buffer until the next turn of the bucket. A parameter without a contribution on some rank adds zero there and
-delays no other rank: all ranks reduce the same buckets in the same order whatever they received.
+Note: any order of contributions is correct. One that arrives before its cycle is armed, or after its bucket
+was reduced, stays in a borrowed buffer until the next turn of the bucket. A parameter without a contribution
+on some rank adds zero there: all ranks reduce the same buckets in the same order whatever they received.
 """
 
 from collections.abc import Sequence

@@ -21,7 +21,7 @@ from ..mpu.param_spec import ParamSpec
 from .data_groups import Hierarchy
 from .gathering import MappedUnit, SharedParts, Unit
 from .layout import Layout, ShardPiece, SlotPiece
-from .tiers import Array, InMemory, Tier
+from .tiers import Array, Tier
 
 Draw = Callable[[ParamSpec, int, torch.Tensor], None]
 """Fills a flat tensor with the initial values of elements [start, start + len) of a local parameter."""
@@ -87,7 +87,7 @@ class WholeParameters(ParameterStore):
         return self.flat[piece.flat:piece.flat + piece.padded_numel]
 
     def array_of(self, first: SlotPiece, numel: int) -> Array:
-        return InMemory(self.flat[first.flat:first.flat + numel])
+        return Array(self.flat[first.flat:first.flat + numel])
 
     def refresh(self) -> None:
         """Collective if sharded."""

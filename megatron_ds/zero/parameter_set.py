@@ -26,7 +26,7 @@ from .param_store import Draw, ParameterStore, ShardedParameters, WholeParameter
 from .set_plan import SHARED, ParameterUse, SetPlan, is_tied
 from .settings import ZeroSettings
 from .shard_optimizer import Leaf, make_leaf
-from .tiers import InMemory, MemoryTier, Tiers
+from .tiers import Array, MemoryTier, Tiers
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class SetMaker:
                    parameters: Sequence[nn.Parameter]) -> SubGroup:
         first, numel, tier = plan.pieces[0], plan.numel, self.tiers.optimizer
         weights, start = store.array_of(first, numel), buckets.start_of(first)
-        arrays = {MASTER: weights, GRAD: InMemory(buckets.flat[start:start + numel])}
+        arrays = {MASTER: weights, GRAD: Array(buckets.flat[start:start + numel])}
         if weights.tensor.dtype != torch.float32:
             [arrays[MASTER]] = tier.arrays([numel], torch.float32)
             arrays[LOW] = weights

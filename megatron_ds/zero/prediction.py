@@ -3,29 +3,28 @@ allocated. Pure.
 
 Bytes that are kept:
 
-    kind         bytes per element, padding included                       split from
-    parameters   size of the model's dtype                                 stage 3, over all ranks or an inner
-                 group
-    gradients    size of the gradients'                                    stage 2
-    masters      4, none if the model itself is fp32                       stage 1
-    optimizer    4 per state tensor (2 for Adam)                           stage 1
+    kind         bytes per element, padding included     split from
+    parameters   size of the model's dtype               stage 3, over all ranks or an inner group
+    gradients    size of the gradients'                  stage 2
+    masters      4, none if the model itself is fp32     stage 1
+    optimizer    4 per state tensor (2 for Adam)         stage 1
 
 Rajbhandari et al. 2020 (arXiv:1910.02054), section 3.1, count 2 + 2 + 12 bytes for 16-bit Adam; gradients
-that accumulate in fp32, the default here, make it 2 + 4 + 12. Not counted is working memory: what is gathered
-or fills up temporarily.
+that accumulate in fp32, the default here, make it 2 + 4 + 12. Not counted is what is gathered or fills up
+temporarily.
 
 Bytes that are sent over the data-parallel ranks in a step, with Ψ elements, padding included, and m
-micro-batches (payload as in mpu/group.py, which a ring multiplies by (n-1)/n, an all-reduce by twice that):
+micro-batches (payload as in mpu/group.py, gradients in the dtype in which they are sent):
 
     stage 0   all-reduce Ψ
     stage 1   reduce-scatter Ψ, all-gather Ψ
     stage 2   reduce-scatter m Ψ (once if whole gradients are kept), all-gather Ψ
     stage 3   reduce-scatter as stage 2, all-gather 2 m Ψ (Ψ if the stage is kept gathered), less what
-    `gathering` avoids
-              over an inner group of h; then over the outer one reduce-scatter 1/h of that, and all-gather Ψ/h
+              `gathering` avoids, over an inner group of h; then over the outer one reduce-scatter 1/h of
+              that, and all-gather Ψ/h
 
-Gradients count in the dtype in which they are sent. For m = 1 these are the 2Ψ, 2Ψ, 2Ψ and 3Ψ of section 7.
-Gathers are counted by running `LayerGathering` on units that only count.
+For m = 1 these are the 2Ψ, 2Ψ, 2Ψ and 3Ψ of section 7. Gathers are counted by running `LayerGathering` on
+units that only count.
 """
 
 from collections import Counter

@@ -15,7 +15,7 @@ import torch
 
 from ..config.parallel_options import ZeroConfig
 from ..host.async_io import ALIGNMENT, AsyncIO, Then, aligned_empty, make_io
-from ..host.memory_maps import huge_page_zeros
+from ..host.memory_maps import huge_page_zeros, round_up
 from ..host.scratch_file import Region, ScratchFile
 from ..mpu.group import DONE, Work
 
@@ -52,34 +52,12 @@ class OffloadSettings:
                    zero.nvme_block_size, zero.nvme_queue_depth, zero.nvme_threads)
 
 
-class Array(Protocol):
-    """Flat state of one dtype. During a read or write neither the buffer nor `tensor` may be used.
-
-    padded_numel  elements that a buffer to read into must have
-    """
-
-    tensor: torch.Tensor
-    padded_numel: int
-
-    def part(self, start: int, stop: int) -> "Array":
-        """Elements [start, stop)."""
-
-    def is_at(self, device: torch.device, dtype: torch.dtype) -> bool:
-        """Whether `tensor` has this device and dtype, so that no copy is needed."""
-
-    def read(self, out: torch.Tensor) -> Work:
-        """Begin to copy to a buffer, which may be of another dtype."""
-
-    def write(self, values: torch.Tensor) -> Work:
-        """Begin to copy from a buffer."""
-
-
 class Tier(Protocol):
     """is_plain: ordinary host memory, neither page-locked nor a file."""
 
     is_plain: bool
 
-    def arrays(self, sizes: Sequence[int], dtype: torch.dtype) -> list[Array]:
+    def arrays(self, sizes: Sequence[int], dtype: torch.dtype) -> list["Array"]:
         """Make arrays of zeros."""
 
     def settle(self) -> None:
@@ -117,25 +95,31 @@ def open_tiers(settings: OffloadSettings, device: torch.device) -> Tiers:
 
 # ---------------------------------------------------------------------------------------------------- memory
 @dataclass(frozen=True)
-class InMemory(Array):
-    """An array in memory."""
+class Array:
+    """Flat state of one dtype, in memory unless a subclass keeps it elsewhere. During a read or write neither
+    the buffer nor `tensor` may be used."""
 
     tensor: torch.Tensor
 
     @property
     def padded_numel(self) -> int:
+        """Elements that a buffer to read into must have."""
         return self.tensor.numel()
 
-    def part(self, start: int, stop: int) -> "InMemory":
-        return InMemory(self.tensor[start:stop])
+    def part(self, start: int, stop: int) -> "Array":
+        """Elements [start, stop)."""
+        return Array(self.tensor[start:stop])
 
     def is_at(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether `tensor` has this device and dtype, so that no copy is needed."""
         return self.tensor.device == device and self.tensor.dtype == dtype
 
     def read(self, out: torch.Tensor) -> Work:
+        """Begin to copy to a buffer, which may be of another dtype."""
         return _copy(out, self.tensor)
 
     def write(self, values: torch.Tensor) -> Work:
+        """Begin to copy from a buffer."""
         return _copy(self.tensor, values)
 
 
@@ -150,7 +134,7 @@ class MemoryTier(Tier):
         numel = sum(sizes)
         zeros = (torch.zeros(numel, dtype=dtype, pin_memory=True) if self._page_locked
                  else huge_page_zeros(numel, dtype=dtype, device=self.device))
-        return [InMemory(part) for part in zeros.split(list(sizes))]
+        return [Array(part) for part in zeros.split(list(sizes))]
 
 
 class Buffers:
@@ -191,7 +175,6 @@ class OnDisk(Array):
     """An array in a scratch file; `tensor` is a memory map of it."""
 
     region: Region
-    tensor: torch.Tensor
 
     @property
     def padded_numel(self) -> int:
@@ -200,9 +183,9 @@ class OnDisk(Array):
     def part(self, start: int, stop: int) -> "OnDisk":
         """start: at a page of the file."""
         size = self.tensor.element_size()
-        last = -(-stop * size // ALIGNMENT) * ALIGNMENT
-        region = Region(self.region.file, self.region.offset + start * size, last - start * size)
-        return OnDisk(region, self.tensor[start:stop])
+        nbytes = round_up(stop * size, ALIGNMENT) - start * size
+        region = Region(self.region.file, self.region.offset + start * size, nbytes)
+        return OnDisk(self.tensor[start:stop], region)
 
     def is_at(self, device: torch.device, dtype: torch.dtype) -> bool:
         """Never: a map would read through the page cache."""
@@ -235,9 +218,9 @@ class DiskTier(Tier):
     def arrays(self, sizes: Sequence[int], dtype: torch.dtype) -> list[Array]:
         made = []
         for numel in sizes:
-            region = self._file.allocate(-(-numel * dtype.itemsize // ALIGNMENT) * ALIGNMENT)
+            region = self._file.allocate(round_up(numel * dtype.itemsize, ALIGNMENT))
             self._regions.append(region)
-            made.append(OnDisk(region, region.map(dtype, numel)))
+            made.append(OnDisk(region.map(dtype, numel), region))
         return made
 
     def settle(self) -> None:
