@@ -63,8 +63,7 @@ class Then:
 class AsyncIO:
     """An engine. tensor: contiguous, on the CPU, any dtype; offset: bytes from the start of the file.
 
-    Transfers of one engine overlap and complete in any order. Several threads may call it; a forked child
-    may not.
+    Transfers overlap and complete in any order. Several threads may call it; a forked child may not.
     """
 
     def read(self, fd: int, tensor: torch.Tensor, offset: int) -> Work:
@@ -102,11 +101,10 @@ class _Request:
 
 def make_io(kind: str = "auto", *, queue_depth: int = 32, threads: int = 8,
             block_bytes: int = 1 << 20) -> AsyncIO:
-    """The engine of that name in ENGINES; "auto" is io_uring where it works, else threads, with one line in
-    the log.
+    """The engine of that name; "auto" is io_uring where it works, else threads, with one line in the log.
 
-    queue_depth, threads  blocks in flight together, of io_uring and of threads
-    Raises ConfigError for another name or impossible numbers, and for io_uring where it does not work.
+    queue_depth, threads: blocks in flight together, of io_uring and of threads. Raises ConfigError for other
+    names, impossible numbers, and for io_uring where it does not work.
     """
     if kind not in ENGINES:
         raise ConfigError(f"Disk access '{kind}' does not exist. Use one of {', '.join(ENGINES)}.")
@@ -123,11 +121,7 @@ def make_io(kind: str = "auto", *, queue_depth: int = 32, threads: int = 8,
 
 
 def aligned_empty(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """[numel] on the CPU that begins at a page, as direct access needs; zeros until written to.
-
-    Large ones are on large pages where the system offers them: a transfer then has fewer pages to look up
-    and lock.
-    """
+    """[numel] on the CPU that begins at a page, as direct access needs, on large pages if it has several."""
     return anonymous_zeros(numel, dtype) if numel else torch.empty(0, dtype=dtype)
 
 

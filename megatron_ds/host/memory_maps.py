@@ -154,14 +154,12 @@ class SharedPages:
 
 
 class Mapping:
-    """Parts of the ranks' files as one tensor, `bytes`, uint8; valid between `populate` and `drop`. Writes
-    to it stay private.
+    """Parts of the ranks' files as one tensor, `bytes`, uint8; valid between `populate` and `drop`.
 
         part 0   |-- pages --|-- pages --|- piece -|
         part 1                           |- piece -|-- pages --|-- pages --|
 
-    A page that holds the end of one part and the start of the next is a copy of both pieces. Raises OSError
-    where the system has no room.
+    Pieces of pages are copied. Writes stay private. Raises OSError where the system has no room.
     """
 
     def __init__(self, shared: SharedPages, parts: Sequence[Part]):

@@ -42,9 +42,8 @@ STRIDE = 2048 * mmap.PAGESIZE       # the largest folio: see "two ways to one by
 class ScratchFile:
     """A file without a name in `directory`, whose regions are reached through the engine `io`.
 
-    direct: use O_DIRECT where the file system allows it; where it does not, one line in the log gives the
-    reason. The caller closes `io`, after this file. Raises ConfigError for a directory that is missing or
-    cannot be written to.
+    direct: use O_DIRECT where the file system allows it, else log the reason. The caller closes `io`, after
+    this file. Raises ConfigError for a directory that is missing or cannot be written to.
     """
 
     def __init__(self, directory: str | os.PathLike, io: AsyncIO, *, direct: bool = True):

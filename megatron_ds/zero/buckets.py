@@ -88,8 +88,7 @@ class GradientStore:
         """Zero all gradients and start counting anew."""
 
     def arm(self, stage: int | None = None) -> None:
-        """The next backward of `stage` (None: of all) completes its gradients: count contributions from now
-        on."""
+        """The next backward of `stage` (None: of all) completes its gradients: count from now on."""
 
     def close(self, bucket: int) -> None:
         """No more contributions to buckets up to this one are on their way."""
@@ -98,8 +97,7 @@ class GradientStore:
         """Reduce what is there; more gradients are added to it and reduced later. Collective."""
 
     def finish(self) -> None:
-        """Reduce what is not reduced yet, wait for everything, then sum partial gradients over tp.
-        Collective."""
+        """Reduce the rest, wait for everything, then sum partial gradients over tp. Collective."""
         self._launch_up_to(len(self.layout.buckets))
         self._wait()
         sum_coalesced(self._partial, self._tp)
@@ -224,11 +222,7 @@ class GradBuckets(GradientStore):
 
 
 def sum_coalesced(views: list[torch.Tensor], group: Group) -> None:
-    """Sum small tensors over the group in one message.
-
-    Sums commute, so this comes after the data-parallel reduction: once a step, and of the shard only where
-    there is one.
-    """
+    """Sum small tensors over the group in one message, after the data-parallel reduction: once a step."""
     if group.size == 1 or not views:
         return
     joined = torch.cat(views)

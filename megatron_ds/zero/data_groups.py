@@ -101,8 +101,7 @@ class DataGroups:
                 "parameters. Give the group in `by_axes`.")
 
     def sharing_memory(self) -> "DataGroups":
-        """The same; ranks of one host that gather weights map each other's memory. Collective over the data
-        group."""
+        """The same, where ranks of one host share the memory of weights. Collective over the data group."""
         if self.inner is not None:
             return replace(self, inner=share_memory(self.inner))
         return replace(self, by_axes={**self.by_axes, DATA_AXES: share_memory(self.data)})

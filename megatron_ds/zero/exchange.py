@@ -67,12 +67,10 @@ class GradientExchange(Protocol):
         """Bytes of buffers and state that it holds now."""
 
     def planned_bytes(self, longest: int, ranks: int) -> int:
-        """Bytes that it will hold, with buckets of up to `longest` elements and this many data-parallel
-        ranks."""
+        """Bytes that it will hold, with buckets of up to `longest` elements and this many ranks."""
 
     def sent(self, numel: int, buckets: int, ranks: Hierarchy, *, sharded: bool) -> Iterator[Sent]:
-        """What it sends to reduce `buckets` buckets of `numel` elements in total. Groups of one rank may be
-        included."""
+        """What it sends to reduce `buckets` buckets of `numel` elements in total; also to groups of one."""
 
     def begin(self) -> None:
         """A step begins. Reductions of an earlier step that failed may be unfinished: finish them."""
@@ -107,8 +105,6 @@ class FullPrecisionExchange(GradientExchange):
         return (UNDER_WAY + 1) * longest * self.dtype.itemsize if self._wire and ranks > 1 else 0
 
     def sent(self, numel: int, buckets: int, ranks: Hierarchy, *, sharded: bool) -> Iterator[Sent]:
-        """An all-reduce, or a reduce-scatter over the inner group and then of each part over the outer
-        one."""
         nbytes = numel * self.dtype.itemsize
         if not sharded:
             yield "all_reduce", ranks.data, nbytes, buckets
@@ -190,9 +186,8 @@ class FullPrecisionExchange(GradientExchange):
 class TwoHops:
     """A collective that is followed by another.
 
-    Note: when. The second hop of a bucket begins right after the first hop of the next bucket, not when its
-    result is waited for, which may be at different times on different ranks: all ranks issue all collectives
-    in the same order.
+    The second hop of a bucket begins right after the first hop of the next bucket, not in `wait`, which ranks
+    may call at different times: all ranks issue all collectives in the same order.
     """
 
     __slots__ = ("_work", "_second")

@@ -125,11 +125,9 @@ class Unit(GatherUnit):
 
 
 class MappedUnit(Unit):
-    """A unit of ranks that share the memory of their parts: whole when their pages are mapped, one part after
-    the other.
+    """A unit of ranks that share the memory of their parts: whole when their pages are mapped.
 
-    A gather is counted as usual, but copies nothing. While the unit is free, reading `flat` is a segmentation
-    fault.
+    A gather is counted as usual, but copies nothing. Reading `flat` of a free unit is a segmentation fault.
     """
 
     def __init__(self, layer: int, first_bucket: int, last_bucket: int, dtype: torch.dtype,
@@ -161,8 +159,7 @@ class SharedParts:
     """This rank's parts of all buckets in memory that the other ranks of the host can map.
 
     All ranks of the group allocate in the same way, without communication. They must synchronize (a barrier)
-    between writing parts and mapping them, and between using what was mapped and writing. Raises OSError if
-    there is no memory.
+    between writing parts and mapping them, and between using what was mapped and writing. Raises OSError.
 
     arrays: this rank's part of each bucket, zeros at first
     """

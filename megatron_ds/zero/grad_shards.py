@@ -34,11 +34,9 @@ from .layout import Layout, SlotPiece
 class GradShards(GradientStore):
     """A `GradientStore` of one pipeline stage; `flat` is this rank's shard.
 
-    The parameters get `take_main_grad` in place of `main_grad`.
-
-    pool       of the buffers in which gradients fill up; gradients have its dtype
-    reduction  overlap: reduce a bucket when the announced contributions have arrived; else when it is closed,
-               or when the cycle ends
+    The parameters get `take_main_grad` in place of `main_grad`. pool: of the buffers in which gradients fill
+    up, in its dtype. A bucket is reduced when its contributions have arrived, or, without
+    `reduction.overlap`, when it is closed or the cycle ends.
     """
 
     def __init__(self, holders: Sequence[Holder], layout: Layout, reduction: Reduction, *, pool: BufferPool):

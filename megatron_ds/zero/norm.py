@@ -51,12 +51,10 @@ def is_counted(spec: ParamSpec, tp_rank: int) -> bool:
 
 def norm_views(flat: torch.Tensor, pieces: Iterable[SlotPiece],
                start_of: Callable[[SlotPiece], int]) -> list[torch.Tensor]:
-    """The gradients of the pieces as few 2-D views: neighbours are joined, each run cut into whole rows and a
-    short one.
+    """The gradients of the pieces as few 2-D views: neighbours are joined, runs cut into rows and a rest.
 
     flat, start_of: where the gradients are. Pieces are neighbours if they are so in the *whole* buffer: the
-    order in which squares are added, and with it each bit of the norm, does not depend on the share of it
-    that this rank keeps.
+    order in which squares are added does not depend on the share of it that this rank keeps.
     """
     runs: list[list[int]] = []
     end = None
@@ -89,8 +87,7 @@ def squared_norm(views: list[torch.Tensor], device: torch.device) -> torch.Tenso
 
 
 def sum_over_ranks(squares: torch.Tensor, received: Mapping[str, bool], groups: DataGroups) -> float:
-    """The sum of `squares` over all ranks, the same float on each. Collective over the data and the model
-    group.
+    """The sum of `squares` over all ranks. Collective over the data and the model group.
 
     Raises MegatronDSError, on all ranks, if data-parallel ranks `received` gradients of different parameters.
     """
@@ -108,8 +105,7 @@ def sum_over_ranks(squares: torch.Tensor, received: Mapping[str, bool], groups: 
 
 
 def report_divergence(received: Mapping[str, bool], data: Group, model: Group) -> None:
-    """Raise, on all ranks, an error that names a parameter and the ranks with and without it. Collective over
-    both groups."""
+    """Raise an error that names a parameter and the ranks with and without it. Collective over the groups."""
     first = None
     of_ranks = all_gather_object(dict(received), data)
     for name in received:
@@ -148,8 +144,7 @@ class ParameterNorms:
     two pipeline stages. A call makes one all-reduce for all parameters over each group that has parts, and no
     host synchronization. It is collective; ranks without parts of any parameter call it with empty lists.
 
-    entries: all parameters of the optimizers that ask for norms, in the same order on all ranks of the same
-    stages
+    entries: parameters whose optimizers ask for norms, in the same order on all ranks of the same stages
     """
 
     def __init__(self, entries: Sequence[NormEntry], groups: DataGroups, device: torch.device):
@@ -164,8 +159,7 @@ class ParameterNorms:
                            for axes in groups.by_axes if any(e.is_split and e.axes == axes for e in entries)}
 
     def __call__(self, values: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The norm, [len(parameters)] in fp32, of the logical parameter that each of `parameters` is a part
-        of.
+        """The norm, [len(parameters)] in fp32, of the logical parameter that each of `parameters` is part of.
 
         values: for each a tensor of the same length: the part itself, its update, ...
         """
@@ -221,8 +215,7 @@ class ScalerRule:
 
 @dataclass(frozen=True, slots=True)
 class ScalerState:
-    """scale, lives left, the iteration of the last overflow (-1: none yet) and the number of iterations so
-    far."""
+    """lives: left. last_overflow: its iteration, -1 before the first. iteration: their number so far."""
 
     scale: float
     lives: int
@@ -230,8 +223,7 @@ class ScalerState:
     iteration: int = 0
 
     def after(self, overflow: bool, rule: ScalerRule) -> "ScalerState":
-        """The state after one more step. Raises ConfigError if the scale would have to fall below the
-        minimum."""
+        """The state after one more step. Raises ConfigError if the scale would fall below the minimum."""
         if not rule.dynamic:
             return self
         scale, lives, last_overflow = self.scale, self.lives, self.last_overflow
@@ -278,8 +270,7 @@ class LossScaler:
                 "loss_scale_last_overflow": s.last_overflow, "loss_scale_iteration": s.iteration}
 
     def load_numbers(self, numbers: dict[str, float]) -> None:
-        """Restore what `numbers` returned; a run that was saved without dynamic scaling leaves the state as
-        configured."""
+        """Restore what `numbers` returned; without numbers the state stays as configured."""
         if self.rule.dynamic and "loss_scale" in numbers:
             self.state = ScalerState(float(numbers["loss_scale"]), int(numbers["loss_scale_lives"]),
                                      int(numbers["loss_scale_last_overflow"]),

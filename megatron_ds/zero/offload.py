@@ -50,8 +50,7 @@ def plan_sub_groups(layout: Layout, pieces: Sequence[SlotPiece], elements: int,
                     ratio: float) -> tuple[tuple[SubGroupPlan, ...], tuple[SlotPiece, ...]]:
     """(sub-groups, pieces that stay on the device): the first `ratio` of all elements are offloaded.
 
-    pieces: those of this rank, in buffer order; they are cut where a sub-group ends. elements: of a
-    sub-group, about.
+    pieces: of this rank, in buffer order; cut where a sub-group ends. elements: of a sub-group, about.
     """
     elements = max(elements // PAGE_ELEMENTS, 1) * PAGE_ELEMENTS
     left = round(sum(piece.padded_numel for piece in pieces) * ratio)
@@ -93,11 +92,9 @@ class Staged:
 
 
 class SubGroup:
-    """Leaves that are updated together. `arrays`: everything that the update reads or writes, flat, each in
-    its tier.
+    """Leaves that are updated together. arrays: all that the update reads or writes, flat, each in its tier:
 
-    master  fp32 weights     grad  read only, converted to fp32     low  the model's 16-bit weights, written
-            only
+    master  fp32 weights     grad  read only, converted to fp32     low  16-bit weights, written only
     and the optimizer's own state under its own names
     """
 

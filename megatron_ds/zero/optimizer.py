@@ -42,7 +42,6 @@ CLIP_EPSILON = 1e-6      # as in Megatron: coefficient = clip / (norm + 1e-6), a
 @dataclass(frozen=True)
 class StepResult:
     """grad_norm: of the unscaled gradient, before clipping; not finite if the step was skipped for overflow.
-
     loss_scale: the factor of this step's loss.
     """
 
@@ -109,14 +108,12 @@ class ZeroOptimizer:
 
     # -------------------------------------------------------------------------------- parameters in shards
     def gathering_of(self, stage: int) -> LayerGathering | None:
-        """Its `enter` and `leave` are called around the layers of a stage; None if parameters are always
-        whole."""
+        """`enter` and `leave` are called around its layers; None if parameters are always whole."""
         gathering = self._gathering.get(stage)
         return gathering if gathering is not None and any(gathering.needs) else None
 
     def keep_gathered(self, stage: int) -> None:
-        """Begin to gather all layers of a stage; they stay whole until `release_gathered`. `enter` waits for
-        each."""
+        """Begin to gather all layers of a stage, whole until `release_gathered`. `enter` waits for each."""
         if gathering := self.gathering_of(stage):
             gathering.keep_gathered()
 
@@ -157,32 +154,26 @@ class ZeroOptimizer:
         self._tied.begin()
 
     def arm(self, stage_index: int | None = None) -> None:
-        """The next backward of this stage (None: of all) completes its gradients: reduce buckets as they
-        fill."""
+        """The next backward of this stage (None: of all) completes its gradients: reduce full buckets."""
         for s in self.trained:
             s.buckets.arm(stage_index)
 
     def reopen(self) -> None:
-        """After `arm` and its backward: further gradients are added before the step, and `arm` follows again.
-        Collective."""
+        """After `arm` and its backward: gradients are added, and `arm` follows again. Collective."""
         for s in self.trained:
             s.buckets.reopen()
 
     def reduce_tied(self, stage_index: int | None = None) -> None:
-        """Sum the gradients of parameters held by several stages. Collective over the holders, after all
-        their backwards."""
+        """Sum gradients of parameters that several stages hold, after all their backwards. Collective."""
         self._tied.reduce(stage_index)
 
     @torch.no_grad()
     def step(self, lr: float | None, weight_decay: float = 0.0, grad_divisor: float = 1.0) -> StepResult:
-        """Update with the sum over the data group of the gradients, divided by `grad_divisor`. Collective
-        over the world.
+        """Update with the sum of the gradients over the data group, divided by `grad_divisor`, unless one of
+        any rank is not finite. Collective over the world.
 
-        lr, weight_decay: for all parameter groups. lr None: torch's parameter groups have their own values of
-        both.
-
-        Skips the update if a gradient of any rank is not finite. Raises ConfigError if the loss scale cannot
-        be lowered any more.
+        lr, weight_decay: of all parameter groups; lr None: torch's parameter groups have their own of both.
+        Raises ConfigError if the loss scale cannot be lowered any more.
         """
         scale = self.loss_scale
         divisor = scale * grad_divisor
@@ -262,8 +253,7 @@ class ZeroOptimizer:
 
     @torch.no_grad()
     def after_load(self) -> None:
-        """Pieces were overwritten: set the model's parameters from the masters. Collective over the data
-        group."""
+        """Pieces were overwritten: set the model's parameters. Collective over the data group."""
         round_masters(leaf for s in self.sets for leaf in s.leaves)
         self._tiers.settle()
         self._refresh()
@@ -291,8 +281,7 @@ class ZeroOptimizer:
 
     @property
     def working_bytes(self) -> int:
-        """Bytes of the buffers in which gradients fill up and are sent, and in which offloaded state is
-        updated."""
+        """Bytes of buffers in which gradients fill up and are sent, and offloaded state is updated."""
         return self._pool.nbytes + self.exchange.nbytes + self.offloaded.working_bytes
 
     def traffic(self, microbatches: int, reduce_each: bool, keeps_gathered: bool,
@@ -327,8 +316,7 @@ class ZeroOptimizer:
         self._synchronize()
 
     def _synchronize(self) -> None:
-        """Ranks that map each other's weights wait for each other. (After an update; before it the norm does
-        so.)"""
+        """Ranks that map each other's weights wait for each other. (Before an update the norm does so.)"""
         groups = {id(s.store.ranks.inner): s.store.ranks.inner for s in self.sets if s.store.is_shared}
         for group in groups.values():
             barrier(group)

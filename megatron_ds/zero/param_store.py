@@ -9,7 +9,6 @@ place, or in ZeRO 3 layer by layer when it is needed.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -27,9 +26,8 @@ Draw = Callable[[ParamSpec, int, torch.Tensor], None]
 """Fills a flat tensor with the initial values of elements [start, start + len) of a local parameter."""
 
 
-class ParameterStore(Protocol):
-    """The weights of one set. Its parameters, in the order of layout.slots and of one dtype, become views of
-    flat buffers.
+class ParameterStore:
+    """The weights of one set. Its parameters, in the order of layout.slots, become views of flat buffers.
 
     ranks    ranks that hold the same parameters
     sharded  each rank updates its shard only
@@ -37,11 +35,11 @@ class ParameterStore(Protocol):
     units    what is gathered layer by layer; empty if parameters are whole
     """
 
-    layout: Layout
-    ranks: Hierarchy
-    sharded: bool
-    pieces: Sequence[SlotPiece]
-    units: Sequence[Unit]
+    units: Sequence[Unit] = ()
+
+    def __init__(self, layout: Layout, ranks: Hierarchy, sharded: bool):
+        self.layout, self.ranks, self.sharded = layout, ranks, sharded
+        self.pieces = layout.slot_intersections(ranks.shard) if sharded else layout.whole_slots()
 
     @property
     def nbytes(self) -> int:
@@ -50,6 +48,7 @@ class ParameterStore(Protocol):
     @property
     def is_shared(self) -> bool:
         """Whether other ranks map the memory of this rank's parts."""
+        return False
 
     def values_of(self, piece: SlotPiece) -> torch.Tensor:
         """The model's weights of a piece, padding included: a view."""
@@ -58,20 +57,15 @@ class ParameterStore(Protocol):
         """`numel` weights from the beginning of a piece on, in one bucket."""
 
     def refresh(self) -> None:
-        """This rank's pieces were updated: on return, or when units are gathered, those of the other ranks
-        are too."""
+        """This rank's pieces were updated: on return, or once gathered, those of the others are too."""
 
 
 class WholeParameters(ParameterStore):
     """A `ParameterStore` of parameters that are whole on every rank, in one flat buffer."""
 
-    units: tuple[Unit, ...] = ()
-    is_shared = False
-
     def __init__(self, parameters: Sequence[nn.Parameter], layout: Layout, ranks: Hierarchy, sharded: bool,
                  device: torch.device | None = None, draw: Draw | None = None):
-        self.layout, self.ranks, self.sharded = layout, ranks, sharded
-        self.pieces = layout.slot_intersections(ranks.shard) if sharded else layout.whole_slots()
+        super().__init__(layout, ranks, sharded)
         first = parameters[0]
         self.flat = huge_page_zeros(layout.numel, dtype=first.dtype, device=device or first.device)
         for slot, p in zip(layout.slots, parameters):
@@ -115,13 +109,11 @@ class ShardedParameters(ParameterStore):
     tier        of the parts, unless ranks share their memory
     """
 
-    sharded = True
-
     def __init__(self, parameters: Sequence[nn.Parameter], layout: Layout, ranks: Hierarchy,
                  unit_plans: Sequence[tuple[int, int, int]], device: torch.device, tier: Tier,
                  draw: Draw | None):
-        self.layout, self.ranks, self._device = layout, ranks, device
-        self.pieces = layout.slot_intersections(ranks.shard)
+        super().__init__(layout, ranks, sharded=True)
+        self._device = device
         here = ranks.inner.rank, ranks.inner.size
         self._parts = layout.shard_pieces(*here)
         dtype = parameters[0].dtype

@@ -31,9 +31,11 @@ from .tiers import Array, MemoryTier, Tiers
 
 @dataclass(frozen=True)
 class ParameterSet:
-    """parameters: in the order of the buffer. buckets: None if frozen. masters: of resident leaves in a
-    16-bit model.
+    """One set with its memory.
 
+    parameters  in the order of the buffer
+    buckets     None if frozen
+    masters     of resident leaves in a 16-bit model
     resident    leaves that are updated on the device
     sub_groups  offloaded leaves
     norm_views  the gradients of this rank's shard that count in the norm
@@ -78,8 +80,7 @@ class ParameterSet:
 
 @dataclass(frozen=True)
 class SetMaker:
-    """What all sets of a rank are made with; see `ZeroOptimizer`. pool: buffers in which sharded gradients
-    fill up."""
+    """What all sets of a rank are made with. pool: buffers in which sharded gradients fill up."""
 
     settings: ZeroSettings
     groups: DataGroups
@@ -216,8 +217,7 @@ class TiedGradients:
         self._waiting = self._holders
 
     def reduce(self, stage: int | None = None) -> None:
-        """Sum those of a stage (None: all) that are not summed yet. Collective over the holders, after all
-        backwards."""
+        """Sum those of a stage (None: all) that are not summed yet, after all backwards. Collective."""
         waiting, self._waiting = self._waiting, []
         for s, i, holder in waiting:
             p = holder.parameter

@@ -63,8 +63,7 @@ class ZeroMemory:
 
 @dataclass(frozen=True)
 class ElementBytes:
-    """Sizes per element. state_tensors: from the name of a parameter to its number of fp32 optimizer
-    tensors."""
+    """Sizes per element. state_tensors: name of a parameter → number of fp32 optimizer tensors."""
 
     parameter: int
     gradient: int = FP32_BYTES
@@ -158,8 +157,7 @@ KEEP, RELEASE = "keep_gathered", "release_gathered"      # a stage is gathered f
 
 
 def in_turn(stages: Iterable[int], microbatches: int, keeps_gathered: bool) -> Iterator[tuple[str, int]]:
-    """The moments of a step in which all micro-batches pass one stage, forward and backward, then the next
-    stage.
+    """The moments of a step in which all micro-batches pass one stage, then the next.
 
     How often a unit of a single stage is gathered is the same in every order that a schedule may have.
     """
@@ -174,8 +172,7 @@ def count_gathers(gatherings: Mapping[int, LayerGathering],
                   moments: Iterable[tuple[str, int]]) -> tuple[dict[GatherUnit, int], int]:
     """(how often each unit is gathered in a step, the most elements that are whole at a time).
 
-    gatherings: by stage. moments: (KEEP, "forward", "backward" or RELEASE; stage) in the order of the rank's
-    program.
+    gatherings: by stage. moments: (KEEP, "forward", "backward" or RELEASE; stage) in the program's order.
     """
     whole = Meter()
     counted = {unit: CountedUnit(unit.numel, whole)

@@ -115,8 +115,7 @@ def plan_parameters(parameters: Sequence[nn.Parameter], settings: ZeroSettings, 
                     use: ParameterUse) -> tuple[SetPlan, ...]:
     """The sets of `parameters`, which are given in forward order, each once.
 
-    Raises ConfigError if an optimizer needs whole tensors and a parameter is split over tensor-parallel
-    ranks.
+    Raises ConfigError if an optimizer needs whole tensors and tensor parallelism splits a parameter.
     """
     places, facts = use.places(), []
     for p in parameters:

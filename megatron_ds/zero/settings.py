@@ -80,8 +80,7 @@ class ZeroSettings:
     @classmethod
     def from_config(cls, config: RunConfig,
                     param_groups: tuple[ParamGroup, ...] | None = None) -> "ZeroSettings":
-        """param_groups: instead of those of `--optimizer`. Raises ConfigError for combinations that cannot
-        work."""
+        """param_groups: instead of those of `--optimizer`. Raises ConfigError for impossible combinations."""
         o, zero = config.optimizer, config.zero
         has_inner = zero.stage == 3 and zero.zero_hpz_partition_size > 1
         return cls(

@@ -203,8 +203,7 @@ class OnDisk(Array):
 
 
 class DiskTier(Tier):
-    """A scratch file in `directory`. It has no name, so a crash leaves no file that could be mistaken for
-    saved state.
+    """A scratch file in `directory`, without a name: a crash leaves none that looks like saved state.
 
     Raises ConfigError if the directory is missing or not writable, MegatronDSError if the disk is full.
     """
