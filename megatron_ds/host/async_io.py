@@ -18,6 +18,7 @@ import importlib
 import logging
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -43,30 +44,67 @@ class Work(Protocol):
         """
 
 
-class AsyncIO(Protocol):
+class Then:
+    """A work and an action that follows it, performed once, in the first `wait`."""
+
+    __slots__ = ("_work", "_action")
+
+    def __init__(self, work: Work, action: Callable[[], object]):
+        self._work, self._action = work, action
+
+    def wait(self) -> None:
+        """Wait, then perform the action."""
+        if self._work is not None:
+            self._work.wait()
+            self._action()
+            self._work = self._action = None
+
+
+class AsyncIO:
     """An engine. tensor: contiguous, on the CPU, any dtype; offset: bytes from the start of the file.
 
-    Transfers of one engine overlap and complete in any order. Several threads may call it; a forked child
-    may not.
+    Transfers overlap and complete in any order. Several threads may call it; a forked child may not.
     """
 
     def read(self, fd: int, tensor: torch.Tensor, offset: int) -> Work:
         """Start to fill `tensor` from the file."""
+        return self._start(_Request(False, fd, bytes_of(tensor), offset))
 
     def write(self, fd: int, tensor: torch.Tensor, offset: int) -> Work:
         """Start to write `tensor` to the file."""
+        return self._start(_Request(True, fd, bytes_of(tensor), offset))
 
     def close(self) -> None:
         """Wait for all transfers and free the threads; the engine cannot be used afterwards."""
 
+    def _start(self, request: "_Request") -> Work:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class _Request:
+    """A transfer. view: uint8."""
+
+    writes: bool
+    fd: int
+    view: torch.Tensor
+    offset: int
+
+    def check(self, moved: int, error: int) -> None:
+        """Raises OSError unless all bytes were moved."""
+        if error or moved != len(self.view):
+            why = os.strerror(error) if error else "the file ends there"
+            doing = "writing" if self.writes else "reading"
+            raise OSError(error or errno.EIO, f"{doing} {len(self.view)} bytes at offset {self.offset} moved "
+                                              f"{moved}: {why}")
+
 
 def make_io(kind: str = "auto", *, queue_depth: int = 32, threads: int = 8,
             block_bytes: int = 1 << 20) -> AsyncIO:
-    """The engine of that name in ENGINES; "auto" is io_uring where it works, else threads, with one line in
-    the log.
+    """The engine of that name; "auto" is io_uring where it works, else threads, with one line in the log.
 
-    queue_depth, threads  blocks in flight together, of io_uring and of threads
-    Raises ConfigError for another name or impossible numbers, and for io_uring where it does not work.
+    queue_depth, threads: blocks in flight together, of io_uring and of threads. Raises ConfigError for other
+    names, impossible numbers, and for io_uring where it does not work.
     """
     if kind not in ENGINES:
         raise ConfigError(f"Disk access '{kind}' does not exist. Use one of {', '.join(ENGINES)}.")
@@ -83,11 +121,7 @@ def make_io(kind: str = "auto", *, queue_depth: int = 32, threads: int = 8,
 
 
 def aligned_empty(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """[numel] on the CPU that begins at a page, as direct access needs; zeros until written to.
-
-    Large ones are on large pages where the system offers them: a transfer then has fewer pages to look up
-    and lock.
-    """
+    """[numel] on the CPU that begins at a page, as direct access needs, on large pages if it has several."""
     return anonymous_zeros(numel, dtype) if numel else torch.empty(0, dtype=dtype)
 
 
@@ -98,25 +132,19 @@ class ThreadIO(AsyncIO):
         self.block_bytes = _checked_block(block_bytes)
         self._pool = concurrent.futures.ThreadPoolExecutor(_checked_depth(threads), thread_name_prefix="disk")
 
-    def read(self, fd: int, tensor: torch.Tensor, offset: int) -> Work:
-        return self._start(_read_block, "reading", fd, tensor, offset)
-
-    def write(self, fd: int, tensor: torch.Tensor, offset: int) -> Work:
-        return self._start(_write_block, "writing", fd, tensor, offset)
-
     def close(self) -> None:
         self._pool.shutdown()
 
-    def _start(self, move, doing: str, fd: int, tensor: torch.Tensor, offset: int) -> "_ThreadWork":
-        view = memoryview(bytes_of(tensor).numpy())
-        starts = range(0, len(view), self.block_bytes)
-        blocks = [self._pool.submit(move, fd, view[i:i + self.block_bytes], offset + i) for i in starts]
-        return _ThreadWork(_Request(doing, len(view), offset), blocks)
+    def _start(self, request: _Request) -> "_ThreadWork":
+        view = memoryview(request.view.numpy())
+        blocks = [self._pool.submit(_move_block, request.writes, request.fd, view[i:i + self.block_bytes],
+                                    request.offset + i) for i in range(0, len(view), self.block_bytes)]
+        return _ThreadWork(request, blocks)
 
 
 @dataclass(frozen=True)
 class _ThreadWork:
-    request: "_Request"
+    request: _Request
     blocks: list[concurrent.futures.Future]
 
     def wait(self) -> None:
@@ -125,25 +153,16 @@ class _ThreadWork:
         self.request.check(sum(moved for moved, _ in results), errors[0] if errors else 0)
 
 
-def _read_block(fd: int, view: memoryview, offset: int) -> tuple[int, int]:
+def _move_block(writes: bool, fd: int, view: memoryview, offset: int) -> tuple[int, int]:
     """(bytes transferred, errno or 0). Fewer bytes than requested without an error: the file ends there."""
-    done = 0
+    move, done = os.pwritev if writes else os.preadv, 0
     try:
-        while done < len(view) and (moved := os.preadv(fd, [view[done:]], offset + done)):
+        while done < len(view) and (moved := move(fd, [view[done:]], offset + done)):
             done += moved
     except OSError as error:
         # After a short direct read the rest is no longer aligned. It was short because the file ends.
-        return done, 0 if done and error.errno == errno.EINVAL else error.errno
-    return done, 0
-
-
-def _write_block(fd: int, view: memoryview, offset: int) -> tuple[int, int]:
-    done = 0
-    try:
-        while done < len(view) and (moved := os.pwritev(fd, [view[done:]], offset + done)):
-            done += moved
-    except OSError as error:
-        return done, error.errno
+        at_end = done and error.errno == errno.EINVAL and not writes
+        return done, 0 if at_end else error.errno
     return done, 0
 
 
@@ -159,19 +178,13 @@ class UringIO(AsyncIO):
         self._ring = extension.Ring(_checked_depth(queue_depth), _checked_block(block_bytes))
         self._try()
 
-    def read(self, fd: int, tensor: torch.Tensor, offset: int) -> Work:
-        return self._start(False, "reading", fd, tensor, offset)
-
-    def write(self, fd: int, tensor: torch.Tensor, offset: int) -> Work:
-        return self._start(True, "writing", fd, tensor, offset)
-
     def close(self) -> None:
         self._ring.close()
 
-    def _start(self, write: bool, doing: str, fd: int, tensor: torch.Tensor, offset: int) -> "_UringWork":
-        view = bytes_of(tensor)
-        ticket = self._ring.submit(write, fd, view.data_ptr(), len(view), offset)
-        return _UringWork(self._ring, ticket, view, _Request(doing, len(view), offset))
+    def _start(self, request: _Request) -> "_UringWork":
+        view = request.view
+        ticket = self._ring.submit(request.writes, request.fd, view.data_ptr(), len(view), request.offset)
+        return _UringWork(self._ring, ticket, request)
 
     def _try(self) -> None:
         """Write a page and read it back: a system may allow a ring and forbid its operations."""
@@ -189,8 +202,8 @@ class UringIO(AsyncIO):
 class _UringWork:
     """Keeps the tensor, which the kernel accesses, until the transfer is complete; dropping it waits."""
 
-    def __init__(self, ring, ticket: int, view: torch.Tensor, request: "_Request"):
-        self._ring, self._ticket, self._view, self._request = ring, ticket, view, request
+    def __init__(self, ring, ticket: int, request: _Request):
+        self._ring, self._ticket, self._request = ring, ticket, request
         self._result: tuple[int, int] | None = None
         self._lock = threading.Lock()
 
@@ -201,7 +214,6 @@ class _UringWork:
         with self._lock:
             if self._result is None:
                 self._result = self._ring.wait(self._ticket)
-                self._view = None
             return self._result
 
     def __del__(self):
@@ -212,22 +224,6 @@ class _UringWork:
 @functools.cache
 def _log_threads(reason: str) -> None:
     logger.warning("Disk access runs on threads, which costs more CPU time than io_uring would: %s.", reason)
-
-
-@dataclass(frozen=True)
-class _Request:
-    """What a transfer should do, for its errors."""
-
-    doing: str
-    nbytes: int
-    offset: int
-
-    def check(self, moved: int, error: int) -> None:
-        """Raises OSError unless all bytes were moved."""
-        if error or moved != self.nbytes:
-            why = os.strerror(error) if error else "the file ends there"
-            what = f"{self.doing} {self.nbytes} bytes at offset {self.offset}"
-            raise OSError(error or errno.EIO, f"{what} moved {moved}: {why}")
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -33,6 +33,11 @@ MAP_FAILED = ctypes.c_void_p(-1).value
 MS_SYNC = 4
 
 
+def round_up(n: int, unit: int) -> int:
+    """The first multiple of `unit` from n on."""
+    return -(-n // unit) * unit
+
+
 def huge_page_zeros(numel: int, *, dtype: torch.dtype = torch.float32,
                     device: torch.device | str = "cpu") -> torch.Tensor:
     """torch.zeros(numel). A large one on the CPU is a memory map: freed, it returns to the system."""
@@ -141,7 +146,7 @@ class SharedPages:
 
         Ranks that make the same calls get the same first bytes.
         """
-        start, self._end = self._end, self._end + _up_to_page(nbytes)
+        start, self._end = self._end, self._end + round_up(nbytes, PAGE)
         os.ftruncate(self.files[self._rank], self._end)
         access = mmap.PROT_READ | mmap.PROT_WRITE
         address = _map(None, nbytes, mmap.MAP_SHARED, access, self.files[self._rank], start)
@@ -149,14 +154,12 @@ class SharedPages:
 
 
 class Mapping:
-    """Parts of the ranks' files as one tensor, `bytes`, uint8; valid between `populate` and `drop`. Writes
-    to it stay private.
+    """Parts of the ranks' files as one tensor, `bytes`, uint8; valid between `populate` and `drop`.
 
         part 0   |-- pages --|-- pages --|- piece -|
         part 1                           |- piece -|-- pages --|-- pages --|
 
-    A page that holds the end of one part and the start of the next is a copy of both pieces. Raises OSError
-    where the system has no room.
+    Pieces of pages are copied. Writes stay private. Raises OSError where the system has no room.
     """
 
     def __init__(self, shared: SharedPages, parts: Sequence[Part]):
@@ -164,7 +167,7 @@ class Mapping:
         self._shared = shared                                       # its files stay open
         begin = parts[0].start % PAGE
         stop = begin + sum(part.nbytes for part in parts)
-        size = _up_to_page(stop)
+        size = round_up(stop, PAGE)
         base = _map(None, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, _PROT_NONE, -1, 0)
         memory = memory_at(base, size)
         self._span, self.bytes = (base, size), torch.frombuffer(memory, dtype=torch.uint8)[begin:stop]
@@ -176,7 +179,7 @@ class Mapping:
 
     def _map_part(self, memory: memoryview, base: int, begin: int, file: int, part: Part) -> None:
         """Map the whole pages of a part from byte `begin` on; note the pieces of pages, to be read."""
-        stop, first, last = begin + part.nbytes, _up_to_page(begin), (begin + part.nbytes) // PAGE * PAGE
+        stop, first, last = begin + part.nbytes, round_up(begin, PAGE), (begin + part.nbytes) // PAGE * PAGE
         if first < last:
             _map(base + first, last - first, mmap.MAP_PRIVATE | _MAP_FIXED, _PROT_NONE, file,
                  part.start + first - begin)
@@ -283,7 +286,3 @@ def _check(failed: int, nbytes: int) -> None:
         raise OSError(error.errno, f"cannot map {nbytes} bytes of this host's memory, where the ranks of one "
                                    f"host share the weights of ZeRO stage 3: {error.strerror}. Check ulimit "
                                    "-v and -d, vm.max_map_count and vm.overcommit_memory")
-
-
-def _up_to_page(nbytes: int) -> int:
-    return -(-nbytes // PAGE) * PAGE

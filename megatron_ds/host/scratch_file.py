@@ -32,7 +32,7 @@ import torch
 
 from ..errors import ConfigError, StorageError
 from .async_io import ALIGNMENT, AsyncIO, Work, aligned_empty, bytes_of
-from .memory_maps import FileMap
+from .memory_maps import FileMap, round_up
 
 logger = logging.getLogger(__name__)
 
@@ -42,9 +42,8 @@ STRIDE = 2048 * mmap.PAGESIZE       # the largest folio: see "two ways to one by
 class ScratchFile:
     """A file without a name in `directory`, whose regions are reached through the engine `io`.
 
-    direct: use O_DIRECT where the file system allows it; where it does not, one line in the log gives the
-    reason. The caller closes `io`, after this file. Raises ConfigError for a directory that is missing or
-    cannot be written to.
+    direct: use O_DIRECT where the file system allows it, else log the reason. The caller closes `io`, after
+    this file. Raises ConfigError for a directory that is missing or cannot be written to.
     """
 
     def __init__(self, directory: str | os.PathLike, io: AsyncIO, *, direct: bool = True):
@@ -61,7 +60,7 @@ class ScratchFile:
         Copy-on-write file systems, such as btrfs and ZFS, do not guarantee this. Raises ConfigError with the
         free space when there is not enough.
         """
-        offset, length = _up(self._end, STRIDE), _up(nbytes, ALIGNMENT)
+        offset, length = round_up(self._end, STRIDE), round_up(nbytes, ALIGNMENT)
         if length:
             self._reserve(offset, length)
             self._end = offset + length
@@ -89,7 +88,7 @@ class Region:
 
     def __init__(self, file: ScratchFile, offset: int, nbytes: int):
         self.file, self.offset, self.nbytes = file, offset, nbytes
-        self._length = _up(nbytes, ALIGNMENT)
+        self._length = round_up(nbytes, ALIGNMENT)
         self._map: FileMap | None = None
 
     def read_into(self, tensor: torch.Tensor) -> Work:
@@ -260,10 +259,6 @@ def _cut(view: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Whole pages, and the rest."""
     body = len(view) // ALIGNMENT * ALIGNMENT
     return view[:body], view[body:]
-
-
-def _up(nbytes: int, unit: int) -> int:
-    return -(-nbytes // unit) * unit
 
 
 def _size(nbytes: int) -> str:

@@ -1,29 +1,25 @@
 """`GradBuckets`: whole gradients in one flat buffer (ZeRO 0 and 1), reduced over the data-parallel ranks as
-they fill.
+they fill; and what it shares with sharded gradients, `GradientStore`.
 
 Each parameter gets `main_grad`, its view of the buffer, and `grad_ready()`, called once per contribution and
 backward. Layers that compute their weight gradient themselves add to main_grad and call grad_ready; for other
-parameters a hook adds what autograd accumulated. Micro-batches add up. Before the last one the buckets are
-*armed*: from then on contributions are counted, and a bucket whose parameters are all complete starts its
-reduction while backward continues.
+parameters a hook adds what autograd accumulated. Before the last micro-batch the buckets are *armed*: from
+then on contributions are counted, and a complete bucket starts its reduction while backward continues.
 
     backward of the last micro-batch     ..w4..w3..|..w2..|..w1..b1..|  finish
     reduction                                      |bucket 0 |bucket 1  |bucket 2, wait
 
-Note: in order. Buckets start strictly in the order of the layout; a complete bucket waits for those before
-it. So every rank issues the same collectives in the same order, even if one of them sends no token to some
-expert.
+Note: in order. A complete bucket waits for those before it. So every rank issues the same collectives in the
+same order, even if one of them sends no token to some expert.
 
-Note: sum. The reduction sums and nothing is divided: the loss of each micro-batch is scaled by its share of
-the *global* batch before backward. So the gradient of a micro-batch has the same bits for any number of
-ranks, also when fp16 overflows, and experts, which process the tokens of their whole expert-parallel group,
-need no factor of their own.
+Note: sum. The reduction divides nothing: the loss of each micro-batch is scaled by its share of the *global*
+batch before backward. So the gradient of a micro-batch has the same bits for any number of ranks, also when
+fp16 overflows, and experts, which process the tokens of their whole expert-parallel group, need no factor.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -52,45 +48,6 @@ class Holder:
     stage: int | None = None
 
 
-class GradientStore(Protocol):
-    """The gradients of one set of parameters: `GradBuckets`, or `GradShards` if they are sharded.
-
-    holders   in the order of layout.slots
-    ranks     ranks that hold the same parameters and sum their gradients
-    flat      the gradients that this rank keeps, padding included
-    received  of each holder, whether it received a contribution in this step
-    """
-
-    holders: Sequence[Holder]
-    layout: Layout
-    ranks: Hierarchy
-    flat: torch.Tensor
-    received: list[bool]
-
-    def begin(self) -> None:
-        """Zero all gradients and the counts of contributions."""
-
-    def arm(self, stage: int | None = None) -> None:
-        """The next backward of `stage` (None: of all) completes its gradients: count contributions from now
-        on."""
-
-    def close(self, bucket: int) -> None:
-        """No more contributions to buckets up to this one are on their way."""
-
-    def reopen(self) -> None:
-        """Reduce the gradients so far, so that later ones can be added and reduced. Collective."""
-
-    def finish(self) -> None:
-        """Reduce what is not reduced yet, wait for everything, then sum partial gradients over tp.
-        Collective."""
-
-    def grad_of(self, piece: SlotPiece) -> torch.Tensor:
-        """The gradient of a piece, padding included: a view."""
-
-    def start_of(self, piece: SlotPiece) -> int:
-        """Where a piece begins in `flat`."""
-
-
 @dataclass(frozen=True)
 class Reduction:
     """How the gradients of a set are reduced.
@@ -107,6 +64,94 @@ class Reduction:
     overlap: bool
 
 
+class GradientStore:
+    """The gradients of one set of parameters: `GradBuckets`, or `GradShards` if they are sharded. Counts
+    contributions; the methods without a body are those in which the two differ.
+
+    holders   in the order of layout.slots
+    ranks     ranks that hold the same parameters and sum their gradients
+    flat      the gradients that this rank keeps, padding included
+    received  of each holder, whether it received a contribution in this step
+    """
+
+    def __init__(self, holders: Sequence[Holder], layout: Layout, reduction: Reduction, flat: torch.Tensor,
+                 pieces: Sequence[SlotPiece]):
+        self.holders, self.layout, self.ranks, self.flat = holders, layout, reduction.ranks, flat
+        self._overlap, self._exchange, self._tp = reduction.overlap, reduction.exchange, reduction.tp
+        self._partial = [self.grad_of(p) for p in pieces if holders[p.slot].parameter.spec.partial_over]
+        self._shard_pieces = layout.shard_pieces(self.ranks.shard)
+        for i, holder in enumerate(holders):
+            holder.parameter.grad_ready = partial(self._contributed, i)
+            holder.parameter.register_post_accumulate_grad_hook(move_to_main_grad)
+
+    def begin(self) -> None:
+        """Zero all gradients and start counting anew."""
+
+    def arm(self, stage: int | None = None) -> None:
+        """The next backward of `stage` (None: of all) completes its gradients: count from now on."""
+
+    def close(self, bucket: int) -> None:
+        """No more contributions to buckets up to this one are on their way."""
+
+    def reopen(self) -> None:
+        """Reduce what is there; more gradients are added to it and reduced later. Collective."""
+
+    def finish(self) -> None:
+        """Reduce the rest, wait for everything, then sum partial gradients over tp. Collective."""
+        self._launch_up_to(len(self.layout.buckets))
+        self._wait()
+        sum_coalesced(self._partial, self._tp)
+
+    def grad_of(self, piece: SlotPiece) -> torch.Tensor:
+        """The gradient of a piece, padding included: a view."""
+        start = self.start_of(piece)
+        return self.flat[start:start + piece.padded_numel]
+
+    def start_of(self, piece: SlotPiece) -> int:
+        """Where a piece begins in `flat`."""
+
+    def _restart_counting(self) -> None:
+        self._next = 0                                      # the first bucket whose reduction has not begun
+        self._missing = [UNARMED] * len(self.holders)       # contributions still to come, per parameter
+        self._open = [bucket.last_slot - bucket.first_slot for bucket in self.layout.buckets]    # incomplete
+
+    def _contributed(self, i: int) -> None:
+        self.received[i] = True
+        missing = self._missing[i]
+        if missing == UNARMED or not self._overlap:
+            return
+        if missing == 0:
+            self._refuse(i)
+            return
+        self._missing[i] = missing - 1
+        if missing == 1:
+            bucket = self.layout.slots[i].bucket
+            self._open[bucket] -= 1
+            if not self._open[bucket]:
+                buckets = range(self._next, len(self._open))
+                self._launch_up_to(next((b for b in buckets if self._open[b]), len(self._open)))
+
+    def _refuse(self, i: int) -> None:
+        """More contributions came than were announced."""
+
+    def _launch_up_to(self, stop: int) -> None:
+        for b in range(self._next, stop):
+            self._launch(b)
+        self._next = max(self._next, stop)
+
+    def _launch(self, b: int) -> None:
+        """Begin the reduction of a bucket."""
+
+    def _reduce(self, b: int, whole: torch.Tensor, out: torch.Tensor, add: bool) -> Work:
+        bucket = self.layout.buckets[b]
+        start = 0 if out is whole else self._shard_pieces[b].start - bucket.start
+        name = self.layout.slots[bucket.first_slot].name
+        return self._exchange.reduce(BucketGradient(name, whole, out, start, add, self.ranks))
+
+    def _wait(self) -> None:
+        """Wait for all reductions."""
+
+
 class GradBuckets(GradientStore):
     """A `GradientStore` of whole gradients.
 
@@ -116,20 +161,13 @@ class GradBuckets(GradientStore):
 
     def __init__(self, holders: Sequence[Holder], layout: Layout, reduction: Reduction, *, sharded: bool,
                  dtype: torch.dtype = torch.float32):
-        ranks = reduction.ranks
-        self.holders, self.layout, self.ranks = holders, layout, ranks
-        self.sharded, self.overlap, self._exchange = sharded, reduction.overlap, reduction.exchange
-        self.flat = huge_page_zeros(layout.numel, dtype=dtype, device=holders[0].parameter.device)
-        self.pieces = layout.slot_intersections(ranks.shard) if sharded else layout.whole_slots()
-        self._tp = reduction.tp
-        self._partial = [self.grad_of(p) for p in self.pieces if holders[p.slot].parameter.spec.partial_over]
-        self._shard_pieces = layout.shard_pieces(ranks.shard)
-        self._missing = [UNARMED] * len(holders)      # contributions still to come, per parameter
-        self._open = [0] * len(layout.buckets)        # incomplete parameters, per bucket
-        self._next = 0                                # the first bucket whose reduction has not begun
+        flat = huge_page_zeros(layout.numel, dtype=dtype, device=holders[0].parameter.device)
+        pieces = layout.slot_intersections(reduction.ranks.shard) if sharded else layout.whole_slots()
+        super().__init__(holders, layout, reduction, flat, pieces)
+        self.sharded = sharded
         self._works: list[Work] = []
-        for i, holder in enumerate(holders):
-            self._install(i, holder.parameter)
+        for slot, holder in zip(layout.slots, holders):
+            holder.parameter.main_grad = flat[slot.start:slot.stop].view(holder.parameter.shape)
         self.begin()
 
     def begin(self) -> None:
@@ -143,20 +181,14 @@ class GradBuckets(GradientStore):
             if self._missing[i] == UNARMED and (stage is None or holder.stage in (None, stage)):
                 self._missing[i] = holder.uses
 
-    def close(self, bucket: int) -> None:
-        """Does nothing: buckets are counted."""
-
-    def finish(self) -> None:
-        self._complete()
-        sum_coalesced(self._partial, self._tp)
-
     def reopen(self) -> None:
         """Reduce the gradients so far, so that later ones can be added and reduced. Collective.
 
         One rank keeps the sum of each element (its owner if they are sharded), and the others keep zero: the
         next reduction adds further gradients of each rank to it.
         """
-        self._complete()
+        self._launch_up_to(len(self.layout.buckets))
+        self._wait()
         if self.sharded:
             at = 0
             for piece in self._shard_pieces:
@@ -167,45 +199,20 @@ class GradBuckets(GradientStore):
             self.flat.zero_()
         self._restart_counting()
 
-    def grad_of(self, piece: SlotPiece) -> torch.Tensor:
-        start = self.start_of(piece)
-        return self.flat[start:start + piece.padded_numel]
-
-    @staticmethod
-    def start_of(piece: SlotPiece) -> int:
+    def start_of(self, piece: SlotPiece) -> int:
         return piece.flat
 
-    def _install(self, i: int, parameter: nn.Parameter) -> None:
-        slot = self.layout.slots[i]
-        parameter.main_grad = self.flat[slot.start:slot.stop].view(parameter.shape)
-        parameter.grad_ready = partial(self._contributed, i)
-        parameter.register_post_accumulate_grad_hook(move_to_main_grad)
+    def _refuse(self, i: int) -> None:
+        raise MegatronDSError(
+            f"{self.holders[i].parameter.spec.name} received more than the {self.holders[i].uses} "
+            "gradient contribution(s) announced for one backward: its bucket may be reduced already, "
+            "and the rest would be lost. Give the true number in `ParameterUse.counts`.")
 
-    def _contributed(self, i: int) -> None:
-        self.received[i] = True
-        missing = self._missing[i]
-        if missing == UNARMED or not self.overlap:
-            return
-        if missing == 0:
-            raise MegatronDSError(
-                f"{self.holders[i].parameter.spec.name} received more than the {self.holders[i].uses} "
-                "gradient contribution(s) announced for one backward: its bucket may be reduced already, "
-                "and the rest would be lost. Give the true number in `ParameterUse.counts`.")
-        self._missing[i] = missing - 1
-        if missing == 1:
-            bucket = self.layout.slots[i].bucket
-            self._open[bucket] -= 1
-            if self.overlap and not self._open[bucket]:
-                self._launch_up_to(self._first_open())
-
-    def _restart_counting(self) -> None:
-        self._next = 0
-        self._missing = [UNARMED] * len(self.holders)
-        self._open = [bucket.last_slot - bucket.first_slot for bucket in self.layout.buckets]
-
-    def _complete(self) -> None:
-        self._launch_up_to(len(self.layout.buckets))
-        self._wait()
+    def _launch(self, b: int) -> None:
+        bucket, piece = self.layout.buckets[b], self._shard_pieces[b]
+        whole = self.flat[bucket.start:bucket.stop]
+        out = self.flat[piece.start:piece.stop] if self.sharded else whole
+        self._works.append(self._reduce(b, whole, out, add=False))
 
     def _wait(self) -> None:
         for work in self._works:
@@ -213,28 +220,9 @@ class GradBuckets(GradientStore):
         self._works.clear()
         self._exchange.finish()
 
-    def _first_open(self) -> int:
-        return next((b for b in range(self._next, len(self._open)) if self._open[b]), len(self._open))
-
-    def _launch_up_to(self, stop: int) -> None:
-        for b in range(self._next, stop):
-            bucket, piece = self.layout.buckets[b], self._shard_pieces[b]
-            whole = self.flat[bucket.start:bucket.stop]
-            out, start = whole, 0
-            if self.sharded:
-                out, start = self.flat[piece.start:piece.stop], piece.start - bucket.start
-            name = self.layout.slots[bucket.first_slot].name
-            gradient = BucketGradient(name, whole, out, start, False, self.ranks)
-            self._works.append(self._exchange.reduce(gradient))
-        self._next = max(self._next, stop)
-
 
 def sum_coalesced(views: list[torch.Tensor], group: Group) -> None:
-    """Sum small tensors over the group in one message.
-
-    Sums commute, so this comes after the data-parallel reduction: once a step, and of the shard only where
-    there is one.
-    """
+    """Sum small tensors over the group in one message, after the data-parallel reduction: once a step."""
     if group.size == 1 or not views:
         return
     joined = torch.cat(views)

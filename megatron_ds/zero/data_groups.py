@@ -85,11 +85,6 @@ class DataGroups:
         """The position of this rank in each of the groups."""
         return {axes: group.rank for axes, group in self.by_axes.items()}
 
-    @property
-    def size_by_axes(self) -> dict[Axes, int]:
-        """The number of ranks of each of the groups."""
-        return {axes: group.size for axes, group in self.by_axes.items()}
-
     def ranks_of(self, axes: Axes) -> Hierarchy:
         """The ranks over which gradients of these axes are summed and state is split."""
         if axes == DATA_AXES and self.inner is not None:

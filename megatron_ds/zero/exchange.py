@@ -5,18 +5,15 @@
                               ↓ / divisor, cast                    ↑ cast, × divisor
     sent (fp16)          |--------- bucket ---------|   sum   |- shard -|
 
-In the dtype in which gradients accumulate they are summed in place. Another dtype has buffers of its own, two
-of them for any number of buckets.
+In the dtype in which gradients accumulate they are summed in place. Another dtype has two buffers of its own.
 
-Note: divisor. Gradients are sums (see buckets.py), there is nothing to average. A 16-bit sum of n ranks can
-leave the range of fp16 although each of its terms and the fp32 sum are inside: dividing before and
-multiplying after avoids that. With a power of two that is exact, except for elements below 2^-14 times the
-divisor, which lose bits or vanish.
+Note: divisor. A 16-bit sum of n ranks can leave the range of fp16 although each of its terms and the fp32 sum
+are inside: dividing before and multiplying after avoids that. With a power of two that is exact, except for
+elements below 2^-14 times the divisor, which lose bits or vanish.
 
 Another strategy (compressed gradients, for example) is a class with the same methods, given as
 `ZeroSettings.exchange`. It may leave buckets unreduced, and may keep state for each bucket, such as the error
-of the last compression. Such state belongs to one rank and one layout, so checkpoints do not contain it; it
-begins anew when a run is resumed.
+of the last compression. Such state belongs to one rank and one layout: checkpoints do not contain it.
 """
 
 from collections import deque
@@ -26,6 +23,7 @@ from typing import Protocol
 
 import torch
 
+from ..host.async_io import Then
 from ..mpu.collectives import all_reduce_, reduce_scatter_into_
 from ..mpu.group import DONE, Group, Work
 from .data_groups import Hierarchy
@@ -69,8 +67,7 @@ class GradientExchange(Protocol):
         """Bytes of buffers and state that it holds now."""
 
     def planned_bytes(self, longest: int, ranks: int) -> int:
-        """Bytes that it will hold, with buckets of up to `longest` elements and this many data-parallel
-        ranks."""
+        """Bytes that it will hold, with buckets of up to `longest` elements and this many ranks."""
 
     def sent(self, numel: int, buckets: int, ranks: Hierarchy, *, sharded: bool) -> Iterator[Sent]:
         """The messages that reduce `buckets` buckets of `numel` elements in total. Groups of one rank may be
@@ -86,7 +83,7 @@ class GradientExchange(Protocol):
         """Wait for everything that was begun."""
 
 
-class FullPrecisionExchange:
+class FullPrecisionExchange(GradientExchange):
     """A `GradientExchange` that sums every element, in one dtype.
 
     accumulates  dtype of the gradients
@@ -103,16 +100,12 @@ class FullPrecisionExchange:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffers of another dtype."""
         return self._wire.nbytes if self._wire else 0
 
     def planned_bytes(self, longest: int, ranks: int) -> int:
-        """Bytes of as many buffers as may be in use at the same time."""
         return (UNDER_WAY + 1) * longest * self.dtype.itemsize if self._wire and ranks > 1 else 0
 
     def sent(self, numel: int, buckets: int, ranks: Hierarchy, *, sharded: bool) -> Iterator[Sent]:
-        """An all-reduce, or a reduce-scatter over the inner group and then of each part over the outer
-        one."""
         nbytes = numel * self.dtype.itemsize
         if not sharded:
             yield "all_reduce", ranks.data, nbytes, buckets
@@ -121,24 +114,20 @@ class FullPrecisionExchange:
         yield "reduce_scatter", ranks.outer, numel // ranks.inner.size * self.dtype.itemsize, buckets
 
     def begin(self) -> None:
-        """Finish what a failed step left."""
         self.finish()
 
     def reduce(self, bucket: BucketGradient) -> Work:
-        """All-reduce in place, or reduce-scatter."""
         group, whole = bucket.ranks.data, bucket.whole
-        if not bucket.is_sharded:
-            if group.size == 1:
-                return DONE
-            buffer, sent = self._cast(whole, group)
-            return self._land(all_reduce_(sent, group, async_op=True), buffer, sent, bucket)
+        if not bucket.is_sharded and group.size == 1:
+            return DONE
         buffer, sent = self._cast(whole, group)
+        if not bucket.is_sharded:
+            return self._land(all_reduce_(sent, group, async_op=True), buffer, sent, bucket)
         in_place = buffer is None and not bucket.add
         shard = bucket.out if in_place else sent[bucket.start:bucket.start + bucket.out.numel()]
         return self._land(self._scatter(sent, shard, bucket.ranks), buffer, shard, bucket)
 
     def finish(self) -> None:
-        """Wait for all reductions and for all buffers."""
         if self._last is not None:
             self._last.wait()
             self._last = None
@@ -189,18 +178,17 @@ class FullPrecisionExchange:
             if buffer is not None:
                 self._wire.give_back(buffer)
 
-        landing = Landing(work, then)
+        landing = Then(work, then)
         if buffer is not None:
-            self._wire.reducing(landing, lambda: None)
+            self._wire.reducing(landing)
         return landing
 
 
 class TwoHops:
     """A collective that is followed by another.
 
-    Note: when. The second hop of a bucket begins right after the first hop of the next bucket, not when its
-    result is waited for, which may be at different times on different ranks: all ranks issue all collectives
-    in the same order.
+    The second hop of a bucket begins right after the first hop of the next bucket, not in `wait`, which ranks
+    may call at different times: all ranks issue all collectives in the same order.
     """
 
     __slots__ = ("_work", "_second")
@@ -220,22 +208,6 @@ class TwoHops:
         self._work.wait()
 
 
-class Landing:
-    """A work with an action that follows it, performed once, in the first `wait`."""
-
-    __slots__ = ("_work", "_then")
-
-    def __init__(self, work: Work, then: Callable[[], None]):
-        self._work, self._then = work, then
-
-    def wait(self) -> None:
-        """Wait, then perform the action."""
-        if self._work is not None:
-            self._work.wait()
-            self._then()
-            self._work = self._then = None
-
-
 class BufferPool:
     """Flat buffers of one dtype that buckets borrow.
 
@@ -245,12 +217,12 @@ class BufferPool:
     def __init__(self, dtype: torch.dtype, device: torch.device):
         self.dtype, self.device, self.nbytes = dtype, device, 0
         self._free: list[torch.Tensor] = []
-        self._reductions: deque[tuple[Work, Callable[[], None]]] = deque()
+        self._reductions: deque[Work] = deque()
 
     def borrow(self, numel: int, least: int) -> torch.Tensor:
         """A buffer of at least `numel` elements with undefined contents; a new one has at least `least`."""
         while (buffer := self._fitting(numel)) is None and len(self._reductions) >= UNDER_WAY:
-            self.retire()
+            self._reductions.popleft().wait()
         if buffer is None:
             buffer = torch.empty(max(numel, least), dtype=self.dtype, device=self.device)
             self.nbytes += buffer.nbytes
@@ -260,20 +232,14 @@ class BufferPool:
         """The buffer may be borrowed again."""
         self._free.append(buffer)
 
-    def reducing(self, work: Work, then: Callable[[], None]) -> None:
-        """Record a reduction that has begun; `then` is called after the wait for it."""
-        self._reductions.append((work, then))
-
-    def retire(self) -> None:
-        """Wait for the oldest reduction."""
-        work, then = self._reductions.popleft()
-        work.wait()
-        then()
+    def reducing(self, work: Work) -> None:
+        """A reduction is under way; its `wait` gives a buffer back."""
+        self._reductions.append(work)
 
     def retire_all(self) -> None:
         """Wait for all reductions."""
         while self._reductions:
-            self.retire()
+            self._reductions.popleft().wait()
 
     def _fitting(self, numel: int) -> torch.Tensor | None:
         """The smallest free buffer that is long enough."""

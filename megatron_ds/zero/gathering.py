@@ -1,17 +1,10 @@
 """ZeRO 3: `LayerGathering`, when the parameters of a pipeline stage's layers are whole; `Unit`, the
 parameters that one layer owns of a set, gathered and freed together.
 
-Layers are used in the order of their list, in backward in reverse; nothing is traced.
-
-    enter(i)         gather layer i and wait for it; start the next layers (backward: the previous), as far as
-                     prefetch allows
-    leave(i)         free what no other layer has claimed; in backward, also reduce the gradients that are
-                     complete with it
-    keep_gathered    all layers stay whole until release_gathered
-
-A layer may need units of other layers: a head that shares the embedding's weight claims the embedding's unit,
-also if the two are on different stages of one rank. Collectives start in these calls only, so their order is
-the same on all ranks.
+Layers are used in the order of their list, in backward in reverse; nothing is traced. A layer may need units
+of other layers: a head that shares the embedding's weight claims the embedding's unit, also if the two are on
+different stages of one rank. Collectives start in `enter`, `leave` and `keep_gathered` only, so their order
+is the same on all ranks.
 
 Two gathers are avoided. The last layer stays whole after its forward, because the next backward of this stage
 begins with it. A layer whose backward does not read its weights (an embedding) is not gathered for it. So a
@@ -23,10 +16,9 @@ Terms:  a *unit* is a run of whole buckets: what is gathered at a time. Its *fla
         storage of no bytes, or addresses without memory; *whole*, that it is gathered.
 
 Note: why the storage and not the tensor. Autograd, saved tensors and layers hold the parameter, or views of
-it, from forward to backward. Shrinking the storage to nothing and growing it again leaves all of them valid;
-their contents are undefined until the next gather. Refilling goes through `flat`, whose version counter is
-not that of the parameters: to autograd, a parameter that was freed and gathered again has not changed. (It
-has the same values: updates happen when no graph is alive.)
+it, from forward to backward. Shrinking the storage to nothing and growing it again leaves all of them valid.
+Refilling goes through `flat`, whose version counter is not that of the parameters: to autograd, a parameter
+that was freed and gathered again has not changed. (Nor has it: no graph is alive during an update.)
 
 Ranks of one host can share the memory of their parts (`SharedParts`). A unit is then gathered by mapping the
 pages of its parts next to each other: nothing is copied and no rank waits. A part has the same offset in a
@@ -41,7 +33,6 @@ page of its owner's memory as in the flat buffer:
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -53,18 +44,18 @@ from ..mpu.collectives import all_gather_into_
 from ..mpu.group import DONE, Group, Work
 from .layout import Bucket, Layout
 from .set_plan import ParameterUse, SetPlan
-from .tiers import Array, InMemory
+from .tiers import Array
 
 
-class GatherUnit(Protocol):
+class GatherUnit:
     """What `LayerGathering` gathers: a `Unit`, or a stand-in that counts (prediction.py).
 
     claims   layers that need it whole: it is freed when the last claim is removed
     """
 
-    numel: int
-    claims: set
-    is_free: bool
+    def __init__(self, numel: int, is_free: bool):
+        self.numel, self.is_free = numel, is_free
+        self.claims: set = set()
 
     def fetch(self) -> None:
         """Begin to bring offloaded shards to the device, unless they are there or the unit is whole."""
@@ -87,12 +78,10 @@ class Unit(GatherUnit):
     """
 
     def __init__(self, layer: int, first_bucket: int, last_bucket: int, flat: torch.Tensor, group: Group):
+        super().__init__(flat.numel(), is_free=False)
         self.layer, self.first_bucket, self.last_bucket = layer, first_bucket, last_bucket
-        self.numel = flat.numel()
         self.flat, self.nbytes, self.group = flat, flat.nbytes, group
         self.buckets: list[tuple[torch.Tensor, Array]] = []
-        self.claims: set = set()
-        self.is_free = False
         self._works: list[Work] = []
         self._near: list[tuple[torch.Tensor, Work]] | None = None      # shards on the device, or on their way
 
@@ -136,11 +125,9 @@ class Unit(GatherUnit):
 
 
 class MappedUnit(Unit):
-    """A unit of ranks that share the memory of their parts: whole when their pages are mapped, one part after
-    the other.
+    """A unit of ranks that share the memory of their parts: whole when their pages are mapped.
 
-    A gather is counted as usual, but copies nothing. While the unit is free, reading `flat` is a segmentation
-    fault.
+    A gather is counted as usual, but copies nothing. Reading `flat` of a free unit is a segmentation fault.
     """
 
     def __init__(self, layer: int, first_bucket: int, last_bucket: int, dtype: torch.dtype,
@@ -172,8 +159,7 @@ class SharedParts:
     """This rank's parts of all buckets in memory that the other ranks of the host can map.
 
     All ranks of the group allocate in the same way, without communication. They must synchronize (a barrier)
-    between writing parts and mapping them, and between using what was mapped and writing. Raises OSError if
-    there is no memory.
+    between writing parts and mapping them, and between using what was mapped and writing. Raises OSError.
 
     arrays: this rank's part of each bucket, zeros at first
     """
@@ -183,7 +169,7 @@ class SharedParts:
         self._parts, nbytes = _plan_parts(layout.buckets, group.size, dtype.itemsize)
         self._start, own = self._memory.allocate(nbytes)
         mine = [parts[group.rank] for parts in self._parts]
-        self.arrays = [InMemory(own[part.start:part.start + part.nbytes].view(dtype)) for part in mine]
+        self.arrays = [Array(own[part.start:part.start + part.nbytes].view(dtype)) for part in mine]
 
     def map(self, first: int, stop: int) -> PageMapping:
         """Buckets [first, stop), one after the other, as in the flat buffer."""
@@ -246,16 +232,14 @@ class LayerGathering:
     def keep_gathered(self) -> None:
         """Begin to gather everything, in forward order; it stays whole until `release_gathered`."""
         self._keeps_all = True
-        for units in self.needs:
-            for unit in units:
-                unit.claims.add((self.stage, KEPT))
-                unit.start()
+        for unit in self.units:
+            unit.claims.add((self.stage, KEPT))
+            unit.start()
 
     def wait(self) -> None:
-        """Wait for all gathers that were started."""
-        for units in self.needs:
-            for unit in units:
-                unit.wait()
+        """All units whose gather was started are whole on return."""
+        for unit in self.units:
+            unit.wait()
 
     def release_gathered(self) -> None:
         """End of `keep_gathered`: free everything."""
@@ -278,12 +262,13 @@ class LayerGathering:
         ahead = range(layer - 1, -1, -1) if backward else range(layer + 1, len(needs))
         under_way = 0
         for i in ahead:
-            full = under_way > 0 if self.prefetch is None else under_way + _numel(needs[i]) > self.prefetch
+            numel = sum(unit.numel for unit in needs[i])
+            full = under_way > 0 if self.prefetch is None else under_way + numel > self.prefetch
             if full:
                 for unit in needs[i]:       # not gathered yet, but offloaded shards are fetched
                     unit.fetch()
                 return
-            under_way += _numel(needs[i])
+            under_way += numel
             self._claim(i, needs)
 
     def _release(self, layer: int) -> None:
@@ -291,10 +276,6 @@ class LayerGathering:
             unit.claims.discard((self.stage, layer))
             if not unit.claims:
                 unit.free()
-
-
-def _numel(units: Sequence[GatherUnit]) -> int:
-    return sum(unit.numel for unit in units)
 
 
 def units_by_parameter(sets: Iterable[tuple[SetPlan, Sequence[nn.Parameter], Sequence[GatherUnit]]]

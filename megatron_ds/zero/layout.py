@@ -61,8 +61,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class ShardPiece:
-    """Elements [start, stop) of the flat buffer, at `offset` of the shard's own buffer (its pieces one after
-    the other)."""
+    """Elements [start, stop) of the flat buffer, at `offset` of the shard's own buffer."""
 
     bucket: int
     start: int
@@ -119,8 +118,7 @@ class Layout:
         return tuple(pieces)
 
     def slot_intersections(self, shard: int, shards: int | None = None) -> tuple[SlotPiece, ...]:
-        """The pieces of all slots that have elements in this shard, in buffer order. shards: see
-        `shard_pieces`."""
+        """The pieces of slots in this shard, in buffer order. shards: see `shard_pieces`."""
         result = []
         for piece in self.shard_pieces(shard, shards):
             bucket = self.buckets[piece.bucket]
@@ -173,8 +171,7 @@ def plan_layout(items: Sequence[tuple[str, int]], bucket_elements: int, shards: 
 
 def plan_whole_layout(items: Sequence[tuple[str, int]], bucket_elements: int, shards: int,
                       align: int = ALIGN, alone: bool = False) -> Layout:
-    """Lay out parameters, given as (name, number of elements) in forward order, so that one rank owns each
-    whole.
+    """The same, so that one rank owns each parameter whole.
 
     Buckets are runs in reverse forward order of up to `bucket_elements`, or of up to `shards` times the
     largest parameter if that is more: with fewer, most ranks would own padding. In a bucket, the largest

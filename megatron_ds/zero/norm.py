@@ -1,12 +1,10 @@
 """Norms: of the whole gradient, and of logical parameters; the check that ranks have gradients of the same
 parameters; and the loss scale, which falls when the norm is not finite.
 
-The gradient norm counts each logical element once, in one pass over this rank's shard of the gradients. After
-the reduction every data-parallel rank of the same shard holds the same gradient, so rank r reads shard r
-only, also if gradients are whole everywhere (ZeRO 0). The partial sums are then added over the data group
-(all shards, all experts) and over the model-parallel group (all tensor-parallel parts, all stages). Not
-counted: padding (it is zero), parameters that every tensor-parallel rank holds, except on the first, and
-second copies of tied parameters.
+The gradient norm counts each logical element once, in one pass over this rank's shard of the gradients, also
+if gradients are whole everywhere (ZeRO 0). The partial sums are added over the data group (all shards, all
+experts) and over the model-parallel group (all tensor-parallel parts, all stages). Not counted: parameters
+that every tensor-parallel rank holds, except on the first, and second copies of tied parameters.
 
 Note: rows. torch sums a flat fp32 norm in a handful of fp32 accumulators, with an error of 2e-4 at 8 M
 elements. Norms of rows of 1024, squared and summed in float64, are as fast and accurate to 1e-9. The total is
@@ -29,7 +27,7 @@ divided by it in the update. The dynamic scale follows DeepSpeed's ZeRO rule, fo
 
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -53,12 +51,10 @@ def is_counted(spec: ParamSpec, tp_rank: int) -> bool:
 
 def norm_views(flat: torch.Tensor, pieces: Iterable[SlotPiece],
                start_of: Callable[[SlotPiece], int]) -> list[torch.Tensor]:
-    """The gradients of the pieces as few 2-D views: neighbours are joined, each run cut into whole rows and a
-    short one.
+    """The gradients of the pieces as few 2-D views: neighbours are joined, runs cut into rows and a rest.
 
     flat, start_of: where the gradients are. Pieces are neighbours if they are so in the *whole* buffer: the
-    order in which squares are added, and with it each bit of the norm, does not depend on the share of it
-    that this rank keeps.
+    order in which squares are added does not depend on the share of it that this rank keeps.
     """
     runs: list[list[int]] = []
     end = None
@@ -82,20 +78,16 @@ def squared_norm(views: list[torch.Tensor], device: torch.device) -> torch.Tenso
         return torch.zeros((), dtype=torch.float64, device=device)
     rows = torch.empty(sum(len(view) for view in views), dtype=torch.float32, device=device)
     at = 0
-    for part in (part for view in views for part in _parts(view)):
-        torch.linalg.vector_norm(part, dim=1, dtype=torch.float32, out=rows[at:at + len(part)])
-        at += len(part)
+    for view in views:
+        # On the CPU torch makes a wide copy of 16-bit gradients: of a small part at a time.
+        for part in [view] if view.dtype == torch.float32 else view.split(ROWS_AT_A_TIME):
+            torch.linalg.vector_norm(part, dim=1, dtype=torch.float32, out=rows[at:at + len(part)])
+            at += len(part)
     return rows.double().square().sum()
 
 
-def _parts(view: torch.Tensor) -> Sequence[torch.Tensor]:
-    """The parts whose norms are computed one by one: on the CPU torch copies 16-bit gradients to fp32."""
-    return [view] if view.dtype == torch.float32 else view.split(ROWS_AT_A_TIME)
-
-
 def sum_over_ranks(squares: torch.Tensor, received: Mapping[str, bool], groups: DataGroups) -> float:
-    """The sum of `squares` over all ranks, the same float on each. Collective over the data and the model
-    group.
+    """The sum of `squares` over all ranks. Collective over the data and the model group.
 
     Raises MegatronDSError, on all ranks, if data-parallel ranks `received` gradients of different parameters.
     """
@@ -113,8 +105,7 @@ def sum_over_ranks(squares: torch.Tensor, received: Mapping[str, bool], groups: 
 
 
 def report_divergence(received: Mapping[str, bool], data: Group, model: Group) -> None:
-    """Raise, on all ranks, an error that names a parameter and the ranks with and without it. Collective over
-    both groups."""
+    """Raise an error that names a parameter and the ranks with and without it. Collective over the groups."""
     first = None
     of_ranks = all_gather_object(dict(received), data)
     for name in received:
@@ -150,12 +141,10 @@ class ParameterNorms:
     """Norms of tensors that belong to logical parameters, such as weights or updates, over all their parts.
 
     A parameter may be in shards of several data-parallel ranks, split over tensor-parallel ranks, and held by
-    two pipeline stages. `__call__` adds the squares of all its parts: one all-reduce for all parameters over
-    each group that has parts, and no host synchronization. It is collective; ranks without parts of any
-    parameter call it with empty lists.
+    two pipeline stages. A call makes one all-reduce for all parameters over each group that has parts, and no
+    host synchronization. It is collective; ranks without parts of any parameter call it with empty lists.
 
-    entries: all parameters of the optimizers that ask for norms, in the same order on all ranks of the same
-    stages
+    entries: parameters whose optimizers ask for norms, in the same order on all ranks of the same stages
     """
 
     def __init__(self, entries: Sequence[NormEntry], groups: DataGroups, device: torch.device):
@@ -170,13 +159,15 @@ class ParameterNorms:
                            for axes in groups.by_axes if any(e.is_split and e.axes == axes for e in entries)}
 
     def __call__(self, values: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The norm, [len(parameters)] in fp32, of the logical parameter that each of `parameters` is a part
-        of.
+        """The norm, [len(parameters)] in fp32, of the logical parameter that each of `parameters` is part of.
 
         values: for each a tensor of the same length: the part itself, its update, ...
         """
         squares = torch.zeros(len(self._position), dtype=torch.float64, device=self._device)
-        index = self._index_of(tuple(p.spec.name for p in parameters))
+        names = tuple(p.spec.name for p in parameters)
+        if names not in self._indices:      # copied to the device once, for the same come in every step
+            self._indices[names] = self._tensor([self._position[name] for name in names], torch.int64)
+        index = self._indices[names]
         if values:
             norms = torch.stack(torch._foreach_norm(list(values), 2, torch.float64))
             squares.index_add_(0, index, norms.square())
@@ -198,12 +189,6 @@ class ParameterNorms:
             all_reduce_(of_first, self._groups.tied)
             squares = squares.index_copy(0, self._tied, of_first)
         return squares
-
-    def _index_of(self, names: tuple[str, ...]) -> torch.Tensor:
-        """Copied to the device once, for the same parameters come in every step."""
-        if names not in self._indices:
-            self._indices[names] = self._tensor([self._position[name] for name in names], torch.int64)
-        return self._indices[names]
 
     def _tensor(self, values: list, dtype: torch.dtype = torch.float64) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype, device=self._device)
@@ -241,33 +226,29 @@ class ScalerState:
     iteration: int = 0
 
     def after(self, overflow: bool, rule: ScalerRule) -> "ScalerState":
-        """The state after one more step. Raises ConfigError if the scale would have to fall below the
-        minimum."""
+        """The state after one more step. Raises ConfigError if the scale would fall below the minimum."""
         if not rule.dynamic:
             return self
-        state = self._after_overflow(rule) if overflow else self._after_success(rule)
-        return replace(state, iteration=self.iteration + 1)
-
-    def _after_overflow(self, rule: ScalerRule) -> "ScalerState":
-        if self.lives > 1:
-            return replace(self, lives=self.lives - 1, last_overflow=self.iteration)
-        if self.scale <= rule.minimum:
+        scale, lives, last_overflow = self.scale, self.lives, self.last_overflow
+        if not overflow:
+            stable = self.iteration - last_overflow - 1     # steps without overflow before this one
+            grows = stable > 0 and stable % rule.window == 0
+            scale *= FACTOR if grows else 1.0
+            lives = rule.hysteresis if grows or rule.consecutive else lives
+            return ScalerState(scale, lives, last_overflow, self.iteration + 1)
+        if lives > 1:
+            return ScalerState(scale, lives - 1, self.iteration, self.iteration + 1)
+        if scale <= rule.minimum:
             raise ConfigError(
                 f"gradients overflow at iteration {self.iteration} of the loss scaler although the loss "
                 f"scale is at its minimum of {rule.minimum:g}: a lower scale would not help because the loss "
                 "itself diverges. Lower the learning rate, train in bf16, or lower --min-loss-scale.")
-        return replace(self, scale=max(self.scale / FACTOR, rule.minimum), last_overflow=self.iteration)
-
-    def _after_success(self, rule: ScalerRule) -> "ScalerState":
-        stable = self.iteration - self.last_overflow - 1        # steps without overflow before this one
-        grows = stable > 0 and stable % rule.window == 0
-        return replace(self, scale=self.scale * FACTOR if grows else self.scale,
-                       lives=rule.hysteresis if grows or rule.consecutive else self.lives)
+        return ScalerState(max(scale / FACTOR, rule.minimum), lives, self.iteration, self.iteration + 1)
 
 
 class LossScaler:
-    """Holds the state. `check_overflow` False: a gradient that is not finite is applied anyway (never for
-    fp16)."""
+    """Holds the state. check_overflow False: a gradient that is not finite is applied anyway (never in fp16).
+    """
 
     def __init__(self, scale: float = 1.0, rule: ScalerRule | None = None, check_overflow: bool = True):
         self.rule = rule or ScalerRule()
@@ -292,8 +273,7 @@ class LossScaler:
                 "loss_scale_last_overflow": s.last_overflow, "loss_scale_iteration": s.iteration}
 
     def load_numbers(self, numbers: dict[str, float]) -> None:
-        """Restore what `numbers` returned; a run that was saved without dynamic scaling leaves the state as
-        configured."""
+        """Restore what `numbers` returned; without numbers the state stays as configured."""
         if self.rule.dynamic and "loss_scale" in numbers:
             self.state = ScalerState(float(numbers["loss_scale"]), int(numbers["loss_scale_lives"]),
                                      int(numbers["loss_scale_last_overflow"]),
@@ -301,11 +281,8 @@ class LossScaler:
 
 
 def make_scaler(settings: OptimizerConfig) -> LossScaler:
-    """The scaler that the optimizer section describes: dynamic for fp16 without a fixed `loss_scale`,
-    otherwise fixed."""
-    if not settings.fp16:
-        return LossScaler(1.0)
-    if settings.loss_scale:
-        return LossScaler(settings.loss_scale)
+    """Dynamic for fp16 without a fixed `loss_scale`, else fixed."""
+    if not settings.fp16 or settings.loss_scale:
+        return LossScaler(settings.loss_scale if settings.fp16 else 1.0)
     rule = ScalerRule(True, settings.loss_scale_window, settings.hysteresis, settings.min_loss_scale)
     return LossScaler(settings.initial_loss_scale, rule)

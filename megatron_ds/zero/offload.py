@@ -15,15 +15,15 @@ part of it (weights, gradients, moments). Sub-groups begin at a page of a file f
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 import torch
-from torch import nn
 
-from ..mpu.group import Work
+from ..mpu.group import DONE, AllOf, Work
 from ..mpu.param_spec import ParamSpec
 from ..optim import ParamGroup
 from .layout import Layout, SlotPiece
-from .shard_optimizer import Leaf, ShardOptimizer
+from .shard_optimizer import Leaf, ShardOptimizer, make_leaf
 from .tiers import Array, Buffers, Tier
 
 HOST = torch.device("cpu")
@@ -50,80 +50,51 @@ def plan_sub_groups(layout: Layout, pieces: Sequence[SlotPiece], elements: int,
                     ratio: float) -> tuple[tuple[SubGroupPlan, ...], tuple[SlotPiece, ...]]:
     """(sub-groups, pieces that stay on the device): the first `ratio` of all elements are offloaded.
 
-    pieces: those of this rank, in buffer order; they are cut where a sub-group ends. elements: of a
-    sub-group, about.
+    pieces: of this rank, in buffer order; cut where a sub-group ends. elements: of a sub-group, about.
     """
     elements = max(elements // PAGE_ELEMENTS, 1) * PAGE_ELEMENTS
     left = round(sum(piece.padded_numel for piece in pieces) * ratio)
     groups: list[SubGroupPlan] = []
     stay: list[SlotPiece] = []
-    for bucket, its_pieces in _by_bucket(layout, pieces).items():
-        at = 0
-        room = min(elements, _whole_pages(left))
-        current: list[SlotPiece] = []
-        for piece in its_pieces:
-            while piece is not None and room > 0:
-                first, piece = cut_piece(piece, room)
-                current.append(first)
-                room -= first.padded_numel
-                if room <= 0:
-                    at, left, current = _close(groups, bucket, at, left, current)
-                    room = min(elements, _whole_pages(left))
-            if piece is not None:
-                stay.append(piece)
-        at, left, current = _close(groups, bucket, at, left, current)
+    for bucket, in_bucket in groupby(pieces, lambda piece: layout.slots[piece.slot].bucket):
+        away, rest = _cut(list(in_bucket), -(-max(left, 0) // PAGE_ELEMENTS) * PAGE_ELEMENTS)
+        stay += rest
+        begin = 0
+        while away:
+            first, away = _cut(away, elements)
+            groups.append(SubGroupPlan(bucket, begin, tuple(first)))
+            begin += groups[-1].numel
+        left -= begin
     return tuple(groups), tuple(stay)
 
 
-def cut_piece(piece: SlotPiece, room: int) -> tuple[SlotPiece, SlotPiece | None]:
+def _cut(pieces: list[SlotPiece], room: int) -> tuple[list[SlotPiece], list[SlotPiece]]:
     """The first `room` elements, padding included, and the rest. room: a multiple of the alignment."""
-    if piece.padded_numel <= room:
-        return piece, None
-    middle = piece.start + room
-    return (replace(piece, stop=middle, padded_numel=room),
-            replace(piece, start=middle, flat=piece.flat + room, offset=piece.offset + room,
-                    padded_numel=piece.padded_numel - room))
-
-
-def _close(groups: list[SubGroupPlan], bucket: int, at: int, left: int,
-           current: list[SlotPiece]) -> tuple[int, int, list[SlotPiece]]:
-    if not current:
-        return at, left, current
-    groups.append(SubGroupPlan(bucket, at, tuple(current)))
-    numel = groups[-1].numel
-    return at + numel, left - numel, []
-
-
-def _whole_pages(elements: int) -> int:
-    return -(-elements // PAGE_ELEMENTS) * PAGE_ELEMENTS if elements > 0 else 0
-
-
-def _by_bucket(layout: Layout, pieces: Sequence[SlotPiece]) -> dict[int, list[SlotPiece]]:
-    found: dict[int, list[SlotPiece]] = {}
-    for piece in pieces:
-        found.setdefault(layout.slots[piece.slot].bucket, []).append(piece)
-    return found
+    for k, piece in enumerate(pieces):
+        if room == 0:
+            return pieces[:k], pieces[k:]
+        if piece.padded_numel > room:
+            middle = piece.start + room
+            first = replace(piece, stop=middle, padded_numel=room)
+            rest = replace(piece, start=middle, flat=piece.flat + room, offset=piece.offset + room,
+                           padded_numel=piece.padded_numel - room)
+            return [*pieces[:k], first], [rest, *pieces[k + 1:]]
+        room -= piece.padded_numel
+    return pieces, []
 
 
 @dataclass(frozen=True)
 class Staged:
-    """The state of a sub-group on the host, or on the way to it."""
+    """The state of a sub-group on the host, or, until the end of `work`, on the way to it."""
 
     tensors: Mapping[str, torch.Tensor]
-    works: Sequence[Work]
-
-    def wait(self) -> None:
-        """Everything is on the host on return."""
-        for work in self.works:
-            work.wait()
+    work: Work
 
 
 class SubGroup:
-    """Leaves that are updated together. `arrays`: everything that the update reads or writes, flat, each in
-    its tier.
+    """Leaves that are updated together. arrays: all that the update reads or writes, flat, each in its tier:
 
-    master  fp32 weights     grad  read only, converted to fp32     low  the model's 16-bit weights, written
-            only
+    master  fp32 weights     grad  read only, converted to fp32     low  16-bit weights, written only
     and the optimizer's own state under its own names
     """
 
@@ -134,13 +105,11 @@ class SubGroup:
         self._state_names: list[str] = []
         self._spans: list[tuple[int, int]] = []
         staged = self.stage(buffers)
-        staged.wait()
+        staged.work.wait()
         at = 0
         for piece in plan.pieces:
             stop = at + piece.padded_numel
-            tensor = nn.Parameter(staged.tensors[MASTER][at:stop])
-            tensor.spec, tensor.piece, tensor.low = specs[piece.slot], piece, None
-            self.leaves.append(Leaf(tensor.spec, piece, tensor))
+            self.leaves.append(make_leaf(specs[piece.slot], piece, staged.tensors[MASTER][at:stop]))
             self._spans.append((at, stop))
             at = stop
         self._point_to(staged.tensors)
@@ -160,7 +129,7 @@ class SubGroup:
             tensors[name] = buffer[:array.tensor.numel()]
             if name != LOW:
                 works.append(array.read(buffer))
-        return Staged(tensors, works)
+        return Staged(tensors, AllOf(works))
 
     def update(self, staged: Staged, lr: float | None, weight_decay: float, divisor: float) -> None:
         """Update the sub-group on the host. See `ShardOptimizer.step`."""
@@ -170,12 +139,12 @@ class SubGroup:
         if LOW in staged.tensors and not all(self.optimizer.writes_low(leaf) for leaf in self.leaves):
             staged.tensors[LOW].copy_(staged.tensors[MASTER])
 
-    def write(self, staged: Staged, buffers: Buffers) -> list[Work]:
+    def write(self, staged: Staged, buffers: Buffers) -> Work:
         """Begin to write what the update changed to its tiers."""
         self.rest()
-        return [array.write(buffers.get(name, array.padded_numel, array.tensor.dtype))
-                for name, array in self.arrays.items()
-                if name != GRAD and staged.tensors[name] is not array.tensor]
+        return AllOf([array.write(buffers.get(name, array.padded_numel, array.tensor.dtype))
+                      for name, array in self.arrays.items()
+                      if name != GRAD and staged.tensors[name] is not array.tensor])
 
     def rest(self) -> None:
         """Between updates the leaves are the tensors of the tiers."""
@@ -226,10 +195,10 @@ class OffloadedUpdate:
 
     def step(self, lr: float | None, weight_decay: float, divisor: float) -> None:
         """See `ShardOptimizer.step`."""
-        writing: list[list[Work]] = [[] for _ in self._buffers]
+        writing: list[Work] = [DONE] * IN_FLIGHT
 
         def stage(k: int) -> Staged:
-            wait_for(writing[k % IN_FLIGHT])
+            writing[k % IN_FLIGHT].wait()
             return self.groups[k].stage(self._buffers[k % IN_FLIGHT])
 
         ahead = stage(0) if self.groups else None
@@ -237,11 +206,5 @@ class OffloadedUpdate:
             staged, ahead = ahead, stage(k + 1) if k + 1 < len(self.groups) else None
             group.update(staged, lr, weight_decay, divisor)
             writing[k % IN_FLIGHT] = group.write(staged, self._buffers[k % IN_FLIGHT])
-        for works in writing:
-            wait_for(works)
-
-
-def wait_for(works: list[Work]) -> None:
-    """Wait for all and empty the list."""
-    while works:
-        works.pop().wait()
+        for work in writing:
+            work.wait()

@@ -5,8 +5,7 @@ One step, called by all data-parallel ranks (contributions arrive during backwar
     begin_step   zero the gradients
     arm          before the backward of the last micro-batch: buckets are reduced as they fill
     reduce_tied  after it: sum the gradients of parameters that several stages hold
-    step         the phases of `STEPS`: finish reductions → norm → overflow? skip : clip, unscale and update →
-                 gather
+    step         finish reductions → norm → overflow? skip : clip, unscale and update → gather
 
 Parameters are kept in sets (set_plan.py); each set has its layout, weights and gradients. Zeroing, norm and
 update each pass over the gradients once: unscaling and clipping are one divisor of the update.
@@ -117,8 +116,7 @@ class ZeroOptimizer:
         return gathering if gathering is not None and any(gathering.needs) else None
 
     def keep_gathered(self, stage: int) -> None:
-        """Begin to gather all layers of a stage; they stay whole until `release_gathered`. `enter` waits for
-        each."""
+        """Begin to gather all layers of a stage, whole until `release_gathered`. `enter` waits for each."""
         if gathering := self.gathering_of(stage):
             gathering.keep_gathered()
 
@@ -159,8 +157,7 @@ class ZeroOptimizer:
         self._tied.begin()
 
     def arm(self, stage_index: int | None = None) -> None:
-        """The next backward of this stage (None: of all) completes its gradients: reduce buckets as they
-        fill."""
+        """The next backward of this stage (None: of all) completes its gradients: reduce full buckets."""
         for s in self.trained:
             s.buckets.arm(stage_index)
 
@@ -173,27 +170,63 @@ class ZeroOptimizer:
             s.buckets.reopen()
 
     def reduce_tied(self, stage_index: int | None = None) -> None:
-        """Sum the gradients of parameters held by several stages. Collective over the holders, after all
-        their backwards."""
+        """Sum gradients of parameters that several stages hold, after all their backwards. Collective."""
         self._tied.reduce(stage_index)
 
     @torch.no_grad()
     def step(self, lr: float | None, weight_decay: float = 0.0, grad_divisor: float = 1.0) -> StepResult:
-        """Update with the sum over the data group of the gradients, divided by `grad_divisor`. Collective
-        over the world.
+        """Update with the sum of the gradients over the data group, divided by `grad_divisor`, unless one of
+        any rank is not finite. Collective over the world.
 
-        lr, weight_decay: for all parameter groups. lr None: torch's parameter groups have their own values of
-        both.
-
-        Skips the update if a gradient of any rank is not finite. Raises ConfigError if the loss scale cannot
-        be lowered any more.
+        lr, weight_decay: of all parameter groups; lr None: torch's parameter groups have their own of both.
+        Raises ConfigError if the loss scale cannot be lowered any more.
         """
         scale = self.loss_scale
-        step = Step(lr, weight_decay, scale * grad_divisor)
-        for phase in STEPS:
-            if not step.skipped:
-                phase(self, step)
-        return StepResult(step.norm, step.skipped, scale)
+        divisor = scale * grad_divisor
+        self._finish_exchange()
+        norm = self._measure_norm() / divisor
+        skipped = self._check_overflow(norm)
+        if not skipped:
+            self._clip_and_update(lr, weight_decay, divisor, norm)
+            self._refresh()
+        return StepResult(norm, skipped, scale)
+
+    def _finish_exchange(self) -> None:
+        """Every gradient is summed over its ranks on return. Collective."""
+        self.reduce_tied()
+        for s in self.trained:
+            s.buckets.finish()
+
+    def _measure_norm(self) -> float:
+        """The norm of the scaled gradient over all ranks; afterwards no rank reads weights until the update
+        is complete. Collective over the world."""
+        squares = torch.zeros((), dtype=torch.float64, device=self.device)
+        for s in self.trained:
+            squares += squared_norm(s.norm_views, self.device)
+        # Not of experts: one that no token chose has no gradient.
+        received = {h.parameter.spec.name: got for s in self.trained if s.plan.reduced_over == DATA_AXES
+                    for h, got in zip(s.buckets.holders, s.buckets.received)}
+        return math.sqrt(sum_over_ranks(squares, received, self.groups))
+
+    def _check_overflow(self, norm: float) -> bool:
+        """Adapt the loss scale; whether the update is skipped because gradients are not finite."""
+        overflow = not math.isfinite(norm)
+        self.scaler.update(overflow)
+        return overflow and self.scaler.check_overflow
+
+    def _clip_and_update(self, lr: float | None, weight_decay: float, divisor: float, norm: float) -> None:
+        """One divisor unscales and clips: the optimizers apply it while they read the gradients."""
+        clip = self.settings.clip_grad
+        excess = (norm + CLIP_EPSILON) / clip if clip else 0.0
+        numbers = lr, weight_decay, divisor * max(excess, 1.0)
+        for s in self.sets:
+            s.lend_grads()
+        self.resident.step(*numbers)
+        round_masters(leaf for s in self.trained for leaf in s.resident if not self.resident.writes_low(leaf))
+        for s in self.sets:
+            s.drop_grads()
+        self.offloaded.step(*numbers)
+        self._tiers.settle()
 
     # -------------------------------------------------------------------------------- state
     def pieces(self) -> Iterator[StatePiece]:
@@ -235,13 +268,12 @@ class ZeroOptimizer:
     # -------------------------------------------------------------------------------- bytes
     def memory(self) -> ZeroMemory:
         """Bytes held now, in all tiers, measured on the buffers (compare `prediction.predict_sets`)."""
-        total = ZeroMemory(0, 0, 0, 0)
-        for s in self.sets:
-            gradients = 0 if s.buckets is None else s.buckets.flat.nbytes
-            total += ZeroMemory(s.store.nbytes, gradients, s.master_bytes(), 0)
-        state = (tensor for s in self.trained for leaf in s.leaves
-                 for _, tensor in self._optimizer_of(leaf).state_of(leaf))
-        return total + ZeroMemory(0, 0, 0, sum(t.nbytes for t in state))
+        return ZeroMemory(
+            parameters=sum(s.store.nbytes for s in self.sets),
+            gradients=sum(s.buckets.flat.nbytes for s in self.trained),
+            masters=sum(s.master_bytes() for s in self.sets),
+            optimizer=sum(tensor.nbytes for s in self.trained for leaf in s.leaves
+                          for _, tensor in self._optimizer_of(leaf).state_of(leaf)))
 
     def memory_by_place(self) -> dict[str, int]:
         """The bytes of `memory`, by tier: "device", "cpu", "nvme"."""
@@ -251,13 +283,12 @@ class ZeroOptimizer:
                 places[offload.optimizer] += sum(group.state_bytes())
         if offload.parameters != DEVICE:
             places[offload.parameters] += sum(s.store.shard_bytes for s in self.sets if s.plan.units)
-        places[DEVICE] = total.total - places.total()
-        return {place: count for place, count in places.items() if count}
+        places[DEVICE] = self.memory().total - places.total()
+        return dict(+places)        # of several bytes: + drops places without any
 
     @property
     def working_bytes(self) -> int:
-        """Bytes of the buffers in which gradients fill up and are sent, and in which offloaded state is
-        updated."""
+        """Bytes of buffers in which gradients fill up and are sent, and offloaded state is updated."""
         return self._pool.nbytes + self.exchange.nbytes + self.offloaded.working_bytes
 
     def traffic(self, microbatches: int, reduce_each: bool, keeps_gathered: bool,
@@ -286,81 +317,16 @@ class ZeroOptimizer:
         return self._of_offloaded.get(id(leaf.tensor), self.resident)
 
     def _refresh(self) -> None:
+        """Gather the updated weights of other ranks. Collective."""
         for s in self.sets:
             s.store.refresh()
         self._synchronize()
 
     def _synchronize(self) -> None:
-        """Ranks that map each other's weights wait for each other. (After an update; before it the norm does
-        so.)"""
+        """Ranks that map each other's weights wait for each other. (Before an update the norm does so.)"""
         groups = {id(s.store.ranks.inner): s.store.ranks.inner for s in self.sets if s.store.is_shared}
         for group in groups.values():
             barrier(group)
-
-
-# ------------------------------------------------------------------------------------ the phases of a step
-@dataclass
-class Step:
-    """The values of a step that its phases pass on.
-
-    divisor  of the gradients: the loss scale times the caller's divisor
-    norm     of the gradients divided by it
-    """
-
-    lr: float | None
-    weight_decay: float
-    divisor: float
-    norm: float = math.nan
-    skipped: bool = False
-
-
-def finish_exchange(zero: ZeroOptimizer, step: Step) -> None:
-    """Every gradient is summed over its ranks on return. Collective."""
-    zero.reduce_tied()
-    for s in zero.trained:
-        s.buckets.finish()
-
-
-def measure_norm(zero: ZeroOptimizer, step: Step) -> None:
-    """The norm over all ranks; afterwards no rank reads weights until the update is complete. Collective over
-    the world."""
-    squares = torch.zeros((), dtype=torch.float64, device=zero.device)
-    for s in zero.trained:
-        squares += squared_norm(s.norm_views, zero.device)
-    # Not of experts: one that no token chose has no gradient.
-    received = {h.parameter.spec.name: got for s in zero.trained if s.plan.reduced_over == DATA_AXES
-                for h, got in zip(s.buckets.holders, s.buckets.received)}
-    step.norm = math.sqrt(sum_over_ranks(squares, received, zero.groups)) / step.divisor
-
-
-def check_overflow(zero: ZeroOptimizer, step: Step) -> None:
-    """Adapt the loss scale; skip the rest if gradients are not finite."""
-    overflow = not math.isfinite(step.norm)
-    zero.scaler.update(overflow)
-    step.skipped = overflow and zero.scaler.check_overflow
-
-
-def clip_and_update(zero: ZeroOptimizer, step: Step) -> None:
-    """Update, unscaled and clipped by one divisor that the optimizers apply while they read the gradients."""
-    clip = zero.settings.clip_grad
-    excess = (step.norm + CLIP_EPSILON) / clip if clip else 0.0
-    numbers = step.lr, step.weight_decay, step.divisor * max(excess, 1.0)
-    for s in zero.sets:
-        s.lend_grads()
-    zero.resident.step(*numbers)
-    round_masters(leaf for s in zero.trained for leaf in s.resident if not zero.resident.writes_low(leaf))
-    for s in zero.sets:
-        s.drop_grads()
-    zero.offloaded.step(*numbers)
-    zero._tiers.settle()
-
-
-def refresh(zero: ZeroOptimizer, step: Step) -> None:
-    """Gather the updated weights of other ranks. Collective."""
-    zero._refresh()
-
-
-STEPS = (finish_exchange, measure_norm, check_overflow, clip_and_update, refresh)
 
 
 def round_masters(leaves: Iterable[Leaf]) -> None:

@@ -9,7 +9,6 @@ place, or in ZeRO 3 layer by layer when it is needed.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -21,15 +20,14 @@ from ..mpu.param_spec import ParamSpec
 from .data_groups import Hierarchy
 from .gathering import MappedUnit, SharedParts, Unit
 from .layout import Layout, ShardPiece, SlotPiece
-from .tiers import Array, InMemory, Tier
+from .tiers import Array, Tier
 
 Draw = Callable[[ParamSpec, int, torch.Tensor], None]
 """Fills a flat tensor with the initial values of elements [start, start + len) of a local parameter."""
 
 
-class ParameterStore(Protocol):
-    """The weights of one set. Its parameters, in the order of layout.slots and of one dtype, become views of
-    flat buffers.
+class ParameterStore:
+    """The weights of one set. Its parameters, in the order of layout.slots, become views of flat buffers.
 
     ranks    ranks that hold the same parameters
     sharded  each rank updates its shard only
@@ -37,11 +35,11 @@ class ParameterStore(Protocol):
     units    what is gathered layer by layer; empty if parameters are whole
     """
 
-    layout: Layout
-    ranks: Hierarchy
-    sharded: bool
-    pieces: Sequence[SlotPiece]
-    units: Sequence[Unit]
+    units: Sequence[Unit] = ()
+
+    def __init__(self, layout: Layout, ranks: Hierarchy, sharded: bool):
+        self.layout, self.ranks, self.sharded = layout, ranks, sharded
+        self.pieces = layout.slot_intersections(ranks.shard) if sharded else layout.whole_slots()
 
     @property
     def nbytes(self) -> int:
@@ -50,6 +48,7 @@ class ParameterStore(Protocol):
     @property
     def is_shared(self) -> bool:
         """Whether other ranks map the memory of this rank's parts."""
+        return False
 
     def values_of(self, piece: SlotPiece) -> torch.Tensor:
         """The model's weights of a piece, padding included: a view."""
@@ -63,21 +62,17 @@ class ParameterStore(Protocol):
 
 
 class WholeParameters(ParameterStore):
-    """A `ParameterStore` of parameters that are whole on every rank, in one flat buffer.
-
-    sharded  each rank updates its shard only
-    """
-
-    units: tuple[Unit, ...] = ()
-    is_shared = False
+    """A `ParameterStore` of parameters that are whole on every rank, in one flat buffer."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], layout: Layout, ranks: Hierarchy, sharded: bool,
                  device: torch.device | None = None, draw: Draw | None = None):
-        self.layout, self.ranks, self.sharded = layout, ranks, sharded
-        self.pieces = layout.slot_intersections(ranks.shard) if sharded else layout.whole_slots()
+        super().__init__(layout, ranks, sharded)
         first = parameters[0]
         self.flat = huge_page_zeros(layout.numel, dtype=first.dtype, device=device or first.device)
-        _move_into(self.flat, parameters, layout, draw)
+        for slot, p in zip(layout.slots, parameters):
+            view = self.flat[slot.start:slot.stop]
+            fill(view, p, 0, draw)
+            become(p, view.view(p.shape))
 
     @property
     def nbytes(self) -> int:
@@ -87,7 +82,7 @@ class WholeParameters(ParameterStore):
         return self.flat[piece.flat:piece.flat + piece.padded_numel]
 
     def array_of(self, first: SlotPiece, numel: int) -> Array:
-        return InMemory(self.flat[first.flat:first.flat + numel])
+        return Array(self.flat[first.flat:first.flat + numel])
 
     def refresh(self) -> None:
         """Make the updates of all ranks visible. Collective if sharded."""
@@ -115,13 +110,11 @@ class ShardedParameters(ParameterStore):
     tier        of the parts, unless ranks share their memory
     """
 
-    sharded = True
-
     def __init__(self, parameters: Sequence[nn.Parameter], layout: Layout, ranks: Hierarchy,
                  unit_plans: Sequence[tuple[int, int, int]], device: torch.device, tier: Tier,
                  draw: Draw | None):
-        self.layout, self.ranks, self._device = layout, ranks, device
-        self.pieces = layout.slot_intersections(ranks.shard)
+        super().__init__(layout, ranks, sharded=True)
+        self._device = device
         here = ranks.inner.rank, ranks.inner.size
         self._parts = layout.shard_pieces(*here)
         dtype = parameters[0].dtype
@@ -132,10 +125,7 @@ class ShardedParameters(ParameterStore):
         for piece in layout.slot_intersections(*here):
             fill(self.values_of(piece)[:piece.stop - piece.start], parameters[piece.slot], piece.start, draw)
         tier.settle()
-        self.units: list[Unit] = []
-        for layer, first, stop in unit_plans:
-            self.units.append(self._make_unit(layer, first, stop, dtype, device))
-            self._adopt(self.units[-1], parameters)
+        self.units = [self._make_unit(*unit_plan, parameters) for unit_plan in unit_plans]
 
     @property
     def shard_bytes(self) -> int:
@@ -144,7 +134,6 @@ class ShardedParameters(ParameterStore):
 
     @property
     def is_shared(self) -> bool:
-        """Whether other ranks map the memory of this rank's parts."""
         return self._shared is not None
 
     @property
@@ -184,34 +173,21 @@ class ShardedParameters(ParameterStore):
         array.write(near).wait()
         return DONE
 
-    def _make_unit(self, layer: int, first: int, stop: int, dtype: torch.dtype, device: torch.device) -> Unit:
-        buckets = self.layout.buckets
-        start = buckets[first].start
+    def _make_unit(self, layer: int, first: int, stop: int, parameters: Sequence[nn.Parameter]) -> Unit:
+        buckets, group = self.layout.buckets[first:stop], self.ranks.inner
+        start, dtype = buckets[0].start, parameters[0].dtype
         if self._shared:
-            unit = MappedUnit(layer, first, stop - 1, dtype, self._shared.map(first, stop), self.ranks.inner)
+            unit = MappedUnit(layer, first, stop - 1, dtype, self._shared.map(first, stop), group)
         else:
-            flat = torch.empty(buckets[stop - 1].stop - start, dtype=dtype, device=device)
-            unit = Unit(layer, first, stop - 1, flat, self.ranks.inner)
-        for b in range(first, stop):
-            whole = unit.flat[buckets[b].start - start:buckets[b].stop - start]
-            unit.buckets.append((whole, self._arrays[b]))
-        return unit
-
-    def _adopt(self, unit: Unit, parameters: Sequence[nn.Parameter]) -> None:
-        buckets = self.layout.buckets
-        start = buckets[unit.first_bucket].start
-        for i in range(buckets[unit.first_bucket].first_slot, buckets[unit.last_bucket].last_slot):
-            slot = self.layout.slots[i]
-            become(parameters[i], unit.flat[slot.start - start:slot.stop - start].view(parameters[i].shape))
+            flat = torch.empty(buckets[-1].stop - start, dtype=dtype, device=self._device)
+            unit = Unit(layer, first, stop - 1, flat, group)
+        unit.buckets = [(unit.flat[bucket.start - start:bucket.stop - start], array)
+                        for bucket, array in zip(buckets, self._arrays[first:stop])]
+        for i in range(buckets[0].first_slot, buckets[-1].last_slot):
+            slot, p = self.layout.slots[i], parameters[i]
+            become(p, unit.flat[slot.start - start:slot.stop - start].view(p.shape))
         unit.free()         # only now: views cannot be made of a storage of no bytes
-
-
-def _move_into(flat: torch.Tensor, parameters: Sequence[nn.Parameter], layout: Layout,
-               draw: Draw | None) -> None:
-    for slot, p in zip(layout.slots, parameters):
-        view = flat[slot.start:slot.stop]
-        fill(view, p, 0, draw)
-        become(p, view.view(p.shape))
+        return unit
 
 
 @torch.no_grad()

@@ -26,7 +26,7 @@ from .param_store import Draw, ParameterStore, ShardedParameters, WholeParameter
 from .set_plan import SHARED, ParameterUse, SetPlan, is_tied
 from .settings import ZeroSettings
 from .shard_optimizer import Leaf, make_leaf
-from .tiers import InMemory, MemoryTier, Tiers
+from .tiers import Array, MemoryTier, Tiers
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,7 @@ class ParameterSet:
 
 @dataclass(frozen=True)
 class SetMaker:
-    """What all sets of a rank are made with; see `ZeroOptimizer`. pool: buffers in which sharded gradients
-    fill up."""
+    """What all sets of a rank are made with. pool: buffers in which sharded gradients fill up."""
 
     settings: ZeroSettings
     groups: DataGroups
@@ -173,7 +172,7 @@ class SetMaker:
                    parameters: Sequence[nn.Parameter]) -> SubGroup:
         first, numel, tier = plan.pieces[0], plan.numel, self.tiers.optimizer
         weights, start = store.array_of(first, numel), buckets.start_of(first)
-        arrays = {MASTER: weights, GRAD: InMemory(buckets.flat[start:start + numel])}
+        arrays = {MASTER: weights, GRAD: Array(buckets.flat[start:start + numel])}
         if weights.tensor.dtype != torch.float32:
             [arrays[MASTER]] = tier.arrays([numel], torch.float32)
             arrays[LOW] = weights
@@ -211,24 +210,20 @@ class TiedGradients:
         # In the order of their keys, which is the same on all stages that hold them.
         self._holders = sorted(tied, key=lambda entry: entry[2].parameter.spec.tied)
         self._group: Group = groups.tied
-        self._waiting: dict[int, None] = {}
         self.begin()
 
     def begin(self) -> None:
-        """Begin a step: no tied gradient is summed yet."""
-        self._waiting = {id(holder.parameter): None for _, _, holder in self._holders}
+        """A step begins."""
+        self._waiting = self._holders
 
     def reduce(self, stage: int | None = None) -> None:
-        """Sum the tied gradients of a stage (None: of all stages) that are not summed yet.
-
-        Collective over the ranks that hold them, after all backwards.
-        """
-        for s, i, holder in self._holders:
+        """Sum those of a stage (None: all) that are not summed yet, after all backwards. Collective."""
+        waiting, self._waiting = self._waiting, []
+        for s, i, holder in waiting:
             p = holder.parameter
-            if id(p) not in self._waiting or not (stage is None or holder.stage in (None, stage)):
-                continue
-            del self._waiting[id(p)]
-            if s.plan.policy.gradient is None:
+            if stage is not None and holder.stage not in (None, stage):
+                self._waiting.append((s, i, holder))
+            elif s.plan.policy.gradient is None:
                 all_reduce_(p.main_grad.view(-1), self._group)
                 p.grad_ready()
             else:       # each in a bucket of its own, so that all holders have the same shards

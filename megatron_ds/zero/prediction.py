@@ -3,34 +3,33 @@ allocated. Pure.
 
 Bytes that are kept:
 
-    kind         bytes per element, padding included                       split from
-    parameters   size of the model's dtype                                 stage 3, over all ranks or an inner
-                 group
-    gradients    size of the gradients'                                    stage 2
-    masters      4, none if the model itself is fp32                       stage 1
-    optimizer    4 per state tensor (2 for Adam)                           stage 1
+    kind         bytes per element, padding included     split from
+    parameters   size of the model's dtype               stage 3, over all ranks or an inner group
+    gradients    size of the gradients'                  stage 2
+    masters      4, none if the model itself is fp32     stage 1
+    optimizer    4 per state tensor (2 for Adam)         stage 1
 
 Rajbhandari et al. 2020 (arXiv:1910.02054), section 3.1, count 2 + 2 + 12 bytes for 16-bit Adam; gradients
-that accumulate in fp32, the default here, make it 2 + 4 + 12. Not counted is working memory: what is gathered
-or fills up temporarily.
+that accumulate in fp32, the default here, make it 2 + 4 + 12. Not counted is what is gathered or fills up
+temporarily.
 
 Bytes that are sent over the data-parallel ranks in a step, with Ψ elements, padding included, and m
-micro-batches (payload as in mpu/group.py, which a ring multiplies by (n-1)/n, an all-reduce by twice that):
+micro-batches (payload as in mpu/group.py, gradients in the dtype in which they are sent):
 
     stage 0   all-reduce Ψ
     stage 1   reduce-scatter Ψ, all-gather Ψ
     stage 2   reduce-scatter m Ψ (once if whole gradients are kept), all-gather Ψ
     stage 3   reduce-scatter as stage 2, all-gather 2 m Ψ (Ψ if the stage is kept gathered), less what
-    `gathering` avoids
-              over an inner group of h; then over the outer one reduce-scatter 1/h of that, and all-gather Ψ/h
+              `gathering` avoids, over an inner group of h; then over the outer one reduce-scatter 1/h of
+              that, and all-gather Ψ/h
 
-Gradients count in the dtype in which they are sent. For m = 1 these are the 2Ψ, 2Ψ, 2Ψ and 3Ψ of section 7.
-Gathers are counted by running `LayerGathering` on units that only count.
+For m = 1 these are the 2Ψ, 2Ψ, 2Ψ and 3Ψ of section 7. Gathers are counted by running `LayerGathering` on
+units that only count.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ..mpu.group import Group, Traffic
 from .data_groups import Axes, Hierarchy, shard_of
@@ -47,10 +46,10 @@ FP32_BYTES = 4
 class ZeroMemory:
     """Bytes by kind of state."""
 
-    parameters: int
-    gradients: int
-    masters: int
-    optimizer: int
+    parameters: int = 0
+    gradients: int = 0
+    masters: int = 0
+    optimizer: int = 0
 
     @property
     def total(self) -> int:
@@ -64,8 +63,7 @@ class ZeroMemory:
 
 @dataclass(frozen=True)
 class ElementBytes:
-    """Sizes per element. state_tensors: from the name of a parameter to its number of fp32 optimizer
-    tensors."""
+    """Sizes per element. state_tensors: name of a parameter → number of fp32 optimizer tensors."""
 
     parameter: int
     gradient: int = FP32_BYTES
@@ -94,7 +92,7 @@ def predict_memory(plan: SetPlan, shard: int, sizes: ElementBytes) -> ZeroMemory
 
 def predict_sets(plans: Sequence[SetPlan], ranks: Mapping[Axes, int], sizes: ElementBytes) -> ZeroMemory:
     """The sum over all sets of a rank. ranks: its position along the axes over which gradients are summed."""
-    return sum((predict_memory(plan, _shard(plan, ranks), sizes) for plan in plans), ZeroMemory(0, 0, 0, 0))
+    return sum((predict_memory(plan, _shard(plan, ranks), sizes) for plan in plans), ZeroMemory())
 
 
 def predict_places(plans: Sequence[SetPlan], ranks: Mapping[Axes, int], sizes: ElementBytes,
@@ -115,7 +113,7 @@ def predict_places(plans: Sequence[SetPlan], ranks: Mapping[Axes, int], sizes: E
         places[offload.optimizer] += away
         places[offload.parameters] += shards
         places[DEVICE] += total - shards - away
-    return {place: count for place, count in places.items() if count}
+    return dict(+places)        # of several bytes: + drops places without any
 
 
 def _updated(plan: SetPlan, shard: int) -> Sequence:
@@ -134,47 +132,32 @@ class Meter:
     now: int = 0
     most: int = 0
 
-    def add(self, elements: int) -> None:
-        """Elements that became whole; negative: that were freed."""
-        self.now += elements
-        self.most = max(self.most, self.now)
 
-
-@dataclass(eq=False)
 class CountedUnit(GatherUnit):
     """A `GatherUnit` without memory that counts how often it is gathered."""
 
-    numel: int
-    whole: Meter = field(default_factory=Meter)
-    gathers: int = 0
-    is_free: bool = True
-    claims: set = field(default_factory=set)
-
-    def fetch(self) -> None:
-        """Does nothing."""
+    def __init__(self, numel: int, whole: Meter | None = None):
+        super().__init__(numel, is_free=True)
+        self.gathers, self._whole = 0, whole or Meter()
 
     def start(self) -> None:
-        """Count one gather, if it is free."""
         if self.is_free:
-            self.gathers += 1
             self.is_free = False
-            self.whole.add(self.numel)
-
-    def wait(self) -> None:
-        """Does nothing."""
+            self.gathers += 1
+            self._whole.now += self.numel
+            self._whole.most = max(self._whole.most, self._whole.now)
 
     def free(self) -> None:
         if not self.is_free:
             self.is_free = True
-            self.whole.add(-self.numel)
+            self._whole.now -= self.numel
 
 
 KEEP, RELEASE = "keep_gathered", "release_gathered"      # a stage is gathered for all of a step
 
 
 def in_turn(stages: Iterable[int], microbatches: int, keeps_gathered: bool) -> Iterator[tuple[str, int]]:
-    """The moments of a step in which all micro-batches pass one stage, forward and backward, then the next
-    stage.
+    """The moments of a step in which all micro-batches pass one stage, then the next.
 
     How often a unit of a single stage is gathered is the same in every order that a schedule may have.
     """
@@ -189,8 +172,7 @@ def count_gathers(gatherings: Mapping[int, LayerGathering],
                   moments: Iterable[tuple[str, int]]) -> tuple[dict[GatherUnit, int], int]:
     """(how often each unit is gathered in a step, the most elements that are whole at a time).
 
-    gatherings: by stage. moments: (KEEP, "forward", "backward" or RELEASE; stage) in the order of the rank's
-    program.
+    gatherings: by stage. moments: (KEEP, "forward", "backward" or RELEASE; stage) in the program's order.
     """
     whole = Meter()
     counted = {unit: CountedUnit(unit.numel, whole)

@@ -39,10 +39,9 @@ ALWAYS_WHOLE = 1000      # by default the smallest parameters stay whole: one in
 class ParameterUse:
     """How the model uses its parameters, on the pipeline stages of this rank.
 
-    layers    stage → the parameters of each layer, in forward order. A rank may hold several stages, and
-              stages may share a parameter: input and output embedding if both ends of the pipeline are on one
-              rank. Such a parameter belongs to no single stage (`SHARED`); its gradient is reduced once,
-              after the last backward of all of them
+    layers    stage → the parameters of each layer, in forward order. Stages of a rank may share a parameter:
+              input and output embedding if both ends of the pipeline are on one rank. Such a parameter is of
+              stage `SHARED`; its gradient is reduced once, after the last backward of all of them
     not_read_in_backward  (stage, layer) of layers whose backward does not read their weights
     counts    contributions to `main_grad` per backward, 1 where absent; the reduction of tied gradients is
               not counted
@@ -79,8 +78,7 @@ class ParameterUse:
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """What decides the set of a parameter. stage: its pipeline stage or SHARED; layer: the first layer there
-    that holds it."""
+    """What decides the set of a parameter. layer: the first of `stage` that holds it."""
 
     name: str
     numel: int
@@ -119,18 +117,25 @@ def plan_parameters(parameters: Sequence[nn.Parameter], settings: ZeroSettings, 
                     use: ParameterUse) -> tuple[SetPlan, ...]:
     """The sets of `parameters`, which are given in forward order, each once.
 
-    Raises ConfigError if an optimizer needs whole tensors and a parameter is split over tensor-parallel
-    ranks.
+    Raises ConfigError if an optimizer needs whole tensors and tensor parallelism splits a parameter.
     """
     places, facts = use.places(), []
     for p in parameters:
         groups.check(p.spec)
         whole = p.requires_grad and group_of(p.spec, settings.param_groups).needs_whole_tensors
         if whole and p.spec.is_split_over("tp") and groups.tp.size > 1:
-            _refuse_split(p, settings, groups)
+            # A matrix that tensor parallelism splits would have to be gathered for each update, with its
+            # momentum, by ranks that hold whole optimizer state of it.
+            group = group_of(p.spec, settings.param_groups)
+            raise ConfigError(
+                f"the optimizer of parameter group {group.name!r} needs whole tensors, but {p.spec.name} is "
+                f"split over {groups.tp.size} tensor-parallel ranks, and an update of each part by itself is "
+                "not the update of the whole. Use --tensor-model-parallel-size 1, or put the parameter into "
+                "a group whose optimizer treats elements one by one.")
         facts.append(Fact(p.spec.name, p.numel(), str(p.dtype), p.spec.reduced_over, is_tied(p, groups),
                           not p.requires_grad, *places.get(p, (None, 0)), whole))
-    return plan_sets(facts, settings, groups.size_by_axes, groups.inner.size if groups.inner else None)
+    sizes = {axes: group.size for axes, group in groups.by_axes.items()}
+    return plan_sets(facts, settings, sizes, groups.inner.size if groups.inner else None)
 
 
 def is_tied(p: nn.Parameter, groups: DataGroups) -> bool:
@@ -148,9 +153,8 @@ def plan_sets(facts: Sequence[Fact], settings: ZeroSettings, shards: Mapping[Axe
     """
     policy = settings.policy
     alone = settings.offload.parameters != DEVICE       # one rank gathers too, from an offload tier
-    threshold = settings.persistence
-    if threshold is None:
-        threshold = smallest([fact.numel for fact in facts])
+    threshold = (smallest([fact.numel for fact in facts]) if settings.persistence is None
+                 else settings.persistence)
     groups: dict[tuple, list[int]] = {}
     for i, fact in enumerate(facts):
         split = policy.gradient is not None and (shards[fact.reduced_over] > 1 or alone)
@@ -206,15 +210,3 @@ def _units(layout: Layout, layers: Sequence[int]) -> tuple[tuple[int, int, int],
     for bucket in layout.buckets:
         found.setdefault(layers[bucket.first_slot], []).append(bucket.index)
     return tuple((layer, buckets[0], buckets[-1] + 1) for layer, buckets in found.items())
-
-
-def _refuse_split(p: nn.Parameter, settings: ZeroSettings, groups: DataGroups) -> None:
-    """Note: why not gathered. A matrix that tensor parallelism splits would have to be gathered for each
-    update, with its momentum, by ranks that hold whole optimizer state of it; an update of each part
-    separately is another optimizer."""
-    group = group_of(p.spec, settings.param_groups)
-    raise ConfigError(
-        f"the optimizer of parameter group {group.name!r} needs whole tensors, but {p.spec.name} is split "
-        f"over {groups.tp.size} tensor-parallel ranks, and an update of each part by itself is not the "
-        "update of the whole. Use --tensor-model-parallel-size 1, or put the parameter into a group whose "
-        "optimizer treats elements one by one.")

@@ -40,11 +40,6 @@ STAGES = {
 HIERARCHICAL = ShardPolicy("dp", "dp", "inner")      # stage 3 whose gathers stay inside a node
 
 
-def policy_of(stage: int, inner_size: int = 1) -> ShardPolicy:
-    """The policy of a ZeRO stage. inner_size: data-parallel ranks of an inner group; 1: no inner groups."""
-    return HIERARCHICAL if stage == 3 and inner_size > 1 else STAGES[stage]
-
-
 @dataclass(frozen=True)
 class ZeroSettings:
     """How parameters are updated, split and reduced.
@@ -90,9 +85,10 @@ class ZeroSettings:
         param_groups: used instead of those of `--optimizer`
         """
         o, zero = config.optimizer, config.zero
+        has_inner = zero.stage == 3 and zero.zero_hpz_partition_size > 1
         return cls(
             param_groups=param_groups_of(o) if param_groups is None else param_groups,
-            policy=policy_of(zero.stage, zero.zero_hpz_partition_size),
+            policy=HIERARCHICAL if has_inner else STAGES[zero.stage],
             bucket_elements=zero.reduce_bucket_size, gather_elements=zero.allgather_bucket_size,
             overlap=zero.overlap_comm is not False,
             grad_dtype=_dtype(o.gradient_dtype), sent_dtype=_dtype(zero.sent_dtype),
@@ -103,7 +99,16 @@ class ZeroSettings:
 
     def __post_init__(self):
         for group in self.param_groups:
-            self._check(group)
+            if group.needs_whole_tensors and self.policy.parameter is not None:
+                raise ConfigError(
+                    f"the optimizer of parameter group {group.name!r} needs whole tensors, but ZeRO stage 3 "
+                    "splits every parameter over all ranks and gathers it for its layer only. Use "
+                    "--zero-stage 0, 1 or 2, or an optimizer that treats elements one by one, such as adam.")
+            if (group.needs_whole_tensors or group.needs_norms) and self.offload.optimizer != "device":
+                raise ConfigError(
+                    f"the optimizer of parameter group {group.name!r} needs whole tensors or norms of them, "
+                    "but offloaded state is updated in parts, one after the other. Use --offload-optimizer "
+                    "none, or an optimizer that treats elements one by one, such as adam.")
 
     def elements_of_bucket(self, num_parameters: int) -> int:
         """The size of a bucket: small enough that most of the reduction is hidden behind backward.
@@ -118,18 +123,6 @@ class ZeroSettings:
         if self.exchange is not None:
             return self.exchange(self, device)
         return FullPrecisionExchange(self.grad_dtype, device, self.sent_dtype, self.sent_divisor)
-
-    def _check(self, group: ParamGroup) -> None:
-        if group.needs_whole_tensors and self.policy.parameter is not None:
-            raise ConfigError(
-                f"the optimizer of parameter group {group.name!r} needs whole tensors, but ZeRO stage 3 "
-                "splits every parameter over all ranks and gathers it for its layer only. Use --zero-stage "
-                "0, 1 or 2, or an optimizer that treats elements one by one, such as adam.")
-        if (group.needs_whole_tensors or group.needs_norms) and self.offload.optimizer != "device":
-            raise ConfigError(
-                f"the optimizer of parameter group {group.name!r} needs whole tensors or norms of them, but "
-                "offloaded state is updated in parts, one after the other. Use --offload-optimizer none, or "
-                "an optimizer that treats elements one by one, such as adam.")
 
 
 def _dtype(name: str | None) -> torch.dtype | None:

@@ -54,8 +54,7 @@ class Leaf:
 
 def make_leaf(spec: ParamSpec, piece: SlotPiece, master: torch.Tensor, grad: torch.Tensor | None = None,
               low: torch.Tensor | None = None, shape: tuple[int, ...] | None = None) -> Leaf:
-    """master, grad, low: flat, padding included. shape: of the parameter, for an optimizer that needs it
-    whole.
+    """master, grad, low: flat, padding included. shape: for an optimizer that needs the parameter whole.
 
     grad: a view of the gradient buffer; if that is not fp32, gradients are lent for the update only.
     """
@@ -74,9 +73,8 @@ def _shaped(flat: torch.Tensor, piece: SlotPiece, shape: tuple[int, ...] | None)
 class ShardOptimizer:
     """The torch optimizers of the parameter groups, on the leaves that this rank has of them.
 
-    Groups of the same optimizer share one torch optimizer, with a parameter group each. A rank without leaves
-    of an optimizer does not make it, unless that optimizer asks for norms, which are collective: it then has
-    empty groups.
+    Groups of the same optimizer share one torch optimizer. A rank without leaves of an optimizer does not
+    make it, unless it asks for norms, which are collective: it then has empty groups.
     """
 
     def __init__(self, groups: Sequence[ParamGroup], leaves: Sequence[Leaf],
@@ -87,22 +85,25 @@ class ShardOptimizer:
             members[groups.index(group_of(leaf.spec, groups))].append(leaf.tensor)
         self._optimizers: list[torch.optim.Optimizer] = []
         self._of: dict[int, torch.optim.Optimizer] = {}
-        made: list = []
-        for group in groups:
-            if group.optimizer in made:
-                continue
-            made.append(group.optimizer)
+        for i, group in enumerate(groups):
             same = [(g, tensors) for g, tensors in zip(groups, members)
                     if g.optimizer == group.optimizer and (tensors or group.needs_norms)]
-            if same:
+            is_first = all(g.optimizer != group.optimizer for g in groups[:i])
+            if same and is_first:
                 self._make(same, norms)
-        self._create_state()
+        # Torch optimizers create their state in the first step: take one that moves nothing (gradients are
+        # zero yet).
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"], group["weight_decay"] = 0.0, 0.0
+            with torch.no_grad():
+                optimizer.step()
+        self.set_num_updates(0)
 
     def step(self, lr: float | None, weight_decay: float, divisor: float) -> None:
         """Update with gradient / divisor; afterwards the contents of the gradients are undefined.
 
-        weight_decay applies to the groups that decay. lr None: the torch parameter groups keep their own
-        values of both.
+        weight_decay: of the groups that decay. lr None: the torch parameter groups keep their own of both.
         """
         self.num_updates += 1
         for optimizer in self._optimizers:
@@ -154,13 +155,3 @@ class ShardOptimizer:
                                     torch.tensor(divisor, dtype=torch.float32, device=tensors[0].device))
         elif divisor != 1.0 and tensors:
             torch._foreach_mul_([tensor.grad for tensor in tensors], 1.0 / divisor)
-
-    def _create_state(self) -> None:
-        """Torch optimizers create their state in the first step: take one that moves nothing (gradients are
-        zero yet)."""
-        for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                group["lr"], group["weight_decay"] = 0.0, 0.0
-            with torch.no_grad():
-                optimizer.step()
-        self.set_num_updates(0)

@@ -6,7 +6,7 @@ initialization, saving, loading. What an update needs of a disk is read and writ
 instead.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Protocol
@@ -14,8 +14,8 @@ from typing import Protocol
 import torch
 
 from ..config.parallel_options import ZeroConfig
-from ..host.async_io import ALIGNMENT, AsyncIO, aligned_empty, make_io
-from ..host.memory_maps import huge_page_zeros
+from ..host.async_io import ALIGNMENT, AsyncIO, Then, aligned_empty, make_io
+from ..host.memory_maps import huge_page_zeros, round_up
 from ..host.scratch_file import Region, ScratchFile
 from ..mpu.group import DONE, Work
 
@@ -52,28 +52,6 @@ class OffloadSettings:
                    zero.nvme_block_size, zero.nvme_queue_depth, zero.nvme_threads)
 
 
-class Array(Protocol):
-    """Flat state of one dtype. During a read or write neither the buffer nor `tensor` may be used.
-
-    padded_numel  elements that a buffer to read into must have
-    """
-
-    tensor: torch.Tensor
-    padded_numel: int
-
-    def part(self, start: int, stop: int) -> "Array":
-        """Elements [start, stop)."""
-
-    def is_at(self, device: torch.device, dtype: torch.dtype) -> bool:
-        """Whether `tensor` has this device and dtype, so that no copy is needed."""
-
-    def read(self, out: torch.Tensor) -> Work:
-        """Begin to copy to a buffer, which may be of another dtype."""
-
-    def write(self, values: torch.Tensor) -> Work:
-        """Begin to copy from a buffer."""
-
-
 class Tier(Protocol):
     """A place for offloaded state.
 
@@ -81,10 +59,9 @@ class Tier(Protocol):
     is_plain  True for ordinary host memory, which is neither page-locked nor a file
     """
 
-    place: str
     is_plain: bool
 
-    def arrays(self, sizes: Sequence[int], dtype: torch.dtype) -> list[Array]:
+    def arrays(self, sizes: Sequence[int], dtype: torch.dtype) -> list["Array"]:
         """Make arrays of zeros."""
 
     def settle(self) -> None:
@@ -99,7 +76,7 @@ class Tiers:
     parameters: Tier | None = None
 
     def settle(self) -> None:
-        """See `Tier.settle`."""
+        """`Tier.settle` of both."""
         for tier in {self.optimizer, self.parameters} - {None}:
             tier.settle()
 
@@ -107,17 +84,14 @@ class Tiers:
 def open_tiers(settings: OffloadSettings, device: torch.device) -> Tiers:
     """Open a scratch file in each folder. Raises ConfigError if that fails."""
 
-    @cache
-    def disk(folder: str) -> DiskTier:
-        io = make_io(settings.io, block_bytes=settings.io_block_bytes, queue_depth=settings.io_queue_depth,
-                     threads=settings.io_threads)
-        return DiskTier(folder, io)
-
+    @cache      # the same place is opened once
     def tier(place: str, folder: str | None) -> Tier | None:
-        if place == "nvme":
-            return disk(folder)
-        host = torch.device("cpu")
-        return MemoryTier(host, "cpu", page_locked=device.type == "cuda") if place == "cpu" else None
+        if place == DEVICE:
+            return None
+        if place == "cpu":
+            return MemoryTier(torch.device("cpu"), page_locked=device.type == "cuda")
+        return DiskTier(folder, make_io(settings.io, block_bytes=settings.io_block_bytes,
+                                        queue_depth=settings.io_queue_depth, threads=settings.io_threads))
 
     return Tiers(tier(settings.optimizer, settings.optimizer_folder),
                  tier(settings.parameters, settings.parameters_folder))
@@ -125,44 +99,46 @@ def open_tiers(settings: OffloadSettings, device: torch.device) -> Tiers:
 
 # ---------------------------------------------------------------------------------------------------- memory
 @dataclass(frozen=True)
-class InMemory(Array):
-    """An array in memory."""
+class Array:
+    """Flat state of one dtype, in memory unless a subclass keeps it elsewhere. During a read or write neither
+    the buffer nor `tensor` may be used."""
 
     tensor: torch.Tensor
 
     @property
     def padded_numel(self) -> int:
+        """Elements that a buffer to read into must have."""
         return self.tensor.numel()
 
-    def part(self, start: int, stop: int) -> "InMemory":
-        return InMemory(self.tensor[start:stop])
+    def part(self, start: int, stop: int) -> "Array":
+        """Elements [start, stop)."""
+        return Array(self.tensor[start:stop])
 
     def is_at(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether `tensor` has this device and dtype, so that no copy is needed."""
         return self.tensor.device == device and self.tensor.dtype == dtype
 
     def read(self, out: torch.Tensor) -> Work:
+        """Begin to copy to a buffer, which may be of another dtype."""
         return _copy(out, self.tensor)
 
     def write(self, values: torch.Tensor) -> Work:
+        """Begin to copy from a buffer."""
         return _copy(self.tensor, values)
 
 
 class MemoryTier(Tier):
     """Memory of `device`. page_locked: host memory from which copies to a GPU overlap with kernels."""
 
-    def __init__(self, device: torch.device, place: str = DEVICE, page_locked: bool = False):
-        self.device, self.place, self._page_locked = device, place, page_locked
+    def __init__(self, device: torch.device, page_locked: bool = False):
+        self.device, self._page_locked = device, page_locked
         self.is_plain = device.type == "cpu" and not page_locked
 
     def arrays(self, sizes: Sequence[int], dtype: torch.dtype) -> list[Array]:
-        """Make arrays of zeros as parts of one allocation."""
         numel = sum(sizes)
         zeros = (torch.zeros(numel, dtype=dtype, pin_memory=True) if self._page_locked
                  else huge_page_zeros(numel, dtype=dtype, device=self.device))
-        return [InMemory(part) for part in zeros.split(list(sizes))]
-
-    def settle(self) -> None:
-        """Does nothing: `read` and `Array.tensor` use the same memory."""
+        return [Array(part) for part in zeros.split(list(sizes))]
 
 
 class Buffers:
@@ -174,7 +150,7 @@ class Buffers:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers."""
+        """Of all buffers."""
         return sum(buffer.nbytes for buffer in self._by_name.values())
 
     def get(self, name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -194,15 +170,7 @@ def _copy(out: torch.Tensor, values: torch.Tensor) -> Work:
         return DONE
     event = torch.cuda.Event()
     event.record()
-    return _Recorded(event)
-
-
-@dataclass(frozen=True)
-class _Recorded:
-    event: torch.cuda.Event
-
-    def wait(self) -> None:
-        self.event.synchronize()
+    return Then(DONE, event.synchronize)
 
 
 # ---------------------------------------------------------------------------------------------------- disk
@@ -211,19 +179,17 @@ class OnDisk(Array):
     """An array in a scratch file; `tensor` is a memory map of it."""
 
     region: Region
-    tensor: torch.Tensor
 
     @property
     def padded_numel(self) -> int:
-        """Elements of the region: whole blocks of the disk."""
         return self.region.nbytes // self.tensor.element_size()
 
     def part(self, start: int, stop: int) -> "OnDisk":
         """The elements [start, stop). `start` must be at a page boundary of the file."""
         size = self.tensor.element_size()
-        last = -(-stop * size // ALIGNMENT) * ALIGNMENT
-        region = Region(self.region.file, self.region.offset + start * size, last - start * size)
-        return OnDisk(region, self.tensor[start:stop])
+        nbytes = round_up(stop * size, ALIGNMENT) - start * size
+        region = Region(self.region.file, self.region.offset + start * size, nbytes)
+        return OnDisk(self.tensor[start:stop], region)
 
     def is_at(self, device: torch.device, dtype: torch.dtype) -> bool:
         """Never: a map would read through the page cache."""
@@ -234,45 +200,32 @@ class OnDisk(Array):
         if out.device.type == "cpu" and out.dtype == self.tensor.dtype:
             return self.region.read_into(out)
         buffer = aligned_empty(self.padded_numel, self.tensor.dtype)
-        return _Then(self.region.read_into(buffer), lambda: out.copy_(buffer[:out.numel()]))
+        return Then(self.region.read_into(buffer), lambda: out.copy_(buffer[:out.numel()]))
 
     def write(self, values: torch.Tensor) -> Work:
         return self.region.write_from(values)
 
 
 class DiskTier(Tier):
-    """A scratch file in `directory`. It has no name, so a crash leaves no file that could be mistaken for
-    saved state.
+    """A scratch file in `directory`, without a name: a crash leaves none that looks like saved state.
 
     Raises ConfigError if the directory is missing or not writable, MegatronDSError if the disk is full.
     """
 
-    place, is_plain = "nvme", False
+    is_plain = False
 
     def __init__(self, directory: str, io: AsyncIO):
         self._file = ScratchFile(directory, io)
         self._regions: list[Region] = []
 
     def arrays(self, sizes: Sequence[int], dtype: torch.dtype) -> list[Array]:
-        """A region of the file for each."""
         made = []
         for numel in sizes:
-            region = self._file.allocate(-(-numel * dtype.itemsize // ALIGNMENT) * ALIGNMENT)
+            region = self._file.allocate(round_up(numel * dtype.itemsize, ALIGNMENT))
             self._regions.append(region)
-            made.append(OnDisk(region, region.map(dtype, numel)))
+            made.append(OnDisk(region.map(dtype, numel), region))
         return made
 
     def settle(self) -> None:
-        """Write the pages of the maps to the file."""
         for region in self._regions:
             region.settle()
-
-
-@dataclass(frozen=True)
-class _Then:
-    work: Work
-    after: Callable[[], object]
-
-    def wait(self) -> None:
-        self.work.wait()
-        self.after()

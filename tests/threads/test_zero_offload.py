@@ -14,7 +14,7 @@ from megatron_ds.ramps import Progress
 from megatron_ds.training import build
 from megatron_ds.training.step import train_step
 from megatron_ds.zero import optimizer
-from megatron_ds.zero.tiers import InMemory, MemoryTier, OffloadSettings, Tiers
+from megatron_ds.zero.tiers import Array, MemoryTier, OffloadSettings, Tiers
 from tests.harness.threads import run_ranks
 from tools.compare_layouts import SEQ_LENGTH, VOCAB, tiny_job
 from tools.layout_comparison import global_batch_share, parse_layout, random_samples
@@ -66,7 +66,7 @@ def assert_same(left, right):
         assert all(torch.equal(state[key], expected[key]) for key in state)
 
 
-class Elsewhere(InMemory):
+class Elsewhere(Array):
     """In this memory, but as far away as that of another device."""
 
     def is_at(self, device, dtype):
@@ -85,7 +85,7 @@ class FarTier(MemoryTier):
 def far(monkeypatch):
     """Offloads everything to a FarTier, in sub-groups so small that parameters are cut."""
     def open_far(settings, device):
-        tier = FarTier(torch.device("cpu"), "cpu")
+        tier = FarTier(torch.device("cpu"))
         return Tiers(*(tier if place != "device" else None
                        for place in (settings.optimizer, settings.parameters)))
 
