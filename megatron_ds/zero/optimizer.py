@@ -277,7 +277,7 @@ class ZeroOptimizer:
 
     def memory_by_place(self) -> dict[str, int]:
         """The bytes of `memory`, by tier: "device", "cpu", "nvme"."""
-        total, places, offload = self.memory(), Counter(), self.settings.offload
+        places, offload = Counter(), self.settings.offload
         for s in self.trained:
             for group in s.sub_groups:
                 places[offload.optimizer] += sum(group.state_bytes())
