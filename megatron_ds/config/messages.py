@@ -1,10 +1,30 @@
-"""Parts of messages: a value with its flag and source, a list of alternatives, the divisors of a number."""
+"""Problems that rules find, and parts of their messages: a value with its flag and source, alternatives."""
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from .run import RunConfig, all_options
+
+Rule = Callable[[RunConfig], Iterable[str]]
+
+
+def problems_of(rules: Iterable[Rule], config: RunConfig) -> Iterator[str]:
+    """The problems that the rules find. There `[seed]` or `[train.seed]` is that option, `written`."""
+    paths = {option.name: path for path, option in all_options().items()}
+
+    def named(match: re.Match) -> str:
+        return written(config, paths[match[1]]) if match[1] in paths else match[0]
+
+    for rule in rules:
+        for problem in rule(config):
+            yield re.sub(r"\[(?:\w+\.)?(\w+)\]", named, problem)
+
+
+def given(config: RunConfig, paths: Iterable[str], problem: str) -> Iterator[str]:
+    """`problem`, after its name and value, for each of these options that does not have its default."""
+    return (f"[{path}] {problem}" for path in paths if not config.is_default(path))
 
 
 def flag(path: str) -> str:

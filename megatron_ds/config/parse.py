@@ -8,7 +8,7 @@ alternatives. A rule yields nothing if a value that it needs is missing, because
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as version_of
 from typing import Any
@@ -23,12 +23,10 @@ from .data_rules import DATA_EFFICIENCY_RULES, DATA_RULES
 from .deepspeed_json import read_deepspeed
 from .flags import CommandLine, read_flags, spellings
 from .layout_rules import LAYOUT_RULES
-from .messages import either, flag, written
+from .messages import Rule, either, flag, problems_of, written
 from .reading import Reading, Setting, attempt, reject
 from .run import RunConfig, Source, all_options
 from .training_rules import TRAINING_RULES
-
-Rule = Callable[[RunConfig], Iterable[str]]
 
 
 def parse(argv: Sequence[str], world_size: int = 1, *, defaults: Mapping[str, Any] | None = None,
@@ -122,8 +120,7 @@ def check(config: RunConfig, known: Mapping[str, Container[str]] | None = None, 
                   that mention one of them are left out
     """
     rules_of_sections = (*LAYOUT_RULES, *TRAINING_RULES, *DATA_RULES, *DATA_EFFICIENCY_RULES)
-    found = [problem for rule in rules_of_sections for problem in rule(config)]
-    found += unknown_names(config, known or {})
+    found = [*problems_of(rules_of_sections, config), *unknown_names(config, known or {})]
     reject([*problems, *missing(config, unread), *(p for p in found if not _names_one_of(p, unread))])
     higher: list[str] = []
     for rule in rules:                       # they rely on the rules above
