@@ -178,9 +178,7 @@ class DeepSpeedRate:
 
 @dataclass(frozen=True)
 class WeightDecay:
-    """From `start` to `end` over `span` samples or tokens: constant, linear, or along half a period of a
-    cosine.
-    """
+    """From `start` to `end` over `span` samples or tokens: constant, linear, or half a period of a cosine."""
 
     start: float
     end: float
@@ -249,10 +247,7 @@ class BatchSize:
 
 
 def count_steps(batch_size: BatchSize, samples: int, consumed: int = 0) -> int:
-    """Optimizer steps that `samples` in all allow after `consumed` ones.
-
-    A remainder below a batch is not used.
-    """
+    """Steps that `samples` in all allow after `consumed` ones; a remainder below a batch is not used."""
     steps, n = 0, consumed
     while n + (size := batch_size.at(n)) <= samples:
         end = min(batch_size.until(n), samples)

@@ -19,11 +19,7 @@ from .training_schedule import parse_batch_steps
 
 def merge(files: Sequence[Setting], flags: Sequence[Setting], world_size: int = 1,
           scripted: Sequence[Setting] = ()) -> RunConfig:
-    """The configuration that all settings together describe. Raises ConfigError if files contradict each
-    other.
-
-    scripted: values of the entry script. Other checks are in `rules`.
-    """
+    """`combined`, but raises ConfigError if files contradict each other."""
     reject(contradictions(files, flags))
     return combined(files, flags, world_size, scripted)
 
@@ -45,7 +41,10 @@ def contradictions(files: Iterable[Setting], flags: Iterable[Setting]) -> list[s
 
 def combined(files: Sequence[Setting], flags: Sequence[Setting], world_size: int = 1,
              scripted: Sequence[Setting] = ()) -> RunConfig:
-    """`merge` without the check: the first of two files wins."""
+    """The configuration that all settings together describe; the first of two files wins.
+
+    scripted: values of the entry script
+    """
     chosen = {setting.path: setting for setting in (*scripted, *reversed(files), *flags)}
     config = RunConfig(world_size=world_size)
     for setting in sorted(chosen.values(), key=lambda s: isinstance(s.value, PartOf)):

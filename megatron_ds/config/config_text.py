@@ -133,10 +133,7 @@ def to_dict(config: RunConfig) -> dict[str, Any]:
 
 
 def from_dict(saved: Mapping[str, Any]) -> RunConfig:
-    """The config that `to_dict` of this or an older version wrote.
-
-    Fields that did not exist then have their defaults. Raises ConfigError for unknown fields.
-    """
+    """The config that `to_dict` of this or an older version wrote. Raises ConfigError for unknown fields."""
     saved = {RENAMED.get(name, name): values for name, values in saved.items()}
     sections = {section: cls(**_fields(section, saved.get(section, {}))) for section, cls in SECTIONS.items()}
     sources = {_renamed(path): Source(*source) for path, source in saved.get("sources", {}).items()}

@@ -1,6 +1,4 @@
-"""`DataConfig`: corpora, tokenizer and the order of samples. `BertConfig`: how sentences become samples of
-BERT.
-"""
+"""`DataConfig`: corpora, tokenizer, order of samples. `BertConfig`: how sentences become BERT's samples."""
 
 from dataclasses import dataclass
 
@@ -11,9 +9,7 @@ DEFAULT_SPLIT = "969, 30, 1"
 
 @dataclass(frozen=True)
 class DataConfig:
-    """One of: mock data; --data-path, divided by --split; or one path for each split. Paths may be listed in
-    a file.
-    """
+    """One of: mock data; --data-path with --split; one path for each split. A file may list the paths."""
 
     data_path: tuple[str, ...] = option((),
         help="Prefix of the .bin/.idx pair; or several prefixes, all or none of them preceded by a weight.")

@@ -86,10 +86,7 @@ def zero_options(config: RunConfig) -> Iterator[str]:
 
 
 def communication(config: RunConfig) -> Iterator[str]:
-    """Dividing gradients while they are summed prevents an overflow of fp16.
-
-    With other dtypes `combine` leaves these options out.
-    """
+    """Dividing gradients prevents an overflow of fp16. `combine` leaves these options out otherwise."""
     if config.optimizer.main_grads_dtype == "fp16":
         yield from given(config, DIVISORS, "prevents overflow when gradients are reduced in fp16 and "
                                            "accumulate in fp32. Here they also accumulate in fp16, where the "

@@ -33,9 +33,7 @@ def flag(path: str) -> str:
 
 
 def written(config: RunConfig, path: str) -> str:
-    """An option and its value as the user wrote them: "--num-layers 3", with the source unless it is the
-    command line.
-    """
+    """An option and its value as the user wrote them, "--num-layers 3", with the source if that is a file."""
     option, source, value = all_options()[path], config.sources.get(path), config.get(path)
     if source is not None and source.kind == "flag" and source.name not in (option.flag, *option.flags):
         return source.name                                            # a switch: --fp16, --swiglu

@@ -69,10 +69,7 @@ class RunConfig:
         return self.model.padded_vocab_size(self.parallel.tensor_model_parallel_size)
 
     def grid(self, world_size: int | None = None) -> Grid:
-        """The grid of the run's ranks.  world_size: None for the configured one.
-
-        Raises ConfigError if the world size is not divisible by the sizes of the axes.
-        """
+        """The grid of the ranks. Raises ConfigError if the sizes of the axes do not divide their number."""
         p = self.parallel
         return Grid.fit(self.world_size if world_size is None else world_size,
                         tp=p.tensor_model_parallel_size, cp=p.context_parallel_size,

@@ -93,9 +93,7 @@ def most_similar(name: str, known: Sequence[str]) -> str | None:
 
 
 def _near(name: str, known: Mapping[str, str], written: Callable[[str], str | None]) -> str:
-    """known: bare name → how it is written here.  written: one of our flags → how it is written here, or
-    None.
-    """
+    """written: one of our flags → how it is written here, or None. known: bare name → the same."""
     meant = SYNONYMS.get(name.lower().replace("_", "-"))
     if isinstance(meant, str):
         return f": {meant}."

@@ -10,9 +10,7 @@ LR_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD", "Warm
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """Spans are in iterations, samples or tokens; those in iterations and samples advance on steps that were
-    not skipped.
-    """
+    """Spans in iterations and samples advance on steps that were not skipped, those in tokens on all."""
 
     optimizer: str = option(
         "adam", help="Name of a registered optimizer: adam (decoupled weight decay), sgd.")

@@ -37,10 +37,7 @@ class Answer:
 
 
 def _is_off(value: Any) -> bool:
-    """Whether a value switches a feature off.
-
-    A block does if its "enabled" does, or else if all its values do.
-    """
+    """Whether a value switches a feature off; a block does by its "enabled", or else by all its values."""
     if isinstance(value, dict):
         return value["enabled"] in OFF if "enabled" in value else all(map(_is_off, value.values()))
     return value in OFF or value in (0, "", [])
@@ -246,9 +243,7 @@ def answer_to_flag(flag: str) -> Answer | None:
 
 
 def answer_to_key(key: str) -> tuple[str, Answer] | None:
-    """(key of the table, its answer) for a key or a key of a block under it; None if the table does not have
-    it.
-    """
+    """(key of the table, its answer) for a key or a key of a block under it; None without an answer."""
     for known, answer in KEYS.items():
         if key == known or key.startswith(known + "."):
             return known, answer
