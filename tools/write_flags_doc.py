@@ -53,8 +53,8 @@ accepted; the launcher's environment sets the rank."""
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with code 1 if the file is "
-                                                             "out of date")
+    parser.add_argument("--check", action="store_true",
+                        help="write nothing; exit with code 1 if the file is out of date")
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "flags.md",
                         help="file to write (default: %(default)s)")
     args = parser.parse_args()

@@ -56,8 +56,7 @@ def _compose(path: str) -> Any:
         what = problem or " ".join(str(error).split())
         raise ConfigError(f"{path}{line}: this is not YAML: {what}.") from None
     except RecursionError:
-        raise ConfigError(f"{path}: this is not a configuration: its brackets are nested too "
-                          "deep.") from None
+        raise ConfigError(f"{path}: this is not a configuration: its brackets are nested too deep.") from None
 
 
 def text_of(path: str, flag: str) -> str:

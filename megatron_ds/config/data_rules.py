@@ -113,9 +113,6 @@ def not_for_bert(config: RunConfig) -> Iterator[str]:
         yield f"[seq_length] leaves no room for [CLS] A [SEP] B [SEP]. Use --seq-length {SHORTEST} or more."
 
 
-DATA_RULES = (corpus, fill_in_the_middle, packing, only_for_bert, not_for_bert)
-
-
 def lengths(config: RunConfig) -> Iterator[str]:
     """A curriculum over lengths has the options of its schedule, and lengths that the ranks can split."""
     curriculum, whole = config.curriculum, config.model.seq_length
@@ -137,11 +134,7 @@ def lengths(config: RunConfig) -> Iterator[str]:
         yield (f"[curriculum_max_length] is longer than [seq_length], the length of a sample. Use {whole} or "
                "less.")
         return
-    problems: list[str] = []
-    difficulty = attempt(problems, length_difficulty, curriculum, whole)
-    yield from problems
-    if difficulty is not None:
-        yield from _split_by_tensor_ranks(config, difficulty)
+    yield from _split_by_tensor_ranks(config, length_difficulty(curriculum, whole))
 
 
 def _split_by_tensor_ranks(config: RunConfig, difficulty: Difficulty) -> Iterator[str]:
@@ -151,23 +144,14 @@ def _split_by_tensor_ranks(config: RunConfig, difficulty: Difficulty) -> Iterato
         return
     samples = train.train_samples or (train.train_tokens or 0) // max(1, getattr(difficulty, "minimum", 1))
     steps = train.train_iters or samples // (train.global_batch_size or 1)
-    problems: list[str] = []
-    odd = attempt(problems, _length_not_divided, difficulty, steps, tp)
-    yield from problems
-    if odd is not None:
-        yield (f"the curriculum contains the length {odd}, which is not a multiple of the tensor-parallel "
-               f"size {tp}: with [sequence_parallel] each rank holds an equal slice of the sequence. Use "
-               f"lengths, and a --curriculum-length-step, that are multiples of {tp}.")
-
-
-def _length_not_divided(difficulty: Difficulty, steps: int, tp: int) -> int | None:
     for step in range(1, steps + 1):
         length = difficulty.at(step)
         if length % tp:
-            return length
-        if length == difficulty.maximum:
-            return None
-    return None
+            yield (f"the curriculum contains the length {length}, which is not a multiple of the "
+                   f"tensor-parallel size {tp}: with [sequence_parallel] each rank holds an equal slice of "
+                   f"the sequence. Use lengths, and a --curriculum-length-step, that are multiples of {tp}.")
+        if length % tp or length == difficulty.maximum:
+            return
 
 
 def samples(config: RunConfig) -> Iterator[str]:
@@ -271,5 +255,5 @@ def sequence_parallel(config: RunConfig) -> Iterator[str]:
                f"{neighbours(most, t)}.")
 
 
-DATA_EFFICIENCY_RULES = (lengths, samples, folding, random_ltd_is_on, kept_tokens, dropping_blocks,
-                         sequence_parallel)
+DATA_RULES = (corpus, fill_in_the_middle, packing, only_for_bert, not_for_bert, lengths, samples, folding,
+              random_ltd_is_on, kept_tokens, dropping_blocks, sequence_parallel)

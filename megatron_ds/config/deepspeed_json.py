@@ -219,8 +219,7 @@ def load_json(path: str, flag: str) -> dict[str, Any]:
         raise ConfigError(f"{path}:{error.lineno}: this is not JSON: {error.msg.lower()} at column "
                           f"{error.colno}.") from None
     except RecursionError:
-        raise ConfigError(f"{path}: this is not a configuration: its brackets are nested too "
-                          "deep.") from None
+        raise ConfigError(f"{path}: this is not a configuration: its brackets are nested too deep.") from None
     if not isinstance(document, dict):
         raise ConfigError(f"{path} should contain one block {{ … }} of keys.")
     return document

@@ -5,21 +5,28 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from ..errors import ConfigError
 from .run import RunConfig, all_options
 
 Rule = Callable[[RunConfig], Iterable[str]]
 
 
 def problems_of(rules: Iterable[Rule], config: RunConfig) -> Iterator[str]:
-    """The problems that the rules find. There `[seed]` or `[train.seed]` is that option, `written`."""
+    """The problems that the rules find, or raise as a ConfigError, which ends the rule.
+
+    In a problem, `[seed]` or `[train.seed]` stands for that option as the user wrote it (`written`).
+    """
     paths = {option.name: path for path, option in all_options().items()}
 
     def named(match: re.Match) -> str:
         return written(config, paths[match[1]]) if match[1] in paths else match[0]
 
     for rule in rules:
-        for problem in rule(config):
-            yield re.sub(r"\[(?:\w+\.)?(\w+)\]", named, problem)
+        try:
+            for problem in rule(config):
+                yield re.sub(r"\[(?:\w+\.)?(\w+)\]", named, problem)
+        except ConfigError as error:
+            yield str(error)
 
 
 def given(config: RunConfig, paths: Iterable[str], problem: str) -> Iterator[str]:

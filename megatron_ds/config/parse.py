@@ -1,8 +1,9 @@
 """`parse`: the command line → a `RunConfig`. Flags and files are read, combined, and checked by all rules.
 
 All problems are reported at once, before anything is built. A rule is a function from the config to the
-problems that it finds. Each problem states the numbers and their sources, why they are wrong, and the valid
-alternatives. A rule yields nothing if a value that it needs is missing, because `missing` reports that.
+problems that it finds, listed at the end of its module. Each problem states the numbers and their sources,
+why they are wrong, and the valid alternatives. A rule yields nothing if a value that it needs is missing,
+because `missing` reports that.
 """
 
 import os
@@ -19,7 +20,7 @@ from ..version import __version__
 from .combine import combined, contradictions
 from .config_files import names, read_yaml
 from .config_text import help_text, to_yaml
-from .data_rules import DATA_EFFICIENCY_RULES, DATA_RULES
+from .data_rules import DATA_RULES
 from .deepspeed_json import read_deepspeed
 from .flags import CommandLine, read_flags, spellings
 from .layout_rules import LAYOUT_RULES
@@ -106,8 +107,8 @@ def check(config: RunConfig, known: Mapping[str, Container[str]] | None = None, 
     unread        paths of options whose value could not be read. They have their defaults here, so problems
                   that mention one of them are left out
     """
-    rules_of_sections = (*LAYOUT_RULES, *TRAINING_RULES, *DATA_RULES, *DATA_EFFICIENCY_RULES)
-    found = [*problems_of(rules_of_sections, config), *unknown_names(config, known or {})]
+    found = [*problems_of((*LAYOUT_RULES, *TRAINING_RULES, *DATA_RULES), config),
+             *unknown_names(config, known or {})]
     reject([*problems, *missing(config, unread), *(p for p in found if not _names_one_of(p, unread))])
     higher: list[str] = []
     for rule in rules:                       # they rely on the rules above

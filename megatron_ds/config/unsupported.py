@@ -80,7 +80,7 @@ FLAGS = table(
         "it is NCCL on CUDA devices and gloo on CPUs": "--distributed-backend",
         "the run always saves and exits on SIGTERM, SIGUSR1 and the first Ctrl-C": "--exit-signal-handler",
         "padding never enters the model": "--fim-pad-token",
-        "always logged":
+        "always logged":                                              # learnig: Megatron's own spelling
             "--log-batch-size-to-tensorboard --log-throughput --log-validation-ppl-to-tensorboard "
             "--no-log-learnig-rate-to-tensorboard --no-log-loss-scale-to-tensorboard",
         "it only tunes Python's garbage collection": "--manual-gc --manual-gc-interval",
