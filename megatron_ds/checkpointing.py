@@ -61,8 +61,7 @@ def reset() -> None:
 def checkpoint(function: Callable, *args: Any) -> Any:
     """`function(*args)`. Its activations are computed again in backward instead of being kept.
 
-    Unlike DeepSpeed's, it does not re-enter autograd: parameters receive gradients also if no argument
-    requires one.
+    Does not re-enter autograd: parameters receive gradients also if no argument requires one.
     """
     return of_torch.checkpoint(function, *args, use_reentrant=False)
 

@@ -115,9 +115,7 @@ def note_for_torchrun(env: Mapping[str, str], text: str, is_consequence: bool = 
 
 
 def _must_print(env: Mapping[str, str]) -> bool:
-    """Whether this rank prints an error that all ranks should raise, because rank 0 has not failed after a
-    wait.
-    """
+    """Whether this rank prints an error of all ranks, because rank 0 has not failed after a wait."""
     if not rank_in(env):
         return False  # the caller set the rank; there is no launcher
     if not is_launched(env):

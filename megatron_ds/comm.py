@@ -158,10 +158,7 @@ def _is_alone() -> bool:
 
 
 def _meets() -> bool:
-    """Whether there are other ranks.
-
-    Raises NotInitializedError if there is no process group with them yet.
-    """
+    """Whether there are other ranks. Raises NotInitializedError if there is no group with them yet."""
     if dist.is_initialized():
         return True
     if not _is_alone():

@@ -100,10 +100,7 @@ class Custom:
     name: str = "the schedule function"
 
     def at(self, step: int) -> int:
-        """The difficulty of a step, counted from 1.
-
-        Raises ConfigError for an invalid value of the function.
-        """
+        """The difficulty of a step, from 1. Raises ConfigError for an invalid value of the function."""
         value = self.function(step)
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= self.maximum:
             raise ConfigError(f"{self.name} returned {value!r} for step {step}: a difficulty is an integer "

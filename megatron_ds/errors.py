@@ -40,10 +40,7 @@ class DataError(MegatronDSError):
 
 
 class CommunicationError(MegatronDSError):
-    """A peer exited, did not answer in time, or sent another tensor than expected.
-
-    The message has the ranks.
-    """
+    """A peer, whose rank is in the message, exited, did not answer, or sent another tensor."""
 
 
 class DeviceMemoryError(MegatronDSError):

@@ -249,10 +249,7 @@ class BatchSize:
 
 
 def count_steps(batch_size: BatchSize, samples: int, consumed: int = 0) -> int:
-    """Optimizer steps that `samples` in all allow after `consumed` ones.
-
-    A remainder below a batch is not used.
-    """
+    """Steps that `samples` in all allow after `consumed` ones; a remainder below a batch is not used."""
     steps, n = 0, consumed
     while n + (size := batch_size.at(n)) <= samples:
         end = min(batch_size.until(n), samples)

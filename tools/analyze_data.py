@@ -151,8 +151,7 @@ def map_shards(specs: Sequence[MetricSpec], args: argparse.Namespace, training: 
                                                   corpus), 1):
         seconds = time.monotonic() - started
         logger.info("shard %d: %s (%d of %d shards, %.0f s, about %.0f s "
-                    "left)", shard, ", ".join(names) or "complete "
-                                                                                                            "already",
+                    "left)", shard, ", ".join(names) or "complete already",
                     done, len(shards), seconds, seconds / done * (len(shards) - done))
 
 

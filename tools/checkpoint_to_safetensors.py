@@ -37,12 +37,12 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def parse_arguments(argv=None) -> argparse.Namespace:
     parser = Arguments(__doc__)
     add = parser.add_argument
-    add("--load", type=Path, required=True, help="checkpoint folder of a run (its --save), or of an engine's "
-                                                 "tag")
+    add("--load", type=Path, required=True,
+        help="checkpoint folder of a run (its --save), or of an engine's tag")
     add("--output", type=Path, required=True, help="folder for the files; what else is in it stays")
     add("--iteration", type=int, help="which checkpoint of the folder (default: the latest)")
-    add("--dtype", choices=DTYPES, default="float32", help="of the weights (default float32, as they are "
-                                                           "saved)")
+    add("--dtype", choices=DTYPES, default="float32",
+        help="of the weights (default float32, as they are saved)")
     add("--max-shard-bytes", type=int, default=5 * 10**9, help="longest file, in bytes (default 5000000000)")
     return parser.parse_args(argv)
 

@@ -39,14 +39,14 @@ def parse_arguments(argv=None) -> argparse.Namespace:
     add("--min-new-tokens", type=int, default=0, help="generate at least this many tokens (default 0)")
     add("--temperature", type=float, default=1.0,
         help="divides the logits; lower values give more likely text, 0 is greedy (default 1)")
-    add("--greedy", action="store_true", help="always select the most likely token; the same as "
-                                              "--temperature 0")
-    add("--top-k", type=int, default=0, help="sample from the k most likely tokens only (default 0: no "
-                                             "limit)")
+    add("--greedy", action="store_true",
+        help="always select the most likely token; the same as --temperature 0")
+    add("--top-k", type=int, default=0,
+        help="sample from the k most likely tokens only (default 0: no limit)")
     add("--top-p", type=float, default=1.0,
         help="sample from the most likely tokens whose probabilities sum to this (default 1: no limit)")
-    add("--seed", type=int, default=0, help="the same seed gives the same text at every tensor-parallel size "
-                                            "(default 0)")
+    add("--seed", type=int, default=0,
+        help="the same seed gives the same text at every tensor-parallel size (default 0)")
     add("--tokenizer-model", metavar="PATH",
         help="read the tokenizer here instead of the copy beside the checkpoints; it must be the same one")
     add("--vocab-file", metavar="FILE", help="the same, for tokenizers with a vocabulary file")

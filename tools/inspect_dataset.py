@@ -38,8 +38,8 @@ def make_parser() -> Arguments:
     add("--write-checksums", action="store_true",
         help="write PREFIX.json with checksums of the files as they are now, if there is none. Do not use it "
              "after a doubtful copy: existing damage is not noticed")
-    add("--document", type=int, metavar="N", help="show this document, from 0; negative numbers count from "
-                                                  "the end")
+    add("--document", type=int, metavar="N",
+        help="show this document, from 0; negative numbers count from the end")
     add("--tokens", type=int, default=SHOWN_TOKENS, metavar="N",
         help=f"how many of its tokens to show (default {SHOWN_TOKENS})")
     add("--tokenizer-type",

@@ -28,10 +28,10 @@ SHARD = re.compile(r"(.*)_(\d{5})_of_(\d{5})(_.*)")
 def make_parser() -> Arguments:
     parser = Arguments(__doc__)
     add = parser.add_argument
-    add("--input", nargs="+", required=True, metavar="PATH", help="prefixes of .bin/.idx pairs, in order, or "
-                                                                  "folders of them")
-    add("--output-prefix", required=True, metavar="PREFIX", help="the merged pair is PREFIX.bin and "
-                                                                 "PREFIX.idx")
+    add("--input", nargs="+", required=True, metavar="PATH",
+        help="prefixes of .bin/.idx pairs, in order, or folders of them")
+    add("--output-prefix", required=True, metavar="PREFIX",
+        help="the merged pair is PREFIX.bin and PREFIX.idx")
     add("--workers", type=int, default=4, metavar="N",
         help="number of threads that copy (default 4); more are faster with several disks")
     return parser

@@ -72,8 +72,8 @@ def main() -> int:
     parser.add_argument("--metrics", type=Path, required=True, help="metrics.jsonl of a run")
     parser.add_argument("--output", type=Path, required=True, help="picture to write (.png, .svg, .pdf)")
     parser.add_argument("--title", default="", help="title of the picture")
-    parser.add_argument("--vocab-size", type=int, help="also draw the loss of a uniform guess among this "
-                                                       "many tokens")
+    parser.add_argument("--vocab-size", type=int,
+                        help="also draw the loss of a uniform guess among this many tokens")
     parser.add_argument("--mark", action="append", default=[], metavar="STEP=TEXT",
                         help="vertical line at a step, with a label; may be given several times")
     args = parser.parse_args()

@@ -76,8 +76,8 @@ def make_parser() -> Arguments:
         help="store each sentence of a document as a sequence of its own, for BERT; abbreviations are "
              f"learned from the first {TRAINING_BYTES >> 20} MB of the text. Not for GPT, whose documents "
              "are one sequence")
-    add("--keep-newlines", action="store_true", help="keep the white space between two sentences with the "
-                                                     "first of them")
+    add("--keep-newlines", action="store_true",
+        help="keep the white space between two sentences with the first of them")
     add("--lang", choices=ABBREVIATIONS,
         help="language whose common abbreviations are given in advance (default english)")
     add = parser.add_argument_group("tokenizer").add_argument
@@ -93,8 +93,8 @@ def make_parser() -> Arguments:
         help="end each document with the end-of-document token; almost always right: without it a model "
              "cannot learn where a document ends")
     add = parser.add_argument_group("output").add_argument
-    add("--output-prefix", required=True, metavar="PREFIX", help="files are named "
-                                                                 "{prefix}_{key}_document.bin and .idx")
+    add("--output-prefix", required=True, metavar="PREFIX",
+        help="files are named {prefix}_{key}_document.bin and .idx")
     add = parser.add_argument_group("work").add_argument
     add("--workers", type=int, default=1, metavar="N",
         help="number of processes that tokenize, over all partitions (default 1); the output does not depend "
@@ -102,8 +102,8 @@ def make_parser() -> Arguments:
     add("--partitions", type=int, default=1, metavar="N",
         help="make N shards at the same time and merge them; useful above about 16 workers, the most that "
              "one process can feed")
-    add("--num-shards", type=int, metavar="N", help="cut the input into N shards; this command makes one of "
-                                                    "them")
+    add("--num-shards", type=int, metavar="N",
+        help="cut the input into N shards; this command makes one of them")
     add("--shard-index", type=int, metavar="I",
         help="the shard to make, from 0; default: SLURM_ARRAY_TASK_ID minus SLURM_ARRAY_TASK_MIN, or RANK")
     add("--ray", nargs="?", const="auto", metavar="ADDRESS",

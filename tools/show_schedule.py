@@ -65,8 +65,8 @@ def _parser() -> Arguments:
                       help=f"one or more of {', '.join(SCHEDULES)}")
     plan.add_argument("--pipeline-size", type=int, metavar="P",
                       help="pipeline ranks (default 4, or as --measured)")
-    plan.add_argument("--microbatches", type=int, metavar="M", help="micro-batches of a step (default 8, or "
-                                                                    "as --measured)")
+    plan.add_argument("--microbatches", type=int, metavar="M",
+                      help="micro-batches of a step (default 8, or as --measured)")
     plan.add_argument("--chunks", type=int, metavar="V", help="stages per rank (default: the fewest the "
                       "schedule takes; 2 for interleaved)")
     plan.add_argument("--costs", nargs=3, type=float, metavar=("F", "I", "W"),

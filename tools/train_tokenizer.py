@@ -41,8 +41,8 @@ def make_parser() -> Arguments:
              "bpe)")
     add("--min-frequency", type=int, default=2, metavar="N",
         help="merge a pair only if it occurs at least this often (default 2)")
-    add("--output", required=True, metavar="FOLDER", help="folder for tokenizer.json and the vocabulary's "
-                                                          "own files")
+    add("--output", required=True, metavar="FOLDER",
+        help="folder for tokenizer.json and the vocabulary's own files")
     return parser
 
 

@@ -19,8 +19,8 @@ from megatron_ds.errors import CheckpointError
 def parse_arguments(argv=None) -> argparse.Namespace:
     parser = Arguments(__doc__)
     parser.add_argument("--load", type=Path, required=True, help="checkpoint folder of a run (its --save)")
-    parser.add_argument("--iteration", type=int, help="which checkpoint of the folder (default: the one in "
-                                                      "the tracker)")
+    parser.add_argument("--iteration", type=int,
+                        help="which checkpoint of the folder (default: the one in the tracker)")
     return parser.parse_args(argv)
 
 

@@ -16,7 +16,7 @@ from megatron_ds.config.config_files import declared_keys  # noqa: E402
 from megatron_ds.config.config_text import TITLES, default_text, invocation  # noqa: E402
 from megatron_ds.config.deepspeed_json import TRANSLATED  # noqa: E402
 from megatron_ds.config.option import Option  # noqa: E402
-from megatron_ds.config.run import SECTIONS, all_options  # noqa: E402
+from megatron_ds.config.run import SECTIONS, options_in  # noqa: E402
 from megatron_ds.config.unsupported import FAMILIES, FLAGS, KEYS, Answer  # noqa: E402
 
 INTRO = """# Flags
@@ -53,8 +53,8 @@ accepted; the launcher's environment sets the rank."""
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with code 1 if the file is "
-                                                             "out of date")
+    parser.add_argument("--check", action="store_true",
+                        help="write nothing; exit with code 1 if the file is out of date")
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "flags.md",
                         help="file to write (default: %(default)s)")
     args = parser.parse_args()
@@ -73,7 +73,7 @@ def flags_document() -> str:
     """The whole page."""
     parts = [INTRO]
     for section in SECTIONS:
-        rows = [_row(option) for option in all_options().values() if option.section == section]
+        rows = [_row(option) for option in options_in(section)]
         parts += [f"\n## {TITLES[section]} (`{section}:`)\n",
                   *_table(("Flag", "Default", "Meaning", "Advice"), rows)]
     parts += ["\n## DeepSpeed keys\n", *_table(("Key", "Option"), _keys())]

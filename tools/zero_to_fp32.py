@@ -21,8 +21,8 @@ def parse_arguments(argv=None) -> argparse.Namespace:
     add("--max_shard_size", default="5GB", help="longest file of a folder (default 5GB)")
     add("--safe_serialization", action="store_true", help="write safetensors")
     add("-t", "--tag", help="which checkpoint (default: what was saved last)")
-    add("--exclude_frozen_parameters", action="store_true", help="refused: a checkpoint does not say which "
-                                                                 "were frozen")
+    add("--exclude_frozen_parameters", action="store_true",
+        help="refused: a checkpoint does not say which were frozen")
     add("-d", "--debug", action="store_true", help="print the names of the tensors")
     return parser.parse_args(argv)
 

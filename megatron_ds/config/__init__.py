@@ -1,5 +1,4 @@
-"""Configuration: flags, YAML and DeepSpeed JSON → one frozen `RunConfig` that knows where each value came
-from.
+"""Configuration: flags, YAML and DeepSpeed JSON → one frozen `RunConfig` with the source of every value.
 
     config = parse(sys.argv[1:], world_size=8)      # raises ConfigError with everything that is wrong
 """

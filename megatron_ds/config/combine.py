@@ -9,6 +9,7 @@ noted in `RunConfig.without_effect`, which startup prints.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from .messages import written
 from .reading import PartOf, Setting, reject
@@ -18,11 +19,7 @@ from .training_schedule import parse_batch_steps
 
 def merge(files: Sequence[Setting], flags: Sequence[Setting], world_size: int = 1,
           scripted: Sequence[Setting] = ()) -> RunConfig:
-    """The configuration that all settings together describe. Raises ConfigError if files contradict each
-    other.
-
-    scripted: values of the entry script. Other checks are in `rules`.
-    """
+    """`combined`, but raises ConfigError if files contradict each other."""
     reject(contradictions(files, flags))
     return combined(files, flags, world_size, scripted)
 
@@ -44,11 +41,20 @@ def contradictions(files: Iterable[Setting], flags: Iterable[Setting]) -> list[s
 
 def combined(files: Sequence[Setting], flags: Sequence[Setting], world_size: int = 1,
              scripted: Sequence[Setting] = ()) -> RunConfig:
-    """`merge` without the check: the first of two files wins."""
+    """The configuration that all settings together describe; the first of two files wins.
+
+    scripted: values of the entry script
+    """
     chosen = {setting.path: setting for setting in (*scripted, *reversed(files), *flags)}
     config = RunConfig(world_size=world_size)
     for setting in sorted(chosen.values(), key=lambda s: isinstance(s.value, PartOf)):
-        config = _with(config, setting)
+        value = setting.value
+        if isinstance(value, PartOf):
+            whole = config.get(value.path)
+            if whole is None:                                         # reported by `missing`
+                continue
+            value = whole * value.part
+        config = config.with_values({setting.path: value}, setting.source)
     if config.plan.is_dry and config.plan.world_size:
         config = replace(config, world_size=config.plan.world_size)
     return with_batch_sizes(without_useless_options(config))
@@ -65,24 +71,23 @@ def with_batch_sizes(config: RunConfig) -> RunConfig:
     micro, total, steps = train.micro_batch_size, train.global_batch_size, train.gradient_accumulation_steps
     if not ranks:
         return config
+    alike = f"{f'{steps} steps × ' if steps else ''}{ranks} data-parallel ranks"  # micro-batches of a step
     kinds = {source.kind for path, source in config.sources.items() if path.startswith("train.")}
     if micro is None and total and total % (ranks * (steps or 1)) == 0 and (steps or "deepspeed" in kinds):
         micro = total // (ranks * (steps or 1))
-        config = config.with_values({"train.micro_batch_size": micro}, Source(
-            "derived", f"global batch {total} / ({f'{steps} steps × ' if steps else ''}{ranks} data-parallel "
-                       "ranks)"))
-    if total is None and (last := _last_of_schedule(config)):
-        total = last
-        config = config.with_values({"train.global_batch_size": total}, Source(
-            "derived", "the last of --step-batch-size-schedule"))
+        config = _derived(config, "train.micro_batch_size", micro, f"global batch {total} / ({alike})")
+    if total is None and (total := _last_of_schedule(config)):
+        config = _derived(config, "train.global_batch_size", total, "the last of --step-batch-size-schedule")
     if total is None and micro is not None:
         total = micro * ranks * (steps or 1)
-        config = config.with_values({"train.global_batch_size": total}, Source(
-            "derived", f"micro-batch {micro} × {f'{steps} steps × ' if steps else ''}{ranks} data-parallel "
-                       "ranks"))
+        config = _derived(config, "train.global_batch_size", total, f"micro-batch {micro} × {alike}")
     if steps is not None and micro is not None and total == micro * steps * ranks:
         config = replace(config, train=replace(config.train, gradient_accumulation_steps=None))
     return config
+
+
+def _derived(config: RunConfig, path: str, value: Any, why: str) -> RunConfig:
+    return config.with_values({path: value}, Source("derived", why))
 
 
 def _last_of_schedule(config: RunConfig) -> int | None:
@@ -96,16 +101,6 @@ def _last_of_schedule(config: RunConfig) -> int | None:
         return None
 
 
-def _with(config: RunConfig, setting: Setting) -> RunConfig:
-    value = setting.value
-    if isinstance(value, PartOf):
-        whole = config.get(value.path)
-        value = None if whole is None else whole * value.part
-        if value is None:  # the missing whole is reported by `rules`
-            return config
-    return config.with_values({setting.path: value}, setting.source)
-
-
 DATA = ("data.data_path", "data.split", "data.train_data_path", "data.valid_data_path", "data.test_data_path",
         "data.data_args_path", "data.per_split_data_args_path", "data.blend_weights")
 TOKENIZER_FILES = ("data.vocab_file", "data.merge_file", "data.tokenizer_model")
@@ -113,67 +108,40 @@ GPT2_TOKENS = 50_256                  # plus the end-of-document token, which Nu
 
 
 def without_useless_options(config: RunConfig) -> RunConfig:
-    """The config without options that have no effect because of others."""
-    for function in (_mock_data, _mock_vocabulary, _recomputation, _gradient_divisor, _saving):
-        config = function(config)
+    """The config without options that have no effect beside others."""
+    if config.data.mock_data:
+        config = _with_mock_data(config)
+    train = config.train
+    if train.recompute_method == "uniform" and train.recompute_num_layers == 1:    # the default
+        config = replace(config, train=replace(train, recompute_num_layers=None))
+    dtype = config.zero.communication_data_type or config.optimizer.main_grads_dtype
+    if dtype != "fp16":
+        config = _without(config, ("zero.prescale_gradients", "zero.gradient_predivide_factor"),
+                          f"gradients are summed in {dtype}, which cannot overflow as fp16 does")
+    if config.checkpoint.save is None:
+        config = _without(config, ("checkpoint.save_interval", "checkpoint.save_total_limit",
+                                   "checkpoint.no_save_optim"), "no checkpoint is written without --save DIR")
     return config
 
 
-def _mock_data(config: RunConfig) -> RunConfig:
-    """--mock-data on the command line replaces the corpus that a file names.
-
-    Both in one file are an error (`rules`).
+def _with_mock_data(config: RunConfig) -> RunConfig:
+    """As a flag, --mock-data replaces the corpus of a file, and with --vocab-size its tokenizer; in a file it
+    is an error beside a corpus. Mock tokens need a vocabulary size, but no tokenizer.
     """
-    if config.data.mock_data and _is_flag(config, "data.mock_data"):
-        return _without(config, DATA, "--mock-data is used instead")
-    return config
-
-
-def _mock_vocabulary(config: RunConfig) -> RunConfig:
-    """Mock tokens need a vocabulary size, but no tokenizer: with --vocab-size the tokenizer of a file is left
-    out.
-    """
-    if not config.data.mock_data:
-        return config
-    has_tokenizer = config.data.tokenizer_type not in (None, "NullTokenizer")
-    if has_tokenizer and config.model.vocab_size is not None and _is_flag(config, "data.mock_data"):
-        config = _without(config, ("data.tokenizer_type", *TOKENIZER_FILES), "mock data needs no tokenizer")
+    source = config.sources.get("data.mock_data")
+    if source is not None and source.kind == "flag":
+        config = _without(config, DATA, "--mock-data is used instead")
+        if config.data.tokenizer_type not in (None, "NullTokenizer") and config.model.vocab_size is not None:
+            config = _without(config, ("data.tokenizer_type", *TOKENIZER_FILES),
+                              "mock data needs no tokenizer")
     if config.data.tokenizer_type is not None:
         return config
-    source = Source("derived", "for --mock-data")
-    config = config.with_values({"data.tokenizer_type": "NullTokenizer"}, source)
+    config = _derived(config, "data.tokenizer_type", "NullTokenizer", "for --mock-data")
     has_files = bool(config.data.vocab_file or config.data.merge_file)
     config = _without(config, TOKENIZER_FILES, "mock data needs no tokenizer")
     if has_files and config.model.vocab_size is None:
-        name = "GPT-2's vocabulary, for --mock-data"
-        config = config.with_values({"model.vocab_size": GPT2_TOKENS}, Source("derived", name))
+        config = _derived(config, "model.vocab_size", GPT2_TOKENS, "GPT-2's vocabulary, for --mock-data")
     return config
-
-
-def _recomputation(config: RunConfig) -> RunConfig:
-    """--recompute-method uniform with one layer at a time recomputes all layers one by one: the default."""
-    train = config.train
-    if train.recompute_method == "uniform" and train.recompute_num_layers == 1:
-        return replace(config, train=replace(train, recompute_num_layers=None))
-    return config
-
-
-def _gradient_divisor(config: RunConfig) -> RunConfig:
-    """Dividing gradients before they are summed matters in fp16 only."""
-    dtype = config.zero.communication_data_type or config.optimizer.main_grads_dtype
-    if dtype == "fp16":
-        return config
-    return _without(config, ("zero.prescale_gradients", "zero.gradient_predivide_factor"),
-                    f"gradients are summed in {dtype}, which cannot overflow as fp16 does")
-
-
-def _saving(config: RunConfig) -> RunConfig:
-    """Options of saving have no effect without a directory."""
-    if config.checkpoint.save is not None:
-        return config
-    return _without(config,
-                    ("checkpoint.save_interval", "checkpoint.save_total_limit", "checkpoint.no_save_optim"),
-                    "no checkpoint is written without --save DIR")
 
 
 def _without(config: RunConfig, paths: tuple[str, ...], why: str) -> RunConfig:
@@ -186,8 +154,3 @@ def _without(config: RunConfig, paths: tuple[str, ...], why: str) -> RunConfig:
     config = config.with_values(defaults, Source("derived", why))
     sources = {path: source for path, source in config.sources.items() if path not in given}
     return replace(config, sources=sources, without_effect={**config.without_effect, **notes})
-
-
-def _is_flag(config: RunConfig, path: str) -> bool:
-    source = config.sources.get(path)
-    return source is not None and source.kind == "flag"

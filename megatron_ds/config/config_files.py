@@ -13,14 +13,14 @@ eight and 1:30 as ninety. A checkpoint's run.json is such a file too: its `confi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from .flags import spellings
+from .flags import Spelling, spellings
 from .messages import value_text
 from .option import Option, coerce
 from .reading import Reading, Setting
@@ -51,17 +51,12 @@ def _compose(path: str) -> Any:
     try:
         return yaml.compose(text_of(path, "--config"), Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path}{_what(error)}.") from None
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+        line = f":{mark.line + 1}" if mark else ""
+        what = problem or " ".join(str(error).split())
+        raise ConfigError(f"{path}{line}: this is not YAML: {what}.") from None
     except RecursionError:
-        raise ConfigError(f"{path}: this is not a configuration: its brackets are nested too "
-                          "deep.") from None
-
-
-def _what(error: Any) -> str:
-    """A YAMLError in one line: ":2: this is not YAML: expected …"."""
-    mark = getattr(error, "problem_mark", None)
-    line = f":{mark.line + 1}" if mark else ""
-    return f"{line}: this is not YAML: {getattr(error, 'problem', None) or ' '.join(str(error).split())}"
+        raise ConfigError(f"{path}: this is not a configuration: its brackets are nested too deep.") from None
 
 
 def text_of(path: str, flag: str) -> str:
@@ -98,10 +93,7 @@ def _by_key(mapping: Any) -> dict[str, Any]:
 
 
 def _entries(path: str, mapping: Any, reading: Reading) -> Iterator[tuple[str, Any, int]]:
-    """(key, value, line number).
-
-    A key that occurs twice is a problem: YAML itself would keep the last value.
-    """
+    """(key, value, line number). A key that occurs twice is a problem: YAML would keep the last value."""
     first: dict[str, int] = {}
     for key, value in mapping.value:
         name, line = str(key.value), key.start_mark.line + 1
@@ -150,15 +142,19 @@ class Entry:
                               "under it.")
         return self.value.value
 
+    @property
+    def switch(self) -> Spelling | None:
+        """The flag of this name: a switch, where no option has the name."""
+        return spellings().get("--" + self._name.replace("_", "-"))
+
     def option(self) -> Option:
         """The option of this name. Raises ConfigError with a suggestion."""
-        option = names().get(self._name)
+        option, switch = names().get(self._name), self.switch
         if option is not None and self.section in (None, option.section):
             return option
         if option is not None:
             raise ConfigError(f"{self.where}: {self.name} belongs in the section {option.section}, not in "
                               f"{self.section}.")
-        switch = spellings().get("--" + self._name.replace("_", "-"))
         if switch is not None:
             raise ConfigError(f"{self.where}: {self.name} is a flag without a value; in a file write "
                               f"{switch.option.name}: {value_text(switch.value)}.")
@@ -167,9 +163,9 @@ class Entry:
 
     def probably_meant(self) -> set[str]:
         """Paths of the options that an unknown name probably means."""
-        switch, near = spellings().get("--" + self._name.replace("_", "-")), self._near()
+        near = self._near()
         meant = {option.path for name, option in names().items() if repr(name) in near or name == self._name}
-        return meant | ({switch.option.path} if switch else set())
+        return meant | ({self.switch.option.path} if self.switch else set())
 
     @property
     def _name(self) -> str:
@@ -205,8 +201,7 @@ class JsonDocument(Reading):
         self.values: dict[str, Any] = {}
 
     def take(self, key: str, option: Option | None = None) -> Any:
-        """The value of a key; None if it is absent or "auto", or if it is wrong, which is noted as a problem.
-        """
+        """The value of a key; None if it is absent, "auto", or wrong, which is noted as a problem."""
         value = self.values.get(key)
         if value is None or value == "auto":
             return None
@@ -222,9 +217,10 @@ class JsonDocument(Reading):
         if value is not None:
             self.settings.append(Setting(path, value, Source("deepspeed", f"{self.path} {key}")))
 
-    def is_auto(self, key: str) -> bool:
-        """Whether the value of the key is "auto"."""
-        return self.values.get(key) == "auto"
+    def copy(self, key: str, path: str, meaning: Callable[[Any], Any] = lambda value: value) -> None:
+        """Set the option `path` to the value of the key, as `meaning` translates it."""
+        value = self.take(key)
+        self.give(path, None if value is None else meaning(value), key)
 
     def refuse_params(self, block: str, kind: str, allowed: set[str]) -> None:
         """Record a problem for each key in the block's `params` that the type of the block does not have."""
@@ -242,9 +238,7 @@ def declared_keys() -> Mapping[str, Option]:
 
 
 def paths_of(key: str) -> set[str]:
-    """The options that a key sets; all of a section for a translated key, which several options may depend
-    on.
-    """
+    """The options that a key sets; for a translated key, all of a section, since several may depend on it."""
     if key in declared_keys():
         return {declared_keys()[key].path}
     block = key.partition(".")[0]

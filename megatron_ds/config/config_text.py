@@ -11,7 +11,7 @@ from ..registry import did_you_mean
 from .flags import CONFIG_FLAG, DEEPSPEED_FLAG
 from .messages import value_text
 from .option import Option
-from .run import RENAMED, SECTIONS, RunConfig, Source, all_options
+from .run import RENAMED, SECTIONS, RunConfig, Source, all_options, options_in
 
 WIDTH, COLUMN = 120, 44
 TITLES = {"model": "Model", "parallel": "Parallelism", "zero": "ZeRO", "optimizer": "Optimizer",
@@ -40,8 +40,7 @@ def help_text() -> str:
              "--lr=1e-4.")
     lines = [*textwrap.wrap(intro, WIDTH), "", "Files", *_rows(FILES), "", "Information", *_rows(COMMANDS)]
     for section in SECTIONS:
-        lines += ["", TITLES[section], *_rows((invocation(o), explanation(o)) for o in all_options().values()
-                                              if o.section == section)]
+        lines += ["", TITLES[section], *_rows((invocation(o), explanation(o)) for o in options_in(section))]
     return "\n".join(lines) + "\n"
 
 
@@ -68,9 +67,7 @@ def default_text(option: Option) -> str:
     """The default as it is written after the flag. Empty without a default, and for switches that are off."""
     if option.default in (None, ()) or option.default is False:
         return ""
-    if option.default is True:
-        return "on"
-    return value_text(option.default)
+    return "on" if option.default is True else value_text(option.default)
 
 
 def _metavar(option: Option) -> str:
@@ -94,12 +91,11 @@ def report_without_effect(config: RunConfig) -> str:
         accepted, nothing to do:
           --use-flash-attn, --transformer-impl    kernels are chosen by what the device supports
     """
-    by_reason: dict[str, list[str]] = {}
-    for name, why in config.without_effect.items():
-        by_reason.setdefault(why, []).append(name)
-    if not by_reason:
+    if not config.without_effect:
         return ""
-    names = {why: ", ".join(listed) for why, listed in by_reason.items()}
+    names: dict[str, str] = {}
+    for name, why in config.without_effect.items():
+        names[why] = f"{names[why]}, {name}" if why in names else name
     width = min(WIDEST, max(map(len, names.values())))
     rows = [f"  {listed.ljust(width)}  {why}" for why, listed in names.items()]
     return "\n".join(["accepted, nothing to do:", *rows])
@@ -110,19 +106,18 @@ def to_yaml(config: RunConfig) -> str:
     lines = ["# The complete configuration. Use it with --config FILE; flags override it."]
     for section in SECTIONS:
         lines.append(f"\n{section}:")
-        for option in all_options().values():
-            if option.section == section:
-                value = f"  {option.name}: {_yaml_value(option, config.get(option.path))}"
-                lines.append(f"{value.rstrip().ljust(WIDEST)}  # {config.source(option.path)}")
+        for option in options_in(section):
+            value = f"  {option.name}: {_yaml_value(config.get(option.path))}"
+            lines.append(f"{value.rstrip().ljust(WIDEST)}  # {config.source(option.path)}")
     return "\n".join(lines) + "\n"
 
 
-def _yaml_value(option: Option, value: Any) -> str:
+def _yaml_value(value: Any) -> str:
     """Strings are quoted, so that YAML keeps them as they are. None is an empty value, which sets nothing."""
     if value is None:
         return ""
     if isinstance(value, tuple):
-        return f"[{', '.join(_yaml_value(option, item) for item in value)}]"
+        return f"[{', '.join(map(_yaml_value, value))}]"
     if isinstance(value, bool):
         return str(value).lower()
     return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
@@ -138,10 +133,7 @@ def to_dict(config: RunConfig) -> dict[str, Any]:
 
 
 def from_dict(saved: Mapping[str, Any]) -> RunConfig:
-    """The config that `to_dict` of this or an older version wrote.
-
-    Fields that did not exist then have their defaults. Raises ConfigError for unknown fields.
-    """
+    """The config that `to_dict` of this or an older version wrote. Raises ConfigError for unknown fields."""
     saved = {RENAMED.get(name, name): values for name, values in saved.items()}
     sections = {section: cls(**_fields(section, saved.get(section, {}))) for section, cls in SECTIONS.items()}
     sources = {_renamed(path): Source(*source) for path, source in saved.get("sources", {}).items()}
@@ -154,7 +146,7 @@ def _renamed(path: str) -> str:
 
 
 def _fields(section: str, saved: Mapping[str, Any]) -> dict[str, Any]:
-    names = [option.name for option in all_options().values() if option.section == section]
+    names = [option.name for option in options_in(section)]
     for name in saved:
         if name not in names:
             raise ConfigError(f"the saved configuration has {section}.{name}, which does not exist in this "

@@ -63,25 +63,24 @@ class CurriculumConfig:
     @property
     def length_settings(self) -> dict[str, Any]:
         """The curriculum over lengths as a block of DeepSpeed's JSON, without keys that have no value."""
-        schedule = {"total_curriculum_step": self.curriculum_steps,
-                    "root_degree": self.curriculum_root_degree,
-                "difficulty": list(self.curriculum_lengths) or None,
-                "max_step": list(self.curriculum_until_steps) or None,
-                "function": self.curriculum_function}
         _, needed, _ = KINDS[self.curriculum_schedule]
-        schedule = {key: value for key, value in schedule.items() if value is not None}
-        if "difficulty_step" in needed:
-            schedule["difficulty_step"] = self.curriculum_length_step
-        block = {"min_difficulty": self.curriculum_min_length, "max_difficulty": self.curriculum_max_length,
-                 "schedule_type": self.curriculum_schedule, "schedule_config": schedule}
-        return {key: value for key, value in block.items() if value is not None}
+        schedule = _given({
+            "total_curriculum_step": self.curriculum_steps, "root_degree": self.curriculum_root_degree,
+            "difficulty": list(self.curriculum_lengths) or None,
+            "max_step": list(self.curriculum_until_steps) or None, "function": self.curriculum_function,
+            "difficulty_step": self.curriculum_length_step if "difficulty_step" in needed else None})
+        return _given({
+            "min_difficulty": self.curriculum_min_length, "max_difficulty": self.curriculum_max_length,
+            "schedule_type": self.curriculum_schedule, "schedule_config": schedule})
+
+
+def _given(block: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in block.items() if value is not None}
 
 
 @dataclass(frozen=True)
 class RandomLTDConfig:
-    """Random layer-wise token dropping (docs/data_efficiency.md): blocks process a growing subset of the
-    tokens.
-    """
+    """Random layer-wise token dropping: blocks process a growing subset of the tokens."""
 
     random_ltd: bool = option(False,
         help="Let some blocks process only a random subset of the tokens, which grows during training "
@@ -109,10 +108,7 @@ class RandomLTDConfig:
         avoid="Kernels are fastest with multiples of 64 on GPUs, of 8 on CPUs.")
 
     def dropping_blocks(self, num_layers: int) -> tuple[int, ...]:
-        """Numbers of the blocks that drop tokens.
-
-        By default the first and the last see all of them, as in the paper.
-        """
+        """Numbers of the blocks that drop tokens; by default all but the first and the last."""
         return tuple(sorted(self.random_ltd_layer_ids)) or tuple(range(1, num_layers - 1))
 
 
@@ -174,10 +170,7 @@ def read_metric(text: str) -> Metric:
 
 
 def order_identity(curriculum: CurriculumConfig) -> list[Any]:
-    """The values that decide the order of samples, for the identity of a run.
-
-    Without paths: files may move.
-    """
+    """The values that decide the order of samples, without paths: files may move."""
     blocks = [json.loads(text) for text in curriculum.curriculum_metrics]
     return [{key: value for key, value in block.items() if not key.endswith("_path")} for block in blocks] + [
         curriculum.data_efficiency_seed]

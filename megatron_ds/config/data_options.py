@@ -1,6 +1,4 @@
-"""`DataConfig`: corpora, tokenizer and the order of samples. `BertConfig`: how sentences become samples of
-BERT.
-"""
+"""`DataConfig`: corpora, tokenizer, order of samples. `BertConfig`: how sentences become BERT's samples."""
 
 from dataclasses import dataclass
 

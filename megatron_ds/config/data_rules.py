@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from ..difficulty import Difficulty
 from .data_efficiency_options import RESHAPE, length_difficulty, read_metric
-from .messages import flag, neighbours, written
+from .messages import flag, given, neighbours
 from .reading import attempt
 from .run import RunConfig, all_options
 
@@ -20,10 +20,6 @@ LENGTH_OPTIONS = ("schedule", "min_length", "max_length", "steps", "length_step"
 USED_BY = {"steps": ("fixed_linear", "fixed_root"), "length_step": ("fixed_linear", "fixed_root"),
            "root_degree": ("fixed_root",), "lengths": ("fixed_discrete",), "until_steps": ("fixed_discrete",),
            "function": ("custom",)}
-ON, IDS, TOTAL, LEAST, MOST, STEPS, MULTIPLE = (
-    f"random_ltd.random_ltd{name}" for name in (
-        "", "_layer_ids", "_total_layers", "_min_tokens", "_max_tokens", "_steps", "_tokens_per_step"))
-LENGTH, TP = "model.seq_length", "parallel.tensor_model_parallel_size"
 
 
 def corpus(config: RunConfig) -> Iterator[str]:
@@ -32,32 +28,30 @@ def corpus(config: RunConfig) -> Iterator[str]:
     paths = [path for path in SPLIT_PATHS if config.get(path)]
     sources = ("data.mock_data", "data.data_path", *paths[:1], "data.data_args_path",
                "data.per_split_data_args_path")
-    given = [written(config, path) for path in sources if config.get(path)]
-    if not given and not config.plan.is_dry:                          # a plan can come before its data
+    chosen = [f"[{path}]" for path in sources if config.get(path)]
+    if not chosen and not config.plan.is_dry:                          # a plan can come before its data
         yield ("missing: the data. Give --data-path PREFIX, or --train-data-path and so on for each split, "
                "or --mock-data to train on random tokens.")
-    elif len(given) > 1:
-        yield (f"{' and '.join(given)} {'both' if len(given) == 2 else 'all'} choose the training data. Give "
-               f"only one{'; --mock-data on the command line replaces the others' * data.mock_data}.")
+    elif len(chosen) > 1:
+        yield (f"{' and '.join(chosen)} {'both' if len(chosen) == 2 else 'all'} choose the training data. "
+               f"Give only one{'; --mock-data on the command line replaces the others' * data.mock_data}.")
     if data.split is not None and not data.is_divided_by_split:
         why = "each split has its own path" if paths or data.per_split_data_args_path else "there is none"
-        yield f"{written(config, 'data.split')} divides the corpora of --data-path, but {why}. Remove it."
+        yield f"[split] divides the corpora of --data-path, but {why}. Remove it."
     elif data.split is not None and not _is_split(data.split):
-        yield (f"{written(config, 'data.split')} is not a list of up to three proportions, none negative and "
-               "not all zero. Use for instance 969,30,1, or 98,2,0 for no test set.")
+        yield ("[split] is not a list of up to three proportions, none negative and not all zero. Use for "
+               "instance 969,30,1, or 98,2,0 for no test set.")
     if paths and not data.train_data_path:
-        yield (f"{written(config, paths[0])} without --train-data-path: there is no training data. Add "
-               "--train-data-path.")
+        yield f"[{paths[0]}] without --train-data-path: there is no training data. Add --train-data-path."
     words = next(filter(None, (data.data_path, data.train_data_path)), ())
     if data.blend_weights == "epochs" and (data.mock_data or words and not is_number(words[0])):
-        yield (f"{written(config, 'data.blend_weights')} needs a weight before each prefix: the number of "
-               "epochs of that corpus. Add the weights.")
-    if given and not data.mock_data and data.tokenizer_type is None:
+        yield ("[blend_weights] needs a weight before each prefix: the number of epochs of that corpus. Add "
+               "the weights.")
+    if chosen and not data.mock_data and data.tokenizer_type is None:
         yield ("missing: --tokenizer-type, the tokenizer that the corpus was tokenized with (NullTokenizer "
                "for bare ids).")
     if data.tokenizer_type == "NullTokenizer" and config.model.vocab_size is None:
-        yield (f"missing: --vocab-size. {written(config, 'data.tokenizer_type')} has no vocabulary file to "
-               "read it from.")
+        yield "missing: --vocab-size. [tokenizer_type] has no vocabulary file to read it from."
 
 
 def is_number(text: str) -> bool:
@@ -78,14 +72,13 @@ def _is_split(text: str) -> bool:
 def fill_in_the_middle(config: RunConfig) -> Iterator[str]:
     """The other --fim options need --fim-data, and --fim-data needs documents."""
     data = config.data
-    for path in FIM:
-        if not data.fim_data and not config.is_default(path):
-            yield f"{written(config, path)} has no effect without --fim-data. Add --fim-data, or remove it."
+    if not data.fim_data:
+        yield from given(config, FIM, "has no effect without --fim-data. Add --fim-data, or remove it.")
     if data.fim_data and data.mock_data:
         yield "--fim-data with --mock-data: random tokens have no text to rearrange. Remove one of the two."
     if data.fim_fragment_rate is not None and data.fim_split_sample is None:
-        yield (f"{written(config, 'data.fim_fragment_rate')} without --fim-split-sample: documents are not "
-               "cut into fragments. Add --fim-split-sample TOKEN, or remove it.")
+        yield ("[fim_fragment_rate] without --fim-split-sample: documents are not cut into fragments. Add "
+               "--fim-split-sample TOKEN, or remove it.")
 
 
 def packing(config: RunConfig) -> Iterator[str]:
@@ -101,88 +94,64 @@ def packing(config: RunConfig) -> Iterator[str]:
 
 def only_for_bert(config: RunConfig) -> Iterator[str]:
     """Options of BERT's samples and heads have no effect on other models."""
-    if config.model.model == "bert":
-        return
-    for path, option in all_options().items():
-        if (option.section == "bert" or path == "model.bert_binary_head") and not config.is_default(path):
-            yield (f"{written(config, path)} applies to BERT, but {written(config, 'model.model')}. Remove "
-                   "it, or train BERT with pretrain_bert.py or --model bert.")
+    of_bert = [path for path in all_options() if path.startswith("bert.") or path == "model.bert_binary_head"]
+    if config.model.model != "bert":
+        yield from given(config, of_bert, "applies to BERT, but [model]. Remove it, or train BERT with "
+                                          "pretrain_bert.py or --model bert.")
 
 
 def not_for_bert(config: RunConfig) -> Iterator[str]:
     """A sample of BERT is a pair of segments of one document, without a causal mask."""
     if config.model.model != "bert":
         return
-    for path in OF_GPT:
-        if config.get(path):
-            yield (f"{written(config, path)} applies to samples of several documents, but a sample of BERT "
-                   "is from one document. Remove it.")
+    yield from given(config, OF_GPT, "applies to samples of several documents, but a sample of BERT is from "
+                                     "one document. Remove it.")
     if config.model.position_embedding_type == "none":
-        yield (f"{written(config, 'model.position_embedding_type')}: BERT has no causal mask, so without "
-               "position embeddings the order of tokens would be lost. Use "
-               f"{flag('model.position_embedding_type')} learned_absolute or rope.")
+        yield ("[position_embedding_type]: BERT has no causal mask, so without position embeddings the order "
+               "of tokens would be lost. Use --position-embedding-type learned_absolute or rope.")
     if config.model.seq_length and config.model.seq_length < SHORTEST:
-        yield (f"{written(config, 'model.seq_length')} leaves no room for [CLS] A [SEP] B [SEP]. Use "
-               f"{flag('model.seq_length')} {SHORTEST} or more.")
-
-
-DATA_RULES = (corpus, fill_in_the_middle, packing, only_for_bert, not_for_bert)
+        yield f"[seq_length] leaves no room for [CLS] A [SEP] B [SEP]. Use --seq-length {SHORTEST} or more."
 
 
 def lengths(config: RunConfig) -> Iterator[str]:
     """A curriculum over lengths has the options of its schedule, and lengths that the ranks can split."""
     curriculum, whole = config.curriculum, config.model.seq_length
-    given = [name for name in LENGTH_OPTIONS if not config.is_default(f"curriculum.curriculum_{name}")]
+    chosen = [name for name in LENGTH_OPTIONS if not config.is_default(f"curriculum.curriculum_{name}")]
     if curriculum.curriculum_type is None:
-        if given:
-            yield (f"{written(config, f'curriculum.curriculum_{given[0]}')} has no effect without "
-                   "--curriculum-type. Add --curriculum-type seqlen_truncate or seqlen_reshape, or remove "
-                   "it.")
+        if chosen:
+            yield (f"[curriculum_{chosen[0]}] has no effect without --curriculum-type. Add --curriculum-type "
+                   "seqlen_truncate or seqlen_reshape, or remove it.")
         return
     if whole is None:
         return
     kind, longest = curriculum.curriculum_schedule, curriculum.curriculum_max_length
-    for name in given:
+    for name in chosen:
         if kind not in USED_BY.get(name, (kind,)):
-            yield (f"{written(config, f'curriculum.curriculum_{name}')} has no effect with "
-                   f"--curriculum-schedule {kind}. Remove it, or use {' or '.join(USED_BY[name])}.")
+            yield (f"[curriculum_{name}] has no effect with --curriculum-schedule {kind}. Remove it, or use "
+                   f"{' or '.join(USED_BY[name])}.")
             return
     if longest is not None and longest > whole:
-        yield (f"{written(config, 'curriculum.curriculum_max_length')} is longer than "
-               f"{written(config, 'model.seq_length')}, the length of a sample. Use {whole} or less.")
+        yield (f"[curriculum_max_length] is longer than [seq_length], the length of a sample. Use {whole} or "
+               "less.")
         return
-    problems: list[str] = []
-    difficulty = attempt(problems, length_difficulty, curriculum, whole)
-    yield from problems
-    if difficulty is not None:
-        yield from _split_by_tensor_ranks(config, difficulty)
+    yield from _split_by_tensor_ranks(config, length_difficulty(curriculum, whole))
 
 
 def _split_by_tensor_ranks(config: RunConfig, difficulty: Difficulty) -> Iterator[str]:
     """With sequence parallelism every length is divisible by the tensor-parallel size."""
     tp, train = config.parallel.tensor_model_parallel_size, config.train
-    samples = train.train_samples or (train.train_tokens or 0) // max(1, getattr(difficulty, "minimum", 1))
-    steps = train.train_iters or samples // (train.global_batch_size or 1)
     if not (config.parallel.sequence_parallel and tp > 1):
         return
-    problems: list[str] = []
-    odd = attempt(problems, _length_not_divided, difficulty, steps, tp)
-    yield from problems
-    if odd is not None:
-        yield (f"the curriculum contains the length {odd}, which is not a multiple of the tensor-parallel "
-               f"size {tp}: with {written(config, 'parallel.sequence_parallel')} each rank holds an equal "
-               "slice of the sequence. Use lengths, and a --curriculum-length-step, that are multiples of "
-               f"{tp}.")
-
-
-def _length_not_divided(difficulty: Difficulty, steps: int, tp: int) -> int | None:
+    samples = train.train_samples or (train.train_tokens or 0) // max(1, getattr(difficulty, "minimum", 1))
+    steps = train.train_iters or samples // (train.global_batch_size or 1)
     for step in range(1, steps + 1):
         length = difficulty.at(step)
         if length % tp:
-            return length
-        if length == difficulty.maximum:
-            return None
-    return None
+            yield (f"the curriculum contains the length {length}, which is not a multiple of the "
+                   f"tensor-parallel size {tp}: with [sequence_parallel] each rank holds an equal slice of "
+                   f"the sequence. Use lengths, and a --curriculum-length-step, that are multiples of {tp}.")
+        if length % tp or length == difficulty.maximum:
+            return
 
 
 def samples(config: RunConfig) -> Iterator[str]:
@@ -190,8 +159,8 @@ def samples(config: RunConfig) -> Iterator[str]:
     curriculum, data = config.curriculum, config.data
     if not curriculum.curriculum_metrics:
         if curriculum.curriculum_cluster_path is not None:
-            yield (f"{written(config, 'curriculum.curriculum_cluster_path')} has no effect without metrics. "
-                   "Add a \"curriculum_metrics\" block, or remove it.")
+            yield ("[curriculum_cluster_path] has no effect without metrics. Add a \"curriculum_metrics\" "
+                   "block, or remove it.")
         return
     problems: list[str] = []
     metrics = [attempt(problems, read_metric, text) for text in curriculum.curriculum_metrics]
@@ -200,14 +169,14 @@ def samples(config: RunConfig) -> Iterator[str]:
     if len(set(names)) < len(names):
         yield f"two curriculum metrics are named {max(names, key=names.count)}. Remove or rename one."
     if curriculum.curriculum_cluster_path is not None and len(names) == 1:
-        yield (f"{written(config, 'curriculum.curriculum_cluster_path')} is for the clusters of several "
-               "metrics; one metric needs none. Remove it.")
+        yield ("[curriculum_cluster_path] is for the clusters of several metrics; one metric needs none. "
+               "Remove it.")
     if data.dataloader_type != "single":
-        yield (f"{written(config, 'data.dataloader_type')} with curriculum metrics: the curriculum sets the "
-               "order of the samples. Use --dataloader-type single.")
+        yield ("[dataloader_type] with curriculum metrics: the curriculum sets the order of the samples. Use "
+               "--dataloader-type single.")
     if data.mock_data:
-        yield (f"{written(config, 'data.mock_data')} with curriculum metrics: random samples have no "
-               "analysis to order them by. Use --data-path.")
+        yield ("[mock_data] with curriculum metrics: random samples have no analysis to order them by. Use "
+               "--data-path.")
     words = data.train_data_path or data.data_path
     if len(words) > 1 and is_number(words[0]):
         yield ("curriculum metrics number the samples of one epoch, and a weighted blend has no epochs. Give "
@@ -217,15 +186,15 @@ def samples(config: RunConfig) -> Iterator[str]:
 def folding(config: RunConfig) -> Iterator[str]:
     """Only samples of a GPT can be folded into shorter rows."""
     if config.curriculum.curriculum_type == RESHAPE and config.model.model not in (None, "gpt"):
-        yield (f"{written(config, 'curriculum.curriculum_type')} cuts a sample at any token, but a sample of "
-               f"{config.model.model} cannot be cut. Use seqlen_truncate.")
+        yield (f"[curriculum_type] cuts a sample at any token, but a sample of {config.model.model} cannot "
+               "be cut. Use seqlen_truncate.")
 
 
 def random_ltd_is_on(config: RunConfig) -> Iterator[str]:
     """The options of random-LTD have no effect without --random-ltd."""
-    for path in all_options() if not config.random_ltd.random_ltd else ():
-        if path.startswith("random_ltd.random_ltd_") and not config.is_default(path):
-            yield f"{written(config, path)} has no effect without {flag(ON)}. Add {flag(ON)}, or remove it."
+    if not config.random_ltd.random_ltd:
+        yield from given(config, [path for path in all_options() if path.startswith("random_ltd.")],
+                         "has no effect without --random-ltd. Add --random-ltd, or remove it.")
 
 
 def kept_tokens(config: RunConfig) -> Iterator[str]:
@@ -233,21 +202,21 @@ def kept_tokens(config: RunConfig) -> Iterator[str]:
     ltd, length = config.random_ltd, config.model.seq_length
     if not ltd.random_ltd:
         return
-    for path in (LEAST, STEPS):
+    for path in ("random_ltd.random_ltd_min_tokens", "random_ltd.random_ltd_steps"):
         if config.get(path) is None:
-            yield f"{written(config, ON)} needs {flag(path)}: {all_options()[path].help}"
+            yield f"[random_ltd] needs {flag(path)}: {all_options()[path].help}"
     least, multiple = ltd.random_ltd_min_tokens, ltd.random_ltd_tokens_per_step
     most = ltd.random_ltd_max_tokens or length
     if length and most and most > length:
-        yield (f"{written(config, MOST)} is more than {written(config, LENGTH)}. Use {length} or less, or "
-               "remove it to keep all tokens at the end.")
+        yield (f"[random_ltd_max_tokens] is more than [seq_length]. Use {length} or less, or remove it to "
+               "keep all tokens at the end.")
     if least and most and least > most:
-        yield (f"{written(config, LEAST)} is more than the {most} tokens kept at the end, but the number "
-               f"only grows. Use {flag(LEAST)} {most} or less.")
+        yield (f"[random_ltd_min_tokens] is more than the {most} tokens kept at the end, but the number only "
+               f"grows. Use --random-ltd-min-tokens {most} or less.")
     elif least and least < multiple and least != most:
-        yield (f"{written(config, LEAST)} is less than {written(config, MULTIPLE)}: rounded down to a "
-               f"multiple of {multiple}, no token would be kept at first. Use {flag(LEAST)} {multiple} or "
-               f"more, or {flag(MULTIPLE)} {least} or less.")
+        yield ("[random_ltd_min_tokens] is less than [random_ltd_tokens_per_step]: rounded down to a "
+               f"multiple of {multiple}, no token would be kept at first. Use --random-ltd-min-tokens "
+               f"{multiple} or more, or --random-ltd-tokens-per-step {least} or less.")
 
 
 def dropping_blocks(config: RunConfig) -> Iterator[str]:
@@ -257,17 +226,17 @@ def dropping_blocks(config: RunConfig) -> Iterator[str]:
         return
     ids, total = ltd.random_ltd_layer_ids, ltd.random_ltd_total_layers
     if total is not None and total != layers:
-        yield (f"{written(config, TOTAL)}, but {written(config, 'model.num_layers')}. Make them equal, or "
-               f"remove {flag(TOTAL)}.")
+        yield ("[random_ltd_total_layers], but [num_layers]. Make them equal, or remove "
+               "--random-ltd-total-layers.")
     outside, twice = sorted({i for i in ids if i >= layers}), sorted({i for i in ids if ids.count(i) > 1})
     if outside:
-        yield (f"{written(config, IDS)}: there is no block {', '.join(map(str, outside))} among {layers}, "
+        yield (f"[random_ltd_layer_ids]: there is no block {', '.join(map(str, outside))} among {layers}, "
                f"numbered from 0. Use numbers up to {layers - 1}.")
     if twice:
-        yield f"{written(config, IDS)} contains {', '.join(map(str, twice))} twice. Give each block once."
+        yield f"[random_ltd_layer_ids] contains {', '.join(map(str, twice))} twice. Give each block once."
     if not ltd.dropping_blocks(layers):
-        yield (f"{written(config, ON)} with {written(config, 'model.num_layers')}: no block remains besides "
-               f"the first and the last to drop tokens. Choose blocks with {flag(IDS)}.")
+        yield ("[random_ltd] with [num_layers]: no block remains besides the first and the last to drop "
+               "tokens. Choose blocks with --random-ltd-layer-ids.")
 
 
 def sequence_parallel(config: RunConfig) -> Iterator[str]:
@@ -276,13 +245,15 @@ def sequence_parallel(config: RunConfig) -> Iterator[str]:
     if not ltd.random_ltd or not config.parallel.sequence_parallel or t == 1 or not length:
         return
     most, multiple = ltd.random_ltd_max_tokens or length, ltd.random_ltd_tokens_per_step
-    why = f"{written(config, TP)}: with --sequence-parallel each rank holds an equal part of the kept tokens"
+    why = ("[tensor_model_parallel_size]: with --sequence-parallel each rank holds an equal part of the kept "
+           "tokens")
     if multiple % t and ltd.random_ltd_min_tokens != most:
-        yield (f"{written(config, MULTIPLE)} is not a multiple of {why}. Use {flag(MULTIPLE)} "
+        yield (f"[random_ltd_tokens_per_step] is not a multiple of {why}. Use --random-ltd-tokens-per-step "
                f"{neighbours(multiple, t)}.")
     if most < length and most % t:
-        yield f"{written(config, MOST)} is not a multiple of {why}. Use {flag(MOST)} {neighbours(most, t)}."
+        yield (f"[random_ltd_max_tokens] is not a multiple of {why}. Use --random-ltd-max-tokens "
+               f"{neighbours(most, t)}.")
 
 
-DATA_EFFICIENCY_RULES = (lengths, samples, folding, random_ltd_is_on, kept_tokens, dropping_blocks,
-                         sequence_parallel)
+DATA_RULES = (corpus, fill_in_the_middle, packing, only_for_bert, not_for_bert, lengths, samples, folding,
+              random_ltd_is_on, kept_tokens, dropping_blocks, sequence_parallel)

@@ -61,10 +61,9 @@ def translate_curriculum(document: JsonDocument) -> None:
         _legacy(document, legacy)
     if not document.take("data_efficiency.enabled"):
         return
-    document.give("curriculum.data_efficiency_seed", document.take("data_efficiency.seed"),
-                  "data_efficiency.seed")
+    document.copy("data_efficiency.seed", "curriculum.data_efficiency_seed")
     if document.take(f"{SAMPLING}.enabled"):
-        document.give("data.num_workers", document.take(f"{SAMPLING}.num_workers"), f"{SAMPLING}.num_workers")
+        document.copy(f"{SAMPLING}.num_workers", "data.num_workers")
         if document.take(f"{SAMPLING}.curriculum_learning.enabled"):
             _metrics(document)
 
@@ -99,9 +98,9 @@ def _metrics(document: JsonDocument) -> None:
         if name not in (TRUNCATE, RESHAPE) or block.get("clustering_type") == "schedule_based":
             texts.append(json.dumps({"name": name, **block}))
     document.give("curriculum.curriculum_metrics", tuple(texts) or None, METRICS)
-    folder = f"{SAMPLING}.curriculum_learning.data_cluster_path"
     if len(texts) > 1:                           # DeepSpeed always requires it; with one metric it has no use
-        document.give("curriculum.curriculum_cluster_path", document.take(folder), folder)
+        document.copy(f"{SAMPLING}.curriculum_learning.data_cluster_path",
+                      "curriculum.curriculum_cluster_path")
 
 
 def _lengths(document: JsonDocument, key: str, kind: str, block: Mapping[str, Any]) -> None:

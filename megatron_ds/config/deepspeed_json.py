@@ -8,8 +8,8 @@ are ignored, but names are checked.
 
 import json
 import os
-from collections.abc import Callable, Mapping
-from functools import cache
+from collections.abc import Mapping
+from functools import cache, partial
 from typing import Any
 
 from ..errors import ConfigError
@@ -138,17 +138,14 @@ def _declared(document: JsonDocument) -> None:
     off |= {LTD + "."} if random_ltd_is_off(document.values) else set()
     for key, option in declared_keys().items():
         if not key.startswith(tuple(off)) or key.endswith(".enabled"):
-            document.give(option.path, document.take(key, option), key)
+            document.copy(key, option.path)
 
 
 def _fp16(document: JsonDocument) -> None:
     if document.take("fp16.enabled") is False or "fp16.enabled" not in document.values:
         return
-    scale = document.take("fp16.loss_scale") or None         # 0 is dynamic
-    document.give("optimizer.loss_scale", scale, "fp16.loss_scale")
-    power = document.take("fp16.initial_scale_power")
-    document.give("optimizer.initial_loss_scale", None if power is None else 2.0**power,
-                  "fp16.initial_scale_power")
+    document.copy("fp16.loss_scale", "optimizer.loss_scale", lambda scale: scale or None)    # 0 is dynamic
+    document.copy("fp16.initial_scale_power", "optimizer.initial_loss_scale", lambda power: 2.0**power)
 
 
 def _optimizer(document: JsonDocument) -> None:
@@ -166,9 +163,7 @@ def _optimizer(document: JsonDocument) -> None:
 
 
 def _scheduler(document: JsonDocument) -> None:
-    """Missing keys have DeepSpeed's defaults: 1000 steps of logarithmic warm-up, a cosine to 1e-4 of the
-    maximum.
-    """
+    """Missing keys have DeepSpeed's defaults: 1000 steps of warm-up, a cosine to 1e-4 of the maximum."""
     kind = document.take("scheduler.type")
     if kind is None:
         return
@@ -181,30 +176,24 @@ def _scheduler(document: JsonDocument) -> None:
     document.refuse_params("scheduler", kind, SCHEDULER_PARAMS[kind])
     document.give("optimizer.lr_decay_style", kind, "scheduler.type")
 
-    def give(path: str, name: str, default: Any = None,
-             meaning: Callable[[Any], Any] = lambda value: value) -> None:
-        key = f"scheduler.params.{name}"
-        value = document.take(key)
-        has_default = default is not None and name in SCHEDULER_PARAMS[kind]
-        if value is None and has_default and key not in document.values:
+    for name, option, default in (
+            ("warmup_num_steps", "lr_warmup_iters", 1000), ("warmup_type", "lr_warmup_style", "log"),
+            ("warmup_min_lr", "lr_warmup_init", None), ("warmup_max_lr", "lr", None),
+            ("total_num_steps", "lr_decay_iters", None), ("warmup_min_ratio", "lr_warmup_init", None),
+            ("cos_min_ratio", "min_lr", 1e-4)):
+        key, path = f"scheduler.params.{name}", f"optimizer.{option}"
+        meaning = partial(PartOf, "optimizer.lr") if name.endswith("_ratio") else lambda value: value
+        if key in document.values:
+            document.copy(key, path, meaning)
+        elif default is not None and name in SCHEDULER_PARAMS[kind]:
             document.give(path, meaning(default), "scheduler.type, as DeepSpeed's default")
-        elif value is not None:
-            document.give(path, meaning(value), key)
-
-    give("optimizer.lr_warmup_iters", "warmup_num_steps", 1000)
-    give("optimizer.lr_warmup_style", "warmup_type", "log")
-    give("optimizer.lr_warmup_init", "warmup_min_lr")
-    give("optimizer.lr", "warmup_max_lr")
-    give("optimizer.lr_decay_iters", "total_num_steps")
-    give("optimizer.lr_warmup_init", "warmup_min_ratio", None, lambda part: PartOf("optimizer.lr", part))
-    give("optimizer.min_lr", "cos_min_ratio", 1e-4, lambda part: PartOf("optimizer.lr", part))
 
 
 def _tensorboard(document: JsonDocument) -> None:
     if not document.take("tensorboard.enabled"):
         return
     folder = document.take("tensorboard.output_path")
-    if folder is None and not document.is_auto("tensorboard.output_path"):
+    if folder is None and document.values.get("tensorboard.output_path") != "auto":
         document.refuse(f'{document.path}: "tensorboard" is enabled without "output_path", the '
                         "directory for the events. Add it, or disable the block and use --tensorboard-dir.")
     elif folder is not None:
@@ -230,17 +219,14 @@ def load_json(path: str, flag: str) -> dict[str, Any]:
         raise ConfigError(f"{path}:{error.lineno}: this is not JSON: {error.msg.lower()} at column "
                           f"{error.colno}.") from None
     except RecursionError:
-        raise ConfigError(f"{path}: this is not a configuration: its brackets are nested too "
-                          "deep.") from None
+        raise ConfigError(f"{path}: this is not a configuration: its brackets are nested too deep.") from None
     if not isinstance(document, dict):
         raise ConfigError(f"{path} should contain one block {{ … }} of keys.")
     return document
 
 
 def _near(key: str) -> str:
-    """A suggestion for an unknown key: the key of an option's name, a key of the same block, or any other
-    key.
-    """
+    """A suggestion: the key of an option of this name, a key of the same block, or any other key."""
     parent, _, name = key.rpartition(".")
     candidates = [*known_keys(), *KEYS]
     siblings = {other.rpartition(".")[2]: other.rpartition(".")[2] for other in candidates

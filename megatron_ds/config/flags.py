@@ -80,14 +80,18 @@ def read_flags(argv: Sequence[str]) -> CommandLine:
             elif flag == LOCAL_RANK_FLAG:
                 line.local_rank = coerce(_LOCAL_RANK, _one_word(flag, words, _LOCAL_RANK), flag)
             elif flag in files:
-                files[flag].extend(_file_names(flag, words))
+                if not words:
+                    raise ConfigError(f"{flag} needs the name of a file after it.")
+                files[flag].extend(words)
             elif flag in spellings():
                 line.settings.append(_setting(flag, words))
             else:
                 _without_option(line, typed, words)
         except ConfigError as error:
             line.refuse(error, spellings()[flag].option.path if flag in spellings() else None)
-    line.settings = _without_overridden(line.settings)
+    given = {(setting.path, setting.value) for setting in line.settings}
+    line.settings = [setting for setting in line.settings if not any(
+        (setting.path, value) in given for value in OVERRIDDEN.get(setting.source.name, ()))]
     line.problems += _contradictions(line.settings)
     return line
 
@@ -128,14 +132,16 @@ def _setting(flag: str, words: list[str]) -> Setting:
     option, source = spelling.option, Source("flag", flag)
     if spelling.is_switch:
         if words:
-            raise ConfigError(f"{flag} takes no value, but {' '.join(words)!r} follows "
-                              f"it{_other_way(option, spelling)}.")
+            other = f"{option.flag} takes one"
+            if option.kind is bool:
+                other = f"use {option.flag} to enable it" if spelling.value is False else (
+                    f"use {option.negative} to disable it")
+            raise ConfigError(f"{flag} takes no value, but {' '.join(words)!r} follows it; {other}.")
         return Setting(option.path, spelling.value, source)
     if not words and option.alone is not None:
         return Setting(option.path, option.alone, source)
-    if option.is_list and words:
-        return Setting(option.path, coerce(option, words, flag), source)
-    return Setting(option.path, coerce(option, _one_word(flag, words, option), flag), source)
+    raw = words if option.is_list and words else _one_word(flag, words, option)
+    return Setting(option.path, coerce(option, raw, flag), source)
 
 
 def _one_word(flag: str, words: list[str], option: Option) -> str:
@@ -150,26 +156,13 @@ def _one_word(flag: str, words: list[str], option: Option) -> str:
 def _misspelt(line: CommandLine, word: str) -> None:
     flag = "--" + canonical(word.partition("=")[0]).lstrip("-–—")
     near = f"; did you mean {flag!r}?" if flag in spellings() else near_flag(flag, spellings())
-    line.refuse(f"{word!r} is not a flag: flags begin with two plain hyphens{near or '.'}")
-    _mark_meant(line, near)
+    _refuse(line, f"{word!r} is not a flag: flags begin with two plain hyphens{near or '.'}", near)
 
 
-def _mark_meant(line: CommandLine, near: str) -> None:
-    """The options that a suggestion mentions were probably meant: their values are unknown."""
+def _refuse(line: CommandLine, problem: str, near: str) -> None:
+    """Add a problem. The values of the options that its suggestion `near` mentions are unknown."""
+    line.refuse(problem)
     line.unread |= {spelling.option.path for name, spelling in spellings().items() if repr(name) in near}
-
-
-def _other_way(option: Option, spelling: Spelling) -> str:
-    if option.kind is not bool:
-        return f"; {option.flag} takes one"
-    other = option.flag if spelling.value is False else option.negative
-    return f"; use {other} to {'enable' if spelling.value is False else 'disable'} it"
-
-
-def _file_names(flag: str, words: list[str]) -> list[str]:
-    if not words:
-        raise ConfigError(f"{flag} needs the name of a file after it.")
-    return words
 
 
 def _without_option(line: CommandLine, typed: str, words: list[str]) -> None:
@@ -177,10 +170,8 @@ def _without_option(line: CommandLine, typed: str, words: list[str]) -> None:
     flag, value = canonical(typed), " ".join(words)
     answer = answer_to_flag(flag)
     if answer is None:
-        known = [*spellings(), CONFIG_FLAG, DEEPSPEED_FLAG, *ASKING]
-        near = near_flag(flag, known)
-        line.refuse(f"unknown flag {typed}{near or '.'} All flags: --help.")
-        _mark_meant(line, near)
+        near = near_flag(flag, [*spellings(), CONFIG_FLAG, DEEPSPEED_FLAG, *ASKING])
+        _refuse(line, f"unknown flag {typed}{near or '.'} All flags: --help.", near)
     elif answer.accepts(value):
         line.without_effect[flag] = answer.note
     else:
@@ -188,17 +179,8 @@ def _without_option(line: CommandLine, typed: str, words: list[str]) -> None:
                     f"{answer.refusal}")
 
 
-def _without_overridden(settings: Sequence[Setting]) -> list[Setting]:
-    given = {(setting.path, setting.value) for setting in settings}
-    return [setting for setting in settings
-            if not any((setting.path, value) in given for value in OVERRIDDEN.get(setting.source.name, ()))]
-
-
 def _contradictions(settings: Sequence[Setting]) -> list[str]:
-    """A problem for each two flags that set an option to different values.
-
-    `--x` and its own `--no-x` do not contradict each other: the later one wins.
-    """
+    """A problem for each two flags that set an option to different values. `--no-x` may follow `--x`."""
     wrong, last = [], {}
     for setting in settings:
         option, before = all_options()[setting.path], last.get(setting.path)

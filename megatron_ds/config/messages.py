@@ -1,10 +1,37 @@
-"""Parts of messages: a value with its flag and source, a list of alternatives, the divisors of a number."""
+"""Problems that rules find, and parts of their messages: a value with its flag and source, alternatives."""
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from ..errors import ConfigError
 from .run import RunConfig, all_options
+
+Rule = Callable[[RunConfig], Iterable[str]]
+
+
+def problems_of(rules: Iterable[Rule], config: RunConfig) -> Iterator[str]:
+    """The problems that the rules find, or raise as a ConfigError, which ends the rule.
+
+    In a problem, `[seed]` or `[train.seed]` stands for that option as the user wrote it (`written`).
+    """
+    paths = {option.name: path for path, option in all_options().items()}
+
+    def named(match: re.Match) -> str:
+        return written(config, paths[match[1]]) if match[1] in paths else match[0]
+
+    for rule in rules:
+        try:
+            for problem in rule(config):
+                yield re.sub(r"\[(?:\w+\.)?(\w+)\]", named, problem)
+        except ConfigError as error:
+            yield str(error)
+
+
+def given(config: RunConfig, paths: Iterable[str], problem: str) -> Iterator[str]:
+    """`problem`, after its name and value, for each of these options that does not have its default."""
+    return (f"[{path}] {problem}" for path in paths if not config.is_default(path))
 
 
 def flag(path: str) -> str:
@@ -13,9 +40,7 @@ def flag(path: str) -> str:
 
 
 def written(config: RunConfig, path: str) -> str:
-    """An option and its value as the user wrote them: "--num-layers 3", with the source unless it is the
-    command line.
-    """
+    """An option and its value as the user wrote them, "--num-layers 3", with the source if that is a file."""
     option, source, value = all_options()[path], config.sources.get(path), config.get(path)
     if source is not None and source.kind == "flag" and source.name not in (option.flag, *option.flags):
         return source.name                                            # a switch: --fp16, --swiglu

@@ -93,10 +93,7 @@ class Option:
 
 
 def option(default: Any = None, *, help: str, **more: Any) -> Any:
-    """A dataclass field with the `Option` in its metadata.
-
-    A required field is None until a source gives it.
-    """
+    """A dataclass field with the `Option` in its metadata. A required one is None until a source gives it."""
     more["flags"] = tuple(more.get("flags", ()))
     return field(default=default, metadata={"option": Option(default=default, help=help, **more)})
 

@@ -169,8 +169,7 @@ class ZeroConfig:
 
     @property
     def sent_dtype(self) -> str | None:
-        """Dtype in which gradients are reduced, as torch names it; None: the dtype in which they accumulate.
-        """
+        """Dtype in which gradients are reduced, as torch names it; None: as they accumulate."""
         return DTYPE_NAMES[self.communication_data_type] if self.communication_data_type else None
 
     @property

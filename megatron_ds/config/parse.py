@@ -1,14 +1,15 @@
 """`parse`: the command line → a `RunConfig`. Flags and files are read, combined, and checked by all rules.
 
 All problems are reported at once, before anything is built. A rule is a function from the config to the
-problems that it finds. Each problem states the numbers and their sources, why they are wrong, and the valid
-alternatives. A rule yields nothing if a value that it needs is missing, because `missing` reports that.
+problems that it finds, listed at the end of its module. Each problem states the numbers and their sources,
+why they are wrong, and the valid alternatives. A rule yields nothing if a value that it needs is missing,
+because `missing` reports that.
 """
 
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as version_of
 from typing import Any
@@ -19,16 +20,14 @@ from ..version import __version__
 from .combine import combined, contradictions
 from .config_files import names, read_yaml
 from .config_text import help_text, to_yaml
-from .data_rules import DATA_EFFICIENCY_RULES, DATA_RULES
+from .data_rules import DATA_RULES
 from .deepspeed_json import read_deepspeed
 from .flags import CommandLine, read_flags, spellings
 from .layout_rules import LAYOUT_RULES
-from .messages import either, flag, written
+from .messages import Rule, either, flag, problems_of, written
 from .reading import Reading, Setting, attempt, reject
 from .run import RunConfig, Source, all_options
 from .training_rules import TRAINING_RULES
-
-Rule = Callable[[RunConfig], Iterable[str]]
 
 
 def parse(argv: Sequence[str], world_size: int = 1, *, defaults: Mapping[str, Any] | None = None,
@@ -46,10 +45,7 @@ def parse(argv: Sequence[str], world_size: int = 1, *, defaults: Mapping[str, An
 
     Raises one ConfigError with all problems.
     """
-    env = os.environ if env is None else env
-    line, readings = _read_all(argv, env)
-    config = _config_of(line, readings, world_size, defaults)
-    problems = _problems_of(line, readings, env)
+    config, line, readings, problems = _read_all(argv, world_size, defaults, env)
     if not all(reading.is_complete for reading in readings):
         reject(problems)                     # what seems to be missing may be in the file that cannot be read
     check(config, known, rules, problems, unread=set().union(*(reading.unread for reading in readings)))
@@ -61,10 +57,9 @@ def parse(argv: Sequence[str], world_size: int = 1, *, defaults: Mapping[str, An
 def read(argv: Sequence[str], world_size: int = 1, *, defaults: Mapping[str, Any] | None = None,
          env: Mapping[str, str] | None = None) -> RunConfig:
     """`parse` without rules, for a tool that needs only some of a run's options."""
-    env = os.environ if env is None else env
-    line, readings = _read_all(argv, env)
-    reject(_problems_of(line, readings, env))
-    return _config_of(line, readings, world_size, defaults)
+    config, _, _, problems = _read_all(argv, world_size, defaults, env)
+    reject(problems)
+    return config
 
 
 def version_text() -> str:
@@ -77,37 +72,28 @@ def version_text() -> str:
     return f"megatron_ds {__version__}, torch {torch}, Python {python}"
 
 
-def _read_all(argv: Sequence[str], env: Mapping[str, str]) -> tuple[CommandLine, list[Reading]]:
-    """The command line, and one reading for it and for each of its files."""
+def _read_all(argv: Sequence[str], world_size: int, defaults: Mapping[str, Any] | None,
+              env: Mapping[str, str] | None) -> tuple[RunConfig, CommandLine, list[Reading], list[str]]:
+    """(the configuration, the command line, one reading for it and for each file, their problems)."""
     line = read_flags(argv)
     if line.asks_for == "help":
         _print_and_exit(help_text(), env)
     if line.asks_for == "version":
         _print_and_exit(version_text() + "\n", env)
-    return line, [line, *map(read_yaml, line.yaml_files), *map(read_deepspeed, line.deepspeed_files)]
-
-
-def _config_of(line: CommandLine, readings: Sequence[Reading], world_size: int,
-               defaults: Mapping[str, Any] | None) -> RunConfig:
+    readings = [line, *map(read_yaml, line.yaml_files), *map(read_deepspeed, line.deepspeed_files)]
+    of_files = [setting for reading in readings[1:] for setting in reading.settings]
     source = Source("script", "the script")
     scripted = [Setting(names()[name].path, value, source) for name, value in (defaults or {}).items()]
-    config = combined(_of_files(readings), line.settings, world_size, scripted)
+    config = combined(of_files, line.settings, world_size, scripted)
     notes = {name: why for reading in readings for name, why in reading.without_effect.items()}
-    return config.with_notes(notes)
+    problems = [problem for reading in readings for problem in reading.problems]
+    problems += [*contradictions(of_files, line.settings),
+                 *problems_of_local_rank(os.environ if env is None else env, line.local_rank)]
+    return config.with_notes(notes), line, readings, problems
 
 
-def _problems_of(line: CommandLine, readings: Sequence[Reading], env: Mapping[str, str]) -> list[str]:
-    return [*(problem for reading in readings for problem in reading.problems),
-            *contradictions(_of_files(readings), line.settings),
-            *problems_of_local_rank(env, line.local_rank)]
-
-
-def _of_files(readings: Sequence[Reading]) -> list[Setting]:
-    return [setting for reading in readings[1:] for setting in reading.settings]
-
-
-def _print_and_exit(text: str, env: Mapping[str, str]) -> None:
-    if rank_in(env) == 0:
+def _print_and_exit(text: str, env: Mapping[str, str] | None) -> None:
+    if rank_in(os.environ if env is None else env) == 0:
         sys.stdout.write(text)
     raise SystemExit(0)
 
@@ -121,9 +107,8 @@ def check(config: RunConfig, known: Mapping[str, Container[str]] | None = None, 
     unread        paths of options whose value could not be read. They have their defaults here, so problems
                   that mention one of them are left out
     """
-    rules_of_sections = (*LAYOUT_RULES, *TRAINING_RULES, *DATA_RULES, *DATA_EFFICIENCY_RULES)
-    found = [problem for rule in rules_of_sections for problem in rule(config)]
-    found += unknown_names(config, known or {})
+    found = [*problems_of((*LAYOUT_RULES, *TRAINING_RULES, *DATA_RULES), config),
+             *unknown_names(config, known or {})]
     reject([*problems, *missing(config, unread), *(p for p in found if not _names_one_of(p, unread))])
     higher: list[str] = []
     for rule in rules:                       # they rely on the rules above

@@ -1,5 +1,4 @@
-"""What reading a source of options yields: `Setting`s, and problems, which are raised together as one error.
-"""
+"""What reading a source of options yields: `Setting`s, and problems, raised together as one error."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -76,8 +75,7 @@ def reject(problems: Sequence[str]) -> None:
 
 
 def attempt(problems: list[str], function: Callable, *arguments: Any) -> Any:
-    """`function(*arguments)`; if it raises a ConfigError, None, and its problems are appended to `problems`.
-    """
+    """`function(*arguments)`; None if it raises a ConfigError, whose problems are appended to `problems`."""
     try:
         return function(*arguments)
     except ConfigProblems as error:

@@ -4,7 +4,7 @@ The layers below `training` receive numbers and groups, not the whole configurat
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from types import MappingProxyType
 from typing import Any
@@ -17,11 +17,6 @@ from .option import Option, options_of
 from .parallel_options import ParallelConfig, ZeroConfig
 from .training_options import CheckpointConfig, LoggingConfig, OptimizerConfig, PlanConfig, TrainConfig
 
-SECTIONS: Mapping[str, type] = MappingProxyType({
-    "model": ModelConfig, "parallel": ParallelConfig, "zero": ZeroConfig, "optimizer": OptimizerConfig,
-    "train": TrainConfig, "data": DataConfig, "bert": BertConfig, "curriculum": CurriculumConfig,
-    "random_ltd": RandomLTDConfig, "checkpoint": CheckpointConfig, "logging": LoggingConfig,
-    "plan": PlanConfig})
 # Name of a section in older files → its name now.
 RENAMED = MappingProxyType({"routing": "random_ltd"})
 
@@ -74,10 +69,7 @@ class RunConfig:
         return self.model.padded_vocab_size(self.parallel.tensor_model_parallel_size)
 
     def grid(self, world_size: int | None = None) -> Grid:
-        """The grid of the run's ranks.  world_size: None for the configured one.
-
-        Raises ConfigError if the world size is not divisible by the sizes of the axes.
-        """
+        """The grid of the ranks. Raises ConfigError if the sizes of the axes do not divide their number."""
         p = self.parallel
         return Grid.fit(self.world_size if world_size is None else world_size,
                         tp=p.tensor_model_parallel_size, cp=p.context_parallel_size,
@@ -127,6 +119,11 @@ class RunConfig:
         return replace(self, without_effect={**notes, **self.without_effect})
 
 
+# Name of each section → its dataclass.
+SECTIONS: Mapping[str, type] = MappingProxyType({
+    f.name: f.default_factory for f in fields(RunConfig) if is_dataclass(f.default_factory)})
+
+
 @cache
 def all_options() -> Mapping[str, Option]:
     """path → option, in the order of declaration."""
@@ -134,9 +131,12 @@ def all_options() -> Mapping[str, Option]:
                              for o in options_of(section, cls)})
 
 
+def options_in(section: str) -> list[Option]:
+    """The options of a section, in the order of declaration."""
+    return [option for option in all_options().values() if option.section == section]
+
+
 def non_default(config: RunConfig) -> Iterator[tuple[Option, Any]]:
     """The options whose value is not the default."""
-    for path, option in all_options().items():
-        value = config.get(path)
-        if value != option.default:
-            yield option, value
+    return ((option, config.get(path)) for path, option in all_options().items()
+            if not config.is_default(path))

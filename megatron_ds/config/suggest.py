@@ -12,81 +12,67 @@ from types import MappingProxyType
 
 CUTOFF = 0.75  # of difflib's ratio; below it two names share letters, not a meaning: "profile", "vocab-file"
 
-_LENGTH = "the length of training is --train-iters, --train-samples or --train-tokens"
-_RANKS = ("the launcher sets the number of processes: torchrun --nproc-per-node N. To plan without a "
-          "launcher: --dry-run --world-size N")
-_TP, _PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
-_DTYPE = "weights are in fp32 unless --bf16 or --fp16 is given"
-_RECOMPUTE = "--recompute-granularity"
-_TOKENIZER = "--tokenizer-type names the kind, --tokenizer-model or --vocab-file and --merge-file the files"
-
-# Names of other projects, with hyphens → our flags, or a sentence where there is no such flag.
+# Our flags, or a sentence where there is no such flag → names of other projects that mean them, with hyphens.
+_FLAGS = {
+    "--lr": "learning-rate max-lr base-lr",
+    "--min-lr": "min-learning-rate final-lr",
+    "--save": "output-dir out-dir save-dir output",
+    "--save --load": "checkpoint-dir ckpt-dir checkpoint-path checkpoint",
+    "--load": "resume resume-from resume-from-checkpoint load-dir restore",
+    "--global-batch-size": "train-batch-size total-batch-size batch gbs",
+    "--micro-batch-size": "per-device-train-batch-size train-micro-batch-size-per-gpu device-batch-size mbs",
+    "--gradient-accumulation-steps":
+        "accumulate-grad-batches gradient-accumulation grad-accum grad-accum-steps",
+    "--train-iters": "steps max-steps num-steps total-steps train-steps max-iters num-iters iterations",
+    "--train-tokens": "tokens max-tokens num-tokens total-tokens",
+    "--tensor-model-parallel-size": "tp tp-size tensor-parallel tensor-parallel-size",
+    "--pipeline-model-parallel-size":
+        "pp pp-size pipeline-parallel pipeline-parallel-size pipe-parallel-size",
+    "--context-parallel-size": "cp cp-size sequence-parallel-size ds-sequence-parallel-size",
+    "--expert-model-parallel-size": "ep ep-size expert-parallel-size",
+    "--data-path": "data dataset datasets data-dir dataset-path train-data train-file corpus",
+    "--lr-warmup-iters": "warmup warmup-steps warmup-iters lr-warmup-steps num-warmup-steps",
+    "--lr-warmup-fraction": "warmup-ratio warmup-fraction",
+    "--lr-decay-style": "scheduler lr-scheduler lr-scheduler-type lr-schedule",
+    "--weight-decay": "wd weightdecay",
+    "--clip-grad": "gradient-clipping grad-clip max-grad-norm clip-grad-norm",
+    "--num-layers": "layers n-layer n-layers num-hidden-layers depth",
+    "--hidden-size": "n-embd d-model dim width model-dim embedding-size",
+    "--num-attention-heads": "n-head n-heads heads num-heads",
+    "--ffn-hidden-size": "d-ff ffn-dim intermediate-size",
+    "--seq-length": "block-size seq-len sequence-length max-seq-len max-seq-length context-length",
+    "--hidden-dropout --attention-dropout": "dropout",
+    "--recompute-granularity": "gradient-checkpointing activation-checkpointing grad-checkpointing",
+    "--log-interval": "logging-steps log-every log-steps steps-per-print",
+    "--save-interval": "save-steps save-every checkpoint-interval",
+    "--eval-interval": "eval-steps eval-every val-interval valid-interval",
+    "--tensorboard-dir": "tensorboard logging-dir log-dir",
+    "--zero-stage": "zero zero-level",
+    "--deepspeed_config": "ds-config deepspeed-json deepspeed-config-file",
+    "--config": "yaml config-file yaml-cfg",
+    "--num-workers": "num-workers-per-gpu dataloader-num-workers workers",
+}
+_SENTENCES = {
+    "epochs are not counted: the length of training is --train-iters, --train-samples or --train-tokens":
+        "epochs num-epochs max-epochs num-train-epochs",
+    "the data-parallel size follows: world size / (tensor- × pipeline-parallel size)":
+        "dp dp-size data-parallel data-parallel-size",
+    "the launcher sets the number of processes: torchrun --nproc-per-node N. To plan without a launcher: "
+    "--dry-run --world-size N":
+        "gpus num-gpus ngpus devices nproc-per-node nnodes num-nodes nodes",
+    "there is no profiler yet; --trace DIR records the timeline of the pipeline":
+        "profile profiler profile-step-start profile-step-end use-pytorch-profiler",
+    "torch.compile is not used. Remove the flag": "compile torch-compile jit",
+    "mixture-of-experts models are not available yet": "moe experts",
+    "metrics go to the log, to --tensorboard-dir and to --metrics-jsonl": "wandb report-to mlflow",
+    "--tokenizer-type names the kind, --tokenizer-model or --vocab-file and --merge-file the files":
+        "tokenizer tokenizer-path tokenizer-name",
+    "weights are in fp32 unless --bf16 or --fp16 is given": "precision dtype mixed-precision",
+    "kernels are chosen by what the device supports": "flash-attn flash-attention",
+}
 SYNONYMS: Mapping[str, str | tuple[str, ...]] = MappingProxyType({
-    **dict.fromkeys(("learning-rate", "max-lr", "base-lr"), ("--lr",)),
-    **dict.fromkeys(("min-learning-rate", "final-lr"), ("--min-lr",)),
-    **dict.fromkeys(("output-dir", "out-dir", "save-dir", "output"), ("--save",)),
-    **dict.fromkeys(("checkpoint-dir", "ckpt-dir", "checkpoint-path", "checkpoint"), ("--save", "--load")),
-    **dict.fromkeys(("resume", "resume-from", "resume-from-checkpoint", "load-dir", "restore"), ("--load",)),
-    **dict.fromkeys(("train-batch-size", "total-batch-size", "batch"), ("--global-batch-size",)),
-    **dict.fromkeys(("per-device-train-batch-size", "train-micro-batch-size-per-gpu", "device-batch-size",
-                     "mbs"),
-                    ("--micro-batch-size",)),
-    "gbs": ("--global-batch-size",),
-    **dict.fromkeys(("accumulate-grad-batches", "gradient-accumulation", "grad-accum", "grad-accum-steps"),
-                    ("--gradient-accumulation-steps",)),
-    **dict.fromkeys(("epochs", "num-epochs", "max-epochs", "num-train-epochs"), "epochs are not counted: "
-                                                                                f"{_LENGTH}"),
-    **dict.fromkeys(("steps", "max-steps", "num-steps", "total-steps", "train-steps", "max-iters",
-                     "num-iters", "iterations"),
-                    ("--train-iters",)),
-    **dict.fromkeys(("tokens", "max-tokens", "num-tokens", "total-tokens"), ("--train-tokens",)),
-    **dict.fromkeys(("tp", "tp-size", "tensor-parallel", "tensor-parallel-size"), (_TP,)),
-    **dict.fromkeys(("pp", "pp-size", "pipeline-parallel", "pipeline-parallel-size", "pipe-parallel-size"),
-                    (_PP,)),
-    **dict.fromkeys(("dp", "dp-size", "data-parallel", "data-parallel-size"),
-                    "the data-parallel size follows: world size / (tensor- × pipeline-parallel size)"),
-    **dict.fromkeys(("cp", "cp-size", "sequence-parallel-size", "ds-sequence-parallel-size"),
-                    ("--context-parallel-size",)),
-    **dict.fromkeys(("ep", "ep-size", "expert-parallel-size"), ("--expert-model-parallel-size",)),
-    **dict.fromkeys(("gpus", "num-gpus", "ngpus", "devices", "nproc-per-node", "nnodes", "num-nodes",
-                     "nodes"), _RANKS),
-    **dict.fromkeys(("profile", "profiler", "profile-step-start", "profile-step-end", "use-pytorch-profiler"),
-                    "there is no profiler yet; --trace DIR records the timeline of the pipeline"),
-    **dict.fromkeys(("compile", "torch-compile", "jit"), "torch.compile is not used. Remove the flag"),
-    **dict.fromkeys(("moe", "experts"), "mixture-of-experts models are not available yet"),
-    **dict.fromkeys(("wandb", "report-to", "mlflow"), "metrics go to the log, to --tensorboard-dir and to "
-                                                      "--metrics-jsonl"),
-    **dict.fromkeys(("data", "dataset", "datasets", "data-dir", "dataset-path", "train-data", "train-file",
-                     "corpus"),
-                    ("--data-path",)),
-    **dict.fromkeys(("warmup", "warmup-steps", "warmup-iters", "lr-warmup-steps", "num-warmup-steps"),
-                    ("--lr-warmup-iters",)),
-    **dict.fromkeys(("warmup-ratio", "warmup-fraction"), ("--lr-warmup-fraction",)),
-    **dict.fromkeys(("scheduler", "lr-scheduler", "lr-scheduler-type", "lr-schedule"), ("--lr-decay-style",)),
-    **dict.fromkeys(("wd", "weightdecay"), ("--weight-decay",)),
-    **dict.fromkeys(("gradient-clipping", "grad-clip", "max-grad-norm", "clip-grad-norm"), ("--clip-grad",)),
-    **dict.fromkeys(("layers", "n-layer", "n-layers", "num-hidden-layers", "depth"), ("--num-layers",)),
-    **dict.fromkeys(("n-embd", "d-model", "dim", "width", "model-dim", "embedding-size"), ("--hidden-size",)),
-    **dict.fromkeys(("n-head", "n-heads", "heads", "num-heads"), ("--num-attention-heads",)),
-    **dict.fromkeys(("d-ff", "ffn-dim", "intermediate-size"), ("--ffn-hidden-size",)),
-    **dict.fromkeys(("block-size", "seq-len", "sequence-length", "max-seq-len", "max-seq-length",
-                     "context-length"),
-                    ("--seq-length",)),
-    **dict.fromkeys(("tokenizer", "tokenizer-path", "tokenizer-name"), _TOKENIZER),
-    "dropout": ("--hidden-dropout", "--attention-dropout"),
-    **dict.fromkeys(("precision", "dtype", "mixed-precision"), _DTYPE),
-    **dict.fromkeys(("gradient-checkpointing", "activation-checkpointing", "grad-checkpointing"),
-                    (_RECOMPUTE,)),
-    **dict.fromkeys(("logging-steps", "log-every", "log-steps", "steps-per-print"), ("--log-interval",)),
-    **dict.fromkeys(("save-steps", "save-every", "checkpoint-interval"), ("--save-interval",)),
-    **dict.fromkeys(("eval-steps", "eval-every", "val-interval", "valid-interval"), ("--eval-interval",)),
-    **dict.fromkeys(("tensorboard", "logging-dir", "log-dir"), ("--tensorboard-dir",)),
-    **dict.fromkeys(("zero", "zero-level"), ("--zero-stage",)),
-    **dict.fromkeys(("ds-config", "deepspeed-json", "deepspeed-config-file"), ("--deepspeed_config",)),
-    **dict.fromkeys(("yaml", "config-file", "yaml-cfg"), ("--config",)),
-    **dict.fromkeys(("flash-attn", "flash-attention"), "kernels are chosen by what the device supports"),
-    **dict.fromkeys(("num-workers-per-gpu", "dataloader-num-workers", "workers"), ("--num-workers",)),
-})
+    **{name: tuple(flags.split()) for flags, names in _FLAGS.items() for name in names.split()},
+    **{name: sentence for sentence, names in _SENTENCES.items() for name in names.split()}})
 
 
 def near_flag(typed: str, known: Iterable[str]) -> str:

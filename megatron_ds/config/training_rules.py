@@ -2,14 +2,9 @@
 
 from collections.abc import Iterator
 
-from .messages import divisors, either, flag, neighbours, written
+from .messages import divisors, either, flag, given, neighbours
 from .run import RunConfig, all_options
 from .training_schedule import counts_tokens, parse_batch_steps
-
-MICRO, GLOBAL = "train.micro_batch_size", "train.global_batch_size"
-STEPS = "train.gradient_accumulation_steps"
-RAMP, SCHEDULE = "train.rampup_batch_size", "train.step_batch_size_schedule"
-ITERS, SAMPLES, TOKENS = "train.train_iters", "train.train_samples", "train.train_tokens"
 
 
 def batch(config: RunConfig) -> Iterator[str]:
@@ -19,23 +14,24 @@ def batch(config: RunConfig) -> Iterator[str]:
     if not ranks or not total or total < 1 or (micro is not None and micro < 1):
         return
     if micro is None and steps:
-        yield (f"{written(config, GLOBAL)} is not a multiple of {written(config, STEPS)} × {ranks} "
-               f"data-parallel ranks = {steps * ranks}. Use {flag(GLOBAL)} "
+        yield (f"[global_batch_size] is not a multiple of [gradient_accumulation_steps] × {ranks} "
+               f"data-parallel ranks = {steps * ranks}. Use --global-batch-size "
                f"{neighbours(total, steps * ranks)}.")
     elif micro is not None and steps and micro * steps * ranks != total:
-        yield (f"{written(config, GLOBAL)} is not {written(config, MICRO)} × {written(config, STEPS)} × "
-               f"{ranks} data-parallel ranks = {micro * steps * ranks}. Remove one of the three, preferably "
-               "the accumulation steps.")
+        yield (f"[global_batch_size] is not [micro_batch_size] × [gradient_accumulation_steps] × {ranks} "
+               f"data-parallel ranks = {micro * steps * ranks}. Remove one of the three, preferably the "
+               "accumulation steps.")
     elif train.decrease_batch_size_if_needed:
         if micro is not None and total < micro * ranks:
-            yield (f"{written(config, GLOBAL)} is less than {written(config, MICRO)} × {ranks} data-parallel "
-                   f"ranks = {micro * ranks}: rounded down, it would be 0. Use {flag(GLOBAL)} "
-                   f"{micro * ranks} or more.")
+            yield (f"[global_batch_size] is less than [micro_batch_size] × {ranks} data-parallel ranks = "
+                   f"{micro * ranks}: rounded down, it would be 0. Use --global-batch-size {micro * ranks} "
+                   "or more.")
     elif micro is not None and total % (micro * ranks):
-        yield (f"{written(config, GLOBAL)} is not a multiple of {written(config, MICRO)} × {ranks} "
-               f"data-parallel ranks = {micro * ranks}: every rank runs the same number of micro-batches. "
-               f"Use {flag(GLOBAL)} {neighbours(total, micro * ranks)}"
-               + (f", or {flag(MICRO)} {either(divisors(total // ranks))}." if total % ranks == 0 else "."))
+        yield (f"[global_batch_size] is not a multiple of [micro_batch_size] × {ranks} data-parallel ranks = "
+               f"{micro * ranks}: every rank runs the same number of micro-batches. Use --global-batch-size "
+               f"{neighbours(total, micro * ranks)}"
+               + (", or --micro-batch-size "
+                  f"{either(divisors(total // ranks))}." if total % ranks == 0 else "."))
 
 
 def batch_ramp(config: RunConfig) -> Iterator[str]:
@@ -45,27 +41,27 @@ def batch_ramp(config: RunConfig) -> Iterator[str]:
         return
     start, increment, _ = ramp
     if train.train_iters is not None:
-        yield (f"{written(config, RAMP)} with {written(config, ITERS)}: while the batch grows, an iteration "
-               "has no fixed number of samples. Use --train-samples or --train-tokens.")
+        yield ("[rampup_batch_size] with [train_iters]: while the batch grows, an iteration has no fixed "
+               "number of samples. Use --train-samples or --train-tokens.")
     if not 1 <= start <= train.global_batch_size:
-        yield (f"{written(config, RAMP)} starts at {start}, outside 1 to {written(config, GLOBAL)}. "
-               f"Use a start between these.")
+        yield (f"[rampup_batch_size] starts at {start}, outside 1 to [global_batch_size]. Use a start "
+               "between these.")
     elif increment < 1 or (train.global_batch_size - start) % increment:
         grows = train.global_batch_size - start
-        yield (f"{written(config, RAMP)} cannot grow from {start} to {train.global_batch_size} by "
-               f"{increment} each time. Use an increment that divides "
+        yield (f"[rampup_batch_size] cannot grow from {start} to {train.global_batch_size} by {increment} "
+               "each time. Use an increment that divides "
                f"{grows}{': ' + either(divisors(grows)[-8:]) if grows else ''}.")
     unit = train.micro_batch_size * config.data_parallel_size
     if train.decrease_batch_size_if_needed:
         if start < unit:
-            yield (f"{written(config, RAMP)} starts below {unit}, one micro-batch on every rank: rounded "
-                   f"down, it would be 0. Start at {unit} or more.")
+            yield (f"[rampup_batch_size] starts below {unit}, one micro-batch on every rank: rounded down, "
+                   f"it would be 0. Start at {unit} or more.")
         return
     for what, number in (("start", start), ("increment", increment)):
         if number % unit:
-            yield (f"{written(config, RAMP)}: the {what} {number} is not a multiple of "
-                   f"{written(config, MICRO)} × {config.data_parallel_size} data-parallel ranks = {unit}. "
-                   f"Use {neighbours(number, unit)}.")
+            yield (f"[rampup_batch_size]: the {what} {number} is not a multiple of [micro_batch_size] × "
+                   f"{config.data_parallel_size} data-parallel ranks = {unit}. Use "
+                   f"{neighbours(number, unit)}.")
 
 
 def batch_schedule(config: RunConfig) -> Iterator[str]:
@@ -74,27 +70,27 @@ def batch_schedule(config: RunConfig) -> Iterator[str]:
     if not train.step_batch_size_schedule:
         return
     if train.rampup_batch_size is not None:
-        yield (f"{written(config, SCHEDULE)} and {written(config, RAMP)} both set how the batch grows. Give "
-               "only one.")
+        yield ("[step_batch_size_schedule] and [rampup_batch_size] both set how the batch grows. Give only "
+               "one.")
     if train.train_iters is not None:
-        yield (f"{written(config, SCHEDULE)} with {written(config, ITERS)}: while the batch grows, an "
-               "iteration has no fixed number of samples. Use --train-samples or --train-tokens.")
+        yield ("[step_batch_size_schedule] with [train_iters]: while the batch grows, an iteration has no "
+               "fixed number of samples. Use --train-samples or --train-tokens.")
     if not config.model.seq_length:
         return
     try:
         steps = parse_batch_steps(train.step_batch_size_schedule, config.model.seq_length)
     except ValueError as error:
-        yield f"{written(config, SCHEDULE)} {error}."
+        yield f"[step_batch_size_schedule] {error}."
         return
     if train.global_batch_size != steps[-1][1]:
-        yield (f"{written(config, SCHEDULE)} ends with {steps[-1][1]}, not with {written(config, GLOBAL)}. "
-               f"Remove {flag(GLOBAL)}.")
+        yield (f"[step_batch_size_schedule] ends with {steps[-1][1]}, not with [global_batch_size]. Remove "
+               "--global-batch-size.")
     if not train.micro_batch_size or not config.data_parallel_size:
         return
     unit = train.micro_batch_size * config.data_parallel_size
     for size in dict.fromkeys(size for _, size in steps):
         if size < unit or size % unit and not train.decrease_batch_size_if_needed:
-            yield (f"{written(config, SCHEDULE)}: {size} is not a multiple of {written(config, MICRO)} × "
+            yield (f"[step_batch_size_schedule]: {size} is not a multiple of [micro_batch_size] × "
                    f"{config.data_parallel_size} data-parallel ranks = {unit}. Use {neighbours(size, unit)}"
                    + (", or add --decrease-batch-size-if-needed." if size > unit else "."))
 
@@ -103,22 +99,19 @@ def length(config: RunConfig) -> Iterator[str]:
     """The training has one length, of at least a step; the learning rate is given in the same unit."""
     train = config.train
     if train.train_iters is None and train.train_samples is None and train.train_tokens is None:
-        yield f"missing: the length of training. Give {flag(ITERS)}, {flag(SAMPLES)} or {flag(TOKENS)}."
+        yield "missing: the length of training. Give --train-iters, --train-samples or --train-tokens."
     elif train.train_iters is not None and train.train_samples is not None:
-        yield (f"{written(config, ITERS)} and {written(config, SAMPLES)} both set the length of training. "
-               "Give only one.")
+        yield "[train_iters] and [train_samples] both set the length of training. Give only one."
         return
     first = _first_batch(config)
     if train.train_samples and first and train.train_samples < first:
-        yield (f"{written(config, SAMPLES)} is less than one global batch of {first}: training would have no "
-               f"step. Use {flag(SAMPLES)} {first} or more.")
+        yield (f"[train_samples] is less than one global batch of {first}: training would have no step. Use "
+               f"--train-samples {first} or more.")
     yield from _units(config)
     if config.optimizer.lr_warmup_fraction is not None:
-        for path in ("optimizer.lr_warmup_iters", "optimizer.lr_warmup_samples",
-                     "optimizer.lr_warmup_tokens"):
-            if config.get(path):
-                yield (f"{written(config, 'optimizer.lr_warmup_fraction')} and {written(config, path)} both "
-                       "set the warm-up. Give only one.")
+        for unit in ("iters", "samples", "tokens"):
+            if config.get(f"optimizer.lr_warmup_{unit}"):
+                yield f"[lr_warmup_fraction] and [lr_warmup_{unit}] both set the warm-up. Give only one."
 
 
 def _units(config: RunConfig) -> Iterator[str]:
@@ -129,23 +122,22 @@ def _units(config: RunConfig) -> Iterator[str]:
     if counts_tokens(config):
         unit, why = "tokens", "the other spans of the learning rate are in tokens"
         if not rate.lr_decay_tokens and not train.train_tokens and rate.lr_decay_style != "constant":
-            yield (f"{written(config, 'optimizer.lr_warmup_tokens')} needs the end of the decay in tokens. "
-                   f"Add {flag('optimizer.lr_decay_tokens')} or {flag(TOKENS)}.")
+            yield ("[lr_warmup_tokens] needs the end of the decay in tokens. Add --lr-decay-tokens or "
+                   "--train-tokens.")
     elif train.train_iters is not None or train.train_samples is not None or train.train_tokens is not None:
         unit = "iters" if train.train_iters is not None else "samples"
         why = f"the length of training is in {'iterations' if unit == 'iters' else 'samples'}"
         if train.train_tokens:
-            why = f"{flag(ITERS)} is not given" if unit == "samples" else f"{written(config, ITERS)} is given"
+            why = "--train-iters is not given" if unit == "samples" else "[train_iters] is given"
         if train.train_iters is None and train.train_samples is None and not rate.lr_decay_samples:
-            yield (f"the learning rate is in samples, but {written(config, TOKENS)} sets the end of its "
-                   f"decay in tokens. Add {flag('optimizer.lr_decay_samples')}, or use "
-                   f"{flag('optimizer.lr_warmup_tokens')}.")
+            yield ("the learning rate is in samples, but [train_tokens] sets the end of its decay in tokens. "
+                   "Add --lr-decay-samples, or use --lr-warmup-tokens.")
     else:
         return
     for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
         for other in {"iters", "samples"} - {unit}:
             if config.get(path := f"optimizer.{name}_{other}"):
-                yield f"{written(config, path)}, but {why}.{_in_unit(config, name, other, unit)}"
+                yield f"[{path}], but {why}.{_in_unit(config, name, other, unit)}"
 
 
 def _in_unit(config: RunConfig, name: str, other: str, unit: str) -> str:
@@ -177,101 +169,90 @@ def learning_rate(config: RunConfig) -> Iterator[str]:
     rate, train = config.optimizer, config.train
     for path in ("optimizer.min_lr", "optimizer.lr_warmup_init"):
         if rate.lr is not None and config.get(path) > rate.lr:
-            yield (f"{written(config, path)} is above {written(config, 'optimizer.lr')}, which is the "
-                   "highest learning rate.")
+            yield f"[{path}] is above [lr], which is the highest learning rate."
     tokens = counts_tokens(config)
     unit = "tokens" if tokens else "iters" if train.train_iters is not None else "samples"
-    decay_path = f"optimizer.lr_decay_{unit}"
-    if not config.get(decay_path):
-        decay_path = f"train.train_{unit}"
+    own, whole = f"optimizer.lr_decay_{unit}", f"train.train_{unit}"
+    decay_path = own if config.get(own) else whole
     decay, warmup = config.get(decay_path), config.get(f"optimizer.lr_warmup_{unit}")
     final = None if tokens else config.get(f"optimizer.lr_wsd_decay_{unit}")
     if decay and warmup and warmup >= decay and rate.lr_decay_style not in ("constant", "WarmupLR"):
-        yield (f"{written(config, f'optimizer.lr_warmup_{unit}')} leaves nothing of "
-               f"{written(config, decay_path)} for the decay. Use a warm-up below {decay}, or "
-               "--lr-decay-style constant.")
+        yield (f"[lr_warmup_{unit}] leaves nothing of [{decay_path}] for the decay. Use a warm-up below "
+               f"{decay}, or --lr-decay-style constant.")
     if rate.lr_decay_style == "WSD" and tokens:
-        yield (f"{written(config, 'optimizer.lr_decay_style')} cannot count its final decay in tokens. Set "
-               f"its spans with {flag('optimizer.lr_decay_samples')}, {flag('optimizer.lr_warmup_samples')} "
-               f"and {flag('optimizer.lr_wsd_decay_samples')}.")
+        yield ("[lr_decay_style] cannot count its final decay in tokens. Set its spans with "
+               "--lr-decay-samples, --lr-warmup-samples and --lr-wsd-decay-samples.")
     elif rate.lr_decay_style == "WSD" and decay:
         if not final:
-            yield ("--lr-decay-style WSD needs the length of its final decay. Add "
-                   f"{flag(f'optimizer.lr_wsd_decay_{unit}')}.")
+            yield f"--lr-decay-style WSD needs the length of its final decay. Add --lr-wsd-decay-{unit}."
         elif final + warmup > decay:
-            yield (f"{written(config, f'optimizer.lr_wsd_decay_{unit}')} and a warm-up of {warmup} are "
-                   f"longer than {written(config, decay_path)} together. Use at most "
-                   f"{max(decay - warmup, 0)}.")
+            yield (f"[lr_wsd_decay_{unit}] and a warm-up of {warmup} are longer than [{decay_path}] "
+                   f"together. Use at most {max(decay - warmup, 0)}.")
     elif final and rate.lr_decay_style != "WSD":
-        yield (f"{written(config, f'optimizer.lr_wsd_decay_{unit}')} has no effect with "
-               f"{written(config, 'optimizer.lr_decay_style')}. Remove it, or use --lr-decay-style WSD.")
+        yield (f"[lr_wsd_decay_{unit}] has no effect with [lr_decay_style]. Remove it, or use "
+               "--lr-decay-style WSD.")
     if rate.lr_warmup_style == "log" and not rate.lr_decay_style.startswith("Warmup"):
-        yield (f"{written(config, 'optimizer.lr_warmup_style')} has no effect with "
-               f"{written(config, 'optimizer.lr_decay_style')}, whose warm-up is linear. Remove it, or use "
-               "--lr-decay-style WarmupLR, WarmupDecayLR or WarmupCosineLR.")
+        yield ("[lr_warmup_style] has no effect with [lr_decay_style], whose warm-up is linear. Remove it, "
+               "or use --lr-decay-style WarmupLR, WarmupDecayLR or WarmupCosineLR.")
     if rate.lr_decay_style.startswith("Warmup"):
         yield from _deepspeed_style(config)
 
 
 def _deepspeed_style(config: RunConfig) -> Iterator[str]:
     """DeepSpeed's schedulers count steps."""
-    spans = ("optimizer.lr_decay_tokens", "optimizer.lr_warmup_tokens", SAMPLES, TOKENS)
-    given = next((path for path in spans if config.get(path)), None)
-    if given is not None and (given.startswith("optimizer.") or config.train.train_iters is None):
-        unit = "samples" if given == SAMPLES else "tokens"
-        yield (f"{written(config, 'optimizer.lr_decay_style')} counts steps, but {written(config, given)} "
-               f"counts {unit}. Use {flag(ITERS)} and spans in iterations.")
+    spans = ("optimizer.lr_decay_tokens", "optimizer.lr_warmup_tokens", "train.train_samples",
+             "train.train_tokens")
+    span = next((path for path in spans if config.get(path)), None)
+    if span is not None and (span.startswith("optimizer.") or config.train.train_iters is None):
+        yield (f"[lr_decay_style] counts steps, but [{span}] counts {span.rpartition('_')[2]}. Use "
+               "--train-iters and spans in iterations.")
 
 
 def weight_decay(config: RunConfig) -> Iterator[str]:
     """A weight decay that changes has a first and a last value; a constant one has neither."""
     optimizer = config.optimizer
     both = ("optimizer.start_weight_decay", "optimizer.end_weight_decay")
-    ends = [path for path in both if config.get(path) is not None]
+    ends = [f"[{path}]" for path in both if config.get(path) is not None]
     if optimizer.weight_decay_incr_style == "constant" and ends:
-        yield (f"{' and '.join(written(config, path) for path in ends)} would have no effect: the weight "
-               "decay is constant. Add --weight-decay-incr-style linear or cosine, or give only "
-               "--weight-decay.")
+        yield (f"{' and '.join(ends)} would have no effect: the weight decay is constant. Add "
+               "--weight-decay-incr-style linear or cosine, or give only --weight-decay.")
     elif optimizer.weight_decay_incr_style != "constant" and len(ends) < 2:
-        yield (f"{written(config, 'optimizer.weight_decay_incr_style')} needs the first and the last value. "
-               "Give both --start-weight-decay and --end-weight-decay.")
+        yield ("[weight_decay_incr_style] needs the first and the last value. Give both --start-weight-decay "
+               "and --end-weight-decay.")
 
 
 def number_format(config: RunConfig) -> Iterator[str]:
     """Weights have one dtype, and only fp16 scales the loss."""
     if config.optimizer.fp16 and config.optimizer.bf16:
-        yield (f"{written(config, 'optimizer.fp16')} and {written(config, 'optimizer.bf16')}: weights have "
-               "one dtype. Give only one; bf16 needs no loss scaling.")
+        yield "[fp16] and [bf16]: weights have one dtype. Give only one; bf16 needs no loss scaling."
     elif not config.optimizer.fp16 and config.optimizer.loss_scale is not None:
-        yield (f"{written(config, 'optimizer.loss_scale')} has no effect without --fp16: only fp16 scales "
-               "the loss. Remove it.")
+        yield "[loss_scale] has no effect without --fp16: only fp16 scales the loss. Remove it."
     if config.optimizer.min_loss_scale > config.optimizer.initial_loss_scale:
-        yield (f"{written(config, 'optimizer.min_loss_scale')} is above "
-               f"{written(config, 'optimizer.initial_loss_scale')}, the first scale. Lower the minimum.")
+        yield "[min_loss_scale] is above [initial_loss_scale], the first scale. Lower the minimum."
 
 
 def checkpoints(config: RunConfig) -> Iterator[str]:
     """Options of saving and loading need a directory."""
-    if config.checkpoint.overwrite_save and config.checkpoint.save is None:
-        yield (f"{written(config, 'checkpoint.overwrite_save')} without --save: no directory is given. "
-               "Add --save DIR, or remove it.")
-    for path in ("checkpoint.no_load_optim", "checkpoint.finetune", "checkpoint.exit_on_missing_checkpoint"):
-        if config.get(path) and config.checkpoint.load is None:
-            yield (f"{written(config, path)} without --load: no directory is given. Add --load DIR, or "
-                   "remove it.")
+    if config.checkpoint.save is None:
+        yield from given(config, ["checkpoint.overwrite_save"],
+                         "without --save: no directory is given. Add --save DIR, or remove it.")
+    if config.checkpoint.load is None:
+        yield from given(config, ("checkpoint.no_load_optim", "checkpoint.finetune",
+                                  "checkpoint.exit_on_missing_checkpoint"),
+                         "without --load: no directory is given. Add --load DIR, or remove it.")
 
 
 def planning(config: RunConfig) -> Iterator[str]:
     """World size and rank are options of a plan only."""
+    ranks = config.world_size
     for path in ("plan.world_size", "plan.rank"):
         if not config.plan.is_dry and not config.is_default(path):
-            yield (f"{written(config, path)}: outside of a plan the launcher sets it. Remove it, or add "
-                   "--dry-run to plan such a run.")
-    if config.plan.is_dry and config.plan.rank >= config.world_size:
-        yield (f"{written(config, 'plan.rank')} is not one of {config.world_size} "
-               f"rank{'s' * (config.world_size > 1)}. Use {flag('plan.rank')} "
-               f"{either(range(min(config.world_size, 2)))}"
-               f"{f' … {config.world_size - 1}' * (config.world_size > 2)}, or a larger --world-size.")
+            yield (f"[{path}]: outside of a plan the launcher sets it. Remove it, or add --dry-run to plan "
+                   "such a run.")
+    if config.plan.is_dry and config.plan.rank >= ranks:
+        valid = either(range(min(ranks, 2))) + f" … {ranks - 1}" * (ranks > 2)
+        yield (f"[rank] is not one of {ranks} rank{'s' * (ranks > 1)}. Use --rank {valid}, or a larger "
+               "--world-size.")
 
 
 def recomputation(config: RunConfig) -> Iterator[str]:
@@ -279,12 +260,11 @@ def recomputation(config: RunConfig) -> Iterator[str]:
     train = config.train
     for path in ("train.recompute_method", "train.recompute_num_layers"):
         if config.get(path) is not None and train.recompute_granularity != "full":
-            yield (f"{written(config, path)} has no effect without --recompute-granularity full. Add it, "
-                   f"or remove {flag(path)}.")
+            yield (f"[{path}] has no effect without --recompute-granularity full. Add it, or remove "
+                   f"{flag(path)}.")
     if train.recompute_method == "uniform" and (train.recompute_num_layers or 1) > 1:
-        yield (f"{written(config, 'train.recompute_num_layers')} with --recompute-method uniform: layers are "
-               "recomputed one by one. Use 1, or --recompute-method block, which recomputes that many layers "
-               "of each stage.")
+        yield ("[recompute_num_layers] with --recompute-method uniform: layers are recomputed one by one. "
+               "Use 1, or --recompute-method block, which recomputes that many layers of each stage.")
     if train.recompute_method == "block" and train.recompute_num_layers is None:
         yield "--recompute-method block needs the number of layers. Add --recompute-num-layers N."
 
@@ -293,11 +273,9 @@ def traces(config: RunConfig) -> Iterator[str]:
     """The steps of a trace need its directory and are in order."""
     steps = config.logging.trace_steps
     if steps and config.logging.trace is None:
-        yield (f"{written(config, 'logging.trace_steps')} without --trace: nothing is recorded. Add --trace "
-               "DIR, or remove it.")
+        yield "[trace_steps] without --trace: nothing is recorded. Add --trace DIR, or remove it."
     elif steps and steps[0] > steps[1]:
-        yield (f"{written(config, 'logging.trace_steps')} ends before it begins. Give the first step, then "
-               "the last.")
+        yield "[trace_steps] ends before it begins. Give the first step, then the last."
 
 
 TRAINING_RULES = (batch, batch_ramp, batch_schedule, length, learning_rate, weight_decay, number_format,

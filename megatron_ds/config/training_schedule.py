@@ -1,6 +1,4 @@
-"""The values that change during a run, as the options describe them: learning rate, weight decay, batch size,
-and the tokens that random-LTD keeps.
-"""
+"""Learning rate, weight decay, batch size and kept tokens (random-LTD) of a run, as the options set them."""
 
 from collections.abc import Sequence
 from fractions import Fraction
@@ -12,9 +10,7 @@ from .training_options import TrainConfig
 
 
 def make_learning_rate(config: RunConfig) -> Ramp[float]:
-    """The learning rate of a run, over tokens (`counts_tokens`) or over samples of steps that were not
-    skipped.
-    """
+    """The learning rate, over tokens (`counts_tokens`) or over samples of steps that were not skipped."""
     optimizer, train = config.optimizer, config.train
     style, batch = optimizer.lr_decay_style, train.global_batch_size
     values = {"highest": optimizer.lr, "lowest": optimizer.min_lr, "initial": optimizer.lr_warmup_init}
@@ -36,10 +32,7 @@ def make_learning_rate(config: RunConfig) -> Ramp[float]:
 
 
 def counts_tokens(config: RunConfig) -> bool:
-    """Whether the learning rate is a function of tokens.
-
-    It is if a span is given in tokens, or if only the length of the training is given, in tokens.
-    """
+    """Whether the learning rate counts tokens: a span, or the length of training alone, is in tokens."""
     optimizer, spans = config.optimizer, ("lr_decay", "lr_warmup", "lr_wsd_decay")
     if optimizer.lr_decay_tokens or optimizer.lr_warmup_tokens:
         return True
@@ -73,9 +66,7 @@ def make_batch_size(config: RunConfig) -> BatchSize:
 
 
 def stated_batch_size(config: RunConfig) -> BatchSize:
-    """The global batch size without --decrease-batch-size-if-needed: it does not depend on the number of
-    ranks.
-    """
+    """The batch size without --decrease-batch-size-if-needed, which depends on the number of ranks."""
     train = config.train
     if train.step_batch_size_schedule:
         return BatchSize(parse_batch_steps(train.step_batch_size_schedule, config.model.seq_length))

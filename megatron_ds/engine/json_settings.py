@@ -32,6 +32,7 @@ from ..config import RunConfig, Source
 from ..config.combine import merge
 from ..config.deepspeed_json import auto_keys, load_json, reading_of, with_autos
 from ..config.layout_rules import LAYOUT_RULES
+from ..config.messages import problems_of
 from ..config.reading import Setting, reject
 from ..config.run import all_options
 from ..config.training_rules import batch, learning_rate, number_format
@@ -165,8 +166,8 @@ def _missing(config: RunConfig) -> Iterator[str]:
 def _broken(config: RunConfig) -> Iterator[str]:
     """Problems by the rules of training scripts, except for the length of training, which is the user's."""
     config = config.with_values({"train.train_iters": 1}, Source("script", "default"))
-    for rule in (batch, learning_rate, number_format, *LAYOUT_RULES):
-        yield from (in_words_of_json(problem) for problem in rule(config))
+    rules = (batch, learning_rate, number_format, *LAYOUT_RULES)
+    yield from map(in_words_of_json, problems_of(rules, config))
 
 
 def in_words_of_json(problem: str) -> str:
