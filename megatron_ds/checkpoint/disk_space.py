@@ -11,6 +11,7 @@ from ..errors import CheckpointError
 from ..mpu.agree import gather_from_all_ranks, on_all_ranks
 from ..mpu.group import Group
 from ..mpu.param_spec import Coordinates
+from .folder import probe
 from .pieces import Piece, written_here
 
 logger = logging.getLogger(__name__)
@@ -124,17 +125,9 @@ def _errno_of(error: BaseException | None) -> int | None:
 
 
 def _errno_of_probe(folder: Path) -> int | None:
-    """errno of a small write into `folder`, since torch's writer hides why its own failed.
-
-    None when it succeeds.
-    """
-    probe = folder / f".probe-{os.getpid()}"
+    """errno of a small write into `folder`, since torch's writer hides why its own failed; None: it works."""
     try:
-        with open(probe, "xb") as file:
-            file.write(bytes(PROBE))
-            os.fsync(file.fileno())
+        probe(folder, PROBE)
     except OSError as error:
         return error.errno
-    finally:
-        probe.unlink(missing_ok=True)
     return None

@@ -122,15 +122,20 @@ def check_writable(directory: str | os.PathLike) -> None:
     folder = Path(directory)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".probe-") as probe:
-            probe.write(b"x")
-            probe.flush()
-            os.fsync(probe.fileno())
+        probe(folder, 1)
     except OSError as error:
         raise CheckpointError(
             f"--save {folder}: no checkpoint can be written there ({error.strerror or error}), and the run "
             "would lose its work at the first save. Give a folder that this user may write to, or omit "
             "--save.") from error
+
+
+def probe(folder: Path, count: int) -> None:
+    """Write and sync a temporary file of `count` bytes. Raises OSError when that fails."""
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".probe-") as file:
+        file.write(bytes(count))
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def write_durably(path: Path, text: str) -> None:

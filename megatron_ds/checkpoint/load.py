@@ -115,7 +115,7 @@ def load_weights(directory: str | os.PathLike, step: int, parameters: Iterable[t
 
 def _fill(directory: str | os.PathLike, step: int, pieces: Iterable[Piece], coordinates: Coordinates,
           world: Group, exact: bool) -> None:
-    from .storage import Reader, plan_reading
+    from .storage import Reader, Reading
 
     folder = Path(directory)
     failing = {"doing": f"cannot load iteration {step} from {directory}", "kind": CheckpointError}
@@ -125,7 +125,7 @@ def _fill(directory: str | os.PathLike, step: int, pieces: Iterable[Piece], coor
         path = find_checkpoint(folder, step)
         with explain_way_back(folder, step):
             reader = Reader(path)
-        readings.append(plan_reading(reader, pieces, coordinates, exact))
+        readings.append(Reading(reader, pieces, coordinates, exact))
         return reader.has_checksums, _save_of(path)
 
     def fill() -> None:

@@ -135,15 +135,13 @@ class StoredTensors:
 
     def read(self, entry: TensorEntry) -> torch.Tensor:
         """The whole tensor, cast to the dtype of `entry`, which may differ from that of the checkpoint."""
-        from .storage import PieceLoadPlanner
+        from .storage import Reading
 
         flat = torch.empty(torch.Size(entry.shape).numel(), dtype=entry.dtype)
         spec = ParamSpec(entry.name, entry.shape, Init("zeros"))
         piece = ParameterPiece(spec, flat, self._kind_of[entry.name])
-        planner = PieceLoadPlanner([piece], {}, exact=False)
-        planner.set_up_planner({}, self._reader.index)
         with explain_way_back(self._folder, self._step):
-            self._reader.read_data(planner.create_local_plan(), planner).wait()
+            Reading(self._reader, [piece], {}, exact=False).run()
         return flat.view(entry.shape)
 
     def read_all(self, entries: list[TensorEntry]) -> Iterator[torch.Tensor]:
