@@ -173,12 +173,11 @@ def schedule_text(plan: WorldPlan) -> Iterator[str]:
     if p == 1:
         yield "  one pipeline rank: no bubble"
         return
-    busy, span = plan.simulation.busy, plan.simulation.span
-    idle = [1 - time / span for time in busy]
-    live = plan.simulation.peak_live
-    yield (f"  bubble about {plan.simulation.bubble:.1%} ({plan.run.times.source}), rank by rank "
+    simulation = plan.simulation
+    idle = [1 - time / simulation.span for time in simulation.busy]
+    yield (f"  bubble about {simulation.bubble:.1%} ({plan.run.times.source}), rank by rank "
            f"{min(idle):.1%} to {max(idle):.1%}")
-    yield f"  micro-batches alive at most, rank by rank: {_spread(live)}"
+    yield f"  micro-batches alive at most, rank by rank: {_spread(simulation.peak_live)}"
     yield from (f"  {line}" for line in _drawing(plan))
 
 
@@ -306,20 +305,19 @@ def in_bytes(count: float) -> str:
     unit = 0
     while count >= 1023.95 and unit < len(UNITS) - 1:
         count, unit = count / 1024, unit + 1
-    return f"{_digits(count, 4) if unit else f'{count:,.0f}'} {UNITS[unit]}"
+    return f"{_four_digits(count) if unit else f'{count:,.0f}'} {UNITS[unit]}"
 
 
 def in_large(count: float, unit: str = "") -> str:
     """Four digits and a prefix of powers of 1000: 1.008 T, 12.30 G."""
     for size, letter in LARGE:
         if count >= size:
-            return f"{_digits(count / size, 4)} {letter}{unit}"
+            return f"{_four_digits(count / size)} {letter}{unit}"
     return f"{count:,.0f} {unit}".rstrip()
 
 
-def _digits(number: float, digits: int) -> str:
-    whole = len(str(int(number)))
-    return f"{number:.{max(digits - whole, 0)}f}"
+def _four_digits(number: float) -> str:
+    return f"{number:.{max(4 - len(str(int(number))), 0)}f}"
 
 
 def in_short(lines: Sequence[str], most: int) -> list[str]:

@@ -201,7 +201,7 @@ class StageRunner:
         stage, gradients = self._stage(index, modules), DTYPES[self.config.optimizer.gradient_dtype]
         for p in modules.parameters():
             p.main_grad = torch.empty(p.shape, dtype=gradients, device=self.device)
-            p.grad_ready = _ignore
+            p.grad_ready = lambda: None             # no optimizer manages it
         with LiveBytes(peak=True) as live, WORKSPACE.apart() as workspace:
             self._forward(stage, planned_batch(self.config, self.device))     # allocates what a rank has once
             self._backward(stage)
@@ -287,10 +287,6 @@ class LiveBytes(TorchDispatchMode):
 
 def _tensors(tree: object) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-def _ignore() -> None:
-    """`grad_ready` of a parameter that no optimizer manages."""
 
 
 def _check(what: str, tensor: torch.Tensor, expected: torch.Tensor) -> None:
