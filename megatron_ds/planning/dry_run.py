@@ -78,8 +78,7 @@ def plan_text(plan: WorldPlan, unchecked: Sequence[str]) -> str:
 
 # ------------------------------------------------------------------ grid
 def is_tied(plan: WorldPlan) -> bool:
-    """Whether two ranks hold the embedding: the first and the last stage share it and are on different ranks.
-    """
+    """Whether two ranks hold the embedding: the first and the last stage share it from different ranks."""
     ends = plan.run.shape.placement[0], plan.run.shape.placement[-1]
     return not plan.config.model.untie_embeddings_and_output_weights and ends[0] != ends[1]
 
@@ -128,8 +127,7 @@ def _picture(grid: Grid, at: dict[str, int]) -> list[str]:
 
 
 def _some(count: int, must: int, most: int) -> list[int | None]:
-    """0 to `count` - 1, or, if these are more than `most`, the first two, `must` and the last; None is a gap.
-    """
+    """0 to `count` - 1; if more than `most`, only the first two, `must` and the last; None is a gap."""
     chosen = range(count) if count <= most else sorted({0, 1, must, count - 1})
     result: list[int | None] = []
     for number in chosen:

@@ -44,11 +44,7 @@ SOURCE = "by times measured here"
 
 @dataclass(frozen=True)
 class LayerCost:
-    """Cost of one micro-batch: forward and the two halves of backward, as in
-    `pipeline.instruction.StageCosts`.
-
-    The unit is that of the rule: FLOPs, parameters, layers or seconds.
-    """
+    """Cost of one micro-batch: forward and halves of backward; in FLOPs, parameters, layers or seconds."""
 
     forward: float
     input_grad: float
@@ -64,9 +60,7 @@ class LayerCost:
 class Times:
     """Times by which schedules are planned and compared, in one unit. Independent of the rule --pipeline-cut.
 
-    layers    by kind of layer
-    transfer  of an activation between two stages
-    source    of the numbers, as text
+    layers: by kind of layer. transfer: of an activation between two stages. source: of the numbers, as text
     """
 
     layers: Mapping[str, LayerCost]
@@ -80,8 +74,7 @@ def layer_costs(config: RunConfig, layers: Sequence[Layer]) -> dict[str, LayerCo
 
 
 def estimated_times(config: RunConfig, layers: Sequence[Layer]) -> Times:
-    """Times without a measurement: FLOPs for layers, 0 for transfers, since no speed of a network is known.
-    """
+    """Times without a measurement: FLOPs for layers, 0 for transfers, as no speed of a network is known."""
     return Times(_by_flops(config, _by_kind(layers)), 0.0, "estimate: time counted as FLOPs, transfers free")
 
 
@@ -129,8 +122,7 @@ COSTS: Mapping[str, Callable[[RunConfig, Mapping[str, Layer]], dict[str, LayerCo
 def measured_times(config: RunConfig, mesh: Mesh, ctx: ParallelContext) -> Times | None:
     """In seconds, the same on all ranks; None if --pipeline-cut is not "measured". Collective over the world.
 
-    Read from --pipeline-costs-path if that file has times of such a run; otherwise measured, and written
-    there.
+    Read from --pipeline-costs-path if it has times of such a run; otherwise measured, and written there.
     """
     if config.parallel.pipeline_cut != "measured":
         return None

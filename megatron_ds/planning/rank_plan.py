@@ -50,10 +50,8 @@ class RankPlan:
     parameters  elements of this rank's modules
     state       weights, gradients, masters and moments
     away        the part of `state` that is not on the device, by place
-    buffers     gradients that accumulate or are sent, gathered layers, hidden states that are sent or
-                received
-    kept        activations that micro-batches keep, at the maximum
-    kept_each   that one micro-batch keeps on all stages of the rank
+    buffers     gradients that accumulate or are sent, gathered layers, hidden states sent or received
+    kept        activations that micro-batches keep, at the maximum; kept_each: of one, on all stages
     at_work     estimate of what the running layer needs in addition
     """
 
@@ -75,10 +73,7 @@ class RankPlan:
 
 
 def data_groups(config: RunConfig, grid: Grid, rank: int, placement: Sequence[int]) -> DataGroups:
-    """The groups that decide which part of the state a rank holds, without transports.
-
-    placement: stage → pipeline rank
-    """
+    """Groups without transports that decide which state a rank holds. placement: stage → pipeline rank."""
     at, inner_size = grid.coordinates(rank), config.zero.zero_hpz_partition_size
     size, data_rank = grid.size("dp", "cp"), grid.group_of(rank, "dp", "cp").index(rank)
     data, inner, outer = fake_group("dp-cp", size, data_rank), None, None

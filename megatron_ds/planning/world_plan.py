@@ -26,7 +26,6 @@ class WorldPlan:
 
     rank      the planned rank (--rank)
     device    kind of the devices for which activations are counted: "cpu" or "cuda"
-    costs     of the stages
     schedule  for a full batch, with transfers and collectives
     stages    of the whole model, as the tensor-parallel rank of `rank` holds them
     """
@@ -60,8 +59,7 @@ class WorldPlan:
 
     @cached_property
     def pipeline_ranks(self) -> tuple[RankPlan, ...]:
-        """The first rank of each pipeline position: its shards are at least as large as those of the others.
-        """
+        """The first rank of each pipeline position: its shards are at least as large as the others'."""
         return tuple(self.rank_plan(self.grid.rank_of(pp=pp)) for pp in range(self.grid.pp))
 
     @property
@@ -115,11 +113,9 @@ def plan_world(config: RunConfig, rank: int = 0, device: str = "cuda") -> WorldP
 
 
 def with_vocabulary(config: RunConfig) -> tuple[RunConfig, list[str]]:
-    """(the configuration with the size of the vocabulary, one line about the tokenizer if it was not
-    checked).
+    """(the configuration with the size of the vocabulary, a line about the tokenizer if it was not checked).
 
-    The size is the tokenizer's, as in a run, or --vocab-size if the tokenizer's files are not on this
-    machine.
+    The size is the tokenizer's, as in a run, or --vocab-size if the tokenizer's files are not here.
     """
     try:
         tokenizer = build_tokenizer(config.data, config.model)
