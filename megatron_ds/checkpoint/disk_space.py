@@ -28,8 +28,7 @@ def bytes_written_here(pieces: Iterable[Piece], coordinates: Coordinates) -> int
 
 
 def free_bytes(folder: Path) -> int | None:
-    """Bytes that this user may write in the file system of `folder`; None when the file system does not
-    report it."""
+    """Bytes that this user may write in the file system of `folder`; None when it does not report them."""
     found = os.statvfs(folder)
     return found.f_bavail * found.f_frsize if found.f_blocks else None
 
@@ -42,14 +41,12 @@ def file_limit() -> int | None:
 
 def check_room(folder: Path, pieces: Iterable[Piece], *, coordinates: Coordinates, world: Group, saves: int,
                limit: int | None) -> None:
-    """Check that the checkpoints of a run fit on the disk: a warning when not all do.
+    """Warn when not all checkpoints of a run fit on the disk. Collective over `world`.
 
     saves   how many checkpoints the run will write
     limit   how many it keeps, not counting the one being written
 
     Raises CheckpointError on all ranks when not even one checkpoint fits.
-
-    Collective over `world`.
     """
     share = bytes_written_here(pieces, coordinates)
 

@@ -70,8 +70,7 @@ def read_tracker(folder: Path) -> str | None:
 
 
 def begin(folder: Path, step: int) -> Path:
-    """Remove leftovers of crashed saves; return a new directory into which the checkpoint of `step` is
-    written.
+    """Remove leftovers of crashed saves; return a new directory for the checkpoint of `step`.
 
     The caller holds the folder's lock, so other `.writing` directories belong to processes that have ended.
     """
@@ -94,10 +93,7 @@ def abandon(writing: Path) -> None:
 
 
 def publish(folder: Path, step: int, writing: Path) -> Path:
-    """Make `writing`, whose files are synced, the checkpoint of `step`, and point the tracker to it.
-
-    Returns its path.
-    """
+    """Make `writing`, whose files are synced, the checkpoint of `step`, to which the tracker points."""
     target, replaced = folder / name_of(step), _replaced_path(folder, step)
     sync_directory(writing)
     if os.path.lexists(target):
@@ -158,10 +154,7 @@ def write_durably(path: Path, text: str) -> None:
 
 
 def read_regular(path: Path) -> bytes:
-    """The bytes of a file.
-
-    Raises OSError as `open` does; CheckpointError for a pipe or device, which could block.
-    """
+    """The bytes of a file. Raises CheckpointError for a pipe or device, which could block."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
@@ -198,10 +191,7 @@ def _restore_replaced(folder: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a directory with its files, or a file.
-
-    Of a link, only the link: users move old checkpoints and link them.
-    """
+    """Remove a directory with its files, or a file; of a link, which users make, only the link."""
     if path.is_symlink() or path.is_file():
         path.unlink()
     elif path.exists():
@@ -218,8 +208,7 @@ def _move_aside(target: Path, replaced: Path) -> None:
 
 
 def to_delete(steps: Iterable[int], saved: int, limit: int | None) -> list[int]:
-    """Which of the complete checkpoints `steps` to delete after `saved` was written. limit: how many to keep;
-    None: all.
+    """Which of the complete checkpoints `steps` to delete after `saved` was written, to keep `limit` of them.
 
     Steps later than `saved` belong to training that the user discarded by editing the tracker. They are
     neither counted nor deleted: counting them as the newest would delete the checkpoints of the current run.

@@ -82,17 +82,13 @@ def problem_of(folder: Path, step: int) -> str | None:
 
 
 def read_run(directory: str | os.PathLike, step: int) -> dict:
-    """The values in run.json: `run` of `save`, and those that `run_file.py` adds.
-
-    Raises CheckpointError if unreadable.
-    """
+    """The values in run.json: `run` of `save`, and those that `run_file.py` adds."""
     return read_run_file(find_checkpoint(directory, step))
 
 
 def load(directory: str | os.PathLike, step: int, pieces: Iterable[Piece], *, coordinates: Coordinates,
          world: Group, kinds: Collection[str] | None = None) -> None:
-    """Fill the pieces in place with the saved values, bit for bit; padding becomes zero. Tied copies are
-    filled too.
+    """Fill the pieces, also tied copies, with the saved values, bit for bit; padding becomes zero.
 
     kinds   fill pieces of these kinds only ("weight", "exp_avg", ...); None means all
 
@@ -175,10 +171,7 @@ def explain_way_back(folder: Path, step: int) -> Iterator[None]:
 
 
 def find_checkpoint(directory: str | os.PathLike, step: int) -> Path:
-    """Path of the checkpoint of `step`.
-
-    Raises CheckpointError, listing those that exist, when there is none.
-    """
+    """Path of the checkpoint of `step`. Raises CheckpointError listing the others if there is none."""
     path = folders.find(Path(directory), step)
     if path is None:
         raise CheckpointError(f"there is no checkpoint of iteration {step} in {directory}; there are "
@@ -193,10 +186,7 @@ def _state(folder: Path, wanted: str | None, steps: list[int]) -> str:
 
 
 def check_same_model(saved: Mapping, current: Mapping) -> None:
-    """Compare two nested dicts of plain values.
-
-    Raises CheckpointError naming each differing field with both values.
-    """
+    """Raises CheckpointError naming the fields, with both values, in which two nested dicts differ."""
     theirs, ours = dict(_flat(saved)), dict(_flat(current))
     differing = [name for name in sorted(theirs | ours) if theirs.get(name, ABSENT) != ours.get(name, ABSENT)]
     if differing:

@@ -132,10 +132,7 @@ class SaveLock:
                                   "more is written there. Stop one of the two jobs.")
 
     def release(self) -> None:
-        """Stop renewing, and remove the file if this lock owns it.
-
-        Allowed for a lock that was not acquired.
-        """
+        """Stop renewing, and remove the file if this lock owns it, which it need not."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -202,8 +199,7 @@ class SaveLock:
 
 
 def _read(path: Path) -> tuple[Owner | None, int] | None:
-    """(owner, modification time in ns) of a lock file; the owner is None if the file is not valid. None when
-    there is no file."""
+    """(owner, None if not valid; modification time in ns) of a lock file; None when there is none."""
     try:
         text, beat = read_regular(path), path.stat().st_mtime_ns
     except FileNotFoundError:
@@ -235,8 +231,7 @@ _held: dict[tuple[int, str], SaveLock] = {}
 @contextlib.contextmanager
 def locked(folder: Path, world: Group, *, beat: float = BEAT, stale: float = STALE,
            poll: float = 1.0) -> Iterator[SaveLock | None]:
-    """Hold the lock of `folder`; yields it on rank 0, None elsewhere. A lock that this process holds already
-    is reused.
+    """Hold the lock of `folder`, or reuse that of this process; yields it on rank 0, None elsewhere.
 
     Collective over `world`: while rank 0 watches another owner, one gather of results every `poll` seconds,
     so that no rank waits in a collective for long. beat, stale: see `SaveLock`. Raises CheckpointError on all
@@ -277,8 +272,7 @@ def _machine() -> str:
 
 
 def _born(pid: int) -> int | None:
-    """Start time of a process of this machine: None when it does not exist or has ended, HIDDEN when /proc
-    hides it."""
+    """Start time of a process of this machine; None when it has ended, HIDDEN when /proc hides it."""
     try:
         state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

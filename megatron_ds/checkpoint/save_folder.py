@@ -59,8 +59,7 @@ def saved_run_in(folder: Path) -> SavedRun | None:
 def check_vacant(folder: Path, run_id: str, step: int, to_continue: str) -> None:
     """Raises CheckpointError if a run that starts after `step` would overwrite the run in `folder`.
 
-    Earlier checkpoints of the same run are allowed. to_continue: advice for users that want to continue the
-    run there.
+    Earlier checkpoints of the same run are allowed. to_continue: advice for continuing the run there.
     """
     there = saved_run_in(folder)
     if there is None or there.run_id == run_id and there.step is not None and there.step <= step:
@@ -91,8 +90,7 @@ def _run_of_metrics(metrics: Path) -> str | None:
 
 
 def move_aside(folder: Path, now: datetime | None = None) -> Path | None:
-    """Move the checkpoints, the tracker and the metrics into a subfolder; its path, None when there is
-    nothing to move.
+    """Move checkpoints, tracker and metrics into a subfolder; its path, None when there is nothing to move.
 
     Tokenizer folders are copied, not moved, because the new run may use one of them. Other files stay. The
     caller holds the folder's lock.

@@ -27,7 +27,7 @@ from ..mpu.param_spec import Coordinates
 from .chunk_file import ChecksummedFiles, read_chunk, saved_crc32
 from .folder import INDEX_FILE
 from .index import index_of, read_index
-from .pieces import WEIGHT, Piece, View, key, views
+from .pieces import WEIGHT, Piece, View, key, rectangle, views
 from .run_file import entry_of
 
 LISTED = 20       # how many tensors an error message names
@@ -37,10 +37,7 @@ LISTED = 20       # how many tensors an error message names
 
 def write_pieces(path: Path, pieces: Iterable[Piece], coordinates: Coordinates,
                  rank: int) -> tuple[SavePlan, list[WriteResult]]:
-    """Write and sync this rank's file.
-
-    Returns this rank's part of the index, for `write_index`. Not collective.
-    """
+    """Write and sync this rank's file. Returns its part of the index, for `write_index`. Not collective."""
     planner, writer = PieceSavePlanner(pieces, coordinates), Writer(path)
     writer.set_up_storage_writer(is_coordinator=False, rank=rank, use_collectives=False)
     plan = writer.prepare_local_plan(SavePlan(planner.items))
@@ -73,10 +70,7 @@ def _table_of(places: Iterable[_StorageInfo]) -> dict[str, dict]:
 
 
 class PieceSavePlanner:
-    """Pieces as chunks of logical tensors: what DCP's writer needs of a planner.
-
-    pieces   those of `pieces.written_here`
-    """
+    """Pieces, from `pieces.written_here`, as chunks of logical tensors, as DCP's writer needs them."""
 
     def __init__(self, pieces: Iterable[Piece], coordinates: Coordinates):
         self._tensors: dict[dcp.MetadataIndex, torch.Tensor] = {}
@@ -96,8 +90,7 @@ class PieceSavePlanner:
 
 
 class Writer(FileSystemWriter):
-    """DCP's writer: one synced file per rank. It computes checksums, and the index omits the temporary path.
-    """
+    """DCP's writer, one synced file per rank, with checksums, and without temporary paths in the index."""
 
     def __init__(self, path: Path, save_id: str | None = None):
         super().__init__(path)
@@ -109,10 +102,7 @@ class Writer(FileSystemWriter):
 
 
 def merge_plans(plans: Sequence[SavePlan]) -> dcp.Metadata:
-    """The index of all ranks' chunks.
-
-    Raises CheckpointError unless they hold each element of each tensor once.
-    """
+    """The index of all ranks' chunks. Raises CheckpointError unless they hold every element once."""
     seen: dict[str, tuple] = {}
     for item in itertools.chain.from_iterable(plan.items for plan in plans):
         this = (list(item.tensor_data.size), item.tensor_data.properties.dtype)
@@ -158,7 +148,7 @@ class Reading:
             tensor.zero_()
         for item, values in self._reader.read(self._items):
             target = self._views[item.dest_index.fqn][item.dest_index.index].tensor
-            _narrow(target, item.dest_offsets, item.lengths).copy_(values)
+            rectangle(target, item.dest_offsets, item.lengths).copy_(values)
 
 
 def _problem(piece: Piece, stored: dcp.TensorStorageMetadata | None, exact: bool) -> str | None:
@@ -209,7 +199,7 @@ class Reader:
             chunk = read_chunk(self._path / place.relative_path, index.fqn, place, stored.chunks[index.index],
                                stored.properties.dtype)
             for item in (first, *others):
-                yield item, _narrow(chunk, item.storage_offsets, item.lengths)
+                yield item, rectangle(chunk, item.storage_offsets, item.lengths)
 
 
 def _chunk(view: View) -> dcp.ChunkStorageMetadata:
@@ -218,12 +208,6 @@ def _chunk(view: View) -> dcp.ChunkStorageMetadata:
 
 def _elements(chunks: Iterable[dcp.ChunkStorageMetadata]) -> int:
     return sum(math.prod(chunk.sizes) for chunk in chunks)
-
-
-def _narrow(tensor: torch.Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
-    for dim, (offset, length) in enumerate(zip(offsets, lengths)):
-        tensor = tensor.narrow(dim, offset, length)
-    return tensor
 
 
 def _listing(problems: list[str]) -> str:

@@ -35,7 +35,7 @@ from ..mpu.context import ParallelContext
 from ..mpu.group import Group, coordinates_of
 from ..mpu.mesh import Mesh
 from ..tensor_parallel.init import initialize
-from .run_model import blank_batch
+from .run_model import blank_batch, boundary_shape
 
 logger = logging.getLogger(__name__)
 REPEATS, WARM_UP = 5, 2
@@ -218,10 +218,7 @@ def time_transfer(config: RunConfig, pp: Group, ctx: ParallelContext) -> float:
 
 def _activation(config: RunConfig, ctx: ParallelContext) -> torch.Tensor:
     """Hidden states as stages send them: [s(/t), b, h]."""
-    part = ctx.slice
-    shape = part.hidden_shape(part.batch_length(config.model.seq_length), config.train.micro_batch_size,
-                              config.model.hidden_size)
-    return torch.ones(shape, dtype=ctx.dtype, device=ctx.device)
+    return torch.ones(boundary_shape(config), dtype=ctx.dtype, device=ctx.device)
 
 
 def _time_layer(module: nn.Module, x: torch.Tensor | None, batch: Batch, finish: Callable,

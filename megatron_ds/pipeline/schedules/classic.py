@@ -57,10 +57,7 @@ def interleaved_peak(p: int, m: int, v: int, rank: int, group_size: int | None =
 @schedule("interleaved", "interleaved_1f1b", chunks=None, peak=interleaved_peak, options=("group_size",))
 def interleaved(pipeline_size: int, num_microbatches: int, chunks: int = 1, *,
                 group_size: int | None = None) -> Schedule:
-    """1F1B over `chunks` stages per rank.
-
-    group_size: the fewest micro-batches of a group; None: pipeline_size.
-    """
+    """1F1B over `chunks` stages per rank. group_size: the fewest micro-batches of a group; None: p."""
     size = pipeline_size if group_size is None else group_size
     if size < pipeline_size:
         raise ScheduleError(f"schedule 'interleaved' cannot use groups of {size} micro-batches on "

@@ -107,11 +107,9 @@ Rule = Callable[["_Search", int, float], tuple[Choice, float]]
 @schedule("zb-auto", peak=lambda p, m, v, rank: min(m, p), options=("costs", "memory_limit"))
 def zb_auto(pipeline_size: int, num_microbatches: int, chunks: int = 1, *, costs: StageCosts = EQUAL,
             memory_limit: float | None = None, weight_share: float = 1.0) -> Schedule:
-    """The order with the shortest time of the slowest rank, from its first to its last computation; then the
-    shortest step.
+    """The order in which the slowest rank takes the shortest time from its first to its last computation.
 
-    memory_limit    activations of one micro-batch that a rank may keep; None: pipeline_size, as 1F1B needs on
-                    rank 0
+    memory_limit    activations of one micro-batch that a rank may keep; None: pipeline_size, as for 1F1B
     weight_share    part of an activation that W still needs, from 0 to 1
     """
     p, m = pipeline_size, num_microbatches
@@ -222,10 +220,7 @@ class _Search:
 
 @dataclass(frozen=True)
 class _AutoRule:
-    """The rule of zb-auto at the top, with its knobs.
-
-    first_gradients: rank → earliest arrival of its first gradient.
-    """
+    """The rule of zb-auto at the top. first_gradients: rank → earliest arrival of its first gradient."""
 
     limit: float
     weight_share: float
