@@ -87,11 +87,6 @@ def begin(folder: Path, step: int) -> Path:
     return writing
 
 
-def abandon(writing: Path) -> None:
-    """Remove a directory that will not become a checkpoint."""
-    shutil.rmtree(writing, ignore_errors=True)
-
-
 def publish(folder: Path, step: int, writing: Path) -> Path:
     """Make `writing`, whose files are synced, the checkpoint of `step`, to which the tracker points."""
     target, replaced = folder / name_of(step), _replaced_path(folder, step)

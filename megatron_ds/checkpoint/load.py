@@ -53,7 +53,10 @@ def latest(directory: str | os.PathLike) -> int | None:
             found = step
             break
         problems.append(problem)
-    state = "; ".join([_state(folder, wanted, steps), *problems[:MOST_REASONS]])
+    tracker = "is missing" if wanted is None else f"names {wanted!r}, which is not a complete checkpoint"
+    there = ", ".join(map(str, steps)) or "none"
+    state = "; ".join([f"{folder / folders.TRACKER} {tracker} (iterations there: {there})",
+                       *problems[:MOST_REASONS]])
     if len(problems) > MOST_REASONS:
         state += f"; and {len(problems) - MOST_REASONS} more are incomplete"
     if found is None:
@@ -178,11 +181,6 @@ def find_checkpoint(directory: str | os.PathLike, step: int) -> Path:
                               "iterations "
                               f"{', '.join(map(str, folders.steps_in(Path(directory)))) or 'none'}.")
     return path
-
-
-def _state(folder: Path, wanted: str | None, steps: list[int]) -> str:
-    tracker = "is missing" if wanted is None else f"names {wanted!r}, which is not a complete checkpoint"
-    return f"{folder / folders.TRACKER} {tracker} (iterations there: {', '.join(map(str, steps)) or 'none'})"
 
 
 def check_same_model(saved: Mapping, current: Mapping) -> None:

@@ -97,16 +97,10 @@ def grid_text(grid: Grid, rank: int, tied: bool) -> Iterator[str]:
                  else grid.group_of(rank, *name.split("-")))
         count = grid.world_size // len(ranks) if name != "embd" else grid.world_size // grid.pp
         rows.append([title, str(len(ranks)), f"{count:,}", ranks_in_short(ranks)])
-    yield from _left(rows)
+    yield from table(rows, last_left=True)
     if grid.pp * grid.dp > 1:
         yield f"  ranks of each tensor group, [ ] holds rank {rank}:"
         yield from _picture(grid, at)
-
-
-def _left(rows: list[list[str]]) -> list[str]:
-    """A table with its last column flush left."""
-    width = max(len(row[-1]) for row in rows)
-    return [line.rstrip() for line in table([[*row[:-1], row[-1].ljust(width)] for row in rows])]
 
 
 def _picture(grid: Grid, at: dict[str, int]) -> list[str]:
@@ -153,7 +147,7 @@ def stages_text(plan: WorldPlan) -> Iterator[str]:
         count = sum(p.spec.numel for p in stage.parameters)
         rows.append([str(stage.index), *([str(plan.run.shape.placement[stage.index])] * several),
                      str(len(stage.names)), in_large(count), f"{shares[stage.index]:.2%}", what])
-    title, *lines = _left(rows)
+    title, *lines = table(rows, last_left=True)
     yield title
     yield from in_short(lines, MOST_ROWS)
     copies = sum(p.spec.numel for stage in plan.stages for p in stage.parameters) - plan.parameters
@@ -290,11 +284,13 @@ UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 LARGE = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
-def table(rows: Sequence[Sequence[str]], left: int = 1, indent: str = "  ") -> list[str]:
-    """Rows of cells as lines; the first `left` columns are flush left, the others flush right."""
+def table(rows: Sequence[Sequence[str]], left: int = 1, indent: str = "  ",
+          last_left: bool = False) -> list[str]:
+    """Rows of cells as lines; the first `left` columns, and maybe the last, are flush left, others right."""
     columns = max(len(row) for row in rows)
     widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(columns)]
-    align = lambda i, cell: cell.ljust(widths[i]) if i < left else cell.rjust(widths[i])
+    is_left = lambda i: i < left or last_left and i == columns - 1
+    align = lambda i, cell: cell.ljust(widths[i]) if is_left(i) else cell.rjust(widths[i])
     return [(indent + "  ".join(align(i, cell) for i, cell in enumerate(row))).rstrip() for row in rows]
 
 
