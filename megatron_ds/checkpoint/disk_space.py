@@ -78,9 +78,7 @@ def check_room(folder: Path, pieces: Iterable[Piece], *, coordinates: Coordinate
 def explained(error: Exception, folder: Path, needed: int, free: int | None, share: int) -> Exception:
     """The error to raise for a failed write: a CheckpointError with numbers if a full disk caused it.
 
-    needed   bytes of the whole checkpoint
-    free     bytes free when the save began; None if unknown
-    share    bytes that this rank was to write
+    needed: bytes of the checkpoint. share: of this rank. free: when the save began; None if unknown
     """
     most = file_limit()
     code = _errno_of(error) or _errno_of_probe(folder)

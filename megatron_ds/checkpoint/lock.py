@@ -73,11 +73,7 @@ def this_process(env: Mapping[str, str] = os.environ) -> Owner:
 
 
 class SaveLock:
-    """The lock of one folder, in the process of rank 0.
-
-    beat    seconds between renewals
-    stale   seconds without a renewal after which the owner counts as ended
-    """
+    """The lock of one folder, in the process of rank 0. beat, stale: as BEAT and STALE."""
 
     def __init__(self, folder: Path, beat: float = BEAT, stale: float = STALE):
         self.folder, self.path, self.mine = folder, folder / LOCK, this_process()

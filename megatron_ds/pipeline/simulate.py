@@ -21,7 +21,7 @@ only when the instruction that it waits for has ended.
 """
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -46,8 +46,8 @@ class Simulation:
     """A schedule with the time at which each instruction starts and ends, rank by rank."""
 
     schedule: Schedule
-    starts: tuple[tuple[float, ...], ...]
-    ends: tuple[tuple[float, ...], ...]
+    starts: Sequence[Sequence[float]]
+    ends: Sequence[Sequence[float]]
 
     @cached_property
     def span(self) -> float:

@@ -70,6 +70,10 @@ class Times:
 
 def layer_costs(config: RunConfig, layers: Sequence[Layer]) -> dict[str, LayerCost]:
     """{kind of layer: its cost} by the rule --pipeline-cut. Raises ConfigError for "measured"."""
+    if config.parallel.pipeline_cut == "measured":
+        raise ConfigError("--pipeline-cut measured uses times that are measured when a run starts, but there "
+                          "are no measured times here. Use --pipeline-cut flops, or give a file of times "
+                          "with --pipeline-costs-path.")
     return COSTS[config.parallel.pipeline_cut](config, _by_kind(layers))
 
 
@@ -109,14 +113,8 @@ def _uniform(config: RunConfig, layers: Mapping[str, Layer]) -> dict[str, LayerC
     return {kind: LayerCost(*[float(layer.is_block)] * 3) for kind, layer in layers.items()}
 
 
-def _not_measured(config: RunConfig, layers: Mapping[str, Layer]) -> dict[str, LayerCost]:
-    raise ConfigError("--pipeline-cut measured uses times that are measured when a run starts, but there are "
-                      "no measured times here. Use --pipeline-cut flops, or give a file of times with "
-                      "--pipeline-costs-path.")
-
-
 COSTS: Mapping[str, Callable[[RunConfig, Mapping[str, Layer]], dict[str, LayerCost]]] = {
-    "flops": _by_flops, "parameters": _by_parameters, "uniform": _uniform, "measured": _not_measured}
+    "flops": _by_flops, "parameters": _by_parameters, "uniform": _uniform}
 
 # ------------------------------------------------------------------ measured times
 def measured_times(config: RunConfig, mesh: Mesh, ctx: ParallelContext) -> Times | None:

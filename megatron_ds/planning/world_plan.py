@@ -90,7 +90,7 @@ class WorldPlan:
 
 
 def plan_world(config: RunConfig, rank: int = 0, device: str = "cuda") -> WorldPlan:
-    """config: with the size of the vocabulary.
+    """The plan of a configuration that has the size of the vocabulary.
 
     Raises what a launch raises: the cut and the schedule are checked here, the layers when they run on the
     meta device; `config.parse` has checked the rules of the configuration.

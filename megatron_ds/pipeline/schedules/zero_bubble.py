@@ -54,7 +54,7 @@ from itertools import product
 from ...errors import ScheduleError
 from ..instruction import Instruction, Op, Program, Schedule, StageCosts
 from ..passes import add_transfers
-from ..simulate import run_clocks
+from ..simulate import Simulation, run_clocks
 from . import schedule
 
 
@@ -146,11 +146,8 @@ def zb_v(pipeline_size: int, num_microbatches: int, chunks: int = 2, *,
 def score_of(order: Schedule, num_stages: int, costs: StageCosts) -> tuple[float, float]:
     """(longest time of a rank from first to last computation, time of all ranks together); less is better."""
     lowered = add_transfers(order, num_stages)
-    starts, ends = run_clocks(lowered, costs.of)
-    first = [next(start for i, start in zip(program, its) if i.op is Op.F)
-             for program, its in zip(lowered, starts)]
-    last = [its[-1] for its in ends]
-    return max(end - begin for begin, end in zip(first, last)), max(last)
+    simulation = Simulation(lowered, *run_clocks(lowered, costs.of))
+    return max(simulation.rank_spans), simulation.span
 
 
 class _Search:
