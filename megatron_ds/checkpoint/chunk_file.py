@@ -119,10 +119,7 @@ def saved_crc32(place: _StorageInfo) -> tuple[int, int] | None:
 
 
 def _check_archive(content: io.BytesIO, with_checksums: bool) -> int:
-    """Size of the largest record.
-
-    Refuses compressed records, which may inflate to a thousand times their size.
-    """
+    """Size of the largest record. Refuses compressed records, which may inflate a thousandfold."""
     archive = zipfile.ZipFile(content)
     for record in archive.infolist():
         if record.compress_type != zipfile.ZIP_STORED or record.file_size != record.compress_size:

@@ -11,6 +11,7 @@ from ..errors import CheckpointError
 from ..mpu.agree import gather_from_all_ranks, on_all_ranks
 from ..mpu.group import Group
 from ..mpu.param_spec import Coordinates
+from .folder import probe
 from .pieces import Piece, written_here
 
 logger = logging.getLogger(__name__)
@@ -27,8 +28,7 @@ def bytes_written_here(pieces: Iterable[Piece], coordinates: Coordinates) -> int
 
 
 def free_bytes(folder: Path) -> int | None:
-    """Bytes that this user may write in the file system of `folder`; None when the file system does not
-    report it."""
+    """Bytes that this user may write in the file system of `folder`; None when it does not report them."""
     found = os.statvfs(folder)
     return found.f_bavail * found.f_frsize if found.f_blocks else None
 
@@ -41,14 +41,12 @@ def file_limit() -> int | None:
 
 def check_room(folder: Path, pieces: Iterable[Piece], *, coordinates: Coordinates, world: Group, saves: int,
                limit: int | None) -> None:
-    """Check that the checkpoints of a run fit on the disk: a warning when not all do.
+    """Warn when not all checkpoints of a run fit on the disk. Collective over `world`.
 
     saves   how many checkpoints the run will write
     limit   how many it keeps, not counting the one being written
 
     Raises CheckpointError on all ranks when not even one checkpoint fits.
-
-    Collective over `world`.
     """
     share = bytes_written_here(pieces, coordinates)
 
@@ -80,9 +78,7 @@ def check_room(folder: Path, pieces: Iterable[Piece], *, coordinates: Coordinate
 def explained(error: Exception, folder: Path, needed: int, free: int | None, share: int) -> Exception:
     """The error to raise for a failed write: a CheckpointError with numbers if a full disk caused it.
 
-    needed   bytes of the whole checkpoint
-    free     bytes free when the save began; None if unknown
-    share    bytes that this rank was to write
+    needed: bytes of the checkpoint. share: of this rank. free: when the save began; None if unknown
     """
     most = file_limit()
     code = _errno_of(error) or _errno_of_probe(folder)
@@ -124,17 +120,9 @@ def _errno_of(error: BaseException | None) -> int | None:
 
 
 def _errno_of_probe(folder: Path) -> int | None:
-    """errno of a small write into `folder`, since torch's writer hides why its own failed.
-
-    None when it succeeds.
-    """
-    probe = folder / f".probe-{os.getpid()}"
+    """errno of a small write into `folder`, since torch's writer hides why its own failed; None: it works."""
     try:
-        with open(probe, "xb") as file:
-            file.write(bytes(PROBE))
-            os.fsync(file.fileno())
+        probe(folder, PROBE)
     except OSError as error:
         return error.errno
-    finally:
-        probe.unlink(missing_ok=True)
     return None

@@ -70,8 +70,7 @@ def read_tracker(folder: Path) -> str | None:
 
 
 def begin(folder: Path, step: int) -> Path:
-    """Remove leftovers of crashed saves; return a new directory into which the checkpoint of `step` is
-    written.
+    """Remove leftovers of crashed saves; return a new directory for the checkpoint of `step`.
 
     The caller holds the folder's lock, so other `.writing` directories belong to processes that have ended.
     """
@@ -88,16 +87,8 @@ def begin(folder: Path, step: int) -> Path:
     return writing
 
 
-def abandon(writing: Path) -> None:
-    """Remove a directory that will not become a checkpoint."""
-    shutil.rmtree(writing, ignore_errors=True)
-
-
 def publish(folder: Path, step: int, writing: Path) -> Path:
-    """Make `writing`, whose files are synced, the checkpoint of `step`, and point the tracker to it.
-
-    Returns its path.
-    """
+    """Make `writing`, whose files are synced, the checkpoint of `step`, to which the tracker points."""
     target, replaced = folder / name_of(step), _replaced_path(folder, step)
     sync_directory(writing)
     if os.path.lexists(target):
@@ -122,15 +113,20 @@ def check_writable(directory: str | os.PathLike) -> None:
     folder = Path(directory)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".probe-") as probe:
-            probe.write(b"x")
-            probe.flush()
-            os.fsync(probe.fileno())
+        probe(folder, 1)
     except OSError as error:
         raise CheckpointError(
             f"--save {folder}: no checkpoint can be written there ({error.strerror or error}), and the run "
             "would lose its work at the first save. Give a folder that this user may write to, or omit "
             "--save.") from error
+
+
+def probe(folder: Path, count: int) -> None:
+    """Write and sync a temporary file of `count` bytes. Raises OSError when that fails."""
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".probe-") as file:
+        file.write(bytes(count))
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def write_durably(path: Path, text: str) -> None:
@@ -153,10 +149,7 @@ def write_durably(path: Path, text: str) -> None:
 
 
 def read_regular(path: Path) -> bytes:
-    """The bytes of a file.
-
-    Raises OSError as `open` does; CheckpointError for a pipe or device, which could block.
-    """
+    """The bytes of a file. Raises CheckpointError for a pipe or device, which could block."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
@@ -193,10 +186,7 @@ def _restore_replaced(folder: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a directory with its files, or a file.
-
-    Of a link, only the link: users move old checkpoints and link them.
-    """
+    """Remove a directory with its files, or a file; of a link, which users make, only the link."""
     if path.is_symlink() or path.is_file():
         path.unlink()
     elif path.exists():
@@ -213,8 +203,7 @@ def _move_aside(target: Path, replaced: Path) -> None:
 
 
 def to_delete(steps: Iterable[int], saved: int, limit: int | None) -> list[int]:
-    """Which of the complete checkpoints `steps` to delete after `saved` was written. limit: how many to keep;
-    None: all.
+    """Which of the complete checkpoints `steps` to delete after `saved` was written, to keep `limit` of them.
 
     Steps later than `saved` belong to training that the user discarded by editing the tracker. They are
     neither counted nor deleted: counting them as the newest would delete the checkpoints of the current run.

@@ -40,7 +40,6 @@ def _without_garbage_collection() -> Iterator[None]:
 def read_index(path: Path) -> dcp.Metadata:
     """The verified index of the checkpoint at `path`. Also validates run.json.
 
-    Every element of every tensor lies in one chunk, and every chunk in a file of the size that was saved.
     Raises CheckpointError naming the file and the problem.
     """
     run = read_run_file(path)

@@ -33,15 +33,11 @@ STOP = b"."
 _MOST_AT_ONCE = 10_000       # bounds the memory that the regular expression takes
 
 
-def _bytes_of_argument(opcode: pickletools.OpcodeInfo) -> int:
-    return opcode.arg.n if opcode.arg else 0
-
-
 _OPCODES = {opcode.name: opcode for opcode in pickletools.opcodes}
 _CODES = {name: _OPCODES[name].code.encode("latin-1") for name in (*FIXED, *LENGTHS)}
 _LENGTH_OF = {_CODES[name]: struct.Struct(form) for name, form in LENGTHS.items()}
 # A run of opcodes of fixed length: for each length n, one of their codes and then n bytes.
-_ARGUMENT_BYTES = {name: _bytes_of_argument(_OPCODES[name]) for name in FIXED}
+_ARGUMENT_BYTES = {name: _OPCODES[name].arg.n if _OPCODES[name].arg else 0 for name in FIXED}
 _FIXED_BY_LENGTH = {n: b"".join(re.escape(_CODES[name]) for name in FIXED if _ARGUMENT_BYTES[name] == n)
                     for n in sorted(set(_ARGUMENT_BYTES.values()))}
 _RUN = re.compile(b"(?:" + b"|".join(b"[" + codes + b"].{%d}" % n for n, codes in _FIXED_BY_LENGTH.items())
@@ -49,36 +45,26 @@ _RUN = re.compile(b"(?:" + b"|".join(b"[" + codes + b"].{%d}" % n for n, codes i
 
 
 def _member(enumeration: type, name: str) -> Any:
-    """A member of the enumeration of memory formats.
-
-    Python up to 3.11.3 pickles such members as calls of `getattr`.
-    """
+    """A member of the memory formats, which Python up to 3.11.3 pickles as a call of `getattr`."""
     if enumeration is not dcp._MEM_FORMAT_ENCODING:
         raise pickle.UnpicklingError(f"it names an attribute of {enumeration!r}, which no index needs")
     return enumeration[name]
 
 
 _DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
+_CLASSES = ("Metadata", "MetadataIndex", "TensorStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
+            "StorageMeta", "_MEM_FORMAT_ENCODING")
 _ALLOWED = {
-    (dcp.__name__, "Metadata"): dcp.Metadata,
-    (dcp.__name__, "MetadataIndex"): dcp.MetadataIndex,
-    (dcp.__name__, "TensorStorageMetadata"): dcp.TensorStorageMetadata,
-    (dcp.__name__, "ChunkStorageMetadata"): dcp.ChunkStorageMetadata,
-    (dcp.__name__, "TensorProperties"): dcp.TensorProperties,
-    (dcp.__name__, "StorageMeta"): dcp.StorageMeta,
-    (dcp.__name__, "_MEM_FORMAT_ENCODING"): dcp._MEM_FORMAT_ENCODING,
+    **{(dcp.__name__, name): getattr(dcp, name) for name in _CLASSES},
+    **{("torch", name): getattr(torch, name) for name in (*_DTYPES, "Size")},
     (dcp_files.__name__, "_StorageInfo"): dcp_files._StorageInfo,
     ("builtins", "getattr"): _member,
-    ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,      # a look-up in a table
-} | {("torch", name): getattr(torch, name) for name in _DTYPES}
+}
 
 
 def unpickled(content: bytes) -> dcp.Metadata:
-    """The pickled index in `content`.
-
-    Raises an exception, of almost any type, when it is damaged or not an index.
-    """
+    """The pickled index. Raises almost any exception when `content` is damaged or not an index."""
     check_opcodes(content)
     return _Unpickler(io.BytesIO(content)).load()
 

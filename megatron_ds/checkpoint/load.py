@@ -53,7 +53,10 @@ def latest(directory: str | os.PathLike) -> int | None:
             found = step
             break
         problems.append(problem)
-    state = "; ".join([_state(folder, wanted, steps), *problems[:MOST_REASONS]])
+    tracker = "is missing" if wanted is None else f"names {wanted!r}, which is not a complete checkpoint"
+    there = ", ".join(map(str, steps)) or "none"
+    state = "; ".join([f"{folder / folders.TRACKER} {tracker} (iterations there: {there})",
+                       *problems[:MOST_REASONS]])
     if len(problems) > MOST_REASONS:
         state += f"; and {len(problems) - MOST_REASONS} more are incomplete"
     if found is None:
@@ -82,17 +85,13 @@ def problem_of(folder: Path, step: int) -> str | None:
 
 
 def read_run(directory: str | os.PathLike, step: int) -> dict:
-    """The values in run.json: `run` of `save`, and those that `run_file.py` adds.
-
-    Raises CheckpointError if unreadable.
-    """
+    """The values in run.json: `run` of `save`, and those that `run_file.py` adds."""
     return read_run_file(find_checkpoint(directory, step))
 
 
 def load(directory: str | os.PathLike, step: int, pieces: Iterable[Piece], *, coordinates: Coordinates,
          world: Group, kinds: Collection[str] | None = None) -> None:
-    """Fill the pieces in place with the saved values, bit for bit; padding becomes zero. Tied copies are
-    filled too.
+    """Fill the pieces, also tied copies, with the saved values, bit for bit; padding becomes zero.
 
     kinds   fill pieces of these kinds only ("weight", "exp_avg", ...); None means all
 
@@ -115,7 +114,7 @@ def load_weights(directory: str | os.PathLike, step: int, parameters: Iterable[t
 
 def _fill(directory: str | os.PathLike, step: int, pieces: Iterable[Piece], coordinates: Coordinates,
           world: Group, exact: bool) -> None:
-    from .storage import Reader, plan_reading
+    from .storage import Reader, Reading
 
     folder = Path(directory)
     failing = {"doing": f"cannot load iteration {step} from {directory}", "kind": CheckpointError}
@@ -125,7 +124,7 @@ def _fill(directory: str | os.PathLike, step: int, pieces: Iterable[Piece], coor
         path = find_checkpoint(folder, step)
         with explain_way_back(folder, step):
             reader = Reader(path)
-        readings.append(plan_reading(reader, pieces, coordinates, exact))
+        readings.append(Reading(reader, pieces, coordinates, exact))
         return reader.has_checksums, _save_of(path)
 
     def fill() -> None:
@@ -175,10 +174,7 @@ def explain_way_back(folder: Path, step: int) -> Iterator[None]:
 
 
 def find_checkpoint(directory: str | os.PathLike, step: int) -> Path:
-    """Path of the checkpoint of `step`.
-
-    Raises CheckpointError, listing those that exist, when there is none.
-    """
+    """Path of the checkpoint of `step`. Raises CheckpointError listing the others if there is none."""
     path = folders.find(Path(directory), step)
     if path is None:
         raise CheckpointError(f"there is no checkpoint of iteration {step} in {directory}; there are "
@@ -187,16 +183,8 @@ def find_checkpoint(directory: str | os.PathLike, step: int) -> Path:
     return path
 
 
-def _state(folder: Path, wanted: str | None, steps: list[int]) -> str:
-    tracker = "is missing" if wanted is None else f"names {wanted!r}, which is not a complete checkpoint"
-    return f"{folder / folders.TRACKER} {tracker} (iterations there: {', '.join(map(str, steps)) or 'none'})"
-
-
 def check_same_model(saved: Mapping, current: Mapping) -> None:
-    """Compare two nested dicts of plain values.
-
-    Raises CheckpointError naming each differing field with both values.
-    """
+    """Raises CheckpointError naming the fields, with both values, in which two nested dicts differ."""
     theirs, ours = dict(_flat(saved)), dict(_flat(current))
     differing = [name for name in sorted(theirs | ours) if theirs.get(name, ABSENT) != ours.get(name, ABSENT)]
     if differing:

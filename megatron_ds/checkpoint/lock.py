@@ -73,11 +73,7 @@ def this_process(env: Mapping[str, str] = os.environ) -> Owner:
 
 
 class SaveLock:
-    """The lock of one folder, in the process of rank 0.
-
-    beat    seconds between renewals
-    stale   seconds without a renewal after which the owner counts as ended
-    """
+    """The lock of one folder, in the process of rank 0. beat, stale: as BEAT and STALE."""
 
     def __init__(self, folder: Path, beat: float = BEAT, stale: float = STALE):
         self.folder, self.path, self.mine = folder, folder / LOCK, this_process()
@@ -95,7 +91,7 @@ class SaveLock:
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         while not self._create():
-            found = self._read()
+            found = _read(self.path)
             if found is None:
                 if self.path.is_symlink():
                     raise CheckpointError(f"{self.path} is a broken link. Delete it.")
@@ -103,19 +99,23 @@ class SaveLock:
             owner, beat = found
             if owner == self.mine:                   # the link succeeded although an error was reported
                 break
-            if _is_alive(owner) or self._has_moved(owner, beat):
+            if self._seen is None:
+                self._seen = found, time.monotonic()
+            first, since = self._seen
+            runs = _runs_here(owner)
+            if runs or owner is not None and found != first:
                 raise CheckpointError(
                     f"it is in use by {owner}. Two jobs in one folder would overwrite each other's "
                     "checkpoints. Wait for that job, stop it, or give another folder. If that job has ended, "
                     f"delete {self.path}.")
-            if _is_gone(owner) or self._is_silent(owner, beat):
-                why = ("which has ended" if _is_gone(owner)
-                       else f"which did not renew it for {self._stale:.0f} seconds")
-                logger.warning("%s: taking over the lock of %s, %s", self.folder,
-                               owner or "an unknown process", why)
-                self._remove(owner)
-            else:
-                return str(owner or "an unknown process")
+            name = owner or "an unknown process"
+            why = "which has ended"
+            if runs is None:
+                if time.monotonic() - since < self._stale and self._now() - beat <= OLD * self._stale * 1e9:
+                    return str(name)
+                why = f"which did not renew it for {self._stale:.0f} seconds"
+            logger.warning("%s: taking over the lock of %s, %s", self.folder, name, why)
+            self._remove(owner)
         self._thread.start()
         return None
 
@@ -128,15 +128,12 @@ class SaveLock:
                                   "more is written there. Stop one of the two jobs.")
 
     def release(self) -> None:
-        """Stop renewing, and remove the file if this lock owns it.
-
-        Allowed for a lock that was not acquired.
-        """
+        """Stop renewing, and remove the file if this lock owns it, which it need not."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
         with contextlib.suppress(OSError, CheckpointError):
-            if (found := self._read()) and found[0] == self.mine:
+            if (found := _read(self.path)) and found[0] == self.mine:
                 self.path.unlink()
 
     # ---- the file
@@ -154,39 +151,16 @@ class SaveLock:
             beside.unlink()
         return True
 
-    def _read(self) -> tuple[Owner | None, int] | None:
-        """`_read` of the lock file; None when there is none."""
-        try:
-            return _read(self.path)
-        except FileNotFoundError:
-            return None
-
     def _remove(self, owner: Owner | None) -> None:
-        """Remove the lock that `owner` abandoned.
-
-        It is renamed first, as another job may just have taken it over.
-        """
+        """Remove the lock that `owner` abandoned; renamed first, as another job may have taken it over."""
         aside = self.folder / f"{LOCK}.{self.mine.token}.old"
         with contextlib.suppress(FileNotFoundError):
             os.rename(self.path, aside)
-            if _read(aside)[0] != owner:
+            if (found := _read(aside)) and found[0] != owner:
                 with contextlib.suppress(OSError):          # else its owner creates it again at its next beat
                     os.link(aside, self.path)
             aside.unlink()
         self._seen = None
-
-    # ---- whether its owner is alive
-    def _has_moved(self, owner: Owner | None, beat: int) -> bool:
-        """Whether owner or beat changed since the first call."""
-        if self._seen is None:
-            self._seen = (owner, beat), time.monotonic()
-        return self._seen[0] != (owner, beat) and owner is not None
-
-    def _is_silent(self, owner: Owner | None, beat: int) -> bool:
-        """Whether the lock was not renewed for `stale` seconds."""
-        if self._has_moved(owner, beat):
-            return False
-        return time.monotonic() - self._seen[1] >= self._stale or self._now() - beat > OLD * self._stale * 1e9
 
     def _now(self) -> int:
         """The file server's clock, which stamps the files of this folder, in ns."""
@@ -205,27 +179,27 @@ class SaveLock:
 
     def _renew(self) -> None:
         with self._renewing:
-            self._renew_alone()
-
-    def _renew_alone(self) -> None:
-        if not self.folder.is_dir():
-            if not self._warned:
-                logger.warning("%s was removed while this run saves there: its checkpoints and metrics are "
-                               "lost. The next save creates the folder again.", self.folder)
-            self._warned = True
-            return
-        if not (found := self._read()):
-            self._create()
-            found = self._read()
-        if found and found[0] == self.mine:
-            os.utime(self.path)
-        elif found and found[0]:
-            self._lost = found[0]
+            if not self.folder.is_dir():
+                if not self._warned:
+                    logger.warning("%s was removed while this run saves there: its checkpoints and metrics "
+                                   "are lost. The next save creates the folder again.", self.folder)
+                self._warned = True
+                return
+            if not (found := _read(self.path)):
+                self._create()
+                found = _read(self.path)
+            if found and found[0] == self.mine:
+                os.utime(self.path)
+            elif found and found[0]:
+                self._lost = found[0]
 
 
-def _read(path: Path) -> tuple[Owner | None, int]:
-    """(owner, modification time in ns) of a lock file; the owner is None if the file is not valid."""
-    text, beat = read_regular(path), path.stat().st_mtime_ns
+def _read(path: Path) -> tuple[Owner | None, int] | None:
+    """(owner, None if not valid; modification time in ns) of a lock file; None when there is none."""
+    try:
+        text, beat = read_regular(path), path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return None
     try:
         values = json.loads(text)
         owner = Owner(**{field.name: field.type(values[field.name]) for field in fields(Owner)})
@@ -253,8 +227,7 @@ _held: dict[tuple[int, str], SaveLock] = {}
 @contextlib.contextmanager
 def locked(folder: Path, world: Group, *, beat: float = BEAT, stale: float = STALE,
            poll: float = 1.0) -> Iterator[SaveLock | None]:
-    """Hold the lock of `folder`; yields it on rank 0, None elsewhere. A lock that this process holds already
-    is reused.
+    """Hold the lock of `folder`, or reuse that of this process; yields it on rank 0, None elsewhere.
 
     Collective over `world`: while rank 0 watches another owner, one gather of results every `poll` seconds,
     so that no rank waits in a collective for long. beat, stale: see `SaveLock`. Raises CheckpointError on all
@@ -295,32 +268,23 @@ def _machine() -> str:
 
 
 def _born(pid: int) -> int | None:
-    """Start time of a process of this machine: None when it does not exist or has ended, HIDDEN when /proc
-    hides it."""
+    """Start time of a process of this machine; None when it has ended, HIDDEN when /proc hides it."""
     try:
         state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return None if _is_unknown(pid) else HIDDEN
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return None
+        except OSError:                                     # exists, and belongs to another user
+            pass
+        return HIDDEN
     return None if state in "ZX" else int(rest[18])
 
 
-def _is_unknown(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except OSError:
-        pass                                                # exists, and belongs to another user
-    return False
-
-
-def _is_here(owner: Owner | None) -> bool:
-    return owner is not None and owner.pid > 0 and owner.machine != "" and owner.machine == _machine()
-
-
-def _is_gone(owner: Owner | None) -> bool:
-    return _is_here(owner) and _born(owner.pid) not in (owner.born, HIDDEN)
-
-
-def _is_alive(owner: Owner | None) -> bool:
-    return _is_here(owner) and _born(owner.pid) == owner.born
+def _runs_here(owner: Owner | None) -> bool | None:
+    """Whether the owner is alive; None unless it is a process of this machine that this user can see."""
+    if owner is None or not owner.machine or owner.machine != _machine():
+        return None
+    born = _born(owner.pid)
+    return True if born == owner.born else None if born == HIDDEN else False

@@ -97,12 +97,16 @@ def _view(piece: Piece, shape: Corner, box: Box) -> torch.Tensor:
     return tensor.as_strided(box.sizes, row_major_strides(shape), tensor.storage_offset() + first)
 
 
+def rectangle(tensor: torch.Tensor, offset: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    """A rectangle of a tensor as a view."""
+    return tensor[tuple(slice(at, at + n) for at, n in zip(offset, sizes))]
+
+
 def written_here(pieces: Iterable[Piece], coordinates: Coordinates) -> list[Piece]:
     """The pieces that this rank writes. Exactly one of the ranks that hold the same content writes it.
 
-    Copies of tied parameters have the name of the parameter they copy; only the original is written. The
-    writer among replicas follows from a hash of the name: ranks agree without communication and share the
-    work.
+    A copy of a tied parameter has the original's name; only the original is written. The writer among
+    replicas follows from a hash of the name: ranks agree without communication and share the work.
     """
     return [p for p in pieces if not p.spec.tied_copy and _is_writer(p, coordinates)]
 
@@ -119,8 +123,7 @@ def logical_boxes(spec: ParamSpec, coordinates: Coordinates, start: int, stop: i
     """The boxes of the logical tensor that hold elements [start, stop) of the flattened shard.
 
     Each element of the interval that is not padding lies in exactly one box. `Box.local` counts in the shard,
-    not in the interval: the first element of a box is element `flat_offset(shape of the shard, box.local) -
-    start` there.
+    not in the interval.
     """
     mirrors = spec.boxes(coordinates)
     rectangles = tuple(interval_boxes(shard_shape(spec, coordinates), start, stop))

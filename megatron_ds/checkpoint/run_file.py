@@ -76,10 +76,7 @@ def check_crc32(content: bytes, entry: Mapping) -> None:
 # ---- Reading.
 
 def read_run_file(path: Path) -> dict:
-    """The validated values.
-
-    Raises CheckpointError when run.json is missing, damaged, or of a later format.
-    """
+    """The valid values. Raises CheckpointError when run.json is missing, damaged, or of a later format."""
     file = path / RUN_FILE
     try:
         return _validated(file, json.loads(read_regular(file)))
@@ -101,20 +98,14 @@ def _validated(file: Path, run: Any) -> dict:
     if version > FORMAT_VERSION:
         raise CheckpointError(f"{file} is of format {version}; this version reads formats up to "
                               f"{FORMAT_VERSION}. Load it with the version that wrote it, or a newer one.")
-    if problem := next(_problems(run, _step_of(file.parent)), None):
+    named = re.search(r"iter_(\d{7,})", file.parent.name)         # None when a user has renamed the directory
+    if problem := next(_problems(run, int(named[1]) if named else None), None):
         raise CheckpointError(f"{file} is damaged, or was changed after it was saved: {problem}.")
     return run
 
 
-def _step_of(path: Path) -> int | None:
-    """The step in the name of a checkpoint's directory; None when a user has renamed it."""
-    found = re.search(r"iter_(\d{7,})", path.name)
-    return int(found[1]) if found else None
-
-
 def require(run: Mapping, path: str | Path, *names: str) -> None:
-    """Raises CheckpointError unless `run`, of the checkpoint `path`, has all `names`, dotted like
-    "identity.model"."""
+    """Raises CheckpointError unless `run` of checkpoint `path` has all `names`, such as "identity.model"."""
     for name in names:
         value: Any = run
         for part in name.split("."):
@@ -165,13 +156,10 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < MOST
 
 
-def _is_checksum(value: Any) -> bool:
-    return isinstance(value, str) and len(value) == 8 and set(value) <= set("0123456789abcdef")
-
-
 def _is_file_table(value: Any) -> bool:
     return isinstance(value, dict) and INDEX_FILE in value and all(
-        isinstance(entry, dict) and _is_count(entry.get("bytes")) and _is_checksum(entry.get("crc32"))
+        isinstance(entry, dict) and _is_count(entry.get("bytes"))
+        and isinstance(entry.get("crc32"), str) and re.fullmatch("[0-9a-f]{8}", entry["crc32"])
         for entry in value.values())
 
 
@@ -224,7 +212,7 @@ def damaged_files(path: Path) -> Iterator[str]:
                               "files: it cannot be verified. A checkpoint that this version saves can.")
     for name, entry in run["files"].items():
         try:
-            size, crc32 = size_and_crc32(path / name)
+            size, crc32 = _size_and_crc32(path / name)
         except OSError as error:
             yield f"{path / name} cannot be read: {error.strerror or error}"
             continue
@@ -234,8 +222,7 @@ def damaged_files(path: Path) -> Iterator[str]:
             yield f"{path / name} has the CRC-32 {crc32}, and {entry['crc32']} was saved"
 
 
-def size_and_crc32(file: Path) -> tuple[int, str]:
-    """(size in bytes, CRC-32 as eight hex digits) of a file, read block by block."""
+def _size_and_crc32(file: Path) -> tuple[int, str]:
     size = crc32 = 0
     with open(file, "rb") as stream:
         while block := stream.read(BLOCK):

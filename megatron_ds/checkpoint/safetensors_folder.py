@@ -11,7 +11,8 @@ is written. (The safetensors library needs all tensors of a file in memory.)
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,30 +53,30 @@ def write_folder(directory: str | os.PathLike, entries: Sequence[TensorEntry],
     tensors   given entries in the order of writing, yields their tensors; called on all ranks
 
     Files are written under temporary names and renamed: a crash leaves the old files or none, never a
-    mixture. Other files in the folder are kept. Collective over `world`. Raises CheckpointError on all ranks
-    when rank 0 cannot write.
+    mixture. Other files stay. Collective over `world`. Raises CheckpointError when rank 0 cannot write.
     """
     folder = Path(directory)
     failing = {"doing": f"could not write safetensors to {directory}", "kind": CheckpointError}
     files = cut_into_files(entries, max_shard_bytes)
     on_one_rank(world, lambda: folder.mkdir(parents=True, exist_ok=True), **failing)
-    writing = _Writing(folder, files) if world.rank == 0 else None
+    names = [SINGLE] if len(files) == 1 else [f"model-{i:05d}-of-{len(files):05d}.safetensors"
+                                              for i in range(1, len(files) + 1)]
+    named, error = dict(zip(names, files)), None
+    arriving = iter(tensors([entry for file in files for entry in file]))
     try:
-        for tensor in tensors([entry for file in files for entry in file]):
-            if writing:
-                writing.add(tensor)
-    except BaseException:
-        if writing:
-            writing.abandon()
-        raise
-    on_one_rank(world, lambda: writing.publish(), **failing)
+        if world.rank == 0:
+            error = _write_hidden(folder, named, arriving)
+        for _ in arriving:      # send the tensors of this rank; on rank 0, receive the rest after an error
+            pass
+        on_one_rank(world, lambda: _publish(folder, named, error), **failing)
+    finally:
+        if world.rank == 0:
+            with suppress(OSError):
+                _forget(folder, map(_hidden, names))
 
 
 def cut_into_files(entries: Sequence[TensorEntry], max_bytes: int) -> list[list[TensorEntry]]:
-    """Distribute entries over files, in order.
-
-    Within a file wide dtypes come first, which aligns every tensor.
-    """
+    """Distribute entries over files, in order. Wide dtypes come first in a file, which aligns tensors."""
     files: list[list[TensorEntry]] = [[]]
     for entry in entries:
         if files[-1] and sum(e.nbytes for e in files[-1]) + entry.nbytes > max_bytes:
@@ -96,91 +97,51 @@ def header_of(entries: Sequence[TensorEntry]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-class _Writing:
-    """Files being written, on rank 0.
+def _write_hidden(folder: Path, files: Mapping[str, Sequence[TensorEntry]],
+                  tensors: Iterator[torch.Tensor]) -> OSError | None:
+    """Write all files under temporary names. An error is returned, since other ranks are still sending."""
+    try:
+        for name, entries in files.items():
+            with open(folder / _hidden(name), "wb") as file:
+                file.write(header_of(entries))
+                for entry in entries:
+                    tensor = next(tensors)
+                    assert tensor.shape == entry.shape and tensor.dtype == entry.dtype, (
+                        f"{entry}: got {tensor.dtype} {list(tensor.shape)}")
+                    file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+                file.flush()
+                os.fsync(file.fileno())
+    except OSError as error:
+        return error
+    return None
 
-    An error is raised in `publish` only, since other ranks are still sending.
-    """
 
-    def __init__(self, folder: Path, files: list[list[TensorEntry]]):
-        self._folder, self._files = folder, files
-        self._names = [SINGLE] if len(files) == 1 else [
-            f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)]
-        self._queue = [(i, entry) for i, file in enumerate(files) for entry in file][::-1]
-        self._open = None
-        self._number = -1
-        self._error: Exception | None = None
-        if not self._queue:
-            self._attempt(lambda: self._begin(0))
+def _publish(folder: Path, files: Mapping[str, Sequence[TensorEntry]], error: OSError | None) -> None:
+    """Replace the old files. Raises `error` when writing failed; the old files then stay."""
+    if error is not None:
+        raise error
+    several = len(files) > 1
+    if several or not (folder / SINGLE).exists():       # one file is replaced atomically
+        _forget(folder, (SINGLE, INDEX))
+    for name in files:
+        os.replace(folder / _hidden(name), folder / name)
+    sync_directory(folder)
+    if several:
+        total = sum(entry.nbytes for entries in files.values() for entry in entries)
+        places = {entry.name: name for name, entries in files.items() for entry in entries}
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        write_durably(folder / INDEX, json.dumps(index, indent=2) + "\n")
+    present = {path.name for path in folder.glob("model*.safetensors*")}
+    _forget(folder, present - {*files, *([INDEX] if several else [])})
 
-    def add(self, tensor: torch.Tensor) -> None:
-        """The next tensor, on the CPU."""
-        number, entry = self._queue.pop()
-        assert tensor.shape == entry.shape and tensor.dtype == entry.dtype, (
-            f"{entry}: got {tensor.dtype} {list(tensor.shape)}")
-        self._attempt(lambda: self._write(number, tensor))
 
-    def publish(self) -> None:
-        """Replace the old files. Raises OSError when writing failed; the old files then stay."""
-        self._attempt(self._end)
-        if self._error is not None:
-            self.abandon()
-            raise self._error
-        if len(self._names) > 1 or not (self._folder / SINGLE).exists():   # one file is replaced atomically
-            self._forget((SINGLE, INDEX))
-        for name in self._names:
-            os.replace(self._hidden(name), self._folder / name)
-        sync_directory(self._folder)
-        if len(self._names) > 1:
-            write_durably(self._folder / INDEX, self._index())
-        self._forget({path.name for path in self._folder.glob("model*.safetensors*")} - {
-            *self._names, *([INDEX] if len(self._names) > 1 else [])})
+def _forget(folder: Path, names: Iterable[str]) -> None:
+    for name in names:
+        (folder / name).unlink(missing_ok=True)
 
-    def abandon(self) -> None:
-        """Remove the temporary files; the old files stay."""
-        if self._open is not None:
-            self._open.close()
-        for name in self._names:
-            self._hidden(name).unlink(missing_ok=True)
 
-    def _write(self, number: int, tensor: torch.Tensor) -> None:
-        if number != self._number:
-            self._end()
-            self._begin(number)
-        self._open.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
-
-    def _begin(self, number: int) -> None:
-        self._number = number
-        self._open = open(self._hidden(self._names[number]), "wb")
-        self._open.write(header_of(self._files[number]))
-
-    def _end(self) -> None:
-        if self._open is not None:
-            self._open.flush()
-            os.fsync(self._open.fileno())
-            self._open.close()
-            self._open = None
-
-    def _attempt(self, action: Callable[[], None]) -> None:
-        if self._error is None:
-            try:
-                action()
-            except OSError as error:
-                self._error = error
-                if self._open is not None:
-                    self._open.close()
-
-    def _index(self) -> str:
-        total = sum(entry.nbytes for file in self._files for entry in file)
-        places = {entry.name: name for name, file in zip(self._names, self._files) for entry in file}
-        return json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2) + "\n"
-
-    def _forget(self, names: Iterable[str]) -> None:
-        for name in names:
-            (self._folder / name).unlink(missing_ok=True)
-
-    def _hidden(self, name: str) -> Path:
-        return self._folder / f".{name}.writing"
+def _hidden(name: str) -> str:
+    return f".{name}.writing"
 
 
 def from_safetensors(directory: str | os.PathLike) -> Callable[[str, int, torch.Tensor], None]:

@@ -10,6 +10,7 @@ lock of the folder during a save (`lock.py`); a training run holds it from start
 
 import os
 import secrets
+import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -71,7 +72,7 @@ def save(directory: str | os.PathLike, step: int, pieces: Iterable[Piece], *, co
             on_one_rank(world, lambda: guarded(finish), **failing)
         except BaseException:
             if world.rank == 0:
-                folders.abandon(writing)
+                shutil.rmtree(writing, ignore_errors=True)
             raise
     return folder / folders.name_of(step)
 

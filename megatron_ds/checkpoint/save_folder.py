@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -48,7 +49,10 @@ def saved_run_in(folder: Path) -> SavedRun | None:
     steps, metrics = folders.steps_in(folder), folder / METRICS
     if steps:
         path = folders.find(folder, steps[-1])
-        return SavedRun(steps[-1], _read_run_id(path), _time_of(path))
+        run_id = None
+        with suppress(CheckpointError):
+            run_id = run_id_of(read_run_file(path))
+        return SavedRun(steps[-1], run_id, _time_of(path))
     if folders.read_tracker(folder) is not None:
         return SavedRun(None, _run_of_metrics(metrics), _time_of(folder / folders.TRACKER))
     if metrics.is_file() and metrics.stat().st_size:
@@ -59,8 +63,7 @@ def saved_run_in(folder: Path) -> SavedRun | None:
 def check_vacant(folder: Path, run_id: str, step: int, to_continue: str) -> None:
     """Raises CheckpointError if a run that starts after `step` would overwrite the run in `folder`.
 
-    Earlier checkpoints of the same run are allowed. to_continue: advice for users that want to continue the
-    run there.
+    Earlier checkpoints of the same run are allowed. to_continue: advice for continuing the run there.
     """
     there = saved_run_in(folder)
     if there is None or there.run_id == run_id and there.step is not None and there.step <= step:
@@ -91,8 +94,7 @@ def _run_of_metrics(metrics: Path) -> str | None:
 
 
 def move_aside(folder: Path, now: datetime | None = None) -> Path | None:
-    """Move the checkpoints, the tracker and the metrics into a subfolder; its path, None when there is
-    nothing to move.
+    """Move checkpoints, tracker and metrics into a subfolder; its path, None when there is nothing to move.
 
     Tokenizer folders are copied, not moved, because the new run may use one of them. Other files stay. The
     caller holds the folder's lock.
@@ -117,13 +119,6 @@ def run_id_of(run: Mapping) -> str | None:
     """The run id in a run.json; None when it has none, or one that cannot be part of a file name."""
     run_id = run.get("run_id")
     return run_id if isinstance(run_id, str) and re.fullmatch("[0-9A-Za-z]{1,64}", run_id) else None
-
-
-def _read_run_id(path: Path) -> str | None:
-    try:
-        return run_id_of(read_run_file(path))
-    except CheckpointError:
-        return None
 
 
 def _time_of(path: Path) -> str:

@@ -20,7 +20,7 @@ from ..mpu.collectives import all_gather_object
 from ..mpu.group import Group
 from ..mpu.param_spec import Coordinates, Init, ParamSpec
 from .load import explain_way_back, find_checkpoint
-from .pieces import ParameterPiece, Piece, views
+from .pieces import ParameterPiece, Piece, rectangle, views
 from .safetensors_folder import TensorEntry
 
 TAG = 0
@@ -73,10 +73,10 @@ class TensorStream:
     def _receive(self, entry: TensorEntry) -> torch.Tensor:
         whole = torch.empty(entry.shape, dtype=entry.dtype)
         for view in self._views.get(entry.name, ()):
-            _rectangle(whole, view.offset, view.tensor.shape).copy_(view.tensor)
+            rectangle(whole, view.offset, view.tensor.shape).copy_(view.tensor)
         for rank, sent in enumerate(self._sent_by_rank[1:], 1):
             for offset, sizes in sent.get(entry.name, ((), None, ()))[2]:
-                target = _rectangle(whole, offset, sizes)
+                target = rectangle(whole, offset, sizes)
                 message = torch.empty(target.numel(), dtype=entry.dtype, device=self._device)
                 self._world.transport.irecv(message, rank, TAG).wait()
                 target.copy_(message.view(target.shape))
@@ -91,10 +91,7 @@ def _sends(piece: Piece, coordinates: Coordinates) -> bool:
 
 
 def _entries(sent_by_rank: Sequence[dict]) -> list[TensorEntry]:
-    """All tensors, rank by rank.
-
-    Raises CheckpointError unless the ranks send each element of each tensor once.
-    """
+    """All tensors, rank by rank. Raises CheckpointError unless the ranks send every element once."""
     shapes: dict[str, tuple] = {}
     held: dict[str, int] = {}
     for sent in sent_by_rank:
@@ -106,10 +103,6 @@ def _entries(sent_by_rank: Sequence[dict]) -> list[TensorEntry]:
         raise CheckpointError(f"the ranks together do not hold each element once of {len(wrong)} tensors, "
                               f"first {wrong[0]}.")
     return [TensorEntry(name, shape, dtype) for name, (shape, dtype) in shapes.items()]
-
-
-def _rectangle(whole: torch.Tensor, offset: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-    return whole[tuple(slice(at, at + n) for at, n in zip(offset, sizes))]
 
 
 class StoredTensors:
@@ -135,15 +128,13 @@ class StoredTensors:
 
     def read(self, entry: TensorEntry) -> torch.Tensor:
         """The whole tensor, cast to the dtype of `entry`, which may differ from that of the checkpoint."""
-        from .storage import PieceLoadPlanner
+        from .storage import Reading
 
         flat = torch.empty(torch.Size(entry.shape).numel(), dtype=entry.dtype)
         spec = ParamSpec(entry.name, entry.shape, Init("zeros"))
         piece = ParameterPiece(spec, flat, self._kind_of[entry.name])
-        planner = PieceLoadPlanner([piece], {}, exact=False)
-        planner.set_up_planner({}, self._reader.index)
         with explain_way_back(self._folder, self._step):
-            self._reader.read_data(planner.create_local_plan(), planner).wait()
+            Reading(self._reader, [piece], {}, exact=False).run()
         return flat.view(entry.shape)
 
     def read_all(self, entries: list[TensorEntry]) -> Iterator[torch.Tensor]:

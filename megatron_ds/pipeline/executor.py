@@ -34,14 +34,11 @@ DESCRIPTIONS = {Op.F: "forward", Op.B: "backward", Op.I: "input half of the back
 class Executor:
     """Runs steps of one pipeline rank.
 
-    program           the lowered program of this rank; or a function from the number of micro-batches to the
-                      program, called once per number, for runs whose number changes (batch-size ramp,
-                      evaluation)
+    program           the lowered program of this rank; or a function from the number of micro-batches to it,
+                      called once per number, for runs whose number changes (ramp, evaluation)
     stages            the stages of this rank, by global number
-    channels          of this rank, in order per peer, direction and kind of message
     stage_rank        global stage → pipeline rank
-    activation_shape  micro-batch → shape of the hidden states between stages
-    dtype, device     of the hidden states between stages
+    activation_shape  micro-batch → shape of the hidden states between stages, which have `dtype`
     hooks             handlers of REDUCE, TIE, GATHER and RELEASE, called with the stage
     timeline          records start and end of each instruction, unless None; may be set between steps
     """
@@ -53,10 +50,9 @@ class Executor:
         self.stages, self.channels, self.stage_rank = stages, channels, stage_rank
         self.activation_shape, self.dtype, self.device = activation_shape, dtype, device
         self._handlers: dict[Op, Handler] = {
-            Op.F: self._forward, Op.B: self._backward, Op.I: self._backward_input,
-            Op.W: self._backward_weights, Op.SEND_ACT: self._send_activation,
-            Op.RECV_ACT: self._receive_activation, Op.SEND_GRAD: self._send_gradient,
-            Op.RECV_GRAD: self._receive_gradient,
+            Op.F: self._forward, Op.B: self._backward, Op.I: self._backward, Op.W: self._backward_weights,
+            Op.SEND_ACT: self._send, Op.RECV_ACT: self._receive, Op.SEND_GRAD: self._send,
+            Op.RECV_GRAD: self._receive,
             **{op: _with_stage(hook) for op, hook in (hooks or {}).items()}}
         self._activations: dict[Key, Tensor | Pending] = {}
         self._gradients: dict[Key, Tensor | Pending] = {}
@@ -148,7 +144,7 @@ class Executor:
         return (f"pipeline rank {self.rank} was executing {i} ({DESCRIPTIONS[i.op]}{microbatch} at stage "
                 f"{i.stage}) {step}")
 
-    # Handlers, one per operation; each takes the instruction alone.
+    # Handlers; each takes the instruction alone.
 
     def _forward(self, i: Instruction) -> None:
         stage, k = self.stages[i.stage], i.microbatch
@@ -161,42 +157,26 @@ class Executor:
             self._activations[i.stage + 1, k] = output.contiguous()
 
     def _backward(self, i: Instruction) -> None:
-        self._store_input_gradient(i, self.stages[i.stage].backward(i.microbatch, self._gradient_for(i)))
-
-    def _backward_input(self, i: Instruction) -> None:
-        stage = self.stages[i.stage]
-        self._store_input_gradient(i, stage.backward_input(i.microbatch, self._gradient_for(i)))
+        stage, k = self.stages[i.stage], i.microbatch
+        backward = stage.backward if i.op is Op.B else stage.backward_input
+        # No local variable holds the gradient of the output, which the backward may free.
+        grad = backward(k, None if stage.is_last else _arrived(self._gradients.pop((i.stage, k))))
+        if not stage.is_first:
+            self._gradients[i.stage - 1, k] = grad.contiguous()
 
     def _backward_weights(self, i: Instruction) -> None:
         self.stages[i.stage].backward_weights(i.microbatch)
 
-    def _gradient_for(self, i: Instruction) -> Tensor | None:
-        """The gradient of the stage's output, None where the stage ends in a loss."""
-        if self.stages[i.stage].is_last:
-            return None
-        return _arrived(self._gradients.pop((i.stage, i.microbatch)))
+    def _send(self, i: Instruction) -> None:
+        kind, tensors, to = (("act", self._activations, i.stage + 1) if i.op is Op.SEND_ACT else
+                             ("grad", self._gradients, i.stage - 1))
+        self.channels.send(kind, self.stage_rank(to), tensors.pop((to, i.microbatch)))
 
-    def _store_input_gradient(self, i: Instruction, grad: Tensor | None) -> None:
-        if not self.stages[i.stage].is_first:
-            self._gradients[i.stage - 1, i.microbatch] = grad.contiguous()
-
-    def _send_activation(self, i: Instruction) -> None:
-        output = self._activations.pop((i.stage + 1, i.microbatch))
-        self.channels.send("act", self.stage_rank(i.stage + 1), output)
-
-    def _send_gradient(self, i: Instruction) -> None:
-        grad = self._gradients.pop((i.stage - 1, i.microbatch))
-        self.channels.send("grad", self.stage_rank(i.stage - 1), grad)
-
-    def _receive_activation(self, i: Instruction) -> None:
-        self._activations[i.stage, i.microbatch] = self._receive("act", i.stage - 1, i.microbatch)
-
-    def _receive_gradient(self, i: Instruction) -> None:
-        self._gradients[i.stage, i.microbatch] = self._receive("grad", i.stage + 1, i.microbatch)
-
-    def _receive(self, kind: str, source_stage: int, microbatch: int) -> Pending:
-        return self.channels.recv(kind, self.stage_rank(source_stage), self._shapes[microbatch], self.dtype,
-                                  self.device)
+    def _receive(self, i: Instruction) -> None:
+        kind, tensors, source = (("act", self._activations, i.stage - 1) if i.op is Op.RECV_ACT else
+                                 ("grad", self._gradients, i.stage + 1))
+        tensors[i.stage, i.microbatch] = self.channels.recv(
+            kind, self.stage_rank(source), self._shapes[i.microbatch], self.dtype, self.device)
 
     def _check(self, i: Instruction, output: Tensor) -> None:
         """Raise CommunicationError unless `output` has the shape and dtype that the next stage expects."""

@@ -32,8 +32,7 @@ class Op(StrEnum):
 
 
 class Instruction(NamedTuple):
-    """One entry of a program. A tuple, because 64 stages need half a million of them made, compared and
-    hashed.
+    """One entry of a program. A tuple, since half a million are made, compared and hashed for 64 stages.
 
     stage       global stage = chunk * pipeline_size + pipeline_rank
     microbatch  None for operations on a whole stage (GATHER, RELEASE, REDUCE, TIE)
@@ -105,10 +104,7 @@ class StageCosts:
                                 "number for all stages, or tuples of the same length.")
 
     def of(self, instruction: Instruction) -> float:
-        """A cost function for the simulator: instruction → time.
-
-        Operations that are not listed above take none.
-        """
+        """Time of an instruction, for the simulator. Operations that are not listed above take none."""
         op, stage = instruction.op, instruction.stage
         if op is Op.B:
             return self._at("input_grad", stage) + self._at("weight_grad", stage)

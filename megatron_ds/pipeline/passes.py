@@ -56,14 +56,12 @@ def lower(schedule: Schedule, num_stages: int, *, tied: Iterable[int] = (), gath
 
 
 def add_transfers(schedule: Schedule, num_stages: int, early: bool = True) -> Schedule:
-    """Add SEND right after the computation that makes a tensor, and RECV early enough (see the note above)
-    before its use.
+    """Add SEND right after the computation that makes a tensor, and RECV early enough (see the note above).
 
     early=False posts receives right before their use; tests show the deadlocks that follow.
 
     Stages that are neighbours on one rank exchange nothing. Receives of one channel (source, destination,
-    kind) are posted in the order in which the peer sends, so in-order channels never confuse messages under
-    any schedule.
+    kind) are posted in the order of its sends, so in-order channels never confuse messages.
     """
     home = stage_ranks(schedule)
     if sorted(home) != list(range(num_stages)):
@@ -99,11 +97,10 @@ def _latest_posts(schedule: Schedule, channels: Sequence) -> list[dict[Instructi
 
 
 def add_ties(schedule: Schedule, stages: Iterable[int]) -> Schedule:
-    """Add TIE for each of `stages`, the stages that hold a copy of a tied parameter, at the end of their
-    programs.
+    """Add TIE at the end of the programs for each of `stages`, which hold a copy of a tied parameter.
 
-    They are at the very end, not right after the stage's own last backward: TIE waits for the other holders,
-    and with several chunks per rank those may wait for a backward that comes later on this rank.
+    Not right after the stage's own last backward: TIE waits for the other holders, and with several chunks
+    per rank those may wait for a backward that comes later on this rank.
     """
     stages, home = sorted(set(stages)), stage_ranks(schedule)
     trained = {i.stage for program in schedule for i in program if i.op in BACKWARD}
@@ -117,11 +114,9 @@ def add_ties(schedule: Schedule, stages: Iterable[int]) -> Schedule:
 
 
 def add_zero(schedule: Schedule, *, gather: bool = False, reduce_each: bool = False) -> Schedule:
-    """Add REDUCE right before the last B or W of each stage: "the next one completes the gradients of this
-    stage".
+    """Add REDUCE before the last B or W of a stage: "the next one completes the gradients of this stage".
 
-    reduce_each  REDUCE before every B or W: gradients are kept only as shards, so each micro-batch is reduced
-                 alone
+    reduce_each  REDUCE before every B or W: only shards of gradients are kept, so each micro-batch is reduced
     gather       keep sharded parameters gathered: GATHER before the first computation of each stage, RELEASE
                  after the last that reads them. Without it, layers are gathered one by one, independently of
                  the schedule
@@ -165,8 +160,7 @@ def _forward_program(program: Program) -> Program:
 def _place(program: Program, channels: Collection[Sequence[Instruction]],
            sends: Mapping[Instruction, Instruction], latest: Mapping[Instruction, int],
            early: bool) -> Program:
-    """`program` with `sends` after their computations, and with the receives of each channel posted in
-    channel order.
+    """`program` with `sends` after their computations, and the receives of each channel in its order.
 
     A receive is posted right before its use; if early, one computation before, or before computation number
     latest[receive], whichever comes first, and before the send that precedes that computation.
@@ -177,7 +171,12 @@ def _place(program: Program, channels: Collection[Sequence[Instruction]],
     # Decide before which computation each receive is posted.
     posts: dict[int, list[Instruction]] = defaultdict(list)         # number of the computation → receives
     for receives in channels:
-        _check_used(receives, use)
+        for r in receives:
+            if r not in use:
+                consumers = "F" if r.op is Op.RECV_ACT else "B or I"
+                raise ScheduleError(f"{r} arrives on a rank that never computes {consumers} of micro-batch "
+                                    f"{r.microbatch} at stage {r.stage}. Complete the schedule: each "
+                                    "micro-batch passes every stage once.")
         # No later than any message behind it in the channel: a running minimum from the back.
         wanted = (min(max(0, use[r] - early), latest.get(r, use[r])) for r in reversed(receives))
         for receive, at in zip(reversed(receives), accumulate(wanted, min)):
@@ -191,15 +190,6 @@ def _place(program: Program, channels: Collection[Sequence[Instruction]],
         receives = posts[at][::-1] if i.op in COMPUTE else []
         placed += receives + send if early else send + receives
     return tuple(placed)
-
-
-def _check_used(receives: Sequence[Instruction], use: Mapping[Instruction, int]) -> None:
-    for r in receives:
-        if r not in use:
-            consumers = "F" if r.op is Op.RECV_ACT else "B or I"
-            raise ScheduleError(f"{r} arrives on a rank that never computes {consumers} of micro-batch "
-                                f"{r.microbatch} at stage {r.stage}. Complete the schedule: each micro-batch "
-                                "passes every stage once.")
 
 
 def _with_reduces(program: Program, reduce_each: bool) -> Program:

@@ -24,8 +24,7 @@ SMALL, LETTER = 11, 6.6  # font size, width of a digit
 
 
 def draw(schedule: Schedule | Simulation, unit: float | None = None) -> str:
-    """The schedule as text, one line per rank, one column per `unit` of time (default: the shortest
-    computation).
+    """The schedule as text, a line per rank, a column per `unit` of time (default: shortest computation).
 
         rank 0 | F0 F1 .. .. B0 -- .. B1 --
         rank 1 | .. F0 B0 -- F1 B1 --     "--" continues, ".." is idle, F0' is of the rank's second stage
@@ -88,10 +87,7 @@ class Picture:
 
 
 def layout(panels: list[Panel], width: int = 1100) -> Picture:
-    """Coordinates of all boxes and labels, in pixels from the top left.
-
-    Boxes too narrow for their number omit it.
-    """
+    """Coordinates in pixels from the top left. Boxes too narrow for their number omit it."""
     span = max((panel.timeline.span for panel in panels), default=0) or 1
     scale = (width - LEFT - RIGHT) / span
     boxes: list[Box] = []

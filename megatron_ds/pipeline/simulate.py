@@ -21,7 +21,7 @@ only when the instruction that it waits for has ended.
 """
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -46,8 +46,8 @@ class Simulation:
     """A schedule with the time at which each instruction starts and ends, rank by rank."""
 
     schedule: Schedule
-    starts: tuple[tuple[float, ...], ...]
-    ends: tuple[tuple[float, ...], ...]
+    starts: Sequence[Sequence[float]]
+    ends: Sequence[Sequence[float]]
 
     @cached_property
     def span(self) -> float:
@@ -116,8 +116,7 @@ def check(schedule: Schedule, num_stages: int, num_microbatches: int, *, forward
 
 
 def simulate(schedule: Schedule, cost: Cost = unit_cost, sends: str = "buffered") -> Simulation:
-    """Run the clocks. Raises ScheduleError for a dependency that is never met, a deadlock, or unmatched
-    transfers.
+    """Run the clocks. Raises ScheduleError for an unmet dependency, a deadlock, or unmatched transfers.
 
     cost    time of an instruction; for a SEND, of the transfer (the sender does not wait)
     sends   "buffered" or "rendezvous"
@@ -142,17 +141,15 @@ def _peak(program, grows: Callable[[Instruction], bool], shrinks: Callable[[Inst
 
 
 def run_clocks(schedule: Schedule, cost: Cost = unit_cost, rendezvous: bool = False) -> tuple[Times, Times]:
-    """(starts, ends) of each rank's instructions. Raises ScheduleError for a deadlock or an unmet dependency.
-
-    cost    time of an instruction; for a SEND, of the transfer (the sender does not wait)
-    """
+    """(starts, ends) of each rank's instructions, at a cost as of `simulate`; raises its errors."""
     # Number the instructions and their dependencies.
     numbers = _Numbers(schedule)
     needs = [[numbers.needs(i, rendezvous) for i in program] for program in schedule]
     starts: Times = [[] for _ in schedule]
     ends: Times = [[] for _ in schedule]
     done: list[float | None] = [None] * numbers.count          # number → end; of a send: arrival
-    barrier = _TieBarrier(schedule)
+    tying = sum(any(i.op is Op.TIE for i in program) for program in schedule)
+    at_tie: dict[int, float] = {}                              # rank → when it reached its first TIE
     waiting: dict[int, list[int]] = defaultdict(list)          # number → ranks that wait for it
     # Run each rank until it is blocked; continue it when the instruction that it waits for has ended.
     ready = list(range(len(schedule)))
@@ -173,12 +170,13 @@ def run_clocks(schedule: Schedule, cost: Cost = unit_cost, rendezvous: bool = Fa
                 waiting[missing].append(rank)
                 break
             i = program[at]
-            if i.op is Op.TIE and not barrier.is_open:
-                ready += barrier.arrive(rank, clock)
-                if not barrier.is_open:
-                    break
-            if i.op is Op.TIE:
-                clock = max(clock, barrier.time)
+            if i.op is Op.TIE:                                 # a barrier of all ranks that have one
+                if rank not in at_tie:
+                    at_tie[rank] = clock
+                    if len(at_tie) < tying:
+                        break
+                    ready += [other for other in at_tie if other != rank]
+                clock = max(clock, *at_tie.values())
             its_starts.append(clock)
             end = clock + cost(i)
             if i.op is not Op.SEND_ACT and i.op is not Op.SEND_GRAD:
@@ -246,28 +244,6 @@ class _Numbers:
     def _backward(self, place: int) -> int:
         """Base of the operation that makes the gradient of a stage's input: I where backward is split."""
         return self.base[Op.I] if self.present[self.base[Op.I] + place] else self.base[Op.B]
-
-
-class _TieBarrier:
-    """A barrier at TIE: a rank proceeds when all ranks that have one have reached their first."""
-
-    def __init__(self, schedule: Schedule):
-        self.missing = {rank for rank, program in enumerate(schedule) if any(i.op is Op.TIE for i in program)}
-        self.arrived: list[int] = []
-        self.time = 0.0
-
-    @property
-    def is_open(self) -> bool:
-        return not self.missing
-
-    def arrive(self, rank: int, clock: float) -> list[int]:
-        """The other ranks that may proceed now."""
-        self.missing.discard(rank)
-        self.time = max(self.time, clock)
-        if self.is_open:
-            return self.arrived
-        self.arrived.append(rank)
-        return []
 
 
 def _check_finished(schedule: Schedule, ends: Times, needs: list[list[tuple[int, ...]]], numbers: _Numbers,

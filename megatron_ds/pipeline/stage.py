@@ -96,8 +96,7 @@ class Stage:
         return loss
 
     def backward(self, microbatch: int, grad: Tensor | None) -> Tensor | None:
-        """Gradient of the input (None on the first stage) from that of the output (None where the stage ends
-        in a loss).
+        """Gradient of the input (None on the first stage) from that of the output (None before a loss).
 
         Gradients of parameters are accumulated by autograd and the layers.
         """
@@ -108,10 +107,7 @@ class Stage:
         return None if live.input is None else live.input.grad
 
     def backward_input(self, microbatch: int, grad: Tensor | None) -> Tensor | None:
-        """The first half of `backward`: its result, and no parameter's gradient.
-
-        `backward_weights` must follow.
-        """
+        """The first half of `backward`: no parameter's gradient. `backward_weights` must follow."""
         live = self._to_start(microbatch, grad)
         if live.root is None:
             return self._split.input_half(microbatch, None, live.input)
@@ -140,10 +136,7 @@ class Stage:
         self._split.waiting.clear()
 
     def _run(self, x: Tensor | None, batch: Batch, attached: Callable[[Tensor], Tensor]) -> Any:
-        """The output of the last layer.
-
-        The terms of a layer that a loss follows are left for the objective.
-        """
+        """The output of the last layer. Terms of a layer that a loss follows are left for the objective."""
         enter, leave = self.hooks.enter, self.hooks.leave
         last = len(self.modules) - 1
         for i, module in enumerate(self.modules):

@@ -6,8 +6,9 @@ named layers.
 
 import math
 import re
+from bisect import bisect_left
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, combinations
 
 from ..errors import ConfigError, LayoutError
 
@@ -45,11 +46,28 @@ def parse_layout(text: str, is_block: Sequence[bool], stages: int) -> Bounds:
     """
     blocks = [at for at, block in enumerate(is_block) if block]
     before, behind = (blocks[0], len(is_block) - blocks[-1] - 1) if blocks else (len(is_block), 0)
-    parts = _parts(text, len(blocks), stages)
+    wrong = lambda what: _wrong(text, what, len(blocks), stages)
+    # Expand the layout and check it: one string of E, t and L per stage.
+    is_counts = _is_counts(text)
+    parts = text.split(",") if is_counts else _expand(text).split("|")
+    named = sum(map(int, parts)) if is_counts else "".join(parts).count("t")
+    if len(parts) != stages:
+        raise wrong(f"it has {len(parts)} stages, but the pipeline has {stages}")
+    if named != len(blocks):
+        raise wrong(f"it has {named} decoder layers, but the model has {len(blocks)}")
+    if is_counts:
+        parts = ["t" * int(count) for count in parts]
+    if "E" not in "".join(parts):
+        parts[0] = "E" + parts[0]
+    if "L" not in "".join(parts):
+        parts[-1] += "L"
+    if "".join(parts) != "E" + "t" * len(blocks) + "L":
+        raise wrong("E comes once, before the decoder layers, and L once, after them")
+    # Count the layers of each stage.
     size = {"E": before, "t": 1, "L": behind}
     bounds = (0, *accumulate(sum(size[letter] for letter in part) for part in parts))
     if empty := [s for s in range(stages) if bounds[s] == bounds[s + 1]]:
-        raise _wrong(text, f"stage {empty[0]} would hold no layer", len(blocks), stages)
+        raise wrong(f"stage {empty[0]} would hold no layer")
     return bounds
 
 
@@ -62,33 +80,6 @@ def _is_counts(text: str) -> bool:
     return bool(re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", text))
 
 
-def _parts(text: str, num_blocks: int, stages: int) -> list[str]:
-    """The layout with repetitions expanded and validated, one string of E, t and L per stage."""
-    if _is_counts(text):
-        counts = [int(word) for word in text.split(",")]
-        _check_counts(text, len(counts), sum(counts), num_blocks, stages)
-        parts = ["t" * count for count in counts]
-    else:
-        parts = _expand(text).split("|")
-        _check_counts(text, len(parts), "".join(parts).count("t"), num_blocks, stages)
-    if "E" not in "".join(parts):
-        parts[0] = "E" + parts[0]
-    if "L" not in "".join(parts):
-        parts[-1] += "L"
-    if "".join(parts) != "E" + "t" * num_blocks + "L":
-        raise _wrong(text, "E comes once, before the decoder layers, and L once, after them", num_blocks,
-                     stages)
-    return parts
-
-
-def _check_counts(text: str, num_parts: int, num_named: int, num_blocks: int, stages: int) -> None:
-    if num_parts != stages:
-        raise _wrong(text, f"it has {num_parts} stages, but the pipeline has {stages}", num_blocks, stages)
-    if num_named != num_blocks:
-        raise _wrong(text, f"it has {num_named} decoder layers, but the model has {num_blocks}", num_blocks,
-                     stages)
-
-
 def _as_integers(costs: Sequence[float]) -> list[int]:
     """The costs as multiples of one unit, so that sums are exact and equal cuts compare as equal."""
     ratios = [c.as_integer_ratio() for c in costs]
@@ -97,18 +88,9 @@ def _as_integers(costs: Sequence[float]) -> list[int]:
 
 
 def _least_maximum(prefix: Sequence[int], stages: int) -> int:
-    """Bisection over the costs of all runs of layers, one of which is the optimum; each is tested greedily.
-    """
-    n = len(prefix) - 1
-    candidates = sorted({prefix[j] - prefix[i] for i in range(n) for j in range(i + 1, n + 1)})
-    low, high = 0, len(candidates) - 1
-    while low < high:
-        middle = (low + high) // 2
-        if _fits(prefix, stages, candidates[middle]):
-            high = middle
-        else:
-            low = middle + 1
-    return candidates[low]
+    """Bisection over the costs of all runs of layers, one of which is the optimum."""
+    candidates = sorted({end - start for start, end in combinations(prefix, 2)})
+    return candidates[bisect_left(candidates, True, key=lambda limit: _fits(prefix, stages, limit))]
 
 
 def _fits(prefix: Sequence[int], stages: int, limit: int) -> bool:
@@ -123,10 +105,7 @@ def _fits(prefix: Sequence[int], stages: int, limit: int) -> bool:
 
 
 def _most_even(prefix: Sequence[int], stages: int, limit: int) -> Bounds:
-    """Dynamic programming from the back: least[i] = (sum of squares, end of the first stage) for layers i..
-
-    in s stages.
-    """
+    """Dynamic programming from the back: least[i] = (sum of squares, end of the first stage) of i..n."""
     n = len(prefix) - 1
     least: list[tuple[float, int]] = [(math.inf, n)] * n + [(0, n)]
     ends = []

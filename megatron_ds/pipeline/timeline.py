@@ -106,10 +106,7 @@ def timelines_of(simulation: Simulation, unit: float = 1.0) -> dict[int, list[En
 
 
 def as_simulation(timelines: Mapping[int, Sequence[Entry]]) -> Simulation:
-    """Timelines as a `Simulation`, for its bubble, its live activations and pictures.
-
-    Time is 0 at the first start.
-    """
+    """Timelines as a `Simulation`, for its bubble and pictures. Time is 0 at the first start."""
     begin = min((start for entries in timelines.values() for _, start, _ in entries), default=0.0)
     ranks = [timelines[rank] for rank in sorted(timelines)]
     return Simulation(tuple(tuple(i for i, _, _ in entries) for entries in ranks),

@@ -5,15 +5,15 @@ transfers.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from ..errors import ScheduleError
 from .instruction import BACKWARD, COMPUTE, RECEIVES, SENDS, Instruction, Op, Schedule, stage_ranks
 
 Channel = tuple[int, int, str]                     # (source rank, destination rank, "act" | "grad")
 ABOUT_ONE_MICROBATCH = COMPUTE | SENDS | RECEIVES
-KIND = {Op.SEND_ACT: "act", Op.RECV_ACT: "act", Op.SEND_GRAD: "grad", Op.RECV_GRAD: "grad"}
-MAKES = {Op.F: ("act", 1), Op.B: ("grad", -1), Op.I: ("grad", -1)}     # → (kind of message, stage distance)
+MAKES = frozenset({Op.F, Op.B, Op.I})                  # a tensor for a neighbouring stage
+FORTH = frozenset({Op.F, Op.SEND_ACT, Op.RECV_ACT})      # they pass activations on; others return gradients
 SHOWN = 6  # instructions named in an error message; the others are counted
 
 
@@ -43,18 +43,18 @@ def check_complete(schedule: Schedule, num_stages: int, num_microbatches: int, f
 
 def check_transfers(schedule: Schedule, num_stages: int) -> None:
     """Sends and receives, if there are any, are exactly the needed ones, each channel in one order."""
-    sent, received = _channels(schedule, SENDS, num_stages), _channels(schedule, RECEIVES, num_stages)
+    sent, received = _messages(schedule, SENDS, num_stages), _messages(schedule, RECEIVES, num_stages)
     if not sent and not received:
         return
-    needed = _needed(schedule, num_stages)
+    needed = _messages(schedule, MAKES, num_stages)
     for channel in sorted(sent.keys() | received.keys() | needed.keys()):
         source, destination, kind = channel
         name = f"channel {kind!r} from rank {source} to rank {destination}"
         for what, messages in (("sent", sent[channel]), ("received", received[channel])):
-            if difference := needed[channel] ^ set(messages):
-                raise ScheduleError(f"{name}: the messages of (stage, micro-batch) "
-                                    f"{_some(sorted(difference))} are needed but not {what}, or {what} but "
-                                    "not needed. Let add_transfers insert the sends and receives.")
+            if difference := set(needed[channel]) ^ set(messages):
+                raise ScheduleError(f"{name}: (stage, micro-batch) {_some(sorted(difference))} needed but "
+                                    f"not {what}, or {what} but not needed. Let add_transfers place the "
+                                    "transfers.")
         for n, (out, into) in enumerate(zip(sent[channel], received[channel])):
             if out != into:
                 raise ScheduleError(f"{name}: message {n} is sent for micro-batch {out[1]} at stage "
@@ -90,37 +90,25 @@ def _check_numbers(i: Instruction, num_stages: int, num_microbatches: int) -> No
         raise ScheduleError(f"{i} names micro-batch {i.microbatch}. Valid for {i.op.name}: {legal}.")
 
 
-def _needed(schedule: Schedule, num_stages: int) -> dict[Channel, set[tuple[int, int]]]:
-    """Messages that the computations require, as (stage that consumes it, micro-batch)."""
-    home, needed = stage_ranks(schedule), defaultdict(set)
-    for rank, program in enumerate(schedule):
-        for i in program:
-            if i.op not in MAKES:
-                continue
-            kind, away = MAKES[i.op]
-            stage = i.stage + away
-            if 0 <= stage < num_stages and home[stage] != rank:
-                needed[rank, home[stage], kind].add((stage, i.microbatch))
-    return needed
-
-
-def _channels(schedule: Schedule, ops: frozenset[Op],
+def _messages(schedule: Schedule, ops: Collection[Op],
               num_stages: int) -> dict[Channel, list[tuple[int, int]]]:
-    """Messages in program order, as (stage that consumes it, micro-batch)."""
+    """Messages of sends, of receives, or that computations require, as (consuming stage, micro-batch)."""
     home, channels = stage_ranks(schedule), defaultdict(list)
     for rank, program in enumerate(schedule):
         for i in program:
             if i.op not in ops:
                 continue
-            forth = 1 if KIND[i.op] == "act" else -1                   # direction in which this kind travels
-            peer = i.stage + forth if i.op in SENDS else i.stage - forth
+            kind, away = ("act", 1) if i.op in FORTH else ("grad", -1)
+            peer = i.stage - away if i.op in RECEIVES else i.stage + away
+            if i.op in COMPUTE and (not 0 <= peer < num_stages or home[peer] == rank):
+                continue
             if not 0 <= peer < num_stages:
                 raise ScheduleError(f"{i} on rank {rank} communicates with stage {peer}, but there are "
                                     f"{num_stages}: stages 0 to {num_stages - 1}. Remove it.")
-            if i.op in SENDS:
-                channels[rank, home[peer], KIND[i.op]].append((peer, i.microbatch))
+            if i.op in RECEIVES:
+                channels[home[peer], rank, kind].append((i.stage, i.microbatch))
             else:
-                channels[home[peer], rank, KIND[i.op]].append((i.stage, i.microbatch))
+                channels[rank, home[peer], kind].append((peer, i.microbatch))
     return channels
 
 

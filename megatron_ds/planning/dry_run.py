@@ -78,8 +78,7 @@ def plan_text(plan: WorldPlan, unchecked: Sequence[str]) -> str:
 
 # ------------------------------------------------------------------ grid
 def is_tied(plan: WorldPlan) -> bool:
-    """Whether two ranks hold the embedding: the first and the last stage share it and are on different ranks.
-    """
+    """Whether two ranks hold the embedding: the first and the last stage share it from different ranks."""
     ends = plan.run.shape.placement[0], plan.run.shape.placement[-1]
     return not plan.config.model.untie_embeddings_and_output_weights and ends[0] != ends[1]
 
@@ -98,16 +97,10 @@ def grid_text(grid: Grid, rank: int, tied: bool) -> Iterator[str]:
                  else grid.group_of(rank, *name.split("-")))
         count = grid.world_size // len(ranks) if name != "embd" else grid.world_size // grid.pp
         rows.append([title, str(len(ranks)), f"{count:,}", ranks_in_short(ranks)])
-    yield from _left(rows)
+    yield from table(rows, last_left=True)
     if grid.pp * grid.dp > 1:
         yield f"  ranks of each tensor group, [ ] holds rank {rank}:"
         yield from _picture(grid, at)
-
-
-def _left(rows: list[list[str]]) -> list[str]:
-    """A table with its last column flush left."""
-    width = max(len(row[-1]) for row in rows)
-    return [line.rstrip() for line in table([[*row[:-1], row[-1].ljust(width)] for row in rows])]
 
 
 def _picture(grid: Grid, at: dict[str, int]) -> list[str]:
@@ -128,8 +121,7 @@ def _picture(grid: Grid, at: dict[str, int]) -> list[str]:
 
 
 def _some(count: int, must: int, most: int) -> list[int | None]:
-    """0 to `count` - 1, or, if these are more than `most`, the first two, `must` and the last; None is a gap.
-    """
+    """0 to `count` - 1; if more than `most`, only the first two, `must` and the last; None is a gap."""
     chosen = range(count) if count <= most else sorted({0, 1, must, count - 1})
     result: list[int | None] = []
     for number in chosen:
@@ -155,7 +147,7 @@ def stages_text(plan: WorldPlan) -> Iterator[str]:
         count = sum(p.spec.numel for p in stage.parameters)
         rows.append([str(stage.index), *([str(plan.run.shape.placement[stage.index])] * several),
                      str(len(stage.names)), in_large(count), f"{shares[stage.index]:.2%}", what])
-    title, *lines = _left(rows)
+    title, *lines = table(rows, last_left=True)
     yield title
     yield from in_short(lines, MOST_ROWS)
     copies = sum(p.spec.numel for stage in plan.stages for p in stage.parameters) - plan.parameters
@@ -173,12 +165,11 @@ def schedule_text(plan: WorldPlan) -> Iterator[str]:
     if p == 1:
         yield "  one pipeline rank: no bubble"
         return
-    busy, span = plan.simulation.busy, plan.simulation.span
-    idle = [1 - time / span for time in busy]
-    live = plan.simulation.peak_live
-    yield (f"  bubble about {plan.simulation.bubble:.1%} ({plan.run.times.source}), rank by rank "
+    simulation = plan.simulation
+    idle = [1 - time / simulation.span for time in simulation.busy]
+    yield (f"  bubble about {simulation.bubble:.1%} ({plan.run.times.source}), rank by rank "
            f"{min(idle):.1%} to {max(idle):.1%}")
-    yield f"  micro-batches alive at most, rank by rank: {_spread(live)}"
+    yield f"  micro-batches alive at most, rank by rank: {_spread(simulation.peak_live)}"
     yield from (f"  {line}" for line in _drawing(plan))
 
 
@@ -293,11 +284,13 @@ UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 LARGE = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
-def table(rows: Sequence[Sequence[str]], left: int = 1, indent: str = "  ") -> list[str]:
-    """Rows of cells as lines; the first `left` columns are flush left, the others flush right."""
+def table(rows: Sequence[Sequence[str]], left: int = 1, indent: str = "  ",
+          last_left: bool = False) -> list[str]:
+    """Rows of cells as lines; the first `left` columns, and maybe the last, are flush left, others right."""
     columns = max(len(row) for row in rows)
     widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(columns)]
-    align = lambda i, cell: cell.ljust(widths[i]) if i < left else cell.rjust(widths[i])
+    is_left = lambda i: i < left or last_left and i == columns - 1
+    align = lambda i, cell: cell.ljust(widths[i]) if is_left(i) else cell.rjust(widths[i])
     return [(indent + "  ".join(align(i, cell) for i, cell in enumerate(row))).rstrip() for row in rows]
 
 
@@ -306,20 +299,19 @@ def in_bytes(count: float) -> str:
     unit = 0
     while count >= 1023.95 and unit < len(UNITS) - 1:
         count, unit = count / 1024, unit + 1
-    return f"{_digits(count, 4) if unit else f'{count:,.0f}'} {UNITS[unit]}"
+    return f"{_four_digits(count) if unit else f'{count:,.0f}'} {UNITS[unit]}"
 
 
 def in_large(count: float, unit: str = "") -> str:
     """Four digits and a prefix of powers of 1000: 1.008 T, 12.30 G."""
     for size, letter in LARGE:
         if count >= size:
-            return f"{_digits(count / size, 4)} {letter}{unit}"
+            return f"{_four_digits(count / size)} {letter}{unit}"
     return f"{count:,.0f} {unit}".rstrip()
 
 
-def _digits(number: float, digits: int) -> str:
-    whole = len(str(int(number)))
-    return f"{number:.{max(digits - whole, 0)}f}"
+def _four_digits(number: float) -> str:
+    return f"{number:.{max(4 - len(str(int(number))), 0)}f}"
 
 
 def in_short(lines: Sequence[str], most: int) -> list[str]:

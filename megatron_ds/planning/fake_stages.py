@@ -115,10 +115,7 @@ def run_own_stages(config: RunConfig, mesh: Mesh, plan: RunPlan, program: Progra
 
 
 def most_kept(program: Program, kept: Mapping[int, int]) -> int:
-    """Maximum of the bytes that micro-batches keep between their F and their B or W.
-
-    kept: stage → bytes of one micro-batch
-    """
+    """Most bytes that micro-batches keep between F and B or W. kept: stage → bytes of one micro-batch."""
     trained = {(i.stage, i.microbatch) for i in program if i.op in (Op.B, Op.W)}
     now = most = 0
     for i in program:
@@ -132,8 +129,7 @@ def most_kept(program: Program, kept: Mapping[int, int]) -> int:
 
 @contextmanager
 def without_memory(device: str) -> Iterator[torch.device]:
-    """Yield a device: tensors on it have no memory within the context. `WORKSPACE` has other tensors there.
-    """
+    """Yields a device on which tensors have no memory; `WORKSPACE` has other tensors within the context."""
     with FakeTensorMode() if device == "cpu" else nullcontext(), WORKSPACE.apart():
         yield torch.device("cpu" if device == "cpu" else "meta")
 
@@ -144,12 +140,10 @@ def _split_stages(schedule: Schedule) -> frozenset[int]:
 
 
 class StageRunner:
-    """Builds stages and runs one of each sort.
+    """Builds stages and runs one of each sort, within the context of `without_memory`.
 
-    mesh          from `fake_mesh`
-    device        from `without_memory`; the runner is made and used within that context
+    mesh, device  from `fake_mesh` and from `without_memory`
     split         stages whose backward the schedule splits
-    only_forward  as of `run_own_stages`
     """
 
     def __init__(self, config: RunConfig, mesh: Mesh, plan: RunPlan, device: torch.device,
@@ -195,13 +189,12 @@ class StageRunner:
         return StageRun(kept, *self._at_work(index, layers), traffic, metrics)
 
     def _at_work(self, index: int, layers: Sequence[Layer]) -> tuple[int, int]:
-        """(at_work, the workspace in it), measured on one layer of each sort: more layers only add to `kept`.
-        """
+        """(at_work, the workspace in it), on one layer of each sort: more layers only add to `kept`."""
         modules = build_stage(self._one_of_each_sort(layers))
         stage, gradients = self._stage(index, modules), DTYPES[self.config.optimizer.gradient_dtype]
         for p in modules.parameters():
             p.main_grad = torch.empty(p.shape, dtype=gradients, device=self.device)
-            p.grad_ready = _ignore
+            p.grad_ready = lambda: None             # no optimizer manages it
         with LiveBytes(peak=True) as live, WORKSPACE.apart() as workspace:
             self._forward(stage, planned_batch(self.config, self.device))     # allocates what a rank has once
             self._backward(stage)
@@ -287,10 +280,6 @@ class LiveBytes(TorchDispatchMode):
 
 def _tensors(tree: object) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-def _ignore() -> None:
-    """`grad_ready` of a parameter that no optimizer manages."""
 
 
 def _check(what: str, tensor: torch.Tensor, expected: torch.Tensor) -> None:

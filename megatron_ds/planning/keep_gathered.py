@@ -33,11 +33,9 @@ CGROUP = Path("/sys/fs/cgroup")
 class MemoryBudget:
     """Bytes of one rank, if it keeps its stages gathered.
 
-    memory       free before the model was built
-    state        weights, gradients and optimizer state that this memory holds
-    gradients    buffers in which gradients accumulate
-    activations  allowance for them
-    weights      of the stages, gathered
+    memory   free before the model was built
+    state    weights, gradients and optimizer state that this memory holds
+    weights  of the stages, gathered
     """
 
     memory: int
@@ -133,8 +131,7 @@ def _budget(config: RunConfig, mesh: Mesh, memory: int, optimizer: ZeroOptimizer
 def memory_of_rank(mesh: Mesh) -> int:
     """Free bytes of this rank's device, before it holds anything. Collective over the world.
 
-    A CPU's memory is divided evenly among the ranks of its machine; of their measurements the smallest
-    counts.
+    Ranks of a machine share a CPU's memory evenly; of their measurements the smallest counts.
     """
     mine = (mesh.device.type, socket.gethostname(), free_memory(mesh.device))
     of_all = all_gather_object(mine, mesh.group("world"))
@@ -160,8 +157,7 @@ def _machine(meminfo: Path) -> int | None:
 
 
 def _cgroup(folder: Path) -> int | None:
-    """The unused part of a container's limit (version 2; version 1 has the same numbers under other names).
-    """
+    """The unused part of a container's limit. Version 1 has the same numbers under other names."""
     old = "memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"
     for limit, used, stat in (("memory.max", "memory.current", "memory.stat"), old):
         numbers = [_text(folder / name).strip() for name in (limit, used)]

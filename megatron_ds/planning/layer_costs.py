@@ -35,7 +35,7 @@ from ..mpu.context import ParallelContext
 from ..mpu.group import Group, coordinates_of
 from ..mpu.mesh import Mesh
 from ..tensor_parallel.init import initialize
-from .run_model import blank_batch
+from .run_model import blank_batch, boundary_shape
 
 logger = logging.getLogger(__name__)
 REPEATS, WARM_UP = 5, 2
@@ -44,11 +44,7 @@ SOURCE = "by times measured here"
 
 @dataclass(frozen=True)
 class LayerCost:
-    """Cost of one micro-batch: forward and the two halves of backward, as in
-    `pipeline.instruction.StageCosts`.
-
-    The unit is that of the rule: FLOPs, parameters, layers or seconds.
-    """
+    """Cost of one micro-batch: forward and halves of backward; in FLOPs, parameters, layers or seconds."""
 
     forward: float
     input_grad: float
@@ -64,9 +60,7 @@ class LayerCost:
 class Times:
     """Times by which schedules are planned and compared, in one unit. Independent of the rule --pipeline-cut.
 
-    layers    by kind of layer
-    transfer  of an activation between two stages
-    source    of the numbers, as text
+    layers: by kind of layer. transfer: of an activation between two stages. source: of the numbers, as text
     """
 
     layers: Mapping[str, LayerCost]
@@ -76,12 +70,15 @@ class Times:
 
 def layer_costs(config: RunConfig, layers: Sequence[Layer]) -> dict[str, LayerCost]:
     """{kind of layer: its cost} by the rule --pipeline-cut. Raises ConfigError for "measured"."""
+    if config.parallel.pipeline_cut == "measured":
+        raise ConfigError("--pipeline-cut measured uses times that are measured when a run starts, but there "
+                          "are no measured times here. Use --pipeline-cut flops, or give a file of times "
+                          "with --pipeline-costs-path.")
     return COSTS[config.parallel.pipeline_cut](config, _by_kind(layers))
 
 
 def estimated_times(config: RunConfig, layers: Sequence[Layer]) -> Times:
-    """Times without a measurement: FLOPs for layers, 0 for transfers, since no speed of a network is known.
-    """
+    """Times without a measurement: FLOPs for layers, 0 for transfers, as no speed of a network is known."""
     return Times(_by_flops(config, _by_kind(layers)), 0.0, "estimate: time counted as FLOPs, transfers free")
 
 
@@ -116,14 +113,8 @@ def _uniform(config: RunConfig, layers: Mapping[str, Layer]) -> dict[str, LayerC
     return {kind: LayerCost(*[float(layer.is_block)] * 3) for kind, layer in layers.items()}
 
 
-def _not_measured(config: RunConfig, layers: Mapping[str, Layer]) -> dict[str, LayerCost]:
-    raise ConfigError("--pipeline-cut measured uses times that are measured when a run starts, but there are "
-                      "no measured times here. Use --pipeline-cut flops, or give a file of times with "
-                      "--pipeline-costs-path.")
-
-
 COSTS: Mapping[str, Callable[[RunConfig, Mapping[str, Layer]], dict[str, LayerCost]]] = {
-    "flops": _by_flops, "parameters": _by_parameters, "uniform": _uniform, "measured": _not_measured}
+    "flops": _by_flops, "parameters": _by_parameters, "uniform": _uniform}
 
 # ------------------------------------------------------------------ measured times
 def measured_times(config: RunConfig, mesh: Mesh, ctx: ParallelContext) -> Times | None:
@@ -226,10 +217,7 @@ def time_transfer(config: RunConfig, pp: Group, ctx: ParallelContext) -> float:
 
 def _activation(config: RunConfig, ctx: ParallelContext) -> torch.Tensor:
     """Hidden states as stages send them: [s(/t), b, h]."""
-    part = ctx.slice
-    shape = part.hidden_shape(part.batch_length(config.model.seq_length), config.train.micro_batch_size,
-                              config.model.hidden_size)
-    return torch.ones(shape, dtype=ctx.dtype, device=ctx.device)
+    return torch.ones(boundary_shape(config), dtype=ctx.dtype, device=ctx.device)
 
 
 def _time_layer(module: nn.Module, x: torch.Tensor | None, batch: Batch, finish: Callable,

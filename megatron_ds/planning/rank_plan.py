@@ -18,7 +18,7 @@ from ..mpu.grid import Grid
 from ..mpu.group import Traffic, solo
 from ..mpu.param_spec import DATA_AXES, EXPERT_DATA_AXES, Init, ParamSpec
 from ..optim import MakeOptimizer, ParamGroup, group_of
-from ..pipeline.instruction import RECEIVES, Op, Program
+from ..pipeline.instruction import SENDS, Program
 from ..pipeline.simulate import Simulation
 from ..zero.data_groups import DataGroups
 from ..zero.exchange import UNDER_WAY
@@ -43,32 +43,6 @@ from .run_model import DTYPES, boundary_shape
 from .run_plan import moments_of
 
 
-def report_bytes(num_names: int) -> int:
-    """Bytes of the all-reduce of a step's metrics: four numbers in fp64, and two for each name in the
-    ledgers.
-
-    `training.step_metrics` has the format.
-    """
-    return 8 * (4 + 2 * num_names)
-
-
-@dataclass(frozen=True)
-class Place:
-    """The position of a rank: what decides which part of the state it holds.
-
-    at       axis → coordinate
-    groups   data-parallel groups, without transports
-    world    size
-    metrics  number of names in the ledgers of all stages
-    """
-
-    rank: int
-    at: dict[str, int]
-    groups: DataGroups
-    world: int
-    metrics: int
-
-
 @dataclass(frozen=True)
 class RankPlan:
     """Bytes of one rank.
@@ -76,10 +50,8 @@ class RankPlan:
     parameters  elements of this rank's modules
     state       weights, gradients, masters and moments
     away        the part of `state` that is not on the device, by place
-    buffers     gradients that accumulate or are sent, gathered layers, hidden states that are sent or
-                received
-    kept        activations that micro-batches keep, at the maximum
-    kept_each   activations that one micro-batch keeps on all stages of the rank
+    buffers     gradients that accumulate or are sent, gathered layers, hidden states sent or received
+    kept        activations that micro-batches keep, at the maximum; kept_each: of one, on all stages
     at_work     estimate of what the running layer needs in addition
     """
 
@@ -100,12 +72,8 @@ class RankPlan:
         return self.state.total - sum(self.away.values()) + self.buffers + self.kept + self.at_work
 
 
-def place_of(config: RunConfig, grid: Grid, rank: int, placement: Sequence[int], metrics: int) -> Place:
-    """The coordinates and groups of a rank.
-
-    placement  pipeline rank of each stage
-    metrics    as in `Place`
-    """
+def data_groups(config: RunConfig, grid: Grid, rank: int, placement: Sequence[int]) -> DataGroups:
+    """Groups without transports that decide which state a rank holds. placement: stage → pipeline rank."""
     at, inner_size = grid.coordinates(rank), config.zero.zero_hpz_partition_size
     size, data_rank = grid.size("dp", "cp"), grid.group_of(rank, "dp", "cp").index(rank)
     data, inner, outer = fake_group("dp-cp", size, data_rank), None, None
@@ -116,47 +84,52 @@ def place_of(config: RunConfig, grid: Grid, rank: int, placement: Sequence[int],
     experts = fake_group("edp", grid.size("edp"), grid.group_of(rank, "edp").index(rank))
     ends = {placement[0], placement[-1]}
     holders = len(ends) if at["pp"] in ends else 1
-    groups = DataGroups({DATA_AXES: data, EXPERT_DATA_AXES: experts}, fake_group("tp", grid.tp, at["tp"]),
-                        fake_group("tp-pp", grid.size("tp", "pp"), 0), fake_group("embd", holders, 0),
-                        inner, outer)
-    return Place(rank, at, groups, grid.world_size, metrics)
+    return DataGroups({DATA_AXES: data, EXPERT_DATA_AXES: experts}, fake_group("tp", grid.tp, at["tp"]),
+                      fake_group("tp-pp", grid.size("tp", "pp"), 0), fake_group("embd", holders, 0),
+                      inner, outer)
 
 
-def plan_rank(config: RunConfig, place: Place, stages: Sequence[FakeStage], program: Program,
-              microbatches: int) -> RankPlan:
-    """The bytes and the traffic of the rank at `place`.
+def plan_rank(config: RunConfig, rank: int, groups: DataGroups, stages: Sequence[FakeStage],
+              program: Program, microbatches: int, num_metrics: int) -> RankPlan:
+    """groups: from `data_groups`. stages: of this rank. num_metrics: names in the ledgers of all stages.
 
-    stages   of this rank
-    program  of this rank, for `microbatches`, with transfers and collectives
+    program: of this rank for `microbatches`, with transfers and collectives
     """
     parameters = list(dict.fromkeys(p for stage in stages for p in stage.parameters))
-    settings, groups = ZeroSettings.from_config(config), place.groups
-    plans = plan_state(settings, place, stages, parameters)
-    dtype, data = DTYPES[config.optimizer.params_dtype], groups.data
+    settings, use = ZeroSettings.from_config(config), ParameterUse.of_stages(
+        {stage.index: stage.modules for stage in stages})
+    plans = plan_parameters(parameters, settings, groups, use)         # the sets that `ZeroOptimizer` makes
+    dtype = DTYPES[config.optimizer.params_dtype]
     specs = {p.spec.name: p.spec for p in parameters}
     sizes = ElementBytes(dtype.itemsize, settings.grad_dtype.itemsize,
                          lambda name: _state_tensors(group_of(specs[name], settings.param_groups).optimizer))
     places = predict_places(plans, groups.rank_by_axes, sizes, settings.offload)
-    gathers, whole = _gathers(config, plans, stages, parameters, program)
-    traffic = _state_traffic(config, settings, place, plans, parameters, gathers, microbatches)
+    gathers, whole = _gathers(config, plans, use, parameters, program)
+    # Traffic: of the state, of the norm in two parts, of the metrics (the format is that of
+    # `training.step_metrics`: fp64, four numbers and two for each name), of the layers and between stages.
+    traffic = _state_traffic(config, settings, groups, plans, parameters, gathers, microbatches)
+    for axes, size, num_bytes in (("dp-cp", groups.data.size, DATA_BYTES),
+                                  ("tp-pp", groups.model.size, MODEL_BYTES),
+                                  ("tp-cp-dp-pp", config.world_size, 8 * (4 + 2 * num_metrics))):
+        if size > 1:
+            traffic.add("all_reduce", axes, size, num_bytes)
     for stage in stages:
         traffic.add_all(stage.run.traffic, microbatches)
-    _add_sends(traffic, config, program)
+    sends = [i.op for i in program if i.op in SENDS]
+    message = torch.Size(boundary_shape(config)).numel() * dtype.itemsize
+    if sends:
+        traffic.add("send", "pp", config.parallel.pipeline_model_parallel_size, len(sends) * message,
+                    len(sends))
+    # Buffers: gathered layers, gradients, posted receives, and one pending send in each direction.
+    receives = Simulation((program,), (), ()).peak_receives[0]
+    buffers = (whole * dtype.itemsize + _gradient_buffers(config, settings, plans, groups.data.size)
+               + (receives + len(set(sends))) * message)
     kept = {stage.index: stage.run.kept for stage in stages}
-    buffers = (whole * dtype.itemsize + _gradient_buffers(config, settings, plans, data.size)
-               + _messages(config, program))
     return RankPlan(
-        place.rank, tuple(kept), sum(p.numel() for p in parameters),
+        rank, tuple(kept), sum(p.numel() for p in parameters),
         predict_sets(plans, groups.rank_by_axes, sizes),
         {where: count for where, count in places.items() if where != "device"}, buffers,
         most_kept(program, kept), sum(kept.values()), max(stage.run.at_work for stage in stages), traffic)
-
-
-def plan_state(settings: ZeroSettings, place: Place, stages: Sequence[FakeStage],
-               parameters: Sequence[nn.Parameter]) -> tuple[SetPlan, ...]:
-    """The sets that `ZeroOptimizer` makes of these parameters."""
-    use = ParameterUse.of_stages({stage.index: stage.modules for stage in stages})
-    return plan_parameters(parameters, settings, place.groups, use)
 
 
 @cache
@@ -170,7 +143,7 @@ def _state_tensors(optimizer: MakeOptimizer) -> int:
     return len(list(ShardOptimizer([group], [leaf], norms).state_of(leaf)))
 
 
-def _gathers(config: RunConfig, plans: Sequence[SetPlan], stages: Sequence[FakeStage],
+def _gathers(config: RunConfig, plans: Sequence[SetPlan], use: ParameterUse,
              parameters: Sequence[nn.Parameter], program: Program) -> tuple[list[list[int]], int]:
     """(gathers of each unit of each plan in a step, maximum of gathered elements at a time)."""
     units = [[CountedUnit(_numel(plan, i)) for i in range(len(plan.units))] for plan in plans]
@@ -178,7 +151,6 @@ def _gathers(config: RunConfig, plans: Sequence[SetPlan], stages: Sequence[FakeS
                                       for plan, its_units in zip(plans, units))
     if not by_parameter:
         return units, 0
-    use = ParameterUse.of_stages({stage.index: stage.modules for stage in stages})
     prefetch = config.zero.prefetch_bucket_size
     gatherings = {stage: gathering_over(use, stage, by_parameter, prefetch) for stage in use.layers}
     counts, whole = count_gathers(gatherings, moments_of(program))
@@ -190,12 +162,12 @@ def _numel(plan: SetPlan, unit: int) -> int:
     return plan.layout.buckets[stop - 1].stop - plan.layout.buckets[first].start
 
 
-def _state_traffic(config: RunConfig, settings: ZeroSettings, place: Place, plans: Sequence[SetPlan],
+def _state_traffic(config: RunConfig, settings: ZeroSettings, groups: DataGroups, plans: Sequence[SetPlan],
                    parameters: Sequence[nn.Parameter], gathers: Sequence[Sequence[int]],
                    microbatches: int) -> Traffic:
-    """Traffic of gradients and weights, of tied and partial gradients, of the norm and of the metrics."""
+    """Traffic of gradients and weights, and of tied and partial gradients."""
     # Reduction of gradients, gathering of weights.
-    zero, groups, gradient = config.zero, place.groups, settings.grad_dtype.itemsize
+    zero, gradient = config.zero, settings.grad_dtype.itemsize
     ranks = [groups.ranks_of(plan.reduced_over) for plan in plans]
     traffic = predict_traffic(plans, ranks, gathers, settings.make_exchange(torch.device("cpu")),
                               microbatches=microbatches,
@@ -217,33 +189,7 @@ def _state_traffic(config: RunConfig, settings: ZeroSettings, place: Place, plan
                     piece = plan.layout.shard_pieces(where.shard)[slot.bucket]
                     numel = piece.stop - piece.start
                 traffic.add("all_reduce", "embd", groups.tied.size, numel * gradient)
-    # The norm in two parts, and the metrics.
-    for axes, size, num_bytes in (("dp-cp", groups.data.size, DATA_BYTES),
-                                  ("tp-pp", groups.model.size, MODEL_BYTES),
-                                  ("tp-cp-dp-pp", place.world, report_bytes(place.metrics))):
-        if size > 1:
-            traffic.add("all_reduce", axes, size, num_bytes)
     return traffic
-
-
-def _hidden_bytes(config: RunConfig) -> int:
-    return torch.Size(boundary_shape(config)).numel() * DTYPES[config.optimizer.params_dtype].itemsize
-
-
-def _add_sends(traffic: Traffic, config: RunConfig, program: Program) -> None:
-    count = sum(i.op in (Op.SEND_ACT, Op.SEND_GRAD) for i in program)
-    if count:
-        traffic.add("send", "pp", config.parallel.pipeline_model_parallel_size, count * _hidden_bytes(config),
-                    count)
-
-
-def _messages(config: RunConfig, program: Program) -> int:
-    """Bytes of posted receives, and of one pending send in each direction."""
-    sends = {i.op for i in program} & {Op.SEND_ACT, Op.SEND_GRAD}
-    receives = 0
-    if any(i.op in RECEIVES for i in program):
-        receives = Simulation((program,), (), ()).peak_receives[0]
-    return (receives + len(sends)) * _hidden_bytes(config)
 
 
 def _gradient_buffers(config: RunConfig, settings: ZeroSettings, plans: Sequence[SetPlan],

@@ -55,8 +55,7 @@ def boundary_shape(config: RunConfig) -> tuple[int, int, int]:
 
 def blank_batch(config: RunConfig, part: SequenceSlice, device: torch.device | str,
                 step: int | None = None) -> Batch:
-    """A full micro-batch without meaningful values, for plans and timings. step: of token dropping, if any.
-    """
+    """A full micro-batch without values, for plans and timings. step: of token dropping, if any."""
     data = MODELS[config.model.model].data
     batch = data.blank(config.train.micro_batch_size, config.model.seq_length, device)
     return batch.keeping(None if step is None else make_token_drop(config), step).cut(part)

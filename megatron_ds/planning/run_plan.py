@@ -58,7 +58,6 @@ class RunPlan:
     layers       of the whole model, in order, not built
     bounds       stage i holds layers [bounds[i], bounds[i + 1])
     layer_costs  by the rule --pipeline-cut, in order
-    shape        of the pipeline
     times        of layers and transfers, for schedules
     """
 
@@ -127,8 +126,7 @@ def plan_schedule(config: RunConfig, num_microbatches: int, keep_gathered: bool 
                   costs: StageCosts | None = None) -> Schedule:
     """The programs of all pipeline ranks for one step of `num_microbatches`.
 
-    keep_gathered: stages are gathered once a step (ZeRO 3). costs: of the stages, for schedules that need
-    them
+    keep_gathered: stages are gathered once a step (ZeRO 3). costs: of the stages, for some schedules
     """
     shape, zero = pipeline_shape(config), config.zero
     schedule = order(config, shape, num_microbatches, costs)
@@ -159,8 +157,7 @@ def microbatches_of(config: RunConfig) -> int:
 
 
 def moments_of(program: Program) -> Iterable[tuple[str, int]]:
-    """(moment, stage) whenever a stage's weights are needed or released, for `zero.prediction.count_gathers`.
-    """
+    """(moment, stage) whenever weights are needed or released, for `zero.prediction.count_gathers`."""
     return [(MOMENTS[i.op], i.stage) for i in program if i.op in MOMENTS]
 
 

@@ -37,8 +37,7 @@ class TrainingLength:
     is_settled: Callable[[int], bool]
 
     def is_reached(self, progress: Progress) -> bool:
-        """Whether the run ends at `progress`: a limit is reached, or the next batch would exceed `samples`.
-        """
+        """Whether the run ends: a limit is reached, or the next batch would exceed `samples`."""
         return (self.iters is not None and progress.step >= self.iters
                 or self.samples is not None and progress.samples + self.batch_size(progress) > self.samples
                 or self.tokens is not None and self.count(progress) >= self.tokens)
@@ -52,22 +51,16 @@ class TrainingLength:
         return self._rest(progress)[1]
 
     def _rest(self, progress: Progress) -> tuple[int, int]:
-        most = math.inf
+        """(steps, samples) from `progress` to the end."""
+        most = left = math.inf                       # steps; tokens times layers
         if self.iters is not None:
             most = max(0, self.iters - progress.step)
         if self.samples is not None:
             most = min(most, count_steps(self.batch_size, self.samples, progress.samples))
-        left = math.inf
         if self.tokens is not None:
             seen = progress.tokens * self.num_layers if self.count.layers is None else progress.layer_tokens
             left = self.tokens * self.num_layers - seen
-        return self._walk(progress, most, left)
-
-    def _walk(self, progress: Progress, most: float, left: float) -> tuple[int, int]:
-        """(steps, samples) until there are `most` steps or no tokens are `left`.
-
-        Steps with the same batch size and length are counted together.
-        """
+        # Steps with the same batch size and length are counted together.
         steps, n = 0, progress.samples
         while steps < most and left > 0:
             size, step = self.batch_size.at(n), progress.step + steps

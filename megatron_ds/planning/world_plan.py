@@ -15,7 +15,7 @@ from ..mpu.group import RING_FACTOR
 from ..pipeline.instruction import COMPUTE, Schedule, StageCosts
 from ..pipeline.simulate import Simulation, simulate
 from .fake_stages import FakeStage, fake_stages
-from .rank_plan import RankPlan, place_of, plan_rank
+from .rank_plan import RankPlan, data_groups, plan_rank
 from .run_model import describe_layers, last_step
 from .run_plan import RunPlan, microbatches_of, plan_run, plan_schedule
 
@@ -26,7 +26,6 @@ class WorldPlan:
 
     rank      the planned rank (--rank)
     device    kind of the devices for which activations are counted: "cpu" or "cuda"
-    costs     of the stages
     schedule  for a full batch, with transfers and collectives
     stages    of the whole model, as the tensor-parallel rank of `rank` holds them
     """
@@ -52,20 +51,16 @@ class WorldPlan:
 
     def rank_plan(self, rank: int) -> RankPlan:
         """Memory and traffic of any rank."""
-        place = place_of(self.config, self.grid, rank, self.run.shape.placement, len(self.metrics))
-        pp = place.at["pp"]
-        return plan_rank(self.config, place, self.stages_of(pp), self.schedule[pp], self.microbatches)
+        pp = self.grid.coordinates(rank)["pp"]
+        groups = data_groups(self.config, self.grid, rank, self.run.shape.placement)
+        metrics = frozenset().union(*(stage.run.metrics for stage in self.stages))
+        return plan_rank(self.config, rank, groups, self.stages_of(pp), self.schedule[pp], self.microbatches,
+                         len(metrics))
 
     @cached_property
     def pipeline_ranks(self) -> tuple[RankPlan, ...]:
-        """The first rank of each pipeline position: its shards are at least as large as those of the others.
-        """
+        """The first rank of each pipeline position: its shards are at least as large as the others'."""
         return tuple(self.rank_plan(self.grid.rank_of(pp=pp)) for pp in range(self.grid.pp))
-
-    @cached_property
-    def metrics(self) -> frozenset[str]:
-        """Names that the layers of all stages add to the ledger."""
-        return frozenset().union(*(stage.run.metrics for stage in self.stages))
 
     @property
     def worst(self) -> RankPlan:
@@ -118,11 +113,9 @@ def plan_world(config: RunConfig, rank: int = 0, device: str = "cuda") -> WorldP
 
 
 def with_vocabulary(config: RunConfig) -> tuple[RunConfig, list[str]]:
-    """(the configuration with the size of the vocabulary, one line about the tokenizer if it was not
-    checked).
+    """(the configuration with the size of the vocabulary, a line about the tokenizer if it was not checked).
 
-    The size is the tokenizer's, as in a run, or --vocab-size if the tokenizer's files are not on this
-    machine.
+    The size is the tokenizer's, as in a run, or --vocab-size if the tokenizer's files are not here.
     """
     try:
         tokenizer = build_tokenizer(config.data, config.model)

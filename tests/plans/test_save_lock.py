@@ -138,17 +138,17 @@ def test_a_process_that_lost_the_lock_publishes_nothing_and_leaves_the_new_lock(
 def test_of_two_that_take_over_at_the_same_time_the_slower_puts_the_lock_of_the_faster_back(tmp_path):
     left_behind(tmp_path)
     slow, fast = SaveLock(tmp_path, stale=SOON), SaveLock(tmp_path, stale=SOON)
-    dead = slow._read()[0]
+    dead = _read(slow.path)[0]
     fast._remove(dead)
     assert fast._create()
     slow._remove(dead)
-    assert fast._read()[0] == fast.mine
+    assert _read(fast.path)[0] == fast.mine
 
 
 def test_a_run_holds_its_lock_through_its_saves(tmp_path):
     with locked(tmp_path, solo()) as lock:
         save_step(tmp_path, 1, seed=1)
-        assert lock._read()[0] == lock.mine
+        assert _read(lock.path)[0] == lock.mine
         save_step(tmp_path, 2, seed=2)
     assert not (tmp_path / LOCK).exists()
 
@@ -161,6 +161,6 @@ def test_a_removed_folder_is_said_once_and_made_anew_by_the_next_save(tmp_path, 
         lock.check()
         for step in (2, 3):
             save_step(folder, step, seed=step)
-        assert lock._read()[0] == lock.mine
+        assert _read(lock.path)[0] == lock.mine
     assert caplog.text.count("was removed while") == 1
     assert sorted(p.name for p in folder.glob("iter_*")) == ["iter_0000002", "iter_0000003"]

@@ -57,10 +57,7 @@ def interleaved_peak(p: int, m: int, v: int, rank: int, group_size: int | None =
 @schedule("interleaved", "interleaved_1f1b", chunks=None, peak=interleaved_peak, options=("group_size",))
 def interleaved(pipeline_size: int, num_microbatches: int, chunks: int = 1, *,
                 group_size: int | None = None) -> Schedule:
-    """1F1B over `chunks` stages per rank.
-
-    group_size: the fewest micro-batches of a group; None: pipeline_size.
-    """
+    """1F1B over `chunks` stages per rank. group_size: the fewest micro-batches of a group; None: p."""
     size = pipeline_size if group_size is None else group_size
     if size < pipeline_size:
         raise ScheduleError(f"schedule 'interleaved' cannot use groups of {size} micro-batches on "
@@ -73,15 +70,8 @@ def interleaved(pipeline_size: int, num_microbatches: int, chunks: int = 1, *,
 @schedule("1f1b", "one_f_one_b", peak=lambda p, m, v, rank: min(m, p - rank))
 def one_f_one_b(pipeline_size: int, num_microbatches: int, chunks: int = 1) -> Schedule:
     """One forward and one backward in turn, after a warm-up of p - rank - 1 forwards."""
-    return tuple(_one_f_one_b_program(rank, pipeline_size, num_microbatches) for rank in range(pipeline_size))
-
-
-def _one_f_one_b_program(rank: int, p: int, m: int) -> Program:
-    forward = [Instruction(Op.F, rank, k) for k in range(m)]
-    backward = [Instruction(Op.B, rank, k) for k in range(m)]
-    warmup = min(m, p - rank - 1)
-    steady = (i for pair in zip(forward[warmup:], backward) for i in pair)
-    return (*forward[:warmup], *steady, *backward[m - warmup:])
+    groups = [range(num_microbatches)]
+    return tuple(_interleaved_program(rank, pipeline_size, 1, groups) for rank in range(pipeline_size))
 
 
 def _groups(m: int, size: int) -> list[range]:

@@ -54,7 +54,7 @@ from itertools import product
 from ...errors import ScheduleError
 from ..instruction import Instruction, Op, Program, Schedule, StageCosts
 from ..passes import add_transfers
-from ..simulate import run_clocks
+from ..simulate import Simulation, run_clocks
 from . import schedule
 
 
@@ -107,11 +107,9 @@ Rule = Callable[["_Search", int, float], tuple[Choice, float]]
 @schedule("zb-auto", peak=lambda p, m, v, rank: min(m, p), options=("costs", "memory_limit"))
 def zb_auto(pipeline_size: int, num_microbatches: int, chunks: int = 1, *, costs: StageCosts = EQUAL,
             memory_limit: float | None = None, weight_share: float = 1.0) -> Schedule:
-    """The order with the shortest time of the slowest rank, from its first to its last computation; then the
-    shortest step.
+    """The order in which the slowest rank takes the shortest time from its first to its last computation.
 
-    memory_limit    activations of one micro-batch that a rank may keep; None: pipeline_size, as 1F1B needs on
-                    rank 0
+    memory_limit    activations of one micro-batch that a rank may keep; None: pipeline_size, as for 1F1B
     weight_share    part of an activation that W still needs, from 0 to 1
     """
     p, m = pipeline_size, num_microbatches
@@ -148,11 +146,8 @@ def zb_v(pipeline_size: int, num_microbatches: int, chunks: int = 2, *,
 def score_of(order: Schedule, num_stages: int, costs: StageCosts) -> tuple[float, float]:
     """(longest time of a rank from first to last computation, time of all ranks together); less is better."""
     lowered = add_transfers(order, num_stages)
-    starts, ends = run_clocks(lowered, costs.of)
-    first = [next(start for i, start in zip(program, its) if i.op is Op.F)
-             for program, its in zip(lowered, starts)]
-    last = [its[-1] for its in ends]
-    return max(end - begin for begin, end in zip(first, last)), max(last)
+    simulation = Simulation(lowered, *run_clocks(lowered, costs.of))
+    return max(simulation.rank_spans), simulation.span
 
 
 class _Search:
@@ -222,10 +217,7 @@ class _Search:
 
 @dataclass(frozen=True)
 class _AutoRule:
-    """The rule of zb-auto at the top, with its knobs.
-
-    first_gradients: rank → earliest arrival of its first gradient.
-    """
+    """The rule of zb-auto at the top. first_gradients: rank → earliest arrival of its first gradient."""
 
     limit: float
     weight_share: float
