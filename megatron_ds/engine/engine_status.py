@@ -29,12 +29,13 @@ from ..mpu.launch import read_launch
 from ..ramps import Progress
 from ..training.sink import Tolerant, check_folder
 from ..training.tensorboard import EventFile
-from ..zero.optimizer import StepResult, ZeroOptimizer
-from .engine_optimizer import EngineOptimizer, Group
+from ..zero.optimizer import StepResult
+from .engine_loader import EngineLoader
+from .engine_optimizer import EngineOptimizer
 from .module_gathering import ModuleGathering
 
 
-class EngineStatus:
+class EngineStatus(nn.Module):
     """The half of `Engine` that a program reads.
 
     module      the user's; its parameters are views of the optimizer's buffers. At stage 3 they show NaN
@@ -42,26 +43,33 @@ class EngineStatus:
     config      DeepSpeed's keys, "auto" values filled; `settings`: the RunConfig made from them
     optimizer   what `initialize` returns; `zero`: its `ZeroOptimizer`
     gathering   stage 3 with several ranks only
+    monitor     curves for TensorBoard
+    lr_scheduler, training_dataloader   None where there is none
+    progress           steps, samples and skipped updates so far
     micro_steps        micro-batches so far, on each rank: calls of `step`
     configured_groups  the parameter groups before any scheduler has changed them
     """
 
-    module: nn.Module
-    config: Mapping[str, Any]
-    settings: RunConfig
-    world: DataParallelWorld
-    optimizer: EngineOptimizer
-    zero: ZeroOptimizer
-    gathering: ModuleGathering | None
-    lr_scheduler: Any | None
-    progress: Progress
-    micro_steps: int
-    configured_groups: list[Group]
-    _micro_batch_size: int
-    _accumulation_steps: int
-    _microbatch: int                # of this update, those whose step() was called
-    _backwards: int                 # since the last step()
-    _last: StepResult | None
+    def __init__(self, module: nn.Module, config: Mapping[str, Any], settings: RunConfig,
+                 world: DataParallelWorld, optimizer: EngineOptimizer, gathering: ModuleGathering | None,
+                 monitor: "Monitor"):
+        super().__init__()
+        self.module, self.config, self.settings, self.world = module, config, settings, world
+        self.gathering, self.monitor = gathering, monitor
+        self.optimizer, self.zero = optimizer, optimizer.zero
+        self.lr_scheduler: Any | None = None
+        self.training_dataloader: EngineLoader | None = None
+        self.progress, self.micro_steps = Progress(), 0
+        self.configured_groups = [dict(group) for group in optimizer.param_groups]
+        self._micro_batch_size = settings.train.micro_batch_size
+        self._accumulation_steps = settings.num_microbatches
+        self._microbatch = 0                    # of this update, those whose step() was called
+        self._backwards = 0                     # since the last step()
+        self._last: StepResult | None = None
+        self._forced_boundary: bool | None = None
+        self._in_no_sync = self._warned_of_loss = False
+        optimizer.zero_grad = self.zero_grad
+        self.zero_grad()                        # begins the first update
 
     # ------------------------------------------------------------------ batch sizes
     def train_batch_size(self) -> int:

@@ -176,9 +176,14 @@ def _materialize(module: nn.Module, name: str, buffer: torch.Tensor, device: tor
 
 # ------------------------------------------------------------------------------------------- whole values
 @contextmanager
-def gathered_parameters(engine: EngineStatus, parameters: Iterable[nn.Parameter] | nn.Parameter | None,
-                        modifier_rank: int | None) -> Iterator[None]:
-    """See `Engine.gathered_parameters`."""
+def gathered_parameters(engine: EngineStatus,
+                        parameters: Iterable[nn.Parameter] | nn.Parameter | None = None,
+                        modifier_rank: int | None = None) -> Iterator[None]:
+    """A context in which parameters of the module (None: all) hold their whole values. Collective.
+
+    modifier_rank  None: they may only be read. Otherwise this data-parallel rank may write into them, in
+                   place; on leaving, all ranks and the fp32 masters have its values
+    """
     mine = dict.fromkeys(engine.module.parameters())
     if isinstance(parameters, nn.Parameter):
         parameters = [parameters]
@@ -217,8 +222,11 @@ def _keep(engine: EngineStatus, parameters: list[nn.Parameter], source: int) -> 
     engine.optimizer.after_load()
 
 
-def full_state_dict(engine: EngineStatus, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    """See `Engine.full_state_dict`."""
+def full_state_dict(engine: EngineStatus, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    """The whole module's state_dict in CPU tensors on rank 0, {} on the others. Collective over all ranks.
+
+    Tensors are assembled one after the other, from the masters. dtype: of the parameters; None: the module's.
+    """
     stream = _stream(engine, dtype)
     # One entry for each tensor; in the state_dict a tied parameter has several names.
     whole = {entry.name: tensor for entry, tensor in zip(stream.entries, stream) if tensor is not None}
@@ -233,11 +241,15 @@ def full_state_dict(engine: EngineStatus, dtype: torch.dtype | None) -> dict[str
     return state | experts_elsewhere
 
 
-def save_16bit_model(engine: EngineStatus, directory: str | os.PathLike, filename: str,
-                     exclude_frozen: bool) -> bool:
-    """See `Engine.save_16bit_model`."""
-    path = Path(directory) / filename
-    state = without_frozen(engine, full_state_dict(engine, None), exclude_frozen)
+def save_16bit_model(engine: EngineStatus, save_dir: str | os.PathLike,
+                     save_filename: str = "pytorch_model.bin",
+                     exclude_frozen_parameters: bool = False) -> bool:
+    """Write `full_state_dict()` into one file, for torch.load; True. Collective, rank 0 writes.
+
+    Rank 0 needs memory for the whole module; `save_safetensors` does not, and writes a format without code.
+    """
+    path = Path(save_dir) / save_filename
+    state = without_frozen(engine, full_state_dict(engine), exclude_frozen_parameters)
 
     def write() -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -262,9 +274,13 @@ def without_frozen(engine: EngineStatus, state: dict[str, torch.Tensor],
     return {name: value for name, value in state.items() if not (exclude and name in frozen)}
 
 
-def save_safetensors(engine: EngineStatus, directory: str | os.PathLike, max_shard_bytes: int,
-                     dtype: torch.dtype | None) -> None:
-    """See `Engine.save_safetensors`."""
+def save_safetensors(engine: EngineStatus, directory: str | os.PathLike, max_shard_bytes: int = 5 * 10**9,
+                     dtype: torch.dtype | None = None) -> None:
+    """Write the whole module's tensors in the format that `from_pretrained` reads. Collective over all ranks.
+
+    A rank holds at most its own state and one tensor. A tied parameter is written once, under its first name.
+    max_shard_bytes: of a file; a larger tensor has a file of its own. dtype: as in `full_state_dict`.
+    """
     of_experts = global_names(engine.module, engine.world)
     is_buffer = lambda value: isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
     buffers = {name: value for name, value in engine.module.state_dict(keep_vars=True).items()
