@@ -221,32 +221,29 @@ class EngineStatus(nn.Module):
         return self.world.data.size
 
 
-Event = tuple[str, float, int]
-
-
 class Monitor:
     """Writes event files into `folder` on global rank 0. None, on the other ranks: events are dropped."""
 
     def __init__(self, folder: str | None):
         """Raises ConfigError where the folder is not writable."""
-        self._sink = None if folder is None else Tolerant(_Curves(Path(folder)))
+        self._sink: Tolerant | None = None
         self._losses: list[torch.Tensor] = []
+        if folder is not None:
+            check_folder('"tensorboard.output_path"', Path(folder))
+            self._sink = Tolerant(EventFile(Path(folder)))
 
     @property
     def enabled(self) -> bool:
         """Whether curves are written: on global rank 0, when the config asks for them."""
         return self._sink is not None
 
-    def write_events(self, events: Iterable[Event]) -> None:
+    def write_events(self, events: Iterable[tuple[str, float, int]]) -> None:
         """events: (name of the curve, value, number of samples)"""
-        for event in events if self.enabled else ():
-            self._sink.write(event)
+        for name, value, samples in events if self.enabled else ():
+            self._sink.write({name: float(value)}, samples)
 
     def add_loss(self, loss: torch.Tensor) -> None:
-        """Keep the loss of a micro-batch.
-
-        It is read in `end_step`, after the update, without stalling the device.
-        """
+        """Keep the loss of a micro-batch. `end_step` reads it, without stalling the device."""
         if self.enabled:
             self._losses.append(loss.detach())
 
@@ -259,15 +256,3 @@ class Monitor:
         points = {"train_loss": mean, "lr": lr, "loss_scale": loss_scale}
         self.write_events((f"Train/Samples/{name}", value, samples)
                           for name, value in points.items() if value is not None)
-
-
-class _Curves:
-    """A sink that writes one event file."""
-
-    def __init__(self, folder: Path):
-        check_folder('"tensorboard.output_path"', folder)
-        self.place, self._file = folder, EventFile(folder)
-
-    def write(self, event: Event) -> None:
-        name, value, samples = event
-        self._file.add({name: float(value)}, samples)

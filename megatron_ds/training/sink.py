@@ -10,7 +10,7 @@ import os
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from ..errors import ConfigError
 from .records import Record
@@ -79,10 +79,10 @@ class Tolerant:
         self.lost = 0
         self._why = ""
 
-    def write(self, record: Record) -> None:
+    def write(self, *record: Any) -> None:
         """Write the record, or log the error."""
         try:
-            self.sink.write(record)
+            self.sink.write(*record)
         except OSError as error:
             self.lost += 1
             if not self._why:

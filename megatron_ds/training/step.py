@@ -83,24 +83,20 @@ def train_step(engine: Engine, batch: Batch, progress: Progress, *, learning_rat
                        {**report.terms, **report.metrics})
 
 
-def _report_nonfinite(
-    engine: Engine, microbatches: Sequence[Batch], report: StepReport, progress: Progress
-) -> None:
+def _report_nonfinite(engine: Engine, microbatches: Sequence[Batch], report: StepReport,
+                      progress: Progress) -> None:
     """Locate the first NaN, then raise or warn. Collective over the world."""
     if engine.optimizer.loss_scale != 1.0 and engine.config.optimizer.loss_scale is None:
         return  # dynamic loss scaling: an overflow is part of finding the scale, the optimizer skips the step
     weights = [(p.spec.name, p.tensor) for p in engine.optimizer.pieces() if p.kind == "weight"]
-    where = locate_nonfinite(
-        engine.layers, weights, lambda: engine.executor.forward(microbatches), engine.mesh
-    )
+    rerun = lambda: engine.executor.forward(microbatches)
+    where = locate_nonfinite(engine.layers, weights, rerun, engine.mesh)
     also = "".join(f", {name} {mean}" for name, mean in report.terms.items())
     message = f"loss is {report.loss}{also} at iteration {progress.step + 1}, {where}"
     if engine.config.train.check_for_nan == "stop":
         raise NonFiniteLossError(
-            f"{message}. The step was not applied; the last checkpoint is not affected. Lower the "
-            f"learning rate or check "
-            "the data; use --check-for-nan continue to skip such steps."
-        )
+            f"{message}. The step was not applied; the last checkpoint is not affected. Lower the learning "
+            "rate or check the data; use --check-for-nan continue to skip such steps.")
     if engine.mesh.rank == 0:
         logger.warning("%s. The step is skipped (--check-for-nan continue).", message)
 

@@ -148,7 +148,7 @@ class Trainer:
         if mesh.rank == 0 and (_due(self.config.logging.log_interval, self.progress.step) or outcome.stop
                                or self._is_finished()):
             record = self._record(size, length, kept)
-            self.log.train(record)
+            self.log.write(record)
             self._warn_of_stall(record)
         if _due(self.config.logging.log_interval, self.progress.step):
             self._window.clear()
@@ -209,7 +209,7 @@ class Trainer:
         if validation:
             self._validated_step = self.progress.step
         if self.engine.mesh.rank == 0:
-            self.log.evaluation(EvalRecord(self.progress.step, self.progress.samples, split, result.loss,
+            self.log.write(EvalRecord(self.progress.step, self.progress.samples, split, result.loss,
                                            result.seconds, result.metrics))
         return result.stop
 
