@@ -71,10 +71,7 @@ class Engine(EngineStatus):
         return loss if microbatches == 1 else loss.float() / microbatches
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """End the micro-batch; at the boundary of accumulation update the module. Collective.
-
-        lr_kwargs: arguments for the step of the learning-rate scheduler
-        """
+        """End the micro-batch; at a boundary update, and step the scheduler with `lr_kwargs`. Collective."""
         if self._in_no_sync:
             raise MegatronDSError("engine.step() inside of engine.no_sync(): gradients are not averaged over "
                                   "the ranks yet. Leave no_sync before the last backward of the update, and "
@@ -107,18 +104,14 @@ class Engine(EngineStatus):
         return self._microbatch + 1 >= self._accumulation_steps
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Set whether every `step()` updates, until this is called again.
-
-        None: accumulation steps are counted.
-        """
+        """Set whether every `step()` updates, from now on. None: accumulation steps are counted."""
         self._forced_boundary = is_boundary
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Inside, `backward` adds to this rank's gradients, which the next `backward` outside averages.
-        Stages 0 and 1.
 
-        Inside, losses are not divided by the accumulation steps, as in DeepSpeed.
+        Stages 0 and 1. Losses are not divided by the accumulation steps, as in DeepSpeed.
         """
         stage = self.settings.zero.stage
         if stage >= 2 or self._in_no_sync:
@@ -158,10 +151,7 @@ class Engine(EngineStatus):
             return getattr(module, name)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The module's state_dict.
-
-        At stage 3 only inside of `gathered_parameters()`; see `full_state_dict`.
-        """
+        """The module's; at stage 3 inside of `gathered_parameters()` only. See `full_state_dict`."""
         if self.gathering and not self.gathering.is_whole:
             raise ConfigError("engine.state_dict() at ZeRO stage 3: no rank holds whole parameters. Use "
                               "engine.full_state_dict(), or call it inside of `with "
@@ -169,10 +159,7 @@ class Engine(EngineStatus):
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
-        """Load rank 0's values into the module and the fp32 masters of all ranks.
-
-        Collective over all ranks.
-        """
+        """Load rank 0's values into the module and the fp32 masters of all ranks. Collective."""
         with self.gathered_parameters(modifier_rank=0):
             return self.module.load_state_dict(state_dict, strict=strict)
 

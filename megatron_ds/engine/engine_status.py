@@ -99,10 +99,7 @@ class EngineStatus(nn.Module):
         self._accumulation_steps = train_batch_size // once
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Takes effect in the next update; the accumulation steps stay.
-
-        Existing loaders keep their batches.
-        """
+        """For the next updates; the accumulation steps stay, and existing loaders keep their batches."""
         if micro_batch_size < 1:
             raise ConfigError(f"micro_batch_size={micro_batch_size}: a micro-batch has samples. Use 1 or "
                               "more.")
@@ -176,10 +173,7 @@ class EngineStatus(nn.Module):
         return self.fp16_enabled() and not self.settings.optimizer.loss_scale
 
     def loss_scale(self) -> float:
-        """Factor of the next loss; 1 except with fp16.
-
-        DeepSpeed returns the configured one, 0 for dynamic.
-        """
+        """Factor of the next loss; 1 except with fp16. (DeepSpeed's: as configured, 0 for dynamic.)"""
         return self.zero.loss_scale
 
     def gradient_clipping(self) -> float:

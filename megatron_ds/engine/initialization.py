@@ -23,7 +23,7 @@ from ..zero.data_groups import DataGroups
 from ..zero.optimizer import ZeroOptimizer
 from ..zero.set_plan import ParameterUse
 from ..zero.settings import ZeroSettings
-from .client_optimizer import ClientOptimizer, checked_groups, client_optimizers
+from .client_optimizer import ClientOptimizer, client_optimizers
 from .engine import Engine, show
 from .engine_loader import EngineLoader
 from .engine_optimizer import (
@@ -31,6 +31,7 @@ from .engine_optimizer import (
     EngineOptimizer,
     InnerOptimizers,
     SchedulerMaker,
+    check_owned,
     freeze_others,
     json_optimizers,
     make_groups,
@@ -121,7 +122,8 @@ def initialize(args: Any = None, model: nn.Module | None = None, optimizer: Clie
         client = _client_of(model, optimizer, model_parameters)
         name, found = block_of(config)
         block = fill_autos(found, Sources(args, model, world.data.size, None if data is None else len(data)))
-        settings = read_settings(block, world.data.size, _learning_rate_of(client), name)
+        lr = None if client is None else float(client.param_groups[0].get("lr") or 0.0)
+        settings = read_settings(block, world.data.size, lr, name)
         partitions = partitions_of(model)
         values = draw or (zeros if partitions else None)
         prepare(model, DTYPES[settings.optimizer.params_dtype], world.device, values)
@@ -156,10 +158,7 @@ class _Prepared(NamedTuple):
 
 
 def _build_engine(model: nn.Module, world: DataParallelWorld, ready: _Prepared, draw: DrawByName) -> Engine:
-    """Collective over all ranks.
-
-    Steps that may fail on one rank (a full disk, a missing file) fail on all.
-    """
+    """Collective over all ranks: a step that fails on one (a full disk, a missing file) fails on all."""
     settings, inner = ready.settings, ready.inner
     # The module's values move into the shards of ZeRO.
     layers = find_layers(model) if settings.zero.stage == 3 else []
@@ -193,10 +192,7 @@ def _check_arguments(model: Any, optimizer: Any, decay: Any, mesh_param: Any) ->
 
 
 def _take_local_rank(args: Any) -> None:
-    """Set LOCAL_RANK from `args.local_rank`, where an old launcher has not.
-
-    Raises ConfigError where both differ.
-    """
+    """Set LOCAL_RANK from `args.local_rank`, where a launcher has not. Raises ConfigError if both differ."""
     rank = getattr(args, "local_rank", None)
     if problem := local_rank_contradiction(os.environ, rank):
         raise ConfigError(problem)
@@ -221,12 +217,9 @@ def _client_of(model: nn.Module, optimizer: Any, model_parameters: Any) -> torch
             raise ConfigError(f"optimizer is {type(optimizer).__name__}: give a torch optimizer, or a "
                               "function that makes one from parameters.")
         optimizer = optimizer(list(model.parameters() if model_parameters is None else model_parameters))
-    checked_groups(optimizer, model)
+    owned = [p for group in optimizer.param_groups for p in group["params"]]
+    check_owned(model, owned, "optimizer=")
     return optimizer
-
-
-def _learning_rate_of(client: torch.optim.Optimizer | None) -> float | None:
-    return None if client is None else float(client.param_groups[0].get("lr") or 0.0)
 
 
 def _inner_optimizers(model: nn.Module, settings: RunConfig, block: Mapping[str, Any],

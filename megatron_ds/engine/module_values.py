@@ -33,8 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 def prepare(module: nn.Module, dtype: torch.dtype, device: torch.device, draw: DrawByName | None) -> None:
-    """Bring the module into the format and to the device it trains in; its buffers get values, its parameters
-    stay on "meta".
+    """Bring the module into its format and to its device. Buffers get values, parameters stay on "meta".
 
     Raises ConfigError where the module is in another format than the config, or belongs to an engine already.
     """
@@ -60,7 +59,10 @@ def prepare(module: nn.Module, dtype: torch.dtype, device: torch.device, draw: D
                 owner._buffers[name] = buffer.to(device).contiguous()
     for name, buffer in list(module.named_buffers()):
         if buffer.is_meta:
-            _materialize(module, name, buffer, device, draw)
+            path, _, last = name.rpartition(".")
+            values = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
+            draw(name, 0, values.view(-1))
+            module.get_submodule(path)._buffers[last] = values
     for p in module.parameters():
         if not p.is_meta:
             p.data = p.data.to(device)
@@ -68,11 +70,9 @@ def prepare(module: nn.Module, dtype: torch.dtype, device: torch.device, draw: D
 
 @torch.no_grad()
 def agree(module: nn.Module, world: DataParallelWorld) -> None:
-    """All data-parallel ranks take the values of the first: modules are often made with different seeds.
-    Collective.
+    """All data-parallel ranks take the values of the first; experts, of the first holder. Collective.
 
-    Experts are taken from the first rank that holds the same ones. Raises ConfigError where ranks hold
-    different parameters.
+    Modules are often made with different seeds. Raises ConfigError where ranks hold different parameters.
     """
     _check_same_parameters(module, world)
     changed, kept = [], 0
@@ -138,10 +138,7 @@ def _shown(fact: tuple | None) -> str:
 
 
 def _report_changes(changed: list[str], kept: int, data: Group) -> None:
-    """Warn where some random values are equal and others differ: with one seed, this may be intended.
-
-    Collective.
-    """
+    """Warn where some random values are equal and others differ: perhaps experts. Collective."""
     found = all_gather_object((changed[:1], len(changed), kept), data)
     first = next((names[0] for names, _, _ in found if names), None)
     if data.rank == 0 and first and any(kept for _, count, kept in found if count):
@@ -164,14 +161,6 @@ def saved_buffers(module: nn.Module, world: DataParallelWorld) -> dict[str, torc
                 local = f"{prefix}.{name}" if prefix else name
                 found[names.get(local, local)] = buffer
     return found
-
-
-def _materialize(module: nn.Module, name: str, buffer: torch.Tensor, device: torch.device,
-                 draw: DrawByName) -> None:
-    path, _, last = name.rpartition(".")
-    values = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
-    draw(name, 0, values.view(-1))
-    module.get_submodule(path)._buffers[last] = values
 
 
 # ------------------------------------------------------------------------------------------- whole values
@@ -202,10 +191,7 @@ def gathered_parameters(engine: EngineStatus,
 
 @torch.no_grad()
 def _keep(engine: EngineStatus, parameters: list[nn.Parameter], source: int) -> None:
-    """Take rank `source`'s values into the parameters and masters of all ranks.
-
-    Experts that `source` does not hold keep the values of the first rank that holds them.
-    """
+    """Take rank `source`'s values, of other experts the first rank's, into parameters and masters."""
     values, world = {}, engine.world
     for p in parameters:
         group = world.by_axes[p.spec.reduced_over]

@@ -16,7 +16,6 @@ import io
 import json
 import math
 import time
-from collections.abc import Iterable
 from pathlib import Path
 
 from ..config import RunConfig
@@ -85,12 +84,6 @@ def read_metrics(path: Path) -> list[dict]:
         elif not _is_cut(line):
             raise DataError(f"{path}, line {number}: not a record of a run. Restore the file if it was "
                             "edited, or remove that line.")
-    return newest(records)
-
-
-def newest(records: Iterable[dict]) -> list[dict]:
-    """The records of the run of the last record, ordered by step; the last of each kind and step."""
-    records = list(records)
     run = records[-1].get("run") if records else None
     last = {(r["step"], r["kind"]): r for r in records if r.get("run") in (run, None)}
     return sorted(last.values(), key=lambda r: r["step"])
@@ -105,10 +98,7 @@ def _record(line: bytes) -> dict | None:
 
 
 def _is_cut(line: bytes) -> bool:
-    """Whether a line is empty or the beginning of a record.
-
-    A crash of the machine may leave zero bytes instead.
-    """
+    """Whether a line is empty, zero bytes (after a crash of the machine) or the beginning of a record."""
     start = line.strip(b"\0\r\n")[:len(FIRST_KEY)]
     return FIRST_KEY.startswith(start)
 

@@ -12,8 +12,7 @@ import difflib
 import logging
 import os
 import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,28 +29,19 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Start:
-    """The start of a run.
-
-    step    of the checkpoint to load; None for a start from scratch
-    run     its run.json; {} for a start from scratch
-    """
+    """step, run: of the checkpoint to load, and its run.json; None and {} for a start from scratch."""
 
     step: int | None
     run: dict
     run_id: str
 
 
-@contextmanager
-def save_folder(checkpoint: CheckpointConfig, world: Group) -> Iterator[None]:
-    """Hold the lock of the --save folder, if one is given. Collective.
+def save_folder(checkpoint: CheckpointConfig, world: Group) -> AbstractContextManager:
+    """Holds the lock of the --save folder, if one is given. Collective.
 
     Raises CheckpointError when another job uses the folder.
     """
-    if checkpoint.save is None:
-        yield
-        return
-    with locked(Path(checkpoint.save), world):
-        yield
+    return nullcontext() if checkpoint.save is None else locked(Path(checkpoint.save), world)
 
 
 def find_start(checkpoint: CheckpointConfig, world: Group) -> Start:
@@ -68,10 +58,7 @@ def find_start(checkpoint: CheckpointConfig, world: Group) -> Start:
 
 
 def clear_save_folder(checkpoint: CheckpointConfig, world: Group) -> None:
-    """With --overwrite-save, move another run in the --save folder into a subfolder.
-
-    Collective; called after the load.
-    """
+    """With --overwrite-save, move another run in the folder into a subfolder. Collective; after the load."""
     if checkpoint.overwrite_save and not _continues_in_place(checkpoint):
         on_one_rank(world, lambda: move_aside(Path(checkpoint.save)) and None)
 

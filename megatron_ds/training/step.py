@@ -6,9 +6,9 @@ the trace of a few steps.
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..data.batch import Batch
@@ -30,26 +30,16 @@ class NonFiniteLossError(MegatronDSError):
     on_all_ranks = True
 
 
-@dataclass(frozen=True)
-class StepOutcome:
-    """Result of one step.
+@dataclass(frozen=True, kw_only=True)
+class StepOutcome(StepReport):
+    """Result of one step. grad_norm: unscaled, before clipping; NaN where it is not finite."""
 
-    grad_norm  before clipping, of the unscaled gradient; NaN where it is not finite
-    is_finite  the loss and the loss terms of layers are
-    metrics    loss terms and metrics that layers added, by name
-    """
-
-    loss: float
-    tokens: float
     grad_norm: float
+    skipped: bool
     loss_scale: float
     learning_rate: float
     weight_decay: float
-    skipped: bool
-    stop: bool
     seconds: float
-    is_finite: bool
-    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 def train_step(engine: Engine, batch: Batch, progress: Progress, *, learning_rate: float, weight_decay: float,
@@ -78,9 +68,9 @@ def train_step(engine: Engine, batch: Batch, progress: Progress, *, learning_rat
         _report_nonfinite(engine, microbatches, report, progress)
 
     result = optimizer.step(learning_rate, weight_decay, max(report.tokens, 1) if per_token else 1.0)
-    return StepOutcome(report.loss, report.tokens, result.grad_norm, loss_scale, learning_rate, weight_decay,
-                       result.skipped, report.stop, time.perf_counter() - start, report.is_finite,
-                       {**report.terms, **report.metrics})
+    return StepOutcome(**vars(report), grad_norm=result.grad_norm, skipped=result.skipped,
+                       loss_scale=loss_scale, learning_rate=learning_rate, weight_decay=weight_decay,
+                       seconds=time.perf_counter() - start)
 
 
 def _report_nonfinite(engine: Engine, microbatches: Sequence[Batch], report: StepReport,
@@ -103,8 +93,7 @@ def _report_nonfinite(engine: Engine, microbatches: Sequence[Batch], report: Ste
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Means over the global batches; metrics: what layers added, by name. stop: a rank asked to end the run
-    meanwhile."""
+    """Means over the global batches. metrics: what layers added; stop: a rank asked to end the run."""
 
     loss: float
     metrics: dict[str, float]
@@ -130,7 +119,7 @@ def evaluate(engine: Engine, loader: BatchSource, *, first_sample: int, iteratio
         losses = engine.executor.forward(microbatches)
         report = reduction.reduce(losses, engine.executor.entries, should_stop())
         total, done, stop = total + report.loss, done + 1, report.stop
-        for name, value in {**report.terms, **report.metrics}.items():
+        for name, value in report.named.items():
             metrics.setdefault(name, []).append(value)
         after_batch()
     means = {name: sum(values) / len(values) for name, values in metrics.items()}
@@ -153,10 +142,7 @@ class Tracer:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """A context around a training step.
-
-        The file is written after each recorded step: a run may end at any time.
-        """
+        """A context around a training step. The file is written after each: a run may end at any time."""
         self._done += 1
         if self._folder is None or self._done not in self._steps:
             yield

@@ -42,6 +42,11 @@ class StepReport:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
+    def named(self) -> Mapping[str, float]:
+        """Loss terms and metrics."""
+        return {**self.terms, **self.metrics}
+
+    @property
     def is_finite(self) -> bool:
         """Whether the loss and all loss terms are; metrics do not reach the gradients."""
         return all(map(math.isfinite, (self.loss, *self.terms.values())))

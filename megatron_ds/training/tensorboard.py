@@ -56,9 +56,9 @@ class TensorBoard:
         """Write the values of the record, or raise OSError."""
         # Losses and metrics are drawn against steps and against samples, other values against steps only.
         if isinstance(record, EvalRecord):
-            losses = {f"lm loss {record.split}": record.loss, f"lm loss {record.split} ppl": record.perplexity,
-                      **{f"{name} {record.split}": mean for name, mean in record.metrics.items()}}
-            others = {}
+            split, others = record.split, {}
+            losses = {f"lm loss {split}": record.loss, f"lm loss {split} ppl": record.perplexity,
+                      **{f"{name} {split}": mean for name, mean in record.metrics.items()}}
         else:
             losses = {"lm loss": record.loss, **record.metrics}
             tags = TAGS if record.kept_tokens is None else TAGS | TOKEN_TAGS
