@@ -56,11 +56,8 @@ def client_optimizers(client: torch.optim.Optimizer, *, offloaded: bool) -> Inne
 
 def twin_of(client: torch.optim.Optimizer, groups: list[Group],
             initial: dict[nn.Parameter, dict] | None = None, restarts: bool = False) -> torch.optim.Optimizer:
-    """An optimizer like `client`, on other parameters, with a state of its own that begins with `initial`.
-
-    Made without its class's `__init__`, whose arguments are not known here.
-    """
-    twin = object.__new__(type(client))
+    """An optimizer like `client`, on other parameters, with a state of its own that begins with `initial`."""
+    twin = object.__new__(type(client))     # the arguments of its class's `__init__` are not known here
     attributes = client.__dict__.items()
     twin.__dict__.update({name: OrderedDict() if "_hooks" in name else value for name, value in attributes})
     twin.__dict__.pop("step", None)         # a scheduler counts the calls of the client's

@@ -129,11 +129,7 @@ class Engine(EngineStatus):
                      pin_memory: bool | None = None, data_sampler: Any | None = None,
                      collate_fn: Callable[[list], Any] | None = None,
                      num_local_io_workers: int = 0) -> EngineLoader:
-        """A loader of this rank's micro-batches of `dataset`; see `EngineLoader`.
-
-        batch_size  None: train_micro_batch_size_per_gpu
-        route       "train", "eval" or "predict": no effect
-        """
+        """A loader of this rank's micro-batches of `dataset`; see `EngineLoader`. `route` has no effect."""
         pin = self.device.type == "cuda" if pin_memory is None else pin_memory
         return EngineLoader(dataset, batch_size or self.train_micro_batch_size_per_gpu(), self.world.data,
                             drop_last=drops_last("config", self.config), sampler=data_sampler,

@@ -73,9 +73,7 @@ class InnerOptimizers:
 class EngineOptimizer(torch.optim.Optimizer):
     """A torch optimizer that the engine steps. Attributes that it lacks are those of its `ZeroOptimizer`.
 
-    zero_grad     the engine's
-    param_groups  numbers may be changed at any time and take effect in the next step; "params" are the
-                  module's
+    Numbers of its param_groups may be changed at any time and take effect in the next step.
     """
 
     def __init__(self, zero: ZeroOptimizer, inner: InnerOptimizers, defaults: Group):

@@ -48,11 +48,7 @@ logger = logging.getLogger(__name__)
 
 
 class Initialized(NamedTuple):
-    """What `initialize` returns, to be unpacked: `engine, optimizer, loader, scheduler = initialize(…)`.
-
-    optimizer, training_dataloader and lr_scheduler are None where neither the config nor an argument gives
-    them.
-    """
+    """What `initialize` returns, to be unpacked. None: neither the config nor an argument gives it."""
 
     engine: Engine
     optimizer: EngineOptimizer | None
@@ -79,24 +75,18 @@ def initialize(args: Any = None, model: nn.Module | None = None, optimizer: Clie
                mesh_param: tuple[int, int] | None = None,
                config_params: Mapping[str, Any] | str | os.PathLike | None = None, *,
                decay: Decays | None = None, draw: DrawByName | None = None) -> Initialized:
-    """(engine, optimizer, training_dataloader, lr_scheduler): an engine that trains `model`. Collective over
-    all ranks.
+    """(engine, optimizer, training_dataloader, lr_scheduler): an engine that trains `model`. Collective.
 
-    args              a program's arguments: `deepspeed_config` and `local_rank` are read (see
-                      `add_config_arguments`)
+    args              a program's: `deepspeed_config` and `local_rank` are read (see `add_config_arguments`)
     model             any torch module
     optimizer         a torch optimizer over the module's parameters, or a function from parameters to one;
                       takes the place of the config's
     model_parameters  what the config's optimizer trains: parameters, or groups of them as in torch; None: all
     training_data     a dataset, from which a loader of this rank's micro-batches is made
-    lr_scheduler      one of torch's, or a function from the optimizer to one; `engine.step` steps it after
-                      each update
-    distributed_port  where rank 0 listens, unless the launcher has set MASTER_PORT; None: the launcher's
-                      port, else 29500
-    mpu               None: all ranks are data-parallel. Else an object with DeepSpeed's six functions, or a
-                      Mesh
-    dist_init_required  True, None: the process group is made where there is none. False: there must be one
-                        already
+    lr_scheduler      one of torch's, or a function from the optimizer to one, for `engine.step` to step
+    distributed_port  where rank 0 listens, unless the launcher has set MASTER_PORT; None: 29500
+    mpu               None: all ranks are data-parallel. Else DeepSpeed's six functions, or a Mesh
+    dist_init_required  False: there must be a process group already; else it is made where there is none
     collate_fn        of the loader
     config            DeepSpeed's JSON, as a dict, the path of a file or its text; docs/flags.md lists the
                       keys. Or `args.deepspeed_config`, or `config_params`, its former name
@@ -104,12 +94,10 @@ def initialize(args: Any = None, model: nn.Module | None = None, optimizer: Clie
     decay             decay(name, parameter): whether weight decay applies to it. None: to all, as in
                       DeepSpeed; `lambda name, p: p.dim() > 1` leaves out biases and norms, as Megatron does
     draw              draw(name, start, out) fills `out` with elements of a parameter or buffer on the meta
-                      device: for a module that is larger than a rank. At stage 3 each rank draws its own part
-                      only
+                      device, of a module larger than a rank. At stage 3 each rank draws its own part only
 
     Takes over the module: its parameters become views of the optimizer's buffers, in the format of the
-    config, with the values of data-parallel rank 0. Raises ConfigError with everything that is wrong with the
-    config.
+    config, with the values of data-parallel rank 0. Raises one ConfigError with all problems of the config.
     """
     # Arguments and process groups.
     config = config_of(args, config, config_params)

@@ -70,10 +70,7 @@ def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
 
 
 def config_of(args: Any, config: Any, config_params: Any) -> Mapping[str, Any] | str | os.PathLike:
-    """`config`, its former name `config_params`, or the file that `args.deepspeed_config` names.
-
-    Raises ConfigError where there is none, or more than one.
-    """
+    """The one of config, config_params (its former name), args.deepspeed_config. Raises ConfigError."""
     given = {"config": config, "config_params": config_params,
              "args.deepspeed_config": getattr(args, "deepspeed_config", None)}
     named = [name for name, value in given.items() if value is not None]
@@ -118,7 +115,12 @@ def block_of(config: Any) -> tuple[str, Mapping[str, Any]]:
     if isinstance(config, Mapping):
         return "config", config
     if isinstance(config, str) and config.lstrip().startswith("{"):
-        return "config", _parsed(config)
+        try:
+            return "config", json.loads(config)
+        except json.JSONDecodeError as error:
+            raise ConfigError(
+                f"config is a text that begins with {{ but is not JSON: {error.msg.lower()} at line "
+                f"{error.lineno}. Give a dict, the path of a JSON file, or valid JSON.") from None
     if isinstance(config, str | os.PathLike):
         return os.fspath(config), load_json(os.fspath(config), "config")
     raise ConfigError(f"config is {type(config).__name__}: give a dict of DeepSpeed's keys, or the path of a "
@@ -126,20 +128,11 @@ def block_of(config: Any) -> tuple[str, Mapping[str, Any]]:
 
 
 def drops_last(name: str, block: Mapping[str, Any]) -> bool:
-    """The key "dataloader_drop_last". Raises ConfigError where it is neither true nor false."""
+    """The value of DROP_LAST. Raises ConfigError where it is neither true nor false."""
     value = block.get(DROP_LAST, False)
     if not isinstance(value, bool):
         raise ConfigError(f'{name}: "{DROP_LAST}" is {value!r}: it is true or false.')
     return value
-
-
-def _parsed(text: str) -> Mapping[str, Any]:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(
-            f"config is a text that begins with {{ but is not JSON: {error.msg.lower()} at line "
-            f"{error.lineno}. Give a dict, the path of a JSON file, or valid JSON.") from None
 
 
 def _autos(name: str, block: Mapping[str, Any]) -> Iterator[str]:

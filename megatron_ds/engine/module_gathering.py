@@ -34,7 +34,7 @@ therefore show one NaN, expanded to their shape. A parameter has three states:
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -94,40 +94,26 @@ class ModuleGathering:
     @contextmanager
     def backward(self) -> Iterator[None]:
         """A context around a backward."""
-        self._begin_backward()
-        try:
-            yield
-            self._leave_all()
-        finally:
-            self._end_backward()
-
-    def _begin_backward(self) -> None:
         self._in_backward = True
         self._backwards += 1
         self._unannounced.clear()
         self._closing.begin()
         self._show()
-
-    def _leave_all(self) -> None:
-        for call in sorted(self._open, key=lambda call: -call.began):
-            self._open.remove(call)
-            self._leave_backward(call)
-        self._free_unused()
-
-    def _end_backward(self) -> None:
-        self._in_backward = False
-        self._open.clear()
-        self._waiting.clear()
-        self.hide()
-
-    def _begin_backward_of_another(self) -> None:
-        """For the backward of another engine, whose loss was computed with this module, too."""
-        def end() -> None:
-            self._leave_all()
-            self._end_backward()
-
-        self._begin_backward()
-        torch.autograd.Variable._execution_engine.queue_callback(end)
+        try:
+            yield
+            for call in sorted(self._open, key=lambda call: -call.began):
+                self._open.remove(call)
+                self._leave_backward(call)
+            # Units that were gathered ahead for layers that the backward did not reach.
+            for unit in dict.fromkeys(self._unit_of.values()):
+                unit.claims.difference_update(self._hooked)
+                if not unit.claims:
+                    unit.free()
+        finally:
+            self._in_backward = False
+            self._open.clear()
+            self._waiting.clear()
+            self.hide()
 
     @contextmanager
     def whole(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
@@ -240,8 +226,10 @@ class ModuleGathering:
         self.gathering.leave(layer, False)
 
     def _backward_reaches(self, call: _Call, _) -> None:
-        if not self._in_backward:
-            self._begin_backward_of_another()
+        if not self._in_backward:       # of another engine, whose loss was computed with this module, too
+            backward = ExitStack()
+            backward.enter_context(self.backward())
+            torch.autograd.Variable._execution_engine.queue_callback(backward.close)
         if call.reached_in == self._backwards:          # through another of its outputs
             return
         call.reached_in = self._backwards
@@ -267,13 +255,6 @@ class ModuleGathering:
         layer = call.layer
         is_over = not (self._waiting[layer] or self._is_open(layer) or layer in self._unannounced)
         self.gathering.leave(layer, backward=is_over)
-
-    def _free_unused(self) -> None:
-        """Free the units that were gathered ahead for layers that the backward did not reach."""
-        for unit in dict.fromkeys(self._unit_of.values()):
-            unit.claims.difference_update(self._hooked)
-            if not unit.claims:
-                unit.free()
 
     def _is_open(self, layer: int) -> bool:
         return any(call.layer == layer for call in self._open)

@@ -85,11 +85,8 @@ class Init:
     """A context in which modules are made with sharded parameters; `module` is sharded at once. Collective.
 
     data_parallel_group  a process group; None: that of `mpu`, or all ranks
-    config_dict_or_path  gives the number format of the shards; `config` is its former name; `dtype` comes
-                         first
-    enabled              False: no effect
+    config_dict_or_path  gives the number format of the shards unless `dtype` does; `config`: its former name
     remote_device        None or "cpu": shards lie where the parameters were made. "nvme" is refused
-    pin_memory           of the shards
     mem_efficient_linear, zero_param_parallel_group  no effect: they concern DeepSpeed's implementation
     """
 
@@ -183,7 +180,6 @@ class _Gathering(WatchedParameters):
 class GatheredParameters:
     """A context in which parameters of an engine, of `zero.Init`, or any have whole values. Collective.
 
-    params         a parameter, or several
     modifier_rank  None: they may only be read. Otherwise all ranks keep, on leaving, the values of this
                    data-parallel rank
     fwd_module     no effect: parameters that another module reads are found without it

@@ -39,7 +39,6 @@ from .step_metrics import StepMetrics
 class Engine:
     """The running objects of one rank.
 
-    batches        makes this rank's batches
     stages         the pipeline stages of this rank, by global number
     modules        the layers of all these stages, in the order of the model
     keeps_gathered ZeRO 3 gathers the weights of a stage once a step

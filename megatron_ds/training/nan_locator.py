@@ -15,13 +15,11 @@ from ..mpu.mesh import Mesh
 
 def locate_nonfinite(layers: Mapping[str, tuple[int, nn.Module]], weights: Iterable[tuple[str, torch.Tensor]],
                      rerun: Callable[[], object], mesh: Mesh) -> str:
-    """A sentence naming the first parameter or module output that is not finite, over all ranks.
+    """A sentence naming the first parameter or module output that is not finite. Collective over the world.
 
     layers   (pipeline stage, module) of this rank, by their global names
     weights  (name, values) of the weights or shards that this rank keeps
-    rerun    runs the forward of the same micro-batches; every rank must take part
-
-    Collective over the world.
+    rerun    runs the forward of the same micro-batches
     """
     output = _bad_output(layers, rerun)       # on every rank: the forward is collective
     stage, what = _bad_parameter(weights, layers) or output or (0, None)

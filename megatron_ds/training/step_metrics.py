@@ -137,8 +137,7 @@ def _to_host(scalars: Sequence[float | torch.Tensor]) -> list[float]:
 def stop_reason(requests: Sequence[tuple[str | None, float | None]]) -> str:
     """Why the run stops: "rank 3 received SIGTERM", "time limit of 30 min reached".
 
-    requests: of each rank, the name of the signal that it received and the time limit in minutes, where it
-    has passed
+    requests: of each rank, the signal that it received and the time limit in minutes, where it has passed
     """
     received: dict[str, list[int]] = {}
     for rank, (name, _) in enumerate(requests):

@@ -46,10 +46,7 @@ def get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir: str | os.PathLike, 
 
 def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: str | os.PathLike,
                                          tag: str | None = None) -> nn.Module:
-    """The model, on the CPU, with the weights and buffers of a checkpoint, cast to its number formats.
-
-    Raises RuntimeError, as torch does, where the checkpoint is of another module.
-    """
+    """The model, on the CPU, with weights and buffers of a checkpoint. RuntimeError if of another module."""
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     model = model.cpu()
     first: dict[int, str] = {}
