@@ -33,10 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 def prepare(module: nn.Module, dtype: torch.dtype, device: torch.device, draw: DrawByName | None) -> None:
-    """Bring the module into its format and to its device. Buffers get values, parameters stay on "meta".
-
-    Raises ConfigError where the module is in another format than the config, or belongs to an engine already.
-    """
+    """Bring the module into its format and to its device; parameters stay on "meta". Raises ConfigError."""
     taken = next((n for n, p in module.named_parameters() if hasattr(p, "grad_ready")), None)
     if taken:
         raise ConfigError(f"the module belongs to another engine already ({taken}). Make a new module, or go "
@@ -70,10 +67,7 @@ def prepare(module: nn.Module, dtype: torch.dtype, device: torch.device, draw: D
 
 @torch.no_grad()
 def agree(module: nn.Module, world: DataParallelWorld) -> None:
-    """All data-parallel ranks take the values of the first; experts, of the first holder. Collective.
-
-    Modules are often made with different seeds. Raises ConfigError where ranks hold different parameters.
-    """
+    """All data-parallel ranks take the values of the first; experts, of the first holder. Collective."""
     _check_same_parameters(module, world)
     changed, kept = [], 0
     for name, tensor, group in _values(module, world):

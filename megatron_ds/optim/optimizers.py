@@ -52,8 +52,7 @@ class CpuAdamW(torch.optim.Optimizer):
         self.grad_scale: torch.Tensor | None = None
 
     def add_param_group(self, param_group: dict) -> None:
-        """Torch's method without its decorator, whose first call imports the compiler: more than a second at
-        start-up."""
+        """Torch's method without its decorator, whose first call imports the compiler: more than a second."""
         inspect.unwrap(torch.optim.Optimizer.add_param_group)(self, param_group)
 
     @torch.no_grad()
@@ -89,8 +88,7 @@ OPTIMIZERS: Registry[Callable[..., torch.optim.Optimizer]] = Registry("optimizer
 
 @OPTIMIZERS.register("adam", "adamw")
 def adam(groups: list[dict], settings: OptimizerConfig) -> torch.optim.Optimizer:
-    """Adam with decoupled weight decay (Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2), as
-    Megatron's "adam".
+    """Megatron's "adam": decoupled weight decay (Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2).
 
     fp32 masters on the CPU are updated by the kernel of this package if it was compiled.
     """

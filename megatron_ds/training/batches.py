@@ -34,16 +34,13 @@ class BatchSource(Protocol):
 
 @dataclass(frozen=True)
 class Batches:
-    """samples: the group whose ranks read different samples.
+    """This rank's batches of a run."""
 
-    lengths: the sequence length of each step, to which `shorten` brings its batch; None: whole samples.
-    """
-
-    samples: Group
+    samples: Group                      # its ranks read different samples
     part: SequenceSlice
     device: torch.device
     drop: TokenDrop | None
-    lengths: Difficulty | None
+    lengths: Difficulty | None          # the sequence length of each step; None: whole samples
     shorten: Callable[[Batch, int], Batch]
 
     def training(self, source: BatchSource, progress: Progress, size: int) -> Batch:

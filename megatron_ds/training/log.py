@@ -16,16 +16,16 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from typing import Any, TextIO
 
 from ..config import RunConfig
 from ..ramps import Progress
-from .metrics_file import MetricsFile
+from .metrics_file import MetricsFile, check_metrics_file, metrics_path
 from .records import Record, rate
-from .sink import Sink, Tolerant
+from .sink import Sink, Tolerant, check_folder
 from .tensorboard import TensorBoard
 
-SINKS = (MetricsFile, TensorBoard)
 logger = logging.getLogger(__name__)
 FORMAT = "step {n_fmt}/{total_fmt} |{bar}| {percentage:3.0f}%{postfix} | ETA {remaining}"
 EVALUATION_FORMAT = "{desc} {n_fmt}/{total_fmt} |{bar}| ETA {remaining}"
@@ -153,8 +153,10 @@ def _is_terminal() -> bool:
 
 def check_log(config: RunConfig) -> None:
     """Raises ConfigError, naming the flag, for a sink whose file or folder cannot be written."""
-    for sink in SINKS:
-        sink.check(config)
+    if path := metrics_path(config):
+        check_metrics_file(path)
+    if folder := config.logging.tensorboard_dir:
+        check_folder("--tensorboard-dir", Path(folder))
 
 
 def open_log(config: RunConfig, progress: Progress, run_id: str | None = None) -> Log:
@@ -163,6 +165,10 @@ def open_log(config: RunConfig, progress: Progress, run_id: str | None = None) -
     progress  where the run starts; TensorBoard drops points of earlier processes beyond it
     run_id    the same after each resume; None: a new random id
     """
-    opened = (sink.open(config, progress, run_id or secrets.token_hex(8)) for sink in SINKS)
+    sinks: list[Sink] = []
+    if path := metrics_path(config):
+        sinks.append(MetricsFile(path, run_id or secrets.token_hex(8)))
+    if folder := config.logging.tensorboard_dir:
+        sinks.append(TensorBoard(Path(folder), progress))
     draws = config.logging.progress_bar and _is_terminal() and os.environ.get("TERM") != "dumb"
-    return Log((sink for sink in opened if sink is not None), sys.stdout if draws else None)
+    return Log(sinks, sys.stdout if draws else None)

@@ -20,7 +20,6 @@ from pathlib import Path
 
 from ..config import RunConfig
 from ..errors import ConfigError, DataError
-from ..ramps import Progress
 from .records import Record
 from .sink import AppendedFile, check_folder
 
@@ -34,28 +33,6 @@ class MetricsFile:
         self.place, self.run_id, self.start = path, run_id, _now()
         self._file = AppendedFile(path, is_lines=True)
 
-    @classmethod
-    def open(cls, config: RunConfig, progress: Progress, run_id: str) -> "MetricsFile | None":
-        """The sink of this run; None when the config does not enable it."""
-        path = metrics_path(config)
-        return cls(path, run_id) if path else None
-
-    @classmethod
-    def check(cls, config: RunConfig) -> None:
-        """Raises ConfigError when records cannot be appended to the file."""
-        path = metrics_path(config)
-        if path is None:
-            return
-        check_folder("--metrics-path", path.parent)
-        if path.exists() and not path.is_file():
-            raise ConfigError(f"--metrics-path {path} is not a file. Give a file, such as "
-                              f"{path}/metrics.jsonl.")
-        with path.open("rb") if path.exists() else io.BytesIO() as file:
-            first = file.readline()
-        if not (_is_cut(first) or _record(first)):
-            raise ConfigError(f"--metrics-path {path} exists and does not hold metrics, so no records can be "
-                              "appended to it. Give another file, or remove this one.")
-
     def write(self, record: Record) -> None:
         """Append the record as one line, or raise OSError and leave the file as it was."""
         fields = {"kind": record.kind, "run": self.run_id, "start": self.start, "time": _now(),
@@ -68,6 +45,18 @@ def metrics_path(config: RunConfig) -> Path | None:
     """--metrics-path, by default metrics.jsonl in the --save folder; None without either."""
     path, save = config.logging.metrics_path, config.checkpoint.save
     return Path(path) if path else Path(save) / "metrics.jsonl" if save else None
+
+
+def check_metrics_file(path: Path) -> None:
+    """Raises ConfigError when records cannot be appended to the file."""
+    check_folder("--metrics-path", path.parent)
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"--metrics-path {path} is not a file. Give a file, such as {path}/metrics.jsonl.")
+    with path.open("rb") if path.exists() else io.BytesIO() as file:
+        first = file.readline()
+    if not (_is_cut(first) or _record(first)):
+        raise ConfigError(f"--metrics-path {path} exists and does not hold metrics, so no records can be "
+                          "appended to it. Give another file, or remove this one.")
 
 
 def read_metrics(path: Path) -> list[dict]:

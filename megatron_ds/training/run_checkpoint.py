@@ -64,10 +64,7 @@ class Start:
 
 
 def save_folder(checkpoint: CheckpointConfig, world: Group) -> AbstractContextManager:
-    """Holds the lock of the --save folder, if one is given. Collective.
-
-    Raises CheckpointError when another job uses the folder.
-    """
+    """The lock of the --save folder, if any. Collective. Raises CheckpointError when another job holds it."""
     return nullcontext() if checkpoint.save is None else locked(Path(checkpoint.save), world)
 
 

@@ -19,12 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
-    """Receives the records of a run. place: the file or folder, for messages.
-
-    The sinks of training scripts also have two class methods: `open(config, progress, run_id)`, which returns
-    None when the config does not enable the sink, and `check(config)`, which raises ConfigError when its
-    place cannot be written.
-    """
+    """Receives the records of a run. place: the file or folder, for messages."""
 
     place: Path
 

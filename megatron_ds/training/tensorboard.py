@@ -19,10 +19,9 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from ..config import RunConfig
 from ..ramps import Progress
 from .records import EvalRecord, Record
-from .sink import AppendedFile, check_folder
+from .sink import AppendedFile
 
 TAGS = {"learning-rate": "learning_rate", "batch-size": "global_batch_size", "loss-scale": "loss_scale",
         "grad-norm": "grad_norm", "iteration-time": "step_seconds", "throughput": "tflops_per_rank",
@@ -39,18 +38,6 @@ class TensorBoard:
         self.place = directory
         self._steps = EventFile(directory, progress.step + 1)
         self._samples = EventFile(directory / "samples", progress.samples + 1)
-
-    @classmethod
-    def open(cls, config: RunConfig, progress: Progress, run_id: str) -> "TensorBoard | None":
-        """The sink of this run; None when the config does not enable it."""
-        directory = config.logging.tensorboard_dir
-        return cls(Path(directory), progress) if directory else None
-
-    @classmethod
-    def check(cls, config: RunConfig) -> None:
-        """Raises ConfigError when event files cannot be written."""
-        if config.logging.tensorboard_dir:
-            check_folder("--tensorboard-dir", Path(config.logging.tensorboard_dir))
 
     def write(self, record: Record) -> None:
         """Write the values of the record, or raise OSError."""
@@ -69,12 +56,10 @@ class TensorBoard:
 
 
 class EventFile:
-    """An event file of this process; also a sink of points, for `Tolerant`.
-
-    first: x from which on TensorBoard drops the points of earlier files; None: it keeps them
-    """
+    """An event file of this process; also a sink of points, for `Tolerant`."""
 
     def __init__(self, directory: Path, first: int | None = None):
+        """first: x from which on TensorBoard drops the points of earlier files; None: it keeps them."""
         from tensorboard.compat.proto import event_pb2
         now = time.time()
         # Readers sort the files of a folder by name: fractional digits order two starts within one second.
