@@ -1,8 +1,8 @@
 """`EngineStatus`: the state of an engine, and its batch sizes, precision, ranks and progress under
 DeepSpeed's names; `Monitor`, its curves.
 
-Methods of DeepSpeed are methods here; its counters and ranks are attributes. Checkpoints and whole values
-(engine_checkpoint.py, module_values.py) are written against this half of `Engine`.
+Methods of DeepSpeed are methods here; its counters and ranks are attributes. Functions on checkpoints and
+whole values (engine_checkpoint.py, module_values.py) see this half of `Engine`, whose methods they are.
 
 Curves are written for TensorBoard, under DeepSpeed's names, with samples on the x-axis:
 

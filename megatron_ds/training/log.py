@@ -57,11 +57,9 @@ def _tqdm() -> type:
 
 
 class Log:
-    """Writes records to the console and to all sinks, and draws a bar for the steps of a run; during an
-    evaluation, one below it.
+    """Writes records to the console and to all sinks. Draws a bar for the steps, and one for an evaluation.
 
-    A failing sink does not end the run (`sink.Tolerant`). Neither does an error of the terminal, for instance
-    because it was closed: it removes the bar.
+    A failing sink does not end the run (`sink.Tolerant`), nor does a closed terminal, which removes the bar.
     """
 
     def __init__(self, sinks: Iterable[Sink] = (), stream: TextIO | None = None):

@@ -153,11 +153,9 @@ class Tracer:
             yield
         finally:
             executor.timeline = None
+        # Write the entries so far. If that fails, log a warning and record no further steps.
         self._entries += timeline.read()
-        self._write(self._folder / f"pipeline-rank-{rank}.json", rank)
-
-    def _write(self, path: Path, rank: int) -> None:
-        """Write the entries so far. If that fails, log a warning and record no further steps."""
+        path = self._folder / f"pipeline-rank-{rank}.json"
         try:
             write_trace(path, {rank: self._entries})
         except OSError as error:
