@@ -55,10 +55,8 @@ def positions(config: RunConfig) -> Iterator[str]:
 
 def not_available_yet(config: RunConfig) -> Iterator[str]:
     """Mesh axes that no layer uses yet."""
-    for path, axis in (("parallel.context_parallel_size", "context"),
-                       ("parallel.expert_model_parallel_size", "expert")):
-        if config.get(path) > 1:
-            yield f"[{path}]: {axis} parallelism is not available yet. Use 1, or remove the flag."
+    if config.parallel.context_parallel_size > 1:
+        yield "[context_parallel_size]: context parallelism is not available yet. Use 1, or remove the flag."
 
 
 def zero_options(config: RunConfig) -> Iterator[str]:

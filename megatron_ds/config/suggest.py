@@ -29,6 +29,7 @@ _FLAGS = {
     "--pipeline-model-parallel-size":
         "pp pp-size pipeline-parallel pipeline-parallel-size pipe-parallel-size",
     "--context-parallel-size": "cp cp-size sequence-parallel-size ds-sequence-parallel-size",
+    "--num-experts": "moe experts n-experts",
     "--expert-model-parallel-size": "ep ep-size expert-parallel-size",
     "--data-path": "data dataset datasets data-dir dataset-path train-data train-file corpus",
     "--lr-warmup-iters": "warmup warmup-steps warmup-iters lr-warmup-steps num-warmup-steps",
@@ -63,7 +64,6 @@ _SENTENCES = {
     "there is no profiler yet; --trace DIR records the timeline of the pipeline":
         "profile profiler profile-step-start profile-step-end use-pytorch-profiler",
     "torch.compile is not used. Remove the flag": "compile torch-compile jit",
-    "mixture-of-experts models are not available yet": "moe experts",
     "metrics go to the log, to --tensorboard-dir and to --metrics-jsonl": "wandb report-to mlflow",
     "--tokenizer-type names the kind, --tokenizer-model or --vocab-file and --merge-file the files":
         "tokenizer tokenizer-path tokenizer-name",

@@ -134,14 +134,11 @@ FLAGS = table(
             "the run always saves and exits on SIGTERM, SIGUSR1 and the first Ctrl-C",
             "the run saves and exits on SIGTERM, SIGUSR1 and Ctrl-C only. Send one of these, and remove the "
             "flag.", ("SIGTERM", "SIGUSR1", "SIGINT", None, "auto")),
-        "--num-experts": Answer(
-            "a model with one expert is a dense model",
-            "mixture-of-experts models are not available yet. Remove it to train a dense model.", ("1",)),
     })
 
 # Whole families of flags, by how they begin.
 FAMILIES = table({}, {
-    "mixture-of-experts models are not available yet. Remove it to train a dense model.": "--moe-",
+    "this option of layers with experts is not available. docs/flags.md lists those that are.": "--moe-",
     "metrics go to the log, to TensorBoard and to --metrics-jsonl. Remove it.": "--wandb-",
     "fp8 is not available. Use --bf16, and remove it.": "--fp8-"}, {})
 

@@ -15,6 +15,7 @@ hold.
 """
 
 import copy
+import inspect
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from types import MethodType
@@ -24,19 +25,16 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError
-from .engine_optimizer import Group, InnerOptimizers, check_owned
+from .engine_optimizer import Group, InnerOptimizers
 
 SHAPE, CUT, UPDATES = (3, 4), 5, 3      # of the trial
 ClientOptimizer = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
 
 
 def client_optimizers(client: torch.optim.Optimizer, *, offloaded: bool) -> InnerOptimizers:
-    """The user's optimizer as inner optimizers.
-
-    Raises ConfigError where it cannot be sharded, or has made updates.
-    """
+    """The user's, as inner optimizers. Raises ConfigError if it cannot be sharded, or has made updates."""
     name = type(client).__name__
-    if any(_count(state) for state in client.state.values()):
+    if any(float(state.get("step") or 0) for state in client.state.values()):
         raise ConfigError(f"the {name} given as optimizer= has made updates already, and its state would be "
                           "lost. Give it to initialize before its first update; to continue a run, use "
                           "engine.load_checkpoint.")
@@ -58,11 +56,8 @@ def client_optimizers(client: torch.optim.Optimizer, *, offloaded: bool) -> Inne
 
 def twin_of(client: torch.optim.Optimizer, groups: list[Group],
             initial: dict[nn.Parameter, dict] | None = None, restarts: bool = False) -> torch.optim.Optimizer:
-    """An optimizer like `client`, on other parameters, with a state of its own that begins with `initial`.
-
-    Made without its class's `__init__`, whose arguments are not known here.
-    """
-    twin = object.__new__(type(client))
+    """An optimizer like `client`, on other parameters, with a state of its own that begins with `initial`."""
+    twin = object.__new__(type(client))     # the arguments of its class's `__init__` are not known here
     attributes = client.__dict__.items()
     twin.__dict__.update({name: OrderedDict() if "_hooks" in name else value for name, value in attributes})
     twin.__dict__.pop("step", None)         # a scheduler counts the calls of the client's
@@ -76,11 +71,6 @@ def twin_of(client: torch.optim.Optimizer, groups: list[Group],
     if restarts:
         twin.restart = MethodType(restart, twin)
     return twin
-
-
-def checked_groups(client: torch.optim.Optimizer, module: nn.Module) -> None:
-    """Raises ConfigError where the optimizer has parameters that are not the module's."""
-    check_owned(module, (p for group in client.param_groups for p in group["params"]), "optimizer=")
 
 
 def _try(client: torch.optim.Optimizer, has_begun: bool) -> bool:
@@ -104,14 +94,17 @@ def _try(client: torch.optim.Optimizer, has_begun: bool) -> bool:
         raise ConfigError(f"{name} cannot be run on the shards of ZeRO: on a small tensor it fails with "
                           f"{type(error).__name__}: {error}") from error
     if not torch.isfinite(whole).all() or torch.equal(whole, value.flatten()):
+        numbers = ", ".join(f"{key} {number}" for key, number in client.param_groups[0].items()
+                            if isinstance(number, int | float))
         raise ConfigError(f"a trial of {name} on a small tensor, with the numbers of its first parameter "
-                          f"group ({_numbers(client.param_groups[0])}), does not change the tensor, or makes "
+                          f"group ({numbers}), does not change the tensor, or makes "
                           "it infinite. Check these numbers.")
     if not torch.allclose(whole, parts, rtol=1e-5, atol=1e-6):
         raise ConfigError(f"{name} is not elementwise: it updates a part of a matrix differently from the "
                           "whole, and ZeRO gives it parts. Use an elementwise optimizer such as AdamW or "
                           "SGD.")
-    odd = {key for state in states for key, value in state.items() if key != "step" and not _is_long(value)}
+    is_long = lambda state: state is None or torch.is_tensor(state) and state.numel() == SHAPE[0] * SHAPE[1]
+    odd = {key for state in states for key, value in state.items() if key != "step" and not is_long(value)}
     if odd:
         raise ConfigError(f"{name} keeps {', '.join(sorted(odd))} for each parameter, which a checkpoint "
                           "that loads at other layouts cannot hold. Use another optimizer, such as AdamW, "
@@ -121,10 +114,7 @@ def _try(client: torch.optim.Optimizer, has_begun: bool) -> bool:
 
 def _updates(client: torch.optim.Optimizer, values: list[torch.Tensor], grads: list[list[torch.Tensor]],
              zeros: bool, has_begun: bool) -> tuple[torch.Tensor, list[dict]]:
-    """(flat values after one update for each of `grads`, states).
-
-    zeros: the state exists before, as zeros.
-    """
+    """(flat values after one update for each of `grads`, states). zeros: these exist before, as zeros."""
     parameters = [nn.Parameter(value) for value in values]
     group = {**client.param_groups[0], "params": parameters}
     if not group.get("lr", 1):
@@ -157,15 +147,9 @@ def _create_zeros(twin: torch.optim.Optimizer, group: Group, parameters: list[nn
 
 def _fresh_state(client: torch.optim.Optimizer, p: nn.Parameter) -> dict[str, Any]:
     """The state that the client's class gives a parameter at once, taken from a new instance."""
-    known = _arguments(type(client))
+    known = inspect.signature(type(client).__init__).parameters.keys() - {"self", "params"}
     made = type(client)([p], **{k: v for k, v in client.param_groups[0].items() if k in known})
     return dict(made.state[p])
-
-
-def _arguments(kind: type) -> set[str]:
-    import inspect
-
-    return set(inspect.signature(kind.__init__).parameters) - {"self", "params"}
 
 
 def _part(state: dict[str, Any], tensor: nn.Parameter) -> dict[str, Any]:
@@ -180,13 +164,3 @@ def _part(state: dict[str, Any], tensor: nn.Parameter) -> dict[str, Any]:
     return result
 
 
-def _count(state: dict[str, Any]) -> float:
-    return float(state.get("step") or 0)
-
-
-def _is_long(value: Any) -> bool:
-    return value is None or torch.is_tensor(value) and value.numel() == SHAPE[0] * SHAPE[1]
-
-
-def _numbers(group: Group) -> str:
-    return ", ".join(f"{key} {value}" for key, value in group.items() if isinstance(value, int | float))

@@ -18,66 +18,24 @@ use `engine.module.config`.
 """
 
 import logging
-import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
 
-from ..config import RunConfig
 from ..errors import ConfigError, MegatronDSError
-from ..mpu.external_groups import DataParallelWorld
-from ..ramps import Progress
-from ..zero.optimizer import StepResult
-from .engine_checkpoint import load_checkpoint, save_checkpoint
+from . import engine_checkpoint, module_values
 from .engine_loader import EngineLoader
-from .engine_optimizer import EngineOptimizer
-from .engine_status import EngineStatus, Monitor
+from .engine_status import EngineStatus
 from .json_settings import drops_last
-from .module_gathering import ModuleGathering
-from .module_values import (
-    full_state_dict,
-    gathered_parameters,
-    save_16bit_model,
-    save_safetensors,
-    without_frozen,
-)
 
 logger = logging.getLogger(__name__)
 
 
-class Engine(EngineStatus, nn.Module):
-    """Made by `initialize`. Attributes: see `EngineStatus`, and
-
-    lr_scheduler, training_dataloader   None where there is none
-    monitor     curves for TensorBoard
-    progress    steps, samples and skipped updates so far
-    """
-
-    def __init__(self, module: nn.Module, config: Mapping[str, Any], settings: RunConfig,
-                 world: DataParallelWorld, optimizer: EngineOptimizer, gathering: ModuleGathering | None,
-                 monitor: Monitor):
-        super().__init__()
-        self.module, self.config, self.settings, self.world = module, config, settings, world
-        self.gathering, self.monitor = gathering, monitor
-        self.optimizer, self.zero = optimizer, optimizer.zero
-        optimizer.zero_grad = self.zero_grad
-        self.lr_scheduler: Any | None = None
-        self.training_dataloader: EngineLoader | None = None
-        self.progress = Progress()
-        self._micro_batch_size = settings.train.micro_batch_size
-        self._accumulation_steps = settings.num_microbatches
-        self.configured_groups = [dict(group) for group in self.optimizer.param_groups]
-        self.micro_steps = 0
-        self._forced_boundary: bool | None = None
-        self._in_no_sync = False
-        self._last: StepResult | None = None
-        self._warned_of_loss = False
-        self._begin_step()
+class Engine(EngineStatus):
+    """Made by `initialize`. Its constructor and attributes: see `EngineStatus`."""
 
     # ------------------------------------------------------------------ training
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -113,10 +71,7 @@ class Engine(EngineStatus, nn.Module):
         return loss if microbatches == 1 else loss.float() / microbatches
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """End the micro-batch; at the boundary of accumulation update the module. Collective.
-
-        lr_kwargs: arguments for the step of the learning-rate scheduler
-        """
+        """End the micro-batch; at a boundary update, and step the scheduler with `lr_kwargs`. Collective."""
         if self._in_no_sync:
             raise MegatronDSError("engine.step() inside of engine.no_sync(): gradients are not averaged over "
                                   "the ranks yet. Leave no_sync before the last backward of the update, and "
@@ -149,18 +104,14 @@ class Engine(EngineStatus, nn.Module):
         return self._microbatch + 1 >= self._accumulation_steps
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Set whether every `step()` updates, until this is called again.
-
-        None: accumulation steps are counted.
-        """
+        """Set whether every `step()` updates, from now on. None: accumulation steps are counted."""
         self._forced_boundary = is_boundary
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Inside, `backward` adds to this rank's gradients, which the next `backward` outside averages.
-        Stages 0 and 1.
 
-        Inside, losses are not divided by the accumulation steps, as in DeepSpeed.
+        Stages 0 and 1. Losses are not divided by the accumulation steps, as in DeepSpeed.
         """
         stage = self.settings.zero.stage
         if stage >= 2 or self._in_no_sync:
@@ -178,11 +129,7 @@ class Engine(EngineStatus, nn.Module):
                      pin_memory: bool | None = None, data_sampler: Any | None = None,
                      collate_fn: Callable[[list], Any] | None = None,
                      num_local_io_workers: int = 0) -> EngineLoader:
-        """A loader of this rank's micro-batches of `dataset`; see `EngineLoader`.
-
-        batch_size  None: train_micro_batch_size_per_gpu
-        route       "train", "eval" or "predict": no effect
-        """
+        """A loader of this rank's micro-batches of `dataset`; see `EngineLoader`. `route` has no effect."""
         pin = self.device.type == "cuda" if pin_memory is None else pin_memory
         return EngineLoader(dataset, batch_size or self.train_micro_batch_size_per_gpu(), self.world.data,
                             drop_last=drops_last("config", self.config), sampler=data_sampler,
@@ -200,10 +147,7 @@ class Engine(EngineStatus, nn.Module):
             return getattr(module, name)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The module's state_dict.
-
-        At stage 3 only inside of `gathered_parameters()`; see `full_state_dict`.
-        """
+        """The module's; at stage 3 inside of `gathered_parameters()` only. See `full_state_dict`."""
         if self.gathering and not self.gathering.is_whole:
             raise ConfigError("engine.state_dict() at ZeRO stage 3: no rank holds whole parameters. Use "
                               "engine.full_state_dict(), or call it inside of `with "
@@ -211,10 +155,7 @@ class Engine(EngineStatus, nn.Module):
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
-        """Load rank 0's values into the module and the fp32 masters of all ranks.
-
-        Collective over all ranks.
-        """
+        """Load rank 0's values into the module and the fp32 masters of all ranks. Collective."""
         with self.gathered_parameters(modifier_rank=0):
             return self.module.load_state_dict(state_dict, strict=strict)
 
@@ -231,91 +172,18 @@ class Engine(EngineStatus, nn.Module):
         return self
 
     # ------------------------------------------------------------------ checkpoints and whole values
-    def save_checkpoint(self, save_dir: str | os.PathLike, tag: str | None = None,
-                        client_state: Mapping[str, Any] | None = None) -> Path:
-        """Save weights, optimizer, scheduler, loss scale and progress; returns the path. Collective over all
-        ranks.
-
-        tag           name of a folder for it, which `load_checkpoint` without a tag then takes; None: in
-                      `save_dir` itself, by the number of steps
-        client_state  plain values (JSON) of the program, which `load_checkpoint` returns; those of rank 0
-        """
-        return save_checkpoint(self, save_dir, None if tag is None else str(tag), client_state or {})
-
-    def load_checkpoint(self, load_dir: str | os.PathLike, tag: str | None = None,
-                        load_module_strict: bool = True, load_optimizer_states: bool = True,
-                        load_lr_scheduler_states: bool = True,
-                        load_module_only: bool = False) -> tuple[str | None, dict[str, Any]]:
-        """Load a checkpoint saved at any stage on any number of ranks. Collective over all ranks.
-
-        Returns (path, client_state); (None, {}) where the directory holds none yet. At the layout that saved
-        it, training continues with the same bits.
-        load_optimizer_states     False: the weights alone; the counts of steps and the scheduler stay as they
-                                  are
-        load_lr_scheduler_states  False: the scheduler stays as it is
-        load_module_only          the same as load_optimizer_states=False
-        """
-        if not load_module_strict:
-            raise ConfigError("load_module_strict=False: a checkpoint loads only into the module that was "
-                              "saved. Save with engine.save_safetensors, and load what fits into the module "
-                              "before initialize.")
-        with_optimizer = load_optimizer_states and not load_module_only
-        found = load_checkpoint(self, load_dir, None if tag is None else str(tag), with_optimizer,
-                                load_lr_scheduler_states)
-        if found[0] is not None:
-            self.zero_grad()
-        return found
-
-    def gathered_parameters(self, parameters: Iterable[nn.Parameter] | nn.Parameter | None = None,
-                            modifier_rank: int | None = None) -> AbstractContextManager[None]:
-        """A context in which parameters of `module` (None: all) hold their whole values. Collective over all
-        ranks.
-
-        modifier_rank  None: they may only be read. Otherwise this data-parallel rank may write into them, in
-                       place; on leaving, all ranks and the fp32 masters have its values
-        """
-        return gathered_parameters(self, parameters, modifier_rank)
-
-    def full_state_dict(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-        """The whole module's state_dict in CPU tensors on rank 0, {} on the others. Collective over all
-        ranks.
-
-        Tensors are assembled one after the other, from the masters. dtype: of the parameters; None: the
-        module's.
-        """
-        return full_state_dict(self, dtype)
-
-    def save_safetensors(self, directory: str | os.PathLike, max_shard_bytes: int = 5 * 10**9,
-                         dtype: torch.dtype | None = None) -> None:
-        """Write the whole module's tensors in the format that `from_pretrained` reads. Collective over all
-        ranks.
-
-        A rank holds at most its own state and one tensor. A tied parameter is written once, under its first
-        name. max_shard_bytes: of a file; a larger tensor has a file of its own. dtype: as in
-        `full_state_dict`.
-        """
-        save_safetensors(self, directory, max_shard_bytes, dtype)
-
-    def save_16bit_model(self, save_dir: str | os.PathLike, save_filename: str = "pytorch_model.bin",
-                         exclude_frozen_parameters: bool = False) -> bool:
-        """Write `full_state_dict()` into one file, for torch.load; True. Collective over all ranks, rank 0
-        writes.
-
-        Rank 0 needs memory for the whole module; `save_safetensors` does not, and writes a format that holds
-        no code.
-        """
-        return save_16bit_model(self, save_dir, save_filename, exclude_frozen_parameters)
-
-    save_fp16_model = save_16bit_model          # its former name
+    save_checkpoint = engine_checkpoint.save_checkpoint
+    load_checkpoint = engine_checkpoint.load_checkpoint
+    gathered_parameters = module_values.gathered_parameters
+    full_state_dict = module_values.full_state_dict
+    save_safetensors = module_values.save_safetensors
+    save_16bit_model = save_fp16_model = module_values.save_16bit_model         # the second: its former name
 
     def _zero3_consolidated_16bit_state_dict(
             self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
-        """`full_state_dict()` on rank 0, None on the others.
-
-        Collective over all ranks. For programs that call it.
-        """
-        state = self.full_state_dict()
-        return None if self.world.rank else without_frozen(self, state, exclude_frozen_parameters)
+        """For programs that call it: `full_state_dict()` on rank 0, None on the others. Collective."""
+        state = module_values.without_frozen(self, self.full_state_dict(), exclude_frozen_parameters)
+        return None if self.world.rank else state
 
     # ------------------------------------------------------------------ within
     def _begin_step(self) -> None:

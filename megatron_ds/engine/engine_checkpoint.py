@@ -39,61 +39,81 @@ LATEST = "latest"
 BUFFER = "buffer"           # the kind of a piece
 
 
-def save_checkpoint(engine: EngineStatus, directory: str | os.PathLike, tag: str | None,
-                    client_state: Mapping[str, Any]) -> Path:
-    """See `Engine.save_checkpoint`."""
+def save_checkpoint(engine: EngineStatus, save_dir: str | os.PathLike, tag: str | None = None,
+                    client_state: Mapping[str, Any] | None = None) -> Path:
+    """Save weights, optimizer, scheduler, loss scale and progress; returns the path. Collective.
+
+    tag           name of a folder for it, which `load_checkpoint` without a tag then takes; None: in
+                  `save_dir` itself, by the number of steps
+    client_state  plain values (JSON) of the program, which `load_checkpoint` returns; those of rank 0
+    """
     if engine.has_gradients:
         raise ConfigError("a checkpoint holds no gradients, and those of the current update would be lost. "
                           "Save at a boundary of accumulation, right after engine.step().")
     # A vacant place, and what is saved besides the optimizer's pieces.
-    folder, tagged = folder_of(directory, tag), tag is not None
+    tag, tagged = None if tag is None else str(tag), tag is not None
+    folder, pointer = folder_of(save_dir, tag), Path(save_dir) / LATEST
     on_one_rank(engine.world.world, lambda: _check_vacant(folder))
     buffers = [buffer for buffer in _buffers(engine) if buffer.replica == 0]
     run = {"version": __version__, "engine": _description(engine), "progress": engine.progress.to_dict(),
            "optimizer": engine.optimizer.extra_state(), "loop": loop_state(engine),
-           "client_state": dict(client_state)}
+           "client_state": dict(client_state or {})}
     path = save(folder, engine.global_steps, [*engine.optimizer.pieces(), *buffers], run=run,
                 coordinates=engine.world.coordinates, world=engine.world.world, limit=1 if tagged else None)
 
     # `latest` names the tag only after the checkpoint is complete.
     def point() -> None:
-        if tagged or (Path(directory) / LATEST).exists():
-            write_durably(Path(directory) / LATEST, tag or "")
+        if tagged or pointer.exists():
+            write_durably(pointer, tag or "")
 
     on_one_rank(engine.world.world, point)
     return path
 
 
-def load_checkpoint(engine: EngineStatus, directory: str | os.PathLike, tag: str | None,
-                    load_optimizer_states: bool,
-                    load_scheduler: bool = True) -> tuple[str | None, dict[str, Any]]:
-    """See `Engine.load_checkpoint`."""
-    world = engine.world.world
+def load_checkpoint(engine: EngineStatus, load_dir: str | os.PathLike, tag: str | None = None,
+                    load_module_strict: bool = True, load_optimizer_states: bool = True,
+                    load_lr_scheduler_states: bool = True,
+                    load_module_only: bool = False) -> tuple[str | None, dict[str, Any]]:
+    """Load a checkpoint saved at any stage on any number of ranks. Collective over all ranks.
+
+    Returns (path, client_state); (None, {}) where the directory holds none yet. At the layout that saved it,
+    training continues with the same bits.
+    load_optimizer_states     False: the weights alone; the counts of steps and the scheduler stay as they are
+    load_lr_scheduler_states  False: the scheduler stays as it is
+    load_module_only          the same as load_optimizer_states=False
+    """
+    if not load_module_strict:
+        raise ConfigError("load_module_strict=False: a checkpoint loads only into the module that was "
+                          "saved. Save with engine.save_safetensors, and load what fits into the module "
+                          "before initialize.")
+    world, with_optimizer = engine.world.world, load_optimizer_states and not load_module_only
+    tag = None if tag is None else str(tag)
 
     def look() -> tuple[str, int, dict] | None:
-        folder = folder_of(directory, last_tag(directory) if tag is None else tag)
+        folder = folder_of(load_dir, last_tag(load_dir) if tag is None else tag)
         step = latest(folder)
         if step is None:
             if tag is not None:
-                raise CheckpointError(f"there is no checkpoint with the tag {tag!r} in {directory}. Tags "
-                                      f"there: {', '.join(_tags(Path(directory))) or 'none'}.")
+                raise CheckpointError(f"there is no checkpoint with the tag {tag!r} in {load_dir}. Tags "
+                                      f"there: {', '.join(_tags(Path(load_dir))) or 'none'}.")
             return None
         run = read_run(folder, step)
-        _check(engine, folder, run, load_optimizer_states)
+        _check(engine, folder, run, with_optimizer)
         return str(folder), step, run
 
     found = on_one_rank(world, look)
     if found is None:
         return None, {}
     folder, step, run = found
-    kinds = None if load_optimizer_states else ("weight", BUFFER)
+    kinds = None if with_optimizer else ("weight", BUFFER)
     load(folder, step, [*engine.optimizer.pieces(), *_buffers(engine)], coordinates=engine.world.coordinates,
          world=world, kinds=kinds)
-    if load_optimizer_states:
+    if with_optimizer:
         engine.optimizer.load_extra_state(run["optimizer"])
         engine.progress = progress_of(run)
-        load_loop_state(engine, run.get("loop", {}), load_scheduler)
+        load_loop_state(engine, run.get("loop", {}), load_lr_scheduler_states)
     engine.optimizer.after_load()
+    engine.zero_grad()
     return os.path.join(folder, f"iter_{step:07d}"), run["client_state"]
 
 
@@ -131,10 +151,7 @@ def _check_vacant(folder: Path) -> None:
 
 
 def folder_of(directory: str | os.PathLike, tag: str | None) -> Path:
-    """The folder with the checkpoint of a tag.
-
-    Raises ConfigError for a tag that is not the name of a folder.
-    """
+    """The folder with the checkpoint of a tag. Raises ConfigError for a tag that cannot name a folder."""
     if tag and (os.path.basename(tag) != tag or tag in (".", "..", LATEST)):
         raise ConfigError(f"tag {tag!r} is not the name of a folder in {directory}. Use letters, digits, - "
                           "and _.")
@@ -165,10 +182,7 @@ def _buffers(engine: EngineStatus) -> list[ParameterPiece]:
 
 
 def loop_state(engine: EngineStatus) -> dict[str, Any]:
-    """The state of the loop in plain values (JSON).
-
-    Raises ConfigError where the scheduler's state has none.
-    """
+    """The state of the loop as JSON. Raises ConfigError where the scheduler's state has no plain form."""
     changed = [{key: group[key] for key in group if key != "params" and group[key] != first.get(key)}
                for group, first in zip(engine.optimizer.param_groups, engine.configured_groups)]
     scheduler = engine.lr_scheduler.state_dict() if hasattr(engine.lr_scheduler, "state_dict") else None
@@ -177,10 +191,7 @@ def loop_state(engine: EngineStatus) -> dict[str, Any]:
 
 
 def load_loop_state(engine: EngineStatus, state: Mapping[str, Any], with_scheduler: bool) -> None:
-    """Restore a `loop_state`.
-
-    {}: of a checkpoint without one; the JSON's scheduler then follows the progress.
-    """
+    """Restore a `loop_state`; without one, {}, the JSON's scheduler follows the progress."""
     engine.micro_steps = state.get("micro_steps", engine.global_steps * engine.gradient_accumulation_steps())
     if not with_scheduler:
         return

@@ -14,13 +14,10 @@ from ..mpu.group import Group
 
 
 class EngineLoader:
-    """Iterates over `dataset`, a map-style or an iterable one.
+    """Iterates over `dataset`, a map-style or an iterable one. Options are those of torch's DataLoader.
 
-    batch_size  samples of a micro-batch
-    data        the data-parallel ranks
-    drop_last   leave out the last micro-batch where it is smaller
-    sampler     of this rank's samples; None: its share of all samples
-    options     further options of torch's DataLoader
+    data     the data-parallel ranks
+    sampler  of this rank's samples; None: its share of all samples
     """
 
     def __init__(self, dataset: Any, batch_size: int, data: Group, *, drop_last: bool,

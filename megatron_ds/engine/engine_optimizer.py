@@ -73,9 +73,7 @@ class InnerOptimizers:
 class EngineOptimizer(torch.optim.Optimizer):
     """A torch optimizer that the engine steps. Attributes that it lacks are those of its `ZeroOptimizer`.
 
-    zero_grad     the engine's
-    param_groups  numbers may be changed at any time and take effect in the next step; "params" are the
-                  module's
+    Numbers of its param_groups may be changed at any time and take effect in the next step.
     """
 
     def __init__(self, zero: ZeroOptimizer, inner: InnerOptimizers, defaults: Group):
@@ -195,10 +193,7 @@ def freeze_others(module: nn.Module, groups: Iterable[Group]) -> None:
 
 
 def check_owned(module: nn.Module, parameters: Iterable[nn.Parameter], source: str) -> None:
-    """Raises ConfigError where one of `parameters` is not the module's.
-
-    source: the argument that holds them.
-    """
+    """Raises ConfigError where one of `parameters`, those of the argument `source`, is not the module's."""
     mine, given = {id(p) for p in module.parameters()}, list(parameters)
     if count := sum(id(p) not in mine for p in given):
         raise ConfigError(f"{count} of the {len(given)} parameters of {source} are not parameters of model=. "
@@ -243,9 +238,7 @@ class JsonScheduler:
             return [first * value / self.rate.highest for first in self._firsts]
         return [value] * len(self.groups)
 
-    def get_last_lr(self) -> list[float]:
-        """The rates that `step` has set last, as in torch's schedulers."""
-        return self.get_lr()
+    get_last_lr = get_lr                                # torch's name
 
     def state_dict(self) -> dict[str, int]:
         """Plain values (JSON), for `load_state_dict`."""
@@ -262,10 +255,7 @@ class JsonScheduler:
 
 def make_scheduler(settings: RunConfig, optimizer: EngineOptimizer,
                    client: Any | SchedulerMaker | None) -> Any | None:
-    """The JSON's scheduler, else the client's, else None.
-
-    client: a scheduler, or a function of the optimizer.
-    """
+    """The JSON's scheduler, else the client's (one, or a function of the optimizer), else None."""
     if settings.optimizer.lr_decay_style.startswith("Warmup"):
         if client is not None:
             raise ConfigError('both "scheduler" in the config and lr_scheduler= schedule the learning rate. '

@@ -1,8 +1,8 @@
 """`EngineStatus`: the state of an engine, and its batch sizes, precision, ranks and progress under
 DeepSpeed's names; `Monitor`, its curves.
 
-Methods of DeepSpeed are methods here; its counters and ranks are attributes. Checkpoints and whole values
-(engine_checkpoint.py, module_values.py) are written against this half of `Engine`.
+Methods of DeepSpeed are methods here; its counters and ranks are attributes. Functions on checkpoints and
+whole values (engine_checkpoint.py, module_values.py) see this half of `Engine`, whose methods they are.
 
 Curves are written for TensorBoard, under DeepSpeed's names, with samples on the x-axis:
 
@@ -29,12 +29,13 @@ from ..mpu.launch import read_launch
 from ..ramps import Progress
 from ..training.sink import Tolerant, check_folder
 from ..training.tensorboard import EventFile
-from ..zero.optimizer import StepResult, ZeroOptimizer
-from .engine_optimizer import EngineOptimizer, Group
+from ..zero.optimizer import StepResult
+from .engine_loader import EngineLoader
+from .engine_optimizer import EngineOptimizer
 from .module_gathering import ModuleGathering
 
 
-class EngineStatus:
+class EngineStatus(nn.Module):
     """The half of `Engine` that a program reads.
 
     module      the user's; its parameters are views of the optimizer's buffers. At stage 3 they show NaN
@@ -42,26 +43,33 @@ class EngineStatus:
     config      DeepSpeed's keys, "auto" values filled; `settings`: the RunConfig made from them
     optimizer   what `initialize` returns; `zero`: its `ZeroOptimizer`
     gathering   stage 3 with several ranks only
+    monitor     curves for TensorBoard
+    lr_scheduler, training_dataloader   None where there is none
+    progress           steps, samples and skipped updates so far
     micro_steps        micro-batches so far, on each rank: calls of `step`
     configured_groups  the parameter groups before any scheduler has changed them
     """
 
-    module: nn.Module
-    config: Mapping[str, Any]
-    settings: RunConfig
-    world: DataParallelWorld
-    optimizer: EngineOptimizer
-    zero: ZeroOptimizer
-    gathering: ModuleGathering | None
-    lr_scheduler: Any | None
-    progress: Progress
-    micro_steps: int
-    configured_groups: list[Group]
-    _micro_batch_size: int
-    _accumulation_steps: int
-    _microbatch: int                # of this update, those whose step() was called
-    _backwards: int                 # since the last step()
-    _last: StepResult | None
+    def __init__(self, module: nn.Module, config: Mapping[str, Any], settings: RunConfig,
+                 world: DataParallelWorld, optimizer: EngineOptimizer, gathering: ModuleGathering | None,
+                 monitor: "Monitor"):
+        super().__init__()
+        self.module, self.config, self.settings, self.world = module, config, settings, world
+        self.gathering, self.monitor = gathering, monitor
+        self.optimizer, self.zero = optimizer, optimizer.zero
+        self.lr_scheduler: Any | None = None
+        self.training_dataloader: EngineLoader | None = None
+        self.progress, self.micro_steps = Progress(), 0
+        self.configured_groups = [dict(group) for group in optimizer.param_groups]
+        self._micro_batch_size = settings.train.micro_batch_size
+        self._accumulation_steps = settings.num_microbatches
+        self._microbatch = 0                    # of this update, those whose step() was called
+        self._backwards = 0                     # since the last step()
+        self._last: StepResult | None = None
+        self._forced_boundary: bool | None = None
+        self._in_no_sync = self._warned_of_loss = False
+        optimizer.zero_grad = self.zero_grad
+        self.zero_grad()                        # begins the first update
 
     # ------------------------------------------------------------------ batch sizes
     def train_batch_size(self) -> int:
@@ -91,10 +99,7 @@ class EngineStatus:
         self._accumulation_steps = train_batch_size // once
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Takes effect in the next update; the accumulation steps stay.
-
-        Existing loaders keep their batches.
-        """
+        """For the next updates; the accumulation steps stay, and existing loaders keep their batches."""
         if micro_batch_size < 1:
             raise ConfigError(f"micro_batch_size={micro_batch_size}: a micro-batch has samples. Use 1 or "
                               "more.")
@@ -168,10 +173,7 @@ class EngineStatus:
         return self.fp16_enabled() and not self.settings.optimizer.loss_scale
 
     def loss_scale(self) -> float:
-        """Factor of the next loss; 1 except with fp16.
-
-        DeepSpeed returns the configured one, 0 for dynamic.
-        """
+        """Factor of the next loss; 1 except with fp16. (DeepSpeed's: as configured, 0 for dynamic.)"""
         return self.zero.loss_scale
 
     def gradient_clipping(self) -> float:
@@ -213,32 +215,29 @@ class EngineStatus:
         return self.world.data.size
 
 
-Event = tuple[str, float, int]
-
-
 class Monitor:
     """Writes event files into `folder` on global rank 0. None, on the other ranks: events are dropped."""
 
     def __init__(self, folder: str | None):
         """Raises ConfigError where the folder is not writable."""
-        self._sink = None if folder is None else Tolerant(_Curves(Path(folder)))
+        self._sink: Tolerant | None = None
         self._losses: list[torch.Tensor] = []
+        if folder is not None:
+            check_folder('"tensorboard.output_path"', Path(folder))
+            self._sink = Tolerant(EventFile(Path(folder)))
 
     @property
     def enabled(self) -> bool:
         """Whether curves are written: on global rank 0, when the config asks for them."""
         return self._sink is not None
 
-    def write_events(self, events: Iterable[Event]) -> None:
-        """Write (name of the curve, value, number of samples) for each event."""
-        for event in events if self.enabled else ():
-            self._sink.write(event)
+    def write_events(self, events: Iterable[tuple[str, float, int]]) -> None:
+        """events: (name of the curve, value, number of samples)"""
+        for name, value, samples in events if self.enabled else ():
+            self._sink.write({name: float(value)}, samples)
 
     def add_loss(self, loss: torch.Tensor) -> None:
-        """Keep the loss of a micro-batch.
-
-        It is read in `end_step`, after the update, without stalling the device.
-        """
+        """Keep the loss of a micro-batch. `end_step` reads it, without stalling the device."""
         if self.enabled:
             self._losses.append(loss.detach())
 
@@ -251,15 +250,3 @@ class Monitor:
         points = {"train_loss": mean, "lr": lr, "loss_scale": loss_scale}
         self.write_events((f"Train/Samples/{name}", value, samples)
                           for name, value in points.items() if value is not None)
-
-
-class _Curves:
-    """A sink that writes one event file."""
-
-    def __init__(self, folder: Path):
-        check_folder('"tensorboard.output_path"', folder)
-        self.place, self._file = folder, EventFile(folder)
-
-    def write(self, event: Event) -> None:
-        name, value, samples = event
-        self._file.add({name: float(value)}, samples)

@@ -23,7 +23,7 @@ from ..zero.data_groups import DataGroups
 from ..zero.optimizer import ZeroOptimizer
 from ..zero.set_plan import ParameterUse
 from ..zero.settings import ZeroSettings
-from .client_optimizer import ClientOptimizer, checked_groups, client_optimizers
+from .client_optimizer import ClientOptimizer, client_optimizers
 from .engine import Engine, show
 from .engine_loader import EngineLoader
 from .engine_optimizer import (
@@ -31,6 +31,7 @@ from .engine_optimizer import (
     EngineOptimizer,
     InnerOptimizers,
     SchedulerMaker,
+    check_owned,
     freeze_others,
     json_optimizers,
     make_groups,
@@ -47,11 +48,7 @@ logger = logging.getLogger(__name__)
 
 
 class Initialized(NamedTuple):
-    """What `initialize` returns, to be unpacked: `engine, optimizer, loader, scheduler = initialize(…)`.
-
-    optimizer, training_dataloader and lr_scheduler are None where neither the config nor an argument gives
-    them.
-    """
+    """What `initialize` returns, to be unpacked. None: neither the config nor an argument gives it."""
 
     engine: Engine
     optimizer: EngineOptimizer | None
@@ -78,24 +75,18 @@ def initialize(args: Any = None, model: nn.Module | None = None, optimizer: Clie
                mesh_param: tuple[int, int] | None = None,
                config_params: Mapping[str, Any] | str | os.PathLike | None = None, *,
                decay: Decays | None = None, draw: DrawByName | None = None) -> Initialized:
-    """(engine, optimizer, training_dataloader, lr_scheduler): an engine that trains `model`. Collective over
-    all ranks.
+    """(engine, optimizer, training_dataloader, lr_scheduler): an engine that trains `model`. Collective.
 
-    args              a program's arguments: `deepspeed_config` and `local_rank` are read (see
-                      `add_config_arguments`)
+    args              a program's: `deepspeed_config` and `local_rank` are read (see `add_config_arguments`)
     model             any torch module
     optimizer         a torch optimizer over the module's parameters, or a function from parameters to one;
                       takes the place of the config's
     model_parameters  what the config's optimizer trains: parameters, or groups of them as in torch; None: all
     training_data     a dataset, from which a loader of this rank's micro-batches is made
-    lr_scheduler      one of torch's, or a function from the optimizer to one; `engine.step` steps it after
-                      each update
-    distributed_port  where rank 0 listens, unless the launcher has set MASTER_PORT; None: the launcher's
-                      port, else 29500
-    mpu               None: all ranks are data-parallel. Else an object with DeepSpeed's six functions, or a
-                      Mesh
-    dist_init_required  True, None: the process group is made where there is none. False: there must be one
-                        already
+    lr_scheduler      one of torch's, or a function from the optimizer to one, for `engine.step` to step
+    distributed_port  where rank 0 listens, unless the launcher has set MASTER_PORT; None: 29500
+    mpu               None: all ranks are data-parallel. Else DeepSpeed's six functions, or a Mesh
+    dist_init_required  False: there must be a process group already; else it is made where there is none
     collate_fn        of the loader
     config            DeepSpeed's JSON, as a dict, the path of a file or its text; docs/flags.md lists the
                       keys. Or `args.deepspeed_config`, or `config_params`, its former name
@@ -103,12 +94,10 @@ def initialize(args: Any = None, model: nn.Module | None = None, optimizer: Clie
     decay             decay(name, parameter): whether weight decay applies to it. None: to all, as in
                       DeepSpeed; `lambda name, p: p.dim() > 1` leaves out biases and norms, as Megatron does
     draw              draw(name, start, out) fills `out` with elements of a parameter or buffer on the meta
-                      device: for a module that is larger than a rank. At stage 3 each rank draws its own part
-                      only
+                      device, of a module larger than a rank. At stage 3 each rank draws its own part only
 
     Takes over the module: its parameters become views of the optimizer's buffers, in the format of the
-    config, with the values of data-parallel rank 0. Raises ConfigError with everything that is wrong with the
-    config.
+    config, with the values of data-parallel rank 0. Raises one ConfigError with all problems of the config.
     """
     # Arguments and process groups.
     config = config_of(args, config, config_params)
@@ -121,7 +110,8 @@ def initialize(args: Any = None, model: nn.Module | None = None, optimizer: Clie
         client = _client_of(model, optimizer, model_parameters)
         name, found = block_of(config)
         block = fill_autos(found, Sources(args, model, world.data.size, None if data is None else len(data)))
-        settings = read_settings(block, world.data.size, _learning_rate_of(client), name)
+        lr = None if client is None else float(client.param_groups[0].get("lr") or 0.0)
+        settings = read_settings(block, world.data.size, lr, name)
         partitions = partitions_of(model)
         values = draw or (zeros if partitions else None)
         prepare(model, DTYPES[settings.optimizer.params_dtype], world.device, values)
@@ -156,10 +146,7 @@ class _Prepared(NamedTuple):
 
 
 def _build_engine(model: nn.Module, world: DataParallelWorld, ready: _Prepared, draw: DrawByName) -> Engine:
-    """Collective over all ranks.
-
-    Steps that may fail on one rank (a full disk, a missing file) fail on all.
-    """
+    """Collective over all ranks: a step that fails on one (a full disk, a missing file) fails on all."""
     settings, inner = ready.settings, ready.inner
     # The module's values move into the shards of ZeRO.
     layers = find_layers(model) if settings.zero.stage == 3 else []
@@ -193,10 +180,7 @@ def _check_arguments(model: Any, optimizer: Any, decay: Any, mesh_param: Any) ->
 
 
 def _take_local_rank(args: Any) -> None:
-    """Set LOCAL_RANK from `args.local_rank`, where an old launcher has not.
-
-    Raises ConfigError where both differ.
-    """
+    """Set LOCAL_RANK from `args.local_rank`, where a launcher has not. Raises ConfigError if both differ."""
     rank = getattr(args, "local_rank", None)
     if problem := local_rank_contradiction(os.environ, rank):
         raise ConfigError(problem)
@@ -221,12 +205,9 @@ def _client_of(model: nn.Module, optimizer: Any, model_parameters: Any) -> torch
             raise ConfigError(f"optimizer is {type(optimizer).__name__}: give a torch optimizer, or a "
                               "function that makes one from parameters.")
         optimizer = optimizer(list(model.parameters() if model_parameters is None else model_parameters))
-    checked_groups(optimizer, model)
+    owned = [p for group in optimizer.param_groups for p in group["params"]]
+    check_owned(model, owned, "optimizer=")
     return optimizer
-
-
-def _learning_rate_of(client: torch.optim.Optimizer | None) -> float | None:
-    return None if client is None else float(client.param_groups[0].get("lr") or 0.0)
 
 
 def _inner_optimizers(model: nn.Module, settings: RunConfig, block: Mapping[str, Any],

@@ -46,7 +46,7 @@ SECTIONS = ("optimizer.", "zero.")
 DEFAULTS = {"optimizer.weight_decay": 0.0, "optimizer.lr_decay_style": "constant",
             "optimizer.lr_decay_iters": 1, "optimizer.initial_loss_scale": 2.0**16,
             "optimizer.sgd_momentum": 0.0, "logging.log_interval": 0}
-LOADER_KEYS = ("dataloader_drop_last",)               # of the loader that `initialize` makes of training_data
+DROP_LAST = "dataloader_drop_last"                    # of the loader that `initialize` makes of training_data
 # Keys of the JSON for options that have none of their own.
 KEYS = {"optimizer.lr_decay_iters": "scheduler.params.total_num_steps",
         "optimizer.loss_scale": "fp16.loss_scale",
@@ -71,11 +71,7 @@ def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
 
 
 def config_of(args: Any, config: Any, config_params: Any) -> Mapping[str, Any] | str | os.PathLike:
-    """The configuration: `config`, its former name `config_params`, or the file that `args.deepspeed_config`
-    names.
-
-    Raises ConfigError where there is none, or more than one.
-    """
+    """The one of config, config_params (its former name), args.deepspeed_config. Raises ConfigError."""
     given = {"config": config, "config_params": config_params,
              "args.deepspeed_config": getattr(args, "deepspeed_config", None)}
     named = [name for name, value in given.items() if value is not None]
@@ -91,8 +87,7 @@ def config_of(args: Any, config: Any, config_params: Any) -> Mapping[str, Any] |
 
 def read_settings(config: Mapping[str, Any] | str | os.PathLike, data_parallel_size: int,
                   client_lr: float | None = None, name: str | None = None) -> RunConfig:
-    """The settings of an engine; `model` stays at its defaults. Raises one ConfigError with everything that
-    is wrong.
+    """The settings of an engine; `model` stays at its defaults. Raises one ConfigError with all problems.
 
     client_lr  the learning rate of an optimizer that is not the JSON's
     name       of the config in messages
@@ -100,7 +95,7 @@ def read_settings(config: Mapping[str, Any] | str | os.PathLike, data_parallel_s
     found, block = block_of(config)
     name = name or found
     drops_last(name, block)
-    block = {key: value for key, value in block.items() if key not in LOADER_KEYS}
+    block = {key: value for key, value in block.items() if key != DROP_LAST}
     reading = reading_of(name, block)
     settings = reading.settings_or_error()
     strange = [s for s in settings if s.path not in TAKEN and not s.path.startswith(SECTIONS)]
@@ -121,7 +116,12 @@ def block_of(config: Any) -> tuple[str, Mapping[str, Any]]:
     if isinstance(config, Mapping):
         return "config", config
     if isinstance(config, str) and config.lstrip().startswith("{"):
-        return "config", _parsed(config)
+        try:
+            return "config", json.loads(config)
+        except json.JSONDecodeError as error:
+            raise ConfigError(
+                f"config is a text that begins with {{ but is not JSON: {error.msg.lower()} at line "
+                f"{error.lineno}. Give a dict, the path of a JSON file, or valid JSON.") from None
     if isinstance(config, str | os.PathLike):
         return os.fspath(config), load_json(os.fspath(config), "config")
     raise ConfigError(f"config is {type(config).__name__}: give a dict of DeepSpeed's keys, or the path of a "
@@ -129,20 +129,11 @@ def block_of(config: Any) -> tuple[str, Mapping[str, Any]]:
 
 
 def drops_last(name: str, block: Mapping[str, Any]) -> bool:
-    """The key "dataloader_drop_last". Raises ConfigError where it is neither true nor false."""
-    value = block.get("dataloader_drop_last", False)
+    """The value of DROP_LAST. Raises ConfigError where it is neither true nor false."""
+    value = block.get(DROP_LAST, False)
     if not isinstance(value, bool):
-        raise ConfigError(f'{name}: "dataloader_drop_last" is {value!r}: it is true or false.')
+        raise ConfigError(f'{name}: "{DROP_LAST}" is {value!r}: it is true or false.')
     return value
-
-
-def _parsed(text: str) -> Mapping[str, Any]:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(
-            f"config is a text that begins with {{ but is not JSON: {error.msg.lower()} at line "
-            f"{error.lineno}. Give a dict, the path of a JSON file, or valid JSON.") from None
 
 
 def _autos(name: str, block: Mapping[str, Any]) -> Iterator[str]:
@@ -223,10 +214,7 @@ class Sources:
 
 
 def fill_autos(block: Mapping[str, Any], sources: Sources) -> dict[str, Any]:
-    """A copy of the config in which every "auto" that can be filled has its value.
-
-    Those of stage 3 are left out at others.
-    """
+    """A copy with a value for every "auto" that can be filled; those of stage 3 are left out at others."""
     block = copy.deepcopy(dict(block))
     zero = block.get("zero_optimization")
     if isinstance(zero, dict) and zero.get("stage") != 3:
@@ -257,15 +245,12 @@ def _value(key: str, block: Mapping[str, Any], sources: Sources) -> Any | None:
     return value
 
 
-def _steps_of_update(block: Mapping[str, Any], sources: Sources) -> int | None:
-    """Accumulation steps that follow from the two batch sizes."""
+def _accumulation(block: Mapping[str, Any], sources: Sources) -> int | None:
+    """The argument, else the steps that follow from the two batch sizes."""
     total, micro = block.get("train_batch_size"), block.get("train_micro_batch_size_per_gpu")
     once = micro * sources.data_parallel_size if isinstance(micro, int) else 0
-    return total // once if isinstance(total, int) and once and total % once == 0 else None
-
-
-def _accumulation(block: Mapping[str, Any], sources: Sources) -> int | None:
-    return sources.argument(*NAMES["gradient_accumulation_steps"]) or _steps_of_update(block, sources)
+    follows = isinstance(total, int) and once and total % once == 0
+    return sources.argument(*NAMES["gradient_accumulation_steps"]) or (total // once if follows else None)
 
 
 def _train_batch(block: Mapping[str, Any], sources: Sources) -> int | None:

@@ -33,8 +33,8 @@ therefore show one NaN, expanded to their shape. A parameter has three states:
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -94,47 +94,30 @@ class ModuleGathering:
     @contextmanager
     def backward(self) -> Iterator[None]:
         """A context around a backward."""
-        self._begin_backward()
-        try:
-            yield
-            self._leave_all()
-        finally:
-            self._end_backward()
-
-    def _begin_backward(self) -> None:
         self._in_backward = True
         self._backwards += 1
         self._unannounced.clear()
         self._closing.begin()
         self._show()
-
-    def _leave_all(self) -> None:
-        for call in sorted(self._open, key=lambda call: -call.began):
-            self._open.remove(call)
-            self._leave_backward(call)
-        self._free_unused()
-
-    def _end_backward(self) -> None:
-        self._in_backward = False
-        self._open.clear()
-        self._waiting.clear()
-        self.hide()
-
-    def _begin_backward_of_another(self) -> None:
-        """Begin the backward of another engine whose loss was computed with this module."""
-        def end() -> None:
-            self._leave_all()
-            self._end_backward()
-
-        self._begin_backward()
-        torch.autograd.Variable._execution_engine.queue_callback(end)
+        try:
+            yield
+            for call in sorted(self._open, key=lambda call: -call.began):
+                self._open.remove(call)
+                self._leave_backward(call)
+            # Units that were gathered ahead for layers that the backward did not reach.
+            for unit in dict.fromkeys(self._unit_of.values()):
+                unit.claims.difference_update(self._hooked)
+                if not unit.claims:
+                    unit.free()
+        finally:
+            self._in_backward = False
+            self._open.clear()
+            self._waiting.clear()
+            self.hide()
 
     @contextmanager
     def whole(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-        """A context in which these parameters (and others of their layers) are whole.
-
-        Collective over the data group.
-        """
+        """A context in which these parameters (and others of their layers) are whole. Collective."""
         token = object()
         units = list(dict.fromkeys(self._unit_of[p] for p in parameters if p in self._unit_of))
         for unit in units:
@@ -165,10 +148,7 @@ class ModuleGathering:
             self._hidden.discard(p)
 
     def fetch(self, parameter: nn.Parameter) -> None:
-        """Called for each parameter that is read: inside a forward, make it whole for forward and backward.
-
-        Collective where the parameter was not whole.
-        """
+        """Make a parameter that is read in a forward whole, also for backward. Collective if it was not."""
         unit = self._unit_of.get(parameter)
         if unit is None or not (self._active or self._depth or self._in_backward):
             return
@@ -177,8 +157,10 @@ class ModuleGathering:
             self._claim_outside(unit, parameter)
         elif not any(unit in self.gathering.needs[call.layer] for call in self._active):
             layer = self._active[-1].layer
-            for needs in _distinct(self.gathering.needs[layer], self.gathering.in_backward[layer]):
-                needs.append(unit)
+            needs, in_backward = self.gathering.needs[layer], self.gathering.in_backward[layer]
+            needs.append(unit)
+            if in_backward is not needs:
+                in_backward.append(unit)
             self._closing.keep_open(unit.layer)
             self._enter(layer, backward=False)
 
@@ -204,7 +186,7 @@ class ModuleGathering:
         module.register_forward_hook(self._root_ends, always_call=True)     # last: the root may be a layer
         for owner in module.modules():
             if any(p in self._unit_of for p in owner._parameters.values() if p is not None):
-                owner._parameters = _Watched(owner._parameters, self)
+                owner._parameters = WatchedParameters(owner._parameters, self.fetch)
 
     def _root_begins(self, *_) -> None:
         if not self._depth:
@@ -244,8 +226,10 @@ class ModuleGathering:
         self.gathering.leave(layer, False)
 
     def _backward_reaches(self, call: _Call, _) -> None:
-        if not self._in_backward:
-            self._begin_backward_of_another()
+        if not self._in_backward:       # of another engine, whose loss was computed with this module, too
+            backward = ExitStack()
+            backward.enter_context(self.backward())
+            torch.autograd.Variable._execution_engine.queue_callback(backward.close)
         if call.reached_in == self._backwards:          # through another of its outputs
             return
         call.reached_in = self._backwards
@@ -271,13 +255,6 @@ class ModuleGathering:
         layer = call.layer
         is_over = not (self._waiting[layer] or self._is_open(layer) or layer in self._unannounced)
         self.gathering.leave(layer, backward=is_over)
-
-    def _free_unused(self) -> None:
-        """Free the units that were gathered ahead for layers that the backward did not reach."""
-        for unit in dict.fromkeys(self._unit_of.values()):
-            unit.claims.difference_update(self._hooked)
-            if not unit.claims:
-                unit.free()
 
     def _is_open(self, layer: int) -> bool:
         return any(call.layer == layer for call in self._open)
@@ -309,19 +286,15 @@ class _InOrder:
         self._kept.add(layer)
 
 
-class _Watched(dict):
-    """A module's `_parameters`, which calls the gathering when a parameter is read by name."""
+class WatchedParameters(dict):
+    """A module's `_parameters`, which calls `fetch` with each parameter that is read by name."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter | None], gathering: ModuleGathering):
+    def __init__(self, parameters: Mapping[str, nn.Parameter | None], fetch: Callable[[nn.Parameter], None]):
         super().__init__(parameters)
-        self._gathering = gathering
+        self._fetch = fetch
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
         parameter = super().__getitem__(name)
         if parameter is not None:
-            self._gathering.fetch(parameter)
+            self._fetch(parameter)
         return parameter
-
-
-def _distinct(*lists: list) -> list[list]:
-    return list({id(one): one for one in lists}.values())

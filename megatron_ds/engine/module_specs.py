@@ -50,11 +50,10 @@ SIZE_IN_NAME = re.compile(r"ep_size_(\d+)$")        # DeepSpeed's group names
 
 
 def write_specs(module: nn.Module, world: DataParallelWorld) -> None:
-    """Set `.spec` of every parameter that has none, and name experts that have one. Weight decay is not the
-    spec's here.
+    """Set `.spec` of every parameter that has none, and name experts that have one.
 
-    Raises ConfigError for experts whose ranks are not known, and for specs that do not fit the parameter's
-    shape.
+    Weight decay is not the spec's here. Raises ConfigError for experts whose ranks are not known, and for
+    specs that do not fit the parameter's shape.
     """
     check_experts(module, world)
     names = global_names(module, world)
@@ -67,10 +66,7 @@ def write_specs(module: nn.Module, world: DataParallelWorld) -> None:
 
 
 def is_marked(p: nn.Parameter) -> bool:
-    """Whether the parameter is marked: other data-parallel ranks hold other experts.
-
-    With ep_size_1 every rank holds them all.
-    """
+    """Whether other data-parallel ranks hold other experts, by its mark. With ep_size_1 all hold all."""
     return getattr(p, "allreduce", True) is False and getattr(p, "group_name", None) != "ep_size_1"
 
 

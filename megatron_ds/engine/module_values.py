@@ -33,11 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 def prepare(module: nn.Module, dtype: torch.dtype, device: torch.device, draw: DrawByName | None) -> None:
-    """Bring the module into the format and to the device it trains in; its buffers get values, its parameters
-    stay on "meta".
-
-    Raises ConfigError where the module is in another format than the config, or belongs to an engine already.
-    """
+    """Bring the module into its format and to its device; parameters stay on "meta". Raises ConfigError."""
     taken = next((n for n, p in module.named_parameters() if hasattr(p, "grad_ready")), None)
     if taken:
         raise ConfigError(f"the module belongs to another engine already ({taken}). Make a new module, or go "
@@ -60,7 +56,10 @@ def prepare(module: nn.Module, dtype: torch.dtype, device: torch.device, draw: D
                 owner._buffers[name] = buffer.to(device).contiguous()
     for name, buffer in list(module.named_buffers()):
         if buffer.is_meta:
-            _materialize(module, name, buffer, device, draw)
+            path, _, last = name.rpartition(".")
+            values = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
+            draw(name, 0, values.view(-1))
+            module.get_submodule(path)._buffers[last] = values
     for p in module.parameters():
         if not p.is_meta:
             p.data = p.data.to(device)
@@ -68,12 +67,7 @@ def prepare(module: nn.Module, dtype: torch.dtype, device: torch.device, draw: D
 
 @torch.no_grad()
 def agree(module: nn.Module, world: DataParallelWorld) -> None:
-    """All data-parallel ranks take the values of the first: modules are often made with different seeds.
-    Collective.
-
-    Experts are taken from the first rank that holds the same ones. Raises ConfigError where ranks hold
-    different parameters.
-    """
+    """All data-parallel ranks take the values of the first; experts, of the first holder. Collective."""
     _check_same_parameters(module, world)
     changed, kept = [], 0
     for name, tensor, group in _values(module, world):
@@ -138,10 +132,7 @@ def _shown(fact: tuple | None) -> str:
 
 
 def _report_changes(changed: list[str], kept: int, data: Group) -> None:
-    """Warn where some random values are equal and others differ: with one seed, this may be intended.
-
-    Collective.
-    """
+    """Warn where some random values are equal and others differ: perhaps experts. Collective."""
     found = all_gather_object((changed[:1], len(changed), kept), data)
     first = next((names[0] for names, _, _ in found if names), None)
     if data.rank == 0 and first and any(kept for _, count, kept in found if count):
@@ -166,19 +157,16 @@ def saved_buffers(module: nn.Module, world: DataParallelWorld) -> dict[str, torc
     return found
 
 
-def _materialize(module: nn.Module, name: str, buffer: torch.Tensor, device: torch.device,
-                 draw: DrawByName) -> None:
-    path, _, last = name.rpartition(".")
-    values = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
-    draw(name, 0, values.view(-1))
-    module.get_submodule(path)._buffers[last] = values
-
-
 # ------------------------------------------------------------------------------------------- whole values
 @contextmanager
-def gathered_parameters(engine: EngineStatus, parameters: Iterable[nn.Parameter] | nn.Parameter | None,
-                        modifier_rank: int | None) -> Iterator[None]:
-    """See `Engine.gathered_parameters`."""
+def gathered_parameters(engine: EngineStatus,
+                        parameters: Iterable[nn.Parameter] | nn.Parameter | None = None,
+                        modifier_rank: int | None = None) -> Iterator[None]:
+    """A context in which parameters of the module (None: all) hold their whole values. Collective.
+
+    modifier_rank  None: they may only be read. Otherwise this data-parallel rank may write into them, in
+                   place; on leaving, all ranks and the fp32 masters have its values
+    """
     mine = dict.fromkeys(engine.module.parameters())
     if isinstance(parameters, nn.Parameter):
         parameters = [parameters]
@@ -197,10 +185,7 @@ def gathered_parameters(engine: EngineStatus, parameters: Iterable[nn.Parameter]
 
 @torch.no_grad()
 def _keep(engine: EngineStatus, parameters: list[nn.Parameter], source: int) -> None:
-    """Take rank `source`'s values into the parameters and masters of all ranks.
-
-    Experts that `source` does not hold keep the values of the first rank that holds them.
-    """
+    """Take rank `source`'s values, of other experts the first rank's, into parameters and masters."""
     values, world = {}, engine.world
     for p in parameters:
         group = world.by_axes[p.spec.reduced_over]
@@ -217,8 +202,11 @@ def _keep(engine: EngineStatus, parameters: list[nn.Parameter], source: int) -> 
     engine.optimizer.after_load()
 
 
-def full_state_dict(engine: EngineStatus, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    """See `Engine.full_state_dict`."""
+def full_state_dict(engine: EngineStatus, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    """The whole module's state_dict in CPU tensors on rank 0, {} on the others. Collective over all ranks.
+
+    Tensors are assembled one after the other, from the masters. dtype: of the parameters; None: the module's.
+    """
     stream = _stream(engine, dtype)
     # One entry for each tensor; in the state_dict a tied parameter has several names.
     whole = {entry.name: tensor for entry, tensor in zip(stream.entries, stream) if tensor is not None}
@@ -233,11 +221,15 @@ def full_state_dict(engine: EngineStatus, dtype: torch.dtype | None) -> dict[str
     return state | experts_elsewhere
 
 
-def save_16bit_model(engine: EngineStatus, directory: str | os.PathLike, filename: str,
-                     exclude_frozen: bool) -> bool:
-    """See `Engine.save_16bit_model`."""
-    path = Path(directory) / filename
-    state = without_frozen(engine, full_state_dict(engine, None), exclude_frozen)
+def save_16bit_model(engine: EngineStatus, save_dir: str | os.PathLike,
+                     save_filename: str = "pytorch_model.bin",
+                     exclude_frozen_parameters: bool = False) -> bool:
+    """Write `full_state_dict()` into one file, for torch.load; True. Collective, rank 0 writes.
+
+    Rank 0 needs memory for the whole module; `save_safetensors` does not, and writes a format without code.
+    """
+    path = Path(save_dir) / save_filename
+    state = without_frozen(engine, full_state_dict(engine), exclude_frozen_parameters)
 
     def write() -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -262,9 +254,13 @@ def without_frozen(engine: EngineStatus, state: dict[str, torch.Tensor],
     return {name: value for name, value in state.items() if not (exclude and name in frozen)}
 
 
-def save_safetensors(engine: EngineStatus, directory: str | os.PathLike, max_shard_bytes: int,
-                     dtype: torch.dtype | None) -> None:
-    """See `Engine.save_safetensors`."""
+def save_safetensors(engine: EngineStatus, directory: str | os.PathLike, max_shard_bytes: int = 5 * 10**9,
+                     dtype: torch.dtype | None = None) -> None:
+    """Write the whole module's tensors in the format that `from_pretrained` reads. Collective over all ranks.
+
+    A rank holds at most its own state and one tensor. A tied parameter is written once, under its first name.
+    max_shard_bytes: of a file; a larger tensor has a file of its own. dtype: as in `full_state_dict`.
+    """
     of_experts = global_names(engine.module, engine.world)
     is_buffer = lambda value: isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
     buffers = {name: value for name, value in engine.module.state_dict(keep_vars=True).items()

@@ -33,6 +33,7 @@ from ..mpu.external_groups import group_of, join_world
 from ..mpu.group import Group
 from ..zero.optimizer import ZeroOptimizer
 from ..zero.param_store import become
+from .module_gathering import WatchedParameters
 from .module_specs import is_expert
 
 
@@ -84,15 +85,11 @@ class Partition:
 
 
 class Init:
-    """A context in which modules are made with sharded parameters; `module` is sharded at once. Collective
-    over all ranks.
+    """A context in which modules are made with sharded parameters; `module` is sharded at once. Collective.
 
     data_parallel_group  a process group; None: that of `mpu`, or all ranks
-    config_dict_or_path  gives the number format of the shards; `config` is its former name; `dtype` comes
-                         first
-    enabled              False: no effect
+    config_dict_or_path  gives the number format of the shards unless `dtype` does; `config`: its former name
     remote_device        None or "cpu": shards lie where the parameters were made. "nvme" is refused
-    pin_memory           of the shards
     mem_efficient_linear, zero_param_parallel_group  no effect: they concern DeepSpeed's implementation
     """
 
@@ -157,7 +154,7 @@ class Init:
             for p in [*gathered, *(q for q in module._parameters.values() if q is not None)]:
                 self._cut(p)
             if not isinstance(module._parameters, _Gathering):
-                module._parameters = _Gathering(module._parameters, self)
+                module._parameters = _Gathering(module._parameters, self._gather)
                 self._watched.append(module)
 
         return made
@@ -166,38 +163,26 @@ class Init:
         if not p.is_meta and not is_expert(p):
             Partition(p, self._group, self._dtype, self._pin)
 
-    def gather(self, p: nn.Parameter | None) -> nn.Parameter | None:
+    def _gather(self, p: nn.Parameter) -> None:
         """Give a parameter its values while an `__init__` is running; it is sharded again when that ends."""
-        if self._making and p is not None and p.is_meta and hasattr(p, "partition"):
+        if self._making and p.is_meta and hasattr(p, "partition"):
             p.partition.show(p)
             self._making[-1][1].append(p)
-        return p
 
 
-class _Gathering(dict):
-    """A module's `_parameters`, which gathers a parameter when it is read."""
-
-    def __init__(self, parameters: Mapping[str, nn.Parameter | None], init: Init):
-        super().__init__(parameters)
-        self._gather = init.gather
-
-    def __getitem__(self, name: str) -> nn.Parameter | None:
-        return self._gather(super().__getitem__(name))
+class _Gathering(WatchedParameters):
+    """Gathers its parameters also when a module iterates over them."""
 
     def items(self) -> list[tuple[str, nn.Parameter | None]]:
-        """All of them, gathered."""
-        return [(name, self._gather(p)) for name, p in super().items()]
+        return [(name, self[name]) for name in self]
 
     def values(self) -> list[nn.Parameter | None]:
-        """All of them, gathered."""
-        return [self._gather(p) for p in super().values()]
+        return [self[name] for name in self]
 
 
 class GatheredParameters:
-    """A context in which parameters have whole values: of an engine, made under `zero.Init`, or any.
-    Collective.
+    """A context in which parameters of an engine, of `zero.Init`, or any have whole values. Collective.
 
-    params         a parameter, or several
     modifier_rank  None: they may only be read. Otherwise all ranks keep, on leaving, the values of this
                    data-parallel rank
     fwd_module     no effect: parameters that another module reads are found without it
@@ -237,11 +222,7 @@ unregister_external_parameter = register_external_parameter
 
 
 def partitions_of(module: nn.Module) -> dict[nn.Parameter, Partition]:
-    """The shards of the parameters made under `zero.Init`.
-
-    Raises ConfigError for experts among them that were marked afterwards: all ranks have rank 0's values of
-    these.
-    """
+    """The shards of the parameters made under `zero.Init`. Raises ConfigError if any was marked later."""
     found = {p: p.partition for p in module.parameters() if p.is_meta and hasattr(p, "partition")}
     for name, p in module.named_parameters():
         if p in found and is_expert(p):
@@ -258,10 +239,7 @@ def zeros(name: str, start: int, out: torch.Tensor) -> None:
 
 @torch.no_grad()
 def move_into(zero: ZeroOptimizer, partitions: Mapping[nn.Parameter, Partition]) -> None:
-    """Copy sharded parameters into the optimizer, one after the other.
-
-    Collective over the data-parallel ranks.
-    """
+    """Copy sharded parameters into the optimizer, one after the other. Collective over the data group."""
     if not partitions:
         return
     pieces: dict[str, list] = {}

@@ -54,7 +54,7 @@ class Balance:
         self.tally = torch.zeros(self.num_experts, dtype=torch.int64, device=device)
 
     def count(self, load: torch.Tensor, batch: Batch) -> None:
-        """Add the slots int64 [E] of a micro-batch; only in training, and once where layers are recomputed."""
+        """Add the slots int64 [E] of a micro-batch, in training only. A recomputed layer counts once."""
         if self.is_needed and batch.training and batch.ledger.is_open:
             self.tally += load
 

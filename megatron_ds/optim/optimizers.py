@@ -34,13 +34,10 @@ from ..registry import Registry
 class CpuAdamW(torch.optim.Optimizer):
     """AdamW on contiguous fp32 CPU parameters. Needs the extension (`ops.adam.extension()`).
 
-    State names and shapes (step, exp_avg, exp_avg_sq) are those of torch.optim.AdamW, so checkpoints are
-    interchangeable.
+    Names and shapes of its state are those of torch.optim.AdamW, so checkpoints are interchangeable.
 
-    grad_scale         None or a tensor: each gradient is divided by it while it is read. Gradients are not
-                       written
-    parameter.low      optional attribute, a 16-bit tensor of the same length: receives the updated value,
-                       rounded
+    grad_scale         None or a tensor: each gradient is divided by it while it is read, and not written
+    parameter.low      optional, a 16-bit tensor of the same length: receives the updated value, rounded
     threads, variant   as in `ops.adam.adamw_`
     """
 
@@ -55,8 +52,7 @@ class CpuAdamW(torch.optim.Optimizer):
         self.grad_scale: torch.Tensor | None = None
 
     def add_param_group(self, param_group: dict) -> None:
-        """Torch's method without its decorator, whose first call imports the compiler: more than a second at
-        start-up."""
+        """Torch's method without its decorator, whose first call imports the compiler: more than a second."""
         inspect.unwrap(torch.optim.Optimizer.add_param_group)(self, param_group)
 
     @torch.no_grad()
@@ -92,8 +88,7 @@ OPTIMIZERS: Registry[Callable[..., torch.optim.Optimizer]] = Registry("optimizer
 
 @OPTIMIZERS.register("adam", "adamw")
 def adam(groups: list[dict], settings: OptimizerConfig) -> torch.optim.Optimizer:
-    """Adam with decoupled weight decay (Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2), as
-    Megatron's "adam".
+    """Megatron's "adam": decoupled weight decay (Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2).
 
     fp32 masters on the CPU are updated by the kernel of this package if it was compiled.
     """
@@ -134,11 +129,9 @@ class MakeOptimizer(Protocol):
 
 @dataclass(frozen=True)
 class ParamGroup:
-    """The parameters that `filter` accepts, updated by `optimizer`.
+    """The parameters that `filter` accepts, updated by `optimizer`, with or without weight decay.
 
-    name       in messages
-    lr_factor  the learning rate of the group is that of the schedule multiplied by this
-    decay      weight decay applies
+    lr_factor: the learning rate of the group is that of the schedule multiplied by this.
     """
 
     name: str

@@ -33,37 +33,24 @@ class BatchSource(Protocol):
 
 
 @dataclass(frozen=True)
-class Lengths:
-    """A ramp over batches: `lengths(progress, batch)` shortens the batch to the sequence length of its step.
-
-    difficulty: None for whole samples at every step.
-    """
-
-    difficulty: Difficulty | None
-    shorten: Callable[[Batch, int], Batch] = truncate
-
-    def __call__(self, progress: Progress, batch: Batch) -> Batch:
-        if self.difficulty is None:
-            return batch
-        return self.shorten(batch, self.difficulty.at(progress.step + 1))
-
-
-@dataclass(frozen=True)
 class Batches:
     """Reads the batches of this rank.
 
     samples  the group whose ranks read different samples
     """
 
-    samples: Group
+    samples: Group                      # its ranks read different samples
     part: SequenceSlice
     device: torch.device
-    lengths: Lengths
     drop: TokenDrop | None
+    lengths: Difficulty | None          # the sequence length of each step; None: whole samples
+    shorten: Callable[[Batch, int], Batch]
 
     def training(self, source: BatchSource, progress: Progress, size: int) -> Batch:
         """This rank's samples of the next global batch of `size` samples."""
-        batch = self.lengths(progress, self._read(source, progress.samples, size, training=True))
+        batch = self._read(source, progress.samples, size, training=True)
+        if self.lengths is not None:
+            batch = self.shorten(batch, self.lengths.at(progress.step + 1))
         return self._ready(batch.keeping(self.drop, progress.step))
 
     def evaluation(self, source: BatchSource, first: int, size: int) -> Batch:
@@ -79,14 +66,9 @@ class Batches:
 
 def make_batches(config: RunConfig, mesh: Mesh, part: SequenceSlice) -> Batches:
     """The batches of a rank, as configured."""
-    return Batches(mesh.samples, part, mesh.device, make_lengths(config), make_token_drop(config))
-
-
-def make_lengths(config: RunConfig) -> Lengths:
-    """The curriculum over lengths that a config describes."""
-    curriculum = config.curriculum
-    if curriculum.curriculum_type is None:
-        return Lengths(None)
-    return Lengths(length_difficulty(curriculum, config.model.seq_length),
+    curriculum, lengths = config.curriculum, None
+    if curriculum.curriculum_type is not None:
+        lengths = length_difficulty(curriculum, config.model.seq_length)
+    return Batches(mesh.samples, part, mesh.device, make_token_drop(config), lengths,
                    fold if curriculum.curriculum_type == RESHAPE else truncate)
 

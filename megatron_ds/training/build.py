@@ -40,7 +40,6 @@ from .step_metrics import StepMetrics
 class Engine:
     """The running objects of one rank.
 
-    batches        makes this rank's batches
     stages         the pipeline stages of this rank, by global number
     modules        the layers of all these stages, in the order of the model
     keeps_gathered ZeRO 3 gathers the weights of a stage once a step
@@ -70,8 +69,7 @@ class Engine:
                 for name, module in zip(self.plan.stage_names(index), stage.modules, strict=True)}
 
     def traffic(self) -> Counter:
-        """Planned payload bytes of a step of the full batch over the data-parallel ranks, by (operation,
-        axes)."""
+        """Planned payload bytes of a step over the data-parallel ranks, by (operation, axes)."""
         m, zero = microbatches_of(self.config), self.config.zero
         schedule = plan_schedule(self.config, m, self.keeps_gathered, self.plan.stage_costs())
         return self.optimizer.traffic(m, zero.stage >= 2 and zero.zero_accumulate == "sharded",

@@ -33,12 +33,9 @@ KEEP_FREED = ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, TOP_PA
 
 @contextmanager
 def joined(config: RunConfig, launch: Launch) -> Iterator[Mesh]:
-    """Initialize the process group, yield this rank's mesh, and close both at the end.
+    """Initialize the process group, yield this rank's mesh, which `mpu` has too, and close both.
 
-    The getters of `mpu` use the same mesh.
-
-    Collective over the world. Raises CommunicationError when other ranks do not connect within
-    --distributed-timeout-minutes.
+    Collective over the world. Raises CommunicationError when others do not connect within the timeout.
     """
     zero = config.zero
     if not torch.cuda.is_available():       # with offloaded state, host memory is scarce: return freed blocks

@@ -16,12 +16,10 @@ import io
 import json
 import math
 import time
-from collections.abc import Iterable
 from pathlib import Path
 
 from ..config import RunConfig
 from ..errors import ConfigError, DataError
-from ..ramps import Progress
 from .records import Record
 from .sink import AppendedFile, check_folder
 
@@ -35,28 +33,6 @@ class MetricsFile:
         self.place, self.run_id, self.start = path, run_id, _now()
         self._file = AppendedFile(path, is_lines=True)
 
-    @classmethod
-    def open(cls, config: RunConfig, progress: Progress, run_id: str) -> "MetricsFile | None":
-        """The sink of this run; None when the config does not enable it."""
-        path = metrics_path(config)
-        return cls(path, run_id) if path else None
-
-    @classmethod
-    def check(cls, config: RunConfig) -> None:
-        """Raises ConfigError when records cannot be appended to the file."""
-        path = metrics_path(config)
-        if path is None:
-            return
-        check_folder("--metrics-path", path.parent)
-        if path.exists() and not path.is_file():
-            raise ConfigError(f"--metrics-path {path} is not a file. Give a file, such as "
-                              f"{path}/metrics.jsonl.")
-        with path.open("rb") if path.exists() else io.BytesIO() as file:
-            first = file.readline()
-        if not (_is_cut(first) or _record(first)):
-            raise ConfigError(f"--metrics-path {path} exists and does not hold metrics, so no records can be "
-                              "appended to it. Give another file, or remove this one.")
-
     def write(self, record: Record) -> None:
         """Append the record as one line, or raise OSError and leave the file as it was."""
         fields = {"kind": record.kind, "run": self.run_id, "start": self.start, "time": _now(),
@@ -69,6 +45,18 @@ def metrics_path(config: RunConfig) -> Path | None:
     """--metrics-path, by default metrics.jsonl in the --save folder; None without either."""
     path, save = config.logging.metrics_path, config.checkpoint.save
     return Path(path) if path else Path(save) / "metrics.jsonl" if save else None
+
+
+def check_metrics_file(path: Path) -> None:
+    """Raises ConfigError when records cannot be appended to the file."""
+    check_folder("--metrics-path", path.parent)
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"--metrics-path {path} is not a file. Give a file, such as {path}/metrics.jsonl.")
+    with path.open("rb") if path.exists() else io.BytesIO() as file:
+        first = file.readline()
+    if not (_is_cut(first) or _record(first)):
+        raise ConfigError(f"--metrics-path {path} exists and does not hold metrics, so no records can be "
+                          "appended to it. Give another file, or remove this one.")
 
 
 def read_metrics(path: Path) -> list[dict]:
@@ -85,12 +73,6 @@ def read_metrics(path: Path) -> list[dict]:
         elif not _is_cut(line):
             raise DataError(f"{path}, line {number}: not a record of a run. Restore the file if it was "
                             "edited, or remove that line.")
-    return newest(records)
-
-
-def newest(records: Iterable[dict]) -> list[dict]:
-    """The records of the run of the last record, ordered by step; the last of each kind and step."""
-    records = list(records)
     run = records[-1].get("run") if records else None
     last = {(r["step"], r["kind"]): r for r in records if r.get("run") in (run, None)}
     return sorted(last.values(), key=lambda r: r["step"])
@@ -105,10 +87,7 @@ def _record(line: bytes) -> dict | None:
 
 
 def _is_cut(line: bytes) -> bool:
-    """Whether a line is empty or the beginning of a record.
-
-    A crash of the machine may leave zero bytes instead.
-    """
+    """Whether a line is empty, zero bytes (after a crash of the machine) or the beginning of a record."""
     start = line.strip(b"\0\r\n")[:len(FIRST_KEY)]
     return FIRST_KEY.startswith(start)
 

@@ -42,8 +42,15 @@ from ..ramps import Progress
 from .build import Engine, build_engine
 from .distributed import joined
 from .log import Log, check_log, open_log
-from .run_checkpoint import check_same_run, describe_run, load_run, saved_pieces
-from .run_start import clear_save_folder, find_start, save_folder
+from .run_checkpoint import (
+    check_same_run,
+    clear_save_folder,
+    describe_run,
+    find_start,
+    load_run,
+    save_folder,
+    saved_pieces,
+)
 from .samples import build_loaders, rearranged, wanted_samples
 from .sink import check_folder
 from .startup_text import describe
@@ -94,11 +101,9 @@ def _pretrain(argv: Sequence[str] | None, defaults: Mapping[str, object], stop: 
 def train(as_given: RunConfig, mesh: Mesh, source: str, started: float, stop: StopRequest) -> str:
     """Build all objects of this rank and train. Returns why training ended. Collective over the world.
 
-    source    the launcher, for the start-up text
-    started   time.monotonic() at the start of the process
-
-    The save folder is checked and locked first, since building may take minutes. Raises `Stopped` on all
-    ranks when one of them received a stop signal before the first step.
+    source: the launcher; started: time.monotonic() at the start of the process. The save folder is checked
+    and locked first, since building may take minutes. Raises `Stopped` on all ranks when one of them received
+    a stop signal before the first step.
     """
     world, checkpoint = mesh.group("world"), as_given.checkpoint
     _leave_if_stopped(stop, mesh)
@@ -137,10 +142,7 @@ def _leave_if_stopped(stop: StopRequest, mesh: Mesh) -> None:
 
 
 def _check_room(engine: Engine, progress: Progress) -> None:
-    """Raises CheckpointError when the save folder has no room for one checkpoint.
-
-    Collective over the world.
-    """
+    """Raises CheckpointError when the save folder has no room for one checkpoint. Collective."""
     config, mesh = engine.config, engine.mesh
     checkpoint, steps = config.checkpoint, make_length(config).steps_after(progress)
     saves = -(-steps // (checkpoint.save_interval or max(1, steps)))

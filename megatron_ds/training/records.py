@@ -53,6 +53,10 @@ class TrainRecord:
     def line(self) -> str:
         """Megatron-LM's fields in its order, then tokens/s, MFU, memory and the remaining time."""
         digits = 1 if self.tflops_per_rank >= 1 else 3
+        dropping = [] if self.kept_tokens is None else [
+            f"random ltd reserved length: {self.kept_tokens:5d}",
+            f"actual seqlen: {self.actual_seq_length:5d}",
+            f"consumed layer tokens: {self.layer_tokens:12d}"]
         fields = [
             f" [{datetime.now():%Y-%m-%d %H:%M:%S.%f}] iteration {self.step:8d}/{self.steps:8d}",
             f"consumed samples: {self.samples:12d}",
@@ -70,18 +74,11 @@ class TrainRecord:
             f"tokens per second: {self.tokens_per_second:.1f}",
             *([] if self.mfu is None else [f"MFU: {self.mfu:.1%}"]),
             f"waiting for data (ms): {self.data_seconds * 1000:.1f}",
-            *self._dropping(),
+            *dropping,
             f"memory (GiB): {self.memory_gib:.2f}",
             f"ETA: {timedelta(seconds=round(self.eta_seconds))}",
         ]
         return " | ".join(fields) + " |"
-
-    def _dropping(self) -> list[str]:
-        if self.kept_tokens is None:
-            return []
-        return [f"random ltd reserved length: {self.kept_tokens:5d}",
-                f"actual seqlen: {self.actual_seq_length:5d}",
-                f"consumed layer tokens: {self.layer_tokens:12d}"]
 
     def short(self) -> str:
         """The most important fields; numbers of skipped and NaN steps only if they are not 0."""

@@ -1,19 +1,33 @@
-"""Checkpoints of a training run: values saved with the tensors, and those that must agree when it is loaded.
+"""Checkpoints of a training run: where it starts, values saved with the tensors, and those that must agree.
 
     iter_0000123/run.json    config (re-runs the job), progress, identity of model, tokenizer and data,
                              optimizer scalars
+
+    --load D, D has a checkpoint       that run continues under its run id (with --finetune: a new run)
+    --load D --save D, D has none      a new run: the same command starts and resumes
+    --load D, D has none               an error: a misspelt folder must not start a run from scratch
+    no --load                          a new run
+
+A *run id* is random. A start from scratch creates it, and run.json of each checkpoint of the run has it.
 """
 
+import difflib
 import logging
+import os
+import secrets
 import time
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
 from .. import __version__
 from ..checkpoint.disk_space import bytes_in, size
-from ..checkpoint.load import check_same_model, load
+from ..checkpoint.load import check_same_model, latest, load, read_run
+from ..checkpoint.lock import locked
 from ..checkpoint.pieces import WEIGHT, Piece
 from ..checkpoint.run_file import progress_of, require
 from ..checkpoint.save import save
+from ..checkpoint.save_folder import check_vacant, move_aside, run_id_of
 from ..config import RunConfig, Source
 from ..config.config_text import to_dict
 from ..config.data_efficiency_options import order_identity
@@ -24,9 +38,10 @@ from ..data.loading.datasets import identify
 from ..data.tokenizers import Tokenizer
 from ..errors import CheckpointError
 from ..models import MODELS
+from ..mpu.agree import on_one_rank
+from ..mpu.group import Group
 from ..ramps import Progress
 from .build import Engine
-from .run_start import Start
 
 logger = logging.getLogger(__name__)
 
@@ -44,27 +59,111 @@ MOE_FIELDS = ("expert_ffn_size", "moe_shared_expert_intermediate_size", "moe_sha
               "moe_router_enable_expert_bias")
 
 
+# ------------------------------------------------------------------ where a run starts
+@dataclass(frozen=True)
+class Start:
+    """step, run: of the checkpoint to load, and its run.json; None and {} for a start from scratch."""
+
+    step: int | None
+    run: dict
+    run_id: str
+
+
+def save_folder(checkpoint: CheckpointConfig, world: Group) -> AbstractContextManager:
+    """The lock of the --save folder, if any. Collective. Raises CheckpointError when another job holds it."""
+    return nullcontext() if checkpoint.save is None else locked(Path(checkpoint.save), world)
+
+
+def find_start(checkpoint: CheckpointConfig, world: Group) -> Start:
+    """The start that rank 0 finds in the folders, on all ranks. Collective; called inside `save_folder`.
+
+    Raises CheckpointError when there is nothing to load, or when --save holds another run.
+    """
+    def look() -> Start:
+        start = _look(checkpoint)
+        _check_save_folder(checkpoint, start)
+        return start
+
+    return on_one_rank(world, look)
+
+
+def clear_save_folder(checkpoint: CheckpointConfig, world: Group) -> None:
+    """With --overwrite-save, move another run in the folder into a subfolder. Collective; after the load."""
+    if checkpoint.overwrite_save and not _continues_in_place(checkpoint):
+        on_one_rank(world, lambda: move_aside(Path(checkpoint.save)) and None)
+
+
+def _look(checkpoint: CheckpointConfig) -> Start:
+    run_id = secrets.token_hex(4)
+    if checkpoint.load is None:
+        return Start(None, {}, run_id)
+    step = latest(checkpoint.load)
+    if step is None:
+        _check_may_start(checkpoint)
+        logger.info("%s holds no checkpoint: starting from scratch", checkpoint.load)
+        return Start(None, {}, run_id)
+    run = read_run(checkpoint.load, step)
+    return Start(step, run, run_id if checkpoint.finetune else run_id_of(run) or run_id)
+
+
+def _check_may_start(checkpoint: CheckpointConfig) -> None:
+    """Raises CheckpointError unless the empty --load folder is also --save."""
+    folder = Path(checkpoint.load)
+    if checkpoint.exit_on_missing_checkpoint:
+        raise CheckpointError(f"--load {folder}: no complete checkpoint there, and "
+                              "--exit-on-missing-checkpoint is given. Check the path, or remove the flag to "
+                              "start from scratch.")
+    if checkpoint.save and _same_folder(folder, Path(checkpoint.save)):
+        return
+    what = "holds no checkpoint" if folder.is_dir() else "does not exist"
+    names = [path.name for path in folder.parent.iterdir() if path.is_dir()] if folder.parent.is_dir() else []
+    close = [str(folder.parent / name) for name in difflib.get_close_matches(folder.name, names)]
+    hint = f" Did you mean {' or '.join(close)}?" if close and not folder.is_dir() else ""
+    raise CheckpointError(f"--load {folder}: the folder {what}, and a start from scratch would look like a "
+                          f"resumed run.{hint} Correct the path, or omit --load to start from scratch. To "
+                          "start and resume with one command, give the same folder to --save and --load.")
+
+
+def _check_save_folder(checkpoint: CheckpointConfig, start: Start) -> None:
+    if checkpoint.save is None or checkpoint.overwrite_save or _continues_in_place(checkpoint):
+        return
+    from_there = checkpoint.load and _same_folder(Path(checkpoint.load), Path(checkpoint.save))
+    if from_there:
+        change = "Remove --finetune"
+    elif checkpoint.load:
+        change = f"Use --load {checkpoint.save}{' without --finetune' * checkpoint.finetune}"
+    else:
+        change = f"Add --load {checkpoint.save}"
+    check_vacant(Path(checkpoint.save), start.run_id, start.step or 0, f"{change} to continue that run")
+
+
+def _continues_in_place(checkpoint: CheckpointConfig) -> bool:
+    return bool(checkpoint.load and checkpoint.save and not checkpoint.finetune
+                and _same_folder(Path(checkpoint.load), Path(checkpoint.save)))
+
+
+def _same_folder(one: Path, other: Path) -> bool:
+    if one.exists() and other.exists():
+        return one.samefile(other)
+    return os.path.realpath(one) == os.path.realpath(other)
+
+
+# ------------------------------------------------------------------ saving and loading
 def describe_run(config: RunConfig, as_given: RunConfig, tokenizer: Tokenizer, run_id: str) -> dict:
     """The values of run.json that all checkpoints of a run share: how to start it, and its identity.
 
     as_given: the config as the user wrote it; `config` also has the size of the tokenizer's vocabulary.
-    --overwrite-save is left out: it is a permission for one start, not for later ones with run.json as
-    --config.
+    --overwrite-save is left out: it permits one start, not later ones with run.json as --config.
     """
     once = as_given.with_values({"checkpoint.overwrite_save": False}, Source("derived", "for one start only"))
-    return {"version": __version__, "run_id": run_id, "identity": _identity(config, tokenizer),
+    names = (*MODEL_FIELDS, *MODELS[config.model.model].fields)
+    experts = {"experts": config.model.experts} if any(config.model.experts) else {}
+    names += MOE_FIELDS if experts else ()
+    identity = {"model": experts | {name: getattr(config.model, name) for name in names},
+                "tokenizer": {"fingerprint": tokenizer.fingerprint}, "data": _data_identity(config)}
+    return {"version": __version__, "run_id": run_id, "identity": identity,
             "config": to_dict(once if as_given.checkpoint.overwrite_save else as_given),
             "world_size": config.world_size}
-
-
-def _identity(config: RunConfig, tokenizer: Tokenizer) -> dict:
-    """{"model": …, "tokenizer": …, "data": …}, plain values; a checkpoint of another identity is refused."""
-    names = (*MODEL_FIELDS, *MODELS[config.model.model].fields)
-    model = {name: getattr(config.model, name) for name in names}
-    if any(config.model.experts):
-        model |= {"experts": config.model.experts} | {name: getattr(config.model, name) for name in MOE_FIELDS}
-    return {"model": model, "tokenizer": {"fingerprint": tokenizer.fingerprint},
-            "data": _data_identity(config)}
 
 
 def _data_identity(config: RunConfig) -> dict:
@@ -112,10 +211,7 @@ def all_pieces(engine: Engine) -> list[Piece]:
 
 
 def load_run(engine: Engine, start: Start) -> Progress:
-    """Fill weights and optimizer from `config.checkpoint.load`.
-
-    Returns the progress. Collective over the world.
-    """
+    """Fill weights and optimizer from the --load folder. Returns the progress. Collective over the world."""
     checkpoint, mesh, begin = engine.config.checkpoint, engine.mesh, time.perf_counter()
     if start.step is None:
         return Progress()

@@ -40,8 +40,7 @@ LOOKED_AT = 32              # training samples that are searched for an end of d
 def wanted_samples(config: RunConfig) -> tuple[int, int, int]:
     """(train, validation, test) samples of the whole run, as Megatron counts them.
 
-    Validation: one evaluation every `eval_interval` steps and one at the end, `eval_iters` global batches
-    each.
+    Validation: one evaluation every `eval_interval` steps and one at the end, of `eval_iters` global batches.
     """
     train, size = config.train, config.train.global_batch_size
     length = make_length(config)
@@ -77,8 +76,7 @@ def warn_without_ends(data: DataConfig, dataset: Sequence | None, eod: int) -> N
 
 
 def make_order(config: RunConfig, total: int) -> CurriculumOrder | None:
-    """The order of the training samples, `total` an epoch; None without metrics. Reads files: raises
-    DataError."""
+    """The order of the training samples, `total` an epoch; None without metrics. Raises DataError."""
     curriculum, data = config.curriculum, config.data
     if not curriculum.curriculum_metrics:
         return None
@@ -89,8 +87,8 @@ def make_order(config: RunConfig, total: int) -> CurriculumOrder | None:
     batch_size = stated_batch_size(config)
     return order_by_difficulty(
         metrics, total, seed=curriculum.data_efficiency_seed, steps=planned_steps(config, batch_size),
-        batch_at=batch_size.at,
-        cache=Path(cache), identity=identity(config, MODELS[config.model.model].data, total))
+        batch_at=batch_size.at, cache=Path(cache),
+        identity=identity(config, MODELS[config.model.model].data, total))
 
 
 def build_loaders(config: RunConfig, datasets: Datasets, tokenizer: Tokenizer, mesh: Mesh) -> Loaders:
@@ -106,8 +104,8 @@ def build_loaders(config: RunConfig, datasets: Datasets, tokenizer: Tokenizer, m
         if dataset is None:
             return None
         own = Loader(dataset, collate, micro_batch_size=config.train.micro_batch_size,
-                     dataloader_type=data.dataloader_type,
-                     order=order, num_workers=data.num_workers, pin=mesh.device.type == "cuda")
+                     dataloader_type=data.dataloader_type, order=order, num_workers=data.num_workers,
+                     pin=mesh.device.type == "cuda")
         return SharedReader(own, tp, mesh.device) if shared else own
 
     order = make_order(config, len(datasets.train)) if datasets.train is not None else None

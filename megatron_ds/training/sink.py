@@ -10,7 +10,7 @@ import os
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from ..errors import ConfigError
 from .records import Record
@@ -19,12 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
-    """Receives the records of a run. place: the file or folder, for messages.
-
-    The sinks of training scripts also have two class methods: `open(config, progress, run_id)`, which returns
-    None when the config does not enable the sink, and `check(config)`, which raises ConfigError when its
-    place cannot be written.
-    """
+    """Receives the records of a run. place: the file or folder, for messages."""
 
     place: Path
 
@@ -79,10 +74,10 @@ class Tolerant:
         self.lost = 0
         self._why = ""
 
-    def write(self, record: Record) -> None:
+    def write(self, *record: Any) -> None:
         """Write the record, or log the error."""
         try:
-            self.sink.write(record)
+            self.sink.write(*record)
         except OSError as error:
             self.lost += 1
             if not self._why:

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import asdict
 from pathlib import Path
 
 from ..config import RunConfig
@@ -42,9 +42,7 @@ def describe(engine: Engine, launch_source: str, given: RunConfig) -> str:
 
 
 def _memory(engine: Engine) -> str:
-    held = engine.optimizer.memory()
-    kinds = {field.name: getattr(held, field.name) for field in fields(held)}
-    counts = kinds | _activations(engine)
+    counts = asdict(engine.optimizer.memory()) | _activations(engine)
     listed = (f"{name} {n / 2**20:.1f}" for name, n in counts.items() if n)
     return f"memory of rank 0 (MiB): {', '.join(listed)}"
 
@@ -83,10 +81,7 @@ def _model(engine: Engine, given: RunConfig) -> str:
 
 
 def count_parameters(config: RunConfig, grid: Grid) -> int:
-    """Number of parameters of the model: logical shapes without padding, tied weights counted once.
-
-    Builds the layers without memory.
-    """
+    """Parameters of the model: logical shapes without padding, tied weights counted once. Uses no memory."""
     layers = describe_layers(config, fake_mesh(grid, 0))
     modules = build_stages({0: layers})[0]
     return sum({p.spec.name: p.spec.numel for p in modules.parameters()}.values())
@@ -95,10 +90,8 @@ def count_parameters(config: RunConfig, grid: Grid) -> int:
 def vocabulary_text(given: int | None, found: int, padded: int, adds_end: bool) -> str:
     """The size of the vocabulary and its derivation.
 
-    given     --vocab-size, if any
-    found     number of tokens of the tokenizer
-    padded    rows of the embedding
-    adds_end  the tokenizer has `given` tokens and an end-of-document token
+    given: --vocab-size, if any; found: tokens of the tokenizer; padded: rows of the embedding; adds_end: the
+    tokenizer has `given` tokens and an end-of-document token
     """
     tokens = f"vocabulary: {found:,} tokens"
     if given is not None and adds_end:

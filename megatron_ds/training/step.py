@@ -6,9 +6,9 @@ the trace of a few steps.
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..data.batch import Batch
@@ -30,26 +30,16 @@ class NonFiniteLossError(MegatronDSError):
     on_all_ranks = True
 
 
-@dataclass(frozen=True)
-class StepOutcome:
-    """Result of one step.
+@dataclass(frozen=True, kw_only=True)
+class StepOutcome(StepReport):
+    """Result of one step. grad_norm: unscaled, before clipping; NaN where it is not finite."""
 
-    grad_norm  before clipping, of the unscaled gradient; NaN where it is not finite
-    is_finite  the loss and the loss terms of layers are
-    metrics    loss terms and metrics that layers added, by name
-    """
-
-    loss: float
-    tokens: float
     grad_norm: float
+    skipped: bool
     loss_scale: float
     learning_rate: float
     weight_decay: float
-    skipped: bool
-    stop: bool
     seconds: float
-    is_finite: bool
-    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 def train_step(engine: Engine, batch: Batch, progress: Progress, *, learning_rate: float, weight_decay: float,
@@ -79,37 +69,32 @@ def train_step(engine: Engine, batch: Batch, progress: Progress, *, learning_rat
 
     result = optimizer.step(learning_rate, weight_decay, max(report.tokens, 1) if per_token else 1.0)
     engine.step_state.after_step(applied=not result.skipped)
-    return StepOutcome(report.loss, report.tokens, result.grad_norm, loss_scale, learning_rate, weight_decay,
-                       result.skipped, report.stop, time.perf_counter() - start, report.is_finite,
-                       {**report.terms, **report.metrics})
+    return StepOutcome(**vars(report), grad_norm=result.grad_norm, skipped=result.skipped,
+                       loss_scale=loss_scale, learning_rate=learning_rate, weight_decay=weight_decay,
+                       seconds=time.perf_counter() - start)
 
 
-def _report_nonfinite(
-    engine: Engine, microbatches: Sequence[Batch], report: StepReport, progress: Progress
-) -> None:
+def _report_nonfinite(engine: Engine, microbatches: Sequence[Batch], report: StepReport,
+                      progress: Progress) -> None:
     """Locate the first NaN, then raise or warn. Collective over the world."""
     if engine.optimizer.loss_scale != 1.0 and engine.config.optimizer.loss_scale is None:
         return  # dynamic loss scaling: an overflow is part of finding the scale, the optimizer skips the step
     weights = [(p.spec.name, p.tensor) for p in engine.optimizer.pieces() if p.kind == "weight"]
-    where = locate_nonfinite(
-        engine.layers, weights, lambda: engine.executor.forward(microbatches), engine.mesh
-    )
+    rerun = lambda: engine.executor.forward(microbatches)
+    where = locate_nonfinite(engine.layers, weights, rerun, engine.mesh)
     also = "".join(f", {name} {mean}" for name, mean in report.terms.items())
     message = f"loss is {report.loss}{also} at iteration {progress.step + 1}, {where}"
     if engine.config.train.check_for_nan == "stop":
         raise NonFiniteLossError(
-            f"{message}. The step was not applied; the last checkpoint is not affected. Lower the "
-            f"learning rate or check "
-            "the data; use --check-for-nan continue to skip such steps."
-        )
+            f"{message}. The step was not applied; the last checkpoint is not affected. Lower the learning "
+            "rate or check the data; use --check-for-nan continue to skip such steps.")
     if engine.mesh.rank == 0:
         logger.warning("%s. The step is skipped (--check-for-nan continue).", message)
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Means over the global batches; metrics: what layers added, by name. stop: a rank asked to end the run
-    meanwhile."""
+    """Means over the global batches. metrics: what layers added; stop: a rank asked to end the run."""
 
     loss: float
     metrics: dict[str, float]
@@ -135,7 +120,7 @@ def evaluate(engine: Engine, loader: BatchSource, *, first_sample: int, iteratio
         losses = engine.executor.forward(microbatches)
         report = reduction.reduce(losses, engine.executor.entries, should_stop())
         total, done, stop = total + report.loss, done + 1, report.stop
-        for name, value in {**report.terms, **report.metrics}.items():
+        for name, value in report.named.items():
             metrics.setdefault(name, []).append(value)
         after_batch()
     means = {name: sum(values) / len(values) for name, values in metrics.items()}
@@ -158,10 +143,7 @@ class Tracer:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """A context around a training step.
-
-        The file is written after each recorded step: a run may end at any time.
-        """
+        """A context around a training step. The file is written after each: a run may end at any time."""
         self._done += 1
         if self._folder is None or self._done not in self._steps:
             yield
@@ -172,11 +154,9 @@ class Tracer:
             yield
         finally:
             executor.timeline = None
+        # Write the entries so far. If that fails, log a warning and record no further steps.
         self._entries += timeline.read()
-        self._write(self._folder / f"pipeline-rank-{rank}.json", rank)
-
-    def _write(self, path: Path, rank: int) -> None:
-        """Write the entries so far. If that fails, log a warning and record no further steps."""
+        path = self._folder / f"pipeline-rank-{rank}.json"
         try:
             write_trace(path, {rank: self._entries})
         except OSError as error:

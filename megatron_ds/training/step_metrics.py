@@ -22,10 +22,7 @@ from ..mpu.mesh import Mesh
 from .records import EvalRecord, TrainRecord
 
 NEW_NAMES = 2.0**32             # one vote for an exchange of names, above any number of votes for a stop
-RESERVED = {f.name for record in (TrainRecord, EvalRecord) for f in fields(record)} | {
-    "lm loss",
-    "perplexity",
-}
+RESERVED = {"lm loss", "perplexity", *(f.name for kind in (TrainRecord, EvalRecord) for f in fields(kind))}
 
 
 @dataclass(frozen=True)
@@ -43,6 +40,11 @@ class StepReport:
     stop: bool
     terms: Mapping[str, float] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def named(self) -> Mapping[str, float]:
+        """Loss terms and metrics."""
+        return {**self.terms, **self.metrics}
 
     @property
     def is_finite(self) -> bool:
@@ -78,48 +80,35 @@ class StepMetrics:
         if votes >= NEW_NAMES:
             self._exchange(mine)
             pairs = self._summed(self._row(losses, entries))[4:]
-        means = {name: _mean(pairs[2 * i], pairs[2 * i + 1]) for i, name in enumerate(self.names)}
+        means = {name: pairs[2 * i] / max(pairs[2 * i + 1], 1) for i, name in enumerate(self.names)}
         terms = {name: mean for name, mean in means.items() if self.names[name]}
         metrics = {name: mean for name, mean in means.items() if not self.names[name]}
         return StepReport(total / max(count, 1), tokens, votes % NEW_NAMES > 0, terms, metrics)
 
     def _exchange(self, mine: set[tuple[str, bool]]) -> None:
-        """Agree on the names of all ranks.
-
-        Collective over the world; for the first step and for new names.
-        """
+        """Agree on the names of all ranks, at the first step and for new names. Collective over the world."""
         agreed = dict(self.names or {})
         for names in all_gather_object(mine, self.mesh.group("world")):
             for name, is_term in sorted(names):
                 if agreed.setdefault(name, is_term) != is_term:
-                    raise ConfigError(
-                        f"ledger name {name!r} is both a loss term and a metric: the report has one mean "
-                        "for each name. Use two names."
-                    )
+                    raise ConfigError(f"ledger name {name!r} is both a loss term and a metric: the report "
+                                      "has one mean for each name. Use two names.")
         if taken := sorted(name for name in agreed if name in RESERVED or name.replace(" ", "_") in RESERVED):
-            raise ConfigError(
-                f"ledger names {', '.join(map(repr, taken))} are fields of the log already, and one would "
-                "hide the other. Use other names."
-            )
+            raise ConfigError(f"ledger names {', '.join(map(repr, taken))} are fields of the log already, "
+                              "and one would hide the other. Use other names.")
         self.names = agreed
 
     def _row(self, losses: Sequence[Loss], entries: Sequence[Entry]) -> torch.Tensor:
-        """This rank's sums, on the CPU.
-
-        Tensor-parallel ranks compute the same, so the first alone reports.
-        """
+        """This rank's sums, on the CPU. The first tensor-parallel rank reports for all of them."""
         row = torch.zeros(4 + 2 * len(self.names), dtype=torch.float64)
         if self.mesh.coordinate("tp") != 0:
             return row
         # One transfer from the device for all numbers of the step.
-        scalars = [x for loss in losses for x in (loss.total, loss.tokens)] + [
-            x for e in entries for x in (e.value, e.count)
-        ]
-        numbers = iter(_to_host(scalars))
+        numbers = iter(_to_host([*(x for loss in losses for x in (loss.total, loss.tokens)),
+                                 *(x for entry in entries for x in (entry.value, entry.count))]))
         if losses:
-            totals, tokens = torch.tensor(
-                [[next(numbers), next(numbers)] for _ in losses], dtype=torch.float64
-            ).unbind(1)
+            pairs = [[next(numbers), next(numbers)] for _ in losses]
+            totals, tokens = torch.tensor(pairs, dtype=torch.float64).unbind(1)
             row[0] = (totals if self.per_token else totals / tokens.clamp(min=1)).sum()
             row[1] = tokens.sum() if self.per_token else len(losses)
             row[2] = tokens.sum()
@@ -145,15 +134,10 @@ def _to_host(scalars: Sequence[float | torch.Tensor]) -> list[float]:
     return [next(numbers) if isinstance(x, torch.Tensor) else float(x) for x in scalars]
 
 
-def _mean(total: float, count: float) -> float:
-    return total / max(count, 1)
-
-
 def stop_reason(requests: Sequence[tuple[str | None, float | None]]) -> str:
     """Why the run stops: "rank 3 received SIGTERM", "time limit of 30 min reached".
 
-    requests: of each rank, the name of the signal that it received and the time limit in minutes, where it
-    has passed
+    requests: of each rank, the signal that it received and the time limit in minutes, where it has passed
     """
     received: dict[str, list[int]] = {}
     for rank, (name, _) in enumerate(requests):

@@ -16,13 +16,12 @@ import io
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
-from ..config import RunConfig
 from ..ramps import Progress
-from .records import EvalRecord, Record, TrainRecord
-from .sink import AppendedFile, check_folder
+from .records import EvalRecord, Record
+from .sink import AppendedFile
 
 TAGS = {"learning-rate": "learning_rate", "batch-size": "global_batch_size", "loss-scale": "loss_scale",
         "grad-norm": "grad_norm", "iteration-time": "step_seconds", "throughput": "tflops_per_rank",
@@ -40,51 +39,27 @@ class TensorBoard:
         self._steps = EventFile(directory, progress.step + 1)
         self._samples = EventFile(directory / "samples", progress.samples + 1)
 
-    @classmethod
-    def open(cls, config: RunConfig, progress: Progress, run_id: str) -> "TensorBoard | None":
-        """The sink of this run; None when the config does not enable it."""
-        directory = config.logging.tensorboard_dir
-        return cls(Path(directory), progress) if directory else None
-
-    @classmethod
-    def check(cls, config: RunConfig) -> None:
-        """Raises ConfigError when event files cannot be written."""
-        if config.logging.tensorboard_dir:
-            check_folder("--tensorboard-dir", Path(config.logging.tensorboard_dir))
-
     def write(self, record: Record) -> None:
         """Write the values of the record, or raise OSError."""
-        losses = dict(losses_of(record))
-        self._steps.add(losses | dict(others_of(record)), record.step)
-        self._samples.add({f"{tag} vs samples": value for tag, value in losses.items()}, record.samples)
-
-
-def losses_of(record: Record) -> Iterator[tuple[str, float]]:
-    """(tag, value) pairs of the losses and metrics. TensorBoard plots them by steps and by samples."""
-    if isinstance(record, EvalRecord):
-        yield f"lm loss {record.split}", record.loss
-        yield f"lm loss {record.split} ppl", record.perplexity
-        yield from ((f"{name} {record.split}", mean) for name, mean in record.metrics.items())
-    else:
-        yield "lm loss", record.loss
-        yield from record.metrics.items()
-
-
-def others_of(record: Record) -> Iterator[tuple[str, float]]:
-    """(tag, value) pairs of the other values. TensorBoard plots them by steps only."""
-    if isinstance(record, TrainRecord):
-        tags = TAGS if record.kept_tokens is None else TAGS | TOKEN_TAGS
-        values = ((tag, getattr(record, name)) for tag, name in tags.items())
-        yield from ((tag, value) for tag, value in values if value is not None)
+        # Losses and metrics are drawn against steps and against samples, other values against steps only.
+        if isinstance(record, EvalRecord):
+            split, others = record.split, {}
+            losses = {f"lm loss {split}": record.loss, f"lm loss {split} ppl": record.perplexity,
+                      **{f"{name} {split}": mean for name, mean in record.metrics.items()}}
+        else:
+            losses = {"lm loss": record.loss, **record.metrics}
+            tags = TAGS if record.kept_tokens is None else TAGS | TOKEN_TAGS
+            values = ((tag, getattr(record, name)) for tag, name in tags.items())
+            others = {tag: value for tag, value in values if value is not None}
+        self._steps.write(losses | others, record.step)
+        self._samples.write({f"{tag} vs samples": value for tag, value in losses.items()}, record.samples)
 
 
 class EventFile:
-    """An event file of this process.
-
-    first: x from which on TensorBoard drops the points of earlier files; None: it keeps them
-    """
+    """An event file of this process; also a sink of points, for `Tolerant`."""
 
     def __init__(self, directory: Path, first: int | None = None):
+        """first: x from which on TensorBoard drops the points of earlier files; None: it keeps them."""
         from tensorboard.compat.proto import event_pb2
         now = time.time()
         # Readers sort the files of a folder by name: fractional digits order two starts within one second.
@@ -93,9 +68,9 @@ class EventFile:
         if first is not None:
             start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
             header += _framed(event_pb2.Event(wall_time=now, step=first, session_log=start))
-        self._file = AppendedFile(path, header=header)
+        self.place, self._file = directory, AppendedFile(path, header=header)
 
-    def add(self, values: Mapping[str, float], x: int) -> None:
+    def write(self, values: Mapping[str, float], x: int) -> None:
         """Write one event with a point for each tag completely, or raise OSError and write nothing."""
         from tensorboard.compat.proto import event_pb2, summary_pb2
         scalars = [summary_pb2.Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]

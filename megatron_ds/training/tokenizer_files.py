@@ -58,12 +58,8 @@ def tokenizer_of(directory: str | os.PathLike, run: Mapping, config: RunConfig,
                  given: Mapping[str, str]) -> Tokenizer:
     """The tokenizer of a checkpoint: of the `given` files, else of the copies, else of the original paths.
 
-    directory   the folder of checkpoints
-    run         the content of run.json
-    config      the config in it
-    given       {field: path}; may be empty
-
-    Raises CheckpointError when files are missing, or when it is not the tokenizer of the run.
+    run: the content of run.json, config: the one in it; given: {field: path}. Raises CheckpointError when
+    files are missing, or when it is not the tokenizer of the run.
     """
     copies = {} if given else _copies(Path(directory), run)
     paths = {**copies, **given}
@@ -122,10 +118,7 @@ def _holds(folder: Path, contents: Mapping[str, bytes]) -> bool:
 
 
 def _write(folder: Path, contents: Mapping[str, bytes]) -> None:
-    """Write a temporary folder, sync it and rename it: `folder` is complete or absent.
-
-    A damaged one is replaced.
-    """
+    """Write a temporary folder, sync it and rename it: `folder` is complete or absent, and not damaged."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     beside = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
     try:

@@ -71,14 +71,12 @@ class Trainer:
         self._has_warned_of_stall = False
         self._window: list[_Done] = []
         self._vocab = config.padded_vocab_size
-        self._peak = peak_flops(engine.mesh.device, _compute_dtype(engine))
+        dtype = engine.parameters[0].dtype if engine.parameters else torch.float32
+        self._peak = peak_flops(engine.mesh.device, dtype)
 
     # ------------------------------------------------------------------ the loop
     def run(self) -> str:
-        """Train to the end. Saves before leaving when there is something unsaved.
-
-        Returns why training ended, the number of steps and the time since the process started.
-        """
+        """Train to the end, and save what is unsaved. Returns why training ended, its steps and its time."""
         first = self.progress.step
         self.stop.defer()
         self.log.begin(first, self._total)
@@ -148,7 +146,7 @@ class Trainer:
         if mesh.rank == 0 and (_due(self.config.logging.log_interval, self.progress.step) or outcome.stop
                                or self._is_finished()):
             record = self._record(size, length, kept)
-            self.log.train(record)
+            self.log.write(record)
             self._warn_of_stall(record)
         if _due(self.config.logging.log_interval, self.progress.step):
             self._window.clear()
@@ -164,7 +162,8 @@ class Trainer:
         outcomes = [done.outcome for done in self._window]
         last, p = outcomes[-1], self.progress
         seconds = statistics.fmean(done.outcome.seconds + done.data_seconds for done in self._window)
-        flops = statistics.fmean(done.flops for done in self._window) / seconds / self._world
+        ranks = self.engine.mesh.grid.world_size
+        flops = statistics.fmean(done.flops for done in self._window) / seconds / ranks
         return TrainRecord(
             step=p.step, steps=self._total, samples=p.samples, tokens=p.tokens, step_seconds=seconds,
             learning_rate=last.learning_rate, weight_decay=last.weight_decay, global_batch_size=size,
@@ -177,8 +176,8 @@ class Trainer:
             data_seconds=statistics.fmean(done.data_seconds for done in self._window),
             kept_tokens=kept_tokens, layer_tokens=p.layer_tokens,
             actual_seq_length=self._layer_tokens(p.step - 1, seq_length) // self.config.model.num_layers,
-            metrics={name: statistics.fmean(o.metrics[name] for o in outcomes if name in o.metrics)
-                     for name in last.metrics})
+            metrics={name: statistics.fmean(o.named[name] for o in outcomes if name in o.named)
+                     for name in last.named})
 
     def _warn_of_stall(self, record: TrainRecord) -> None:
         """Warn once a run that steps wait for data."""
@@ -186,10 +185,6 @@ class Trainer:
         if share > STALLED and record.step > 1 and not self._has_warned_of_stall:
             self._has_warned_of_stall = True
             logger.warning("%s", stall_text(share, self.config.data.num_workers, self.config.data.mock_data))
-
-    @property
-    def _world(self) -> int:
-        return self.engine.mesh.grid.world_size
 
     # ------------------------------------------------------------------ evaluation and checkpoints
     def evaluate(self, split: str) -> bool:
@@ -209,7 +204,7 @@ class Trainer:
         if validation:
             self._validated_step = self.progress.step
         if self.engine.mesh.rank == 0:
-            self.log.evaluation(EvalRecord(self.progress.step, self.progress.samples, split, result.loss,
+            self.log.write(EvalRecord(self.progress.step, self.progress.samples, split, result.loss,
                                            result.seconds, result.metrics))
         return result.stop
 
@@ -240,10 +235,6 @@ def stall_text(share: float, workers: int, mock: bool) -> str:
 
 def _due(interval: int | None, step: int) -> bool:
     return bool(interval) and step % interval == 0
-
-
-def _compute_dtype(engine: Engine) -> torch.dtype:
-    return engine.parameters[0].dtype if engine.parameters else torch.float32
 
 
 def peak_memory_gib(device: torch.device) -> float:

@@ -12,9 +12,7 @@ logger = logging.getLogger("megatron_ds")
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """Log on these ranks; on all if `ranks` is None or contains -1. Also works before there is a process
-    group.
-    """
+    """Log on these ranks, on all if `ranks` is None or contains -1; also before there is a process group."""
     rank = read_launch().rank
     if ranks is None or -1 in ranks or rank in ranks:
         logger.log(level, "[Rank %d] %s", rank, message)

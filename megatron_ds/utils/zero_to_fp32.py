@@ -11,7 +11,6 @@ others.
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -42,15 +41,12 @@ def get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir: str | os.PathLike, 
                           "record which parameters were frozen. Use engine.save_16bit_model(..., "
                           "exclude_frozen_parameters=True).")
     stored = _stored(checkpoint_dir, tag)
-    return dict(zip([entry.name for entry in stored.entries], _tensors(stored, stored.entries)))
+    return _read(stored, stored.entries)
 
 
 def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: str | os.PathLike,
                                          tag: str | None = None) -> nn.Module:
-    """The model, on the CPU, with the weights and buffers of a checkpoint, cast to its number formats.
-
-    Raises RuntimeError, as torch does, where the checkpoint is of another module.
-    """
+    """The model, on the CPU, with weights and buffers of a checkpoint. RuntimeError if of another module."""
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     model = model.cpu()
     first: dict[int, str] = {}
@@ -115,8 +111,7 @@ def _write_for_torch(output: Path, is_file: bool, stored: StoredTensors,
     paths = [output if is_file else folder / (name(i) if len(files) > 1 else "pytorch_model.bin")
              for i in range(len(files))]
     for path, entries in zip(paths, files):
-        tensors = dict(zip([entry.name for entry in entries], _tensors(stored, entries)))
-        torch.save(tensors, path.with_name(f".{path.name}.writing"))
+        torch.save(_read(stored, entries), path.with_name(f".{path.name}.writing"))
     for path in paths:
         os.replace(path.with_name(f".{path.name}.writing"), path)
     if len(files) > 1:
@@ -126,8 +121,8 @@ def _write_for_torch(output: Path, is_file: bool, stored: StoredTensors,
         (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index, indent=2))
 
 
-def _tensors(stored: StoredTensors, entries) -> Iterator[torch.Tensor]:
-    return iter(stored.read_all(entries))
+def _read(stored: StoredTensors, entries) -> dict[str, torch.Tensor]:
+    return dict(zip([entry.name for entry in entries], stored.read_all(entries)))
 
 
 def _stored(directory: str | os.PathLike, tag: str | None) -> StoredTensors:

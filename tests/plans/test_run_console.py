@@ -92,11 +92,11 @@ def run(config) -> None:
     for step in range(1, 5):
         log.advance(step, loss=7.0 - step, tokens_per_second=41200.0)
         if step % 2 == 0:
-            log.train(changed(step=step, steps=4, loss=7.0 - step, skipped_steps=0, nan_steps=0))
+            log.write(changed(step=step, steps=4, loss=7.0 - step, skipped_steps=0, nan_steps=0))
     with log.evaluating("validation", 2, 8) as after_batch:
         after_batch()
         after_batch()
-    log.evaluation(EVALUATION)
+    log.write(EVALUATION)
     log.close()
     logging.getLogger().info("training ended")
 
@@ -157,9 +157,9 @@ def test_a_terminal_that_is_closed_ends_no_run(tmp_path, terminal, monkeypatch):
     log.begin(0, 4)
     screen.hang_up()
     for step in range(1, 5):
-        log.bar._bar.mininterval = 0
+        log._bar.mininterval = 0
         log.advance(step, loss=1.0, tokens_per_second=1.0)
-        log.train(changed(step=step))
+        log.write(changed(step=step))
     with log.evaluating("validation", 1, 8) as after_batch:
         after_batch()
     log.close()

@@ -17,7 +17,7 @@ from megatron_ds.checkpoint.save_folder import move_aside
 from megatron_ds.config.training_options import CheckpointConfig
 from megatron_ds.errors import CheckpointError
 from megatron_ds.mpu.group import solo
-from megatron_ds.training.run_start import clear_save_folder, find_start
+from megatron_ds.training.run_checkpoint import clear_save_folder, find_start
 from tests.harness.deaths import forked, survived
 from tests.harness.states import Layout, pieces_of
 

@@ -51,7 +51,7 @@ def process(config, first: int, steps, *, run: str = "a", loss: float = 1.0, the
     for step in steps:
         if step == steps[-1]:
             then()
-        log.train(changed(step=step, samples=step * BATCH, loss=loss))
+        log.write(changed(step=step, samples=step * BATCH, loss=loss))
     log.close()
     return log
 
@@ -104,8 +104,8 @@ def test_further_terms_of_the_objective_stand_behind_the_loss_and_in_fields_of_t
     assert "| lm loss: 2.831712E+00 | sop loss: 6.931000E-01 | loss scale: 65536.0 |" in record.line()
     assert "| sop loss value: 6.931000E-01 |" in evaluation.line()
     log = open_log(logging_to(tmp_path), Progress())
-    log.train(record)
-    log.evaluation(evaluation)
+    log.write(record)
+    log.write(evaluation)
     log.close()
     records = map(json.loads, (tmp_path / "save" / "metrics.jsonl").read_text().splitlines())
     assert [record["sop_loss"] for record in records] == [0.6931] * 2
@@ -115,7 +115,7 @@ def test_nothing_is_written_where_nothing_is_asked_for(tmp_path):
     config = logging_to(tmp_path)
     config.checkpoint.save = None
     log = open_log(config, Progress())
-    log.train(RECORD)
+    log.write(RECORD)
     log.close()
     assert isinstance(log, Log) and list(tmp_path.iterdir()) == []
 
@@ -124,8 +124,8 @@ def test_nothing_is_written_where_nothing_is_asked_for(tmp_path):
 def test_metrics_lie_in_the_save_folder_one_json_object_a_record_with_run_start_and_time(tmp_path):
     before = time.time()
     log = open_log(logging_to(tmp_path), Progress(), "5f0c")
-    log.train(changed(loss=math.nan))
-    log.evaluation(EVALUATION)
+    log.write(changed(loss=math.nan))
+    log.write(EVALUATION)
     log.close()
     train, validation = map(json.loads, (tmp_path / "save" / "metrics.jsonl").read_text().splitlines())
     start, now = train.pop("start"), train.pop("time")
@@ -208,9 +208,9 @@ def as_the_dashboard_reads(folder) -> dict[str, list[int]]:
 
 def test_tensorboard_has_megatrons_tags_against_steps_and_losses_against_samples(tmp_path):
     log = open_log(logging_to(tmp_path, tensorboard_dir=str(tmp_path / "tb")), Progress())
-    log.train(RECORD)
-    log.evaluation(EVALUATION)
-    log.evaluation(EvalRecord(1200, 614400, "test", 2.25, 1.0))
+    log.write(RECORD)
+    log.write(EVALUATION)
+    log.write(EvalRecord(1200, 614400, "test", 2.25, 1.0))
     log.close()
     losses = {"lm loss": 2.831712, "lm loss validation": 2.5, "lm loss validation ppl": math.exp(2.5),
               "lm loss test": 2.25, "lm loss test ppl": math.exp(2.25)}
@@ -225,7 +225,7 @@ def test_tensorboard_has_megatrons_tags_against_steps_and_losses_against_samples
 
 def test_without_a_known_peak_tensorboard_has_no_mfu(tmp_path):
     log = open_log(logging_to(tmp_path, tensorboard_dir=str(tmp_path / "tb")), Progress())
-    log.train(changed(mfu=None))
+    log.write(changed(mfu=None))
     assert "mfu" not in scalars(tmp_path / "tb") and "throughput" in scalars(tmp_path / "tb")
 
 
@@ -274,13 +274,13 @@ def test_a_full_disk_is_reported_once_and_ends_nothing(tmp_path, caplog, full_di
     config.checkpoint.save = None
     log = open_log(config, Progress(), "a")
     record = lambda step: changed(step=step, samples=step * BATCH)
-    log.train(record(1))
+    log.write(record(1))
     size = max(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
     full_disk(size + 20)                                                 # half a record more
     for step in (2, 3, 4):
-        log.train(record(step))
+        log.write(record(step))
     full_disk(None)
-    log.train(record(5))
+    log.write(record(5))
     log.close()
     warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     assert len(warnings) == 2
