@@ -19,7 +19,7 @@ class MoEOptions:
 
     num_experts: tuple[int, ...] | None = option(None, at_least=1,
         help="Number of experts of each MoE layer; several numbers give each MoE layer its own, first to "
-             "last (a pyramid, PR-MoE). Default: no experts.")
+             "last (a pyramid, PR-MoE). Default: no experts, as with 1.")
     moe_layer_freq: str = option("1", strip="\"'",
         help="Which layers have experts, counting from 0: N for layers 0, N, 2N, …; or one 0 or 1 for each "
              "layer as a list such as ([0]*1+[1]*23).",
@@ -98,7 +98,7 @@ class MoEOptions:
 
     def experts_of_layers(self, num_layers: int) -> tuple[int, ...]:
         """The number of experts of each layer, 0 for a dense layer. Raises ConfigError."""
-        if self.num_experts is None or self.num_experts == (1,) and self.expert_interval is not None:
+        if self.num_experts in (None, (1,)):
             return (0,) * num_layers
         chosen = self._moe_layers(num_layers)
         numbers = self.num_experts

@@ -53,6 +53,9 @@ def grouped_product(x: torch.Tensor, weight: torch.Tensor, counts: Sequence[int]
 def add_grouped_gradient_(out: torch.Tensor, dy: torch.Tensor, x: torch.Tensor,
                           counts: Sequence[int]) -> None:
     """Add dyᵀ x of each run to out [runs, dy's columns, x's columns]; dy and x [n, ..]."""
+    if _has_kernel(x, out):
+        out.add_(_grouped_mm(dy.t(), x, counts))
+        return
     for run, rows in runs_of(counts):
         add_product_(out[run], dy[rows].t(), x[rows])
 
@@ -71,6 +74,7 @@ def _has_kernel(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def _grouped_mm(x: torch.Tensor, weight: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    """x [n, k] and weight [runs, k, m] → [n, m]; x [k, n] and weight [n, m] → [runs, k, m]."""
     ends = _on_device(counts, x).cumsum(0, dtype=torch.int32)
     return F.grouped_mm(x, weight, offs=ends)
 

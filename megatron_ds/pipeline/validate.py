@@ -52,9 +52,9 @@ def check_transfers(schedule: Schedule, num_stages: int) -> None:
         name = f"channel {kind!r} from rank {source} to rank {destination}"
         for what, messages in (("sent", sent[channel]), ("received", received[channel])):
             if difference := set(needed[channel]) ^ set(messages):
-                raise ScheduleError(f"{name}: (stage, micro-batch) {_some(sorted(difference))} needed but "
-                                    f"not {what}, or {what} but not needed. Let add_transfers place the "
-                                    "transfers.")
+                raise ScheduleError(f"{name}: the messages of (stage, micro-batch) "
+                                    f"{_some(sorted(difference))} are needed but not {what}, or {what} but "
+                                    "not needed. Let add_transfers insert the sends and receives.")
         for n, (out, into) in enumerate(zip(sent[channel], received[channel])):
             if out != into:
                 raise ScheduleError(f"{name}: message {n} is sent for micro-batch {out[1]} at stage "

@@ -49,13 +49,17 @@ class WorldPlan:
         """The stages of a pipeline rank."""
         return [self.stages[index] for index in self.run.shape.stages_of(pp_rank)]
 
+    @cached_property
+    def metrics(self) -> frozenset[str]:
+        """Names that the layers of all stages add to the ledger."""
+        return frozenset().union(*(stage.run.metrics for stage in self.stages))
+
     def rank_plan(self, rank: int) -> RankPlan:
         """Memory and traffic of any rank."""
         pp = self.grid.coordinates(rank)["pp"]
         groups = data_groups(self.config, self.grid, rank, self.run.shape.placement)
-        metrics = frozenset().union(*(stage.run.metrics for stage in self.stages))
         return plan_rank(self.config, rank, groups, self.stages_of(pp), self.schedule[pp], self.microbatches,
-                         len(metrics))
+                         len(self.metrics))
 
     @cached_property
     def pipeline_ranks(self) -> tuple[RankPlan, ...]:

@@ -49,7 +49,7 @@ def test_a_name_of_another_project_or_a_typo_leads_to_the_flag(typed, meant):
 @pytest.mark.parametrize("typed, says", [
     ("--epochs", "--train-samples"), ("--dp", "data-parallel size follows"), ("--gpus", "torchrun"),
     ("--profile", "--trace"),
-    ("--compile", "torch.compile"), ("--num-experts", "mixture-of-experts"),
+    ("--compile", "torch.compile"),
     ("--tokenizer", "--tokenizer-type"), ("--precision", "--bf16")])
 def test_a_name_without_a_flag_is_explained(typed, says):
     problem = read_flags([typed, "9"]).problems[0]
