@@ -41,9 +41,9 @@ def _ep_size(module: nn.Module, world: DataParallelWorld) -> int:
     [(size, name)] = names.items()
     if world.data.size % size:
         raise ConfigError(f"MoE layer {name or 'of the model'} has ep_size={size}, but there are "
-                          f"{world.data.size} data-parallel ranks. ep_size is the number of ranks that divide "
-                          "the experts, not the number of experts, so it must divide the data-parallel ranks. "
-                          f"Use ep_size {', '.join(map(str, divisors(world.data.size)))}.")
+                          f"{world.data.size} data-parallel ranks. ep_size is the number of ranks that "
+                          "divide the experts, not the number of experts, so it must divide the "
+                          f"data-parallel ranks. Use ep_size {', '.join(map(str, divisors(world.data.size)))}.")
     if world.expert is not None and world.expert_parts != size:
         raise ConfigError(f"MoE layer {name or 'of the model'} has ep_size={size}, but the mpu has "
                           f"expert-parallel groups of {world.expert_parts} ranks. Use ep_size "
@@ -69,7 +69,7 @@ def connect_layers(engine: EngineStatus) -> None:
 
 
 class _Clock:
-    """The number of the present micro-batch: that of one process which computes those of all ranks in turn."""
+    """The number of the present micro-batch, as in one process that computes those of all ranks in turn."""
 
     def __init__(self, engine: EngineStatus):
         self._engine = weakref.ref(engine)

@@ -54,13 +54,14 @@ class Place:
 
 
 class MoE(nn.Module):
-    """hidden_states [.., h] → (output [.., h], l_aux, exp_counts): each token passes k of num_experts experts.
+    """hidden_states [.., h] → (output [.., h], l_aux, exp_counts): a token passes k of num_experts experts.
 
     hidden_size          h
     expert               a module [n, h] → [n, h], or a tuple that begins with that. Each expert is a copy of
                          it, so all have the same initial values, as in DeepSpeed (on ranks with other seeds,
                          those of the first rank that holds the expert)
-    num_experts, ep_size experts of the layer, and ranks that divide them; ep_size is no number of experts
+    num_experts          experts of the layer
+    ep_size              ranks that divide them, among the data-parallel ones
     k                    experts of a token
     capacity_factor, eval_capacity_factor, min_capacity
                          places of an expert: max(min_capacity, ceil(factor k T / num_experts)) of the T
@@ -80,10 +81,10 @@ class MoE(nn.Module):
     resume. Without an engine every call has the same ones.
     """
 
-    def __init__(self, hidden_size: int, expert: nn.Module, num_experts: int = 1, ep_size: int = 1, k: int = 1,
-                 capacity_factor: float = 1.0, eval_capacity_factor: float = 1.0, min_capacity: int = 4,
-                 use_residual: bool = False, noisy_gate_policy: str | None = None, drop_tokens: bool = True,
-                 use_rts: bool = True, use_tutel: bool = False,
+    def __init__(self, hidden_size: int, expert: nn.Module, num_experts: int = 1, ep_size: int = 1,
+                 k: int = 1, capacity_factor: float = 1.0, eval_capacity_factor: float = 1.0,
+                 min_capacity: int = 4, use_residual: bool = False, noisy_gate_policy: str | None = None,
+                 drop_tokens: bool = True, use_rts: bool = True, use_tutel: bool = False,
                  enable_expert_tensor_parallelism: bool = False, top2_2nd_expert_sampling: bool = True):
         super().__init__()
         _check_sizes(num_experts, ep_size, k)

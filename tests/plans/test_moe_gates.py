@@ -118,7 +118,7 @@ def test_gumbel_noise_samples_experts_by_their_scores():
                                rtol=0)
 
 
-# ------------------------------------------------------------------------------------------- layer on one rank
+# ------------------------------------------------------------------------------------------ layer on one rank
 def waves(shape, step, start):
     n = torch.arange(math.prod(shape), dtype=torch.float64)
     return torch.sin(step * n + start).float().view(shape)

@@ -92,7 +92,8 @@ def on_ranks(main, stage, ep, grid=None, configuration=None, **options):
 
     def run(rank, world):
         mesh = Mesh(grid, rank, world.connect)
-        engine = megatron_ds.initialize(model=nets[rank], config=configuration or config(stage), mpu=mesh).engine
+        engine = megatron_ds.initialize(model=nets[rank], config=configuration or config(stage),
+                                        mpu=mesh).engine
         return main(engine, rank)
 
     return run_ranks(grid.world_size, run)
@@ -126,13 +127,15 @@ def assert_same(found, expected, rtol=1e-5, atol=1e-6):
 
 
 # ---------------------------------------------------------------------------------------- over several ranks
-@pytest.fixture(scope="module")
-def looped():
+def looped_training():
     plain = Net(LoopedMoE, **DROPLESS).number(0)
     norms = train_plainly(plain, lambda module, x: module(x), batches(RANKS), lr=0.01, eps=EPS, clip=0.5,
                           weight_decay=0.1)
     assert min(norms) > 0.5, "clipping is in force"
     return norms, plain.state_dict()
+
+
+looped = pytest.fixture(scope="module", name="looped")(looped_training)
 
 
 @pytest.mark.parametrize("ep", [1, 2, 4])
@@ -177,7 +180,8 @@ def test_tensor_parallel_ranks_compute_the_same():
         mesh = Mesh(grid, rank, world.connect)
         return main(megatron_ds.initialize(model=nets[rank], config=config(1), mpu=mesh).engine, rank)
 
-    expected = on_ranks(alone, 0, 1, Grid(), config(0, gradient_accumulation_steps=2, train_batch_size=2), k=2)
+    twice = config(0, gradient_accumulation_steps=2, train_batch_size=2)
+    expected = on_ranks(alone, 0, 1, Grid(), twice, k=2)
     assert_same(run_ranks(4, run)[0], expected[0])
 
 
@@ -189,7 +193,8 @@ def test_tensor_parallel_ranks_compute_the_same():
 ])
 def test_drops_and_noise_are_those_of_one_process_with_the_same_calls(stage, ep, options):
     (norms, counts), expected = one_process(**options)
-    results = on_ranks(lambda engine, rank: (train(engine, rank), engine.full_state_dict()), stage, ep, **options)
+    results = on_ranks(lambda engine, rank: (train(engine, rank), engine.full_state_dict()), stage, ep,
+                       **options)
     for rank, ((found, found_counts), _) in enumerate(results):
         assert found == pytest.approx(norms, rel=1e-5)
         assert all(torch.equal(a, b) for a, b in zip(found_counts, counts[rank::RANKS], strict=True))
@@ -199,8 +204,8 @@ def test_drops_and_noise_are_those_of_one_process_with_the_same_calls(stage, ep,
 def test_bf16_trains_as_one_process_within_its_rounding():
     more = {"bf16": {"enabled": True}}
     (norms, _), expected = one_process(more=more, k=2)
-    found, state = on_ranks(lambda engine, rank: (train(engine, rank)[0], engine.full_state_dict()), 2, 2, None,
-                            config(2, **more), k=2)[0]
+    found, state = on_ranks(lambda engine, rank: (train(engine, rank)[0], engine.full_state_dict()), 2, 2,
+                            None, config(2, **more), k=2)[0]
     # The products of 9 and of 36 tokens are rounded to 8 bits at other places of a sum.
     assert found == pytest.approx(norms, rel=0.02)
     assert_same(state, expected, rtol=0.01, atol=0.01)
@@ -244,7 +249,7 @@ def test_a_recomputed_layer_has_the_same_gradients():
 
 # ------------------------------------------------------------------------------------------------- refusals
 @pytest.mark.parametrize("ranks, ep, grid, match", [
-    (2, 4, {}, r"ep_size=4, but there are 2 data-parallel ranks.*not the number of experts.*Use ep_size 1, 2\."),
+    (2, 4, {}, r"ep_size=4, but there are 2 data-parallel ranks.*not the number of experts.*ep_size 1, 2\."),
     (4, 2, {"ep": 4}, r"ep_size=2, but the mpu has expert-parallel groups of 4 ranks. Use ep_size 4 or 1"),
 ])
 def test_ep_sizes_that_the_ranks_do_not_allow_are_refused(ranks, ep, grid, match):
@@ -265,10 +270,10 @@ def test_layers_of_different_ep_sizes_are_refused_and_undivided_ones_allowed():
     wrong, right = [build(2, 4) for _ in range(4)], [build(2, 1) for _ in range(4)]
 
     def run(rank, world):
+        mesh = Mesh(Grid(dp=4), rank, world.connect)
         with pytest.raises(ConfigError, match=r"different ep_size: \{2: '0', 4: '1'\}.*one expert-parallel"):
-            megatron_ds.initialize(model=wrong[rank], config=config(0), mpu=Mesh(Grid(dp=4), rank, world.connect))
-        engine = megatron_ds.initialize(model=right[rank], config=config(0),
-                                        mpu=Mesh(Grid(dp=4), rank, world.connect)).engine
+            megatron_ds.initialize(model=wrong[rank], config=config(0), mpu=mesh)
+        engine = megatron_ds.initialize(model=right[rank], config=config(0), mpu=mesh).engine
         x = torch.ones(4, WIDTH)
         engine.backward(sum(layer(x)[0].sum() for layer in engine.module))
         engine.step()
@@ -281,8 +286,9 @@ def test_expert_tensor_parallelism_is_refused_with_tensor_parallel_ranks():
     nets = [Net(MoE, enable_expert_tensor_parallelism=True) for _ in range(2)]
 
     def run(rank, world):
+        mesh = Mesh(Grid(tp=2), rank, world.connect)
         with pytest.raises(ConfigError, match="with 2 tensor-parallel ranks is not supported"):
-            megatron_ds.initialize(model=nets[rank], config=config(0), mpu=Mesh(Grid(tp=2), rank, world.connect))
+            megatron_ds.initialize(model=nets[rank], config=config(0), mpu=mesh)
 
     run_ranks(2, run)
 
@@ -299,7 +305,7 @@ def test_wrong_arguments_are_refused():
     x = torch.zeros(2, 3, WIDTH)
     with pytest.raises(ConfigError, match="ep_size=2 is called on 1 rank: it holds 1 of 2.*initialize first"):
         MoE(WIDTH, expert, 2, 2)(x)
-    with pytest.raises(ConfigError, match=r"used_token has 5 elements, but hidden_states \[2, 3, 6\] holds 6"):
+    with pytest.raises(ConfigError, match=r"used_token has 5 elements, but .* \[2, 3, 6\] holds 6"):
         MoE(WIDTH, expert)(x, torch.ones(5))
     with pytest.raises(ConfigError, match=r"returned \[6, 2\] for an input of \[6, 6\]"):
         MoE(WIDTH, nn.Linear(WIDTH, 2))(x)
