@@ -40,10 +40,11 @@ def _ep_size(module: nn.Module, world: DataParallelWorld) -> int:
                           "size: use one in all layers, or 1 in some.")
     [(size, name)] = names.items()
     if world.data.size % size:
+        legal = ", ".join(map(str, divisors(world.data.size)))
         raise ConfigError(f"MoE layer {name or 'of the model'} has ep_size={size}, but there are "
                           f"{world.data.size} data-parallel ranks. ep_size is the number of ranks that "
                           "divide the experts, not the number of experts, so it must divide the "
-                          f"data-parallel ranks. Use ep_size {', '.join(map(str, divisors(world.data.size)))}.")
+                          f"data-parallel ranks. Use ep_size {legal}.")
     if world.expert is not None and world.expert_parts != size:
         raise ConfigError(f"MoE layer {name or 'of the model'} has ep_size={size}, but the mpu has "
                           f"expert-parallel groups of {world.expert_parts} ranks. Use ep_size "

@@ -37,9 +37,14 @@ from .gates import Draws, GateOptions, TopKGate
 NOISES = (None, "None", "Jitter", "RSample")
 
 
+def first_micro_batch() -> int:
+    """0, without an engine that counts."""
+    return 0
+
+
 @dataclass(frozen=True)
 class Place:
-    """Where a layer computes, and when: `initialize` gives it.
+    """Where a layer computes, and when: `initialize` gives it. Copies of the layer share it.
 
     ep           the ranks that divide the experts
     key          seed and name of the layer, for random numbers
@@ -49,8 +54,11 @@ class Place:
 
     ep: Group
     key: tuple[int | str, ...] = (0, "")
-    micro_batch: Callable[[], int] = lambda: 0
+    micro_batch: Callable[[], int] = first_micro_batch
     tp_size: int = 1
+
+    def __deepcopy__(self, memo: dict) -> "Place":
+        return self
 
 
 class MoE(nn.Module):

@@ -1,7 +1,8 @@
 """DeepSpeed's gates, and its layer `MoE` on one rank.
 
-The values of golden/deepspeed_moe.json, and those of TOP1, TOP2 and TOPK, are DeepSpeed 0.19.8's for the
-inputs here.
+The values of golden/deepspeed_moe.json are those of DeepSpeed 0.19.8 (torch 2.13, CPU) where `layer_of` makes
+its `deepspeed.moe.layer.MoE` and calls `set_deepspeed_parallelism()`; TOP1, TOP2 and TOPK are those of its
+functions `top1gating`, `top2gating` and `topkgating` for LOGITS.
 """
 
 import json

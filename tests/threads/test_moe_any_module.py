@@ -1,5 +1,8 @@
 """Experts of any module: DeepSpeed's gates, and training over expert-parallel ranks as in one process."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -245,6 +248,16 @@ def test_a_recomputed_layer_has_the_same_gradients():
     states = [on_ranks(gradients, 0, 1, Grid(), one, recompute=recompute, **options)[0]
               for recompute in (False, True)]
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+
+
+def test_a_copy_of_the_module_computes_over_the_same_ranks():
+    def main(engine, rank):
+        x = batches(RANKS, rank)[0][0]
+        return engine(x), copy.deepcopy(engine.module)(x)
+
+    assert all(torch.equal(*losses) for losses in on_ranks(main, 1, 2))
+    layer = pickle.loads(pickle.dumps(MoE(WIDTH, nn.Linear(WIDTH, WIDTH))))
+    assert layer(torch.ones(5, WIDTH))[0].shape == (5, WIDTH)
 
 
 # ------------------------------------------------------------------------------------------------- refusals
