@@ -14,8 +14,8 @@ from .version import __version__
 __all__ = ["RepeatingLoader", "__version__", "add_config_arguments", "init_distributed", "initialize"]
 
 _SUBMODULES = ("accelerator", "checkpoint", "checkpointing", "cli", "comm", "config", "data", "engine",
-               "errors", "models", "mpu", "ops", "optim", "pipeline", "ramps", "registry", "tensor_parallel",
-               "training", "utils", "zero")
+               "errors", "models", "moe", "mpu", "ops", "optim", "pipeline", "ramps", "registry",
+               "tensor_parallel", "training", "utils", "zero")
 
 # Functions under DeepSpeed's names: for many programs `import megatron_ds as deepspeed` is the whole
 # migration.

@@ -38,6 +38,7 @@ from .engine_optimizer import (
     make_scheduler,
 )
 from .engine_status import Monitor
+from .expert_layers import connect_layers, with_expert_ranks
 from .json_settings import Sources, block_of, config_of, fill_autos, read_settings
 from .module_gathering import ModuleGathering
 from .module_specs import ModuleLayer, find_layers, write_specs
@@ -103,7 +104,7 @@ def initialize(args: Any = None, model: nn.Module | None = None, optimizer: Clie
     config = config_of(args, config, config_params)
     _check_arguments(model, optimizer, decay, mesh_param)
     _take_local_rank(args)
-    world = _join(mpu, distributed_port, dist_init_required)
+    world = with_expert_ranks(model, _join(mpu, distributed_port, dist_init_required))
     data = training_data if hasattr(training_data, "__len__") else None
 
     def prepared() -> _Prepared:
@@ -162,6 +163,7 @@ def _build_engine(model: nn.Module, world: DataParallelWorld, ready: _Prepared, 
     folder = settings.logging.tensorboard_dir if world.rank == 0 else None
     monitor = on_all_ranks(world.world, lambda: Monitor(folder))
     engine = Engine(model, ready.block, settings, world, optimizer, hooks, monitor)
+    connect_layers(engine)
     for p in model.parameters():
         p.engine = weakref.ref(engine)          # for zero.GatheredParameters
     return engine

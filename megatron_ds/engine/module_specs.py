@@ -41,6 +41,7 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError, LayoutError
+from ..moe.any_module import ExpertList
 from ..mpu.external_groups import SEVENTH, DataParallelWorld
 from ..mpu.param_spec import DATA_AXES, Init, ParamSpec, Split
 from ..zero.gathering import LayerGathering, Unit
@@ -113,10 +114,11 @@ def _is_distinct(p: nn.Parameter) -> bool:
 
 def _global_name(name: str, lists: dict[str, nn.Module | None], world: DataParallelWorld) -> str:
     on_path = [owner for owner in _owners(name) if isinstance(lists.get(owner), nn.ModuleList)]
+    declared = [owner for owner in on_path if isinstance(lists[owner], ExpertList)]
     called_experts = [owner for owner in on_path if "expert" in owner.rpartition(".")[2]]
     if not on_path:
         return f"{name}.expert_part_{world.expert_part}_of_{world.expert_parts}"
-    chosen = called_experts[-1] if called_experts else on_path[0]
+    chosen = (declared or called_experts[-1:] or on_path)[0]
     index, _, rest = name[len(chosen):].lstrip(".").partition(".")
     at = world.expert_part * len(lists[chosen]) + int(index)
     return ".".join(filter(None, (chosen, str(at), rest)))

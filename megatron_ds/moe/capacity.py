@@ -13,6 +13,7 @@ Fedus et al. 2021 (arXiv:2101.03961), section 2.2, where the capacity is that of
 
 import math
 from dataclasses import dataclass
+from fractions import Fraction
 
 import torch
 
@@ -46,7 +47,9 @@ class Capacity:
 
     def rows(self, tokens: int) -> int:
         """Slots that an expert keeps of `tokens` competing tokens, at most one of each token."""
-        return min(tokens, max(self.least, math.ceil(self.factor * self.topk * tokens / self.num_experts)))
+        # Exact: 1.1 * 80 / 8 in floating point is above 11.
+        share = Fraction(str(self.factor)) * self.topk * tokens / self.num_experts
+        return min(tokens, max(self.least, math.ceil(share)))
 
 
 def limit(routing: Routing, capacity: Capacity, batch: Batch, ctx: ParallelContext) -> Routing:

@@ -88,8 +88,13 @@ class Router(nn.Module):
         numbers = numbers.view(len(keys), rows.stop, columns)[:, rows.start:]
         if picked is not None:
             numbers = numbers.gather(1, picked[:, :, None].expand(-1, -1, columns))
-        # The upper 23 bits, and a half: never 0 or 1, and exact in fp32.
-        return ((shift_right(numbers, 41).to(self.dtype) + 0.5) / (1 << 23)).transpose(0, 1)
+        return unit_interval(numbers, self.dtype).transpose(0, 1)
+
+
+def unit_interval(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Numbers in (0, 1) of `dtype`, from random int64 bits."""
+    # The upper 23 bits, and a half: never 0 or 1, and exact in fp32.
+    return (shift_right(numbers, 41).to(dtype) + 0.5) / (1 << 23)
 
 
 def choose(logits: torch.Tensor, config: ModelConfig, bias: torch.Tensor | None = None,

@@ -11,7 +11,7 @@ Expert parallelism: a Mesh with `ep`, or a seventh function of the `mpu`, Megatr
 """
 
 import atexit
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ class DataParallelWorld:
     mesh         the Mesh of these groups, None if they are a user's process groups
     expert       the ranks of `data` that hold the same experts as this one; None without expert parallelism
     expert_part  the part of the experts they hold, of data.size / expert.size, numbered by first data rank
+    ep           the ranks of `data` that hold all experts together, if made by `with_experts`
     """
 
     data: Group
@@ -47,6 +48,7 @@ class DataParallelWorld:
     mesh: Mesh | None = None
     expert: Group | None = None
     expert_part: int = 0
+    ep: Group | None = None
 
     def split_data(self, size: int) -> tuple[Group, Group]:
         """(inner, outer), as `Mesh.split_data`. Collective over all ranks."""
@@ -60,6 +62,30 @@ class DataParallelWorld:
             ranks = next(ranks for ranks in lists if self.rank in ranks)
             made.append(Group(axes, ranks, ranks.index(self.rank), connect_torch(axes, lists, self.rank)))
         return made[0], made[1]
+
+    def with_experts(self, size: int) -> "DataParallelWorld":
+        """With expert-parallel groups of `size` consecutive ranks of `data`. Collective over all ranks."""
+        ep, expert = self.split_data(size)
+        return replace(self, expert=expert, expert_part=ep.rank, ep=ep)
+
+    def expert_parallel(self) -> Group:
+        """The ranks that hold all experts together, in the order of their parts: those of equal position in
+        the groups `expert`. Collective over all ranks.
+        """
+        if self.ep is not None or self.expert is None:
+            return self.ep or solo("ep", self.rank)
+        if self.mesh is not None:
+            return self.mesh.group("ep")
+        from .transport import connect_torch
+
+        given = sorted(set(all_gather_object((self.data.ranks, self.expert_part, self.expert.ranks),
+                                             self.world)))
+        parts: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+        for data, _, ranks in given:
+            parts.setdefault(data, []).append(ranks)
+        lists = [group for of_data in parts.values() for group in zip(*of_data)]
+        ranks = next(group for group in lists if self.rank in group)
+        return Group("ep", ranks, ranks.index(self.rank), connect_torch("ep", lists, self.rank))
 
     @property
     def expert_parts(self) -> int:

@@ -13,6 +13,7 @@ from tests.harness.engine_runs import config_of, loss_of, make, on_ranks, train,
 from tests.harness.plain_training import train_plainly
 from tests.harness.processes import run_processes
 from tests.threads import test_engine_experts as experts
+from tests.threads import test_moe_any_module as layers
 from tests.threads.test_engine import Split
 
 
@@ -73,21 +74,28 @@ def train_over_groups_of_torch(rank, world):
     engine = megatron_ds.initialize(model=experts.Experts(group), config=experts.config(2),
                                     mpu=with_experts).engine
     norms = experts.train(engine, rank)
+    of_layers = []
+    for divided in (with_experts, mpu(alone, dist.group.WORLD)):
+        net = layers.Net(layers.MoE, ep_size=2, **layers.DROPLESS).number(rank % 2)
+        engine = megatron_ds.initialize(model=net, config=layers.config(2), mpu=divided).engine
+        of_layers.append(layers.train(engine, rank)[0])
     split = megatron_ds.initialize(model=Split(rank % 2), config=config_of(1, 2), mpu=mpu(near, far)).engine
     split.backward(split(torch.arange(24.0).view(6, 4).chunk(2)[rank // 2] / 24))
     split.step()
     wrong = mpu(alone, dist.group.WORLD, get_expert_data_parallel_group=lambda: far if rank else alone)
     with pytest.raises(ConfigError, match="each of these ranks must be in exactly one group"):
         megatron_ds.initialize(model=experts.Experts(group), config=experts.config(2), mpu=wrong)
-    return norms, split.get_global_grad_norm()
+    return norms, split.get_global_grad_norm(), of_layers
 
 
 def test_gradients_are_reduced_over_the_groups_of_an_mpu():
     norms, _ = experts.one_process()
+    norms_of_layers, _ = layers.looped_training()
     halves = [list((torch.arange(24.0).view(6, 4) / 24).chunk(2))]
     [split] = train_plainly(Split(), lambda module, x: module(x), halves, lr=0.01)
-    for found, found_split in run_processes(4, train_over_groups_of_torch):
+    for found, found_split, of_layers in run_processes(4, train_over_groups_of_torch):
         assert found == pytest.approx(norms, rel=1e-5) and found_split == pytest.approx(split, rel=1e-5)
+        assert of_layers == [pytest.approx(norms_of_layers, rel=1e-5)] * 2
 
 
 @pytest.mark.parametrize("stage, kind", [(1, "six functions"), (3, "nothing"), (3, "six functions")])
