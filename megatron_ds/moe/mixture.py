@@ -50,7 +50,7 @@ class MixtureOfExperts(nn.Module):
         tokens, group = x.flatten(0, 1), self.ctx.sequence_group
         counted = self._counted(batch)
         # Choose experts, and limit them.
-        routing = self.router(x, batch)
+        routing = self.router(x, batch, counted)
         if batch.training:
             add_losses(batch.ledger, routing, batch.size, self.config, group, counted)
         if counted is not None:
@@ -63,7 +63,7 @@ class MixtureOfExperts(nn.Module):
         dense = None if self.dense is None else self.dense(x, batch)
         waiting.wait()
         routed = dispatch.back(self.experts(dispatch.arrive(rows), dispatch.counts)).view_as(x)
-        record_load(batch.ledger, self.name.removesuffix(".mlp"), dispatch.load, routing, group)
+        record_load(batch.ledger, self.name.removesuffix(".mlp"), dispatch.load, routing, group, counted)
         return self._joined(x, routed, dense)
 
     def _joined(self, x: torch.Tensor, routed: torch.Tensor, dense: torch.Tensor | None) -> torch.Tensor:

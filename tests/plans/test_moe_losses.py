@@ -114,9 +114,18 @@ def test_the_loss_with_the_load_of_the_last_step_does_not_depend_on_the_split():
 def test_metrics_of_a_layer():
     ledger, routing = Ledger(), golden()
     kept = torch.ones(8, K, dtype=torch.bool)
-    kept[7, 1] = kept[2, 1] = False
-    record_load(ledger, "layer", torch.tensor([4, 2, 3, 5]), routing.keeping(kept), None)
-    found = {e.name: (e.value / e.count).item() for e in ledger.take()}
+    kept[7] = kept[2, 1] = False
+    kept[3] = kept[5] = False                                                   # padding, below
+    limited = routing.keeping(kept)
     p = LOGITS.softmax(-1)
-    assert found == pytest.approx({"layer max load": 5 / 3.5, "layer dropped": 2 / 16,
-                                   "layer router entropy": -(p * p.log()).sum(1).mean().item()})
+    entropy = -(p * p.log()).sum(1)
+    for counted, tokens in ((None, 8), (PADDED, 6)):
+        record_load(ledger, "layer", torch.tensor([4, 2, 3, 5]), limited, None, counted)
+        found = {e.name: (e.value / e.count).item() for e in ledger.take()}
+        dropped, without = (7, 3) if counted is None else (3, 1)
+        entropies = entropy if counted is None else entropy[counted]
+        assert found == pytest.approx({
+            "layer max load": 5 / 3.5, "layer router entropy": entropies.mean().item(),
+            "layer dropped": dropped / (2 * tokens), "layer without expert": without / tokens})
+    record_load(ledger, "layer", torch.tensor(LOAD), routing, None)
+    assert [e.name for e in ledger.take()] == ["layer max load", "layer router entropy"]
