@@ -74,8 +74,9 @@ def transformer_block(config: ModelConfig, experts: int, name: str, ctx: Paralle
     Raises ConfigError if experts choose tokens of a causal model, whose later tokens would move the choice.
     """
     if experts and causal and "expert_choice" in config.moe_router_load_balancing_type:
-        raise ConfigError("--moe-router-load-balancing-type expert_choice compares each token with later ones "
-                          "of its sequence, which a causal model may not see. Use aux_loss, or --model bert.")
+        raise ConfigError("--moe-router-load-balancing-type expert_choice compares each token with later "
+                          "ones of its sequence, which a causal model may not see. Use aux_loss, or --model "
+                          "bert.")
     std, attention = output_std(config), f"{name}.self_attention"
     core = CoreAttention(config, f"{attention}.core_attention", ctx, causal=causal)
     make = partial(_with_experts, experts) if experts else MLP
