@@ -5,7 +5,8 @@ import torch
 
 from megatron_ds.ops import grouped
 
-COUNTS = {"some empty": (3, 0, 8, 1, 0), "one": (5,), "first and last empty": (0, 7, 0), "equal": (4, 4, 4, 4)}
+COUNTS = {"some empty": (3, 0, 8, 1, 0), "one": (5,), "first and last empty": (0, 7, 0),
+          "equal": (4, 4, 4, 4)}
 
 
 def tensors(counts, dtype, into=16, out=24):
@@ -33,7 +34,8 @@ def test_the_kernel_equals_one_product_a_run(name, dtype, monkeypatch):
     loop = run()
     calls, kernel = [], torch.nn.functional.grouped_mm
     monkeypatch.setattr(grouped, "_has_kernel", lambda x, weight: x.shape[0] > 0)
-    monkeypatch.setattr(grouped.F, "grouped_mm", lambda *args, **kw: (calls.append(1), kernel(*args, **kw))[1])
+    monkeypatch.setattr(grouped.F, "grouped_mm",
+                        lambda *args, **options: (calls.append(1), kernel(*args, **options))[1])
     for ours, expected in zip(run(), loop, strict=True):
         assert ours.shape == expected.shape and ours.dtype == dtype
         # bf16: the bias is added after rounding
