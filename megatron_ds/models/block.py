@@ -14,6 +14,7 @@ from torch import nn
 
 from ..config.model_options import ModelConfig
 from ..data.batch import Batch
+from ..errors import ConfigError
 from ..moe.mixture import MixtureOfExperts
 from ..mpu.context import ParallelContext, Recompute
 from ..ops.activation import ACTIVATIONS
@@ -68,7 +69,14 @@ def block_layers(config: ModelConfig, prefix: str, ctx: ParallelContext, *, rota
 
 def transformer_block(config: ModelConfig, experts: int, name: str, ctx: ParallelContext, *,
                       rotary: Rotary | None, causal: bool = True) -> Block:
-    """The block of GPT and BERT: self-attention and a feed-forward, dense or of some experts."""
+    """The block of GPT and BERT: self-attention and a feed-forward, dense or of some experts.
+
+    Raises ConfigError if experts choose tokens of a causal model, whose later tokens would move the choice.
+    """
+    if experts and causal and "expert_choice" in config.moe_router_load_balancing_type:
+        raise ConfigError("--moe-router-load-balancing-type expert_choice compares each token with later "
+                          "ones of its sequence, which a causal model may not see. Use aux_loss, or --model "
+                          "bert.")
     std, attention = output_std(config), f"{name}.self_attention"
     core = CoreAttention(config, f"{attention}.core_attention", ctx, causal=causal)
     make = partial(_with_experts, experts) if experts else MLP

@@ -11,9 +11,9 @@ tensor-parallel ranks, which exchange experts and weights of their tokens before
 Fedus et al. 2021 (arXiv:2101.03961), section 2.2, where the capacity is that of a batch.
 """
 
-import math
 from dataclasses import dataclass
 from fractions import Fraction
+from math import ceil
 
 import torch
 
@@ -47,9 +47,9 @@ class Capacity:
 
     def rows(self, tokens: int) -> int:
         """Slots that an expert keeps of `tokens` competing tokens, at most one of each token."""
-        # Exact: 1.1 * 80 / 8 in floating point is above 11.
+        # The factor as it is written in decimals: 1.1 × 200 / 20 is 11, which products of floats exceed.
         share = Fraction(str(self.factor)) * self.topk * tokens / self.num_experts
-        return min(tokens, max(self.least, math.ceil(share)))
+        return min(tokens, max(self.least, ceil(share)))
 
 
 def limit(routing: Routing, capacity: Capacity, batch: Batch, ctx: ParallelContext) -> Routing:

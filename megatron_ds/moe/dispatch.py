@@ -25,6 +25,7 @@ Letters: T tokens of this rank, k slots of a token, E experts, R rows that this 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch.autograd import Function
@@ -71,10 +72,12 @@ class Dispatch:
         bounds = torch.arange(num_experts + 1, device=slots.device)
         own = torch.searchsorted(by_expert, bounds).diff()                             # int64 [E]
         self.load, chunks = self._exchange(own)                                        # [E], [ep, t, E/ep]
-        rows = _host(own, planned_total=slots.numel())
-        sent = _sums(rows, groups.ep.size)
-        received = _host(chunks, planned_total=slots.numel() * chunks.shape[1])        # flat, [ep, t, E_l]
+        planned = slots.numel() if routing.planned is None else routing.planned
         ep, t, local = chunks.shape
+        used, k = _columns_used(routing.experts, routing.kept), routing.experts.shape[1]
+        # `received` is flat, [ep, t, E/ep]. Slots of a token behind the first `width` have no rows.
+        rows, received, (width,) = _host((own, planned), (chunks, planned * t), (used, k))
+        sent = _sums(rows, groups.ep.size)
         # Rows that arrive: from each ep rank those of this tp rank; then those of the other tp ranks.
         mine = groups.tp.rank if t > 1 else 0
         cell = lambda i, j: sum(received[(i * t + j) * local:(i * t + j + 1) * local])
@@ -83,9 +86,9 @@ class Dispatch:
         self.counts = [sum(received[e::local]) for e in range(local)]
         total = sum(rows)
         self._order = order[:total]                                                    # row → slot
-        self._place = _inverse(self._order, slots.numel())                             # slot → row, -1: none
+        place = _inverse(self._order, slots.numel())                                   # slot → row, -1: none
+        self._place = place.view(routing.experts.shape)[:, :width]                     # [T, width]
         self._sort = self._sorting(chunks)
-        self._shape = routing.experts.shape
 
     def _exchange(self, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(load [E], rows [ep, t, E/ep] that each rank sends to the experts of this one)."""
@@ -113,7 +116,7 @@ class Dispatch:
 
     def send(self, x: torch.Tensor, waiting: Waiting | None = None) -> torch.Tensor:
         """x [T, h] → the rows that this rank receives from ep; see `arrive`. Collective over ep."""
-        rows = _Permute.apply(x, self._order, self._place, self._shape[1])
+        rows = _Permute.apply(x, self._order, self._place, self.weights.shape[1])
         return all_to_all_rows(rows, self._sent, self._received, self.groups.ep, waiting)
 
     def arrive(self, rows: torch.Tensor) -> torch.Tensor:
@@ -160,13 +163,25 @@ def _inverse(order: torch.Tensor, size: int) -> torch.Tensor:
     return place
 
 
-def _host(counts: torch.Tensor, planned_total: int) -> list[int]:
-    """The numbers, flat, on the host. Without values: equal parts of the planned total."""
-    counts = counts.flatten()
-    if has_memory(counts):
-        return counts.tolist()
-    n = len(counts)
-    return [planned_total * (i + 1) // n - planned_total * i // n for i in range(n)]
+def _columns_used(experts: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
+    """int64 [1]: 1 + the last of the k columns with a kept slot; k where all are kept or have no values."""
+    k = experts.shape[1]
+    if kept is None or not has_memory(kept):
+        return experts.new_full((1,), k)
+    return (kept.any(0) * torch.arange(1, k + 1, device=kept.device)).amax(0, keepdim=True)
+
+
+def _host(*counted: tuple[torch.Tensor, int]) -> list[list[int]]:
+    """The numbers of each tensor, flat, on the host, which waits once.
+
+    Each tensor is given with a planned total: without values the numbers are equal parts of it.
+    """
+    tensors = [counts.flatten() for counts, _ in counted]
+    if all(has_memory(t) for t in tensors):
+        numbers = iter(torch.cat(tensors).tolist())
+        return [list(islice(numbers, len(t))) for t in tensors]
+    return [[total * (i + 1) // len(t) - total * i // len(t) for i in range(len(t))]
+            for t, (_, total) in zip(tensors, counted)]
 
 
 def _sums(numbers: Sequence[int], parts: int) -> list[int]:
@@ -186,7 +201,7 @@ class _Permute(Function):
     @staticmethod
     def backward(ctx, grad):
         (place,) = ctx.saved_tensors
-        return _rows_of_slots(grad, place).view(-1, ctx.k, grad.shape[1]).sum(1), None, None, None
+        return _sum_of_slots(grad, place, ctx.k).to(grad.dtype), None, None, None
 
 
 class _Reorder(Function):
@@ -207,33 +222,38 @@ class _Combine(Function):
     @staticmethod
     def forward(ctx, rows, weights, order, place):
         ctx.save_for_backward(rows, weights, order, place)
-        of_slots = _rows_of_slots(rows, place).view(*weights.shape, rows.shape[1])      # [T, k, h]
-        return _weighted(of_slots, weights).to(rows.dtype)
+        return _sum_of_slots(rows, place, weights.shape[1], weights).to(rows.dtype)
 
     @staticmethod
     def backward(ctx, grad):
         rows, weights, order, place = ctx.saved_tensors
         k = weights.shape[1]
         of_rows = grad.index_select(0, order // k)                                      # [R, h]
-        scale = weights.flatten().index_select(0, order).to(torch.float32)[:, None]
+        scale = weights.flatten().index_select(0, order).to(_wide(grad))[:, None]
         drows = (of_rows * scale).to(rows.dtype)
-        dots = (of_rows.float() * rows.float()).sum(1)                                  # [R]
+        dots = (of_rows.to(scale.dtype) * rows.to(scale.dtype)).sum(1)                  # [R]
         dweights = torch.zeros(weights.numel(), dtype=weights.dtype, device=weights.device)
         dweights[order] = dots.to(weights.dtype)
         return drows, dweights.view_as(weights), None, None
 
 
-def _rows_of_slots(rows: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-    """[T k, h], 0 for a slot without a row."""
-    if len(rows) == len(place):
-        return rows.index_select(0, place)
+def _sum_of_slots(rows: torch.Tensor, place: torch.Tensor, k: int,
+                  weights: torch.Tensor | None = None) -> torch.Tensor:
+    """[T, h] in `_wide` precision: the sum over slots of a token of its rows, times weights [T, k].
+
+    One slot after another, so k rows of every token are never in memory together.
+    """
+    total = rows.new_zeros(len(place), rows.shape[1], dtype=_wide(rows))
     if not len(rows):
-        return rows.new_zeros(len(place), rows.shape[1])
-    return rows.index_select(0, place.clamp(min=0)).mul_((place >= 0)[:, None])
-
-
-def _weighted(of_slots: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    total = of_slots[:, 0] * weights[:, 0, None].float()
-    for j in range(1, weights.shape[1]):
-        total = total + of_slots[:, j] * weights[:, j, None].float()
+        return total
+    is_full = len(rows) == len(place) * k
+    for j in range(place.shape[1]):
+        part = rows.index_select(0, place[:, j] if is_full else place[:, j].clamp(min=0)).to(total.dtype)
+        if weights is not None:
+            part = part * weights[:, j, None].to(total.dtype)
+        total += part if is_full else part.mul_((place[:, j] >= 0)[:, None])
     return total
+
+
+def _wide(x: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)

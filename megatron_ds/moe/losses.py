@@ -13,6 +13,8 @@ With sequence parallelism a rank has some of the tokens: F is summed over the ra
 scores by an all-reduce whose gradient each rank receives for its own tokens.
 """
 
+from collections.abc import Iterator
+
 import torch
 
 from ..config.model_options import ModelConfig
@@ -118,23 +120,35 @@ def _mean_parts(values: torch.Tensor, counted: torch.Tensor | None,
     return total[0], total[1].detach()
 
 
-def record_load(ledger: Ledger, layer: str, load: torch.Tensor, routing: Routing,
-                group: Group | None) -> None:
-    """Metrics of a layer: largest load of an expert relative to the mean, share of dropped slots, entropy of
-    the router.
+def record_load(ledger: Ledger, layer: str, load: torch.Tensor, routing: Routing, group: Group | None,
+                counted: torch.Tensor | None = None) -> None:
+    """Metrics of a layer: largest load of an expert relative to the mean, entropy of the router, and where
+    slots may drop the share of dropped slots and of tokens without any expert. Padding does not count.
 
-    load: int64 [E], kept slots over all ranks of the group. Collective over the group where slots may drop.
+    load: int64 [E], kept slots over all ranks of the group. Collective over the group.
     """
-    total = load.sum()
-    mean = total.clamp(min=1) / len(load)
+    mean = load.sum().clamp(min=1) / len(load)
     ledger.record(f"{layer} max load", (load.max() / mean).float())
-    entropy = -torch.special.xlogy(routing.scores, routing.scores).detach().sum(1).sum().float()
-    parts = torch.stack((entropy, entropy.new_tensor(float(len(routing.scores)))))
-    if routing.kept is not None:
-        parts = torch.cat((parts, torch.stack(((~routing.kept).sum().float(),
-                                               parts.new_tensor(float(routing.kept.numel()))))))
+    parts = torch.stack([part.double() for part in _statistics(routing, counted)])
     if group is not None:
         collectives.all_reduce_(parts, group)
-    ledger.record(f"{layer} router entropy", parts[0], parts[1])
+    entropy, tokens, slots, kept, served = parts.float()
+    ledger.record(f"{layer} router entropy", entropy, tokens)
     if routing.kept is not None:
-        ledger.record(f"{layer} dropped", parts[2], parts[3])
+        if routing.planned is None:                                   # an expert that chooses drops nothing
+            ledger.record(f"{layer} dropped", slots - kept, slots)
+        ledger.record(f"{layer} without expert", tokens - served, tokens)
+
+
+def _statistics(routing: Routing, counted: torch.Tensor | None) -> Iterator[torch.Tensor]:
+    """Sums over tokens: entropy of the scores, tokens, slots, kept slots, tokens with an expert."""
+    of_tokens = -torch.special.xlogy(routing.scores, routing.scores).detach().sum(1)
+    here = torch.ones_like(of_tokens, dtype=torch.bool) if counted is None else counted
+    kept = here[:, None].expand_as(routing.experts)
+    if routing.kept is not None:
+        kept = kept & routing.kept
+    yield (of_tokens * here).sum()
+    yield here.sum()
+    yield here.sum() * routing.experts.shape[1]
+    yield kept.sum()
+    yield kept.any(1).sum()

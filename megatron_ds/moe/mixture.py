@@ -50,7 +50,7 @@ class MixtureOfExperts(nn.Module):
         tokens, group = x.flatten(0, 1), self.ctx.sequence_group
         counted = self._counted(batch)
         # Choose experts, and limit them.
-        routing = self.router(x, batch)
+        routing = self.router(x, batch, counted)
         if batch.training:
             add_losses(batch.ledger, routing, batch.size, self.config, group, counted,
                        self.router.balance.share)
@@ -65,7 +65,7 @@ class MixtureOfExperts(nn.Module):
         waiting.wait()
         routed = dispatch.back(self.experts(dispatch.arrive(rows), dispatch.counts)).view_as(x)
         self.router.balance.count(dispatch.load, batch)
-        record_load(batch.ledger, self.name.removesuffix(".mlp"), dispatch.load, routing, group)
+        record_load(batch.ledger, self.name.removesuffix(".mlp"), dispatch.load, routing, group, counted)
         return self._joined(x, routed, dense)
 
     def _joined(self, x: torch.Tensor, routed: torch.Tensor, dense: torch.Tensor | None) -> torch.Tensor:

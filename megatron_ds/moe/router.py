@@ -1,19 +1,34 @@
-"""`Router`: scores of the experts for each token, and the choice of k experts for each token.
+"""`Router`: scores of the experts for each token, and the choice of experts for each token.
 
     z = x Wᵀ        logits, in fp32 or fp64                                     [T, E]
     s               softmax over all experts, or sigmoid of each
-    choice          the k largest of s (+ bias, + noise), within the best groups if experts have groups
-    weights         softmax over the chosen logits; pre-softmax: their s; sigmoid: s / sum of the chosen s
 
-Of equal scores the expert with the smaller number is chosen, so tensor-parallel ranks agree.
+    choice          by                       weights
+    top-k           the k largest of z or s  softmax over the chosen z; pre-softmax: their s; sigmoid:
+                    of each token            s / sum of the chosen s
+    Sinkhorn        the k largest of each    k = 1: sigmoid(z); k > 1: s
+                    token, of exp(z) scaled
+                    to equal row and column
+                    sums; z in evaluation
+    expert choice   the C largest s of each  s
+                    expert in each sequence
+
+A bias is added to s, noise to z, for the choice only. With groups of experts the choice is among the best
+groups. Of equal scores the first is chosen, so tensor-parallel ranks agree.
 
 Shazeer et al. 2017 (arXiv:1701.06538); Fedus et al. 2021 (arXiv:2101.03961); groups: DeepSeek-AI 2024
-(arXiv:2405.04434), section 2.1.2; sigmoid and bias: DeepSeek-AI 2024 (arXiv:2412.19437), section 2.1.2.
+(arXiv:2405.04434), section 2.1.2; sigmoid and bias: DeepSeek-AI 2024 (arXiv:2412.19437), section 2.1.2;
+Sinkhorn: Clark et al. 2022 (arXiv:2202.01169), section 4.1; expert choice: Zhou et al. 2022
+(arXiv:2202.09368), section 3.2.
 
-Letters: T tokens of this rank, E experts, k experts of a token, h hidden size.
+Letters: T tokens of this rank, E experts, k experts of a token, h hidden size; b sequences of
+s tokens.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
+from math import ceil
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +36,10 @@ from torch import nn
 
 from ..config.model_options import ModelConfig
 from ..data.batch import Batch
+from ..errors import ConfigError
+from ..mpu import collectives
 from ..mpu.context import ParallelContext
+from ..mpu.group import Group
 from ..mpu.param_spec import Init, ParamSpec
 from ..ops.dropout import random_numbers, sample_keys, shift_right
 from ..tensor_parallel.linear import new_shard
@@ -30,17 +48,19 @@ from .balance import Balance
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 JITTER = 0.01
 TINY = 1e-20
+SINKHORN_ITERATIONS = 32
 
 
 @dataclass(frozen=True)
 class Routing:
-    """The experts of T tokens. A *slot* is one of the k places of a token.
+    """The experts of T tokens. A *slot* is one of the k places of a token; for expert choice k is E.
 
-    experts  int64 [T, k]
+    experts  int64 [T, k], different for each slot of a token
     weights  [T, k] of the router's dtype, differentiable
-    kept     bool [T, k], False where the token is padding or the expert is full; None: all
     scores   [T, E], sum 1 for each token: for losses and statistics
     logits   [T, E]
+    kept     bool [T, k], False where the token is padding or the expert is full; None: all
+    planned  number of kept slots that plans assume, where tensors have no values; None: T k
     """
 
     experts: torch.Tensor
@@ -48,6 +68,7 @@ class Routing:
     scores: torch.Tensor
     logits: torch.Tensor
     kept: torch.Tensor | None = None
+    planned: int | None = None
 
     def keeping(self, kept: torch.Tensor | None) -> "Routing":
         """With fewer slots."""
@@ -58,16 +79,23 @@ class Router(nn.Module):
     """x [s(/t), b, h] → `Routing` of its T = s(/t) b tokens, in the order of x."""
 
     def __init__(self, config: ModelConfig, num_experts: int, name: str, ctx: ParallelContext):
+        """Raises ConfigError if the choice needs tokens that other ranks hold."""
         super().__init__()
         self.config, self.num_experts, self.name, self.ctx = config, num_experts, name, ctx
         self.dtype = DTYPES[config.moe_router_dtype]
+        self.choose = choice_of(config)
+        _check_layout(self.choose, ctx)
         spec = ParamSpec(f"{name}.weight", (num_experts, config.hidden_size),
                          Init("normal", config.init_method_std), partial_over=ctx.partial_over)
         self.weight = new_shard(spec, ctx)
         self.balance = Balance(config, num_experts, name)
 
-    def forward(self, x: torch.Tensor, batch: Batch) -> Routing:
-        """No communication: each rank routes the tokens that it holds."""
+    def forward(self, x: torch.Tensor, batch: Batch, counted: torch.Tensor | None = None) -> Routing:
+        """counted: bool [T], False for padding; None: all tokens.
+
+        Each rank routes the tokens that it holds. Expert choice is collective over the ranks that divide a
+        sequence; the others communicate nothing.
+        """
         noise_kind = self.config.moe_router_noise if batch.training else "none"
         x = x.to(self.dtype)
         if noise_kind == "jitter":
@@ -77,8 +105,9 @@ class Router(nn.Module):
         noise = None
         if noise_kind == "gumbel":
             noise = self._uniform(batch, self.num_experts).flatten(0, 1).log().neg().log().neg()
+        tokens = Tokens(batch.size, counted, batch.training, self.ctx.sequence_group)
         self.balance.place(logits.device)
-        return choose(logits, self.config, self.balance.bias, noise)
+        return self.choose(logits, self.config, self.balance.bias, noise, tokens)
 
     def _uniform(self, batch: Batch, columns: int) -> torch.Tensor:
         """Numbers in (0, 1), [s(/t), b, columns]: functions of seed, layer, sample, position and column."""
@@ -97,32 +126,144 @@ def unit_interval(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return (shift_right(numbers, 41).to(dtype) + 0.5) / (1 << 23)
 
 
-def choose(logits: torch.Tensor, config: ModelConfig, bias: torch.Tensor | None = None,
-           noise: torch.Tensor | None = None) -> Routing:
-    """The k experts of each token, from logits [T, E].
+@dataclass(frozen=True)
+class Tokens:
+    """What a choice may need of the tokens besides their logits.
 
-    bias: [E], added to the scores for the choice only. noise: [T, E], added to the logits for the choice only
+    samples   sequences; token t belongs to sequence t modulo `samples`
+    counted   bool [T], False for padding; None: all tokens
+    training  False in evaluation
+    group     ranks that divide the sequences; None: this rank has them whole
     """
-    k, is_sigmoid = config.moe_router_topk, config.moe_router_score_function == "sigmoid"
-    scores = logits.sigmoid() if is_sigmoid else logits.softmax(-1)
-    ranked = scores.detach() if is_sigmoid else logits.detach()
-    if noise is not None:
-        ranked = ranked + noise
+
+    samples: int = 1
+    counted: torch.Tensor | None = None
+    training: bool = True
+    group: Group | None = None
+
+
+def choose(logits: torch.Tensor, config: ModelConfig, bias: torch.Tensor | None = None,
+           noise: torch.Tensor | None = None, tokens: Tokens | None = None) -> Routing:
+    """The k best experts of each token, from logits [T, E].
+
+    bias: [E], added to the scores for the choice only. noise: [T, E], added to the logits for the choice
+    only. tokens: not used.
+    """
+    k, score = config.moe_router_topk, SCORES[config.moe_router_score_function]
+    is_sigmoid = config.moe_router_score_function == "sigmoid"
+    uses_scores = is_sigmoid or config.moe_router_pre_softmax
+    scores, ranked = score(logits), _noisy(logits, noise)
+    if uses_scores:
+        ranked = score(ranked)
     if bias is not None:
         ranked = ranked + bias.to(ranked.dtype)
     if config.moe_router_num_groups is not None:
         ranked = ranked.masked_fill(~in_best_groups(ranked, config), -torch.inf)
     experts = largest(ranked, k)
 
-    chosen = (scores if is_sigmoid or config.moe_router_pre_softmax else logits).gather(1, experts)
-    if is_sigmoid:
-        weights = chosen / (chosen.sum(-1, keepdim=True) + TINY) if k > 1 else chosen
-        scores = scores / (scores.sum(-1, keepdim=True) + TINY)
-    else:
-        weights = chosen if config.moe_router_pre_softmax else chosen.softmax(-1)
-    if config.moe_router_topk_scaling_factor is not None:
-        weights = weights * config.moe_router_topk_scaling_factor
-    return Routing(experts, weights, scores, logits)
+    weights = (scores if uses_scores else logits).gather(1, experts)
+    if is_sigmoid and k > 1:
+        weights = _shares(weights)
+    elif not uses_scores:
+        weights = weights.softmax(-1)
+    return Routing(experts, _scaled(weights, config), _shares(scores) if is_sigmoid else scores, logits)
+
+
+def choose_by_sinkhorn(logits: torch.Tensor, config: ModelConfig, bias: torch.Tensor | None,
+                       noise: torch.Tensor | None, tokens: Tokens) -> Routing:
+    """The k best experts of each token after `sinkhorn` over all tokens of this rank; in evaluation before.
+
+    Groups and bias have no effect.
+    """
+    k, ranked = config.moe_router_topk, _noisy(logits, noise)
+    if tokens.training:
+        ranked = sinkhorn(ranked, tokens.counted)
+    experts, scores = largest(ranked, k), logits.softmax(-1)
+    weights = (logits.sigmoid() if k == 1 else scores).gather(1, experts)
+    return Routing(experts, _scaled(weights, config), scores, logits)
+
+
+def sinkhorn(logits: torch.Tensor, counted: torch.Tensor | None = None) -> torch.Tensor:
+    """exp(logits) [T, E], rows and columns scaled until rows sum to 1 / T and columns to 1 / E.
+
+    The number of iterations is fixed, because the host would wait for the device to test convergence.
+    counted: bool [T]; other rows are 0 and do not count in T. None: all rows
+    """
+    table = (logits - logits.amax(1, keepdim=True)).exp()
+    rows: torch.Tensor | int = len(table)
+    if counted is not None:
+        table, rows = table * counted[:, None], counted.sum().clamp(min=1)
+    of_columns = table.new_ones(table.shape[1])
+    for _ in range(SINKHORN_ITERATIONS):
+        of_rows = 1 / (rows * (table @ of_columns + TINY))
+        of_columns = 1 / (len(of_columns) * (of_rows @ table + TINY))
+    return of_rows[:, None] * table * of_columns
+
+
+def choose_tokens(logits: torch.Tensor, config: ModelConfig, bias: torch.Tensor | None,
+                  noise: torch.Tensor | None, tokens: Tokens) -> Routing:
+    """Each expert takes its C = ceil(k n / E) best tokens of each sequence with n tokens besides padding.
+
+    A token has from 0 to E experts: its first slots, by number, are kept, the others are not. Of equal scores
+    the earlier position is taken. Groups and bias have no effect. Collective over `tokens.group`.
+    """
+    k, score = config.moe_router_topk, SCORES[config.moe_router_score_function]
+    scores, ranked = score(logits), score(_noisy(logits, noise))
+    num_experts = ranked.shape[1]
+    if tokens.counted is not None:
+        ranked = ranked.masked_fill(~tokens.counted[:, None], -1)
+    table = ranked.view(-1, tokens.samples, num_experts).permute(1, 2, 0)              # [b, E, s(/t)]
+    if tokens.group is not None:
+        table = collectives.all_gather(table.contiguous(), tokens.group, dim=2)        # [b, E, s]
+    most = ceil(k * table.shape[2] / num_experts)
+    lengths = (table[:, 0] >= 0).sum(1)                                                # [b], without padding
+    limits = (k * lengths + num_experts - 1) // num_experts
+    within = torch.arange(most, device=table.device) < limits[:, None, None]           # [b, 1, C]
+    taken = torch.zeros_like(table, dtype=torch.bool)
+    taken.scatter_(2, largest(table, most), within.expand(-1, num_experts, -1))
+    if tokens.group is not None:
+        taken = collectives.shard(taken, tokens.group, dim=2)
+    kept = taken.permute(2, 0, 1).reshape(-1, num_experts)                             # [T, E]
+    unkept, experts = (~kept).to(torch.uint8).sort(dim=1, stable=True)
+    planned = tokens.samples * num_experts * most // (1 if tokens.group is None else tokens.group.size)
+    return Routing(experts, _scaled(scores.gather(1, experts), config), _shares(scores), logits,
+                   unkept == 0, planned)
+
+
+Choice = Callable[[torch.Tensor, ModelConfig, torch.Tensor | None, torch.Tensor | None, Tokens], Routing]
+CHOICES: dict[str, Choice] = {"sinkhorn": choose_by_sinkhorn, "expert_choice": choose_tokens}
+SCORES = {"softmax": partial(torch.softmax, dim=-1), "sigmoid": torch.sigmoid}
+
+
+def choice_of(config: ModelConfig) -> Choice:
+    """The function that chooses, by `moe_router_load_balancing_type`; `choose` if that is a loss."""
+    named = [CHOICES[kind] for kind in config.moe_router_load_balancing_type if kind in CHOICES]
+    return named[0] if named else choose
+
+
+def _check_layout(choice: Choice, ctx: ParallelContext) -> None:
+    context, tensor = ctx.slice.context.size, ctx.slice.tensor.size
+    if choice is choose_by_sinkhorn and context * tensor > 1:
+        raise ConfigError("--moe-router-load-balancing-type sinkhorn balances the tokens that a rank holds, "
+                          f"but {context * tensor} ranks divide each sequence (--sequence-parallel or "
+                          "--context-parallel-size), so the choice would differ from that of one process. "
+                          "Leave these off, or balance by aux_loss.")
+    if choice is choose_tokens and context > 1:
+        raise ConfigError("--moe-router-load-balancing-type expert_choice compares all tokens of a sequence, "
+                          f"but --context-parallel-size {context} divides it. Use 1, or balance by aux_loss.")
+
+
+def _noisy(logits: torch.Tensor, noise: torch.Tensor | None) -> torch.Tensor:
+    return logits.detach() if noise is None else logits.detach() + noise
+
+
+def _shares(values: torch.Tensor) -> torch.Tensor:
+    return values / (values.sum(-1, keepdim=True) + TINY)
+
+
+def _scaled(weights: torch.Tensor, config: ModelConfig) -> torch.Tensor:
+    factor = config.moe_router_topk_scaling_factor
+    return weights if factor is None else weights * factor
 
 
 def largest(values: torch.Tensor, k: int) -> torch.Tensor:

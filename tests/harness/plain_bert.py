@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .plain_gpt import TinyConfig, _linear, _norm, logical_shapes, plain_blocks
+from .plain_gpt import TinyConfig, _linear, _norm, logical_shapes, plain_blocks, plain_mlp
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,8 @@ def bert_weights(config: TinyBert, seed: int) -> dict[str, torch.Tensor]:
 
 
 def plain_bert(w: dict[str, torch.Tensor], config: TinyBert, tokens, position_ids, token_types, padding, *,
-               drop=lambda site, x: x, drop_scores=lambda site, p: p, kept_by=lambda layer: None):
+               drop=lambda site, x: x, drop_scores=lambda site, p: p, kept_by=lambda layer: None,
+               feed_forward=plain_mlp):
     """(logits [b, s, v], order [b, 2] or None). padding: bool [b, s], True where there is no token; others as
     `plain_gpt`."""
     x = w["embedding.word_embeddings.weight"][tokens]
@@ -53,7 +54,7 @@ def plain_bert(w: dict[str, torch.Tensor], config: TinyBert, tokens, position_id
         x = x + w["embedding.tokentype_embeddings.weight"][token_types]
     x = drop("embedding", x)
     hidden = padding[:, None, :].expand(-1, tokens.shape[1], -1)            # [b, query, key]
-    x = plain_blocks(w, "encoder", x, position_ids, hidden, config, drop, drop_scores, kept_by)
+    x = plain_blocks(w, "encoder", x, position_ids, hidden, config, drop, drop_scores, kept_by, feed_forward)
     x = _norm(w, "encoder.final_layernorm", x, config)
     order = None
     if config.bert_binary_head:

@@ -91,12 +91,13 @@ def logical_weights(config: TinyConfig, seed: int) -> dict[str, torch.Tensor]:
 
 def plain_gpt(w: dict[str, torch.Tensor], config: TinyConfig, tokens, position_ids, *, attention_mask=None,
               drop=lambda site, x: x, drop_scores=lambda site, p: p,
-              kept_by=lambda layer: None) -> torch.Tensor:
+              kept_by=lambda layer: None, feed_forward=None) -> torch.Tensor:
     """Logits [b, s, v]. `drop(site, x [b, s, h])` and `drop_scores(site, p [b, n, s, s])` are where dropout
     goes.
 
     kept_by  layer number → which tokens of each sample the layer sees, [b, k]; the others pass by it.
              None: all
+    feed_forward  (w, name, x [b, s, h], config) → [b, s, h]; None: `plain_mlp`
     """
     x = w["embedding.word_embeddings.weight"][tokens]
     if "embedding.position_embeddings.weight" in w:
@@ -105,18 +106,25 @@ def plain_gpt(w: dict[str, torch.Tensor], config: TinyConfig, tokens, position_i
     hidden = (torch.ones(tokens.shape[1], tokens.shape[1]).triu(1).bool() if attention_mask is None
               else attention_mask[:, 0])
     hidden = hidden.expand(len(tokens), -1, -1)
-    x = plain_blocks(w, "decoder", x, position_ids, hidden, config, drop, drop_scores, kept_by)
+    x = plain_blocks(w, "decoder", x, position_ids, hidden, config, drop, drop_scores, kept_by,
+                     feed_forward or plain_mlp)
     x = _norm(w, "decoder.final_layernorm", x, config)
     return x @ w.get("output_layer.weight", w["embedding.word_embeddings.weight"]).T
 
 
-def plain_blocks(w, name, x, position_ids, hidden, config, drop, drop_scores, kept_by):
+def plain_mlp(w, name, x, config):
+    """The feed-forward of every token."""
+    return _linear(w, f"{name}.linear_fc2", _activation(_linear(w, f"{name}.linear_fc1", x), config))
+
+
+def plain_blocks(w, name, x, position_ids, hidden, config, drop, drop_scores, kept_by,
+                 feed_forward=plain_mlp):
     """x [b, s, h] through all blocks. hidden: bool [b, query, key], True where a query may not look; others
     as `plain_gpt`."""
     for i in range(config.num_layers):
         layer, kept = f"{name}.layers.{i}", kept_by(i)
         if kept is None:
-            x = _block(w, layer, x, position_ids, hidden, config, drop, drop_scores)
+            x = _block(w, layer, x, position_ids, hidden, config, drop, drop_scores, feed_forward)
             continue
         samples = []
         for n, places in enumerate(kept):                                   # one sample at a time
@@ -124,18 +132,18 @@ def plain_blocks(w, name, x, position_ids, hidden, config, drop, drop_scores, ke
             part = _block(w, layer, x[one, places], position_ids[one, places],
                           hidden[one, places][..., places], config,
                           _among_all(drop, n, places, x.shape),
-                          _scores_among_all(drop_scores, n, places, x.shape))
+                          _scores_among_all(drop_scores, n, places, x.shape), feed_forward)
             samples.append(x[n].index_put((places,), part[0]))
         x = torch.stack(samples)
     return x
 
 
-def _block(w, layer, x, position_ids, hidden, config, drop, drop_scores):
+def _block(w, layer, x, position_ids, hidden, config, drop, drop_scores, feed_forward):
     y = _norm(w, f"{layer}.input_layernorm", x, config)
     y = _attention(w, f"{layer}.self_attention", y, position_ids, hidden, config, drop_scores)
     x = x + drop(f"{layer}.self_attention", y)
-    y = _linear(w, f"{layer}.mlp.linear_fc1", _norm(w, f"{layer}.pre_mlp_layernorm", x, config))
-    return x + drop(f"{layer}.mlp", _linear(w, f"{layer}.mlp.linear_fc2", _activation(y, config)))
+    y = _norm(w, f"{layer}.pre_mlp_layernorm", x, config)
+    return x + drop(f"{layer}.mlp", feed_forward(w, f"{layer}.mlp", y, config))
 
 
 def _among_all(drop, n, places, shape):
@@ -176,7 +184,7 @@ def _norm(w, name, x, config):
 
 def _activation(x, config):
     if config.activation == "swiglu":
-        gate, up = x[..., :config.ffn_size], x[..., config.ffn_size:]
+        gate, up = x.chunk(2, dim=-1)
         return gate / (1 + (-gate).exp()) * up
     assert config.activation == "gelu"
     return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x ** 3)))

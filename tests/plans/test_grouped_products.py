@@ -1,0 +1,65 @@
+"""Products of runs of rows: torch's grouped_mm, and one product a run, which is the reference."""
+
+import pytest
+import torch
+
+from megatron_ds.ops import grouped
+
+COUNTS = {"some empty": (3, 0, 8, 1, 0), "one": (5,), "first and last empty": (0, 7, 0),
+          "equal": (4, 4, 4, 4)}
+
+
+def tensors(counts, dtype, into=16, out=24):
+    draw = torch.Generator().manual_seed(0)
+    make = lambda *shape: torch.randn(*shape, generator=draw).to(dtype)
+    return (make(sum(counts), into), make(len(counts), out, into), make(len(counts), out),
+            make(sum(counts), out))
+
+
+def by_hand(counts):
+    start = 0
+    for run, count in enumerate(counts):
+        yield run, slice(start, start + count)
+        start += count
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", COUNTS)
+def test_the_kernel_equals_one_product_a_run(name, dtype, monkeypatch):
+    counts = COUNTS[name]
+    x, weight, bias, dy = tensors(counts, dtype)
+    run = lambda: (grouped.grouped_affine(x, weight, bias, counts),
+                   grouped.grouped_affine(x, weight, None, counts),
+                   grouped.grouped_product(dy, weight, counts))
+    loop = run()
+    calls, kernel = [], torch.nn.functional.grouped_mm
+    monkeypatch.setattr(grouped, "_has_kernel", lambda x, weight: x.shape[0] > 0)
+    monkeypatch.setattr(grouped.F, "grouped_mm",
+                        lambda *args, **options: (calls.append(1), kernel(*args, **options))[1])
+    for ours, expected in zip(run(), loop, strict=True):
+        assert ours.shape == expected.shape and ours.dtype == dtype
+        # bf16: the bias is added after rounding
+        tolerance = 1e-6 if dtype is torch.float32 else 2e-2
+        torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance)
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_one_product_a_run_is_the_product_of_its_rows(name):
+    counts = COUNTS[name]
+    x, weight, bias, dy = tensors(counts, torch.float64, into=5, out=3)
+    y, dx = grouped.grouped_affine(x, weight, bias, counts), grouped.grouped_product(dy, weight, counts)
+    dw, sums = torch.ones_like(weight), grouped.sums_of_runs(dy, counts)
+    grouped.add_grouped_gradient_(dw, dy, x, counts)
+    for run, rows in by_hand(counts):
+        torch.testing.assert_close(y[rows], x[rows] @ weight[run].T + bias[run])
+        torch.testing.assert_close(dx[rows], dy[rows] @ weight[run])
+        torch.testing.assert_close(dw[run], 1 + dy[rows].T @ x[rows])
+        torch.testing.assert_close(sums[run], dy[rows].sum(0))
+
+
+def test_no_rows_at_all_have_no_results():
+    x, weight, bias, dy = tensors((0, 0), torch.float32)
+    assert grouped.grouped_affine(x, weight, bias, (0, 0)).shape == (0, 24)
+    assert grouped.grouped_product(dy, weight, (0, 0)).shape == (0, 16)
+    assert not grouped.sums_of_runs(dy, (0, 0)).any()
