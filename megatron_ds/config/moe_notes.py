@@ -1,4 +1,4 @@
-"""Notes for startup: where layers with experts differ from what the same flags mean in Megatron and DeepSpeed.
+"""Notes for startup: where layers with experts differ from those of Megatron and DeepSpeed.
 
 A note is one sentence about a difference that these flags do meet: Megatron-DeepSpeed's defaults are named
 only where one of its own spellings was used. Notes are written as rules are; see `messages.problems_of`.
@@ -43,39 +43,39 @@ def defaults(config: RunConfig) -> Iterator[str]:
 
 def capacity(config: RunConfig) -> Iterator[str]:
     """Which tokens compete, and what remains of a token whose expert is full."""
-    model, factor = config.model, config.sources.get("model.moe_expert_capacity_factor")
+    model, factor = config.model, config.source("model.moe_expert_capacity_factor")
     if model.moe_expert_capacity_factor is None:
         return
     if model.moe_capacity_scope == "sequence":
-        yield ("the tokens of a sequence compete for the capacity of an expert, on every layout; in Megatron and "
-               "DeepSpeed those of a rank do")
+        yield ("the tokens of a sequence compete for the capacity of an expert, on every layout; in Megatron "
+               "and DeepSpeed those of a rank do")
     if model.moe_eval_capacity_factor is None and not from_deepspeed(config):
         yield (f"evaluation drops no token; in Megatron {factor} applies there too: add "
                f"--moe-eval-capacity-factor {model.moe_expert_capacity_factor:g} for that")
     if not from_deepspeed(config):
         return
     if model.moe_router_topk == 1:
-        yield ("a full expert keeps the tokens of the largest weights; DeepSpeed's top-1 gate keeps random ones "
-               "of a rank")
+        yield ("a full expert keeps the tokens of the largest weights; DeepSpeed's top-1 gate keeps random "
+               "ones of a rank")
     else:
-        yield ("the weights of a token whose expert is full stay as they are; DeepSpeed divides them by the sum "
-               "of the remaining ones")
+        yield ("the weights of a token whose expert is full stay as they are; DeepSpeed divides them by the "
+               "sum of the remaining ones")
 
 
 def balance(config: RunConfig) -> Iterator[str]:
     """Over which tokens the load is balanced."""
     model = config.model
     kinds, weights = model.moe_router_load_balancing_type, model.moe_aux_loss_coeff
-    if not any(weights) and not model.moe_router_enable_expert_bias and not {*kinds} & {"sinkhorn",
-                                                                                        "expert_choice"}:
+    has_other_means = model.moe_router_enable_expert_bias or {*kinds} & {"sinkhorn", "expert_choice"}
+    if not any(weights) and not has_other_means:
         yield ("nothing balances the load of the experts, which may leave most of them without tokens: see "
                "--moe-aux-loss-coeff")
     if any(weights) and "global_aux_loss" in kinds:
-        yield ("global_aux_loss uses the load of the previous step; in Megatron it uses that of the micro-batches "
-               "so far, and depends on their order")
+        yield ("global_aux_loss uses the load of the previous step; in Megatron it uses that of the "
+               "micro-batches so far, and depends on their order")
     if any(weights) and from_deepspeed(config):
-        yield ("the balancing loss is that of a micro-batch and counts all experts of a token; in DeepSpeed it is "
-               "that of a rank's tokens, and of their first experts for --topk 1 and 2")
+        yield ("the balancing loss is that of a micro-batch and counts all experts of a token; in DeepSpeed "
+               "it is that of a rank's tokens, and up to --topk 2 counts the first expert only")
 
 
 def choice(config: RunConfig) -> Iterator[str]:

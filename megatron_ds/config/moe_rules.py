@@ -159,8 +159,8 @@ def balance(config: RunConfig) -> Iterator[str]:
                "[moe_router_load_balancing_type] has none. Remove it, or use "
                "--moe-router-load-balancing-type aux_loss.")
     if model.moe_router_enable_expert_bias and model.moe_router_score_function != "sigmoid":
-        yield (f"[{BIAS}] is added to the score of an expert, but with [moe_router_score_function] that score "
-               "also depends on all others. Add --moe-router-score-function sigmoid.")
+        yield (f"[{BIAS}] is added to the score of an expert, but with [moe_router_score_function] that "
+               "score also depends on all others. Add --moe-router-score-function sigmoid.")
     if not model.moe_router_enable_expert_bias:
         yield from given(config, ["model.moe_router_bias_update_rate"],
                          "moves the bias of experts, but they have none. Remove it, or add "

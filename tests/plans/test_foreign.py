@@ -110,7 +110,7 @@ def test_flags_that_ask_for_what_happens_anyway_are_accepted_and_listed_once():
              "mmap --tensorboard-queue-size 1 --log-validation-ppl-to-tensorboard "
              "--log-batch-size-to-tensorboard "
              "--use-flash-attn "
-             "--use-mcore-models --transformer-impl local --num-experts 1 --exit-signal SIGTERM "
+             "--use-mcore-models --transformer-impl local --moe-grouped-gemm --exit-signal SIGTERM "
              "--no-masked-softmax-fusion --accumulate-allreduce-grads-in-fp32 --no-pipeline-parallel").split()
     config = parse([*MOCK, *words], env={})
     assert accepted(config) == {w for w in words if w in FLAGS}
@@ -120,8 +120,7 @@ def test_flags_that_ask_for_what_happens_anyway_are_accepted_and_listed_once():
 
 
 @pytest.mark.parametrize("words, says", [
-    ("--data-impl lazy", "preprocess_data"), ("--num-experts 8", "mixture-of-experts"),
-    ("--moe-router-topk 2", "mixture"),
+    ("--data-impl lazy", "preprocess_data"), ("--moe-latent-size 64", "width of the model"),
     ("--fp32-residual-connection", "dtype of the weights"), ("--exit-signal SIGHUP", "SIGTERM"),
     ("--log-timers-to-tensorboard", "iteration-time"),
     ("--use-checkpoint-opt-param-scheduler", "from the flags"),
