@@ -66,8 +66,7 @@ def balance(config: RunConfig) -> Iterator[str]:
     """Over which tokens the load is balanced."""
     model = config.model
     kinds, weights = model.moe_router_load_balancing_type, model.moe_aux_loss_coeff
-    has_other_means = model.moe_router_enable_expert_bias or {*kinds} & {"sinkhorn", "expert_choice"}
-    if not any(weights) and not has_other_means:
+    if not any(weights) and not model.moe_router_enable_expert_bias and model.moe_choice == "top-k":
         yield ("nothing balances the load of the experts, which may leave most of them without tokens: see "
                "--moe-aux-loss-coeff")
     if any(weights) and "global_aux_loss" in kinds:

@@ -10,6 +10,7 @@ from ..errors import ConfigError
 from .option import option
 
 BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "expert_choice", "none")
+CHOICES = ("sinkhorn", "expert_choice")  # values above that replace the choice of the best experts of a token
 MOST_LAYERS = 10_000
 
 
@@ -99,6 +100,11 @@ class MoEOptions:
     def expert_ffn_size(self) -> int:
         """Width inside an expert."""
         return self.moe_ffn_hidden_size or self.ffn_size
+
+    @property
+    def moe_choice(self) -> str:
+        """How experts and tokens are matched: "top-k", "sinkhorn" or "expert_choice"."""
+        return next((kind for kind in self.moe_router_load_balancing_type if kind in CHOICES), "top-k")
 
     def experts_of_layers(self, num_layers: int) -> tuple[int, ...]:
         """The number of experts of each layer, 0 for a dense layer. Raises ConfigError."""

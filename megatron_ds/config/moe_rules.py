@@ -5,7 +5,7 @@ from math import gcd
 
 from ..errors import ConfigError
 from .messages import divisors, either, given
-from .moe_options import MOE_PATHS
+from .moe_options import CHOICES, MOE_PATHS
 from .run import RunConfig
 
 EP, TP, TOPK = "--expert-model-parallel-size", "--tensor-model-parallel-size", "--moe-router-topk"
@@ -14,8 +14,6 @@ GROUPS = ("model.moe_router_num_groups", "model.moe_router_group_topk")
 OF_CAPACITY = ("model.moe_min_capacity", "model.moe_token_drop_policy", "model.moe_capacity_scope",
                "model.moe_pad_expert_input_to_capacity")
 FACTORS = ("model.moe_expert_capacity_factor", "model.moe_eval_capacity_factor")
-# Choices that are balanced by themselves.
-BALANCED = ("sinkhorn", "expert_choice")
 
 
 def only_with_experts(config: RunConfig) -> Iterator[str]:
@@ -103,7 +101,7 @@ def choice(config: RunConfig) -> Iterator[str]:
         yield (f"[moe_router_topk] is more than the {numbers[0]} expert{'s' * (numbers[0] > 1)} of a layer. "
                f"Use {TOPK} {either(range(1, numbers[0] + 1))}.")
     is_softmax = model.moe_router_score_function == "softmax" and not model.moe_router_pre_softmax
-    if numbers and k == 1 and is_softmax and not _is_balanced(config):
+    if numbers and k == 1 and is_softmax and model.moe_choice == "top-k":
         yield ("[moe_router_topk] with a softmax over the chosen experts: the weight of a single expert is "
                "always 1, so the router would not learn. Add --moe-router-pre-softmax, which weighs by the "
                "softmax over all experts (as Switch Transformer and DeepSpeed do).")
@@ -150,7 +148,7 @@ def balance(config: RunConfig) -> Iterator[str]:
     elif len(set(kinds)) < len(kinds):
         yield ("[moe_router_load_balancing_type] has a loss twice. Give it once, with one "
                "--moe-aux-loss-coeff.")
-    alone = [kind for kind in kinds if kind in (*BALANCED, "none")]
+    alone = [kind for kind in kinds if kind in (*CHOICES, "none")]
     if alone and len(kinds) > 1:
         yield (f"[moe_router_load_balancing_type]: {alone[0]} cannot be combined with other values. Give it "
                "alone, or only losses.")
@@ -169,9 +167,9 @@ def balance(config: RunConfig) -> Iterator[str]:
 
 def balanced_choice(config: RunConfig) -> Iterator[str]:
     """Sinkhorn and expert choice compare tokens, and replace the choice by groups and bias."""
-    if config.model.num_experts is None or not _is_balanced(config):
+    if config.model.num_experts is None or config.model.moe_choice == "top-k":
         return
-    by_experts, parallel = "expert_choice" in config.model.moe_router_load_balancing_type, config.parallel
+    by_experts, parallel = config.model.moe_choice == "expert_choice", config.parallel
     excluded = (*GROUPS, BIAS, *(FACTORS + OF_CAPACITY if by_experts else ()))
     why = ("each expert takes an equal number of tokens, whatever the scores of others" if by_experts else
            "the choice is balanced over all experts at once")
@@ -191,7 +189,7 @@ def capacity(config: RunConfig) -> Iterator[str]:
     """Options of the capacity need its factor; evaluation does not drop more than training."""
     model = config.model
     factor, in_evaluation = model.moe_expert_capacity_factor, model.moe_eval_capacity_factor
-    if model.num_experts is None or "expert_choice" in model.moe_router_load_balancing_type:
+    if model.num_experts is None or model.moe_choice == "expert_choice":
         return
     if factor is None and in_evaluation is not None:
         yield ("[moe_eval_capacity_factor] without --moe-expert-capacity-factor: evaluation would drop "
@@ -211,10 +209,6 @@ def _numbers(config: RunConfig) -> list[int]:
         return sorted({number for number in config.model.experts if number})
     except ConfigError:
         return []
-
-
-def _is_balanced(config: RunConfig) -> bool:
-    return any(kind in BALANCED for kind in config.model.moe_router_load_balancing_type)
 
 
 MOE_RULES = (only_with_experts, layers, distribution, widths, dense_part, choice, groups, balance,

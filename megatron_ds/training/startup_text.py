@@ -122,7 +122,7 @@ def experts_text(config: RunConfig) -> str:
     if model.mlp_type == "residual":
         beside = f", beside a dense feed-forward of width {model.ffn_size}"
     held = f"divided among {ep} expert-parallel ranks" if ep > 1 else "all on every data-parallel rank"
-    chosen = "chosen by the experts" if "expert_choice" in model.moe_router_load_balancing_type else (
+    chosen = "chosen by the experts" if model.moe_choice == "expert_choice" else (
         f"{model.moe_router_topk} for a token")
     return f"experts: {layers}; of width {model.expert_ffn_size}{beside}; {chosen}; {held}"
 

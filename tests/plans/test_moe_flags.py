@@ -2,9 +2,11 @@
 startup says about them. Wrong combinations are in test_config_messages.py."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 
+from megatron_ds.checkpoint.load import check_same_model
 from megatron_ds.config import parse
 from megatron_ds.config.flags import spellings
 from megatron_ds.config.messages import divisors, problems_of
@@ -12,7 +14,8 @@ from megatron_ds.config.moe_notes import OF_DEEPSPEED, moe_notes
 from megatron_ds.config.moe_rules import MOE_RULES
 from megatron_ds.config.parse import read
 from megatron_ds.config.unsupported import FLAGS, answer_to_flag
-from megatron_ds.errors import ConfigError
+from megatron_ds.errors import CheckpointError, ConfigError
+from megatron_ds.training.run_checkpoint import describe_run
 from megatron_ds.training.startup_text import experts_text, notes_text, ranges_text
 from tests.plans.test_config_messages import GOOD
 
@@ -229,6 +232,19 @@ def test_startup_notes_what_differs_and_only_that(words, says, unless):
 def test_a_plain_recipe_needs_no_notes():
     assert notes_text(parsed("--num-experts 8 --moe-aux-loss-coeff 0.01")) == ""
     assert notes_text(parsed("")) == ""
+
+
+@pytest.mark.parametrize("words", ["--moe-router-load-balancing-type sinkhorn", "--moe-router-topk 3",
+                                   "--expert-interval 2", "--moe-router-pre-softmax", "--mlp-type residual",
+                                   "--moe-router-topk-scaling-factor 2"])
+def test_a_checkpoint_of_another_router_or_other_layers_is_another_model(words):
+    def identity(words: str) -> dict:
+        config = parsed(f"--num-experts 4 {words}")
+        return describe_run(config, config, SimpleNamespace(fingerprint=""), "")["identity"]["model"]
+
+    check_same_model(identity(""), identity(f"{EP} 1 --moe-expert-capacity-factor 2"))
+    with pytest.raises(CheckpointError, match="belongs to another run"):
+        check_same_model(identity(""), identity(words))
 
 
 def test_refused_flags_are_refused_with_a_value_and_accepted_when_off():
