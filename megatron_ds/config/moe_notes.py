@@ -34,11 +34,11 @@ def defaults(config: RunConfig) -> Iterator[str]:
         yield "every layer has experts; Megatron-DeepSpeed's default is --expert-interval 2"
     if "model.moe_router_topk" not in given:
         yield "a token has 2 experts; Megatron-DeepSpeed's default is --topk 1"
-    if "model.moe_aux_loss_coeff" not in given:
-        yield "the load is not balanced by a loss; Megatron-DeepSpeed's default is --moe-loss-coeff 0.1"
     if model.moe_token_dropping and model.moe_expert_capacity_factor is None:
         yield ("no token is dropped; Megatron-DeepSpeed's defaults are --moe-train-capacity-factor 1, "
                "--moe-eval-capacity-factor 1 and --moe-min-capacity 4")
+    elif model.moe_token_dropping and "model.moe_min_capacity" not in given:
+        yield "an expert has no least capacity; Megatron-DeepSpeed's default is --moe-min-capacity 4"
 
 
 def capacity(config: RunConfig) -> Iterator[str]:
@@ -49,9 +49,10 @@ def capacity(config: RunConfig) -> Iterator[str]:
     if model.moe_capacity_scope == "sequence":
         yield ("the tokens of a sequence compete for the capacity of an expert, on every layout; in Megatron "
                "and DeepSpeed those of a rank do")
-    if model.moe_eval_capacity_factor is None and not from_deepspeed(config):
-        yield (f"evaluation drops no token; in Megatron {factor} applies there too: add "
-               f"--moe-eval-capacity-factor {model.moe_expert_capacity_factor:g} for that")
+    if model.moe_eval_capacity_factor is None:
+        usual = "Megatron-DeepSpeed's default is 1" if from_deepspeed(config) else (
+            f"in Megatron {factor} applies there too")
+        yield (f"evaluation drops no token without --moe-eval-capacity-factor; {usual}")
     if not from_deepspeed(config):
         return
     if model.moe_router_topk == 1:
@@ -67,8 +68,9 @@ def balance(config: RunConfig) -> Iterator[str]:
     model = config.model
     kinds, weights = model.moe_router_load_balancing_type, model.moe_aux_loss_coeff
     if not any(weights) and not model.moe_router_enable_expert_bias and model.moe_choice == "top-k":
+        usual = "; Megatron-DeepSpeed's default is 0.1" if from_deepspeed(config) else ""
         yield ("nothing balances the load of the experts, which may leave most of them without tokens: see "
-               "--moe-aux-loss-coeff")
+               f"--moe-aux-loss-coeff{usual}")
     if any(weights) and "global_aux_loss" in kinds:
         yield ("global_aux_loss uses the load of the previous step; in Megatron it uses that of the "
                "micro-batches so far, and depends on their order")

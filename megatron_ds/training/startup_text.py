@@ -1,5 +1,6 @@
 """The text that a run logs before its first step: grid, model, stages, schedule, memory, options."""
 
+import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -146,7 +147,8 @@ def ranges_text(numbers: Sequence[int]) -> str:
 
 def notes_text(config: RunConfig) -> str:
     """Differences of layers with experts from those of Megatron and DeepSpeed; empty without any."""
-    lines = [f"  {note}" for note in moe_notes(config)]
+    lines = [textwrap.fill(note, WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
+             for note in moe_notes(config)]
     return "\n".join(("experts, compared with Megatron and DeepSpeed:", *lines)) if lines else ""
 
 
