@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from .messages import written
+from .moe_options import MOE_PATHS
 from .reading import PartOf, Setting, reject
 from .run import RunConfig, Source, all_options
 from .training_schedule import parse_batch_steps
@@ -107,8 +108,13 @@ TOKENIZER_FILES = ("data.vocab_file", "data.merge_file", "data.tokenizer_model")
 GPT2_TOKENS = 50_256                  # plus the end-of-document token, which NullTokenizer adds
 
 
+CAPACITY = ("model.moe_expert_capacity_factor", "model.moe_eval_capacity_factor", "model.moe_min_capacity",
+            "model.moe_token_drop_policy", "model.moe_capacity_scope")
+
+
 def without_useless_options(config: RunConfig) -> RunConfig:
     """The config without options that have no effect beside others."""
+    config = _with_experts(config)
     if config.data.mock_data:
         config = _with_mock_data(config)
     train = config.train
@@ -141,6 +147,22 @@ def _with_mock_data(config: RunConfig) -> RunConfig:
     config = _without(config, TOKENIZER_FILES, "mock data needs no tokenizer")
     if has_files and config.model.vocab_size is None:
         config = _derived(config, "model.vocab_size", GPT2_TOKENS, "GPT-2's vocabulary, for --mock-data")
+    return config
+
+
+def _with_experts(config: RunConfig) -> RunConfig:
+    """One expert is a dense model, as in Megatron-DeepSpeed, whose dense recipes have such options too."""
+    model = config.model
+    if model.num_experts is None:                                     # `moe_rules` lists the other options
+        return config
+    if model.num_experts == (1,):
+        return _without(config, MOE_PATHS, "one expert is a dense model")
+    if not model.moe_token_dropping:
+        config = _without(config, CAPACITY, "no token is dropped")
+    if model.moe_router_score_function == "sigmoid":
+        config = _without(config, ("model.moe_router_pre_softmax",), "scores are sigmoids, without a softmax")
+    if model.moe_input_jitter_eps is not None and "model.moe_router_noise" not in config.sources:
+        config = _derived(config, "model.moe_router_noise", "jitter", "--moe-input-jitter-eps")
     return config
 
 

@@ -4,12 +4,13 @@ Names are Megatron's. Where Megatron-DeepSpeed spells an option in another way, 
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from ..errors import ConfigError
 from .option import option
 
 BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "expert_choice", "none")
+CHOICES = ("sinkhorn", "expert_choice")  # values above that replace the choice of the best experts of a token
 MOST_LAYERS = 10_000
 
 
@@ -19,11 +20,12 @@ class MoEOptions:
 
     num_experts: tuple[int, ...] | None = option(None, at_least=1,
         help="Number of experts of each MoE layer; several numbers give each MoE layer its own, first to "
-             "last (a pyramid, PR-MoE). Default: no experts, as with 1.")
+             "last (a pyramid, PR-MoE). A single 1 is a dense model. Default: no experts.")
     moe_layer_freq: str = option("1", strip="\"'",
         help="Which layers have experts, counting from 0: N for layers 0, N, 2N, …; or one 0 or 1 for each "
              "layer as a list such as ([0]*1+[1]*23).",
-        avoid="--expert-interval counts from 1 as in Megatron-DeepSpeed; give only one of the two.")
+        avoid="--expert-interval counts from 1 as in Megatron-DeepSpeed; give only one of the two. In YAML, "
+              "put a list in quotes.")
     expert_interval: int | None = option(None, at_least=1,
         help="Layers N, 2N, … have experts, counting from 1, as in Megatron-DeepSpeed.")
     moe_ffn_hidden_size: int | None = option(None, at_least=1,
@@ -59,7 +61,8 @@ class MoEOptions:
         help="Noise in training. jitter: the router's input is multiplied by numbers close to 1; gumbel: "
              "noise is added to the scores that choose. Both depend on seed, layer and token only.")
     moe_input_jitter_eps: float | None = option(None, above=0, below=1,
-        help="Width of the jitter. Sets --moe-router-noise jitter. Default: 0.01.")
+        help="Width of the jitter: the numbers are between 1 - width and 1 + width. Alone it selects "
+             "--moe-router-noise jitter. Default: 0.01.")
 
     moe_router_load_balancing_type: tuple[str, ...] = option(("aux_loss",), choices=BALANCING,
         help="aux_loss: over the tokens of a micro-batch (Fedus et al. 2021); seq_aux_loss: of each "
@@ -76,6 +79,8 @@ class MoEOptions:
              "no limit (dropless).")
     moe_eval_capacity_factor: float | None = option(None, above=0,
         help="The factor in evaluation. Default: no limit.")
+    moe_token_dropping: bool = option(True, switches={"--disable-moe-token-dropping": False},
+        help="Apply the capacity factors. Without them no token is dropped anyway.")
     moe_min_capacity: int = option(0, at_least=0, unit="tokens", help="The least capacity of an expert.")
     moe_token_drop_policy: str = option("probs", choices=("probs", "position"),
         help="Which tokens an expert drops beyond its capacity: those of the least weight, or the last.")
@@ -96,16 +101,21 @@ class MoEOptions:
         """Width inside an expert."""
         return self.moe_ffn_hidden_size or self.ffn_size
 
+    @property
+    def moe_choice(self) -> str:
+        """How experts and tokens are matched: "top-k", "sinkhorn" or "expert_choice"."""
+        return next((kind for kind in self.moe_router_load_balancing_type if kind in CHOICES), "top-k")
+
     def experts_of_layers(self, num_layers: int) -> tuple[int, ...]:
         """The number of experts of each layer, 0 for a dense layer. Raises ConfigError."""
-        if self.num_experts in (None, (1,)):
+        if self.num_experts is None:
             return (0,) * num_layers
         chosen = self._moe_layers(num_layers)
         numbers = self.num_experts
         count = sum(chosen)
-        if len(numbers) not in (1, count):
+        if count and len(numbers) not in (1, count):
             raise ConfigError(f"--num-experts has {len(numbers)} numbers, but {count} of {num_layers} layers "
-                              f"have experts. Give one number, or {count}.")
+                              f"have experts. Give one number{f', or {count}' * (count > 1)}.")
         each = iter(numbers if len(numbers) > 1 else numbers * count)
         return tuple(next(each) if is_moe else 0 for is_moe in chosen)
 
@@ -117,8 +127,12 @@ class MoEOptions:
             return [i % pattern == 0 for i in range(num_layers)]
         if len(pattern) != num_layers:
             raise ConfigError(f"--moe-layer-freq {self.moe_layer_freq} describes {len(pattern)} layers, but "
-                              f"the model has {num_layers}.")
+                              f"the model has {num_layers}. Give one entry for each layer.")
         return [bool(x) for x in pattern]
+
+
+# The paths of all these options.
+MOE_PATHS = tuple(f"model.{field.name}" for field in fields(MoEOptions))
 
 
 def read_layer_pattern(text: str) -> int | list[int]:

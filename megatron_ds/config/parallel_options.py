@@ -20,6 +20,10 @@ class ParallelConfig:
     expert_model_parallel_size: int = option(1, at_least=1, flags=["--moe-expert-parallel-size"],
         help="Number of ranks that divide the experts of a layer; a divisor of the data-parallel size.",
         avoid="It is not the number of experts: that is --num-experts.")
+    expert_tensor_parallel_size: int | None = option(None, at_least=1,
+        help="Number of ranks that split every expert. Only the tensor-parallel size, the default, is "
+             "accepted.",
+        avoid="Not needed.")
     sequence_parallel: bool = option(False,
         help="Split normalization and dropout along the sequence inside a tensor-parallel group: saves "
              "activation memory.",

@@ -25,6 +25,7 @@ from .deepspeed_json import read_deepspeed
 from .flags import CommandLine, read_flags, spellings
 from .layout_rules import LAYOUT_RULES
 from .messages import Rule, either, flag, problems_of, written
+from .moe_rules import MOE_RULES
 from .reading import Reading, Setting, attempt, reject
 from .run import RunConfig, Source, all_options
 from .training_rules import TRAINING_RULES
@@ -107,7 +108,7 @@ def check(config: RunConfig, known: Mapping[str, Container[str]] | None = None, 
     unread        paths of options whose value could not be read. They have their defaults here, so problems
                   that mention one of them are left out
     """
-    found = [*problems_of((*LAYOUT_RULES, *TRAINING_RULES, *DATA_RULES), config),
+    found = [*problems_of((*LAYOUT_RULES, *MOE_RULES, *TRAINING_RULES, *DATA_RULES), config),
              *unknown_names(config, known or {})]
     reject([*problems, *missing(config, unread), *(p for p in found if not _names_one_of(p, unread))])
     higher: list[str] = []

@@ -29,7 +29,23 @@ _FLAGS = {
     "--pipeline-model-parallel-size":
         "pp pp-size pipeline-parallel pipeline-parallel-size pipe-parallel-size",
     "--context-parallel-size": "cp cp-size sequence-parallel-size ds-sequence-parallel-size",
-    "--num-experts": "moe experts n-experts",
+    "--num-experts":
+        "moe experts n-experts num-moe-experts num-local-experts n-routed-experts num-routed-experts",
+    "--moe-router-topk": "top-k num-experts-per-tok num-experts-per-token experts-per-token moe-topk moe-k",
+    "--moe-ffn-hidden-size": "moe-intermediate-size expert-hidden-size expert-ffn-hidden-size",
+    "--moe-shared-expert-intermediate-size": "shared-expert-intermediate-size",
+    "--moe-layer-freq": "decoder-sparse-step moe-every moe-layers first-k-dense-replace",
+    "--moe-router-num-groups": "n-group num-expert-groups",
+    "--moe-router-group-topk": "topk-group num-limited-groups",
+    "--moe-router-score-function": "scoring-func score-func",
+    "--moe-router-topk-scaling-factor": "routed-scaling-factor route-scale",
+    "--moe-aux-loss-coeff": "router-aux-loss-coef aux-loss-coef aux-loss-alpha load-balance-coeff",
+    "--moe-z-loss-coeff": "router-z-loss-coef z-loss-coeff moe-zloss-weight",
+    "--moe-expert-capacity-factor": "capacity-factor moe-capacity-factor expert-capacity-factor",
+    "--moe-eval-capacity-factor": "eval-capacity-factor",
+    "--moe-min-capacity": "min-capacity",
+    "--moe-router-noise": "noisy-gate-policy",
+    "--moe-input-jitter-eps": "router-jitter-noise input-jitter moe-router-jitter",
     "--expert-model-parallel-size": "ep ep-size expert-parallel-size",
     "--data-path": "data dataset datasets data-dir dataset-path train-data train-file corpus",
     "--lr-warmup-iters": "warmup warmup-steps warmup-iters lr-warmup-steps num-warmup-steps",
@@ -54,6 +70,10 @@ _FLAGS = {
     "--num-workers": "num-workers-per-gpu dataloader-num-workers workers",
 }
 _SENTENCES = {
+    "--moe-shared-expert-intermediate-size is the width of all shared experts together":
+        "n-shared-experts num-shared-experts",
+    "the weights of a token's experts sum to 1 by default; --moe-router-pre-softmax leaves them as they are":
+        "norm-topk-prob route-norm",
     "epochs are not counted: the length of training is --train-iters, --train-samples or --train-tokens":
         "epochs num-epochs max-epochs num-train-epochs",
     "the data-parallel size follows: world size / (tensor- × pipeline-parallel size)":

@@ -5,59 +5,10 @@ changing any number; startup lists it under "accepted, nothing to do". It is ref
 run would otherwise differ from what it requests. A value that switches a feature off is always accepted.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any
+from .answers import Answer, table
+from .unsupported_moe import MOE_FLAGS
 
-# Values that mean "off". DeepSpeed replaces "auto" by the default, which is off for all refused keys.
-OFF = (False, None, "auto")
-
-
-@dataclass(frozen=True)
-class Answer:
-    """Which values of a flag or key are accepted.
-
-    note     why an accepted value changes nothing
-    refusal  why another value is refused, and what to do
-    values   the accepted values; None: all
-    """
-
-    note: str = ""
-    refusal: str = ""
-    values: tuple[Any, ...] | None = None
-
-    def accepts(self, value: Any) -> bool:
-        """Whether the value is accepted. value: of the flag as a string, or of the key."""
-        if self.values is None:
-            return True
-        if isinstance(value, dict):
-            return _is_off(value)
-        return any(type(value) is type(known) and value == known for known in self.values)
-
-
-def _is_off(value: Any) -> bool:
-    """Whether a value switches a feature off; a block does by its "enabled", or else by all its values."""
-    if isinstance(value, dict):
-        return value["enabled"] in OFF if "enabled" in value else all(map(_is_off, value.values()))
-    return value in OFF or value in (0, "", [])
-
-
-def table(accepted: Mapping[str, str], refused: Mapping[str, str],
-          only: Mapping[str, Answer]) -> Mapping[str, Answer]:
-    """name → answer.
-
-    accepted  why every value is accepted → the names, between spaces
-    refused   why only values that mean "off" are accepted → the names
-    only      the names with answers of their own
-    """
-    return MappingProxyType({
-        **{name: Answer(note) for note, names in accepted.items() for name in names.split()},
-        **{name: Answer("it is off", why, OFF) for why, names in refused.items() for name in names.split()},
-        **only})
-
-
-FLAGS = table(
+FLAGS = MOE_FLAGS | table(
     accepted={
         "attention scores are computed in fp32 and need no second scaling": "--apply-query-key-layer-scaling",
         "the tensor-parallel all-reduce always overlaps with the weight gradient":
@@ -138,7 +89,6 @@ FLAGS = table(
 
 # Whole families of flags, by how they begin.
 FAMILIES = table({}, {
-    "this option of layers with experts is not available. docs/flags.md lists those that are.": "--moe-",
     "metrics go to the log, to TensorBoard and to --metrics-jsonl. Remove it.": "--wandb-",
     "fp8 is not available. Use --bf16, and remove it.": "--fp8-"}, {})
 
@@ -198,6 +148,8 @@ KEYS = table(
         "a batch has a fixed number of samples. Remove it.": "data_efficiency.data_sampling.dynamic_batching",
         "the log line has the TFLOP/s of the whole step; layers are not profiled. Remove it.":
             "flops_profiler",
+        "a training script takes --num-experts and --expert-model-parallel-size; a module of an engine has "
+        "its own experts. Remove it.": "expert_parallel",
         "floating-point inputs are not cast: pass them in fp16. Remove it.": "fp16.auto_cast",
         "hysteresis is refilled when the scale grows. Remove it.": "fp16.consecutive_hysteresis",
         "master weights and gradients are in fp32. Remove it.": "fp16.fp16_master_weights_and_grads",

@@ -54,7 +54,7 @@ MODEL_FIELDS = (
 
 # The same of models with experts.
 MOE_FIELDS = ("expert_ffn_size", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "mlp_type",
-              "moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax",
+              "moe_choice", "moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax",
               "moe_router_topk_scaling_factor", "moe_router_num_groups", "moe_router_group_topk",
               "moe_router_enable_expert_bias")
 

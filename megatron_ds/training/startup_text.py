@@ -1,5 +1,6 @@
 """The text that a run logs before its first step: grid, model, stages, schedule, memory, options."""
 
+import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -8,6 +9,7 @@ from pathlib import Path
 from ..config import RunConfig
 from ..config.config_text import report_without_effect
 from ..config.messages import value_text
+from ..config.moe_notes import moe_notes
 from ..config.run import non_default
 from ..models import Layer, build_stages
 from ..mpu.fake_group import fake_mesh
@@ -32,13 +34,14 @@ def describe(engine: Engine, launch_source: str, given: RunConfig) -> str:
     """The start-up text of rank 0. given: the config before the tokenizer set the vocabulary size."""
     config, mesh = engine.config, engine.mesh
     return "\n".join((
-        grid_text(mesh.grid, launch_source, mesh.device.type), _model(engine, given), "",
+        grid_text(mesh.grid, launch_source, mesh.device.type), _model(engine, given),
+        *filter(None, (experts_text(config),)), "",
         _stages(engine.plan, SHARES[config.parallel.pipeline_cut]), "",
         _schedule(config, engine.plan, engine.keeps_gathered), "",
         f"optimizer: {config.optimizer.optimizer}, {config.optimizer.params_dtype} weights, "
         f"{config.optimizer.gradient_dtype} gradients, fp32 optimizer state",
         _zero(engine), _memory(engine), "",
-        values_text(config), *filter(None, (report_without_effect(config),))))
+        values_text(config), *filter(None, (report_without_effect(config), notes_text(config)))))
 
 
 def _memory(engine: Engine) -> str:
@@ -100,6 +103,53 @@ def vocabulary_text(given: int | None, found: int, padded: int, adds_end: bool) 
         tokens += f" (of the tokenizer; --vocab-size {given} is not used)"
     return tokens + (f", padded to {padded:,} rows "
                      "(--make-vocab-size-divisible-by)" if padded != found else "")
+
+
+def experts_text(config: RunConfig) -> str:
+    """The experts in one line, empty without any.
+
+    experts: 8 in layers 1, 3, … 11; of width 128; 2 for a token; divided among 4 expert-parallel ranks
+    """
+    model, ep = config.model, config.parallel.expert_model_parallel_size
+    numbers: dict[int, list[int]] = {}
+    for layer, number in enumerate(model.experts):
+        if number:
+            numbers.setdefault(number, []).append(layer)
+    if not numbers:
+        return ""
+    layers = "; ".join(f"{number} in {ranges_text(of_layers)}" for number, of_layers in numbers.items())
+    shared = model.moe_shared_expert_intermediate_size
+    beside = f", beside shared experts of width {shared}" if shared else ""
+    if model.mlp_type == "residual":
+        beside = f", beside a dense feed-forward of width {model.ffn_size}"
+    held = f"divided among {ep} expert-parallel ranks" if ep > 1 else "all on every data-parallel rank"
+    chosen = "chosen by the experts" if model.moe_choice == "expert_choice" else (
+        f"{model.moe_router_topk} for a token")
+    return f"experts: {layers}; of width {model.expert_ffn_size}{beside}; {chosen}; {held}"
+
+
+def ranges_text(numbers: Sequence[int]) -> str:
+    """Layers, counted from 0, as text: [3] → "layer 3", [1, 2, 3, 7] → "layers 1 to 3, 7"; a regular
+    distance is written "layers 1, 3, … 11"."""
+    if len(numbers) == 1:
+        return f"layer {numbers[0]}"
+    step = numbers[1] - numbers[0]
+    if step > 1 and len(numbers) > 3 and list(numbers) == list(range(numbers[0], numbers[-1] + 1, step)):
+        return f"layers {numbers[0]}, {numbers[1]}, … {numbers[-1]}"
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return "layers " + ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)
+
+
+def notes_text(config: RunConfig) -> str:
+    """Differences of layers with experts from those of Megatron and DeepSpeed; empty without any."""
+    lines = [textwrap.fill(note, WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
+             for note in moe_notes(config)]
+    return "\n".join(("experts, compared with Megatron and DeepSpeed:", *lines)) if lines else ""
 
 
 def values_text(config: RunConfig) -> str:

@@ -18,9 +18,11 @@ MODEL = "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length
 RUN = "--micro-batch-size 2 --lr 6e-4"
 GOOD = f"{MODEL} {RUN} --train-iters 100 --mock-data"
 TP, PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
+EP = "--expert-model-parallel-size"
 SAMPLES = f"{MODEL} {RUN} --mock-data --train-samples"
 
 FILES = {
+    "experts.yaml": "num_experts: 8\nmoe_layer_freq: '[0, 1]'\nmoe_router_topk: 9\n",
     "gpt.yaml": "num_layers: 12\nhiden_size: 768\noptimizer:\n  lr: fast\n  hidden_size: 768\n  lr: "
                 "6e-4\nswiglu: true\nseed: {a: 1}\n",
     "mock.yaml": "mock_data: true\n",
@@ -145,6 +147,54 @@ CASES = [(1, ""), *((ranks, f"{GOOD} {extra}") for ranks, extra in (
     (1, f"{GOOD} --zero-hpz-partition-size 2 --prescale-gradients --gradient-predivide-factor 4"),
     (1, f"{GOOD} --zero-stage 3 --zero3-pin-stage maybe"),
     (1, f"{MODEL} {RUN} --train-samples 100 --mock-data --deepspeed_config lr.json"),
+)), *((ranks, f"{GOOD} {extra}") for ranks, extra in (
+    (1, "--config experts.yaml"),
+    (4, f"--moe-router-topk 4 --mlp-type residual --moe-aux-loss-coeff 0.01 {EP} 2"),
+    (1, "--moe-grouped-gemm --moe-router-force-load-balancing --moe-layer-recompute --moe-dispatch-fwd-dtype "
+        "mxfp8 --num-experts-switch 8"),
+    (1, "--num_moe_experts 8 --num-experts-per-tok 2 --n-shared-experts 1 --moe-router-topK 3 --moe-quux"),
+    (1, "--num-experts 8 8"),
+    (1, "--num-experts 0"),
+    (1, "--num-experts 4 8 --expert-interval 13"),
+    (1, "--num-experts 4 --expert-interval 13"),
+    (1, "--num-experts 4 --moe-layer-freq [0]*12"),
+    (1, "--num-experts 4 --moe-layer-freq [0]*4+[1]*9"),
+    (1, "--num-experts 4 --moe-layer-freq 0"),
+    (1, "--num-experts 4 --moe-layer-freq [1]*99999"),
+    (1, "--num-experts 4 --moe-layer-freq 1 --expert-interval 2"),
+    (8, f"--num-experts 4 6 --moe-layer-freq [0]*10+[1]*2 {EP} 4"),
+    (4, f"--num-experts 8 {EP} 8"),
+    (12, f"--num-experts 8 {EP} 8 {TP} 2"),
+    (3, f"--num-experts 8 {EP} 3"),
+    (6, f"--num-experts 8 {EP} 4"),
+    (2, f"--num-experts 8 --expert-tensor-parallel-size 1 {TP} 2"),
+    (2, f"--num-experts 8 --moe-ffn-hidden-size 333 --moe-shared-expert-intermediate-size 5 {TP} 2"),
+    (1, "--num-experts 8 --moe-shared-expert-gate"),
+    (1, "--num-experts 8 --mlp-type residual --moe-shared-expert-intermediate-size 64"),
+    (1, "--num-experts 2 --topk 3"),
+    (1, "--num-experts 8 --topk 1"),
+    (1, "--num-experts 8 --moe-input-jitter-eps 0.1 --moe-router-noise gumbel"),
+    (1, "--num-experts 8 --moe-router-num-groups 4"),
+    (1, "--num-experts 8 --moe-router-group-topk 4"),
+    (1, "--num-experts 8 --moe-router-num-groups 3 --moe-router-group-topk 1"),
+    (1, "--num-experts 8 --moe-router-num-groups 4 --moe-router-group-topk 5"),
+    (1, "--num-experts 8 --moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-topk 3"),
+    (1, "--num-experts 8 --moe-router-num-groups 4 --moe-router-group-topk 1 --moe-router-topk 4"),
+    (1, "--num-experts 8 --moe-router-enable-expert-bias"),
+    (1, "--num-experts 8 --moe-router-bias-update-rate 0.1"),
+    (1, "--num-experts 8 --moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 0.1"),
+    (1, "--num-experts 8 --moe-router-load-balancing-type aux_loss aux_loss --moe-aux-loss-coeff 0.1 0.1"),
+    (1, "--num-experts 8 --moe-router-load-balancing-type none --moe-aux-loss-coeff 0.1"),
+    (1, "--num-experts 8 --moe-router-load-balancing-type none aux_loss --moe-aux-loss-coeff 0 0.1"),
+    (1, "--num-experts 8 --moe-router-load-balancing-type balanced"),
+    (2, "--num-experts 8 --moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0.1 --topk 1 "
+        f"--moe-router-num-groups 4 --moe-router-group-topk 1 {TP} 2 --sequence-parallel"),
+    (1, "--num-experts 8 --moe-router-load-balancing-type expert_choice --moe-expert-capacity-factor 1 "
+        "--moe-router-score-function sigmoid --moe-router-enable-expert-bias"),
+    (1, "--num-experts 8 --moe-eval-capacity-factor 2"),
+    (1, "--num-experts 8 --moe-min-capacity 4 --moe-token-drop-policy position "
+        "--moe-pad-expert-input-to-capacity --moe-capacity-scope micro-batch"),
+    (1, "--num-experts 8 --moe-expert-capacity-factor -1 --moe-router-score-function sqrtsoftplus"),
 ))]
 
 

@@ -110,17 +110,17 @@ def test_flags_that_ask_for_what_happens_anyway_are_accepted_and_listed_once():
              "mmap --tensorboard-queue-size 1 --log-validation-ppl-to-tensorboard "
              "--log-batch-size-to-tensorboard "
              "--use-flash-attn "
-             "--use-mcore-models --transformer-impl local --exit-signal SIGTERM "
+             "--use-mcore-models --transformer-impl local --moe-grouped-gemm --exit-signal SIGTERM "
              "--no-masked-softmax-fusion --accumulate-allreduce-grads-in-fp32 --no-pipeline-parallel").split()
     config = parse([*MOCK, *words], env={})
     assert accepted(config) == {w for w in words if w in FLAGS}
-    assert (len(accepted(config)) == 12
+    assert (len(accepted(config)) == 13
             and config.source("optimizer.main_grads_dtype").startswith("--accumulate"))
     assert report_without_effect(parse(MOCK, env={})) == ""
 
 
 @pytest.mark.parametrize("words, says", [
-    ("--data-impl lazy", "preprocess_data"), ("--moe-latent-size 64", "docs/flags.md lists"),
+    ("--data-impl lazy", "preprocess_data"), ("--moe-latent-size 64", "width of the model"),
     ("--fp32-residual-connection", "dtype of the weights"), ("--exit-signal SIGHUP", "SIGTERM"),
     ("--log-timers-to-tensorboard", "iteration-time"),
     ("--use-checkpoint-opt-param-scheduler", "from the flags"),

@@ -40,6 +40,7 @@ def problems_of(*words: str) -> list[str]:
     ("--block-size", "--seq-length"), ("--n-embd", "--hidden-size"), ("--logging-steps", "--log-interval"),
     ("--num_lyers", "--num-layers"), ("--hiden-size", "--hidden-size"),
     ("--lr-decay-itters", "--lr-decay-iters"),
+    ("--num-experts-per-tok", "--moe-router-topk"), ("--moe-router-topkk", "--moe-router-topk"),
     ("--train-toekns", "--train-tokens"), ("--vresion", "--version")])
 def test_a_name_of_another_project_or_a_typo_leads_to_the_flag(typed, meant):
     problem = read_flags([typed, "1"]).problems[0]
@@ -49,7 +50,7 @@ def test_a_name_of_another_project_or_a_typo_leads_to_the_flag(typed, meant):
 @pytest.mark.parametrize("typed, says", [
     ("--epochs", "--train-samples"), ("--dp", "data-parallel size follows"), ("--gpus", "torchrun"),
     ("--profile", "--trace"),
-    ("--compile", "torch.compile"),
+    ("--compile", "torch.compile"), ("--n-shared-experts", "shared experts together"),
     ("--tokenizer", "--tokenizer-type"), ("--precision", "--bf16")])
 def test_a_name_without_a_flag_is_explained(typed, says):
     problem = read_flags([typed, "9"]).problems[0]
