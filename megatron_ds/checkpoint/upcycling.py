@@ -67,8 +67,8 @@ class Upcycling:
                               f"at most {numbers[0]}.")
         if model.expert_ffn_size != model.ffn_size // parts:
             raise ConfigError(f"--moe-ffn-hidden-size {model.expert_ffn_size}: an expert is one of {parts} "
-                              f"part(s) of a feed-forward of width {model.ffn_size}. Omit the flag, or choose "
-                              "the width by --moe-upcycling-granularity.")
+                              f"part(s) of a feed-forward of width {model.ffn_size}. Omit the flag, or "
+                              "choose the width by --moe-upcycling-granularity.")
         if model.moe_shared_expert_intermediate_size:
             raise ConfigError("--moe-shared-expert-intermediate-size: a dense checkpoint has no weights for "
                               "shared experts, and new ones would change the loss. Omit it, or use "
@@ -97,7 +97,8 @@ class Upcycling:
         layer, _, leaf = spec.name.partition(FEED_FORWARD)
         if leaf.startswith("experts."):
             leaf = leaf.removeprefix("experts.")
-            return f"{layer}{FEED_FORWARD}{leaf}", partial(_experts, self.granularity, self._factor(spec, leaf))
+            make = partial(_experts, self.granularity, self._factor(spec, leaf))
+            return f"{layer}{FEED_FORWARD}{leaf}", make
         if leaf.startswith("mlp."):
             return f"{layer}{FEED_FORWARD}{leaf.removeprefix('mlp.')}", _copied
         if leaf == "router.weight":
@@ -166,7 +167,7 @@ def _experts(parts: int, factor: float, spec: ParamSpec, read: Callable[[], torc
         values = read()
         if split is not None:
             width = split.dim - 1                             # that of a single expert
-            cut = values.unflatten(width, (split.parts, parts, -1))          # [.., 2 of [gate; up], G, f/G, ..]
+            cut = values.unflatten(width, (split.parts, parts, -1))     # [.., 2 of [gate; up], G, f/G, ..]
             values = cut.select(width + 1, expert % parts).flatten(width, width + 1)
         return (values if factor == 1 else values * factor)[None]
 

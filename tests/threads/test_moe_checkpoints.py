@@ -17,8 +17,10 @@ from megatron_ds.ramps import Progress
 from megatron_ds.training.build import build_engine
 from megatron_ds.training.run_checkpoint import Start, all_pieces, load_run, save_run
 from megatron_ds.training.step import train_step
+from megatron_ds.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from tests.harness.pretraining import same_bits, saved_state
 from tests.harness.threads import run_ranks
+from tests.threads import test_engine_experts as engine_experts
 from tools import checkpoint_to_safetensors, verify_checkpoint
 from tools.compare_layouts import tiny_job
 from tools.layout_comparison import mock_samples, open_loader, parse_layout
@@ -65,7 +67,7 @@ def run(job, layout, folder, steps, begin=0, visit=lambda engine: None):
 
 @pytest.fixture(scope="module")
 def halfway(tmp_path_factory):
-    """Checkpoints after two steps by dtype, layout and experts; each is made once. Tests do not write there."""
+    """Checkpoints after two steps by layout, dtype and experts; each is made once. Tests only read there."""
     made = {}
 
     def folder(layout, dtype="fp32", experts=("4",), flags=REMEMBERING) -> Path:
@@ -202,3 +204,15 @@ def test_the_export_has_every_expert_and_what_routers_remember(halfway, tmp_path
     assert all(torch.equal(tensor, saved[f"weight/{name}"]) for name, tensor in exported.items())
     assert exported["decoder.layers.1.mlp.experts.linear_fc1.weight"].shape[0] == 4
     assert exported["decoder.layers.1.mlp.router.expert_bias"].any()
+
+
+def test_zero_to_fp32_has_every_expert_of_an_engine(tmp_path):
+    def save(engine, rank):
+        engine_experts.train(engine, rank, slice(1))
+        engine.save_checkpoint(tmp_path)
+        return engine.full_state_dict()
+
+    state = engine_experts.on_expert_ranks(save, stage=1)[0]
+    found = get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+    assert found.keys() == state.keys() and all(torch.equal(found[name], state[name]) for name in found)
+    assert {f"experts.{i}.up.weight" for i in range(engine_experts.EXPERTS)} <= found.keys()
