@@ -46,7 +46,7 @@ def write_pieces(path: Path, pieces: Iterable[Piece], coordinates: Coordinates,
     return plan, _write_file(path / f"__{rank}_0.distcp", chunks) if chunks else []
 
 
-def _write_file(path: Path, chunks: Iterable["Chunk"]) -> list[WriteResult]:
+def _write_file(path: Path, chunks: Sequence["Chunk"]) -> list[WriteResult]:
     """Write chunks one after the other, and sync them. One chunk is in host memory at a time."""
     files, places = ChecksummedFiles(), []
     with files.create_stream(path, "wb") as stream:

@@ -50,21 +50,22 @@ class Upcycling:
     granularity: int = 1
 
     def check(self) -> None:
-        """Raises ConfigError for sizes that do not divide, and for parts without a dense counterpart."""
-        model, parts, k = self.model, self.granularity, self.model.moe_router_topk
+        """Raises ConfigError for sizes that do not divide, and for parts without a dense counterpart.
+
+        The model itself is checked by the rules of its configuration.
+        """
+        model, parts = self.model, self.granularity
         numbers = sorted({number for number in model.experts if number})
         if not numbers:
             raise ConfigError("the new model has no layer with experts. Give --num-experts, and with it "
                               "--moe-layer-freq if not all layers are to have experts.")
-        named = {"--ffn-hidden-size": [model.ffn_size], "--moe-router-topk": [k], "--num-experts": numbers}
+        named = {"--ffn-hidden-size": [model.ffn_size], "--moe-router-topk": [model.moe_router_topk],
+                 "--num-experts": numbers}
         for name, values in named.items():
             if odd := [value for value in values if parts < 1 or value % parts]:
                 raise ConfigError(f"--moe-upcycling-granularity {parts} does not divide {name} {odd[0]}: the "
                                   f"{parts} experts that hold the parts of a feed-forward are chosen "
                                   "together. Use a number that divides width, experts and k.")
-        if k > numbers[0]:
-            raise ConfigError(f"--moe-router-topk {k} is more than the {numbers[0]} experts of a layer. Use "
-                              f"at most {numbers[0]}.")
         if model.expert_ffn_size != model.ffn_size // parts:
             raise ConfigError(f"--moe-ffn-hidden-size {model.expert_ffn_size}: an expert is one of {parts} "
                               f"part(s) of a feed-forward of width {model.ffn_size}. Omit the flag, or "
@@ -125,12 +126,16 @@ def equal_scores_weight(model: ModelConfig, num_experts: int) -> float:
 def is_exact(model: ModelConfig, granularity: int) -> bool:
     """Whether the upcycled model computes what the dense one does, for any weights of the router.
 
-    So: the weights of a token sum to a constant, no token is dropped, no noise divides a virtual group.
+    So: the weights of a token sum to a constant, no token is dropped, and neither noise nor the router's
+    groups of experts divide a virtual group.
     """
     is_constant = (model.moe_router_topk > 1 if model.moe_router_score_function == "sigmoid"
                    else not model.moe_router_pre_softmax)
     is_dropless = model.moe_expert_capacity_factor is None and model.moe_eval_capacity_factor is None
-    return is_constant and is_dropless and (granularity == 1 or model.moe_router_noise != "gumbel")
+    groups = model.moe_router_num_groups or 1
+    is_together = model.moe_router_noise != "gumbel" and all(number // groups % granularity == 0
+                                                             for number in model.experts)
+    return is_constant and is_dropless and (granularity == 1 or is_together)
 
 
 def specs_of(model: ModelConfig) -> list[ParamSpec]:

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from megatron_ds.checkpoint.load import latest, read_run
+from megatron_ds.checkpoint.upcycling import Upcycling, is_exact
 from megatron_ds.checkpoint.whole_tensors import StoredTensors
 from megatron_ds.config import parse
+from megatron_ds.config.parse import read
 from megatron_ds.data.tokenizers import build_tokenizer
 from megatron_ds.errors import CheckpointError, ConfigError
 from megatron_ds.mpu.grid import Grid
@@ -94,6 +96,8 @@ EXACT = {
                                 "--moe-upcycling-granularity", "2",
                                 "--moe-router-topk-scaling-factor", "2.5"],
     "llama, pyramid of residual experts": ["--num-experts", "4", "8", "--mlp-type", "residual"],
+    "llama, groups": ["--num-experts", "8", "--moe-router-num-groups", "2", "--moe-router-group-topk", "1",
+                      "--moe-upcycling-granularity", "2"],
     "llama, one layer": ["--num-experts", "4", "--moe-layer-freq", "[0]*1+[1]*1"],
     "bert": ["--num-experts", "4", "--moe-upcycling-granularity", "2"],
 }
@@ -126,6 +130,15 @@ def test_where_weights_depend_on_the_scores_the_loss_is_equal_for_equal_scores(c
     assert loss_of(engine) != pytest.approx(loss, rel=1e-6)
     set_router(engine, 0.0)
     assert loss_of(engine) == pytest.approx(loss, rel=1e-6)
+
+
+@pytest.mark.parametrize("flags, parts, exact", [
+    ([], 2, True), (["--moe-expert-capacity-factor", "1"], 1, False),
+    (["--moe-router-noise", "gumbel"], 1, True),
+    (["--moe-router-noise", "gumbel"], 2, False), (["--moe-router-noise", "jitter"], 2, True),
+    (["--moe-router-num-groups", "4", "--moe-router-group-topk", "2"], 2, False)])
+def test_what_is_told_of_the_loss_considers_capacity_noise_and_groups(flags, parts, exact):
+    assert is_exact(read([*STYLES["llama"], "--num-experts", "4", *flags]).model, parts) == exact
 
 
 def test_experts_are_copies_of_the_feed_forward_or_its_parts_and_routers_are_drawn_as_in_a_new_run(dense,
@@ -218,13 +231,19 @@ def test_a_crash_leaves_nothing_that_looks_complete(dense, tmp_path, monkeypatch
     (["--num-experts", "4", "--moe-shared-expert-intermediate-size", "16"], "no weights for shared experts"),
     (["--num-experts", "4", "--num-layers", "3"], "num_layers: checkpoint 2, this run 3"),
     (["--num-expert", "4"], "--num-experts"),
-    (["--num-experts", "4", "--moe-router-load-balancing-type", "expert_choice"], "Upcycle with aux_loss"),
 ])
 def test_bad_input_is_refused_before_anything_is_written(flags, message, dense, tmp_path):
     folder, _ = dense("llama")
     with pytest.raises((ConfigError, CheckpointError), match=message):
         run_tool(["--load", str(folder), "--save", str(tmp_path / "new"), *flags])
     assert latest(tmp_path / "new") is None
+
+
+@pytest.mark.parametrize("kind", ["sinkhorn", "expert_choice"])
+def test_choices_that_do_not_follow_from_the_scores_are_refused(kind):
+    model = read([*STYLES["llama"], "--num-experts", "4", "--moe-router-load-balancing-type", kind]).model
+    with pytest.raises(ConfigError, match=f"{kind}: .* Upcycle with aux_loss"):
+        Upcycling(model, seed=1).check()
 
 
 def test_other_folders_are_refused(dense, tmp_path):
