@@ -37,7 +37,7 @@ NAMES = {"torch._utils _rebuild_tensor_v2", "collections OrderedDict",
 class ChecksummedFiles(FileSystem):
     """DCP's file system, write only. It records the CRC-32 of each file at its end and at each chunk border.
 
-    DCP's writer calls `tell()` at the start and end of a chunk; these positions are the borders.
+    Writers call `tell()` at the start and end of a chunk; these positions are the borders.
     """
 
     def __init__(self):
@@ -56,7 +56,7 @@ class ChecksummedFiles(FileSystem):
         """CRC-32 of the file before and after the chunk written at `place`."""
         borders = self._written[place.relative_path].crc32_at
         assert {place.offset, place.offset + place.length} <= borders.keys(), (
-            "DCP's writer did not query the position at a chunk border")
+            "the writer did not query the position at a chunk border")
         return borders[place.offset], borders[place.offset + place.length]
 
     def crc32_of(self, name: str) -> int:

@@ -20,7 +20,7 @@ a parameter that is not split over "tp".
 
 import math
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -68,6 +68,28 @@ class ParameterPiece:
 
 
 @dataclass(frozen=True)
+class MadePiece:
+    """A piece whose values are made when they are written, so that a checkpoint may exceed the memory.
+
+    tensor  flat, on the meta device: number of elements and dtype
+    make    returns the values. The piece is one rectangle of the logical tensor, and `make` has its shape
+    """
+
+    spec: ParamSpec
+    tensor: torch.Tensor
+    make: Callable[[], torch.Tensor]
+    start: int = 0
+    kind: str = WEIGHT
+    replica: int = 0
+    replicas: int = 1
+
+    @property
+    def stop(self) -> int:
+        """End of the piece in the flattened tensor."""
+        return self.start + self.tensor.numel()
+
+
+@dataclass(frozen=True)
 class View:
     """A rectangle of a piece: its corner in the logical tensor, and the memory with its values."""
 
@@ -88,6 +110,17 @@ def views(piece: Piece, coordinates: Coordinates) -> list[View]:
     shape = shard_shape(piece.spec, coordinates)
     boxes = logical_boxes(piece.spec, coordinates, piece.start, piece.stop)
     return [View(box.logical, _view(piece, shape, box)) for box in boxes]
+
+
+def values_of(piece: Piece, view: View) -> torch.Tensor:
+    """The values of one of the `views` of a piece, made now if it is a `MadePiece`."""
+    if not isinstance(piece, MadePiece):
+        return view.tensor
+    made = piece.make()
+    assert (made.shape, made.dtype) == (view.tensor.shape, view.tensor.dtype), (
+        f"{key(piece)}: made {made.dtype} {list(made.shape)}, not {view.tensor.dtype} "
+        f"{list(view.tensor.shape)}")
+    return made
 
 
 def _view(piece: Piece, shape: Corner, box: Box) -> torch.Tensor:

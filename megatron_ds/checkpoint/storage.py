@@ -6,12 +6,15 @@ with its checksum in the index (chunk_file.py) and loaded with `weights_only=Tru
 
 Note: why the parts of DCP are used, and not `dcp.save` / `dcp.load`. The latter call torch.distributed
 themselves. These parts, with collectives of `Group`, run in one process without a process group, on gloo, on
-nccl, and on ranks that are threads.
+nccl, and on ranks that are threads. Chunks are written here: DCP's `write_data` keeps the tensors in host
+memory until its file is complete, and syncs the file before the last buffer is flushed.
 """
 
 import itertools
 import math
+import os
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -27,7 +30,7 @@ from ..mpu.param_spec import Coordinates
 from .chunk_file import ChecksummedFiles, read_chunk, saved_crc32
 from .folder import INDEX_FILE
 from .index import index_of, read_index
-from .pieces import WEIGHT, Piece, View, key, rectangle, views
+from .pieces import WEIGHT, Piece, View, key, rectangle, values_of, views
 from .run_file import entry_of
 
 LISTED = 20       # how many tensors an error message names
@@ -38,13 +41,27 @@ LISTED = 20       # how many tensors an error message names
 def write_pieces(path: Path, pieces: Iterable[Piece], coordinates: Coordinates,
                  rank: int) -> tuple[SavePlan, list[WriteResult]]:
     """Write and sync this rank's file. Returns its part of the index, for `write_index`. Not collective."""
-    planner, writer = PieceSavePlanner(pieces, coordinates), Writer(path)
-    writer.set_up_storage_writer(is_coordinator=False, rank=rank, use_collectives=False)
-    plan = writer.prepare_local_plan(SavePlan(planner.items))
-    results = writer.write_data(plan, planner).wait() if plan.items else []
-    for result in results:
-        result.storage_data.crc32 = writer.fs.crc32_around(result.storage_data)     # ignored by DCP's reader
-    return plan, results
+    chunks = list(chunks_of(pieces, coordinates))
+    plan = SavePlan([chunk.item for chunk in chunks])
+    return plan, _write_file(path / f"__{rank}_0.distcp", chunks) if chunks else []
+
+
+def _write_file(path: Path, chunks: Sequence["Chunk"]) -> list[WriteResult]:
+    """Write chunks one after the other, and sync them. One chunk is in host memory at a time."""
+    files, places = ChecksummedFiles(), []
+    with files.create_stream(path, "wb") as stream:
+        for chunk in chunks:
+            start = stream.tell()
+            values = values_of(chunk.piece, chunk.view).detach().cpu()
+            # torch.save writes the whole storage of a view.
+            torch.save(values.clone() if values.untyped_storage().nbytes() != values.nbytes else values,
+                       stream)
+            places.append(_StorageInfo(path.name, start, stream.tell() - start))
+        stream.flush()
+        os.fsync(stream.fileno())
+    for place in places:
+        place.crc32 = files.crc32_around(place)                         # ignored by DCP's reader
+    return [WriteResult(chunk.item.index, place.length, place) for chunk, place in zip(chunks, places)]
 
 
 def write_index(path: Path, parts: Sequence[tuple[SavePlan, list[WriteResult]]],
@@ -69,28 +86,30 @@ def _table_of(places: Iterable[_StorageInfo]) -> dict[str, dict]:
             for name, place in sorted(last.items())}
 
 
-class PieceSavePlanner:
-    """Pieces, from `pieces.written_here`, as chunks of logical tensors, as DCP's writer needs them."""
+@dataclass(frozen=True)
+class Chunk:
+    """A rectangle of a piece, and its entry in DCP's plan."""
 
-    def __init__(self, pieces: Iterable[Piece], coordinates: Coordinates):
-        self._tensors: dict[dcp.MetadataIndex, torch.Tensor] = {}
-        self.items: list[WriteItem] = []
-        for piece in pieces:
-            for view in views(piece, coordinates):
-                index = dcp.MetadataIndex(key(piece), view.offset)
-                assert index not in self._tensors, f"{index.fqn} is written twice at {list(view.offset)}"
-                self._tensors[index] = view.tensor
-                self.items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=TensorWriteData(
-                    _chunk(view), dcp.TensorProperties(dtype=view.tensor.dtype),
-                    torch.Size(piece.spec.shape))))
+    piece: Piece
+    view: View
+    item: WriteItem
 
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
-        """The values of a chunk. DCP calls this."""
-        return self._tensors[write_item.index]
+
+def chunks_of(pieces: Iterable[Piece], coordinates: Coordinates) -> Iterator[Chunk]:
+    """The chunks of pieces from `pieces.written_here`."""
+    seen: set[dcp.MetadataIndex] = set()
+    for piece in pieces:
+        for view in views(piece, coordinates):
+            index = dcp.MetadataIndex(key(piece), view.offset)
+            assert index not in seen, f"{index.fqn} is written twice at {list(view.offset)}"
+            seen.add(index)
+            properties = dcp.TensorProperties(dtype=view.tensor.dtype)
+            yield Chunk(piece, view, WriteItem(index, WriteItemType.SHARD, tensor_data=TensorWriteData(
+                _chunk(view), properties, torch.Size(piece.spec.shape))))
 
 
 class Writer(FileSystemWriter):
-    """DCP's writer, one synced file per rank, with checksums, and without temporary paths in the index."""
+    """DCP's writer of the index, with a checksum, and without temporary paths in the index."""
 
     def __init__(self, path: Path, save_id: str | None = None):
         super().__init__(path)

@@ -32,6 +32,7 @@ from ..config import RunConfig, Source
 from ..config.config_text import to_dict
 from ..config.data_efficiency_options import order_identity
 from ..config.data_rules import FIM
+from ..config.model_options import ModelConfig
 from ..config.training_options import CheckpointConfig
 from ..data.loading.blend import parse_split, read_sources
 from ..data.loading.datasets import identify
@@ -156,14 +157,21 @@ def describe_run(config: RunConfig, as_given: RunConfig, tokenizer: Tokenizer, r
     --overwrite-save is left out: it permits one start, not later ones with run.json as --config.
     """
     once = as_given.with_values({"checkpoint.overwrite_save": False}, Source("derived", "for one start only"))
-    names = (*MODEL_FIELDS, *MODELS[config.model.model].fields)
-    experts = {"experts": config.model.experts} if any(config.model.experts) else {}
-    names += MOE_FIELDS if experts else ()
-    identity = {"model": experts | {name: getattr(config.model, name) for name in names},
-                "tokenizer": {"fingerprint": tokenizer.fingerprint}, "data": _data_identity(config)}
+    identity = {"model": model_identity(config.model), "tokenizer": {"fingerprint": tokenizer.fingerprint},
+                "data": _data_identity(config)}
     return {"version": __version__, "run_id": run_id, "identity": identity,
             "config": to_dict(once if as_given.checkpoint.overwrite_save else as_given),
             "world_size": config.world_size}
+
+
+def model_identity(model: ModelConfig) -> dict:
+    """The values that determine shapes and meaning of the weights. Those of experts only where there are any.
+
+    `experts` is the number of experts of each layer, 0 for a dense one.
+    """
+    experts = {"experts": model.experts} if any(model.experts) else {}
+    names = (*MODEL_FIELDS, *MODELS[model.model].fields, *(MOE_FIELDS if experts else ()))
+    return experts | {name: getattr(model, name) for name in names}
 
 
 def _data_identity(config: RunConfig) -> dict:
@@ -228,6 +236,18 @@ def load_run(engine: Engine, start: Start) -> Progress:
     return progress
 
 
+def _with_experts_alike(*identities: dict) -> list[dict]:
+    """Identities that differ in `experts` alone if one model has experts and the other has none."""
+    if len({"experts" in identity["model"] for identity in identities}) == 1:
+        return list(identities)
+    return [identity | {"model": _without_moe_fields(identity["model"])} for identity in identities]
+
+
+def _without_moe_fields(model: dict) -> dict:
+    none = [0] * model["num_layers"]
+    return {"experts": none} | {name: value for name, value in model.items() if name not in MOE_FIELDS}
+
+
 def check_same_run(saved: dict, current: dict, wanted: CheckpointConfig) -> None:
     """Raises CheckpointError if the saved run differs from this one in a value that matters for loading.
 
@@ -241,12 +261,15 @@ def check_same_run(saved: dict, current: dict, wanted: CheckpointConfig) -> None
     parts = ("model", "tokenizer") if wanted.finetune else ("model", "tokenizer", "data")
     require(saved, directory, *(f"identity.{part}" for part in parts), "config.optimizer.optimizer",
             "progress", "optimizer")
-    theirs, ours = saved["identity"], current["identity"]
+    theirs, ours = _with_experts_alike(saved["identity"], current["identity"])
     try:
         check_same_model({p: theirs[p] for p in parts}, {p: ours[p] for p in parts})
     except CheckpointError as error:
         only_data = all(theirs[p] == ours[p] for p in parts[:2])
         advice = " Use --finetune to train its weights on other data, from step 0." if only_data else ""
+        if any(ours["model"].get("experts", ())) and not any(theirs["model"]["experts"]):
+            advice = (f" To give the dense model experts, run tools/upcycle_checkpoint.py --load {directory} "
+                      "--save DIR --num-experts N, and load DIR with --finetune.")
         raise CheckpointError(f"--load {directory}: {error}{advice}") from None
     before, now = (about["config"]["optimizer"]["optimizer"] for about in (saved, current))
     if before != now and not (wanted.finetune or wanted.no_load_optim):

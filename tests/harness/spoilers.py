@@ -116,11 +116,12 @@ def killed_in_save(rank: int, *, step: int, change: int, victim: int):
 @contextlib.contextmanager
 def state_written_instead_of_training(rank: int, *, path):
     """What a run of one rank holds once everything is built and loaded: (progress, {kind/name: values})."""
+    from megatron_ds.training.run_checkpoint import all_pieces
     from megatron_ds.training.trainer import Trainer
 
     def run(self):
         state = {f"{p.kind}/{p.spec.name}": p.tensor.view(p.spec.shape).clone()
-                 for p in self.engine.optimizer.pieces()}
+                 for p in all_pieces(self.engine)}
         torch.save((self.progress.to_dict(), state), path)
         return "finished"
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from megatron_ds.checkpoint.load import latest, load
+from megatron_ds.checkpoint.pieces import written_here
 from megatron_ds.checkpoint.save import save
 from tests.harness.processes import run_processes
 from tests.harness.states import Layout, pieces_of, tp_coordinates
@@ -34,16 +35,17 @@ def save_and_lose_a_rank(rank, world, folder, layout, step, seed):
     from megatron_ds.checkpoint import storage
 
     if rank == 1:
-        seen = []
-        resolve = storage.PieceSavePlanner.resolve_data
+        coordinates = tp_coordinates(layout, rank)
+        mine = written_here(pieces_of(layout, rank, seed), coordinates)
+        held, written, values_of = len(list(storage.chunks_of(mine, coordinates))), [], storage.values_of
 
-        def resolve_or_die(planner, item):
-            seen.append(item)
-            if len(seen) * 2 > len(planner.items):
+        def values_or_die(piece, view):
+            written.append(view)
+            if len(written) * 2 > held:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return resolve(planner, item)
+            return values_of(piece, view)
 
-        storage.PieceSavePlanner.resolve_data = resolve_or_die
+        storage.values_of = values_or_die
     save_step(rank, world, folder, layout, step, seed)
 
 
