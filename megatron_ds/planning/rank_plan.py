@@ -47,7 +47,7 @@ from .run_plan import moments_of
 class RankPlan:
     """Bytes of one rank.
 
-    parameters  elements of this rank's modules
+    parameters  elements of this rank's modules; of_experts: those of experts among them
     state       weights, gradients, masters and moments
     away        the part of `state` that is not on the device, by place
     buffers     gradients that accumulate or are sent, gathered layers, hidden states sent or received
@@ -65,6 +65,7 @@ class RankPlan:
     kept_each: int
     at_work: int
     traffic: Traffic
+    of_experts: int = 0
 
     @property
     def peak(self) -> int:
@@ -129,7 +130,8 @@ def plan_rank(config: RunConfig, rank: int, groups: DataGroups, stages: Sequence
         rank, tuple(kept), sum(p.numel() for p in parameters),
         predict_sets(plans, groups.rank_by_axes, sizes),
         {where: count for where, count in places.items() if where != "device"}, buffers,
-        most_kept(program, kept), sum(kept.values()), max(stage.run.at_work for stage in stages), traffic)
+        most_kept(program, kept), sum(kept.values()), max(stage.run.at_work for stage in stages), traffic,
+        sum(p.numel() for p in parameters if p.spec.reduced_over == EXPERT_DATA_AXES))
 
 
 @cache
