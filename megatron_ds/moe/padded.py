@@ -23,10 +23,11 @@ empty row, a bias included, is read by no token and has the gradient zero.
 Bytes that a rank sends in a forward, and again in a backward, with e bytes a number and R = E n C / t rows:
 
     ep   2 (ep-1)/ep R h e
-    tp   2 (t-1) R h e, and 2 (t-1)/t T h e for x and y; without sequence parallelism (t-1)/t T h e for y alone
+    tp   2 (t-1) R h e, and 2 (t-1)/t T h e for x and y, without sequence parallelism half of that (y, in a
+         backward the gradient of x)
 
-and with sequence parallelism experts and weights of the tokens. The tensor-parallel ranks of `Dispatch` send
-as many rows to experts in total; without sequence parallelism each of them sends all columns.
+and with sequence parallelism the experts and weights of the tokens over tp. For as many rows `Dispatch` sends
+the same over ep with sequence parallelism, and without it t times as much.
 
 Letters as in `dispatch.py`; t tensor-parallel ranks, n sets of competing tokens, C places of each expert.
 """

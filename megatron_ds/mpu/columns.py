@@ -1,4 +1,4 @@
-"""Exchange of rows for columns: a rank has some rows of a matrix whole, then a part of the columns of all rows.
+"""Exchange of rows for columns: a rank has some rows of a matrix, then some columns of all rows.
 
     name               forward                              backward
     columns_of_rows    [n, h] → [t n, h/t]                  rows_of_columns

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..config import RunConfig
+from ..moe.balance import balances_of
 from ..mpu.fake_group import fake_group
 from ..mpu.grid import Grid
 from ..mpu.group import Traffic, solo
@@ -107,12 +108,15 @@ def plan_rank(config: RunConfig, rank: int, groups: DataGroups, stages: Sequence
     places = predict_places(plans, groups.rank_by_axes, sizes, settings.offload)
     gathers, whole = _gathers(config, plans, use, parameters, program)
     # Traffic: of the state, of the norm in two parts, of the metrics (the format is that of
-    # `training.step_metrics`: fp64, four numbers and two for each name), of the layers and between stages.
+    # `training.step_metrics`: fp64, four numbers and two for each name), of the routers' memories (int64, a
+    # number for each expert), of the layers and between stages.
     traffic = _state_traffic(config, settings, groups, plans, parameters, gathers, microbatches)
+    remembered = sum(balance.num_experts for balance in balances_of(stage.modules for stage in stages))
     for axes, size, num_bytes in (("dp-cp", groups.data.size, DATA_BYTES),
+                                  ("dp-cp", groups.data.size, 8 * remembered),
                                   ("tp-pp", groups.model.size, MODEL_BYTES),
                                   ("tp-cp-dp-pp", config.world_size, 8 * (4 + 2 * num_metrics))):
-        if size > 1:
+        if size > 1 and num_bytes:
             traffic.add("all_reduce", axes, size, num_bytes)
     for stage in stages:
         traffic.add_all(stage.run.traffic, microbatches)
