@@ -79,5 +79,5 @@ def experts_text(plan: WorldPlan, mine: RankPlan) -> Iterator[str]:
         layers = [layer for stage in plan.stages_of(grid.coordinates(plan.rank)["pp"])
                   for layer in stage.layers]
         ratio = flops_of_rank(plan, layers) / sent
-        yield (f"  all-to-all: {ratio:,.0f} FLOPs for each byte that rank {plan.rank} sends; both take "
+        yield (f"  all-to-all: {ratio:,.0f} model FLOPs for each byte that rank {plan.rank} sends; both take "
                f"equally long at {1e3 / ratio:.3g} GB/s for each TFLOP/s that the device achieves")
