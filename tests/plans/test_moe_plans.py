@@ -23,8 +23,8 @@ from tests.harness.alive_bytes import AliveBytes
 E, K, H, F, SHARED, S, V = 8, 2, 32, 24, 40, 16, 96
 JOB = ["--num-layers", "4", "--hidden-size", str(H), "--num-attention-heads", "4", "--seq-length", str(S),
        "--vocab-size", str(V), "--make-vocab-size-divisible-by", "1", "--lr", "1", "--train-iters", "1",
-       "--mock-data", "--hidden-dropout", "0", "--attention-dropout", "0", "--swiglu", "--disable-bias-linear",
-       "--normalization", "RMSNorm", "--position-embedding-type", "rope", "--ffn-hidden-size", "88",
+       "--mock-data", "--hidden-dropout", "0", "--attention-dropout", "0", "--swiglu",
+       "--disable-bias-linear", "--normalization", "RMSNorm", "--position-embedding-type", "rope", "--ffn-hidden-size", "88",
        "--untie-embeddings-and-output-weights",
        "--num-experts", str(E), "--moe-router-topk", str(K), "--moe-ffn-hidden-size", str(F),
        "--moe-layer-freq", "[0,1,1,1]", "--moe-shared-expert-intermediate-size", str(SHARED)]
@@ -112,8 +112,8 @@ def test_a_plan_without_capacity_has_equal_loads_of_the_experts():
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_state_of_experts_is_divided_over_expert_data_ranks(zero):
-    """Per element 2 bytes of weight, 4 of gradient, 12 of master and moments, which the stages divide in turn:
-    for experts by 2 ranks, for the rest by 8. Padding of buckets is less than a twentieth."""
+    """Per element 2 bytes of weight, 4 of gradient, 12 of master and moments, which the stages divide in
+    turn: for experts by 2 ranks, for the rest by 8. Padding of buckets is less than a twentieth."""
     config = config_of("--micro-batch-size", 1, "--bf16", "--expert-model-parallel-size", 4, "--zero-stage",
                        zero, *(["--stage3-param-persistence-threshold", 0] if zero == 3 else []), ranks=8)
     state = plan_world(config, 5, "cpu").rank_plan(5).state
@@ -131,11 +131,11 @@ def test_parameters_in_total_and_of_a_token_are_those_of_the_closed_form():
     assert plan.parameters == whole and plan.rank_plan(3).of_experts == 3 * EXPERTS // 2
     text = plan_text(plan, [])
     assert f"a token uses {whole - 3 * EXPERTS * (E - K) // E:,} of the parameters" in text
-    assert "8 in 3 of 4 blocks, 2 of them for a token, 4 on a rank (expert-parallel 2 × expert-data 2)" in text
+    assert "8 in 3 of 4 blocks, 2 of them for a token, 4 on a rank (expert-parallel 2 × expert-data" in text
 
 
 def test_flops_count_the_experts_that_a_token_chooses():
-    """Forward: 4 h f a token of attention's matrices, s² h of scores, and for gated experts 6 h f; thrice."""
+    """Forward: 8 h² a token of attention's matrices, 6 h f of gated experts; and 2 s² h of scores; thrice."""
     model = config_of("--micro-batch-size", 1).model
     scores = 2 * S * S * H                                                     # causal: half of q kᵀ and of p v
     block = lambda width: S * (8 * H * H + 6 * H * width) + scores
@@ -149,7 +149,7 @@ def test_flops_count_the_experts_that_a_token_chooses():
 
 
 def test_a_pyramid_has_a_kind_for_each_number_of_experts():
-    config = config_of("--micro-batch-size", 1, "--num-experts", "2", "8", "8", "--pipeline-cut", "parameters")
+    config = config_of("--micro-batch-size", 1, "--num-experts", 2, 8, 8, "--pipeline-cut", "parameters")
     layers = layers_of(config.model)
     assert [layer.kind for layer in layers if layer.is_block] == ["block", "moe_block_2", "moe_block_8",
                                                                    "moe_block_8"]

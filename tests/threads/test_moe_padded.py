@@ -1,4 +1,4 @@
-"""Experts padded to their capacity: the results of experts that are not, and traffic that is planned exactly."""
+"""Experts padded to their capacity: the results of experts that are not, and traffic exactly as planned."""
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ from megatron_ds.moe.mixture import MixtureOfExperts
 from megatron_ds.moe.padded import PaddedDispatch
 from megatron_ds.mpu.columns import columns_of_rows, rows_of_columns
 from megatron_ds.mpu.context import ParallelContext, Precision
+from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.planning.world_plan import plan_world
 from tests.harness.layout_runs import reference_of, run_layout
@@ -30,8 +31,7 @@ FEW = 4
     ("llama", "0.8", "dp=2,ep=2,pp=2,schedule=zb-h1"), ("gpt2", "1.2", "tp=2,dp=2,ep=2,recompute=full"),
     ("llama", "1.2", "tp=2,sp=1,dp=4,ep=2,zero=3"), ("gpt2", "1.2", "dp=2,ep=2,recompute=selective,zero=1")])
 def test_training_is_that_of_one_process_without_padding(style, factor, layout):
-    """4 tokens of 24 an expert at the least factor, of which it takes 10; so slots drop, and places stay empty.
-    """
+    """At factor 0.8 an expert takes at most 10 of the 24 tokens of a sequence; at 1.7 up to 21."""
     job = [*tiny_job(style, "fp32", True, 0.0, 3, 4, FEW), *MOE, factor]
     run, reference = run_layout([*job, PAD], layout, FEW), reference_of(job, layout, FEW)
     assert difference(run.merged, reference.merged, run.model).is_within(TOLERANCE["fp32"])
@@ -85,7 +85,7 @@ def test_rows_and_columns_change_places_forward_and_backward(size):
     whole = torch.arange(5 * size * 2 * size, dtype=torch.float64).view(5 * size, 2 * size)
 
     def main(rank, world):
-        group = Mesh(parse_grid(size), rank, world.connect, torch.device("cpu")).group("tp")
+        group = Mesh(Grid.fit(size, tp=size), rank, world.connect, torch.device("cpu")).group("tp")
         x = whole.chunk(size)[rank].clone().requires_grad_()
         y = columns_of_rows(x, group)
         back = rows_of_columns(y, group)
@@ -96,12 +96,6 @@ def test_rows_and_columns_change_places_forward_and_backward(size):
         mine = whole.chunk(size)[rank]
         assert torch.equal(y, whole.chunk(size, dim=1)[rank]) and torch.equal(back, mine)
         assert torch.equal(grad, 3 * mine)
-
-
-def parse_grid(tp: int):
-    return parse(["--num-layers", "1", "--hidden-size", "6", "--num-attention-heads", "6", "--seq-length", "6",
-                  "--micro-batch-size", "1", "--lr", "1", "--train-iters", "1", "--mock-data", "--vocab-size",
-                  "9", "--tensor-model-parallel-size", str(tp)], world_size=tp).grid()
 
 
 # ------------------------------------------------------------------ as planned
