@@ -24,7 +24,8 @@ E, K, H, F, SHARED, S, V = 8, 2, 32, 24, 40, 16, 96
 JOB = ["--num-layers", "4", "--hidden-size", str(H), "--num-attention-heads", "4", "--seq-length", str(S),
        "--vocab-size", str(V), "--make-vocab-size-divisible-by", "1", "--lr", "1", "--train-iters", "1",
        "--mock-data", "--hidden-dropout", "0", "--attention-dropout", "0", "--swiglu",
-       "--disable-bias-linear", "--normalization", "RMSNorm", "--position-embedding-type", "rope", "--ffn-hidden-size", "88",
+       "--disable-bias-linear", "--normalization", "RMSNorm",
+       "--position-embedding-type", "rope", "--ffn-hidden-size", "88",
        "--untie-embeddings-and-output-weights",
        "--num-experts", str(E), "--moe-router-topk", str(K), "--moe-ffn-hidden-size", str(F),
        "--moe-layer-freq", "[0,1,1,1]", "--moe-shared-expert-intermediate-size", str(SHARED)]
@@ -137,7 +138,7 @@ def test_parameters_in_total_and_of_a_token_are_those_of_the_closed_form():
 def test_flops_count_the_experts_that_a_token_chooses():
     """Forward: 8 h² a token of attention's matrices, 6 h f of gated experts; and 2 s² h of scores; thrice."""
     model = config_of("--micro-batch-size", 1).model
-    scores = 2 * S * S * H                                                     # causal: half of q kᵀ and of p v
+    scores = 2 * S * S * H                                                  # causal: half of q kᵀ and of p v
     block = lambda width: S * (8 * H * H + 6 * H * width) + scores
     moe = block(K * F + SHARED) + S * 2 * H * E
     assert model_flops(model, 5, S, V) == 5 * 3 * (block(88) + 3 * moe + 2 * S * H * V)
