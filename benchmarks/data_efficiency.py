@@ -214,7 +214,7 @@ def times(out: Path, rounds: int = 9) -> None:
 
 def step_flops(model, length: int, kept: int) -> float:
     from megatron_ds.planning.flops import model_flops
-    return model_flops(model, BATCH, length, 2048, 4, kept)
+    return model_flops(model, BATCH, length, 2048, (1, 2, 3, 4), kept)
 
 
 def config_of(contestant: Contestant, parse):

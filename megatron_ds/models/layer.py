@@ -78,7 +78,7 @@ class Layer:
     @property
     def sort(self) -> str:
         """`kind`, and "dropping block" for a block that drops tokens: layers of one sort cost alike."""
-        return "dropping block" if self.drops_tokens else self.kind
+        return f"dropping {self.kind}" if self.drops_tokens else self.kind
 
 
 class HiddenDropout:

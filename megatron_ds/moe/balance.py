@@ -88,13 +88,18 @@ class StatePiece:
         return self.tensor.numel()
 
 
+def balances_of(modules: Iterable[nn.Module]) -> list[Balance]:
+    """The memories of all routers that need one."""
+    return [balance for module in modules for inner in module.modules()
+            if (balance := getattr(inner, "balance", None)) is not None and balance.is_needed]
+
+
 class StepState:
     """The memories of all routers of a rank. group: ranks that see different tokens (`Mesh.reduction`)."""
 
     def __init__(self, modules: Iterable[nn.Module], group: Group, device: torch.device):
         self.group = group
-        self.balances = [balance for module in modules for inner in module.modules()
-                         if (balance := getattr(inner, "balance", None)) is not None and balance.is_needed]
+        self.balances = balances_of(modules)
         for balance in self.balances:
             balance.place(device)
 

@@ -29,6 +29,7 @@ class Capacity:
     """The limit of each expert of a layer.
 
     factor  None: no limit
+    padded  whether experts compute as many rows as they may keep
     """
 
     factor: float | None
@@ -37,19 +38,25 @@ class Capacity:
     scope: str
     num_experts: int
     topk: int
+    padded: bool = False
 
     @classmethod
     def of(cls, config: ModelConfig, num_experts: int, training: bool) -> "Capacity":
         """In training or in evaluation."""
         factor = config.moe_expert_capacity_factor if training else config.moe_eval_capacity_factor
         return cls(factor, config.moe_min_capacity, config.moe_token_drop_policy, config.moe_capacity_scope,
-                   num_experts, config.moe_router_topk)
+                   num_experts, config.moe_router_topk,
+                   config.moe_pad_expert_input_to_capacity and factor is not None)
 
     def rows(self, tokens: int) -> int:
         """Slots that an expert keeps of `tokens` competing tokens, at most one of each token."""
         # The factor as it is written in decimals: 1.1 × 200 / 20 is 11, which products of floats exceed.
         share = Fraction(str(self.factor)) * self.topk * tokens / self.num_experts
         return min(tokens, max(self.least, ceil(share)))
+
+    def sets(self, samples: int) -> int:
+        """Number of sets of tokens that compete, in a micro-batch of so many samples."""
+        return samples if self.scope == "sequence" else 1
 
 
 def limit(routing: Routing, capacity: Capacity, batch: Batch, ctx: ParallelContext) -> Routing:

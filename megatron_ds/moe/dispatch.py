@@ -54,6 +54,11 @@ class Groups:
         """Collective over the world when first called."""
         return cls(ctx.group("ep"), ctx.tp, ctx.sequence_parallel and ctx.tp.size > 1)
 
+    @property
+    def parts(self) -> int:
+        """Ranks that hold different tokens of a sequence."""
+        return self.tp.size if self.sequence_parallel else 1
+
 
 class Dispatch:
     """The movement of one micro-batch in one layer. Made by all ranks of `groups` together.

@@ -4,8 +4,8 @@
                     └─ shared experts (dense) ──────── (· gate) ──┘     or, residual: a dense MLP, and
                                                                        y = c0 routed + c1 dense
 
-The work is in router.py (choice), capacity.py (drops), losses.py (balance), dispatch.py (movement) and
-experts.py (products); this file is their order.
+The work is in router.py (choice), capacity.py (drops), losses.py (balance), dispatch.py or padded.py
+(movement) and experts.py (products); this file is their order.
 """
 
 import torch
@@ -22,7 +22,8 @@ from .capacity import Capacity, limit
 from .dispatch import Dispatch, Groups
 from .experts import Experts
 from .losses import add_losses, record_load
-from .router import Router
+from .padded import PaddedDispatch
+from .router import Router, Routing
 
 
 class MixtureOfExperts(nn.Module):
@@ -59,7 +60,7 @@ class MixtureOfExperts(nn.Module):
         capacity = Capacity.of(self.config, self.num_experts, batch.training)
         routing = limit(routing, capacity, batch, self.ctx)
         # Move tokens to their experts and back; the dense part computes while they are under way.
-        dispatch, waiting = Dispatch(routing, self.num_experts, self.groups), Waiting()
+        dispatch, waiting = self._dispatch(routing, capacity, batch.size), Waiting()
         rows = dispatch.send(tokens, waiting)
         dense = None if self.dense is None else self.dense(x, batch)
         waiting.wait()
@@ -67,6 +68,12 @@ class MixtureOfExperts(nn.Module):
         self.router.balance.count(dispatch.load, batch)
         record_load(batch.ledger, self.name.removesuffix(".mlp"), dispatch.load, routing, group, counted)
         return self._joined(x, routed, dense)
+
+    def _dispatch(self, routing: Routing, capacity: Capacity, samples: int) -> Dispatch | PaddedDispatch:
+        if not capacity.padded:
+            return Dispatch(routing, self.num_experts, self.groups)
+        sets, tokens = capacity.sets(samples), len(routing.experts) * self.groups.parts
+        return PaddedDispatch(routing, self.num_experts, self.groups, sets, capacity.rows(tokens // sets))
 
     def _joined(self, x: torch.Tensor, routed: torch.Tensor, dense: torch.Tensor | None) -> torch.Tensor:
         if dense is None:

@@ -6,7 +6,8 @@ Experts are such products: the rows are tokens sorted by expert. Implementations
     one product a run    everywhere else, and the reference
 
 Rows and matrices of a run may be 0; counts must sum to the number of rows, because grouped_mm leaves rows
-behind the last run uninitialised.
+behind the last run uninitialised. In plans, where tensors have no values, only the longest run is multiplied:
+its temporary memory is that of all.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,12 +20,14 @@ from .product import add_product_, affine, has_memory, product
 ALIGNMENT = 16         # bytes, of a row
 
 
-def runs_of(counts: Sequence[int]) -> Iterator[tuple[int, slice]]:
-    """(number of the run, its rows), without empty runs."""
-    start = 0
+def runs_of(counts: Sequence[int], x: torch.Tensor) -> Iterator[tuple[int, slice]]:
+    """(number of the run, its rows) without empty runs; only the longest one if x has no memory."""
+    start, longest = 0, None if has_memory(x) else max(counts, default=0)
     for run, count in enumerate(counts):
-        if count:
+        if count and longest in (None, count):
             yield run, slice(start, start + count)
+            if longest:
+                return
         start += count
 
 
@@ -35,7 +38,7 @@ def grouped_affine(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
         y = _grouped_mm(x, weight.transpose(1, 2), counts)
         return y if bias is None else y.add_(bias.repeat_interleave(_on_device(counts, x), 0))
     y = x.new_empty(x.shape[0], weight.shape[1])
-    for run, rows in runs_of(counts):
+    for run, rows in runs_of(counts, x):
         y[rows] = affine(x[rows], weight[run], None if bias is None else bias[run])
     return y
 
@@ -45,7 +48,7 @@ def grouped_product(x: torch.Tensor, weight: torch.Tensor, counts: Sequence[int]
     if _has_kernel(x, weight):
         return _grouped_mm(x, weight, counts)
     y = x.new_empty(x.shape[0], weight.shape[2])
-    for run, rows in runs_of(counts):
+    for run, rows in runs_of(counts, x):
         y[rows] = product(x[rows], weight[run])
     return y
 
@@ -56,14 +59,14 @@ def add_grouped_gradient_(out: torch.Tensor, dy: torch.Tensor, x: torch.Tensor,
     if _has_kernel(x, out):
         out.add_(_grouped_mm(dy.t(), x, counts))
         return
-    for run, rows in runs_of(counts):
+    for run, rows in runs_of(counts, x):
         add_product_(out[run], dy[rows].t(), x[rows])
 
 
 def sums_of_runs(x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
     """The sum of the rows of each run: [n, d] → [runs, d]."""
     sums = x.new_zeros(len(counts), x.shape[1])
-    for run, rows in runs_of(counts):
+    for run, rows in runs_of(counts, x):
         torch.sum(x[rows], 0, out=sums[run])
     return sums
 

@@ -16,6 +16,7 @@ from ..mpu.grid import Grid, ranks_in_short
 from ..mpu.group import RING_FACTOR
 from ..mpu.launch import Launch
 from ..pipeline.picture import draw
+from .expert_text import expert_rows, experts_text, has_experts
 from .flops import model_flops, token_drop_savings
 from .keep_gathered import is_automatic
 from .rank_plan import RankPlan
@@ -64,16 +65,19 @@ def _unchecked(config: RunConfig) -> Iterator[str]:
         yield "--zero3-pin-stage auto, which depends on the memory of the devices; planned as off"
     if config.parallel.pipeline_cut == "measured":
         yield "the times of layers, which --pipeline-cut measured needs; cut by FLOPs in this plan"
+    if any(most is not None for *_, most in expert_rows(config)):
+        yield "the loads of the experts, which depend on the data; planned as equal"
     yield ("memory and speed of the devices, the network between them, and memory that libraries and "
            "allocators take")
 
 
 def plan_text(plan: WorldPlan, unchecked: Sequence[str]) -> str:
     """The whole text. unchecked: what a launch checks and the plan did not."""
-    parts = (grid_text(plan.grid, plan.rank, is_tied(plan)), stages_text(plan), schedule_text(plan),
-             memory_text(plan), traffic_text(plan), flops_text(plan), proof_text(plan),
-             ["not checked:", *(f"  {line}" for line in unchecked)])
-    return "\n\n".join("\n".join(part) for part in parts)
+    experts = experts_text(plan, plan.rank_plan(plan.rank))
+    parts = (grid_text(plan.grid, plan.rank, is_tied(plan), has_experts(plan.config)), stages_text(plan),
+             experts, schedule_text(plan), memory_text(plan), traffic_text(plan), flops_text(plan),
+             proof_text(plan), ["not checked:", *(f"  {line}" for line in unchecked)])
+    return "\n\n".join(filter(None, ("\n".join(part) for part in parts)))
 
 
 # ------------------------------------------------------------------ grid
@@ -83,13 +87,17 @@ def is_tied(plan: WorldPlan) -> bool:
     return not plan.config.model.untie_embeddings_and_output_weights and ends[0] != ends[1]
 
 
-def grid_text(grid: Grid, rank: int, tied: bool) -> Iterator[str]:
-    """Sizes of the mesh, and the groups of one rank. tied: whether the embedding has a group."""
+def grid_text(grid: Grid, rank: int, tied: bool, experts: bool = False) -> Iterator[str]:
+    """Sizes of the mesh, and the groups of one rank.
+
+    tied: whether the embedding has a group. experts: whether the model has any
+    """
     at = grid.coordinates(rank)
     where = ", ".join(f"{axis} {at[axis]}" for axis in ("tp", "pp", "dp"))
     yield (f"grid: {grid.world_size:,} rank{'s' * (grid.world_size > 1)} = tensor {grid.tp} × pipeline "
            f"{grid.pp} × data {grid.dp}, order {grid.order}; rank {rank} is {where}")
     names = {"tp": "tensor (tp)", "pp": "pipeline (pp)", "dp-cp": "data (dp-cp)", "tp-pp": "model (tp-pp)"}
+    names |= {"ep": "expert (ep)", "edp": "expert data (edp)"} if experts else {}
     names |= {"embd": "tied embedding (embd)"} if tied else {}
     rows = [["group", "size", "groups", f"of rank {rank}"]]
     for name, title in names.items():
@@ -201,10 +209,15 @@ def memory_text(plan: WorldPlan) -> Iterator[str]:
     plans, heads = [worst, mine], [f"worst: rank {worst.rank}", f"rank {mine.rank}"]
     if worst.rank == mine.rank:
         plans, heads = [mine], [f"rank {mine.rank}, the worst"]
-    rows = [["", *heads], *([name, *(value(p) for p in plans)] for name, value in MEMORY_ROWS)]
+    rows = [["", *heads]]
     places = dict.fromkeys(place for p in plans for place in p.away)
-    rows[5:5] = [[f"  of these in {place}", *(in_bytes(p.away.get(place, 0)) for p in plans)]
-                 for place in places]                                       # below the optimizer state
+    for name, value in MEMORY_ROWS:
+        rows.append([name, *(value(p) for p in plans)])
+        if name == "parameters" and has_experts(plan.config):
+            rows.append(["  of these of experts", *(f"{p.of_experts:,}" for p in plans)])
+        if name == "optimizer":
+            rows += [[f"  of these in {place}", *(in_bytes(p.away.get(place, 0)) for p in plans)]
+                     for place in places]
     yield from table(rows)
 
 
@@ -244,7 +257,7 @@ def flops_text(plan: WorldPlan) -> Iterator[str]:
     """FLOPs of the last step, and what token dropping saves over the run."""
     config, s, drop = plan.config, plan.config.model.seq_length, make_token_drop(plan.config)
     batch = make_batch_size(config).final
-    dropping = (len(drop.blocks), drop.kept_at(last_step(config), s)) if drop else ()
+    dropping = (drop.blocks, drop.kept_at(last_step(config), s)) if drop else ()
     model = model_flops(config.model, batch, s, config.padded_vocab_size, *dropping)
     whole = model + batch * plan.again_flops
     tokens = batch * s

@@ -20,6 +20,7 @@ fails as in a launch.
 Tests compare `kept` with a real stage on a CPU, to the byte; on CUDA devices it was *not measured yet*.
 """
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -151,7 +152,7 @@ class StageRunner:
         self.config, self.mesh, self.plan, self.device, self.split = config, mesh, plan, device, split
         self.only_forward = only_forward
         self.layers = describe_layers(config, mesh, device)
-        self.runs: dict[tuple, StageRun] = {}
+        self.runs: dict[tuple, tuple[StageRun, Sequence[Layer]]] = {}
 
     def stages_of(self, pp_rank: int) -> Iterator[FakeStage]:
         """The stages of a pipeline rank. Built, and run unless a stage of the same sort has run."""
@@ -162,12 +163,14 @@ class StageRunner:
             sort = (tuple(layer.sort for layer in layers[index]), index in self.split,
                     tuple(type(module) for module in modules.modules()),
                     tuple((tuple(p.shape), count) for p, count in uses.items()))
-            # A stage that adds metrics always runs: their names may contain the number of a layer.
-            runs = (sort not in self.runs or bool(self.runs[sort].metrics)
-                    or pp_rank == self.mesh.coordinate("pp"))
+            run = None
+            if sort in self.runs and pp_rank != self.mesh.coordinate("pp"):
+                run = _of_other_layers(*self.runs[sort], layers[index])
+            runs = run is None
             if runs:
-                self.runs[sort] = self._run(index, layers[index], modules)
-            yield FakeStage(index, tuple(layers[index]), modules, uses, self.runs[sort], runs)
+                run = self._run(index, layers[index], modules)
+                self.runs[sort] = run, layers[index]
+            yield FakeStage(index, tuple(layers[index]), modules, uses, run, runs)
 
     def _run(self, index: int, layers: Sequence[Layer], modules: nn.ModuleList) -> StageRun:
         stage = self._stage(index, modules)
@@ -247,6 +250,22 @@ class StageRunner:
         stage.check_empty()
         for module in stage.modules:
             module.zero_grad()
+
+
+def _of_other_layers(run: StageRun, layers: Sequence[Layer], others: Sequence[Layer]) -> StageRun | None:
+    """The run of a stage of the same sort as `layers`, which ran; None if its metrics are not known.
+
+    Metrics may begin with the name of their layer; a number elsewhere may be that of a layer, too.
+    """
+    renamed = {layer.name: other.name for layer, other in zip(layers, others)}
+    metrics = set()
+    for metric in run.metrics:
+        owner = next((name for name in renamed if re.match(rf"{re.escape(name)}\b", metric)), "")
+        rest = metric.removeprefix(owner)
+        if re.search(r"\d", rest):
+            return None
+        metrics.add(renamed.get(owner, "") + rest)
+    return replace(run, metrics=frozenset(metrics))
 
 
 class LiveBytes(TorchDispatchMode):

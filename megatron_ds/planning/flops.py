@@ -3,9 +3,12 @@ random-LTD.
 
 Matrix multiplications of forward and backward count (backward costs twice the forward), causal attention with
 half its full matrix, and recomputation not at all: these are the FLOPs of the *model*, not of an
-implementation. Each layer of a model has its own formula (`models.Layer.flops`).
+implementation. A layer with experts counts, for each token, the experts that its router chooses: neither
+dropped tokens nor the empty rows of padded experts change the number. Each layer of a model has its own
+formula (`models.Layer.flops`).
 """
 
+import itertools
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache
@@ -35,28 +38,25 @@ def layers_of(model: ModelConfig) -> tuple[Layer, ...]:
     return tuple(MODELS[model.model](model, ParallelContext()))
 
 
-def model_flops(model: ModelConfig, samples: int, seq_length: int, vocab_size: int, dropping: int = 0,
-                kept: int = 0) -> float:
+def model_flops(model: ModelConfig, samples: int, seq_length: int, vocab_size: int,
+                dropping: tuple[int, ...] = (), kept: int = 0) -> float:
     """FLOPs of one optimizer step over `samples` sequences. vocab_size: rows of the padded vocabulary.
 
-    dropping: number of blocks that see only `kept` tokens of each sequence
+    dropping: numbers of the blocks that see only `kept` tokens of each sequence
     """
-    total = 0.0
-    for layer, count in _one_of_each_kind(model):
-        if layer.is_block:
-            total += (count - dropping) * layer.flops(seq_length, vocab_size).total
-            total += dropping * layer.flops(kept, vocab_size).total
-        else:
-            total += count * layer.flops(seq_length, vocab_size).total
-    return samples * total
+    return samples * sum(count * layer.flops(kept if drops else seq_length, vocab_size).total
+                         for layer, drops, count in _one_of_each_kind(model, dropping))
 
 
 @cache
-def _one_of_each_kind(model: ModelConfig) -> tuple[tuple[Layer, int], ...]:
-    """(first layer, number of layers) for each kind."""
-    layers = {layer.kind: layer for layer in reversed(layers_of(model))}
-    counts = Counter(layer.kind for layer in layers_of(model))
-    return tuple((layers[kind], count) for kind, count in counts.items())
+def _one_of_each_kind(model: ModelConfig, dropping: tuple[int, ...]) -> tuple[tuple[Layer, bool, int], ...]:
+    """(a layer, whether it drops tokens, number of such layers) for each kind."""
+    layers, blocks, kinds = {}, itertools.count(), Counter()
+    for layer in layers_of(model):
+        kind = layer.kind, layer.is_block and next(blocks) in dropping
+        layers.setdefault(kind, layer)
+        kinds[kind] += 1
+    return tuple((layers[kind], kind[1], count) for kind, count in kinds.items())
 
 
 @dataclass(frozen=True)
@@ -80,18 +80,18 @@ def token_drop_savings(config: RunConfig, drop: TokenDrop) -> TokenDropSavings:
     model, length, batch_size = config.model, config.model.seq_length, make_batch_size(config)
     vocab = config.padded_vocab_size
     samples_at = Counter()                                              # kept tokens → samples of such steps
-    samples, steps, dropping = 0, planned_steps(config), len(drop.blocks)
+    samples, steps = 0, planned_steps(config)
     for step in range(steps):
         size = batch_size.at(samples)
         samples_at[drop.kept_at(step, length)] += size
         samples += size
-    whole = dropping, length
-    flops = sum(model_flops(model, n, length, vocab, dropping, kept) for kept, n in samples_at.items())
+    dropping = len(drop.blocks)
+    flops = sum(model_flops(model, n, length, vocab, drop.blocks, kept) for kept, n in samples_at.items())
     tokens = sum(n * (dropping * kept + (drop.num_blocks - dropping) * length)
                  for kept, n in samples_at.items())
     return TokenDropSavings(drop.kept_at(0, length), drop.kept_at(max(0, steps - 1), length), tokens,
                             tokens / max(1, samples * drop.num_blocks * length),
-                            flops / max(1.0, model_flops(model, samples, length, vocab, *whole)))
+                            flops / max(1.0, model_flops(model, samples, length, vocab)))
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:

@@ -28,6 +28,7 @@ from ..config import RunConfig
 from ..data.batch import Batch
 from ..errors import ConfigError
 from ..models import MODELS, Layer
+from ..models.block import dense_width
 from ..mpu.agree import on_one_rank
 from ..mpu.channels import Channels
 from ..mpu.collectives import all_gather_object
@@ -217,7 +218,8 @@ def time_transfer(config: RunConfig, pp: Group, ctx: ParallelContext) -> float:
 
 def _activation(config: RunConfig, ctx: ParallelContext) -> torch.Tensor:
     """Hidden states as stages send them: [s(/t), b, h]."""
-    return torch.ones(boundary_shape(config), dtype=ctx.dtype, device=ctx.device)
+    values = torch.randn(boundary_shape(config), generator=torch.Generator().manual_seed(0))
+    return values.to(ctx.device, ctx.dtype)         # equal tokens would all choose the same experts
 
 
 def _time_layer(module: nn.Module, x: torch.Tensor | None, batch: Batch, finish: Callable,
@@ -260,6 +262,8 @@ def _run_key(config: RunConfig, device: torch.device) -> dict:
             "groups": m.query_groups, "head_dim": m.head_dim, "activation": m.activation,
             "normalization": m.normalization, "seq_length": m.seq_length,
             "vocab_size": config.padded_vocab_size, "model": m.model,
+            "experts": [list(m.experts), m.expert_ffn_size, m.moe_router_topk, m.moe_expert_capacity_factor,
+                        m.moe_pad_expert_input_to_capacity, dense_width(m), config.grid().ep],
             "dropout": [m.hidden_dropout, m.attention_dropout], "micro_batch_size": train.micro_batch_size,
             "recompute": train.recompute_granularity, "tensor_parallel": parallel.tensor_model_parallel_size,
             "pipeline_parallel": parallel.pipeline_model_parallel_size,

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..config import RunConfig
+from ..moe.balance import balances_of
 from ..mpu.fake_group import fake_group
 from ..mpu.grid import Grid
 from ..mpu.group import Traffic, solo
@@ -47,7 +48,7 @@ from .run_plan import moments_of
 class RankPlan:
     """Bytes of one rank.
 
-    parameters  elements of this rank's modules
+    parameters  elements of this rank's modules; of_experts: those of experts among them
     state       weights, gradients, masters and moments
     away        the part of `state` that is not on the device, by place
     buffers     gradients that accumulate or are sent, gathered layers, hidden states sent or received
@@ -65,6 +66,7 @@ class RankPlan:
     kept_each: int
     at_work: int
     traffic: Traffic
+    of_experts: int = 0
 
     @property
     def peak(self) -> int:
@@ -106,12 +108,15 @@ def plan_rank(config: RunConfig, rank: int, groups: DataGroups, stages: Sequence
     places = predict_places(plans, groups.rank_by_axes, sizes, settings.offload)
     gathers, whole = _gathers(config, plans, use, parameters, program)
     # Traffic: of the state, of the norm in two parts, of the metrics (the format is that of
-    # `training.step_metrics`: fp64, four numbers and two for each name), of the layers and between stages.
+    # `training.step_metrics`: fp64, four numbers and two for each name), of the routers' memories (int64, a
+    # number for each expert), of the layers and between stages.
     traffic = _state_traffic(config, settings, groups, plans, parameters, gathers, microbatches)
+    remembered = sum(balance.num_experts for balance in balances_of(stage.modules for stage in stages))
     for axes, size, num_bytes in (("dp-cp", groups.data.size, DATA_BYTES),
+                                  ("dp-cp", groups.data.size, 8 * remembered),
                                   ("tp-pp", groups.model.size, MODEL_BYTES),
                                   ("tp-cp-dp-pp", config.world_size, 8 * (4 + 2 * num_metrics))):
-        if size > 1:
+        if size > 1 and num_bytes:
             traffic.add("all_reduce", axes, size, num_bytes)
     for stage in stages:
         traffic.add_all(stage.run.traffic, microbatches)
@@ -129,7 +134,8 @@ def plan_rank(config: RunConfig, rank: int, groups: DataGroups, stages: Sequence
         rank, tuple(kept), sum(p.numel() for p in parameters),
         predict_sets(plans, groups.rank_by_axes, sizes),
         {where: count for where, count in places.items() if where != "device"}, buffers,
-        most_kept(program, kept), sum(kept.values()), max(stage.run.at_work for stage in stages), traffic)
+        most_kept(program, kept), sum(kept.values()), max(stage.run.at_work for stage in stages), traffic,
+        sum(p.numel() for p in parameters if p.spec.reduced_over == EXPERT_DATA_AXES))
 
 
 @cache

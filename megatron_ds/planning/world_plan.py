@@ -12,6 +12,7 @@ from ..models import Layer
 from ..mpu.fake_group import fake_mesh
 from ..mpu.grid import Grid
 from ..mpu.group import RING_FACTOR
+from ..mpu.param_spec import ParamSpec
 from ..pipeline.instruction import COMPUTE, Schedule, StageCosts
 from ..pipeline.simulate import Simulation, simulate
 from .fake_stages import FakeStage, fake_stages
@@ -82,10 +83,14 @@ class WorldPlan:
         return simulate(self.computations, self.costs.of)
 
     @cached_property
+    def specs(self) -> tuple[ParamSpec, ...]:
+        """The logical tensors of the model, tied ones once."""
+        return tuple({p.spec.name: p.spec for stage in self.stages for p in stage.parameters}.values())
+
+    @property
     def parameters(self) -> int:
         """Parameters of the model without padding, tied weights counted once."""
-        shapes = {p.spec.name: p.spec.numel for stage in self.stages for p in stage.parameters}
-        return sum(shapes.values())
+        return sum(spec.numel for spec in self.specs)
 
     @cached_property
     def again_flops(self) -> float:

@@ -138,7 +138,7 @@ class Trainer:
         tokens, kept = rows * length, self.drop.kept_at(before.step, length) if self.drop else None
         self.progress = before.after(size, tokens, skipped=outcome.skipped, nan=not outcome.is_finite,
                                      layer_tokens=rows * self._layer_tokens(before.step, length))
-        dropping = (len(self.drop.blocks), kept) if self.drop else ()
+        dropping = (self.drop.blocks, kept) if self.drop else ()
         flops = model_flops(self.config.model, rows, length, self._vocab, *dropping)
         self._window.append(_Done(outcome, data_seconds, tokens, flops))
         # Log

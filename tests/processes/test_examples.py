@@ -137,6 +137,22 @@ def test_the_quickstart_in_small_ends_with_a_curve_and_a_text(tmp_path):
                                   re.MULTILINE), tmp_path)
 
 
+def test_a_model_of_the_size_of_deepseek_v3_is_planned(tmp_path):
+    done = subprocess.run(["bash", str(ROOT / "examples" / "deepseek_v3_dry_run.sh")],
+                          cwd=tmp_path, env=environment() | {"PYTHON": sys.executable}, capture_output=True,
+                          text=True, timeout=240)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    h, f, attention = 7168, 2048, 2 * 7168 * (96 + 6) * 128
+    dense, expert = 3 * h * 18432, 3 * h * f
+    others = 2 * 129280 * h + 61 * (attention + 2 * h) + h + 3 * dense + 58 * (expert + 256 * h)
+    assert f"the model has {others + 58 * 256 * expert:,} parameters (671.0 G)" in done.stdout
+    assert f"a token uses {others + 58 * 8 * expert:,} of the parameters, 5.6%" in done.stdout
+    told, = [block for block in blocks_of("docs/planning.md")
+             if block.mark == "printed by: examples/deepseek_v3_dry_run.sh"]
+    check_printed(told, done.stdout)
+    assert abs(others + 58 * 256 * expert - 671_026_404_352) < 4e6
+
+
 def run_in_a_new_shell(commands, folder):
     """The printed commands run from the folder of the recipe, in a shell whose PATH has no virtual
     environment."""

@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from megatron_ds.config import Source, parse
-from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.pipeline.schedules import SCHEDULES
 from megatron_ds.planning.world_plan import plan_world
@@ -37,9 +36,7 @@ def parsed(job: list[str], layout: str):
 
 def run(config):
     """Per rank what its mesh counted, and its engine."""
-    p = config.parallel
-    grid = Grid.fit(config.world_size, tp=p.tensor_model_parallel_size, pp=p.pipeline_model_parallel_size,
-                    order=p.rank_order)
+    grid = config.grid()
     samples = random_samples(4 * config.train.global_batch_size, SEQ_LENGTH, VOCAB, seed=1)
 
     def main(rank, world):

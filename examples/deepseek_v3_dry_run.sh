@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# Plan a model of the size of DeepSeek-V3 (arXiv:2412.19437) on 2,048 GPUs, without any: parameters, memory,
+# traffic and schedule of every rank, in seconds on a laptop.
+#
+#     bash examples/deepseek_v3_dry_run.sh [further flags of pretrain_gpt.py]
+#
+# 61 layers of width 7168, the first 3 dense; 256 experts of width 2048 in the others, of which a token uses 8
+# from 4 of 8 groups, and a shared one; sigmoid scores and a bias for balance.
+#
+# Attention is grouped-query attention. 96 heads and 6 groups of 128 channels have 187,170,816 weights a layer,
+# where multi-head latent attention has 187,107,328 with its norms: 671,030,277,120 parameters in place of
+# 671,026,404,352 without the routers' biases (0.0006 % more). Its next-token-after-next head is left out.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+model=(
+    --num-layers 61 --hidden-size 7168 --ffn-hidden-size 18432
+    --num-attention-heads 96 --num-query-groups 6 --kv-channels 128
+    --swiglu --normalization RMSNorm --position-embedding-type rope
+    --disable-bias-linear --untie-embeddings-and-output-weights
+    --hidden-dropout 0 --attention-dropout 0
+    --seq-length 4096 --vocab-size 129279          # and the end of a document
+)
+experts=(
+    --num-experts 256 --moe-layer-freq "([0]*3+[1]*58)"
+    --moe-ffn-hidden-size 2048 --moe-shared-expert-intermediate-size 2048
+    --moe-router-topk 8 --moe-router-num-groups 8 --moe-router-group-topk 4
+    --moe-router-score-function sigmoid --moe-router-topk-scaling-factor 2.5
+    --moe-router-enable-expert-bias --moe-router-bias-update-rate 1e-3
+    --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-4
+)
+# The data-parallel size, 128, must be a multiple of the expert-parallel size.
+layout=(
+    --pipeline-model-parallel-size 16 --expert-model-parallel-size 64
+    --zero-stage 1 --bf16 --recompute-granularity full
+)
+run=(
+    --micro-batch-size 1 --global-batch-size 15360 --lr 2.2e-4 --train-iters 235000 --mock-data
+)
+"${PYTHON:-python}" pretrain_gpt.py "${model[@]}" "${experts[@]}" "${layout[@]}" "${run[@]}" \
+    --dry-run --world-size 2048 --rank 256 "$@"
