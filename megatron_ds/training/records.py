@@ -156,7 +156,8 @@ def over_layers(metrics: Mapping[str, float]) -> dict[str, float]:
         kind = name if of_layer is None else (
             f"{'smallest' if of_layer[1] in LEAST else 'largest'} {of_layer[1]}")
         values.setdefault(kind, []).append(mean)
-    return {kind: _extreme(means, -1 if kind.startswith("smallest ") else 1) for kind, means in values.items()}
+    return {kind: _extreme(means, -1 if kind.startswith("smallest ") else 1)
+            for kind, means in values.items()}
 
 
 def _extreme(values: Sequence[float], sign: int) -> float:
