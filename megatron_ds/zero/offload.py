@@ -133,7 +133,7 @@ class SubGroup:
 
     def update(self, staged: Staged, lr: float | None, weight_decay: float, divisor: float) -> None:
         """Update the sub-group on the host. See `ShardOptimizer.step`."""
-        staged.wait()
+        staged.work.wait()
         self._point_to(staged.tensors)
         self.optimizer.step(lr, weight_decay, divisor)
         if LOW in staged.tensors and not all(self.optimizer.writes_low(leaf) for leaf in self.leaves):
