@@ -8,13 +8,22 @@ import threading
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 
 import pytest
 import torch
 
+from megatron_ds.config import parse
 from megatron_ds.data.batch import Batch
 from megatron_ds.moe import capacity, mixture, router
 from megatron_ds.mpu.context import ParallelContext
+from tests.harness.layout_runs import GLOBAL_BATCH, run_layout
+from tools.compare_layouts import TOLERANCE, tiny_job
+from tools.layout_comparison import difference
+
+FEW = 5                             # steps
+MARGIN = 1e-6                       # of choices, far above rounding in fp32
+EXPERTS = "--num-experts 4 --moe-router-dtype fp64 --moe-aux-loss-coeff 0.02 --moe-ffn-hidden-size 48".split()
 
 
 @dataclass
@@ -117,3 +126,46 @@ def watched_experts(margins: bool = False):
             patch.setattr(router, "largest", watched_largest)
             patch.setattr(capacity, "kept_slots", watched_kept)
         yield seen
+
+
+# ------------------------------------------------------------------ short runs
+
+
+def job_of(*flags, style="llama", dtype="fp32", layers=2, without=(), documents="joined"):
+    """Flags of a short job with four experts; initial weights in fp32 give choices wide margins."""
+    job = tiny_job(style, dtype, True, 0.0, layers, GLOBAL_BATCH, FEW, documents)
+    wide = ["--init-method-std", "0.1"] * (dtype == "fp32")
+    return [*(flag for flag in job if flag not in without), *EXPERTS, *wide, *flags]
+
+
+def model_of(job):
+    """The model section of a job."""
+    return parse([*job, "--micro-batch-size", "1"]).model
+
+
+def train(job, layout, steps=FEW, margins=False):
+    """(run, what its experts showed)."""
+    with watched_experts(margins) as seen:
+        run = run_layout(list(job), layout, steps)
+    return run, seen
+
+
+@cache
+def _alone(job, steps, mbs):
+    return train(job, f"mbs={mbs}", steps, margins=True)
+
+
+def alone(job, steps=FEW, mbs=1):
+    """The run of one process."""
+    return _alone(tuple(job), steps, mbs)
+
+
+def check_equal(job, layout, steps=FEW, dtype="fp32", same_loads=True):
+    """Train under the layout and in one process; returns both runs' (run, seen)."""
+    ours, reference = train(job, layout, steps), alone(job, steps)
+    if dtype == "fp32":
+        assert min(reference[1].choice_margin, reference[1].drop_margin) > MARGIN, "choose another --seed"
+    found = difference(ours[0].merged, reference[0].merged, ours[0].model)
+    assert found.is_within(TOLERANCE[dtype]), found
+    assert not same_loads or ours[1].loads() == reference[1].loads()
+    return ours, reference

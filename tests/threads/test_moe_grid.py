@@ -18,11 +18,11 @@ import torch
 from megatron_ds.config import parse
 from tests.harness.covering import cover_pairs, legal_cases
 from tests.harness.layout_runs import GLOBAL_BATCH, STEPS, Run, run_layout
-from tests.harness.moe_runs import ExpertsSeen, watched_experts
+from tests.harness.moe_runs import MARGIN, ExpertsSeen, watched_experts
 from tools.compare_layouts import SEQ_LENGTH, TOLERANCE, tiny_job
 from tools.layout_comparison import difference, parse_layout
 
-MOST_RANKS, WIDTH, MARGIN = 8, 48, 1e-6
+MOST_RANKS, WIDTH = 8, 48
 LAYOUT = {"tp": (1, 2), "sp": (0, 1), "pp": (1, 2), "dp": (1, 2, 4), "ep": (1, 2, 4), "zero": (0, 1, 2, 3),
           "recompute": ("none", "selective", "full"),
           "schedule": ("1f1b", "interleaved", "zb-h1", "zb-v"), "offload": ("none", "cpu", "nvme")}
@@ -79,15 +79,16 @@ def sampled_cases() -> list[dict]:
 
 def all_cases() -> list[dict]:
     """The product of what moves experts; the rest takes turns."""
-    axes = {**{key: LAYOUT[key] for key in ("tp", "sp", "pp", "dp", "ep", "zero")}, **MODEL}
-    turns = {key: LAYOUT[key] for key in ("recompute", "schedule", "offload")}
+    axes = {**{key: LAYOUT[key] for key in ("tp", "sp", "pp", "dp", "ep", "zero")}, "dtype": MODEL["dtype"],
+            "limit": MODEL["limit"]}
+    turns = {"balance": BALANCES, **{key: LAYOUT[key] for key in ("recompute", "schedule", "offload")}}
+    rest = {"balance": "aux", "schedule": "1f1b", "offload": "none"}
     cases = []
-    for i, case in enumerate(legal_cases(axes, lambda case: is_legal(case | {"schedule": "1f1b",
-                                                                             "offload": "none"}))):
-        chosen = {key: values[i % len(values)] for key, values in turns.items()}
-        chosen["schedule"] = chosen["schedule"] if case["pp"] > 1 else "1f1b"
-        chosen["offload"] = chosen["offload"] if case["zero"] else "none"
-        cases.append(with_rest(case | chosen))
+    for i, case in enumerate(legal_cases(axes, lambda case: is_legal(case | rest))):
+        chosen = case | {key: values[i % len(values)] for key, values in turns.items()}
+        illegal = {"schedule": case["pp"] == 1, "offload": case["zero"] == 0,
+                   "balance": case["dtype"] == "bf16" and chosen["balance"] == "bias"}
+        cases.append(with_rest(chosen | {key: rest[key] for key, is_so in illegal.items() if is_so}))
     return cases
 
 
