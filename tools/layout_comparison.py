@@ -7,7 +7,7 @@ combines the traces of all ranks; `difference` compares two merged traces.
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -101,11 +101,13 @@ class Trace:
     """Results of a training on one rank; after `merge`, on all ranks.
 
     losses, grad_norms  one number per step, the same on every rank
+    metrics             of each step, what layers added, by name
     boxes               (name, logical shape, logical offset, values) of this rank's final weights
     """
 
     losses: list[float]
     grad_norms: list[float]
+    metrics: list[Mapping[str, float]]
     boxes: list[tuple[str, tuple[int, ...], tuple[int, ...], torch.Tensor]]
 
 
@@ -137,7 +139,7 @@ def train_layout(config: RunConfig, mesh: Mesh, steps: int, samples: Sequence, *
         watch(engine)
     learning_rate, weight_decay, batch_size = (make_learning_rate(config), make_weight_decay(config),
                                                make_batch_size(config))
-    progress, losses, norms = Progress(), [], []
+    progress, losses, norms, metrics = Progress(), [], [], []
     with closing(open_loader(config, samples, mesh)) as loader:
         for _ in range(steps):
             size = batch_size(progress)
@@ -146,7 +148,8 @@ def train_layout(config: RunConfig, mesh: Mesh, steps: int, samples: Sequence, *
             progress = progress.after(size, size * config.model.seq_length, skipped=outcome.skipped)
             losses.append(outcome.loss)
             norms.append(outcome.grad_norm)
-    return Trace(losses, norms, list(_weight_boxes(engine)))
+            metrics.append(outcome.named)
+    return Trace(losses, norms, metrics, list(_weight_boxes(engine)))
 
 
 def global_batch_share(samples: Sequence, first: int, size: int, config: RunConfig, mesh: Mesh) -> Batch:

@@ -10,6 +10,10 @@ of the micro-batch in the global batch; with per-token losses the tokens of the 
 is part of the stage's own. The report of a step has the mean of a name, sum of values / sum of counts over
 all micro-batches, layers and data-parallel ranks, without the weight.
 
+A name that begins with the name of a layer, "decoder.layers.3 max load", is a metric of that layer. Log lines
+have the largest over all layers ("largest max load", `training.records.over_layers`); metrics.jsonl and
+TensorBoard have every layer.
+
 `pipeline.stage.Stage` opens a ledger per micro-batch and closes it when the layers have returned. A closed
 ledger ignores what is added: a forward that is recomputed in backward therefore counts once, and its first
 run, whose graph the checkpoint keeps, is the one that is differentiated. Outside of a stage (`CLOSED`, the

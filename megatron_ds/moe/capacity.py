@@ -4,7 +4,8 @@ By default the tokens of one sequence compete with each other, and no others: th
 whatever the micro-batch, the number of data-parallel ranks, and the division of the sequence over
 tensor-parallel ranks, which exchange experts and weights of their tokens before they decide.
 
-    capacity   C = max(least, ceil(factor k s / E))      tokens of an expert in a sequence of s tokens
+    capacity   C = max(least, ceil(factor k s / E))      tokens of an expert in a sequence of s tokens,
+                                                         without padding
     priority   "probs": larger weights first, of equal ones the earlier position; "position": the first
                positions, of one token the better choice
 
@@ -58,6 +59,13 @@ class Capacity:
         """Number of sets of tokens that compete, in a micro-batch of so many samples."""
         return samples if self.scope == "sequence" else 1
 
+    def of_lengths(self, lengths: torch.Tensor, longest: int) -> torch.Tensor:
+        """`rows` of each number in lengths, int64 of any shape on any device, none above `longest`."""
+        table = torch.tensor([self.rows(tokens) for tokens in range(longest + 1)])
+        if lengths.is_cuda:
+            table = table.pin_memory().to(lengths.device, non_blocking=True)
+        return table.to(lengths.device)[lengths]
+
 
 def limit(routing: Routing, capacity: Capacity, batch: Batch, ctx: ParallelContext) -> Routing:
     """The routing with only those slots that its experts keep.
@@ -75,7 +83,11 @@ def limit(routing: Routing, capacity: Capacity, batch: Batch, ctx: ParallelConte
         experts, weights = (collectives.all_gather(t.contiguous(), group, dim=1) for t in (experts, weights))
     if capacity.scope == "micro-batch":
         experts, weights = (t.transpose(0, 1).reshape(1, -1, k) for t in (experts, weights))
-    keeps = kept_slots(experts, weights, capacity)
+    # Sequences without padding have one capacity.
+    most = None
+    if routing.kept is not None:
+        most = capacity.of_lengths((experts >= 0).any(2).sum(1), experts.shape[1])
+    keeps = kept_slots(experts, weights, capacity, most)
     if capacity.scope == "micro-batch":
         keeps = keeps.view(-1, samples, k).transpose(0, 1)
     if group is not None:
@@ -83,8 +95,12 @@ def limit(routing: Routing, capacity: Capacity, batch: Batch, ctx: ParallelConte
     return routing.keeping(keeps.transpose(0, 1).reshape(-1, k))
 
 
-def kept_slots(experts: torch.Tensor, weights: torch.Tensor, capacity: Capacity) -> torch.Tensor:
-    """bool [b, s, k]: of each row of experts int64 [b, s, k] (-1: none), the slots within the capacity."""
+def kept_slots(experts: torch.Tensor, weights: torch.Tensor, capacity: Capacity,
+               most: torch.Tensor | None = None) -> torch.Tensor:
+    """bool [b, s, k]: of each row of experts int64 [b, s, k] (-1: none), the slots within the capacity.
+
+    most: int64 [b], the capacity in each row; None: that of s tokens
+    """
     b, s, k = experts.shape
     flat = experts.reshape(b, s * k)
     # Slots in the order of priority, then, keeping that order, by expert: a slot's place among those of its
@@ -99,5 +115,5 @@ def kept_slots(experts: torch.Tensor, weights: torch.Tensor, capacity: Capacity)
     is_first = torch.ones_like(by_expert, dtype=torch.bool)
     is_first[:, 1:] = by_expert[:, 1:] != by_expert[:, :-1]
     first = here.where(is_first, 0).cummax(1).values
-    keeps = (here - first < capacity.rows(s)) & (by_expert >= 0)
+    keeps = (here - first < (capacity.rows(s) if most is None else most[:, None])) & (by_expert >= 0)
     return torch.zeros_like(keeps).scatter_(1, order, keeps).view(b, s, k)

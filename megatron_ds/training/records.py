@@ -5,10 +5,16 @@ columns, and `fields()`, plain values for sinks.
 """
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timedelta
 from typing import Any
+
+# "decoder.layers.3 max load": a metric of one layer (see data/ledger.py).
+OF_LAYER = re.compile(r"[a-z]\S*\.\d+\S* (.+)")
+# Metrics of layers of which small values need attention; of all others, large ones.
+LEAST = {"router entropy"}
 
 
 @dataclass(frozen=True)
@@ -65,7 +71,7 @@ class TrainRecord:
             f"learning rate: {self.learning_rate:.6E}",
             f"global batch size: {self.global_batch_size:5d}",
             f"lm loss: {self.loss:.6E}",
-            *(f"{name}: {mean:.6E}" for name, mean in self.metrics.items()),
+            *(f"{name}: {mean:.6E}" for name, mean in over_layers(self.metrics).items()),
             f"loss scale: {self.loss_scale:.1f}",
             f"grad norm: {self.grad_norm:.3f}",
             f"number of skipped iterations: {self.skipped_steps:3d}",
@@ -84,7 +90,7 @@ class TrainRecord:
         """The most important fields; numbers of skipped and NaN steps only if they are not 0."""
         return " | ".join((
             f"step {self.step}/{self.steps}", f"loss {self.loss:.4f}",
-            *(f"{name} {mean:.4f}" for name, mean in self.metrics.items()),
+            *(f"{name} {mean:.4f}" for name, mean in over_layers(self.metrics).items()),
             f"grad norm {self.grad_norm:.3f}", f"lr {self.learning_rate:.2e}", rate(self.tokens_per_second),
             *([] if self.mfu is None else [f"{self.mfu:.1%} MFU"]),
             *([f"{self.skipped_steps} skipped"] if self.skipped_steps else []),
@@ -119,7 +125,7 @@ class EvalRecord:
 
     def line(self) -> str:
         """Megatron-LM's three lines."""
-        metrics = "".join(f"{name} value: {mean:.6E} | " for name, mean in self.metrics.items())
+        metrics = "".join(f"{name} value: {mean:.6E} | " for name, mean in over_layers(self.metrics).items())
         text = (f" {self.split} loss at iteration {self.step} | lm loss value: {self.loss:.6E} | lm loss "
                 f"PPL: {self.perplexity:.6E} | {metrics}evaluation time (s): {self.eval_seconds:.2f} | ")
         return "\n".join(("-" * len(text), text, "-" * len(text)))
@@ -127,7 +133,7 @@ class EvalRecord:
     def short(self) -> str:
         """One line for a narrow terminal."""
         return " | ".join((f"{self.split} at step {self.step}", f"loss {self.loss:.4f}",
-                           *(f"{name} {mean:.4f}" for name, mean in self.metrics.items()),
+                           *(f"{name} {mean:.4f}" for name, mean in over_layers(self.metrics).items()),
                            f"perplexity {self.perplexity:.2f}", f"{self.eval_seconds:.2f} s"))
 
     def fields(self) -> dict[str, Any]:
@@ -136,6 +142,27 @@ class EvalRecord:
 
 
 Record = TrainRecord | EvalRecord
+
+
+def over_layers(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics for a line of text: of those of single layers, the largest over all layers.
+
+    "decoder.layers.0 max load", "decoder.layers.1 max load", … become "largest max load". A metric in `LEAST`
+    becomes "smallest …". The order is that of the first layer.
+    """
+    values: dict[str, list[float]] = {}
+    for name, mean in metrics.items():
+        of_layer = OF_LAYER.fullmatch(name)
+        kind = name if of_layer is None else (
+            f"{'smallest' if of_layer[1] in LEAST else 'largest'} {of_layer[1]}")
+        values.setdefault(kind, []).append(mean)
+    return {kind: _extreme(means, -1 if kind.startswith("smallest ") else 1)
+            for kind, means in values.items()}
+
+
+def _extreme(values: Sequence[float], sign: int) -> float:
+    """The largest, with sign -1 the smallest; NaN if any is."""
+    return max(values, key=lambda x: math.inf if math.isnan(x) else sign * x)
 
 
 def rate(tokens_per_second: float) -> str:

@@ -18,6 +18,7 @@ from megatron_ds.data.samples.fim import FillInMiddle
 from megatron_ds.data.samples.packing import PackedDataset
 from megatron_ds.models.attention import CoreAttention
 from megatron_ds.models.block import MLP, Block
+from megatron_ds.mpu.group import Traffic
 from megatron_ds.mpu.mesh import Mesh
 from tests.harness.threads import run_ranks
 from tools.layout_comparison import difference, merge, mock_samples, parse_layout, train_layout
@@ -39,6 +40,7 @@ class Seen:
     master_bytes: int
     places: set[str]                        # where state is: "device", "cpu", "nvme"
     stages: tuple[int, ...]                 # of the pipeline
+    traffic: Traffic                        # grows while the rank trains
     block_inputs: set[tuple] = field(default_factory=set)
     most_documents: int = 0                 # of a sample, that attention keeps apart
     restarts: int = 0                       # positions that are not above those before them
@@ -113,7 +115,7 @@ def look_at(engine) -> Seen:
                 parameter_bytes=memory.parameters, gradient_bytes=memory.gradients,
                 optimizer_bytes=memory.optimizer,
                 master_bytes=memory.masters, places=set(engine.optimizer.memory_by_place()),
-                stages=tuple(engine.stages))
+                stages=tuple(engine.stages), traffic=engine.mesh.traffic)
     for block in blocks:
         block.register_forward_pre_hook(lambda module, inputs: seen.see_block(*inputs[:2]))
     for stage in engine.stages.values():

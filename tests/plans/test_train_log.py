@@ -14,7 +14,7 @@ from megatron_ds.errors import DataError
 from megatron_ds.ramps import Progress
 from megatron_ds.training.log import Log, open_log
 from megatron_ds.training.metrics_file import read_metrics
-from megatron_ds.training.records import EvalRecord, TrainRecord
+from megatron_ds.training.records import EvalRecord, TrainRecord, over_layers
 
 RECORD = TrainRecord(
     step=1200, steps=5000, samples=614400, tokens=629145600, step_seconds=1.23456, learning_rate=2.94e-4,
@@ -109,6 +109,34 @@ def test_further_terms_of_the_objective_stand_behind_the_loss_and_in_fields_of_t
     log.close()
     records = map(json.loads, (tmp_path / "save" / "metrics.jsonl").read_text().splitlines())
     assert [record["sop_loss"] for record in records] == [0.6931] * 2
+
+
+def test_the_line_has_the_extremes_over_layers_and_the_files_have_every_layer(tmp_path):
+    layers = {f"decoder.layers.{i} {name}": value + i / 100 for i in range(60)
+              for name, value in (("max load", 1.5), ("router entropy", 0.9), ("dropped", 0.0))}
+    metrics = {"load balancing loss": 1.01, **layers, "router z-loss": 5.0}
+    record, evaluation = changed(metrics=metrics), EvalRecord(**{**vars(EVALUATION), "metrics": metrics})
+    assert ("| load balancing loss: 1.010000E+00 | largest max load: 2.090000E+00 | smallest router entropy: "
+            "9.000000E-01 | largest dropped: 5.900000E-01 | router z-loss: 5.000000E+00 | loss scale"
+            ) in record.line()
+    for text in (record.line(), record.short(), evaluation.line(), evaluation.short()):
+        assert "layers" not in text and "largest max load" in text
+    log = open_log(logging_to(tmp_path, tensorboard_dir=str(tmp_path / "board")), Progress())
+    log.write(record)
+    log.close()
+    (line,) = (tmp_path / "save" / "metrics.jsonl").read_text().splitlines()
+    fields = json.loads(line)
+    assert all(fields[name.replace(" ", "_")] == value for name, value in layers.items())
+    assert not any("largest" in name for name in fields)
+    assert scalars(tmp_path / "board").keys() >= metrics.keys()
+
+
+def test_a_layer_without_a_number_is_the_extreme():
+    for name in ("max load", "router entropy"):
+        values = {f"decoder.layers.{i} {name}": value for i, value in enumerate((1.0, math.nan, 2.0))}
+        (extreme,) = over_layers(values).values()
+        assert math.isnan(extreme)
+    assert over_layers({"a l.5 b": 1.0, "1.5 b": 2.0}) == {"a l.5 b": 1.0, "1.5 b": 2.0}
 
 
 def test_nothing_is_written_where_nothing_is_asked_for(tmp_path):
