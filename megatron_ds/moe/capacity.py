@@ -14,6 +14,7 @@ Fedus et al. 2021 (arXiv:2101.03961), section 2.2, where the capacity is that of
 
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from math import ceil
 
 import torch
@@ -61,10 +62,15 @@ class Capacity:
 
     def of_lengths(self, lengths: torch.Tensor, longest: int) -> torch.Tensor:
         """`rows` of each number in lengths, int64 of any shape on any device, none above `longest`."""
-        table = torch.tensor([self.rows(tokens) for tokens in range(longest + 1)])
+        table = _table(self, longest)
         if lengths.is_cuda:
             table = table.pin_memory().to(lengths.device, non_blocking=True)
         return table.to(lengths.device)[lengths]
+
+
+@lru_cache(maxsize=64)
+def _table(capacity: Capacity, longest: int) -> torch.Tensor:
+    return torch.tensor([capacity.rows(tokens) for tokens in range(longest + 1)])
 
 
 def limit(routing: Routing, capacity: Capacity, batch: Batch, ctx: ParallelContext) -> Routing:

@@ -5,7 +5,7 @@ Weights are a dictionary of logical tensors {name: tensor}, as of `plain_gpt`, w
 """
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 import torch
@@ -135,15 +135,16 @@ class PlainMoE:
         if factor is None:
             return {(i, t, e) for i, t, _, e in slots}
         whole = config.moe_capacity_scope == "micro-batch"
-        share = factor * config.moe_router_topk * (b * s if whole else s) / experts
-        capacity = max(config.moe_min_capacity, math.ceil(share))
+        tokens = Counter(0 if whole else i for i, _ in chosen)                  # real ones, of each set
+        share = {one: factor * config.moe_router_topk * count / experts for one, count in tokens.items()}
+        capacity = {one: max(config.moe_min_capacity, math.ceil(x)) for one, x in share.items()}
         slots.sort(key=lambda slot: (slot[1], slot[0], slot[2]))
         if config.moe_token_drop_policy == "probs":
             slots.sort(key=lambda slot: -weights[slot[0], slot[1], slot[3]].item())
         taken, kept = defaultdict(int), set()
         for i, t, _, e in slots:
             key = e if whole else (i, e)
-            if taken[key] < capacity:
+            if taken[key] < capacity[0 if whole else i]:
                 taken[key] += 1
                 kept.add((i, t, e))
         return kept

@@ -43,7 +43,8 @@ def evaluated(job, layout, steps=2):
         result = evaluate(engine, loader, first_sample=0, iterations=2, global_batch_size=GLOBAL_BATCH)
         loader.close()
         tallies = [balance.tally.sum().item() for balance in engine.step_state.balances]
-        assert any(t.any() for t in before.values()) == (steps > 0), "steps move a bias"
+        moved = any(t.any() for t in before.values())
+        assert moved if steps > 1 else steps or not moved, "steps move a bias; one may find equal loads"
         return result, all(torch.equal(before[n], t) for n, t in memory().items()) and not any(tallies)
 
     ranks = run_ranks(request.world_size, main)
