@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
@@ -168,7 +169,10 @@ def without_cuda() -> None:
     from megatron.core.transformer.moe import moe_utils
     moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
     torch.cuda.current_device = lambda: "cpu"                                       # where buffers lie
-    torch.cuda.Stream = torch.cuda.current_stream = lambda *_, **__: None           # copies are synchronous
+    stream = SimpleNamespace(synchronize=lambda: None, wait_stream=lambda _: None)  # copies are synchronous
+    stream.record_event = lambda: stream
+    torch.cuda.Stream = torch.cuda.current_stream = lambda *_, **__: stream
+    torch.cuda.stream = lambda _: contextlib.nullcontext()
     CudaRNGStatesTracker.fork = lambda self, name="": contextlib.nullcontext()      # there is no dropout
 
 

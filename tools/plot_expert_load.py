@@ -3,8 +3,8 @@
     python tools/plot_expert_load.py --metrics moe/metrics.jsonl --output expert_load.png
 
 Upper panel: slots of the most loaded expert, relative to the mean of its layer; 1 is an even load. Lower panel:
-entropy of the router, relative to that of an even choice, ln E. Where experts have a capacity, a third panel has
-the share of dropped slots.
+entropy of the router; at most ln E for E experts. Where experts have a capacity, a third panel has the share of
+dropped slots.
 """
 
 import re
