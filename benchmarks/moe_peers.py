@@ -166,13 +166,16 @@ def without_cuda() -> None:
     0.16.1 reads `te_general_gemm`, which it defines only where Transformer Engine is installed.
     """
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
-    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
     moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
     torch.cuda.current_device = lambda: "cpu"                                       # where buffers lie
     stream = SimpleNamespace(synchronize=lambda: None, wait_stream=lambda _: None)  # copies are synchronous
     stream.record_event = lambda: stream
     torch.cuda.Stream = torch.cuda.current_stream = lambda *_, **__: stream
     torch.cuda.stream = lambda _: contextlib.nullcontext()
+    # On a GPU counts become arrays of the host here; gloo takes no tensors for them either.
+    token_dispatcher.maybe_move_tensor_to_cpu = lambda t, as_numpy=False, record_stream=False: (
+        t.numpy() if as_numpy and isinstance(t, torch.Tensor) else t)
     CudaRNGStatesTracker.fork = lambda self, name="": contextlib.nullcontext()      # there is no dropout
 
 
