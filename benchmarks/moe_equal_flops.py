@@ -1,11 +1,11 @@
-"""Whether experts lower the loss at equal arithmetic: the same text, tokens, batches and active FLOPs, dense or
-with 8 experts of which a token passes 2.
+"""Whether experts lower the loss at equal arithmetic: the same text, tokens, batches and active FLOPs, dense
+or with 8 experts of which a token passes 2.
 
-    bash examples/moe_tiny_cpu.sh moe               # makes the corpus: the documentation that ships with Python
+    bash examples/moe_tiny_cpu.sh moe        # makes the corpus: the documentation that ships with Python
     python benchmarks/moe_equal_flops.py --data moe --output equal_flops --seeds 1234 1
 
-An expert has half the width of the dense feed-forward, so a token passes as many multiplications in both, but
-for the router. Two processes of one thread train at the same time, for each seed. Prints the validation losses
+An expert has half the width of the dense feed-forward, so a token passes as many multiplications in both,
+but for the router. Two processes of one thread train at the same time, for each seed. Prints the validation losses
 and draws their curves.
 """
 
@@ -74,7 +74,8 @@ def draw(curves, output: Path) -> None:
             points = curves[kind, seed]
             axes.plot(*zip(*points), STYLES[kind], color=f"C{color}", marker="o", markersize=3,
                       label=f"{kind}, seed {seed}: {points[-1][1]:.3f}")
-    axes.set(xlabel="step", ylabel="validation loss (nats per token)", title="Equal tokens, equal active FLOPs")
+    axes.set(xlabel="step", ylabel="validation loss (nats per token)",
+             title="Equal tokens, equal active FLOPs")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)

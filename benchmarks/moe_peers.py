@@ -10,11 +10,11 @@
     mcore:DISPATCHER    the MoE layer of megatron-core with its sequential experts: allgather or alltoall
     model, hf-model:…   a whole Mixtral of four layers, with its loss
 
-All contestants live in the same processes and take their steps in turn; every step is compared with the step
-of the first contestant beside it, by the clock and by the processor time of all ranks, which other programs on
-the machine disturb less. Before that their results, the gradients of their inputs and of one expert
-are compared with those of the first; they must agree within rounding (not those of `dense`, another function).
-No contestant computes a load balancing loss; ours also computes its statistics of the load.
+All contestants live in the same processes and take their steps in turn; every step is compared with the
+step of the first contestant beside it, by the clock and by the processor time of all ranks, which other
+programs on the machine disturb less. Before that their results, the gradients of their inputs and of one
+expert are compared with those of the first; they must agree within rounding (not those of `dense`, another
+function). No contestant computes a load balancing loss; ours also computes its statistics of the load.
 """
 
 import argparse
@@ -119,8 +119,8 @@ def our_batch(shape: Shape, ids: torch.Tensor | None = None):
 
 def ours(shape: Shape, rank: int, ranks: int, kind: str) -> Contestant:
     from megatron_ds.moe.mixture import MixtureOfExperts
-    layer = MixtureOfExperts(our_config(shape), shape.experts, "decoder.layers.0.mlp", our_context(rank, ranks),
-                             output_std=0.02)
+    layer = MixtureOfExperts(our_config(shape), shape.experts, "decoder.layers.0.mlp",
+                             our_context(rank, ranks), output_std=0.02)
     values, local = values_of(shape), shape.experts // ranks
     mine = slice(rank * local, (rank + 1) * local)
     one, two = layer.experts.linear_fc1.weight, layer.experts.linear_fc2.weight
@@ -161,7 +161,7 @@ def hf(shape: Shape, rank: int, ranks: int, kind: str) -> Contestant:
 
 # -------------------------------------------------------------------------------------------- megatron-core
 def without_cuda() -> None:
-    """What megatron-core takes from CUDA and Transformer Engine, replaced for the CPU; nothing of its maths is.
+    """What megatron-core takes from CUDA and Transformer Engine, replaced for the CPU; none of its maths is.
 
     0.16.1 reads `te_general_gemm`, which it defines only where Transformer Engine is installed.
     """
@@ -202,7 +202,8 @@ def mcore(shape: Shape, rank: int, ranks: int, kind: str) -> Contestant:
     fill([(layer.router.weight, values["router"]),
           *((m.linear_fc1.weight, values["up"][e]) for m, e in zip(experts, mine)),
           *((m.linear_fc2.weight, values["down"][e]) for m, e in zip(experts, mine))])
-    return Contestant(lambda x: layer(x)[0], list(layer.parameters()), lambda: experts[0].linear_fc2.weight.grad)
+    return Contestant(lambda x: layer(x)[0], list(layer.parameters()),
+                      lambda: experts[0].linear_fc2.weight.grad)
 
 
 # ------------------------------------------------------------------------------------------- a whole Mixtral
@@ -224,8 +225,9 @@ def hf_model(shape: Shape, rank: int, ranks: int, kind: str) -> Contestant:
 
 
 def model(shape: Shape, rank: int, ranks: int, kind: str) -> Contestant:
-    from megatron_ds.models import MODELS, build_stage, run_layers
     from transformers import MixtralForCausalLM
+
+    from megatron_ds.models import MODELS, build_stage, run_layers
     torch.manual_seed(0)
     theirs, config, ctx = MixtralForCausalLM(hf_config(shape, "eager")), our_config(shape), our_context(0, 1)
     modules, batch = build_stage(MODELS["gpt"](config, ctx)), our_batch(shape, tokens_of(shape))
@@ -238,7 +240,8 @@ def model(shape: Shape, rank: int, ranks: int, kind: str) -> Contestant:
         return architecture.loss(output, batch, tp=ctx.tp, vocab_size=config.vocab_size,
                                  per_token=False).objective
 
-    down, = (p for p in modules.parameters() if p.spec.name == "decoder.layers.0.mlp.experts.linear_fc2.weight")
+    name = "decoder.layers.0.mlp.experts.linear_fc2.weight"
+    down, = (p for p in modules.parameters() if p.spec.name == name)
     return Contestant(forward, list(modules.parameters()), lambda: down.grad[0])
 
 
@@ -256,7 +259,8 @@ def mixtral_value(name: str, state: dict[str, torch.Tensor], heads: int) -> torc
     inner = {"input_layernorm.weight": "input_layernorm.weight",
              "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
              "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
-             "mlp.router.weight": "mlp.gate.weight", "mlp.experts.linear_fc1.weight": "mlp.experts.gate_up_proj",
+             "mlp.router.weight": "mlp.gate.weight",
+             "mlp.experts.linear_fc1.weight": "mlp.experts.gate_up_proj",
              "mlp.experts.linear_fc2.weight": "mlp.experts.down_proj"}
     return state[at + inner[leaf]]
 
@@ -311,8 +315,8 @@ def measured(contestant: Contestant, x: torch.Tensor, dy: torch.Tensor) -> tuple
 def report(args: argparse.Namespace, times: dict[str, list[tuple[float, float]]],
            differences: dict[str, str]) -> None:
     first = next(iter(times))
-    print(f"{args.shape}: {SHAPES[args.shape]}\ntorch {torch.__version__}, {args.ranks} rank(s) of {args.threads} "
-          f"thread(s), {args.steps} steps, load of the machine {os.getloadavg()[0]:.1f}")
+    print(f"{args.shape}: {SHAPES[args.shape]}\ntorch {torch.__version__}, {args.ranks} rank(s) of "
+          f"{args.threads} thread(s), {args.steps} steps, load of the machine {os.getloadavg()[0]:.1f}")
     print(f"| | ms, median (quartiles) | {first}, times as fast | processor ms | {first}, times as fast "
           "| largest relative difference |\n|---|---|---|---|---|---|")
     for name, values in times.items():
@@ -332,7 +336,8 @@ def profile(contestant: Contestant, x: torch.Tensor, dy: torch.Tensor) -> None:
     with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as recorded:
         for _ in range(10):
             contestant.step(x, dy)
-    print(recorded.key_averages().table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=40))
+    print(recorded.key_averages().table(sort_by="self_cpu_time_total", row_limit=25,
+                                        max_name_column_width=40))
 
 
 def main() -> None:

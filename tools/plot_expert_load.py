@@ -1,10 +1,10 @@
-"""Draw how evenly the experts are used over a run, from its metrics.jsonl: one line for each layer with experts.
+"""Draw how evenly the experts are used over a run, from its metrics.jsonl: a line for each layer with experts.
 
     python tools/plot_expert_load.py --metrics moe/metrics.jsonl --output expert_load.png
 
-Upper panel: slots of the most loaded expert, relative to the mean of its layer; 1 is an even load. Lower panel:
-entropy of the router; at most ln E for E experts. Where experts have a capacity, a third panel has the share of
-dropped slots.
+Upper panel: slots of the most loaded expert, relative to the mean of its layer; 1 is an even load. Lower
+panel: entropy of the router; at most ln E for E experts. Where experts have a capacity, a third panel has the
+share of dropped slots.
 """
 
 import re
@@ -28,7 +28,8 @@ class Panel:
     level: float | None
 
 
-PANELS = (Panel("max_load", "largest load / mean", 1.0), Panel("router_entropy", "router entropy (nats)", None),
+PANELS = (Panel("max_load", "largest load / mean", 1.0),
+          Panel("router_entropy", "router entropy (nats)", None),
           Panel("dropped", "share of dropped slots", 0.0))
 Curves = dict[str, dict[int, list[tuple[int, float]]]]
 
@@ -63,7 +64,8 @@ def draw(curves: Curves, output: Path, *, title: str, window: int) -> None:
     try:
         import matplotlib
     except ImportError:
-        raise ConfigError("drawing needs matplotlib, which is not installed: pip install matplotlib") from None
+        raise ConfigError("drawing needs matplotlib, which is not installed: pip install "
+                          "matplotlib") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
     shown = [panel for panel in PANELS if panel.metric in curves]
