@@ -5,8 +5,8 @@ or with 8 experts of which a token passes 2.
     python benchmarks/moe_equal_flops.py --data moe --output equal_flops --seeds 1234 1
 
 An expert has half the width of the dense feed-forward, so a token passes as many multiplications in both,
-but for the router. Two processes of one thread train at the same time, for each seed. Prints the validation losses
-and draws their curves.
+but for the router. Two processes of one thread train at the same time, for each seed. Prints the validation
+losses and draws their curves.
 """
 
 import argparse

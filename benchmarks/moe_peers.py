@@ -279,6 +279,9 @@ def check(name: str, found: tuple, wanted: tuple) -> str:
 
 def run_rank(rank: int, args: argparse.Namespace, store: str) -> None:
     torch.set_num_threads(args.threads)
+    if args.allocator == "ours":
+        from megatron_ds.training.distributed import set_allocator
+        assert set_allocator(keep_freed=True)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=args.ranks)
     shape = SHAPES[args.shape]
     made = {name: CONTESTANTS[name.partition(":")[0]](shape, rank, args.ranks, name.partition(":")[2])
@@ -316,7 +319,7 @@ def report(args: argparse.Namespace, times: dict[str, list[tuple[float, float]]]
            differences: dict[str, str]) -> None:
     first = next(iter(times))
     print(f"{args.shape}: {SHAPES[args.shape]}\ntorch {torch.__version__}, {args.ranks} rank(s) of "
-          f"{args.threads} thread(s), {args.steps} steps, load of the machine {os.getloadavg()[0]:.1f}")
+          f"{args.threads} thread(s), {args.steps} steps, allocator: {args.allocator}, load of the machine {os.getloadavg()[0]:.1f}")
     print(f"| | ms, median (quartiles) | {first}, times as fast | processor ms | {first}, times as fast "
           "| largest relative difference |\n|---|---|---|---|---|---|")
     for name, values in times.items():
@@ -347,6 +350,8 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--threads", type=int, help="of each rank; default: 2 together")
     parser.add_argument("--steps", type=int, default=30, help="measured steps of each contestant")
+    parser.add_argument("--allocator", choices=("default", "ours"), default="default",
+                        help="ours: all contestants use the settings of glibc that our training has")
     parser.add_argument("--profile", action="store_true", help="print a profile of the first contestant")
     args = parser.parse_args()
     args.threads = args.threads or max(1, 2 // args.ranks)

@@ -1,4 +1,4 @@
-"""Draw how evenly the experts are used over a run, from its metrics.jsonl: a line for each layer with experts.
+"""Draw how evenly the experts are used over a run, from its metrics.jsonl, by layer.
 
     python tools/plot_expert_load.py --metrics moe/metrics.jsonl --output expert_load.png
 
