@@ -319,7 +319,8 @@ def report(args: argparse.Namespace, times: dict[str, list[tuple[float, float]]]
            differences: dict[str, str]) -> None:
     first = next(iter(times))
     print(f"{args.shape}: {SHAPES[args.shape]}\ntorch {torch.__version__}, {args.ranks} rank(s) of "
-          f"{args.threads} thread(s), {args.steps} steps, allocator: {args.allocator}, load of the machine {os.getloadavg()[0]:.1f}")
+          f"{args.threads} thread(s), {args.steps} steps, allocator: {args.allocator}, "
+          f"load of the machine {os.getloadavg()[0]:.1f}")
     print(f"| | ms, median (quartiles) | {first}, times as fast | processor ms | {first}, times as fast "
           "| largest relative difference |\n|---|---|---|---|---|---|")
     for name, values in times.items():
