@@ -2,7 +2,7 @@
 # Raw text → GPT with 8 experts on 4 CPU ranks (EP 2 × TP 2) → checkpoint → resume as EP 4 × TP 1 → load over training → text.
 #
 #   bash examples/moe_tiny_cpu.sh [FOLDER]      everything is written below FOLDER (default: moe)
-#   STEPS=100 bash examples/moe_tiny_cpu.sh     a shorter run; the default is 480 steps, about four minutes on two cores
+#   STEPS=100 bash examples/moe_tiny_cpu.sh     a shorter run; the default is 480 steps, five minutes of processor time
 #
 # Each token passes 2 of the 8 experts of a layer. Corpus and tokenizer are those of gpt_tiny_cpu.sh: the documentation of your
 # own Python. No GPU, no downloads. Run it again to continue where it stopped; remove the folder to start from scratch.
