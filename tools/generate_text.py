@@ -7,6 +7,7 @@
 import argparse
 import os
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -105,8 +106,20 @@ def load_model(config, mesh: Mesh, directory: Path, step: int) -> torch.nn.Modul
     ctx = ParallelContext(mesh, precision=Precision(DTYPES[config.optimizer.params_dtype]),
                           device=mesh.device, seed=config.train.seed)
     modules = build_stage(MODELS[config.model.model](config.model, ctx))
-    load_weights(directory, step, list(modules.parameters()), tp=mesh.group("tp"))
+    load_weights(directory, step, [*modules.parameters(), *router_memories(modules, mesh.device)],
+                 tp=mesh.group("tp"))
     return modules
+
+
+def router_memories(modules: torch.nn.ModuleList, device: torch.device) -> Iterator[torch.Tensor]:
+    """What routers of experts remember besides their weights, such as the bias of each expert; with specs."""
+    for module in modules.modules():
+        balance = getattr(module, "balance", None)
+        if balance is not None:
+            balance.place(device)
+            for spec, tensor in balance.tensors():
+                tensor.spec = spec
+                yield tensor
 
 
 def show(prompt: str, tokenizer, modules, config, mesh: Mesh, sampling: Sampling,

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.nn.functional as F
 
-from .product import add_product_, affine, has_memory, product
+from .product import add_product_, affine, has_memory, product_into
 
 ALIGNMENT = 16         # bytes, of a row
 
@@ -39,7 +39,10 @@ def grouped_affine(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
         return y if bias is None else y.add_(bias.repeat_interleave(_on_device(counts, x), 0))
     y = x.new_empty(x.shape[0], weight.shape[1])
     for run, rows in runs_of(counts, x):
-        y[rows] = affine(x[rows], weight[run], None if bias is None else bias[run])
+        if bias is None:
+            product_into(y[rows], x[rows], weight[run].t())
+        else:
+            y[rows] = affine(x[rows], weight[run], bias[run])
     return y
 
 
@@ -49,7 +52,7 @@ def grouped_product(x: torch.Tensor, weight: torch.Tensor, counts: Sequence[int]
         return _grouped_mm(x, weight, counts)
     y = x.new_empty(x.shape[0], weight.shape[2])
     for run, rows in runs_of(counts, x):
-        y[rows] = product(x[rows], weight[run])
+        product_into(y[rows], x[rows], weight[run])
     return y
 
 
@@ -61,6 +64,20 @@ def add_grouped_gradient_(out: torch.Tensor, dy: torch.Tensor, x: torch.Tensor,
         return
     for run, rows in runs_of(counts, x):
         add_product_(out[run], dy[rows].t(), x[rows])
+
+
+def new_grouped_gradient(weight: torch.Tensor, dy: torch.Tensor, x: torch.Tensor,
+                         counts: Sequence[int]) -> torch.Tensor:
+    """dyᵀ x of each run, a new tensor like `weight` [runs, dy's columns, x's columns]; 0 for an empty run."""
+    if _has_kernel(x, weight):
+        return _grouped_mm(dy.t(), x, counts)
+    out = torch.empty_like(weight, memory_format=torch.contiguous_format)
+    for run, count in enumerate(counts):
+        if not count:
+            out[run].zero_()
+    for run, rows in runs_of(counts, x):
+        product_into(out[run], dy[rows].t(), x[rows])
+    return out
 
 
 def sums_of_runs(x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:

@@ -84,6 +84,14 @@ def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return _widened(a, b, None) if is_widened(a) else a.mm(b)
 
 
+def product_into(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """out = a b, of the dtype of the factors. Without autograd."""
+    if is_widened(a):
+        out.copy_(_widened(a, b, None))
+    else:
+        torch.mm(a, b, out=out)
+
+
 def affine(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x Wᵀ + b for x [n, in], weight [out, in], bias [out] or None."""
     if is_widened(x):

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..ops.grouped import add_grouped_gradient_
+from ..ops.grouped import add_grouped_gradient_, new_grouped_gradient
 from ..ops.product import add_product_, product
 
 Finish = Callable[[], torch.Tensor | None]
@@ -61,9 +61,7 @@ def grouped_gradient(weight: torch.Tensor, x: torch.Tensor, dy: torch.Tensor,
     """
     main_grad = _main_grad_of(weight)
     if main_grad is None:
-        gradient = torch.zeros_like(weight, memory_format=torch.contiguous_format)
-        add_grouped_gradient_(gradient, dy, x, counts)
-        return gradient
+        return new_grouped_gradient(weight, dy, x, counts)
     add_grouped_gradient_(main_grad, dy, x, counts)
     weight.grad_ready()
     return None

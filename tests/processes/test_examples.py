@@ -15,13 +15,15 @@ from megatron_ds.config import parse
 from megatron_ds.config.data_efficiency_options import length_difficulty
 from megatron_ds.config.training_schedule import make_token_drop
 from megatron_ds.data.tokenizers import TOKENIZERS
+from megatron_ds.planning.world_plan import plan_world
 from tests.harness.documents import ROOT, blocks_of, check_printed, environment
 from tests.harness.launches import sbatch_environment, started_by, trainings
 from tests.harness.warm import warm_environment
 
 EXAMPLES = sorted(path for path in (ROOT / "examples").iterdir() if path.suffix in (".sh", ".sbatch"))
-TORCHRUN, SBATCH, BERT = (ROOT / "examples" / name
-                          for name in ("gpt3_torchrun.sh", "llama_7b.sbatch", "bert_tiny_cpu.sh"))
+TORCHRUN, SBATCH, BERT, MIXTRAL, MOE = (
+    ROOT / "examples" / name for name in ("gpt3_torchrun.sh", "llama_7b.sbatch", "bert_tiny_cpu.sh",
+                                          "mixtral_8x7b.sbatch", "moe_tiny_cpu.sh"))
 
 
 def started(recipe, folder, *arguments, **env):
@@ -68,10 +70,40 @@ def test_a_slurm_job_is_queued_again_while_it_gets_on_and_is_not_done(tmp_path, 
     assert config.checkpoint.save == config.checkpoint.load == str(save) and config.train.train_iters == 5000
 
 
-def test_a_slurm_job_is_told_of_its_time_limit_through_its_ranks():
+@pytest.mark.parametrize("recipe", [SBATCH, MIXTRAL], ids=lambda path: path.name)
+def test_a_slurm_job_is_told_of_its_time_limit_through_its_ranks(recipe):
     """`--signal=B:…` would reach this shell alone, which has nothing to save."""
-    signal, = re.findall(r"^#SBATCH --signal=(\S+)$", SBATCH.read_text(), re.MULTILINE)
+    signal, = re.findall(r"^#SBATCH --signal=(\S+)$", recipe.read_text(), re.MULTILINE)
     assert re.fullmatch(r"USR1@\d{3,}", signal)
+
+
+def test_mixtral_has_its_published_number_of_parameters_and_fits_its_gpus(tmp_path):
+    [(one, config)], _ = started(MIXTRAL, tmp_path)
+    assert one.world_size == 32 and config.parallel.expert_model_parallel_size == 8
+    plan = plan_world(config)
+    h, f, layers, experts, vocab = 4096, 14336, 32, 8, 32000
+    attention = 2 * h * h + 2 * h * h // 4                         # 8 key-value heads for 32 queries
+    block = attention + experts * (3 * h * f + h) + 2 * h
+    assert plan.parameters == layers * block + 2 * vocab * h + h == 46_702_792_704
+    assert plan.rank_plan(0).parameters < plan.parameters / 16
+
+
+def test_the_recipe_with_experts_trains_at_two_expert_parallel_sizes(tmp_path):
+    """Its commands for data are those of the quickstart; here they find their work done."""
+    out = tmp_path / "out"
+    for name in ("corpus.jsonl", "tokenizer/tokenizer.json", "corpus_text_document.idx"):
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).touch()
+    script = MOE.read_text().replace('"$PYTHON" -m torch.distributed.run', "command torchrun").replace(
+        '"$PYTHON" "$here/tools/', 'true "$here/tools/')
+    found = trainings(started_by(script, tmp_path, {"STEPS": "30"}, ("out",)))
+    split, whole = (started.config() for started in found)
+    sizes = [(c.parallel.expert_model_parallel_size, c.parallel.tensor_model_parallel_size, s.world_size)
+             for c, s in zip((split, whole), found)]
+    assert sizes == [(2, 2, 4), (4, 1, 4)]
+    assert split.train.exit_interval == 10 and split.model == whole.model
+    assert split.checkpoint == whole.checkpoint
+    assert split.model.experts == (0, 8, 8, 8) and split.model.moe_router_topk == 2
 
 
 def test_the_recipe_of_data_efficiency_trains_plainly_and_then_with_short_sequences_and_dropped_tokens(

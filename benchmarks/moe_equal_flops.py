@@ -1,0 +1,101 @@
+"""Whether experts lower the loss at equal arithmetic: the same text, tokens, batches and active FLOPs, dense
+or with 8 experts of which a token passes 2.
+
+    bash examples/moe_tiny_cpu.sh moe        # makes the corpus: the documentation that ships with Python
+    python benchmarks/moe_equal_flops.py --data moe --output equal_flops --seeds 1234 1
+
+An expert has half the width of the dense feed-forward, so a token passes as many multiplications in both,
+but for the router. Two processes of one thread train at the same time, for each seed. Prints the validation
+losses and draws their curves.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(HERE))
+from megatron_ds.training.metrics_file import read_metrics  # noqa: E402
+
+WIDTH = 352
+KINDS = {"dense": ["--ffn-hidden-size", str(WIDTH)],
+         "8 experts, top 2": ["--ffn-hidden-size", str(WIDTH), "--num-experts", "8", "--moe-router-topk", "2",
+                              "--moe-ffn-hidden-size", str(WIDTH // 2), "--moe-aux-loss-coeff", "0.01"]}
+STYLES = {"dense": "--", "8 experts, top 2": "-"}
+
+
+def job(args: argparse.Namespace, seed: int, metrics: Path) -> list[str]:
+    flags = f"""
+        --num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128
+        --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
+        --init-method-std 0.06 --hidden-dropout 0 --attention-dropout 0 --micro-batch-size 8
+        --global-batch-size 8 --lr {args.lr} --min-lr {args.lr / 20} --lr-decay-style cosine
+        --train-iters {args.steps} --lr-warmup-iters {args.steps // 24} --weight-decay 0.1 --adam-beta2 0.95
+        --seed {seed} --split 95,5,0 --tokenizer-type HuggingFaceTokenizer
+        --eval-interval {args.steps // 10} --eval-iters 10 --log-interval {args.steps // 10}
+        --no-progress-bar""".split()
+    return [sys.executable, str(HERE / "pretrain_gpt.py"), *flags, "--metrics-jsonl", str(metrics),
+            "--data-path", str(args.data / "corpus_text_document"),
+            "--tokenizer-model", str(args.data / "tokenizer")]
+
+
+def run(args: argparse.Namespace) -> dict[tuple[str, int], list[tuple[int, float]]]:
+    """(kind, seed) → [(step, validation loss)]. A curve that was finished before is read."""
+    args.output.mkdir(parents=True, exist_ok=True)
+    curves = {}
+    for seed in args.seeds:
+        files = {kind: args.output / f"{kind.split()[0]}_{seed}.jsonl" for kind in KINDS}
+        started = [subprocess.Popen([*job(args, seed, path), *KINDS[kind]], stdout=subprocess.DEVNULL,
+                                    env=os.environ | {"OMP_NUM_THREADS": "1"})
+                   for kind, path in files.items() if not is_finished(path, args.steps)]
+        if codes := [process.wait() for process in started if process.wait()]:
+            raise SystemExit(f"a run ended with {codes}")
+        curves |= {(kind, seed): losses(path) for kind, path in files.items()}
+    return curves
+
+
+def losses(path: Path) -> list[tuple[int, float]]:
+    return [(r["step"], r["loss"]) for r in read_metrics(path) if r["kind"] == "validation"]
+
+
+def is_finished(path: Path, steps: int) -> bool:
+    return path.exists() and any(step == steps for step, _ in losses(path))
+
+
+def draw(curves, output: Path) -> None:
+    import matplotlib
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    for color, seed in enumerate(sorted({seed for _, seed in curves})):
+        for kind in KINDS:
+            points = curves[kind, seed]
+            axes.plot(*zip(*points), STYLES[kind], color=f"C{color}", marker="o", markersize=3,
+                      label=f"{kind}, seed {seed}: {points[-1][1]:.3f}")
+    axes.set(xlabel="step", ylabel="validation loss (nats per token)",
+             title="Equal tokens, equal active FLOPs")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False)
+    figure.savefig(output, dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, required=True, help="folder with corpus and tokenizer")
+    parser.add_argument("--output", type=Path, required=True, help="folder for metrics and the picture")
+    parser.add_argument("--steps", type=int, default=480)
+    parser.add_argument("--lr", type=float, default=4e-3)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1234])
+    args = parser.parse_args()
+    curves = run(args)
+    print("| | " + " | ".join(f"{step}" for step, _ in next(iter(curves.values()))) + " |")
+    for (kind, seed), points in curves.items():
+        print(f"| {kind}, seed {seed} | " + " | ".join(f"{loss:.3f}" for _, loss in points) + " |")
+    draw(curves, args.output / "equal_flops.svg")
+
+
+if __name__ == "__main__":
+    main()
