@@ -7,7 +7,6 @@
 import argparse
 import os
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,9 +20,11 @@ from megatron_ds.config.config_text import from_dict
 from megatron_ds.errors import CheckpointError, ConfigError
 from megatron_ds.models import MODELS, build_stage
 from megatron_ds.models.generation import Ending, Sampling, generate
+from megatron_ds.moe.balance import StepState
 from megatron_ds.mpu import launch as launching
 from megatron_ds.mpu.context import ParallelContext, Precision
 from megatron_ds.mpu.grid import Grid
+from megatron_ds.mpu.group import solo
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.mpu.transport import connect_torch
 from megatron_ds.planning.run_model import DTYPES
@@ -102,24 +103,13 @@ def find_step(directory: Path, iteration: int | None) -> int:
 
 
 def load_model(config, mesh: Mesh, directory: Path, step: int) -> torch.nn.ModuleList:
-    """The whole model on this tensor-parallel rank, weights loaded from the checkpoint."""
+    """The whole model on this tensor-parallel rank, weights and bias of experts from the checkpoint."""
     ctx = ParallelContext(mesh, precision=Precision(DTYPES[config.optimizer.params_dtype]),
                           device=mesh.device, seed=config.train.seed)
     modules = build_stage(MODELS[config.model.model](config.model, ctx))
-    load_weights(directory, step, [*modules.parameters(), *router_memories(modules, mesh.device)],
-                 tp=mesh.group("tp"))
+    state = StepState(modules, solo(), mesh.device)
+    load_weights(directory, step, list(modules.parameters()), tp=mesh.group("tp"), remembered=state.pieces())
     return modules
-
-
-def router_memories(modules: torch.nn.ModuleList, device: torch.device) -> Iterator[torch.Tensor]:
-    """What routers of experts remember besides their weights, such as the bias of each expert; with specs."""
-    for module in modules.modules():
-        balance = getattr(module, "balance", None)
-        if balance is not None:
-            balance.place(device)
-            for spec, tensor in balance.tensors():
-                tensor.spec = spec
-                yield tensor
 
 
 def show(prompt: str, tokenizer, modules, config, mesh: Mesh, sampling: Sampling,

@@ -50,6 +50,7 @@ from megatron_ds.planning.run_plan import RULES
 from megatron_ds.training.pretrain import KNOWN_NAMES
 from megatron_ds.training.run_checkpoint import MOE_FIELDS, model_identity
 from megatron_ds.training.tokenizer_files import KEY as TOKENIZER_FILES
+from megatron_ds.training.tokenizer_files import named_copies
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -147,7 +148,7 @@ def new_run(run: Mapping, run_id: str, config: RunConfig, identity: Mapping,
 def write(args: argparse.Namespace, upcycling: Upcycling, step: int, run: Mapping) -> None:
     pieces = upcycling.pieces(StoredTensors(args.load, step, (WEIGHT,)))
     check_room(args.save, pieces, coordinates={}, world=solo(), saves=1, limit=None)
-    for path in {Path(path).parts[0] for path in run.get(TOKENIZER_FILES, {}).values()}:
+    for path in {Path(path).parts[0] for path in named_copies(args.load, run).values()}:
         if (args.load / path).is_dir():
             shutil.copytree(args.load / path, args.save / path, dirs_exist_ok=True)
     with progress(sum(piece.tensor.nbytes for piece in pieces)) as done:

@@ -103,12 +103,14 @@ def load(directory: str | os.PathLike, step: int, pieces: Iterable[Piece], *, co
 
 
 def load_weights(directory: str | os.PathLike, step: int, parameters: Iterable[torch.nn.Parameter],
-                 tp: Group) -> None:
+                 tp: Group, remembered: Iterable[Piece] = ()) -> None:
     """Fill parameters that have a `.spec` from the saved fp32 weights, cast to the dtype of each parameter.
 
+    remembered: what layers have besides parameters, such as the bias of experts (`moe.balance.StepState`)
     For generation and evaluation without an optimizer. Collective over `tp`.
     """
-    pieces = [ParameterPiece(parameter.spec, parameter.detach().view(-1)) for parameter in parameters]
+    pieces = [*(ParameterPiece(parameter.spec, parameter.detach().view(-1)) for parameter in parameters),
+              *remembered]
     _fill(directory, step, pieces, coordinates_of(tp), world=tp, exact=False)
 
 

@@ -175,6 +175,9 @@ def balanced_choice(config: RunConfig) -> Iterator[str]:
            "the choice is balanced over all experts at once")
     yield from given(config, excluded, f"has no meaning with [moe_router_load_balancing_type]: {why}. Remove "
                                        "one of the two.")
+    unread = ("model.moe_router_pre_softmax", *(() if by_experts else ("model.moe_router_score_function",)))
+    yield from given(config, unread, "is not read with [moe_router_load_balancing_type], which has weights "
+                                     "of its own. Remove one of the two.")
     if by_experts and config.model.model != "bert":
         yield ("[moe_router_load_balancing_type]: an expert compares the tokens of a sequence, so earlier "
                "tokens would depend on later ones, which [model] must not see. Use aux_loss, or --model "
@@ -186,7 +189,7 @@ def balanced_choice(config: RunConfig) -> Iterator[str]:
 
 
 def capacity(config: RunConfig) -> Iterator[str]:
-    """Options of the capacity need its factor; evaluation does not drop more than training."""
+    """Options of the capacity, the factor of evaluation among them, need the factor of training."""
     model = config.model
     factor, in_evaluation = model.moe_expert_capacity_factor, model.moe_eval_capacity_factor
     if model.num_experts is None or model.moe_choice == "expert_choice":

@@ -232,13 +232,14 @@ class _Combine(Function):
     @staticmethod
     def backward(ctx, grad):
         rows, weights, order, place = ctx.saved_tensors
-        k = weights.shape[1]
-        of_rows = grad.index_select(0, order // k)                                      # [R, h]
-        scale = weights.flatten().index_select(0, order).to(_wide(grad))[:, None]
-        drows = (of_rows * scale).to(rows.dtype)
-        dots = (of_rows.to(scale.dtype) * rows.to(scale.dtype)).sum(1)                  # [R]
+        k, drows = weights.shape[1], torch.empty_like(rows)
         dweights = torch.zeros(weights.numel(), dtype=weights.dtype, device=weights.device)
-        dweights[order] = dots.to(weights.dtype)
+        # As many rows at a time as there are tokens: all in fp32 would be 8 times the memory of the rows.
+        parts = (t.split(max(len(grad), 1)) for t in (rows, drows, order))
+        for of_experts, out, slots in zip(*parts):
+            of_tokens = grad.index_select(0, slots // k).to(_wide(grad))                # [T, h]
+            dweights[slots] = (of_tokens * of_experts).sum(1).to(weights.dtype)
+            out.copy_(of_tokens.mul_(weights.flatten().index_select(0, slots).to(of_tokens.dtype)[:, None]))
         return drows, dweights.view_as(weights), None, None
 
 

@@ -33,6 +33,7 @@ from math import ceil
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from ..config.model_options import ModelConfig
 from ..data.batch import Batch
@@ -97,11 +98,10 @@ class Router(nn.Module):
         sequence; the others communicate nothing.
         """
         noise_kind = self.config.moe_router_noise if batch.training else "none"
-        x = x.to(self.dtype)
         if noise_kind == "jitter":
             width = self.config.moe_input_jitter_eps or JITTER
-            x = x * (1 - width + 2 * width * self._uniform(batch, x.shape[-1]))
-        logits = F.linear(x.flatten(0, 1), self.weight.to(self.dtype))
+            x = x.to(self.dtype) * (1 - width + 2 * width * self._uniform(batch, x.shape[-1]))
+        logits = _Logits.apply(x.flatten(0, 1), self.weight, self.dtype)
         noise = None
         if noise_kind == "gumbel":
             noise = self._uniform(batch, self.num_experts).flatten(0, 1).log().neg().log().neg()
@@ -118,6 +118,26 @@ class Router(nn.Module):
         if picked is not None:
             numbers = numbers.gather(1, picked[:, :, None].expand(-1, -1, columns))
         return unit_interval(numbers, self.dtype).transpose(0, 1)
+
+
+class _Logits(torch.autograd.Function):
+    # Backward needs x, which autograd would keep in the router's dtype, beside the copy that the layer keeps
+    # anyway. The weight is on ctx for the reason in `tensor_parallel.linear._ColumnLinear`.
+
+    @staticmethod
+    def forward(ctx, x, weight, dtype):
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.dtype = weight, dtype
+        return F.linear(x.to(dtype), weight.to(dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dz):
+        (x,), weight = ctx.saved_tensors, ctx.weight
+        needs_dx, needs_dw, _ = ctx.needs_input_grad
+        dx = (dz @ weight.to(ctx.dtype)).to(x.dtype) if needs_dx else None
+        dw = (dz.t() @ x.to(ctx.dtype)).to(weight.dtype) if needs_dw else None
+        return dx, dw, None
 
 
 def unit_interval(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

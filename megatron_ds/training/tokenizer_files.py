@@ -82,19 +82,28 @@ def tokenizer_of(directory: str | os.PathLike, run: Mapping, config: RunConfig,
     return tokenizer
 
 
-def _copies(directory: Path, run: Mapping) -> dict[str, str]:
-    """{field: path} of the copies that run.json names; {} unless all exist."""
+def named_copies(directory: Path, run: Mapping) -> dict[str, str]:
+    """{field: path relative to the folder} of the copies that run.json names.
+
+    Raises CheckpointError for paths outside of the folder.
+    """
     named = run.get(KEY) or {}
     is_table = isinstance(named, dict) and set(named) <= set(FIELDS)
     if not is_table or not all(map(_is_below, named.values())):
         raise CheckpointError(f"run.json of {directory} is damaged: {KEY} is not a table of paths in that "
                               "folder.")
-    paths = {field: str(directory / path) for field, path in named.items()}
+    return named
+
+
+def _copies(directory: Path, run: Mapping) -> dict[str, str]:
+    """{field: path} of the copies that run.json names; {} unless all exist."""
+    paths = {field: str(directory / path) for field, path in named_copies(directory, run).items()}
     return paths if all(map(os.path.exists, paths.values())) else {}
 
 
 def _is_below(path: object) -> bool:
-    return isinstance(path, str) and not {"/", ".."} & set(PurePosixPath(path).parts)
+    parts = PurePosixPath(path).parts if isinstance(path, str) else ()
+    return bool(parts) and not {"/", ".."} & set(parts)
 
 
 def _files_at(path: Path) -> list[Path]:

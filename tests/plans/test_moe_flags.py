@@ -182,6 +182,15 @@ def test_expert_choice_is_for_bert():
     assert not [p for p in problems_of(MOE_RULES, read(f"{GOOD} {words} --model bert".split(), env={}))]
 
 
+@pytest.mark.parametrize("kind, words", [
+    ("sinkhorn", "--moe-router-score-function sigmoid"), ("sinkhorn", "--moe-router-pre-softmax"),
+    ("expert_choice", "--model bert --moe-router-pre-softmax")])
+def test_an_option_that_a_balanced_choice_does_not_read_is_refused(kind, words):
+    words = f"{GOOD} --num-experts 4 --moe-router-load-balancing-type {kind} {words}"
+    [problem] = problems_of(MOE_RULES, read(words.split(), env={}))
+    assert "is not read with --moe-router-load-balancing-type" in problem
+
+
 # ------------------------------------------------------------------ startup
 def test_startup_says_which_layers_have_experts():
     text = experts_text(parsed(f"--num-experts 8 --expert-interval 2 --moe-ffn-hidden-size 128 {EP} 4", 4))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_ds.errors import ConfigError
-from megatron_ds.moe.router import Router, Tokens, choice_of, choose, largest, sinkhorn
+from megatron_ds.moe.router import DTYPES, Router, Tokens, choice_of, choose, largest, sinkhorn
 from megatron_ds.mpu.group import Group
 from tests.harness.golden_routing import CHOICE, LOAD, LOGITS, E, K, by_place, routing_config
 from tests.harness.gpt_runs import make_batch
@@ -330,3 +330,22 @@ def test_jitter_has_its_width_and_gumbel_noise_its_mean():
     gumbel = -(-numbers.log()).log()
     assert gumbel.mean().item() == pytest.approx(0.5772, abs=2e-2)
     assert gumbel.isfinite().all() and numbers.unique().numel() > 0.98 * numbers.numel()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp64"])
+def test_the_router_keeps_no_wide_copy_of_its_input_and_has_the_gradients_of_autograd(dtype):
+    config = routing_config(moe_router_dtype=dtype)
+    router, wide, saved = Router(config, E, "router", context_of()), DTYPES[dtype], []
+    with torch.no_grad():
+        router.weight.normal_(generator=torch.Generator().manual_seed(0))
+    router, batch = router.bfloat16(), make_batch(config)
+    x = torch.randn(*batch.tokens.t().shape, config.hidden_size).bfloat16().requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        logits = router(x, batch).logits
+    assert logits.dtype == wide
+    assert not any(t.dtype == wide and t.numel() == x.numel() for t in saved)
+    slope = torch.randn_like(logits)
+    expected = torch.nn.functional.linear(x.to(wide), router.weight.to(wide)).flatten(0, 1)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=0)
+    gradients, wanted = (torch.autograd.grad(z, (x, router.weight), slope) for z in (logits, expected))
+    assert all(map(torch.equal, gradients, wanted))

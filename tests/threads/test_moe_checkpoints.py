@@ -12,6 +12,7 @@ from megatron_ds.checkpoint.pieces import key, views, written_here
 from megatron_ds.config import parse
 from megatron_ds.config.training_schedule import make_learning_rate
 from megatron_ds.errors import CheckpointError
+from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.ramps import Progress
 from megatron_ds.training.build import build_engine
@@ -21,7 +22,7 @@ from megatron_ds.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpo
 from tests.harness.pretraining import same_bits, saved_state
 from tests.harness.threads import run_ranks
 from tests.threads import test_engine_experts as engine_experts
-from tools import checkpoint_to_safetensors, verify_checkpoint
+from tools import checkpoint_to_safetensors, generate_text, verify_checkpoint
 from tools.compare_layouts import tiny_job
 from tools.layout_comparison import mock_samples, open_loader, parse_layout
 
@@ -204,6 +205,21 @@ def test_the_export_has_every_expert_and_what_routers_remember(halfway, tmp_path
     assert all(torch.equal(tensor, saved[f"weight/{name}"]) for name, tensor in exported.items())
     assert exported["decoder.layers.1.mlp.experts.linear_fc1.weight"].shape[0] == 4
     assert exported["decoder.layers.1.mlp.router.expert_bias"].any()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_text_is_generated_with_the_bias_of_experts(halfway, tp):
+    folder, config = halfway(EP4), parse([*job(), "--micro-batch-size", "1"], world_size=1)
+    name = "decoder.layers.2.mlp.router.expert_bias"
+
+    def main(rank, world):
+        mesh = Mesh(Grid(tp=tp), rank, world.connect, torch.device("cpu"))
+        modules = generate_text.load_model(config, mesh, folder, HALF)
+        [router] = [m for m in modules.modules() if f"{getattr(m, 'name', '')}.expert_bias" == name]
+        return router.balance.bias
+
+    saved = saved_state(folder, HALF)[f"weight/{name}"]
+    assert all(torch.equal(bias, saved) for bias in run_ranks(tp, main))
 
 
 def test_zero_to_fp32_has_every_expert_of_an_engine(tmp_path):

@@ -5,10 +5,11 @@ from functools import cache
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from megatron_ds.errors import ConfigError
 from megatron_ds.models import MODELS
-from megatron_ds.moe.dispatch import Dispatch, Groups
+from megatron_ds.moe.dispatch import Dispatch, Groups, _Combine
 from megatron_ds.moe.router import Routing
 from tests.harness.bert_runs import random_bert_batch, run_bert
 from tests.harness.gpt_runs import make_batch, run_gpt
@@ -316,3 +317,20 @@ def test_a_sum_over_slots_reads_no_further_than_the_last_that_is_kept():
         torch.testing.assert_close(factors.grad, kept * x.square().sum(1, keepdim=True))
         assert dispatch._place.shape[1] == most
         assert sum(dispatch.counts) == kept.sum()
+
+
+def test_backward_of_the_sum_over_slots_has_few_rows_in_fp32_at_a_time():
+    tokens, k, width = 64, 8, 256
+    rows = torch.randn(tokens * k, width).bfloat16().requires_grad_()
+    weights, order = torch.rand(tokens, k).requires_grad_(), torch.randperm(tokens * k)
+    y = _Combine.apply(rows, weights, order, order.argsort().view(tokens, k))
+    slope = torch.randn(tokens, width).bfloat16()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        y.backward(slope)
+    changes = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held = torch.tensor([e.nbytes() for e in sorted(changes, key=lambda e: e.start_ns())]).cumsum(0)
+    assert rows.nbytes <= held.max() < 2 * rows.nbytes
+    by_hand = slope[order // k].float()
+    assert torch.equal(rows.grad, (by_hand * weights.flatten()[order, None]).bfloat16())
+    dots = torch.zeros(tokens * k).index_put((order,), (by_hand * rows.float()).sum(1)).view(tokens, k)
+    torch.testing.assert_close(weights.grad, dots)

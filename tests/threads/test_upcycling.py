@@ -1,13 +1,16 @@
 """tools/upcycle_checkpoint.py: dense checkpoints become checkpoints of models with experts."""
 
 import json
+import shutil
 import weakref
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_ds.checkpoint.load import latest, read_run
+from megatron_ds.checkpoint.run_file import checksum_of
 from megatron_ds.checkpoint.upcycling import Upcycling, is_exact
 from megatron_ds.checkpoint.whole_tensors import StoredTensors
 from megatron_ds.config import parse
@@ -20,6 +23,7 @@ from megatron_ds.ramps import Progress
 from megatron_ds.training.build import build_engine
 from megatron_ds.training.run_checkpoint import Start, check_same_run, describe_run, load_run, save_run
 from megatron_ds.training.step import train_step
+from megatron_ds.training.tokenizer_files import named_copies
 from tests.harness.pretraining import saved_state
 from tools.compare_layouts import tiny_job
 from tools.layout_comparison import mock_samples, open_loader
@@ -244,6 +248,25 @@ def test_choices_that_do_not_follow_from_the_scores_are_refused(kind):
     model = read([*STYLES["llama"], "--num-experts", "4", "--moe-router-load-balancing-type", kind]).model
     with pytest.raises(ConfigError, match=f"{kind}: .* Upcycle with aux_loss"):
         Upcycling(model, seed=1).check()
+
+
+@pytest.mark.parametrize("path", ["../a", "/a/b", "a/../../b", ".", "", 3])
+def test_files_of_a_tokenizer_outside_of_the_folder_of_the_run_are_refused(path):
+    with pytest.raises(CheckpointError, match="tokenizer_files is not a table of paths in that folder"):
+        named_copies(Path("runs"), {"tokenizer_files": {"tokenizer_model": path}})
+
+
+@pytest.mark.parametrize("path", ["../tokenizer.json", "."])
+def test_files_of_a_tokenizer_are_copied_from_the_folder_of_the_run_only(path, dense, tmp_path):
+    source, new = tmp_path / "runs" / "dense", tmp_path / "new" / "experts"
+    shutil.copytree(dense("llama")[0], source)
+    file = source / f"iter_{STEP:07d}" / "run.json"
+    run = json.loads(file.read_text()) | {"tokenizer_files": {"tokenizer_model": path}}
+    file.write_text(json.dumps(run | {"checksum": checksum_of(run)}))
+    with pytest.raises(CheckpointError, match="tokenizer_files is not a table of paths in that folder"):
+        run_tool(["--load", str(source), "--save", str(new), "--num-experts", "2"])
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["new", "runs"]
+    assert [p.name for p in new.parent.iterdir()] == ["experts"] and not list(new.glob("iter_*"))
 
 
 def test_other_folders_are_refused(dense, tmp_path):
