@@ -31,6 +31,7 @@ import torch
 from ..config.model_options import ModelConfig
 from ..errors import CheckpointError, ConfigError
 from ..models import MODELS, build_stage
+from ..moe.balance import balances_of
 from ..mpu.context import ParallelContext
 from ..mpu.param_spec import ParamSpec
 from ..tensor_parallel.init import initialize_interval
@@ -141,8 +142,7 @@ def is_exact(model: ModelConfig, granularity: int) -> bool:
 def specs_of(model: ModelConfig) -> list[ParamSpec]:
     """Of all weights, and of what routers remember from step to step. Allocates nothing."""
     modules = build_stage(MODELS[model.model](model, ParallelContext(device=torch.device("meta"))))
-    remembered = [spec for module in modules.modules() if (balance := getattr(module, "balance", None))
-                  for spec in balance.specs.values()]
+    remembered = [spec for balance in balances_of(modules) for spec in balance.specs.values()]
     return [*(parameter.spec for parameter in modules.parameters()), *remembered]
 
 

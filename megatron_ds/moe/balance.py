@@ -1,8 +1,8 @@
 """`Balance`: what a router remembers from step to step: the bias of each expert, and the shares of the last
 step.
 
-Both follow from the number of slots that each expert received in a step, over all micro-batches and ranks.
-They are not trained by gradients and are part of every checkpoint, in fp32.
+Both follow from the number of slots that each expert kept in a step, after drops, over all micro-batches and
+ranks. They are not trained by gradients and are part of every checkpoint, in fp32.
 
     bias     after a step  bias_e += rate · sign(mean slots − slots of e)      Wang et al. 2024
              so that overloaded experts are chosen less often                  (arXiv:2408.15664), algorithm 1
@@ -46,12 +46,14 @@ class Balance:
         return bool(self.specs)
 
     def place(self, device: torch.device) -> None:
-        """Allocate on the device, unless it is there already."""
-        if self.tally is not None and self.tally.device == device:
-            return
-        zeros = lambda leaf: torch.zeros(self.num_experts, device=device) if leaf in self.specs else None
-        self.bias, self.share = zeros("expert_bias"), zeros("last_share")
-        self.tally = torch.zeros(self.num_experts, dtype=torch.int64, device=device)
+        """Allocate on the device at first, later move there; nothing if the tensors are there already."""
+        if self.tally is None:
+            zeros = lambda leaf: torch.zeros(self.num_experts, device=device) if leaf in self.specs else None
+            self.bias, self.share = zeros("expert_bias"), zeros("last_share")
+            self.tally = torch.zeros(self.num_experts, dtype=torch.int64, device=device)
+        elif self.tally.device != device:
+            moved = (None if t is None else t.to(device) for t in (self.bias, self.share, self.tally))
+            self.bias, self.share, self.tally = moved
 
     def count(self, load: torch.Tensor, batch: Batch) -> None:
         """Add the slots int64 [E] of a micro-batch, in training only. A recomputed layer counts once."""
@@ -91,7 +93,7 @@ class StatePiece:
 def balances_of(modules: Iterable[nn.Module]) -> list[Balance]:
     """The memories of all routers that need one."""
     return [balance for module in modules for inner in module.modules()
-            if (balance := getattr(inner, "balance", None)) is not None and balance.is_needed]
+            if isinstance(balance := getattr(inner, "balance", None), Balance) and balance.is_needed]
 
 
 class StepState:

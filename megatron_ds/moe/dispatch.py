@@ -29,6 +29,7 @@ from itertools import islice
 
 import torch
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from ..mpu import collectives
 from ..mpu.context import ParallelContext
@@ -204,6 +205,7 @@ class _Permute(Function):
         return x.index_select(0, order // k)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         (place,) = ctx.saved_tensors
         return _sum_of_slots(grad, place, ctx.k).to(grad.dtype), None, None, None
@@ -216,6 +218,7 @@ class _Reorder(Function):
         return x.index_select(0, order)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         (inverse,) = ctx.saved_tensors
         return grad.index_select(0, inverse), None, None
@@ -230,6 +233,7 @@ class _Combine(Function):
         return _sum_of_slots(rows, place, weights.shape[1], weights).to(rows.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         rows, weights, order, place = ctx.saved_tensors
         k, drows = weights.shape[1], torch.empty_like(rows)

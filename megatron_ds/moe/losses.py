@@ -121,12 +121,15 @@ def _mean_parts(values: torch.Tensor, counted: torch.Tensor | None,
 
 
 def record_load(ledger: Ledger, layer: str, load: torch.Tensor, routing: Routing, group: Group | None,
-                counted: torch.Tensor | None = None) -> None:
-    """Metrics of a layer: largest load of an expert relative to the mean, entropy of the router, and where
-    slots may drop the share of dropped slots and of tokens without any expert. Padding does not count.
+                counted: torch.Tensor | None = None, bias: torch.Tensor | None = None) -> None:
+    """Metrics of a layer: largest load of an expert relative to the mean, entropy of the router, the range of
+    the experts' bias [E] if there is one, and where slots may drop the share of dropped slots and of tokens
+    without any expert. Padding does not count.
 
     load: int64 [E], kept slots over all ranks of the group. Collective over the group.
     """
+    if bias is not None:
+        ledger.record(f"{layer} bias range", bias.max() - bias.min())
     mean = load.sum().clamp(min=1) / len(load)
     ledger.record(f"{layer} max load", (load.max() / mean).float())
     parts = torch.stack([part.double() for part in _statistics(routing, counted)])

@@ -66,7 +66,8 @@ class MixtureOfExperts(nn.Module):
         waiting.wait()
         routed = dispatch.back(self.experts(dispatch.arrive(rows), dispatch.counts)).view_as(x)
         self.router.balance.count(dispatch.load, batch)
-        record_load(batch.ledger, self.name.removesuffix(".mlp"), dispatch.load, routing, group, counted)
+        record_load(batch.ledger, self.name.removesuffix(".mlp"), dispatch.load, routing, group, counted,
+                    self.router.balance.bias)
         return self._joined(x, routed, dense)
 
     def _dispatch(self, routing: Routing, capacity: Capacity, samples: int) -> Dispatch | PaddedDispatch:

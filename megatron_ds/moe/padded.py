@@ -34,6 +34,7 @@ Letters as in `dispatch.py`; t tensor-parallel ranks, n sets of competing tokens
 
 import torch
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from ..mpu import collectives
 from ..mpu.columns import columns_of_rows, rows_of_columns
@@ -151,6 +152,7 @@ class _ToExperts(Function):
         return _to_experts(rows, shape, tp)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         return _from_experts(grad.contiguous(), *ctx.route), None, None
 
@@ -162,6 +164,7 @@ class _FromExperts(Function):
         return _from_experts(rows.contiguous(), shape, tp)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         return _to_experts(grad, *ctx.route), None, None
 
@@ -175,6 +178,7 @@ class _Permute(Function):
         return _taken(x, to_expert // rows.shape[1])
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         (rows,) = ctx.saved_tensors
         return _sums(grad, rows).to(grad.dtype), None, None
@@ -189,6 +193,7 @@ class _Combine(Function):
         return _sums(x, rows, weights).to(x.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         x, weights, to_expert, rows = ctx.saved_tensors
         of_rows = _taken(grad, to_expert // rows.shape[1]).to(_wide(grad))

@@ -11,6 +11,7 @@ times as much as it has.
 
 import torch
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from ..errors import LayoutError
 from . import collectives
@@ -50,6 +51,7 @@ class _ToColumns(Function):
         return _columns(x.contiguous(), group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         return _rows(grad, ctx.group), None
 
@@ -61,5 +63,6 @@ class _ToRows(Function):
         return _rows(x, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         return _columns(grad.contiguous(), ctx.group), None

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import torch
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from . import collectives
 from .group import DONE, Group, Work
@@ -95,6 +96,7 @@ class _AllToAll(Function):
         return _all_to_all(x, sent, received, group, waiting)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         return _all_to_all(grad, *ctx.route, None), None, None, None, None
 
@@ -106,6 +108,7 @@ class _Gather(Function):
         return gathered_rows(x.contiguous(), counts, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         return summed_rows(grad, ctx.counts, ctx.group), None, None
 
@@ -117,5 +120,6 @@ class _ReduceScatter(Function):
         return summed_rows(x, counts, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         return gathered_rows(grad.contiguous(), ctx.counts, ctx.group), None, None

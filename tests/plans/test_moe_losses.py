@@ -127,5 +127,7 @@ def test_metrics_of_a_layer():
         assert found == pytest.approx({
             "layer max load": 5 / 3.5, "layer router entropy": entropies.mean().item(),
             "layer dropped": dropped / (2 * tokens), "layer without expert": without / tokens})
-    record_load(ledger, "layer", torch.tensor(LOAD), routing, None)
-    assert [e.name for e in ledger.take()] == ["layer max load", "layer router entropy"]
+    record_load(ledger, "layer", torch.tensor(LOAD), routing, None, bias=torch.tensor([.1, -.2, .3, 0]))
+    entries = ledger.take()
+    assert [e.name for e in entries] == ["layer bias range", "layer max load", "layer router entropy"]
+    assert entries[0].value.item() == pytest.approx(.5)

@@ -45,7 +45,8 @@ FLAGS = {
     "residual": "--mlp-type residual"}
 # Seeds of jobs whose margins are too small with the first seed: (style, limit, balance, layers) → seed.
 SEEDS = {("llama", "probs", "global", 2): 8, ("llama", "dropless", "bias", 2): 2,
-         ("gpt2", "probs", "bias", 2): 4, ("llama", "probs", "global", 4): 10, ("gpt2", "position", "global", 4): 4}
+         ("gpt2", "probs", "bias", 2): 4, ("llama", "probs", "global", 4): 10,
+         ("gpt2", "position", "global", 4): 4}
 
 
 def is_legal(case) -> bool:
