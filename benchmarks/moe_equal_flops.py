@@ -1,8 +1,10 @@
 """Whether experts lower the loss at equal arithmetic: the same text, tokens, batches and active FLOPs, dense
 or with 8 experts of which a token passes 2.
 
-    bash examples/moe_tiny_cpu.sh moe        # makes the corpus: the documentation that ships with Python
-    python benchmarks/moe_equal_flops.py --data moe --output equal_flops --seeds 1234 1
+    python benchmarks/moe_equal_flops.py --data library --output equal_flops --steps 1200 --seeds 1234 1
+
+The text is the source of Python's standard library without its tests, tokenized into the folder --data at the
+first run. A folder that holds a corpus already, such as that of examples/moe_tiny_cpu.sh, is used as it is.
 
 An expert has half the width of the dense feed-forward, so a token passes as many multiplications in both,
 but for the router. Two processes of one thread train at the same time, for each seed. Prints the validation
@@ -10,9 +12,11 @@ losses and draws their curves.
 """
 
 import argparse
+import json
 import os
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent.parent
@@ -24,6 +28,26 @@ KINDS = {"dense": ["--ffn-hidden-size", str(WIDTH)],
          "8 experts, top 2": ["--ffn-hidden-size", str(WIDTH), "--num-experts", "8", "--moe-router-topk", "2",
                               "--moe-ffn-hidden-size", str(WIDTH // 2), "--moe-aux-loss-coeff", "0.01"]}
 STYLES = {"dense": "--", "8 experts, top 2": "-"}
+
+
+def make_corpus(folder: Path) -> None:
+    """Write tokenizer and tokens of the standard library's source files, unless they exist."""
+    if (folder / "corpus_text_document.idx").exists():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    library, corpus = Path(sysconfig.get_path("stdlib")), folder / "corpus.jsonl"
+    with corpus.open("w") as lines:
+        for path in sorted(library.rglob("*.py")):
+            text = path.read_text(errors="ignore")
+            if len(text) > 200 and not {"site-packages", "test", "tests"} & set(path.parts):
+                lines.write(json.dumps({"text": text}) + "\n")
+    tokenizer = folder / "tokenizer"
+    for tool, *flags in (("train_tokenizer.py", "--input", corpus, "--vocab-size", "2048", "--output",
+                          tokenizer),
+                         ("preprocess_data.py", "--input", corpus, "--output-prefix", folder / "corpus",
+                          "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", tokenizer,
+                          "--append-eod", "--workers", "1")):
+        subprocess.run([sys.executable, str(HERE / "tools" / tool), *map(str, flags)], check=True)
 
 
 def job(args: argparse.Namespace, seed: int, metrics: Path) -> list[str]:
@@ -86,10 +110,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True, help="folder with corpus and tokenizer")
     parser.add_argument("--output", type=Path, required=True, help="folder for metrics and the picture")
-    parser.add_argument("--steps", type=int, default=480)
+    parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1234])
     args = parser.parse_args()
+    make_corpus(args.data)
     curves = run(args)
     print("| | " + " | ".join(f"{step}" for step, _ in next(iter(curves.values()))) + " |")
     for (kind, seed), points in curves.items():
