@@ -199,11 +199,10 @@ def logical_value(name: str, values: dict[str, np.ndarray], w: Workload) -> np.n
 
 def _load(engine, values: dict[str, np.ndarray], w: Workload) -> None:
     from megatron_ds.checkpoint.pieces import views
-    tp = engine.mesh.group("tp")
     for piece in engine.optimizer.pieces():
         if piece.kind == "weight":
             whole = torch.from_numpy(logical_value(piece.spec.name, values, w))
-            for view in views(piece, tp):
+            for view in views(piece, engine.mesh.coordinates):
                 where = tuple(slice(o, o + n) for o, n in zip(view.offset, view.tensor.shape))
                 view.tensor.copy_(whole[where])
     engine.optimizer.after_load()
