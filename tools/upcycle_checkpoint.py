@@ -7,7 +7,7 @@
 
 Each expert is a copy of the feed-forward of its layer, or one of G parts of its width, and the router is new.
 With softmax over the chosen experts (the default), or with several normalized sigmoids, and without a
-capacity, the model computes what the dense one did; the last line tells whether. Train it with
+capacity, the model computes what the dense one did; the last line printed says if it does. Train it with
 pretrain_gpt.py --load DIR --finetune, or with --no-load-optim to keep the iteration and the place in the
 data.
 

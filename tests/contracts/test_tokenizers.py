@@ -189,6 +189,6 @@ def test_a_folder_with_a_config_names_its_own_end_of_document(tokenizer_files, t
 def test_null_tokenizer_refuses_what_is_not_an_id_in_range():
     tokenizer = make_tokenizer("NullTokenizer", vocab_size=10)
     assert tokenizer.vocab_size == 11 and tokenizer.eod == 10 and tokenizer.encode("9 10") == [9, 10]
-    for text, told in [("1 x", "decimal"), ("11", "allows 0 to 10"), ("-1", "allows 0 to 10")]:
-        with pytest.raises(DataError, match=told):
+    for text, message in [("1 x", "decimal"), ("11", "allows 0 to 10"), ("-1", "allows 0 to 10")]:
+        with pytest.raises(DataError, match=message):
             tokenizer.encode(text)

@@ -108,7 +108,7 @@ def test_the_recipe_with_experts_trains_at_two_expert_parallel_sizes(tmp_path):
 
 def test_the_recipe_of_data_efficiency_trains_plainly_and_then_with_short_sequences_and_dropped_tokens(
         tmp_path):
-    """Its commands are told to a stand-in of Python, which makes the metrics that a run leaves behind."""
+    """A stand-in of Python receives its commands and makes the metrics that a run leaves behind."""
     python = tmp_path / "python"
     python.write_text(f"""#!{sys.executable}
 import json, pathlib, sys
@@ -157,9 +157,9 @@ def test_the_quickstart_in_small_ends_with_a_curve_and_a_text(tmp_path):
     records = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     trained = [r for r in records if r["kind"] == "train"]
     assert trained[-1]["step"] == 20 and trained[-1]["loss"] < math.log(2048) - 0.2
-    told, = [block for block in blocks_of("docs/quickstart.md")
-             if block.mark == "printed by: examples/gpt_tiny_cpu.sh"]
-    check_printed(told, done.stdout)
+    printed, = [block for block in blocks_of("docs/quickstart.md")
+                if block.mark == "printed by: examples/gpt_tiny_cpu.sh"]
+    check_printed(printed, done.stdout)
     assert "tp 1 × pp 2 × dp 2" in done.stdout
     assert "loaded out/checkpoints, iteration 4" in done.stdout
     assert (tmp_path / "out" / "loss.png").stat().st_size > 10_000
@@ -179,9 +179,9 @@ def test_a_model_of_the_size_of_deepseek_v3_is_planned(tmp_path):
     others = 2 * 129280 * h + 61 * (attention + 2 * h) + h + 3 * dense + 58 * (expert + 256 * h)
     assert f"the model has {others + 58 * 256 * expert:,} parameters (671.0 G)" in done.stdout
     assert f"a token uses {others + 58 * 8 * expert:,} of the parameters, 5.6%" in done.stdout
-    told, = [block for block in blocks_of("docs/planning.md")
-             if block.mark == "printed by: examples/deepseek_v3_dry_run.sh"]
-    check_printed(told, done.stdout)
+    printed, = [block for block in blocks_of("docs/planning.md")
+                if block.mark == "printed by: examples/deepseek_v3_dry_run.sh"]
+    check_printed(printed, done.stdout)
     assert abs(others + 58 * 256 * expert - 671_026_404_352) < 4e6
 
 
