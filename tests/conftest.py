@@ -19,3 +19,17 @@ def _root_logger_as_before():
     yield
     root.handlers[:] = handlers
     root.setLevel(level)
+
+
+def pytest_collection_modifyitems(items):
+    """Names of cases are equal in every process: the text of a set of strings depends on the process's hash
+    seed, and pytest-xdist stops when its workers collect different names.
+
+    Raises:
+        pytest.UsageError: the name of a case holds the text of a set of two or more members.
+    """
+    for item in items:
+        values = item.callspec.params.values() if hasattr(item, "callspec") else ()
+        if any(isinstance(v, (set, frozenset)) and len(v) > 1 and str(v) in item.nodeid for v in values):
+            raise pytest.UsageError(f"{item.nodeid} is named by a set, whose order differs between "
+                                    "processes; use a tuple")
