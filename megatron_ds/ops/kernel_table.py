@@ -1,0 +1,125 @@
+"""The table of kernels: which implementation computes an operation, by device, dtype and shape.
+
+    rms_norm = Operation("rms_norm", torch_rms_norm)
+
+    @rms_norm.implementation("cuda", devices=GPU, dtypes=FLOATS, fits=rows_of_packets)
+    def _cuda(x, weight, eps): ...
+
+    rms_norm(x, weight, eps)             the first implementation that takes the arguments, else torch's
+
+An operation has one implementation in torch operations, which takes every device, dtype and shape, and any
+number of faster ones, in the order of preference. `select("torch")` (--kernels torch) leaves only torch's.
+Which implementations exist on a device is decided once; only `fits` is asked in each call.
+
+Meta tensors are planned as GPU tensors, so an implementation for GPUs must work without memory: it allocates
+its results and launches nothing (`gpu/gpu_kernel.py`).
+"""
+
+import functools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+CPU, GPU = ("cpu",), ("cuda", "meta")
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+MODES = ("auto", "torch")
+
+OPERATIONS: dict[str, "Operation"] = {}
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to compute an operation.
+
+    name       "cuda", or the processor's instructions
+    devices    types of devices that it runs on; None for all
+    dtypes     of the first tensor; None for all
+    available  "" if it can run on this machine, else the reason why not; asked once
+    fits       called with the operation's arguments: "" if it takes them, else the reason, logged once
+    """
+
+    name: str
+    function: Callable[..., Any]
+    devices: Sequence[str] | None = None
+    dtypes: Sequence[torch.dtype] | None = None
+    available: Callable[[], str] = lambda: ""
+    fits: Callable[..., str] = lambda *_, **__: ""
+
+
+class Operation:
+    """A function with several implementations; calling it runs the first that takes the arguments."""
+
+    def __init__(self, name: str, in_torch: Callable[..., Any]):
+        self.name = name
+        self.implementations = [Implementation("torch", in_torch)]
+        OPERATIONS[name] = self
+
+    def implementation(self, name: str, **limits: Any) -> Callable[[Callable], Callable]:
+        """Adds the decorated function before torch's; limits: fields of `Implementation`."""
+        def add(function: Callable) -> Callable:
+            self.implementations.insert(-1, Implementation(name, function, **limits))
+            return function
+        return add
+
+    def __call__(self, x: torch.Tensor, *arguments: Any, **named: Any) -> Any:
+        for entry in _candidates(self, x.device.type, x.dtype, _MODE[0]):
+            reason = entry.fits(x, *arguments, **named)
+            if not reason:
+                return entry.function(x, *arguments, **named)
+            _log_once(self.name, entry.name, reason)
+        raise AssertionError(f"{self.name} has no implementation in torch operations")
+
+
+_MODE = ["auto"]
+
+
+def select(mode: str) -> None:
+    """Choose the kernels of this process: "auto", or "torch" for torch's operations alone.
+
+    Raises ConfigError for another mode.
+    """
+    if mode not in MODES:
+        raise ConfigError(f"--kernels {mode} is not known: use {' or '.join(MODES)}.")
+    _MODE[0] = mode
+
+
+@contextmanager
+def selected(mode: str) -> Iterator[None]:
+    """`select` within the context."""
+    before = _MODE[0]
+    select(mode)
+    try:
+        yield
+    finally:
+        _MODE[0] = before
+
+
+@functools.cache
+def _candidates(operation: Operation, device: str, dtype: torch.dtype, mode: str) -> list[Implementation]:
+    return [entry for entry in operation.implementations
+            if entry.name == "torch" or mode == "auto"
+            and (entry.devices is None or device in entry.devices)
+            and (entry.dtypes is None or dtype in entry.dtypes)
+            and not (device != "meta" and entry.available())]
+
+
+@functools.cache
+def _log_once(operation: str, name: str, reason: str) -> None:
+    logger.info("kernel %s: %s does not take these arguments (%s); torch's operations run instead",
+                operation, name, reason)
+
+
+def text(device: torch.device | str, dtype: torch.dtype) -> str:
+    """The chosen implementation of every operation in one line, for the start of a run."""
+    kind = torch.device(device).type
+    chosen = [(name, _candidates(operation, kind, dtype, _MODE[0])[0].name)
+              for name, operation in sorted(OPERATIONS.items())]
+    return "kernels: " + ", ".join(f"{name} {implementation}" for name, implementation in chosen)
