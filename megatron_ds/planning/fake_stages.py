@@ -40,7 +40,7 @@ from ..models import Layer, Loss, build_stage, build_stages, count_uses
 from ..mpu.fake_group import fake_mesh
 from ..mpu.group import Traffic
 from ..mpu.mesh import Mesh
-from ..ops.product import WORKSPACE
+from ..ops.cpu.widened_products import WORKSPACE
 from ..pipeline.instruction import Op, Program, Schedule
 from ..pipeline.stage import Stage
 from .run_model import DTYPES, boundary_shape, describe_layers, loss_function, planned_batch
