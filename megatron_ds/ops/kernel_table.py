@@ -126,9 +126,13 @@ def _log_once(operation: str, name: str, reason: str) -> None:
                 operation, name, reason)
 
 
-def text(device: torch.device | str, dtype: torch.dtype) -> str:
-    """The chosen implementation of every operation in one line, for the start of a run."""
-    kind = torch.device(device).type
-    chosen = [(name, _candidates(operation, kind, dtype, _MODE[0])[0].name)
-              for name, operation in sorted(OPERATIONS.items())]
-    return "kernels: " + ", ".join(f"{name} {implementation}" for name, implementation in chosen)
+def kernels_text(device: torch.device, dtype: torch.dtype) -> str:
+    """The implementations that a device has for a dtype, one line for the start of a run.
+
+    kernels: attention blocked, gelu c++; affine, layer_norm, product by torch
+    """
+    own, by_torch = [], []
+    for name, operation in sorted(OPERATIONS.items()):
+        names = [entry.name for entry in _candidates(operation, device.type, dtype, _MODE[0])[:-1]]
+        (own if names else by_torch).append(f"{name} {' or '.join(names)}".strip())
+    return "kernels: " + "; ".join(filter(None, (", ".join(own), f"{', '.join(by_torch)} by torch")))
