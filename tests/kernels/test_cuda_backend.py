@@ -22,15 +22,19 @@ from tests.harness.stand_in_gpu import stand_in_gpu
 PACKED = """
 #include "device.cuh"
 #include "scale.cuh"
-template <int ADD> __global__ void packed(float* f, int32_t a, int64_t* wide, int64_t b, float c, uint32_t d,
-                                          uint64_t e, const float* absent) {
+struct Keys { uint64_t of[64]; };
+template <int ADD> __global__ void packed(float* f, int a, int64_t* wide, int64_t b, float c, Keys keys,
+                                          uint32_t d, uint64_t e, const float* absent) {
     if (threadIdx.x == 0) {
         f[0] = SCALE * c;
         wide[0] = a + ADD; wide[1] = b; wide[2] = d; wide[3] = int64_t(e); wide[4] = absent == nullptr;
+        wide[5] = keys.of[0]; wide[6] = keys.of[1]; wide[7] = keys.of[63];
     }
 }
 """
-KERNEL = GpuKernel("packed.cu", "packed", "ptr i32 ptr i64 f32 u32 u64 ptr")
+FORMS = "ptr i32 ptr i64 f32 u64x64 u32 u64 ptr"
+KEYS = (41).to_bytes(8, "little") + (42).to_bytes(8, "little")
+KERNEL = GpuKernel("packed.cu", "packed", FORMS)
 
 
 @pytest.fixture
@@ -53,8 +57,8 @@ def forget_sources():
 
 
 def pack(add=0, **given):
-    f, wide = torch.zeros(1), torch.zeros(5, dtype=torch.int64)
-    KERNEL((add,), given.get("grid", 1), given.get("threads", 32), f, -7, wide, -2**40, 0.75, 2**32 - 1,
+    f, wide = torch.zeros(1), torch.full((8,), 99, dtype=torch.int64)
+    KERNEL((add,), given.get("grid", 1), given.get("threads", 32), f, -7, wide, -2**40, 0.75, KEYS, 2**32 - 1,
            2**63 + 5, given.get("absent"))
     return f, wide
 
@@ -63,7 +67,7 @@ def test_arguments_of_all_types_arrive(sources, tmp_path):
     with stand_in_gpu(tmp_path / "cache"):
         f, wide = pack(add=3)
     assert f.item() == 1.5
-    assert wide.tolist() == [-4, -2**40, 2**32 - 1, 5 - 2**63, 1]
+    assert wide.tolist() == [-4, -2**40, 2**32 - 1, 5 - 2**63, 1, 41, 42, 0]
 
 
 def test_an_operation_runs_forward_and_backward_on_the_current_stream(tmp_path):
@@ -121,14 +125,14 @@ def test_each_device_has_modules_of_its_own(sources, tmp_path):
 
 def test_threads_launch_one_kernel_at_the_same_time(sources, tmp_path):
     """Arguments of a launch are in memory of its thread."""
-    wrong, kernel = [], GpuKernel("packed.cu", "packed", "ptr i32 ptr i64 f32 u32 u64 ptr")
+    wrong, kernel = [], GpuKernel("packed.cu", "packed", FORMS)
 
     def work(number):
         for i in range(200):
-            f, wide = torch.zeros(1), torch.zeros(5, dtype=torch.int64)
+            f, wide = torch.zeros(1), torch.zeros(8, dtype=torch.int64)
             one_at_a_time.acquire()                                 # the emulator runs one kernel at a time
             try:
-                kernel((0,), 1, 1, f, number, wide, i, float(number), 0, 0, None)
+                kernel((0,), 1, 1, f, number, wide, i, float(number), KEYS, 0, 0, None)
             finally:
                 one_at_a_time.release()
             if (f.item(), *wide[:2].tolist()) != (2.0 * number, number, i):
@@ -176,9 +180,9 @@ def test_no_kernel_is_loaded_in_the_capture_of_a_graph(sources, tmp_path):
 
 def test_tensors_on_two_devices_are_refused_before_the_gpu_reads_them(sources, tmp_path):
     with stand_in_gpu(tmp_path):
-        with pytest.raises(KernelError, match="packed: argument 7 is on meta, the first tensor on cpu"):
+        with pytest.raises(KernelError, match="packed: argument 8 is on meta, the first tensor on cpu"):
             pack(absent=torch.empty(1, device="meta"))
-        with pytest.raises(KernelError, match="packed has 8 arguments, not 2"):
+        with pytest.raises(KernelError, match="packed has 9 arguments, not 2"):
             KERNEL((0,), 1, 1, torch.zeros(1), 3)
 
 
@@ -213,7 +217,7 @@ def test_tensors_without_memory_launch_nothing_and_are_recorded(tmp_path):
 def test_recorded_kernels_are_compiled_together(sources, tmp_path):
     with stand_in_gpu(tmp_path) as gpu, launches_recorded() as launches:
         for add in (1, 2, 1):
-            KERNEL((add,), 1, 32, torch.empty(1, device="meta"), *[0] * 7)
+            KERNEL((add,), 1, 32, torch.empty(1, device="meta"), *[0] * 8)
         gpu.backend.prepare((kernel.file, kernel.expression(template)) for kernel, template in launches)
         assert sorted(gpu.compiler.compilations) == ["packed<1>", "packed<2>"]
         pack(add=2)
