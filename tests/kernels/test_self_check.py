@@ -1,4 +1,4 @@
-"""The check of each kernel before it is used: what passes, what is disabled, and what the log has of it."""
+"""The check of a GPU implementation before it is used: what passes, what is disabled, what is logged."""
 
 import logging
 
@@ -6,29 +6,31 @@ import pytest
 import torch
 
 from megatron_ds.errors import KernelError
+from megatron_ds.ops import kernel_table
 from megatron_ds.ops.gpu import norm_kernels, self_check
-from megatron_ds.ops.gpu.self_check import checked, failure_of
-from megatron_ds.ops.kernel_table import Operation, text
-from megatron_ds.ops.norms import reference_rms_norm
+from megatron_ds.ops.gpu.self_check import failure, reason_against_implementation
+from megatron_ds.ops.kernel_table import GPU, OPERATIONS, Operation, kernels_text, random_tensors
 from tests.harness.stand_in_gpu import stand_in_gpu
 
 CPU = torch.device("cpu")
 
 
-def case_of(spoil=lambda y: y, expected=reference_rms_norm, tolerance=2e-6):
-    def case(device):
-        x, weight = torch.randn(3, 264, device=device), torch.randn(264, device=device)
-        y = norm_kernels.rms_norm(x, weight, 1e-5)
-        return spoil(y), expected(x, weight, 1e-5), tolerance
-    return case
-
-
 def wrong_at(index, by):
-    def spoil(y):
-        y = y.clone()
-        y[index] += by
-        return y
-    return spoil
+    """RMSNorm by the kernels, with one element wrong."""
+    def function(x, weight, eps):
+        y = norm_kernels.rms_norm(x, weight, eps)
+        spoiled = torch.zeros_like(y)
+        spoiled[index] = by
+        return y + spoiled
+    return function
+
+
+def wrong_backward(x, weight, eps):
+    return norm_kernels.rms_norm(x + 1e-3 * (x - x.detach()), weight, eps)
+
+
+def without_kernels(x, weight, eps):
+    raise TypeError("an argument is missing")
 
 
 @pytest.fixture
@@ -37,52 +39,80 @@ def gpu(tmp_path):
         yield gpu
 
 
-def test_a_right_kernel_passes_without_a_word(gpu, caplog):
-    assert failure_of(case_of(), CPU) == "" and not caplog.records
+@pytest.fixture
+def operation():
+    @Operation
+    def checked_norm(x, weight, eps):
+        """RMSNorm in torch's operations."""
+        return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
+
+    @checked_norm.example
+    def _example(rows, width, dtype, device):
+        return (*random_tensors(dtype, device, (rows, width), (width,)), 1e-5)
+
+    yield checked_norm
+    del OPERATIONS["checked_norm"]
 
 
-@pytest.mark.parametrize("case, reason", [
-    (case_of(wrong_at((2, 263), 1e-3)), "result 1 of 1 differs by 0.001, more than "),
-    (case_of(wrong_at((0, 0), float("nan"))), "result 1 of 1 differs by nan"),
-    (case_of(wrong_at((1, 1), 1e-3), tolerance=0), "result 1 of 1 has other bits"),
-    (case_of(lambda y: y[:2]), "result 1 of 1 has the shape [2, 264] in place of [3, 264]"),
-    (case_of(lambda y: (y, y), lambda *_: (torch.zeros(1),)), "returns 2 results for 1 expected"),
-    (lambda device: (torch.ones(1), torch.ones(1), 0), "its case launches no kernel")],
-    ids=["one element", "nan", "bits", "shape", "count", "no launch"])
-def test_a_wrong_kernel_is_disabled_with_a_warning(gpu, caplog, case, reason):
+def entry_of(operation, function=norm_kernels.rms_norm, fits=norm_kernels.fits, name="cuda"):
+    operation.implementation(name, devices=GPU, dtypes=(torch.float32,), fits=fits)(function)
+    return operation.implementations[-2]
+
+
+def test_right_kernels_pass_without_a_word(gpu, operation, caplog):
+    assert failure(operation, entry_of(operation), torch.float32, CPU) == "" and not caplog.records
+    assert sorted(e.partition("<")[0] for e in gpu.compiler.compilations) == ["norm_backward", "norm_forward"]
+
+
+def test_the_first_size_that_the_kernels_take_is_compared(gpu, operation):
+    entry = entry_of(operation, fits=lambda x, *_: "too wide" if x.shape[-1] > 100 else "")
+    assert failure(operation, entry, torch.float32, CPU) == ""
+    assert all("<float, 24, " in expression for expression in gpu.compiler.compilations)
+
+
+@pytest.mark.parametrize("function, fits, reason", [
+    (wrong_at((6, 263), 1e-3), norm_kernels.fits, "7 rows of 264 elements of torch.float32 are wrong by "),
+    (wrong_at((0, 0), float("nan")), norm_kernels.fits, "are wrong by inf times the tolerance"),
+    (wrong_backward, norm_kernels.fits, "are wrong by "),
+    (norm_kernels.rms_norm, lambda *_: "never", "it takes no example"),
+    (without_kernels, norm_kernels.fits, "TypeError: an argument is missing")],
+    ids=["one element", "nan", "backward", "takes nothing", "error"])
+def test_wrong_kernels_are_disabled_with_a_warning_that_names_them(gpu, operation, caplog, function, fits,
+                                                                   reason):
+    entry = entry_of(operation, function, fits)
     with caplog.at_level(logging.WARNING):
-        assert reason in failure_of(case, CPU)
-    assert len(caplog.records) == 1
-    assert "is not used, torch's operations run instead" in caplog.text and reason in caplog.text
-    assert ("norm_forward (norm.cu) failed" in caplog.text) == ("no kernel" not in reason)
+        assert reason in failure(operation, entry, torch.float32, CPU)
+    assert len(caplog.records) == 1 and reason in caplog.text
+    launches = "kernels norm_forward, norm_backward (norm.cu) failed its check on cpu"
+    assert (launches in caplog.text) == (" wrong by " in reason)
+    assert "so torch's operations compute checked_norm there" in caplog.text
 
 
-def test_a_kernel_that_does_not_run_is_disabled(gpu, caplog):
+def test_kernels_that_do_not_run_are_disabled(gpu, operation, caplog):
     gpu.fail_next_launch(700)
     with caplog.at_level(logging.WARNING):
-        assert "CUDA_ERROR_ILLEGAL_ADDRESS" in failure_of(case_of(), CPU)
-    assert "norm_forward (norm.cu) failed" in caplog.text
+        assert "CUDA_ERROR_ILLEGAL_ADDRESS" in failure(operation, entry_of(operation), torch.float32, CPU)
+    assert "kernels norm_forward (norm.cu) failed" in caplog.text
 
 
-def test_a_case_covers_the_backward_whatever_mode_the_first_call_is_in(gpu):
+def test_the_backward_is_compared_whatever_mode_the_first_call_is_in(gpu, operation):
     """The first call of an operation may be an evaluation, in which autograd is off."""
-    def case(device):
-        x, dy = torch.randn(2, 3, 264, device=device)
-        weight = torch.ones(264, device=device)
-        gradient_by = lambda f: torch.autograd.grad(f(x.requires_grad_(), weight, 1e-5), x, dy)
-        return gradient_by(norm_kernels.rms_norm), gradient_by(reference_rms_norm), 2e-6
-
-    with torch.inference_mode():
-        assert failure_of(case, CPU) == ""
-    with torch.no_grad():
-        assert failure_of(case, CPU) == ""
+    right, wrong = entry_of(operation), entry_of(operation, wrong_backward)
+    for mode in (torch.inference_mode(), torch.no_grad()):
+        with mode:
+            assert failure(operation, right, torch.float32, CPU) == ""
+            assert failure(operation, wrong, torch.float32, CPU)
 
 
-def test_a_case_leaves_the_random_numbers_of_the_run_alone(gpu):
+def test_a_check_leaves_the_random_numbers_of_the_run_alone(gpu, operation):
+    def drawing(x, weight, eps):
+        torch.rand(3)
+        return norm_kernels.rms_norm(x, weight, eps)
+
     torch.manual_seed(5)
     expected = torch.randn(4)
     torch.manual_seed(5)
-    failure_of(case_of(), CPU)
+    assert failure(operation, entry_of(operation, drawing), torch.float32, CPU) == ""
     assert torch.equal(torch.randn(4), expected)
 
 
@@ -90,63 +120,48 @@ def test_a_case_leaves_the_random_numbers_of_the_run_alone(gpu):
 class OneGpu:
     """torch.cuda as far as the check asks for it."""
 
-    @staticmethod
-    def is_available():
-        return True
-
-    @staticmethod
-    def current_device():
-        return 0
-
-
-def operation(available):
-    """An operation whose "gpu" implementation returns 1, torch's 0; on CPU tensors."""
-    made = Operation("checked_in_this_test", lambda x: 0)
-    made.implementation("gpu", available=available)(lambda x: 1)
-    return made
+    capturing = False
+    is_current_stream_capturing = classmethod(lambda cls: cls.capturing)
+    current_device = staticmethod(lambda: 0)
 
 
 @pytest.fixture
 def as_if_on_a_gpu(monkeypatch):
-    """The current CUDA device is usable, and its tensors are those of the CPU."""
-    from megatron_ds.ops import kernel_table
+    """The current CUDA device is usable; its tensors are those of the CPU."""
+    compare = self_check.failure
     monkeypatch.setattr(self_check.torch, "cuda", OneGpu)
     monkeypatch.setattr(self_check, "reason_against", lambda device: "")
-    real = self_check.failure_of
-    monkeypatch.setattr(self_check, "failure_of", lambda case, device: real(case, CPU))
-    before = dict(kernel_table.OPERATIONS)
-    yield
-    kernel_table.OPERATIONS.clear()
-    kernel_table.OPERATIONS.update(before)
+    monkeypatch.setattr(self_check, "failure", lambda *those: compare(*those[:-1], CPU))
 
 
-@pytest.mark.parametrize("case, chosen", [(case_of(), 1), (case_of(wrong_at((0, 0), 1.0)), 0)],
+@pytest.mark.parametrize("function, chosen", [(norm_kernels.rms_norm, "checked_norm cuda"),
+                                              (wrong_at((0, 0), 1.0), "checked_norm")],
                          ids=["right", "wrong"])
-def test_the_table_uses_a_kernel_only_if_its_case_is_right(gpu, as_if_on_a_gpu, caplog, case, chosen):
-    made = operation(checked(case))
+def test_the_table_has_only_kernels_that_are_right(gpu, operation, as_if_on_a_gpu, caplog, function, chosen):
+    entry_of(operation, function)
     with caplog.at_level(logging.WARNING):
-        assert [made(torch.ones(1)) for _ in range(3)] == [chosen] * 3
-    assert len(caplog.records) == (not chosen)
-    assert ("checked_in_this_test gpu" in text("cpu", torch.float32)) == bool(chosen)
+        texts = {kernels_text(torch.device("cuda"), torch.float32) for _ in range(3)}
+    (text,) = texts
+    own, _, by_torch = text.rpartition("; ")
+    assert chosen in (own if "cuda" in chosen else by_torch) and len(caplog.records) == ("cuda" not in chosen)
+    assert sum("norm_forward" in e for e in gpu.compiler.compilations) == 1
 
 
-def test_a_case_runs_once_for_a_device(gpu, as_if_on_a_gpu):
-    calls = []
-
-    def case(device):
-        calls.append(device)
-        return case_of()(device)
-
-    available = checked(case)
-    assert available() == available() == checked(case)() == "" and len(calls) == 1
+def test_plans_check_nothing(gpu, operation, as_if_on_a_gpu):
+    entry_of(operation, wrong_at((0, 0), 1.0))
+    assert "checked_norm cuda" in kernels_text(torch.device("meta"), torch.float32)
+    assert not gpu.compiler.compilations
 
 
-def test_kernels_are_not_chosen_in_the_capture_of_a_graph(monkeypatch):
-    class Capturing(OneGpu):
-        @staticmethod
-        def is_current_stream_capturing():
-            return True
+def test_other_implementations_for_gpus_need_no_compiler(operation, monkeypatch):
+    monkeypatch.setattr(self_check, "reason_against", lambda device: "no NVRTC")
+    assert reason_against_implementation(operation, entry_of(operation, name="flash"), torch.float32) == ""
+    assert reason_against_implementation(operation, entry_of(operation), torch.float32) == "no NVRTC"
 
-    monkeypatch.setattr(self_check.torch, "cuda", Capturing)
-    with pytest.raises(KernelError, match="in the capture of a CUDA graph here. Run the step once before"):
-        failure_of(case_of(), torch.device("cuda", 0))
+
+def test_kernels_are_not_checked_in_the_capture_of_a_graph(operation, as_if_on_a_gpu, monkeypatch):
+    monkeypatch.setattr(OneGpu, "capturing", True)
+    entry_of(operation)
+    with pytest.raises(KernelError, match="the kernels of checked_norm are checked at its first call, which "
+                                          "is in the capture of a CUDA graph here. Run the step once"):
+        kernel_table.kernels_text(torch.device("cuda"), torch.float32)
