@@ -16,7 +16,8 @@ import torch
 
 from ..product import has_memory
 
-FORMATS = {"ptr": "Q", "i32": "i", "i64": "q", "u32": "I", "u64": "Q", "f32": "f"}
+FORMATS = {"ptr": "Q", "i32": "i", "i64": "q", "u32": "I", "u64": "Q", "f32": "f",
+           "u64x64": "512s"}                  # up to 64 numbers of 64 bits as bytes, in a struct of 64
 TYPE_NAMES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -48,7 +49,8 @@ class GpuKernel:
 
     file       in csrc/gpu
     name       of the __global__ function template
-    arguments  types of its arguments: ptr (a tensor or None), i32, i64, u32, u64, f32
+    arguments  types of its arguments: ptr (a tensor or None), i32, i64, u32, u64, f32; u64x64 only
+               as the first
     """
 
     def __init__(self, file: str, name: str, arguments: str):
