@@ -111,7 +111,8 @@ def _dropout_add_on_gpu(x: torch.Tensor, residual: torch.Tensor, p: float, **tab
 
 
 def _with_kernel(x: torch.Tensor, residual: torch.Tensor | None, p: float, *, seed: int, site: str,
-                 sample_ids: tuple[int, ...], rows: range, picked: torch.Tensor | None = None) -> torch.Tensor:
+                 sample_ids: tuple[int, ...], rows: range,
+                 picked: torch.Tensor | None = None) -> torch.Tensor:
     _check_held(x, sample_ids, rows, picked)
     seeds = [seed_of(*key) for key in sample_keys(seed, site, sample_ids)]
     return dropout_kernels.dropout(x, residual, seeds=seeds, threshold=_threshold(p), first_row=rows.start,

@@ -19,7 +19,7 @@ MOST_THREADS, PICKED_THREADS = 512, 256
 MOST_BLOCKS = (1 << 31) - 1    # in the first dimension of a grid
 MOST_TABLES = (1 << 16) - 1    # in the second
 MOST_SAMPLES = 64              # keys that one launch of `dropout` takes as an argument
-MOST_PICKED_COLUMNS = 1 << 17  # of tables of which columns are picked: a row is in shared memory, a bit a number
+MOST_PICKED_COLUMNS = 1 << 17  # of tables of which columns are picked: a row is in shared memory
 
 DROPOUT = GpuKernel("dropout.cu", "dropout",
                     "u64x64 ptr ptr ptr ptr i64 i64 i64 i32 i32 i32 i32 u32 f32")
@@ -51,9 +51,9 @@ class _Dropout(torch.autograd.Function):
         strides = (0, 0) if picked is None else picked.stride()
         for first in range(0, samples, MOST_SAMPLES):
             keys = seeds[first:first + MOST_SAMPLES]
-            DROPOUT((type_name(x), packets, residual is not None), _grid(positions, len(keys)), _threads(cols),
-                    struct.pack(f"{len(keys)}Q", *keys), x, residual, y, picked, *strides, first_row,
-                    positions, samples, first, cols, threshold, LEVELS / threshold)
+            DROPOUT((type_name(x), packets, residual is not None), _grid(positions, len(keys)),
+                    _threads(cols), struct.pack(f"{len(keys)}Q", *keys), x, residual, y, picked, *strides,
+                    first_row, positions, samples, first, cols, threshold, LEVELS / threshold)
         return y
 
     @staticmethod
