@@ -93,7 +93,7 @@ def test_nothing_is_launched_for_nothing(shape):
     with emulated_gpu() as gpu:
         y, dx, _ = run(KERNELS[dropout_add], dropout_add, *tensors(shape, torch.float32))
     assert y.shape == dx.shape == shape
-    assert not gpu.launches or shape[2] == 0                    # a grid that is not empty: no block does anything
+    assert not gpu.launches or shape[2] == 0                    # blocks that do nothing
 
 
 @pytest.mark.parametrize("operation", [dropout, dropout_add], ids=lambda operation: operation.name)
