@@ -16,7 +16,8 @@
 // Limits: any cols. Packets of 16 bytes where a row is whole packets and memory is aligned, else single
 // elements (PACKETS). At most 64 samples a launch, whose keys are an argument. Masks of picked columns: of
 // tables of at most 16 UNITS columns.
-// Registers on sm_80 to sm_120: dropout 64, keep_masks 64, picked_keep_masks 40.
+// Narrow: dropout without packets, keep_masks of cols that are not a multiple of 16, picked_keep_masks.
+// Registers on sm_90 (and 80 to 120): dropout 64, keep_masks 64, picked_keep_masks 40.
 #include "philox.cuh"
 
 constexpr int MOST_THREADS = 512;

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from .gpu import dropout_kernels
-from .kernel_table import CPU, FLOATS, GPU, Operation
+from .kernel_table import CPU, FLOATS, GPU, Operation, random_tensors
 from .keyed_random import Key, seed_of, shift_right
 from .product import has_memory
 
@@ -75,7 +75,7 @@ class KeepMask:
 
 
 @Operation
-def dropout(x: torch.Tensor, p: float, *, seed: int, site: str, sample_ids: tuple[int, ...], rows: range,
+def dropout(x: torch.Tensor, p: float, seed: int, site: str, sample_ids: tuple[int, ...], rows: range,
             picked: torch.Tensor | None = None) -> torch.Tensor:
     """Zero elements of x [s, b, h] with probability `p` and scale the others so that the mean stays.
 
@@ -92,7 +92,7 @@ def dropout(x: torch.Tensor, p: float, *, seed: int, site: str, sample_ids: tupl
 
 
 @Operation
-def dropout_add(x: torch.Tensor, residual: torch.Tensor, p: float, *, seed: int, site: str,
+def dropout_add(x: torch.Tensor, residual: torch.Tensor, p: float, seed: int, site: str,
                 sample_ids: tuple[int, ...], rows: range, picked: torch.Tensor | None = None) -> torch.Tensor:
     """`residual` + dropout(x), both [s, b, h] of one dtype; see `dropout`."""
     if p == 0.0:
@@ -100,17 +100,30 @@ def dropout_add(x: torch.Tensor, residual: torch.Tensor, p: float, *, seed: int,
     return apply_mask(x, _hidden_mask(x, p, sample_keys(seed, site, sample_ids), rows, picked), p, residual)
 
 
+@dropout.example
+def _dropout_example(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:
+    (x,) = random_tensors(dtype, device, (rows, 2, width))
+    return x, 0.3, 1, "here", (4, 7), range(3, 3 + rows)
+
+
+@dropout_add.example
+def _dropout_add_example(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:
+    x, residual = random_tensors(dtype, device, (rows, 2, width), (rows, 2, width))
+    return x, residual, 0.3, 1, "here", (4, 7), range(3, 3 + rows)
+
+
 @dropout.implementation("cuda", devices=GPU, dtypes=FLOATS)
-def _dropout_on_gpu(x: torch.Tensor, p: float, **table: Any) -> torch.Tensor:
-    return _with_kernel(x, None, p, **table) if p else x
+def _dropout_on_gpu(x: torch.Tensor, p: float, *table: Any, **named: Any) -> torch.Tensor:
+    return _with_kernel(x, None, p, *table, **named) if p else x
 
 
 @dropout_add.implementation("cuda", devices=GPU, dtypes=FLOATS)
-def _dropout_add_on_gpu(x: torch.Tensor, residual: torch.Tensor, p: float, **table: Any) -> torch.Tensor:
-    return _with_kernel(x, residual, p, **table) if p else residual + x
+def _dropout_add_on_gpu(x: torch.Tensor, residual: torch.Tensor, p: float, *table: Any,
+                        **named: Any) -> torch.Tensor:
+    return _with_kernel(x, residual, p, *table, **named) if p else residual + x
 
 
-def _with_kernel(x: torch.Tensor, residual: torch.Tensor | None, p: float, *, seed: int, site: str,
+def _with_kernel(x: torch.Tensor, residual: torch.Tensor | None, p: float, seed: int, site: str,
                  sample_ids: tuple[int, ...], rows: range,
                  picked: torch.Tensor | None = None) -> torch.Tensor:
     _check_held(x, sample_ids, rows, picked)
@@ -163,6 +176,13 @@ def fill_attention_mask_(out: torch.Tensor, p: float, keys: Sequence[Key], rows:
     torch.gather(masks, 3, picked[:, None, None, :].expand(-1, heads, picked.shape[1], -1), out=out)
 
 
+@fill_attention_mask_.example
+def _attention_mask_example(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:
+    keep = KeepMask(0.3, sample_keys(1, "here", (4, 7)), range(2, 5), range(6, 6 + rows), width)
+    out = torch.zeros(2, 3, rows, width, dtype=torch.bool, device=device)
+    return out, keep.p, keep.of_heads, keep.rows, keep.cols
+
+
 def _takes_mask(out: torch.Tensor, p: float, keys: Sequence[Key], rows: range, cols: int,
                 picked: torch.Tensor | None = None) -> str:
     return dropout_kernels.masks_fit(out, cols, picked)
@@ -185,6 +205,12 @@ def draw_keep_masks_(out: torch.Tensor, p: float, keys: Sequence[Key], rows: ran
     """
     if has_memory(out) and out.numel():
         draw_on_device_(out, _threshold(p), keys, rows)
+
+
+@draw_keep_masks_.example
+def _masks_example(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:
+    out = torch.zeros(2, rows, width, dtype=torch.bool, device=device)
+    return out, 0.3, sample_keys(1, "here", (4, 7)), range(6, 6 + rows)
 
 
 @draw_keep_masks_.implementation("numpy", devices=CPU)

@@ -22,9 +22,12 @@ MOST_SAMPLES = 64              # keys that one launch of `dropout` takes as an a
 MOST_PICKED_COLUMNS = 1 << 17  # of tables of which columns are picked: a row is in shared memory
 
 DROPOUT = GpuKernel("dropout.cu", "dropout",
-                    "u64x64 ptr ptr ptr ptr i64 i64 i64 i32 i32 i32 i32 u32 f32")
-MASKS = GpuKernel("dropout.cu", "keep_masks", "ptr ptr i64 i32 i32 u32")
-PICKED_MASKS = GpuKernel("dropout.cu", "picked_keep_masks", "ptr ptr ptr i64 i64 i64 i32 i32 i32 u32")
+                    "u64x64 ptr ptr ptr ptr i64 i64 i64 i32 i32 i32 i32 u32 f32",
+                    examples=[(dtype, packets, add) for dtype in ("float", "bf16", "fp16")
+                              for packets in (True, False) for add in (True, False)])
+MASKS = GpuKernel("dropout.cu", "keep_masks", "ptr ptr i64 i32 i32 u32", examples=[(16,), (8,), (1,)])
+PICKED_MASKS = GpuKernel("dropout.cu", "picked_keep_masks", "ptr ptr ptr i64 i64 i64 i32 i32 i32 u32",
+                         examples=[(64,), (8192,)])
 
 
 def dropout(x: torch.Tensor, residual: torch.Tensor | None, *, seeds: Sequence[int], threshold: int,
