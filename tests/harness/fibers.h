@@ -210,6 +210,17 @@ HIDDEN inline void poison_shared_memory() {
         return 0;
     }, reinterpret_cast<void*>(&poison_shared_memory));
 }
+#if defined(__SANITIZE_THREAD__)
+// The sanitizer takes a new fiber in the place of a destroyed one for the same thread, so it would not see
+// that two blocks access one address. It has room for 8128.
+inline void* kept_fibers[4096];
+inline int kept_count;
+HIDDEN inline void keep_sanitizer_fibers() {
+    if (kept_count + threads > 4096)
+        while (kept_count) __tsan_destroy_fiber(kept_fibers[--kept_count]);
+    for (int i = 0; i < threads; ++i) kept_fibers[kept_count++] = fibers[i].sanitizer;
+}
+#endif
 HIDDEN inline void* run_block(void*) {
     poison_shared_memory();
     warps = (threads + WARP - 1) / WARP;
@@ -232,7 +243,7 @@ HIDDEN inline void* run_block(void*) {
     SANITIZED(host.sanitizer = __tsan_get_current_fiber());
     self = &host;
     switch_to(&fibers[first_that_can_run()]);
-    SANITIZED(for (int i = 0; i < threads; ++i) __tsan_destroy_fiber(fibers[i].sanitizer));
+    SANITIZED(keep_sanitizer_fibers());
     return nullptr;
 }
 HIDDEN inline void run_grid(unsigned* order, unsigned blocks) {
