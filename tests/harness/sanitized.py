@@ -30,7 +30,7 @@ from tests.harness.emulated import SOURCES, built, emulated_gpu
 
 FLAGS = {"thread": ("-fsanitize=thread", "-g"),
          "address": ("-fsanitize=address,undefined", "-g")}
-OPTIONS = {"TSAN_OPTIONS": "history_size=7", "UBSAN_OPTIONS": "print_stacktrace=1"}
+OPTIONS = {"TSAN_OPTIONS": "history_size=2", "UBSAN_OPTIONS": "print_stacktrace=1"}
 SECONDS = 120
 SEED = 3
 

@@ -1,8 +1,8 @@
 """Small launches of every GPU kernel, for checks that need each kernel once: sanitizers, machine code.
 
 The module `norm` here is for csrc/gpu/norm.cu. Its function `launch` calls wrappers on CPU tensors so that
-each kernel of the file runs, in each way in which its threads communicate: several warps and blocks, a part of
-a warp, loops with more than one turn. It compares nothing.
+each kernel of the file runs, in each way in which its threads communicate: several warps and blocks, a part
+of a warp, loops with more than one turn. It compares nothing.
 """
 
 import importlib
