@@ -24,7 +24,7 @@ from functools import partial
 import torch
 
 from megatron_ds.host.memory_maps import huge_page_zeros
-from megatron_ds.ops import adam
+from megatron_ds.ops.cpu import compiled_adam as adam
 from megatron_ds.optim.optimizers import CpuAdamW
 
 OPTIONS = dict(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)

@@ -4,9 +4,9 @@ Shapes: s positions, b samples, n query heads, g key-value heads (g divides n; q
 head i // (n/g)), d channels. Queries may be fewer than keys: they are then the last ones (generation with a
 key-value cache).
 
-Implementations: `blocked_attention` on CPU for causal attention of medium length, where it is faster;
-torch's fused attention otherwise, on every device; `reference_attention` with dropout, since it needs the
-probabilities.
+Implementations: torch's fused attention; `reference_attention` with dropout, since it needs the
+probabilities. On a CPU, cpu/blocked_attention.py for causal attention of medium length, where it is faster,
+and fp32 where the processor has no matrix products of the dtype.
 """
 
 import math
@@ -15,11 +15,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from .blocked_attention import blocked_attention, worth_blocking
+from .cpu.blocked_attention import blocked_attention, worth_blocking
+from .cpu.widened_products import is_widened
 from .dropout import KeepMask, apply_mask
-from .product import has_memory, is_widened
+from .kernel_table import CPU, Operation, random_tensors
+from .product import LOW, has_memory
 
 
+@Operation
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True,
               mask: torch.Tensor | None = None, documents: Any = None, keep: KeepMask | None = None,
               scale: float | None = None) -> torch.Tensor:
@@ -30,16 +33,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
     keep       dropout of the probabilities, from `ops.dropout.attention_keep_mask`. They are kept for
                backward, so memory grows with sq * sk
     scale      of the scores, 1 / sqrt(d) unless given
-
-    In fp32 where the processor has no matrix products of the dtype; `blocked_attention` still keeps 16 bits.
     """
-    if causal and mask is None and keep is None and worth_blocking(q, k):
-        whole = documents if has_memory(q) else None    # a plan counts what one document keeps: the most
-        return blocked_attention(q, k, v, scale or 1 / math.sqrt(q.shape[-1]), whole)
-    if is_widened(q):
-        wide = attention(q.float(), k.float(), v.float(), causal=causal, mask=mask, documents=documents,
-                         keep=keep, scale=scale)
-        return wide.to(q.dtype)
     if documents is not None and (keep is not None or mask is not None or not causal):
         mask, documents = documents.foreign if mask is None else mask | documents.foreign, None
     if keep is not None:
@@ -57,6 +51,28 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
                                          scale=scale,                                         # [b, n, sq, d]
                                          enable_gqa=queries.shape[1] != keys.shape[1])
     return _merge_heads(out)
+
+
+@attention.example
+def _attention_example(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:
+    return tuple(random_tensors(dtype, device, (rows, 2, 4, width), *[(rows, 2, 2, width)] * 2))
+
+
+def _suits_blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True,
+                  mask: torch.Tensor | None = None, keep: KeepMask | None = None, **_: Any) -> bool:
+    return causal and mask is None and keep is None and worth_blocking(q, k)
+
+
+@attention.implementation("blocked", devices=CPU, suits=_suits_blocks)
+def _blocked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True, mask: None = None,
+             documents: Any = None, keep: None = None, scale: float | None = None) -> torch.Tensor:
+    whole = documents if has_memory(q) else None    # a plan counts what one document keeps: the most
+    return blocked_attention(q, k, v, scale or 1 / math.sqrt(q.shape[-1]), whole)
+
+
+@attention.implementation("fp32", devices=CPU, dtypes=LOW, suits=lambda q, *_, **__: is_widened(q))
+def _in_fp32(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **settings: Any) -> torch.Tensor:
+    return attention(q.float(), k.float(), v.float(), **settings).to(q.dtype)
 
 
 def reference_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True,

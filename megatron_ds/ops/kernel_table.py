@@ -1,18 +1,19 @@
-"""The table of kernels: which implementation computes an operation, by device, dtype and shape.
+"""The table of kernels: which implementation computes an operation, by device, dtype and arguments.
 
-    rms_norm = Operation("rms_norm", torch_rms_norm)
+    @Operation
+    def rms_norm(x, weight, eps): ...                              # in torch's operations
 
     @rms_norm.implementation("cuda", devices=GPU, dtypes=FLOATS, fits=rows_of_packets)
     def _cuda(x, weight, eps): ...
 
     rms_norm(x, weight, eps)             the first implementation that takes the arguments, else torch's
 
-An operation has one implementation in torch operations, which takes every device, dtype and shape, and any
-number of faster ones, in the order of preference. `select("torch")` (--kernels torch) leaves only torch's.
-Which implementations exist on a device is decided once; only `fits` is asked in each call.
+An operation is a function of torch's operations, which takes every device, dtype and shape, and any number of
+faster implementations, in the order of preference. `select("torch")` (--kernels torch) leaves only torch's on
+GPUs and CPUs. Which implementations a device has is decided once; a call asks only about its arguments.
 
-Meta tensors are planned as GPU tensors, so an implementation for GPUs must work without memory: it allocates
-its results and launches nothing (`gpu/gpu_kernel.py`).
+Meta tensors are planned as GPU tensors, and plans for CPUs run on FakeTensors: an implementation must
+therefore work without memory, by allocating its results (`gpu/gpu_kernel.py` launches nothing then).
 """
 
 import functools
@@ -43,6 +44,7 @@ class Implementation:
     devices    types of devices that it runs on; None for all
     dtypes     of the first tensor; None for all
     available  "" if it can run on this machine, else the reason why not; asked once
+    suits      called with the operation's arguments: False where a later implementation is faster
     fits       called with the operation's arguments: "" if it takes them, else the reason, logged once
     """
 
@@ -51,16 +53,32 @@ class Implementation:
     devices: Sequence[str] | None = None
     dtypes: Sequence[torch.dtype] | None = None
     available: Callable[[], str] = lambda: ""
+    suits: Callable[..., bool] = lambda *_, **__: True
     fits: Callable[..., str] = lambda *_, **__: ""
 
 
 class Operation:
-    """A function with several implementations; calling it runs the first that takes the arguments."""
+    """A function with several implementations; calling it runs the first that takes the arguments.
 
-    def __init__(self, name: str, in_torch: Callable[..., Any]):
-        self.name = name
+    in_torch: the implementation in torch's operations; the operation has its name and its docstring. The
+    first argument is a tensor, whose device and dtype count.
+    """
+
+    def __init__(self, in_torch: Callable[..., Any]):
+        functools.update_wrapper(self, in_torch)
+        self.name, self.in_torch = in_torch.__name__, in_torch
         self.implementations = [Implementation("torch", in_torch)]
-        OPERATIONS[name] = self
+        self.make_example: Callable[..., tuple] | None = None
+        OPERATIONS[self.name] = self
+
+    def example(self, make: Callable[..., tuple]) -> Callable[..., tuple]:
+        """Registers the decorated function make(rows, width, dtype, device) → arguments of the operation.
+
+        Tensors whose gradients are defined require them. Checks and benchmarks of implementations use it
+        (`kernel_check.py`).
+        """
+        self.make_example = make
+        return make
 
     def implementation(self, name: str, **limits: Any) -> Callable[[Callable], Callable]:
         """Adds the decorated function before torch's; limits: fields of `Implementation`."""
@@ -71,14 +89,21 @@ class Operation:
 
     def __call__(self, x: torch.Tensor, *arguments: Any, **named: Any) -> Any:
         for entry in _candidates(self, x.device.type, x.dtype, _MODE[0]):
-            reason = entry.fits(x, *arguments, **named)
-            if not reason:
-                return entry.function(x, *arguments, **named)
-            _log_once(self.name, entry.name, reason)
+            if entry.suits(x, *arguments, **named):
+                reason = entry.fits(x, *arguments, **named)
+                if not reason:
+                    return entry.function(x, *arguments, **named)
+                _log_once(self.name, entry.name, reason)
         raise AssertionError(f"{self.name} has no implementation in torch operations")
 
 
-_MODE = ["auto"]
+def random_tensors(dtype: torch.dtype, device: torch.device, *shapes: Sequence[int]) -> list[torch.Tensor]:
+    """Normally distributed leaves that require gradients, the same values on every device."""
+    draw = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=draw).to(device, dtype).requires_grad_() for shape in shapes]
+
+
+_MODE = ["auto"]      # of the process, as torch.backends: all ranks of a run have the same option
 
 
 def select(mode: str) -> None:
@@ -117,9 +142,13 @@ def _log_once(operation: str, name: str, reason: str) -> None:
                 operation, name, reason)
 
 
-def text(device: torch.device | str, dtype: torch.dtype) -> str:
-    """The chosen implementation of every operation in one line, for the start of a run."""
-    kind = torch.device(device).type
-    chosen = [(name, _candidates(operation, kind, dtype, _MODE[0])[0].name)
-              for name, operation in sorted(OPERATIONS.items())]
-    return "kernels: " + ", ".join(f"{name} {implementation}" for name, implementation in chosen)
+def kernels_text(device: torch.device, dtype: torch.dtype) -> str:
+    """The implementations that a device has for a dtype, one line for the start of a run.
+
+    kernels: attention blocked, gelu c++; affine, layer_norm, product by torch
+    """
+    own, by_torch = [], []
+    for name, operation in sorted(OPERATIONS.items()):
+        names = [entry.name for entry in _candidates(operation, device.type, dtype, _MODE[0])[:-1]]
+        (own if names else by_torch).append(f"{name} {' or '.join(names)}".strip())
+    return "kernels: " + "; ".join(filter(None, (", ".join(own), f"{', '.join(by_torch)} by torch")))

@@ -1,57 +1,14 @@
-"""Matrix products in the dtype of their factors, at the speed of fp32 where a CPU cannot multiply 16-bit
-numbers.
+"""Matrix products in the dtype of their factors.
 
-torch multiplies bf16 and fp16 matrices on a CPU through oneDNN where the processor has instructions for it
-(AVX-512 with BF16, AMX), and otherwise element by element: on two AVX2 cores 0.7 GFLOP/s, where fp32 reaches
-100.
-
-Implementations: on such CPUs, 16-bit products are computed here in fp32 and rounded once, as the
-instructions do, in parts of the longest dimension, since a vocabulary in fp32 is large. On all other devices
-and for all other dtypes they are torch's `mm` and `addmm`. Their fp32 intermediates are in a workspace, as
-are those of other operations on the CPU.
+Implementations: torch's `mm` and `addmm`; on CPUs without instructions for 16-bit products, those of
+cpu/widened_products.py.
 """
-
-import functools
-import math
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch._subclasses import FakeTensor
 
-
-class Workspace(threading.local):
-    """Tensors for intermediates that are not needed after the function that computes them, one for each role.
-
-    Reused memory stays in the CPU's cache. New tensors would be allocated between those that layers keep for
-    backward and leave holes that nothing else fits into: a twentieth of the peak of a training step in bf16
-    with fp32 products. Not for autograd: write to them without gradients.
-    """
-
-    def __init__(self):
-        self._memory: dict[str, torch.Tensor | None] = {}
-
-    def take(self, role: str, *shape: int) -> torch.Tensor:
-        """An uninitialised tensor, valid until the thread takes the same role again."""
-        memory, numel = self._memory.get(role), math.prod(shape)
-        if memory is None or memory.numel() < numel:
-            memory = self._memory[role] = None      # free the old one before allocating
-            with torch.inference_mode(False):        # else it could not be written to elsewhere
-                memory = self._memory[role] = torch.empty(numel, dtype=torch.float32, device="cpu")
-        return memory[:numel].view(shape)
-
-    @contextmanager
-    def apart(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Use other memory within the context: {role: tensor}, freed at its end."""
-        held, self._memory = self._memory, {}
-        try:
-            yield self._memory
-        finally:
-            self._memory = held
-
-
-WORKSPACE = Workspace()
+from .cpu.widened_products import add_widened_product_, is_widened, widened_product
+from .kernel_table import CPU, Operation, random_tensors
 
 
 def has_memory(t: torch.Tensor) -> bool:
@@ -59,124 +16,55 @@ def has_memory(t: torch.Tensor) -> bool:
     return not (t.is_meta or isinstance(t, FakeTensor))
 
 
-# A part of the longest dimension has about PART_ELEMENTS fp32 numbers, but at least LEAST_PART rows, to stay
-# fast.
-PART_ELEMENTS, LEAST_PART = 2**20, 256
-EVERYTHING = slice(None)
-
-_ASK_ONEDNN = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
-
-
-@functools.cache
-def has_products(dtype: torch.dtype) -> bool:
-    """Whether this processor multiplies matrices of `dtype` at full speed."""
-    ask = _ASK_ONEDNN.get(dtype)
-    return ask is None or getattr(torch.ops.mkldnn, ask)()
-
-
-def is_widened(t: torch.Tensor) -> bool:
-    """Whether products of `t` are computed in fp32."""
-    return t.device.type == "cpu" and not has_products(t.dtype)
-
-
+@Operation
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a b for matrices [n, k] and [k, m]."""
-    return _widened(a, b, None) if is_widened(a) else a.mm(b)
+    return a.mm(b)
+
+
+@Operation
+def affine(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x Wᵀ + b for x [n, in], weight [out, in], bias [out] or None."""
+    return x.mm(weight.t()) if bias is None else torch.addmm(bias, x, weight.t())
+
+
+@product.example
+def _product_example(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:
+    return tuple(t.detach() for t in random_tensors(dtype, device, (rows, width), (width, rows + 1)))
+
+
+@affine.example
+def _affine_example(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:
+    return tuple(t.detach() for t in random_tensors(dtype, device, (rows, width), (rows + 1, width),
+                                                    (rows + 1,)))
+
+
+LOW = (torch.bfloat16, torch.float16)
+
+
+@product.implementation("fp32", devices=CPU, dtypes=LOW, suits=lambda a, b: is_widened(a))
+def _widened_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return widened_product(a, b, None)
+
+
+@affine.implementation("fp32", devices=CPU, dtypes=LOW, suits=lambda x, weight, bias: is_widened(x))
+def _widened_affine(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return widened_product(x, weight.t(), bias)
 
 
 def product_into(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     """out = a b, of the dtype of the factors. Without autograd."""
     if is_widened(a):
-        out.copy_(_widened(a, b, None))
+        out.copy_(product(a, b))
     else:
         torch.mm(a, b, out=out)
-
-
-def affine(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x Wᵀ + b for x [n, in], weight [out, in], bias [out] or None."""
-    if is_widened(x):
-        return _widened(x, weight.t(), bias)
-    return x.mm(weight.t()) if bias is None else torch.addmm(bias, x, weight.t())
 
 
 def add_product_(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     """out += a b, in place. `out` may be wider than the factors."""
     if out.dtype == torch.float32 and is_widened(a):
-        _add_widened_(out, a, b)
+        add_widened_product_(out, a, b)
     elif out.dtype == a.dtype and not is_widened(a):
         out.addmm_(a, b)
     else:
         out.add_(product(a, b))
-
-
-@torch.no_grad()
-def _widened(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """a b, or a b + bias, in fp32, rounded."""
-    (n, k), m = a.shape, b.shape[1]
-    bias = None if bias is None else bias.float()
-    out = a.new_empty(n, m)
-    if k > max(n, m):
-        sums = WORKSPACE.take("product", n, m)
-        sums.zero_() if bias is None else sums.copy_(bias)
-        _add_widened_(sums, a, b)
-        return out.copy_(sums)
-    for rows, columns, wide_a, wide_b in _parts(a, b):
-        part = WORKSPACE.take("product", len(wide_a), wide_b.shape[1])
-        if bias is None:
-            torch.mm(wide_a, wide_b, out=part)
-        else:
-            torch.addmm(bias[columns], wide_a, wide_b, out=part)
-        out[rows, columns] = part
-    return out
-
-
-@torch.no_grad()
-def _add_widened_(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    for rows, columns, wide_a, wide_b in _parts(a, b):
-        out[rows, columns].addmm_(wide_a, wide_b)
-
-
-def _parts(a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[slice, slice, torch.Tensor, torch.Tensor]]:
-    """Yields (rows of a, columns of b, their parts in fp32); the products are those rows and columns of a b.
-    If the summed dimension is the longest, the products add up to a b instead. The next iteration reuses the
-    yielded tensors.
-    """
-    (n, k), m = a.shape, b.shape[1]
-    wide_a, wide_b = functools.partial(_widen, "factor a"), functools.partial(_widen, "factor b")
-    if k > max(n, m):
-        for some in _split(k, n + m):
-            yield EVERYTHING, EVERYTHING, wide_a(a[:, some]), wide_b(b[some])
-    elif n >= m:
-        whole = wide_b(b)
-        for some in _split(n, k + m):
-            yield some, EVERYTHING, wide_a(a[some]), whole
-    else:
-        whole = wide_a(a)
-        for some in _split(m, k + n):
-            yield EVERYTHING, some, whole, wide_b(b[:, some])
-
-
-def working_elements(n: int, k: int, m: int) -> dict[str, int]:
-    """fp32 numbers that the workspace holds for a product [n, k] [k, m], by role."""
-    if k > max(n, m):
-        part = _split(k, n + m)[0].stop
-        return {"factor a": n * part, "factor b": part * m, "product": n * m}
-    if n >= m:
-        part = _split(n, k + m)[0].stop
-        return {"factor a": part * k, "factor b": k * m, "product": part * m}
-    part = _split(m, k + n)[0].stop
-    return {"factor a": n * k, "factor b": k * part, "product": n * part}
-
-
-def _split(size: int, each: int) -> list[slice]:
-    """[0, size) in parts whose lengths differ by at most one. each: numbers per index, for PART_ELEMENTS."""
-    count = max(1, min(-(-size * each // PART_ELEMENTS), size // LEAST_PART))
-    ends = [-(-size * i // count) for i in range(count + 1)]
-    return [slice(start, stop) for start, stop in zip(ends, ends[1:])]
-
-
-def _widen(role: str, t: torch.Tensor) -> torch.Tensor:
-    """A matrix in fp32 in the workspace, in its own memory order."""
-    if t.stride(0) < t.stride(1):
-        return _widen(role, t.t()).t()
-    return WORKSPACE.take(role, *t.shape).copy_(t)

@@ -3,10 +3,12 @@
 The first r = percent * d channels of a head are rotated, channel i together with channel i + r/2 ("rotate
 half"); the rest pass unchanged. Pair i is rotated by the angle position * base^(-2i / r).
 
-Implementation: torch operations in fp32 on all devices, with a backward of our own that keeps nothing of x.
+Implementation: torch's operations in fp32, with a backward of our own that keeps nothing of x.
 """
 
 import torch
+
+from .kernel_table import Operation, random_tensors
 
 
 def rotary_channels(head_dim: int, percent: float = 1.0) -> int:
@@ -24,9 +26,17 @@ def rotary_tables(positions: torch.Tensor, channels: int,
     return angles.cos(), angles.sin()
 
 
+@Operation
 def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotate x [s, b, n, d] by the tables of its positions. Computed in fp32."""
     return _Rotate.apply(x, cos, sin)
+
+
+@apply_rotary.example
+def _rotary_example(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:
+    positions = torch.arange(3, 3 + rows, device=device)
+    (x,) = random_tensors(dtype, device, (rows, 2, 3, width))
+    return (x, *rotary_tables(positions, rotary_channels(width, 0.75)))
 
 
 def reference_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

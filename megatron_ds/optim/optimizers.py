@@ -1,5 +1,5 @@
 """The registry of optimizers: functions from parameter groups and `OptimizerConfig` to a torch optimizer.
-With the groups of parameters, and `CpuAdamW`, torch's interface to the CPU update of ops/adam.py.
+With the groups of parameters, and `CpuAdamW`, torch's interface to ops/cpu/compiled_adam.py.
 
 An entry receives groups {"params": [fp32 tensors], "decay": bool, "lr_factor": float}; "lr" and
 "weight_decay" of each group are set before every step. Its state tensors have as many elements as the
@@ -27,18 +27,19 @@ from ..config import OptimizerConfig
 from ..errors import ConfigError
 from ..host.memory_maps import huge_page_zeros
 from ..mpu.param_spec import ParamSpec
-from ..ops.adam import AdamRow, adamw_, extension
+from ..ops.adam import AdamRow
+from ..ops.cpu.compiled_adam import adamw_, extension
 from ..registry import Registry
 
 
 class CpuAdamW(torch.optim.Optimizer):
-    """AdamW on contiguous fp32 CPU parameters. Needs the extension (`ops.adam.extension()`).
+    """AdamW on contiguous fp32 CPU parameters. Needs the extension (`ops.cpu.compiled_adam.extension()`).
 
     Names and shapes of its state are those of torch.optim.AdamW, so checkpoints are interchangeable.
 
     grad_scale         None or a tensor: each gradient is divided by it while it is read, and not written
     parameter.low      optional, a 16-bit tensor of the same length: receives the updated value, rounded
-    threads, variant   as in `ops.adam.adamw_`
+    threads, variant   as in `ops.cpu.compiled_adam.adamw_`
     """
 
     _step_supports_amp_scaling = True      # torch's name for support of `grad_scale`

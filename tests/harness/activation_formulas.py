@@ -28,8 +28,8 @@ import torch
 
 from megatron_ds.config.model_options import ModelConfig
 from megatron_ds.mpu.context import SequenceSlice
-from megatron_ds.ops.blocked_attention import BLOCK, KERNELS, is_worth_blocking
-from megatron_ds.ops.product import has_products, working_elements
+from megatron_ds.ops.cpu.blocked_attention import BLOCK, KERNELS, is_worth_blocking
+from megatron_ds.ops.cpu.widened_products import has_products, working_elements
 
 BLOCKS = ("block", "dropping block")
 

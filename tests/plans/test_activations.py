@@ -15,8 +15,8 @@ from megatron_ds.models import MODELS, build_stage
 from megatron_ds.mpu.fake_group import fake_mesh
 from megatron_ds.mpu.grid import Grid
 from megatron_ds.mpu.mesh import Mesh
-from megatron_ds.ops import product
-from megatron_ds.ops.product import WORKSPACE
+from megatron_ds.ops.cpu import widened_products
+from megatron_ds.ops.cpu.widened_products import WORKSPACE
 from megatron_ds.pipeline.stage import Stage
 from megatron_ds.planning.fake_stages import StageRunner, without_memory
 from megatron_ds.planning.run_model import DTYPES, boundary_shape, describe_layers, loss_function
@@ -192,7 +192,7 @@ def test_without_fused_attention_the_bytes_of_a_block_are_those_of_the_paper():
 @pytest.mark.parametrize("length", [24, 128])
 def test_a_processor_without_products_of_sixteen_bits_keeps_copies_in_fp32(monkeypatch, dtype, dropout,
                                                                            length):
-    for module in (product, activation_formulas):
+    for module in (widened_products, activation_formulas):
         monkeypatch.setattr(module, "has_products", lambda dtype: dtype is torch.float32)
     job = [*STYLES["llama"], dtype, "--seq-length", str(length), "--micro-batch-size", "2",
            "--hidden-dropout", dropout, "--attention-dropout", dropout]
@@ -222,7 +222,7 @@ def test_the_most_that_was_ever_alive_is_about_what_was_planned(flags):
 
 @pytest.mark.parametrize("style", ["gpt", "llama", "bert"])
 def test_the_workspace_of_widened_products_is_what_is_said_to_the_byte(style, monkeypatch):
-    for module in (product, activation_formulas):
+    for module in (widened_products, activation_formulas):
         monkeypatch.setattr(module, "has_products", lambda dtype: dtype is torch.float32)
     config = parse([*JOB, *STYLES[style], "--bf16", "--seq-length", "192", "--micro-batch-size", "2",
                     "--global-batch-size", "2", "--vocab-size", "900", "--tokenizer-type", "NullTokenizer"],

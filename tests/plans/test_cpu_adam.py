@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from megatron_ds.host.memory_maps import huge_page_zeros
-from megatron_ds.ops import adam
-from megatron_ds.ops.adam import AdamRow, adamw_, reference_adamw_
+from megatron_ds.ops.adam import AdamRow, reference_adamw_
+from megatron_ds.ops.cpu import compiled_adam as adam
+from megatron_ds.ops.cpu.compiled_adam import adamw_
 from megatron_ds.optim import OPTIMIZERS
 from megatron_ds.optim.optimizers import CpuAdamW
 

@@ -10,8 +10,8 @@ from megatron_ds.config import DataConfig
 from megatron_ds.data.batch import Batch, Documents, document_numbers, document_positions, document_starts
 from megatron_ds.data.loading.loader import Loader
 from megatron_ds.data.samples.gpt_data import GPTCollator
-from megatron_ds.ops.blocked_attention import BLOCK, blocked_attention
 from megatron_ds.ops.core_attention import attention, reference_attention
+from megatron_ds.ops.cpu.blocked_attention import BLOCK, blocked_attention
 from megatron_ds.training.samples import warn_without_ends
 
 EOD = 9
@@ -139,7 +139,7 @@ def test_attention_with_documents_equals_attention_to_each_of_them(path, b, s, n
 
 def test_blocks_of_several_samples_close_each_ones_own_documents(monkeypatch):
     """All heads of all samples in one tile."""
-    from megatron_ds.ops import blocked_attention as module
+    from megatron_ds.ops.cpu import blocked_attention as module
     ids = random_ids(3, 150, 20, seed=3)
     q, k, v = (torch.randn(150, 3, n, 32, generator=torch.Generator().manual_seed(n)) for n in (4, 2, 2))
     monkeypatch.setattr(module, "TILE", 1)                                     # a head at a time

@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_ds.ops import blocked_attention as blocked
-from megatron_ds.ops import product as ops_product
 from megatron_ds.ops.activation import ACTIVATIONS
 from megatron_ds.ops.core_attention import attention, reference_attention
+from megatron_ds.ops.cpu import blocked_attention as blocked
+from megatron_ds.ops.cpu import widened_products as ops_product
 from megatron_ds.ops.dropout import attention_keep_mask, sample_keys
 from megatron_ds.ops.norms import NORMS, LayerNorm, RMSNorm, reference_layer_norm, reference_rms_norm
 from megatron_ds.ops.rotary import apply_rotary, reference_rotary, rotary_channels, rotary_tables

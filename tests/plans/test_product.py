@@ -4,9 +4,10 @@ rounding."""
 import pytest
 import torch
 
-from megatron_ds.ops import product as products
 from megatron_ds.ops.core_attention import attention, reference_attention
-from megatron_ds.ops.product import Workspace, add_product_, affine, product
+from megatron_ds.ops.cpu import widened_products as products
+from megatron_ds.ops.cpu.widened_products import Workspace
+from megatron_ds.ops.product import add_product_, affine, product
 from tests.harness.alive_bytes import AliveBytes
 
 

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from .product import is_widened
+from .widened_products import is_widened
 
 KERNELS = (torch.float32, torch.bfloat16)        # dtypes with fast matrix products and softmax
 BLOCK = 64
