@@ -23,7 +23,8 @@ from megatron_ds.errors import KernelError
 from megatron_ds.ops.gpu import gpu_kernel, kernel_sources
 from megatron_ds.ops.gpu.cuda_backend import CudaBackend, GpuDevice
 from megatron_ds.ops.gpu.driver import Driver
-from megatron_ds.ops.gpu.kernel_cache import CompiledKernel, KernelCache
+from megatron_ds.ops.gpu.kernel_cache import KernelCache
+from megatron_ds.ops.gpu.nvrtc import Program
 
 HERE = Path(__file__).parent
 BUILT = Path(tempfile.gettempdir()) / f"megatron_ds-stand-in-{os.getuid()}"
@@ -57,14 +58,15 @@ class StandInCompiler:
         """As of a compiler with two targets."""
         return (target, "contracts" if source.contracts else "does not")
 
-    def compile(self, source, expression, target, extra=()):
+    def compile(self, source, expressions, target, extra=()):
         """A shared library as machine code. Raises KernelError with the messages of g++."""
+        (expression,) = expressions
         self.compilations.append(expression)
         text = LAUNCHER.format(file=source.name, expression=expression, symbol=SYMBOL)
         folder = kernel_sources.source_folder()
         key = repr((source, [p.read_bytes() for p in sorted(HERE.glob("*.h"))]))
         library = _built(text, key, *OF_KERNELS, f"-I{folder}", f"-I{HERE}")
-        return CompiledKernel(SYMBOL, library.read_bytes()), ""
+        return Program(library.read_bytes(), {expression: SYMBOL}, "")
 
 
 class StandInGpu:
