@@ -46,13 +46,21 @@ int {symbol}(const unsigned* grid, const unsigned* block, void** arguments) {{
 """
 
 
+# A kernel that computes nothing.
+HOLLOW = """extern "C" int {symbol}(const unsigned*, const unsigned*, void**) {{ return 0; }}"""
+
+
 class StandInCompiler:
-    """Has the interface of `nvrtc.RuntimeCompiler` as far as a backend uses it."""
+    """Has the interface of `nvrtc.RuntimeCompiler` as far as a backend uses it.
+
+    hollow: all kernels compute nothing, which takes no time to compile
+    """
 
     name = "g++ 1.0"
 
-    def __init__(self):
+    def __init__(self, hollow: bool = False):
         self.compilations: list[str] = []
+        self.hollow = hollow
 
     def options(self, source, target):
         """As of a compiler with two targets."""
@@ -62,6 +70,9 @@ class StandInCompiler:
         """A shared library as machine code. Raises KernelError with the messages of g++."""
         (expression,) = expressions
         self.compilations.append(expression)
+        if self.hollow:
+            library = _built(HOLLOW.format(symbol=SYMBOL), "")
+            return Program(library.read_bytes(), {expression: SYMBOL}, "")
         text = LAUNCHER.format(file=source.name, expression=expression, symbol=SYMBOL)
         folder = kernel_sources.source_folder()
         key = repr((source, [p.read_bytes() for p in sorted(HERE.glob("*.h"))]))
@@ -72,8 +83,8 @@ class StandInCompiler:
 class StandInGpu:
     """A backend on the stand-in driver. cache: folder of compiled kernels, or None."""
 
-    def __init__(self, cache: Path | None, ordinal: int = 0):
-        self.compiler, self.capturing, self.current_stream = StandInCompiler(), False, 0x5000
+    def __init__(self, cache: Path | None, ordinal: int = 0, hollow: bool = False):
+        self.compiler, self.capturing, self.current_stream = StandInCompiler(hollow), False, 0x5000
         self._driver = ctypes.CDLL(libcuda())
         device = GpuDevice(ordinal, "sm_90", 3, lambda: self.current_stream, lambda: self.capturing)
         self.backend = CudaBackend(device, Driver(libcuda()), self.compiler, KernelCache(cache))
@@ -93,9 +104,9 @@ class StandInGpu:
 
 
 @contextmanager
-def stand_in_gpu(cache: Path | None, ordinal: int = 0) -> Iterator[StandInGpu]:
+def stand_in_gpu(cache: Path | None, ordinal: int = 0, hollow: bool = False) -> Iterator[StandInGpu]:
     """CPU tensors are launched by the stand-in driver within the context."""
-    gpu, before = StandInGpu(cache, ordinal), dict(gpu_kernel.BACKENDS)
+    gpu, before = StandInGpu(cache, ordinal, hollow), dict(gpu_kernel.BACKENDS)
     gpu_kernel.BACKENDS["cpu"] = lambda device: gpu.backend
     try:
         yield gpu
