@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from megatron_ds.ops import dropout as module
-from megatron_ds.ops.dropout import attention_keep_mask, dropout, keep_masks, keep_scale, sample_keys, seed_of
+from megatron_ds.ops.dropout import KeepMask, dropout, keep_masks, keep_scale, sample_keys
 
 KEY = (1234, "decoder.layers.3.mlp", 17)
 
@@ -21,7 +21,7 @@ def generator(request, monkeypatch):
 
 
 def draw_on_device(out, p, keys, rows):
-    module.draw_on_device_(out, module._threshold(p), [seed_of(*key) for key in keys], rows)
+    module.draw_on_device_(out, module._threshold(p), keys, rows)
 
 
 @pytest.mark.parametrize("rows", [range(0, 9), range(5, 6), range(1000, 1070)])
@@ -121,8 +121,8 @@ def test_probability_zero_returns_its_input():
 
 def test_attention_masks_are_keyed_by_the_global_head(generator):
     keys = sample_keys(3, "layer", (4, 8))
-    whole = attention_keep_mask(0.5, keys, heads=range(0, 6), rows=range(5), cols=5).mask
-    upper = attention_keep_mask(0.5, keys, heads=range(4, 6), rows=range(5), cols=5).mask
+    whole = KeepMask(0.5, keys, heads=range(0, 6), rows=range(5), cols=5).mask
+    upper = KeepMask(0.5, keys, heads=range(4, 6), rows=range(5), cols=5).mask
     assert torch.equal(upper, whole[:, 4:])
     assert not torch.equal(whole[:, 0], whole[:, 1])
 
