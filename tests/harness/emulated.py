@@ -24,8 +24,8 @@ from megatron_ds.ops.gpu import gpu_kernel
 HERE = Path(__file__).parent
 SOURCES = HERE.parents[1] / "csrc/gpu"
 CACHE = Path(tempfile.gettempdir()) / f"megatron_ds-emulated-{os.getuid()}"
-WORDS = ("g++", "-std=c++20", "-shared", "-fPIC", "-O1", "-fno-gnu-unique", "-fvisibility=hidden",
-         "-ffp-contract=off", "-fno-strict-aliasing", "-w")
+WORDS = ("g++", "-std=c++20", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-w")
+LIBRARY = ("-shared", "-fPIC", "-fno-gnu-unique", "-fvisibility=hidden")
 MESSAGE_BYTES = 512
 SEEDS = (0, 1, 2)
 
@@ -113,7 +113,9 @@ def compile_together(run: Callable[[], object], flags: tuple[str, ...] = (), sou
 
 def compile_expressions(file: Path, expressions: list[str], flags: tuple[str, ...] = ()) -> None:
     """Compile instantiations of one file in one call of g++, for emulations in this process."""
-    library = _library(file, tuple(expressions), flags)
+    text = f'#include "{file.name}"\n' + "".join(
+        LAUNCHER.format(number=i, expression=expression) for i, expression in enumerate(expressions))
+    library = ctypes.CDLL(str(built(file, text, (*LIBRARY, *flags))))
     for number, expression in enumerate(expressions):
         _COMPILED[file, expression, flags] = library[f"launch_{number}"]
 
@@ -140,39 +142,36 @@ def _backend_for_cpu(backend: EmulatedGpu) -> Iterator[EmulatedGpu]:
             gpu_kernel.BACKENDS["cpu"] = before
 
 
-def _library(file: Path, expressions: tuple[str, ...], flags: tuple[str, ...]) -> ctypes.CDLL:
-    """The instantiations of one file, compiled by g++ or found in the cache.
+def built(file: Path, text: str, flags: tuple[str, ...]) -> Path:
+    """What g++ makes of the C++ `text`, which includes `file`, or the result of an earlier time.
 
-    Processes that want the same library wait for the first, which compiles it. A library gets its name when
-    it is complete, so a process that stops early leaves none that is broken.
+    Processes that want the same result wait for the first, which builds it. It gets its name when it is
+    complete, so a process that stops early leaves none that is broken.
     """
-    text = f'#include "{file.name}"\n' + "".join(
-        LAUNCHER.format(number=i, expression=expression) for i, expression in enumerate(expressions))
     folders = [f"{option}{folder}{end}" for folder in (file.parent, SOURCES, HERE)
                for option, end in (("-I", ""), ("-ffile-prefix-map=", "/="))]
-    key = hashlib.sha256("\0".join([*WORDS, *flags, text]).encode() + b"".join(_included(file)))
-    library = CACHE / f"{key.hexdigest()[:24]}.so"
+    key = hashlib.sha256("\0".join([*WORDS, *flags, text]).encode() + b"".join(_included(text, file.parent)))
+    result = CACHE / f"{file.stem}-{key.hexdigest()[:24]}"
     CACHE.mkdir(mode=0o700, exist_ok=True)
-    if not library.exists():
-        with open(library.with_suffix(".lock"), "w") as lock:
+    if not result.exists():
+        with open(f"{result}.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not library.exists():
-                part = library.with_suffix(f".{os.getpid()}")
+            if not result.exists():
+                part = Path(f"{result}.{os.getpid()}")
                 subprocess.run([*WORDS, *flags, *folders, "-x", "c++", "-", "-o", part], input=text.encode(),
                                check=True)
-                part.rename(library)
-    return ctypes.CDLL(str(library))
+                part.rename(result)
+    return result
 
 
-def _included(file: Path) -> list[bytes]:
-    """The file and all that it includes from csrc/gpu and from here."""
+def _included(text: str, folder: Path) -> list[bytes]:
+    """The files that the text includes, and those that they include."""
     found: dict[Path, bytes] = {}
-
-    def add(path: Path) -> None:
-        if path.exists() and path not in found:
-            found[path] = path.read_bytes()
-            for name in re.findall(rb'#include "([^"]+)"', found[path]):
-                add(next((p for folder in (file.parent, SOURCES) if (p := folder / name.decode()).exists()),
-                         HERE / name.decode()))
-    add(file)
+    texts = [text.encode()]
+    while texts:
+        for name in re.findall(rb'#include "([^"]+)"', texts.pop()):
+            path = next(path for place in (folder, SOURCES, HERE) if (path := place / name.decode()).exists())
+            if path not in found:
+                found[path] = path.read_bytes()
+                texts.append(found[path])
     return list(found.values())

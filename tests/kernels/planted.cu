@@ -86,7 +86,7 @@ __global__ void shared_memory_overrun(float* x) {
 __global__ void tensor_overrun(float* x) {
     x[threadIdx.x + 1] = 1;                                             // @tensor
 }
-__global__ void two_sums_of_a_block(float* x) {
+__global__ void two_reductions(float* x) {
     const float first = over_block<Sum, 64>(x[threadIdx.x]);
-    x[threadIdx.x] = first + over_block<Max, 64>(x[threadIdx.x]);
+    x[threadIdx.x] = first + over_block<Sum, 64>(x[threadIdx.x]);
 }
