@@ -115,6 +115,18 @@ def test_a_probability_that_drops_nothing_keeps_all():
     assert not gpu.launches
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("p", [0.1, 0.9])
+def test_the_largest_and_the_smallest_numbers_round_as_in_torch(dtype, p):
+    x, residual, dy = tensors((5, 2, 40), torch.float32)
+    limits = torch.finfo(dtype)
+    small = [(t * limits.smallest_normal / 8).to(dtype) for t in (x, residual, dy)]
+    large = [(t.clamp(-1, 1).double() * limits.max).to(dtype) for t in (x, -x, dy)]
+    for seed, arguments in enumerate((small, large)):
+        assert_same_as_on_cpu(dropout, *arguments, p=p, seed=seed)
+        assert_same_as_on_cpu(dropout_add, *arguments, p=p, seed=seed)
+
+
 def test_a_dropped_infinity_is_no_number_as_in_torch():
     x, residual, dy = tensors((3, 2, 40), torch.float32)
     x[:, :, ::3] = torch.inf
