@@ -65,8 +65,6 @@ class Dispatch:
     """The movement of one micro-batch in one layer. Made by all ranks of `groups` together.
 
     counts  rows of each expert of this rank, as the experts compute them
-    load    int64 [E], slots of each expert among the tokens of this rank, and of the tensor-parallel ranks
-            that hold the rest of them
     """
 
     def __init__(self, routing: Routing, num_experts: int, groups: Groups):
@@ -77,7 +75,7 @@ class Dispatch:
         by_expert, order = slots.sort(stable=True)
         bounds = torch.arange(num_experts + 1, device=slots.device)
         own = torch.searchsorted(by_expert, bounds).diff()                             # int64 [E]
-        self.load, chunks = self._exchange(own)                                        # [E], [ep, t, E/ep]
+        chunks = self._exchange(own)                                                   # [ep, t, E/ep]
         planned = slots.numel() if routing.planned is None else routing.planned
         ep, t, local = chunks.shape
         used, k = _columns_used(routing.experts, routing.kept), routing.experts.shape[1]
@@ -96,17 +94,16 @@ class Dispatch:
         self._place = place.view(routing.experts.shape)[:, :width]                     # [T, width]
         self._sort = self._sorting(chunks)
 
-    def _exchange(self, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(load [E], rows [ep, t, E/ep] that each rank sends to the experts of this one)."""
+    def _exchange(self, own: torch.Tensor) -> torch.Tensor:
+        """The rows [ep, t, E/ep] that each rank sends to the experts of this one, from its own [E]."""
         ep, tp = self.groups.ep, self.groups.tp
         table = own[None]
         if self.groups.sequence_parallel:
             table = collectives.all_gather(table, tp)                                  # [t, E]
-        load = table.sum(0)
         by_rank = table.view(len(table), ep.size, -1).transpose(0, 1).contiguous()     # [ep, t, E/ep]
         arriving = torch.empty_like(by_rank)
         collectives.all_to_all_(arriving.view(-1), by_rank.view(-1), ep)
-        return load, arriving
+        return arriving
 
     def _sorting(self, chunks: torch.Tensor) -> "Sorting | None":
         """By expert, rows that arrive in the order tp rank, ep rank, expert."""

@@ -68,8 +68,7 @@ class PaddedDispatch:
         else:
             weights = copy_to_region(weights, tp)                  # gradients of this rank's columns only
         self.weights, runs = weights, num_experts * sets                               # [T', k]
-        self._to_expert, self._rows, held = _places(experts, runs, sets, places)
-        self.load = held.view(num_experts, sets).sum(1)
+        self._to_expert, self._rows = _places(experts, runs, sets, places)
         local = num_experts // groups.ep.size
         self._each = local * sets * places                                             # rows from an ep rank
         self.counts = [groups.ep.size * sets * places] * local
@@ -109,9 +108,8 @@ class PaddedDispatch:
         return ep, local, self._each // local
 
 
-def _places(experts: torch.Tensor, runs: int, sets: int,
-            places: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(slot of each row [runs C], row of each slot [T', k], slots of each run [runs]); -1: none.
+def _places(experts: torch.Tensor, runs: int, sets: int, places: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(slot of each row [runs C], row of each slot [T', k]); -1: none.
 
     experts: int64 [T', k], not below E: no row. A run are the places of an expert for one set; within it
     tokens are in order.
@@ -129,7 +127,7 @@ def _places(experts: torch.Tensor, runs: int, sets: int,
     row = by_run * places + torch.arange(len(slots), device=keys.device) - bounds[by_run]
     row_of_slot = torch.empty_like(row)
     row_of_slot[slots] = row.masked_fill(by_run == runs, -1)
-    return slot_of_row, row_of_slot.view(experts.shape), held
+    return slot_of_row, row_of_slot.view(experts.shape)
 
 
 def _to_experts(rows: torch.Tensor, shape: tuple[int, int, int], tp: Group) -> torch.Tensor:
