@@ -4,8 +4,8 @@
                     └─ shared experts (dense) ──────── (· gate) ──┘     or, residual: a dense MLP, and
                                                                        y = c0 routed + c1 dense
 
-The work is in router.py (choice), capacity.py (drops), totals.py and losses.py (balance), dispatch.py or padded.py
-(movement) and experts.py (products); this file is their order.
+The work is in router.py (choice), capacity.py (drops), totals.py and losses.py (balance), dispatch.py or
+padded.py (movement) and experts.py (products); this file is their order.
 """
 
 import torch
@@ -63,7 +63,7 @@ class MixtureOfExperts(nn.Module):
         dense = None if self.dense is None else self.dense(x, batch)
         self._count(chosen, routing, counted, batch)
         waiting.wait()
-        routed = dispatch.back(self.experts(dispatch.arrive(rows), dispatch.counts)).view_as(x)
+        routed = dispatch.back(self.experts(dispatch.arrive(rows), dispatch.runs)).view_as(x)
         return self._joined(x, routed, dense)
 
     def _count(self, chosen: Routing, limited: Routing, counted: torch.Tensor | None, batch: Batch) -> None:

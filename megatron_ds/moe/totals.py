@@ -1,8 +1,8 @@
 """`Totals`: sums over the tokens of a micro-batch, which the losses, the balance and the metrics of a layer
 share.
 
-With sequence parallelism a rank has some of the tokens. All sums of a layer travel in one all-reduce, in fp64,
-where numbers of slots are exact. The gradient of the sums is each rank's own, for its own tokens.
+With sequence parallelism a rank has some of the tokens. All sums of a layer travel in one all-reduce, in
+fp64, where numbers of slots are exact. The gradient of the sums is each rank's own, for its own tokens.
 
 Letters: T tokens of this rank, k slots of a token, E experts, z logits.
 """
@@ -65,10 +65,10 @@ class Totals:
         """Over all sets together."""
         return replace(self, table=self.table[0] if len(self.table) == 1 else self.table.sum(0))
 
-    @property
+    @cached_property
     def demand(self) -> torch.Tensor:
         """[sets, E], slots of each expert before drops, whole numbers."""
-        return self.table.detach()[..., :self.num_experts]
+        return self._constants[..., :self.num_experts]
 
     @property
     def scores(self) -> torch.Tensor:
@@ -76,9 +76,13 @@ class Totals:
         return self.table[..., self.num_experts:2 * self.num_experts]
 
     def sum_of(self, column: str) -> torch.Tensor:
-        """[sets]. Of columns only "squares" is differentiable."""
-        table = self.table if column == "squares" else self.table.detach()
+        """[sets]. Of the columns only "squares" is differentiable."""
+        table = self.table if column == "squares" else self._constants
         return table[..., 2 * self.num_experts + self.columns.index(column)]
+
+    @cached_property
+    def _constants(self) -> torch.Tensor:
+        return self.table.detach()
 
 
 def _columns(chosen: Routing, kept: torch.Tensor | None, counted: torch.Tensor | None,

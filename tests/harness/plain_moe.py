@@ -54,7 +54,8 @@ class PlainMoE:
     """Layers with experts of one forward. padding: bool [b, s], True where there is no token.
 
     Afterwards: `objective`, the weighted sum of all loss terms; layer name → slots of each expert that tokens
-    chose (`demand`) and that were computed (`load`); `margin`, the least difference that decided a choice among experts.
+    chose (`demand`) and that were computed (`load`); `margin`, the least difference that decided a choice
+    among experts.
     """
 
     padding: torch.Tensor | None = None

@@ -317,7 +317,7 @@ def test_a_sum_over_slots_reads_no_further_than_the_last_that_is_kept():
         torch.testing.assert_close(tokens.grad, y.detach())
         torch.testing.assert_close(factors.grad, kept * x.square().sum(1, keepdim=True))
         assert dispatch._place.shape[1] == most
-        assert sum(dispatch.counts) == kept.sum()
+        assert sum(dispatch.runs.counts) == kept.sum()
 
 
 def test_backward_of_the_sum_over_slots_has_few_rows_in_fp32_at_a_time():

@@ -13,8 +13,8 @@ from tests.harness.threads import run_ranks
 from tools.compare_layouts import SEQ_LENGTH, tiny_job
 
 SAMPLES, H, E, K = 3, 32, 4, 2
-EVERY_LOSS = ("--moe-router-load-balancing-type aux_loss seq_aux_loss global_aux_loss --moe-aux-loss-coeff 0.1 "
-              "0.2 0.3 --moe-z-loss-coeff 1e-3").split()
+EVERY_LOSS = ("--moe-router-load-balancing-type aux_loss seq_aux_loss global_aux_loss "
+              "--moe-aux-loss-coeff 0.1 0.2 0.3 --moe-z-loss-coeff 1e-3").split()
 BIAS = "--moe-router-score-function sigmoid --moe-router-enable-expert-bias".split()
 HALF = ["--moe-expert-capacity-factor", "0.5"]
 MOST = 6                                                        # 0.5 · K · SEQ_LENGTH / E
@@ -24,8 +24,8 @@ def layer_run(tp_size, *flags):
     """Of each rank: (gradient of the router, ledger, balance, calls by (operation, axes) in the forward).
 
     One forward and backward of a layer with sequence parallelism."""
-    job = [*tiny_job("llama", "fp32", True, 0.0, 2, SAMPLES, 1), "--num-experts", str(E), "--moe-router-dtype",
-           "fp64", "--micro-batch-size", str(SAMPLES), *flags]
+    job = [*tiny_job("llama", "fp32", True, 0.0, 2, SAMPLES, 1), "--num-experts", str(E),
+           "--moe-router-dtype", "fp64", "--micro-batch-size", str(SAMPLES), *flags]
     config = model_of(job)
     whole = torch.randn(SEQ_LENGTH, SAMPLES, H, generator=torch.Generator().manual_seed(1))
 
