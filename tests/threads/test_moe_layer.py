@@ -9,6 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from megatron_ds.errors import ConfigError
 from megatron_ds.models import MODELS
+from megatron_ds.moe import router
 from megatron_ds.moe.dispatch import Dispatch, Groups, _Combine
 from megatron_ds.moe.router import Routing
 from tests.harness.bert_runs import random_bert_batch, run_bert
@@ -124,6 +125,21 @@ def test_noise_is_the_same_in_every_layout_and_micro_batch(kind):
     torch.testing.assert_close(torch.cat(alone), logits, rtol=1e-4, atol=1e-5)
     for other, seed in ((noisy, 8), (replace(noisy, moe_router_noise="none"), 7)):
         assert not torch.allclose(run_gpt(other, weights, batch, seed=seed)[1], logits, atol=1e-2)
+
+
+@pytest.mark.parametrize("kind", ["jitter", "gumbel"])
+def test_a_rank_draws_the_noise_of_its_own_rows_only(kind, monkeypatch):
+    config = replace(TinyConfig(**KINDS["biases"]), moe_router_noise=kind)
+    weights, batch = moe_weights(config, seed=1), make_batch(config)
+    drawn, draw = [], router.random_numbers
+    monkeypatch.setattr(router, "random_numbers", lambda keys, count, *args, **options: (
+        drawn.append(len(keys) * count), draw(keys, count, *args, **options))[1])
+    columns = config.hidden_size if kind == "jitter" else config.num_experts[0]
+    for tp_size in (1, 2):
+        run_gpt(config, weights, batch, tp_size=tp_size, sequence_parallel=tp_size > 1)
+        each = batch.tokens.numel() * columns // tp_size
+        assert drawn == [each] * tp_size * config.num_layers
+        drawn.clear()
 
 
 # Closed forms
