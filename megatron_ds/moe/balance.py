@@ -29,7 +29,7 @@ class Balance:
 
     bias   fp32 [E], None without expert bias
     share  fp32 [E], None unless a loss uses it
-    tally  int64 [E], slots in the current step on this rank
+    tally  int64 [E], demand in the current step on this rank
     """
 
     def __init__(self, config: ModelConfig, num_experts: int, name: str):
@@ -63,11 +63,13 @@ class Balance:
             self.tally += demand.to(self.tally.dtype)
 
     def update(self, total: torch.Tensor) -> None:
-        """After a step. total: int64 [E], slots over all ranks."""
+        """After a step. total: int64 [E], demand over all ranks."""
+        # Whole numbers are compared, so that equal choices give equal decisions, however ranks divide them.
+        whole = total.sum()
         if self.bias is not None:
-            self.bias += self.rate * (total.sum() - total * self.num_experts).sign()
+            self.bias += self.rate * (whole - total * self.num_experts).sign()
         if self.share is not None:
-            self.share.copy_(total / total.sum().clamp(min=1))
+            self.share.copy_(total.double() / whole.clamp(min=1))
 
     def tensors(self) -> Iterator[tuple[ParamSpec, torch.Tensor]]:
         """What a checkpoint holds."""

@@ -5,6 +5,7 @@ import torch
 
 from megatron_ds.data.ledger import Ledger
 from megatron_ds.models import MODELS
+from megatron_ds.moe.balance import Balance
 from megatron_ds.moe.mixture import MixtureOfExperts
 from megatron_ds.mpu.group import solo
 from tests.harness.model_runs import context_of
@@ -86,6 +87,25 @@ def test_balance_and_largest_load_are_those_of_demand_before_drops(tp_size, padd
         signs = [(mean > d) - (mean < d) for d in demand]
         torch.testing.assert_close(balance.bias, 1e-3 * torch.tensor(signs, dtype=torch.float32))
         torch.testing.assert_close(balance.share, torch.tensor(demand) / sum(demand))
+
+
+def test_decisions_follow_whole_numbers_however_many_and_however_divided():
+    """Beside 2**25 an fp32 number cannot tell 1 more, and a mean of fp32 shares would be rounded."""
+    config = model_of([*tiny_job("llama", "fp32", True, 0.0, 2, 1, 1), "--num-experts", "4", *BIAS,
+                       "--moe-router-load-balancing-type", "global_aux_loss"])
+    parts = torch.tensor([[1 << 24, 1 << 24, 7, 1], [(1 << 24) + 1, 1 << 24, (1 << 25) - 8, (1 << 25) - 1]])
+    total, found = parts.sum(0), []
+    for order in ([0, 1], [1, 0]):
+        balance = Balance(config, E, "router")
+        balance.place(torch.device("cpu"))
+        batch = MODELS["gpt"].data.blank(1, SEQ_LENGTH).with_ledger(Ledger())
+        for row in parts[order].double():
+            balance.count(row, batch)
+        balance.update(balance.tally)
+        found.append((balance.bias, balance.share))
+    torch.testing.assert_close(found[0][0], torch.tensor([-1e-3, 0, 1e-3, 0]), rtol=0, atol=0)
+    assert total.sum() == E << 25 and found[0][1].tolist() == (total / (E << 25)).tolist()
+    assert all(torch.equal(a, b) for a, b in zip(*found))
 
 
 def test_a_closed_ledger_counts_nothing():
