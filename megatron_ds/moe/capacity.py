@@ -23,6 +23,7 @@ from ..config.model_options import ModelConfig
 from ..data.batch import Batch
 from ..mpu import collectives
 from ..mpu.context import ParallelContext
+from ..mpu.group import Group
 from .router import Routing
 
 
@@ -90,7 +91,7 @@ def limit(routing: Routing, capacity: Capacity, batch: Batch, ctx: ParallelConte
     experts, weights = by_sample(experts), by_sample(routing.weights.detach())
     group = ctx.sequence_group
     if group is not None:
-        experts, weights = (collectives.all_gather(t.contiguous(), group, dim=1) for t in (experts, weights))
+        experts, weights = _gathered(experts, weights, group)
     if capacity.scope == "micro-batch":
         experts, weights = (t.transpose(0, 1).reshape(1, -1, k) for t in (experts, weights))
     # Sequences without padding have one capacity.
@@ -104,6 +105,15 @@ def limit(routing: Routing, capacity: Capacity, batch: Batch, ctx: ParallelConte
         keeps = collectives.shard(keeps, group, dim=1)
     planned = capacity.planned(experts.shape[0], experts.shape[1]) // (1 if group is None else group.size)
     return replace(routing.keeping(keeps.transpose(0, 1).reshape(-1, k)), planned=planned)
+
+
+def _gathered(experts: torch.Tensor, weights: torch.Tensor,
+              group: Group) -> tuple[torch.Tensor, torch.Tensor]:
+    """Experts and weights [b, s, k] from those of the ranks, [b, s/t, k], in one all-gather."""
+    bits = torch.int64 if weights.dtype is torch.float64 else torch.int32
+    both = torch.stack((experts.to(bits), weights.contiguous().view(bits)), 2)         # [b, s/t, 2, k]
+    both = collectives.all_gather(both, group, dim=1)
+    return both[:, :, 0].to(experts.dtype), both[:, :, 1].contiguous().view(weights.dtype)
 
 
 def kept_slots(experts: torch.Tensor, weights: torch.Tensor, capacity: Capacity,

@@ -58,8 +58,11 @@ def test_all_sums_of_a_layer_travel_in_one_all_reduce(flags):
     [(gradient, entries, _, calls)] = layer_run(1, *flags)
     assert not calls
     ranks = layer_run(2, *flags)
+    drops = "--moe-expert-capacity-factor" in flags
     for _, found, _, calls in ranks:
         assert calls["all_reduce", "tp"] == 1
+        # numbers of rows; with drops also experts and weights together
+        assert calls["all_gather", "tp"] == 1 + drops
         for ours, alone in zip(found, entries, strict=True):
             assert (ours.name, ours.weight) == (alone.name, alone.weight)
             torch.testing.assert_close(ours.value, alone.value, rtol=1e-12, atol=0)
