@@ -34,11 +34,6 @@ class Runs:
     counts: tuple[int, ...]
     on_device: torch.Tensor
 
-    @classmethod
-    def of(cls, *counts: int) -> "Runs":
-        """Of rows on the CPU."""
-        return cls(counts, torch.tensor(counts))
-
     @cached_property
     def ends(self) -> torch.Tensor:
         """int32 [runs], the row behind each run; made once, if a kernel asks for it."""

@@ -18,6 +18,10 @@ def tensors(counts, dtype, into=16, out=24):
             make(sum(counts), out))
 
 
+def runs_of(counts):
+    return Runs(counts, torch.tensor(counts))
+
+
 def by_hand(counts):
     start = 0
     for run, count in enumerate(counts):
@@ -30,7 +34,7 @@ def by_hand(counts):
 def test_the_kernel_equals_one_product_a_run(name, dtype, monkeypatch):
     counts = COUNTS[name]
     x, weight, bias, dy = tensors(counts, dtype)
-    runs, added = Runs.of(*counts), [torch.ones_like(weight), torch.ones_like(weight)]
+    runs, added = runs_of(counts), [torch.ones_like(weight), torch.ones_like(weight)]
     run = lambda: (grouped.grouped_affine(x, weight, bias, runs),
                    grouped.grouped_affine(x, weight, None, runs),
                    grouped.grouped_product(dy, weight, runs),
@@ -57,7 +61,7 @@ def test_the_kernel_equals_one_product_a_run(name, dtype, monkeypatch):
 def test_one_product_a_run_is_the_product_of_its_rows(name):
     counts = COUNTS[name]
     x, weight, bias, dy = tensors(counts, torch.float64, into=5, out=3)
-    runs = Runs.of(*counts)
+    runs = runs_of(counts)
     y, dx = grouped.grouped_affine(x, weight, bias, runs), grouped.grouped_product(dy, weight, runs)
     dw, sums = torch.ones_like(weight), grouped.sums_of_runs(dy, runs)
     grouped.add_grouped_gradient_(dw, dy, x, runs)
@@ -72,7 +76,7 @@ def test_one_product_a_run_is_the_product_of_its_rows(name):
 
 def test_no_rows_at_all_have_no_results():
     x, weight, bias, dy = tensors((0, 0), torch.float32)
-    runs = Runs.of(0, 0)
+    runs = runs_of((0, 0))
     assert grouped.grouped_affine(x, weight, bias, runs).shape == (0, 24)
     assert grouped.grouped_product(dy, weight, runs).shape == (0, 16)
     assert not grouped.new_grouped_gradient(weight, dy, x, runs).any()
