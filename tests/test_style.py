@@ -42,7 +42,7 @@ AUTOGRAD = {"forward", "backward", "setup_context", "jvp", "vmap"}
 # Functions under DeepSpeed's names have DeepSpeed's parameters.
 SIGNATURES_OF_DEEPSPEED = {"comm.init_distributed", "checkpointing.configure",
                            "engine.initialization.initialize",
-                           "engine.zero_init.Init.__init__", "moe.any_module.MoE.__init__",
+                           "engine.zero_init.Init.__init__", "moe.layer.MoE.__init__",
                            "ops.adam.DeepSpeedCPUAdam.__init__", "ops.adam.FusedAdam.__init__"}
 # Subjects and verbs of people, and metaphors for what has a name: write the object, the operation and the
 # field's term.

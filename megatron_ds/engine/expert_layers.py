@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError
-from ..moe.any_module import MoE, Place
+from ..moe.layer import MoE, Place
 from ..mpu.agree import on_all_ranks
 from ..mpu.collectives import all_gather_object
 from ..mpu.external_groups import DataParallelWorld
