@@ -48,7 +48,7 @@ class Balance:
 
     def place(self, device: torch.device) -> None:
         """Allocate on the device at first, later move there; nothing if the tensors are there already."""
-        if self.tally is None or self.tally.is_meta:
+        if self.tally is None or self.tally.is_meta and device.type != "meta":
             zeros = lambda leaf: torch.zeros(self.num_experts, device=device) if leaf in self.specs else None
             self.bias, self.share = zeros("expert_bias"), zeros("last_share")
             self.tally = torch.zeros(self.num_experts, dtype=torch.int64, device=device)

@@ -187,6 +187,14 @@ def test_the_state_dict_of_a_module_has_the_memories_in_fp32():
         net.load_state_dict({name: value for name, value in whole.items() if name != names[0]})
 
 
+def test_memories_shown_before_a_module_has_values_begin_with_zeros():
+    context = ParallelContext(device=torch.device("meta"))
+    layer = MixtureOfExperts(parse(FLAGS).model, EXPERTS, "mlp", context, output_std=0.5)
+    assert layer.state_dict()["router.expert_bias"].is_meta
+    layer.router.balance.place(torch.device("cpu"))
+    assert torch.equal(layer.router.balance.bias, torch.zeros(EXPERTS))
+
+
 def test_all_ranks_begin_with_the_memories_of_the_first():
     def net(mesh):
         made = Net(mesh)
