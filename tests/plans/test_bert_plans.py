@@ -4,17 +4,16 @@ import subprocess
 import sys
 
 import pytest
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ds.config import parse
 from megatron_ds.config.model_options import ModelConfig
 from megatron_ds.models import MODELS
-from megatron_ds.planning import layer_costs
 from megatron_ds.planning.flops import layers_of, model_flops
 from megatron_ds.planning.layer_costs import time_layers
 from megatron_ds.planning.world_plan import plan_world
 from tests.harness.documents import ROOT
 from tests.harness.model_runs import context_of
+from tests.harness.operation_clock import layers_timed_by_operations
 
 BASE = ["--model", "bert", "--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4",
         "--seq-length", "32", "--micro-batch-size", "2", "--global-batch-size", "16", "--vocab-size", "130",
@@ -53,22 +52,9 @@ def test_a_plan_counts_the_bytes_and_messages_of_the_binary_head(flags):
     assert first == [microbatches * 2 * 64 * 4 if "--sequence-parallel" in flags else 0, 0]
 
 
-class Operations(TorchDispatchMode):
-    """A clock that counts operations, so that times are those of the work and not of the machine."""
-
-    def __init__(self):
-        super().__init__()
-        self.done = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.done += 1
-        return function(*args, **(kwargs or {}))
-
-
-def test_layers_are_timed_with_what_a_bert_reads(monkeypatch):
+def test_layers_are_timed_with_what_a_bert_reads():
     config = parse(BASE)
-    with Operations() as clock:
-        monkeypatch.setattr(layer_costs, "_now", lambda device: clock.done)
+    with layers_timed_by_operations():
         times = time_layers(config, context_of())
     assert set(times) == {layer.kind for layer in MODELS["bert"](config.model, context_of())}
     assert all(cost.forward > 0 and cost.weight_grad > 0 for cost in times.values()), times
