@@ -61,13 +61,14 @@ def entry_of(operation, function=norm_kernels.rms_norm, fits=norm_kernels.fits, 
 
 def test_right_kernels_pass_without_a_word(gpu, operation, caplog):
     assert failure(operation, entry_of(operation), torch.float32, CPU) == "" and not caplog.records
-    assert sorted(e.partition("<")[0] for e in gpu.compiler.compilations) == ["norm_backward", "norm_forward"]
+    assert {"norm_backward", "norm_forward"} <= {e.partition("<")[0] for e in gpu.compiler.compilations}
 
 
 def test_the_first_size_that_the_kernels_take_is_compared(gpu, operation):
     entry = entry_of(operation, fits=lambda x, *_: "too wide" if x.shape[-1] > 100 else "")
     assert failure(operation, entry, torch.float32, CPU) == ""
-    assert all("<float, 24, " in expression for expression in gpu.compiler.compilations)
+    assert any("norm_forward<float, 24, " in expression for expression in gpu.compiler.compilations)
+    assert not any("264" in expression for expression in gpu.compiler.compilations)
 
 
 @pytest.mark.parametrize("function, fits, reason", [
@@ -83,7 +84,7 @@ def test_wrong_kernels_are_disabled_with_a_warning_that_names_them(gpu, operatio
     with caplog.at_level(logging.WARNING):
         assert reason in failure(operation, entry, torch.float32, CPU)
     assert len(caplog.records) == 1 and reason in caplog.text
-    launches = "kernels norm_forward, norm_backward (norm.cu) failed its check on cpu"
+    launches = "kernels norm_forward, norm_backward"
     assert (launches in caplog.text) == (" wrong by " in reason)
     assert "so torch's operations compute checked_norm there" in caplog.text
 

@@ -49,7 +49,7 @@ def failure(operation: Operation, entry: Implementation, dtype: torch.dtype, dev
     except Exception as error:              # whatever it is: the run goes on without the kernels
         reason = f"{type(error).__name__}: {error}"
     if reason:
-        logger.warning("%s %s failed its check on %s, so torch's operations compute %s there: %s",
+        logger.warning("%s %s failed the check on %s, so torch's operations compute %s there: %s",
                        *_named(launches, entry), device, operation.name, reason)
     return reason
 
