@@ -3,13 +3,14 @@
 import ctypes
 import logging
 import shutil
+import struct
 import threading
 
 import pytest
 import torch
 
 from megatron_ds.errors import KernelError
-from megatron_ds.ops.gpu import cuda_backend, kernel_sources, norm_kernels
+from megatron_ds.ops.gpu import cuda_backend, gpu_kernel, kernel_sources, norm_kernels
 from megatron_ds.ops.gpu.gpu_kernel import (
     BACKENDS,
     PLANNED_PROCESSORS,
@@ -68,6 +69,17 @@ def test_arguments_of_all_types_arrive(sources, tmp_path):
         f, wide = pack(add=3)
     assert f.item() == 1.5
     assert wide.tolist() == [-4, -2**40, 2**32 - 1, 5 - 2**63, 1, 41, 42, 0]
+
+
+def test_arguments_lie_as_in_a_c_struct():
+    types = {"Q": ctypes.c_uint64, "i": ctypes.c_int32, "q": ctypes.c_int64, "I": ctypes.c_uint32,
+             "f": ctypes.c_float, "512s": ctypes.c_uint64 * 64}
+    for codes in (["Q", "i", "Q"], ["f", "512s", "I", "I", "q"], ["i"], ["I", "f", "i", "512s"]):
+        fields = [(f"f{i}", types[code]) for i, code in enumerate(codes)]
+        expected = type("Arguments", (ctypes.Structure,), {"_fields_": fields})
+        form, offsets = gpu_kernel._layout(codes)
+        assert offsets == [getattr(expected, name).offset for name, _ in fields]
+        assert struct.calcsize(form) == offsets[-1] + ctypes.sizeof(fields[-1][1])
 
 
 def test_an_operation_runs_forward_and_backward_on_the_current_stream(tmp_path):

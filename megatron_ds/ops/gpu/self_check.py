@@ -42,7 +42,8 @@ def failure(operation: Operation, entry: Implementation, dtype: torch.dtype, dev
     logged with the kernels' names. Leaves the random numbers of the process as they are."""
     launches: Launches = {}
     try:
-        with (launches_recorded() as launches, torch.inference_mode(False), torch.enable_grad(),
+        # inference_mode(False) turns gradients on, too.
+        with (launches_recorded() as launches, torch.inference_mode(False),
               torch.autocast(device.type, enabled=False),
               torch.random.fork_rng([device] if device.type == "cuda" else [])):
             reason = _difference(operation, entry, dtype, device)
