@@ -135,16 +135,15 @@ def as_if_on_a_gpu(monkeypatch):
     monkeypatch.setattr(self_check, "failure", lambda *those: compare(*those[:-1], CPU))
 
 
-@pytest.mark.parametrize("function, chosen", [(norm_kernels.rms_norm, "checked_norm cuda"),
-                                              (wrong_at((0, 0), 1.0), "checked_norm")],
-                         ids=["right", "wrong"])
+@pytest.mark.parametrize("function, chosen", [(norm_kernels.rms_norm, ["cuda", "torch"]),
+                                              (wrong_at((0, 0), 1.0), ["torch"])], ids=["right", "wrong"])
 def test_the_table_has_only_kernels_that_are_right(gpu, operation, as_if_on_a_gpu, caplog, function, chosen):
     entry_of(operation, function)
     with caplog.at_level(logging.WARNING):
-        texts = {kernels_text(torch.device("cuda"), torch.float32) for _ in range(3)}
-    (text,) = texts
-    own, _, by_torch = text.rpartition("; ")
-    assert chosen in (own if "cuda" in chosen else by_torch) and len(caplog.records) == ("cuda" not in chosen)
+        for _ in range(3):
+            entries = kernel_table._candidates(operation, "cuda", torch.float32, "auto")
+            assert [entry.name for entry in entries] == chosen
+    assert len(caplog.records) == (len(chosen) == 1)
     assert sum("norm_forward" in e for e in gpu.compiler.compilations) == 1
 
 
@@ -165,4 +164,4 @@ def test_kernels_are_not_checked_in_the_capture_of_a_graph(operation, as_if_on_a
     entry_of(operation)
     with pytest.raises(KernelError, match="the kernels of checked_norm are checked at its first call, which "
                                           "is in the capture of a CUDA graph here. Run the step once"):
-        kernel_table.kernels_text(torch.device("cuda"), torch.float32)
+        kernel_table._candidates(operation, "cuda", torch.float32, "auto")
