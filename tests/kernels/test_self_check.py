@@ -11,6 +11,7 @@ from megatron_ds.ops.gpu import norm_kernels, self_check
 from megatron_ds.ops.gpu.self_check import failure, reason_against_implementation
 from megatron_ds.ops.kernel_table import GPU, OPERATIONS, Operation, kernels_text, random_tensors
 from tests.harness.stand_in_gpu import stand_in_gpu
+from tests.kernels import test_contract
 
 CPU = torch.device("cpu")
 
@@ -64,15 +65,19 @@ def test_right_kernels_pass_without_a_word(gpu, operation, caplog):
     assert {"norm_backward", "norm_forward"} <= {e.partition("<")[0] for e in gpu.compiler.compilations}
 
 
+def test_each_size_of_the_check_is_compared_without_a_gpu_for_all_operations():
+    assert set(self_check.SIZES) <= set(test_contract.SIZES)
+
+
 def test_the_first_size_that_the_kernels_take_is_compared(gpu, operation):
     entry = entry_of(operation, fits=lambda x, *_: "too wide" if x.shape[-1] > 100 else "")
     assert failure(operation, entry, torch.float32, CPU) == ""
     assert any("norm_forward<float, 24, " in expression for expression in gpu.compiler.compilations)
-    assert not any("264" in expression for expression in gpu.compiler.compilations)
+    assert not any("1000" in expression for expression in gpu.compiler.compilations)
 
 
 @pytest.mark.parametrize("function, fits, reason", [
-    (wrong_at((6, 263), 1e-3), norm_kernels.fits, "7 rows of 264 elements of torch.float32 are wrong by "),
+    (wrong_at((2, 999), 1e-3), norm_kernels.fits, "3 rows of 1000 elements of torch.float32 are wrong by "),
     (wrong_at((0, 0), float("nan")), norm_kernels.fits, "are wrong by inf times the tolerance"),
     (wrong_backward, norm_kernels.fits, "are wrong by "),
     (norm_kernels.rms_norm, lambda *_: "never", "it takes no example"),
