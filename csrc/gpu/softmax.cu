@@ -10,14 +10,18 @@
 // (philox.cuh). Exponentials and sums are in fp32, of 16-bit numbers with the hardware's exponential; p is
 // rounded to T before the factor c.
 //
-// Launch: blocks (rows of a table, tables); a table is a sample and a head. A row to each warp of a block of
-// 4 (THREADS = 32), or to each block; NUMBERS of it in the registers of each thread, so it is read once.
-// Columns that a causal query does not see are not read. Traffic, bytes a number in 16 bits: forward 4, with
-// dropout 6 (p is kept for backward), mask 1; backward 6. Half of the reads of causal squares. Limits: 65535
-// tables; 16384 columns, of packets of 16 bits 32768. Any number of columns at any address (VEC = 1); faster
-// where rows and addresses are multiples of 16 bytes (VEC = LANES). Narrow: softmax_forward with VEC = 1,
-// softmax_backward with VEC = 1. Registers on sm_90: softmax_forward 128, softmax_backward 168. Nothing is
-// spilled.
+// Launches: blocks (rows of a table, tables); a table is a sample and a head. A row to each warp of a block
+// of 4 (THREADS = 32), or to each block; EACH numbers of it in the registers of each thread, so it is read
+// once. softmax_backward_looped reads wider rows twice, the second time from L2. Columns that a causal query
+// does not see are not read.
+//
+// Traffic, bytes a number in 16 bits: forward 4, with dropout 6 (p is kept for backward), mask 1; backward 6.
+// Half of the reads of causal squares.
+// Limits: 65535 tables; 32768 columns, with dropout 16384. Any number of columns at any address (VEC = 1);
+// faster where rows and addresses are multiples of 16 bytes (VEC = LANES).
+// Narrow: softmax_forward, softmax_backward and softmax_backward_looped with VEC = 1.
+// Registers on sm_90: softmax_forward 128, softmax_backward 168, softmax_backward_looped 64.
+// Nothing is spilled.
 #include "philox.cuh"
 
 template <int THREADS> constexpr int ROWS = THREADS == 32 ? 4 : 1;      // of a block
@@ -132,4 +136,30 @@ void softmax_backward(const T* dy, const T* p, T* dx, const uint64_t* keys, int6
             out.at[k] = narrow<T>(scale * wide(share[i / VEC].at[k]) * (wide(d[i / VEC].at[k]) - dot));
         store_vec(dx + start + c, out);
     });
+}
+
+// Rows of any width, without dropout: blocks (queries, tables) of 1024 threads.
+template <class T, int VEC>
+__global__ __launch_bounds__(1024)
+void softmax_backward_looped(const T* dy, const T* p, T* dx, int queries, int cols, int causal, float scale) {
+    const int64_t start = (int64_t(blockIdx.y) * queries + blockIdx.x) * cols;
+    const int visible = causal ? min(cols, cols - queries + int(blockIdx.x) + 1) : cols;
+    float dot = 0;
+    for (int c = threadIdx.x * VEC; c < visible; c += 1024 * VEC) {
+        const Vec<T, VEC> d = load_vec<VEC>(dy + start + c), share = load_vec<VEC>(p + start + c);
+        #pragma unroll
+        for (int k = 0; k < VEC; ++k) dot += wide(d.at[k]) * wide(share.at[k]);
+    }
+    dot = over_block<Sum, 1024>(dot);
+    for (int c = threadIdx.x * VEC; c < cols; c += 1024 * VEC) {
+        Vec<T, VEC> d = {}, share = {}, out;
+        if (c < visible) {
+            d = load_vec<VEC>(dy + start + c);
+            share = load_vec<VEC>(p + start + c);
+        }
+        #pragma unroll
+        for (int k = 0; k < VEC; ++k)
+            out.at[k] = narrow<T>(scale * wide(share.at[k]) * (wide(d.at[k]) - dot));
+        store_vec(dx + start + c, out);
+    }
 }

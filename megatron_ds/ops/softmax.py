@@ -53,8 +53,9 @@ def _example(rows: int, width: int, dtype: torch.dtype, device: torch.device) ->
     return scores, hidden, width >= rows, 0.6, keep
 
 
-def _fits(scores: torch.Tensor, mask: torch.Tensor | None = None, *_: object, **__: object) -> str:
-    return softmax_kernels.fits(scores, mask)
+def _fits(scores: torch.Tensor, mask: torch.Tensor | None = None, causal: bool = False, scale: float = 1.0,
+          keep: KeepMask | None = None) -> str:
+    return softmax_kernels.fits(scores, mask, keep is not None)
 
 
 @masked_softmax.implementation("cuda", devices=GPU, dtypes=FLOATS, fits=_fits)

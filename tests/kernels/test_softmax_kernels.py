@@ -19,7 +19,8 @@ SIZES = [(torch.float32, 3), (torch.float32, 40), (torch.float32, 1030), (torch.
          (torch.bfloat16, 72), (torch.bfloat16, 77), (torch.bfloat16, 1000), (torch.bfloat16, 2048),
          (torch.bfloat16, 2056), (torch.float16, 520)]
 WAYS = [(False, None, False), (True, None, False), (True, "sample", True), (False, "head", True)]
-CASES = [(*size, *way) for size in SIZES for way in WAYS] + [(torch.bfloat16, 16400, True, "all", False)]
+CASES = [(*size, *way) for size in SIZES for way in WAYS] + [
+    (torch.bfloat16, 16400, True, "all", False)]
 NAMES = [f"{str(dtype)[6:]}-{cols}{'-causal' * causal}-mask by {mask}{'-dropout' * drops}"
          for dtype, cols, causal, mask, drops in CASES]
 MASKS = {None: None, "all": (1, 1, SQ, -1), "sample": (B, 1, SQ, -1), "head": (B, N, 1, -1)}
@@ -153,13 +154,14 @@ def test_dropout_of_some_tokens_of_a_sequence():
 def test_limits_are_named():
     scores, _, mask, _ = inputs(torch.float32, 40, False, "sample", False)
     fits = softmax_kernels.fits
-    assert fits(scores, None) == fits(scores, mask) == fits(scores[..., :1], None) == ""
-    assert "shape [2, 40]" in fits(scores[:, 0, 0], None)
-    assert "65536 samples and heads" in fits(torch.empty(65536, 1, 1, 8, device="meta"), None)
-    assert "too long" in fits(torch.empty(1, 1, 1, 16385), None)
-    assert "a mask that is not" in fits(scores, mask[..., :1])
-    assert "a mask that is not" in fits(scores, mask.float())
-    assert "a mask that is not" in fits(scores, mask.transpose(0, 3).contiguous().transpose(0, 3))
+    assert fits(scores, None, False) == fits(scores, mask, True) == fits(scores[..., :1], None, True) == ""
+    assert "shape [2, 40]" in fits(scores[:, 0, 0], None, False)
+    assert "65536 samples and heads" in fits(torch.empty(65536, 1, 1, 8, device="meta"), None, False)
+    assert "too long" in fits(torch.empty(1, 1, 1, 16385), None, True)
+    assert fits(torch.empty(1, 1, 1, 32768), None, False) == ""
+    assert "too long" in fits(torch.empty(1, 1, 1, 32769), None, False)
+    for wrong in (mask[..., :1], mask.float(), mask.transpose(0, 3).contiguous().transpose(0, 3)):
+        assert "a mask that is not" in fits(scores, wrong, False)
 
 
 def test_plans_count_what_backward_keeps():

@@ -10,20 +10,24 @@ from ..product import has_memory
 from .gpu_kernel import GpuKernel, type_name
 from .packets import BYTES, lanes, packed
 
-EXAMPLES = [
+EXAMPLES = [                   # of forward and backward
     ("bf16", 8, 64, 32, False), ("bf16", 8, 64, 32, True), ("fp16", 1, 64, 32, False),
-    ("float", 4, 32, 32, True), ("bf16", 8, 32, 256, True), ("bf16", 8, 32, 1024, False),
-    ("float", 4, 16, 1024, True)]
+    ("float", 4, 32, 32, True), ("bf16", 8, 32, 256, True), ("float", 1, 16, 1024, True)]
+WIDE_EXAMPLES = [("bf16", 8, 32, 1024, False), ("float", 1, 32, 1024, False)]
 FORWARD = GpuKernel("softmax.cu", "softmax_forward",
-                    "ptr ptr ptr ptr ptr i64 i64 i64 i64 i32 i32 i32 i32 u32 f32 f32", EXAMPLES)
+                    "ptr ptr ptr ptr ptr i64 i64 i64 i64 i32 i32 i32 i32 u32 f32 f32",
+                    EXAMPLES + WIDE_EXAMPLES)
 BACKWARD = GpuKernel("softmax.cu", "softmax_backward", "ptr ptr ptr ptr i64 i32 i32 i32 u32 f32 f32",
                      EXAMPLES)
+BACKWARD_LOOPED = GpuKernel("softmax.cu", "softmax_backward_looped", "ptr ptr ptr i32 i32 i32 f32",
+                            [("bf16", 8), ("float", 1)])
 
 LEVELS = 1 << 16               # values of a random number
 MOST_TABLES = (1 << 16) - 1    # in the second dimension of a grid
 ROWS_OF_WARPS = 4              # rows of a block, where each is a warp's
 # (threads of a row, its numbers in each thread's registers), in the order of the rows that they take.
 CHOICES = ((32, 8), (32, 16), (32, 32), (32, 64), (256, 16), (256, 32), (1024, 16), (1024, 32))
+WIDE = (1024, 32)              # only of forward without dropout; backward then loops
 
 
 @dataclass(frozen=True)
@@ -52,14 +56,14 @@ def masked_softmax(scores: torch.Tensor, mask: torch.Tensor | None, causal: bool
     return _Softmax.apply(scores, mask, causal, scale, dropout)
 
 
-def fits(scores: torch.Tensor, mask: torch.Tensor | None) -> str:
-    """"" if the kernels take these arguments, else the reason."""
+def fits(scores: torch.Tensor, mask: torch.Tensor | None, drops: bool) -> str:
+    """drops: with dropout. Returns "" if the kernels take these arguments, else the reason."""
     if scores.dim() != 4 or not scores.shape[-1]:
         return f"scores of shape {list(scores.shape)}"
     tables, cols = scores.shape[0] * scores.shape[1], scores.shape[-1]
     if tables > MOST_TABLES:
         return f"{tables} samples and heads, more than {MOST_TABLES}"
-    if _plan(scores, None, True) is None:
+    if _plan(scores, None, drops) is None:
         return f"rows of {cols} elements of {scores.element_size()} bytes are too long"
     if mask is not None and (mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[-1] != cols
                              or mask.stride(-1) != 1):
@@ -87,7 +91,7 @@ def _plan(scores: torch.Tensor, mask: torch.Tensor | None, drops: bool) -> Plan 
     for threads, numbers in CHOICES:
         if threads * numbers < cols or drops and numbers < 16 or is_wide and numbers == 64:
             continue
-        if (threads, numbers) == (1024, 32) and (drops or is_wide or width == 1):   # too many registers
+        if (threads, numbers) == WIDE and drops:
             continue
         return Plan(width, numbers, threads)
     return None
@@ -126,6 +130,10 @@ class _Softmax(torch.autograd.Function):
         seeds, first_row, threshold = _drawn(ctx.dropout)
         plan = _plan(kept, None, ctx.dropout is not None)
         grid, threads = plan.launch(kept)
+        if (plan.threads, plan.numbers) == WIDE:
+            BACKWARD_LOOPED((type_name(kept), plan.width), grid, threads, dy, kept, dx, *kept.shape[2:],
+                            ctx.causal, ctx.scale)
+            return dx, None, None, None, None
         BACKWARD((type_name(kept), *plan, ctx.dropout is not None), grid, threads, dy, kept, dx, seeds,
                  first_row, *kept.shape[2:], ctx.causal, threshold, LEVELS / threshold, ctx.scale)
         return dx, None, None, None, None
