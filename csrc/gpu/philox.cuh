@@ -1,5 +1,5 @@
 // Philox 4x64-10 (Salmon, Moraes, Dror and Shaw 2011, "Parallel random numbers: as easy as 1, 2, 3"): the
-// bits of numpy.random.Philox and of megatron_ds/ops/dropout.py.
+// bits of numpy.random.Philox and of megatron_ds/ops/keep_tables.py.
 //
 //   table of a key, rows x cols: number (r, c) is the c % 16th of counter 1 + r ceil(cols / 16) + c / 16
 //   words of a counter w0 w1 w2 w3, 16 bits a number, the lowest first:

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-import megatron_ds.ops.dropout as module
-from megatron_ds.ops.dropout import KeepMask, dropout, dropout_add, sample_keys
+from megatron_ds.ops.dropout import KeepMask, dropout, dropout_add, fill_attention_mask_, sample_keys
 from megatron_ds.ops.gpu import dropout_kernels
+from megatron_ds.ops.keep_tables import LEVELS, threshold_of
 from megatron_ds.ops.keyed_random import seed_of
 from tests.harness.emulated import SEEDS, compile_together, emulated_gpu
 
@@ -17,7 +17,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 SHAPES = [(1, 1, 1), (7, 3, 40), (5, 2, 33), (3, 1, 16), (2, 2, 1000), (1, 66, 24), (2, 1, 8200)]
 KERNELS = {operation: next(i.function for i in operation.implementations if i.name == "cuda")
-           for operation in (dropout, dropout_add, module.fill_attention_mask_)}
+           for operation in (dropout, dropout_add, fill_attention_mask_)}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -107,12 +107,24 @@ def test_picked_positions_have_the_rows_of_the_whole_table(operation):
 
 def test_a_probability_that_drops_nothing_keeps_all():
     arguments = tensors((3, 2, 40), torch.float32)
-    assert module._threshold(1e-6) == module.LEVELS
+    assert threshold_of(1e-6) == LEVELS
     assert_same_as_on_cpu(dropout_add, *arguments, p=1e-6)
     with emulated_gpu() as gpu:
         assert_equal_bits(run(KERNELS[dropout], dropout, *arguments, p=0.0)[:1], arguments[:1])
         run(KERNELS[dropout_add], dropout_add, *arguments, p=0.0)
     assert not gpu.launches
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("p", [0.1, 0.9])
+def test_the_largest_and_the_smallest_numbers_round_as_in_torch(dtype, p):
+    x, residual, dy = tensors((5, 2, 40), torch.float32)
+    limits = torch.finfo(dtype)
+    small = [(t * limits.smallest_normal / 8).to(dtype) for t in (x, residual, dy)]
+    large = [(t.clamp(-1, 1).double() * limits.max).to(dtype) for t in (x, -x, dy)]
+    for seed, arguments in enumerate((small, large)):
+        assert_same_as_on_cpu(dropout, *arguments, p=p, seed=seed)
+        assert_same_as_on_cpu(dropout_add, *arguments, p=p, seed=seed)
 
 
 def test_a_dropped_infinity_is_no_number_as_in_torch():
@@ -176,7 +188,7 @@ def mask_by_kernel(keep):
     """The mask that the kernel draws, in memory of no defined values before."""
     sq, sk = (len(keep.rows), keep.cols) if keep.picked is None else 2 * keep.picked.shape[1:]
     out = torch.full((len(keep.keys), len(keep.heads), sq, sk), 7, dtype=torch.uint8).view(torch.bool)
-    KERNELS[module.fill_attention_mask_](out, keep.p, keep.of_heads, keep.rows, keep.cols, keep.picked)
+    KERNELS[fill_attention_mask_](out, keep.p, keep.of_heads, keep.rows, keep.cols, keep.picked)
     return out
 
 
@@ -219,4 +231,4 @@ def test_the_order_of_numbers_in_words_is_numpys():
     keep = KeepMask(0.5, sample_keys(3, "layer", (4,)), range(2, 3), range(5, 6), 16)
     with emulated_gpu():
         got = mask_by_kernel(keep)
-    assert got.flatten().tolist() == [number < module._threshold(0.5) for number in numbers]
+    assert got.flatten().tolist() == [number < threshold_of(0.5) for number in numbers]

@@ -2,8 +2,10 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_ds.ops import dropout as module
-from megatron_ds.ops.dropout import KeepMask, dropout, keep_masks, keep_scale, sample_keys
+from megatron_ds.ops import dropout as user
+from megatron_ds.ops import keep_tables as module
+from megatron_ds.ops.dropout import KeepMask, dropout, sample_keys
+from megatron_ds.ops.keep_tables import keep_masks, keep_scale
 
 KEY = (1234, "decoder.layers.3.mlp", 17)
 
@@ -17,11 +19,12 @@ def generator(request, monkeypatch):
     """Both ways of drawing: NumPy's, and the elementwise operations of other devices, which run on a CPU
     too."""
     if request.param == "device":
-        monkeypatch.setattr(module, "draw_keep_masks_", draw_on_device)
+        for file in (module, user):
+            monkeypatch.setattr(file, "draw_keep_masks_", draw_on_device)
 
 
 def draw_on_device(out, p, keys, rows):
-    module.draw_on_device_(out, module._threshold(p), keys, rows)
+    module.draw_on_device_(out, module.threshold_of(p), keys, rows)
 
 
 @pytest.mark.parametrize("rows", [range(0, 9), range(5, 6), range(1000, 1070)])

@@ -2,6 +2,9 @@
 
 Random numbers are those of `ops.dropout`: a table of 16-bit numbers for each seed, drawn by Philox inside the
 kernel. Backward draws them again, so dropout keeps no tensor but `picked`, which the caller holds anyway.
+
+Seeds of dropout are arguments of the launch: nothing is copied to the device, and a CUDA graph would repeat
+the masks of its capture.
 """
 
 import math
@@ -12,6 +15,7 @@ import torch
 
 from ..product import has_memory
 from .gpu_kernel import GpuKernel, type_name
+from .packets import reason_against_packets
 
 NUMBERS = 16                   # of a counter of Philox, that is, of a thread
 LEVELS = 1 << 16
@@ -50,7 +54,7 @@ class _Dropout(torch.autograd.Function):
         x, residual = x.contiguous(), residual if residual is None else residual.contiguous()
         y = torch.empty_like(x)
         positions, samples, cols = x.shape
-        packets = cols * x.element_size() % 16 == 0 and all(_is_aligned(t) for t in (x, y, residual))
+        packets = not reason_against_packets(x, y, residual)
         strides = (0, 0) if picked is None else picked.stride()
         for first in range(0, samples, MOST_SAMPLES):
             keys = seeds[first:first + MOST_SAMPLES]
@@ -108,7 +112,3 @@ def _threads(cols: int) -> int:
 def _units(cols: int) -> int:
     """Counters of a row that shared memory holds: a power of two, so that few kernels are compiled."""
     return max(64, 1 << (-(-cols // NUMBERS) - 1).bit_length())
-
-
-def _is_aligned(t: torch.Tensor | None) -> bool:
-    return t is None or not has_memory(t) or t.data_ptr() % 16 == 0
