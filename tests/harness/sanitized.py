@@ -28,10 +28,10 @@ from unittest import mock
 import torch
 
 from megatron_ds.ops.gpu.gpu_kernel import FORMATS, GpuKernel
-from tests.harness.emulated import SOURCES, built, emulated_gpu
+from tests.harness.emulated import SOURCES, built, compile_together, emulated_gpu
 
-FLAGS = {"thread": ("-fsanitize=thread", "-g"),
-         "address": ("-fsanitize=address,undefined", "-g")}
+FLAGS = {"thread": ("-fsanitize=thread", "-g1"),
+         "address": ("-fsanitize=address,undefined", "-g1")}
 OPTIONS = {"TSAN_OPTIONS": "history_size=2", "UBSAN_OPTIONS": "print_stacktrace=1"}
 SECONDS = 120
 SEED = 3
@@ -70,6 +70,7 @@ def sanitize(kind: str, run: Callable[[], object], sources: Path = SOURCES) -> s
 def _launches_of(run: Callable[[], object], sources: Path) -> tuple[list[Launch], str]:
     """The launches of `run`, and how it failed. It runs in a fork, which a wrong kernel may end: each launch
     is written before it starts."""
+    compile_together(run, sources=sources)
     with tempfile.TemporaryFile() as record:
         child = os.fork()
         if not child:
