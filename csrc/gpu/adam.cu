@@ -1,5 +1,4 @@
-// AdamW over rows of flat tensors, with unscaling, clipping, rounding to 16 bits and skipping, in one pass over
-// memory.
+// AdamW over rows of flat tensors, with unscaling, clipping, rounding to 16 bits and skipping, in one pass.
 //
 // Per element (Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2; megatron_ds/ops/adam.py in torch):
 //
@@ -8,16 +7,17 @@
 //   low = p rounded to 16 bits                  optional: the weight that the model computes with
 //
 // Bits: each product, sum, quotient and root is rounded by itself (__f.._rn is never contracted to a fused
-// multiply-add), so that results equal those of csrc/cpu_adam.cpp and of the torch reference, and do not depend
-// on cuts of a buffer. Subnormal numbers are kept: not to be compiled with -ftz=true.
+// multiply-add), so that results equal those of csrc/cpu_adam.cpp and of the torch reference, and do not
+// depend on cuts of a buffer. Subnormal numbers are kept: not to be compiled with -ftz=true.
 //
 // Numbers that the GPU computed are read here, so that the host need not wait for them: `divisor`, loss scale
-// and clipping (1 / divisor is another factor of grad_scale), and `skip` (not 0: nothing is updated). Null: 1, 0.
+// and clipping (1 / divisor is another factor of grad_scale), and `skip` (not 0: nothing is updated). Null: 1
+// and 0.
 //
-// Launch: one for all rows of a parameter group. A block has `chunk` elements of one row, a multiple of four; it
-// finds the row by bisection in the table, [rows, 7] of int64: addresses of p, grad, m, v, low; elements; number
-// of the row's first chunk. Access by four elements where all addresses of a row are multiples of four, else one
-// by one; likewise what is left behind the last four.
+// Launch: one for all rows of a parameter group. A block has `chunk` elements of one row, a multiple of four;
+// it finds the row by bisection in the table, [rows, 7] of int64: addresses of p, grad, m, v, low; elements;
+// number of the row's first chunk. Access by four elements where all addresses of a row are multiples of four,
+// else one by one; likewise what is left behind the last four.
 // Traffic: reads p g m v, writes p m v, 28 bytes an element, and 2 for low; with a 16-bit gradient 2 fewer.
 // G: of gradients, float, bf16, fp16. L: of low, bf16, fp16, or float if there is none. Registers on sm_80 to
 // sm_120: at most 64.
@@ -65,9 +65,9 @@ INLINE const int64_t* find_row(const int64_t* table, int rows) {
 
 template <class G, class L>
 __global__ __launch_bounds__(ADAM_THREADS)
-void adamw(const int64_t* table, int rows, int chunk, float one_minus_beta1, float beta2, float one_minus_beta2,
-           float root_scale, float eps, float decay, float step_size, float grad_scale, const float* divisor,
-           const float* skip) {
+void adamw(const int64_t* table, int rows, int chunk, float one_minus_beta1, float beta2,
+           float one_minus_beta2, float root_scale, float eps, float decay, float step_size, float grad_scale,
+           const float* divisor, const float* skip) {
     if (skip && *skip != 0.0f) return;
     const Rates r = {one_minus_beta1, beta2, one_minus_beta2, root_scale, eps, decay, step_size,
                      divisor ? __fmul_rn(grad_scale, __fdiv_rn(1.0f, *divisor)) : grad_scale};

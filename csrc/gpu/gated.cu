@@ -6,18 +6,18 @@
 //
 // In fp32, rounded once; x alone is kept for backward, where σ is computed again.
 //
-// Launch: a thread has WIDTH neighbours of a row of y, a packet of 16 bytes where f and the addresses allow it;
-// blocks of at most 256 threads, one after another over rows and columns.
+// Launch: a thread has WIDTH neighbours of a row of y, a packet of 16 bytes where f and the addresses allow
+// it; blocks of at most 256 threads, one after another over rows and columns.
 // Traffic of a number of y, 16 bit: SwiGLU forward 6 bytes, backward 10; squared ReLU 4 and 6.
 // Limits: contiguous tensors, WIDTH divides f, fewer than 2^31 vectors in y. float, bf16, fp16.
-// 16-bit results hide the error of __expf (2 + |1.16 a| units in the last place of fp32), fp32 results do not.
+// 16-bit results hide the error of __expf (2 + |1.16 a| units in the last place of fp32), fp32 ones do not.
 // Registers on sm_80 to sm_120: at most 40.
 #include "vectors.cuh"
 
 INLINE float sigmoid(float a, float) { return 1.0f / (1.0f + expf(-a)); }
 template <class T> INLINE float sigmoid(float a, T) { return __fdividef(1.0f, 1.0f + __expf(-a)); }
 
-// The place of a thread's numbers. first: in y; in: of the gate in x, the other half being f numbers behind it.
+// The place of a thread's numbers. first: in y; in: of the gate in x, the other half is f numbers behind it.
 struct Place { int64_t first, in; };
 template <int WIDTH> INLINE bool find(Place& at, uint32_t vectors, int f) {
     const uint32_t i = blockIdx.x * blockDim.x + threadIdx.x, row = i / (f / WIDTH);
@@ -53,7 +53,7 @@ void swiglu_backward(const T* x, const T* dy, T* dx, uint32_t vectors, int f) {
     for (int k = 0; k < WIDTH; ++k) {
         const float a = wide(gate.at[k]), d = wide(g.at[k]), s = sigmoid(a, T());
         dgate.at[k] = narrow<T>(d * wide(up.at[k]) * (s * (1.0f + a * (1.0f - s))));
-        dup.at[k] = narrow<T>(d * (a * s));                      // a s first: where s is 0, d a may be infinite
+        dup.at[k] = narrow<T>(d * (a * s));                    // a s first: where s is 0, d a may be infinite
     }
     put(dx + at.in, dgate);
     put(dx + at.in + f, dup);

@@ -1,5 +1,5 @@
-// Rotary position embedding of heads that lie together or apart: rotated while they are split into q, k and v,
-// and back.
+// Rotary position embedding of heads that lie together or apart: rotated while they are split into q, k, v, and
+// back.
 //
 //   y[c]        = x[c] cos - x[c + half] sin       c < half, the angle being that of (token, c)
 //   y[c + half] = x[c + half] cos + x[c] sin       channels from 2 half on, and all of v: y = x
@@ -7,13 +7,13 @@
 // In fp32, rounded once. The opposite direction (sin with the other sign) is the inverse and the transpose,
 // hence backward.
 //
-// packed [s, b, groups, slots, d]: a group is `queries` heads of q, then, if slots = queries + 2, one of k and
-// one of v. TO_PACKED false: packed → q, k, v. true: q, k, v → packed. With slots = queries it rotates one
+// packed [s, b, groups, slots, d]: a group is `queries` heads of q, then, if slots = queries + 2, one of k
+// and one of v. TO_PACKED false: packed → q, k, v. true: q, k, v → packed. With slots = queries it rotates one
 // tensor, without k and v.
 //
-// Launch: a block a token, grid (s, b). A thread has WIDTH channels and their partners of every so-manieth head:
-// it reads cos and sin once for all of them. Threads: a multiple of (d - half) / WIDTH, one each a head.
-// Traffic: each number is read once and written once, 4 bytes if it has 16 bits; the tables 8 half bytes a token.
+// Launch: a block a token, grid (s, b). A thread has the same WIDTH channels, and their partners, of several
+// heads: it reads cos and sin once for all of them. A head is (d - half) / WIDTH threads, a block some heads.
+// Traffic: each number is read once and written once, 4 bytes if it has 16 bits; tables 8 half bytes a token.
 // Limits: d - half <= 512 WIDTH, b <= 65535; strides in elements, that of the last dimension 1; WIDTH divides
 // half, d - 2 half, addresses and strides. float, bf16, fp16. Registers on sm_80 to sm_120: at most 56.
 #include "vectors.cuh"
@@ -61,7 +61,8 @@ void rotary(T* packed, T* q, T* k, T* v, const float* cos_table, const float* si
     for (int head = threadIdx.x / units; head < groups * slots; head += at_once) {
         const int group = head / slots, slot = head - group * slots;
         T* one = slot < queries ? q + s * q_s + b * q_b + (group * queries + slot) * q_n
-                 : slot == queries ? k + s * k_s + b * k_b + group * k_n : v + s * v_s + b * v_b + group * v_n;
+                 : slot == queries ? k + s * k_s + b * k_b + group * k_n
+                                   : v + s * v_s + b * v_b + group * v_n;
         T* other = packed + s * packed_s + b * packed_b + head * packed_n;
         const T* from = (TO_PACKED ? one : other) + c;
         T* to = (TO_PACKED ? other : one) + c;

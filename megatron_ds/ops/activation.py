@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from .cpu import compiled_gelu
 from .gpu import gated_kernels
-from .kernel_table import CPU, FLOATS, GPU, Operation
+from .kernel_table import CPU, FLOATS, GPU, Operation, random_tensors
 from .product import has_memory
 
 
@@ -75,6 +75,10 @@ swiglu.implementation("cuda", devices=GPU, dtypes=FLOATS, fits=gated_kernels.fit
 
 ACTIVATIONS = {"gelu": Activation(gelu), "gelu_exact": Activation(gelu_exact), "relu": Activation(relu),
                "squared_relu": Activation(squared_relu), "swiglu": Activation(swiglu, parts=2)}
+
+
+for _activation in (gelu, squared_relu, swiglu):
+    _activation.example(lambda rows, width, dtype, device: random_tensors(dtype, device, (rows, 2 * width)))
 
 
 class _SquaredReLU(torch.autograd.Function):

@@ -12,7 +12,7 @@ of our own that keeps nothing of x.
 import torch
 
 from .gpu import rotary_kernels
-from .kernel_table import FLOATS, GPU, Operation
+from .kernel_table import FLOATS, GPU, Operation, random_tensors
 
 
 def rotary_channels(head_dim: int, percent: float = 1.0) -> int:
@@ -40,6 +40,13 @@ apply_rotary.implementation("cuda", devices=GPU, dtypes=FLOATS,
                             fits=rotary_kernels.fits)(rotary_kernels.rotary)
 
 
+@apply_rotary.example
+def _rotary_example(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:
+    positions = torch.arange(3, 3 + rows, device=device)
+    (x,) = random_tensors(dtype, device, (rows, 2, 3, width))
+    return (x, *rotary_tables(positions, rotary_channels(width, 0.75)))
+
+
 def split_heads(qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Packed heads → q [s, b, n, d], k and v [s, b, g, d], views where strides allow them."""
     q, k, v = qkv.split((qkv.shape[3] - 2, 1, 1), dim=3)      # one split: its backward is one concatenation
@@ -56,6 +63,13 @@ def split_rotary(qkv: torch.Tensor, cos: torch.Tensor,
 
 split_rotary.implementation("cuda", devices=GPU, dtypes=FLOATS,
                             fits=rotary_kernels.fits)(rotary_kernels.split_rotary)
+
+
+@split_rotary.example
+def _packed_example(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:
+    positions = torch.arange(3, 3 + rows, device=device)
+    (qkv,) = random_tensors(dtype, device, (rows, 2, 3, 4, width))
+    return (qkv, *rotary_tables(positions, rotary_channels(width, 0.75)))
 
 
 def reference_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
