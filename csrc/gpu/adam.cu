@@ -16,8 +16,8 @@
 //
 // Launch: one for all rows of a parameter group. A block has `chunk` elements of one row, a multiple of four;
 // it finds the row by bisection in the table, [rows, 7] of int64: addresses of p, grad, m, v, low; elements;
-// number of the row's first chunk. Access by four elements where all addresses of a row are multiples of four,
-// else one by one; likewise what is left behind the last four.
+// number of the row's first chunk. Access by four elements where all addresses of a row are multiples of
+// four, else one by one; likewise what is left behind the last four.
 // Traffic: reads p g m v, writes p m v, 28 bytes an element, and 2 for low; with a 16-bit gradient 2 fewer.
 // G: of gradients, float, bf16, fp16. L: of low, bf16, fp16, or float if there is none. Registers on sm_80 to
 // sm_120: at most 64.

@@ -1,5 +1,5 @@
-// Rotary position embedding of heads that lie together or apart: rotated while they are split into q, k, v, and
-// back.
+// Rotary position embedding of heads that lie together or apart: rotated while they are split into q, k, v,
+// and back.
 //
 //   y[c]        = x[c] cos - x[c + half] sin       c < half, the angle being that of (token, c)
 //   y[c + half] = x[c + half] cos + x[c] sin       channels from 2 half on, and all of v: y = x
@@ -8,8 +8,8 @@
 // hence backward.
 //
 // packed [s, b, groups, slots, d]: a group is `queries` heads of q, then, if slots = queries + 2, one of k
-// and one of v. TO_PACKED false: packed → q, k, v. true: q, k, v → packed. With slots = queries it rotates one
-// tensor, without k and v.
+// and one of v. TO_PACKED false: packed → q, k, v. true: q, k, v → packed. With slots = queries it rotates
+// one tensor, without k and v.
 //
 // Launch: a block a token, grid (s, b). A thread has the same WIDTH channels, and their partners, of several
 // heads: it reads cos and sin once for all of them. A head is (d - half) / WIDTH threads, a block some heads.

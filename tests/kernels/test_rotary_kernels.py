@@ -7,8 +7,8 @@ fp16 half a unit in the last place of results that lie just above a power of two
 import pytest
 import torch
 
-from megatron_ds.ops.gpu import rotary_kernels
 from megatron_ds.ops import rotary
+from megatron_ds.ops.gpu import rotary_kernels
 from tests.harness.emulated import SEEDS, compile_together, emulated_gpu
 
 TOLERANCE = {torch.float32: 2e-7, torch.bfloat16: 2**-8, torch.float16: 2**-11}
@@ -26,7 +26,8 @@ def randn(*shape, dtype, seed=0):
 
 def tables(s, b, d, percent, per_sample):
     positions = torch.randint(0, 5000, (b, s), generator=torch.Generator().manual_seed(5))
-    return rotary.rotary_tables(positions if per_sample else positions[0], rotary.rotary_channels(d, percent), base=500.0)
+    positions = positions if per_sample else positions[0]
+    return rotary.rotary_tables(positions, rotary.rotary_channels(d, percent), base=500.0)
 
 
 def expected(qkv, cos, sin):
@@ -130,7 +131,8 @@ def test_tables_that_are_views_are_read_where_they_are():
     shifted = torch.zeros(cos.numel() + 1)[1:].view(cos.shape).copy_(cos)     # not at a multiple of 16 bytes
     for a, b in ((cos[5:], sin[5:]), (cos[::2][:4], sin[::2][:4]), (shifted[:4], sin[:4])):
         with emulated_gpu():
-            assert_close(rotary_kernels.rotary(x, a, b), rotary.reference_rotary(x.double(), a, b).double(), x.dtype)
+            y = rotary_kernels.rotary(x, a, b)
+        assert_close(y, rotary.reference_rotary(x.double(), a, b).double(), x.dtype)
 
 
 def test_tensors_without_memory_get_results_and_keep_the_tables_alone():
