@@ -11,7 +11,7 @@ from ..product import has_memory
 from .gpu_kernel import GpuKernel, type_name
 
 if TYPE_CHECKING:
-    from ..adam import AdamRow
+    from ..adam import AdamRow, AdamStep
 
 KERNEL = GpuKernel("adam.cu", "adamw", "ptr i32 i32 f32 f32 f32 f32 f32 f32 f32 f32 ptr ptr")
 THREADS = 256
@@ -21,21 +21,20 @@ GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
 LOWS = (torch.bfloat16, torch.float16)
 
 
-def adamw(rows: Sequence["AdamRow"], *, lr: float, betas: tuple[float, float], eps: float,
-          weight_decay: float, grad_scale: float = 1.0, divisor: torch.Tensor | None = None,
-          skip: torch.Tensor | None = None) -> None:
-    """`ops.adam.adamw` with its bits. Rows of one step and the same dtypes are one launch.
+def adamw(grad: torch.Tensor, rows: Sequence["AdamRow"], how: "AdamStep") -> None:
+    """`ops.adam.adamw` with the bits of its reference. Rows of one step and the same dtypes are one launch.
 
-    divisor, skip: fp32 scalars on the device; the host does not wait for them. Raises ValueError for tensors
-    that it cannot take.
+    The host does not wait for numbers of `how` that are on the device. Raises ValueError for tensors that it
+    cannot take.
     """
+    on_device = isinstance(how.divisor, torch.Tensor)
     for r in rows:
         _check(r)
     for alike in _groups_alike(rows):
-        step = alike[0].step
-        rates = (1 - betas[0], betas[1], 1 - betas[1], (1 - betas[1]**step) ** -0.5, eps,
-                 1 - lr * weight_decay, lr / (1 - betas[0]**step), grad_scale)
-        _launch(alike, rates, divisor, skip)
+        step, (beta1, beta2) = alike[0].step, how.betas
+        _launch(alike, (1 - beta1, beta2, 1 - beta2, (1 - beta2**step) ** -0.5, how.eps,
+                        1 - how.lr * how.weight_decay, how.lr / (1 - beta1**step),
+                        1.0 if on_device else how.grad_scale), how.divisor if on_device else None, how.skip)
 
 
 def _groups_alike(rows: Sequence["AdamRow"]) -> Iterator[list["AdamRow"]]:
