@@ -6,6 +6,7 @@ of the reference in torch's operations. `optim/row_adamw.py` is torch's interfac
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +22,7 @@ class AdamRow(NamedTuple):
     """The tensors of one update: contiguous, on one device, of the same length.
 
     p     fp32 weight, updated in place as m and v, the moments, are
-    grad  only read; fp32, on GPUs also bf16 or fp16
+    grad  only read; fp32, bf16 or fp16
     step  number of this update, from 1
     low   bf16 or fp16: receives p, rounded to nearest even
     """
@@ -69,8 +70,12 @@ def adamw(grad: torch.Tensor, rows: Sequence[AdamRow], how: AdamStep) -> None:
 @adamw.implementation("c++", devices=CPU,
                       available=lambda: "" if compiled_adam.extension() else "not compiled")
 def _compiled(grad: torch.Tensor, rows: Sequence[AdamRow], how: AdamStep) -> None:
-    if how.skip is None or not how.skip:
-        compiled_adam.adamw_(rows, lr=how.lr, betas=how.betas, eps=how.eps, weight_decay=how.weight_decay,
+    if how.skip is not None and how.skip:
+        return
+    wide = [r for r in rows if r.grad.dtype == torch.float32]
+    others = ([r._replace(grad=r.grad.float())] for r in rows if r.grad.dtype != torch.float32)
+    for part in chain([wide], others):                          # one copy at a time
+        compiled_adam.adamw_(part, lr=how.lr, betas=how.betas, eps=how.eps, weight_decay=how.weight_decay,
                              grad_scale=how.grad_scale)
 
 
@@ -92,7 +97,7 @@ def reference_adamw_(rows: Sequence[AdamRow], *, lr: float, betas: tuple[float, 
     """Update each row with gradient * grad_scale. Loshchilov and Hutter 2019 (arXiv:1711.05101), alg. 2."""
     for r in rows:
         beta1, beta2 = betas
-        g = r.grad * _fp32(grad_scale)
+        g = r.grad.float() * _fp32(grad_scale)
         r.m.add_((g - r.m) * _fp32(1 - beta1))
         r.v.mul_(_fp32(beta2)).add_(g * g * _fp32(1 - beta2))
         # In double: torch's root of a long fp32 tensor may be MKL's, which is not rounded to nearest.

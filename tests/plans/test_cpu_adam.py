@@ -15,7 +15,7 @@ import torch
 
 from megatron_ds.host.memory_maps import huge_page_zeros
 from megatron_ds.ops import kernel_table
-from megatron_ds.ops.adam import AdamRow, reference_adamw_
+from megatron_ds.ops.adam import AdamRow, AdamStep, adamw, reference_adamw_
 from megatron_ds.ops.cpu import compiled_adam as adam
 from megatron_ds.ops.cpu.compiled_adam import adamw_
 from megatron_ds.optim import OPTIMIZERS
@@ -253,3 +253,16 @@ def test_the_reference_is_torchs_adamw_and_a_cast(dtype):
     reference_adamw_([row], **HYPER, grad_scale=1 / 5)
     torch.testing.assert_close(row.p, p.detach(), rtol=1e-6, atol=1e-6)
     assert torch.equal(row.low, row.p.to(dtype))
+
+
+@compiled
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_gradients_of_16_bits_give_what_their_fp32_copies_give(dtype):
+    made = [rows(dtype), rows(dtype), rows(dtype)]
+    low = [[r._replace(grad=r.grad.to(dtype)) if i % 2 else r for i, r in enumerate(each)] for each in made]
+    how = AdamStep(**HYPER, divisor=3.0)
+    adamw(low[0][0].grad, low[0], how)
+    adamw.in_torch(low[1][0].grad, low[1], how)
+    adamw_([r._replace(grad=r.grad.float()) for r in low[2]], **HYPER, grad_scale=how.grad_scale)
+    assert_same_bits(low[0], low[1])
+    assert_same_bits([r._replace(grad=r.p) for r in low[0]], [r._replace(grad=r.p) for r in low[2]])
