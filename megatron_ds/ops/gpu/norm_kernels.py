@@ -4,8 +4,9 @@ import torch
 
 from .gpu_kernel import GpuKernel, type_name
 
-FORWARD = GpuKernel("norm.cu", "norm_forward", "ptr ptr ptr ptr ptr ptr ptr ptr f32")
-BACKWARD = GpuKernel("norm.cu", "norm_backward", "ptr ptr ptr ptr ptr ptr ptr ptr ptr i32")
+EXAMPLES = [("bf16", 4096, 256, True, True), ("float", 1000, 128, False, False)]
+FORWARD = GpuKernel("norm.cu", "norm_forward", "ptr ptr ptr ptr ptr ptr ptr ptr f32", EXAMPLES)
+BACKWARD = GpuKernel("norm.cu", "norm_backward", "ptr ptr ptr ptr ptr ptr ptr ptr ptr i32", EXAMPLES)
 
 
 def fits(x: torch.Tensor, weight: torch.Tensor, *_: object) -> str:
