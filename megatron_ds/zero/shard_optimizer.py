@@ -152,6 +152,6 @@ class ShardOptimizer:
         tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             optimizer.grad_scale = (None if divisor == 1.0 else
-                                    torch.tensor(divisor, dtype=torch.float32, device=tensors[0].device))
+                                    torch.full((), divisor, dtype=torch.float32, device=tensors[0].device))
         elif divisor != 1.0 and tensors:
             torch._foreach_mul_([tensor.grad for tensor in tensors], 1.0 / divisor)
