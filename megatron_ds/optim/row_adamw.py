@@ -15,9 +15,9 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class RowAdamW(torch.optim.Optimizer):
     """AdamW on contiguous fp32 parameters, for devices with an implementation of `adamw` (`has_kernel`).
 
-    Names and shapes of its state are those of torch.optim.AdamW, so checkpoints are interchangeable; counts
-    of steps are on the CPU. A step makes a launch or two for each parameter group, and the host does not wait
-    for a GPU.
+    Names and shapes of its state are those of torch.optim.AdamW, so checkpoints are interchangeable; "step" is
+    a number, as in earlier versions of torch. A step makes a launch or two for each parameter group, and the
+    host does not wait for a GPU.
 
     grad_scale            None, a number, or an fp32 scalar on the parameters' device: each gradient is
                           divided by it while it is read, and not written
@@ -68,14 +68,11 @@ class RowAdamW(torch.optim.Optimizer):
     def _row(self, p: torch.Tensor, grad: torch.Tensor) -> AdamRow:
         state = self.state[p]
         if not state:
-            state["step"] = torch.zeros(())
+            state["step"] = 0
             for moment in MOMENTS:
                 state[moment] = huge_page_zeros(p.numel(), device=p.device).view(p.shape)
-        if state["step"].device.type != "cpu":          # from torch's fused AdamW, which counts on GPUs
-            state["step"] = state["step"].cpu()
-        state["step"] += 1
-        return AdamRow(p, grad, *(state[moment] for moment in MOMENTS), int(state["step"]),
-                       getattr(p, "low", None))
+        state["step"] = step = int(state["step"]) + 1        # loaded from torch's optimizer it is a tensor
+        return AdamRow(p, grad, state["exp_avg"], state["exp_avg_sq"], step, getattr(p, "low", None))
 
 
 def has_kernel(groups: Iterable[dict]) -> bool:

@@ -1,12 +1,13 @@
 """AdamW over rows of flat tensors, a launch for all that are alike: csrc/gpu/adam.cu."""
 
-import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from ...host.device_copies import on_device
 from ..product import has_memory
 from .gpu_kernel import GpuKernel, type_name
 
@@ -17,8 +18,19 @@ KERNEL = GpuKernel("adam.cu", "adamw", "ptr i32 i32 f32 f32 f32 f32 f32 f32 f32 
 THREADS = 256
 CHUNK, SHORT_CHUNK = 8192, 2048      # elements of a block
 MANY_ELEMENTS = 1 << 23              # from which on a GPU is full with blocks of CHUNK elements
+MOST_PLANNED = 64                    # parameter groups whose tables are kept
 GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
 LOWS = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Rows of the same dtypes. table: on their device, as csrc/gpu/adam.cu reads it."""
+
+    types: tuple[str, str]
+    table: torch.Tensor
+    chunk: int
+    blocks: int
 
 
 def adamw(grad: torch.Tensor, rows: Sequence["AdamRow"], how: "AdamStep") -> None:
@@ -27,41 +39,57 @@ def adamw(grad: torch.Tensor, rows: Sequence["AdamRow"], how: "AdamStep") -> Non
     The host does not wait for numbers of `how` that are on the device. Raises ValueError for tensors that it
     cannot take.
     """
-    on_device = isinstance(how.divisor, torch.Tensor)
-    for r in rows:
-        _check(r)
-    for alike in _groups_alike(rows):
-        step, (beta1, beta2) = alike[0].step, how.betas
-        _launch(alike, (1 - beta1, beta2, 1 - beta2, (1 - beta2**step) ** -0.5, how.eps,
-                        1 - how.lr * how.weight_decay, how.lr / (1 - beta1**step),
-                        1.0 if on_device else how.grad_scale), how.divisor if on_device else None, how.skip)
+    if not has_memory(grad):
+        return
+    is_tensor = isinstance(how.divisor, torch.Tensor)
+    divisor, grad_scale = (how.divisor, 1.0) if is_tensor else (None, how.grad_scale)
+    beta1, beta2 = how.betas
+    for step, alike in _by_step(rows):
+        rates = (1 - beta1, beta2, 1 - beta2, (1 - beta2**step) ** -0.5, how.eps,
+                 1 - how.lr * how.weight_decay, how.lr / (1 - beta1**step), grad_scale)
+        for launch in _launches(alike):
+            KERNEL(launch.types, launch.blocks, THREADS, launch.table, len(launch.table), launch.chunk, *rates,
+                   divisor, how.skip)
 
 
-def _groups_alike(rows: Sequence["AdamRow"]) -> Iterator[list["AdamRow"]]:
+def _by_step(rows: Sequence["AdamRow"]) -> Iterable[tuple[int, Sequence["AdamRow"]]]:
+    if len(steps := {r.step for r in rows}) == 1:
+        return [(rows[0].step, rows)]
+    return [(step, [r for r in rows if r.step == step]) for step in sorted(steps)]
+
+
+_PLANNED: dict[tuple, tuple[Launch, ...]] = {}
+
+
+def _launches(rows: Sequence["AdamRow"]) -> tuple[Launch, ...]:
+    """Tensors are where they were in the last step: then they are neither checked nor listed again."""
+    addresses = tuple([(r.p.data_ptr(), r.grad.data_ptr(), r.m.data_ptr(), r.v.data_ptr(),
+                        None if r.low is None else r.low.data_ptr(), r.p.numel(), r.grad.dtype,
+                        None if r.low is None else r.low.dtype) for r in rows])
+    if addresses not in _PLANNED:
+        if len(_PLANNED) >= MOST_PLANNED:
+            del _PLANNED[next(iter(_PLANNED))]
+        _PLANNED[addresses] = _plan(rows)
+    return _PLANNED[addresses]
+
+
+def _plan(rows: Sequence["AdamRow"]) -> tuple[Launch, ...]:
     groups: dict[tuple, list] = {}
     for r in rows:
-        if r.p.numel() and has_memory(r.p):
-            groups.setdefault((r.step, r.grad.dtype, r.low is None or r.low.dtype), []).append(r)
-    yield from groups.values()
+        _check(r)
+        if r.p.numel():
+            groups.setdefault((r.grad.dtype, None if r.low is None else r.low.dtype), []).append(r)
+    return tuple(map(_plan_launch, groups.values()))
 
 
-def _launch(rows: Sequence["AdamRow"], rates: tuple[float, ...], divisor: torch.Tensor | None,
-            skip: torch.Tensor | None) -> None:
+def _plan_launch(rows: Sequence["AdamRow"]) -> Launch:
     table = np.array([[r.p.data_ptr(), r.grad.data_ptr(), r.m.data_ptr(), r.v.data_ptr(),
                        0 if r.low is None else r.low.data_ptr(), r.p.numel(), 0] for r in rows], np.int64)
     chunk = CHUNK if table[:, 5].sum() >= MANY_ELEMENTS else SHORT_CHUNK
     ends = np.cumsum(-(-table[:, 5] // chunk))
     table[1:, 6] = ends[:-1]
     types = type_name(rows[0].grad), "float" if rows[0].low is None else type_name(rows[0].low)
-    KERNEL(types, int(ends[-1]), THREADS, _on_device(table.tobytes(), rows[0].p.device), len(rows), chunk,
-           *rates, divisor, skip)
-
-
-@functools.lru_cache(maxsize=64)
-def _on_device(table: bytes, device: torch.device) -> torch.Tensor:
-    """Addresses stay the same from step to step, so a table is copied once."""
-    numbers = torch.frombuffer(bytearray(table), dtype=torch.int64)
-    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers
+    return Launch(types, on_device(torch.from_numpy(table), rows[0].p.device), chunk, int(ends[-1]))
 
 
 def _check(r: "AdamRow") -> None:
