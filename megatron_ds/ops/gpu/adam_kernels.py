@@ -14,7 +14,8 @@ from .gpu_kernel import GpuKernel, type_name
 if TYPE_CHECKING:
     from ..adam import AdamRow, AdamStep
 
-KERNEL = GpuKernel("adam.cu", "adamw", "ptr i32 i32 f32 f32 f32 f32 f32 f32 f32 f32 ptr ptr")
+KERNEL = GpuKernel("adam.cu", "adamw", "ptr i32 i32 f32 f32 f32 f32 f32 f32 f32 f32 ptr ptr",
+                   examples=[("float", "float"), ("float", "bf16"), ("bf16", "bf16"), ("fp16", "fp16")])
 THREADS = 256
 CHUNK, SHORT_CHUNK = 8192, 2048      # elements of a block
 MANY_ELEMENTS = 1 << 23              # from which on a GPU is full with blocks of CHUNK elements

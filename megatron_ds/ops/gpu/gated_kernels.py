@@ -9,10 +9,12 @@ from .vector_width import vector_width
 THREADS = 256
 MOST_PACKETS = 2**31 - 1
 
-SWIGLU_FORWARD = GpuKernel("gated.cu", "swiglu_forward", "ptr ptr u32 i32")
-SWIGLU_BACKWARD = GpuKernel("gated.cu", "swiglu_backward", "ptr ptr ptr u32 i32")
-SQUARED_RELU_FORWARD = GpuKernel("gated.cu", "squared_relu_forward", "ptr ptr u32")
-SQUARED_RELU_BACKWARD = GpuKernel("gated.cu", "squared_relu_backward", "ptr ptr ptr u32")
+EXAMPLES = [("bf16", 8), ("fp16", 8), ("float", 4)]
+
+SWIGLU_FORWARD = GpuKernel("gated.cu", "swiglu_forward", "ptr ptr u32 i32", EXAMPLES)
+SWIGLU_BACKWARD = GpuKernel("gated.cu", "swiglu_backward", "ptr ptr ptr u32 i32", EXAMPLES)
+SQUARED_RELU_FORWARD = GpuKernel("gated.cu", "squared_relu_forward", "ptr ptr u32", EXAMPLES)
+SQUARED_RELU_BACKWARD = GpuKernel("gated.cu", "squared_relu_backward", "ptr ptr ptr u32", EXAMPLES)
 
 
 def fits_gated(x: torch.Tensor) -> str:

@@ -8,7 +8,8 @@ from torch.autograd.function import once_differentiable
 from .gpu_kernel import GpuKernel, type_name
 from .vector_width import rows_together, vector_width
 
-KERNEL = GpuKernel("rotary.cu", "rotary", " ".join(["ptr"] * 6 + ["i64"] * 14 + ["i32"] * 5 + ["f32"]))
+KERNEL = GpuKernel("rotary.cu", "rotary", " ".join(["ptr"] * 6 + ["i64"] * 14 + ["i32"] * 5 + ["f32"]),
+                   examples=[("bf16", 8, False), ("bf16", 8, True), ("fp16", 8, True), ("float", 4, False)])
 THREADS = 256                               # of a block, about
 MOST_CHANNELS, MOST_SAMPLES = 512, 65535    # threads of a block; blocks in the grid's second dimension
 FORWARD, BACKWARD = 1.0, -1.0      # the direction of the rotation
