@@ -15,9 +15,10 @@
 // and 0.
 //
 // Launch: one for all rows of a parameter group. A block has `chunk` elements of one row, a multiple of four;
-// it finds the row by bisection in the table, [rows, 7] of int64: addresses of p, grad, m, v, low; elements;
-// number of the row's first chunk. Access by four elements where all addresses of a row are multiples of
-// four, else one by one; likewise what is left behind the last four.
+// it finds the row by bisection in the table, [rows, 7] of int64: addresses of p, grad, m, v, low, from `base`,
+// which is null or a tensor that has them all; elements; number of the row's first chunk. Access by four
+// elements where all addresses of a row are multiples of four, else one by one; likewise what is left behind the
+// last four.
 // Traffic: reads p g m v, writes p m v, 28 bytes an element, and 2 for low; with a 16-bit gradient 2 fewer.
 // G: of gradients, float, bf16, fp16. L: of low, bf16, fp16, or float if there is none. Registers on sm_80 to
 // sm_120: at most 64.
@@ -63,23 +64,27 @@ INLINE const int64_t* find_row(const int64_t* table, int rows) {
     return table + low * ADAM_COLUMNS;
 }
 
+template <class T> INLINE bool of_fours(const T* p) {
+    return reinterpret_cast<uint64_t>(p) % (4 * sizeof(T)) == 0;
+}
+
 template <class G, class L>
 __global__ __launch_bounds__(ADAM_THREADS)
-void adamw(const int64_t* table, int rows, int chunk, float one_minus_beta1, float beta2,
+void adamw(const int64_t* table, char* base, int rows, int chunk, float one_minus_beta1, float beta2,
            float one_minus_beta2, float root_scale, float eps, float decay, float step_size, float grad_scale,
            const float* divisor, const float* skip) {
     if (skip && *skip != 0.0f) return;
     const Rates r = {one_minus_beta1, beta2, one_minus_beta2, root_scale, eps, decay, step_size,
                      divisor ? __fmul_rn(grad_scale, __fdiv_rn(1.0f, *divisor)) : grad_scale};
     const int64_t* row = find_row(table, rows);
-    float *p = reinterpret_cast<float*>(row[0]), *m = reinterpret_cast<float*>(row[2]);
-    float* v = reinterpret_cast<float*>(row[3]);
-    const G* g = reinterpret_cast<const G*>(row[1]);
-    L* low = reinterpret_cast<L*>(row[4]);
+    // By addition to an argument: of a cast integer the compiler does not know that it is in global memory.
+    float *p = reinterpret_cast<float*>(base + row[0]), *m = reinterpret_cast<float*>(base + row[2]);
+    float* v = reinterpret_cast<float*>(base + row[3]);
+    const G* g = reinterpret_cast<const G*>(base + row[1]);
+    L* low = reinterpret_cast<L*>(base + row[4]);
     const int64_t start = (int64_t(blockIdx.x) - row[6]) * chunk;
     const int64_t stop = row[5] - start < chunk ? row[5] : start + chunk;
-    const bool aligned = ((row[0] | row[2] | row[3]) & 15) == 0 && (row[1] & (4 * sizeof(G) - 1)) == 0
-                         && (row[4] & (4 * sizeof(L) - 1)) == 0;
+    const bool aligned = of_fours(p) && of_fours(g) && of_fours(m) && of_fours(v) && of_fours(low);
     const int64_t fours = aligned ? start + (stop - start) / 4 * 4 : start;
     for (int64_t i = start + threadIdx.x * 4; i < fours; i += ADAM_THREADS * 4)
         update_at<G, L, 4>(r, p, g, m, v, low, i);

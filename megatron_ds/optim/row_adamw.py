@@ -15,9 +15,9 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class RowAdamW(torch.optim.Optimizer):
     """AdamW on contiguous fp32 parameters, for devices with an implementation of `adamw` (`has_kernel`).
 
-    Names and shapes of its state are those of torch.optim.AdamW, so checkpoints are interchangeable; "step" is
-    a number, as in earlier versions of torch. A step makes a launch or two for each parameter group, and the
-    host does not wait for a GPU.
+    Names and shapes of its state are those of torch.optim.AdamW, so checkpoints are interchangeable; "step"
+    is a number, as in earlier versions of torch. A step makes a launch or two for each parameter group, and
+    the host does not wait for a GPU.
 
     grad_scale            None, a number, or an fp32 scalar on the parameters' device: each gradient is
                           divided by it while it is read, and not written

@@ -14,7 +14,7 @@ from .gpu_kernel import GpuKernel, type_name
 if TYPE_CHECKING:
     from ..adam import AdamRow, AdamStep
 
-KERNEL = GpuKernel("adam.cu", "adamw", "ptr i32 i32 f32 f32 f32 f32 f32 f32 f32 f32 ptr ptr",
+KERNEL = GpuKernel("adam.cu", "adamw", "ptr ptr i32 i32 f32 f32 f32 f32 f32 f32 f32 f32 ptr ptr",
                    examples=[("float", "float"), ("float", "bf16"), ("bf16", "bf16"), ("fp16", "fp16")])
 THREADS = 256
 CHUNK, SHORT_CHUNK = 8192, 2048      # elements of a block
@@ -26,12 +26,18 @@ LOWS = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Launch:
-    """Rows of the same dtypes. table: on their device, as csrc/gpu/adam.cu reads it."""
+    """Rows of the same dtypes. table: on their device, as csrc/gpu/adam.cu reads it, with addresses."""
 
     types: tuple[str, str]
     table: torch.Tensor
     chunk: int
     blocks: int
+
+    def start(self, base: torch.Tensor | None, rates: Sequence[float], divisor: torch.Tensor | None = None,
+              skip: torch.Tensor | None = None) -> None:
+        """base: the tensor from which addresses count. The others: as csrc/gpu/adam.cu has them."""
+        KERNEL(self.types, self.blocks, THREADS, self.table, base, len(self.table), self.chunk, *rates,
+               divisor, skip)
 
 
 def adamw(grad: torch.Tensor, rows: Sequence["AdamRow"], how: "AdamStep") -> None:
@@ -49,8 +55,7 @@ def adamw(grad: torch.Tensor, rows: Sequence["AdamRow"], how: "AdamStep") -> Non
         rates = (1 - beta1, beta2, 1 - beta2, (1 - beta2**step) ** -0.5, how.eps,
                  1 - how.lr * how.weight_decay, how.lr / (1 - beta1**step), grad_scale)
         for launch in _launches(alike):
-            KERNEL(launch.types, launch.blocks, THREADS, launch.table, len(launch.table), launch.chunk, *rates,
-                   divisor, how.skip)
+            launch.start(None, rates, divisor, how.skip)
 
 
 def _by_step(rows: Sequence["AdamRow"]) -> Iterable[tuple[int, Sequence["AdamRow"]]]:
@@ -70,11 +75,12 @@ def _launches(rows: Sequence["AdamRow"]) -> tuple[Launch, ...]:
     if addresses not in _PLANNED:
         if len(_PLANNED) >= MOST_PLANNED:
             del _PLANNED[next(iter(_PLANNED))]
-        _PLANNED[addresses] = _plan(rows)
+        _PLANNED[addresses] = plan(rows)
     return _PLANNED[addresses]
 
 
-def _plan(rows: Sequence["AdamRow"]) -> tuple[Launch, ...]:
+def plan(rows: Sequence["AdamRow"]) -> tuple[Launch, ...]:
+    """The launches for rows of one step. Raises ValueError for tensors that they cannot take."""
     groups: dict[tuple, list] = {}
     for r in rows:
         _check(r)
