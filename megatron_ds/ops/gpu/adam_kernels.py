@@ -46,15 +46,16 @@ def adamw(grad: torch.Tensor, rows: Sequence["AdamRow"], how: "AdamStep") -> Non
     The host does not wait for numbers of `how` that are on the device. Raises ValueError for tensors that it
     cannot take.
     """
-    if not has_memory(grad):
+    if not has_memory(rows[0].p):
         return
     is_tensor = isinstance(how.divisor, torch.Tensor)
     divisor, grad_scale = (how.divisor, 1.0) if is_tensor else (None, how.grad_scale)
     beta1, beta2 = how.betas
     for step, alike in _by_step(rows):
+        launches = _launches(alike)
         rates = (1 - beta1, beta2, 1 - beta2, (1 - beta2**step) ** -0.5, how.eps,
                  1 - how.lr * how.weight_decay, how.lr / (1 - beta1**step), grad_scale)
-        for launch in _launches(alike):
+        for launch in launches:
             launch.start(None, rates, divisor, how.skip)
 
 
