@@ -61,13 +61,15 @@ def entry_of(operation, function=norm_kernels.rms_norm, fits=norm_kernels.fits, 
 
 def test_right_kernels_pass_without_a_word(gpu, operation, caplog):
     assert failure(operation, entry_of(operation), torch.float32, CPU) == "" and not caplog.records
-    assert sorted(e.partition("<")[0] for e in gpu.compiler.compilations) == ["norm_backward", "norm_forward"]
+    assert sorted(e.partition("<")[0] for e in gpu.compiler.compilations) == [
+        "norm_backward", "norm_forward", "norm_sum_rows"]
 
 
 def test_the_first_size_that_the_kernels_take_is_compared(gpu, operation):
     entry = entry_of(operation, fits=lambda x, *_: "too wide" if x.shape[-1] > 100 else "")
     assert failure(operation, entry, torch.float32, CPU) == ""
-    assert all("<float, 24, " in expression for expression in gpu.compiler.compilations)
+    widths = [e.split(", ")[1] for e in gpu.compiler.compilations if not e.startswith("norm_sum_rows")]
+    assert widths == ["24", "24"]
 
 
 @pytest.mark.parametrize("function, fits, reason", [
@@ -83,7 +85,7 @@ def test_wrong_kernels_are_disabled_with_a_warning_that_names_them(gpu, operatio
     with caplog.at_level(logging.WARNING):
         assert reason in failure(operation, entry, torch.float32, CPU)
     assert len(caplog.records) == 1 and reason in caplog.text
-    launches = "kernels norm_forward, norm_backward (norm.cu) failed its check on cpu"
+    launches = "kernels norm_forward, norm_backward, norm_sum_rows (norm.cu) failed its check on cpu"
     assert (launches in caplog.text) == (" wrong by " in reason)
     assert "so torch's operations compute checked_norm there" in caplog.text
 
@@ -144,7 +146,7 @@ def test_the_table_has_only_kernels_that_are_right(gpu, operation, as_if_on_a_gp
     (text,) = texts
     own, _, by_torch = text.rpartition("; ")
     assert chosen in (own if "cuda" in chosen else by_torch) and len(caplog.records) == ("cuda" not in chosen)
-    assert sum("norm_forward" in e for e in gpu.compiler.compilations) == 1
+    assert gpu.compiler.compilations.count("norm_forward<float, 264, 64, true, false>") == 1
 
 
 def test_plans_check_nothing(gpu, operation, as_if_on_a_gpu):

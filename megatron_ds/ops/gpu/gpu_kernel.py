@@ -67,8 +67,9 @@ class GpuKernel:
 
     def __init__(self, file: str, name: str, arguments: str, examples: Sequence[tuple] = ()):
         self.file, self.name, self.examples = file, name, tuple(examples)
-        form, offsets = _layout([FORMATS[a] for a in arguments.split()])
-        self._pointers = [a == "ptr" for a in arguments.split()]
+        self.types = arguments.split()
+        form, offsets = _layout([FORMATS[a] for a in self.types])
+        self._pointers = [a == "ptr" for a in self.types]
         self._pack = struct.Struct(form)
         self._arguments = _Arguments(self._pack.size, offsets)
         self._functions: dict[tuple, Any] = {}
