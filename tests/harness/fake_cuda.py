@@ -24,12 +24,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_flatten, tree_map
 
+from megatron_ds.host.side_streams import side_stream
+from megatron_ds.ops.cpu import compiled_adam
+from megatron_ds.optim import optimizers
+
 from .stream_order import HOST, Memory, StreamOrder
 
 aten = torch.ops.aten
 CUDA = torch.device("cuda", 0)
 DEFAULT = "default stream"
-_of_thread = threading.local()
+_of_thread, _made = threading.local(), []
 # Operations whose results have a size, or a value in Python, that depends on values on the device.
 WAITS = {aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.equal, aten._unique2,
          aten.unique_consecutive, aten.unique_dim, aten.bincount, aten.is_nonzero}
@@ -38,8 +42,8 @@ COPIES = {aten.copy_, aten._to_copy}
 
 
 def gpu() -> "FakeGpu":
-    """The GPU of this thread."""
-    return _of_thread.gpu
+    """The GPU of this thread; of a thread that has none, as one that reads data, the last that was made."""
+    return getattr(_of_thread, "gpu", None) or _made[-1]
 
 
 # ------------------------------------------------------------------------------------------ tensors
@@ -219,11 +223,13 @@ class FakeGpu(TorchDispatchMode):
     def __enter__(self):
         self._before = getattr(_of_thread, "gpu", None)
         _of_thread.gpu = self
+        _made.append(self)
         return super().__enter__()
 
     def __exit__(self, *error):
         super().__exit__(*error)
         _of_thread.gpu = self._before
+        _made.remove(self)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return self.run(func, args, dict(kwargs or {}))
@@ -355,6 +361,15 @@ def _tensor(data, *, dtype=None, device=None, requires_grad=False, pin_memory=Fa
     return made.requires_grad_() if requires_grad else made
 
 
+def _recorded_adamw_(rows, **options):
+    """The compiled update of the host, which takes addresses, as an access of the host."""
+    of = gpu()
+    of.order.run(HOST, "adamw_", [r for row in rows for r in of.range_of(row.grad)],
+                 [r for row in rows for t in (row.p, row.m, row.v, row.low) if t is not None
+                  for r in of.range_of(t)])
+    compiled_adam.adamw_(rows, **options)
+
+
 @contextmanager
 def fake_cuda() -> Iterator[None]:
     """torch.cuda is a stand-in, for all threads; each thread then needs a `FakeGpu`."""
@@ -363,13 +378,16 @@ def fake_cuda() -> Iterator[None]:
                 current_stream=current_stream, default_stream=lambda device=None: FakeStream(name=DEFAULT),
                 synchronize=synchronize, mem_get_info=lambda device=None: (1 << 36, 1 << 37),
                 memory_reserved=lambda device=None: 3 << 20, memory_allocated=lambda device=None: 1 << 20,
-                max_memory_allocated=lambda device=None: 1 << 30, _lazy_init=lambda: None,
+                max_memory_allocated=lambda device=None: 1 << 30, empty_cache=lambda: None,
+                max_memory_reserved=lambda device=None: 1 << 30, _lazy_init=lambda: None,
                 get_device_name=lambda device=None: "NVIDIA H200",
                 get_device_capability=lambda device=None: (9, 0), is_bf16_supported=lambda *_: True,
                 reset_peak_memory_stats=lambda device=None: None)
     with ExitStack() as stack:
         for name, value in cuda.items():
             stack.enter_context(patch.object(torch.cuda, name, value))
+        stack.callback(side_stream.cache_clear)
+        stack.enter_context(patch.object(optimizers, "adamw_", _recorded_adamw_))
         stack.enter_context(patch.object(torch, "tensor", _tensor))
         stack.enter_context(patch.object(torch.Tensor, "to", _to))
         stack.enter_context(patch.object(torch.Tensor, "pin_memory", _pin_memory))

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from megatron_ds.config import parse
+from megatron_ds.host.side_streams import Mark, SideStream
 from megatron_ds.mpu.mesh import Mesh
 from megatron_ds.ops import kernel_table
-from tests.harness.fake_cuda import FakeGpu, fake_cuda
+from tests.harness.fake_cuda import DEFAULT, FakeGpu, fake_cuda
 from tests.harness.fake_nccl import FakeNccl, FakeWork
 from tests.harness.threads import run_ranks
 from tools.compare_layouts import SEQ_LENGTH, TOLERANCE, VOCAB, tiny_job
@@ -77,6 +78,7 @@ def train(layout: str, device: str, dtype: str = "fp32", more: tuple[str, ...] =
 CASES = [("zero=0,dp=2", "fp32", 1), ("zero=1,dp=2", "fp16", 1), ("zero=2,dp=2,comm=fp16", "fp32", 1),
          ("zero=3,dp=2", "bf16", 1), ("zero=3,dp=4,hpz=2", "fp32", 1),
          ("zero=1,offload=cpu", "bf16", None), ("zero=3,dp=2,offload=cpu,offload_param=cpu", "fp32", None),
+         ("zero=3,offload=nvme,offload_param=nvme,nvme=.,sub_group=4096", "bf16", None),
          ("pp=2", "fp32", 1), ("pp=2,schedule=zb-h1,dp=2,zero=3,pin=on", "fp32", 1), ("tp=2,sp=1", "fp32", 1)]
 
 
@@ -99,14 +101,39 @@ def test_a_layer_with_experts_adds_one_wait_for_each_dispatch():
         assert of_rank.total() == STEPS + dispatches, of_rank
 
 
-@pytest.mark.parametrize("layout, dtype", [("zero=1,dp=2", "bf16"), ("zero=2,dp=2,comm=fp16", "fp32"),
-                                           ("zero=3,dp=2", "fp32"), ("pp=2", "fp32")])
-def test_a_wait_that_is_left_out_is_found(layout, dtype):
-    """As if `Work.wait` of collectives and messages did nothing on the stream."""
-    def arrive_only(self):
-        self._arrive()
-        self._arrive = lambda: None
-        self.tensors = ()
+def arrive_only(work):
+    """`FakeWork.wait` without the wait of the stream."""
+    work._arrive()
+    work._arrive, work.tensors = lambda: None, ()
 
-    with patch.object(FakeWork, "wait", arrive_only):
+
+FAULTS = {
+    "collectives and messages": (FakeWork, "wait", arrive_only),
+    "marks": (Mark, "wait", lambda mark: None),
+    "side streams": (SideStream, "behind_current", SideStream.apart),
+    "the host": (Mark, "synchronize", lambda mark: None)}
+# Not every wait is needed in every layout: the next collective of a group may order a stream as well.
+FAULTY = [("collectives and messages", "zero=1,dp=2", "bf16"), ("collectives and messages", "pp=2", "fp32"),
+          ("collectives and messages", "zero=2,dp=2,comm=fp16", "fp32"),
+          ("collectives and messages", "zero=3,dp=2", "fp32"), ("marks", "zero=2,dp=2,comm=fp16", "fp32"),
+          ("marks", "zero=1,dp=2,pp=2", "fp32"), ("marks", "zero=3,offload_param=cpu", "bf16"),
+          ("side streams", "zero=1,dp=2", "fp32"), ("side streams", "zero=3,dp=2,offload_param=cpu", "bf16"),
+          ("the host", "zero=1,offload=cpu", "bf16")]
+
+
+@pytest.mark.parametrize("fault, layout, dtype", FAULTY)
+def test_a_wait_that_is_left_out_is_found(fault, layout, dtype):
+    with patch.object(*FAULTS[fault]):
         assert train(layout, "cuda", dtype).problems
+
+
+@pytest.mark.parametrize("layout", ["zero=0,dp=2", "zero=2,dp=2,comm=fp16", "zero=3,dp=2",
+                                    "zero=3,offload=cpu,offload_param=cpu"])
+def test_reductions_gathers_and_copies_run_beside_the_model(layout):
+    """Casts and additions of reductions, gathers and copies are not on the stream of the model."""
+    [order, *_] = train(layout, "cuda").orders
+    kinds = {what for stream, what in order.launches if stream != DEFAULT}
+    wanted = {"zero=0,dp=2": {"all-reduce"}, "zero=2,dp=2,comm=fp16": {"reduce-scatter", "aten.add_"},
+              "zero=3,dp=2": {"all-gather", "reduce-scatter"},
+              "zero=3,offload=cpu,offload_param=cpu": {"copy"}}
+    assert kinds >= wanted[layout], kinds
