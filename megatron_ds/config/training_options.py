@@ -158,6 +158,10 @@ class TrainConfig:
     calculate_per_token_loss: bool = option(
         False, help="Give all tokens of a global batch the same weight, instead of all its micro-batches.",
         avoid="It only matters if micro-batches have different numbers of unmasked tokens.")
+    kernels: str = option("auto", choices=("auto", "torch"),
+        help="Implementations of the operations of a layer: the fastest that takes the arguments, or those "
+             "in torch's operations alone.",
+        avoid="torch is slower; it shows whether a difference comes from a kernel of this package.")
 
 
 @dataclass(frozen=True)

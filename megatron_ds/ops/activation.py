@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from .cpu import compiled_gelu
-from .kernel_table import CPU, Operation
+from .kernel_table import CPU, Operation, random_tensors
 from .product import has_memory
 
 
@@ -69,6 +69,10 @@ def swiglu(x: torch.Tensor) -> torch.Tensor:
 
 ACTIVATIONS = {"gelu": Activation(gelu), "gelu_exact": Activation(gelu_exact), "relu": Activation(relu),
                "squared_relu": Activation(squared_relu), "swiglu": Activation(swiglu, parts=2)}
+
+
+for _activation in (gelu, squared_relu, swiglu):
+    _activation.example(lambda rows, width, dtype, device: random_tensors(dtype, device, (rows, 2 * width)))
 
 
 class _SquaredReLU(torch.autograd.Function):

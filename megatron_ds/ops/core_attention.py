@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from .cpu.blocked_attention import blocked_attention, worth_blocking
 from .cpu.widened_products import is_widened
 from .dropout import KeepMask, apply_mask
-from .kernel_table import CPU, Operation
+from .kernel_table import CPU, Operation, random_tensors
 from .product import LOW, has_memory
 
 
@@ -51,6 +51,11 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
                                          scale=scale,                                         # [b, n, sq, d]
                                          enable_gqa=queries.shape[1] != keys.shape[1])
     return _merge_heads(out)
+
+
+@attention.example
+def _attention_example(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:
+    return tuple(random_tensors(dtype, device, (rows, 2, 4, width), *[(rows, 2, 2, width)] * 2))
 
 
 def _suits_blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True,

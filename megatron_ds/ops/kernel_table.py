@@ -68,7 +68,17 @@ class Operation:
         functools.update_wrapper(self, in_torch)
         self.name, self.in_torch = in_torch.__name__, in_torch
         self.implementations = [Implementation("torch", in_torch)]
+        self.make_example: Callable[..., tuple] | None = None
         OPERATIONS[self.name] = self
+
+    def example(self, make: Callable[..., tuple]) -> Callable[..., tuple]:
+        """Registers the decorated function make(rows, width, dtype, device) → arguments of the operation.
+
+        Tensors whose gradients are defined require them. Checks and benchmarks of implementations use it
+        (`kernel_check.py`).
+        """
+        self.make_example = make
+        return make
 
     def implementation(self, name: str, **limits: Any) -> Callable[[Callable], Callable]:
         """Adds the decorated function before torch's; limits: fields of `Implementation`."""
@@ -87,7 +97,13 @@ class Operation:
         raise AssertionError(f"{self.name} has no implementation in torch operations")
 
 
-_MODE = ["auto"]
+def random_tensors(dtype: torch.dtype, device: torch.device, *shapes: Sequence[int]) -> list[torch.Tensor]:
+    """Normally distributed leaves that require gradients, the same values on every device."""
+    draw = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=draw).to(device, dtype).requires_grad_() for shape in shapes]
+
+
+_MODE = ["auto"]      # of the process, as torch.backends: all ranks of a run have the same option
 
 
 def select(mode: str) -> None:
@@ -126,9 +142,13 @@ def _log_once(operation: str, name: str, reason: str) -> None:
                 operation, name, reason)
 
 
-def text(device: torch.device | str, dtype: torch.dtype) -> str:
-    """The chosen implementation of every operation in one line, for the start of a run."""
-    kind = torch.device(device).type
-    chosen = [(name, _candidates(operation, kind, dtype, _MODE[0])[0].name)
-              for name, operation in sorted(OPERATIONS.items())]
-    return "kernels: " + ", ".join(f"{name} {implementation}" for name, implementation in chosen)
+def kernels_text(device: torch.device, dtype: torch.dtype) -> str:
+    """The implementations that a device has for a dtype, one line for the start of a run.
+
+    kernels: attention blocked, gelu c++; affine, layer_norm, product by torch
+    """
+    own, by_torch = [], []
+    for name, operation in sorted(OPERATIONS.items()):
+        names = [entry.name for entry in _candidates(operation, device.type, dtype, _MODE[0])[:-1]]
+        (own if names else by_torch).append(f"{name} {' or '.join(names)}".strip())
+    return "kernels: " + "; ".join(filter(None, (", ".join(own), f"{', '.join(by_torch)} by torch")))

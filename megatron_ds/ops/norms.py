@@ -10,7 +10,7 @@ from torch import nn
 
 from ..mpu.context import new_parameter
 from ..mpu.param_spec import Init, ParamSpec
-from .kernel_table import CPU, Operation
+from .kernel_table import CPU, Operation, random_tensors
 
 
 class LayerNorm(nn.Module):
@@ -63,6 +63,16 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     if x.is_meta:              # like torch's GPU kernel, `_RMSNorm` keeps x and one number a row
         return _RMSNorm.apply(x, weight, eps)
     return F.rms_norm(x, weight.shape, weight, eps)
+
+
+@layer_norm.example
+def _layer_norm_example(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:
+    return (*random_tensors(dtype, device, (rows, width), (width,), (width,)), 1e-5)
+
+
+@rms_norm.example
+def _rms_norm_example(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:
+    return (*random_tensors(dtype, device, (rows, width), (width,)), 1e-5)
 
 
 @rms_norm.implementation("four passes", devices=CPU)

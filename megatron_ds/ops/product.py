@@ -8,7 +8,7 @@ import torch
 from torch._subclasses import FakeTensor
 
 from .cpu.widened_products import add_widened_product_, is_widened, widened_product
-from .kernel_table import CPU, Operation
+from .kernel_table import CPU, Operation, random_tensors
 
 
 def has_memory(t: torch.Tensor) -> bool:
@@ -26,6 +26,17 @@ def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def affine(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x Wᵀ + b for x [n, in], weight [out, in], bias [out] or None."""
     return x.mm(weight.t()) if bias is None else torch.addmm(bias, x, weight.t())
+
+
+@product.example
+def _product_example(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:
+    return tuple(t.detach() for t in random_tensors(dtype, device, (rows, width), (width, rows + 1)))
+
+
+@affine.example
+def _affine_example(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:
+    return tuple(t.detach() for t in random_tensors(dtype, device, (rows, width), (rows + 1, width),
+                                                    (rows + 1,)))
 
 
 LOW = (torch.bfloat16, torch.float16)

@@ -8,7 +8,7 @@ Implementation: torch's operations in fp32, with a backward of our own that keep
 
 import torch
 
-from .kernel_table import Operation
+from .kernel_table import Operation, random_tensors
 
 
 def rotary_channels(head_dim: int, percent: float = 1.0) -> int:
@@ -30,6 +30,13 @@ def rotary_tables(positions: torch.Tensor, channels: int,
 def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotate x [s, b, n, d] by the tables of its positions. Computed in fp32."""
     return _Rotate.apply(x, cos, sin)
+
+
+@apply_rotary.example
+def _rotary_example(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple:
+    positions = torch.arange(3, 3 + rows, device=device)
+    (x,) = random_tensors(dtype, device, (rows, 2, 3, width))
+    return (x, *rotary_tables(positions, rotary_channels(width, 0.75)))
 
 
 def reference_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

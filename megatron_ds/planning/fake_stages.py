@@ -41,6 +41,7 @@ from ..mpu.fake_group import fake_mesh
 from ..mpu.group import Traffic
 from ..mpu.mesh import Mesh
 from ..ops.cpu.widened_products import WORKSPACE
+from ..ops.kernel_table import selected
 from ..pipeline.instruction import Op, Program, Schedule
 from ..pipeline.stage import Stage
 from .run_model import DTYPES, boundary_shape, describe_layers, loss_function, planned_batch
@@ -96,7 +97,7 @@ def fake_stages(config: RunConfig, mesh: Mesh, plan: RunPlan, schedule: Schedule
     One stage of each sort runs, and all stages of the mesh's own pipeline rank. device: planned, "cpu" or
     "cuda". Raises LayoutError if the shape that a stage returns is not the one that the next stage expects.
     """
-    with without_memory(device) as where:
+    with without_memory(device, config.train.kernels) as where:
         runner = StageRunner(config, mesh, plan, where, _split_stages(schedule))
         stages = [stage for pp_rank in range(plan.shape.size) for stage in runner.stages_of(pp_rank)]
     return sorted(stages, key=lambda stage: stage.index)
@@ -110,7 +111,7 @@ def run_own_stages(config: RunConfig, mesh: Mesh, plan: RunPlan, program: Progra
     """
     fake = fake_mesh(mesh.grid, mesh.rank)
     fake.place_stages(plan.shape.placement)
-    with without_memory(mesh.device.type) as where:
+    with without_memory(mesh.device.type, config.train.kernels) as where:
         runner = StageRunner(config, fake, plan, where, _split_stages((program,)), only_forward)
         return {stage.index: stage.run for stage in runner.stages_of(mesh.coordinate("pp"))}
 
@@ -129,9 +130,12 @@ def most_kept(program: Program, kept: Mapping[int, int]) -> int:
 
 
 @contextmanager
-def without_memory(device: str) -> Iterator[torch.device]:
-    """Yields a device on which tensors have no memory; `WORKSPACE` has other tensors within the context."""
-    with FakeTensorMode() if device == "cpu" else nullcontext(), WORKSPACE.apart():
+def without_memory(device: str, kernels: str = "auto") -> Iterator[torch.device]:
+    """Yields a device on which tensors have no memory; `WORKSPACE` has other tensors within the context.
+
+    kernels: of the planned run, as in `kernel_table.select`
+    """
+    with FakeTensorMode() if device == "cpu" else nullcontext(), WORKSPACE.apart(), selected(kernels):
         yield torch.device("cpu" if device == "cpu" else "meta")
 
 

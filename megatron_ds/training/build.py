@@ -20,6 +20,7 @@ from ..mpu.channels import Channels
 from ..mpu.context import SequenceSlice
 from ..mpu.mesh import Mesh
 from ..mpu.param_spec import DATA_AXES, EXPERT_DATA_AXES
+from ..ops import kernel_table
 from ..pipeline.executor import Executor
 from ..pipeline.instruction import Op
 from ..pipeline.stage import LayerHooks, Stage
@@ -78,6 +79,7 @@ class Engine:
 
 def build_engine(config: RunConfig, mesh: Mesh) -> Engine:
     """Build this rank's stages and optimizer. Collective over the world."""
+    kernel_table.select(config.train.kernels)
     # The plan: layers, their cut into stages, the stages of this rank.
     memory = memory_of_rank(mesh) if is_automatic(config) else 0
     ctx = parallel_context(config, mesh)

@@ -14,10 +14,11 @@ from ..config.run import non_default
 from ..models import Layer, build_stages
 from ..mpu.fake_group import fake_mesh
 from ..mpu.grid import Grid
+from ..ops.kernel_table import kernels_text
 from ..pipeline.picture import draw
 from ..pipeline.simulate import simulate
 from ..planning.fake_stages import most_kept, run_own_stages
-from ..planning.run_model import describe_layers
+from ..planning.run_model import DTYPES, describe_layers
 from ..planning.run_plan import RunPlan, microbatches_of, plan_schedule
 from .build import Engine
 
@@ -40,7 +41,7 @@ def describe(engine: Engine, launch_source: str, given: RunConfig) -> str:
         _schedule(config, engine.plan, engine.keeps_gathered), "",
         f"optimizer: {config.optimizer.optimizer}, {config.optimizer.params_dtype} weights, "
         f"{config.optimizer.gradient_dtype} gradients, fp32 optimizer state",
-        _zero(engine), _memory(engine), "",
+        kernels_text(mesh.device, DTYPES[config.optimizer.params_dtype]), _zero(engine), _memory(engine), "",
         values_text(config), *filter(None, (report_without_effect(config), notes_text(config)))))
 
 

@@ -1,0 +1,64 @@
+"""Compares an implementation of an operation with torch's operations in double precision: in tests, and once
+when a GPU kernel is first compiled for a device.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .kernel_table import Implementation, Operation
+
+# Of the largest expected value: two roundings of a 16-bit result; sums of a few hundred products in fp32.
+TOLERANCES = {torch.float32: 4e-6, torch.bfloat16: 2 * 2**-8, torch.float16: 2 * 2**-11}
+
+
+def largest_error(operation: Operation, implementation: Implementation, rows: int, width: int,
+                  dtype: torch.dtype, device: torch.device) -> float:
+    """Largest error of results, gradients and tensors changed in place, over that dtype's tolerance.
+
+    The operation's example of this size; the implementation is right if it is at most 1. NaN counts as
+    infinite. Shapes and dtypes must be equal, too.
+    """
+    arguments = operation.make_example(rows, width, dtype, device)
+    got = _values(implementation.function, arguments)
+    expected = _values(operation.in_torch, [_wide(a) for a in arguments])
+    assert len(got) == len(expected), (operation.name, implementation.name)
+    return max((_error(g, e) for g, e in zip(got, expected)), default=0.0)
+
+
+def _wide(argument: Any) -> Any:
+    if not isinstance(argument, torch.Tensor) or argument.dtype not in TOLERANCES:
+        return argument
+    return argument.detach().double().requires_grad_(argument.requires_grad)
+
+
+def _values(function: Any, arguments: Sequence[Any]) -> list[torch.Tensor]:
+    """Results, the arguments after the call, and gradients of the sum of results with fixed weights."""
+    made = function(*arguments)
+    results = [t for t in (made if isinstance(made, tuple) else (made,)) if isinstance(t, torch.Tensor)]
+    leaves = [a for a in arguments if isinstance(a, torch.Tensor) and a.requires_grad]
+    differentiable = [t for t in results if t.requires_grad]
+    gradients = []
+    if leaves and differentiable:
+        weights = [_weights(t) for t in differentiable]
+        gradients = torch.autograd.grad(differentiable, leaves, weights, allow_unused=True)
+    changed = [a for a in arguments if isinstance(a, torch.Tensor) and not a.requires_grad]
+    return [t.detach() for t in (*results, *changed, *gradients) if t is not None]
+
+
+def _weights(t: torch.Tensor) -> torch.Tensor:
+    """Fixed numbers that every dtype represents exactly."""
+    numbers = torch.arange(t.numel(), device=t.device) % 7 - 3
+    return (numbers / 4).to(t.dtype).view(t.shape)
+
+
+def _error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    assert got.shape == expected.shape, (got.shape, expected.shape)
+    if not got.is_floating_point():
+        return 0.0 if torch.equal(got, expected) else float("inf")
+    if not got.numel():
+        return 0.0
+    largest = expected.abs().max().clamp_min(torch.finfo(torch.float32).tiny)
+    error = ((got.double() - expected.double()).abs().max() / largest).item() / TOLERANCES[got.dtype]
+    return error if error == error else float("inf")

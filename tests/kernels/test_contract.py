@@ -1,0 +1,51 @@
+"""Every implementation of every operation against torch's operations in double precision, on odd sizes.
+
+Implementations for GPUs run in the emulator.
+"""
+
+import importlib
+import pkgutil
+
+import pytest
+import torch
+
+import megatron_ds.ops
+from megatron_ds.ops.cpu import widened_products
+from megatron_ds.ops.kernel_check import TOLERANCES, largest_error
+from megatron_ds.ops.kernel_table import GPU, OPERATIONS, selected
+from tests.harness.emulated import emulated_gpu
+
+for _module in pkgutil.iter_modules(megatron_ds.ops.__path__):
+    importlib.import_module(f"megatron_ds.ops.{_module.name}")
+
+# torch's own layer_norm sums gradients of weights in 16 bits on a CPU: it may be four tolerances off.
+SIZES = ((1, 8), (7, 24), (130, 40), (3, 1000))
+ENTRIES = [pytest.param(operation, entry, id=f"{operation.name}-{entry.name}")
+           for operation in OPERATIONS.values() for entry in operation.implementations]
+
+
+@pytest.mark.parametrize("operation, entry", ENTRIES)
+def test_an_implementation_equals_torchs_operations_in_double_precision(operation, entry, monkeypatch):
+    monkeypatch.setattr(widened_products, "has_products", lambda dtype: dtype == torch.float32)
+    assert operation.make_example, f"{operation.name} has no example"
+    if entry.devices != GPU and entry.available():
+        pytest.skip(entry.available())
+    checked = []
+    for dtype in entry.dtypes or TOLERANCES:
+        for rows, width in SIZES:
+            arguments = operation.make_example(rows, width, dtype, torch.device("cpu"))
+            if not entry.suits(*arguments) or entry.fits(*arguments):
+                continue
+            with selected("auto"), emulated_gpu(seed=rows):
+                error = largest_error(operation, entry, rows, width, dtype, torch.device("cpu"))
+            limit = 4 if entry.name == "torch" else 1
+            assert error <= limit, f"{dtype}, {rows} rows of {width}: {error} times the tolerance"
+            checked.append((dtype, rows, width))
+    assert checked, "no size of the test is taken"
+
+
+def test_a_wrong_implementation_is_found():
+    operation = OPERATIONS["swiglu"]
+    wrong = type(operation.implementations[0])("wrong", lambda x: operation.in_torch(x) * 1.02)
+    for dtype in TOLERANCES:
+        assert largest_error(operation, wrong, 7, 24, dtype, torch.device("cpu")) > 1
