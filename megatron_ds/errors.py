@@ -9,6 +9,7 @@
       CommunicationError     a peer exited, did not answer, or sent another tensor
       DeviceMemoryError      the run does not fit on a rank's device
       StorageError           offloaded state could not be written or read
+      KernelError            a GPU kernel did not compile, load or start
       NotInitializedError    mpu used before `initialize_model_parallel`
 
 A message states what is wrong with the numbers, why it matters, and what to do.
@@ -49,6 +50,10 @@ class DeviceMemoryError(MegatronDSError):
 
 class StorageError(MegatronDSError):
     """Offloaded state could not be written to its scratch file, or read back."""
+
+
+class KernelError(MegatronDSError):
+    """A GPU kernel could not be compiled, loaded or started."""
 
 
 class NotInitializedError(MegatronDSError):

@@ -1,23 +1,30 @@
-"""Launches of kernels: `GpuKernel` packs arguments and calls a backend of the tensors' device.
+"""Launches of kernels: `GpuKernel` packs arguments and calls the backend of the tensors' device.
 
-    FORWARD = GpuKernel("norm.cu", "norm_forward", "ptr ptr ptr i64 f32")
-    FORWARD((dtype_name(x), 4096, 256), rows, 256, x, weight, y, rows, 1e-5)
+    FORWARD = GpuKernel("norm.cu", "norm_forward", "ptr ptr ptr i64 f32", examples=[("bf16", 4096, 256)])
+    FORWARD((type_name(x), 4096, 256), rows, 256, x, weight, y, rows, 1e-5)
 
-The backend of a device compiles templates and launches functions. "cuda": NVRTC and the driver. Tests put an
-emulator in its place (tests/harness/emulated.py), so that the same wrappers run on CPU tensors.
+The backend of a device compiles templates and launches functions: that of CUDA is in cuda_backend.py. Tests
+put an emulator in its place (tests/harness/emulated.py), so that the same wrappers run on CPU tensors.
+Tensors without memory launch nothing, so that plans run the wrappers, too; `launches_recorded` collects what
+would have been launched, for `compile_kernels` to compile at the start of a run.
 """
 
 import ctypes
 import struct
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 
+from ...errors import KernelError
 from ..product import has_memory
+from .cuda_backend import cuda_backend
 
 FORMATS = {"ptr": "Q", "i32": "i", "i64": "q", "u32": "I", "u64": "Q", "f32": "f"}
 TYPE_NAMES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
+PLANNED_PROCESSORS = 132                # of an H100 or H200: what plans without a GPU count with
 
 
 def type_name(t: torch.Tensor) -> str:
@@ -40,7 +47,12 @@ class Backend(Protocol):
         """Number of streaming multiprocessors, for kernels that start as many blocks as fit."""
 
 
-BACKENDS: dict[str, Callable[[torch.device], Backend]] = {}
+BACKENDS: dict[str, Callable[[torch.device], Backend]] = {"cuda": cuda_backend}
+
+
+def processors(t: torch.Tensor) -> int:
+    """Number of streaming multiprocessors of the device of t; for tensors without memory that of an H100."""
+    return BACKENDS[t.device.type](t.device).processors if has_memory(t) else PLANNED_PROCESSORS
 
 
 class GpuKernel:
@@ -49,12 +61,15 @@ class GpuKernel:
     file       in csrc/gpu
     name       of the __global__ function template
     arguments  types of its arguments: ptr (a tensor or None), i32, i64, u32, u64, f32
+    examples   template arguments of typical uses, for which tests look at the machine code
     """
 
-    def __init__(self, file: str, name: str, arguments: str):
-        self.file, self.name = file, name
-        self._pack = struct.Struct("@" + "".join(FORMATS[a] for a in arguments.split()))
-        self._offsets = _offsets([FORMATS[a] for a in arguments.split()])
+    def __init__(self, file: str, name: str, arguments: str, examples: Sequence[tuple] = ()):
+        self.file, self.name, self.examples = file, name, tuple(examples)
+        formats = [FORMATS[a] for a in arguments.split()]
+        self._pointers = [a == "ptr" for a in arguments.split()]
+        self._pack = struct.Struct("@" + "".join(formats))
+        self._arguments = _Arguments(self._pack.size, _offsets(formats))
         self._functions: dict[tuple, Any] = {}
 
     def expression(self, template: Sequence[Any]) -> str:
@@ -63,27 +78,76 @@ class GpuKernel:
 
     def __call__(self, template: tuple, grid: int | tuple[int, ...], threads: int, *arguments: Any) -> None:
         """Launch `grid` blocks of `threads` threads. Nothing is launched where tensors have no memory, or for
-        an empty grid."""
-        tensors = [a for a in arguments if isinstance(a, torch.Tensor)]
+        an empty grid.
+
+        Raises KernelError if the kernel does not compile or start, and at the first launch if the tensors are
+        on different devices.
+        """
         grid = (grid,) if isinstance(grid, int) else grid
-        if not all(grid) or not all(has_memory(t) for t in tensors):
+        if not all(grid):
             return
-        device = tensors[0].device
+        for launches in _RECORDS:
+            launches[self, template] = None
+        first = next(a for a, is_pointer in zip(arguments, self._pointers) if is_pointer and a is not None)
+        if not has_memory(first):
+            return
+        device = first.device
         backend = BACKENDS[device.type](device)
-        key = (template, device)
-        if key not in self._functions:
-            self._functions[key] = backend.function(self.file, self.expression(template))
-        values = [_value(a) for a in arguments]
-        memory = ctypes.create_string_buffer(self._pack.pack(*values))
-        base = ctypes.addressof(memory)
-        addresses = (ctypes.c_void_p * len(values))(*(base + offset for offset in self._offsets))
-        backend.launch(self._functions[key], (*grid, 1, 1)[:3], (threads, 1, 1), addresses)
+        function = self._functions.get((template, backend))
+        if function is None:
+            self._check(arguments, device)
+            function = self._functions[template, backend] = backend.function(self.file,
+                                                                             self.expression(template))
+        packed = self._arguments
+        values = [a.data_ptr() if is_pointer and a is not None else a or 0
+                  for a, is_pointer in zip(arguments, self._pointers)]
+        self._pack.pack_into(packed.memory, 0, *values)
+        backend.launch(function, (*grid, 1, 1)[:3], (threads, 1, 1), packed.addresses)
+
+    def _check(self, arguments: Sequence[Any], device: torch.device) -> None:
+        """A kernel that reads the memory of another device ends the process's use of the GPU."""
+        if len(arguments) != len(self._pointers):
+            raise KernelError(f"{self.name} has {len(self._pointers)} arguments, not {len(arguments)}.")
+        for place, argument in enumerate(arguments):
+            if isinstance(argument, torch.Tensor) and argument.device != device:
+                raise KernelError(f"{self.name}: argument {place} is on {argument.device}, the first tensor "
+                                  f"on {device}. All tensors of a kernel must be on one device.")
 
 
-def _value(argument: Any) -> Any:
-    if argument is None:
-        return 0
-    return argument.data_ptr() if isinstance(argument, torch.Tensor) else argument
+Launches = dict[tuple[GpuKernel, tuple], None]
+_RECORDS: list[Launches] = []
+
+
+@contextmanager
+def launches_recorded() -> Iterator[Launches]:
+    """Collects {(kernel, template arguments)} of all launches within the context, in their order. Those of
+    tensors without memory count too."""
+    launches: Launches = {}
+    _RECORDS.append(launches)
+    try:
+        yield launches
+    finally:
+        _RECORDS[:] = [other for other in _RECORDS if other is not launches]
+
+
+def compile_kernels(launches: Iterable[tuple[GpuKernel, tuple]], device: torch.device) -> str:
+    """Compile what was recorded for a CUDA device, several kernels at a time; returns a line for the log.
+
+    Raises KernelError if a kernel does not compile.
+    """
+    backend = cuda_backend(device)
+    backend.prepare((kernel.file, kernel.expression(template)) for kernel, template in launches)
+    return backend.summary()
+
+
+class _Arguments(threading.local):
+    # Memory for the arguments of one launch, in each thread: backward launches in threads of autograd's, and
+    # a launch lets other threads run. The driver copies the arguments before it returns.
+
+    def __init__(self, size: int, offsets: Sequence[int]):
+        self.memory = ctypes.create_string_buffer(size)
+        base = ctypes.addressof(self.memory)
+        self.addresses = (ctypes.c_void_p * len(offsets))(*(base + offset for offset in offsets))
 
 
 def _cpp(argument: Any) -> str:
