@@ -17,19 +17,6 @@
 // row may not. Registers a thread on sm_90: at most 40, nothing spilled.
 #include "device.cuh"
 
-constexpr float LOG2_E = 1.44269504f;
-
-// e^x for x <= 0, to 3e-7 and the rounding of x times log2(e); 0 below the smallest normal number.
-INLINE float exponential(float x) {
-#if defined(__CUDA_ARCH__)
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * LOG2_E));      // exp2f is longer, for subnormals
-    return y;
-#else
-    return exp2f(x * LOG2_E);
-#endif
-}
-
 // Σ exp(x) = total exp(largest), and Σ x, of the numbers that a thread has seen.
 struct Online {
     float largest = -INFINITY_F, total = 0, sum = 0;

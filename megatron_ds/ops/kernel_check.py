@@ -21,8 +21,9 @@ def largest_error(operation: Operation, implementation: Implementation, rows: in
     infinite. Shapes and dtypes must be equal, too.
     """
     arguments = operation.make_example(rows, width, dtype, device)
+    wide = [_wide(a) for a in arguments]                       # before the call: it may change arguments
     got = _values(implementation.function, arguments)
-    expected = _values(operation.in_torch, [_wide(a) for a in arguments])
+    expected = _values(operation.in_torch, wide)
     assert len(got) == len(expected), (operation.name, implementation.name)
     return max((_error(g, e) for g, e in zip(got, expected)), default=0.0)
 

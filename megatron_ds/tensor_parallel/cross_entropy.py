@@ -1,7 +1,7 @@
 """Cross entropy of logits whose vocabulary is split over the group, with its own backward.
 
-Each rank computes a few numbers per token of its own columns (ops/partial_cross_entropy.py): the log of the
-sum of exponentials, lse_r; the label's logit where the rank holds it; the sum of logits for smoothing. One
+Each rank computes a few numbers per token of its own columns (ops/logits.py): the log of the sum of
+exponentials, lse_r; the label's logit where the rank holds it; the sum of logits for smoothing. One
 all-gather of them gives the rest on every rank:
 
     lse = log Σ_r exp(lse_r)                    loss = lse - logit[label]
@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from ..mpu import collectives
 from ..mpu.group import Group
-from ..ops.partial_cross_entropy import partial_cross_entropy
+from ..ops.logits import keep_logits
 
 
 def vocab_parallel_cross_entropy(logits: torch.Tensor, labels: torch.Tensor, group: Group, vocab_size: int,
@@ -36,19 +36,19 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx, logits, labels, group, vocab_size, label_smoothing):
         assert labels.shape == logits.shape[:-1], (labels.shape, logits.shape)
         start, valid = own_columns(logits.shape[-1], group, vocab_size)
-        partial = partial_cross_entropy(logits.detach().flatten(0, -2), labels.reshape(-1) - start, valid)
-        loss, lse = token_losses(partial.facts(label_smoothing > 0), group, vocab_size, label_smoothing)
-        partial.settle(lse)
-        ctx.partial, ctx.shape = partial, logits.shape
+        kept = keep_logits(logits.detach().flatten(0, -2), labels.reshape(-1) - start, valid)
+        loss, lse = token_losses(kept.facts(label_smoothing > 0), group, vocab_size, label_smoothing)
+        kept.settle(lse)
+        ctx.kept, ctx.shape = kept, logits.shape
         ctx.target = target_weights(label_smoothing, vocab_size)
         return torch.ops.aten._unsafe_view(loss, labels.shape)         # a view could not be changed in place
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dloss):
-        partial, ctx.partial = ctx.partial, None
-        assert partial is not None, "the first backward overwrote the logits: run the forward again"
-        return partial.gradient_(dloss.reshape(-1), *ctx.target).view(ctx.shape), None, None, None, None
+        kept, ctx.kept = ctx.kept, None
+        assert kept is not None, "the first backward overwrote the logits: run the forward again"
+        return kept.gradient_(dloss.reshape(-1), *ctx.target).view(ctx.shape), None, None, None, None
 
 
 def own_columns(width: int, group: Group, vocab_size: int) -> tuple[int, int]:
@@ -61,7 +61,7 @@ def token_losses(facts: torch.Tensor, group: Group, vocab_size: int,
                  label_smoothing: float) -> tuple[torch.Tensor, torch.Tensor]:
     """facts [k, n] of this rank's columns → loss of each token and lse over all columns, fp32 [n].
 
-    facts: of a `PartialCrossEntropy`. Collective: all-gather.
+    facts: of `ops.logits.cross_entropy_facts`. Collective: all-gather.
     """
     facts = collectives.all_gather(facts.unsqueeze(0), group)                    # [t, k, n]
     lse = torch.logsumexp(facts[:, 0], dim=0)

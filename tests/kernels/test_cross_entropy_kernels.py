@@ -6,7 +6,10 @@ import pytest
 import torch
 
 from megatron_ds.mpu.group import solo
-from megatron_ds.ops.gpu.cross_entropy_kernels import LogitsKept, fits
+from megatron_ds.ops import logits as logits_operations
+from megatron_ds.ops.gpu import cross_entropy_kernels as kernels
+from megatron_ds.ops.gpu.self_check import failure_of
+from megatron_ds.ops.logits import LogitsKept
 from megatron_ds.tensor_parallel import cross_entropy
 from megatron_ds.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from tests.harness.alive_bytes import AliveBytes
@@ -25,9 +28,9 @@ SHAPES = [(1, 1, 1), (1, 5, 7), (1, 264, 264), (1, 1000, 1003), (1, 4611, 4613),
 def _kernels_are_compiled():
     def launch_all():
         for dtype in DTYPES:
-            partial = LogitsKept(torch.zeros(1, 8, dtype=dtype), torch.zeros(1, dtype=torch.int64), 8)
-            partial.settle(partial.facts(True)[0])
-            partial.gradient_(torch.ones(1), 1.0, 0.0)
+            logits, labels = torch.zeros(1, 8, dtype=dtype), torch.zeros(1, dtype=torch.int64)
+            (lse, _) = kernels.cross_entropy_facts(logits, labels, 8, False)
+            kernels.cross_entropy_gradient_(logits, labels, lse, torch.ones(1), 8, 1.0, 0.0)
 
     compile_together(launch_all)
 
@@ -48,7 +51,9 @@ def on_gpu(monkeypatch):
         return gpu
 
     context = []
-    monkeypatch.setattr(cross_entropy, "partial_cross_entropy", LogitsKept)
+    monkeypatch.setattr(cross_entropy, "keep_logits", LogitsKept)
+    for name in ("cross_entropy_facts", "cross_entropy_gradient_"):
+        monkeypatch.setattr(logits_operations, name, getattr(kernels, name))
     yield start
     for entered in reversed(context):
         entered.__exit__(None, None, None)
@@ -121,11 +126,9 @@ def test_rows_may_begin_anywhere_and_what_lies_between_them_is_left_alone(column
     rows.copy_(whole[:, 0])
     before = memory.clone()
     on_gpu()
-    partial = LogitsKept(rows, labels[:, 0], columns)
-    facts = partial.facts(True)
+    facts = kernels.cross_entropy_facts(rows, labels[:, 0], columns, True)
     assert torch.equal(memory, before)                                       # forward reads
-    partial.settle(facts[0])
-    gradient = partial.gradient_(dloss[:, 0], 1.0, 0.0)
+    gradient = kernels.cross_entropy_gradient_(rows, labels[:, 0], facts[0], dloss[:, 0], columns, 1.0, 0.0)
     assert gradient.data_ptr() == rows.data_ptr()
     assert (memory[:, :first] == 77).all() and (memory[:, first + columns:] == 77).all()
     loss, wanted = exact(whole, labels, dloss, columns, 0.0)
@@ -206,8 +209,13 @@ def test_infinite_logits_give_a_loss_that_is_not_finite(on_gpu):
 
 def test_no_rows_launch_nothing(on_gpu):
     gpu = on_gpu()
-    partial = LogitsKept(torch.zeros(0, 9), torch.zeros(0, dtype=torch.int64), 9)
-    assert partial.facts(True).shape == (3, 0) and not gpu.launches
+    facts = kernels.cross_entropy_facts(torch.zeros(0, 9), torch.zeros(0, dtype=torch.int64), 9, True)
+    assert facts.shape == (3, 0) and not gpu.launches
+
+
+def test_the_check_at_the_start_of_a_run_passes(on_gpu):
+    gpu = on_gpu()
+    assert failure_of(kernels.small_case, torch.device("cpu")) == "" and len(gpu.launches) == 2
 
 
 def test_a_plan_counts_twelve_bytes_a_row_besides_the_logits():
@@ -222,4 +230,5 @@ def test_a_plan_counts_twelve_bytes_a_row_besides_the_logits():
 
 def test_logits_beyond_the_limits_are_left_to_torch():
     logits = torch.empty(2**31, 8, device="meta", dtype=torch.bfloat16)
-    assert "too many" in fits(logits, None, 8) and not fits(logits[:7], None, 8)
+    assert "too many" in kernels.fits(logits, None, 8) and not kernels.fits(logits[:7], None, 8)
+    assert "side by side" in kernels.fits(logits[:8].t(), None, 8)

@@ -6,47 +6,51 @@ import torch
 
 from .gpu_kernel import GpuKernel, type_name
 
-FACTS = GpuKernel("cross_entropy.cu", "cross_entropy_facts", "ptr ptr ptr ptr ptr i64 i32")
-GRADIENT = GpuKernel("cross_entropy.cu", "cross_entropy_gradient", "ptr ptr ptr ptr i64 i32 i32 f32 f32")
 THREADS = 256                                  # of a block, which has a row
 MOST_COLUMNS, MOST_ROWS = 2**30, 2**31
+TYPICAL = [("bf16", THREADS), ("float", THREADS), ("fp16", THREADS)]
+
+FACTS = GpuKernel("cross_entropy.cu", "cross_entropy_facts", "ptr ptr ptr ptr ptr i64 i32", TYPICAL)
+GRADIENT = GpuKernel("cross_entropy.cu", "cross_entropy_gradient", "ptr ptr ptr ptr i64 i32 i32 f32 f32",
+                     TYPICAL)
 
 
-def fits(logits: torch.Tensor, labels: torch.Tensor, valid: int) -> str:
-    """"" if the kernels take these logits [n, columns]."""
+def fits(logits: torch.Tensor, *_: object) -> str:
+    """"" if the kernels take these logits [n, columns], which may begin anywhere and lie apart."""
     rows, columns = logits.shape
     if rows >= MOST_ROWS or columns >= MOST_COLUMNS:
         return f"{rows} rows of {columns} columns are too many"
+    if logits.stride(1) != 1 and columns > 1:
+        return "the elements of a row do not lie side by side"
     return ""
 
 
-class LogitsKept:
-    """An `ops.partial_cross_entropy.PartialCrossEntropy` that keeps the logits as they are until backward,
-    and 12 bytes a row.
+def cross_entropy_facts(logits: torch.Tensor, labels: torch.Tensor, valid: int,
+                        smoothed: bool) -> torch.Tensor:
+    """`ops.logits.cross_entropy_facts`."""
+    facts = logits.new_empty(3 if smoothed else 2, len(logits), dtype=torch.float32)
+    FACTS((type_name(logits), THREADS), len(logits), THREADS, logits, labels.contiguous(), facts[0], facts[1],
+          facts[2] if smoothed else None, logits.stride(0), valid)
+    return facts
 
-    logits [n, columns] fp32, bf16 or fp16, with any distance of rows; labels int64 [n].
-    """
 
-    def __init__(self, logits: torch.Tensor, labels: torch.Tensor, valid: int):
-        self.logits = logits if logits.stride(-1) == 1 else logits.contiguous()
-        self.labels, self.valid = labels, valid
-        self.lse: torch.Tensor | None = None
+def cross_entropy_gradient_(logits: torch.Tensor, labels: torch.Tensor, lse: torch.Tensor,
+                            dloss: torch.Tensor, valid: int, on_label: float, on_all: float) -> torch.Tensor:
+    """`ops.logits.cross_entropy_gradient_`."""
+    GRADIENT((type_name(logits), THREADS), len(logits), THREADS, logits, labels.contiguous(),
+             lse.contiguous(), dloss.contiguous(), logits.stride(0), valid, logits.shape[1], on_label, on_all)
+    return logits
 
-    def facts(self, smoothed: bool) -> torch.Tensor:
-        """See `PartialCrossEntropy.facts`."""
-        x = self.logits
-        facts = x.new_empty(3 if smoothed else 2, len(x), dtype=torch.float32)
-        FACTS((type_name(x), THREADS), len(x), THREADS, x, self.labels, facts[0], facts[1],
-              facts[2] if smoothed else None, x.stride(0), self.valid)
-        return facts
 
-    def settle(self, lse: torch.Tensor) -> None:
-        """See `PartialCrossEntropy.settle`."""
-        self.lse = lse
-
-    def gradient_(self, dloss: torch.Tensor, on_label: float, on_all: float) -> torch.Tensor:
-        """See `PartialCrossEntropy.gradient_`."""
-        x = self.logits
-        GRADIENT((type_name(x), THREADS), len(x), THREADS, x, self.labels, self.lse,
-                 dloss.contiguous(), x.stride(0), self.valid, x.shape[1], on_label, on_all)
-        return x
+def small_case(device: torch.device) -> tuple[list[torch.Tensor], list[torch.Tensor], float]:
+    """Both kernels on rows that begin anywhere, with padding and a label elsewhere; see `self_check`."""
+    x = torch.randn(5, 1003, device=device, dtype=torch.bfloat16)
+    labels, dloss = torch.tensor([0, 999, 4, -1, 500], device=device), torch.rand(5, device=device)
+    exact = x[:, :1000].double()
+    lse, here = exact.logsumexp(-1), torch.zeros_like(exact)
+    here[[0, 1, 2, 4], labels[[0, 1, 2, 4]]] = 1.0
+    gradient = ((exact - lse.unsqueeze(-1)).exp() - 0.9 * here) * dloss.double().unsqueeze(-1)
+    facts = cross_entropy_facts(x, labels, 1000, True)
+    got = cross_entropy_gradient_(x, labels, lse.float(), dloss, 1000, 0.9, 0.0)
+    return ([*facts, got[:, :1000], 1 + got[:, 1000:]],
+            [lse, (exact * here).sum(-1), exact.sum(-1), gradient, torch.ones_like(exact[:, :3])], 2 * 2**-8)
