@@ -10,7 +10,8 @@ s; n heads of d channels, f the feed-forward width and V the padded vocabulary, 
     activation           its input s b f e; gated 2, ReLU 0 times     second linear      its input s b f e
     hidden dropout       a byte an element, S b h                     head               its input S b h e
     loss                 probabilities, and 17 bytes a token; on      embedding          rows, 8 bytes a token
-                         GPUs logits, and 12 bytes a token
+                         GPUs logits, and 12 bytes a token;
+                         by chunks 12 bytes a token alone
 
 A block that drops tokens keeps what it needs of those it sees, and where they stand: eight bytes a token
 (nine with sequence parallelism), rotary tables of its own, and the fields of the batch that recomputation
@@ -42,6 +43,7 @@ class Workload:
     vocab   rows of the padded vocabulary on this rank;  device  "cpu" or "cuda"
     apart   attention keeps the documents of a sample apart
     kept_tokens  of each sample, by blocks that drop tokens; None: all
+    logits  are kept; else the head and the loss go by chunks
     """
 
     model: ModelConfig
@@ -54,6 +56,7 @@ class Workload:
     device: str
     apart: bool = False
     kept_tokens: int | None = None
+    logits: bool = True
 
     @property
     def itemsize(self) -> int:
@@ -123,8 +126,9 @@ def kept_by_layer(work: Workload, kind: str, recompute: str | None = None) -> in
     if kind == "norm":
         return work.hidden_bytes + _statistics(work)
     if kind == "head":
-        numbers = 17 if work.device == "cpu" else 12
-        return work.hidden_bytes + work.tokens * (work.itemsize * work.vocab + numbers) + 20
+        numbers = 17 if work.device == "cpu" and work.logits else 12
+        logits = work.itemsize * work.vocab * work.logits
+        return work.hidden_bytes + work.tokens * (logits + numbers) + 20
     if kind == "bert_head":
         return _bert_head(work)
     if kind != "block":

@@ -7,10 +7,9 @@ from megatron_ds.data.batch import Batch
 from megatron_ds.models import gpt_loss
 from megatron_ds.mpu.group import coordinates_of, solo
 from megatron_ds.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from megatron_ds.tensor_parallel.linear import column_linear
+from megatron_ds.tensor_parallel.linear import column_linear, new_shard
 from megatron_ds.tensor_parallel.logits_in_chunks import LogitsInChunks
 from megatron_ds.tensor_parallel.vocabulary import vocabulary_spec
-from megatron_ds.tensor_parallel.linear import new_shard
 from tests.harness.alive_bytes import AliveBytes
 from tests.harness.model_runs import context_of
 from tests.harness.shards import cut
@@ -63,8 +62,8 @@ def gradients(group, padded, chunks, *, sequence_parallel=False, bias=False, mai
                                                         (0.1, False, True), (0.0, True, True)])
 @pytest.mark.parametrize("t, padded, sequence_parallel", [(1, 19, False), (1, 24, False), (2, 40, False),
                                                           (2, 20, True), (3, 24, True), (3, 24, False)])
-def test_chunks_give_the_loss_and_the_gradients_of_the_whole_head(t, padded, sequence_parallel, smoothing, bias,
-                                                                  main_grad, chunks):
+def test_chunks_give_the_loss_and_gradients_of_the_whole_head(t, padded, sequence_parallel, smoothing, bias,
+                                                              main_grad, chunks):
     def main(rank, world):
         group = world.group("tp", tuple(range(t)), rank)
         options = {"sequence_parallel": sequence_parallel, "bias": bias, "main_grad": main_grad,
