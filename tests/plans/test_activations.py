@@ -229,7 +229,7 @@ def test_a_processor_without_products_of_sixteen_bits_keeps_copies_in_fp32(monke
 @pytest.mark.parametrize("flags",
                          [[], ["--bf16"], STYLES["llama"],
                           ["--hidden-dropout", "0.1", "--attention-dropout", "0.1"],
-                                   RECOMPUTE["full"], RECOMPUTE["selective"], ["--cross-entropy-chunks", "2"]],
+                          RECOMPUTE["full"], RECOMPUTE["selective"], ["--cross-entropy-chunks", "2"]],
                          ids=" ".join)
 def test_the_most_that_was_ever_alive_is_about_what_was_planned(flags):
     """One rank, two micro-batches: a twentieth below at most, half above: a layer at work counts beside all
