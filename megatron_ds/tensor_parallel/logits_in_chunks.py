@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from ..mpu import collectives
 from ..mpu.group import Group
 from ..ops.logits import cross_entropy_facts, cross_entropy_gradient_
-from ..ops.product import affine, product_into
+from ..ops.product import affine_into, product_into
 from .cross_entropy import own_columns, target_weights, token_losses
 from .weight_grad import GradientSum
 
@@ -62,8 +62,8 @@ class _Chunked(torch.autograd.Function):
         start, valid = own_columns(len(weight), group, vocab_size)
         flat, own_labels = whole.view(-1, whole.shape[-1]), labels.reshape(-1) - start
         smoothed = label_smoothing > 0
-        facts = [cross_entropy_facts(affine(flat[rows], weight, bias), own_labels[rows], valid, smoothed)
-                 for rows in _ranges(len(flat), chunks)]
+        facts = [cross_entropy_facts(logits, own_labels[rows], valid, smoothed)
+                 for rows, logits in _logits(flat, weight, bias, chunks)]
         loss, lse = token_losses(torch.cat(facts, dim=1), group, vocab_size, label_smoothing)
         ctx.save_for_backward(x, own_labels, lse)
         ctx.weight, ctx.bias, ctx.group, ctx.sequence_parallel = weight, bias, group, sequence_parallel
@@ -80,8 +80,7 @@ class _Chunked(torch.autograd.Function):
         dx = torch.empty_like(flat) if needs_dx else None
         dw = GradientSum(weight) if needs_dw else None
         db = lse.new_zeros(len(weight)) if needs_db else None
-        for rows in _ranges(len(flat), ctx.chunks):
-            logits = affine(flat[rows], weight, ctx.bias)
+        for rows, logits in _logits(flat, weight, ctx.bias, ctx.chunks):
             dlogits = cross_entropy_gradient_(logits, labels[rows], lse[rows], dloss[rows], ctx.valid,
                                               *ctx.target)
             if dx is not None:
@@ -90,7 +89,6 @@ class _Chunked(torch.autograd.Function):
                 dw.add(flat[rows], dlogits)
             if db is not None:
                 db += dlogits.sum(0, dtype=db.dtype)
-            del logits, dlogits                                       # before the next are allocated
         if dx is not None:
             dx = dx.view(whole.shape)
             if ctx.sequence_parallel:
@@ -101,7 +99,14 @@ class _Chunked(torch.autograd.Function):
                 *[None] * 6)
 
 
-def _ranges(rows: int, chunks: int) -> Iterator[slice]:
-    """[0, rows) in at most `chunks` parts, of equal length but for the last."""
-    each = max(1, -(-rows // chunks))
-    return (slice(start, start + each) for start in range(0, rows, each))
+def _logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
+            chunks: int) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Yields (rows, their logits [rows, V'/t]) of x [n, h] in at most `chunks` parts; the next iteration
+    overwrites the logits."""
+    each = max(1, -(-len(x) // chunks))
+    memory = x.new_empty(min(each, len(x)), len(weight))
+    for start in range(0, len(x), each):
+        part = x[start:start + each]
+        logits = memory[:len(part)]
+        affine_into(logits, part, weight, bias)
+        yield slice(start, start + len(part)), logits
